@@ -112,15 +112,13 @@ def offered(
     A refusal that comes of the records tells whether rows are among a dataset's, and is counted, of a dry run too: without a
     look at them the costs shown could be those of another account.
 
-    Delta is below 1/N, as a run's is: at 0.9 an exact count would cost epsilon 0. N is data.public_size or, without one, counted:
-    the relation is then zero-out, which compares datasets of one public size, and a run publishes that too.
-
     Args:
         config: The recipe: whose data, and which ledger.
         asked: Statistics, each with its releases; equal parts of epsilon for each statistic, and within it for each release.
         epsilon: Of all of them together, > 0.
-        delta: At which they come to it, below 1/N; auto: as in a run; None: the budget's, or ``DELTA``. N is data.public_size, or
-            counted: the relation is then zero-out, which compares datasets of one public size, and a run publishes that too.
+        delta: At which they come to it, below 1/N, since at 0.9 an exact count would cost epsilon 0; auto: as in a run; None: the
+            budget's, or ``DELTA``. N is data.public_size, or counted: the relation is then zero-out, which compares datasets of
+            one public size, and a run publishes that too.
         create: Make the ledger if there is none, to release afterwards.
 
     Raises:
@@ -136,9 +134,8 @@ def offered(
     with contextlib.ExitStack() as stack:
         cache = stack.enter_context(scratch())
         table = data.load_table(config.data.train, config.data, config.data.train_split, cache)
-        data.check_columns(
-            (name for group in asked for one in group for name in columns_of(one)), table.rows, table.name
-        )
+        columns = (name for group in asked for one in group for name in columns_of(one))
+        data.check_columns(columns, table.rows, table.name)
         units = data.group_rows(table, config.data)
         exact = partial(exact_values, units=units, table=table, data=config.data, tokenizer=tokenizer)
         if (ledger := open_ledger(config.privacy.ledger, create=create)) is not None:
@@ -181,22 +178,11 @@ def _priced(
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "software": {"dpllm": dpllm.__version__, "opendp": metadata.version("opendp")},
     }
-    releases = [
-        {
-            **{
-                "statistic": asked.name,
-                "declared": asked.declared(),
-                "mechanism": one.mechanism,
-                "event": one.event.to_json(),
-            },
-            **{"error_95": one.error, "error_of": one.error_of, "value": None, "entry": None},
-        }
-        for asked, one in made
-    ]
-    drawn = [
-        {**one, "value": dict.fromkeys((*asked.values, OTHER), 1e9)}
-        for one, (asked, _) in zip(releases, made, strict=True)
-    ]
+    about = ({"statistic": asked.name, "declared": asked.declared(), "mechanism": one.mechanism} for asked, one in made)
+    errors = ({"event": one.event.to_json(), "error_95": one.error, "error_of": one.error_of} for _, one in made)
+    releases = [{**what, **how, "value": None, "entry": None} for what, how in zip(about, errors, strict=True)]
+    largest = [dict.fromkeys((*asked.values, OTHER), 1e9) for asked, _ in made]
+    drawn = [{**one, "value": value} for one, value in zip(releases, largest, strict=True)]
     if len(Statistics.pick({**fields, "releases": drawn}).model_dump_json(indent=2)) > MOST_TEXT:
         raise ConfigError(
             "so many values or candidates are declared that no card could show what is released of them; that is paid for all "

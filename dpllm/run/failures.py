@@ -30,12 +30,9 @@ from dpllm.model import processes
 CHARGED = (
     "Steps taken so far stay charged. Resume with --resume, on any number of processes, where a checkpoint was kept."
 )
-LOOK_EVERY = 0.25  # seconds
-TO_SAY, TO_LEAVE = (
-    10.0,
-    5.0,
-)  # seconds that rank 0 has to say why, and waits for the others before it takes the store away
-TO_END = 10.0  # seconds that rank 0 has to write down how the run ended, once another rank has failed
+LOOK_EVERY = 0.25  # seconds, as all of these
+TO_SAY, TO_LEAVE = 10.0, 5.0  # rank 0 has to say why, and waits for the others before it takes the store away
+TO_END = 10.0  # rank 0 has to write down how the run ended, once another rank has failed
 BROKEN = re.compile(r"gloo|nccl|process group|connection (closed|reset|refused)|peer|broken pipe|socket", re.IGNORECASE)
 Cause = dict[str, Any]
 _runs = 0  # of this process, so that a second run reads no message of the first
@@ -165,7 +162,7 @@ class _Failures:
         self._set("said")
 
     def _set(self, key: str) -> None:
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError):  # nobody can be told
             self._store.set(key, "1")
 
     def _post(self, message: str, code: int = 1, rank: int | None = None) -> Cause:

@@ -9,7 +9,7 @@ import inspect
 import os
 import secrets
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from numbers import Integral
@@ -36,6 +36,7 @@ from dpllm.privacy.schedule import make_schedule, shapes_of
 from dpllm.privacy.selfcheck import longest_row
 from dpllm.privacy.stream import Turns, os_entropy
 from dpllm.run.mechanism import check_rows
+from dpllm.run.verdict import CALLS, hooks
 from dpllm.text.data import TokenSequence, Unit
 
 DIGEST_EVERY = 10
@@ -130,8 +131,7 @@ class Engine:
         """
         _check_plan(plan, ledger, optimizer)
         schedule, size = plan.schedule, plan.schedule.dataset_size
-        self.plan, self._model, self._steps, self._open = plan, model, 0, True
-        self._broken = False
+        self.plan, self._model, self._steps, self._open, self._broken = plan, model, 0, True, False
         self._units = _frozen(tuple(units))  # the caller's lists may change
         self._check_surroundings()
         vocabulary = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
@@ -151,7 +151,9 @@ class Engine:
             self._shapes = check_rows(self._engine, vocabulary, of_rows, physical_batch_size, pad_id=self._pad_id)[0]
             self._sampler = PoissonSampler(schedule, size, os_entropy(), Turns(plan.bands, os_entropy()))
             self._optimizer, self._digest, self._seen = optimizer, self._weights(), _seen(model, optimizer)
-            self._ledger, self.entry = ledger, _reserve(plan, ledger, dataset)
+            self._ledger = ledger
+            with ledger.counting():
+                self.entry = ledger.reserve(dataset, RunRequest.of(plan, f"own-loop-{secrets.token_hex(4)}")).entry
         except BaseException:
             self._engine.close()  # the model is the caller's again
             raise
@@ -267,20 +269,15 @@ def _frozen(units: Sequence[Unit]) -> tuple[Unit, ...]:
 
 def _seen(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tuple[Any, ...]]:
     """Name -> what changes when somebody writes a tensor, or hooks into, adds or replaces a layer, its forward or the step."""
-
-    def hooks(owner: Mapping[str, Any], *starts: str) -> list[tuple[Any, ...]]:
-        return [
-            tuple(some.values()) for key, some in owner.items() if key.startswith(starts) and isinstance(some, dict)
-        ]
-
-    found: dict[str, tuple[Any, ...]] = {"the optimizer": (hooks(vars(optimizer), "_optimizer_step_"),)}
-    found["every module"] = (hooks(vars(torch_modules), "_global_"),)
-    found["every optimizer"] = (*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values())
-    found["the attention"] = (getattr(getattr(model, "config", None), "_attn_implementation", None),)
+    found: dict[str, tuple[Any, ...]] = {
+        "the optimizer": (hooks(optimizer, "_optimizer_step_"),),
+        "every module": (hooks(torch_modules, "_global_"),),
+        "every optimizer": (*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values()),
+        "the attention": (getattr(getattr(model, "config", None), "_attn_implementation", None),),
+    }
     for name, module in model.named_modules():
-        calls = [vars(module).get(name) for name in ("forward", "_call_impl", "_compiled_call_impl")]
-        merged = tuple(getattr(module, "merged_adapters", ()))
-        layer = module, type(module), calls, merged, hooks(vars(module), "_forward_", "_backward_")
+        calls, merged = [vars(module).get(call) for call in CALLS], tuple(getattr(module, "merged_adapters", ()))
+        layer = module, type(module), calls, merged, hooks(module, "_forward_", "_backward_")
         found[name or type(module).__name__] = layer
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         grown = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
@@ -293,10 +290,9 @@ def _check_plan(plan: Plan, ledger: Ledger, optimizer: torch.optim.Optimizer) ->
         raise ConfigError(
             "dpllm.Engine needs a Plan of dpllm.promise and an open dpllm.Ledger, to charge it. Give both."
         )
-    schedule, norm = plan.schedule, plan.max_grad_norm
-    size, batch, steps = schedule.dataset_size, schedule.expected_batch_size, schedule.num_steps
-    numbers = {"epsilon": plan.target_epsilon, "max_grad_norm": norm}
-    if plan != promise(size, batch_size=batch, steps=steps, bands=plan.bands, **numbers):
+    numbers = {"epsilon": plan.target_epsilon, "max_grad_norm": plan.max_grad_norm}
+    steps, batch = plan.schedule.num_steps, plan.schedule.expected_batch_size
+    if plan != promise(plan.schedule.dataset_size, batch_size=batch, steps=steps, bands=plan.bands, **numbers):
         raise Refused(
             "the Plan is not as dpllm.promise makes it, so that what is accounted could be another mechanism than what runs. "
             "Pass what dpllm.promise(len(units), ...) returns."
@@ -336,8 +332,3 @@ def _check_units(units: tuple[Unit, ...], size: int, max_length: int, vocabulary
                     f"units[{number}] has a row on which nothing could be trained. Give token ids below {vocabulary}, a "
                     "loss_mask of the same length that is False at position 0, and a denominator of at least 1."
                 )
-
-
-def _reserve(plan: Plan, ledger: Ledger, dataset: str) -> str:
-    with ledger.counting():
-        return ledger.reserve(dataset, RunRequest.of(plan, f"own-loop-{secrets.token_hex(4)}")).entry

@@ -22,14 +22,7 @@ from dpllm.statement.run_files import PlanRecord, read_plan, read_run
 TRAIN_MAY_CHANGE = {"physical_batch_size", "eval_every", "checkpoint_every", "process_timeout"}
 TRAIN_MAY_CHANGE |= {"sample_prompts", "sample_every"}
 MAY_CHANGE = {"card", "telemetry", *(f"train.{key}" for key in TRAIN_MAY_CHANGE)}
-WITH_STEPS = {
-    "num_steps",
-    "event",
-    "epsilon",
-    "accountants",
-    "curve",
-    "limits",
-}  # of plan.json: what grows with the steps
+WITH_STEPS = {"num_steps", "event", "epsilon", "accountants", "curve", "limits"}  # of plan.json: what grows with them
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from torch.nn.modules import module as torch_modules
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import dpllm
-from dpllm.files import digest, write_json
+from dpllm.files import digest, sha256, write_json
 from dpllm.ledger.store import default_path
 from dpllm.model import environment, sharding
 from dpllm.privacy.schedule import Shape
@@ -41,6 +41,7 @@ BESIDE = frozenset({"huggingface_hub", "safetensors", "tokenizers", "numpy"})  #
 ATTENTION = frozenset({"eager", "sdpa", "flash_attention_2", "flash_attention_3"})
 """Whose kernels come with those packages; others are loaded from elsewhere."""
 LARGEST = 2**20  # bytes of a file that is read
+CALLS = ("forward", "_call_impl", "_compiled_call_impl")  # of a layer itself, if set, in place of its class's
 
 
 class Kept(NamedTuple):
@@ -73,7 +74,7 @@ def key_of(config: RunConfig, model: nn.Module, shapes: Sequence[Shape], **more:
     parameters, matmul = dict(model.named_parameters()), torch.backends.cuda.matmul
     tensors = {**parameters, **dict(model.named_buffers())}
     facts = {
-        "sources": _sources(sorted({str(inspect.getfile(kind)) for kind in kinds if _package(kind) in KNOWN})),
+        "sources": [_dpllm(), *map(sha256, sorted({Path(inspect.getfile(k)) for k in kinds if _package(k) in KNOWN}))],
         "versions": [environment.versions(), torch.__config__.show(), torch.version.git_version, _kernel_packages()],
         "recipe": config.model_dump(mode="json", include={"adapter": True, "model": True, "privacy": {"clipping"}}),
         "form": [config.privacy.grad_sample_mode, config.data.max_length, config.train.precision],
@@ -86,9 +87,7 @@ def key_of(config: RunConfig, model: nn.Module, shapes: Sequence[Shape], **more:
         "shapes": shapes,
         "kernels": {name: str(value) for name, value in environment.kernels(device).items()},
         "processor": _processor(),
-        "variables": {
-            key: value for key, value in os.environ.items() if key.startswith(("OMP_", "KMP_", "GOMP_", "LD_"))
-        },
+        "variables": {key: os.environ[key] for key in os.environ if key.startswith(("OMP_", "KMP_", "GOMP_", "LD_"))},
         "switches": [
             torch.are_deterministic_algorithms_enabled(),
             torch.get_float32_matmul_precision(),
@@ -131,11 +130,8 @@ def keep(key: str | None, digests: Mapping[Shape, str]) -> None:
     with contextlib.suppress(OSError):
         folder().mkdir(mode=0o700, parents=True, exist_ok=True)
         if _mine(os.lstat(folder()), stat.S_ISDIR):
-            write_json(
-                folder() / f"{key}.json",
-                {"key": key, "digests": {str(shape): found for shape, found in digests.items()}},
-                mode=0o600,
-            )
+            kept = {"key": key, "digests": {str(shape): found for shape, found in digests.items()}}
+            write_json(folder() / f"{key}.json", kept, mode=0o600)
 
 
 def _mine(found: os.stat_result, kind: Any) -> bool:
@@ -147,19 +143,23 @@ def _ours(model: nn.Module, kinds: Sequence[type]) -> bool:
     """Whether all code that a pass runs comes from the packages of the key, with no hook, layer or method put in its place."""
     if any(_package(kind) not in KNOWN | {"builtins", "typing", "abc"} for kind in kinds):
         return False
-    hooks = [some for name, some in vars(torch_modules).items() if name.startswith("_global_")]
+    added = hooks(torch_modules, "_global_")
     for module in model.modules():
-        own = vars(module)
-        hooks += [some for name, some in own.items() if name.startswith(("_forward_", "_backward_"))]
-        if any(own.get(name) for name in ("forward", "_call_impl", "_compiled_call_impl")):
+        added += hooks(module, "_forward_", "_backward_")
+        if any(vars(module).get(name) for name in CALLS):
             return False
-    added = [getattr(hook, "func", hook) for some in hooks if isinstance(some, dict) for hook in some.values()]
-    if any(_package(hook) not in KNOWN for hook in added if callable(hook)):
+    if any(_package(getattr(hook, "func", hook)) not in KNOWN for hook in added if callable(hook)):
         return False
     attention = ALL_ATTENTION_FUNCTIONS.get(str(getattr(getattr(model, "config", None), "_attn_implementation", None)))
     places = [vars(kind) for kind in kinds] + [vars(sys.modules[kind.__module__]) for kind in kinds]
     functions = [some for place in places for some in list(place.values()) if inspect.isfunction(some)] + [attention]
     return all(_from_known(one) for one in functions if inspect.isfunction(one))
+
+
+def hooks(owner: Any, *starts: str) -> list[Any]:
+    """The hooks that torch keeps in an owner's dictionaries with names that begin so."""
+    kept = [some for name, some in vars(owner).items() if name.startswith(starts) and isinstance(some, dict)]
+    return [hook for some in kept for hook in some.values()]
 
 
 def _digests(tensors: Sequence[Tensor]) -> list[str]:
@@ -200,21 +200,9 @@ def _package(owner: Any) -> str:
 
 
 @cache
-def _dpllm() -> str:
-    """A digest of all of dpllm's own code."""
-    found = hashlib.blake2b(digest_size=16)
-    for path in sorted(Path(dpllm.__file__).parent.rglob("*.py")):
-        found.update(path.read_bytes())
-    return found.hexdigest()
-
-
-def _sources(paths: Sequence[str]) -> dict[str, str]:
-    """Digests of the files of the model's classes, by name, and of dpllm."""
-    files = {path: hashlib.blake2b(Path(path).read_bytes(), digest_size=16).hexdigest() for path in paths}
-    return {
-        "dpllm": _dpllm(),
-        **{Path(path).name + str(number): one for number, (path, one) in enumerate(files.items())},
-    }
+def _dpllm() -> list[str]:
+    """Digests of dpllm's own code."""
+    return [sha256(path) for path in sorted(Path(dpllm.__file__).parent.rglob("*.py"))]
 
 
 @cache
@@ -222,7 +210,6 @@ def _processor() -> str:
     """What Linux says of the first core, but for its speed."""
     with contextlib.suppress(OSError):
         first = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0].splitlines()
-        return "\n".join(
-            line for line in first if not line.startswith(("cpu MHz", "bogomips", "processor", "core id", "apicid"))
-        )
+        changing = "cpu MHz", "bogomips", "processor", "core id", "apicid"
+        return "\n".join(line for line in first if not line.startswith(changing))
     return sys.platform

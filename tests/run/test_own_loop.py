@@ -53,11 +53,15 @@ def row(ids: tuple[int, ...], mask: tuple[bool, ...] = (False, True), denominato
     return dpllm.Unit((dpllm.TokenSequence(ids, mask, denominator),))
 
 
-def engine(model: nn.Module, ledger: dpllm.Ledger, **changes: Any) -> dpllm.Engine:
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    plan = changes.pop("plan", None) or dpllm.promise(N, epsilon=20, batch_size=4, steps=STEPS, max_grad_norm=0.1)
+def planned(**changes: Any) -> Any:
+    return dpllm.promise(N, **{"epsilon": 20, "batch_size": 4, "steps": STEPS, "max_grad_norm": 0.1, **changes})
+
+
+def engine(model: nn.Module, ledger: dpllm.Ledger, kind: Any = torch.optim.SGD, **changes: Any) -> dpllm.Engine:
+    trains = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trains, lr=0.1) if kind is torch.optim.SGD else kind(trains)
     given = {"ledger": ledger, "dataset": "letters", "max_length": LENGTH, **changes}
-    return dpllm.Engine(model, optimizer, plan, given.pop("units", units()), **given)
+    return dpllm.Engine(model, optimizer, given.pop("plan", planned()), given.pop("units", units()), **given)
 
 
 def test_every_step_is_charged_and_the_whole_run_reserved_before(model: nn.Module, ledger: dpllm.Ledger) -> None:
@@ -84,11 +88,8 @@ def test_a_loop_that_ends_early_keeps_its_reservation(model: nn.Module, ledger: 
 
 
 def test_an_own_step_of_the_optimizer_is_refused(model: nn.Module, ledger: dpllm.Ledger) -> None:
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    plan = dpllm.promise(N, epsilon=20, batch_size=4, steps=STEPS)
-    made = dpllm.Engine(model, optimizer, plan, units(), ledger=ledger, dataset="letters", max_length=LENGTH)
-    with made, pytest.raises(Refused):
-        optimizer.step()
+    with engine(model, ledger) as made, pytest.raises(Refused):
+        made._optimizer.step()
 
 
 def test_what_cannot_hold_is_refused_before_anything_is_spent(model: nn.Module, ledger: dpllm.Ledger) -> None:
@@ -114,6 +115,9 @@ def test_what_cannot_hold_is_refused_before_anything_is_spent(model: nn.Module, 
     with pytest.raises(BudgetExceeded):
         engine(model, ledger)
     assert not ledger.account("letters").runs
+    assert ledger.refusals() == {("letters", "over_budget"): 1}
+    with engine(model, ledger, dataset="others") as made:  # the model is its owner's again
+        made.step()
     with pytest.raises(Refused, match="float32"):
         engine(model.bfloat16(), ledger)
 
@@ -146,19 +150,9 @@ def test_rows_are_padded_to_no_more_positions_than_the_model_has(tmp_path: Path,
 )
 def test_a_plan_that_promise_did_not_make_is_refused(model: nn.Module, ledger: dpllm.Ledger, changed: Any) -> None:
     """What is charged must be what runs."""
-    plan = dpllm.promise(N, epsilon=20, batch_size=4, steps=STEPS, max_grad_norm=0.1)
     with pytest.raises(Refused, match="is not as dpllm"):
-        engine(model, ledger, plan=changed(plan))
+        engine(model, ledger, plan=changed(planned()))
     assert not ledger.account("letters").runs
-
-
-def test_a_refused_engine_leaves_the_model_to_its_owner(model: nn.Module, ledger: dpllm.Ledger) -> None:
-    set_budget(ledger, "letters", Budget(0.5, 1e-3, "example", "zero_out", "planned", None))
-    with pytest.raises(BudgetExceeded):
-        engine(model, ledger)
-    assert ledger.refusals() == {("letters", "over_budget"): 1}
-    with engine(model, ledger, dataset="others") as made:
-        made.step()
 
 
 def test_what_changes_after_the_checks_is_refused_before_the_charge(model: nn.Module, ledger: dpllm.Ledger) -> None:
@@ -252,7 +246,7 @@ def test_a_hook_of_every_optimizer_is_refused(model: nn.Module, ledger: dpllm.Le
 
 
 def test_a_frozen_weight_written_through_data_is_seen_however_early(model: nn.Module, ledger: dpllm.Ledger) -> None:
-    plan = dpllm.promise(N, epsilon=20, batch_size=4, steps=14, max_grad_norm=0.1)
+    plan = planned(steps=14)
     for written_before, refused_before in ((3, 10), (12, 13)):
         with engine(model, ledger, plan=plan) as made:
             for step in range(refused_before):
@@ -277,29 +271,33 @@ def test_a_step_without_gradients_is_not_charged(model: nn.Module, ledger: dpllm
 def test_an_optimizer_that_cannot_step_is_refused_before_anything_is_spent(
     model: nn.Module, ledger: dpllm.Ledger, kind: Any
 ) -> None:
-    plan = dpllm.promise(N, epsilon=20, batch_size=4, steps=STEPS)
-    optimizer = kind([p for p in model.parameters() if p.requires_grad])
     with pytest.raises(Refused, match="dense gradient"):
-        dpllm.Engine(model, optimizer, plan, units(), ledger=ledger, dataset="letters", max_length=LENGTH)
+        engine(model, ledger, kind)
     assert not ledger.account("letters").runs
 
 
-def test_tokens_given_as_tensors_are_the_engines_own(model: nn.Module, ledger: dpllm.Ledger) -> None:
+def test_units_are_the_engines_own_and_one_row_of_two_units_is_named(model: nn.Module, ledger: dpllm.Ledger) -> None:
     ids = torch.tensor([4, 5])
     given = dpllm.Unit((dpllm.TokenSequence(ids, torch.tensor([False, True]), 1),))  # type: ignore[arg-type]
-    with pytest.warns(UserWarning, match="hold the same row"):
+    with pytest.warns(UserWarning, match=r"units\[0\] and units\[1\] hold the same row"):
         made = engine(model, ledger, units=[given, row((4, 5)), *units()[2:]])
     with made:
         ids.fill_(7)
         assert made._units[0] == row((4, 5))
         made.step()
+    tokens, mask, rows = [4, 5], [False, True], []
+    rows.append(dpllm.TokenSequence(tokens, mask, 1))  # type: ignore[arg-type]
+    grown = dpllm.Unit(rows)  # type: ignore[arg-type]
+    with engine(model, ledger, units=[grown, *units()[1:]]) as made:
+        tokens.append(6)
+        mask.append(True)
+        rows.append(rows[0])
+        assert made._units[0] == row((4, 5))
 
 
 def test_looking_at_the_model_between_steps_changes_nothing(model: nn.Module, ledger: dpllm.Ledger) -> None:
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    plan = dpllm.promise(N, epsilon=20, batch_size=4, steps=STEPS, max_grad_norm=0.1)
-    with dpllm.Engine(model, optimizer, plan, units(), ledger=ledger, dataset="letters", max_length=LENGTH) as made:
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    with engine(model, ledger) as made:
+        scheduler = torch.optim.lr_scheduler.LambdaLR(made._optimizer, lambda step: 1 / (1 + step))
         for _ in range(STEPS):
             made.step()
             scheduler.step()
@@ -307,23 +305,6 @@ def test_looking_at_the_model_between_steps_changes_nothing(model: nn.Module, le
                 model.eval()(torch.tensor([[3, 4, 5]]))
             model.train()
             model.state_dict()
-
-
-def test_a_unit_cannot_grow_after_the_check(model: nn.Module, ledger: dpllm.Ledger) -> None:
-    ids, mask, rows = [4, 5], [False, True], []
-    rows.append(dpllm.TokenSequence(ids, mask, 1))  # type: ignore[arg-type]
-    grown = dpllm.Unit(rows)  # type: ignore[arg-type]
-    with engine(model, ledger, units=[grown, *units()[1:]]) as made:
-        ids.append(6)
-        mask.append(True)
-        rows.append(rows[0])
-        assert made._units[0] == row((4, 5))
-
-
-def test_a_row_of_two_units_is_named(model: nn.Module, ledger: dpllm.Ledger) -> None:
-    same = [row((4, 5)), row((4, 5)), *units()[2:]]
-    with pytest.warns(UserWarning, match=r"units\[0\] and units\[1\] hold the same row"):
-        engine(model, ledger, units=same).__exit__(None, None, None)
 
 
 def cut_short(*_: Any) -> None:
@@ -347,7 +328,7 @@ def test_banded_noise_takes_turns_and_takes_nothing_back_from_before_a_step_that
     model: nn.Module, ledger: dpllm.Ledger, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     """The failed step had its turn but no row of noise: two turns of a unit would be nearer in noise than b rows."""
-    plan = dpllm.promise(N, epsilon=20, batch_size=4, steps=7, max_grad_norm=0.1, bands=3)
+    plan = planned(steps=7, bands=3)
     assert (plan.bands, plan.event.type, plan.event.probability) == (3, "cyclic_poisson", 1.0)
     drawn: list[set[int]] = []
     held: list[int] = []
@@ -379,8 +360,7 @@ def test_banded_noise_takes_turns_and_takes_nothing_back_from_before_a_step_that
 
 
 def test_groups_of_two_loops_are_drawn_apart(model: nn.Module, ledger: dpllm.Ledger) -> None:
-    plan = dpllm.promise(N, epsilon=20, batch_size=4, steps=3, max_grad_norm=0.1, bands=3)
-    group_NE = []
+    plan, group_NE = planned(bands=3), []
     for _ in range(4):
         with engine(model, ledger, plan=plan) as made:
             group_NE.append(tuple(made._sampler._group_N))
@@ -390,14 +370,13 @@ def test_groups_of_two_loops_are_drawn_apart(model: nn.Module, ledger: dpllm.Led
 @pytest.mark.parametrize(("bands", "kind"), [(0, ConfigError), ("many", ConfigError), (4, Refused)])
 def test_bands_that_cannot_be_are_one_line(bands: Any, kind: type[Exception]) -> None:
     with pytest.raises(kind, match="bands") as refusal:
-        dpllm.promise(N, epsilon=20, batch_size=4, steps=3, bands=bands)
+        planned(bands=bands)
     assert len(str(refusal.value).splitlines()) == 1
 
 
 def test_auto_finds_the_bands_that_a_recipe_would_and_its_plan_runs(model: nn.Module, ledger: dpllm.Ledger) -> None:
     assert dpllm.promise(1200, epsilon=8, batch_size=60, steps=30, bands="auto").bands > 1
-    plan = dpllm.promise(N, epsilon=20, batch_size=4, steps=3, max_grad_norm=0.1, bands="auto")
-    with engine(model, ledger, plan=plan) as made:
+    with engine(model, ledger, plan=planned(bands="auto")) as made:
         made.step()
 
 
@@ -411,8 +390,8 @@ def test_a_promise_of_impossible_numbers_is_one_line(num_units: Any, given: dict
 
 
 def test_integers_of_numpy_are_integers() -> None:
-    usual = dpllm.promise(N, epsilon=20, batch_size=4, steps=3, bands=3)
-    assert dpllm.promise(np.int64(N), epsilon=20, batch_size=np.int64(4), steps=np.int32(3), bands=np.int64(3)) == usual
+    sizes = {"batch_size": np.int64(4), "steps": np.int32(3), "bands": np.int64(3)}
+    assert dpllm.promise(np.int64(N), epsilon=20, max_grad_norm=0.1, **sizes) == planned(steps=3, bands=3)
 
 
 def test_arguments_of_another_kind_are_one_line(model: nn.Module, ledger: dpllm.Ledger) -> None:

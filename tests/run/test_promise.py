@@ -108,12 +108,7 @@ def test_chats_need_a_template(tmp_path: Path, kept: str) -> None:
 
 
 def test_all_guards_are_found_at_once(tmp_path: Path) -> None:
-    config = recipe(
-        tmp_path,
-        privacy__delta=0.5,
-        adapter={"method": "lora", "dropout": 0.1},
-        train__batch_size=51,
-    )
+    config = recipe(tmp_path, privacy__delta=0.5, adapter={"method": "lora", "dropout": 0.1}, train__batch_size=51)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("")
     found = messages(config)

@@ -44,6 +44,8 @@ def test_speed_may_change(interrupted: RunDir, key: str) -> None:
     ("key", "value"),
     [
         ("privacy__insecure_seed", None),  # the record would forget that the noise can be regenerated
+        ("privacy__epsilon", 3.0),
+        ("privacy__max_grad_norm", 0.25),
         ("privacy__grad_sample_mode", "ghost"),
         ("privacy__dataset", "another"),  # the steps would be charged to one dataset and reported of another
         ("privacy__ledger", "elsewhere.sqlite"),
@@ -52,8 +54,10 @@ def test_speed_may_change(interrupted: RunDir, key: str) -> None:
         ("model__name_or_path", "gpt2"),
         ("model__adapter", "start/export"),
         ("adapter__r", 4),
+        ("adapter__target_modules", ["q_proj"]),
         ("adapter__lora_a", "frozen"),
         ("train__learning_rate", 0.5),
+        ("train__batch_size", 7),
         ("audit__canaries__digits", 5),
     ],
 )

@@ -20,7 +20,6 @@ from dpllm.model import environment, processes, sharding
 from dpllm.privacy import selfcheck
 from dpllm.privacy.clipping import PerUnitClipper
 from dpllm.privacy.schedule import Shape
-from dpllm.recipe.config import RunConfig
 from dpllm.run import verdict
 from dpllm.run.mechanism import check_rows
 
@@ -30,12 +29,9 @@ DIGESTS = {Shape(8, 6): "one", Shape(32, 4): "two"}
 KEY = "0" * 64
 
 
-def config(**sections: Any) -> RunConfig:
-    return tm.recipe(**sections)
-
-
 def key(net: Any = None, shapes: Any = SHAPES, **more: Any) -> str | None:
-    return verdict.key_of(more.pop("config", config()), net or tm.build("llama", LORA), shapes, **{**MORE, **more})
+    config = more.pop("config", tm.recipe())
+    return verdict.key_of(config, net or tm.build("llama", LORA), shapes, **{**MORE, **more})
 
 
 @pytest.fixture
@@ -63,19 +59,11 @@ def one_bit(net: Any) -> None:
 
 
 def with_switch(owner: Any, name: str, value: Any) -> Callable[[pytest.MonkeyPatch], str | None]:
-    def changed(patch: pytest.MonkeyPatch) -> str | None:
-        patch.setattr(owner, name, value)
-        return key()
-
-    return changed
+    return lambda patch: (patch.setattr(owner, name, value), key())[1]
 
 
 def with_variable(name: str) -> Callable[[pytest.MonkeyPatch], str | None]:
-    def changed(patch: pytest.MonkeyPatch) -> str | None:
-        patch.setenv(name, "7")
-        return key()
-
-    return changed
+    return lambda patch: (patch.setenv(name, "7"), key())[1]
 
 
 def with_threads(patch: pytest.MonkeyPatch) -> str | None:
@@ -101,10 +89,10 @@ CHANGES: dict[str, Callable[[pytest.MonkeyPatch], str | None]] = {
     "dtype": of_model(lambda net: net.to(torch.bfloat16)),
     "layout": of_model(lambda net: setattr((p := next(net.parameters())), "data", p.data.t().contiguous().t())),
     "a layer": of_model(lambda net: net.add_module("more", torch.nn.Identity())),
-    "rank": lambda _: key(config=config(adapter={"method": "lora", "r": 3})),
-    "clipping": lambda _: key(config=config(privacy={"clipping": "per_layer"})),
-    "form": lambda _: key(config=config(privacy={"grad_sample_mode": "ghost"})),
-    "longest row": lambda _: key(config=config(data={"max_length": 31})),
+    "rank": lambda _: key(config=tm.recipe(adapter={"method": "lora", "r": 3})),
+    "clipping": lambda _: key(config=tm.recipe(privacy={"clipping": "per_layer"})),
+    "form": lambda _: key(config=tm.recipe(privacy={"grad_sample_mode": "ghost"})),
+    "longest row": lambda _: key(config=tm.recipe(data={"max_length": 31})),
     "autocast": lambda _: key(precision="torch.bfloat16"),
     "rows": lambda _: key(shapes=(Shape(8, 6), Shape(32, 5))),
     "lengths": lambda _: key(shapes=(Shape(16, 6), Shape(32, 4))),
@@ -140,12 +128,8 @@ def test_another_key_where_anything_differs_that_rounding_may_depend_on(
 
 
 def test_the_source_of_a_models_class_is_part_of_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    before, read = key(), Path.read_bytes
-
-    def edited(path: Path) -> bytes:
-        return read(path) + (b"# edited" if path.name == "modeling_llama.py" else b"")
-
-    monkeypatch.setattr(Path, "read_bytes", edited)
+    before, hashed = key(), verdict.sha256
+    monkeypatch.setattr(verdict, "sha256", lambda path: path.name == "modeling_llama.py" or hashed(path))
     assert key() != before
 
 
@@ -192,12 +176,10 @@ def test_a_wrapper_that_carries_the_name_of_what_it_wraps_has_no_key(monkeypatch
         return wraps(inner)(lambda *some, **named: inner(*some, **named))
 
     kind = type(tm.build("llama", LORA).base_model.model.model.norm)
-    with monkeypatch.context() as patch:
-        patch.setattr(kind, "forward", wrapped(kind.forward))
-        assert key() is None
-    with monkeypatch.context() as patch:
-        patch.setattr(modeling_llama, "apply_rotary_pos_emb", wrapped(modeling_llama.apply_rotary_pos_emb))
-        assert key() is None
+    for owner, name in ((kind, "forward"), (modeling_llama, "apply_rotary_pos_emb")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, wrapped(getattr(owner, name)))
+            assert key() is None
     with monkeypatch.context() as patch:
         patch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", wrapped(ALL_ATTENTION_FUNCTIONS["sdpa"]))
         assert key() is None
@@ -330,7 +312,7 @@ def test_the_second_start_runs_one_batch_and_compares_with_autograd_again() -> N
 def test_other_bits_run_the_whole_check() -> None:
     net = tm.build("llama", LORA)
     _, whole, _ = start(net)
-    verdict.keep(key(net, (Shape(8, 6), Shape(32, 4))), {**whole.digests, Shape(8, 6): "0" * 32})
+    verdict.keep(key(net), {**whole.digests, Shape(8, 6): "0" * 32})
     _, found, passes = start(net)
     assert (found.known, passes, found.digests) == (False, 6, whole.digests)
 
@@ -402,9 +384,7 @@ def test_a_refusal_ends_what_is_known_of_other_shapes() -> None:
     """Experts have one row; a verdict that names more of them shows nothing of that one, though its first batch agrees."""
     net = tm.build("mixtral", {**LORA, "target_modules": ["q_proj"]})
     _, whole, _ = start(net)
-    verdict.keep(
-        key(net, (Shape(8, 6), Shape(32, 4))), {Shape(8, 1): whole.digests[Shape(8, 1)], Shape(32, 4): "0" * 32}
-    )
+    verdict.keep(key(net), {Shape(8, 1): whole.digests[Shape(8, 1)], Shape(32, 4): "0" * 32})
     shapes, found, _ = start(net)
     assert [shape.rows for shape in shapes] == [1, 1]
     assert (found.known, found.digests) == (False, whole.digests)
