@@ -253,7 +253,7 @@ def _sweep(known: argparse.Namespace, rest: list[str], config: RunConfig) -> int
 
 def _json(seen: Decision, needs: Footprint | None, advice: list[str], refusals: list[DpllmError]) -> dict[str, Any]:
     """plan.json's fields, as far as they could be computed, and what stands beside them."""
-    from dpllm.forecast.batches import batches_of
+    from dpllm.forecast.table import batches_of
 
     fields: dict[str, Any] = {
         **(asdict(seen.schedule) if seen.schedule else {}),

@@ -22,7 +22,6 @@ import torch
 import transformers
 
 from dpllm.errors import ConfigError, DpllmError
-from dpllm.forecast.batches import batches_of
 from dpllm.forecast.meta_tensor_counter import tally
 from dpllm.model import adapters, loading
 from dpllm.model import memory as device_memory
@@ -31,6 +30,8 @@ from dpllm.privacy.loss import TokenLosses
 from dpllm.privacy.plan import Plan, Schedule
 from dpllm.privacy.sampling import PhysicalBatch
 from dpllm.recipe.config import LoraConfig, RunConfig
+from dpllm.recipe.derived import rows_of_one
+from dpllm.run.promise import Refusals
 
 UNCOUNTED = "this architecture computes from values, so memory and time cannot be counted without weights"
 SECONDS = 0.15  # for each of the two measurements of the device
@@ -138,7 +139,9 @@ def footprint(config: RunConfig, schedule: Schedule, plan: Plan | None, gpu: str
     device = torch.device("cuda" if gpu or torch.cuda.is_available() else "cpu")
     bf16 = gpu is not None and config.train.precision == "auto"
     dtype = torch.bfloat16 if bf16 else loading.precision_of(config.train, device) or torch.float32
-    net = skeleton(config, dtype)
+    net, refusals = skeleton(config, dtype), Refusals()
+    refusals.attempt(guards.check_model, net)
+    refusals.attempt(loading.check_length, config, net)
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in net.parameters()]
     trainable = sum(size for size, trains in sizes if trains)
     sigma = plan.gradient_noise_multiplier if plan else None
@@ -149,8 +152,7 @@ def footprint(config: RunConfig, schedule: Schedule, plan: Plan | None, gpu: str
     rows, counted, found = _rows(config, net, device, GPU_MEMORY[gpu] if gpu else None, bands)
     memory, flops, seconds, speed = None, None, None, None
     if counted is not None and rows is not None:
-        batches = batches_of(config, schedule)
-        share = batches.expected * batches.sequences_per_unit / rows
+        share = schedule.expected_batch_size * rows_of_one(config.data) / rows
         memory = _memory(config, net, counted, rows, device, bands)
         flops = round(counted.flops * share)
         if not gpu:
@@ -170,7 +172,7 @@ def footprint(config: RunConfig, schedule: Schedule, plan: Plan | None, gpu: str
         physical_batch_size=rows,
         found=config.train.physical_batch_size == "auto",
         basis=(_basis(config, speed) if memory else UNCOUNTED) + found,
-        refusals=_refusals(config, net),
+        refusals=tuple(refusals.errors),
     )
 
 
@@ -261,13 +263,12 @@ def _memory(config: RunConfig, net: Any, counted: _Counts, rows: int, device: to
     tokens = config.data.max_length
     bits = {"4bit": 4.5, "8bit": 8.0}.get(config.model.quantization or "")  # nf4 adds a scale to every 64 weights
     stored = _stored_bytes(config, net, device)
-    embeddings = {
-        id(layer.weight) for layer in (net.get_input_embeddings(), net.get_output_embeddings()) if layer is not None
-    }
+    ends = (net.get_input_embeddings(), net.get_output_embeddings())
+    embeddings = {id(layer.weight) for layer in ends if layer is not None}
     weights = 0.0
     for parameter in net.parameters():
         if not parameter.requires_grad:
-            quantised = bits is not None and parameter.dim() == 2 and id(parameter) not in embeddings
+            quantised = parameter.dim() == 2 and id(parameter) not in embeddings
             weights += parameter.numel() * (bits / 8 if bits is not None and quantised else stored)
     kept = sum(min(p.numel(), tokens * sum(p.shape)) if p.dim() == 2 else p.numel() for p in trains)
     return Memory(
@@ -323,17 +324,6 @@ def _repeat(call: Callable[[], object], device: torch.device) -> float:
         call()
         times += 1
     return times / (now - start)
-
-
-def _refusals(config: RunConfig, net: Any) -> tuple[DpllmError, ...]:
-    checks: list[Callable[[], None]] = [lambda: guards.check_model(net), lambda: loading.check_length(config, net)]
-    found: list[DpllmError] = []
-    for check in checks:
-        try:
-            check()
-        except DpllmError as error:
-            found.append(error)
-    return tuple(found)
 
 
 def _basis(config: RunConfig, speed: Speed | None) -> str:

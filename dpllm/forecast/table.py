@@ -1,20 +1,22 @@
-"""What ``dpllm plan`` prints: rows of text from the values of planning.
+"""What ``dpllm plan`` prints: rows of text from the values of planning, and how many units and physical batches a step has.
 
-Comes in: a decision, a footprint, a sweep. Goes out: tables. Must not compute anything but a format.
+Comes in: a decision, a footprint, a sweep. Goes out: tables. Must not see data, and must not import torch.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dpllm.forecast.advice import Choice, Suggestion, effect_of
-from dpllm.forecast.batches import Batches, batches_of
 from dpllm.forecast.sweep import Point
 from dpllm.privacy.banded import Effect
 from dpllm.privacy.plan import RELATION_IN_WORDS, Plan
-from dpllm.privacy.schedule import group_rate
+from dpllm.privacy.schedule import Schedule, Shape, group_rate, physical_batches_expected
+from dpllm.recipe.config import RunConfig
+from dpllm.recipe.derived import rows_of_one, shapes_for
 from dpllm.run.promise import Decision
 
 if TYPE_CHECKING:
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 
     from dpllm.forecast.footprint import Footprint
 
+QUANTILE = 0.999
+FIXED = 64  # as of ``shapes_of``, where the size of the model is not known
 LIMITS = {
     "tpr_at_fpr_0.01": "TPR at 1% FPR",
     "tpr_at_fpr_0.001": "TPR at 0.1% FPR",
@@ -211,3 +215,52 @@ def _two_columns(title: str, rows: dict[str, str]) -> Table:
     for key, value in rows.items():
         table.add_row(key, value)
     return table
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Sizes of a step's batches, for one process.
+
+    Attributes:
+        expected: B, the mean of the logical batch, in units.
+        largest: The smallest number of units that a step exceeds with probability 0.1% at most.
+        sequences_per_unit: With how many sequences one unit is counted.
+        physical_size: Sequences in one forward pass, at most; None, as the next three, where a run finds it at its start.
+        shapes: Of physical batches, as (tokens, rows): see ``schedule.shapes_of``.
+        physical_expected: Physical batches of a step, expected where lengths are spread evenly up to ``data.max_length``.
+        padding_rows: Of these, rows that fill them up and learn nothing.
+        assumption: In words, what is counted.
+    """
+
+    expected: int
+    largest: int
+    sequences_per_unit: int
+    physical_size: int | None
+    shapes: tuple[Shape, ...] | None
+    physical_expected: float | None
+    padding_rows: float | None
+    assumption: str
+
+
+def batches_of(config: RunConfig, schedule: Schedule) -> Batches:
+    """Counts a step's units and physical batches.
+
+    The logical batch is Binomial(N, q): its quantile at 99.9% is exact. A unit is counted with one sequence, or with
+    ``data.max_examples_per_unit`` where all its rows are drawn together, which is the most it may bring unless rows are cut
+    into chunks. A unit that is longer than a physical batch has physical batches of its own.
+    """
+    from scipy import stats
+
+    per_unit, batch, named = rows_of_one(config.data), schedule.expected_batch_size, config.train.physical_batch_size
+    counted = f"one sequence {'a row' if config.data.sampling == 'example' else 'a unit'}"
+    if config.data.sampling == "unit" and config.data.max_examples_per_unit is not None:
+        counted = f"at most {per_unit} rows of a unit, one sequence each"
+    if config.data.long_examples == "chunk":
+        counted += ", and more where a row longer than data.max_length is cut into chunks"
+    largest = int(stats.binom.ppf(QUANTILE, schedule.dataset_size, schedule.sampling_rate))
+    if named == "auto":
+        return Batches(batch, largest, per_unit, None, None, None, None, counted)
+    shapes = shapes_for(config, schedule, FIXED)(named)
+    each = physical_batches_expected(shapes, batch, each=per_unit)
+    rows = sum(number * shape.rows for number, shape in zip(each, shapes, strict=True))
+    return Batches(batch, largest, per_unit, named, shapes, sum(each), rows - batch * per_unit, counted)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpllm.forecast.batches import batches_of
+from dpllm.forecast.table import batches_of
 from dpllm.privacy.plan import Schedule
 from dpllm.recipe.config import RunConfig
 from dpllm.recipe.derived import schedule_of

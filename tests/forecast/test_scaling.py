@@ -68,9 +68,8 @@ def test_flops_are_those_that_a_real_model_computes(name: str, checkpointing: bo
     shape, rows, length = SHAPES[name], 2, 128
     found, _ = counted(shape, rows, length, checkpointing)
     said = rows * length * scaling.flops_per_token(shape, length, checkpointing=checkpointing)
-    assert said == pytest.approx(
-        found, rel=0.06
-    )  # below: the first block's input needs no gradient, a part of two blocks
+    # Below: the first block's input needs no gradient, a part of two blocks.
+    assert said == pytest.approx(found, rel=0.06)
     assert said >= 0.999 * found
 
 
