@@ -5,6 +5,7 @@ Comes in: nothing. Goes out: plain dictionaries without host names, user names o
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import platform
@@ -37,12 +38,10 @@ def need(package: str, key: str) -> None:
 
 def versions() -> dict[str, str]:
     """Version of dpllm, Python and every package that the result depends on; "missing" where there is none."""
-    found = {"dpllm": dpllm.__version__, "python": platform.python_version()}
+    found = {"dpllm": dpllm.__version__, "python": platform.python_version(), **dict.fromkeys(PACKAGES, "missing")}
     for package in PACKAGES:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = "missing"
     return found
 
 
@@ -55,10 +54,8 @@ def kernels(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         found["the GPU"] = (properties.major, properties.minor, properties.multi_processor_count)
-    abilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # new in torch 2.10
-    found |= {
-        f"the processor's {key}": value for key, value in abilities.items() if not key.startswith(("num_", "cpu_"))
-    }
+    able: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # new in torch 2.10
+    found |= {f"the processor's {key}": able[key] for key in able if not key.startswith(("num_", "cpu_"))}
     return found | {f"the variable {key}": value for key, value in os.environ.items() if key.startswith(KERNELS)}
 
 

@@ -15,8 +15,9 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import distributed, nn
+from torch import nn
 
+from dpllm.model import processes
 from dpllm.privacy.loss import Autocast, TokenLosses
 from dpllm.privacy.sampling import collate
 from dpllm.progress import tell
@@ -26,12 +27,9 @@ from dpllm.text.data import TokenSequence, Unit
 class HeldOut(NamedTuple):
     """What one pass over held-out text shows."""
 
-    loss: float
-    """Mean negative log-likelihood, in nats per target token."""
-    accuracy: float
-    """Share of target tokens to which the model gives the highest logit, in [0, 1]."""
-    tokens: int
-    """Number of target tokens."""
+    loss: float  # mean negative log-likelihood, in nats per target token
+    accuracy: float  # share of target tokens to which the model gives the highest logit, in [0, 1]
+    tokens: int  # target tokens
 
 
 @contextlib.contextmanager
@@ -62,7 +60,7 @@ def held_out_loss(
     gathered by all of them in each. The model is put into eval mode and back.
     """
     mine = sorted(sequences[rank::world], key=lambda sequence: len(sequence.input_ids))
-    totals = torch.zeros(3, dtype=torch.float64)
+    sums_3 = torch.zeros(3, dtype=torch.float64)
     token_losses = TokenLosses(model, device, autocast)
     longest_share = math.ceil(len(sequences) / world)
     with in_eval_mode(model):
@@ -73,9 +71,8 @@ def held_out_loss(
             nll_RT, hit_RT = token_losses(batch, hits=True)
             assert hit_RT is not None
             sums = nll_RT.double().sum(), batch.loss_mask_RT[:, 1:].sum().double(), hit_RT.sum().double()
-            totals += torch.stack(sums).cpu()
+            sums_3 += torch.stack(sums).cpu()
     if world > 1:
-        on_device = totals.float().to(device) if device.type == "mps" else totals.to(device)
-        distributed.all_reduce(on_device)
-        totals = on_device.cpu().double()
-    return HeldOut(float(totals[0] / totals[1]), float(totals[2] / totals[1]), int(totals[1]))
+        sums_3 = torch.tensor(processes.totals(*sums_3.tolist()), dtype=torch.float64)
+    nats, learned, hits = sums_3
+    return HeldOut(float(nats / learned), float(hits / learned), int(learned))

@@ -15,7 +15,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,17 +60,24 @@ def resolve(engine: Engine, config: RunConfig, vocab_size: int, device: torch.de
     named = config.train.physical_batch_size
     if named != "auto" and device.type != "cuda":
         return named  # a step that does not fit pages or is killed, and the rehearsal would be too
-    many = (config.data.max_examples_per_unit or 1) > 1 or config.data.long_examples == "chunk"
-    meter = _Meter(device)
-    trial = _Trial(engine, meter, config.data.max_length, vocab_size, several=config.data.sampling == "unit" and many)
-    if named != "auto" and trial.bytes_of(named) != UNKNOWN:
+    meter, seen = _Meter(device), dict[int, int]()
+
+    def bytes_of(rows: int) -> int:
+        """At the peak of a rehearsal, beside what the model holds, the most of all ranks; UNKNOWN where it did not fit."""
+        if rows not in seen:
+            tell("Measuring memory", note=f"{rows} sequences", public=True)
+            used = meter.peak_of(lambda: engine.rehearse(_rehearsal(rows, config, vocab_size)))
+            seen[rows] = -processes.least(-used)
+        return seen[rows]
+
+    if named != "auto" and bytes_of(named) != UNKNOWN:
         return named
     most = most_rows(config, device, world) if named == "auto" else named - 1
-    if named == "auto" and most * max(PLENTY, trial.bytes_of(1)) <= budget(meter.free):
+    if named == "auto" and most * max(PLENTY, bytes_of(1)) <= budget(meter.free):
         return most  # more rows need no more for each
-    found = largest(trial.bytes_of, budget(meter.free), most)
+    found = largest(bytes_of, budget(meter.free), most)
     if not found:
-        used = trial.seen.get(1, UNKNOWN)
+        used = seen.get(1, UNKNOWN)
         need = "more" if used == UNKNOWN else f"about {_gigabytes(used)}"
         raise ConfigError(
             f"one sequence of {config.data.max_length} tokens does not fit: {_gigabytes(meter.free)} are free beside the model, "
@@ -79,7 +86,7 @@ def resolve(engine: Engine, config: RunConfig, vocab_size: int, device: torch.de
         )
     if named == "auto":
         return found
-    need = _gigabytes(line(sorted(one for one in trial.seen.items() if one[1] != UNKNOWN), named))
+    need = _gigabytes(line(sorted(one for one in seen.items() if one[1] != UNKNOWN), named))
     raise ConfigError(
         f"train.physical_batch_size {named}: {named} sequences of {config.data.max_length} tokens need about {need} beside the "
         f"model, and {_gigabytes(meter.free)} are free, so the run would end with its steps charged. Set "
@@ -232,33 +239,17 @@ def explained(config: RunConfig, size: int) -> Iterator[None]:
         ) from None
 
 
-@dataclass
-class _Trial:
-    """Rehearsals of one engine, each number of rows once; ``seen`` has their bytes, the largest of all ranks."""
-
-    engine: Engine
-    meter: _Meter
-    tokens: int
-    vocab_size: int
-    several: bool
-    seen: dict[int, int] = field(default_factory=dict)
-
-    def bytes_of(self, rows: int) -> int:
-        """Bytes at the peak beside what the model holds; UNKNOWN where they did not fit."""
-        if rows not in self.seen:
-            tell("Measuring memory", note=f"{rows} sequences", public=True)
-            used = self.meter.peak_of(lambda: self.engine.rehearse(self._batches(rows)))
-            self.seen[rows] = -processes.least(-used)
-        return self.seen[rows]
-
-    def _batches(self, rows: int) -> list[PhysicalBatch]:
-        if not rows:
-            return []
-        batches = [synthetic(rows, self.tokens, self.vocab_size)]
-        if self.several:  # a unit of more rows than a physical batch: what it has so far is kept beside the next
-            rest = synthetic(rows, self.tokens, self.vocab_size, one_unit=True)
-            batches += [replace(rest, goes_on=True), rest]
-        return batches
+def _rehearsal(rows: int, config: RunConfig, vocab_size: int) -> list[PhysicalBatch]:
+    """The physical batches of a step that needs as much memory as any; none for 0 rows."""
+    if not rows:
+        return []
+    settings = config.data
+    batches = [synthetic(rows, settings.max_length, vocab_size)]
+    many = (settings.max_examples_per_unit or 1) > 1 or settings.long_examples == "chunk"
+    if settings.sampling == "unit" and many:  # what a unit has so far is kept beside its rows in the next batch
+        rest = synthetic(rows, settings.max_length, vocab_size, one_unit=True)
+        batches += [replace(rest, goes_on=True), rest]
+    return batches
 
 
 class _Meter:

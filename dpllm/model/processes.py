@@ -206,8 +206,12 @@ def replicate(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) ->
     for parameter in parameters:
         distributed.broadcast(parameter.data, src=0)
     kept = optimizer.state_dict()
+
     # Shapes and what is no tensor travel pickled, tensors as they are.
-    whole = {key: {name: _described(value) for name, value in entry.items()} for key, entry in kept["state"].items()}
+    def described(value: Any) -> tuple[Any, torch.Size | None, torch.dtype | None]:
+        return (None, value.shape, value.dtype) if isinstance(value, Tensor) and value.dim() else (value, None, None)
+
+    whole = {key: {name: described(value) for name, value in entry.items()} for key, entry in kept["state"].items()}
     state: dict[Any, dict[str, Any]] = {}
     for key, entry in shared(whole).items():
         state[key] = {}
@@ -218,10 +222,6 @@ def replicate(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) ->
                 distributed.broadcast(value, src=0)
             state[key][name] = value
     optimizer.load_state_dict({**kept, "state": state})
-
-
-def _described(value: Any) -> tuple[Any, torch.Size | None, torch.dtype | None]:
-    return (None, value.shape, value.dtype) if isinstance(value, Tensor) and value.dim() else (value, None, None)
 
 
 def _device() -> torch.device:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from transformers.pytorch_utils import Conv1D
 from dpllm.errors import ConfigError, Refused
 from dpllm.model import adapters, loading
 from dpllm.privacy import guards
-from dpllm.recipe import names
 from dpllm.recipe.config import RunConfig
 from dpllm.run import checkpoint
 from dpllm.run.directory import RunDir
@@ -125,10 +123,6 @@ def test_auto_leaves_out_what_clipping_cannot_hold_and_says_so(bases: dict[str, 
     assert len(str(net.peft_config["default"].target_modules)) < 300
 
 
-def test_nothing_is_left_out_of_an_ordinary_model(bases: dict[str, Path]) -> None:
-    assert adapters.left_out(loading.build(recipe(bases["llama"]), CPU)) == []
-
-
 def test_names_that_match_more_than_the_blocks_become_an_expression(bases: dict[str, Path]) -> None:
     """Numbers name linear layers of CTRL and its blocks too; Gemma 3 has an encoder of images with the same names."""
     for family, prefix in (("ctrl", r"transformer\.h\.\d+\.("), ("gemma3", r"model\.language_model\.layers\.\d+\.(")):
@@ -159,12 +153,6 @@ def test_a_smaller_list_before_the_blocks_is_not_taken_for_them(bases: dict[str,
     small = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(5))
     net.model._modules = {"projections": small, **net.model._modules}
     assert adapters.blocks(net)[0] == "model.layers"
-
-
-def test_no_router_and_no_expert_trains(bases: dict[str, Path]) -> None:
-    net = loading.build(recipe(bases["mixtral"]), CPU)
-    assert any(set(name.split(".")) & set(ROUTED) for name, _ in net.named_parameters())
-    assert not any(set(name.split(".")) & set(ROUTED) for name in trainable(net))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -209,20 +197,13 @@ def test_targeting_a_router_is_refused(bases: dict[str, Path]) -> None:
         assert all(".q_proj." in name for name in trainable(net))
 
 
-@pytest.mark.parametrize("seeds", [(3, 3), (3, 4)])
-def test_the_seed_decides_the_initialisation(bases: dict[str, Path], seeds: tuple[int, int]) -> None:
-    first, second = (loading.build(recipe(bases["llama"], train={"steps": 1, "seed": seed}), CPU) for seed in seeds)
-    same = [
-        torch.equal(parameter, dict(second.named_parameters())[name])
-        for name, parameter in first.named_parameters()
-        if "lora_A" in name
-    ]
-    assert all(same) if seeds[0] == seeds[1] else not any(same)
-
-
-def test_a_new_adapter_changes_nothing_yet(bases: dict[str, Path]) -> None:
-    config = recipe(bases["llama"])
-    torch.testing.assert_close(logits(loading.build(config, CPU)), logits(loading.load_base(config.model, CPU)))
+def test_the_seed_decides_the_initialisation_and_a_new_adapter_changes_nothing_yet(bases: dict[str, Path]) -> None:
+    nets = [loading.build(recipe(bases["llama"], train={"steps": 1, "seed": seed}), CPU) for seed in (3, 3, 4)]
+    first, same, other = ([p for name, p in net.named_parameters() if "lora_A" in name] for net in nets)
+    assert all(map(torch.equal, first, same))
+    assert not any(map(torch.equal, first, other))
+    base = loading.load_base(recipe(bases["llama"]).model, CPU)
+    torch.testing.assert_close(logits(nets[0]), logits(base))
 
 
 def test_with_its_first_factor_frozen_an_adapter_starts_the_same_and_trains_half(bases: dict[str, Path]) -> None:
@@ -236,15 +217,14 @@ def test_with_its_first_factor_frozen_an_adapter_starts_the_same_and_trains_half
 
 
 def test_processes_compare_a_frozen_factor_too(bases: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    told: dict[str, str] = {}
+    facts: dict[str, str] = {}
     monkeypatch.setattr(loading.processes, "several", lambda: True)
-    monkeypatch.setattr(loading.processes, "check_equal", told.update)
+    monkeypatch.setattr(loading.processes, "check_equal", facts.update)
     found = []
+    adapter = {"method": "lora", "lora_a": "frozen"}
     for seed in (1, 1, 2):
-        loading.build(
-            recipe(bases["phi3"], {"method": "lora", "lora_a": "frozen"}, train={"steps": 1, "seed": seed}), CPU
-        )
-        found.append(told["the adapter or layers that training starts from"])
+        loading.build(recipe(bases["phi3"], adapter, train={"steps": 1, "seed": seed}), CPU)
+        found.append(facts["the adapter or layers that training starts from"])
     assert found[0] == found[1] != found[2]  # B starts at zero: only the frozen factor differs
 
 
@@ -316,14 +296,18 @@ def test_what_trains_is_float32_over_a_low_precision_base(bases: dict[str, Path]
         assert {p.dtype for p in net.parameters() if p.requires_grad} == {torch.float32}
 
 
-def test_more_blocks_than_there_are_is_an_error(bases: dict[str, Path]) -> None:
-    with pytest.raises(ConfigError, match=r"adapter.last_blocks is 3, but the base model has 2 blocks"):
-        loading.build(recipe(bases["llama"], {"method": "frozen", "last_blocks": 3}), CPU)
-
-
-def test_nothing_to_train_is_an_error(bases: dict[str, Path]) -> None:
-    with pytest.raises(ConfigError, match="nothing trains"):
-        loading.build(recipe(bases["llama"], {"method": "frozen", "last_blocks": 0, "final_norm": False}), CPU)
+@pytest.mark.parametrize(
+    ("adapter", "words"),
+    [
+        ({"last_blocks": 3}, "adapter.last_blocks is 3, but the base model has 2 blocks"),
+        ({"last_blocks": 0, "final_norm": False}, "nothing trains"),
+    ],
+)
+def test_layers_that_are_not_there_or_none_at_all_are_an_error(
+    bases: dict[str, Path], adapter: Json, words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        loading.build(recipe(bases["llama"], {"method": "frozen", **adapter}), CPU)
 
 
 def test_a_tied_head_trains_as_the_one_weight_that_it_is(tmp_path: Path, bases: dict[str, Path]) -> None:
@@ -367,20 +351,6 @@ def test_a_model_that_is_not_there_is_one_clear_line(tmp_path: Path, name: str) 
         with pytest.raises(ConfigError, match=r"model\.name_or_path") as caught:
             load(config.model)
         assert "\n" not in str(caught.value)
-
-
-def test_quantization_without_its_library_says_what_to_install(
-    bases: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "bitsandbytes", None)  # as if it were not installed
-    with pytest.raises(ConfigError, match=r"pip install 'dpllm\[quant\]'"):
-        loading.load_base(recipe(bases["llama"], model={"quantization": "4bit"}).model, CPU)
-
-
-def test_a_published_name_is_no_path(tmp_path: Path) -> None:
-    assert names.public_name(str(tmp_path)) == tmp_path.name
-    assert names.public_name("org/name") == "org/name"
-    assert names.public_name("builtin:tiny") == "builtin:tiny"
 
 
 # --- export ----------------------------------------------------------------------------------------------------------
