@@ -104,27 +104,24 @@ def test_losses_are_those_of_a_whole_model(results: tuple[Results, Results, Resu
         torch.testing.assert_close(both[: len(alone[f"losses{step}"])], alone[f"losses{step}"], rtol=1e-6, atol=0.0)
 
 
-def test_clipped_sums_add_up(results: tuple[Results, Results, Results]) -> None:
+@pytest.mark.parametrize("name", ["sum0", "sum1", "unclipped", "again"])
+def test_sums_add_up_also_without_privacy_and_after_a_pass_that_failed(
+    results: tuple[Results, Results, Results], name: str
+) -> None:
     first, second, alone = results
-    for step in STEPS:
-        assert close(first[f"sum{step}"] + second[f"sum{step}"], alone[f"sum{step}"])
-        assert first[f"units{step}"] + second[f"units{step}"] == alone[f"units{step}"]
-    assert (first["units0"], second["units0"]) == (4, 3)
+    assert close(first[name] + second[name], alone[name])
 
 
 def test_a_rank_without_rows_takes_part_and_adds_nothing(results: tuple[Results, Results, Results]) -> None:
-    _, second, _ = results
-    assert second["units1"] == 0
-    assert not second["sum1"].any()
+    assert [[rank[f"units{step}"] for rank in results] for step in STEPS] == [[4, 3, 7], [2, 0, 2]]
+    assert not results[1]["sum1"].any()
 
 
-def test_updates_are_the_same(results: tuple[Results, Results, Results]) -> None:
+@pytest.mark.parametrize("name", ["released0", "released1", "weights"])
+def test_updates_are_the_same(results: tuple[Results, Results, Results], name: str) -> None:
     first, second, alone = results
-    for step in STEPS:
-        assert torch.equal(first[f"released{step}"], second[f"released{step}"])
-        assert close(first[f"released{step}"], alone[f"released{step}"])
-    assert torch.equal(first["weights"], second["weights"])
-    assert close(first["weights"], alone["weights"])
+    assert torch.equal(first[name], second[name])
+    assert close(first[name], alone[name])
 
 
 def test_the_self_check_runs_through_the_sharded_model(results: tuple[Results, Results, Results]) -> None:
@@ -134,31 +131,15 @@ def test_the_self_check_runs_through_the_sharded_model(results: tuple[Results, R
     assert first.get("small", 0) <= 1e-6
 
 
-def test_a_run_without_privacy_sums_the_same(results: tuple[Results, Results, Results]) -> None:
-    first, second, alone = results
-    assert close(first["unclipped"] + second["unclipped"], alone["unclipped"])
-
-
-def test_after_a_pass_that_failed_the_next_is_right(results: tuple[Results, Results, Results]) -> None:
-    first, second, alone = results
-    assert close(first["again"] + second["again"], alone["again"])
-
-
-def test_held_out_loss_with_unequal_and_empty_shares(results: tuple[Results, Results, Results]) -> None:
+def test_held_out_loss_with_unequal_and_empty_shares_samples_and_generation(
+    results: tuple[Results, Results, Results],
+) -> None:
     first, second, alone = results
     for when in ("before", "after"):
         assert first[when] == second[when]
         assert first[when] == pytest.approx(alone[when], rel=1e-6)
-
-
-def test_samples_between_steps(results: tuple[Results, Results, Results]) -> None:
-    first, second, alone = results
     assert first["samples"] == second["samples"] == alone["samples"]
     assert all(first["samples"])
-
-
-def test_generation(results: tuple[Results, Results, Results]) -> None:
-    first, second, alone = results
     assert torch.equal(torch.cat([first["tokens"], second["tokens"]]), alone["tokens"])
 
 
@@ -188,17 +169,12 @@ def test_the_adapter_loads_on_one_process(folder: Path, runs: tuple[Results, Res
     assert torch.equal(tokens, runs[0][name]["tokens"])
 
 
-def test_ranks_with_different_weights_are_refused(runs: tuple[Results, Results, Results]) -> None:
-    first, second, _ = runs
-    for rank in (first, second):
-        assert "weights" in rank["refusals"]["different"]
-        assert "process 1" in rank["refusals"]["different"]
-
-
-def test_a_model_that_uses_weights_outside_their_layer_is_refused(runs: tuple[Results, Results, Results]) -> None:
-    first, second, _ = runs
-    assert "outside the layer" in first["refusals"]["outside"]
-    assert first["refusals"] == second["refusals"]
+def test_other_weights_and_weights_used_outside_their_layer_are_refused(runs: tuple[Results, Results, Results]) -> None:
+    first, second = (rank["refusals"] for rank in runs[:2])
+    assert first == second
+    assert "weights" in first["different"]
+    assert "process 1" in first["different"]
+    assert "outside the layer" in first["outside"]
 
 
 @pytest.mark.full

@@ -51,10 +51,7 @@ def test_nothing_is_sharded_unless_asked_for(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize(
     ("sections", "words"),
-    [
-        ({"adapter": tm.FROZEN}, "adapter.method frozen"),
-        ({"model": {"quantization": "4bit"}}, "quantization"),
-    ],
+    [({"adapter": tm.FROZEN}, "adapter.method frozen"), ({"model": {"quantization": "4bit"}}, "quantization")],
 )
 def test_recipes_that_cannot_be_sharded_are_refused_before_anything_is_loaded(
     launched: pytest.MonkeyPatch, sections: dict[str, Any], words: str

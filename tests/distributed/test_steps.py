@@ -46,28 +46,19 @@ def total(ranks: list[Results], job: str, name: str) -> Tensor:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_ranks_hold_the_same_parameters_bit_for_bit(runs: dict[int, list[Results]], world: int) -> None:
-    for other in runs[world][1:]:
-        assert torch.equal(runs[world][0]["steps"]["weights"], other["steps"]["weights"])
-        for step in range(STEPS):
-            assert torch.equal(runs[world][0]["steps"][f"released{step}"], other["steps"][f"released{step}"])
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_the_ranks_sums_add_up_to_that_of_one_process(runs: dict[int, list[Results]], world: int) -> None:
-    ranks, alone = runs[world], runs[1][0]["steps"]
+def test_the_ranks_sums_add_up_to_that_of_one_process_and_all_hold_its_parameters_bit_for_bit(
+    runs: dict[int, list[Results]], world: int
+) -> None:
+    ranks, alone = [rank["steps"] for rank in runs[world]], runs[1][0]["steps"]
     for step in range(STEPS):
-        assert int(total(ranks, "steps", f"units{step}")) == int(alone[f"units{step}"])
-        assert all(int(rank["steps"][f"units{step}"]) > 0 for rank in ranks)
-        assert torch.equal(total(ranks, "steps", f"sum{step}"), alone[f"sum{step}"])  # bit for bit: sums are exact
-        assert torch.equal(ranks[0]["steps"][f"released{step}"], alone[f"released{step}"])
-    assert torch.equal(ranks[0]["steps"]["weights"], alone["weights"])
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_every_rank_runs_as_many_physical_batches(runs: dict[int, list[Results]], world: int) -> None:
-    for step in range(STEPS):
-        assert len({int(rank["steps"][f"batches{step}"]) for rank in runs[world]}) == 1
+        assert int(total(runs[world], "steps", f"units{step}")) == int(alone[f"units{step}"])
+        assert all(int(rank[f"units{step}"]) > 0 for rank in ranks)
+        assert len({int(rank[f"batches{step}"]) for rank in ranks}) == 1  # as many physical batches
+        assert torch.equal(
+            total(runs[world], "steps", f"sum{step}"), alone[f"sum{step}"]
+        )  # bit for bit: sums are exact
+        assert all(torch.equal(rank[f"released{step}"], alone[f"released{step}"]) for rank in ranks)
+    assert all(torch.equal(rank["weights"], alone["weights"]) for rank in ranks)
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -125,9 +116,8 @@ def test_sampling_masks_agree_with_one_global_poisson_draw(runs: dict[int, list[
     pairs = np.corrcoef(joined.T)[np.triu_indices(SLOTS, 1)]
     assert np.abs(pairs).max() < 5 / DRAWS**0.5  # of 780 pairs
     load = seen.sum(axis=(1, 2))
-    assert (
-        load.max() - load.min() <= 4 * DRAWS
-    )  # dealt out by physical batches of four: the first rank has one more at most
+    # Dealt out by physical batches of four: the first rank has one more at most.
+    assert load.max() - load.min() <= 4 * DRAWS
 
 
 @pytest.mark.parametrize("world", WORLDS)

@@ -32,9 +32,7 @@ def _own_data_directory(data_home: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import torch
 
-    torch.set_num_threads(
-        1
-    )  # on a busy machine, threads that wait for one another make tiny steps a hundred times slower
+    torch.set_num_threads(1)  # threads that wait for one another make tiny steps slow on a busy machine
     return tiny.save_model(tmp_path_factory.mktemp("models") / "tiny-base")
 
 

@@ -221,39 +221,34 @@ def _weights(base: Path) -> None:
     save_file({name: tensor + 1e-3 for name, tensor in load_file(path).items()}, path, metadata={"format": "pt"})
 
 
-def _epsilon(base: Path) -> None:
-    block = json.loads((base / "privacy.json").read_text("utf-8"))
-    (base / "privacy.json").write_text(json.dumps({**block, "epsilon": block["epsilon"] / 2}))
+def _block(change: Callable[[Json], Json]) -> Callable[[Path], object]:
+    """Writes another privacy block into a model."""
+
+    def write(base: Path) -> None:
+        block = base / "privacy.json"
+        block.write_text(json.dumps(change(json.loads(block.read_text("utf-8")))))
+
+    return write
 
 
-def _key(base: Path) -> None:
-    block = json.loads((base / "privacy.json").read_text("utf-8"))
-    (base / "privacy.json").write_text(json.dumps({**block, "unheard_of": 1}))
+OTHER_FILES = "is not the file that its privacy.json describes"
+LIES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "weights": (_weights, OTHER_FILES),
+    "another file of weights": (lambda base: (base / "pytorch_model.bin").write_bytes(b"0"), OTHER_FILES),
+    "tokenizer": (lambda base: (base / "tokenizer.json").unlink(), OTHER_FILES),
+    "epsilon": (_block(lambda block: {**block, "epsilon": block["epsilon"] / 2}), "its own event costs"),
+    "key": (_block(lambda block: {**block, "unheard_of": 1}), "is no privacy block"),
+    "dataset": (
+        _block(lambda block: {**block, "composed": {**block["composed"], "dataset": "letters"}}),
+        "one of the two was changed",
+    ),
+    "no block": (lambda base: (base / "privacy.json").unlink(), "privacy.json is missing"),
+}
 
 
-def _entry(base: Path) -> None:
-    block = json.loads((base / "privacy.json").read_text("utf-8"))
-    block["composed"]["dataset"] = "letters"
-    (base / "privacy.json").write_text(json.dumps(block))
-
-
-@pytest.mark.parametrize(
-    ("lie", "message"),
-    [
-        (_weights, "is not the file that its privacy.json describes"),
-        (
-            lambda base: (base / "pytorch_model.bin").write_bytes(b"0"),
-            "is not the file that its privacy.json describes",
-        ),
-        (lambda base: (base / "tokenizer.json").unlink(), "is not the file that its privacy.json describes"),
-        (_epsilon, "its own event costs"),
-        (_key, "is no privacy block"),
-        (_entry, "one of the two was changed"),
-        (lambda base: (base / "privacy.json").unlink(), r"privacy.json is missing"),
-    ],
-    ids=["weights", "another file of weights", "tokenizer", "epsilon", "key", "dataset", "no block"],
-)
-def test_a_base_that_lies_is_refused(place: Place, lie: Callable[[Path], object], message: str) -> None:
+@pytest.mark.parametrize("name", LIES)
+def test_a_base_that_lies_is_refused(place: Place, name: str) -> None:
+    lie, message = LIES[name]
     lie(place.base)
     before = (place.base.parent / "ledger.sqlite").read_bytes()
     answer = dpllm_("plan", place.recipe, *again(place))

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from safetensors.torch import load_file
 
 from dpllm.ledger import Budget, Ledger
 from dpllm.privacy import renyi
-from dpllm.privacy.engine import Engine
 from dpllm.run.directory import RunDir
 
 TOTAL = 6
@@ -92,7 +90,10 @@ def test_a_terminated_run_is_consistent_and_says_so(terminated: tuple[Place, int
     assert record["guarantee"]["holds"] is True
     assert any("outside the guarantee" in note for note in record["deviations"])
     assert (place.run / "export" / "adapter_model.safetensors").exists()
-    assert json.loads((newest(place) / "state.json").read_text())["step"] == 3
+    state = json.loads((newest(place) / "state.json").read_text())
+    assert (state["step"], state["event"]) == (3, {**plan["event"], "count": 3})
+    with Ledger(place.ledger) as book:
+        assert book.verify(state["head"]) == []
     assert charged(place) == (1, 3)
     assert commits(place) == [("interrupted", 3)]
 
@@ -126,70 +127,61 @@ def test_resuming_twice_draws_other_noise(terminated: tuple[Place, int, str], tm
     assert all(not value.equal(weights[1][name]) for name, value in weights[0].items())
 
 
-def test_a_checkpoint_holds_no_generator_state(terminated: tuple[Place, int, str]) -> None:
-    import torch
-
-    folder = newest(terminated[0])
-    assert {path.name for path in folder.iterdir()} == {"state.json", "trainable.safetensors", "optimizer.pt"}
-    state = json.loads((folder / "state.json").read_text())
-    assert set(state) == {
-        "schema_version", "step", "entry", "head", "event", "reserved", "files", "units", "max_grad_norm", "digest", "groups",
-    }  # fmt: skip
-    assert set(torch.load(folder / "optimizer.pt", weights_only=True)) == {"state", "param_groups"}
-
-
-@pytest.mark.parametrize(
-    ("change", "code", "words"),
-    [
-        (("--privacy.epsilon", 3), 3, "privacy.epsilon"),
-        (("--train.steps", TOTAL + 2), 3, "train.steps"),
-        (("--privacy.max_grad_norm", 0.1), 3, "privacy.max_grad_norm"),
-        (("--adapter.target_modules", "[q_proj]"), 3, "adapter.target_modules"),
-        (("--data.train", "other.jsonl"), 3, "data.train"),
-        (("--privacy.insecure_seed", 1), 3, "privacy.insecure_seed"),
-        (("--privacy.ledger", "other.sqlite"), 3, "privacy.ledger"),
-        (("--overwrite",), 2, "one of the two"),
-    ],
-)
-def test_resuming_as_another_run_is_refused_and_changes_nothing(
-    terminated: tuple[Place, int, str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    change: tuple[Any, ...],
-    code: int,
-    words: str,
-) -> None:
-    place = copy(terminated[0], tmp_path / "copy")
-    monkeypatch.chdir(tmp_path)
-    before, spent = contents(place.run), charged(place)
-    answer = dpllm_("train", place.recipe, "--resume", *change)
-    assert answer.code == code, answer.err
-    assert words in answer.err
-    assert contents(place.run) == before
-    assert charged(place) == spent
-
-
-def test_a_run_that_an_older_version_began_is_refused(terminated: tuple[Place, int, str], tmp_path: Path) -> None:
+def of_an_older_version(place: Place) -> None:
     """Its first steps had noise of another kind, which no card could say."""
-    place = copy(terminated[0], tmp_path / "copy")
     record = {key: value for key, value in place.json("run.json").items() if key != "generator"}
     (place.run / "run.json").write_text(json.dumps(record))
-    before = charged(place)
-    answer = dpllm_("train", place.recipe, "--resume")
-    assert answer.code == 3
-    assert "began with an older dpllm" in " ".join(answer.err.split())
-    assert charged(place) == before
 
 
-def test_other_data_are_refused(terminated: tuple[Place, int, str], tmp_path: Path) -> None:
-    place = copy(terminated[0], tmp_path / "copy")
-    tiny.write_rows(place.train, rows(50))
-    before = contents(place.run)
-    answer = dpllm_("train", place.recipe, "--resume")
-    assert answer.code == 3
-    assert "no longer holds the records" in answer.err
+def without_a_ledger(place: Place) -> None:
+    for path in place.root.glob("ledger.sqlite*"):
+        path.unlink()
+
+
+def with_damaged_checkpoints(place: Place) -> None:
+    for weights in place.run.glob("private/resume/*/trainable.safetensors"):
+        weights.write_bytes(weights.read_bytes()[:-4])
+
+
+def reconciled(place: Place) -> None:
+    with Ledger(place.ledger) as book:
+        book.reconcile(book.runs("notes")[0].reservation.entry, "alice", "the machine is gone")
+
+
+def head(place: Place) -> Any:
+    if not place.ledger.exists():
+        return None
+    with Ledger(place.ledger) as book:
+        return book.head()
+
+
+# Which keys may not change: tests/run/test_same_recipe.py.
+REFUSED: dict[str, tuple[Callable[[Place], object], tuple[Any, ...], int, str]] = {
+    "another recipe": (lambda place: None, ("--train.steps", TOTAL + 2), 3, "train.steps"),
+    "two wishes": (lambda place: None, ("--overwrite",), 2, "one of the two"),
+    "an older version": (of_an_older_version, (), 3, "began with an older dpllm"),
+    "other data": (lambda place: tiny.write_rows(place.train, rows(50)), (), 3, "no longer holds the records"),
+    "no ledger": (without_a_ledger, (), 2, "is not there"),
+    "damaged": (with_damaged_checkpoints, (), 3, "truncated or was edited"),
+    "no checkpoint": (lambda place: shutil.rmtree(place.run / "private" / "resume"), (), 2, "holds no checkpoint"),
+    "reconciled": (reconciled, (), 3, "was closed"),
+    "reconciled, made up": (reconciled, ("--make-up-lost-steps",), 3, "was closed"),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_what_cannot_go_on_is_refused_and_changes_nothing(
+    killed: tuple[Place, int, str], tmp_path: Path, why: str
+) -> None:
+    change, flags, code, words = REFUSED[why]
+    place = copy(killed[0], tmp_path / "copy")
+    change(place)
+    before, spent = contents(place.run), head(place)
+    before.pop(".lock")  # of the process that was killed
+    answer = dpllm_("train", place.recipe, "--resume", *flags)
+    assert (answer.code, words in " ".join(answer.err.split())) == (code, True), answer.err
     assert contents(place.run) == before
-    assert charged(place) == (1, 3)
+    assert head(place) == spent
 
 
 def test_the_same_rows_of_other_owners_are_refused(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,16 +197,9 @@ def test_the_same_rows_of_other_owners_are_refused(place: Place, monkeypatch: py
     )
     some = [{**row, "author": f"p{number % 20}"} for number, row in enumerate(rows())]
     tiny.write_rows(place.train, some)
-    step, calls = Engine.step, []
-
-    def stop(engine: Engine, *batches: Any) -> Any:
-        calls.append(batches)
-        if len(calls) == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return step(engine, *batches)
-
-    monkeypatch.setattr(Engine, "step", stop)
-    assert dpllm_("train", place.recipe).code == 1
+    fails_in_step(monkeypatch, 2)
+    with pytest.raises(RuntimeError):
+        dpllm_("train", place.recipe)
     taken = charged(place)
     others = [{**row, "author": f"p{(number + number // 20) % 20}"} for number, row in enumerate(some)]
     tiny.write_rows(place.train, others)
@@ -224,18 +209,6 @@ def test_the_same_rows_of_other_owners_are_refused(place: Place, monkeypatch: py
     assert charged(place) == taken
     tiny.write_rows(place.train, some)
     done("train", place.recipe, "--resume")
-
-
-def test_a_ledger_that_lost_the_reservation_is_refused(terminated: tuple[Place, int, str], tmp_path: Path) -> None:
-    place = copy(terminated[0], tmp_path / "copy")
-    for path in place.root.glob("ledger.sqlite*"):
-        path.unlink()
-    before = contents(place.run)
-    answer = dpllm_("train", place.recipe, "--resume")
-    assert answer.code == 2
-    assert "is not there" in answer.err
-    assert contents(place.run) == before
-    assert not place.ledger.exists()
 
 
 def test_a_damaged_checkpoint_gives_way_to_the_one_before_it(
@@ -253,18 +226,6 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before_it(
     assert any("the newest checkpoint was damaged" in note and "step 2" in note for note in record["deviations"])
     assert any("1 charged steps were lost" in note for note in record["deviations"])
     assert charged(place) == (1, TOTAL)
-
-
-def test_where_all_checkpoints_are_damaged_nothing_is_charged(
-    terminated: tuple[Place, int, str], tmp_path: Path
-) -> None:
-    place = copy(terminated[0], tmp_path / "copy")
-    for weights in place.run.glob("private/resume/*/trainable.safetensors"):
-        weights.write_bytes(weights.read_bytes()[:-4])
-    answer = dpllm_("train", place.recipe, "--resume")
-    assert answer.code == 3
-    assert "truncated or was edited" in answer.err
-    assert charged(place) == (1, 3)
 
 
 # --- SIGKILL ---------------------------------------------------------------------------------------------------------
@@ -346,20 +307,6 @@ def test_lost_steps_are_made_up_once_however_often_the_resumed_run_dies(
     assert record["guarantee"]["holds"] is True
 
 
-@pytest.mark.parametrize("make_up", [True, False])
-def test_a_run_that_was_reconciled_is_refused_and_pays_nothing_more(
-    killed: tuple[Place, int, str], tmp_path: Path, make_up: bool
-) -> None:
-    place = copy(killed[0], tmp_path / "copy")
-    with Ledger(place.ledger) as book:
-        book.reconcile(book.runs("notes")[0].reservation.entry, "alice", "the machine is gone")
-        before = book.head()
-    answer = dpllm_("train", place.recipe, "--resume", *(["--make-up-lost-steps"] if make_up else []))
-    assert (answer.code, "was closed" in answer.err) == (3, True)
-    with Ledger(place.ledger) as book:
-        assert book.head() == before
-
-
 def test_made_up_steps_of_a_run_whose_own_steps_were_finished_are_finished(
     killed: tuple[Place, int, str], tmp_path: Path
 ) -> None:
@@ -431,16 +378,6 @@ def test_making_up_belongs_to_resuming(place: Place) -> None:
     assert "--resume" in answer.err
 
 
-def test_without_a_checkpoint_there_is_nothing_to_resume(killed: tuple[Place, int, str], tmp_path: Path) -> None:
-    place = copy(killed[0], tmp_path / "copy")
-    shutil.rmtree(place.run / "private" / "resume")
-    before = contents(place.run)
-    answer = dpllm_("train", place.recipe, "--resume")
-    assert answer.code == 2
-    assert "holds no checkpoint" in answer.err
-    assert contents(place.run) == before
-
-
 def test_a_killed_run_is_not_replaced_unasked(killed: tuple[Place, int, str], tmp_path: Path) -> None:
     place = copy(killed[0], tmp_path / "copy")
     before = contents(place.run)
@@ -466,21 +403,14 @@ def test_a_complete_run_is_not_resumed(finished: Place, tmp_path: Path) -> None:
 
 
 def test_a_baseline_resumes_without_a_ledger(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    step, calls = Engine.step, []
-
-    def stop(engine: Engine, *batches: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return step(engine, *batches)
-
-    monkeypatch.setattr(Engine, "step", stop)
-    place.write({"privacy.enabled": False, "data.public": True})
-    assert dpllm_("train", place.recipe).code == 1
+    place.write({"privacy.enabled": False, "data.public": True, "train.checkpoint_every": 1})
+    begun = fails_in_step(monkeypatch, 3)
+    with pytest.raises(RuntimeError):
+        dpllm_("train", place.recipe)
     assert place.json("run.json")["steps_taken"] == 2
     done("train", place.recipe, "--resume")
     record = place.json("run.json")
-    assert (record["status"], record["steps_taken"], len(calls)) == ("completed", 4, 4)
+    assert (record["status"], record["steps_taken"], len(begun)) == ("completed", 4, 5)
     assert not place.ledger.exists()
 
 
