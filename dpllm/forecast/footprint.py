@@ -52,27 +52,20 @@ class Speed:
 class Memory:
     """Bytes at the peak of a step, by what holds them. An estimate: allocators and kernels add their own.
 
-    Attributes:
-        weights: Of the frozen base, in its own precision; 4 or 8 bits for each weight of a quantised linear layer.
-        trainable: 4 d, for d trainable coordinates in float32.
-        optimizer: 8 d for AdamW (two moments in float32), 0 for SGD, 4 d with momentum.
-        sums: 12 d: the clipped sum in float64, and what is released of it in float32.
-        unit_gradients: What is kept of each sequence's gradients until its norm is known: for R sequences of T tokens, the sum
-            over trainable tensors of R min(i j, T (i + j)) float32 numbers, i j their size.
-        activations: What the forward pass of R sequences of T tokens keeps for the backward pass.
-        logits: What losses and backward pass add to that at their peak: a chunk of logits where the head is frozen, R T V
-            logits and their gradients where it is not; with checkpointing, a block computed again, if that is more.
-        noise: 8 d (b - 1) with banded noise of b bands, on the first process alone: earlier steps' noise in float64.
+    d coordinates train; R sequences of T tokens are in one forward pass.
     """
 
-    weights: int
-    trainable: int
-    optimizer: int
-    sums: int
+    weights: int  # of the frozen base, in its own precision; 4 or 8 bits a weight of a quantised linear layer
+    trainable: int  # 4 d, in float32
+    optimizer: int  # 8 d for AdamW (two moments in float32), 0 for SGD, 4 d with momentum
+    sums: int  # 12 d: the clipped sum in float64, and what is released of it in float32
+    # Each sequence's gradients until its norm is known: R min(i j, T (i + j)) float32 numbers of each (i, j) tensor.
     unit_gradients: int
-    activations: int
+    activations: int  # what the forward pass keeps for the backward pass
+    # What both add at their peak: a chunk of logits where the head is frozen, R T V logits and their gradients where it is
+    # not; with checkpointing, a block computed again, if that is more.
     logits: int
-    noise: int = 0
+    noise: int = 0  # 8 d (b - 1) with banded noise of b bands, on the first process alone: earlier noise in float64
 
     @property
     def total(self) -> int:
@@ -82,51 +75,33 @@ class Memory:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a run needs.
+    """What a run needs."""
 
-    Attributes:
-        kinds: (kind of layer, tensors, parameters) of what trains.
-        trainable: d, the number of coordinates that receive noise.
-        total: Parameters of the whole model.
-        noise_per_coordinate: sigma C / B: standard deviation in one coordinate of the averaged gradient; None without a Plan.
-            With banded noise, of a step that takes back the noise of all steps that it can.
-        noise_total: The same times sqrt(d): the length of the noise vector, beside a signal of length C at most.
-        memory: At the peak of a step of one process; None where the model cannot be run on shapes alone.
-        flops: Of a step of B units at full length; None likewise.
-        seconds_per_step: flops over the rate of products, plus what other operations move over the bandwidth; None also for a
-            GPU that is elsewhere, which is not measured.
-        seconds: The same for all T steps.
-        speed: On which the seconds rest, measured on this machine.
-        physical_batch_size: R, the sequences in one forward pass that memory and time are counted for.
-        found: R is what would fit on this machine, since the recipe says auto.
-        basis: In words.
-        refusals: What the model itself would refuse.
-    """
-
-    kinds: tuple[tuple[str, int, int], ...]
-    trainable: int
-    total: int
+    kinds: tuple[tuple[str, int, int], ...]  # (kind of layer, tensors, parameters) of what trains
+    trainable: int  # d, the number of coordinates that receive noise
+    total: int  # parameters of the whole model
+    # sigma C / B: standard deviation in one coordinate of the averaged gradient; None without a Plan. With banded noise, of a
+    # step that takes back the noise of all steps that it can.
     noise_per_coordinate: float | None
-    noise_total: float | None
-    memory: Memory | None
-    flops: int | None
+    noise_total: (
+        float | None
+    )  # the same times sqrt(d): the length of the noise vector, beside a signal of length C at most
+    memory: Memory | None  # at the peak of a step of one process; None where the model cannot be run on shapes alone
+    flops: int | None  # of a step of B units at full length; None likewise
+    # FLOP over the rate of products, plus what others move over the bandwidth; None also for a GPU that is elsewhere.
     seconds_per_step: float | None
-    seconds: float | None
-    speed: Speed | None
-    physical_batch_size: int | None
-    found: bool
-    basis: str
-    refusals: tuple[DpllmError, ...]
+    seconds: float | None  # the same for all T steps
+    speed: Speed | None  # on which the seconds rest, measured on this machine
+    physical_batch_size: int | None  # R, the sequences in one forward pass that memory and time are counted for
+    found: bool  # R is what would fit on this machine, since the recipe says auto
+    basis: str  # in words
+    refusals: tuple[DpllmError, ...]  # what the model itself would refuse
 
 
 def footprint(config: RunConfig, schedule: Schedule, plan: Plan | None, gpu: str | None = None) -> Footprint:
     """Builds the model from its configuration and counts; without a Plan there is no noise.
 
-    Args:
-        config: The recipe.
-        schedule: Its steps and batches.
-        plan: Its promise.
-        gpu: A name in ``GPU_MEMORY``, to count memory for that GPU from elsewhere; None: this machine.
+    ``gpu`` is a name in ``GPU_MEMORY``, to count memory for that GPU from elsewhere; None: this machine.
 
     Raises:
         ConfigError: The base model's configuration cannot be found, the adapter fits no layer of it, or no such GPU is known.

@@ -219,27 +219,16 @@ def _two_columns(title: str, rows: dict[str, str]) -> Table:
 
 @dataclass(frozen=True)
 class Batches:
-    """Sizes of a step's batches, for one process.
+    """Sizes of a step's batches, for one process; None where a run finds them at its start."""
 
-    Attributes:
-        expected: B, the mean of the logical batch, in units.
-        largest: The smallest number of units that a step exceeds with probability 0.1% at most.
-        sequences_per_unit: With how many sequences one unit is counted.
-        physical_size: Sequences in one forward pass, at most; None, as the next three, where a run finds it at its start.
-        shapes: Of physical batches, as (tokens, rows): see ``schedule.shapes_of``.
-        physical_expected: Physical batches of a step, expected where lengths are spread evenly up to ``data.max_length``.
-        padding_rows: Of these, rows that fill them up and learn nothing.
-        assumption: In words, what is counted.
-    """
-
-    expected: int
-    largest: int
-    sequences_per_unit: int
-    physical_size: int | None
-    shapes: tuple[Shape, ...] | None
-    physical_expected: float | None
-    padding_rows: float | None
-    assumption: str
+    expected: int  # B, the mean of the logical batch, in units
+    largest: int  # the smallest number of units that a step exceeds with probability 0.1% at most
+    sequences_per_unit: int  # with how many sequences one unit is counted
+    physical_size: int | None  # sequences in one forward pass, at most
+    shapes: tuple[Shape, ...] | None  # of physical batches, as (tokens, rows): see ``schedule.shapes_of``
+    physical_expected: float | None  # physical batches of a step, where lengths are spread evenly up to data.max_length
+    padding_rows: float | None  # of these, rows that fill them up and learn nothing
+    assumption: str  # in words, what is counted
 
 
 def batches_of(config: RunConfig, schedule: Schedule) -> Batches:

@@ -34,10 +34,7 @@ def positions(net: Any) -> int | None:
 def adapter_on_base(path: Path, base: str | None, device: torch.device) -> tuple[ScoringModels, str, str, bool]:
     """An adapter on its base, what kind it is, the base's name, and whether the adapter names the same.
 
-    Args:
-        path: Its directory.
-        base: Name or directory of the base; None: what the adapter names.
-        device: Where both are loaded.
+    ``base`` is the name or the directory of the base; None: what the adapter names.
 
     Raises:
         ConfigError: See the module's docstring.

@@ -39,13 +39,7 @@ COMPARE_EVERY = 50  # steps after which the ranks compare their weights; also at
 def train(config: RunConfig, start: Start | None = None, *, console: Console | None = None) -> RunRecord:
     """Runs a recipe from data to export/.
 
-    Args:
-        config: The recipe.
-        start: How the run begins; None: anew, where no run lies yet.
-        console: Where progress and tables go.
-
-    Returns:
-        What run.json says.
+    Without ``start`` it begins anew, where no run lies yet. Returns what run.json says.
 
     Raises:
         ConfigError: The recipe or the data cannot be used (exit code 2).

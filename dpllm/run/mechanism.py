@@ -44,7 +44,7 @@ def make_optimizer(train: TrainConfig, net: torch.nn.Module) -> torch.optim.Opti
 
 def is_low(net: Any, precision: torch.dtype | None) -> bool:
     """Whether anything is computed or held in less than float32; ``precision`` is that of autocast."""
-    if precision is not None or getattr(net.config, "quantization_config", None) is not None:
+    if precision is not None or getattr(getattr(net, "config", None), "quantization_config", None) is not None:
         return True
     return any(p.is_floating_point() and p.dtype != torch.float32 for p in net.parameters())
 
@@ -63,11 +63,8 @@ def build_model(decision: Decision, device: torch.device, console: Console) -> t
         console.print(
             f"The base model's dropout is off, as its masks would tie what one unit adds to the others: {rates}"
         )
-    if (
-        config.adapter.method == "lora"
-        and config.adapter.target_modules == "auto"
-        and (apart := adapters.left_out(net))
-    ):
+    auto = config.adapter.method == "lora" and config.adapter.target_modules == "auto"
+    if apart := adapters.left_out(net) if auto else []:
         what = "routers, experts and others whose gradients of single rows or adapters cannot be had"
         console.print(f"adapter.target_modules: auto leaves out {', '.join(apart)}: {what}.")
     if adapters.untied(net):
@@ -165,8 +162,8 @@ def check_rows(
     processes.check_rounding(facts)
     if not checked.known:
         verdict.keep(under, checked.digests)
-    told = " (rows do not round by company: shown by an earlier start)" * checked.known
-    console.print(f"Self-check against brute-force autograd: largest relative error {checked.error:.1e}{told}")
+    earlier = " (rows do not round by company: shown by an earlier start)" * checked.known
+    console.print(f"Self-check against brute-force autograd: largest relative error {checked.error:.1e}{earlier}")
     return chosen, checked
 
 

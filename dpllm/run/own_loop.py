@@ -35,7 +35,7 @@ from dpllm.privacy.sampling import PoissonSampler, physical_batches
 from dpllm.privacy.schedule import make_schedule, shapes_of
 from dpllm.privacy.selfcheck import longest_row
 from dpllm.privacy.stream import Turns, os_entropy
-from dpllm.run.mechanism import check_rows
+from dpllm.run.mechanism import check_rows, is_low
 from dpllm.run.verdict import CALLS, hooks
 from dpllm.text.data import TokenSequence, Unit
 
@@ -167,10 +167,7 @@ class Engine:
             raise Refused(
                 "gradients are switched off here, so that no step can be taken. Leave torch.no_grad or inference_mode."
             )
-        parameters = list(self._model.parameters())
-        low = any(p.is_floating_point() and p.dtype != torch.float32 for p in parameters)
-        config = getattr(self._model, "config", None)
-        if low or getattr(config, "quantization_config", None) or torch.is_autocast_enabled(parameters[0].device.type):
+        if is_low(self._model, None) or torch.is_autocast_enabled(next(self._model.parameters()).device.type):
             raise Refused(
                 "the model is not float32 throughout, and a self-check of low precision needs a recipe. Load it with "
                 "dtype=torch.float32, without autocast."

@@ -61,31 +61,22 @@ class Subject:
 
 @dataclass(frozen=True)
 class Decision:
-    """What is known of a run before it starts.
+    """What is known of a run before it starts."""
 
-    Attributes:
-        config: The recipe, with the format that the data were found to have.
-        subject: None where the data could not be read.
-        schedule: None where the recipe has none, say because the batch is larger than the dataset.
-        plan: The promise. Where it exceeds its own target or the budget, the figures are those that the refused run would
-            have; None where there is nothing to compute, or without differential privacy.
-        ledger: What the ledger holds and would hold; None where there is no ledger yet, or nothing to ask it.
-        lineage: What this run and the models before it promise together.
-        resumed: The run that goes on; None for a new one.
-        refusals: Everything that would refuse the run, but for what needs a tokenizer, the model or a second accountant,
-            which needs torch: rows and canaries longer than ``data.max_length``, what the model cannot be, PRV.
-        weights: SHA-256 of the weights of ``model.adapter`` that were judged, which must be those that are loaded.
-    """
-
-    config: RunConfig
-    subject: Subject | None = None
-    schedule: Schedule | None = None
-    plan: Plan | None = None
-    ledger: Outlook | None = None
-    lineage: Lineage | None = None
-    resumed: ResumeState | None = None
+    config: RunConfig  # with the format that the data were found to have
+    subject: Subject | None = None  # None where the data could not be read
+    schedule: Schedule | None = None  # None where there is none, say because the batch is larger than the dataset
+    # The promise. Where it exceeds its own target or the budget, the figures are those that the refused run would have.
+    plan: Plan | None = None  # None where there is nothing to compute, or without differential privacy
+    ledger: Outlook | None = None  # what it holds and would hold; None where there is none yet, or nothing to ask it
+    lineage: Lineage | None = None  # what this run and the models before it promise together
+    resumed: ResumeState | None = None  # the run that goes on; None for a new one
+    # Everything that would refuse the run, but for what needs a tokenizer, the model or a second accountant, which needs
+    # torch: rows and canaries longer than data.max_length, what the model cannot be, PRV.
     refusals: tuple[DpllmError, ...] = ()
-    weights: str | None = None
+    weights: str | None = (
+        None  # SHA-256 of the weights of model.adapter that were judged, which must be those that load
+    )
 
     @property
     def exit_code(self) -> int:

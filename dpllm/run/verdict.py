@@ -57,14 +57,7 @@ def folder() -> Path:
 
 
 def key_of(config: RunConfig, model: nn.Module, shapes: Sequence[Shape], **more: Any) -> str | None:
-    """A digest of all that decides how a row is rounded; None where code takes part that may change unseen.
-
-    Args:
-        config: The recipe: its adapter, clipping, form of gradients, precision and longest row.
-        model: As it trains.
-        shapes: Of the physical batches.
-        **more: What else decides: as JSON.
-    """
+    """A digest of all that decides how a row is rounded, ``more`` as JSON; None where code takes part that may change unseen."""
     kinds = sorted({kind for module in model.modules() for kind in type(module).__mro__}, key=repr)
     settings: Any = getattr(model, "config", None)
     attention = getattr(settings, "_attn_implementation", None)
