@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from accelerate import PartialState
+from programs import LAUNCH, run_program
 
 from dpllm.errors import ConfigError
 from dpllm.ledger import Ledger
 from dpllm.model.processes import join
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_processes_without_a_group_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,7 +24,6 @@ def test_processes_without_a_group_are_refused(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.full
 def test_two_launched_processes_are_one_run(tmp_path: Path) -> None:
     ledger = tmp_path / "ledger.sqlite"
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "recipes/accelerate/cpu_2.yaml"]
     keys = {
         "output_dir": tmp_path / "run",
         "privacy.ledger": ledger,
@@ -36,10 +31,7 @@ def test_two_launched_processes_are_one_run(tmp_path: Path) -> None:
         "audit.canaries.groups": "{1: 4}",
     }
     overrides = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
-    command = [*launcher, "recipes/train.py", "recipes/smoke/clinic.yaml", *overrides]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    run_program(*LAUNCH, "recipes/accelerate/cpu_2.yaml", "recipes/train.py", "recipes/smoke/clinic.yaml", *overrides)
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert (record["status"], record["steps_taken"]) == ("completed", 2)
     with Ledger(ledger) as book:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from programs import run_program
 from safetensors.torch import load_file
 from scipy import stats
 
@@ -20,7 +18,6 @@ from dpllm import cli
 from dpllm.ledger import Ledger
 from dpllm.privacy import banded
 
-HERE = Path(__file__).parent
 STEPS = 4
 ALARM = 1e-9  # p-value below which noise is called wrong
 COMPLETE = ["seeded_1", "seeded_2", "seeded_3"]
@@ -45,11 +42,7 @@ FAILED = {
 
 
 def run(folder: Path, names: list[str]) -> Path:
-    paths = os.pathsep.join([str(HERE.parents[1]), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, str(HERE / "run_worker.py"), str(folder), *names]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    run_program(Path(__file__).with_name("run_worker.py"), folder, *names, timeout=900)
     return folder
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,28 +9,20 @@ import pytest
 import tiny
 import tiny_models as tm
 import torch
+from programs import LAUNCH, run_program
 from safetensors.torch import load_file
 
 from dpllm.model import loading
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
+ROOT = Path(__file__).parents[2]
 VARIANTS = ("plain", "checkpointed", "low", "tied", "copied")
 STEPS = (0, 1)
-ENVIRONMENT = {
-    **os.environ,
-    "PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(ROOT), str(HERE.parent)]),
-    "OMP_NUM_THREADS": "1",
-    "GLOO_SOCKET_IFNAME": "lo",
-}
 
 Results = dict[str, Any]
 
 
-def worker(*arguments: str) -> None:
-    command = [sys.executable, str(HERE / "sharding_worker.py"), *arguments]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+def worker(*arguments: object) -> None:
+    run_program(Path(__file__).with_name("sharding_worker.py"), *arguments)
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +185,6 @@ def test_a_launched_run_exports_what_two_whole_models_do(tmp_path: Path) -> None
     found = []
     for name, text in (("sharded", sharded), ("whole", whole)):
         (tmp_path / f"{name}.yaml").write_text(text)
-        launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(tmp_path / f"{name}.yaml")]
         keys = {
             "output_dir": tmp_path / name,
             "privacy.ledger": tmp_path / f"{name}.sqlite",
@@ -206,11 +194,7 @@ def test_a_launched_run_exports_what_two_whole_models_do(tmp_path: Path) -> None
             "audit.gradient_canaries": 0,
         }
         overrides = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
-        command = [*launcher, "recipes/train.py", "recipes/smoke/clinic.yaml", *overrides]
-        done = subprocess.run(
-            command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False
-        )
-        assert done.returncode == 0, done.stderr[-2000:]
+        run_program(*LAUNCH, tmp_path / f"{name}.yaml", "recipes/train.py", "recipes/smoke/clinic.yaml", *overrides)
         found.append(load_file(tmp_path / name / "export" / "adapter_model.safetensors"))
     assert found[0].keys() == found[1].keys()
     for key, tensor in found[0].items():

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from programs import run_program
 from scipy import stats
 from torch import Tensor
 
@@ -20,7 +18,6 @@ from dpllm.privacy.noise import GaussianNoise
 STEPS, C, SIGMA, B = 3, 0.05, 0.7, 12
 SLOTS, DRAWS, RATE = 40, 1500, 10 / 40
 ALARM = 1e-4  # p-value below which a statistic of fixed seeds is called wrong
-HERE = Path(__file__).parent
 WORLDS = [1, 2, 3]
 
 Results = dict[str, dict[str, Tensor]]
@@ -30,11 +27,7 @@ Results = dict[str, dict[str, Tensor]]
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Results]]:
     """Number of processes -> what each of them did."""
     folder = tmp_path_factory.mktemp("ranks")
-    paths = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(HERE.parents[1]), str(HERE.parent)])
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, str(HERE / "step_worker.py"), str(folder)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    run_program(Path(__file__).with_name("step_worker.py"), folder)
     return {
         world: [torch.load(folder / f"world{world}_rank{rank}.pt", weights_only=True) for rank in range(world)]
         for world in WORLDS

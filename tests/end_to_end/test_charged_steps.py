@@ -42,6 +42,8 @@ def test_overwriting_keeps_what_was_spent_even_in_the_run_directory(place: Place
     done("train", place.recipe)
     with Ledger(inside.ledger) as book:
         first = book.spent("notes")
+    outlook = done("plan", place.recipe, "--output_dir", place.root / "second").out
+    assert f"spent {first:.3f}" in " ".join(outlook.split())
     done("train", place.recipe, "--overwrite")
     assert charged(inside)[0] == 2
     with Ledger(inside.ledger) as book:

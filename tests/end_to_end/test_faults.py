@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sqlite3
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import faults
 import pytest
+from programs import run_program
 from running import Json, Place, done, dpllm_, fails_in_step
 
-import dpllm
 from dpllm.ledger import Ledger
 from dpllm.privacy import accounting, events
 from dpllm.privacy.noise import GaussianNoise
 from dpllm.run import checkpoint
 from dpllm.run.directory import RunDir
-
-HERE = Path(__file__).parent
 
 
 def reservations(place: Place) -> dict[str, int]:
@@ -61,11 +56,7 @@ def test_runs_killed_at_random_moments_are_covered_by_the_ledger(
 
 def kill_and_resume(root: Path, base: Path, kills: int, seed: int) -> tuple[list[Json], list[Place]]:
     """Every attempt, and the places in which the runs lie."""
-    paths = [str(Path(dpllm.__file__).parents[1]), str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(HERE / "faults.py"), str(root), str(base), str(kills), str(seed)]
-    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
-    assert process.returncode == 0, process.stderr[-4000:]
+    run_program(faults.__file__, root, base, kills, seed, timeout=900)
     attempts = json.loads((root / "attempts.json").read_text())
     return attempts, [Place(root / name, base) for name in {attempt["run"]: 0 for attempt in attempts}]
 

@@ -95,9 +95,6 @@ def test_two_generations_on_the_same_data_state_what_both_cost(parent: Place, ch
     text = section.parts((child.run / "export" / "README.md").read_text("utf-8"))["privacy"]
     assert "clinic-notes" in text
     assert f"ε = {composed:.2f}"[:6] in text
-
-
-def test_a_run_with_lineage_verifies(child: Place) -> None:
     done("verify", child.run)
 
 

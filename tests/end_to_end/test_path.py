@@ -192,16 +192,6 @@ def test_metrics_are_one_json_value_a_line(finished: Place) -> None:
         assert all(0 <= number <= line["units"] for number in line["clipped_by_layer"])
 
 
-def test_the_next_run_adds_to_what_was_spent(finished: Place, place: Place) -> None:
-    done("train", place.recipe)
-    outlook = done("plan", place.recipe, "--output_dir", place.root / "second").out
-    done("train", place.recipe, "--output_dir", place.root / "second")
-    first = place.json("run.json")["ledger"]["spent_epsilon"]
-    second = json.loads((place.root / "second" / "run.json").read_text())["ledger"]["spent_epsilon"]
-    assert second > first
-    assert f"spent {first:.3f}" in " ".join(outlook.split())
-
-
 # --- what is never published -----------------------------------------------------------------------------------------
 
 
@@ -262,16 +252,30 @@ def test_a_declared_size_hides_the_real_one(tmp_path: Path, base: Path) -> None:
         assert re.findall(rf"(?<![\w.])(?:{real}|{real + 7})(?![\w.])", text) == [], name
 
 
-def test_a_loss_on_private_evaluation_data_is_not_published(tmp_path: Path, base: Path) -> None:
-    place = make_place(tmp_path / "private-eval", base)
-    done("train", place.recipe, "--data.eval", tiny.write_rows(tmp_path / "eval.jsonl", rows(6, start=700)))
+@pytest.mark.parametrize("public", [True, False])
+def test_a_loss_on_private_evaluation_data_is_neither_printed_nor_published(place: Place, public: bool) -> None:
+    held_out = tiny.write_rows(place.root / "data" / "held_out.jsonl", rows(10, start=700))
+    flags = ("--data.eval", held_out, "--data.eval_public", str(public).lower())
+    out = done("train", place.recipe, *flags).out
     done("card", place.run)
-    loss = json.loads((place.run / "private" / "summary.json").read_text())["eval_loss_after"]
+    losses = json.loads((place.run / "private" / "summary.json").read_text())
+    for name in ("eval_loss_before", "eval_loss_after"):
+        assert (f"{losses[name]:.4f}" in out) is public
+    assert ("summary.json" in out) is not public
     record = place.json("run.json")
-    assert record["metrics"] == {"public": {}, "released": {}}
-    assert any("private evaluation data" in note for note in record["deviations"])
-    public = b"".join([*published(place.run).values(), (place.run / "run.json").read_bytes()])
-    assert f"{loss:.3f}".encode() not in public
+    assert (record["metrics"] == {"public": {}, "released": {}}) is not public
+    assert any("private evaluation data" in note for note in record["deviations"]) is not public
+    everything = b"".join([*published(place.run).values(), (place.run / "run.json").read_bytes()])
+    assert public or f"{losses['eval_loss_after']:.3f}".encode() not in everything
+
+
+def test_a_card_of_two_runs_is_refused(run: Path) -> None:
+    plan = json.loads((run / "plan.json").read_text())
+    (run / "plan.json").write_text(json.dumps({**plan, "epsilon": 1.0}))
+    answer = dpllm_("card", run)
+    assert (answer.code, "is not the Plan of the run" in answer.err) == (2, True)
+    (run / "plan.json").write_text(json.dumps(plan, indent=7))  # the same in another layout
+    done("card", run)
 
 
 # --- formats, units, adapters ----------------------------------------------------------------------------------------

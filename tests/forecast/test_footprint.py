@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
+from programs import run_program
 from torch import nn
 
-import dpllm
 from dpllm.errors import ConfigError, Refused
 from dpllm.forecast.footprint import footprint, measure, skeleton
 from dpllm.forecast.meta_tensor_counter import tally
@@ -299,15 +296,6 @@ CASES = {
 }
 
 
-def measured_bytes(folder: str, rows: int, tokens: int, method: str) -> int:
-    paths = [str(Path(dpllm.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **MALLOC}
-    command = [sys.executable, str(WORKER), folder, str(rows), str(tokens), "2", method]
-    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
-    assert run.returncode == 0, run.stderr
-    return int(run.stdout)
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("method", ["lora", "frozen"])
 @pytest.mark.parametrize("name", CASES)
@@ -326,6 +314,7 @@ def test_the_estimate_of_memory_is_near_that_of_a_real_step(name: str, method: s
     adapter = {"method": "lora", "r": 16} if method == "lora" else {"method": "frozen", "last_blocks": 2}
     changes = {"data__max_length": tokens, "train__physical_batch_size": rows, "train__batch_size": 2 * rows}
     found = needs(recipe(folder, adapter, **changes))
-    memory = found.memory.total / measured_bytes(folder, rows, tokens, method)
+    measured = int(run_program(WORKER, folder, rows, tokens, 2, method, timeout=600, **MALLOC))
+    memory = found.memory.total / measured
     print(f"\n{name}, {method}: estimate over measured {memory:.2f}")
     assert 0.7 < memory < 1.5

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
+from programs import run_program
 
 from dpllm.forecast.meta_tensor_counter import tally
 from dpllm.privacy import loss
@@ -134,11 +133,7 @@ def test_the_page_compares_with_the_steps_that_were_measured() -> None:
 
 
 def run(script: str, *arguments: str) -> None:
-    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, str(ROOT / "scripts" / script), "--shape", "tiny", *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    run_program(ROOT / "scripts" / script, "--shape", "tiny", *arguments)
 
 
 @pytest.mark.full

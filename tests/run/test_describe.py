@@ -44,18 +44,9 @@ def say(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
     write(rows())
 
     def typed(*words: object, epsilon: float = 1.0) -> tuple[int, str, str]:
-        fixed = [
-            "rows.jsonl",
-            "--unit",
-            "who",
-            "--max-examples-per-unit",
-            2,
-            "--dataset",
-            "notes",
-            "--ledger",
-            "l.sqlite",
-        ]
-        code = main(["describe", *map(str, [*fixed, "--epsilon", epsilon, *words])])
+        fixed = ["rows.jsonl", "--unit", "who", "--max-examples-per-unit", 2, "--dataset", "notes"]
+        fixed += ["--ledger", "l.sqlite", "--epsilon", epsilon]
+        code = main(["describe", *map(str, [*fixed, *words])])
         return code, *capsys.readouterr()
 
     return typed

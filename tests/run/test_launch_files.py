@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +10,7 @@ import torch
 import yaml
 from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from programs import LAUNCH, run_program
 
 from dpllm.errors import ConfigError
 from dpllm.model import processes
@@ -21,7 +19,6 @@ from dpllm.recipe.config import load_config
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "recipes" / "accelerate").glob("*.yaml"))
 PROCESSES = {"cpu.yaml": 1, "cpu_2.yaml": 2, "gpu.yaml": 1, "gpu_ddp.yaml": 4, "two_nodes.yaml": 8}
-LAUNCH = [sys.executable, "-m", "accelerate.commands.launch"]
 
 
 def first_line(path: Path) -> list[str]:
@@ -77,14 +74,6 @@ def test_every_process_of_a_machine_needs_a_gpu_of_its_own(
     processes.check_devices()
 
 
-def launched(arguments: list[str]) -> subprocess.CompletedProcess[str]:
-    """A real launch, without any process of another one's variables."""
-    kept = {name: value for name, value in os.environ.items() if "RANK" not in name and name != "WORLD_SIZE"}
-    environment = {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [*LAUNCH, *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("file", ["cpu.yaml", "cpu_2.yaml"])
 def test_a_real_launch_starts_what_its_file_says(file: str, tmp_path: Path) -> None:
@@ -92,6 +81,4 @@ def test_a_real_launch_starts_what_its_file_says(file: str, tmp_path: Path) -> N
     script.write_text(
         "import os\nfrom dpllm.model import processes as ranks\nranks.join()\nos.write(1, b'went on\\n')\n"
     )
-    done = launched(["--config_file", f"recipes/accelerate/{file}", str(script)])
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.count("went on") == PROCESSES[file]
+    assert run_program(*LAUNCH, f"recipes/accelerate/{file}", script).count("went on") == PROCESSES[file]
