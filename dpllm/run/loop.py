@@ -27,7 +27,7 @@ from dpllm.run.build import Prepared, check_processes, prepare
 from dpllm.run.directory import RunDir, check_directory
 from dpllm.run.failures import StepDeadline, fail_together
 from dpllm.run.promise import Start
-from dpllm.run.record import Recorder, may_tell_cost
+from dpllm.run.record import Recorder, may_publish_cost
 from dpllm.run.screen import Screen
 from dpllm.statement.run_files import RunRecord, read_run
 from dpllm.telemetry import Telemetry
@@ -59,7 +59,7 @@ def train(config: RunConfig, start: Start | None = None, *, console: Console | N
             check_directory(config, run, resume=start.resume, overwrite=start.overwrite)  # before anything is made
             stack.enter_context(run.locked())
         telemetry = stack.enter_context(Telemetry(config, run, main=main))
-        screen = stack.enter_context(Screen(console, public=may_tell_cost(config)))
+        screen = stack.enter_context(Screen(console, public=may_publish_cost(config)))
         if main:
             stack.enter_context(heard_by(screen))
         prepared = prepare(config, start, state, console)  # all that can refuse; last of all the reservation

@@ -135,7 +135,7 @@ class Recorder:
         """Notes what the model wrote behind public prompts; released with the weights, where they may leave."""
         samples = [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
         self._log({"step": self._step, "samples": samples})
-        if not told_by_weights(self._prepared):
+        if not may_publish_weights(self._prepared):
             self._console.print(
                 f"Samples of step {self._step}, which no guarantee covers: {self._prepared.run.metrics}", markup=False
             )
@@ -224,7 +224,7 @@ class Recorder:
             notes.append(INTERRUPTED)
         permitted = prepared.decision.policy.deviations
         record = RunRecord.pick(
-            cost if may_tell_cost(prepared.config) else {},
+            cost if may_publish_cost(prepared.config) else {},
             status=status,
             guarantee=Guarantee(holds=reason is None and unfinished is None, reason=reason or unfinished),
             deviations=grown(notes + lineage.deviations(prepared.decision.lineage) + prepared.notes, self._deviations),
@@ -255,7 +255,7 @@ class Recorder:
             generator=self._generator,
             lattice=prepared.engine.lattice() if prepared.plan else None,
             metrics=Metrics(
-                public=summary if summary["eval_loss_after"] is not None and may_tell(prepared) else {},
+                public=summary if summary["eval_loss_after"] is not None and may_publish_figures(prepared) else {},
                 released=prepared.engine.released(),
             ),
             started_at=datetime.fromtimestamp(self._started, UTC).isoformat(timespec="seconds"),
@@ -269,16 +269,16 @@ def grown(notes: Sequence[str], before: Sequence[str]) -> list[str]:
     return list(dict.fromkeys([*notes, *(note for note in before if note != INTERRUPTED)]))
 
 
-def may_tell(prepared: Prepared) -> bool:
+def may_publish_figures(prepared: Prepared) -> bool:
     """Whether held-out figures may leave: of public rows, by weights that may."""
-    return prepared.config.data.eval_public and told_by_weights(prepared)
+    return prepared.config.data.eval_public and may_publish_weights(prepared)
 
 
-def told_by_weights(prepared: Prepared) -> bool:
+def may_publish_weights(prepared: Prepared) -> bool:
     """Whether the weights, and what follows from them and public values, may leave: with a guarantee, or of public rows alone."""
     return prepared.decision.flaw is None or prepared.config.data.public
 
 
-def may_tell_cost(config: RunConfig) -> bool:
+def may_publish_cost(config: RunConfig) -> bool:
     """Whether time and memory may leave: they follow from the lengths of all rows that were read."""
     return config.data.public and (config.data.eval is None or config.data.eval_public)

@@ -77,8 +77,8 @@ def record(folder: Path, name: str) -> dict[str, Any]:
 
 
 def charged(folder: Path, name: str) -> list[tuple[int, str]]:
-    with Ledger(folder / name / "ledger.sqlite") as book:
-        return [(run.steps, run.state) for run in book.runs("builtin:clinic")]
+    with Ledger(folder / name / "ledger.sqlite") as ledger:
+        return [(run.steps, run.state) for run in ledger.runs("builtin:clinic")]
 
 
 def test_any_number_of_processes_is_one_run_with_one_reservation(complete: Path) -> None:

@@ -82,8 +82,8 @@ def instrument(attempt: int, pipe: int, noise: Path, die_in_step: int | None) ->
 
     charge, step, draw = Ledger.charge, Engine.step, GaussianNoise.draw
 
-    def charging(book: Any, entry: str, number: int) -> None:
-        charge(book, entry, number)
+    def charging(ledger: Any, entry: str, number: int) -> None:
+        charge(ledger, entry, number)
         charged.append((entry, number))
 
     def stepping(engine: Any, *batches: Any) -> Any:

@@ -178,6 +178,6 @@ def _no_constant(name: str) -> None:
 
 def charged(place: Place) -> tuple[int, int]:
     """Reservations, and steps of the last one."""
-    with Ledger(place.ledger) as book:
-        entries = [link.facts["entry"] for link in book.history("notes") if link.kind == "reserve"]
-        return len(entries), book.run(entries[-1]).steps
+    with Ledger(place.ledger) as ledger:
+        entries = [link.facts["entry"] for link in ledger.history("notes") if link.kind == "reserve"]
+        return len(entries), ledger.run(entries[-1]).steps

@@ -147,8 +147,8 @@ def test_a_run_that_lost_steps_goes_on_in_turn_with_empty_buffers(
     for slot in range(before["dataset_size"]):
         at = [number for number, drawn in executed if slot in drawn]
         assert all(later - earlier >= BANDS for earlier, later in itertools.pairwise(at))
-    with Ledger(place.ledger) as book:
-        reserved = [read(link.facts["event"]) for link in book.history("notes") if link.kind == "reserve"]
+    with Ledger(place.ledger) as ledger:
+        reserved = [read(link.facts["event"]) for link in ledger.history("notes") if link.kind == "reserve"]
     whole = accounting.epsilon(read(after["event"]), after["delta"], "zero_out")
     assert after["epsilon"] == whole
     assert accounting.epsilon(accounting.compose(reserved), after["delta"], "zero_out") >= whole

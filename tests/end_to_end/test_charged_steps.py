@@ -40,14 +40,14 @@ def test_overwriting_keeps_what_was_spent_even_in_the_run_directory(place: Place
     inside = Place(place.run, place.base)  # its ledger lies in the run directory
     place.write({"privacy.ledger": str(inside.ledger), "output_dir": str(place.run)})
     done("train", place.recipe)
-    with Ledger(inside.ledger) as book:
-        first = book.spent("notes")
+    with Ledger(inside.ledger) as ledger:
+        first = ledger.spent("notes")
     outlook = done("plan", place.recipe, "--output_dir", place.root / "second").out
     assert f"spent {first:.3f}" in " ".join(outlook.split())
     done("train", place.recipe, "--overwrite")
     assert charged(inside)[0] == 2
-    with Ledger(inside.ledger) as book:
-        assert book.spent("notes") > first
+    with Ledger(inside.ledger) as ledger:
+        assert ledger.spent("notes") > first
     assert place.json("run.json")["ledger"]["spent_epsilon"] > first
 
 

@@ -23,10 +23,10 @@ from dpllm.run.directory import RunDir
 
 def reservations(place: Place) -> dict[str, int]:
     """Each reservation of a place's ledger, and the steps that are charged to it."""
-    with Ledger(place.ledger) as book:
-        assert book.verify() == []
-        entries = [link.facts["entry"] for link in book.history("notes") if link.kind == "reserve"]
-        return {entry: book.run(entry).steps for entry in entries}
+    with Ledger(place.ledger) as ledger:
+        assert ledger.verify() == []
+        entries = [link.facts["entry"] for link in ledger.history("notes") if link.kind == "reserve"]
+        return {entry: ledger.run(entry).steps for entry in entries}
 
 
 def epsilon_of(place: Place, count: int) -> float:
@@ -99,9 +99,9 @@ def the_run_is_complete_and_its_epsilon_covers_what_was_noised(place: Place) -> 
     assert record["guarantee"]["holds"] is True
     charged, updates = reservations(place), noised(place)
     runs: dict[str, set[str]] = {}  # a run's reservation, and those that made up its lost steps
-    with Ledger(place.ledger) as book:
+    with Ledger(place.ledger) as ledger:
         for entry in charged:
-            runs.setdefault(book.run(entry).reservation.extends or entry, set()).add(entry)
+            runs.setdefault(ledger.run(entry).reservation.extends or entry, set()).add(entry)
     last = runs[record["ledger"]["entry"]]
     assert sum(charged[entry] for entry in last) == plan["num_steps"] >= faults.STEPS
     for entries in runs.values():

@@ -165,16 +165,16 @@ def test_a_card_is_made_again_without_the_weights(finished: Place, baseline: Pla
 
 def test_the_ledger_shows_the_run(finished: Place) -> None:
     record = finished.json("run.json")["ledger"]
-    with Ledger(finished.ledger) as book:
-        assert book.verify(record["head"]) == []
-        assert book.datasets() == ["notes"]
-        assert book.run(record["entry"]).steps == STEPS
-        links = [(link.kind, link.facts) for link in book.history("notes") if link.facts.get("status") != "running"]
+    with Ledger(finished.ledger) as ledger:
+        assert ledger.verify(record["head"]) == []
+        assert ledger.datasets() == ["notes"]
+        assert ledger.run(record["entry"]).steps == STEPS
+        links = [(link.kind, link.facts) for link in ledger.history("notes") if link.facts.get("status") != "running"]
         assert [kind for kind, _ in links] == ["data", "reserve", "commit"]
         assert links[0][1]["records"] == NUM_ROWS
         assert links[1][1]["entry"] == links[2][1]["entry"] == record["entry"]
         assert (links[2][1]["status"], links[2][1]["steps"]) == ("completed", STEPS)
-        assert math.isclose(book.spent("notes"), finished.json("plan.json")["epsilon"], rel_tol=1e-6)
+        assert math.isclose(ledger.spent("notes"), finished.json("plan.json")["epsilon"], rel_tol=1e-6)
     table = done("ledger", "show", "--ledger", finished.ledger).out
     assert "notes" in table
     assert f"{STEPS}/{STEPS}" in table
@@ -303,8 +303,8 @@ def test_units_with_several_rows_are_counted_once(place: Place) -> None:
     assert (plan["dataset_size"], plan["unit"], plan["max_examples_per_unit"]) == (people, "author", 3)
     lines = [json.loads(line) for line in (place.run / "private" / "metrics.jsonl").read_text().splitlines()]
     assert all(line["units"] <= people for line in lines)
-    with Ledger(place.ledger) as book:
-        assert book.runs("notes")[0].reservation.unit == "author"
+    with Ledger(place.ledger) as ledger:
+        assert ledger.runs("notes")[0].reservation.unit == "author"
     shown = done("plan", place.recipe, "--output_dir", place.root / "elsewhere").out
     assert "user-level: column author" in " ".join(shown.split())
     done("card", place.run)

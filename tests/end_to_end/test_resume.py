@@ -71,9 +71,9 @@ def newest(place: Place) -> Path:
 
 def commits(place: Place) -> list[tuple[str, int]]:
     """How runs ended; marks on the way are tests/ledger/test_ledger.py's."""
-    with Ledger(place.ledger) as book:
-        assert book.verify() == []
-        found = [(e.facts["status"], e.facts["steps"]) for e in book.history("notes") if e.kind == "commit"]
+    with Ledger(place.ledger) as ledger:
+        assert ledger.verify() == []
+        found = [(e.facts["status"], e.facts["steps"]) for e in ledger.history("notes") if e.kind == "commit"]
     return [one for one in found if one[0] != "running"]
 
 
@@ -92,8 +92,8 @@ def test_a_terminated_run_is_consistent_and_says_so(terminated: tuple[Place, int
     assert (place.run / "export" / "adapter_model.safetensors").exists()
     state = json.loads((newest(place) / "state.json").read_text())
     assert (state["step"], state["event"]) == (3, {**plan["event"], "count": 3})
-    with Ledger(place.ledger) as book:
-        assert book.verify(state["head"]) == []
+    with Ledger(place.ledger) as ledger:
+        assert ledger.verify(state["head"]) == []
     assert charged(place) == (1, 3)
     assert commits(place) == [("interrupted", 3)]
 
@@ -144,15 +144,15 @@ def with_damaged_checkpoints(place: Place) -> None:
 
 
 def reconciled(place: Place) -> None:
-    with Ledger(place.ledger) as book:
-        book.reconcile(book.runs("notes")[0].reservation.entry, "alice", "the machine is gone")
+    with Ledger(place.ledger) as ledger:
+        ledger.reconcile(ledger.runs("notes")[0].reservation.entry, "alice", "the machine is gone")
 
 
 def head(place: Place) -> Any:
     if not place.ledger.exists():
         return None
-    with Ledger(place.ledger) as book:
-        return book.head()
+    with Ledger(place.ledger) as ledger:
+        return ledger.head()
 
 
 # Which keys may not change: tests/run/test_same_recipe.py.
@@ -240,8 +240,8 @@ def test_a_killed_run_claims_nothing_and_stays_charged(killed: tuple[Place, int,
     assert record["artifacts"] == {}
     assert not list((place.run / "export").glob("*.safetensors"))
     assert charged(place) == (1, 3)
-    with Ledger(place.ledger) as book:
-        assert book.spent("notes") == pytest.approx(place.json("plan.json")["epsilon"])
+    with Ledger(place.ledger) as ledger:
+        assert ledger.spent("notes") == pytest.approx(place.json("plan.json")["epsilon"])
 
 
 def test_steps_that_were_charged_and_lost_are_not_repeated(killed: tuple[Place, int, str], tmp_path: Path) -> None:
@@ -274,11 +274,11 @@ def test_lost_steps_can_be_made_up_and_are_paid_for(killed: tuple[Place, int, st
     assert plan["cross_check"]["epsilon"] > before["cross_check"]["epsilon"]
     assert any("made up by as many more" in note for note in record["deviations"])
     assert record["steps_lost"] == 1
-    with Ledger(place.ledger) as book:
-        runs = book.runs("notes")
+    with Ledger(place.ledger) as ledger:
+        runs = ledger.runs("notes")
         assert [(run.steps, run.state) for run in runs] == [(TOTAL, "completed"), (1, "completed")]
         assert runs[1].reservation.extends == runs[0].reservation.entry
-        assert book.spent("notes") == pytest.approx(plan["epsilon"])
+        assert ledger.spent("notes") == pytest.approx(plan["epsilon"])
     lines = [json.loads(line) for line in (place.run / "private" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 4, 5, 6, 7]  # step 3 was lost; TOTAL updates in all
 
@@ -299,8 +299,10 @@ def test_lost_steps_are_made_up_once_however_often_the_resumed_run_dies(
     for _ in range(2):  # each charges one step and dies in it, so that one more is lost
         assert python(KILLED_AT_ONCE, place.recipe, "--resume", "--make-up-lost-steps").returncode == -9
     done("train", place.recipe, "--resume", "--make-up-lost-steps")
-    with Ledger(place.ledger) as book:
-        assert [(run.steps, run.reservation.num_steps) for run in book.runs("notes")] == [(TOTAL, TOTAL)] + 3 * [(1, 1)]
+    with Ledger(place.ledger) as ledger:
+        assert [(run.steps, run.reservation.num_steps) for run in ledger.runs("notes")] == [(TOTAL, TOTAL)] + 3 * [
+            (1, 1)
+        ]
     record = place.json("run.json")
     assert (record["status"], record["steps_taken"], record["steps_lost"]) == ("completed", TOTAL + 3, 3)
     assert record["guarantee"]["holds"] is True
@@ -316,8 +318,8 @@ def test_made_up_steps_of_a_run_whose_own_steps_were_finished_are_finished(
         source, target = saved.run / part, place.run / part
         shutil.copytree(source, target) if source.is_dir() else shutil.copy(source, target)
     done("train", place.recipe, "--resume", "--make-up-lost-steps")
-    with Ledger(place.ledger) as book:
-        assert [run.state for run in book.runs("notes")] == ["completed", "completed"]
+    with Ledger(place.ledger) as ledger:
+        assert [run.state for run in ledger.runs("notes")] == ["completed", "completed"]
     assert place.json("run.json")["status"] == "completed"
 
 
@@ -335,13 +337,13 @@ def test_one_process_trains_in_a_run_directory(killed: tuple[Place, int, str], t
 
 def test_lost_steps_that_the_budget_does_not_hold_are_refused(killed: tuple[Place, int, str], tmp_path: Path) -> None:
     place = copy(killed[0], tmp_path / "copy")
-    with Ledger(place.ledger) as book:  # an adaptive budget that is just what the run took
-        claim = book.runs("notes")[0].reservation
-        spent = renyi.rdp(book.run(claim.entry).event, 2.0)
+    with Ledger(place.ledger) as ledger:  # an adaptive budget that is just what the run took
+        claim = ledger.runs("notes")[0].reservation
+        spent = renyi.rdp(ledger.run(claim.entry).event, 2.0)
         wanted = Budget(1.0, claim.delta, claim.unit, claim.relation, "adaptive", 2.0, by="x", reason="y")
         budget = replace(wanted, epsilon=renyi.to_epsilon(spent, claim.delta, 2.0) + 1e-9)
-        with book.chain.writing():  # as if it had been set before the run
-            book.chain.append("budget", "notes", asdict(budget))
+        with ledger.chain.writing():  # as if it had been set before the run
+            ledger.chain.append("budget", "notes", asdict(budget))
     answer = dpllm_("train", place.recipe, "--resume", "--make-up-lost-steps")
     assert answer.code == 3
     assert "dataset 'notes'" in answer.err

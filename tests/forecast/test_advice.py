@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny_models as tm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,15 +29,7 @@ E2E_ROWS = 42_061  # of the training set
 
 
 def recipe(privacy: dict[str, Any] | None = None, **train: Any) -> RunConfig:
-    return RunConfig.model_validate(
-        {
-            "model": {"name_or_path": "some/model"},
-            "data": {"train": "rows.jsonl"},
-            "privacy": {"epsilon": 8.0, **(privacy or {})},
-            "train": {"steps": 60, "batch_size": 128, **train},
-            "output_dir": "run",
-        }
-    )
+    return tm.recipe(privacy={"epsilon": 8.0, **(privacy or {})}, train={"steps": 60, "batch_size": 128, **train})
 
 
 def advice(config: RunConfig, num_units: int = 3790, released: dict[str, float] | None = None) -> list[str]:
@@ -135,14 +128,8 @@ def test_nothing_is_said_of_clipping_without_a_released_figure() -> None:
 
 
 def plan(num_units: int = 5000, epsilon: float = 4.0, data: dict[str, Any] | None = None, **train: Any) -> Plan:
-    value = {
-        "model": {"name_or_path": "some/model"},
-        "data": {"train": "rows.jsonl", **(data or {})},
-        "privacy": {"epsilon": epsilon, "delta": 1e-5},
-        "train": {"steps": 100, "batch_size": 100, **train},
-        "output_dir": "run",
-    }
-    return plan_of(RunConfig.model_validate(value), num_units)
+    train = {"steps": 100, "batch_size": 100, **train}
+    return plan_of(tm.recipe(data=data or {}, privacy={"epsilon": epsilon, "delta": 1e-5}, train=train), num_units)
 
 
 @pytest.fixture(scope="module")

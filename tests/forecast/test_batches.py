@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import tiny_models as tm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,14 +16,7 @@ from dpllm.recipe.derived import schedule_of
 
 
 def recipe(data: dict[str, Any] | None = None, **train: Any) -> RunConfig:
-    return RunConfig.model_validate(
-        {
-            "model": {"name_or_path": "some/model"},
-            "data": {"train": "rows.jsonl", **(data or {})},
-            "train": {"steps": 10, "batch_size": 20, "physical_batch_size": 4, **train},
-            "output_dir": "run",
-        }
-    )
+    return tm.recipe(data=data or {}, train={"steps": 10, "batch_size": 20, "physical_batch_size": 4, **train})
 
 
 @settings(derandomize=True, deadline=None, max_examples=50)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import tiny
+import tiny_models as tm
 import torch
 from programs import run_program
 from torch import nn
@@ -29,15 +30,14 @@ def recipe(folder: Path | str, adapter: dict[str, Any] = LORA, **changes: Any) -
     value: dict[str, Any] = {
         "model": {"name_or_path": str(folder)},
         "adapter": adapter,
-        "data": {"train": "rows.jsonl", "max_length": 32},
+        "data": {"max_length": 32},
         "privacy": {"noise_multiplier": 2.0, "epsilon": 1e6, "max_grad_norm": 0.5},
         "train": {"steps": 10, "batch_size": 20, "physical_batch_size": 4},
-        "output_dir": "run",
     }
     for key, new in changes.items():
         section, _, name = key.partition("__")
         value[section] = {**value[section], name: new}
-    return RunConfig.model_validate(value)
+    return tm.recipe(**value)
 
 
 def plan(config: RunConfig) -> Plan:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import tiny
+import tiny_models as tm
 import torch
 from transformers.pytorch_utils import Conv1D
 
@@ -30,14 +31,8 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def recipe(base: Path | str, adapter: Json | None = None, **sections: Json) -> RunConfig:
-    value: Json = {
-        "model": {"name_or_path": str(base), **sections.pop("model", {})},
-        "adapter": adapter or {"method": "lora", "r": 4},
-        "data": {"train": "rows.jsonl"},
-        "train": {"steps": 1},
-        "output_dir": "runs/a",
-    }
-    return RunConfig.model_validate({**value, **sections})
+    model = {"name_or_path": str(base), **sections.pop("model", {})}
+    return tm.recipe(model=model, adapter=adapter or {"method": "lora", "r": 4}, **sections)
 
 
 def trainable(net: torch.nn.Module) -> set[str]:

@@ -45,8 +45,8 @@ def model(tmp_path: Path) -> nn.Module:
 
 @pytest.fixture
 def ledger(tmp_path: Path) -> Iterator[dpllm.Ledger]:
-    with dpllm.Ledger(tmp_path / "ledger.sqlite") as book:
-        yield book
+    with dpllm.Ledger(tmp_path / "ledger.sqlite") as ledger:
+        yield ledger
 
 
 def row(ids: tuple[int, ...], mask: tuple[bool, ...] = (False, True), denominator: int = 1) -> dpllm.Unit:

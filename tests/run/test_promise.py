@@ -47,10 +47,10 @@ def messages(config: RunConfig) -> list[str]:
 
 
 def give_budget(config: RunConfig, epsilon: float, gate: str = "planned", order: float | None = None) -> None:
-    book = open_ledger(config.privacy.ledger)
-    assert book is not None
-    with book:
-        set_budget(book, "notes", Budget(epsilon, 1e-3, "example", "zero_out", gate, order))  # type: ignore[arg-type]
+    ledger = open_ledger(config.privacy.ledger)
+    assert ledger is not None
+    with ledger:
+        set_budget(ledger, "notes", Budget(epsilon, 1e-3, "example", "zero_out", gate, order))  # type: ignore[arg-type]
 
 
 def test_a_good_recipe_meets_no_guard(tmp_path: Path) -> None:

@@ -6,22 +6,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tiny_models as tm
 
 from dpllm.recipe.config import RunConfig
 from dpllm.run.promise import Decision
-from dpllm.run.record import INTERRUPTED, grown, may_tell, may_tell_cost, told_by_weights
+from dpllm.run.record import INTERRUPTED, grown, may_publish_cost, may_publish_figures, may_publish_weights
 
 
 def config(public: bool, eval_public: bool, privacy: dict[str, Any]) -> RunConfig:
-    return RunConfig.model_validate(
-        {
-            "model": {"name_or_path": "gpt2"},
-            "data": {"train": "a.jsonl", "eval": "b.jsonl", "public": public, "eval_public": eval_public},
-            "privacy": privacy,
-            "train": {"steps": 1},
-            "output_dir": "runs/a",
-        }
-    )
+    return tm.recipe(data={"eval": "b.jsonl", "public": public, "eval_public": eval_public}, privacy=privacy)
 
 
 @pytest.mark.parametrize("eval_public", [True, False])
@@ -42,8 +35,8 @@ def test_samples_and_figures_of_public_rows_are_private_where_the_weights_are(
     """They are computed through weights that saw private rows without a guarantee."""
     asked = config(public, eval_public, privacy)
     run: Any = SimpleNamespace(config=asked, decision=Decision(asked))
-    assert told_by_weights(run) is released
-    assert may_tell(run) is (released and eval_public)
+    assert may_publish_weights(run) is released
+    assert may_publish_figures(run) is (released and eval_public)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +53,7 @@ def test_time_and_memory_are_told_of_public_rows_alone(
 ) -> None:
     asked = config(public, eval_public, {})
     asked = asked.model_copy(update={"data": asked.data.model_copy(update={"eval": evaluation})})
-    assert may_tell_cost(asked) is released
+    assert may_publish_cost(asked) is released
 
 
 def test_deviations_of_a_resumed_run_only_grow() -> None:
