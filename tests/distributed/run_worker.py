@@ -135,7 +135,9 @@ SCENARIOS = {
     "hanging": Scenario(2, {"train.process_timeout": "2"}, odd=lambda: at_step(2, lambda engine: time.sleep(300))),
     "moved": Scenario(2, odd=lambda: at_step(3, moved)),
     "other_recipe": Scenario(2, odd_words={"train.learning_rate": "0.5"}),
-    "other_train": Scenario(2, odd_words={"data.train": str(NOTES / "eval.jsonl")}),
+    "other_train": Scenario(
+        2, {"data.train": str(NOTES / "train.jsonl")}, odd_words={"data.train": str(NOTES / "eval.jsonl")}
+    ),
     "other_eval": Scenario(
         2, {"data.eval": str(NOTES / "eval.jsonl")}, odd_words={"data.eval": str(NOTES / "train.jsonl")}
     ),
