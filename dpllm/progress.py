@@ -6,18 +6,11 @@ Comes in: from wherever work is done, what is being done and how much of it is. 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Protocol
 
-
-class Listener(Protocol):
-    """Whoever shows it; the arguments are those of ``tell``."""
-
-    def __call__(self, what: str, done: int, total: int, /, *, note: str, public: bool) -> None:
-        """Shows it."""
-
-
+Listener = Callable[[str, int, int, str, bool], None]
+"""Shows it: what, done, total, note, public of ``tell``."""
 _listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
 
 
@@ -32,7 +25,7 @@ def tell(what: str, done: int = 0, total: int = 0, *, note: str = "", public: bo
         public: How long it takes follows from public values alone, so that a log may tell; else only a terminal does.
     """
     if (listener := _listener.get()) is not None:
-        listener(what, done, total, note=note, public=public)
+        listener(what, done, total, note, public)
 
 
 @contextlib.contextmanager

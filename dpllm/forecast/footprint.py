@@ -210,7 +210,7 @@ def _rows(
 
 def _count(config: RunConfig, net: Any, rows: int) -> _Counts | None:
     """Runs a physical batch at full length on shapes alone; None where the architecture needs to see values."""
-    tokens = min(config.data.max_length, getattr(net.config, "max_position_embeddings", None) or config.data.max_length)
+    tokens = min(config.data.max_length, loading.positions(net) or config.data.max_length)
     ids_RT = torch.zeros((rows, tokens), dtype=torch.long, device="meta")
     mask_RT = torch.ones((rows, tokens), dtype=torch.bool, device="meta")
     row_R = torch.zeros(rows, device="meta")

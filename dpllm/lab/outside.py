@@ -21,8 +21,8 @@ from dpllm.errors import ConfigError, DataError
 from dpllm.files import scratch, write_json
 from dpllm.lab.manifest import read_manifest, summarise_manifest
 from dpllm.model import elsewhere
-from dpllm.model.elsewhere import ADAPTER_CONFIG, positions
-from dpllm.model.loading import ScoringModels
+from dpllm.model.elsewhere import ADAPTER_CONFIG
+from dpllm.model.loading import ScoringModels, positions
 from dpllm.recipe import names
 from dpllm.recipe.config import DataConfig
 from dpllm.run import checkpoint

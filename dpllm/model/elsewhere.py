@@ -25,12 +25,6 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 _SHAPE = ("model_type", "hidden_size", "num_hidden_layers")
 
 
-def positions(net: Any) -> int | None:
-    """How many tokens a model can read at once; None where its configuration does not say."""
-    longest = getattr(net.config.get_text_config(), "max_position_embeddings", None)
-    return longest if isinstance(longest, int) and longest > 1 else None
-
-
 def adapter_on_base(path: Path, base: str | None, device: torch.device) -> tuple[ScoringModels, str, str, bool]:
     """An adapter on its base, what kind it is, the base's name, and whether the adapter names the same.
 

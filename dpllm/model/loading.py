@@ -120,13 +120,19 @@ def load_base(
         raise _not_found(model, "causal language model", error) from None
 
 
+def positions(net: Any) -> int | None:
+    """How many tokens a model can read at once; None where its configuration does not say, or says -1, as XLNet's."""
+    longest = getattr(net.config.get_text_config(), "max_position_embeddings", None)
+    return longest if isinstance(longest, int) and longest > 1 else None
+
+
 def check_length(config: RunConfig, net: Any) -> None:
     """Makes sure that the model reads as many tokens as the data bring.
 
     Raises:
         ConfigError: ``data.max_length`` is more.
     """
-    longest = getattr(net.config, "max_position_embeddings", None)
+    longest = positions(net)
     if longest and config.data.max_length > longest:
         raise ConfigError(
             f"data.max_length {config.data.max_length} is more than the {longest} positions of {config.model.name_or_path}. "

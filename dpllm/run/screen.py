@@ -55,7 +55,7 @@ class Screen:
         if self.bar:
             self.bar.stop()
 
-    def __call__(self, what: str, done: int, total: int, /, *, note: str, public: bool) -> None:
+    def __call__(self, what: str, done: int, total: int, note: str, public: bool) -> None:
         """See ``progress.tell``."""
         now = time.monotonic()
         if what != self._what or (total and not done):

@@ -22,7 +22,7 @@ from dpllm.lab.outside import (
     outside_claim,
     write_outside,
 )
-from dpllm.model.elsewhere import positions
+from dpllm.model.loading import positions
 
 TARGETS = ["q_proj", "v_proj"]
 SECRET = "Sigrid Forsberg owes 4711"

@@ -82,7 +82,7 @@ def test_a_notebook_redraws_where_it_can_and_keeps_no_private_figure(
         assert (made.bar is not None) is widgets
         assert not made._shows_cost
         for what, public in (("Self-check", True), (STEP, False), ("Tokenising", False)):
-            made(what, 1, 2, note="37 units", public=public)
+            made(what, 1, 2, "37 units", public)
             shown = [task.description for task in made.bar.tasks] if made.bar else []
             assert (what in shown) is (public and widgets)
 
