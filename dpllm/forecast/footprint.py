@@ -152,11 +152,7 @@ def footprint(config: RunConfig, schedule: Schedule, plan: Plan | None, gpu: str
 
 
 def skeleton(config: RunConfig, dtype: torch.dtype) -> Any:
-    """The model as it trains, without content.
-
-    Raises:
-        ConfigError: No configuration of that name, or the adapter fits no layer.
-    """
+    """The model as it trains, without content; a ConfigError where no configuration is found, or the adapter fits no layer."""
     name = config.model.name_or_path
     try:
         base = transformers.AutoConfig.from_pretrained(loading.source(name), revision=config.model.revision)

@@ -257,11 +257,7 @@ def _adaptable(model: Any) -> list[str]:
 
 
 def unfreeze(model: Any, adapter: FrozenConfig) -> None:
-    """Makes the last blocks trainable, and what else the adapter names.
-
-    Raises:
-        ConfigError: There are fewer blocks, weights packed in few bits, or nothing trains.
-    """
+    """Makes the last blocks trainable, and what else the adapter names; a ConfigError where that is nothing, or cannot be."""
     name, layers = blocks(model)
     if adapter.last_blocks > len(layers):
         raise ConfigError(f"adapter.last_blocks is {adapter.last_blocks}, but the base model has {len(layers)} blocks.")

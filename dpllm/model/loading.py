@@ -55,11 +55,7 @@ class ScoringModels:
 
 
 def source(name_or_path: str) -> str:
-    """Where transformers finds a model: builtin names become directories of the package.
-
-    Raises:
-        ConfigError: An unknown builtin name.
-    """
+    """Where transformers finds a model: builtin names become directories of the package, an unknown one is a ConfigError."""
     if not names.is_builtin(name_or_path):
         return name_or_path
     try:
@@ -76,11 +72,7 @@ def precision_of(train: TrainConfig, device: torch.device) -> torch.dtype | None
 
 
 def load_tokenizer(model: ModelConfig) -> Any:
-    """The base model's tokenizer.
-
-    Raises:
-        ConfigError: It cannot be found, or it is not a fast tokenizer.
-    """
+    """The base model's tokenizer; one that cannot be found, or is not fast, is a ConfigError."""
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source(model.name_or_path), revision=model.revision)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError and Hub errors here
@@ -127,11 +119,7 @@ def positions(net: Any) -> int | None:
 
 
 def check_length(config: RunConfig, net: Any) -> None:
-    """Makes sure that the model reads as many tokens as the data bring.
-
-    Raises:
-        ConfigError: ``data.max_length`` is more.
-    """
+    """Refuses, with a ConfigError, a ``data.max_length`` of more tokens than the model reads."""
     longest = positions(net)
     if longest and config.data.max_length > longest:
         raise ConfigError(
@@ -304,11 +292,7 @@ def _keep_layout(base: Any) -> None:
 
 
 def _check_outliers(model: Any) -> None:
-    """Refuses LLM.int8() with its outlier columns, which a checkpoint may bring along.
-
-    Raises:
-        Refused: One row's activations would decide in which precision other rows are computed.
-    """
+    """Refuses LLM.int8() with its outlier columns, which a checkpoint may bring along: rows would decide how others round."""
     settings = getattr(model.config, "quantization_config", None)
     if getattr(settings, "load_in_8bit", False) and getattr(settings, "llm_int8_threshold", 0.0) > 0:
         raise Refused(

@@ -60,11 +60,7 @@ def join() -> PartialState:
 
 
 def check_devices() -> None:
-    """Compares the processes of this machine with its GPUs; to be called before the process group is made.
-
-    Raises:
-        ConfigError: There are more processes, of which several would share a GPU or fail.
-    """
+    """Refuses, with a ConfigError, more processes than this machine has GPUs; to be called before the process group is made."""
     gpus = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     local = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0")) + 1)
     if gpus and local > gpus:
@@ -156,11 +152,7 @@ def salted(secret: str) -> str:
 
 
 def check_same_weights(parameters: Iterable[Tensor], step: int) -> None:
-    """Makes sure that all ranks hold bit for bit the same trainable parameters.
-
-    Raises:
-        Refused: They do not.
-    """
+    """Refuses, with Refused, ranks that do not hold bit for bit the same trainable parameters."""
     if not several():
         return
     here = torch.tensor(fingerprint(parameters), dtype=torch.int64, device=_device())

@@ -192,11 +192,7 @@ def _priced(
 
 
 def _costs(shares: Sequence[float], epsilon: float, delta: float, relation: Relation) -> list[float]:
-    """The epsilon of each release, in proportion to its share; many of them cost less than their sum, and get more.
-
-    Raises:
-        ConfigError: One would be below ``FINEST``.
-    """
+    """The epsilon of each release, in proportion to its share; many of them cost less than their sum, and get more."""
     number("--epsilon", epsilon, 0.0, 1000.0)
 
     def costs(percent: int) -> list[float]:

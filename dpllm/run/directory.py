@@ -48,11 +48,7 @@ class RunDir(RunPaths):
             _remove(directory, keep)
 
     def outside(self, output: Path) -> None:
-        """Refuses a place in export/ or private/ for what is made of a run.
-
-        Raises:
-            ConfigError: It lies there.
-        """
+        """Refuses, with a ConfigError, a place in export/ or private/ for what is made of a run."""
         if any(resolved(output).is_relative_to(resolved(part)) for part in (self.export, self.private)):
             raise ConfigError(
                 f"--output {output}: lies in a part of the run directory that belongs to the run. Type another directory."

@@ -88,11 +88,7 @@ class KeptGroups:
 
 
 def read_groups(path: Path) -> KeptGroups:
-    """Reads what ``KeptGroups.write`` wrote.
-
-    Raises:
-        ConfigError: Missing or damaged file.
-    """
+    """What ``KeptGroups.write`` wrote; a missing or damaged file is a ConfigError."""
     try:
         kept = read_json(path)
         key, bands, slots, starts = int(kept["key"], 16), kept["bands"], kept["slots"], list(kept["starts"])
@@ -104,11 +100,7 @@ def read_groups(path: Path) -> KeptGroups:
 
 
 def read_projections(path: Path) -> Floats:
-    """Shape (T, M); nan where no step was taken, or where it was not written to its end.
-
-    Raises:
-        ConfigError: Missing or damaged file.
-    """
+    """Shape (T, M); nan where no step was taken, or written to its end. A missing or damaged file is a ConfigError."""
     found_TM = _read(path)
     if found_TM is None:
         raise ConfigError(

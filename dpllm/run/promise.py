@@ -115,11 +115,7 @@ class Decision:
         return replace(self, subject=self.subject and replace(self.subject, rows=None))
 
     def obeyed(self) -> Self:
-        """The same, where nothing refuses.
-
-        Raises:
-            DpllmError: The first refusal.
-        """
+        """The same, where nothing refuses; else the first refusal is raised."""
         if self.refusals:
             raise self.refusals[0]
         return self

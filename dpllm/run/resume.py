@@ -116,11 +116,7 @@ def _reservations(run: RunDir, entry: str, ledger: Ledger, policy: DatasetPolicy
 
 
 def check_promise(plan: Plan, resumed: ResumeState) -> None:
-    """Makes sure that the recipe still promises what plan.json does.
-
-    Raises:
-        Refused: It promises something else.
-    """
+    """Refuses, with Refused, a recipe that promises something else than plan.json does."""
     promised, before = json.loads(json.dumps(plan.to_json())), resumed.plan.to_json() if resumed.plan else {}
     # Steps that were reserved to make up lost ones may not have reached plan.json yet.
     fixed = promised.keys() - (WITH_STEPS if resumed.extra_steps else set())
@@ -132,11 +128,7 @@ def check_promise(plan: Plan, resumed: ResumeState) -> None:
 
 
 def same_recipe(config: RunConfig, run: RunDir) -> None:
-    """A resumed run is the run that was interrupted: other data would escape their budget, a seed its confession.
-
-    Raises:
-        Refused: A key differs that the run's promise or its record depends on.
-    """
+    """Refuses, with Refused, another recipe: other data would escape their budget, a seed its confession."""
     saved = run.load_config()
     before, now = flat(saved.model_dump(mode="json")), flat(config.model_dump(mode="json"))
     # The saved recipe names the format that was found.
@@ -151,11 +143,7 @@ def same_recipe(config: RunConfig, run: RunDir) -> None:
 
 
 def same_lineage(base: Base | None, config: RunConfig, run: RunDir) -> None:
-    """Makes sure that what the run started from, a base model or an adapter, is and says what its record has of it.
-
-    Raises:
-        Refused: Files or statement were changed since, or cannot be read now.
-    """
+    """Refuses, with Refused, a base or adapter whose files or statement are not what the run started from, or cannot be read."""
     record = read_run(run) if run.run.exists() else None
     if record is None or "lineage" not in record.model_fields_set:  # of an older version
         return
