@@ -258,11 +258,7 @@ def load_for_scoring(config: RunConfig, export: Path, device: torch.device) -> S
 
 
 def check_finite(model: Any, where: str) -> None:
-    """Makes sure that a tuned model can write and be scored; that weights are finite follows from them, and tells no more.
-
-    Raises:
-        Refused: A weight is no finite number.
-    """
+    """Refuses, with Refused, a weight that is no finite number; that all are follows from them, and tells no more."""
     for name, tensor in model.named_parameters():
         if tensor.is_floating_point() and not bool(tensor.detach().isfinite().all()):
             raise Refused(

@@ -220,11 +220,7 @@ def base_does_not_fit(model: ModelConfig) -> ConfigError:
 
 @contextlib.contextmanager
 def explained(config: RunConfig, size: int) -> Iterator[None]:
-    """Says what a user can do about an exception of the loop that is about memory; ``size`` is what ``resolve`` returned.
-
-    Raises:
-        ConfigError: There was no memory.
-    """
+    """Says in a ConfigError what a user can do about a lack of memory in the loop; ``size`` is what ``resolve`` returned."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

@@ -104,11 +104,7 @@ def least(value: int) -> int:
 
 
 def check_equal(facts: Mapping[str, Any]) -> None:
-    """Makes sure that all ranks are about to do the same.
-
-    Raises:
-        ConfigError: A fact has another value, or is missing, on some rank; names the fact, the rank and both values.
-    """
+    """Refuses, with a ConfigError, a fact that has another value, or none, on some rank; names fact, rank and both values."""
     if unequal := _first_unequal(facts):
         raise ConfigError(
             f"{unequal}, so they would not train the same model. Install, copy and type the same on every machine."

@@ -23,11 +23,7 @@ class RunDir(RunPaths):
     """One run directory."""
 
     def locked(self) -> AbstractContextManager[None]:
-        """Keeps other processes from training in this directory, whose files would then speak of two runs.
-
-        Raises:
-            ConfigError: Another process trains here, or the directory cannot be written to.
-        """
+        """Keeps other processes from training here, whose files would then speak of two runs; a ConfigError where one does."""
         return alone(self.root, self.root / ".lock", "--output_dir")
 
     def make(self) -> None:
@@ -113,11 +109,7 @@ def _remove(directory: Path, keep: Path | None) -> None:
 
 
 def check_directory(config: RunConfig, run: RunDir, *, resume: bool, overwrite: bool) -> None:
-    """Refuses to lose a run, or the ledger; of a complete run that is to be resumed, checkpoints left behind are removed.
-
-    Raises:
-        ConfigError: The directory holds a run, has nothing to resume, or would take the ledger with it.
-    """
+    """Refuses, with a ConfigError, to lose a run, or the ledger; checkpoints that a complete run left behind go when it is resumed."""
     status = read_status(run)
     # What a run that was refused and ``dpllm canaries plan`` leave behind may go.
     known = {run.private / "cache", run.export / "cache"} | ({run.canaries} if config.audit.canaries else set())

@@ -221,11 +221,7 @@ def read_subject(config: RunConfig, cache: Path | None = None) -> Subject:
 
 
 def plan_before_any_run(config: RunConfig) -> Plan:
-    """The promise of a recipe with ``privacy.enabled`` alone: what a ledger leaves for it is not asked.
-
-    Raises:
-        Refused: See ``derived.plan_of``.
-    """
+    """The promise of a recipe with ``privacy.enabled`` alone: what a ledger leaves for it is not asked."""
     with scratch() as folder:
         num_units = config.data.public_size or data.count_units(config.data, folder)
     return derived.plan_of(config, num_units, accounting_cache())
