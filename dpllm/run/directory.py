@@ -109,7 +109,7 @@ def _remove(directory: Path, keep: Path | None) -> None:
 
 
 def check_directory(config: RunConfig, run: RunDir, *, resume: bool, overwrite: bool) -> None:
-    """Refuses, with a ConfigError, to lose a run, or the ledger; checkpoints that a complete run left behind go when it is resumed."""
+    """Refuses, with a ConfigError, to lose a run, or the ledger; checkpoints that a complete run left behind go on resume."""
     status = read_status(run)
     # What a run that was refused and ``dpllm canaries plan`` leave behind may go.
     known = {run.private / "cache", run.export / "cache"} | ({run.canaries} if config.audit.canaries else set())

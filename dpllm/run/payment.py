@@ -37,7 +37,7 @@ class Payment:
         return self.claims[0][0] if self.claims else None
 
     def charge(self, step: int) -> None:
-        """Writes down that step ``step``, counted from 1, is about to be taken; refuses one that was not reserved, or is taken."""
+        """Writes down that step ``step``, counted from 1, is about to be taken; refuses what was not reserved, or is taken."""
         if self.ledger is None:
             return
         for entry, size in self.claims:

@@ -54,7 +54,7 @@ class BandedTurns:
 
 
 def read_turns(path: Path, coefficients: tuple[float, ...], width: int) -> BandedTurns | None:
-    """Which turns ``width`` gradient canaries had, whose slots are the last; None without coefficients. Errors: ``read_groups``."""
+    """Which turns ``width`` gradient canaries had, whose slots are last; None without coefficients. Errors: ``read_groups``."""
     if not coefficients:
         return None
     kept = read_groups(path)
