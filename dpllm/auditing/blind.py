@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from scipy import sparse, special
 
 from dpllm.auditing import statistics
+from dpllm.auditing.record import CONTROL_LEVEL
 from dpllm.auditing.statistics import Estimate, Floats
-from dpllm.auditing.verdict import CONTROL_LEVEL
 from dpllm.canaries.canaries import Canary
 
 # A legend of shapes: D texts, W words, P texts of a fold that are of the first side, N those of the second.

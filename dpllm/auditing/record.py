@@ -36,6 +36,9 @@ SCHEMA_VERSION = 4
 """Of audit.json. 1 had narrower intervals, see ``statistics.INTERVALS``; 1 and 2 held estimates that decided nothing; before 4,
 score and tests were those of ``AuditSettings.version`` 1."""
 
+CONTROL_LEVEL = 0.001
+"""A control counts as seen, or as failed, at this level: a true control fails once in a thousand audits."""
+
 Interval = tuple[Number, Number]
 _Value = TypeVar("_Value")
 

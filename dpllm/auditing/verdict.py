@@ -14,9 +14,6 @@ from dpllm.recipe.audit import default_ways
 from dpllm.statement.privacy_record import GradientAudit
 from dpllm.statement.run_files import AuditSettings
 
-CONTROL_LEVEL = 0.001
-"""A control counts as seen, or as failed, at this level: a true control fails once in a thousand audits."""
-
 
 def group_test(claim: GroupClaim, bound: OneRunBound) -> GroupTest:
     """The one-run test of a group against the claim that it is under; refutes a true one with probability <= ``bound.alpha``."""
@@ -98,16 +95,8 @@ def judge(
                 f"The lower bound {test.value:.3g} of the canaries planted {group} times, at confidence "
                 f"{1 - test.alpha:.4g}, exceeds {claim.of(group).epsilon:.3g}, which is what {claimed} allows for them."
             )
-    if not 0 < num_inserted < bound.num_canaries:
-        return "inconclusive", (
-            f"Of {bound.num_canaries} once-inserted candidates {num_inserted} were inserted, so {claimed} was not "
-            "tested; more candidates in group 1 are needed."
-        )
-    if bound.ceiling < claim.epsilon / 4:
-        return "inconclusive", (
-            f"With {bound.num_canaries} once-inserted candidates even a perfect attack shows no more than epsilon "
-            f"{bound.ceiling:.3g}, less than a quarter of {claimed}; more candidates in group 1 are needed."
-        )
+    if weak := _too_weak(bound, num_inserted, claim.epsilon, claimed):
+        return "inconclusive", weak
     if controls.positive is None:
         return "inconclusive", (
             f"The {shown} does not exceed {claimed}, but the attack was seen to work nowhere"
@@ -119,6 +108,21 @@ def judge(
         f"The {shown} does not exceed {claimed}. A perfect attack on these canaries would have shown "
         f"{bound.ceiling:.3g}; stronger attacks or more canaries may show more. {_seen(controls.positive, gradient)}"
     )
+
+
+def _too_weak(bound: OneRunBound, num_inserted: int, epsilon: float, claimed: str) -> str:
+    """Why so few canaries could not have refuted the claim; empty: they could."""
+    if not 0 < num_inserted < bound.num_canaries:
+        return (
+            f"Of {bound.num_canaries} once-inserted candidates {num_inserted} were inserted, so {claimed} was not "
+            "tested; more candidates in group 1 are needed."
+        )
+    if bound.ceiling < epsilon / 4:
+        return (
+            f"With {bound.num_canaries} once-inserted candidates even a perfect attack shows no more than epsilon "
+            f"{bound.ceiling:.3g}, less than a quarter of {claimed}; more candidates in group 1 are needed."
+        )
+    return ""
 
 
 def _contradiction(gradient: GradientAudit | None, epsilon: float) -> str:

@@ -17,10 +17,9 @@ from typing import Any
 
 from dpllm.auditing.bounds import Claim
 from dpllm.auditing.gradient import COLUMNS, GradientTable, read_gradient
-from dpllm.auditing.record import AuditRecord, Summary, parse_audit
+from dpllm.auditing.record import CONTROL_LEVEL, AuditRecord, Summary, parse_audit
 from dpllm.auditing.summary import Beside, summarise
 from dpllm.auditing.table import CanaryScores, TokenTable, by_group, read_scores, sum_up
-from dpllm.auditing.verdict import CONTROL_LEVEL
 from dpllm.card import claim
 from dpllm.errors import ConfigError, DpllmError
 from dpllm.statement.fields import Steps, Terms
