@@ -83,6 +83,15 @@ def test_the_gallery_names_every_recipe_and_every_recipe_that_is_named_exists() 
         assert [name for name in sorted(named) if not (ROOT / name).exists()] == [], page
 
 
+@pytest.mark.parametrize("start", ["`privacy.epsilon`", "a data row"])
+def test_each_file_on_the_way_to_the_card_is_there_and_named_once(start: str) -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    section = page.split(f"\n## From {start} to the card\n")[1].split("\n## ")[0]
+    files = re.findall(r"`([\w/]+\.(?:py|md\.j2))`", section)
+    assert len(files) > 15
+    assert [name for name in files if not (ROOT / "dpllm" / name).is_file() or files.count(name) > 1] == []
+
+
 def test_every_command_has_a_line_in_the_reference() -> None:
     text = (ROOT / "docs" / "reference" / "commands.md").read_text(encoding="utf-8")
     commands = re.findall(r"^    ([\w-]+)  ", _parser().format_help(), flags=re.MULTILINE)
