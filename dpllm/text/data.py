@@ -157,11 +157,10 @@ def group_rows(table: Table, data: DataConfig) -> Groups:
             )
         owners += hashlib.blake2b(owner.encode(errors="surrogatepass"), digest_size=16).digest()
         hashes += _row_hash(row, FIELDS[table.format])
-    owner_N2 = np.frombuffer(owners, ">u8").reshape(-1, 2)
-    _, first_U, inverse_N = np.unique(owner_N2, axis=0, return_index=True, return_inverse=True)
-    unit_N = np.argsort(np.argsort(first_U))[inverse_N.reshape(-1)]
-    hash_N2 = np.frombuffer(hashes, ">u8").reshape(-1, 2)
-    order_N = np.lexsort((hash_N2[:, 1], hash_N2[:, 0], unit_N))  # stable: equal rows keep their order
+    # As strings of 16 bytes, which numpy sorts as they are; NULs at the end make no two of them equal.
+    _, first_U, inverse_N = np.unique(np.frombuffer(owners, "S16"), return_index=True, return_inverse=True)
+    unit_N = np.argsort(np.argsort(first_U))[inverse_N]  # numbered by first row
+    order_N = np.lexsort((np.frombuffer(hashes, "S16"), unit_N))  # stable: equal rows keep their order
     count_U = np.bincount(unit_N)
     start_U = np.cumsum(count_U) - count_U
     place_N = np.arange(len(order_N)) - np.repeat(start_U, count_U)
@@ -351,6 +350,7 @@ def _cut(
     one: _Rendered, ids: list[int], mask: list[bool], eos: int | None, max_length: int, long_examples: str
 ) -> list[TokenSequence]:
     """The sequences of one text."""
+    # Where a text ends is learned too; a chat template says itself where turns end.
     if not one.template and eos is not None:
         if not ids or ids[-1] != eos:
             ids, mask = [*ids, eos], [*mask, True]
@@ -363,11 +363,10 @@ def _cut(
     if long_examples == "truncate":
         ids, mask = ids[:max_length], mask[:max_length]
     if mask:
-        mask[0] = False
-    total = sum(mask)
-    stride = max_length - 1
+        mask[0] = False  # nothing stands before it, from which it could be predicted
+    total = sum(mask)  # of the whole text, also in each of its chunks: their losses add up to its mean
     sequences = []
-    for start in range(0, max(1, len(ids) - 1), stride):
+    for start in range(0, max(1, len(ids) - 1), max_length - 1):  # the last token of a chunk is the context of the next
         piece = tuple(ids[start : start + max_length])
         targets = (False, *mask[start + 1 : start + max_length])
         if any(targets):
