@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 EXECUTED = ("bash", "python")
 OPERATORS = {"|", "||", "&&", ";", ">", ">>", "<"}
 _FENCE = re.compile(r"^(\s*)```+\s*(\w*)")
+_BLOCKS = re.compile(r"^(\s*)```.*?^\s*```\s*$", re.DOTALL | re.MULTILINE)
 _MARKER = re.compile(r"^<!-- (not run|run under --full): (\S.*?) -->$")
 _EXIT = re.compile(r"#.*\bends with exit code (\d+)")
 _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
@@ -104,8 +105,7 @@ def shown(markdown: str) -> str:
 
 def prose(markdown: str) -> str:
     """A page without its blocks, code spans and comments."""
-    text = re.sub(r"^(\s*)```.*?^\s*```\s*$", "", markdown, flags=re.DOTALL | re.MULTILINE)
-    return re.sub(r"`[^`\n]*`", "", shown(text))
+    return re.sub(r"`[^`\n]*`", "", shown(_BLOCKS.sub("", markdown)))
 
 
 def links(markdown: str) -> list[str]:
@@ -115,15 +115,13 @@ def links(markdown: str) -> list[str]:
 
 def anchors(markdown: str) -> set[str]:
     """The anchors that headings of a page get, on GitHub as in the site."""
-    text = re.sub(r"^(\s*)```.*?^\s*```\s*$", "", markdown, flags=re.DOTALL | re.MULTILINE)
-    headings = re.findall(r"^#+\s+(.*?)\s*$", text, flags=re.MULTILINE)
+    headings = re.findall(r"^#+\s+(.*?)\s*$", _BLOCKS.sub("", markdown), flags=re.MULTILINE)
     return {re.sub(r"[\s]+", "-", re.sub(r"[^\w\s-]", "", heading.lower()).strip()) for heading in headings}
 
 
 def typed_outside(markdown: str) -> list[str]:
     """Commands of ours in an indented block or one of another language, where no test would see them."""
     fenced = [line for block in blocks(markdown) if block.language not in EXECUTED for line in block.text.splitlines()]
-    bare = re.sub(r"^(\s*)```.*?^\s*```\s*$", "", markdown, flags=re.DOTALL | re.MULTILINE)
-    indented = [line for line in bare.splitlines() if line.startswith("    ")]
+    indented = [line for line in _BLOCKS.sub("", markdown).splitlines() if line.startswith("    ")]
     ours = re.compile(r"^\s*\$?\s*(dpllm [a-z]|accelerate launch|scripts/\w|pip install)")
     return [line.strip() for line in fenced + indented if ours.match(line)]

@@ -113,11 +113,8 @@ def small_recipe(text: str, *, data: bool) -> Json:
     recipe: Json = yaml.safe_load(text)
     for section, changes in {**SMALL, **({"data": SMALL_DATA} if data else {})}.items():
         recipe[section] = {**recipe.get(section, {}), **changes}
-    if recipe["audit"].get("canaries"):
-        recipe["audit"] |= {
-            "canaries": SMALL_CANARIES,
-            "gradient_canaries": min(12, recipe["audit"].get("gradient_canaries", 0)),
-        }
+    if (audit := recipe["audit"]).get("canaries"):
+        audit |= {"canaries": SMALL_CANARIES, "gradient_canaries": min(12, audit.get("gradient_canaries", 0))}
     if str(yaml.safe_load(text)["data"]["train"]).startswith("builtin:"):
         recipe["data"]["public"] = True
     for key in ("r", "last_blocks"):
@@ -145,7 +142,7 @@ def prepare(root: Path, shown: Mapping[str, str]) -> Path:
     tiny.save_model(root / "models" / "gpt2", max_position_embeddings=512, num_hidden_layers=1)
     shutil.copytree(root / "models" / "gpt2", root / "gpt2")  # as a published adapter names it
     write_data(root)
-    with environment(root), inside(root):
+    with environment(root), contextlib.chdir(root):
         for line in (
             "train recipes/lora/e2e.yaml",
             "train recipes/baseline/e2e.yaml",
@@ -172,7 +169,7 @@ def write_data(root: Path) -> None:
         {
             "text": tiny.sentence(1000 + n),
             "patient_id": f"P{n // 2:03d}",
-            "label": ["yes", "no"][n % 2],
+            "label": ("yes", "no")[n % 2],
             "age": 30 + n % 40,
         }
         for n in range(80)
@@ -208,15 +205,9 @@ def stopped_after(steps: int) -> Iterator[None]:
 def opened(prepared: Path, root: Path) -> Iterator[Workspace]:
     """A copy of what was prepared, without its runs, as the current directory."""
     shutil.copytree(prepared, root, ignore=lambda folder, _: ["runs"] if Path(folder) == prepared else [])
-    with environment(root), inside(root):
+    with environment(root), contextlib.chdir(root):
         adopt(default_path())
         yield Workspace(root, prepared)
-
-
-@contextlib.contextmanager
-def inside(root: Path) -> Iterator[None]:
-    with contextlib.chdir(root):
-        yield
 
 
 @contextlib.contextmanager

@@ -114,8 +114,9 @@ def test_every_key_metric_and_exit_code_has_its_meaning() -> None:
     for rows in (reference.recipe_keys(), reference.metric_families(), reference.exit_codes()):
         assert [row[0] for row in rows if not row[-1].endswith(".")] == []
     keys = [name for name, *_ in reference.recipe_keys()]
-    typed = set(re.findall(r"^  --(\S+)", describe(RunConfig), flags=re.MULTILINE))
-    assert set(keys) <= typed
+    described = describe(RunConfig)
+    assert set(keys) <= set(re.findall(r"^  --(\S+)", described, flags=re.MULTILINE))
+    assert {"  --privacy.epsilon (default 8.0)", "  --data.train (required)"} <= set(described.splitlines())
     assert {"train.learning_rate", "audit.canaries.groups", "adapter.last_blocks", "output_dir"} <= set(keys)
 
 

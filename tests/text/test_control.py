@@ -16,7 +16,6 @@ from dpllm.canaries.canaries import Canary, encode_secret
 from dpllm.comparison.tasks import by_prompt
 from dpllm.errors import ConfigError, DataError
 from dpllm.recipe.config import make_config
-from dpllm.recipe.names import digest
 from dpllm.text import control, layouts
 from dpllm.text.data import TokenSequence, encode_units, group_rows
 from dpllm.text.rows import each_row
@@ -130,14 +129,6 @@ def test_a_plan_tells_of_the_line(tmp_path: Path) -> None:
     assert layouts.shape("text", CODES).startswith("<visit: ... | age: ...> masked, then <text><eos>")
     assert layouts.shape("text", []) == layouts.SHAPES["text"]
     assert layouts.example(table.rows[0], "text") == "masked: visit: home | age: 54\nlearned: a<eos>"
-
-
-def test_recipes_without_control_keep_their_digest_and_others_have_another() -> None:
-    raw = {"model": {"name_or_path": "m"}, "train": {"steps": 1}, "output_dir": "o"}
-    digests = {digest(make_config({**raw, "data": {"train": "d", **more}}, None, "r")) for more in (
-        {}, {"control": []}, {"control": ["visit"]}, {"control": ["visit", "age"]}, {"control": ["age", "visit"]}
-    )}  # fmt: skip
-    assert len(digests) == 4
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------

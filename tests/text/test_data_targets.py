@@ -10,13 +10,13 @@ import tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_data import PROMPTED, ROWS, SENTINEL, TALKS, TEXT, Json, section, tokenizer
+from test_data import PROMPTED, SENTINEL, TALKS, TEXT, Json, section, tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from dpllm.errors import DataError
 from dpllm.privacy.loss import sequence_losses
 from dpllm.privacy.sampling import collate
 from dpllm.text.data import TokenSequence, Unit, encode, encode_units
-from dpllm.text.layouts import FIELDS
 
 # --- which tokens are learned ----------------------------------------------------------------------------------------
 
@@ -41,8 +41,6 @@ def test_text_is_learned_whole_with_its_end_and_not_its_beginning(row: Json) -> 
 
 
 def test_without_a_beginning_token_the_first_word_is_no_target() -> None:
-    from tokenizers.processors import TemplateProcessing
-
     bare = tiny.tokenizer()
     bare.backend_tokenizer.post_processor = TemplateProcessing(single="$A")
     (sequence,) = encode({"text": "Anna bought plums"}, "text", bare, 128, "truncate")
@@ -51,12 +49,8 @@ def test_without_a_beginning_token_the_first_word_is_no_target() -> None:
 
 
 def test_an_end_that_the_tokenizer_brings_itself_is_learned_once() -> None:
-    from tokenizers.processors import TemplateProcessing
-
-    ending = tiny.tokenizer()
-    ending.backend_tokenizer.post_processor = TemplateProcessing(
-        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
-    )
+    ending, special = tiny.tokenizer(), [("<s>", 0), ("</s>", 1)]
+    ending.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=special)
     (sequence,) = encode(TEXT[0], "text", ending, 128, "truncate")
     assert learned(sequence) == TEXT[0]["text"] + "</s>"
     assert sequence.input_ids.count(1) == 1
@@ -150,10 +144,9 @@ def test_refused_where_the_recipe_says_so(tmp_path: Path) -> None:
 
 
 def test_errors_in_held_out_data_name_their_own_file() -> None:
+    short = section(max_length=8, long_examples="refuse")
     with pytest.raises(DataError, match=r"^held_out.jsonl: unit 1: "):
-        encode_units(
-            [[LONG]], "text", tokenizer(), section(max_length=8, long_examples="refuse"), name="held_out.jsonl"
-        )
+        encode_units([[LONG]], "text", tokenizer(), short, name="held_out.jsonl")
 
 
 @settings(max_examples=80, deadline=None)
@@ -187,18 +180,3 @@ def test_losses_of_chunks_add_up_to_the_mean_of_the_whole_row(length: int, seed:
     chunks = encode(LONG, "text", tokenizer(), length, "chunk")
     torch.testing.assert_close(loss([whole]).double(), mean, rtol=1e-5, atol=0)
     torch.testing.assert_close(loss(chunks).double(), mean, rtol=1e-5, atol=0)
-
-
-def test_a_units_chunks_stay_together() -> None:
-    (unit,) = encode_units([[LONG, TEXT[0]]], "text", tokenizer(), section(max_length=16, long_examples="chunk"))
-    assert len(unit.sequences) > 3
-    assert {s.denominator for s in unit.sequences} == {
-        one(row, "text").denominator
-        if row is TEXT[0]
-        else encode(LONG, "text", tokenizer(), 10_000, "chunk")[0].denominator
-        for row in (LONG, TEXT[0])
-    }
-
-
-def test_every_format_has_its_fields() -> None:
-    assert {fmt: set(fields) for fmt, fields in FIELDS.items()} == {fmt: set(rows[0]) for fmt, rows in ROWS.items()}

@@ -21,6 +21,8 @@ ALPACA = {"instruction": "Say hello", "input": "to Anna", "output": "Hello Anna"
 SHAREGPT = {"conversations": [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "Anna"}]}
 TALK = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Anna"}]
 CHATS = {"prompt": [*TALK, {"role": "user", "content": "And?"}], "completion": [{"role": "assistant", "content": "Bo"}]}
+AS_ALPACA = "read as Alpaca: instruction + input -> prompt, output -> completion"
+AS_SHAREGPT = "read as ShareGPT: system + conversations -> messages"
 PLAIN = {"prompt": "Who?", "completion": "Anna"}
 
 
@@ -47,31 +49,16 @@ def learned_text(table: Any) -> list[str]:
         ({"text": "a"}, "text", {"text": "a"}, "read as text: text"),
         (PLAIN, "prompt_completion", PLAIN, "read as prompt_completion: prompt, completion"),
         ({"messages": TALK}, "messages", {"messages": TALK}, "read as messages: messages"),
+        (ALPACA, "prompt_completion", {"prompt": "Say hello\nto Anna\n", "completion": "Hello Anna"}, AS_ALPACA),
+        ({**ALPACA, "input": ""}, "prompt_completion", {"prompt": "Say hello\n"}, AS_ALPACA),
+        (SHAREGPT, "messages", {"messages": TALK}, AS_SHAREGPT),
         (
-            ALPACA,
-            "prompt_completion",
-            {"prompt": "Say hello\nto Anna\n", "completion": "Hello Anna"},
-            "read as Alpaca: instruction + input -> prompt, output -> completion",
-        ),
-        (
-            {**ALPACA, "input": ""},
-            "prompt_completion",
-            {"prompt": "Say hello\n"},
-            "read as Alpaca: instruction + input -> prompt, output -> completion",
-        ),
-        ({**SHAREGPT}, "messages", {"messages": TALK}, "read as ShareGPT: system + conversations -> messages"),
-        (
-            {**SHAREGPT, "system": "Be brief."},
+            {**SHAREGPT, "system": "Be."},
             "messages",
-            {"messages": [{"role": "system", "content": "Be brief."}, *TALK]},
-            "read as ShareGPT: system + conversations -> messages",
+            {"messages": [{"role": "system", "content": "Be."}, *TALK]},
+            AS_SHAREGPT,
         ),
-        (
-            {"conversations": TALK},
-            "messages",
-            {"messages": TALK},
-            "read as ShareGPT: system + conversations -> messages",
-        ),
+        ({"conversations": TALK}, "messages", {"messages": TALK}, AS_SHAREGPT),
     ],
 )
 @pytest.mark.parametrize("stated", [False, True])
@@ -121,6 +108,8 @@ def test_a_row_that_fits_two_formats_is_refused_unless_one_is_stated(tmp_path: P
         load(tmp_path, row)
     assert load(tmp_path, row, format="text").format == "text"
     assert load(tmp_path, row, format="prompt_completion").rows[0]["completion"] == "Hello Anna"
+    with pytest.raises(DataError, match=r"row 1 has no .*messages"):
+        load(tmp_path, row, format="messages")
 
 
 @pytest.mark.parametrize(

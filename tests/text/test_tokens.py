@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +34,9 @@ from dpllm.text.tokens import Units, make_units
 Json = dict[str, Any]
 TEXTS = [{"text": tiny.sentence(number) * (1 + number % 3), "who": f"p{number % 5}"} for number in range(40)]
 PROMPTED = [{"prompt": row["text"], "completion": row["text"][::-1], "who": row["who"]} for row in TEXTS]
+ANSWER = {"role": "assistant", "content": "Yes."}
 TALKS = [
-    {
-        "messages": [
-            {"role": "user", "content": row["text"]},
-            *([{"role": "assistant", "content": "Yes."}] * (number % 3)),
-        ],
-        "who": row["who"],
-    }
+    {"messages": [{"role": "user", "content": row["text"]}, *[ANSWER] * (number % 3)], "who": row["who"]}
     for number, row in enumerate(TEXTS)
 ]
 ROWS = {"text": TEXTS, "prompt_completion": PROMPTED, "messages": TALKS}
@@ -229,54 +224,31 @@ def test_a_corpus_is_tokenised_once(tmp_path: Path, counted: list[int]) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == 0o700
 
 
-class OtherTemplate:
-    """A tokenizer with one thing changed."""
-
-    def __init__(self, change: str) -> None:
-        self.made = tiny.tokenizer(chat_template="!" + tiny.CHAT) if change == "template" else tiny.tokenizer()
-        if change == "eos":
-            self.made.eos_token = "<pad>"
-        if change == "vocabulary":
-            self.made.add_tokens(["plums"])
-
-
-CHANGES: list[tuple[str, Json]] = [
-    ("max_length", {"max_length": 23}),
-    ("long_examples", {"long_examples": "truncate"}),
-    ("groups", BY_UNIT),
-    ("fewer of a unit", {**BY_UNIT, "max_examples_per_unit": 2}),
-    ("single rows", {**BY_UNIT, "sampling": "example"}),
-]
-
-
 def test_whatever_changes_the_tokens_is_another_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = [made(tmp_path, TALKS).path.name]
-    keys += [made(tmp_path, TALKS, **values).path.name for _, values in CHANGES]
-    keys += [
-        made(tmp_path, TALKS, OtherTemplate(change).made).path.name for change in ("template", "eos", "vocabulary")
-    ]
+    of_unit = [{**BY_UNIT, **more} for more in ({}, {"max_examples_per_unit": 2}, {"sampling": "example"})]
+    values: list[Json] = [{}, {"max_length": 23}, {"long_examples": "truncate"}, *of_unit]
+    keys = [made(tmp_path, TALKS, **one).path.name for one in values]
+    others = [tiny.tokenizer(chat_template="!" + tiny.CHAT), *(tiny.tokenizer() for _ in range(3))]
+    others[1].eos_token = "<pad>"
+    others[2].add_tokens(["plums"])
+    others[3].split_special_tokens = True
+    keys += [made(tmp_path, TALKS, other).path.name for other in others]
     keys += [made(tmp_path, TALKS[::-1]).path.name, made(tmp_path, TALKS[1:]).path.name]
     both = [{"text": "a", "prompt": "b", "completion": "c", "who": "p"}]
     keys += [made(tmp_path, both, format=fmt).path.name for fmt in ("prompt_completion", "text")]
     keys += [made(tmp_path, [{"prompt": p, "completion": c}]).path.name for p, c in (("a", "bc"), ("ab", "c"))]
-    splitting = tiny.tokenizer()  # not the one that the tests share
-    splitting.split_special_tokens = True
-    keys.append(made(tmp_path, TALKS, splitting).path.name)
     monkeypatch.setattr(tokens, "ENCODING", tokens.ENCODING + 1)
     keys.append(made(tmp_path, TALKS).path.name)
     assert len(set(keys)) == len(keys)
 
 
-def test_a_column_that_no_format_reads_makes_no_other_entry(tmp_path: Path, counted: list[int]) -> None:
-    made(tmp_path)
-    made(tmp_path, [{**row, "remark": number} for number, row in enumerate(TEXTS)])
-    assert len(counted) == 1
-
-
-def test_truncation_that_a_tokenizer_was_saved_with_makes_no_other_entry(tmp_path: Path, counted: list[int]) -> None:
+def test_a_column_that_no_format_reads_and_a_tokenizers_truncation_make_no_other_entry(
+    tmp_path: Path, counted: list[int]
+) -> None:
     cutting = tiny.tokenizer()
     cutting.backend_tokenizer.enable_truncation(4)
-    assert list(made(tmp_path, TEXTS, cutting)) == list(made(tmp_path)) == in_memory(TEXTS, "text")
+    unread = [{**row, "remark": number} for number, row in enumerate(TEXTS)]
+    assert list(made(tmp_path, unread, cutting)) == list(made(tmp_path)) == in_memory(TEXTS, "text")
     assert len(counted) == 1
 
 
@@ -290,19 +262,15 @@ def cut(path: Path) -> None:
     os.truncate(path, path.stat().st_size - 3)
 
 
-def flip(path: Path) -> None:
+def flip(path: Path, place: int | None = None, bits: int = 1) -> None:
     content = bytearray(path.read_bytes())
-    content[len(content) // 2 + (path.suffix == ".json")] ^= 1
+    content[len(content) // 2 + (path.suffix == ".json") if place is None else place] ^= bits
     path.write_bytes(content)
 
 
-def flip_last(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 255
-    path.write_bytes(content)
-
-
-@pytest.mark.parametrize("damage", [cut, flip, flip_last, Path.unlink, lambda path: path.write_bytes(b"")])
+@pytest.mark.parametrize(
+    "damage", [cut, flip, partial(flip, place=-1, bits=255), Path.unlink, partial(Path.write_bytes, data=b"")]
+)
 @pytest.mark.parametrize("name", ["tokens.bin", "index.npy", "meta.json"])
 def test_a_damaged_entry_is_made_again(
     tmp_path: Path, counted: list[int], name: str, damage: Callable[[Path], Any]
@@ -313,22 +281,14 @@ def test_a_damaged_entry_is_made_again(
     again = made(tmp_path)
     assert (list(again), again.path.name, again.digest) == (expected, key, first.digest)
     assert len(counted) == 2
-    made(tmp_path)
-    assert len(counted) == 2
     assert entries(tmp_path) == [key]
 
 
-def test_units_that_are_open_survive_the_removal_of_their_files(tmp_path: Path) -> None:
-    import shutil
-
+def test_units_that_are_open_lose_their_name_without_harm_and_their_bytes_with_an_error(tmp_path: Path) -> None:
     units = made(tmp_path)
-    shutil.rmtree(tmp_path / "cache")
+    os.rename(tmp_path / "cache", tmp_path / "elsewhere")
     assert list(units) == in_memory(TEXTS, "text")
-
-
-def test_what_is_cut_short_while_it_is_read_is_an_error(tmp_path: Path) -> None:
-    units = made(tmp_path)
-    os.truncate(units.path / "tokens.bin", 100)
+    os.truncate(tmp_path / "elsewhere" / tokens.FOLDER / units.path.name / "tokens.bin", 100)
     with pytest.raises(DataError, match="cut short"):
         list(units)
 
