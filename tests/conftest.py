@@ -6,13 +6,16 @@ has a false alarm probability of at most 1e-8, so that the whole suite's is belo
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
+import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import remembered
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -60,6 +63,35 @@ def _same_draws_in_any_order(seed: int) -> None:
         import numpy
 
         numpy.random.seed(seed)
+
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], object]], Path]:
+    """Fills a folder once for all processes of the tests, which wait for it and read it only: a test that changes it copies it.
+
+    It lies beside the processes' own folders, so that it lives as long as this session, and no longer than this commit.
+    """
+    place = tmp_path_factory.getbasetemp()
+    place = place.parent if "PYTEST_XDIST_WORKER" in os.environ else place
+
+    def fill(name: str, make: Callable[[Path], object]) -> Path:
+        folder, made = place / name, place / f"{name}-made"
+        with open(place / f"{name}-lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not made.exists():
+                shutil.rmtree(folder, ignore_errors=True)  # of a process that failed half-way
+                folder.mkdir()
+                make(folder)
+                made.touch()
+        return folder
+
+    return fill
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _remembered_accounting(once: Callable[[str, Callable[[Path], object]], Path]) -> Iterator[None]:
+    with remembered.accounting(once("accounting", lambda folder: None)):
+        yield
 
 
 @pytest.fixture(autouse=True)
