@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import remembered
+from remembered import Once
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -66,7 +67,7 @@ def _same_draws_in_any_order(seed: int) -> None:
 
 
 @pytest.fixture(scope="session")
-def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], object]], Path]:
+def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
     """Fills a folder once for all processes of the tests, which wait for it and read it only: a test that changes it copies it.
 
     It lies beside the processes' own folders, so that it lives as long as this session, and no longer than this commit.
@@ -89,7 +90,7 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[P
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _remembered_accounting(once: Callable[[str, Callable[[Path], object]], Path]) -> Iterator[None]:
+def _remembered_accounting(once: Once) -> Iterator[None]:
     with remembered.accounting(once("accounting", lambda folder: None)):
         yield
 

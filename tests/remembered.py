@@ -18,6 +18,7 @@ from uuid import uuid4
 
 import pytest
 
+Once = Callable[[str, Callable[[Path], object]], Path]  # the fixture `once`
 WORTH_KEEPING = 0.1  # seconds of processor time
 
 

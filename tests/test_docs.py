@@ -5,14 +5,11 @@ How blocks of commands are written: tests/docs_pages.py. Where they run: tests/d
 
 from __future__ import annotations
 
-import fcntl
 import importlib
 import os
 import re
-import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +17,7 @@ import docs_pages
 import docs_workspace
 import pytest
 from docs_pages import ROOT, Block, Command
+from remembered import Once
 
 from dpllm.cli import _parser, _split
 from dpllm.recipe.config import RunConfig, load_config
@@ -123,30 +121,15 @@ def test_every_key_metric_and_exit_code_has_its_meaning() -> None:
 # --- commands --------------------------------------------------------------------------------------------------------
 
 
-def once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
-    """A folder that is filled once for all processes of the tests."""
-    shared = tmp_path_factory.getbasetemp()
-    shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
-    folder, made = shared / name, shared / f"{name}-made"
-    with open(shared / f"{name}-lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not made.exists():
-            shutil.rmtree(folder, ignore_errors=True)  # of a process that failed half-way
-            folder.mkdir()
-            make(folder)
-            made.touch()
-    return folder
-
-
 @pytest.fixture(scope="session")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def prepared(once: Once) -> Path:
     """What every page finds."""
     shown: dict[str, str] = {}
     for page in GUIDES:
         found = docs_pages.recipes(page.read_text(encoding="utf-8"))
         assert not found.keys() & shown.keys(), f"{page} shows a recipe under a name that another page uses"
         shown |= found
-    return once(tmp_path_factory, "docs", lambda folder: docs_workspace.prepare(folder, shown))
+    return once("docs", lambda folder: docs_workspace.prepare(folder, shown))
 
 
 def blocks_of(page: Path) -> list[Block]:
@@ -189,7 +172,13 @@ def accepted(command: Command) -> bool:
         return False
 
 
-@pytest.mark.parametrize("page", [page for page in GUIDES if blocks_of(page)], ids=label)
+# The first page of all in every run of the tests, and the others under --full.
+WITH_COMMANDS = [
+    pytest.param(page, marks=[] if page.name == "README.md" else pytest.mark.full) for page in GUIDES if blocks_of(page)
+]
+
+
+@pytest.mark.parametrize("page", WITH_COMMANDS, ids=label)
 def test_the_commands_of_a_page_work(page: Path, prepared: Path, tmp_path: Path, full: bool) -> None:
     blocks = [block for block in blocks_of(page) if runs(block, full)]
     if not blocks:
@@ -227,7 +216,7 @@ def test_blocks_are_read_as_they_are_written() -> None:
 
 
 @pytest.fixture(scope="session")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def site(once: Once) -> Path:
     pytest.importorskip("mkdocs", reason="the extra docs is not installed")
 
     def build(folder: Path) -> None:
@@ -236,7 +225,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stdout + done.stderr
 
-    return once(tmp_path_factory, "site", build)
+    return once("site", build)
 
 
 def test_the_site_builds_without_a_warning(site: Path) -> None:

@@ -55,7 +55,7 @@ def test_a_run_as_planned_is_measured_within_its_intervals() -> None:
 @pytest.mark.parametrize("drift", [0.0, 2.0])
 def test_noise_and_draws_as_planned_are_not_refuted(canaries: int, drift: float, full: bool) -> None:
     """At most half of a hundredth each; what gradients add makes neither too small nor too large."""
-    audits = 2000 if full else 300
+    audits = 2000 if full else 100
     refuted = [examined(run(seed, canaries, drift=drift)) for seed in range(audits)]
     for name in ("noise_refuted", "drawn_refuted"):
         assert stats.binom.sf(sum(getattr(one, name) for one in refuted) - 1, audits, 0.05 * ALPHA) > 1e-3
@@ -64,7 +64,7 @@ def test_noise_and_draws_as_planned_are_not_refuted(canaries: int, drift: float,
 @pytest.mark.parametrize(("rate", "noise", "steps"), [(0.9, 0.05, 1), (0.98, 0.1, 2), (1.0, 0.6, 5)])
 def test_draws_that_hardly_vary_are_not_refuted(rate: float, noise: float, steps: int, full: bool) -> None:
     """Where all of a few canaries were drawn, their totals seem to vary less than they do."""
-    audits, refuted = 2000 if full else 300, 0
+    audits, refuted = 2000 if full else 100, 0
     for seed in range(audits):
         generator = np.random.default_rng([seed, 1])
         coins_M = generator.random(20) < 0.5

@@ -107,7 +107,7 @@ AREAS = [
 def test_auc_intervals_cover_the_truth_of_extreme_sides(positives, negatives, area, spread, seed, full):
     """Members vary ``spread`` times as much as the others. DeLong's alone covers in .68 to .95 of these cases."""
     shift = stats.norm.ppf(area) * math.hypot(1, spread)
-    assert covers(gaussian(statistics.auc, positives, negatives, shift, spread, 5000 if full else 800, seed, 4), area)
+    assert covers(gaussian(statistics.auc, positives, negatives, shift, spread, 5000 if full else 300, seed, 4), area)
 
 
 @pytest.mark.parametrize("sizes", [(12, 508), (50, 50), (97, 103), (97, 603)])
@@ -162,7 +162,7 @@ RATES = [(97, 486, 0.01), (97, 603, 0.01), (97, 103, 0.01), (103, 97, 0.1), (486
 def test_tpr_intervals_cover_the_truth(positives, negatives, fpr, shift, spread, seed, full):
     """The threshold is estimated too: intervals that take it for known cover in .4 to .9 of these cases."""
     interval = partial(statistics.tpr_at_fpr, fpr=fpr)
-    found = gaussian(interval, positives, negatives, shift, spread, 5000 if full else 800, seed, 5)
+    found = gaussian(interval, positives, negatives, shift, spread, 5000 if full else 300, seed, 5)
     assert covers(found, stats.norm.sf((stats.norm.isf(fpr) - shift) / spread), 0.95)
 
 
@@ -174,7 +174,7 @@ def test_tpr_intervals_cover_the_truth_where_the_curve_jumps_at_the_threshold(
     """No curve is worse: half of the members lie beside the true threshold, and a threshold a little off counts them wrong."""
     rng, threshold = np.random.default_rng([seed, 6]), stats.norm.isf(fpr)
     found = []
-    for _ in range(5000 if full else 800):
+    for _ in range(5000 if full else 300):
         kind = rng.random(positives)
         scores = np.where(kind < 0.5, threshold + beside, np.where(kind < 0.75, 9.0, -9.0))
         found.append(statistics.tpr_at_fpr(scores, rng.normal(size=negatives), fpr))

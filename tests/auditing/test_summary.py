@@ -153,7 +153,7 @@ def test_alpha_is_divided_among_the_groups_that_can_refute_anything():
 @pytest.mark.parametrize("ways", [COUNTED, DEFAULT])
 def test_a_true_claim_is_falsified_no_more_often_than_alpha_by_all_groups_together(ways, seed, full):
     """Randomised response is what uses up a claim; k copies of a canary are under k times the epsilon."""
-    rng, claim, audits, false = np.random.default_rng([seed, 8]), Claim(0.02, 0.0, "example"), 2000 if full else 300, 0
+    rng, claim, audits, false = np.random.default_rng([seed, 8]), Claim(0.02, 0.0, "example"), 2000 if full else 100, 0
     sizes = {1: 200, 4: 60, 32: 60}
     assert set(levels(sizes, claim, AuditSettings(alpha=0.05, **ways))) == {1, 4, 32}
     for _ in range(audits):
@@ -172,7 +172,7 @@ def test_a_true_claim_is_falsified_no_more_often_than_alpha_by_all_groups_togeth
 @pytest.mark.parametrize("order", ["members first", "members last", "heavy ties"])
 def test_scores_of_whole_rows_falsify_a_true_claim_no_more_often_than_alpha(order, seed, full):
     """The row's score reads what all other rows hold, and that is no more than the mechanism released."""
-    rng, claim, audits, false = np.random.default_rng([seed, 12]), Claim(1.0, 0.0, "example"), 2000 if full else 200, 0
+    rng, claim, audits, false = np.random.default_rng([seed, 12]), Claim(1.0, 0.0, "example"), 2000 if full else 60, 0
     for _ in range(audits):
         coins = rng.random(200) < 0.5
         if order != "heavy ties":

@@ -21,7 +21,7 @@ from dpllm.privacy import banded
 STEPS = 4
 ALARM = 1e-9  # p-value below which noise is called wrong
 COMPLETE = ["seeded_1", "seeded_2", "seeded_3"]
-STOPPED = ["stopped", "resumed_on_3", "killed", "resumed_on_1"]
+STOPPED, KILLED = ["stopped", "resumed_on_3"], ["killed", "resumed_on_1"]
 SHARDED = ["banded", "banded_sharded", "sharded_stopped", "sharded_resumed"]
 BANDED_STEPS, BANDS = 8, 3
 FAILED = {
@@ -39,6 +39,7 @@ FAILED = {
     "over_target": (3, "above the target privacy.epsilon"),
     "too_many": (2, "Start at most 2, or raise train.batch_size"),
 }
+SLOW = {"hanging", "older_processor", "rounds_bf16", "rounds_fp32"}  # several seconds each
 
 
 def run(folder: Path, names: list[str]) -> Path:
@@ -57,13 +58,18 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run(tmp_path_factory.mktemp("killed"), KILLED)
+
+
+@pytest.fixture(scope="module")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run(tmp_path_factory.mktemp("sharded"), SHARDED)
 
 
 @pytest.fixture(scope="module")
-def failed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run(tmp_path_factory.mktemp("failed"), list(FAILED))
+def failed(tmp_path_factory: pytest.TempPathFactory, full: bool) -> Path:
+    return run(tmp_path_factory.mktemp("failed"), [name for name in FAILED if full or name not in SLOW])
 
 
 def codes(folder: Path, name: str) -> list[int]:
@@ -130,14 +136,15 @@ def test_a_stop_signal_to_one_process_stops_all_after_the_same_step_and_three_go
     assert charged(stopped, "stopped") == [(STEPS, "completed")]
 
 
-def test_a_killed_process_ends_the_run_with_its_steps_charged_and_one_goes_on(stopped: Path) -> None:
-    assert codes(stopped, "killed") == [1, -9]
-    assert "ended without a message" in (stopped / "killed.0.err").read_text()
-    assert codes(stopped, "resumed_on_1") == [0], (stopped / "resumed_on_1.0.err").read_text()
-    found = record(stopped, "killed")
+@pytest.mark.full
+def test_a_killed_process_ends_the_run_with_its_steps_charged_and_one_goes_on(killed: Path) -> None:
+    assert codes(killed, "killed") == [1, -9]
+    assert "ended without a message" in (killed / "killed.0.err").read_text()
+    assert codes(killed, "resumed_on_1") == [0], (killed / "resumed_on_1.0.err").read_text()
+    found = record(killed, "killed")
     assert found["status"] == "completed"
     assert any("1 charged step" in note for note in found["resumes"]), found  # step 3, which no checkpoint has
-    assert charged(stopped, "killed") == [(STEPS, "completed")]
+    assert charged(killed, "killed") == [(STEPS, "completed")]
 
 
 def noise_of(folder: Path, name: str) -> NDArray[np.float64]:
@@ -148,6 +155,7 @@ def noise_of(folder: Path, name: str) -> NDArray[np.float64]:
     return banded.whiten(plan["coefficients"], rows_TP)
 
 
+@pytest.mark.full
 def test_banded_noise_of_a_sharded_base_is_that_of_a_whole_one(sharded: Path) -> None:
     """Same secret draws: the same groups in turn, and the same noise, of which rank 0 takes back what it added."""
     for name in SHARDED[:2]:
@@ -164,6 +172,7 @@ def test_banded_noise_of_a_sharded_base_is_that_of_a_whole_one(sharded: Path) ->
     assert np.abs(np.corrcoef(white_TP)[np.triu_indices(BANDED_STEPS, 1)]).max() < 7 / white_TP.shape[1] ** 0.5
 
 
+@pytest.mark.full
 def test_a_sharded_run_with_banded_noise_goes_on_with_empty_buffers_and_its_card_verifies(sharded: Path) -> None:
     assert codes(sharded, "sharded_stopped") == [1, 1]
     assert codes(sharded, "sharded_resumed") == [0, 0], (sharded / "sharded_resumed.0.err").read_text()
@@ -191,7 +200,7 @@ def test_the_others_end_where_the_first_machine_is_lost(tmp_path: Path) -> None:
     assert charged(tmp_path, "lost")[0][0] == 2
 
 
-@pytest.mark.parametrize("name", FAILED)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.full] * (name in SLOW)) for name in FAILED])
 def test_one_message_all_processes_end_and_the_ledger_tells_the_truth(failed: Path, name: str) -> None:
     if name.startswith("rounds_") and torch.backends.cpu.get_cpu_capability() != "AVX512":
         pytest.skip("an older processor is played on one with AVX-512")

@@ -16,6 +16,7 @@ from dpllm.recipe.audit import CanaryConfig
 from dpllm.run import mechanism
 from dpllm.run.directory import RunDir
 
+pytestmark = pytest.mark.full  # in small: test_audit_statistics.py, test_audit_command.py
 ONCE, REPEATED = 200, 12
 CANARIES = {"groups": {1: ONCE, 16: REPEATED}, "digits": 4, "references": 300}
 RECIPE = {
@@ -69,9 +70,9 @@ def test_without_privacy_everything_is_found(plain: tuple[Place, Json]) -> None:
     assert found["held_out"]["exact"] == found["base"]["exact"] == 0
 
 
-def test_with_privacy_nothing_is_claimed_that_is_not_there(tmp_path: Path, base: Path, seed: int, full: bool) -> None:
+def test_with_privacy_nothing_is_claimed_that_is_not_there(tmp_path: Path, base: Path, seed: int) -> None:
     bounds = []
-    for repeat in range(20 if full else 1):
+    for repeat in range(20):
         changes = {"privacy.epsilon": 1.0, "privacy.delta": 1e-5, "train.steps": 20, "adapter": {"method": "lora"}}
         place = trained(tmp_path / str(repeat), base, 1000 * seed + repeat, changes)
         report = audit(RunDir(place.run), generate=False).to_json()
@@ -80,7 +81,6 @@ def test_with_privacy_nothing_is_claimed_that_is_not_there(tmp_path: Path, base:
     assert sum(value > 1 for value in bounds) <= 1
 
 
-@pytest.mark.full
 def test_a_twin_without_privacy_is_a_positive_control_and_keeps_the_report_private(
     plain: tuple[Place, Json], tmp_path: Path, base: Path, seed: int
 ) -> None:

@@ -292,6 +292,7 @@ main(["train", *sys.argv[1:]])
 """
 
 
+@pytest.mark.full
 def test_lost_steps_are_made_up_once_however_often_the_resumed_run_dies(
     killed: tuple[Place, int, str], tmp_path: Path
 ) -> None:

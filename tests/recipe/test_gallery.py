@@ -35,6 +35,8 @@ PUBLISHED = {
     "SmolLM2-360M": 361_821_120,
     "SmolLM2-1.7B-Instruct": 1_711_376_384,
 }
+# LoRA, units of several rows, no privacy: planned in every run of the tests, and the others under --full.
+QUICK = {"lora/webnlg.yaml", "users/llama-3.2-1b.yaml", "baseline/llama-3.2-1b.yaml"}
 
 
 def label(path: Path) -> str:
@@ -47,7 +49,9 @@ def remembered(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("gallery")
 
 
-@pytest.mark.parametrize("path", GALLERY, ids=label)
+@pytest.mark.parametrize(
+    "path", [pytest.param(path, marks=[pytest.mark.full] * (label(path) not in QUICK)) for path in GALLERY], ids=label
+)
 def test_a_recipe_plans_without_weights_and_says_what_was_planned(
     path: Path, remembered: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
