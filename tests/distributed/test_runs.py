@@ -39,7 +39,7 @@ FAILED = {
     "over_target": (3, "above the target privacy.epsilon"),
     "too_many": (2, "Start at most 2, or raise train.batch_size"),
 }
-SLOW = {"hanging", "older_processor", "rounds_bf16", "rounds_fp32"}  # several seconds each
+SLOW = {"hanging", "rounds_bf16", "rounds_fp32"}  # several seconds each
 
 
 def run(folder: Path, names: list[str]) -> Path:

@@ -29,6 +29,12 @@ CALIBRATIONS = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def _calibrated_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elsewhere the tests of a session share what was found."""
+    monkeypatch.setattr(accounting, "_calibrate", accounting._calibrate.__wrapped__)
+
+
 @pytest.mark.parametrize(("target", "delta", "q", "num_steps", "published"), CALIBRATIONS)
 def test_calibrated_noise_meets_the_target_and_no_smaller_noise_does(
     target: float, delta: float, q: float, num_steps: int, published: float | None
