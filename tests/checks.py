@@ -176,14 +176,14 @@ def checkpointed(kind: str, adapter: Any, exact_UP: Tensor, mode: str = "auto", 
 def no_weight_gradients(net: nn.Module, mode: str = "auto") -> None:
     """In the engine's backward pass no parameter requires a gradient, so that autograd computes none."""
     engine = tm.make_engine(net, grad_sample_mode=mode)
-    receive, calls = engine._summer._taps._receive, []
+    receive, calls = engine._clipper._taps._receive, []
 
     def look(*arguments: Any) -> None:
         assert not any(p.requires_grad or p.grad is not None for p in net.parameters())
         calls.append(1)
         receive(*arguments)
 
-    engine._summer._taps._receive = look
+    engine._clipper._taps._receive = look
     engine.clipped_sum(tm.batches(tm.units(tm.RAGGED)))
     assert len(calls) >= len({name.rpartition(".")[0] for name in engine.parameters})
     assert all(p.grad is None for p in net.parameters())

@@ -183,7 +183,7 @@ def opacus_ghost_sum(net: Any, some: Sequence[Unit], max_grad_norm: float) -> Te
 def norms(engine: Engine, batch: Any) -> Tensor:
     """norm_U as the engine measures it."""
     sums = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in engine.parameters.items()}
-    return engine._summer.add(engine.losses, batch, sums, 1.0, 2.0**-30)[1]
+    return engine._clipper.add(engine.losses, batch, sums, 1.0, 2.0**-30)[1]
 
 
 def released(engine: Engine, some_batches: Sequence[PhysicalBatch]) -> Tensor:

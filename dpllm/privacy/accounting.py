@@ -1,8 +1,7 @@
 """What a mechanism costs, and the noise that meets a target: events in, epsilon out; a target in, a noise multiplier out.
 
-Comes in: events (see ``dpllm.privacy.events``), targets. Goes out: the stated epsilon, the figures of other accountants, a
-refusal where they contradict each other; calibrated noise, from a cache where one is named. Knows nothing of models or
-data, and imports neither torch nor an accountant before one is needed.
+Comes in: events, targets. Goes out: the stated epsilon, the figures of other accountants, a refusal where they contradict each
+other; calibrated noise, from a cache where one is named. Imports neither torch nor an accountant before one is needed.
 """
 
 from __future__ import annotations
@@ -39,18 +38,14 @@ PROGRESS_SECONDS = 5.0
 
 
 def epsilon(
-    event: Event,
-    delta: float,
-    relation: Relation,
-    accountant: str = "pld",
-    interval: float = FINE_INTERVAL,
+    event: Event, delta: float, relation: Relation, accountant: str = "pld", interval: float = FINE_INTERVAL
 ) -> float:
     """Epsilon of `event` at `delta`; infinite where no finite value can be certified.
 
     Args:
-        event: what was released, see ``dpllm.privacy.events``.
+        event: what was released.
         delta: in (0, 1).
-        relation: zero-out and add/remove-one cost the same under Poisson sampling.
+        relation: the neighbouring relation.
         accountant: "pld" (tight; the one stated), "rdp" (looser) or "prv" (Opacus, with torch).
         interval: PLD's discretisation; a wider one is faster, and larger rather than smaller.
 
@@ -64,10 +59,9 @@ def epsilon(
         the results. PLD takes the worse of both directions.
 
     References:
-        pld: Doroshenko et al. 2022, "Connect the Dots: Tighter Discrete Approximations of Privacy Loss
-        Distributions". rdp: Mironov, Talwar and Zhang 2019, "Renyi Differential Privacy of the Sampled Gaussian
-        Mechanism". prv: Gopi, Lee and Wutschitz 2021, "Numerical Composition of Differential Privacy". Against gdp:
-        the same, section 1.
+        pld: Doroshenko et al. 2022, "Connect the Dots: Tighter Discrete Approximations of Privacy Loss Distributions". rdp:
+        see ``dpllm.privacy.renyi``. prv, and against gdp: Gopi, Lee and Wutschitz 2021, "Numerical Composition of
+        Differential Privacy", section 1.
     """
     number("privacy.delta", delta, 0.0, BELOW_ONE)
     if relation not in get_args(Relation):
@@ -130,19 +124,14 @@ def versions() -> dict[str, str]:
 
 
 def stated(event: Event, delta: float, relation: Relation) -> tuple[float, str]:
-    """The epsilon that is promised, and by which accountant: "pld" where it knows the event, "rdp" elsewhere.
-
-    Raises:
-        ConfigError: see ``epsilon``.
-        Refused: no accountant knows every part of the event.
-    """
+    """The epsilon that is promised, and by whom: "pld" where it knows the event, else "rdp". Raises as ``epsilon`` does."""
     require(event)
     name = "pld" if "pld" in accountants(event) else "rdp"
     return epsilon(event, delta, relation, name), name
 
 
 def curve(event: Event, relation: Relation, deltas: Sequence[float]) -> list[tuple[float, float]]:
-    """(delta, stated epsilon) at several deltas; one computation for all of them. Raises as ``stated`` does."""
+    """(delta, stated epsilon) at several deltas; one computation for all of them. Raises as ``epsilon`` does."""
     return [(float(delta), stated(event, delta, relation)[0]) for delta in deltas]
 
 
@@ -154,11 +143,8 @@ def finite(value: float) -> float | None:
 def beside(event: Event, delta: float, relation: Relation, *, prv: bool = False) -> dict[str, float]:
     """What each accountant says that knows `event`, side by side: "pld", "rdp" and, if asked, "prv" -> epsilon.
 
-    Opacus' PRV imports torch, and is left out where it cannot answer.
-
-    Raises:
-        Refused: no accountant knows every part of the event, or two contradict each other.
-        ConfigError: see ``epsilon``.
+    Opacus' PRV imports torch, and is left out where it cannot answer. Raises as ``epsilon`` does, and Refused where two
+    contradict each other.
     """
     require(event)
     known = accountants(event)
@@ -176,11 +162,8 @@ def beside(event: Event, delta: float, relation: Relation, *, prv: bool = False)
 def cross_check(event: Event, delta: float, relation: Relation, stated: float) -> dict[str, Any] | None:
     """A second accountant's epsilon for `event`; a refusal where it contradicts the first.
 
-    Opacus' PRV adds its error bound of 0.01, and over a grid of mechanisms lies 0.0065 to 0.0295 above PLD; -0.001 to
-    +0.05 is accepted (or a thousandth, of an epsilon above 50). At delta < 1e-10 they are not compared: both are then ruled by
-    round-off (at 1e-13 PLD was seen 1 of 9 above, at 1e-12 PRV 0.12 of 13 above the other). Where it does not know the event
-    or cannot answer (a tiny delta, or gigabytes of memory for very many steps) RDP stands in, which may be looser but not
-    below PLD.
+    Where PRV does not know the event or cannot answer (a tiny delta, or gigabytes of memory for very many steps) RDP stands in,
+    which may be looser but not below PLD.
 
     Returns:
         `{"name", "version", "epsilon"}` of the second accountant; None where one alone knows the event.
@@ -209,6 +192,9 @@ def cross_check(event: Event, delta: float, relation: Relation, stated: float) -
 
 
 def _compare(pld: float, delta: float, name: str, value: float, gap: float) -> None:
+    # PRV adds its error bound of 0.01, and over a grid of mechanisms lies 0.0065 to 0.0295 above PLD; -0.001 to +0.05 is
+    # accepted (or a thousandth, of an epsilon above 50). Below LEAST_COMPARED both are ruled by round-off: at a delta of 1e-13
+    # PLD was seen 1 of 9 above, at 1e-12 PRV 0.12 of 13 above the other.
     if delta >= LEAST_COMPARED and not pld - 1e-3 <= value <= pld + max(gap, 1e-3 * pld):
         raise Refused(
             f"epsilon {pld:.4f} at delta {delta:g} is contradicted by {name}: {value:.4f}. "
@@ -233,11 +219,11 @@ def calibrate_noise_multiplier(
     Args:
         target_epsilon: > 0.
         delta: in (0, 1).
-        sampling_rate: probability q that a sampled thing joins a logical batch, 0 < q <= 1.
+        sampling_rate: as of ``dp_sgd_event``.
         num_steps: logical batches, >= 1.
         relation: the neighbouring relation.
         cache_dir: keeps answers, one JSON file each; a damaged one is computed again.
-        group_size: how many sampled things are protected together, 1 to 1024.
+        group_size: as of ``dp_sgd_event``.
         rough: to compare choices: several times faster, about a hundredth off, and without the guarantee.
 
     Raises:
@@ -293,19 +279,12 @@ def _calibrate(
         if sigma < MIN_NOISE_MULTIPLIER:
             refuse(too_weak)
         if time.monotonic() >= due:
-            print(
-                f"calibrating the noise: epsilon {target:g} at delta {delta:g}, {num_steps} steps: {tried} noise multipliers "
-                f"tried, now {sigma:g}",
-                file=sys.stderr,
-                flush=True,
-            )
+            now = f"{tried} noise multipliers tried, now {sigma:g}"
+            what = f"epsilon {target:g} at delta {delta:g}, {num_steps} steps"
+            print(f"calibrating the noise: {what}: {now}", file=sys.stderr, flush=True)
             due = time.monotonic() + PROGRESS_SECONDS
         tried += 1
-        parts = parts_of(dp_sgd_event(q, sigma, num_steps, group_size))
-        try:
-            return float(privacy_loss(parts, relation, interval).get_epsilon_for_delta(delta))
-        except OverflowError:
-            return math.inf
+        return _pld(parts_of(dp_sgd_event(q, sigma, num_steps, group_size)), delta, relation, interval)
 
     # Both ends of what is reachable come first. Without any noise, delta is at most the probability of being drawn at all.
     if q < 1 and -math.expm1(num_steps * group_size * math.log1p(-q)) <= delta:

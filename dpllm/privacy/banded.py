@@ -4,7 +4,7 @@ An example: with coefficients (0.9, 0.4) the noise of step t is (z_t - 0.4 x_{t-
 before. The sum over many steps is then quieter than of independent noise, and one step alone is noisier.
 
 Comes in: the public schedule of learning rates, a promise. Goes out: the coefficients c_0, ..., c_{b-1} of the lower triangular
-Toeplitz matrix C with b bands, ratios of noise. Must not see data and must not import torch: `dpllm plan` and `verify` use it.
+Toeplitz matrix C with b bands, ratios of noise. Must not import torch: `dpllm plan` and `verify` use it.
 
 Guarantee:
     Steps are numbered 0, 1, ... as they are charged, over all attempts. Each unit has one group g of b, whatever its data are,
@@ -59,15 +59,11 @@ FIRST_STEP = 0.05  # of the search, in every coefficient: a longer one can reach
 
 @dataclass(frozen=True)
 class Effect:
-    """What banded noise does at a promise, beside independent noise that keeps the same promise.
+    """What banded noise does at a promise, beside independent noise that keeps the same promise."""
 
-    Attributes:
-        last_iterate: Noise in the last weights under plain SGD: below 1.
-        one_step: Noise of one step, once all buffers are full: above 1. AdamW divides by its own estimate of that noise, so that
-            the learning rate that suits independent noise is to be multiplied by it.
-    """
-
-    last_iterate: float
+    last_iterate: float  # noise in the last weights under plain SGD: below 1
+    # Noise of one step, once all buffers are full: above 1. AdamW divides by its own estimate of that noise, so that the learning
+    # rate that suits independent noise is to be multiplied by it.
     one_step: float
 
 
@@ -114,11 +110,9 @@ def _strategy(rate: LearningRate, num_steps: int, bands: int) -> tuple[float, ..
 
     found_B = optimise(workload(rates(rate, num_steps)), bands)
     found_B = found_B / np.linalg.norm(found_B)
-    while not admissible(
-        coefficients := tuple(map(float, found_B))
-    ):  # rounding may have made it longer by its last bits
+    while not admissible(found_B.tolist()):  # rounding may have made it longer by its last bits
         found_B = found_B * (1 - 2.0**-52)
-    return coefficients
+    return tuple(found_B.tolist())
 
 
 def admissible(coefficients: Sequence[float]) -> bool:
@@ -139,8 +133,7 @@ def near_best(coefficients: Sequence[float], num_steps: int) -> bool:
 def workload(rate_T: Floats) -> Floats:
     """H_TT, with which the squared error ||A C^-1||_F^2 is d^T H d, d the first T coefficients of the power series 1 / c(x).
 
-    With G[u, v] = lr_u lr_v (T - max(u, v)), H[k, l] = sum over s of G[s + k, s + l], so that H[k, l] = H[k + 1, l + 1] + G[k,
-    l].
+    G[u, v] = lr_u lr_v (T - max(u, v)); H[k, l] = sum over s of G[s + k, s + l] = H[k + 1, l + 1] + G[k, l].
     """
     import numpy as np
 
@@ -244,11 +237,7 @@ def step_noise(coefficients: Sequence[float], num_steps: int) -> float:
 
 
 def check(bands: int | Literal["auto"], schedule: Schedule, sampling: str) -> None:
-    """Refuses what banded noise is not accounted for, or has no room for.
-
-    Raises:
-        Refused: Rows are sampled, or there are fewer units or steps than so many bands take.
-    """
+    """Refuses sampled rows, which banded noise is not accounted for, and fewer units or steps than so many bands take."""
     size, batch, num_steps = schedule.dataset_size, schedule.expected_batch_size, schedule.num_steps
     if sampling == "example":
         raise Refused(
@@ -273,12 +262,10 @@ def check(bands: int | Literal["auto"], schedule: Schedule, sampling: str) -> No
 def choose(rate: LearningRate, schedule: Schedule, sigma_of: Callable[[int], float]) -> int:
     """How many bands leave the least noise in the last weights; 1 where that is less than 5% below independent noise.
 
-    Args:
-        rate: Of the run.
-        schedule: Of the run; q' = b B / N is at most 1, and no turn is longer than T.
-        sigma_of: Bands -> the noise multiplier that keeps the promise, to about a hundredth; ConfigError where none does.
+    ``sigma_of``: bands -> the noise multiplier that keeps the promise, to about a hundredth; ConfigError where none does.
     """
     num_steps, best, least = schedule.num_steps, 1, 1 - LEAST_GAIN
+    # q' = b B / N is at most 1, and no turn is longer than T.
     rate_T, most = rates(rate, num_steps), min(schedule.dataset_size // schedule.expected_batch_size, num_steps)
     try:
         independent = sigma_of(1)

@@ -33,13 +33,10 @@ Receive = Callable[[nn.Module, str, Rule, Tensor, Tensor], None]
 
 
 def flat(norm_GU: Tensor, max_grad_norm: float) -> Tensor:
-    """Factor = min(1, C / norm): gradients longer than C are shortened to C.
+    """Factor = min(1, C / norm): gradients longer than C are shortened to C (Abadi et al. 2016, algorithm 1).
 
     Guarantee:
         factor * norm <= C.
-
-    References:
-        Abadi et al. 2016, Deep Learning with Differential Privacy, algorithm 1.
     """
     return (max_grad_norm / norm_GU).clamp(max=1.0)
 
@@ -55,8 +52,7 @@ def automatic(norm_GU: Tensor, max_grad_norm: float) -> Tensor:
     References:
         Bu et al. 2023, Automatic Clipping: Differentially Private Deep Learning Made Easier and Stronger, equation 4.1.
     """
-    factor_GU: Tensor = max_grad_norm / (norm_GU + AUTOMATIC_GAMMA)
-    return factor_GU
+    return max_grad_norm / (norm_GU + AUTOMATIC_GAMMA)
 
 
 def per_layer(norm_GU: Tensor, max_grad_norm: float) -> Tensor:
@@ -69,8 +65,7 @@ def per_layer(norm_GU: Tensor, max_grad_norm: float) -> Tensor:
         McMahan et al. 2018, Learning Differentially Private Recurrent Language Models, section 2.3; He et al. 2023,
         Exploring the Limits of Differentially Private Deep Learning with Group-wise Clipping.
     """
-    factor_GU: Tensor = max_grad_norm / len(norm_GU) ** 0.5 / norm_GU
-    return factor_GU.clamp(max=1.0)
+    return flat(norm_GU, max_grad_norm / len(norm_GU) ** 0.5)
 
 
 def layers_of(parameters: Iterable[str]) -> list[str]:
@@ -152,14 +147,13 @@ class PerUnitClipper:
         Args:
             losses: From the batch to loss_R.
             batch: What to run.
-            sums: Name of a trainable parameter -> where its sum grows, as a multiple of ``spacing``.
+            sums: Name of a trainable parameter -> where its sum grows, in units of ``spacing``.
             max_grad_norm: C.
             spacing: Of the lattice to which each unit's clipped gradient is rounded, a power of two.
-            loss_scale: What the losses are multiplied by for the backward pass.
+            loss_scale: What the losses are multiplied by for the backward pass; not in what is returned.
 
         Returns:
-            loss_R, detached, and the un-noised norm_U for diagnostics: of the units that this batch completes. Neither
-            carries the scale.
+            loss_R, detached, and the un-noised norm_U for diagnostics: of the units that this batch completes.
 
         Raises:
             Refused: A trainable parameter received no per-unit gradient in this backward pass, a rule does not understand
@@ -239,47 +233,21 @@ class PerUnitClipper:
         refuse_foreign_gradients(self._parameters)
 
 
-class PlainSum:
-    """The sum of gradients without clipping, for runs without differential privacy only.
-
-    Guarantee:
-        None.
-    """
-
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """``parameters`` are all that train, by name."""
-        self._parameters = parameters
-
-    def close(self) -> None:
-        """Nothing to take out."""
-
-    def start(self) -> None:
-        """Nothing is ever left."""
-
-    def clipped_by_layer(self) -> tuple[int, ...]:
-        """Nothing is clipped."""
-        return ()
-
-    def add(
-        self,
-        losses: Losses,
-        batch: PhysicalBatch,
-        sums: Mapping[str, Tensor],
-        max_grad_norm: float,
-        spacing: float,
-        loss_scale: float = 1.0,
-    ) -> tuple[Tensor, Tensor]:
-        """See ``PerUnitClipper``; the norms are not known."""
-        loss_R = losses(batch)
-        (loss_R.sum() * loss_scale).backward()  # type: ignore[no-untyped-call]
-        for name, parameter in self._parameters.items():
-            if parameter.grad is not None:
-                sums[name].add_(parameter.grad, alpha=1 / (loss_scale * spacing))
-            parameter.grad = None
-        return loss_R.detach(), torch.full((batch.num_units - batch.goes_on,), float("nan"))
-
-
-Summer = PerUnitClipper | PlainSum
+def plain_sum(
+    parameters: Mapping[str, nn.Parameter],
+    losses: Losses,
+    batch: PhysicalBatch,
+    sums: Mapping[str, Tensor],
+    loss_scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Adds gradients into ``sums`` without clipping, for runs without differential privacy only; the norms are not known."""
+    loss_R = losses(batch)
+    (loss_R.sum() * loss_scale).backward()  # type: ignore[no-untyped-call]
+    for name, parameter in parameters.items():
+        if parameter.grad is not None:
+            sums[name].add_(parameter.grad, alpha=1 / loss_scale)
+        parameter.grad = None
+    return loss_R.detach(), torch.full((batch.num_units - batch.goes_on,), float("nan"))
 
 
 def refuse_foreign_gradients(parameters: Mapping[str, nn.Parameter]) -> None:

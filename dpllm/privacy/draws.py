@@ -1,7 +1,7 @@
 """No forward or backward pass draws random numbers: masks and jitter of a batch follow who else is in it.
 
-Comes in: the model under check, a batch of synthetic rows. Goes out: nothing, or a refusal that names the module that draws; what
-goes in and out of each module's calls, for whoever looks for one that stands out. Must not see data.
+Comes in: the model under check, a batch of synthetic rows, never data. Goes out: nothing, or a refusal that names the module that
+draws; what goes in and out of each module's calls, for whoever looks for one that stands out.
 """
 
 from __future__ import annotations

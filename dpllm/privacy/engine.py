@@ -1,8 +1,7 @@
 """One step: losses -> backward -> clipped sum -> all-reduce -> noise -> update.
 
-Comes in: the model, what trains, the Plan (or only the Schedule, for a run without differential privacy), physical
-batches. Goes out: an updated model. Nothing else may touch the gradients. This module must not know data sources, the
-ledger or the recipe's other sections.
+Comes in: the model, what trains, the Plan (or only the Schedule, for a run without differential privacy), physical batches. Goes
+out: an updated model. Nothing else may touch the gradients.
 
 Shape suffixes: R rows, U units, P trainable coordinates.
 """
@@ -23,12 +22,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dpllm.errors import Refused, RoundsByCompany
 from dpllm.privacy import guards
-from dpllm.privacy.clipping import PerUnitClipper, PlainSum, Summer, refuse_foreign_gradients
+from dpllm.privacy.clipping import PerUnitClipper, plain_sum, refuse_foreign_gradients
 from dpllm.privacy.gradient_canaries import GradientCanaries
-from dpllm.privacy.lattice import noise_scale, spacing_of
 from dpllm.privacy.loss import LOW_PRECISION_TOLERANCE, TOLERANCE, Autocast, TokenLosses, example_means
 from dpllm.privacy.noise import BandedNoise, GaussianNoise
-from dpllm.privacy.plan import Plan, Schedule
+from dpllm.privacy.plan import Plan, Schedule, noise_scale, spacing_of
 from dpllm.privacy.rules import Form
 from dpllm.privacy.sampling import PhysicalBatch
 from dpllm.privacy.schedule import Shape
@@ -67,16 +65,7 @@ class Engine:
         expected batch size, never the realised one. On several ranks rank 0 adds the noise, once, to its own sum; the
         all-reduce is exact, so the total has the same bits for any number of ranks. With adaptive clipping the count of unclipped
         units is one more coordinate of that vector, with noise of its own (see ``AdaptiveClipping``), and C follows it. With the
-        Plan's ``coefficients`` the noise takes back a part of earlier steps' (``BandedNoise``).
-
-        Without a Plan: none.
-
-    Attributes:
-        size: P, how many coordinates train.
-        max_grad_norm: C of the next step: the Plan's, or with adaptive clipping what earlier releases made of it. Public.
-        noisy_fraction: With adaptive clipping, the released share of unclipped gradients in the last step.
-        canaries: Vectors that coins plant in the sum; None: none are. Only the rank that adds noise may hold them.
-        projections: Shape (M,), what the last step released along them, over C; it holds the noise.
+        Plan's ``coefficients`` the noise takes back a part of earlier steps' (``BandedNoise``). Without a Plan: none.
 
     References:
         Abadi et al. 2016, algorithm 1; Andrew et al. 2021, algorithm 1.
@@ -100,7 +89,7 @@ class Engine:
             model: On its device, in training mode; what trains has requires_grad and is float32.
             optimizer: Over exactly what trains.
             schedule: Gives the divisor.
-            plan: Gives the clipping function, C and sigma; None for a run without differential privacy.
+            plan: None for a run without differential privacy.
             form: How gradients are kept; public.
             noise: Keyed by secret bits, on the device where gradients live.
             autocast: Makes the context of the forward pass.
@@ -117,16 +106,21 @@ class Engine:
         self._scale, self._device, self._form = loss_scale, noise.device, form
         self._noise = BandedNoise(noise, plan.coefficients) if plan and plan.coefficients else noise
         self._token_losses = TokenLosses(model, self._device, autocast)
+        # C of the next step: the Plan's, or with adaptive clipping what earlier releases made of it. Public.
         self.max_grad_norm = self._first_norm = plan.max_grad_norm if plan else float("inf")
-        self.noisy_fraction: float | None = None
+        self.noisy_fraction: float | None = (
+            None  # with adaptive clipping, the last step's released share of unclipped gradients
+        )
         self.generator = noise.generator  # where the noise comes from
-        self.canaries: GradientCanaries | None = None
-        self.projections: Tensor | None = None
+        self.canaries: GradientCanaries | None = None  # planted in the sum; only on the rank that adds noise
+        self.projections: Tensor | None = (
+            None  # (M,): what the last step released along them, over C; it holds the noise
+        )
         self._stepping = False
-        self.size = sum(parameter.numel() for parameter in self.parameters.values())
+        self.size = sum(parameter.numel() for parameter in self.parameters.values())  # P
         if plan is not None:
             self._check_exact(plan)
-        self._summer = self._make_summer()
+        self._clipper = self._make_clipper()
         self._guard = optimizer.register_step_pre_hook(self._only_released) if plan else None
 
     def _check_exact(self, plan: Plan) -> None:
@@ -145,14 +139,12 @@ class Engine:
                 "exactly. Set it to null, which chooses one."
             )
 
-    def _make_summer(self) -> Summer:
-        return self._make_clipper(self._plan.clipping) if self._plan else PlainSum(self.parameters)
-
-    def _make_clipper(self, clipping: str) -> PerUnitClipper:
-        return PerUnitClipper(self._model, self.parameters, form=self._form, clipping=clipping)
+    def _make_clipper(self) -> PerUnitClipper | None:
+        if self._plan is None:
+            return None
+        return PerUnitClipper(self._model, self.parameters, form=self._form, clipping=self._plan.clipping)
 
     def _noise_scale(self) -> float:
-        """The standard deviation of this step's noise on a summed gradient."""
         assert self._plan is not None
         return noise_scale(self._plan.gradient_noise_multiplier, self.max_grad_norm, self.size)
 
@@ -170,12 +162,13 @@ class Engine:
             sum_P, if it was clipped in float64 and in multiples of the lattice's spacing, and diagnostics. With adaptive
             clipping one more coordinate: the units no longer than C minus half of all.
         """
-        counted = int(self._plan is not None and self._plan.adaptive is not None)
-        dtype = torch.float32 if self._plan is None else torch.float64
+        clipper, counted = self._clipper, int(self._plan is not None and self._plan.adaptive is not None)
+        dtype = torch.float32 if clipper is None else torch.float64
         flat_P = torch.zeros(self.size + counted, dtype=dtype, device=self._device)
         sums = self._views(flat_P)
         loss, units, clipped, spacing = 0.0, 0, 0, self._spacing()
-        self._summer.start()
+        if clipper is not None:
+            clipper.start()
         if batches and batches[-1].goes_on:
             raise Refused(
                 "the logical batch ends in the middle of a unit, which would go unclipped; run all its batches."
@@ -186,18 +179,20 @@ class Engine:
             done += batch.input_ids_RT.numel()
             on_device = batch.to(self._device)
             with guards.deterministic(self._device):
-                loss_R, norm_U = self._summer.add(
-                    self.losses, on_device, sums, self.max_grad_norm, spacing, self._scale
-                )
+                if clipper is None:
+                    loss_R, norm_U = plain_sum(self.parameters, self.losses, on_device, sums, self._scale)
+                else:
+                    bound = self.max_grad_norm
+                    loss_R, norm_U = clipper.add(self.losses, on_device, sums, bound, spacing, self._scale)
+                    clipped += int((~(norm_U <= bound)).sum())  # nan is clipped, to zero
             loss += float(loss_R.sum())
             units += len(norm_U)
-            clipped += int((~(norm_U <= self.max_grad_norm)).sum()) if self._plan is not None else 0
         if self.canaries is not None:
             self.canaries.add_to(flat_P[: self.size], canaries, self.max_grad_norm, spacing)
         flat_P *= spacing  # whole numbers until here
         if counted:
             flat_P[-1] = units / 2 - clipped
-        return flat_P, Diagnostics(loss, units, clipped, self._summer.clipped_by_layer())
+        return flat_P, Diagnostics(loss, units, clipped, clipper.clipped_by_layer() if clipper else ())
 
     def rehearse(self, batches: Sequence[PhysicalBatch]) -> None:
         """Holds what a step over these synthetic batches holds at its peak, and changes nothing: to measure memory.
@@ -224,15 +219,16 @@ class Engine:
                 del held, flat_P, released_P, update
         except BaseException:
             recover(self._model)
-            self._summer.close()  # it may hold gradients of a pass that did not end
-            self._summer = self._make_summer()
+            if self._clipper is not None:
+                self._clipper.close()  # it may hold gradients of a pass that did not end
+                self._clipper = self._make_clipper()
             raise
         finally:
             for parameter in self.parameters.values():
                 parameter.grad = None
 
     def check(self) -> None:
-        """What ``step`` checks before it reads a batch, since model and surroundings may have changed: see there."""
+        """What ``step`` checks before it reads a batch, since model and surroundings may have changed."""
         if self._plan is not None:
             _check_arguments(self._model, self._optimizer, self.parameters)
             refuse_foreign_gradients(self.parameters)
@@ -312,7 +308,8 @@ class Engine:
 
     def close(self) -> None:
         """Takes the hooks out of the model and the optimizer, so that they can be saved and used."""
-        self._summer.close()
+        if self._clipper is not None:
+            self._clipper.close()
         if self._guard is not None:
             self._guard.remove()
 
@@ -334,16 +331,16 @@ class Engine:
             RoundsByCompany: The engine can then be asked again, with other shapes.
             Refused: The engine is then closed.
         """
-        if self._plan is None:
+        if self._clipper is None:
             return Checked(0.0)
-        self._summer.close()  # no hooks meanwhile
+        self._clipper.close()  # no hooks meanwhile
         try:
             with guards.deterministic(self._device):
                 subject = Subject(
                     model=self._model,
                     parameters=self.parameters,
                     losses=lambda batch: self.losses(batch) * self._scale,
-                    make_clipper=lambda: self._make_clipper("flat"),
+                    make_clipper=lambda: PerUnitClipper(self._model, self.parameters, form=self._form),
                     device=self._device,
                     vocab_size=vocab_size,
                     shapes=shapes,
@@ -352,9 +349,9 @@ class Engine:
                 )
                 checked = self_check(subject, known, passed)
         except RoundsByCompany:
-            self._summer = self._make_summer()
+            self._clipper = self._make_clipper()
             raise
-        self._summer = self._make_summer()
+        self._clipper = self._make_clipper()
         return checked
 
 

@@ -3,27 +3,9 @@
 Comes in: numbers; JSON of plan.json, the ledger and published statements, read once by ``read``. Goes out: events and their
 JSON. Knows no epsilon, no model and no data; ``parts`` adds events up.
 
-An event is stored in plan.json and in the ledger, to be accounted again years later. Fields are exact and meanings
-never change. A mechanism is one noisy sum to which a unit adds a vector of norm at most the sensitivity:
-
-    {"type": "gaussian", "noise_multiplier": 1.1}                        noise over sensitivity
-    {"type": "adaptive_clipping", "gradient_noise_multiplier": a,        a sum of gradients over C, and of (b - 1/2), where b
-        "count_noise_multiplier": b}                                     is 0 or 1, released together; as a gaussian of
-                                                                         (a^-2 + (2b)^-2)^-1/2 (Andrew et al. 2021)
-
-What is done with a mechanism, or with an event:
-
-    {"type": "poisson_sampled", "probability": 0.02, "event": MECHANISM}     over a fresh Poisson sample
-    {"type": "poisson_sampled_group", "probability": 0.02, "group_size": 4, "event": MECHANISM}
-                                        the same for 4 rows or units together, each of which joins by its own coin
-    {"type": "cyclic_poisson", "bands": 8, "count": 150, "probability": 0.16, "event": {"type": "gaussian", ...}}
-                                        150 steps of banded noise, over fresh Poisson samples of 8 groups in turn (``banded``)
-    {"type": "self_composed", "count": 150, "event": EVENT}
-    {"type": "composed", "events": [EVENT, ...]}
-    {"type": "repeat_and_select", "event": EVENT, "mean": 10, "distribution": "geometric"}
-                                        EVENT ran a random number of times, and only the best result left
-    {"type": "imported", "epsilon": 1.0, "delta": 1e-6}     made elsewhere, and no more is known
-    {"type": "pure_dp", "epsilon": 0.25}    one release with this epsilon and no delta, such as discrete Laplace noise on a count
+An event is stored in plan.json and in the ledger, to be accounted again years later, as {"type": ..., and its fields}: fields
+are exact and meanings never change. Gaussians and pairs of them are mechanisms: noisy sums to which a unit adds a vector of norm
+at most the sensitivity, with noise in units of it. The others say what was done with a mechanism, or with an event.
 
 Guarantee:
     ``poisson_sampled_group`` bounds what changes if up to ``group_size`` rows are taken out, each clipped on its own: the
@@ -63,50 +45,58 @@ _SPLIT = Context(prec=60)
 
 
 class _Value:
-    """An event, whose fields are those of its JSON."""
+    """An event, whose fields are those of its JSON, with the checks that fields of one name share."""
 
     type: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        """Refuses values from which no guarantee follows, with a ConfigError."""
+        for name, value in vars(self).items():
+            match name:
+                case "noise_multiplier" | "gradient_noise_multiplier" | "count_noise_multiplier":
+                    number(name, value, LEAST_NOISE, MOST_NOISE, including=True)
+                case "probability":
+                    number("sampling_rate", value, 0.0, 1.0)
+                case "group_size":
+                    integer(name, value, 1, MAX_GROUP_SIZE)
+                case "bands":
+                    integer(name, value, 1)
+                case "count":
+                    integer(f"{self.type} count", value, 0)
+                case "epsilon" | "delta":
+                    number(f"{self.type} {name}", value, 0.0, including=True)
+                case "event":
+                    check_events(value)
 
     def to_json(self) -> dict[str, Any]:
         """As it is stored; ``read`` is the inverse."""
         stored: dict[str, Any] = {"type": self.type}
-        for name in self._stored():
-            value = getattr(self, name)
+        for name, value in vars(self).items():
             if isinstance(value, tuple):
                 value = [part.to_json() for part in value]
             stored[name] = value.to_json() if isinstance(value, _Value) else value
         return stored
 
-    def _stored(self) -> list[str]:
-        return list(self.__annotations__)
-
 
 @dataclass(frozen=True)
 class Gaussian(_Value):
-    """One noisy sum. Raises ConfigError, as all events do, for a value from which no guarantee follows."""
+    """One noisy sum."""
 
     type = "gaussian"
     noise_multiplier: float
 
-    def __post_init__(self) -> None:
-        number("noise_multiplier", self.noise_multiplier, LEAST_NOISE, MOST_NOISE, including=True)
-
 
 @dataclass(frozen=True)
 class GaussianPair(_Value):
-    """The two sums of adaptive clipping."""
+    """The two sums of adaptive clipping, over C and of (b - 1/2), b 0 or 1, released together (Andrew et al. 2021)."""
 
     type = "adaptive_clipping"
     gradient_noise_multiplier: float
     count_noise_multiplier: float
 
-    def __post_init__(self) -> None:
-        for name in self._stored():
-            number(name, getattr(self, name), LEAST_NOISE, MOST_NOISE, including=True)
-
     @property
     def noise_multiplier(self) -> float:
-        """Of the Gaussian of equal cost."""
+        """Of the Gaussian of equal cost: (gradient^-2 + (2 count)^-2)^-1/2."""
         return joint_noise_multiplier(self.gradient_noise_multiplier, self.count_noise_multiplier)
 
 
@@ -115,24 +105,24 @@ Mechanism = Gaussian | GaussianPair
 
 @dataclass(frozen=True)
 class PoissonSampled(_Value):
-    """A mechanism over a fresh Poisson sample, for ``group_size`` of what is sampled together."""
+    """A mechanism over a fresh Poisson sample, for ``group_size`` rows or units together, each joining by its own coin."""
 
+    type = "poisson_sampled"
     probability: float
     event: Mechanism
     group_size: int = 1
 
     def __post_init__(self) -> None:
-        _within(self, Gaussian, GaussianPair)
-        number("sampling_rate", self.probability, 0.0, 1.0)
-        integer("group_size", self.group_size, 1, MAX_GROUP_SIZE)
+        super().__post_init__()
+        _refuse_within(self, Mechanism)
 
-    @property
-    def type(self) -> str:  # type: ignore[override]  # which depends on the group
-        """Of its JSON."""
-        return "poisson_sampled" if self.group_size == 1 else "poisson_sampled_group"
-
-    def _stored(self) -> list[str]:
-        return [name for name in super()._stored() if name != "group_size" or self.group_size != 1]
+    def to_json(self) -> dict[str, Any]:
+        """Groups have a type of their own, so that no reader who knows single things alone takes one for the other."""
+        stored = super().to_json()
+        if self.group_size == 1:
+            del stored["group_size"]
+            return stored
+        return {**stored, "type": "poisson_sampled_group"}
 
 
 @dataclass(frozen=True)
@@ -146,10 +136,8 @@ class CyclicPoisson(_Value):
     event: Gaussian
 
     def __post_init__(self) -> None:
-        integer("cyclic_poisson count", self.count, 0)
-        integer("bands", self.bands, 1)
-        _within(self, Gaussian)  # adaptive clipping's noise would be taken back at another C
-        number("sampling_rate", self.probability, 0.0, 1.0)
+        super().__post_init__()
+        _refuse_within(self, Gaussian)  # adaptive clipping's noise would be taken back at another C
 
 
 @dataclass(frozen=True)
@@ -159,10 +147,6 @@ class SelfComposed(_Value):
     type = "self_composed"
     count: int
     event: Event
-
-    def __post_init__(self) -> None:
-        integer("self_composed count", self.count, 0)
-        check_events(self.event)
 
 
 @dataclass(frozen=True)
@@ -190,7 +174,7 @@ class RepeatAndSelect(_Value):
     distribution: str
 
     def __post_init__(self) -> None:
-        check_events(self.event)
+        super().__post_init__()
         if not isinstance(self.distribution, str) or self.distribution not in SHAPES:
             raise ConfigError(
                 f"repeat_and_select distribution is {self.distribution!r}. Use one of {', '.join(SHAPES)}."
@@ -208,20 +192,17 @@ class Imported(_Value):
     delta: float
 
     def __post_init__(self) -> None:
-        number("imported epsilon", self.epsilon, 0.0, including=True)
-        if number("imported delta", self.delta, 0.0, including=True) >= 1:
+        super().__post_init__()
+        if self.delta >= 1:
             raise ConfigError(f"imported delta is {self.delta:g}, which promises nothing. Set a number below 1.")
 
 
 @dataclass(frozen=True)
 class PureDP(_Value):
-    """One release without a delta."""
+    """One release without a delta, such as discrete Laplace noise on a count."""
 
     type = "pure_dp"
     epsilon: float
-
-    def __post_init__(self) -> None:
-        number("pure_dp epsilon", self.epsilon, 0.0, including=True)
 
 
 Event = Mechanism | PoissonSampled | CyclicPoisson | SelfComposed | Composed | RepeatAndSelect | Imported | PureDP
@@ -229,14 +210,12 @@ RunEvent = SelfComposed | CyclicPoisson
 """What a run of dpllm executes: ``count`` steps."""
 
 _KINDS: dict[str, Any] = {
-    kind.type: kind
-    for kind in (Gaussian, GaussianPair, CyclicPoisson, SelfComposed, Composed, RepeatAndSelect, Imported, PureDP)
+    **{kind.type: kind for kind in (Gaussian, GaussianPair, CyclicPoisson, SelfComposed, Composed, RepeatAndSelect)},
+    **{kind.type: kind for kind in (Imported, PureDP, PoissonSampled)},
+    "poisson_sampled_group": PoissonSampled,
 }
 _FIELDS = {name: {field.name for field in fields(kind)} for name, kind in _KINDS.items()}
-_FIELDS |= {
-    "poisson_sampled": {"probability", "event"},
-    "poisson_sampled_group": {"probability", "event", "group_size"},
-}
+_FIELDS["poisson_sampled"].remove("group_size")
 
 
 def read(value: Any, depth: int = MAX_DEPTH) -> Event:
@@ -258,28 +237,21 @@ def read(value: Any, depth: int = MAX_DEPTH) -> Event:
     found = {name: part for name, part in value.items() if name != "type"}
     if "event" in found:
         found["event"] = read(found["event"], depth - 1)
-    if "events" in found:
+    elif "events" in found:
         if not isinstance(found["events"], list | tuple):
             raise ConfigError(f"composed events are {type(found['events']).__name__}. Set a list of events.")
         found["events"] = tuple(read(part, depth - 1) for part in found["events"])
-    event: Event = _KINDS.get(kind, PoissonSampled)(**found)
-    return event
+    return _KINDS[kind](**found)  # type: ignore[no-any-return]
 
 
 def dp_sgd_event(sampling_rate: float, noise_multiplier: float, num_steps: int, group_size: int = 1) -> SelfComposed:
-    """The event of DP-SGD: `num_steps` Gaussian sums, each over a fresh Poisson sample.
+    """The event of DP-SGD: `num_steps` Gaussian sums, each over a fresh Poisson sample (Abadi et al. 2016, algorithm 1).
 
     Args:
         sampling_rate: probability q that a sampled thing joins a logical batch, 0 < q <= 1.
         noise_multiplier: standard deviation of the noise over the clipping norm, > 0.
         num_steps: logical batches, >= 0.
         group_size: how many sampled things are protected together, 1 to 1024.
-
-    Raises:
-        ConfigError: a value is out of range.
-
-    References:
-        Abadi et al. 2016, "Deep Learning with Differential Privacy", algorithm 1.
     """
     return SelfComposed(num_steps, PoissonSampled(sampling_rate, Gaussian(noise_multiplier), group_size))
 
@@ -388,8 +360,7 @@ def check_events(*parts: Event) -> None:
             )
 
 
-def _within(outer: PoissonSampled | CyclicPoisson, *allowed: type) -> None:
-    check_events(outer.event)
+def _refuse_within(outer: PoissonSampled | CyclicPoisson, allowed: Any) -> None:
     if not isinstance(outer.event, allowed):
         raise ConfigError(f"{outer.event.type!r} within {outer.type} has no known cost. Use gaussian.")
 

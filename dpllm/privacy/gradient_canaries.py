@@ -18,9 +18,7 @@ from torch import Tensor
 from dpllm.errors import Refused
 from dpllm.privacy.clipping import AUTOMATIC_GAMMA, FUNCTIONS
 
-BEFORE_CLIPPING = (
-    1000.0  # C: how long a canary's gradient is before it is clipped, so that a step without clipping shows
-)
+BEFORE_CLIPPING = 1000.0  # C, a canary's gradient before it is clipped, so that a step without clipping shows
 CHUNK = 2**20  # coordinates looked at together
 
 
@@ -39,7 +37,7 @@ class GradientCanaries:
     """
 
     def __init__(self, key: int, coins: Sequence[bool], size: int, clipping: str, device: torch.device) -> None:
-        """Draws the vectors.
+        """Draws the vectors; Refused for more canaries than coordinates.
 
         Args:
             key: 128 secret bits.
@@ -47,9 +45,6 @@ class GradientCanaries:
             size: P.
             clipping: The Plan's clipping function.
             device: Where sums lie.
-
-        Raises:
-            Refused: More canaries than coordinates.
         """
         self._coins, self._width = tuple(coins), len(coins)
         self._each = size // self._width

@@ -12,7 +12,7 @@ up, P coordinates.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -29,7 +29,7 @@ TOGETHER = CHUNK // 16  # of one that stays in a processor's cache
 
 @dataclass(frozen=True)
 class Owners:
-    """Which unit each row of a physical batch belongs to; -1 is nobody (a dummy row)."""
+    """Which unit each row of a physical batch belongs to; -1 for a padding row."""
 
     unit_R: Tensor
     num_units: int
@@ -41,7 +41,7 @@ class Owners:
 
     @functools.cached_property
     def one_to_one(self) -> bool:
-        """Row r is unit r, or nobody's."""
+        """Row r is unit r, or a padding row."""
         return all(owner in (row, -1) for row, owner in enumerate(self.unit_R.tolist()))
 
     @functools.cached_property
@@ -198,11 +198,10 @@ class UnitGradients:
         """One unit's factors, the tokens of all its rows and calls one after the other; one row is not copied."""
         rows = self.owners.rows[unit]
 
-        def tokens(factor_RTi: Tensor) -> Tensor:
-            return factor_RTi[rows[0]] if len(rows) == 1 else factor_RTi[rows].flatten(0, 1)
+        def tokens(factors: Iterable[Tensor]) -> Tensor:
+            return _cat([one[rows[0]] if len(rows) == 1 else one[rows].flatten(0, 1) for one in factors])
 
-        lefts = [tokens(item.left_RTi) for item in self._products]
-        return _cat(lefts), _cat([tokens(item.right_RTj) for item in self._products])
+        return tokens(item.left_RTi for item in self._products), tokens(item.right_RTj for item in self._products)
 
 
 def add_all(each: list[tuple[UnitGradients, Tensor]], factor_U: Tensor, counted: Sequence[bool]) -> None:
@@ -239,10 +238,10 @@ def add_all(each: list[tuple[UnitGradients, Tensor]], factor_U: Tensor, counted:
 def _upper_bound(left_Ni: Tensor, right_Nj: Tensor, looked_up: tuple[Tensor, Tensor] | None, all_tokens: int) -> Tensor:
     """An upper bound on the norm of one unit's left.T @ right, plus the vectors it looked up at some of its rows."""
     tokens, i, j = len(left_Ni), left_Ni.shape[1], right_Nj.shape[1]
-    norms_N: list[Tensor] = [
-        torch.linalg.vector_norm(factor, dim=1, dtype=torch.float64) for factor in (left_Ni, right_Nj)
-    ]
-    size = (norms_N[0] * norms_N[1]).sum()  # the sum of the norms of the terms
+    left_N, right_N = (torch.linalg.vector_norm(factor, dim=1, dtype=torch.float64) for factor in (left_Ni, right_Nj))
+    size: Tensor = (
+        left_N * right_N
+    ).sum()  # the sum of the norms of the terms: what rounding loses of them is a share of it
     if looked_up:
         size = size + looked_up[1].norm(dim=1).sum()
     of_sum = 2 * max(all_tokens, TOKENS) * ROUNDING * size

@@ -1,7 +1,6 @@
-"""Refusals: what would break the promise, found before anything runs.
+"""Refusals: what would break the promise, found in the model or the machine before anything runs.
 
-Comes in: the model, the machine. Goes out: nothing, or ``Refused``. A guard costs a user one clear
-line; a guard that is missing costs somebody their privacy.
+A guard costs a user one clear line; a guard that is missing costs somebody their privacy.
 """
 
 from __future__ import annotations

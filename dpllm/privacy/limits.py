@@ -1,7 +1,7 @@
 """What no attacker can exceed: the same guarantee in the words of a membership test.
 
-Comes in: an epsilon and a delta, or a whole event. Goes out: true positive rates, areas under the ROC curve, a Gaussian
-mu. Knows nothing of recipes, and imports an accountant only when it computes.
+Comes in: an epsilon and a delta, or a whole event. Goes out: true positive rates, areas under the ROC curve, a Gaussian mu.
+Imports an accountant only when it computes.
 """
 
 from __future__ import annotations
@@ -57,8 +57,7 @@ def attacker_limits_of(event: Event, relation: Relation) -> dict[str, float | No
             none in the far tail below its own 1/sigma. It is not the central limit approximation either, which lies below.
 
     Raises:
-        ConfigError: PLD does not know the event.
-        Refused: no accountant knows every part of it.
+        ConfigError: PLD does not know the event; Refused: no accountant knows every part of it.
 
     References:
         Dong, Roth and Su 2022, "Gaussian Differential Privacy", corollary 1 (profile of mu-GDP). Gomez et al. 2025,
@@ -107,7 +106,7 @@ def _area(lines: list[tuple[float, float]]) -> float:
 
 
 def profile(event: Event, relation: Relation) -> tuple[list[float], list[float]]:
-    """512 epsilons up to where delta is 1e-10 (or cannot get there), and an upper bound on delta at each.
+    """512 epsilons up to where delta is 1e-10, or the least it gets to, and an upper bound on delta at each.
 
     Raises as ``attacker_limits_of`` does.
     """
@@ -158,5 +157,4 @@ def _gaussian_delta(eps: NDArray[np.float64], mu: NDArray[np.float64]) -> NDArra
     import numpy as np
     from scipy.special import log_ndtr, ndtr
 
-    result: NDArray[np.float64] = ndtr(mu / 2 - eps / mu) - np.exp(eps + log_ndtr(-mu / 2 - eps / mu))
-    return result
+    return ndtr(mu / 2 - eps / mu) - np.exp(eps + log_ndtr(-mu / 2 - eps / mu))  # type: ignore[no-any-return]

@@ -95,13 +95,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def sequence_losses(logits_RTV: Tensor, input_ids_RT: Tensor, loss_mask_RT: Tensor, denominator_R: Tensor) -> Tensor:
-    """Negative log-likelihood of each sequence's targets over its example's number of targets.
-
-    Args:
-        logits_RTV: Model output; position t predicts token t + 1.
-        input_ids_RT: Token ids.
-        loss_mask_RT: True where a token is a target; position 0 never is.
-        denominator_R: Target tokens of the whole example (its chunks add up to the example's mean).
+    """Negative log-likelihood of each sequence's targets over its example's number of targets, whose chunks add up to the mean.
 
     Returns:
         loss_R in nats, float32, or float64 for float64 logits. Row r depends on row r of the inputs alone (in low
@@ -181,23 +175,17 @@ class TokenLosses:
         The loss of a token, and its gradient, are those of cross entropy over the model's logits, computed in float32
         (float64 for float64): nothing is approximated or left out. Row r is computed from row r of the batch alone, in
         products whose shape follows from row r alone.
-
-    Attributes:
-        head: The layer that hands on losses; None where logits are formed, as before: it trains, carries an adapter, is
-            quantised, or the model does something to its logits (soft-capping, a scale).
     """
 
     def __init__(self, model: nn.Module, device: torch.device, autocast: Autocast = contextlib.nullcontext) -> None:
         """Looks at the model, in a forward pass of a few tokens that leaves no trace; on torch's meta device too."""
         self._model, self._autocast = model, autocast
+        # The layer that hands on losses; None where logits are formed: it trains, carries an adapter, is quantised, or the
+        # model does something to its logits (soft-capping, a scale).
         self.head = self._understood(device)
 
     def __call__(self, batch: PhysicalBatch, *, hits: bool = False) -> Tokens:
-        """The losses of one physical batch and, if asked, where the target has the highest logit.
-
-        Raises:
-            Refused: The model returns not one vector for each token, or not what its head handed on.
-        """
+        """The losses of one physical batch and, if asked, where the target has the highest logit."""
         ids_RT, targets = batch.input_ids_RT, Targets.of(batch.input_ids_RT, batch.loss_mask_RT)
         head = self.head
         if head is None or _watched(head):
@@ -332,10 +320,7 @@ def _plain_head(model: nn.Module) -> nn.Linear | None:
     """The output head, if it is frozen and an ordinary linear layer with an ordinary forward."""
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward and "forward" not in vars(head)
-    if not plain or any(parameter.requires_grad for parameter in head.parameters()):
-        return None
-    found: nn.Linear = head
-    return found
+    return head if plain and not any(p.requires_grad for p in head.parameters()) else None
 
 
 def _watched(head: nn.Linear) -> bool:

@@ -1,8 +1,7 @@
 """Gaussian noise on a lattice: independent from step to step, or banded.
 
-Comes in: a secret key, made by ``stream.os_entropy``. Goes out: sums with noise. The key is never a user's seed
-(``privacy.insecure_seed`` aside, which ends the guarantee), is not logged and is not stored. Must not know what is drawn
-for.
+Comes in: a secret key, made by ``stream.os_entropy``; never a user's seed (``privacy.insecure_seed`` aside, which ends the
+guarantee), not logged and not stored. Goes out: sums with noise.
 
 Sums in floating point are no real numbers: which float32 values a sum plus noise can reach depends on the sum, and tells it
 (Mironov 2012). So everything that is released here is a multiple of one ``spacing``, a power of two: each unit's clipped
@@ -20,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpllm.privacy.lattice import spacing_of
+from dpllm.privacy.plan import spacing_of
 from dpllm.privacy.stream import CHUNK, SecretStream
 
 
@@ -47,8 +46,7 @@ class GaussianNoise:
     References:
         Mironov 2012, On Significance of the Least Significant Bits for Differential Privacy (the attack; rounding to a
         lattice, there for Laplace noise). Holohan and Braghin 2021, Secure Random Sampling in Differential Privacy (the
-        attack on pairs of Box and Muller's transform). Canonne, Kamath and Steinke 2020, The Discrete Gaussian for
-        Differential Privacy.
+        attack on pairs of Box and Muller's transform).
     """
 
     def __init__(self, entropy: int, device: torch.device, *, secure: bool = False) -> None:

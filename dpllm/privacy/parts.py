@@ -13,21 +13,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dpllm.errors import ConfigError, Refused
-from dpllm.privacy.events import (
-    SHAPES,
-    Composed,
-    CyclicPoisson,
-    Event,
-    Gaussian,
-    GaussianPair,
-    Imported,
-    PoissonSampled,
-    PureDP,
-    RepeatAndSelect,
-    SelfComposed,
-    check_events,
-    compose,
-)
+from dpllm.privacy import events
+from dpllm.privacy.events import SHAPES, Event, Imported, check_events, compose
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
@@ -83,24 +70,24 @@ def _parts_of(event: Event) -> Parts:
 
     def walk(part: Event, times: int) -> None:
         match part:
-            case Gaussian() | GaussianPair():
+            case events.Gaussian() | events.GaussianPair():
                 sampled[(1.0, float(part.noise_multiplier), 1)] += times
-            case PoissonSampled():
+            case events.PoissonSampled():
                 rate, sigma, size = float(part.probability), float(part.event.noise_multiplier), part.group_size
                 # Without sampling, all of the group are in every sum: one Gaussian of that sensitivity.
                 sampled[(rate, sigma, size) if rate < 1 else (1.0, sigma / size, 1)] += times
-            case CyclicPoisson():
-                walk(PoissonSampled(part.probability, part.event), times * -(-part.count // part.bands))
-            case SelfComposed():
+            case events.CyclicPoisson():
+                walk(events.PoissonSampled(part.probability, part.event), times * -(-part.count // part.bands))
+            case events.SelfComposed():
                 walk(part.event, times * part.count)
-            case Composed():
+            case events.Composed():
                 for inner in part.events:
                     walk(inner, times)
-            case RepeatAndSelect():
+            case events.RepeatAndSelect():
                 inside = parts_of(part.event)
                 if inside != Parts():
                     selected[(inside, float(part.mean), part.distribution)] += times
-            case Imported() | PureDP():
+            case Imported() | events.PureDP():
                 known = float(part.epsilon), float(part.delta if isinstance(part, Imported) else 0.0)
                 if any(known):
                     bounds[known] += times
@@ -116,9 +103,9 @@ def _parts_of(event: Event) -> Parts:
 def changed(event: Event, leaf: Callable[[Any], Any]) -> Event:
     """The same event with each mechanism, import and pure_dp release in it as `leaf` gives it back."""
     match event:
-        case PoissonSampled() | CyclicPoisson() | SelfComposed() | RepeatAndSelect():
+        case events.PoissonSampled() | events.CyclicPoisson() | events.SelfComposed() | events.RepeatAndSelect():
             return replace(event, event=changed(event.event, leaf))  # type: ignore[arg-type]  # a mechanism stays one
-        case Composed():
+        case events.Composed():
             return compose([changed(part, leaf) for part in event.events])
     return leaf(event)  # type: ignore[no-any-return]
 

@@ -1,8 +1,7 @@
 """The promise: one frozen value from which sampler, noise, accountant, ledger and card are all built.
 
-Comes in: settings and a schedule, both public. Goes out: a ``Plan``, what a run with differential privacy promises
-beside the ``Schedule`` that every run has. This module must not see data and must not import torch: whoever verifies a card
-computes it again.
+Comes in: settings and a schedule, both public. Goes out: a ``Plan``. Must not see data and must not import torch: whoever
+verifies a card computes it again.
 """
 
 from __future__ import annotations
@@ -35,6 +34,8 @@ __all__ += ["adaptive_clipping", "auto_delta", "check_delta", "make_plan", "nois
 
 CURVE_DELTAS = (1e-4, 1e-5, 1e-6, 1e-7, 1e-8)
 CONSTANT = LearningRate(shape="constant")
+LATTICE_BITS = 30  # the noise's standard deviation is 2^30 to 2^31 times the spacing of the lattice
+SLACK = 1e-6  # of C, by which rounding may make a clipped gradient longer; see ``clipping.PerUnitClipper``
 RANGE = math.log(1e6)  # how far adaptive clipping may move C from the first, in factors of e
 
 RELATION_IN_WORDS: dict[Relation, str] = {
@@ -48,9 +49,9 @@ RELATION_IN_WORDS: dict[Relation, str] = {
 class AdaptiveClipping:
     """How C moves, and what noise the count carries.
 
-    Each step releases two sums over one Poisson sample: the gradients clipped at C_t, with noise sigma_g C_t, and the
-    count of (b - 1/2), b = 1 for a gradient no longer than C_t, with noise sigma_b. One unit moves the first by at most
-    C_t and the second by at most 1/2.
+    Each step releases two sums over one Poisson sample: the gradients clipped at C_t, with noise sigma_g C_t, and the count of
+    (b - 1/2), b = 1 for a gradient no longer than C_t, with noise sigma_b. One unit moves the first by at most C_t and the second
+    by at most 1/2.
 
     Guarantee:
         Both together are one Gaussian sum of sensitivity 1 and noise multiplier sigma, 1/sigma^2 = 1/sigma_g^2 +
@@ -96,7 +97,6 @@ class Settings:
     relation: Relation = "zero_out"
 
     def __post_init__(self) -> None:
-        """Refuses what no promise would be about, with a ConfigError."""
         for name in ("epsilon", "noise_multiplier", "max_grad_norm"):
             if (value := getattr(self, name)) is not None and not value > 0:
                 raise ConfigError(f"{name} is {value!r}, from which no guarantee follows. Set a number above 0.")
@@ -118,53 +118,33 @@ class Plan:
         ``neighbouring_relation``, if T = num_steps steps run as ``schedule`` says, the contribution to a summed gradient of
         each thing that is sampled has L2 norm at most ``max_grad_norm``, and N(0, (noise_multiplier * max_grad_norm)^2) is
         added to every coordinate of each sum. With ``sampling`` example, rows are sampled and clipped one by one, and the
-        guarantee is for a unit of up to ``max_examples_per_unit`` rows together. With ``adaptive``, sum and count are
-        released together as one Gaussian of the same noise multiplier (see ``AdaptiveClipping``), and the guarantee
-        covers the released counts too. With ``coefficients``, steps sample groups in turn and the noise of a step takes back a
-        part of earlier noise: ``dpllm.privacy.banded`` has the assumptions and the proof.
-
-    Attributes:
-        schedule: Sampling rate, steps, public size and divisor.
-        unit: example, or the name of the column that says whose row it is.
-        max_examples_per_unit: Rows that one unit may bring; None for example.
-        sampling: What is drawn and clipped as a whole: "unit", or "example" for single rows.
-        neighbouring_relation: zero_out (N was counted and is published) or add_or_remove_one (N was declared).
-        noise_multiplier: sigma, the noise's standard deviation over max_grad_norm.
-        clipping: The clipping function: flat, automatic, per_layer or adaptive.
-        max_grad_norm: C; with adaptive clipping the first one, which later releases move.
-        delta: Probability-like slack; below 1/N.
-        epsilon: Stated by the accountant for the event below.
-        target_epsilon: What the recipe asked for; at least epsilon, unless steps were added to make up lost ones.
-        accountant: Name, version and discretisation interval.
-        event: The mechanism as a value, from which anyone can recompute epsilon.
-        adaptive: How the noise is split between gradients and count; None for the other clipping functions.
-        coefficients: c_0, ..., c_{b-1} of banded noise, squares adding up to at most 1; empty for independent noise.
-        accountants: Epsilon by each accountant that knows the event, pld and rdp side by side.
-        limits: What no membership attack can exceed, see ``limits.attacker_limits_of``.
-        curve: (delta, epsilon) at deltas of 1e-4 to 1e-8; None for an epsilon where none can be certified.
+        guarantee is for a unit of up to ``max_examples_per_unit`` rows together. With ``adaptive``, it covers the released
+        counts too (see ``AdaptiveClipping``). With ``coefficients``, steps sample groups in turn and the noise of a step takes
+        back a part of earlier noise: ``dpllm.privacy.banded`` has the assumptions and the proof.
     """
 
     schedule: Schedule
-    unit: str
-    max_examples_per_unit: int | None
-    neighbouring_relation: Relation
-    noise_multiplier: float
-    clipping: str
-    max_grad_norm: float
-    delta: float
-    epsilon: float
-    target_epsilon: float
-    accountant: dict[str, Any]
-    event: RunEvent
+    unit: str  # example, or the name of the column that says whose row it is
+    max_examples_per_unit: int | None  # rows that one unit may bring; None for example
+    neighbouring_relation: Relation  # zero_out (N was counted and is published) or add_or_remove_one (N was declared)
+    noise_multiplier: float  # sigma, the noise's standard deviation over max_grad_norm
+    clipping: str  # flat, automatic, per_layer or adaptive
+    max_grad_norm: float  # C; with adaptive clipping the first one, which later releases move
+    delta: float  # below 1/N
+    epsilon: float  # stated by the accountant for the event
+    target_epsilon: float  # what was asked for; at least epsilon, unless steps were added to make up lost ones
+    accountant: dict[str, Any]  # name, version and discretisation interval
+    event: RunEvent  # the mechanism as a value, from which anyone can recompute epsilon
     adaptive: AdaptiveClipping | None = None
-    sampling: Literal["unit", "example"] = "unit"
-    coefficients: tuple[float, ...] = ()
-    accountants: dict[str, float | None] = field(default_factory=dict)
-    limits: dict[str, float | None] = field(default_factory=dict)
-    curve: tuple[tuple[float, float | None], ...] = ()
+    sampling: Literal["unit", "example"] = "unit"  # what is drawn and clipped as a whole; example is a single row
+    coefficients: tuple[float, ...] = ()  # c_0, ..., c_{b-1} of banded noise, of squares that add up to at most 1
+    accountants: dict[str, float | None] = field(default_factory=dict)  # epsilon by each that knows the event
+    limits: dict[str, float | None] = field(default_factory=dict)  # see ``limits.attacker_limits_of``
+    curve: tuple[
+        tuple[float, float | None], ...
+    ] = ()  # (delta, epsilon) at ``CURVE_DELTAS``; None where none is certified
 
     def __post_init__(self) -> None:
-        """Refuses coefficients of banded noise for which the event would not hold."""
         if self.coefficients and (len(self.coefficients) < 2 or not banded.admissible(self.coefficients)):
             raise Refused(
                 "the coefficients of banded noise are no strategy whose columns are at most 1 long, so there would be less noise "
@@ -205,7 +185,7 @@ def make_plan(
 
     Args:
         settings: What is asked.
-        schedule: Of the run.
+        schedule: Of the run, without extra steps.
         cache_dir: Where calibrations are remembered.
         fit: What is left of a Renyi filter that the run must fit: calibrated noise is then the larger of what meets the
             target epsilon and what fits. Noise that the settings name is left as it is, for the ledger to judge.
@@ -215,8 +195,8 @@ def make_plan(
         coefficients: Of the run that goes on; None: they are optimised for the recipe's steps.
 
     Raises:
-        Refused: delta >= 1/N, the run's or the budget's, or the given noise_multiplier exceeds the target epsilon, or
-            the event is one that the filter cannot count, or banded noise has no room: see ``banded.check``.
+        Refused: delta >= 1/N, the run's or the budget's; the given noise_multiplier exceeds the target epsilon; the filter cannot
+            count the event; or banded noise has no room (``banded.check``).
         BudgetExceeded: Nothing is left of the filter, or fitting it takes more than twice the noise of the target.
         ConfigError: The target epsilon cannot be reached.
     """
@@ -329,8 +309,7 @@ def noise_multiplier_for(
 
 
 def _steps(mechanism: Mechanism, schedule: Schedule, num_steps: int, group_size: int, bands: int) -> RunEvent:
-    if bands > 1:
-        # which refuses the pair of sums of adaptive clipping
+    if bands > 1:  # the event refuses the pair of sums of adaptive clipping
         return CyclicPoisson(bands, num_steps, group_rate(schedule, bands), cast(Gaussian, mechanism))
     return SelfComposed(num_steps, PoissonSampled(schedule.sampling_rate, mechanism, group_size))
 
@@ -344,12 +323,7 @@ def _mechanism(
         settings.epsilon, delta, schedule, relation, bands, cache_dir, group_size=group
     )
     if fit is not None and settings.noise_multiplier is None:
-        sigma = _fitting(
-            sigma,
-            lambda s, n: _steps(Gaussian(s), schedule, n, group, bands),
-            steps,
-            fit,
-        )
+        sigma = _fitting(sigma, lambda s, n: _steps(Gaussian(s), schedule, n, group, bands), steps, fit)
     mechanism: Mechanism = Gaussian(sigma)
     split = None
     if settings.clipping == "adaptive":
@@ -374,13 +348,10 @@ def adaptive_clipping(
     learning_rate: float,
     count_noise_multiplier: float | None = None,
 ) -> AdaptiveClipping:
-    """Splits the noise between gradients and count.
+    """Splits the noise between gradients and count; Refused where the count alone would cost more than both may.
 
     ``count_noise_multiplier`` None: the larger of B / 20 (Andrew et al.) and 2 sigma, with which the gradients' noise grows
     by 3.3% at most.
-
-    Raises:
-        Refused: 2 sigma_b <= sigma: the count alone would cost more than both may.
     """
     sigma_b = count_noise_multiplier or max(expected_batch_size / 20, 2 * noise_multiplier)
     if noise_multiplier**-2 <= (2 * sigma_b) ** -2:
@@ -390,6 +361,29 @@ def adaptive_clipping(
         )
     sigma_g = events.gradient_noise_multiplier(noise_multiplier, sigma_b)
     return AdaptiveClipping(quantile, learning_rate, sigma_b, sigma_g)
+
+
+def noise_scale(noise_multiplier: float, max_grad_norm: float, coordinates: int) -> float:
+    """The standard deviation s of the noise: ``noise_multiplier`` times what one unit can move the sum on the lattice.
+
+    Raises:
+        Refused: The lattice would be as coarse as C.
+    """
+    # A unit's clipped gradient is no longer than C (1 + 1e-6), and rounding it to the lattice moves each of P coordinates by at
+    # most one spacing, which is at most 2^-30 s. So s = sigma (C (1 + 1e-6) + 2^-30 s sqrt(P)), solved for s; of a million
+    # coordinates at sigma 1, C (1 + 2e-6).
+    rounding = 2.0**-LATTICE_BITS * noise_multiplier * math.sqrt(coordinates)
+    if rounding >= 0.5:
+        raise Refused(
+            f"a noise multiplier of {noise_multiplier:g} over {coordinates:,} coordinates needs a lattice as coarse as the "
+            "gradients themselves. Lower privacy.noise_multiplier, or train fewer parameters."
+        )
+    return noise_multiplier * max_grad_norm * (1 + SLACK) / (1 - rounding)
+
+
+def spacing_of(scale: float) -> float:
+    """The spacing of the lattice for noise of this standard deviation: a power of two in (2^-31, 2^-30] times it."""
+    return math.ldexp(1.0, math.floor(math.log2(scale)) - LATTICE_BITS)
 
 
 def auto_delta(dataset_size: int) -> float:

@@ -1,7 +1,7 @@
 """The privacy-loss distribution of an event: every epsilon and delta of it at once.
 
 Comes in: the parts of an event, a neighbouring relation, a discretisation. Goes out: dp-accounting's distribution, which
-answers "which epsilon at this delta" and "which delta at this epsilon". Knows nothing of recipes and ledgers.
+answers "which epsilon at this delta" and "which delta at this epsilon".
 """
 
 from __future__ import annotations
@@ -36,7 +36,24 @@ def privacy_loss(parts: Parts, relation: Relation, interval: float) -> PrivacyLo
     """
     if any(part.times > MAX_STEPS for part in parts.sampled):
         raise ConfigError(f"more than {MAX_STEPS} steps take too long to compose. Lower train.steps or train.epochs.")
-    return _distribution(parts, relation, _interval(parts, interval))
+    from dp_accounting.pld import common
+    from dp_accounting.pld import privacy_loss_distribution as pld
+
+    # dp-accounting's public functions, composed as its PLDAccountant does. The accountant itself has no event for an imported
+    # (epsilon, delta), inverts the loss of a mixture point by point, which takes 5 to 20 s, and computes one step anew for every
+    # number of steps.
+    interval = _interval(parts, interval)
+    whole = pld.identity(interval)
+    for part in parts.sampled:
+        if part.probability == 1.0:
+            sigma = part.noise_multiplier / math.sqrt(part.times)
+            whole = whole.compose(_step(part._replace(noise_multiplier=sigma, times=1), relation, interval))
+        else:
+            whole = whole.compose(_step(part._replace(times=1), relation, interval).self_compose(part.times))
+    for release in parts.bounds:
+        known = common.DifferentialPrivacyParameters(release.epsilon, release.delta)
+        whole = whole.compose(pld.from_privacy_parameters(known, interval).self_compose(release.times))
+    return whole
 
 
 def _interval(parts: Parts, interval: float) -> float:
@@ -58,28 +75,6 @@ def _interval(parts: Parts, interval: float) -> float:
     return interval
 
 
-def _distribution(parts: Parts, relation: Relation, interval: float) -> PrivacyLossDistribution:
-    """The whole distribution from dp-accounting's public functions, composed as its PLDAccountant does.
-
-    The accountant has no event for an imported (epsilon, delta), inverts the loss of a mixture point by point, which takes
-    5 to 20 s, and computes one step anew for every number of steps.
-    """
-    from dp_accounting.pld import common
-    from dp_accounting.pld import privacy_loss_distribution as pld
-
-    whole = pld.identity(interval)
-    for part in parts.sampled:
-        if part.probability == 1.0:
-            sigma = part.noise_multiplier / math.sqrt(part.times)
-            whole = whole.compose(_step(part._replace(noise_multiplier=sigma, times=1), relation, interval))
-        else:
-            whole = whole.compose(_step(part._replace(times=1), relation, interval).self_compose(part.times))
-    for release in parts.bounds:
-        known = common.DifferentialPrivacyParameters(release.epsilon, release.delta)
-        whole = whole.compose(pld.from_privacy_parameters(known, interval).self_compose(release.times))
-    return whole
-
-
 @lru_cache(maxsize=16)
 def _step(part: SampledSums, relation: Relation, interval: float) -> PrivacyLossDistribution:
     """One step, the same for every number of them."""
@@ -88,15 +83,12 @@ def _step(part: SampledSums, relation: Relation, interval: float) -> PrivacyLoss
 
     if part.group_size > 1:
         return _mixture_loss(part, interval)
-    relations = {
-        "zero_out": NeighboringRelation.REPLACE_SPECIAL,
-        "add_or_remove_one": NeighboringRelation.ADD_OR_REMOVE_ONE,
-    }
+    zero_out, add_or_remove = NeighboringRelation.REPLACE_SPECIAL, NeighboringRelation.ADD_OR_REMOVE_ONE
     return pld.from_gaussian_mechanism(
         part.noise_multiplier,
         value_discretization_interval=interval,
         sampling_prob=part.probability,
-        neighboring_relation=relations[relation],
+        neighboring_relation=zero_out if relation == "zero_out" else add_or_remove,
     )
 
 

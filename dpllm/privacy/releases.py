@@ -2,7 +2,7 @@
 
 Comes in: what is asked (declared values, no data), how many rows one unit may bring, an epsilon. Goes out: a ``Measurement``,
 which turns the values of all rows into what may be published. OpenDP (extra ``stats``) draws all noise, from the operating
-system's generator. Knows no text and no ledger.
+system's generator.
 
 Guarantee:
     A release of a ``Measurement`` is (epsilon, 0)-differentially private, with the epsilon of its event, for any two lists of
@@ -26,16 +26,11 @@ from typing import Any, Literal
 from dpllm.errors import ConfigError
 from dpllm.privacy.events import PureDP
 
-STEPS = 2**20
-"""Steps from the middle of a mean's declared range to its end: OpenDP sums whole numbers."""
-MISSED = 0.05
-"""Probability that a release errs by more than its ``error``."""
-_Made = tuple[Any, Callable[[Any], dict[str, float]], Callable[[Any], Any]]
-
-
+STEPS = 2**20  # from the middle of a mean's declared range to its end: OpenDP sums whole numbers
+MISSED = 0.05  # probability that a release errs by more than its ``error``
+OTHER = "other"  # where a row counts whose value is none of the declared ones
 Kind = Literal["units", "lengths", "quantiles", "shares", "scripts", "mean"]
-OTHER = "other"
-"""Where a row counts whose value is none of the declared ones."""
+_Made = tuple[Any, Callable[[Any], dict[str, float]], Callable[[Any], Any]]
 
 
 @dataclass(frozen=True)
@@ -70,25 +65,15 @@ def tidy(number: float) -> float:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One release, before it is drawn.
+    """One release, before it is drawn."""
 
-    Attributes:
-        mechanism: Its name in the literature.
-        event: What it costs: with OpenDP's epsilon.
-        error: With 95% probability it errs by at most this; it follows from what is declared.
-        error_of: What ``error`` counts, in words.
-        measure: OpenDP's measurement.
-        prepare: One exact value -> the element of a list that ``measure`` takes.
-        read: What ``measure`` gives -> named numbers.
-    """
-
-    mechanism: str
-    event: PureDP
-    error: float
-    error_of: str
-    measure: Any
-    read: Callable[[Any], dict[str, float]]
-    prepare: Callable[[Any], Any]
+    mechanism: str  # its name in the literature
+    event: PureDP  # what it costs: with OpenDP's epsilon
+    error: float  # with 95% probability it errs by at most this; it follows from what is declared
+    error_of: str  # what ``error`` counts, in words
+    measure: Any  # OpenDP's measurement
+    read: Callable[[Any], dict[str, float]]  # what ``measure`` gives -> named numbers
+    prepare: Callable[[Any], Any]  # one exact value -> the element of a list that ``measure`` takes
 
     def release(self, values: Iterable[Any]) -> dict[str, float]:
         """Draws it once, from the exact values of all rows."""
@@ -96,12 +81,7 @@ class Measurement:
 
 
 def measurement(asked: Statistic, rows: int, epsilon: float) -> Measurement:
-    """The measurement of a statistic that costs at most `epsilon`.
-
-    Args:
-        asked: What, and all that is declared for it.
-        rows: How many rows one unit may bring, >= 1.
-        epsilon: > 0.
+    """The measurement of a statistic that costs at most `epsilon`, where one unit brings at most so many ``rows``.
 
     Raises:
         ConfigError: OpenDP is not installed, or has no noise for so small or large an epsilon.

@@ -1,11 +1,11 @@
 """Renyi differential privacy at one order: what an event costs, what a budget allows, and what still fits.
 
-Comes in: events, an order, a budget. Goes out: Renyi divergences and the sums that a filter compares. Knows neither
-ledgers nor recipes, and imports dp-accounting only when it computes.
+Comes in: events, an order, a budget. Goes out: Renyi divergences and the sums that a filter compares. Imports dp-accounting only
+when it computes.
 
-Why one order: composed privacy-loss distributions hold for runs that were all fixed in advance. Where a later run
-depends on the results of earlier ones, sums of the Renyi divergence at one order, chosen before the first run and
-never changed, still bound the whole.
+Why one order: composed privacy-loss distributions hold for runs that were all fixed in advance. Where a later run depends on
+the results of earlier ones, sums of the Renyi divergence at one order, chosen before the first run and never changed, still
+bound the whole.
 
 References:
     Feldman and Zrnic 2021, "Individual Privacy Accounting via a Renyi Filter" (arXiv 2008.11193), theorem 4.5.
@@ -41,15 +41,10 @@ BELOW_ONE = math.nextafter(1.0, 0.0)
 
 @dataclass(frozen=True)
 class Fit:
-    """What is left of a Renyi filter.
+    """What is left of a Renyi filter."""
 
-    Attributes:
-        order: alpha > 1, the filter's only order.
-        allowance: the Renyi divergence of that order which further runs may still have together.
-    """
-
-    order: float
-    allowance: float
+    order: float  # alpha > 1, the filter's only one
+    allowance: float  # the Renyi divergence of that order which further runs may still have together
 
 
 def rdp(event: Event, order: float) -> float:
@@ -73,11 +68,7 @@ def rdp(event: Event, order: float) -> float:
 
 
 def allowance(epsilon: float, delta: float, order: float) -> float:
-    """The largest Renyi divergence at `order` > 1 that implies (epsilon, delta)-DP; below 0 where none does.
-
-    References:
-        Canonne, Kamath and Steinke 2020, proposition 12.
-    """
+    """The largest Renyi divergence at `order` > 1 that implies (epsilon, delta)-DP; below 0 where none does."""
     number("epsilon", epsilon, 0.0)
     return epsilon - _conversion(delta, order)
 
@@ -144,7 +135,7 @@ def largest_num_steps(event_of: Callable[[int], Event], fit: Fit) -> int:
 def smallest_noise_multiplier(event_of: Callable[[float], Event], fit: Fit) -> float:
     """The smallest noise multiplier, in steps of 1e-4 from 0.05 to 1e4, whose event fits; infinite where none does.
 
-    ``event_of`` gives the event at a noise multiplier, whose cost never rises with it.
+    Cost never rises with it.
     """
     if fit.allowance <= 0:
         return math.inf
@@ -170,6 +161,7 @@ def rdp_epsilon(parts: Parts, delta: float) -> float:
 
 
 def _conversion(delta: float, order: float) -> float:
+    """What is between a Renyi divergence and epsilon (Canonne, Kamath and Steinke 2020, proposition 12)."""
     number("delta", delta, 0.0, BELOW_ONE)
     number("order", order, 1.0)
     return math.log1p(-1 / order) - math.log(delta * order) / (order - 1)

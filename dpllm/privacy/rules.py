@@ -1,9 +1,8 @@
 """Layer rules: from a layer's input and the gradient of its output to every row's gradient of its parameters.
 
-Comes in: one call of one layer in one backward pass. Goes out: parts of gradients, each in the cheapest exact form. To
-make another kind of layer fast, write one function and one line in ``RULES``; a layer without a rule goes through
-Opacus' functorch path, which is exact and slow. A wrong rule does not train: the self-check compares every run's model
-with autograd.
+Comes in: one call of one layer in one backward pass. Goes out: parts of gradients, each in the cheapest exact form. To make
+another kind of layer fast, write one function and one line in ``RULES``; a layer without a rule goes through Opacus' functorch
+path, which is exact and slow. A wrong rule does not train: the self-check compares every run's model with autograd.
 
 Shape suffixes: R rows of a physical batch, T tokens, d inputs, p outputs, V vocabulary, K pairs of a row and a token.
 """
@@ -31,12 +30,10 @@ WIDE = 16_384  # outputs of a layer that is a head over a vocabulary
 
 @dataclass(frozen=True)
 class Form:
-    """In which form gradients of dense weights are kept.
+    """In which form gradients of dense weights are kept; the choice rests on public numbers alone."""
 
-    Both forms are exact, but not to the same last bits. So the choice rests on public numbers alone: if it followed the
-    physical batch, a long row would change how the rows beside it are rounded, which where terms cancel is more than C.
-    """
-
+    # Both forms are exact, but not to the same last bits: if the choice followed the physical batch, a long row would change how
+    # the rows beside it are rounded, which where terms cancel is more than C.
     mode: Mode
     max_length: int  # tokens of the longest row allowed
 

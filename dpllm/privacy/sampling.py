@@ -21,9 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpllm.privacy.schedule import Schedule, Shape, group_rate, shape_for
+from dpllm.privacy.schedule import Schedule, Shape, TokenSequence, Unit, group_rate, shape_for
 from dpllm.privacy.stream import SecretStream, Turns, groups
-from dpllm.privacy.units import TokenSequence, Unit
 
 
 @dataclass(frozen=True)
@@ -171,13 +170,9 @@ def _cut(units: Sequence[tuple[int, int]], size: int) -> Iterator[tuple[list[int
 
 
 def collate(units: Sequence[Unit], pad_id: int, rows: int = 0, length: int = 0) -> PhysicalBatch:
-    """Right-pads the sequences of units into one physical batch.
+    """Right-pads the sequences of units, one each or more, into one physical batch of at least so many rows and tokens.
 
-    Args:
-        units: Each with one sequence or more; none at all only with ``rows``.
-        pad_id: Token id for padding.
-        rows: The batch has at least as many; padding rows, which learn nothing, come last.
-        length: Of rows, in tokens, at least.
+    Padding rows, which learn nothing, come last; without any ``rows`` there must be a unit.
     """
     owners = [index for index, unit in enumerate(units) for _ in unit.sequences]
     sequences = [sequence for unit in units for sequence in unit.sequences]

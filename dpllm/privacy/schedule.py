@@ -1,7 +1,7 @@
-"""How often whom: N, B, q and T, and what else follows from public numbers alone, whether or not a run is private.
+"""What is sampled and how often: units, and N, B, q, T and shapes of batches, which follow from public numbers alone.
 
-Comes in: public numbers, the number of privacy units among them. Goes out: a ``Schedule``, shapes of physical batches. Must not
-see data and must not import torch.
+Comes in: public numbers, the number of privacy units among them. Goes out: a ``Schedule``, shapes of physical batches, whether or
+not a run is private. Must not import torch.
 """
 
 from __future__ import annotations
@@ -24,39 +24,47 @@ PARTS = 16  # of max_length, among whose ends lengths are chosen, in multiples o
 
 
 @dataclass(frozen=True)
+class TokenSequence:
+    """One sequence as the model reads it."""
+
+    input_ids: tuple[int, ...]  # at most ``max_length``
+    loss_mask: tuple[
+        bool, ...
+    ]  # True where the token is a target, predicted from the tokens before it; never at position 0
+    denominator: int  # target tokens of the whole example, of which this may be one chunk
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Everything that one privacy unit brings; it is sampled, clipped and bounded as a whole."""
+
+    sequences: tuple[TokenSequence, ...]
+
+
+@dataclass(frozen=True)
 class Schedule:
-    """How often whom: the part of a run that does not depend on whether it is private.
+    """How often whom: the part of a run that does not depend on whether it is private."""
 
-    Attributes:
-        dataset_size: N, the public number of what is sampled, canary slots included: privacy units, or, with
-            ``data.sampling: example``, their rows after the cap of ``max_examples_per_unit``.
-        canary_slots: How many of the N are held by candidate canaries: see ``recipe.derived.num_slots``.
-        expected_batch_size: B, the public divisor of the summed gradient, in the same things as N.
-        sampling_rate: q = B / N; each of the N joins every logical batch independently with this probability.
-        num_steps: T, the number of logical steps.
-    """
-
-    dataset_size: int
-    canary_slots: int
-    expected_batch_size: int
-    sampling_rate: float
-    num_steps: int
+    dataset_size: (
+        int  # N, public: units, canary slots included; with ``data.sampling: example``, their rows after the cap
+    )
+    canary_slots: int  # how many of the N are held by candidate canaries: see ``recipe.derived.num_slots``
+    expected_batch_size: int  # B, the public divisor of the summed gradient, in the same things as N
+    sampling_rate: float  # q = B / N, with which each of the N joins every logical batch independently
+    num_steps: int  # T, logical steps
 
 
 def make_schedule(
     num_units: int, batch: int, steps: int | None, epochs: float | None = None, *, slots: int = 0
 ) -> Schedule:
-    """Derives N, q and T, in integers and exact fractions, from public numbers.
+    """Derives N, q and T, in integers and exact fractions; Refused where the logical batch is larger than the dataset.
 
     Args:
         num_units: Privacy units without canaries, >= 1.
         batch: B, >= 1.
-        steps: T; None: as many as ``epochs`` take.
-        epochs: Expected passes over the data, > 0.
-        slots: Slots of canaries.
-
-    Raises:
-        Refused: The logical batch is larger than the dataset.
+        steps: T; None: as many as ``epochs`` take, expected passes over the data.
+        epochs: > 0.
+        slots: Of canaries.
     """
     size = num_units + slots
     if batch > size:

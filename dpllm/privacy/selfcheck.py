@@ -1,8 +1,7 @@
 """The check before every run: the engine against brute-force autograd, through the very model that trains.
 
 Comes in: a ``Subject``: the model, a function from batch to losses, a way to make a clipper. Goes out: ``Checked``, or a refusal
-that names the layer. Rows are synthetic; this module must not see data. Nothing in a forward pass may be
-drawn at random: masks and jitter of a batch follow who else is in it.
+that names the layer. Rows are synthetic; this module must not see data.
 
 Shape suffixes: R rows, T tokens, U units.
 """
@@ -25,8 +24,7 @@ from dpllm.privacy.clipping import Losses, PerUnitClipper
 from dpllm.privacy.draws import calls_of, gradients_of, refuse_random_numbers
 from dpllm.privacy.loss import evaluating
 from dpllm.privacy.sampling import PhysicalBatch, collate
-from dpllm.privacy.schedule import Shape
-from dpllm.privacy.units import TokenSequence, Unit
+from dpllm.privacy.schedule import Shape, TokenSequence, Unit
 from dpllm.progress import tell
 
 
@@ -74,9 +72,9 @@ class Checked:
     """What a self-check found."""
 
     error: float  # largest relative error against brute-force autograd; 0 without a Plan
+    # Shape of a physical batch -> a digest of what synthetic units of it add to the sum, bit for bit. Processes with equal
+    # digests rounded these rows alike: a test on samples, no proof.
     digests: dict[Shape, str] = field(default_factory=dict)
-    """Shape of a physical batch -> a digest of what synthetic units of it add to the sum, bit for bit. Processes with equal
-    digests rounded these rows alike: a test on samples, no proof."""
     known: bool = False  # that rows do not round by company was shown before, and the first digest is as it was then
 
 

@@ -27,7 +27,7 @@ def os_entropy() -> int:
 
 
 class SecretStream:
-    """Words and uniform variates from AES-256 in counter mode, keyed by a secret integer below 2**256.
+    """Words and variates from AES-256 in counter mode (NIST SP 800-38A, 6.5), keyed by a secret integer below 2**256.
 
     The counter begins at ``purpose``, four bytes, and twelve bytes of zero, so that streams of one key and different purposes
     share no block before 2**96 of them are used.
@@ -36,9 +36,6 @@ class SecretStream:
         Whoever does not know the key cannot tell n words from independent uniform ones, under the assumption that AES-256 is
         a pseudorandom permutation; as its blocks never repeat, they differ from random ones with probability below
         n^2 2^-131: 2^-57 for the 2^37 words of a large run.
-
-    References:
-        Dworkin 2001, NIST SP 800-38A, section 6.5 (counter mode).
     """
 
     def __init__(self, key: int, purpose: bytes) -> None:
@@ -59,19 +56,14 @@ class SecretStream:
     def normal(self, out_N: npt.NDArray[np.float64]) -> None:
         """Fills a vector of any length with independent standard normal variates; ``GaussianNoise`` says how densely they lie.
 
-        Pairs are r cos(a) and r sin(a) with r^2 = -2 log(u): one word for the angle a, one for u. Where u is near 0 or 1, another
-        word makes it finer.
-
-        References:
-            Box and Muller 1958, A Note on the Generation of Random Normal Deviates.
+        Pairs are r cos(a) and r sin(a) with r^2 = -2 log(u) (Box and Muller 1958): one word for the angle a, one for u. Where u
+        is near 0 or 1, another word makes it finer.
         """
         for part in np.split(out_N, range(CHUNK, len(out_N), CHUNK)):
-            if len(part) % 2:
-                pairs = np.empty(len(part) + 1)
-                self._fill(pairs)
+            pairs = np.empty(len(part) + 1) if len(part) % 2 else part
+            self._fill(pairs)
+            if pairs is not part:
                 part[:] = pairs[:-1]
-            else:
-                self._fill(part)
 
     def _fill(self, pairs_N: npt.NDArray[np.float64]) -> None:
         import torch  # which ``dpllm verify``, who draws no noise, does without

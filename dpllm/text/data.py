@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dpllm.errors import DataError
-from dpllm.privacy.units import TokenSequence as TokenSequence
-from dpllm.privacy.units import Unit as Unit
+from dpllm.privacy.schedule import TokenSequence as TokenSequence
+from dpllm.privacy.schedule import Unit as Unit
 from dpllm.recipe import names
 from dpllm.recipe.config import DataConfig, Source
 from dpllm.text import control

@@ -14,7 +14,7 @@ from typing import Any, cast, get_args
 from dpllm.card import claim
 from dpllm.privacy import accounting, banded
 from dpllm.privacy.events import CyclicPoisson, Gaussian, GaussianPair, Mechanism, PoissonSampled, step_of
-from dpllm.privacy.lattice import noise_scale
+from dpllm.privacy.plan import noise_scale
 from dpllm.privacy.privacy_loss import Relation
 from dpllm.privacy.releases import OTHER, Kind, Statistic, tidy, told
 from dpllm.statement.fields import CRYPTOGRAPHIC, DEFINITION, Ancestor, ComposedLineage, Terms

@@ -39,7 +39,7 @@ from hypothesis import strategies as st
 
 from dpllm.card.card import write_card
 from dpllm.errors import ConfigError
-from dpllm.privacy.lattice import noise_scale
+from dpllm.privacy.plan import noise_scale
 from dpllm.statement import formatting
 
 # What is said

@@ -299,7 +299,7 @@ def test_a_rehearsal_that_ran_out_of_memory_leaves_nothing_behind(
     steps = tm.batches(tm.units([(9,), (17,), (5,)]), 2)
     engine, other = engine_of(**CASES[name]), engine_of(**CASES[name])
     before = everything(engine)
-    kind = type(engine._summer)
+    kind = type(engine._clipper)
     inner, counted = kind.add, []
 
     class Stop(torch.autograd.Function):

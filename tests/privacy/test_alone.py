@@ -25,9 +25,8 @@ from dpllm import errors
 from dpllm.errors import Refused
 from dpllm.privacy import gradients, noise
 from dpllm.privacy.gradients import UnitGradients
-from dpllm.privacy.lattice import noise_scale, spacing_of
 from dpllm.privacy.noise import GaussianNoise
-from dpllm.privacy.plan import AdaptiveClipping, adaptive_clipping
+from dpllm.privacy.plan import AdaptiveClipping, adaptive_clipping, noise_scale, spacing_of
 
 HEAD = {**FROZEN, "lm_head": True}
 TIED = {"tie_word_embeddings": True}

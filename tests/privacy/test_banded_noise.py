@@ -13,9 +13,8 @@ from scipy import stats
 
 from dpllm.privacy import banded
 from dpllm.privacy.engine import Engine
-from dpllm.privacy.lattice import spacing_of
 from dpllm.privacy.noise import BandedNoise, GaussianNoise
-from dpllm.privacy.plan import Plan
+from dpllm.privacy.plan import Plan, spacing_of
 from dpllm.privacy.sampling import PoissonSampler
 from dpllm.privacy.stream import Turns, groups
 

@@ -61,7 +61,7 @@ def test_the_start_of_a_unit_that_failed_reaches_nobody_else() -> None:
 
     first = pieces()[0]
     sums = {"layer.weight": torch.zeros(8, 8, dtype=torch.float64)}
-    engine._summer.add(engine.losses, first, sums, 0.05, 2.0**-30)  # and then the step dies
+    engine._clipper.add(engine.losses, first, sums, 0.05, 2.0**-30)  # and then the step dies
     assert torch.equal(tm.clipped_sum(engine, some), expected)
 
 

@@ -17,9 +17,8 @@ from dpllm.errors import Refused
 from dpllm.privacy import accounting, clipping, events
 from dpllm.privacy.engine import Engine
 from dpllm.privacy.gradient_canaries import GradientCanaries
-from dpllm.privacy.lattice import spacing_of
 from dpllm.privacy.noise import GaussianNoise
-from dpllm.privacy.plan import adaptive_clipping
+from dpllm.privacy.plan import adaptive_clipping, spacing_of
 from dpllm.privacy.sampling import PoissonSampler, physical_batches
 
 COINS = (True, False, True, True, False, True, False)

@@ -22,8 +22,8 @@ from scipy import stats
 from tiny_models import CPU, Toy
 from torch import Tensor
 
-from dpllm.privacy.lattice import noise_scale
 from dpllm.privacy.noise import GaussianNoise
+from dpllm.privacy.plan import noise_scale
 from dpllm.privacy.stream import CHUNK, ENDS, SecretStream, os_entropy
 
 STEPS = 400
