@@ -163,11 +163,7 @@ RULES: dict[type[nn.Module], Rule] = {
     nn.RMSNorm: rms_norm,
 }
 # Every model of transformers brings classes of its own; they are known by the end of their names.
-RULES_BY_NAME: dict[str, Rule] = {
-    "RMSNorm": rms_norm,
-    "ScaledWordEmbedding": scaled_embedding,
-    "FalconLinear": linear,
-}
+RULES_BY_NAME: dict[str, Rule] = {"RMSNorm": rms_norm, "ScaledWordEmbedding": scaled_embedding, "FalconLinear": linear}
 
 
 def rule_of(layer: nn.Module, name: str) -> Rule:

@@ -165,10 +165,7 @@ def test_cache_answers_the_same_question_only(tmp_path: Path, monkeypatch: Any) 
     assert calibrate_noise_multiplier(*ask, cache) == sigma
 
 
-@pytest.mark.parametrize(
-    "damage",
-    ["", "{", "[]", "null", '{"key": 1}', '{"noise_multiplier": 0.01}', "\x00", "below"],
-)
+@pytest.mark.parametrize("damage", ["", "{", "[]", "null", '{"key": 1}', '{"noise_multiplier": 0.01}', "\x00", "below"])
 def test_damaged_cache_is_computed_again(tmp_path: Path, monkeypatch: Any, damage: str) -> None:
     monkeypatch.setattr(accounting, "_calibrate", lambda *_: 1.5)
     ask: Any = (1.0, 1e-5, 0.2, 100, "zero_out", tmp_path)

@@ -24,16 +24,7 @@ BF16 = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
 
 @cache
 def built(family: str, method: str) -> Any:
-    return tm.build(family, {"lora": LORA, "lora_a": {**LORA, "lora_a": "frozen"}, "frozen": FROZEN}[method])
-
-
-@pytest.mark.parametrize("autocast", [None, BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("method", ["lora", "lora_a", "frozen"])
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_one_unit_moves_the_sum_by_at_most_c(family: str, method: str, autocast: Any) -> None:
-    some = tm.units(((9, 4), (16,), (5,), (12,), (40,), (2,)), seed=1)
-    engine = tm.make_engine(built(family, method), tm.plan(0.02), **({"autocast": autocast} if autocast else {}))
-    checks.neighbours(engine, some)
+    return tm.build(family, {"lora": LORA, "frozen": FROZEN}[method])
 
 
 @pytest.mark.parametrize("autocast", [None, BF16], ids=["fp32", "bf16"])
@@ -49,11 +40,6 @@ def test_huge_gradients_are_clipped_too(autocast: Any) -> None:
     # A shorter padding rounds differently, and logits of 1e5 make the most of bfloat16's eight bits.
     checks.neighbours(engine, some, others=1e-2 if autocast else 0.0)
     assert float(tm.clipped_sum(engine, some[:1]).norm()) >= 1 - 1e-6  # bounded, not lost
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_unit_without_a_finite_gradient_adds_nothing_and_spoils_nothing(bad: float) -> None:
-    checks.not_finite(bad=bad)
 
 
 def test_one_bad_chunk_zeroes_its_whole_unit() -> None:
@@ -83,33 +69,12 @@ def test_a_loss_divides_by_its_own_example_and_ignores_masked_tokens() -> None:
     torch.testing.assert_close(loss_R.double(), torch.stack(expected), rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("method", ["lora", "frozen"])
-def test_cutting_into_physical_batches_changes_nothing(method: str) -> None:
-    some = tm.units([(4 + number % 7,) for number in range(12)] + [(5, 9), (3, 3, 3)])
-    engine = tm.make_engine(built("llama", method), tm.plan(0.3))
-    sums = [tm.clipped_sum(engine, some, size) for size in (1, 2, 5, 64)]
-    for other in sums[1:]:
-        assert float((other - sums[0]).norm()) <= 1e-6 * float(sums[0].norm())
-
-
 def test_opacus_ghost_agrees_on_lora() -> None:
     some, net = tm.units([(9,), (4,), (17,), (12,)]), tm.build("llama", LORA)
     expected = tm.opacus_ghost_sum(net, some, 0.5)
     for mode in ("auto", "per_sample", "ghost"):
         found = tm.clipped_sum(tm.make_engine(net, tm.plan(0.5), grad_sample_mode=mode), some, 3)
         assert float((found - expected).norm()) <= 1e-4 * float(expected.norm())
-
-
-def test_a_batch_of_nobody_adds_nothing_in_any_mode() -> None:
-    """What a rank runs while another has more units."""
-    some = tm.units([(9,), (4,), (12,)])
-    for mode in ("auto", "per_sample", "ghost"):
-        engine = tm.make_engine(built("llama", "lora"), grad_sample_mode=mode)
-        batches = physical_batches(range(3), some, tm.shapes(16, 2), 0)
-        alone, _ = engine.clipped_sum(batches)
-        beside, seen = engine.clipped_sum([*batches, collate([], 0, rows=1)])
-        assert torch.equal(alone, beside)
-        assert seen.units == 3
 
 
 def test_a_unit_over_several_batches_is_counted_once_without_privacy() -> None:

@@ -101,16 +101,12 @@ def test_routers_and_experts_are_refused(trains: str) -> None:
         checks.refused(lambda: tm.clipped_sum(engine, ragged()), "gate (MixtralTopKRouter) trains, takes")
 
 
-def test_adapters_on_a_router_are_refused() -> None:
+def test_adapters_on_a_router_and_the_last_block_of_a_mixture_are_refused() -> None:
     """Phimoe's router is an ordinary linear layer, so peft adapts it."""
     net = tm.build("phimoe", lora(target_modules=["router", "q_proj"]))
     assert any("router" in name for name in tm.trainable(net))
-    checks.refused(lambda: guards.check_model(net), "belongs to a router or an expert")
-
-
-def test_the_last_block_of_a_mixture_is_refused() -> None:
-    net = tm.build("mixtral", FROZEN)
-    checks.refused(lambda: guards.check_model(net), "belongs to a router or an expert")
+    for routed in (net, tm.build("mixtral", FROZEN)):
+        checks.refused(lambda routed=routed: guards.check_model(routed), "belongs to a router or an expert")
 
 
 def test_dora_is_refused_in_the_recipe() -> None:
@@ -141,13 +137,8 @@ WITH_ROWS = (
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", WITH_ROWS)
-def test_rows_of_nobody_add_nothing(name: str, mode: str) -> None:
+def test_padding_rows_add_nothing_beside_units_and_alone(name: str, mode: str) -> None:
     checks.dummy_rows(built(name), mode)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", WITH_ROWS)
-def test_a_batch_of_nobody_adds_nothing(name: str, mode: str) -> None:
     checks.nobody(built(name), mode)
 
 
@@ -168,8 +159,9 @@ def test_a_unit_of_more_rows_than_a_physical_batch_is_clipped_once(name: str, mo
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("adapter", [LORA, HEAD], ids=["lora", "head"])
-def test_a_unit_without_a_finite_gradient_adds_nothing(adapter: dict[str, Any], mode: str) -> None:
-    checks.not_finite(mode, adapter)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_unit_without_a_finite_gradient_adds_nothing(bad: float, adapter: dict[str, Any], mode: str) -> None:
+    checks.not_finite(mode, adapter, bad)
 
 
 @pytest.mark.parametrize("name", ["llama, all-linear", "llama, last block and tied head"])

@@ -75,10 +75,7 @@ def test_dropout_of_the_adapter_is_refused_where_it_would_couple_units() -> None
 
 @pytest.mark.parametrize(
     ("privacy", "words"),
-    [
-        ({"enabled": False}, "without differential privacy"),
-        ({"insecure_seed": 0}, "seeded by the user"),
-    ],
+    [({"enabled": False}, "without differential privacy"), ({"insecure_seed": 0}, "seeded by the user")],
 )
 def test_what_leaves_no_guarantee_is_said(privacy: dict[str, Any], words: str) -> None:
     reason, _ = deviations(recipe(privacy=privacy))

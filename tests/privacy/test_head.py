@@ -162,10 +162,7 @@ def test_chunks_of_any_size_give_the_same(
     (expected,) = torch.autograd.grad((expected_RT * weight_RT[:, :-1]).sum(), hidden_RTd)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(losses_module, "CHUNK_ELSEWHERE", at_once * vocabulary)
-        for found_RT in (
-            fused_losses(head, hidden_RTd, targets).nll_RT,
-            token_losses(head(hidden_RTd), targets),
-        ):
+        for found_RT in (fused_losses(head, hidden_RTd, targets).nll_RT, token_losses(head(hidden_RTd), targets)):
             torch.testing.assert_close(found_RT[:, :-1], expected_RT, rtol=1e-12, atol=1e-12)
             assert not bool(found_RT[:, -1].any())
             (found,) = torch.autograd.grad((found_RT * weight_RT).sum(), hidden_RTd)
@@ -207,10 +204,7 @@ def test_what_is_no_target_cannot_poison(bad: float) -> None:
         nll_RT = how(leaf if where is None else leaf.masked_fill(where, bad))
         return nll_RT.detach(), torch.autograd.grad(nll_RT.sum(), leaf)[0]
 
-    for how in (
-        lambda leaf: fused_losses(head, leaf, targets).nll_RT,
-        lambda leaf: token_losses(head(leaf), targets),
-    ):
+    for how in (lambda leaf: fused_losses(head, leaf, targets).nll_RT, lambda leaf: token_losses(head(leaf), targets)):
         clean_RT, clean_RTd = run(None, how)
         assert all(torch.equal(*pair) for pair in zip(run(silent, how), (clean_RT, clean_RTd), strict=True))
         spoilt_RT, spoilt_RTd = run(loud, how)

@@ -365,7 +365,8 @@ def test_the_check_sees_the_mutation(name: str, monkeypatch: pytest.MonkeyPatch)
         check()
 
 
-UNBROKEN = {name: check for name, (_, check) in MUTATIONS.items()}
+_EACH_ONCE = {check: name for name, (_, check) in MUTATIONS.items()}
+UNBROKEN = {name: check for check, name in _EACH_ONCE.items()}
 
 
 @pytest.mark.parametrize("name", UNBROKEN)

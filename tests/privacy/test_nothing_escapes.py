@@ -38,15 +38,6 @@ def test_autograd_multiplies_no_weight_gradient() -> None:
     assert not weights & ours.products
 
 
-@pytest.mark.parametrize("size", [0, 3])
-def test_a_foreign_backward_pass_is_refused(size: int) -> None:
-    checks.foreign_gradients_refused(tm.units([(4 + number,) for number in range(size)]))
-
-
-def test_the_optimizer_does_not_step_beside_the_engine() -> None:
-    checks.lone_step_refused()
-
-
 def test_what_went_through_accelerate_is_refused() -> None:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
@@ -105,21 +96,6 @@ class Fused(Toy):
         return SimpleNamespace(logits=functional.linear(self.hidden(self.embed(input_ids)), self.head.weight))
 
 
-class Capacity(Toy):
-    """An expert that takes the tokens in the order of the batch until it is full."""
-
-    def hidden(self, x_RTd: Tensor) -> Tensor:
-        rank_RT = (x_RTd[..., 0] > 0).flatten().cumsum(0).view(x_RTd.shape[:2])
-        return self.layer(x_RTd) * (rank_RT <= 8).unsqueeze(-1)
-
-
-class Flattened(Toy):
-    """Padding-free: the layers read all rows as one."""
-
-    def hidden(self, x_RTd: Tensor) -> Tensor:
-        return self.layer(x_RTd.flatten(0, 1)[None])[0].view_as(x_RTd)
-
-
 class HalfTied(TiedThroughModules):
     """One of the uses of a shared weight is a function's."""
 
@@ -136,8 +112,6 @@ class Leaking(Toy):
 
 REFUSED = {
     Fused: "head.weight trains, but no layer's call gave a gradient",
-    Capacity: "with the rows beside it",
-    Flattened: "layer trains and reads tokens without their rows",
     HalfTied: "self-check",
     Leaking: "with the rows beside it",
 }

@@ -39,15 +39,15 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", ["llama, all-linear", "gpt2, last block", "LoRA, tied embedding and head"])
+@pytest.mark.parametrize(
+    "name", ["llama, all-linear", "gpt2, last block", "LoRA, tied embedding and head", "LoRA, first factor frozen"]
+)
 def test_one_unit_moves_the_sum_by_at_most_c(name: str, precision: str, mode: str) -> None:
     some = tm.units(((9, 4), (16,), (5,), (40,), (2,)), seed=1)
     engine = tm.make_engine(built(name), tm.plan(0.02), grad_sample_mode=mode, **PRECISIONS[precision])
-    checks.bounded(engine, some)
+    checks.neighbours(engine, some)
     for one in some:
         assert float(tm.clipped_sum(engine, [one]).norm()) >= 0.02 * (1 - 1e-6)  # bounded, and not lost
-    if precision == "fp32":
-        checks.neighbours(engine, some)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -136,11 +136,6 @@ def test_factors_that_cancel_are_clipped_to_at_most_c(
         assert float(sum_.norm()) <= bound * checks.BOUND
 
 
-def test_a_big_logical_batch_is_summed_without_rounding_away_a_unit() -> None:
-    """In float32 the sum of 4096 clipped gradients moved by C (1 + 3e-5) when one of them was emptied."""
-    checks.large_sum()
-
-
 @pytest.mark.parametrize("counted", [(True, True, True), (True, False, True)], ids=["all finite", "one not finite"])
 @pytest.mark.parametrize("together", [1, 40, 10**6], ids=["each alone", "some", "all together"])
 def test_parameters_that_are_added_together_get_the_bits_of_each_alone(
@@ -196,15 +191,13 @@ def _untouched() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_untouched")
-@pytest.mark.parametrize("precision", ["high", "medium"])
-def test_tf32_is_refused(precision: str) -> None:
-    checks.tf32_refused(lambda: torch.set_float32_matmul_precision(precision))
-
-
-@pytest.mark.usefixtures("_untouched")
 @pytest.mark.parametrize(
-    ("place", "precision"), [*((place, "tf32") for place in PRODUCTS), ("backends.mkldnn.matmul", "bf16")]
+    ("place", "precision"),
+    [("", "high"), ("", "medium"), *((place, "tf32") for place in PRODUCTS), ("backends.mkldnn.matmul", "bf16")],
 )
 def test_tf32_is_refused_however_it_was_switched_on(place: str, precision: str) -> None:
-    """With torch's newer switches the older ones can no longer be read."""
-    checks.tf32_refused(lambda: setattr(PRODUCTS[place], "fp32_precision", precision))
+    """With torch's newer switches the older one, here without a place, can no longer be read."""
+    if place:
+        checks.tf32_refused(lambda: setattr(PRODUCTS[place], "fp32_precision", precision))
+    else:
+        checks.tf32_refused(lambda: torch.set_float32_matmul_precision(precision))

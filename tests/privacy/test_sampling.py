@@ -35,12 +35,9 @@ def joined(seed: int) -> np.ndarray:
     return rows
 
 
-def test_every_slot_joins_at_the_accounted_rate(joined: np.ndarray) -> None:
+def test_every_slot_joins_at_the_accounted_rate_and_sizes_vary_as_a_binomial(joined: np.ndarray) -> None:
     """The rate is the Plan's B / N, not B over the number of slots that happen to be there."""
     checks.joined_at(joined, RATE)
-
-
-def test_the_size_of_a_logical_batch_varies_as_a_binomial(joined: np.ndarray) -> None:
     checks.sizes_vary(joined, RATE)
 
 
