@@ -16,9 +16,8 @@ from scipy.special import betaincinv, log_ndtr, ndtr
 
 from dpllm.auditing.bounds import checked
 from dpllm.privacy.events import Event
-from dpllm.privacy.limits import profile
 from dpllm.privacy.parts import Parts, parts_of
-from dpllm.privacy.privacy_loss import Relation
+from dpllm.privacy.privacy_loss import Relation, profile
 
 # A legend of shapes: P positives, N negatives, E pairs of epsilon and delta.
 

@@ -24,7 +24,7 @@ from dpllm.auditing.table import CanaryScores, TokenTable, by_group
 from dpllm.auditing.verdict import grid, group_test, judge, levels
 from dpllm.errors import ConfigError
 from dpllm.privacy.events import read
-from dpllm.privacy.limits import attacker_limits
+from dpllm.privacy.privacy_loss import attacker_limits
 from dpllm.statement.privacy_record import GradientAudit
 from dpllm.statement.run_files import AuditSettings
 

@@ -85,8 +85,8 @@ FUNCTIONS: dict[str, Callable[[Tensor, float], Tensor]] = {
 class PerUnitClipper:
     """Every unit's gradient from one backward pass, clipped and added up.
 
-    While it runs, no trainable parameter requires a gradient: autograd computes none for it, so nothing unclipped can
-    reach it, and the work of the ordinary weight gradients is saved.
+    While it runs, no trainable parameter requires a gradient: autograd computes none for it, so nothing unclipped can reach it,
+    and the work of the ordinary weight gradients is saved.
 
     Guarantee:
         For each unit, the L2 norm of its gradient times its factor, over all trainable parameters together, is at most
@@ -146,7 +146,7 @@ class PerUnitClipper:
 
         Args:
             losses: From the batch to loss_R.
-            batch: What to run.
+            batch: Of rows.
             sums: Name of a trainable parameter -> where its sum grows, in units of ``spacing``.
             max_grad_norm: C.
             spacing: Of the lattice to which each unit's clipped gradient is rounded, a power of two.
@@ -294,13 +294,12 @@ class _Tap(torch.autograd.Function):
 
 
 class Taps(GradSampleHooks):  # type: ignore[misc]
-    """Hooks on every layer that owns a trainable parameter; silent but inside ``open``.
+    """Hooks on every layer that owns a trainable parameter; silent but inside ``open``."""
 
-    Opacus keeps activations on the module, which counts calls, breaks under non-reentrant checkpointing (the recomputation
-    fires the forward hooks again) and keeps what checkpointing wants to free. A tap is a node of the autograd graph instead:
-    it saves the input as any operation does, so that checkpointing of both kinds frees and recomputes it, a layer called twice
-    has two of them, and one whose output no loss depends on is never asked.
-    """
+    # Opacus keeps activations on the module, which counts calls, breaks under non-reentrant checkpointing (the recomputation
+    # fires the forward hooks again) and keeps what checkpointing wants to free. A tap is a node of the autograd graph instead:
+    # it saves the input as any operation does, so that checkpointing of both kinds frees and recomputes it, a layer called twice
+    # has two of them, and one whose output no loss depends on is never asked.
 
     def __init__(self, model: nn.Module, receive: Receive) -> None:
         """Hooks into the model, unless a layer that trains has no rule or the model is hooked already (Refused)."""

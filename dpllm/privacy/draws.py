@@ -31,11 +31,10 @@ SEEDS = 7, 8
 def refuse_random_numbers(subject: Subject, losses: Losses, batch: PhysicalBatch) -> None:
     """Looks for draws in passes over the same rows, and names the innermost module that draws.
 
-    A draw from a global generator (of torch, numpy or Python) moves its state, however rare it is and whatever becomes of
-    it. One from a generator of a module's own changes the losses from pass to pass, or the gradients; so does one that
-    leaves the global state as it was, because passes begin with different seeds. Checkpointing sets the state back before
-    it computes again, and is no draw. The rounding of gradients may differ from pass to pass by the tolerance; losses have
-    the same bits.
+    A draw from a global generator (of torch, numpy or Python) moves its state, however rare it is and whatever becomes of it. One
+    from a generator of a module's own changes the losses from pass to pass, or the gradients; so does one that leaves the global
+    state as it was, because passes begin with different seeds. Checkpointing sets the state back before it computes again, and is
+    no draw. The rounding of gradients may differ from pass to pass by the tolerance; losses have the same bits.
     """
     model, device = subject.model, subject.device
     with calls_of(model, lambda *_: _states(device)) as calls:
@@ -74,8 +73,7 @@ def _first_that_differs(model: nn.Module, losses: Callable[[PhysicalBatch], Tens
         with torch.no_grad(), calls_of(model, _bits) as calls:
             losses(batch)
         passes.append(calls)
-    pairs = zip(*passes, strict=False)
-    names = (one[0] for one, two in pairs if one[1] == two[1] and one[2] != two[2])
+    names = (one[0] for one, two in zip(*passes, strict=False) if one[1] == two[1] and one[2] != two[2])
     return next(names, type(model).__name__)
 
 

@@ -58,11 +58,8 @@ class Owners:
         """(units, rows): the first row of every unit, then the second of those that have one, and so on."""
         most = max(map(len, self.rows), default=0)
         of_round = [[unit for unit, rows in enumerate(self.rows) if len(rows) > turn] for turn in range(most)]
-        device = self.unit_R.device
-        return [
-            (torch.tensor(units, device=device), torch.tensor([self.rows[unit][turn] for unit in units], device=device))
-            for turn, units in enumerate(of_round)
-        ]
+        chosen = [(units, [self.rows[unit][turn] for unit in units]) for turn, units in enumerate(of_round)]
+        return [(self.unit_R.new_tensor(units), self.unit_R.new_tensor(rows)) for units, rows in chosen]
 
 
 @dataclass

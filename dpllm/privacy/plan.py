@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from dpllm.errors import BudgetExceeded, ConfigError, Refused
-from dpllm.privacy import accounting, banded, events, limits, renyi
+from dpllm.privacy import accounting, banded, events, privacy_loss, renyi
 from dpllm.privacy.accounting import Relation
 from dpllm.privacy.banded import LearningRate
 from dpllm.privacy.events import (
@@ -139,7 +139,7 @@ class Plan:
     sampling: Literal["unit", "example"] = "unit"  # what is drawn and clipped as a whole; example is a single row
     coefficients: tuple[float, ...] = ()  # c_0, ..., c_{b-1} of banded noise, of squares that add up to at most 1
     accountants: dict[str, float | None] = field(default_factory=dict)  # epsilon by each that knows the event
-    limits: dict[str, float | None] = field(default_factory=dict)  # see ``limits.attacker_limits_of``
+    limits: dict[str, float | None] = field(default_factory=dict)  # see ``privacy_loss.attacker_limits_of``
     curve: tuple[
         tuple[float, float | None], ...
     ] = ()  # (delta, epsilon) at ``CURVE_DELTAS``; None where none is certified
@@ -226,7 +226,7 @@ def make_plan(
         accountants={
             name: accounting.finite(value) for name, value in accounting.beside(event, delta, relation).items()
         },
-        limits=limits.attacker_limits_of(event, relation),
+        limits=privacy_loss.attacker_limits_of(event, relation),
         curve=tuple((d, accounting.finite(value)) for d, value in accounting.curve(event, relation, CURVE_DELTAS)),
     )
 

@@ -117,10 +117,8 @@ def physical_batches(
         rank: This process, of ``world``.
         world: Number of processes.
     """
-    sized = [
-        (shape_for(longest, shapes), rows, index) for index in drawn for rows, longest in [_sizes(units, index)] if rows
-    ]
-    sized.sort()
+    sizes = [(index, *_sizes(units, index)) for index in drawn]
+    sized = sorted((shape_for(longest, shapes), rows, index) for index, rows, longest in sizes if rows)
     shares: list[list[tuple[list[int], Shape]]] = [[] for _ in range(world)]
     counts = [0] * world
     for shape, of_shape in groupby(sized, key=lambda one: one[0]):

@@ -27,6 +27,8 @@ from dpllm.privacy.sampling import PhysicalBatch, collate
 from dpllm.privacy.schedule import Shape, TokenSequence, Unit
 from dpllm.progress import tell
 
+_Added = tuple[dict[str, Tensor], Tensor, Tensor]  # see ``_added``
+
 
 @dataclass(frozen=True)
 class Subject:
@@ -43,14 +45,10 @@ class Subject:
     tolerance: float  # relative error that is accepted
 
     @property
-    def longest(self) -> int:
-        """Longest row that runs."""
-        return longest_row(self.model, self.shapes[-1].length)
-
-    @property
     def running(self) -> list[Shape]:
         """The shapes that run, ascending."""
-        return [shape._replace(length=min(shape.length, self.longest)) for shape in self.shapes]
+        longest = longest_row(self.model, self.shapes[-1].length)
+        return [shape._replace(length=min(shape.length, longest)) for shape in self.shapes]
 
     def zeros(self) -> dict[str, Tensor]:
         """Where a sum of gradients grows."""
@@ -62,9 +60,8 @@ def longest_row(model: nn.Module, max_length: int) -> int:
     """Tokens of the longest row that the model can run: a table of positions ends, and rows beyond it fail by themselves."""
     config: Any = getattr(model, "config", None)
     positions = getattr(config, "max_position_embeddings", None) or 0
-    if config is None or getattr(config, "rope_parameters", None) or positions < 1:  # XLNet says -1
-        return max_length
-    return min(max_length, positions)
+    endless = getattr(config, "rope_parameters", None) or positions < 1  # XLNet says -1
+    return max_length if endless else min(max_length, positions)
 
 
 @dataclass(frozen=True)
@@ -115,10 +112,10 @@ def self_check(subject: Subject, known: Mapping[Shape, str], passed: Mapping[Sha
         finally:
             clipper.close()
     worst = float(((seen_U.double() - norm_U).abs() / norm_U).max())
+    error = _compare(sums, expected, tolerance)  # names the layer, if one stands out
     if not worst <= tolerance:
-        _compare(sums, expected, tolerance)  # names the layer, if one stands out
         raise Refused(f"self-check: per-unit gradient norms are off by {worst:.1e} (relative).{_ADVICE}")
-    return Checked(max(worst, _compare(sums, expected, tolerance)), digests, as_known)
+    return Checked(max(worst, error), digests, as_known)
 
 
 def _check_shapes(
@@ -212,9 +209,6 @@ def _check_company(
     )
 
 
-_Added = tuple[dict[str, Tensor], Tensor, Tensor]
-
-
 def _added(subject: Subject, clipper: PerUnitClipper, shape: Shape, *batches: Sequence[Unit]) -> _Added:
     """What physical batches of one shape add to the sum, in whole numbers; losses of their rows, norms of their units."""
     sums, losses, norms = subject.zeros(), [], []
@@ -260,7 +254,7 @@ def _check_padding(subject: Subject, units: Sequence[Unit], batch: PhysicalBatch
         with evaluating(subject.model):
             alone_R = torch.cat([still(one) for one in alone])
             together_R = still(batch)[batch.unit_R >= 0]
-            padded_R = still(collate([units[-1]], pad_id=0, length=subject.longest).to(subject.device))
+            padded_R = still(collate([units[-1]], pad_id=0, length=subject.running[-1].length).to(subject.device))
     alone_R, together_R = torch.cat([alone_R, alone_R[-len(padded_R) :]]), torch.cat([together_R, padded_R])
     error = float(((together_R - alone_R).abs() / alone_R.abs().clamp(min=1e-3)).max())
     if not error <= subject.tolerance:

@@ -19,7 +19,7 @@ from jinja2 import TemplateError
 
 from dpllm.errors import ConfigError
 from dpllm.files import BLOCK
-from dpllm.privacy.limits import attacker_limits
+from dpllm.privacy.privacy_loss import attacker_limits
 from dpllm.statement import audit_rows, formatting, tradeoff_figure
 from dpllm.statement.formatting import template
 from dpllm.statement.privacy_record import AttackLimits, PrivacyRecord

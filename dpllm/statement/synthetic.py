@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError
 
 from dpllm.files import BLOCK, CARD
-from dpllm.privacy.limits import attacker_limits
+from dpllm.privacy.privacy_loss import attacker_limits
 from dpllm.statement import formatting, section, tradeoff_figure
 from dpllm.statement.fields import AtLeast1, Count, NotAStatement, Number, Record, Sha256, Share, Text
 from dpllm.statement.privacy_record import AttackLimits, PrivacyRecord

@@ -11,8 +11,7 @@ from xml.sax.saxutils import escape
 
 from dpllm.errors import ConfigError, Refused
 from dpllm.privacy.events import Event
-from dpllm.privacy.limits import attacker_limits, profile
-from dpllm.privacy.privacy_loss import Relation
+from dpllm.privacy.privacy_loss import Relation, attacker_limits, profile
 from dpllm.statement import formatting
 from dpllm.statement.fields import Terms
 from dpllm.statement.formatting import template
@@ -36,7 +35,7 @@ def trade_off(event: Event, relation: Relation) -> list[list[float]] | None:
         to four digits, so that versions of the accountant that differ in the last bits give the same.
 
     Guarantee:
-        Upper bounds, from the (epsilon, delta) of the event at 512 epsilons at once; see ``limits.attacker_limits_of``.
+        Upper bounds, from the (epsilon, delta) of the event at 512 epsilons at once; see ``privacy_loss.attacker_limits_of``.
 
     References:
         Kairouz, Oh and Viswanath 2015, "The Composition Theorem for Differential Privacy" (the lines).

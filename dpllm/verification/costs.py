@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from dpllm.privacy import accounting, limits, plan
+from dpllm.privacy import accounting, plan, privacy_loss
 from dpllm.privacy.accounting import Relation
 from dpllm.privacy.events import Event
 from dpllm.privacy.parts import parts_of
@@ -84,7 +84,7 @@ def attackers(event: Event, relation: Relation) -> dict[str, Any]:
     """``limits``, ``curve`` and ``trade_off`` of a block."""
     bounded(event)
     return {
-        "limits": dict(limits.attacker_limits_of(event, relation)),
+        "limits": dict(privacy_loss.attacker_limits_of(event, relation)),
         "curve": [
             [delta, accounting.finite(found)] for delta, found in accounting.curve(event, relation, plan.CURVE_DELTAS)
         ],

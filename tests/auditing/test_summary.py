@@ -25,7 +25,7 @@ from dpllm.card import claim
 from dpllm.errors import ConfigError
 from dpllm.files import read_json
 from dpllm.privacy.accounting import dp_sgd_event
-from dpllm.privacy.limits import attacker_limits_of
+from dpllm.privacy.privacy_loss import attacker_limits_of
 from dpllm.recipe.audit import default_ways
 from dpllm.statement import privacy_record
 from dpllm.statement.run_files import AuditSettings

@@ -411,7 +411,7 @@ def test_epsilon_cannot_be_stated_smaller_than_the_event_costs(export: Path, fac
 def test_epsilon_and_event_cannot_be_those_of_another_run(export: Path) -> None:
     """A consistent card of fewer steps: what is left to say is that the audit tested another claim."""
     from dpllm.card import claim
-    from dpllm.privacy import accounting, events, limits
+    from dpllm.privacy import accounting, events, privacy_loss
     from dpllm.privacy.plan import CURVE_DELTAS
     from dpllm.statement import tradeoff_figure
     from dpllm.statement.fields import Terms
@@ -424,7 +424,7 @@ def test_epsilon_and_event_cannot_be_those_of_another_run(export: Path) -> None:
         "epsilon": epsilon,
         "steps": {"planned": 2, "taken": 2},
         "accountants": accounting.beside(event, block["delta"], relation),
-        "limits": limits.attacker_limits_of(event, relation),
+        "limits": privacy_loss.attacker_limits_of(event, relation),
         "curve": [list(pair) for pair in accounting.curve(event, relation, CURVE_DELTAS)],
         "trade_off": tradeoff_figure.trade_off(event, relation),
         "cross_check": {**block["cross_check"], "epsilon": epsilon + 0.01},

@@ -403,14 +403,14 @@ def test_a_second_accountant_is_one_that_knows_the_event_or_none() -> None:
 def test_accounting_and_calibration_never_import_torch() -> None:
     code = """
 import sys
-from dpllm.privacy import accounting, limits, renyi
+from dpllm.privacy import accounting, privacy_loss, renyi
 from dpllm.privacy.events import Gaussian, GaussianPair, Imported, RepeatAndSelect, SelfComposed
 assert not {"torch", "dp_accounting", "scipy", "numpy"} & sys.modules.keys()
 sigma = accounting.calibrate_noise_multiplier(1.0, 1e-5, 0.2, 100, "zero_out")
 event = accounting.dp_sgd_event(0.2, sigma, 100)
 accounting.beside(event, 1e-5, "zero_out")
 accounting.epsilon(accounting.dp_sgd_event(0.2, sigma, 9, 4), 1e-5, "zero_out")
-limits.attacker_limits_of(event, "zero_out")
+privacy_loss.attacker_limits_of(event, "zero_out")
 renyi.choose_order(2.0, 1e-5, event)
 assert "torch" not in sys.modules
 """

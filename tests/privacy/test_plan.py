@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tiny_models import recipe
 
 from dpllm.errors import BudgetExceeded, ConfigError, Refused
-from dpllm.privacy import accounting, events, limits, renyi
+from dpllm.privacy import accounting, events, privacy_loss, renyi
 from dpllm.privacy.plan import CURVE_DELTAS, Plan, Settings, auto_delta
 from dpllm.privacy.renyi import Fit
 from dpllm.recipe.derived import plan_of, schedule_of
@@ -221,7 +221,7 @@ def test_the_plan_says_what_an_attacker_can_do_and_what_other_accountants_and_de
     stored = json.loads(json.dumps(base.to_json(), allow_nan=False))
     assert stored["accountants"] == accounting.beside(base.event, base.delta, base.neighbouring_relation)
     assert stored["accountants"]["pld"] == base.epsilon
-    assert stored["limits"] == limits.attacker_limits_of(base.event, base.neighbouring_relation)
+    assert stored["limits"] == privacy_loss.attacker_limits_of(base.event, base.neighbouring_relation)
     assert [delta for delta, _ in stored["curve"]] == list(CURVE_DELTAS) == [1e-4, 1e-5, 1e-6, 1e-7, 1e-8]
     assert [value for _, value in stored["curve"]] == sorted(value for _, value in stored["curve"])
     for delta, value in stored["curve"]:

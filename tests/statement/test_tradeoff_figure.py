@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpllm.privacy.events import dp_sgd_event
-from dpllm.privacy.limits import attacker_limits_of
+from dpllm.privacy.privacy_loss import attacker_limits_of
 from dpllm.statement import tradeoff_figure
 from dpllm.statement.fields import MechanismLimits, Terms
 

@@ -13,7 +13,7 @@ from scipy.stats import norm
 from dpllm.errors import ConfigError, Refused
 from dpllm.privacy.accounting import compose, dp_sgd_event, epsilon
 from dpllm.privacy.events import Gaussian, Imported, RepeatAndSelect
-from dpllm.privacy.limits import _area, attacker_limits, attacker_limits_of, roc_limits
+from dpllm.privacy.privacy_loss import _area, attacker_limits, attacker_limits_of, roc_limits
 
 RUN = dp_sgd_event(0.02, 0.8, 150)
 
