@@ -23,7 +23,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from dpllm.model.adapters import unfreeze
-from dpllm.privacy.engine import Engine
+from dpllm.privacy.engine import StepEngine
 from dpllm.privacy.loss import sequence_losses
 from dpllm.privacy.noise import GaussianNoise
 from dpllm.privacy.plan import Plan, Schedule
@@ -131,7 +131,7 @@ def plain(bench: Bench, *, loss_of_transformers: bool) -> Iterator[Step]:
 @contextlib.contextmanager
 def with_engine(bench: Bench, mode: str) -> Iterator[Step]:
     how: Any = {"form": Form(cast(Mode, mode), 512), "noise": GaussianNoise(2**100 + 7, bench.device)}
-    engine = Engine(bench.model, bench.optimizer, bench.plan.schedule, bench.plan, autocast=bench.autocast, **how)
+    engine = StepEngine(bench.model, bench.optimizer, bench.plan.schedule, bench.plan, autocast=bench.autocast, **how)
     try:
         yield engine.step
     finally:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dpllm.model import adapters
-from dpllm.privacy.engine import Engine
+from dpllm.privacy.engine import StepEngine
 from dpllm.privacy.loss import sequence_losses
 from dpllm.privacy.noise import GaussianNoise
 from dpllm.privacy.plan import AdaptiveClipping, Plan, Schedule
@@ -120,18 +120,18 @@ def build(
 
 def engine_of(
     net: nn.Module, optimizer: torch.optim.Optimizer, of: Schedule, promise: Plan | None, **arguments: Any
-) -> Engine:
+) -> StepEngine:
     """An engine; arguments beside its own: grad_sample_mode, max_length, noise_entropy, device."""
     given: dict[str, Any] = {"noise_entropy": 2**100 + 7, "device": CPU, **arguments}
     noise = GaussianNoise(given.pop("noise_entropy"), given.pop("device"))
     form = Form(given.pop("grad_sample_mode", "auto"), given.pop("max_length", 512))
-    return Engine(net, optimizer, of, promise, form=form, noise=noise, **given)
+    return StepEngine(net, optimizer, of, promise, form=form, noise=noise, **given)
 
 
-_engines: WeakKeyDictionary[nn.Module, Engine] = WeakKeyDictionary()
+_engines: WeakKeyDictionary[nn.Module, StepEngine] = WeakKeyDictionary()
 
 
-def make_engine(net: nn.Module, promise: Plan | None = None, **arguments: Any) -> Engine:
+def make_engine(net: nn.Module, promise: Plan | None = None, **arguments: Any) -> StepEngine:
     """An engine in the place of the one before on this model; SGD of rate 1, so an update is minus what was released."""
     if net in _engines:
         _engines.pop(net).close()
@@ -156,7 +156,7 @@ def units(lengths: Iterable[Sequence[int]], seed: int = 0) -> list[Unit]:
     return [unit(of_one, 1000 * seed + number) for number, of_one in enumerate(lengths)]
 
 
-def clipped_sum(engine: Engine, some: Sequence[Unit | None], size: int = 8) -> Tensor:
+def clipped_sum(engine: StepEngine, some: Sequence[Unit | None], size: int = 8) -> Tensor:
     return engine.clipped_sum(batches(some, size))[0].double().cpu()
 
 
@@ -180,13 +180,13 @@ def opacus_ghost_sum(net: Any, some: Sequence[Unit], max_grad_norm: float) -> Te
             p.grad = None
 
 
-def norms(engine: Engine, batch: Any) -> Tensor:
+def norms(engine: StepEngine, batch: Any) -> Tensor:
     """norm_U as the engine measures it."""
     sums = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in engine.parameters.items()}
     return engine._clipper.add(engine.losses, batch, sums, 1.0, 2.0**-30)[1]
 
 
-def released(engine: Engine, some_batches: Sequence[PhysicalBatch]) -> Tensor:
+def released(engine: StepEngine, some_batches: Sequence[PhysicalBatch]) -> Tensor:
     """What one step hands to the optimizer, times B, in float64; the weights stay as they were."""
     seen: list[Tensor] = []
     for group in engine._optimizer.param_groups:

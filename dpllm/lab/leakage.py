@@ -28,7 +28,7 @@ from dpllm.auditing.statistics import placements
 from dpllm.canaries import canaries
 from dpllm.errors import ConfigError
 from dpllm.model import loading
-from dpllm.privacy.engine import Engine
+from dpllm.privacy.engine import StepEngine
 from dpllm.privacy.loss import sequence_losses
 from dpllm.privacy.noise import GaussianNoise
 from dpllm.privacy.plan import Plan
@@ -185,7 +185,7 @@ def plain_gradient(net: nn.Module, batch: PhysicalBatch) -> dict[str, Tensor]:
 def _step(net: nn.Module, plan: Plan, batch: PhysicalBatch, form: Form, noise: GaussianNoise) -> tuple[Tensor, Tensor]:
     """The engine's clipped sum, and what a step hands to the optimizer: the noised sum over the divisor. The weights stay."""
     optimizer, released = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.0), list[Tensor]()
-    with contextlib.closing(Engine(net, optimizer, plan.schedule, plan, form=form, noise=noise)) as engine:
+    with contextlib.closing(StepEngine(net, optimizer, plan.schedule, plan, form=form, noise=noise)) as engine:
         summed_P, trained = engine.clipped_sum([batch])[0].double(), engine.parameters.values()
         optimizer.register_step_pre_hook(
             lambda *_: released.extend(p.grad.flatten() for p in trained if p.grad is not None)

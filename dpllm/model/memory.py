@@ -29,7 +29,7 @@ from dpllm.progress import tell
 from dpllm.recipe.config import ModelConfig, RunConfig
 
 if TYPE_CHECKING:
-    from dpllm.privacy.engine import Engine
+    from dpllm.privacy.engine import StepEngine
 
 SHARE = 0.9  # of free memory; the rest is for fragments, kernels' workspace and the communication of several processes
 TOKENS = {"cpu": 2048}  # of one pass, beyond which a larger one was no faster; docs/measurements.md has the figures
@@ -45,7 +45,7 @@ _CONTAINER = (
 )
 
 
-def resolve(engine: Engine, config: RunConfig, vocab_size: int, device: torch.device, *, world: int = 1) -> int:
+def resolve(engine: StepEngine, config: RunConfig, vocab_size: int, device: torch.device, *, world: int = 1) -> int:
     """The number of sequences in one forward pass, the same on every rank; all ranks call it together.
 
     With a number in the recipe: that number. On a GPU it is tried once, at ``data.max_length`` tokens, so that a batch that
@@ -55,7 +55,7 @@ def resolve(engine: Engine, config: RunConfig, vocab_size: int, device: torch.de
 
     Raises:
         ConfigError: The number does not fit, or not even one sequence does.
-        Refused: A layer that trains has gradients that cannot be clipped; see ``Engine.step``.
+        Refused: A layer that trains has gradients that cannot be clipped; see ``StepEngine.step``.
     """
     named = config.train.physical_batch_size
     if named != "auto" and device.type != "cuda":

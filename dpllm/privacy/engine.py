@@ -54,7 +54,7 @@ class Diagnostics:
         return self.loss_sum / self.units if self.units else math.nan
 
 
-class Engine:
+class StepEngine:
     """Owns the backward pass and the update.
 
     Guarantee:

@@ -28,7 +28,7 @@ from dpllm.ledger import open_ledger
 from dpllm.model import environment, loading, memory, processes, sharding
 from dpllm.model.processes import salted, shared
 from dpllm.privacy import accounting
-from dpllm.privacy.engine import Engine
+from dpllm.privacy.engine import StepEngine
 from dpllm.privacy.gradient_canaries import GradientCanaries
 from dpllm.privacy.plan import Plan, Schedule
 from dpllm.privacy.sampling import PoissonSampler
@@ -65,7 +65,7 @@ class Prepared:
     tokenizer: Any
     model: Any  # in training mode, on its device
     optimizer: torch.optim.Optimizer
-    engine: Engine  # hooked into the model, and checked
+    engine: StepEngine  # hooked into the model, and checked
     autocast: Autocast
     sampler: PoissonSampler
     payment: Payment
@@ -151,7 +151,7 @@ def prepare(config: RunConfig, start: Start, state: PartialState, console: Conso
 def _check(
     decision: Decision,
     net: Any,
-    engine: Engine,
+    engine: StepEngine,
     vocabulary: int,
     pad_id: int,
     precision: torch.dtype | None,

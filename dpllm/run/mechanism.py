@@ -18,7 +18,7 @@ from dpllm.errors import RoundsByCompany
 from dpllm.model import adapters, loading, processes
 from dpllm.model.processes import shared
 from dpllm.privacy import guards
-from dpllm.privacy.engine import FP16_LOSS_SCALE, Engine
+from dpllm.privacy.engine import FP16_LOSS_SCALE, StepEngine
 from dpllm.privacy.noise import GaussianNoise
 from dpllm.privacy.plan import Plan
 from dpllm.privacy.rules import Form
@@ -80,7 +80,7 @@ def make_engine(
     device: torch.device,
     precision: torch.dtype | None,
     groups: int = 0,
-) -> tuple[PoissonSampler, Engine, Autocast]:
+) -> tuple[PoissonSampler, StepEngine, Autocast]:
     """Sampler and engine, with keys that no rank but these knows, and the context of a forward pass; ``size`` is N.
 
     ``precision`` is that of autocast, the same on all ranks; None: float32. ``groups`` is the key of ``sampling.Turns``, the same
@@ -91,7 +91,7 @@ def make_engine(
     seed = privacy.insecure_seed
     noise_key, sampling_key = shared((os_entropy(), os_entropy()) if seed is None else (2 * seed, 2 * seed + 1))
     autocast: Autocast = partial(torch.autocast, device.type, dtype=precision) if precision else contextlib.nullcontext
-    engine = Engine(
+    engine = StepEngine(
         net,
         optimizer,
         schedule,
@@ -107,7 +107,7 @@ def make_engine(
 
 
 def check_rows(
-    engine: Engine,
+    engine: StepEngine,
     vocabulary: int,
     shapes: Callable[[int], tuple[Shape, ...]],
     rows: int,
@@ -177,7 +177,7 @@ def _with_fewer(shapes: tuple[Shape, ...], place: int) -> tuple[Shape, ...]:
 def check_in_float32(config: RunConfig, net: Any, plan: Plan, device: torch.device, shapes: Sequence[Shape]) -> None:
     """The self-check once more, on a small float32 model of the same architecture: low precision hides small errors."""
     small = loading.shrunken(config, net, device)
-    engine = Engine(
+    engine = StepEngine(
         small,
         make_optimizer(config.train, small),
         plan.schedule,

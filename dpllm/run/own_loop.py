@@ -26,8 +26,7 @@ from dpllm.errors import ConfigError, Refused
 from dpllm.ledger import Ledger, RunRequest
 from dpllm.model import loading, memory, processes
 from dpllm.privacy import events, guards
-from dpllm.privacy.engine import Diagnostics
-from dpllm.privacy.engine import Engine as StepEngine
+from dpllm.privacy.engine import Diagnostics, StepEngine
 from dpllm.privacy.noise import GaussianNoise
 from dpllm.privacy.plan import Plan, Settings, make_plan
 from dpllm.privacy.rules import Form

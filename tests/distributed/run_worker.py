@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from dpllm import cli
 from dpllm.model import environment
-from dpllm.privacy.engine import Engine
+from dpllm.privacy.engine import StepEngine
 from dpllm.privacy.noise import BandedNoise
 from dpllm.run import loop
 
@@ -34,33 +34,33 @@ STEPS = 4
 RANK = "--rank"  # of a process that starts anew
 
 
-def at_step(number: int, act: Callable[[Engine], object]) -> None:
+def at_step(number: int, act: Callable[[StepEngine], object]) -> None:
     """Before the given step of this process, ``act``."""
-    step, taken = Engine.step, [0]
+    step, taken = StepEngine.step, [0]
 
-    def acting(engine: Engine, *batches: object) -> object:
+    def acting(engine: StepEngine, *batches: object) -> object:
         taken[0] += 1
         if taken[0] == number:
             act(engine)
         return step(engine, *batches)  # type: ignore[arg-type]
 
-    Engine.step = acting  # type: ignore[method-assign, assignment]
+    StepEngine.step = acting  # type: ignore[method-assign, assignment]
 
 
-def killed(engine: Engine) -> None:
+def killed(engine: StepEngine) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def stopped(engine: Engine) -> None:
+def stopped(engine: StepEngine) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def frozen(engine: Engine) -> None:
+def frozen(engine: StepEngine) -> None:
     if os.environ["RANK"] == "0":  # as a machine that is lost: its process says nothing, nor does its store
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def moved(engine: Engine) -> None:
+def moved(engine: StepEngine) -> None:
     with torch.no_grad():
         next(iter(engine.parameters.values())).view(-1)[0] += 1e-7
 
@@ -75,11 +75,11 @@ def unseen() -> None:
     environment.kernels = lambda device: {}  # type: ignore[assignment]
 
 
-def broken(engine: Engine) -> None:
+def broken(engine: StepEngine) -> None:
     raise ValueError("a secret")
 
 
-def cut(engine: Engine) -> None:
+def cut(engine: StepEngine) -> None:
     assert isinstance(engine._model, FSDPModule)
 
 

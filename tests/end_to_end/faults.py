@@ -61,7 +61,7 @@ class Attempt:
 def instrument(attempt: int, pipe: int, noise: Path, die_in_step: int | None) -> None:
     """Wraps what a child calls, so that it says where it is."""
     from dpllm.ledger import Ledger
-    from dpllm.privacy.engine import Engine
+    from dpllm.privacy.engine import StepEngine
     from dpllm.privacy.noise import GaussianNoise
     from dpllm.run import checkpoint, loop
 
@@ -80,7 +80,7 @@ def instrument(attempt: int, pipe: int, noise: Path, die_in_step: int | None) ->
 
         return inner
 
-    charge, step, draw = Ledger.charge, Engine.step, GaussianNoise.draw
+    charge, step, draw = Ledger.charge, StepEngine.step, GaussianNoise.draw
 
     def charging(ledger: Any, entry: str, number: int) -> None:
         charge(ledger, entry, number)
@@ -104,7 +104,7 @@ def instrument(attempt: int, pipe: int, noise: Path, die_in_step: int | None) ->
     checkpoint.save_resume = marked("checkpoint", checkpoint.save_resume)
     checkpoint.export = marked("export", checkpoint.export)
     Ledger.reserve = marked("reserve", Ledger.reserve)  # type: ignore[method-assign]
-    Ledger.charge, Engine.step, GaussianNoise.draw = charging, stepping, drawing  # type: ignore[method-assign]
+    Ledger.charge, StepEngine.step, GaussianNoise.draw = charging, stepping, drawing  # type: ignore[method-assign]
     finish = Ledger.finish
 
     def finishing(*arguments: Any) -> None:  # the phase lasts until the process ends

@@ -23,7 +23,7 @@ import yaml
 import dpllm
 from dpllm.cli import main
 from dpllm.ledger import Ledger
-from dpllm.privacy.engine import Engine
+from dpllm.privacy.engine import StepEngine
 from dpllm.recipe import names
 from dpllm.recipe.config import load_config
 
@@ -80,15 +80,15 @@ def python(code: str, *arguments: object, **environment: str) -> subprocess.Comp
 
 def fails_in_step(patch: pytest.MonkeyPatch, number: int) -> list[float]:
     """The engine's so-manyth step ends in an error, once it is charged; C of every step that is begun, also of later runs."""
-    step, norms = Engine.step, []
+    step, norms = StepEngine.step, []
 
-    def begin(engine: Engine, *batches: Any) -> Any:
+    def begin(engine: StepEngine, *batches: Any) -> Any:
         norms.append(engine.max_grad_norm)
         if len(norms) == number:
             raise RuntimeError
         return step(engine, *batches)
 
-    patch.setattr(Engine, "step", begin)
+    patch.setattr(StepEngine, "step", begin)
     return norms
 
 

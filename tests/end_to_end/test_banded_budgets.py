@@ -14,7 +14,7 @@ from running import Place, done, dpllm_, make_place, python
 
 from dpllm.ledger import Ledger, admission
 from dpllm.privacy import renyi
-from dpllm.privacy.engine import Engine
+from dpllm.privacy.engine import StepEngine
 from dpllm.privacy.events import Gaussian
 
 BANDS, STEPS, ROUNDS, RATE = 3, 8, 3, 3 * 8 / 40
@@ -93,15 +93,15 @@ def test_its_card_verifies_where_no_torch_is(adaptive: Place) -> None:
 @pytest.fixture
 def stopping(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fifth step of this process fails, once it is charged."""
-    step, calls = Engine.step, []
+    step, calls = StepEngine.step, []
 
-    def fail(engine: Engine, *batches: Any) -> Any:
+    def fail(engine: StepEngine, *batches: Any) -> Any:
         calls.append(batches)
         if len(calls) == 5:
             raise RuntimeError
         return step(engine, *batches)
 
-    monkeypatch.setattr(Engine, "step", fail)
+    monkeypatch.setattr(StepEngine, "step", fail)
 
 
 @pytest.mark.usefixtures("stopping")

@@ -81,19 +81,19 @@ def test_under_an_adaptive_budget_the_noise_is_calibrated_to_what_is_left(place:
 
 
 def test_resuming_under_an_adaptive_budget_keeps_the_noise(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dpllm.privacy.engine import Engine
+    from dpllm.privacy.engine import StepEngine
 
     init(place, "--gate", "adaptive", "--reference", place.recipe)
     place.write({"train.checkpoint_every": 1})
-    step, calls = Engine.step, []
+    step, calls = StepEngine.step, []
 
-    def fail(engine: Engine, *batches: object) -> object:
+    def fail(engine: StepEngine, *batches: object) -> object:
         calls.append(1)
         if len(calls) == 3:
             raise FloatingPointError
         return step(engine, *batches)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Engine, "step", fail)
+    monkeypatch.setattr(StepEngine, "step", fail)
     with pytest.raises(FloatingPointError):
         dpllm_("train", place.recipe)
     before = place.json("plan.json")

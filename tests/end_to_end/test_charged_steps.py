@@ -8,14 +8,14 @@ import pytest
 from running import Place, charged, done, dpllm_
 
 from dpllm.ledger import Ledger
-from dpllm.privacy.engine import Engine
+from dpllm.privacy.engine import StepEngine
 
 
 def test_an_error_in_a_step_leaves_a_record_and_the_charge(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(engine: Engine, *batches: Any) -> None:
+    def fail(engine: StepEngine, *batches: Any) -> None:
         raise FloatingPointError
 
-    monkeypatch.setattr(Engine, "step", fail)
+    monkeypatch.setattr(StepEngine, "step", fail)
     with pytest.raises(FloatingPointError):
         dpllm_("train", place.recipe)
     record = place.json("run.json")
@@ -25,13 +25,13 @@ def test_an_error_in_a_step_leaves_a_record_and_the_charge(place: Place, monkeyp
 
 
 def test_every_step_is_charged_before_it_is_taken(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen, step = [], Engine.step
+    seen, step = [], StepEngine.step
 
-    def look(engine: Engine, *batches: Any) -> Any:
+    def look(engine: StepEngine, *batches: Any) -> Any:
         seen.append(charged(place)[1])
         return step(engine, *batches)
 
-    monkeypatch.setattr(Engine, "step", look)
+    monkeypatch.setattr(StepEngine, "step", look)
     done("train", place.recipe)
     assert seen == [1, 2, 3, 4]
 

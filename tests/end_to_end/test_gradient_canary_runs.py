@@ -17,7 +17,7 @@ from pyarrow import parquet
 from running import Json, Place, done, dpllm_, make_place
 
 from dpllm.canaries import canaries
-from dpllm.privacy.engine import Engine
+from dpllm.privacy.engine import StepEngine
 from dpllm.privacy.noise import GaussianNoise
 from dpllm.recipe.config import load_config
 from dpllm.recipe.derived import plan_of
@@ -152,15 +152,15 @@ def test_a_run_without_privacy_holds_their_slots_and_plants_none(place: Place) -
 
 
 def test_a_resumed_run_goes_on_with_the_same_vectors_and_coins(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    step, calls = Engine.step, []
+    step, calls = StepEngine.step, []
 
-    def stop(engine: Engine, *batches: Any) -> Any:
+    def stop(engine: StepEngine, *batches: Any) -> Any:
         calls.append(engine.canaries)
         if len(calls) == 3:
             os.kill(os.getpid(), signal.SIGTERM)
         return step(engine, *batches)
 
-    monkeypatch.setattr(Engine, "step", stop)
+    monkeypatch.setattr(StepEngine, "step", stop)
     place.write({**SETTINGS, "train.checkpoint_every": 1})
     assert dpllm_("train", place.recipe).code == 1
     run = RunDir(place.run)

@@ -23,8 +23,8 @@ TOTAL = 6
 STOP = """
 import os, signal, sys
 from dpllm.cli import main
-from dpllm.privacy.engine import Engine
-step, calls = Engine.step, []
+from dpllm.privacy.engine import StepEngine
+step, calls = StepEngine.step, []
 
 def stop(engine, *batches):
     calls.append(batches)
@@ -32,7 +32,7 @@ def stop(engine, *batches):
         os.kill(os.getpid(), getattr(signal, sys.argv[1]))
     return step(engine, *batches)
 
-Engine.step = stop
+StepEngine.step = stop
 sys.exit(main(["train", *sys.argv[2:]]))
 """
 
@@ -286,8 +286,8 @@ def test_lost_steps_can_be_made_up_and_are_paid_for(killed: tuple[Place, int, st
 KILLED_AT_ONCE = """
 import os, signal, sys
 from dpllm.cli import main
-from dpllm.privacy.engine import Engine
-Engine.step = lambda engine, *batches: os.kill(os.getpid(), signal.SIGKILL)
+from dpllm.privacy.engine import StepEngine
+StepEngine.step = lambda engine, *batches: os.kill(os.getpid(), signal.SIGKILL)
 main(["train", *sys.argv[1:]])
 """
 

@@ -21,7 +21,7 @@ from running import SENTINEL, STEPS, Place, done, dpllm_, fails_in_step, make_pl
 from dpllm.auditing.record import read_audit
 from dpllm.auditing.run import figures
 from dpllm.model import evaluate
-from dpllm.privacy.engine import Diagnostics, Engine
+from dpllm.privacy.engine import Diagnostics, StepEngine
 from dpllm.recipe import derived
 from dpllm.recipe.config import load_config
 from dpllm.run.directory import RunDir
@@ -51,9 +51,9 @@ class Watched:
         eval_data = {"data.eval": str(root / "data" / "eval.jsonl")}
         self.place.write({**eval_data, **changes, "telemetry": {**telemetry, **changes.get("telemetry", {})}})
         self.scraped: list[str] = []
-        step, held_out = Engine.step, evaluate.held_out_loss
+        step, held_out = StepEngine.step, evaluate.held_out_loss
 
-        def with_known_figures(engine: Engine, *batches: Any) -> Diagnostics:
+        def with_known_figures(engine: StepEngine, *batches: Any) -> Diagnostics:
             self.scraped.append(scrape(self.port).decode())
             step(engine, *batches)
             return Diagnostics(LOSS * UNITS, UNITS, CLIPPED)
@@ -63,7 +63,7 @@ class Watched:
             return evaluate.HeldOut(HELD_OUT + len(self.scraped), ACCURACY + len(self.scraped) / 100, 40)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Engine, "step", with_known_figures)
+            patch.setattr(StepEngine, "step", with_known_figures)
             patch.setattr(evaluate, "held_out_loss", with_known_scores)
             patch.setattr("dpllm.telemetry.live.INTERVAL_SECONDS", 0.0)
             self.answer = done("train", self.place.recipe)

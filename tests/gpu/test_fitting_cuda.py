@@ -11,7 +11,7 @@ import torch
 
 from dpllm.errors import ConfigError
 from dpllm.model import memory
-from dpllm.privacy.engine import Engine
+from dpllm.privacy.engine import StepEngine
 from dpllm.recipe.config import RunConfig
 
 pytestmark = [
@@ -24,7 +24,7 @@ ROOM = 3 * 2**29  # bytes that a test leaves to itself
 
 
 @pytest.fixture
-def engine() -> Iterator[Engine]:
+def engine() -> Iterator[StepEngine]:
     """LoRA on a small Llama whose logits need memory, with AdamW."""
     shape = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8, "num_key_value_heads": 8}
     net = tm.build("llama", tm.LORA, vocab_size=VOCABULARY, max_position_embeddings=TOKENS, head_dim=32, **shape).to(
@@ -51,11 +51,11 @@ def recipe(size: int | str) -> RunConfig:
     return tm.recipe(data={"max_length": TOKENS}, train={"batch_size": 4096, "physical_batch_size": size})
 
 
-def resolve(engine: Engine, size: int | str) -> int:
+def resolve(engine: StepEngine, size: int | str) -> int:
     return memory.resolve(engine, recipe(size), VOCABULARY, CUDA)
 
 
-def test_what_is_found_fits_and_is_not_timid(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_found_fits_and_is_not_timid(engine: StepEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "free_memory", lambda device: ROOM)
     held = torch.cuda.memory_allocated(CUDA)
     found = resolve(engine, "auto")
@@ -71,7 +71,7 @@ def test_what_is_found_fits_and_is_not_timid(engine: Engine, monkeypatch: pytest
 
 
 @pytest.mark.usefixtures("little")
-def test_what_does_not_fit_is_caught_and_the_rest_trains(engine: Engine) -> None:
+def test_what_does_not_fit_is_caught_and_the_rest_trains(engine: StepEngine) -> None:
     with pytest.raises(ConfigError, match=r"Set train\.physical_batch_size: auto, or \d+ or less\.") as caught:
         resolve(engine, 4096)
     advised = int(re.findall(r"or (\d+) or less", str(caught.value))[0])
@@ -80,14 +80,14 @@ def test_what_does_not_fit_is_caught_and_the_rest_trains(engine: Engine) -> None
 
 
 @pytest.mark.usefixtures("little")
-def test_auto_where_the_device_says_no_first(engine: Engine) -> None:
+def test_auto_where_the_device_says_no_first(engine: StepEngine) -> None:
     """mem_get_info knows nothing of the fraction: the search itself meets the end of memory."""
     found = resolve(engine, "auto")
     engine.step([memory.synthetic(found, TOKENS, VOCABULARY)] * 2)
 
 
 @pytest.mark.usefixtures("little")
-def test_a_step_that_runs_out_says_what_to_set(engine: Engine) -> None:
+def test_a_step_that_runs_out_says_what_to_set(engine: StepEngine) -> None:
     with (
         pytest.raises(ConfigError, match=r"train\.physical_batch_size: 2048 or less"),
         memory.explained(recipe(4096), 4096),
@@ -95,7 +95,7 @@ def test_a_step_that_runs_out_says_what_to_set(engine: Engine) -> None:
         engine.step([memory.synthetic(4096, TOKENS, VOCABULARY)])
 
 
-def test_rehearsing_changes_nothing(engine: Engine) -> None:
+def test_rehearsing_changes_nothing(engine: StepEngine) -> None:
     weights = [p.clone() for p in engine.parameters.values()]
     state = torch.cuda.get_rng_state(CUDA)
     engine.rehearse([memory.synthetic(4, TOKENS, VOCABULARY)])

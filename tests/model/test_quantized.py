@@ -16,7 +16,7 @@ import torch
 from dpllm.errors import ConfigError, Refused
 from dpllm.model import adapters, loading
 from dpllm.privacy import guards
-from dpllm.privacy.engine import Engine
+from dpllm.privacy.engine import StepEngine
 from dpllm.privacy.sampling import collate
 from dpllm.recipe.config import RunConfig
 from dpllm.run import checkpoint
@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
 
 
-def engine_of(net: Any, **arguments: Any) -> Engine:
+def engine_of(net: Any, **arguments: Any) -> StepEngine:
     optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-2)
     settings: dict[str, Any] = {"noise_entropy": 1, "device": CPU, "max_length": 32}
     return tm.engine_of(net, optimizer, tm.schedule(), tm.plan(), **{**settings, **arguments})

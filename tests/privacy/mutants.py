@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from dpllm.privacy.clipping import PerUnitClipper
-from dpllm.privacy.engine import Engine
+from dpllm.privacy.engine import StepEngine
 from dpllm.privacy.noise import GaussianNoise
 from dpllm.privacy.sampling import PoissonSampler
 
 Change = Callable[[pytest.MonkeyPatch], None]
 DRAW, JOIN, SUM, ADD = (
-    GaussianNoise.draw, PoissonSampler.draw, Engine.clipped_sum, PerUnitClipper.add,
+    GaussianNoise.draw, PoissonSampler.draw, StepEngine.clipped_sum, PerUnitClipper.add,
 )  # fmt: skip
 
 
@@ -29,15 +29,15 @@ def drawn(value: Callable[[Tensor], Tensor]) -> Change:
 
 def scaled_by_the_batch(patch: pytest.MonkeyPatch) -> None:
     """The noise is divided by B before the sum is."""
-    release = Engine._release
+    release = StepEngine._release
 
-    def releasing(self: Engine, flat_P: Tensor) -> Tensor:
+    def releasing(self: StepEngine, flat_P: Tensor) -> Tensor:
         divisor = self._schedule.expected_batch_size
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(GaussianNoise, "draw", lambda noise, size: DRAW(noise, size) / divisor)
             return release(self, flat_P)
 
-    patch.setattr(Engine, "_release", releasing)
+    patch.setattr(StepEngine, "_release", releasing)
 
 
 def constant_seed(patch: pytest.MonkeyPatch) -> None:
@@ -89,28 +89,28 @@ def shuffled(patch: pytest.MonkeyPatch) -> None:
 def noise_of_the_data(patch: pytest.MonkeyPatch) -> None:
     """One variate more is drawn for every unit."""
 
-    def summed(self: Engine, *batches: Any) -> Any:
+    def summed(self: StepEngine, *batches: Any) -> Any:
         found = SUM(self, *batches)
         self._noise.draw(1 + found[1].units)
         return found
 
-    patch.setattr(Engine, "clipped_sum", summed)
+    patch.setattr(StepEngine, "clipped_sum", summed)
 
 
 def parts_of_the_sum(value: Callable[[list[Any]], list[Any]]) -> Change:
     def change(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(Engine, "clipped_sum", lambda self, batches, *rest: SUM(self, value(list(batches)), *rest))
+        patch.setattr(StepEngine, "clipped_sum", lambda self, batches, *rest: SUM(self, value(list(batches)), *rest))
 
     return change
 
 
 def divided_by_who_came(patch: pytest.MonkeyPatch) -> None:
-    def step(self: Engine, batches: Any, *canaries: Any) -> Any:
+    def step(self: StepEngine, batches: Any, *canaries: Any) -> Any:
         flat_P, seen = self.clipped_sum(batches, *canaries)
         self._apply(self._release(flat_P) * self._schedule.expected_batch_size / max(1, seen.units))
         return seen
 
-    patch.setattr(Engine, "step", step)
+    patch.setattr(StepEngine, "step", step)
 
 
 def rows_clipped_each(patch: pytest.MonkeyPatch) -> None:
@@ -125,12 +125,12 @@ def noise_follows_the_batch(patch: pytest.MonkeyPatch) -> None:
     """Smaller noise where fewer units came; on average it is right."""
     came: list[float] = [1.0]
 
-    def summed(self: Engine, batches: Any, *canaries: Any) -> Any:
+    def summed(self: StepEngine, batches: Any, *canaries: Any) -> Any:
         found = SUM(self, batches, *canaries)
         came[0] = (found[1].units + 1) / (self._schedule.expected_batch_size + 1)
         return found
 
-    patch.setattr(Engine, "clipped_sum", summed)
+    patch.setattr(StepEngine, "clipped_sum", summed)
     patch.setattr(GaussianNoise, "draw", lambda self, size: DRAW(self, size) * came[0])
 
 

@@ -12,7 +12,7 @@ import torch
 from scipy import stats
 
 from dpllm.privacy import banded
-from dpllm.privacy.engine import Engine
+from dpllm.privacy.engine import StepEngine
 from dpllm.privacy.noise import BandedNoise, GaussianNoise
 from dpllm.privacy.plan import Plan, spacing_of
 from dpllm.privacy.sampling import PoissonSampler
@@ -251,7 +251,7 @@ def test_groups_of_b_less_one_and_a_unit_in_two_groups_are_seen(monkeypatch: pyt
 def test_the_engine_of_a_new_attempt_knows_no_earlier_noise() -> None:
     """Two engines, as before and after a resume: the second's first row is fresh noise over c_0 alone."""
     net = tm.build("llama")
-    engines: list[Engine] = []
+    engines: list[StepEngine] = []
     for key in (1, 2):
         engine = tm.make_engine(net, promise(), noise_entropy=key)
         engines.append(engine)

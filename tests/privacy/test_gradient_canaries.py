@@ -15,7 +15,7 @@ from tiny_models import CPU, Toy
 from dpllm.auditing.gradient import examine, tabulate
 from dpllm.errors import Refused
 from dpllm.privacy import accounting, clipping, events
-from dpllm.privacy.engine import Engine
+from dpllm.privacy.engine import StepEngine
 from dpllm.privacy.gradient_canaries import GradientCanaries
 from dpllm.privacy.noise import GaussianNoise
 from dpllm.privacy.plan import adaptive_clipping, spacing_of
@@ -25,7 +25,7 @@ COINS = (True, False, True, True, False, True, False)
 SLACK = 1e-6
 
 
-def planted(promise: Any, coins: tuple[bool, ...] = COINS, net: Any = None, **arguments: Any) -> Engine:
+def planted(promise: Any, coins: tuple[bool, ...] = COINS, net: Any = None, **arguments: Any) -> StepEngine:
     engine = tm.make_engine(net or tm.build("llama"), promise, **arguments)
     engine.canaries = GradientCanaries(2**100 + 3, coins, engine.size, promise.clipping, CPU)
     return engine

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from dpllm.privacy import clipping, engine, gradients, guards, plan, rules, selfcheck
 from dpllm.privacy.clipping import FUNCTIONS, PerUnitClipper, Taps
-from dpllm.privacy.engine import Engine
+from dpllm.privacy.engine import StepEngine
 from dpllm.privacy.gradients import Owners, UnitGradients
 from dpllm.privacy.noise import GaussianNoise
 from dpllm.privacy.plan import AdaptiveClipping
@@ -142,26 +142,26 @@ def no_noise_on_the_count(patch: pytest.MonkeyPatch) -> None:
 
 
 def c_follows_the_exact_share(patch: pytest.MonkeyPatch) -> None:
-    release = Engine._release
+    release = StepEngine._release
 
-    def leaking(self: Engine, flat_P: Tensor) -> Tensor:
+    def leaking(self: StepEngine, flat_P: Tensor) -> Tensor:
         share, before = float(flat_P[-1]) / self._schedule.expected_batch_size + 0.5, self.max_grad_norm
         released_P = release(self, flat_P)
         self.max_grad_norm = self._plan.adaptive.next_norm(before, share, before)
         return released_P
 
-    patch.setattr(Engine, "_release", leaking)
+    patch.setattr(StepEngine, "_release", leaking)
 
 
 def count_from_zero_to_one(patch: pytest.MonkeyPatch) -> None:
-    summed = Engine.clipped_sum
+    summed = StepEngine.clipped_sum
 
-    def counted(self: Engine, *batches: Any) -> Any:
+    def counted(self: StepEngine, *batches: Any) -> Any:
         flat_P, seen = summed(self, *batches)
         flat_P[-1] = seen.units - seen.clipped
         return flat_P, seen
 
-    patch.setattr(Engine, "clipped_sum", counted)
+    patch.setattr(StepEngine, "clipped_sum", counted)
 
 
 def stale(patch: pytest.MonkeyPatch) -> None:
@@ -346,7 +346,7 @@ MUTATIONS: dict[str, tuple[Change, Callable[[], None]]] = {
         no_foreign_guards_at_all, lambda: checks.foreign_gradients_refused(tm.units([(5,)])),
     ),
     "weight gradients left on": (weight_gradients, lambda: checks.no_weight_gradients(net())),
-    "steps beside the engine": (attribute(Engine, "_only_released", lambda *_: None), checks.lone_step_refused),
+    "steps beside the engine": (attribute(StepEngine, "_only_released", lambda *_: None), checks.lone_step_refused),
     "TF32 allowed": (attribute(guards, "check_float32", nothing), short_cut),
     "no self-check": (attribute(engine, "self_check", nothing), refuses("off by", Functional)),
     "no check of padding": (attribute(selfcheck, "_check_padding", nothing), refuses("rows beside it", Lengthy)),

@@ -57,7 +57,7 @@ def test_what_is_wrapped_for_data_parallelism_is_refused() -> None:
     )
 
 
-def engine_on(net: nn.Module, optimizer: Any) -> tm.Engine:
+def engine_on(net: nn.Module, optimizer: Any) -> tm.StepEngine:
     return tm.engine_of(net, optimizer, tm.schedule(), tm.plan(), noise_entropy=1)
 
 

@@ -20,7 +20,7 @@ import dpllm
 from dpllm.errors import BudgetExceeded, ConfigError, Refused
 from dpllm.ledger import Budget
 from dpllm.ledger.budgets import set_budget
-from dpllm.privacy.engine import Engine as StepEngine
+from dpllm.privacy.engine import StepEngine
 from dpllm.privacy.noise import BandedNoise
 from dpllm.privacy.sampling import PoissonSampler
 
