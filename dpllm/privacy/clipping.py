@@ -186,6 +186,7 @@ class PerUnitClipper:
         square_GU = torch.stack([square_LU[group_L == group].sum(dim=0) for group in range(max(self._group_L) + 1)])
         norm_GU, norm_U = square_GU.sqrt_() / loss_scale, square_LU.sum(dim=0).sqrt_() / loss_scale
         self._count_long(square_LU[:, : batch.num_units], max_grad_norm * loss_scale)
+        # What is not finite, and what is no unit, has the factor 0 and is left out of the sum as well: 0 * nan would be nan.
         counted_U = torch.isfinite(norm_U) & (torch.arange(len(norm_U), device=norm_U.device) < batch.num_units)
         factor_GU = self._function(norm_GU, max_grad_norm).where(counted_U, 0.0) / (loss_scale * spacing)
         counted, named = counted_U.tolist(), zip(self._group_L, self._parameters.items(), strict=True)

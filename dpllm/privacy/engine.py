@@ -58,14 +58,13 @@ class StepEngine:
     """Owns the backward pass and the update.
 
     Guarantee:
-        With a Plan: every trainable coordinate is updated from (sum of clipped unit gradients + N(0, s^2)) / B of this step
-        and from nothing else that was computed from the data; also for an empty batch. The sum is one of multiples of a
-        power of two, the noise is rounded to it, and s is sigma times what one unit can move that sum (``noise_scale``), so
-        the release is a post-processing of the Gaussian mechanism (``GaussianNoise``). The divisor B is the Plan's public
-        expected batch size, never the realised one. On several ranks rank 0 adds the noise, once, to its own sum; the
-        all-reduce is exact, so the total has the same bits for any number of ranks. With adaptive clipping the count of unclipped
-        units is one more coordinate of that vector, with noise of its own (see ``AdaptiveClipping``), and C follows it. With the
-        Plan's ``coefficients`` the noise takes back a part of earlier steps' (``BandedNoise``). Without a Plan: none.
+        With a Plan: every trainable coordinate is updated from (sum of clipped unit gradients + N(0, s^2)) / B of this step and
+        from nothing else that was computed from the data; also for an empty batch. s is sigma times what one unit can move the
+        sum on its lattice (``noise_scale``), so the release is a post-processing of the Gaussian mechanism (``GaussianNoise``;
+        with the Plan's ``coefficients``, ``BandedNoise``). B is the Plan's public expected batch size, never the realised one.
+        On several ranks rank 0 adds the noise, once, to its own sum; the all-reduce is exact, so the total has the same bits for
+        any number of ranks. With adaptive clipping the count of unclipped units is one more coordinate of that vector, with noise
+        of its own (``AdaptiveClipping``), and C follows it. Without a Plan: none.
 
     References:
         Abadi et al. 2016, algorithm 1; Andrew et al. 2021, algorithm 1.
@@ -249,6 +248,7 @@ class StepEngine:
     def _release(self, flat_P: Tensor) -> Tensor:
         """Adds noise once and the ranks together, exactly; divides by the public batch size and moves C: a post-processing."""
         rank, adaptive = _rank(), self._plan.adaptive if self._plan else None
+        # Before the ranks are added up: each holds the sum of its own units only, and no process the whole one without noise.
         if self._plan is not None and rank in (None, 0):
             self._noise.add_to(flat_P[: self.size], self._noise_scale())
             if adaptive:  # halves, which are multiples of the count's own lattice

@@ -2,16 +2,14 @@
 
 Comes in: a model and physical batches. Goes out: the losses of tokens and of sequences. ``outputs.loss`` of transformers is a
 mean over the tokens of the whole batch, which couples examples: with it, one long neighbour moved the clipped sum by 2.2 C.
-Must not know clipping: what trains is reached through the layers' own backward passes.
 
 Only targets are computed on, those of one row at a time, so that no product has a shape that follows another row. Logits of
 the model's own precision are held once, and what is wider, or longer than a chunk, never exists.
 
-Where the output head is frozen, its ``forward`` is, for the time of one call of the model, a function that returns nll_RT1
-where R T V logits would stand. It computes a few targets' logits at a time, and at once the gradient of their losses with
-respect to the hidden state, (softmax - one-hot) W, which is kept until the backward pass multiplies it by what comes in. So
-neither logits nor a second product are needed later, and a weight that is sharded or offloaded is needed in the forward
-pass only.
+Where the output head is frozen, its ``forward`` is, for the time of one call of the model, a function that returns nll_RT1 where
+R T V logits would stand. It computes a few targets' logits at a time, and at once the gradient of their losses with respect to
+the hidden state, (softmax - one-hot) W, which is kept until the backward pass multiplies it by what comes in. So a weight that
+is sharded or offloaded is needed in the forward pass only.
 
 Shape suffixes: R sequences, T tokens, d hidden size, V vocabulary, N targets, n targets of one chunk, M = R T positions.
 

@@ -55,6 +55,7 @@ def privacy_loss(parts: Parts, relation: Relation, interval: float) -> PrivacyLo
     whole = pld.identity(interval)
     for part in parts.sampled:
         if part.probability == 1.0:
+            # Sums over all of the data are one Gaussian of less noise, exactly: nothing needs to be composed.
             sigma = part.noise_multiplier / math.sqrt(part.times)
             whole = whole.compose(_step(part._replace(noise_multiplier=sigma, times=1), relation, interval))
         else:

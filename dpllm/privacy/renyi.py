@@ -63,6 +63,7 @@ def rdp(event: Event, order: float) -> float:
         return math.inf
     total = math.fsum(part.times * _sampled(part._replace(times=1), order) for part in parts.sampled)
     if parts.selected:
+        # The bound on a selection takes the best of several orders of one run: with this order alone it would be far larger.
         total += float(_curve(Parts(selected=parts.selected), (*_default_orders(), order))[-1])
     return total + sum(part.times * _pure(part.epsilon, order) for part in parts.bounds)
 

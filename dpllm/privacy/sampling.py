@@ -85,6 +85,7 @@ class PoissonSampler:
 
     def draw(self) -> list[int]:
         """Indices of the slots that join the next logical batch; possibly none."""
+        # A coin for every slot, also where it is not its turn: ranks stay at the same place of the stream.
         joins = self._stream.uniform(self._num_slots) < self._rate
         joins &= self._group_N == self._step % self._turns.bands
         self._step += 1
