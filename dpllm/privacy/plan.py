@@ -140,9 +140,8 @@ class Plan:
     coefficients: tuple[float, ...] = ()  # c_0, ..., c_{b-1} of banded noise, of squares that add up to at most 1
     accountants: dict[str, float | None] = field(default_factory=dict)  # epsilon by each that knows the event
     limits: dict[str, float | None] = field(default_factory=dict)  # see ``privacy_loss.attacker_limits_of``
-    curve: tuple[
-        tuple[float, float | None], ...
-    ] = ()  # (delta, epsilon) at ``CURVE_DELTAS``; None where none is certified
+    # (delta, epsilon) at ``CURVE_DELTAS``; None where no epsilon is certified
+    curve: tuple[tuple[float, float | None], ...] = ()
 
     def __post_init__(self) -> None:
         if self.coefficients and (len(self.coefficients) < 2 or not banded.admissible(self.coefficients)):

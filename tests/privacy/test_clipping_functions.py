@@ -142,6 +142,11 @@ def test_c_stays_where_it_can_be_noised(rate: float, shares: list[float]) -> Non
         assert 0.3e-6 * (1 - 1e-9) <= bound <= 0.3e6 * (1 + 1e-9)
 
 
+def test_a_recipe_whose_c_would_jump_is_refused() -> None:
+    with pytest.raises(ValueError, match="less than or equal to 10"):
+        tm.recipe(privacy={"adaptive": {"learning_rate": 5000}})
+
+
 def test_the_recipe_makes_it_part_of_the_plan() -> None:
     privacy = {"clipping": "adaptive", "noise_multiplier": 1.5, "epsilon": 100.0, "adaptive": {"quantile": 0.3}}
     made = plan_of(tm.recipe(privacy=privacy), 100)

@@ -52,14 +52,6 @@ def test_every_trainable_coordinate_moves_and_nothing_else_does() -> None:
         assert p.grad is None
 
 
-@pytest.mark.parametrize("scale", [1.0, 1024.0])
-def test_the_loss_scale_of_fp16_cancels(scale: float) -> None:
-    net, some = Toy(), tm.units([(5,), (9, 4), (7,)])
-    plain = tm.clipped_sum(tm.make_engine(net, tm.plan(0.05)), some)
-    scaled = tm.clipped_sum(tm.make_engine(net, tm.plan(0.05), loss_scale=scale), some)
-    torch.testing.assert_close(scaled, plain, rtol=1e-5, atol=1e-9)
-
-
 def test_clipping_is_counted_and_losses_are_means_over_units() -> None:
     some = tm.units([(5,), (9,), (7,)])
     net = Toy()
