@@ -143,15 +143,6 @@ def test_padding_rows_add_nothing_beside_units_and_alone(name: str, mode: str) -
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_no_units_at_all_are_noise_alone(mode: str) -> None:
-    engine = tm.make_engine(built("llama, all-linear"), tm.plan(0.3, 0.7), grad_sample_mode=mode)
-    zeros_P, seen = engine.clipped_sum([])
-    assert not bool(zeros_P.any())
-    assert (seen.units, seen.clipped) == (0, 0)
-    checks.standard_normal(checks.released(engine, [], 12, 0.7))
-
-
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", WITH_ROWS)
 def test_a_unit_of_more_rows_than_a_physical_batch_is_clipped_once(name: str, mode: str) -> None:
     checks.whole_units(built(name), mode)
