@@ -67,6 +67,8 @@ class _Value:
                     number(f"{self.type} {name}", value, 0.0, including=True)
                 case "event":
                     check_events(value)
+                case _:  # what nothing checks would be of unknown cost
+                    assert name in ("mean", "distribution"), name  # which RepeatAndSelect checks
 
     def to_json(self) -> dict[str, Any]:
         """As it is stored; ``read`` is the inverse."""
