@@ -113,7 +113,7 @@ def with_infinite_dummies(batch: PhysicalBatch) -> PhysicalBatch:
 
 
 def dummy_rows(net: nn.Module, mode: str = "auto") -> None:
-    """Rows of nobody add nothing, even where their gradient is not finite, and are not counted."""
+    """Padding rows add nothing, beside units and alone, even where their gradient is not finite, and are not counted."""
     some = tm.units(tm.RAGGED)
     engine = tm.make_engine(net, tm.plan(0.3), grad_sample_mode=mode)
     expected_P, counted = engine.clipped_sum([collate(some, 0)])
@@ -124,11 +124,6 @@ def dummy_rows(net: nn.Module, mode: str = "auto") -> None:
             found_P, seen = engine.clipped_sum([batch])
             assert torch.equal(found_P, expected_P)
             assert (seen.units, seen.clipped) == (counted.units, counted.clipped)
-
-
-def nobody(net: nn.Module, mode: str = "auto") -> None:
-    """A batch of dummy rows only adds zero."""
-    engine = tm.make_engine(net, tm.plan(0.3), grad_sample_mode=mode)
     for batch in (collate([], 0, 2), with_infinite_dummies(collate([], 0, 2))):
         nothing_P, seen = engine.clipped_sum([batch])
         assert not bool(nothing_P.any())

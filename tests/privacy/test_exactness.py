@@ -139,7 +139,6 @@ WITH_ROWS = (
 @pytest.mark.parametrize("name", WITH_ROWS)
 def test_padding_rows_add_nothing_beside_units_and_alone(name: str, mode: str) -> None:
     checks.dummy_rows(built(name), mode)
-    checks.nobody(built(name), mode)
 
 
 @pytest.mark.parametrize("mode", MODES)
