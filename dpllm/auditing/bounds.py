@@ -22,7 +22,7 @@ from numpy.typing import ArrayLike, NDArray
 from scipy import fft, optimize
 from scipy.special import gammaln
 
-from dpllm.privacy.limits import attacker_limits
+from dpllm.privacy.privacy_loss import attacker_limits
 from dpllm.statement.fields import AtLeast1, Between0And1, Count, Number, Record, Share
 
 # A legend of shapes: M candidates, K weights, W outcomes of a sum of weights, F frequencies.
