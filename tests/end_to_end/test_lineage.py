@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import tiny
 from ledger_stores import adopt
-from running import Place, contents, done, dpllm_
+from running import Place, contents, done, dpllm_, fails_in_step
 from safetensors.torch import load_file, save_file
-from test_gains import stop_in_step
 
 from dpllm.errors import ConfigError, Refused
 from dpllm.run.directory import RunDir
@@ -137,7 +136,7 @@ def test_an_adapter_is_started_from_on_the_statement_that_it_was_trained_on(chil
 
 def test_a_resumed_run_stands_on_the_base_that_it_started_from(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever changed: the files, the statement alone, a statement that is gone."""
-    stop_in_step(monkeypatch, 3)
+    fails_in_step(monkeypatch, 3)
     every = ("--train.checkpoint_every", "1")
     with pytest.raises(RuntimeError):
         dpllm_("train", place.recipe, *again(place, *every))
