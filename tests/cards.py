@@ -162,13 +162,7 @@ def audit(**changes: Any) -> Json:
         "attacks": {"ratio": attack, "loss": {**attack, "auc": 0.52}},
         "exposure": {"16": {**seen, "mean": 2.9, "p_value": 0.00002, "inserted": 9}, "1": seen},
         "extraction": {"16": {**got, "inserted": 9, "held_out": 11, "tuned": 1}, "1": got},
-        "epsilon_lower_bound": {
-            "value": 0.12,
-            "alpha": 0.05,
-            "delta": 1e-05,
-            "method": "one-run",
-            "ceiling": 2.756,
-        },
+        "epsilon_lower_bound": {"value": 0.12, "alpha": 0.05, "delta": 1e-05, "method": "one-run", "ceiling": 2.756},
         "controls": {
             "base_separates": False,
             "words": {"auc": 0.49, "interval": [0.3, 0.7], "succeeds": False},

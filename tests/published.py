@@ -124,3 +124,10 @@ def other(value: Any) -> Any:
     if isinstance(value, str):
         return f"{value}x"
     return 1 if value is None else [*value, "x"] if isinstance(value, list) else {**value, "x": 1}
+
+
+def without(value: Any, key: object) -> Any:
+    """A JSON object or list without one of its parts."""
+    if isinstance(value, dict):
+        return {name: inner for name, inner in value.items() if name != key}
+    return [inner for number, inner in enumerate(value) if number != key]

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy import optimize
-from scipy.special import betaincinv, log_ndtr, ndtr
+from scipy.special import betaincinv
 
 from dpllm.auditing.bounds import checked
 from dpllm.privacy.events import Event
@@ -168,18 +167,3 @@ def event_trade_off(event: Event, relation: Relation) -> TradeOff:
         Refused: No accountant knows every part of the event.
     """
     return profile_trade_off(*(([0.0], [0.0]) if parts_of(event) == Parts() else profile(event, relation)))
-
-
-def gaussian_epsilon(mu: float, delta: float) -> float:
-    """Epsilon of N(mu, 1) against N(0, 1) at delta in (0, 1).
-
-    References:
-        Balle and Wang 2018, "Improving the Gaussian Mechanism for Differential Privacy", theorem 8.
-    """
-
-    def excess(epsilon: float) -> float:
-        return float(ndtr(mu / 2 - epsilon / mu) - np.exp(epsilon + log_ndtr(-mu / 2 - epsilon / mu)) - delta)
-
-    if mu <= 0 or excess(0.0) <= 0:
-        return 0.0
-    return float(optimize.brentq(excess, 0.0, 1e4, xtol=1e-12))

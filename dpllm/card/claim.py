@@ -7,29 +7,20 @@ an epsilon as a guarantee where there is none.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from fractions import Fraction
-from typing import Any
 
 from dpllm.auditing.bounds import Claim
-from dpllm.auditing.rates import gaussian_epsilon
 from dpllm.auditing.record import AuditRecord, Canaries
 from dpllm.errors import ConfigError
-from dpllm.privacy.accounting import compose, finite, stated
-from dpllm.privacy.events import step_of
 from dpllm.recipe import derived, names
 from dpllm.recipe.config import LoraConfig, RunConfig
 from dpllm.recipe.names import is_builtin
-from dpllm.statement import formatting, privacy_record, tradeoff_figure
-from dpllm.statement.fields import CRYPTOGRAPHIC, DEFINITION, Composed, Sampling, Terms
+from dpllm.statement import formatting, privacy_record, state, tradeoff_figure
+from dpllm.statement.fields import Json, Terms
 from dpllm.statement.privacy_record import Audit, PrivacyRecord
-from dpllm.statement.released import BesideRun, Statistics
+from dpllm.statement.released import Statistics
 from dpllm.statement.run_files import PlanRecord, RunRecord
 
-Json = dict[str, Any]
-
-_PROFILE = ("accountants", "limits", "curve")
 _EVERYTHING = "everything: this run gives no guarantee"
 
 
@@ -61,43 +52,32 @@ def statement_of(
     _check_one_run(plan, record, audit)
     reason = why_not(config, plan, record, audit)
     terms = None if plan is None else _terms(config, plan, record)
-    numbers = {} if terms is None else terms.to_json() if reason is None else {"attempted": terms.to_json()}
     model, ledger = record.model, record.ledger
-    lost = {"lost": record.steps_lost} if record.steps_lost else {}
-    base = model.name_or_path if model.commit or is_builtin(model.name_or_path) else names.last_part(model.name_or_path)
-    block = {
-        "schema_version": privacy_record.SCHEMA_VERSION,
-        "guarantee": reason is None,
-        **({} if reason is None else {"reason": reason}),
-        **numbers,
-        "released": "adapter weights" if isinstance(config.adapter, LoraConfig) else "model weights",
-        "dataset": ledger.dataset if ledger else names.public_name(config.data.train),
-        "data_public": config.data.public,
-        "steps": {"planned": record.steps_planned, "taken": record.steps_taken, **lost},
-        "status": record.status,
-        "composed": _composed(record),
-        "lineage": record.lineage.to_json() if record.lineage else None,
-        "base_model": {"name": base, "revision": model.commit, "covered": False},
-        "not_covered": _not_covered(config, plan, record) if reason is None else [_EVERYTHING],
-        "deviations": list(record.deviations),
-        **config.card.model_dump(include={"tuning", "contact"}),
-        "audit": None if audit is None else audit_part(audit, terms if reason is None else None).to_json(),
-        "software": record.versions,
-        "hardware": {name: value for name, value in record.hardware.items() if _plain(value)},
-        "date": record.started_at[:10],
-        "recipe_digest": names.digest(config),
-        "files": dict(sorted((record.artifacts if files is None else files).items())),
-        **_statistics(statistics, terms, reason, record),
-    }
-    return privacy_record.read(names.without_paths(block))
+    recipe = state.FromRecipe(
+        released="adapter weights" if isinstance(config.adapter, LoraConfig) else "model weights",
+        dataset=ledger.dataset if ledger else names.public_name(config.data.train),
+        data_public=config.data.public,
+        base_model=model.name_or_path
+        if model.commit or is_builtin(model.name_or_path)
+        else names.last_part(model.name_or_path),
+        not_covered=_not_covered(config, plan, record) if reason is None else (_EVERYTHING,),
+        tuning=config.card.tuning,
+        contact=config.card.contact,
+        recipe_digest=names.digest(config),
+    )
+    found = state.state(
+        recipe,
+        record,
+        terms,
+        reason,
+        None if audit is None else audit_part(audit, terms if reason is None else None),
+        None if statistics is None else _released(statistics, terms, record),
+        record.artifacts if files is None else files,
+    )
+    return privacy_record.read(names.without_paths(found.to_json()))
 
 
-def why_not(
-    config: RunConfig,
-    plan: PlanRecord | None,
-    record: RunRecord,
-    audit: AuditRecord | None,
-) -> str | None:
+def why_not(config: RunConfig, plan: PlanRecord | None, record: RunRecord, audit: AuditRecord | None) -> str | None:
     """Why a run gives no guarantee, as one sentence without its full stop; None where it gives one."""
     if not config.privacy.enabled or plan is None:
         where = ", on data that the recipe declares public" if config.data.public else ""
@@ -150,16 +130,11 @@ def _check_one_run(plan: PlanRecord | None, record: RunRecord, audit: AuditRecor
             "directory holds parts of two runs: train again."
         )
     if audit is not None:
-        check_audit(plan, record, audit)
+        _check_audit(plan, record, audit)
 
 
-def check_audit(plan: PlanRecord | None, record: RunRecord, audit: AuditRecord) -> None:
-    """Makes sure that an audit is about the weights and the canaries of this run.
-
-    Raises:
-        ConfigError: It names no weights or others than those of the record, or other canaries than those that the
-            Plan committed to before training.
-    """
+def _check_audit(plan: PlanRecord | None, record: RunRecord, audit: AuditRecord) -> None:
+    """Refuses an audit of other weights, or that tested something else than was fixed before training."""
     strangers = sorted(name for name, digest in audit.weights.items() if record.artifacts.get(name) != digest)
     if strangers or not audit.weights:
         which = ", ".join(strangers) or "no weights at all"
@@ -169,132 +144,49 @@ def check_audit(plan: PlanRecord | None, record: RunRecord, audit: AuditRecord) 
         )
     if plan is None:
         return
-    if plan.canary_commitment != audit.canaries.commitment:
-        raise ConfigError(
-            "audit.json is about other canaries than those fixed before training (the commitments differ), so it could "
-            "have been chosen to look well. Run dpllm audit again with the canaries of this run."
-        )
-    if audit.settings.to_json() != (plan.audit.to_json() if plan.audit else None):
-        raise ConfigError(
-            "audit.json was made with another alpha or other tests than plan.json fixed before training, so they "
-            "could have been chosen to look well. Run dpllm audit again."
-        )
-    if any(getattr(audit.claim, name, None) != getattr(plan, name) for name in ("epsilon", "delta", "unit")):
-        raise ConfigError(
-            "audit.json tested another epsilon, delta or unit than plan.json promises, so its verdict is not about this run. "
-            "Run dpllm audit again."
-        )
+    fixed = plan.audit.to_json() if plan.audit else None
+    rules = {
+        "is about other canaries than those fixed before training (the commitments differ), so it could have been chosen to look "
+        "well. Run dpllm audit again with the canaries of this run.": plan.canary_commitment
+        == audit.canaries.commitment,
+        "was made with another alpha or other tests than plan.json fixed before training, so they could have been chosen to look "
+        "well. Run dpllm audit again.": audit.settings.to_json() == fixed,
+        "tested another epsilon, delta or unit than plan.json promises, so its verdict is not about this run. Run dpllm audit "
+        "again.": audit.claim == Claim(plan.epsilon, plan.delta, plan.unit),
+    }
+    if wrong := next((problem for problem, good in rules.items() if not good), None):
+        raise ConfigError(f"audit.json {wrong}")
 
 
 def _terms(config: RunConfig, plan: PlanRecord, record: RunRecord) -> Terms:
-    """The numbers of the Plan: everything that is needed to compute epsilon again."""
-    epsilon = stated_epsilon(plan, record)
-    spent_more = epsilon > plan.epsilon
-    # Other words for the planned epsilon are not true of one that is larger.
-    left_out = {name for name in ("adaptive", *_PROFILE) if not getattr(plan, name)} | set(
-        _PROFILE if spent_more else ()
-    )
-    mechanism, scheme = ("dp-bandmf", "cyclic_poisson") if plan.coefficients else ("dp-sgd", "poisson")
-    banded = {
-        "bands": len(plan.coefficients),
-        "coefficients": plan.coefficients,
-        "group_rate": step_of(plan.event).probability,
-    }
-    curve = None if spent_more else tradeoff_figure.trade_off(plan.event, plan.neighbouring_relation)
-    generator = record.generator or ("chacha20" if config.privacy.secure_noise else "philox")  # of versions of before
-    terms = Terms.pick(
-        {name: value for name, value in plan.to_json().items() if name not in left_out},
-        epsilon=epsilon,
-        definition=DEFINITION,
-        holds_for="run",
-        trust_model="central",
-        mechanism=mechanism,
+    return state.terms_of(
+        plan,
         optimizer=config.train.optimizer,
-        sampling=Sampling.pick(plan.to_json(), scheme=scheme, of=plan.sampling, implemented_as_accounted=True),
-        without_amplification=None,
-        randomness={
-            "generator": generator,
-            "secure_noise": generator in CRYPTOGRAPHIC,
-            **({"lattice": record.lattice} if record.lattice else {}),
-        },
-        **({"trade_off": curve} if curve else {}),
-        **({"banded": banded} if plan.coefficients else {}),
+        generator=record.generator
+        or ("chacha20" if config.privacy.secure_noise else "philox"),  # of versions of before
+        rounded=record.lattice,
+        spent=stated_epsilon(plan, record),
+        trade_off=tradeoff_figure.trade_off(plan.event, plan.neighbouring_relation),
     )
-    if spent_more:
-        return terms
-    return terms.model_copy(update={"without_amplification": without_amplification(terms, plan.num_steps)})
 
 
-def without_amplification(terms: Terms, num_steps: int) -> float | None:
-    """Epsilon of the same run if its batches had come from shuffling: one Gaussian release an epoch, no credit for sampling.
-
-    Args:
-        terms: What is promised.
-        num_steps: For which.
-
-    Returns:
-        Rounded up to four digits; None where it is 10,000 or more, or the noise is banded: shuffled anew in each epoch, a unit
-        would come back before the noise that hid it is used up.
-
-    Guarantee:
-        An upper bound for the zero-out relation, if the place of a unit in the order stays when its data are replaced by
-        nothing. A unit of up to k rows that are drawn one by one is taken as one release of sensitivity k C.
-
-    References:
-        Dong, Roth and Su 2022, "Gaussian Differential Privacy", corollary 3.3 (Gaussian releases add up to one).
-    """
-    if terms.banded is not None:
-        return None
-    sampling = terms.sampling
-    epochs = math.ceil(Fraction(num_steps * sampling.expected_batch_size, sampling.dataset_size))
-    try:
-        value = gaussian_epsilon(terms.group_size * math.sqrt(epochs) / terms.noise_multiplier, terms.delta)
-    except (ArithmeticError, ValueError):  # hardly any noise
-        return None
-    return float(formatting.bound(value * (1 + 1e-9)))  # more than the error of its root
-
-
-def _composed(record: RunRecord) -> Json | None:
-    """The total over all runs on the dataset, as the ledger had it after this one."""
-    ledger = record.ledger
-    if ledger is None:
-        return None
-    budget = ledger.budget
-    return Composed.pick(
-        ledger.to_json(),
-        gate=budget.gate if budget else None,
-        order=budget.order if budget else None,
-        delta=budget.delta if budget else record.delta,
-        entries=ledger.head.count,
-        head=ledger.head.hash,
-        group=ledger.group,
-    ).to_json()
-
-
-def _statistics(released: Json | None, terms: Terms | None, reason: str | None, record: RunRecord) -> Json:
-    """What was released about the training data, and what it comes to together with the run; nothing where nothing was."""
-    if released is None:
-        return {}
-    one, ledger = Statistics.pick(released), record.ledger
-    mine = None if terms is None or ledger is None else (ledger.dataset, terms.unit, terms.neighbouring_relation)
-    theirs = one.dataset, one.unit, one.neighbouring_relation
+def _released(describe: Json, terms: Terms | None, record: RunRecord) -> Statistics:
+    """What describe.json says, which has to be about the data that the run was charged for."""
+    one, ledger = Statistics.pick(describe), record.ledger
     if not one.drawn:
         raise ConfigError(
             "describe.json holds no values: it is what a dry run printed. Name what dpllm describe wrote when it released them."
         )
-    if theirs != mine:
+    mine = None if terms is None or ledger is None else (ledger.dataset, terms.unit, terms.neighbouring_relation)
+    if (one.dataset, one.unit, one.neighbouring_relation) != mine:
         raise ConfigError(
             f"describe.json is about dataset {one.dataset!r} per {one.unit!r} under {one.neighbouring_relation!r}, and the run "
             "was charged for other data, another unit or relation, so that the two do not add. Name the file of these data."
         )
-    with_run = None
-    if terms is not None and reason is None:
-        with_run = stated(compose([terms.event, one.event()]), terms.delta, terms.neighbouring_relation)[0]
-    together = None if with_run is None else finite(with_run)
-    return {"statistics": BesideRun.pick(one.to_json(), with_run=together).to_json()}
+    return one
 
 
-def _not_covered(config: RunConfig, plan: PlanRecord | None, record: RunRecord) -> list[str]:
+def _not_covered(config: RunConfig, plan: PlanRecord | None, record: RunRecord) -> tuple[str, ...]:
     lines = formatting.template("not_covered.txt.j2").render(
         data=config.data,
         visible=formatting.visible,
@@ -304,7 +196,7 @@ def _not_covered(config: RunConfig, plan: PlanRecord | None, record: RunRecord) 
         zero_out=plan is not None and plan.neighbouring_relation == "zero_out",
         interrupted=record.status == "interrupted",
     )
-    return lines.strip().splitlines()
+    return tuple(lines.strip().splitlines())
 
 
 def audit_part(audit: AuditRecord, terms: Terms | None) -> Audit:
@@ -347,8 +239,3 @@ def _secrets(canaries: Canaries) -> str:
         "new_tokens": "secrets of tokens that the base model hardly expects",
         "pii": "invented personal details",
     }[canaries.kind]
-
-
-def _plain(value: object) -> bool:
-    names = isinstance(value, list) and all(isinstance(name, str) for name in value)
-    return isinstance(value, str | int | float) or names

@@ -7,20 +7,25 @@ run's own card and statement under run/, and their hashes in synthetic.json. Mus
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import DatasetCardData
-
-from dpllm.card.card import yaml_of
 from dpllm.errors import ConfigError
 from dpllm.files import BLOCK, CARD, hashes, read_json, sha256, write_whole
+from dpllm.privacy.privacy_loss import attacker_limits
 from dpllm.recipe import names
 from dpllm.recipe.config import RunConfig
 from dpllm.run.directory import RunDir
 from dpllm.statement import formatting, privacy_record, section, synthetic
-from dpllm.statement.privacy_record import PrivacyRecord
+from dpllm.statement.fields import Json
+from dpllm.statement.privacy_record import AttackLimits, PrivacyRecord
 from dpllm.statement.synthetic import MODEL_BLOCK, RECORD, ROWS, Synthetic
+
+PARTS = ("synthetic",)
+SIDES = ("synthetic", "released", "training", "evaluation")
+"""What figures of quality are of: "WHAT: SIDE"."""
+_MAIN = ("guarantee", "reason", "delta", "unit", "neighbouring_relation", "dataset")
 
 
 def write_dataset_card(directory: Path, run: RunDir) -> Path:
@@ -81,20 +86,29 @@ def _check_origin(directory: Path, given: dict[str, Any], record: Synthetic, sta
     if named in (None, record.files[MODEL_BLOCK]):
         return
     kept = before.is_file() and sha256(before) == named
-    if not kept or synthetic.origin(record, privacy_record.read(read_json(before))) != synthetic.origin(
-        record, statement
-    ):
+    if not kept or _origin(record, privacy_record.read(read_json(before))) != _origin(record, statement):
         raise ConfigError(
             f"{directory}: other weights, or another release of the shares, wrote these rows than the run's card speaks of, and "
             "its epsilon is not theirs. Put the former run and card back; or remove the folder, and type dpllm synthesize again."
         )
 
 
+def _origin(record: Synthetic, statement: PrivacyRecord) -> object:
+    """What rows are a function of, beside public prompts: the weights, and the release that says how often to ask for codes."""
+    weights = {name: digest for name, digest in statement.files.items() if name.endswith(".safetensors")}
+    released = statement.statistics.releases if statement.statistics else ()
+    return weights, [one for one in released if one.statistic == record.shares]
+
+
 def _page(config: RunConfig, record: Synthetic, statement: PrivacyRecord) -> str:
     """README.md, which reads back as it was written."""
+    from huggingface_hub import DatasetCardData  # which whoever verifies a data set need not have
+
+    from dpllm.card.card import yaml_of
+
     author: dict[str, Any] = {"license": config.card.license, "language": config.card.language}
-    front = yaml_of(DatasetCardData(**author, **synthetic.front_matter(record, statement)))
-    parts = synthetic.render(record, statement)
+    front = yaml_of(DatasetCardData(**author, **front_matter(record, statement)))
+    parts = render(record, statement)
     body = formatting.template("dataset_card.md.j2").render(
         **{name: section.marked(name, part) for name, part in parts.items()},
         w=formatting,
@@ -103,9 +117,98 @@ def _page(config: RunConfig, record: Synthetic, statement: PrivacyRecord) -> str
         title=section.escaped(" ".join((config.card.title or names.last_part(config.output_dir)).split())),
     )
     text = f"---\n{front}\n---\n{body.strip()}\n"
-    if section.ambiguous(text) or section.parts(text, synthetic.PARTS) != parts:
+    if section.ambiguous(text) or section.parts(text, PARTS) != parts:
         raise ConfigError(
             "the card does not read back as it was written, so nobody could check it: a text of its front matter looks like one "
             "of its parts. Change card.license or card.language."
         )
     return text
+
+
+def render(record: Synthetic, statement: PrivacyRecord) -> dict[str, str]:
+    """The marked part of the card: Markdown, which differs wherever two records differ.
+
+    Raises:
+        ConfigError: See ``section.render``.
+    """
+    return section.filled(PARTS, lambda: _context(record, statement))
+
+
+def _context(record: Synthetic, statement: PrivacyRecord) -> Json:
+    total, terms = synthetic.epsilon(statement), statement.terms
+    if statement.guarantee and (total is None or terms is None):
+        raise ValueError("a guarantee without its epsilon")
+    limits = AttackLimits.pick(dict(attacker_limits(total, terms.delta))) if total is not None and terms else None
+    return {
+        "w": formatting,
+        "s": record,
+        "b": statement,
+        "t": terms,
+        "holds": statement.guarantee,
+        "epsilon": total,
+        "limits": limits,
+        "digest": section.digest(record.to_json()),
+        "sides": SIDES,
+        **_tables(record.quality.figures if record.quality else {}),
+    }
+
+
+def _tables(figures: Mapping[str, float | None]) -> Json:
+    """``beside``: what several sides have, and the figure of each side; ``scores``: the others, with limits if they have any."""
+    beside: dict[str, dict[str, float | None]] = {}
+    for name, value in figures.items():
+        what, _, side = name.rpartition(": ")
+        if side in SIDES:
+            beside.setdefault(what, {})[side] = value
+    limits = {name: (f"{name}, low", f"{name}, high") for name in figures}
+    limits = {name: both for name, both in limits.items() if figures.keys() >= {*both}}
+    left = figures.keys() - {end for both in limits.values() for end in both}
+    scores = {
+        name: (figures[name], [figures[end] for end in limits.get(name, ())])
+        for name in left
+        if name.rpartition(": ")[2] not in SIDES
+    }
+    return {"beside": beside, "scores": scores}
+
+
+def front_matter(record: Synthetic, statement: PrivacyRecord) -> Json:
+    """The front matter of the card, but for license and language, which are the author's."""
+    block, total = statement.to_json(), synthetic.epsilon(statement)
+    main = {name: block[name] for name in _MAIN if name in block}
+    main |= {} if total is None else {"epsilon": total}
+    # Declared as text. Of a column that holds nothing but dates, datasets 4 makes time stamps all the same, written out as text.
+    features = [{"name": column, "dtype": "string"} for column in record.columns]
+    return {
+        "tags": ["synthetic", "dpllm", *(["differential-privacy"] if statement.guarantee else [])],
+        "task_categories": ["text-generation"],
+        "size_categories": [_size(record.rows)],
+        "configs": [{"config_name": "default", "data_files": [{"split": "train", "path": ROWS}]}],
+        "dataset_info": {"features": features},
+        "privacy": {**main, "statement": MODEL_BLOCK, "record": RECORD, "sha256": section.digest(record.to_json())},
+    }
+
+
+def _size(rows: int) -> str:
+    """The Hub's word for a number of rows."""
+    steps = ("1K", "10K", "100K", "1M", "10M", "100M", "1B", "10B", "100B", "1T")
+    place = next((n for n in range(len(steps)) if rows < 10 ** (3 + n)), len(steps))
+    if place == len(steps):
+        return f"n>{steps[-1]}"
+    return f"{steps[place - 1]}<n<{steps[place]}" if place else f"n<{steps[0]}"
+
+
+def reads(figure: str) -> set[str]:
+    """The sides that a figure of quality is computed from, by its name; what nobody here names so may read all."""
+    what, _, side = figure.rpartition(": ")
+    if side in SIDES:
+        return {side, "evaluation"} if what.startswith("Frechet distance") else {side}
+    ends = {" by TSTR": "evaluation", " by the commonest value": "evaluation", " as asked": "training"}
+    ends |= {f" of any {rows} row": rows for rows in ("training", "evaluation")}
+    return next(({rows} for end, rows in ends.items() if (what or figure).endswith(end)), {*SIDES})
+
+
+def public_sides(statement: PrivacyRecord) -> set[str]:
+    """Those that the model's statement declares public; without a guarantee it does not say so of evaluation rows alone."""
+    public, holds = statement.data_public, statement.guarantee
+    told = any("evaluation data (declared public)" in line for line in statement.not_covered) if holds else public
+    return {*SIDES[:2], *["training"] * public, *["evaluation"] * told}

@@ -122,7 +122,7 @@ def listed(names: Sequence[str], dataset: str | None, unit: str | None, largest_
                 f"{name}: no such file, so its statistics cannot be sealed. Type first: dpllm describe ... --dry-run --json > "
                 f"{name}"
             )
-        return [Sealed(one.accounted, 1) for one in Statistics.pick(read_json(Path(name))).releases]
+        return [Sealed(one.event, 1) for one in Statistics.pick(read_json(Path(name))).releases]
 
     return [run for name in names for run in runs(name)]
 

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpllm.card.claim import Json
 from dpllm.comparison import compared_runs, rows, values
 from dpllm.comparison.rows import Row
 from dpllm.errors import ConfigError
 from dpllm.files import resolved, write_json, write_whole
 from dpllm.run.directory import RunDir
+from dpllm.statement.fields import Json
 from dpllm.telemetry import publish_baseline
 
 if TYPE_CHECKING:

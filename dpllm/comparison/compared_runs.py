@@ -13,12 +13,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dpllm.auditing.record import AuditRecord, read_audit
-from dpllm.card.claim import Json, statement_of
+from dpllm.card.claim import statement_of
 from dpllm.errors import ConfigError
 from dpllm.files import read_json, resolved
 from dpllm.recipe import names
 from dpllm.recipe.config import RunConfig
 from dpllm.run.directory import RunDir
+from dpllm.statement.fields import Json
 from dpllm.statement.privacy_record import PrivacyRecord
 from dpllm.statement.run_files import COST, RunRecord, read_plan, read_run
 

@@ -15,13 +15,12 @@ import numpy as np
 
 from dpllm.auditing.attacks import ATTACKS
 from dpllm.auditing.summary import PRIMARY_ATTACK
-from dpllm.card.claim import Json
 from dpllm.comparison.compared_runs import Side
 from dpllm.errors import DpllmError
 from dpllm.files import as_json
 from dpllm.privacy import accounting
 from dpllm.recipe import names
-from dpllm.statement.fields import Number, Record
+from dpllm.statement.fields import Json, Number, Record
 from dpllm.statement.privacy_record import Attack, Audit, Extraction
 
 # Intervals cover the choice of evaluation examples or canaries, and not the randomness of training: another run of the same

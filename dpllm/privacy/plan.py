@@ -205,7 +205,7 @@ def make_plan(
     bands = max(1, len(coefficients))
     sigma, mechanism, adaptive = _mechanism(settings, schedule, delta, cache_dir, fit, bands)
     schedule = replace(schedule, num_steps=schedule.num_steps + extra_steps)
-    event = _steps(mechanism, schedule, schedule.num_steps, settings.group_size, bands)
+    event = steps_event(mechanism, schedule, schedule.num_steps, settings.group_size, bands)
     return Plan(
         schedule=schedule,
         unit=settings.unit,
@@ -307,7 +307,8 @@ def noise_multiplier_for(
     )
 
 
-def _steps(mechanism: Mechanism, schedule: Schedule, num_steps: int, group_size: int, bands: int) -> RunEvent:
+def steps_event(mechanism: Mechanism, schedule: Schedule, num_steps: int, group_size: int, bands: int) -> RunEvent:
+    """The event of steps on a schedule: its groups take turns where there are bands."""
     if bands > 1:  # the event refuses the pair of sums of adaptive clipping
         return CyclicPoisson(bands, num_steps, group_rate(schedule, bands), cast(Gaussian, mechanism))
     return SelfComposed(num_steps, PoissonSampled(schedule.sampling_rate, mechanism, group_size))
@@ -322,14 +323,14 @@ def _mechanism(
         settings.epsilon, delta, schedule, relation, bands, cache_dir, group_size=group
     )
     if fit is not None and settings.noise_multiplier is None:
-        sigma = _fitting(sigma, lambda s, n: _steps(Gaussian(s), schedule, n, group, bands), steps, fit)
+        sigma = _fitting(sigma, lambda s, n: steps_event(Gaussian(s), schedule, n, group, bands), steps, fit)
     mechanism: Mechanism = Gaussian(sigma)
     split = None
     if settings.clipping == "adaptive":
         more = settings.quantile, settings.norm_learning_rate, settings.count_noise_multiplier
         split = adaptive_clipping(sigma, schedule.expected_batch_size, *more)
         mechanism = GaussianPair(split.gradient_noise_multiplier, split.count_noise_multiplier)
-    epsilon = accounting.epsilon(_steps(mechanism, schedule, steps, group, bands), delta, relation)
+    epsilon = accounting.epsilon(steps_event(mechanism, schedule, steps, group, bands), delta, relation)
     if epsilon > settings.epsilon and settings.noise_multiplier is None and cache_dir is not None:
         return _mechanism(settings, schedule, delta, None, fit, bands)  # somebody changed the remembered noise
     if epsilon > settings.epsilon:

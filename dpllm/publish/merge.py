@@ -24,11 +24,9 @@ from dpllm.model import loading
 from dpllm.recipe.config import LoraConfig, RunConfig
 from dpllm.run.directory import RunDir
 from dpllm.statement import parents, privacy_record, section
-from dpllm.statement.fields import Lineage, MergedFrom
+from dpllm.statement.fields import Lineage
 from dpllm.statement.privacy_record import PrivacyRecord
 from dpllm.statement.run_files import read_run
-
-Json = dict[str, Any]
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.1, torch.bfloat16: 0.1}  # of logits, of their spread
 
@@ -197,7 +195,7 @@ def _write_statement(config: RunConfig, run: RunDir, statement: PrivacyRecord, o
         (output / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(run.export / name, output / name)
     keep_publishable(output)
-    merged_from = MergedFrom(files={name: statement.files[name] for name in sorted(adapter)})
+    merged_from = privacy_record.MergedFrom(files={name: statement.files[name] for name in sorted(adapter)})
     merged = statement.model_copy(update={"merged_from": merged_from})
     for name, text in card.pages(config, read_run(run), merged, hashes(output, UNHASHED)).items():
         (output / name).write_text(text, encoding="utf-8", newline="\n")

@@ -21,6 +21,7 @@ from dpllm.auditing import echo
 from dpllm.auditing.bounds import Claim
 from dpllm.auditing.rates import upper_limit
 from dpllm.canaries import canaries
+from dpllm.card.dataset_card import public_sides, reads
 from dpllm.errors import DataError, DpllmError
 from dpllm.files import read_json, write_json
 from dpllm.model import loading
@@ -33,7 +34,7 @@ from dpllm.recipe.names import public_name
 from dpllm.run.directory import RunDir
 from dpllm.statement.privacy_record import PrivacyRecord
 from dpllm.statement.run_files import AuditSettings
-from dpllm.statement.synthetic import Quality, public_sides, reads
+from dpllm.statement.synthetic import Quality
 from dpllm.text import control
 from dpllm.text.asked import exact_values
 from dpllm.text.data import Table, load_table, value_name

@@ -213,7 +213,7 @@ def _costs(shares: Sequence[float], epsilon: float, delta: float, relation: Rela
 
 def _requests(asked: Statistics) -> list[RunRequest]:
     whose = asked.delta, 1, asked.unit, asked.neighbouring_relation
-    return [RunRequest(one.accounted, *whose, f"describe: {one.statistic}") for one in asked.releases]
+    return [RunRequest(one.event, *whose, f"describe: {one.statistic}") for one in asked.releases]
 
 
 def _refusal(ledger: Ledger, dataset: str, requests: Sequence[RunRequest]) -> Refused | None:

@@ -131,13 +131,9 @@ class Banded(Record):
     """Probability that a member of the group whose turn it is joins a step: b times the sampling rate."""
 
 
-class Sampling(Record):
-    """Who takes part in a step."""
+class Drawn(Record):
+    """How many take part in a step."""
 
-    scheme: Literal["poisson", "cyclic_poisson"]
-    """How: poisson, an independent coin for each; cyclic_poisson, for each of the group whose turn it is."""
-    of: Literal["unit", "example"]
-    """What is drawn and clipped as a whole: unit, or example for single rows."""
     sampling_rate: Annotated[float, Field(gt=0, le=1), _GIVEN]
     """Probability of each coin, expected_batch_size / dataset_size; with groups, over the draw of the groups too."""
     expected_batch_size: AtLeast1
@@ -146,6 +142,15 @@ class Sampling(Record):
     """N, the public number of what is sampled, canary slots included."""
     canary_slots: Count
     """How many of the N are reserved for artificial text that the audit plants."""
+
+
+class Sampling(Drawn):
+    """Who takes part in a step."""
+
+    scheme: Literal["poisson", "cyclic_poisson"]
+    """How: poisson, an independent coin for each; cyclic_poisson, for each of the group whose turn it is."""
+    of: Literal["unit", "example"]
+    """What is drawn and clipped as a whole: unit, or example for single rows."""
     implemented_as_accounted: Literal[True]
     """The sampler that ran is the one that epsilon is computed for."""
 
@@ -204,19 +209,13 @@ class MechanismLimits(Record):
     """Largest true-positive rate at a false-positive rate of 1%."""
 
 
-class Terms(Record):
-    """What is promised: everything that is needed to compute epsilon again."""
+class Promise(Record):
+    """What plan.json and the statement say alike: the promise, its event, and what accountants say of it."""
 
     epsilon: NotNegative
     """Privacy loss of the run, an upper bound in full precision."""
     delta: Between0And1
     """Slack of the definition; far below 1/N."""
-    definition: Literal["(epsilon, delta)-differential privacy"]
-    """Which definition epsilon and delta belong to."""
-    holds_for: Literal["run"]
-    """What epsilon is about: this run alone; composed has the total over the runs on the dataset."""
-    trust_model: Literal["central"]
-    """Who saw the data: central means whoever ran the training did, and everybody else sees what is released."""
     unit: Text
     """Whom the guarantee protects: example (one row of the data), or the name of the column that says whose row it is."""
     max_examples_per_unit: AtLeast1 | None
@@ -224,10 +223,6 @@ class Terms(Record):
     neighbouring_relation: Literal["zero_out", "add_or_remove_one"]
     """How two datasets differ between which the guarantee holds: zero_out (one unit's data replaced by nothing, N unchanged) or
     add_or_remove_one."""
-    mechanism: Literal["dp-sgd", "dp-bandmf"]
-    """What released the weights; dp-bandmf is DP-SGD with banded noise."""
-    optimizer: Literal["adamw", "sgd"]
-    """What the noised sums were given to."""
     clipping: Literal["flat", "automatic", "per_layer", "adaptive"]
     """The clipping function."""
     max_grad_norm: Positive
@@ -235,11 +230,6 @@ class Terms(Record):
     noise_multiplier: Positive
     """Standard deviation of the noise over C; with adaptive clipping, of the one Gaussian release that a step amounts to."""
     adaptive: Adaptive | None = None
-    banded: Banded | None = None
-    sampling: Sampling
-    without_amplification: NotNegative | None
-    """Epsilon at the same delta if batches had come from shuffling, rounded up to four digits; null where none can be stated."""
-    randomness: Randomness
     accountant: Accountant
     cross_check: CrossCheck | None
     accountants: dict[Annotated[str, Field(pattern=r"^[a-z]+$")], NotNegative | None] | None = None
@@ -247,22 +237,36 @@ class Terms(Record):
     limits: MechanismLimits | None = None
     curve: tuple[tuple[Number, Number | None], ...] | None = None
     """Pairs of delta and the epsilon certified at it, null where none is; absent likewise."""
-    trade_off: tuple[tuple[Share, Share], ...] | None = None
-    """Pairs of a false-positive rate and the largest true-positive rate of any membership test, in 4 digits; absent likewise."""
     event: RunEvent
     """The mechanism as a value, from which epsilon can be computed again."""
+
+
+class Terms(Promise):
+    """What is promised: everything that is needed to compute epsilon again."""
+
+    definition: Literal["(epsilon, delta)-differential privacy"]
+    """Which definition epsilon and delta belong to."""
+    holds_for: Literal["run"]
+    """What epsilon is about: this run alone; composed has the total over the runs on the dataset."""
+    trust_model: Literal["central"]
+    """Who saw the data: central means whoever ran the training did, and everybody else sees what is released."""
+    mechanism: Literal["dp-sgd", "dp-bandmf"]
+    """What released the weights; dp-bandmf is DP-SGD with banded noise."""
+    optimizer: Literal["adamw", "sgd"]
+    """What the noised sums were given to."""
+    banded: Banded | None = None
+    sampling: Sampling
+    without_amplification: NotNegative | None
+    """Epsilon at the same delta if batches had come from shuffling, rounded up to four digits; null where none can be stated."""
+    randomness: Randomness
+    trade_off: tuple[tuple[Share, Share], ...] | None = None
+    """Pairs of a false-positive rate and the largest true-positive rate of any membership test, in 4 digits; absent where
+    more was spent than planned."""
 
     @property
     def group_size(self) -> int:
         """How many of what is sampled may belong to one unit."""
         return (self.max_examples_per_unit or 1) if self.sampling.of == "example" else 1
-
-
-class MergedFrom(Record):
-    """The adapter of which these weights are a merged copy; absent or null where they are what the run wrote."""
-
-    files: dict[Text, Sha256]
-    """SHA-256 of its files."""
 
 
 class Steps(Record):
@@ -302,16 +306,12 @@ class Group(Record):
     """How many runs it has."""
 
 
-class Composed(Record):
-    """The total over all runs on the dataset, as the ledger had it after this one; null where no ledger kept the run."""
+class Charged(Record):
+    """What the ledger said of the run, and of all runs on its dataset, when it ended."""
 
     dataset: str
     """Name of the dataset in the ledger."""
     budget: Budget | None
-    gate: str | None
-    """Gate of the budget."""
-    order: Number | None
-    """Order of its Renyi filter."""
     spent_epsilon: NotNegative | None
     """Epsilon of all runs together, as if fixed in advance; null where one gives no guarantee or none can be computed."""
     filter_epsilon: NotNegative | None
@@ -320,15 +320,24 @@ class Composed(Record):
     """How many entries are for runs made elsewhere, as somebody stated them."""
     made_up_by: tuple[str | int, ...]
     """Entries that paid for repeating steps lost in a crash."""
+    entry: str | int
+    """This run's entry."""
+    group: Group | None
+
+
+class Composed(Charged):
+    """The total over all runs on the dataset, as the ledger had it after this one; null where no ledger kept the run."""
+
+    gate: str | None
+    """Gate of the budget."""
+    order: Number | None
+    """Order of its Renyi filter."""
     delta: Number | None
     """Delta of these epsilons."""
     entries: Count
     """Entries of the ledger at that time."""
-    entry: str | int
-    """This run's entry."""
     head: str
     """Hash of the last of these entries, which fixes all before it."""
-    group: Group | None
 
 
 class Ancestor(Record):
@@ -387,14 +396,3 @@ class Lineage(Record):
     """Why no composed guarantee is stated; null where one is."""
     excepted: str | None
     """What a recorded exception allowed; null without one."""
-
-
-class BaseModelName(Record):
-    """The model that was tuned."""
-
-    name: str
-    """Hub id, builtin name, or last part of a directory."""
-    revision: str | None
-    """Commit on the Hub; null where it came from elsewhere."""
-    covered: Literal[False]
-    """Its training data are never covered by this run."""

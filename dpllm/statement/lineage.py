@@ -7,6 +7,7 @@ that run.json and the card have under ``lineage``, or a refusal. Must not import
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from dpllm.errors import ConfigError, Refused
@@ -14,11 +15,11 @@ from dpllm.privacy import accounting
 from dpllm.privacy.events import Imported
 from dpllm.recipe import derived
 from dpllm.recipe.config import RunConfig
-from dpllm.statement.fields import Ancestor, ComposedLineage, Lineage
+from dpllm.statement.fields import Ancestor, ComposedLineage, Lineage, Terms
 from dpllm.statement.parents import Base
 
 if TYPE_CHECKING:
-    from dpllm.ledger import Ledger
+    from dpllm.ledger import Ledger, Run
     from dpllm.privacy.plan import Plan
 
 
@@ -64,7 +65,7 @@ def compose_with_base(
     mine = [parent for parent in (base.statement, *base.ancestors) if parent.dataset == account]
     _refuse_contradictions(base, book)
     excepted = _permission(base, config, mine, account, book)
-    composed, reason = _compose(mine, plan, derived.deviations(config)[0])
+    composed, reason = together(mine, plan, derived.deviations(config)[0])
     if base.statement.dataset is None:
         reason = f"nothing says on which data {base.statement.name} was trained"
     return Lineage(
@@ -107,9 +108,8 @@ def deviations(lineage: Lineage | None) -> list[str]:
 
 def _refuse_contradictions(base: Base, book: Ledger | None) -> None:
     parent = base.statement
-    if book is None or not _holds(book, parent.entry):
+    if (run := _held(book, parent.entry)) is None:
         return
-    run = book.run(str(parent.entry))
     other_data = run.reservation.dataset != parent.dataset
     if other_data or (base.whole_event and parent.event is not None and run.event != parent.event):
         raise Refused(
@@ -121,14 +121,14 @@ def _refuse_contradictions(base: Base, book: Ledger | None) -> None:
         )
 
 
-def _holds(book: Ledger | None, entry: str | int | None) -> bool:
+def _held(book: Ledger | None, entry: str | int | None) -> Run | None:
+    """The run that a ledger has under an entry; None where it has none."""
     if book is None or not isinstance(entry, str):
-        return False
+        return None
     try:
-        book.run(entry)
+        return book.run(entry)
     except ConfigError:
-        return False
-    return True
+        return None
 
 
 def _permission(base: Base, config: RunConfig, mine: list[Ancestor], account: str, book: Ledger | None) -> str | None:
@@ -145,7 +145,7 @@ def _permission(base: Base, config: RunConfig, mine: list[Ancestor], account: st
             f"dpllm ledger except {account} --by NAME --reason WHY."
         )
         return _exception(what, refusal, "no_privacy", account, book)
-    outside = [parent for parent in guaranteed if not _holds(book, parent.entry)]
+    outside = [parent for parent in guaranteed if _held(book, parent.entry) is None]
     elsewhere = base.budgeted and base.statement in outside
     if not elsewhere and (book is None or book.budget(account) is None or _entered(outside, book, account)):
         return None
@@ -185,27 +185,35 @@ def _exception(what: str, refusal: str, reason: str, account: str, book: Ledger 
     return f"{what} was permitted by {found['by']} on {found['at'][:10]} ({found['reason']})"
 
 
-def _compose(mine: list[Ancestor], plan: Plan | None, broken: str | None) -> tuple[ComposedLineage | None, str | None]:
-    """Epsilon of this run and all guaranteed ones before it on the same data; or why there is none."""
+def together(
+    mine: Sequence[Ancestor], own: Plan | Terms | None, broken: str | None = None
+) -> tuple[ComposedLineage | None, str | None]:
+    """Epsilon of a run and of those before it on the same data, at its delta; or why there is none.
+
+    Args:
+        mine: What the models before it state that learnt the same data.
+        own: What the run itself promises; None: nothing.
+        broken: Why it gives no guarantee all the same.
+    """
     if not mine:
         return None, "the runs are on different datasets: each statement is about its own data"
-    if plan is None or broken:
+    if own is None or broken:
         return None, f"this run gives no guarantee: {broken or 'nothing was planned'}"
     if not all(parent.guarantee for parent in mine):
         return None, "a run before this one on the same dataset has no guarantee, so both together have none"
-    for key, own in (("unit", plan.unit), ("neighbouring_relation", plan.neighbouring_relation)):
-        if other := next((parent for parent in mine if getattr(parent, key) != own), None):
+    for key, value in (("unit", own.unit), ("neighbouring_relation", own.neighbouring_relation)):
+        if other := next((parent for parent in mine if getattr(parent, key) != value), None):
             label = key.replace("_", " ")
-            return None, f"{other.name} was protected by another {label} ({getattr(other, key)}, here {own})"
+            return None, f"{other.name} was protected by another {label} ({getattr(other, key)}, here {value})"
     known = [parent.event for parent in mine if parent.event is not None]
     if len(known) < len(mine):
         return None, "a run before this one on the same dataset does not say what it released"
-    event = accounting.compose([plan.event, *known])
+    event = accounting.compose([own.event, *known])
     try:
-        epsilon, name = accounting.stated(event, plan.delta, plan.neighbouring_relation)
+        epsilon, name = accounting.stated(event, own.delta, own.neighbouring_relation)
     except Refused:
         return None, "no accountant knows every part of what the runs released"
     if not math.isfinite(epsilon):
-        return None, f"no finite epsilon can be certified at delta {plan.delta:g} for all runs together"
+        return None, f"no finite epsilon can be certified at delta {own.delta:g} for all runs together"
     accountant = f"dp-accounting {name.upper()} {accounting.versions()['version']}"
-    return ComposedLineage(epsilon=epsilon, delta=plan.delta, accountant=accountant), None
+    return ComposedLineage(epsilon=epsilon, delta=own.delta, accountant=accountant), None

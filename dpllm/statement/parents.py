@@ -87,7 +87,13 @@ def _of_model(config: RunConfig, fetch: bool) -> Base | None:
     name, revision = config.model.name_or_path, config.model.revision
     path = Path(name)
     if path.is_dir():
-        _refuse_what_is_no_model(path)
+        if (path / "adapter_config.json").exists() and not (path / "config.json").exists():
+            raise ConfigError(_no_adapters(str(path)))
+        if (path / "run.json").exists() and (path / "export").is_dir():
+            raise ConfigError(
+                f"model.name_or_path {path}: is a run directory, not a model. Name {path / 'export'} if the run trained whole "
+                f"layers; if it trained an adapter, type dpllm merge {path} and name what that writes."
+            )
         record = _stated(path, "base model")
         return _base(_public(path), record) if record else None
     where = _hub_file(name, BLOCK, revision, fetch)
@@ -161,17 +167,6 @@ def _check_settings(config: RunConfig, path: Path) -> None:
                 f"model.adapter {path}: has {key} {told}, and {ours} is {asked}, so its factors would mean something "
                 f"else here. Type --{ours} {told}."
             )
-
-
-def _refuse_what_is_no_model(path: Path) -> None:
-    """An adapter, or a run directory."""
-    if (path / "adapter_config.json").exists() and not (path / "config.json").exists():
-        raise ConfigError(_no_adapters(str(path)))
-    if (path / "run.json").exists() and (path / "export").is_dir():
-        raise ConfigError(
-            f"model.name_or_path {path}: is a run directory, not a model. Name {path / 'export'} if the run trained whole "
-            f"layers; if it trained an adapter, type dpllm merge {path} and name what that writes."
-        )
 
 
 def _stated(path: Path, what: str) -> PrivacyRecord | None:
@@ -275,15 +270,9 @@ def _base(name: str, record: PrivacyRecord, *, adapter: bool = False) -> Base:
     # A model that was trained without privacy has no entry. Its lineage knows the name where its base had one, and of public
     # data the block's own name is the one that the ledger would give them.
     dataset = (account.dataset if account else None) or (before.dataset if before else None) or record.dataset
-    statement = Ancestor(
-        name=name,
-        guarantee=record.guarantee,
-        dataset=dataset,
-        entry=account.entry if account else None,
-        head=account.head if account else None,
-        files_digest=digest(record.files),
-        **promised,
-    )
+    entry, head = (account.entry, account.head) if account else (None, None)
+    own = {"dataset": dataset, "entry": entry, "head": head, "files_digest": digest(record.files), **promised}
+    statement = Ancestor(name=name, guarantee=record.guarantee, **own)
     return Base(
         statement,
         () if before is None else (before.base, *before.ancestors),

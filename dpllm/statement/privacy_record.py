@@ -13,14 +13,12 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from dpllm.statement.fields import (
     AtLeast1,
-    BaseModelName,
     Between0And1,
     ByCopies,
     Composed,
     Count,
     Json,
     Lineage,
-    MergedFrom,
     NotAStatement,
     Number,
     Positive,
@@ -34,7 +32,6 @@ from dpllm.statement.fields import (
 from dpllm.statement.released import BesideRun
 
 SCHEMA_VERSION = 2
-_FIRST = ("schema_version", "guarantee", "reason", "attempted")
 
 
 class Bound(Record):
@@ -228,6 +225,24 @@ class Audit(Record):
     gradient: GradientAudit | None = None
 
 
+class MergedFrom(Record):
+    """The adapter of which these weights are a merged copy; absent or null where they are what the run wrote."""
+
+    files: dict[Text, Sha256]
+    """SHA-256 of its files."""
+
+
+class BaseModelName(Record):
+    """The model that was tuned."""
+
+    name: str
+    """Hub id, builtin name, or last part of a directory."""
+    revision: str | None
+    """Commit on the Hub; null where it came from elsewhere."""
+    covered: Literal[False]
+    """Its training data are never covered by this run."""
+
+
 class _Statement(Record):
     """What stands in every statement, with a guarantee or without."""
 
@@ -268,11 +283,6 @@ class _Statement(Record):
     """SHA-256 of every file published beside the card, by its path."""
     merged_from: MergedFrom | None = None
     statistics: BesideRun | None = None
-
-    def to_json(self) -> Json:
-        """As privacy.json holds it."""
-        values = super().to_json()
-        return {name: values[name] for name in _FIRST if name in values} | values
 
 
 class Guaranteed(_Statement, Terms):

@@ -9,17 +9,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from dpllm.privacy.events import Composed, PureDP, compose
-from dpllm.statement.fields import AtLeast1, Between0And1, NotNegative, Number, Positive, Record, Share, Text
-
-
-class PureDp(Record):
-    """What one release costs, as an accounting event."""
-
-    type: Literal["pure_dp"]
-    """Differential privacy with a delta of 0."""
-    epsilon: Positive
-    """Of this release alone, by OpenDP's privacy map."""
+from dpllm.privacy.events import Composed, compose
+from dpllm.statement.fields import AtLeast1, Between0And1, NotNegative, Number, Record, Share, Text
+from dpllm.statement.stored_events import PureDP
 
 
 class Declared(Record):
@@ -41,7 +33,8 @@ class Release(Record):
     declared: Declared
     mechanism: Text
     """What drew it; by OpenDP."""
-    event: PureDp
+    event: PureDP
+    """What it costs, with a delta of 0: by OpenDP's privacy map."""
     error_95: NotNegative
     """With 95% probability it errs by at most this, by its mechanism's theorem."""
     error_of: Text
@@ -50,11 +43,6 @@ class Release(Record):
     """What was drawn: noisy counts by value, the candidate chosen, or a mean with its 95% interval and the rows; null before."""
     entry: Text | None
     """Its entry in the ledger; null before it was drawn."""
-
-    @property
-    def accounted(self) -> PureDP:
-        """What it costs, for an accountant."""
-        return PureDP(self.event.epsilon)
 
     def words(self) -> str:
         """The value and its 95% error, for people; shares are computed of the noisy counts."""
@@ -95,7 +83,7 @@ class Statistics(Record):
 
     def event(self) -> Composed:
         """All releases as one accounting event."""
-        return compose([release.accounted for release in self.releases])
+        return compose([release.event for release in self.releases])
 
     @property
     def drawn(self) -> bool:

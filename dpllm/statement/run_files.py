@@ -17,22 +17,20 @@ from dpllm.errors import ConfigError
 from dpllm.files import RunPaths, digest, read_json
 from dpllm.privacy.plan import AdaptiveClipping, Plan, Schedule
 from dpllm.statement.fields import (
-    Adaptive,
     Between0And1,
-    Budget,
+    Charged,
     CrossCheck,
+    Drawn,
     Generator,
     Group,
     Json,
     Lattice,
     Lineage,
-    NotNegative,
     Number,
-    Positive,
+    Promise,
     Record,
     Sha256,
 )
-from dpllm.statement.stored_events import RunEvent
 
 COST = ("finished_at", "duration_seconds", "peak_memory_bytes")
 """What a run took. It grows with the longest row: private/summary.json has it, and run.json where all rows are public."""
@@ -64,74 +62,23 @@ class AuditSettings(Record):
     """At which a control counts as seen, or as failed."""
 
 
-class AccountantRecord(Record):
-    """What computed epsilon."""
-
-    name: str
-    """Name."""
-    version: str
-    """Version."""
-    interval: Number
-    """Discretisation of the privacy loss."""
-
-
-class PlanRecord(Record):
+class PlanRecord(Promise, Drawn):
     """plan.json: the fields of ``dpllm.privacy.plan.Plan`` and of its schedule, and what was fixed with them."""
 
     model_config = ConfigDict(extra="allow")  # its digest is of the whole file, also of one by an older version
 
     schema_version: Literal[1] = 1
-    """Version of the file."""
-    dataset_size: int
-    """N."""
-    canary_slots: int
-    """Of the N."""
-    expected_batch_size: int
-    """B."""
-    sampling_rate: Positive
-    """q = B / N."""
     num_steps: int
-    """T."""
-    unit: str
-    """Whom the guarantee protects."""
-    max_examples_per_unit: int | None
-    """Rows that one unit may bring."""
     sampling: Literal["unit", "example"] = "unit"
     """What is drawn and clipped as a whole."""
-    neighbouring_relation: Literal["zero_out", "add_or_remove_one"]
-    """How neighbouring datasets differ."""
-    noise_multiplier: Positive
-    """sigma over C."""
-    clipping: str
-    """The clipping function."""
-    max_grad_norm: Positive
-    """C."""
-    delta: Between0And1
-    """Of the guarantee."""
-    epsilon: NotNegative
-    """Of the guarantee."""
     target_epsilon: Number
     """What the recipe asked for."""
-    accountant: AccountantRecord
-    """What computed epsilon."""
-    event: RunEvent
-    """The mechanism as a value."""
-    adaptive: Adaptive | None = None
-    """How adaptive clipping splits the noise."""
     coefficients: tuple[Number, ...] = ()
     """Of banded noise; empty for independent noise."""
-    accountants: dict[str, Number | None] = Field(default={})
-    """Epsilon by each accountant."""
-    limits: dict[str, Number | None] = Field(default={})
-    """What no membership test can exceed."""
-    curve: tuple[tuple[Number, Number | None], ...] = ()
-    """(delta, epsilon)."""
     cross_check: CrossCheck | None = None
-    """A second accountant's epsilon."""
     canary_commitment: str | None
     """Hash of the canaries and their coins; None where none were planned."""
     audit: AuditSettings | None = None
-    """What the audit may not choose after training."""
 
     @property
     def digest(self) -> str:
@@ -153,55 +100,31 @@ class Guarantee(Record):
 
     holds: bool
     """True only where every assumption was kept to the end."""
-    reason: str | None
-    """Why not; None where it holds."""
+    reason: str | None  # why not; None where it holds
 
 
 class LedgerHead(Record):
     """A place in the ledger's hash chain."""
 
     count: int
-    """Entries."""
     hash: str
-    """Of the last of them."""
 
 
-class LedgerRecord(Record):
-    """What the ledger said of the run when it ended."""
+class LedgerRecord(Charged):
+    """What run.json says of the ledger."""
 
-    dataset: str
-    """Whose account was charged."""
-    entry: str | int
-    """The run's reservation."""
-    made_up_by: tuple[str | int, ...]
-    """Further reservations, for lost steps that were repeated."""
     head: LedgerHead
-    """Of the ledger."""
-    budget: Budget | None
-    """Of the dataset."""
-    spent_epsilon: Number | None
-    """Of all runs on the dataset, at the budget's delta or the run's."""
-    filter_epsilon: Number | None
-    """The same by the Renyi filter."""
-    imported: int
-    """Entries for runs made elsewhere."""
     group: Group | None = None
-    """The tuning group."""
 
 
 class ModelRecord(Record):
     """What was trained."""
 
     name_or_path: str
-    """Of the base model."""
     commit: str | None
-    """Of the base model on the Hub."""
     architecture: str
-    """Class of the model."""
     trainable_parameters: int
-    """Numbers that train."""
     total_parameters: int
-    """All of them."""
     dropout_off: dict[str, Number] | None = None
     """Rates of the base model that were set to zero; None without differential privacy, where they hold."""
 
@@ -221,17 +144,13 @@ class RunRecord(Record):
     model_config = ConfigDict(extra="ignore")
 
     schema_version: Literal[1] = 1
-    """Version of the file."""
     status: Literal["completed", "interrupted"]
-    """How it ended."""
     guarantee: Guarantee
-    """Whether the promise holds."""
     deviations: tuple[str, ...]
     """What every card must name."""
     resumes: tuple[str, ...] = ()
     """Of these, what was noted when the run was resumed."""
     steps_planned: int
-    """T of the Plan."""
     steps_taken: int | None
     """Logical batches executed; None where the process was killed, and the ledger knows."""
     steps_lost: int = 0
@@ -249,17 +168,11 @@ class RunRecord(Record):
     epsilon_spent: Number | None
     """Of the whole Plan; None without differential privacy."""
     delta: Number | None
-    """Of the Plan."""
     ledger: LedgerRecord | None
-    """What the ledger said; None without differential privacy."""
     lineage: Lineage | None = None
-    """What the run and the models before it promise together."""
     versions: dict[str, str]
-    """Of the packages."""
     hardware: Json
-    """Processor, cores and GPUs."""
     model: ModelRecord
-    """What was trained."""
     artifacts: dict[str, Sha256]
     """File in export/ -> its hash; empty where nothing was exported."""
     generator: Generator | None = None
@@ -267,15 +180,10 @@ class RunRecord(Record):
     lattice: Lattice | None = None
     """To which noise and contributions were rounded; None without differential privacy."""
     metrics: Metrics
-    """Public and released values."""
-    started_at: str
-    """When, in UTC."""
-    finished_at: str | None = None
-    """When, in UTC; only where all rows are public."""
+    started_at: str  # in UTC
+    finished_at: str | None = None  # this and what follows, see COST: only where all rows are public
     duration_seconds: Number | None = None
-    """How long; likewise."""
     peak_memory_bytes: int | None = None
-    """How much; likewise."""
 
 
 def read_plan(run: RunPaths, read: Reader = read_json) -> PlanRecord:

@@ -21,10 +21,9 @@ from dpllm.errors import ConfigError
 from dpllm.files import BLOCK
 from dpllm.privacy.privacy_loss import attacker_limits
 from dpllm.statement import audit_rows, formatting, tradeoff_figure
+from dpllm.statement.fields import Json
 from dpllm.statement.formatting import template
 from dpllm.statement.privacy_record import AttackLimits, PrivacyRecord
-
-Json = dict[str, Any]
 
 PARTS = ("banner", "privacy")
 _MAIN = ("guarantee", "reason", "epsilon", "delta", "unit", "neighbouring_relation", "released", "dataset")

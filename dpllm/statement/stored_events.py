@@ -10,17 +10,13 @@ from dpllm.errors import ConfigError
 from dpllm.privacy import events
 
 
-def _event(value: Any) -> Any:
+def _read(value: Any, *, of_run: bool = False, pure: bool = False) -> Any:
     try:
-        return value if isinstance(value, events.Event) else events.read(value)
-    except ConfigError as error:
-        raise ValueError(str(error)) from None
-
-
-def _steps(value: Any) -> Any:
-    event = _event(value)
-    try:
-        events.step_of(event)
+        event = value if isinstance(value, events.Event) else events.read(value)
+        if of_run:
+            events.step_of(event)
+        if pure and not isinstance(event, events.PureDP):
+            raise ConfigError(f"{event.type!r} is no release with a delta of 0.")
     except ConfigError as error:
         raise ValueError(str(error)) from None
     return event
@@ -30,7 +26,9 @@ _STORED = (
     PlainSerializer(lambda event: event.to_json()),
     WithJsonSchema({"type": "object", "additionalProperties": True}),
 )
-Event = Annotated[events.Event, PlainValidator(_event), *_STORED]
+Event = Annotated[events.Event, PlainValidator(_read), *_STORED]
 """An accounting event, see ``dpllm.privacy.events``."""
-RunEvent = Annotated[events.RunEvent, PlainValidator(_steps), *_STORED]
+RunEvent = Annotated[events.RunEvent, PlainValidator(lambda value: _read(value, of_run=True)), *_STORED]
 """That of a run's steps."""
+PureDP = Annotated[events.PureDP, PlainValidator(lambda value: _read(value, pure=True)), *_STORED]
+"""That of one release with a delta of 0."""

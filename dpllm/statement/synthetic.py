@@ -1,7 +1,6 @@
-"""A data set that a tuned model wrote: what synthetic.json holds, and what of its card follows from that.
+"""A data set that a tuned model wrote: what synthetic.json holds, and what it and the model's privacy statement say together.
 
-Comes in: JSON. Goes out: a typed record; the marked part and the front matter of the data set's card, which are functions of it
-and of the model's privacy statement. Must not know how rows are written or checked. What lies in the folder::
+Comes in: JSON. Goes out: a typed record. Must not know how rows are written or checked, nor the card. What lies in the folder::
 
     README.md          the card, whose front matter the Hub and ``datasets.load_dataset`` read
     synthetic.json     this record
@@ -16,32 +15,23 @@ Epsilon is not repeated here: it is that of run/privacy.json, together with the 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError
 
 from dpllm.files import BLOCK, CARD
-from dpllm.privacy.privacy_loss import attacker_limits
-from dpllm.statement import formatting, section, tradeoff_figure
+from dpllm.statement import tradeoff_figure
 from dpllm.statement.fields import AtLeast1, Count, NotAStatement, Number, Record, Sha256, Share, Text
-from dpllm.statement.privacy_record import AttackLimits, PrivacyRecord
-
-Json = dict[str, Any]
+from dpllm.statement.privacy_record import PrivacyRecord
 
 RECORD, ROWS = "synthetic.json", "data/train.jsonl"
 MODEL_CARD, MODEL_BLOCK, FIGURE = f"run/{CARD}", f"run/{BLOCK}", f"run/{tradeoff_figure.FILE}"
-PARTS = ("synthetic",)
-SIDES = ("synthetic", "released", "training", "evaluation")
-"""What figures of quality are of: "WHAT: SIDE"."""
-_MAIN = ("guarantee", "reason", "delta", "unit", "neighbouring_relation", "dataset")
 
 
 class Sampling(Record):
     """How texts were drawn."""
 
     engine: Literal["transformers"]
-    """Which library drew tokens."""
     temperature: Annotated[float, Field(ge=0)]
     """By which logits were divided; 0: the likeliest token each time."""
     top_p: Share
@@ -65,7 +55,6 @@ class Synthetic(Record):
     """All about one synthetic data set, but for the privacy statement of the model that wrote it."""
 
     schema_version: Literal[1]
-    """Of this record."""
     rows: AtLeast1
     """How many there are."""
     columns: tuple[Text, ...]
@@ -89,7 +78,6 @@ class Synthetic(Record):
     date: Annotated[str, Field(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}$")]
     """Day of the last row, in UTC."""
     software: dict[Text, str]
-    """Versions."""
 
 
 def read(value: object) -> Synthetic:
@@ -102,13 +90,6 @@ def read(value: object) -> Synthetic:
         return Synthetic.model_validate_json(json.dumps(value, allow_nan=False))
     except ValidationError as error:
         raise NotAStatement.of(error) from None
-
-
-def origin(record: Synthetic, statement: PrivacyRecord) -> object:
-    """What rows are a function of, beside public prompts: the weights, and the release that says how often to ask for codes."""
-    weights = {name: digest for name, digest in statement.files.items() if name.endswith(".safetensors")}
-    released = statement.statistics.releases if statement.statistics else ()
-    return weights, [one for one in released if one.statistic == record.shares]
 
 
 def epsilon(statement: PrivacyRecord) -> float | None:
@@ -132,92 +113,3 @@ def of_run(statement: PrivacyRecord) -> dict[str, str]:
 def files(statement: PrivacyRecord) -> set[str]:
     """All that lies in the folder."""
     return {CARD, RECORD, ROWS, *of_run(statement)}
-
-
-def render(record: Synthetic, statement: PrivacyRecord) -> dict[str, str]:
-    """The marked part of the card: Markdown, which differs wherever two records differ.
-
-    Raises:
-        ConfigError: See ``section.render``.
-    """
-    return section.filled(PARTS, lambda: _context(record, statement))
-
-
-def reads(figure: str) -> set[str]:
-    """The sides that a figure of quality is computed from, by its name; what nobody here names so may read all."""
-    what, _, side = figure.rpartition(": ")
-    if side in SIDES:
-        return {side, "evaluation"} if what.startswith("Frechet distance") else {side}
-    ends = {" by TSTR": "evaluation", " by the commonest value": "evaluation", " as asked": "training"}
-    ends |= {f" of any {rows} row": rows for rows in ("training", "evaluation")}
-    return next(({rows} for end, rows in ends.items() if (what or figure).endswith(end)), {*SIDES})
-
-
-def public_sides(statement: PrivacyRecord) -> set[str]:
-    """Those that the model's statement declares public; without a guarantee it does not say so of evaluation rows alone."""
-    public, holds = statement.data_public, statement.guarantee
-    told = any("evaluation data (declared public)" in line for line in statement.not_covered) if holds else public
-    return {*SIDES[:2], *["training"] * public, *["evaluation"] * told}
-
-
-def _context(record: Synthetic, statement: PrivacyRecord) -> Json:
-    total, terms = epsilon(statement), statement.terms
-    if statement.guarantee and (total is None or terms is None):
-        raise ValueError("a guarantee without its epsilon")
-    limits = AttackLimits.pick(dict(attacker_limits(total, terms.delta))) if total is not None and terms else None
-    return {
-        "w": formatting,
-        "s": record,
-        "b": statement,
-        "t": terms,
-        "holds": statement.guarantee,
-        "epsilon": total,
-        "limits": limits,
-        "digest": section.digest(record.to_json()),
-        "sides": SIDES,
-        **_tables(record.quality.figures if record.quality else {}),
-    }
-
-
-def _tables(figures: Mapping[str, float | None]) -> Json:
-    """``beside``: what several sides have, and the figure of each side; ``scores``: the others, with limits if they have any."""
-    beside: dict[str, dict[str, float | None]] = {}
-    for name, value in figures.items():
-        what, _, side = name.rpartition(": ")
-        if side in SIDES:
-            beside.setdefault(what, {})[side] = value
-    limits = {name: (f"{name}, low", f"{name}, high") for name in figures}
-    limits = {name: both for name, both in limits.items() if figures.keys() >= {*both}}
-    left = figures.keys() - {end for both in limits.values() for end in both}
-    scores = {
-        name: (figures[name], [figures[end] for end in limits.get(name, ())])
-        for name in left
-        if name.rpartition(": ")[2] not in SIDES
-    }
-    return {"beside": beside, "scores": scores}
-
-
-def front_matter(record: Synthetic, statement: PrivacyRecord) -> Json:
-    """The front matter of the card, but for license and language, which are the author's."""
-    block, total = statement.to_json(), epsilon(statement)
-    main = {name: block[name] for name in _MAIN if name in block}
-    main |= {} if total is None else {"epsilon": total}
-    # Declared as text. Of a column that holds nothing but dates, datasets 4 makes time stamps all the same, written out as text.
-    features = [{"name": column, "dtype": "string"} for column in record.columns]
-    return {
-        "tags": ["synthetic", "dpllm", *(["differential-privacy"] if statement.guarantee else [])],
-        "task_categories": ["text-generation"],
-        "size_categories": [_size(record.rows)],
-        "configs": [{"config_name": "default", "data_files": [{"split": "train", "path": ROWS}]}],
-        "dataset_info": {"features": features},
-        "privacy": {**main, "statement": MODEL_BLOCK, "record": RECORD, "sha256": section.digest(record.to_json())},
-    }
-
-
-def _size(rows: int) -> str:
-    """The Hub's word for a number of rows."""
-    steps = ("1K", "10K", "100K", "1M", "10M", "100M", "1B", "10B", "100B", "1T")
-    place = next((n for n in range(len(steps)) if rows < 10 ** (3 + n)), len(steps))
-    if place == len(steps):
-        return f"n>{steps[-1]}"
-    return f"{steps[place - 1]}<n<{steps[place]}" if place else f"n<{steps[0]}"

@@ -44,18 +44,21 @@ def trade_off(event: Event, relation: Relation) -> list[list[float]] | None:
         pairs = list(zip(*profile(event, relation), strict=True))
     except (ConfigError, Refused):
         return None
-    return [[rate, _up(min(_line(epsilon, delta, rate) for epsilon, delta in pairs))] for rate in RATES]
+    tops = ((rate, min(_line(epsilon, delta, rate) for epsilon, delta in pairs)) for rate in RATES)
+    return [[rate, min(1.0, max(0.0, float(formatting.bound(top))))] for rate, top in tops]
 
 
 def alt_text(terms: Terms) -> str:
     """The figure in words, for those who do not see it."""
-    one, ten = (formatting.percent_bound(_at(terms, rate)) for rate in (0.01, 0.001))
+    limits = _limits(terms)
+    area = formatting.bound(limits["auc"])
+    one, ten = (formatting.percent_bound(limits[f"tpr_at_fpr_{rate}"]) for rate in (0.01, 0.001))
     # Brackets would end the description in Markdown.
     who = formatting.line(_who(terms.unit).replace("[", "(").replace("]", ")"))
     return (
         f"Curve of the largest true-positive rate that any test for the presence of {who} can have against its "
         f"false-positive rate: at most {one} at 1%, at most {ten} at 0.1%. "
-        f"A dotted diagonal shows guessing. The area under the curve is at most {formatting.bound(_area(terms))}, of "
+        f"A dotted diagonal shows guessing. The area under the curve is at most {area}, of "
         f"guessing 0.5."
     )
 
@@ -69,6 +72,7 @@ def figure(terms: Terms) -> str:
     Returns:
         SVG text; equal terms give equal text.
     """
+    limits = _limits(terms)
     drawn = template("privacy.svg.j2").render(
         w=formatting,
         terms=terms,
@@ -77,8 +81,8 @@ def figure(terms: Terms) -> str:
         who=_who(terms.unit),
         place=_place,
         curve=_curve(terms),
-        marks=[(rate, _at(terms, rate)) for rate in (0.001, 0.01)],
-        area=_area(terms),
+        marks=[(rate, limits[f"tpr_at_fpr_{rate}"]) for rate in (0.001, 0.01)],
+        area=limits["auc"],
     )
     return drawn + "\n"
 
@@ -94,25 +98,19 @@ def _curve(terms: Terms) -> list[tuple[float, float]]:
     return [(rate, min(_line(terms.epsilon, terms.delta, rate), known.get(rate, 1.0))) for rate in RATES]
 
 
-def _at(terms: Terms, rate: float) -> float:
-    whole = None
-    if terms.limits is not None:
-        whole = terms.limits.tpr_at_fpr_0_01 if rate == 0.01 else terms.limits.tpr_at_fpr_0_001
-    return min(dict(_curve(terms))[rate], 1.0 if whole is None else whole)
-
-
-def _area(terms: Terms) -> float:
-    whole = None if terms.limits is None else terms.limits.auc
-    return min(attacker_limits(terms.epsilon, terms.delta)["auc"], 1.0 if whole is None else whole)
+def _limits(terms: Terms) -> dict[str, float]:
+    """Of rates and area: by the curve, by epsilon and delta, and by the whole mechanism where that is known."""
+    whole = terms.limits.to_json() if terms.limits else {}
+    points = {f"tpr_at_fpr_{rate}": limit for rate, limit in _curve(terms)}
+    return {
+        name: min(value, points.get(name, 1.0), 1.0 if whole.get(name) is None else whole[name])
+        for name, value in attacker_limits(terms.epsilon, terms.delta).items()
+    }
 
 
 def _line(epsilon: float, delta: float, rate: float) -> float:
     shrink, grow = math.exp(-epsilon), math.exp(min(epsilon, 700.0))
     return min(1.0, grow * rate + delta, 1.0 - shrink * (1.0 - delta - rate))
-
-
-def _up(value: float) -> float:
-    return min(1.0, float(formatting.bound(value))) if value > 0 else 0.0
 
 
 def _place(rate: float) -> float:

@@ -8,10 +8,11 @@ regular files of bounded size only, follows no link, and keeps no row.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from dpllm.card import dataset_card
 from dpllm.files import CARD, sha256
 from dpllm.privacy.releases import OTHER
 from dpllm.run.directory import RunDir
@@ -19,7 +20,7 @@ from dpllm.statement import synthetic
 from dpllm.statement.fields import NotAStatement
 from dpllm.statement.synthetic import MODEL_BLOCK, MODEL_CARD, RECORD, ROWS, Synthetic
 from dpllm.text import control
-from dpllm.verification import check_export, check_ledger, check_promise
+from dpllm.verification import check_export
 from dpllm.verification.values import (
     Check,
     Published,
@@ -68,8 +69,10 @@ def run_of(directory: Path) -> RunDir | None:
     return next((run for run in around if run.config.is_file() and (run.export / CARD).is_file()), None)
 
 
-def check(directory: Path, ledger: str | None) -> Iterator[Check]:
-    """All checks of a data set, in a fixed order."""
+def check(
+    directory: Path, ledger: str | None, of_model: Mapping[str, Callable[[Published], Iterator[Check]]]
+) -> Iterator[Check]:
+    """All checks of a data set, in a fixed order; ``of_model``: those of the statement in run/."""
     try:
         found = _read(directory, ledger)
     except Wrong as error:
@@ -78,7 +81,7 @@ def check(directory: Path, ledger: str | None) -> Iterator[Check]:
     yield verified("data set", f"README.md and {RECORD} can be read, and the latter follows schema version 1.")
     for name, step in _CHECKS:
         yield from guarded(name, step, found)
-    for name, look in _OF_THE_MODEL:
+    for name, look in of_model.items():
         for one in guarded(name, look, found.model):
             yield replace(one, name=f"{OF_MODEL}{one.name}")
     yield asserted(
@@ -180,7 +183,7 @@ def _record(found: DataSet) -> Iterator[Check]:
         "shares is not the statistic of the control columns": record.shares
         in ({name} if statement.guarantee else {name, None}),
         f"quality has figures of rows that {MODEL_BLOCK} does not declare public": all(
-            synthetic.reads(name) <= synthetic.public_sides(statement)
+            dataset_card.reads(name) <= dataset_card.public_sides(statement)
             for name in (record.quality.figures if record.quality else ())
         ),
         "shares names no statistic on the model's card": record.shares is None or record.shares in released,
@@ -197,7 +200,7 @@ def _record(found: DataSet) -> Iterator[Check]:
 def _page(found: DataSet) -> Iterator[Check]:
     """Front matter and marked part of README.md, which follow from synthetic.json and run/privacy.json."""
     record, statement = found.record, found.model.record
-    expected = synthetic.front_matter(record, statement)
+    expected = dataset_card.front_matter(record, statement)
     stated = check_export.matter_of(found.card, expected.keys() | _OF_AUTHOR)
     if wrong := sorted(key for key in expected if not check_export.same(stated.get(key), expected[key])):
         yield failed(
@@ -208,7 +211,7 @@ def _page(found: DataSet) -> Iterator[Check]:
             "front matter", f"is what {RECORD} and {MODEL_BLOCK} give; license and language are the author's."
         )
     yield from check_export.page(
-        found.card, synthetic.render(record, statement), f"{RECORD} with {MODEL_BLOCK}", _AGAIN
+        found.card, dataset_card.render(record, statement), f"{RECORD} with {MODEL_BLOCK}", _AGAIN
     )
 
 
@@ -230,15 +233,4 @@ _CHECKS: tuple[tuple[str, Callable[[DataSet], Iterator[Check]]], ...] = (
     ("record", _record),
     ("card", _page),
     ("run", _run),
-)
-_OF_THE_MODEL: tuple[tuple[str, Callable[[Published], Iterator[Check]]], ...] = (
-    ("schema", check_export.schema),
-    ("front matter", check_export.front_matter),
-    ("marked parts", check_export.marked),
-    ("figure", check_export.figure),
-    ("promise", check_promise.check),
-    ("author's word", check_export.said),
-    ("lineage", check_promise.check_lineage),
-    ("statistics", check_promise.check_statistics),
-    ("ledger", check_ledger.check),
 )

@@ -12,28 +12,31 @@ import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 from dpllm.errors import DpllmError
 from dpllm.ledger import admission
 from dpllm.ledger.chain import Chain, Entry, read_export, verify_export
+from dpllm.ledger.reserving import group_total
 from dpllm.ledger.store import Postgres, SQLite, Store, default_path
-from dpllm.ledger.values import Account, account_of, event_of
+from dpllm.ledger.values import account_of, event_of
+from dpllm.privacy import accounting
 from dpllm.privacy.events import Event, RunEvent, compose
 from dpllm.privacy.parts import parts_of
-from dpllm.statement.fields import Composed, Group, Terms
+from dpllm.statement import state
+from dpllm.statement.fields import Budget, Composed, Json, Terms
 from dpllm.statement.released import Statistics
+from dpllm.statement.run_files import LedgerRecord
 from dpllm.verification import costs
 from dpllm.verification.costs import rounding
 from dpllm.verification.values import (
     Check,
-    Json,
     Published,
     Wrong,
     asserted,
     check_regular,
-    close,
+    differences,
     listed,
     read_object,
     verified,
@@ -42,7 +45,6 @@ from dpllm.verification.values import (
 _NAME = "ledger"
 _URL = ("postgresql://", "postgres://")
 MOST_LEDGER = 2**30
-_TERMS = attrgetter("epsilon", "delta", "gate", "order")
 
 
 @dataclass(frozen=True)
@@ -85,22 +87,21 @@ def check(found: Published) -> Iterator[Check]:
         yield _released(chain, found.record.statistics)
 
 
+def _of_facts(composed: Composed, terms: Terms, **found: Any) -> Composed:
+    """What follows from a ledger that says of the run what is stated, but for what was found."""
+    head = {"count": composed.entries, "hash": composed.head}
+    return state.composed(LedgerRecord.pick(composed.to_json(), **{"head": head, **found}), terms.delta)
+
+
 def _coherent(composed: Composed, terms: Terms) -> Check:
     """What has to hold whatever the ledger says."""
-    budget = composed.budget
-    gate, order = (budget.gate, budget.order) if budget else (None, None)
-    delta = budget.delta if budget else terms.delta
-    problems = []
-    if (composed.gate, composed.order) != (gate, order) or composed.delta != delta:
-        problems.append("gate, order or delta are not the budget's")
-    if composed.filter_epsilon is not None and gate != "adaptive":
+    problems: list[object] = []
+    problems += differences(composed.to_json(), _of_facts(composed, terms).to_json(), tolerance=0.0)
+    if composed.filter_epsilon is not None and composed.gate != "adaptive":
         problems.append("filter_epsilon belongs to an adaptive budget")
     # One run alone cannot cost more than all of them.
-    if (
-        delta == terms.delta
-        and composed.spent_epsilon is not None
-        and composed.spent_epsilon < terms.epsilon * (1 - 1e-3)
-    ):
+    spent = composed.spent_epsilon
+    if composed.delta == terms.delta and spent is not None and spent < terms.epsilon * (1 - 1e-3):
         problems.append("the total is less than the run alone")
     if problems:
         raise Wrong(f"{listed(problems)}. Write the card again: dpllm card RUN.")
@@ -186,7 +187,7 @@ def _released(chain: _Chain, shown: Statistics) -> Check:
         if entry.kind == "reserve"
     }
     mine = shown.dataset, shown.unit, shown.neighbouring_relation
-    wrong = [one.statistic for one in shown.releases if reserved.get(one.entry) != (*mine, one.accounted)]
+    wrong = [one.statistic for one in shown.releases if reserved.get(one.entry) != (*mine, one.event)]
     if wrong or len({one.entry for one in shown.releases}) < len(shown.releases):
         raise Wrong(
             f"{chain.where} has no entry of its own for {listed(wrong or ['each release'])}. Name their ledger."
@@ -204,18 +205,20 @@ def _total(chain: _Chain, composed: Composed, terms: Terms) -> Check:
     spent = math.inf if account.flaws() else costs.together(account.events(), delta, relation)
     filtered = admission.filter_epsilon(account)
     filtered = None if filtered == math.inf or account.flaws() else filtered
-    problems = []
-    if not close(composed.spent_epsilon, spent if math.isfinite(spent) else None, rounding(terms)):
-        problems.append(f"the total is {spent:.6g}, and {composed.spent_epsilon} is stated")
-    if not close(composed.filter_epsilon, filtered, rounding(terms)):
-        problems.append("filter_epsilon is not the filter's")
-    if (composed.budget and _TERMS(composed.budget)) != (budget and _TERMS(budget)):
-        problems.append("the budget is another")
-    if composed.imported != len(account.imports):
-        problems.append("the number of imported runs is another")
-    own = next(r for r in account.runs if r.reservation.entry == composed.entry)
-    if not _same_group(composed.group, own.reservation.group, account, terms):
-        problems.append("the tuning group is another")
+    own = next(run.reservation for run in account.runs if run.reservation.entry == composed.entry)
+    fresh = _of_facts(
+        composed,
+        terms,
+        spent_epsilon=accounting.finite(spent),
+        filter_epsilon=filtered,
+        budget={name: getattr(budget, name) for name in Budget.model_fields} if budget else None,
+        imported=len(account.imports),
+        group=group_total(account, own.group) if own.group is not None else None,
+    )
+    problems = [
+        *differences(composed.to_json(), fresh.to_json(), tolerance=rounding(terms)),
+        *differences(composed.to_json()["budget"], fresh.to_json()["budget"], "budget", 0.0),
+    ]
     if problems:
         raise Wrong(f"at the stated head of {chain.where}, {listed(problems)}. Write the card again: dpllm card RUN.")
     later = len(chain.entries) - composed.entries
@@ -224,11 +227,3 @@ def _total(chain: _Chain, composed: Composed, terms: Terms) -> Check:
         f"{chain.where}: the chain is unbroken and contains the stated head, where the total of dataset {composed.dataset} "
         f"was {spent:.6g}{f'; {later} entries came later' if later else ''}.",
     )
-
-
-def _same_group(stated: Group | None, name: str | None, account: Account, terms: Terms) -> bool:
-    if stated is None or name is None:
-        return stated is None and name is None
-    runs = [run for run in account.runs if run.reservation.group == name]
-    total = costs.together([run.event for run in runs], stated.delta, terms.neighbouring_relation)
-    return (stated.name, stated.runs) == (name, len(runs)) and close(stated.epsilon, total, rounding(terms))

@@ -8,31 +8,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from itertools import pairwise
-from typing import Any, cast, get_args
+from typing import cast, get_args
 
-from dpllm.card import claim
 from dpllm.privacy import accounting, banded
-from dpllm.privacy.events import CyclicPoisson, Gaussian, GaussianPair, Mechanism, PoissonSampled, step_of
-from dpllm.privacy.plan import noise_scale
+from dpllm.privacy.events import Gaussian, GaussianPair, Mechanism
+from dpllm.privacy.plan import noise_scale, steps_event
 from dpllm.privacy.privacy_loss import Relation
 from dpllm.privacy.releases import OTHER, Kind, Statistic, tidy, told
-from dpllm.statement.fields import CRYPTOGRAPHIC, DEFINITION, Ancestor, ComposedLineage, Terms
+from dpllm.privacy.schedule import Schedule
+from dpllm.statement import state
+from dpllm.statement.fields import CRYPTOGRAPHIC, DEFINITION, Ancestor, ComposedLineage, Lattice, Terms
+from dpllm.statement.lineage import together
 from dpllm.statement.privacy_record import PrivacyRecord
 from dpllm.statement.released import Release
+from dpllm.statement.run_files import PlanRecord
 from dpllm.verification import costs
 from dpllm.verification.costs import by, rounding
-from dpllm.verification.values import (
-    Check,
-    Published,
-    Wrong,
-    asserted,
-    close,
-    differences,
-    listed,
-    tried,
-    verified,
-)
+from dpllm.verification.values import Check, Published, Wrong, asserted, close, differences, listed, tried, verified
 
 ACCOUNTANT = "dp-accounting PLD"
 OTHER_RDP = 1e-2
@@ -81,34 +75,58 @@ def _epsilon(terms: Terms) -> Check:
     )
 
 
+def _again(record: PrivacyRecord, terms: Terms) -> Terms:
+    """The terms that follow from sizes, noise and clipping, without what accountants say of the event."""
+    sampling, adaptive, planned = terms.sampling, terms.adaptive, record.steps.planned
+    size, batch = sampling.dataset_size, sampling.expected_batch_size
+    coefficients = terms.banded.coefficients if terms.banded else ()
+    noise: Mechanism = Gaussian(terms.noise_multiplier)
+    if adaptive:
+        noise = GaussianPair(adaptive.gradient_noise_multiplier, adaptive.count_noise_multiplier)
+    schedule = Schedule(size, sampling.canary_slots, batch, batch / size, planned)
+    plan = PlanRecord.pick(
+        {**Terms.pick(terms.to_json()).to_json(), **asdict(schedule)},
+        sampling=sampling.of,
+        event=steps_event(noise, schedule, planned, terms.group_size, max(1, len(coefficients))),
+        noise_multiplier=noise.noise_multiplier,
+        coefficients=coefficients,
+        target_epsilon=terms.epsilon,
+        canary_commitment=None,
+    )
+    random, lattice = terms.randomness, terms.randomness.lattice
+    if lattice:
+        sigma = adaptive.gradient_noise_multiplier if adaptive else terms.noise_multiplier
+        scale = noise_scale(sigma, 1.0, lattice.coordinates)
+        lattice = Lattice(coordinates=lattice.coordinates, noise_over_max_grad_norm=scale)
+    return state.terms_of(plan, optimizer=terms.optimizer, generator=random.generator, rounded=lattice)
+
+
 def _sizes(record: PrivacyRecord, terms: Terms) -> Check:
-    """The event against N, q, T, sigma and delta."""
-    sampling, event = terms.sampling, terms.event
-    size, batch, delta, group = sampling.dataset_size, sampling.expected_batch_size, terms.delta, terms.group_size
-    turns, step = terms.banded, step_of(event)
-    rate = turns.group_rate if turns else sampling.sampling_rate
-    taken, planned = record.steps.taken, record.steps.planned
+    """The event and all else that follows from N, B, T, sigma and the unit; and that these go together."""
+    size, batch, delta = terms.sampling.dataset_size, terms.sampling.expected_batch_size, terms.delta
+    taken, planned, turns = record.steps.taken, record.steps.planned, terms.banded
+    best = not turns or (
+        len(turns.coefficients) > 1
+        and banded.admissible(turns.coefficients)
+        and banded.near_best(turns.coefficients, min(planned, costs.MOST_STEPS))
+    )
     rules = {
-        "the event is not that of the scheme": isinstance(step, CyclicPoisson) == bool(turns),
-        "banded is not what the event, mechanism and scheme are about": _turns(terms),
-        "banded.coefficients are not the best of any schedule": not turns
-        or banded.near_best(turns.coefficients, min(planned, costs.MOST_STEPS)),
-        "max_examples_per_unit is not the event's group": (step.group_size if isinstance(step, PoissonSampled) else 1)
-        == group,
+        "banded.coefficients are not the best of any schedule": best,
+        "banded noise is for whole units and a C that does not move": not turns
+        or (terms.sampling.of == "unit" and terms.adaptive is None),
         "max_examples_per_unit belongs to another unit": terms.unit != "example" or terms.max_examples_per_unit is None,
-        "sampling_rate is not the event's": rate == step.probability,
-        "sampling_rate is not expected_batch_size / dataset_size": close(sampling.sampling_rate, batch / size, 1e-12),
-        "steps.planned is not the event's count": planned == event.count,
         "clipping is not what the event is about": (terms.clipping == "adaptive") == (terms.adaptive is not None),
-        "noise_multiplier is not the event's": _noise(terms, step.event),
-        "randomness.lattice.noise_over_max_grad_norm is not sigma's": _lattice(terms),
-        "canary_slots do not fit into dataset_size": sampling.canary_slots < size and batch <= size,
+        "canary_slots do not fit into dataset_size": terms.sampling.canary_slots < size and batch <= size,
         "delta is not below 1/N, so that publishing one record outright would satisfy it": delta * size < 1,
         "steps.taken is more than planned": taken <= planned,
         "steps.lost is more than taken": (record.steps.lost or 0) <= taken,
         "a completed run took other steps than planned": record.status != "completed" or taken == planned,
     }
-    wrong = [problem for problem, good in rules.items() if not good]
+    wrong: list[object] = [problem for problem, good in rules.items() if not good]
+    if not wrong:
+        stated, follows = ({**one.to_json(), **one.randomness.to_json()} for one in (terms, _again(record, terms)))
+        for name in ("event", "sampling", "noise_multiplier", "mechanism", "banded", "lattice"):
+            wrong += differences(stated.get(name), follows.get(name), name, 1e-12)
     if wrong:
         raise Wrong(f"{listed(wrong)}. {_AGAIN}")
     return verified(
@@ -116,35 +134,6 @@ def _sizes(record: PrivacyRecord, terms: Terms) -> Check:
         f"N {size}, batch {batch}, {planned} steps and noise multiplier {terms.noise_multiplier:.4g} are the event's; delta "
         f"is {delta * size:.2g} / N.",
     )
-
-
-def _turns(terms: Terms) -> bool:
-    """The strategy moves no unit's sum by more than C, and its groups are those of the event."""
-    found, sampling = terms.banded, terms.sampling
-    if (terms.mechanism, sampling.scheme) != (("dp-bandmf", "cyclic_poisson") if found else ("dp-sgd", "poisson")):
-        return False
-    if found is None:
-        return True
-    good = banded.admissible(found.coefficients) and found.bands == len(found.coefficients)
-    good &= isinstance(terms.event, CyclicPoisson) and terms.event.bands == found.bands
-    fits = close(found.group_rate, found.bands * sampling.expected_batch_size / sampling.dataset_size, 1e-12)
-    return good and fits and sampling.of == "unit" and terms.adaptive is None
-
-
-def _noise(terms: Terms, mechanism: Mechanism) -> bool:
-    if terms.adaptive is None:
-        return mechanism == Gaussian(terms.noise_multiplier)
-    pair = GaussianPair(terms.adaptive.gradient_noise_multiplier, terms.adaptive.count_noise_multiplier)
-    return mechanism == pair and close(terms.noise_multiplier, pair.noise_multiplier)
-
-
-def _lattice(terms: Terms) -> bool:
-    """The noise that was added is sigma times the sensitivity, rounding to the lattice counted."""
-    stated = terms.randomness.lattice
-    if stated is None:  # a run of before
-        return True
-    sigma = terms.adaptive.gradient_noise_multiplier if terms.adaptive else terms.noise_multiplier
-    return close(stated.noise_over_max_grad_norm, noise_scale(sigma, 1.0, stated.coordinates), 1e-12)
 
 
 def _accountants(terms: Terms) -> Check:
@@ -195,7 +184,9 @@ def _attackers(terms: Terms) -> Check:
         return asserted(name, "not computed again: an epsilon of hundreds limits nobody.")
     fresh = costs.attackers(terms.event, terms.neighbouring_relation)
     # Where curves are stated is the same in every version; the rates are rounded up to four digits, so that one gives one text.
-    wrong = [key for key in ("curve", "trade_off") if [at for at, _ in stated[key]] != [at for at, _ in fresh[key]]]
+    wrong: list[object] = [
+        key for key in ("curve", "trade_off") if [at for at, _ in stated[key]] != [at for at, _ in fresh[key]]
+    ]
     for key, same in (("limits", costs.MAGNIFIED), ("curve", costs.MAGNIFIED), ("trade_off", 0.0)):
         wrong += differences(stated[key], fresh[key], key, rounding(terms, OTHER_RDP, same))
     if wrong:
@@ -207,7 +198,7 @@ def _shuffled(record: PrivacyRecord, terms: Terms) -> Check:
     name, stated = "without amplification", terms.without_amplification
     if stated is None and terms.accountants is None:
         return asserted(name, "none is stated: more was spent than planned.")
-    fresh = claim.without_amplification(terms, record.steps.planned)
+    fresh = state.without_amplification(terms, record.steps.planned)
     if stated != fresh:  # rounded up to four digits, by no accountant's version
         raise Wrong(f"{stated} is stated, and the same noise without credit for sampling costs {fresh}. {_AGAIN}")
     if terms.banded is not None:
@@ -237,8 +228,9 @@ def check_statistics(found: Published) -> Iterator[Check]:
         raise Wrong(f"statistics were not drawn, or with an epsilon above {costs.LARGE:g}. {_WRITE_AGAIN}")
     for one in shown.releases:
         _check_release(one, shown.max_examples_per_unit)
-    alone = costs.together([shown.event()], shown.delta, relation)
-    both = costs.together([terms.event, shown.event()], terms.delta, relation) if found.record.guarantee else None
+    alone, both = costs.together([shown.event()], shown.delta, relation), None
+    if found.record.guarantee:
+        both = state.beside_run(shown, terms, True).with_run
     if not (close(shown.epsilon, alone, slack) and close(shown.with_run, both, slack)):
         raise Wrong(f"statistics cost {alone:.6g}, with the run {both}; other figures are stated. {_WRITE_AGAIN}")
     with_run = "" if both is None else f", with the run {both:.6g} at delta {terms.delta:g}"
@@ -323,14 +315,15 @@ def _check_parent(parent: Ancestor) -> None:
         )
 
 
-def _total(terms: Terms | None, composed: ComposedLineage, mine: list[Ancestor]) -> Check:
-    if terms is None or not mine:
-        raise Wrong(f"a total is stated, and nothing is there to add. {_WRITE_AGAIN}")
-    own = (terms.unit, terms.neighbouring_relation)
-    if any((parent.unit, parent.neighbouring_relation) != own for parent in mine):
-        raise Wrong(f"a total is stated over runs that protect other units, or by another relation. {_WRITE_AGAIN}")
-    all_of: list[Any] = [terms.event, *(parent.event for parent in mine)]
-    total = costs.together(all_of, composed.delta, terms.neighbouring_relation)
-    if composed.delta != terms.delta or not close(composed.epsilon, total, rounding(terms)):
-        raise Wrong(f"all of them together cost {total:.6g}, and {composed.epsilon:g} is stated. {_WRITE_AGAIN}")
-    return verified("lineage", f"with {len(mine)} models before it on the same dataset, epsilon is {total:.6g}.")
+def _total(terms: Terms | None, stated: ComposedLineage, mine: list[Ancestor]) -> Check:
+    total, why = together(mine, terms)
+    if terms is None or total is None:
+        raise Wrong(f"a total is stated, and none can be: {why}. {_WRITE_AGAIN}")
+    if stated.delta != total.delta or not close(stated.epsilon, total.epsilon, rounding(terms)):
+        raise Wrong(
+            f"all of them together cost {total.epsilon:.6g} at delta {total.delta:g}, and {stated.epsilon:g} at {stated.delta:g} "
+            f"is stated. {_WRITE_AGAIN}"
+        )
+    return verified(
+        "lineage", f"with {len(mine)} models before it on the same dataset, epsilon is {total.epsilon:.6g}."
+    )

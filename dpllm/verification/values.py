@@ -11,25 +11,25 @@ import math
 import os
 import resource
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, TypeVar
+from typing import Any, BinaryIO, Literal, NamedTuple, TypeVar
 
 from dpllm.errors import DpllmError
 from dpllm.run.directory import RunDir
 from dpllm.statement import privacy_record
-from dpllm.statement.fields import NotAStatement
+from dpllm.statement.fields import Json, NotAStatement
 
-Json = dict[str, Any]
 Status = Literal["verified", "asserted", "failed"]
 _Subject = TypeVar("_Subject")
 
 TOLERANCE = 1e-9
 """Relative; between the same computation on two machines."""
 LONGEST = 400
+_MOST_VALUE = 40
 MOST_BYTES = 64 * 2**20
 """Of a file that is read as a whole: the largest tokenizer.json has about 35 MB."""
 MOST_MEMORY = 3 * 2**30
@@ -163,29 +163,43 @@ def is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def differences(stated: Any, found: Any, where: str = "", tolerance: float = TOLERANCE) -> Iterator[str]:
-    """Where two JSON values differ by more than rounding, as paths; 1, 1.0, true and "1" all differ."""
+class Difference(NamedTuple):
+    """A field of which two JSON values say different things; ``ABSENT`` where one says nothing."""
+
+    field: str
+    stated: object
+    found: object
+
+    def __str__(self) -> str:
+        """The field, with both values where they are short."""
+        return f"{self.field} (stated {_short(self.stated)}, computed {_short(self.found)})"
+
+
+ABSENT = object()
+
+
+def _short(value: object) -> str:
+    text = "nothing" if value is ABSENT else json.dumps(value, default=str)
+    return text if len(text) <= _MOST_VALUE else f"{text[:_MOST_VALUE]}..."
+
+
+def differences(stated: Any, found: Any, where: str = "", tolerance: float = TOLERANCE) -> Iterator[Difference]:
+    """Where two JSON values differ by more than rounding; 1, 1.0, true and "1" all differ."""
     if isinstance(stated, dict) and isinstance(found, dict):
         for key in sorted(stated.keys() | found.keys()):
             here = f"{where}.{key}" if where else str(key)
-            if key not in stated or key not in found:
-                yield here
-            else:
-                yield from differences(stated[key], found[key], here, tolerance)
-    elif isinstance(stated, list | tuple) and isinstance(found, list | tuple):
-        if len(stated) != len(found):
-            yield where
-        else:
-            for number, (one, other) in enumerate(zip(stated, found, strict=True)):
-                yield from differences(one, other, f"{where}[{number}]", tolerance)
+            yield from differences(stated.get(key, ABSENT), found.get(key, ABSENT), here, tolerance)
+    elif isinstance(stated, list | tuple) and isinstance(found, list | tuple) and len(stated) == len(found):
+        for number, (one, other) in enumerate(zip(stated, found, strict=True)):
+            yield from differences(one, other, f"{where}[{number}]", tolerance)
     elif type(stated) is not type(found) or (stated != found and not close(stated, found, tolerance)):
-        yield where
+        yield Difference(where, stated, found)
 
 
-def listed(names: list[str], most: int = 4) -> str:
+def listed(names: Sequence[object], most: int = 4) -> str:
     """Some names, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    return ", ".join(map(str, names[:most])) + more
 
 
 @contextmanager

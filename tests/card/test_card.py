@@ -126,11 +126,6 @@ def test_interrupted_run_states_the_whole_plan() -> None:
     assert any("when to stop" in line for line in block["not_covered"])
 
 
-def test_more_spent_than_planned_is_stated() -> None:
-    _, block = render_card(config(), plan(), record(epsilon_spent=3.4), None)
-    assert block["epsilon"] == 3.4
-
-
 def test_spent_at_another_delta_is_refused() -> None:
     with pytest.raises(ConfigError, match="delta"):
         render_card(config(), plan(), record(delta=1e-6), None)

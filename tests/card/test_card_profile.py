@@ -29,9 +29,11 @@ def test_they_are_left_out_where_more_was_spent_than_planned() -> None:
     assert block["curve"] == CURVE
     more = record(epsilon_spent=3.5)
     card, block = render_card(config(), plan(limits=LIMITS, curve=CURVE), more, None)
-    assert "limits" not in block
-    assert "curve" not in block
+    assert block["epsilon"] == 3.5
+    assert not {"limits", "curve", "trade_off"} & block.keys()
+    assert block["without_amplification"] is None
     assert "At other δ" not in card
+    assert "was not computed" in card
 
 
 def test_a_card_without_a_second_accountant_says_so() -> None:

@@ -9,6 +9,7 @@ import pytest
 import yaml
 from written_rows import COST, ROWS, SHARES, make_data_set, make_run, record, released
 
+from dpllm.card import dataset_card
 from dpllm.card.dataset_card import write_dataset_card
 from dpllm.errors import ConfigError
 from dpllm.privacy.accounting import compose, epsilon
@@ -44,7 +45,7 @@ def test_epsilon_is_of_model_and_statistics_together(folder: Path) -> None:
     assert together > terms.epsilon
     front = section.front_matter(page(folder))
     assert front["privacy"]["epsilon"] == pytest.approx(together, rel=1e-9)
-    first = section.parts(page(folder), synthetic.PARTS)["synthetic"].splitlines()[0]
+    first = section.parts(page(folder), dataset_card.PARTS)["synthetic"].splitlines()[0]
     assert f"ε = {formatting.bound(together)}, δ = 1e-05 for each training example" in first
 
 
@@ -149,12 +150,12 @@ def test_a_record_is_closed(change: dict[str, object]) -> None:
 def test_sizes_have_the_words_of_the_hub(folder: Path, rows: int, word: str) -> None:
     statement = privacy_record.read(json.loads((folder / "run" / "privacy.json").read_text("utf-8")))
     made = synthetic.read(record(rows=rows))
-    assert synthetic.front_matter(made, statement)["size_categories"] == [word]
+    assert dataset_card.front_matter(made, statement)["size_categories"] == [word]
 
 
 def test_the_marked_part_is_as_it_was(folder: Path) -> None:
     """A change that is meant: delete the golden file, run twice, and read the difference."""
-    text = section.parts(page(folder), synthetic.PARTS)["synthetic"] + "\n"
+    text = section.parts(page(folder), dataset_card.PARTS)["synthetic"] + "\n"
     if not GOLDEN.exists():
         GOLDEN.write_text(text, encoding="utf-8")
         pytest.fail(f"wrote {GOLDEN}: read it, and run this test again")

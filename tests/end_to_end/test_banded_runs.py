@@ -67,20 +67,20 @@ def test_groups_are_private_and_buffers_are_nowhere(banded_run: Place) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda b: b["banded"]["coefficients"].__setitem__(0, 1.1), "banded is not what"),
-        (lambda b: b["banded"].__setitem__("bands", 4), "banded is not what"),
+        (lambda b: b["banded"]["coefficients"].__setitem__(0, 1.1), "banded.coefficients are not"),
+        (lambda b: b["banded"].__setitem__("bands", 4), "banded.bands (stated 4, computed 3)"),
         (lambda b: b["banded"]["coefficients"].reverse(), "not the best of any schedule"),
         (lambda b: b["banded"].__setitem__("coefficients", [1.0, 0.0, 0.0]), "not the best of any schedule"),
         (
             lambda b: b["banded"].__setitem__("coefficients", [0.99 * c for c in b["banded"]["coefficients"]]),
             "not the best",
         ),
-        (lambda b: b["banded"]["coefficients"].pop(), "banded is not what"),
-        (lambda b: b["banded"].__setitem__("group_rate", 0.1), "sampling_rate is not the event's"),
+        (lambda b: b["banded"]["coefficients"].pop(), "banded.coefficients are not"),
+        (lambda b: b["banded"].__setitem__("group_rate", 0.1), "banded.group_rate (stated 0.1, computed"),
         (lambda b: b["event"].__setitem__("bands", 7), "epsilon"),
-        (lambda b: b.__setitem__("mechanism", "dp-sgd"), "banded is not what"),
-        (lambda b: b["sampling"].__setitem__("scheme", "poisson"), "banded is not what"),
-        (lambda b: b.pop("banded"), "the event is not that of the scheme"),
+        (lambda b: b.__setitem__("mechanism", "dp-sgd"), 'mechanism (stated "dp-sgd", computed "dp-bandmf")'),
+        (lambda b: b["sampling"].__setitem__("scheme", "poisson"), "sampling.scheme"),
+        (lambda b: b.pop("banded"), "event.bands (stated 3, computed nothing)"),
     ],
 )
 def test_a_statement_that_was_changed_does_not_verify(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import published
 import pytest
-from published import carry, changed, containers, failing, get, leaves, other, read, rehash, write
+from published import carry, changed, containers, failing, get, leaves, other, read, rehash, without, write
 from running import Place, dpllm_
 from safetensors.numpy import load_file, save_file
 
@@ -31,15 +31,7 @@ def test_an_honest_run_verifies(run: Path) -> None:
     found = verify(run)
     assert not found.failed
     names = {check.name for check in found.checks if check.status == "verified"}
-    assert names >= {
-        "schema",
-        "files",
-        "epsilon",
-        "audit: statistics",
-        "ledger",
-        "ledger: entry",
-        "run",
-    }
+    assert names >= {"schema", "files", "epsilon", "audit: statistics", "ledger", "ledger: entry", "run"}
     asserted = {check.name for check in found.checks if check.status == "asserted"}
     assert {"training", "signature", "audit: what needs the models", "text of the author"} <= asserted
 
@@ -105,18 +97,12 @@ def test_every_removed_or_added_field_of_the_block_is_seen(export: Path, monkeyp
         inner = get(block, where)
         forgeries[f"{where}: one more"] = changed(block, where, other)
         for key in inner if isinstance(inner, dict) else range(len(inner)):
-            forgeries[f"{where}: without {key}"] = changed(block, where, lambda value, k=key: _without(value, k))
+            forgeries[f"{where}: without {key}"] = changed(block, where, lambda value, k=key: without(value, k))
     for name, forged in forgeries.items():
         write(export, forged)
         missed += [] if failing(export) == {"front matter"} else [name]
     assert len(forgeries) > 600
     assert not missed
-
-
-def _without(value: object, key: object) -> object:
-    if isinstance(value, dict):
-        return {name: inner for name, inner in value.items() if name != key}
-    return [inner for number, inner in enumerate(value) if number != key]  # type: ignore[arg-type, var-annotated]
 
 
 def test_a_changed_field_is_seen_by_the_command(export: Path) -> None:
@@ -134,25 +120,12 @@ def test_every_changed_line_of_the_marked_parts_is_seen(export: Path, monkeypatc
     for line in card.splitlines(keepends=True):
         inside = start <= at < ends[0] or second <= at < ends[1]
         if inside:
-            for forged in (line.rstrip("\n") + " x\n", ""):
+            for forged in (line.rstrip("\n") + " \n", ""):
                 (export / "README.md").write_text(card[:at] + forged + card[at + len(line) :], encoding="utf-8")
                 if not failing(export):
                     missed.append(line)
         at += len(line)
     assert not missed
-
-
-def test_edits_outside_the_marked_parts_are_free(run: Path) -> None:
-    page_ = run / "export" / "README.md"
-    card = page_.read_text("utf-8")
-    marked, end, own = card.partition("<!-- /dpllm:privacy -->")
-    own = (
-        own.replace("\n# ", "\n# My model, ", 1) + "\nA description with *stress* and `code`.\n\n## Thanks\n\nTo all.\n"
-    )
-    page_.write_text(marked + end + own, encoding="utf-8")
-    assert not verify(run).failed
-    page_.write_text(page_.read_text("utf-8").replace("\n", "\r\n"), encoding="utf-8", newline="")
-    assert "front matter" not in failing(run)
 
 
 FORGED = {
@@ -410,10 +383,9 @@ def test_epsilon_cannot_be_stated_smaller_than_the_event_costs(export: Path, fac
 
 def test_epsilon_and_event_cannot_be_those_of_another_run(export: Path) -> None:
     """A consistent card of fewer steps: what is left to say is that the audit tested another claim."""
-    from dpllm.card import claim
     from dpllm.privacy import accounting, events, privacy_loss
     from dpllm.privacy.plan import CURVE_DELTAS
-    from dpllm.statement import tradeoff_figure
+    from dpllm.statement import state, tradeoff_figure
     from dpllm.statement.fields import Terms
 
     block = read(export)
@@ -428,7 +400,7 @@ def test_epsilon_and_event_cannot_be_those_of_another_run(export: Path) -> None:
         "curve": [list(pair) for pair in accounting.curve(event, relation, CURVE_DELTAS)],
         "trade_off": tradeoff_figure.trade_off(event, relation),
         "cross_check": {**block["cross_check"], "epsilon": epsilon + 0.01},
-        "without_amplification": claim.without_amplification(Terms.pick(block), 2),
+        "without_amplification": state.without_amplification(Terms.pick(block), 2),
         "composed": {**block["composed"], "spent_epsilon": epsilon},
     }
     carry(export, block)

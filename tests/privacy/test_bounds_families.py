@@ -16,12 +16,12 @@ from dpllm.auditing.rates import (
     count,
     epsilon_from_rates,
     event_trade_off,
-    gaussian_epsilon,
     many_runs,
     profile_trade_off,
     rate_limits,
 )
 from dpllm.privacy.events import Gaussian, compose
+from dpllm.statement.state import gaussian_epsilon
 
 COUNTS = Rates(400, 100, 50, 450)
 

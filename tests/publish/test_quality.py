@@ -14,10 +14,11 @@ import tiny
 
 from dpllm.auditing import echo
 from dpllm.canaries import canaries
+from dpllm.card import dataset_card
 from dpllm.publish import quality
 from dpllm.recipe.config import RunConfig
 from dpllm.run.directory import RunDir
-from dpllm.statement import privacy_record, synthetic
+from dpllm.statement import privacy_record
 from dpllm.text.data import load_table
 from dpllm.text.prompts import keep_rows
 
@@ -277,10 +278,10 @@ def test_the_statement_decides_what_is_public_and_a_name_tells_it(
     run, config = a_run(tmp_path, TRAIN[:20], HELD[:20], planted=False, public=True, eval_public=True)
     declared = statement({"public": public, "eval_public": eval_public})
     found, private = quality.measure(run, config, MADE[:20], declared, embedding="builtin:tiny")
-    sides = synthetic.public_sides(declared)
+    sides = dataset_card.public_sides(declared)
     assert sides == {"synthetic", "released", *["training"] * public, *["evaluation"] * eval_public}
-    assert all(synthetic.reads(name) <= sides for name in found.figures)
-    assert not any(synthetic.reads(name) <= sides for name in private["figures"])
+    assert all(dataset_card.reads(name) <= sides for name in found.figures)
+    assert not any(dataset_card.reads(name) <= sides for name in private["figures"])
     assert len(found.figures) + len(private["figures"]) > 60
     if not (public and eval_public):
-        assert all(synthetic.reads(name) > sides for name in ("MAUVE", "share of x: people", ""))
+        assert all(dataset_card.reads(name) > sides for name in ("MAUVE", "share of x: people", ""))

@@ -84,7 +84,7 @@ def test_each_release_is_an_entry_and_the_ledger_composes_them_with_training(say
     assert len(found.releases) == RELEASES
     runs = book.runs("notes")
     assert [run.reservation.entry for run in runs] == [one.entry for one in found.releases]
-    assert [run.event for run in runs] == [one.accounted for one in found.releases]
+    assert [run.event for run in runs] == [one.event for one in found.releases]
     assert {(run.state, run.steps, run.reservation.num_steps) for run in runs} == {("completed", 1, 1)}
     parts = [one.event.epsilon for one in found.releases]
     assert parts == pytest.approx([0.25, 0.25, 0.25, 0.125, 0.125], abs=1e-3)

@@ -144,43 +144,28 @@ def test_three_generations_compose_over_those_on_the_same_data_only() -> None:
     assert through.composed.epsilon == settle(base()).composed.epsilon
 
 
-def test_different_data_are_not_composed() -> None:
-    found = settle(base(dataset="letters"))
-    assert (found.same_dataset, found.dataset, found.composed) == (False, None, None)
-    assert "different datasets" in found.reason
+SELECTED = RepeatAndSelect(plan().event, 2.0, "geometric")
+UNCOMPOSED: dict[str, tuple[Base, Json]] = {
+    "different datasets": (base(dataset="letters"), {}),
+    "another unit (patient_id, here example)": (base(unit="patient_id"), {}),
+    "another neighbouring relation (add_or_remove_one": (base(neighbouring_relation="add_or_remove_one"), {}),
+    "no accountant": (base(statement(event=PoissonSampled(0.1, Gaussian(1.0), 3)), event=SELECTED), {}),
+    "seeded by the user": (base(), {"insecure_seed": 3}),
+    "does not say what it released": (base(statement(name="first", event=None)), {}),
+}
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"unit": "patient_id"}, "another unit (patient_id, here example)"),
-        ({"neighbouring_relation": "add_or_remove_one"}, "another neighbouring relation (add_or_remove_one"),
-    ],
-)
-def test_what_cannot_be_composed_says_why(changes: Json, reason: str) -> None:
-    found = settle(base(**changes))
-    assert found.composed is None
-    assert found.same_dataset
+@pytest.mark.parametrize("reason", UNCOMPOSED)
+def test_what_cannot_be_composed_says_why(reason: str) -> None:
+    parent, privacy = UNCOMPOSED[reason]
+    found = settle(parent, recipe(privacy=privacy))
+    same = reason != "different datasets"
+    assert (found.composed, found.same_dataset, found.dataset) == (None, same, "notes" if same else None)
     assert reason in found.reason
 
 
 def test_what_pld_does_not_know_is_composed_by_another_accountant() -> None:
-    selected = RepeatAndSelect(plan().event, 2.0, "geometric")
-    assert "RDP" in settle(base(event=selected)).composed.accountant
-
-
-def test_no_accountant_for_all_parts_is_said() -> None:
-    grouped = PoissonSampled(0.1, Gaussian(1.0), 3)
-    selected = RepeatAndSelect(plan().event, 2.0, "geometric")
-    found = settle(base(statement(event=grouped), event=selected))
-    assert found.composed is None
-    assert "no accountant" in found.reason
-
-
-def test_a_seeded_run_composes_nothing() -> None:
-    found = settle(base(), recipe(privacy={"insecure_seed": 3}))
-    assert found.composed is None
-    assert "seeded by the user" in found.reason
+    assert "RDP" in settle(base(event=SELECTED)).composed.accountant
 
 
 # A base without a guarantee
@@ -333,10 +318,3 @@ def test_a_damaged_block_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "privacy.json").write_text(text, encoding="latin-1")
     with pytest.raises(Refused, match="is no privacy block"):
         parents.of_base(recipe(model={"name_or_path": str(tmp_path)}))
-
-
-def test_a_guaranteed_run_before_that_does_not_say_what_it_released_leaves_no_total() -> None:
-    found = settle(base(statement(name="first", event=None)))
-    assert found.composed is None
-    assert found.reason is not None
-    assert "does not say what it released" in found.reason

@@ -8,7 +8,6 @@ import importlib
 import json
 import re
 import sys
-from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,12 @@ from typing import Any
 import pytest
 from cards import Json, audit, config, described, plan, record, render_card
 from jsonschema import Draft202012Validator
+from published import Where, changed, containers, get, without
 from test_card_states import STATES
 
 from dpllm.errors import ConfigError
 from dpllm.statement import privacy_record, section
-from dpllm.statement.fields import Ancestor, BaseModelName, NotAStatement, Steps
+from dpllm.statement.fields import Ancestor, NotAStatement, Steps
 from dpllm.statement.run_files import PlanRecord
 
 ROOT = Path(__file__).parents[2]
@@ -38,20 +38,14 @@ def block() -> Json:
     return render_card(config(), plan(**beside), record(), audit(), statistics=described())[1]
 
 
-def objects(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Json]]:
-    """Every mapping of a block but the event, which is free."""
-    if isinstance(value, dict) and path[-1:] != ("event",):
-        yield path, value
-        for key, inner in value.items():
-            yield from objects(inner, (*path, key))
-
-
-def at(block: Json, path: tuple[Any, ...]) -> Json:
-    here = copied = copy.deepcopy(block)
-    for key in path:
-        here = here[key]
-    here["__copied"] = copied
-    return here
+def objects(block: Json) -> list[Where]:
+    """Where a mapping of a block stands, but for the event, which is free, and what lists hold."""
+    places = containers(block)
+    return [
+        at
+        for at in places
+        if isinstance(get(block, at), dict) and not any(one == "event" or isinstance(one, int) for one in at)
+    ]
 
 
 def problems(block: object) -> list[str]:
@@ -100,7 +94,7 @@ def test_the_front_matter_of_a_published_card_points_to_its_statement(path: Path
 
 @pytest.mark.parametrize("name", STATES)
 def test_every_card_keeps_to_it(name: str) -> None:
-    assert problems(render_card(*STATES[name][:4])[1]) == []
+    assert problems(STATES[name].card()[1]) == []
 
 
 @pytest.mark.parametrize("named", ["composed.budget.late", "schema_version"])
@@ -121,29 +115,18 @@ MAPS = {"files", "software", "hardware", "attacks", "exposure", "extraction", "g
 
 def test_a_field_too_many_or_too_few_is_a_problem(block: Json) -> None:
     optional = {"adaptive", "accountants", "limits", "curve", "trade_off", "merged_from", "statistics"}
-    for path, value in objects(block):
-        extra = at(block, path)
-        copied = extra.pop("__copied")
-        extra["../odd key" if path[-1:] == ("attacks",) else "Unknown"] = {}
-        assert problems(copied), path
-        for key in value:
-            if (path[-1:] and path[-1] in MAPS) or (path == () and key in optional):
-                continue
-            fewer = at(block, path)
-            copied = fewer.pop("__copied")
-            del fewer[key]
-            assert problems(copied), (*path, key)
+    for at in objects(block):
+        name = "../odd key" if at[-1:] == ("attacks",) else "Unknown"
+        assert problems(changed(block, at, lambda value, more=name: {**value, more: {}})), at
+        for key in get(block, at):
+            free = (at[-1:] and at[-1] in MAPS) or (at == () and key in optional)
+            assert free or problems(changed(block, at, lambda value, gone=key: without(value, gone))), (*at, key)
 
 
 def test_a_value_of_another_type_is_a_problem(block: Json) -> None:
-    for path, value in objects(block):
-        for key in value:
-            if key == "event":
-                continue
-            wrong = at(block, path)
-            copied = wrong.pop("__copied")
-            wrong[key] = {"": [{}]}
-            assert problems(copied), (*path, key)
+    for at in objects(block):
+        for key in get(block, at).keys() - {"event"}:
+            assert problems(changed(block, (*at, key), lambda _: {"": [{}]})), (*at, key)
 
 
 @pytest.mark.parametrize(
@@ -171,8 +154,7 @@ def test_what_no_card_may_say_is_a_problem(block: Json, change: Json, place: str
 
 
 def test_terms_without_a_guarantee_stand_under_attempted_alone(block: Json) -> None:
-    recipe, the_plan, the_record, *_ = STATES["broken assumption"]
-    attempted = render_card(recipe, the_plan, the_record, None)[1]
+    attempted = STATES["broken assumption"].card()[1]
     assert problems(attempted) == []
     assert problems({**attempted, "epsilon": 3.0})
     assert problems({**block, "attempted": attempted["attempted"]})
@@ -202,7 +184,7 @@ def test_the_documentation_maps_items_to_fields_that_exist() -> None:
 
 def test_half_a_character_is_written_as_a_question_mark() -> None:
     assert Steps.pick({}, planned=1, taken=1) == Steps(planned=1, taken=1)
-    assert BaseModelName.pick({}, name="caf\udce9", revision=None, covered=False).name == "caf?"
+    assert privacy_record.BaseModelName.pick({}, name="caf\udce9", revision=None, covered=False).name == "caf?"
 
 
 WRONG_EVENTS = ["gaussian", 1, [], {}, {"type": "free"}, {"type": "gaussian", "noise_multiplier": 0.0}]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,6 +14,7 @@ from cards import Json, audit, broken, config, described, plan, pointer, record,
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
+from published import changed, get, leaves
 from test_card_states import lineage, parent
 
 from dpllm.errors import ConfigError
@@ -35,27 +34,12 @@ def block() -> Json:
     return card()[1]
 
 
-def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    found = [place for key, part in inner for place in leaves(part, (*path, key))]
-    yield from found or [path]
-
-
 def other(value: Any) -> Any:
     if isinstance(value, bool):
         return not value
     if isinstance(value, int | float):
         return value + 1
     return value + "x" if isinstance(value, str) else "x" if value is None else [*value, "x"] if value == [] else None
-
-
-def changed(block: Json, path: tuple[Any, ...]) -> Json:
-    copied = copy.deepcopy(block)
-    here = copied
-    for key in path[:-1]:
-        here = here[key]
-    here[path[-1]] = other(here[path[-1]])
-    return copied
 
 
 def test_a_card_reads_back_as_it_was_rendered() -> None:
@@ -72,34 +56,15 @@ def test_every_field_changes_what_is_rendered(block: Json) -> None:
     assert len(paths) > 150
     for path in paths:
         try:
-            assert rendered(changed(block, path)) != shown, path
+            assert rendered(changed(block, path, other)) != shown, path
         except ConfigError:  # nothing can be said of such a value
             continue
 
 
 def test_no_two_blocks_have_one_digest(block: Json) -> None:
-    digests = {section.digest(changed(block, path)) for path in leaves(block)}
+    digests = {section.digest(changed(block, path, other)) for path in leaves(block)}
     assert len(digests) == len(list(leaves(block)))
     assert section.digest(dict(reversed(block.items()))) == section.digest(block)
-
-
-def test_edits_outside_the_marks_are_not_seen() -> None:
-    text, block = card()
-    edited = text.replace("# notes-lora", "# Our model\n\n![logo](logo.png)\n\nFor wards.") + "\n## Notes\n\nBy hand.\n"
-    assert section.parts(edited) == rendered(block)
-    assert section.parts(text.replace("\n", "\r\n")) == rendered(block)
-
-
-def test_every_line_inside_the_marks_is_seen() -> None:
-    text, block = card()
-    shown, lines = rendered(block), text.split("\n")
-    inside = False
-    for number, line in enumerate(lines):
-        inside = (inside or line.startswith("<!-- dpllm:")) and not line.startswith("<!-- /dpllm:")
-        if inside and line and not line.startswith("<!--"):
-            edited = "\n".join([*lines[:number], line + " ", *lines[number + 1 :]])
-            assert section.parts(edited) != shown, line
-            assert section.parts("\n".join([*lines[:number], *lines[number + 1 :]])) != shown, line
 
 
 @pytest.mark.parametrize("part", ["banner", "privacy"])
@@ -215,13 +180,9 @@ def test_no_text_of_a_statement_shows_an_image_a_link_or_hidden_letters(block: J
     tried = 0
     for whole in (tuned, attempted, started):
         for path in leaves(whole):
-            hostile, last = copy.deepcopy(whole), path[-1]
-            here = hostile
-            for key in path[:-1]:
-                here = here[key]
-            if here[last] is not None and not isinstance(here[last], str):
+            if not isinstance(get(whole, path), str | None):
                 continue
-            here[last] = HOSTILE
+            hostile = changed(whole, path, lambda _: HOSTILE)
             try:
                 shown = "\n".join(rendered(hostile).values())
             except ConfigError:
@@ -247,34 +208,11 @@ def test_names_stay_in_their_cells() -> None:
 
 
 MACHINE_ONLY = (
-    *(
-        "schema_version",
-        "definition",
-        "holds_for",
-        "trust_model",
-        "mechanism",
-        "sampling.scheme",
-        "sampling.of",
-        "status",
-    ),
-    *(
-        "sampling.implemented_as_accounted",
-        "randomness.generator",
-        "accountants",
-        "trade_off",
-        "event",
-        "base_model.covered",
-    ),
-    *(
-        "composed.budget.order",
-        "composed.gate",
-        "composed.order",
-        "lineage.dataset",
-        "lineage.reason",
-        "audit.canaries",
-    ),
-    *("audit.weights", "software", "hardware", "recipe_digest", "files"),
-)
+    "schema_version", "definition", "holds_for", "trust_model", "mechanism", "sampling.scheme", "sampling.of", "status",
+    "sampling.implemented_as_accounted", "randomness.generator", "accountants", "trade_off", "event", "base_model.covered",
+    "composed.budget.order", "composed.gate", "composed.order", "lineage.dataset", "lineage.reason", "audit.canaries",
+    "audit.weights", "software", "hardware", "recipe_digest", "files",
+)  # fmt: skip
 """Constants, what is worded together with another field, and what no sentence could hold; the digest covers them."""
 LATER = ("neighbouring_relation", "entry", "head", "event", "files_digest")
 """Likewise, of each earlier model."""
@@ -300,7 +238,7 @@ def test_every_field_that_people_read_is_worded() -> None:
         if name.startswith(MACHINE_ONLY) or later or detail:
             continue
         try:
-            assert told(changed(block, path)) != shown, name
+            assert told(changed(block, path, other)) != shown, name
             worded += 1
         except ConfigError:
             continue

@@ -27,7 +27,7 @@ def page(tmp_path: Path) -> Path:
 
 def statement(page: Path) -> dict[str, Check]:
     """What verify says of the page itself, failures by name."""
-    found = Published(page.parent, read_object(page.parent / "privacy.json"), page.read_text("utf-8"))
+    found = Published(page.parent, read_object(page.parent / "privacy.json"), page.read_bytes().decode("utf-8"))
     checks = []
     for name, check in (("front matter", check_export.front_matter), ("marked parts", check_export.marked)):
         try:
@@ -62,8 +62,10 @@ def test_the_description_and_the_title_of_a_recipe_open_nothing(page: Path) -> N
 
 
 def test_author_s_text_below_is_free(page: Path) -> None:
-    page.write_text(page.read_text("utf-8") + "\n<details>\n\nThanks to all.\n", encoding="utf-8")
-    assert not statement(page)
+    card = page.read_text("utf-8").replace("\n# ", "\n# My model, ", 1) + "\n<details>\n\n*Thanks* to `all`.\n"
+    for ends in ("\n", "\r\n"):
+        page.write_text(card, encoding="utf-8", newline=ends)
+        assert not statement(page)
 
 
 def earlier_layout(page: Path) -> None:
