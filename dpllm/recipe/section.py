@@ -91,6 +91,15 @@ def read_yaml(text: str) -> Any:
         raise yaml.YAMLError(str(error)) from None
 
 
+def _file(path: Path) -> Path:
+    """The file of a recipe: builtin:lora/e2e.yaml names that of the wheel, or of the repository it was installed from."""
+    name = str(path)
+    if not name.startswith("builtin:"):
+        return path
+    embedded = Path(__file__).parent / "builtin"
+    return (embedded if embedded.is_dir() else Path(__file__).parents[2] / "recipes") / name.removeprefix("builtin:")
+
+
 def read_recipe(path: Path) -> dict[str, Any]:
     """What a recipe's file says, unchecked.
 
@@ -98,10 +107,11 @@ def read_recipe(path: Path) -> dict[str, Any]:
         ConfigError: Missing file, broken or unclear YAML.
     """
     try:
-        raw = read_yaml(path.read_text(encoding="utf-8"))
+        raw = read_yaml(_file(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(
-            f"{path}: no such recipe. Recipes lie under recipes/, such as recipes/lora/e2e.yaml."
+            f"{path}: no such recipe. Recipes lie under recipes/, such as recipes/lora/e2e.yaml; away from the repository "
+            "type builtin:lora/e2e.yaml."
         ) from None
     except IsADirectoryError:
         raise ConfigError(f"{path}: is a directory, and a recipe is a YAML file. Type the file.") from None
