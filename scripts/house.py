@@ -34,28 +34,28 @@ ROOMS = (  # from top to bottom: a room may import only rooms below it
 # Of a room: lines. A limit rises only together with a line in docs/decisions.md that says what users got for it: at most 550
 # lines for one feature. It falls with what it limits.
 LIMITS = {
-    "front door": 293,
-    "cli": 1_933,
-    "lab": 1_100,
-    "comparison": 2_003,
-    "publish": 1_929,
-    "verification": 2_271,
-    "card": 706,
-    "auditing": 4_273,
-    "forecast": 1_189,
-    "run": 3_448,
-    "telemetry": 706,
-    "statement": 2_586,
-    "ledger": 2_585,
+    "front door": 282,
+    "cli": 1_922,
+    "lab": 1_045,
+    "comparison": 1_998,
+    "publish": 1_928,
+    "verification": 2_249,
+    "card": 696,
+    "auditing": 4_180,
+    "forecast": 1_121,
+    "run": 3_327,
+    "telemetry": 693,
+    "statement": 2_585,
+    "ledger": 2_567,
     "canaries": 674,
-    "model": 1_750,
-    "text": 1_775,
-    "recipe": 1_400,
-    "privacy": 5_489,
-    "files": 338,
-    "progress": 45,
+    "model": 1_692,
+    "text": 1_766,
+    "recipe": 1_372,
+    "privacy": 5_206,
+    "files": 329,
+    "progress": 38,
     "errors": 74,
-    "modules": 182,
+    "modules": 176,
     "longest module": 400,
     "longest function": 60,
     "most parameters": 8,
@@ -64,7 +64,7 @@ LIMITS = {
     "upward arrows": 0,
     "rooms in cycles": 0,
 }
-MOST_LINES = 36_570  # of all rooms together; 31,000 is aimed at, and never above 33,500 after that
+MOST_LINES = 35_744  # of all rooms together; 31,000 is aimed at, and never above 33,500 after that
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 
