@@ -107,14 +107,12 @@ class StepEngine:
         self._token_losses = TokenLosses(model, self._device, autocast)
         # C of the next step: the Plan's, or with adaptive clipping what earlier releases made of it. Public.
         self.max_grad_norm = self._first_norm = plan.max_grad_norm if plan else float("inf")
-        self.noisy_fraction: float | None = (
-            None  # with adaptive clipping, the last step's released share of unclipped gradients
-        )
+        # With adaptive clipping, the last step's released share of unclipped gradients.
+        self.noisy_fraction: float | None = None
         self.generator = noise.generator  # where the noise comes from
         self.canaries: GradientCanaries | None = None  # planted in the sum; only on the rank that adds noise
-        self.projections: Tensor | None = (
-            None  # (M,): what the last step released along them, over C; it holds the noise
-        )
+        # (M,): what the last step released along them, over C; it holds the noise.
+        self.projections: Tensor | None = None
         self._stepping = False
         self.size = sum(parameter.numel() for parameter in self.parameters.values())  # P
         if plan is not None:
