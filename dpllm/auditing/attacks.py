@@ -273,6 +273,8 @@ TOKEN_ATTACKS: dict[str, Callable[[TokenTable], Floats]] = {
     "windows": windows,
 }
 """Membership scores of sequences by name."""
+SINCE: dict[str, int] = {}
+"""Attacks that audits before this ``schema_version`` of audit.json do not have: these are verified without them."""
 
 
 def _standardised(log_prob_N: Floats, mean_N: Floats, variance_N: Floats) -> Floats:

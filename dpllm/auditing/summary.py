@@ -155,7 +155,8 @@ def _sorted(scores: Sequence[CanaryScores], tokens: TokenTable | None, beside: B
     by_token = {}
     if tokens is not None:
         read = tokens if version > 1 else tokens.secrets()
-        found = {name: attack(read).tolist() for name, attack in attacks.TOKEN_ATTACKS.items()}
+        known = {name for name in attacks.TOKEN_ATTACKS if attacks.SINCE.get(name, 1) <= beside.version}
+        found = {name: attack(read).tolist() for name, attack in attacks.TOKEN_ATTACKS.items() if name in known}
         by_token = {name: dict(zip(tokens.canary_ids, values, strict=True)) for name, values in found.items()}
     slope = attacks.slope(row for rows in groups.values() for row in rows)
     return _Scored(groups, ranked, references, by_token, slope, 1 if beside.version == 1 else statistics.INTERVALS)

@@ -11,20 +11,13 @@ from typing import TYPE_CHECKING, Any
 from dpllm.cli.plan import AddCommand, show, take_ledger
 from dpllm.errors import ConfigError
 from dpllm.files import scratch
+from dpllm.privacy.releases import OPTIONS
 
 if TYPE_CHECKING:
     from dpllm.ledger.values import Sealed
     from dpllm.privacy.accounting import Event
     from dpllm.recipe.config import RunConfig
 
-# Option -> (what it takes, its help), in the words of text.asked.Kind.
-STATISTICS = {
-    "lengths": ("CANDIDATES", "quantiles of token lengths, among declared ones: 64,128,256 or LOW:HIGH:PARTS"),
-    "quantiles": ("COLUMN=CANDIDATES", "the same of a column of numbers"),
-    "shares": ("COLUMN=VALUE,VALUE;...", "how many rows have each declared value, of several columns each combination"),
-    "scripts": ("SCRIPT,SCRIPT", "how many rows are mostly written in each script, such as latin,cyrillic,cjk"),
-    "mean": ("COLUMN=LOW:HIGH", "of a column of numbers, within declared bounds"),
-}
 # Option -> the key of the recipe that it sets.
 KEYS = {
     "unit": "data.unit",
@@ -48,11 +41,11 @@ def add_commands(add: AddCommand) -> None:
     text = "at which they come to it, below 1/N; auto: as in a run (default: the budget's, or 1e-9)"
     parser.add_argument("--delta", type=_number_or_auto, metavar="DELTA", help=text)
     group = parser.add_argument_group("statistics", "equal parts of epsilon; asked twice, one costs twice")
-    text = "number of units that have a row"
-    group.add_argument("--units", dest="asked", action="append_const", const=("units", ""), help=text)
-    for name, (takes, text) in STATISTICS.items():
+    for name, (takes, _, text) in OPTIONS.items():
         typed: Any = lambda value, name=name: (name, value)  # noqa: E731
-        group.add_argument(f"--{name}", dest="asked", action="append", type=typed, metavar=takes, help=text)
+        how: Any = {"action": "append", "type": typed, "metavar": takes}
+        how = how if takes else {"action": "append_const", "const": (name, "")}
+        group.add_argument(f"--{name}", dest="asked", help=text, **how)
     group.add_argument("--at", default=".5,.9,.99", metavar="Q,Q", help="which quantiles (default: .5,.9,.99)")
     parser.add_argument("--unit", help="column that says whose row it is (default: the recipe's, or each row)")
     parser.add_argument("--max-examples-per-unit", type=int, metavar="N", help="rows of one unit that count")
@@ -65,12 +58,11 @@ def add_commands(add: AddCommand) -> None:
 
 def describe(known: argparse.Namespace, rest: list[str]) -> int:
     """Prints what was released, or with --dry-run what it would cost; exit code 3 where the ledger refuses it."""
-    from dpllm.text.asked import EXAMPLES, parse
+    from dpllm.text.asked import parse
 
     if not known.asked:
-        raise ConfigError(
-            f"no statistic is asked, so there is nothing to release. Type {', '.join(EXAMPLES.values())}."
-        )
+        examples = ", ".join(example for _, example, _ in OPTIONS.values())
+        raise ConfigError(f"no statistic is asked, so there is nothing to release. Type {examples}.")
     asked = [parse(kind, text, known.at) for kind, text in known.asked]
     config = _config(known, rest)
     from rich.table import Table

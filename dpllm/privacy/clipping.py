@@ -20,6 +20,7 @@ from opacus.grad_sample import GradSampleHooks
 from torch import Tensor, nn
 
 from dpllm.errors import Refused
+from dpllm.privacy.clipping_functions import FUNCTIONS
 from dpllm.privacy.gradients import Owners, UnitGradients, add_all
 from dpllm.privacy.rules import Form, Rule, rule_of
 from dpllm.privacy.sampling import PhysicalBatch
@@ -27,59 +28,13 @@ from dpllm.privacy.sampling import PhysicalBatch
 # Opacus' stock hooks sit on modules whose inputs need no gradient (the first trainable layer); torch mentions it once.
 warnings.filterwarnings("ignore", message="Full backward hook is firing when gradients are computed")
 
-AUTOMATIC_GAMMA = 0.01
 Losses = Callable[[PhysicalBatch], Tensor]
 Receive = Callable[[nn.Module, str, Rule, Tensor, Tensor], None]
-
-
-def flat(norm_GU: Tensor, max_grad_norm: float) -> Tensor:
-    """Factor = min(1, C / norm): gradients longer than C are shortened to C (Abadi et al. 2016, algorithm 1).
-
-    Guarantee:
-        factor * norm <= C.
-    """
-    return (max_grad_norm / norm_GU).clamp(max=1.0)
-
-
-def automatic(norm_GU: Tensor, max_grad_norm: float) -> Tensor:
-    """Factor = C / (norm + gamma), gamma = 0.01: nearly every gradient gets the length C, so there is no threshold to tune.
-
-    C then scales the update as the learning rate does (with Adam, hardly at all).
-
-    Guarantee:
-        factor * norm = C norm / (norm + gamma) <= C, for any gamma > 0.
-
-    References:
-        Bu et al. 2023, Automatic Clipping: Differentially Private Deep Learning Made Easier and Stronger, equation 4.1.
-    """
-    return max_grad_norm / (norm_GU + AUTOMATIC_GAMMA)
-
-
-def per_layer(norm_GU: Tensor, max_grad_norm: float) -> Tensor:
-    """factor_g = min(1, C_g / norm_g) for each of G layers by itself, with C_g = C / sqrt(G).
-
-    Guarantee:
-        The norm over all layers is at most sqrt(sum over g of C_g^2) = C.
-
-    References:
-        McMahan et al. 2018, Learning Differentially Private Recurrent Language Models, section 2.3; He et al. 2023,
-        Exploring the Limits of Differentially Private Deep Learning with Group-wise Clipping.
-    """
-    return flat(norm_GU, max_grad_norm / len(norm_GU) ** 0.5)
 
 
 def layers_of(parameters: Iterable[str]) -> list[str]:
     """The modules that own the named parameters, each once and in their order: what per_layer clipping clips by itself."""
     return list(dict.fromkeys(name.rpartition(".")[0] for name in parameters))
-
-
-# adaptive is flat clipping at a C that moves from step to step: see ``plan.AdaptiveClipping``.
-FUNCTIONS: dict[str, Callable[[Tensor, float], Tensor]] = {
-    "flat": flat,
-    "automatic": automatic,
-    "per_layer": per_layer,
-    "adaptive": flat,
-}
 
 
 class PerUnitClipper:

@@ -212,7 +212,7 @@ def make_plan(
         max_examples_per_unit=settings.max_examples_per_unit,
         sampling=settings.sampling,
         neighbouring_relation=relation,
-        noise_multiplier=sigma,
+        noise_multiplier=float(sigma),
         clipping=settings.clipping,
         max_grad_norm=settings.max_grad_norm,
         delta=delta,

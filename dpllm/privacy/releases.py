@@ -30,6 +30,27 @@ STEPS = 2**20  # from the middle of a mean's declared range to its end: OpenDP s
 MISSED = 0.05  # probability that a release errs by more than its ``error``
 OTHER = "other"  # where a row counts whose value is none of the declared ones
 Kind = Literal["units", "lengths", "quantiles", "shares", "scripts", "mean"]
+OPTIONS: dict[Kind, tuple[str, str, str]] = {
+    "units": ("", "--units", "number of units that have a row"),
+    "lengths": (
+        "CANDIDATES",
+        "--lengths 64,128,256,512",
+        "quantiles of token lengths, among declared ones: 64,128,256 or LOW:HIGH:PARTS",
+    ),
+    "quantiles": ("COLUMN=CANDIDATES", "--quantiles age=0:120:24", "the same of a column of numbers"),
+    "shares": (
+        "COLUMN=VALUE,VALUE;...",
+        "--shares 'visit=home,clinic;age=old,young'",
+        "how many rows have each declared value, of several columns each combination",
+    ),
+    "scripts": (
+        "SCRIPT,SCRIPT",
+        "--scripts latin,cyrillic",
+        "how many rows are mostly written in each script, such as latin,cyrillic,cjk",
+    ),
+    "mean": ("COLUMN=LOW:HIGH", "--mean age=0:120", "of a column of numbers, within declared bounds"),
+}
+"""Options of ``dpllm describe``: what each takes, an example, its help."""
 _Made = tuple[Any, Callable[[Any], dict[str, float]], Callable[[Any], Any]]
 
 

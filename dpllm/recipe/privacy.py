@@ -9,6 +9,7 @@ from typing import Literal, Self
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
+from dpllm.privacy.clipping_functions import Clipping
 from dpllm.recipe.section import Section, number_or_auto
 
 
@@ -46,10 +47,8 @@ class PrivacyConfig(Section):
     bands: Literal["auto"] | PositiveInt = "auto"
     """With noise: banded, how many steps the noise reaches back, and how many groups take turns. auto: as many as leave the least
     noise in the last weights; 1, which is independent noise, where that gains less than 5%."""
-    clipping: Literal["flat", "automatic", "per_layer", "adaptive"] = "flat"
-    """The clipping function, part of the Plan: flat shortens what is longer than C; automatic gives every gradient about
-    the length C (no threshold to tune); per_layer clips each of L layers to C / sqrt(L); adaptive lets C follow a quantile
-    of the norms, with noise that is part of the same epsilon."""
+    clipping: Clipping = "flat"
+    """The clipping function, part of the Plan; docs/concepts/engine.md says what each does to a gradient."""
     adaptive: AdaptiveConfig = AdaptiveConfig()
     """Read where clipping is adaptive."""
     grad_sample_mode: Literal["auto", "per_sample", "ghost"] = "auto"

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator
 
 from dpllm.errors import ConfigError
+from dpllm.privacy.clipping_functions import Clipping
 from dpllm.statement.stored_events import Event, RunEvent
 
 Json = dict[str, Any]
@@ -223,7 +224,7 @@ class Promise(Record):
     neighbouring_relation: Literal["zero_out", "add_or_remove_one"]
     """How two datasets differ between which the guarantee holds: zero_out (one unit's data replaced by nothing, N unchanged) or
     add_or_remove_one."""
-    clipping: Literal["flat", "automatic", "per_layer", "adaptive"]
+    clipping: Clipping
     """The clipping function."""
     max_grad_norm: Positive
     """C, the L2 norm to which the gradient of each thing that is sampled is clipped; with adaptive clipping the first one."""

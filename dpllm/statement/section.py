@@ -19,6 +19,7 @@ from jinja2 import TemplateError
 
 from dpllm.errors import ConfigError
 from dpllm.files import BLOCK
+from dpllm.privacy.clipping_functions import WORDS
 from dpllm.privacy.privacy_loss import attacker_limits
 from dpllm.statement import audit_rows, formatting, tradeoff_figure
 from dpllm.statement.fields import Json
@@ -57,6 +58,7 @@ def _context(record: PrivacyRecord) -> Json:
     terms = record.terms
     return {
         "w": formatting,
+        "clipping_words": WORDS,
         "rows": audit_rows,
         "b": record,
         "t": terms,

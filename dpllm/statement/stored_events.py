@@ -15,8 +15,8 @@ def _read(value: Any, *, of_run: bool = False, pure: bool = False) -> Any:
         event = value if isinstance(value, events.Event) else events.read(value)
         if of_run:
             events.step_of(event)
-        if pure and not isinstance(event, events.PureDP):
-            raise ConfigError(f"{event.type!r} is no release with a delta of 0.")
+        if pure and not (isinstance(event, events.PureDP) and event.epsilon > 0):  # none is free
+            raise ConfigError(f"{event.to_json()} is no release with an epsilon above 0 and a delta of 0.")
     except ConfigError as error:
         raise ValueError(str(error)) from None
     return event
@@ -30,5 +30,11 @@ Event = Annotated[events.Event, PlainValidator(_read), *_STORED]
 """An accounting event, see ``dpllm.privacy.events``."""
 RunEvent = Annotated[events.RunEvent, PlainValidator(lambda value: _read(value, of_run=True)), *_STORED]
 """That of a run's steps."""
-PureDP = Annotated[events.PureDP, PlainValidator(lambda value: _read(value, pure=True)), *_STORED]
+_PURE = {"type": {"const": "pure_dp"}, "epsilon": {"type": "number", "exclusiveMinimum": 0}}
+PureDP = Annotated[
+    events.PureDP,
+    PlainValidator(lambda value: _read(value, pure=True)),
+    _STORED[0],
+    WithJsonSchema({"type": "object", "properties": _PURE, "required": [*_PURE], "additionalProperties": False}),
+]
 """That of one release with a delta of 0."""

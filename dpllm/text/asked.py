@@ -15,21 +15,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from dpllm.errors import ConfigError
-from dpllm.privacy.releases import OTHER, Kind, Statistic
+from dpllm.privacy.releases import OPTIONS, OTHER, Kind, Statistic
 from dpllm.recipe.config import DataConfig
 from dpllm.text import control
 from dpllm.text.data import Table, iter_units, value_name
 from dpllm.text.layouts import FIELDS
 from dpllm.text.rows import Groups
 
-EXAMPLES: dict[Kind, str] = {
-    "units": "--units",
-    "lengths": "--lengths 64,128,256,512",
-    "quantiles": "--quantiles age=0:120:24",
-    "shares": "--shares 'visit=home,clinic;age=old,young'",
-    "scripts": "--scripts latin,cyrillic",
-    "mean": "--mean age=0:120",
-}
 MOST_CANDIDATES = 100_000
 
 
@@ -64,7 +56,7 @@ def parse(kind: Kind, text: str, quantiles: str) -> tuple[Statistic, ...]:
     if not good:
         raise ConfigError(
             f"--{kind} {text}: what is not declared would have to be read from the data, outside the guarantee. Declare "
-            f"different values without ;, rising numbers or LOW:HIGH[:PARTS], as in {EXAMPLES[kind]}; quantiles lie between 0 "
+            f"different values without ;, rising numbers or LOW:HIGH[:PARTS], as in {OPTIONS[kind][1]}; quantiles lie between 0 "
             "and 1, as in --at .5,.9."
         )
     return found

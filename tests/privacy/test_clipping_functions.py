@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import checks
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from tiny_models import FROZEN, LORA, Toy
 from torch import Tensor
 
-from dpllm.privacy.clipping import FUNCTIONS
+from dpllm.privacy.clipping_functions import FUNCTIONS, WORDS, Clipping
 from dpllm.privacy.plan import AdaptiveClipping, adaptive_clipping
 from dpllm.recipe.derived import plan_of
 
@@ -32,6 +33,12 @@ def built(name: str) -> Any:
 @cache
 def reference(name: str) -> Tensor:
     return tm.brute_force(built(name), tm.units(tm.RAGGED))
+
+
+def test_each_function_has_a_name_in_recipes_words_on_the_card_and_a_row_in_the_documentation() -> None:
+    assert get_args(Clipping) == tuple(FUNCTIONS) == tuple(WORDS)
+    page = (Path(__file__).parents[2] / "docs" / "concepts" / "engine.md").read_text(encoding="utf-8")
+    assert [name for name in FUNCTIONS if f"\n| `{name}` |" not in page] == []
 
 
 # --- all of them -----------------------------------------------------------------------------------------------------

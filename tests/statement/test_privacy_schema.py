@@ -16,12 +16,14 @@ import pytest
 from cards import Json, audit, config, described, plan, record, render_card
 from jsonschema import Draft202012Validator
 from published import Where, changed, containers, get, without
+from pydantic import TypeAdapter, ValidationError
 from test_card_states import STATES
 
 from dpllm.errors import ConfigError
 from dpllm.statement import privacy_record, section
 from dpllm.statement.fields import Ancestor, NotAStatement, Steps
 from dpllm.statement.run_files import PlanRecord
+from dpllm.statement.stored_events import PureDP
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -194,6 +196,14 @@ WRONG_EVENTS = ["gaussian", 1, [], {}, {"type": "free"}, {"type": "gaussian", "n
 def test_an_event_of_no_steps_is_no_plan(event: Any) -> None:
     with pytest.raises(NotAStatement, match="event"):
         PlanRecord.pick(plan(event=event))
+
+
+@pytest.mark.parametrize("epsilon", [0, 0.0, -0.0, -1.0, True, None, "1"])
+def test_no_release_is_free(epsilon: Any) -> None:
+    read = TypeAdapter(PureDP).validate_python
+    assert read({"type": "pure_dp", "epsilon": 5e-324}).epsilon > 0
+    with pytest.raises(ValidationError):
+        read({"type": "pure_dp", "epsilon": epsilon})
 
 
 @pytest.mark.parametrize("event", WRONG_EVENTS)

@@ -11,9 +11,10 @@ import tiny
 
 from dpllm.errors import ConfigError, DataError
 from dpllm.model.loading import load_tokenizer
+from dpllm.privacy.releases import OPTIONS
 from dpllm.recipe.config import DataConfig, ModelConfig
 from dpllm.text import control
-from dpllm.text.asked import EXAMPLES, Kind, Statistic, columns_of, exact_values, parse
+from dpllm.text.asked import Kind, Statistic, columns_of, exact_values, parse
 from dpllm.text.data import Table, check_columns, encode, group_rows, load_table
 
 ROWS: list[dict[str, Any]] = [
@@ -89,7 +90,7 @@ def test_what_is_not_declared_is_refused(kind: Kind, text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(kind, text, ".5")
     assert f"--{kind} {text}: what is not declared" in str(caught.value)
-    assert EXAMPLES[kind] in str(caught.value)
+    assert OPTIONS[kind][1] in str(caught.value)
 
 
 @pytest.mark.parametrize("quantiles", ["0", "1", "half", "", "nan", ".5,2"])

@@ -87,6 +87,11 @@ def test_equal_means_equal_up_to_rounding(one: object, other: object, same: bool
     assert (not list(differences(one, other))) is same
 
 
+def test_counts_have_no_rounding() -> None:
+    assert list(differences({"runs": 1000}, {"runs": 1001}, tolerance=0.01))
+    assert not list(differences({"epsilon": 1000.0}, {"epsilon": 1001.0}, tolerance=0.01))
+
+
 def test_rounding_has_a_limit() -> None:
     assert close(8.0, 8.0 * (1 + 1e-10))
     assert not close(8.0, 8.0 * (1 + 1e-8))
