@@ -259,7 +259,7 @@ def test_steps_that_were_charged_and_lost_are_not_repeated(killed: tuple[Place, 
     assert f"| Steps | {TOTAL - 1} taken of {TOTAL} planned; 1 more were charged, and lost in a crash |" in card
     assert "0 failed" in done("verify", place.run).out
     (place.run / "run.json").write_text(json.dumps({**record, "steps_lost": 0}), encoding="utf-8")
-    assert "steps.lost of privacy.json is not what" in dpllm_("verify", place.run).out
+    assert "failed    run: steps.lost" in dpllm_("verify", place.run).out
 
 
 def test_lost_steps_can_be_made_up_and_are_paid_for(killed: tuple[Place, int, str], tmp_path: Path) -> None:
