@@ -53,13 +53,12 @@ def statement_of(
     reason = why_not(config, plan, record, audit)
     terms = None if plan is None else _terms(config, plan, record)
     model, ledger = record.model, record.ledger
+    base = model.name_or_path if model.commit or is_builtin(model.name_or_path) else names.last_part(model.name_or_path)
     recipe = state.FromRecipe(
         released="adapter weights" if isinstance(config.adapter, LoraConfig) else "model weights",
         dataset=ledger.dataset if ledger else names.public_name(config.data.train),
         data_public=config.data.public,
-        base_model=model.name_or_path
-        if model.commit or is_builtin(model.name_or_path)
-        else names.last_part(model.name_or_path),
+        base_model=base,
         not_covered=_not_covered(config, plan, record) if reason is None else (_EVERYTHING,),
         tuning=config.card.tuning,
         contact=config.card.contact,
@@ -162,8 +161,8 @@ def _terms(config: RunConfig, plan: PlanRecord, record: RunRecord) -> Terms:
     return state.terms_of(
         plan,
         optimizer=config.train.optimizer,
-        generator=record.generator
-        or ("chacha20" if config.privacy.secure_noise else "philox"),  # of versions of before
+        # The second is what versions of before, which did not write it down, took.
+        generator=record.generator or ("chacha20" if config.privacy.secure_noise else "philox"),
         rounded=record.lattice,
         spent=stated_epsilon(plan, record),
         trade_off=tradeoff_figure.trade_off(plan.event, plan.neighbouring_relation),

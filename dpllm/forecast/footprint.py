@@ -83,9 +83,8 @@ class Footprint:
     # sigma C / B: standard deviation in one coordinate of the averaged gradient; None without a Plan. With banded noise, of a
     # step that takes back the noise of all steps that it can.
     noise_per_coordinate: float | None
-    noise_total: (
-        float | None
-    )  # the same times sqrt(d): the length of the noise vector, beside a signal of length C at most
+    # The same times sqrt(d): the length of the noise vector, beside a signal of length C at most.
+    noise_total: float | None
     memory: Memory | None  # at the peak of a step of one process; None where the model cannot be run on shapes alone
     flops: int | None  # of a step of B units at full length; None likewise
     # FLOP over the rate of products, plus what others move over the bandwidth; None also for a GPU that is elsewhere.

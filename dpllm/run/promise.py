@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -56,7 +56,7 @@ class Subject:
     digest: str | None = None  # of the rows that were read, which must be trained on; None where they were only counted
     reads: str = ""  # from which columns, in one line
     example: str = ""  # how the model sees a row: the first of data that are declared public, else the shape of any
-    rows: tuple[data.Table, Groups] | None = None  # as read, and by unit, where they are kept for training
+    rows: tuple[data.Table, Groups] | None = field(default=None, repr=False)  # as read, and by unit, for training
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,8 @@ class Decision:
     # Everything that would refuse the run, but for what needs a tokenizer, the model or a second accountant, which needs
     # torch: rows and canaries longer than data.max_length, what the model cannot be, PRV.
     refusals: tuple[DpllmError, ...] = ()
-    weights: str | None = (
-        None  # SHA-256 of the weights of model.adapter that were judged, which must be those that load
-    )
+    # SHA-256 of the weights of model.adapter that were judged, which must be those that load.
+    weights: str | None = None
 
     @property
     def exit_code(self) -> int:

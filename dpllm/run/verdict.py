@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib import metadata
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -141,7 +142,7 @@ def _ours(model: nn.Module, kinds: Sequence[type]) -> bool:
         added += hooks(module, "_forward_", "_backward_")
         if any(vars(module).get(name) for name in CALLS):
             return False
-    if any(_package(getattr(hook, "func", hook)) not in KNOWN for hook in added if callable(hook)):
+    if any(_package(getattr(hook, "func", hook)) not in KNOWN for hook in chain(*added) if callable(hook)):
         return False
     attention = ALL_ATTENTION_FUNCTIONS.get(str(getattr(getattr(model, "config", None), "_attn_implementation", None)))
     places = [vars(kind) for kind in kinds] + [vars(sys.modules[kind.__module__]) for kind in kinds]
@@ -149,10 +150,10 @@ def _ours(model: nn.Module, kinds: Sequence[type]) -> bool:
     return all(_from_known(one) for one in functions if inspect.isfunction(one))
 
 
-def hooks(owner: Any, *starts: str) -> list[Any]:
-    """The hooks that torch keeps in an owner's dictionaries with names that begin so."""
-    kept = [some for name, some in vars(owner).items() if name.startswith(starts) and isinstance(some, dict)]
-    return [hook for some in kept for hook in some.values()]
+def hooks(owner: Any, *starts: str) -> list[tuple[Any, ...]]:
+    """The hooks in each of the dictionaries that torch keeps in an owner under names that begin so."""
+    kept = vars(owner).items()
+    return [tuple(some.values()) for name, some in kept if name.startswith(starts) and isinstance(some, dict)]
 
 
 def _digests(tensors: Sequence[Tensor]) -> list[str]:

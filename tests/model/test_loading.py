@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -325,6 +326,22 @@ def test_only_a_tied_head_that_trains_as_a_copy_is_untied(tmp_path: Path, bases:
     assert not adapters.untied(loading.build(recipe(bases["llama"], head), CPU))
     assert not adapters.untied(loading.build(recipe(tied, {"method": "lora"}), CPU))
     assert not adapters.untied(loading.build(recipe(tied, {"method": "frozen", "lm_head": True}), CPU))
+
+
+@pytest.mark.parametrize(
+    ("settings", "positions"),
+    [({"max_position_embeddings": 64}, 64), ({"max_position_embeddings": -1}, None), ({}, None),
+     ({"text_config": {"max_position_embeddings": 64}}, 64)],
+)  # fmt: skip
+def test_rows_are_no_longer_than_the_model_reads(settings: Json, positions: int | None) -> None:
+    """-1 is XLNet's word for any length; a model of text and pictures states the length in its text configuration."""
+    inner = SimpleNamespace(**settings.pop("text_config", settings))
+    net = SimpleNamespace(config=SimpleNamespace(**settings, get_text_config=lambda: inner))
+    assert loading.positions(net) == positions
+    loading.check_length(recipe("x", data={"max_length": 64}), net)
+    if positions:
+        with pytest.raises(ConfigError, match="to 64 or less"):
+            loading.check_length(recipe("x", data={"max_length": 65}), net)
 
 
 def test_checkpointing_is_not_reentrant(bases: dict[str, Path]) -> None:

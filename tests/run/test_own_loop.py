@@ -23,6 +23,7 @@ from dpllm.ledger.budgets import set_budget
 from dpllm.privacy.engine import StepEngine
 from dpllm.privacy.noise import BandedNoise
 from dpllm.privacy.sampling import PoissonSampler
+from dpllm.run.verdict import hooks
 
 N, LENGTH, STEPS = 12, 16, 3
 
@@ -230,6 +231,15 @@ def test_what_changes_the_model_between_steps_is_refused_before_a_draw(
             with pytest.raises(Refused, match=WORDS.get(change, "was changed since the last step")):
                 made.step()
         assert ledger.run(made.entry).steps == taken
+
+
+def test_a_hook_that_is_called_elsewhere_is_another_one() -> None:
+    layer = nn.Linear(2, 2)
+    layer.register_forward_hook(coupled)
+    seen = hooks(layer, "_forward_")
+    layer._forward_pre_hooks.update(layer._forward_hooks)
+    layer._forward_hooks.clear()
+    assert hooks(layer, "_forward_") != seen
 
 
 def test_a_hook_of_every_optimizer_is_refused(model: nn.Module, ledger: dpllm.Ledger) -> None:

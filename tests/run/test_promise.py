@@ -62,6 +62,17 @@ def test_a_good_recipe_meets_no_guard(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.jsonl"]
 
 
+def test_rows_that_are_kept_for_training_are_in_no_repr(tmp_path: Path) -> None:
+    """A traceback or a notebook prints values."""
+    seen = decide(recipe(tmp_path), Start(), cache=tmp_path / "cache")
+    assert seen.subject is not None
+    assert seen.subject.rows is not None
+    assert "rows=" not in repr(seen)
+    shared = seen.without_rows()
+    assert shared.subject is not None
+    assert shared.subject.rows is None
+
+
 @pytest.mark.parametrize(
     ("changes", "missing", "told"),
     [
