@@ -1,0 +1,35 @@
+"""The E2E challenge's development set in three files: what is trained on, what settings are chosen on, what is scored.
+
+    python scripts/e2e_split.py TRAIN.jsonl EVAL.jsonl OUT
+
+Rows are {prompt, completion, restaurant}; no prompt (meaning representation) of TRAIN.jsonl is in EVAL.jsonl. Every second prompt of EVAL.jsonl,
+in the order of their text, goes to choose.jsonl, the others to score.jsonl, with all their references. A newline ends each prompt.
+"""
+
+import json
+import pathlib
+import sys
+
+
+def rows(path):
+    return [json.loads(line) for line in pathlib.Path(path).read_text("utf-8").splitlines()]
+
+
+def main(train, held_out, out):
+    out = pathlib.Path(out)
+    out.mkdir(parents=True, exist_ok=True)
+    prompts = sorted({row["prompt"] for row in rows(held_out)})
+    trained = {row["prompt"] for row in rows(train)}
+    if trained & set(prompts):
+        sys.exit(f"{len(trained & set(prompts))} prompts are in both files: what is scored must be new to the model.")
+    parts = {"choose": set(prompts[::2]), "score": set(prompts[1::2]), "train": trained}
+    for name, part in parts.items():
+        lines = [
+            json.dumps({**row, "prompt": row["prompt"] + "\n"}) for row in rows(train if name == "train" else held_out) if row["prompt"] in part
+        ]
+        (out / f"{name}.jsonl").write_text("\n".join(lines) + "\n", "utf-8")
+        print(f"{out / name}.jsonl: {len(lines):,} rows of {len(part):,} meaning representations")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
