@@ -68,31 +68,38 @@ def draw(figures: Figures, folder: Path) -> list[str]:
     drawn = []
     for name, panels in {"comparison": [*loss, *leakage], "utility": utility, "leakage": leakage}.items():
         if panels:
-            picture, content = _against_epsilon(figures, panels), io.BytesIO()
-            picture.savefig(content, format="png", edgecolor=picture.get_edgecolor(), metadata={"Software": None})
-            write_whole(folder / f"{name}.png", content.getvalue())
+            picture, axis = blank(len(panels)), axis_of(figures.sides)
+            for ax, panel in zip(picture.axes, panels, strict=True):
+                panel(ax, figures, axis)
+                _scale(ax, axis)
+            write(picture, folder / f"{name}.png")
             drawn.append(f"{name}.png")
     return drawn
 
 
-def _against_epsilon(figures: Figures, panels: Sequence[Panel]) -> Picture:
-    """Panels side by side; a white ground with a frame reads on light and dark pages."""
+def blank(columns: int, rows: int = 1, size: tuple[float, float] = (5.2, 3.9)) -> Picture:
+    """Panels, each of ``size`` in inches; a white ground with a frame reads on light and dark pages."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as Picture
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08, wspace=0.06)
-    size = (5.2 * len(panels), 3.9)  # inches
-    picture = Picture(figsize=size, dpi=150, layout=layout, facecolor="white", edgecolor=FRAME, linewidth=1.5)
+    whole = (size[0] * columns, size[1] * rows)
+    picture = Picture(figsize=whole, dpi=150, layout=layout, facecolor="white", edgecolor=FRAME, linewidth=1.5)
     FigureCanvasAgg(picture)
-    axis = axis_of(figures.sides)
-    for ax, panel in zip(picture.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        panel(ax, figures, axis)
-        _scale(ax, axis)
+    picture.subplots(rows, columns)
     return picture
 
 
-def _style(ax: Axes, title: str, unit: str) -> None:
+def write(picture: Picture, path: Path, *, mode: int = 0o666) -> None:
+    """As a PNG file; the same picture gives the same bytes."""
+    content = io.BytesIO()
+    picture.savefig(content, format="png", edgecolor=picture.get_edgecolor(), metadata={"Software": None})
+    write_whole(path, content.getvalue(), mode=mode)
+
+
+def style(ax: Axes, title: str, unit: str) -> None:
+    """How every panel looks."""
     ax.set_facecolor("white")
     ax.set_title(title, fontsize=11, loc="left", color=INK)
     ax.set_ylabel(unit, fontsize=9, color=INK)
@@ -156,7 +163,7 @@ def _utility(name: str, measure: Measure) -> Panel:
     (title, unit, form), factor = measure.panel, measure.factor
 
     def panel(ax: Axes, figures: Figures, axis: Axis) -> None:
-        _style(ax, title, unit)
+        style(ax, title, unit)
         _points(ax, _marks(figures, axis, [found.get(name) for found in figures.utility], factor), form)
         base = figures.base.get(name)
         if base and base.value is not None:
@@ -169,7 +176,7 @@ def _auc(ax: Axes, figures: Figures, axis: Axis) -> None:
     audits = [side.statement.audit for side in figures.sides]
     attacks = [audit.attacks.get(PRIMARY_ATTACK) if audit else None for audit in audits]
     group = next((attack.group for attack in attacks if attack), 1)
-    _style(ax, f"Membership inference, canaries planted {'once' if group == 1 else f'{group} times'}", "AUC")
+    style(ax, f"Membership inference, canaries planted {'once' if group == 1 else f'{group} times'}", "AUC")
     found = [Figure(value=one.auc, interval=one.auc_interval) if one else None for one in attacks]
     _points(ax, _marks(figures, axis, found), "{:.2f}")
     low, high = ax.get_ylim()
@@ -180,7 +187,7 @@ def _auc(ax: Axes, figures: Figures, axis: Axis) -> None:
 def _extraction(ax: Axes, figures: Figures, axis: Axis) -> None:
     from matplotlib.ticker import PercentFormatter
 
-    _style(ax, "Canaries extracted", "share of those planted")
+    style(ax, "Canaries extracted", "share of those planted")
     seen = [side.statement.audit.extraction if side.statement.audit else {} for side in figures.sides]
     groups = sorted({group for one in seen for group in one}, key=int)
     ends: list[tuple[float, str, str]] = []

@@ -46,12 +46,18 @@ class Diagnostics:
     loss_sum: float  # of the units that this rank drew
     units: int
     clipped: int  # how many of them were longer than max_grad_norm
+    norm_sum: float = math.nan  # of their gradients; without clipping no unit's norm is known
     clipped_by_layer: tuple[int, ...] = ()  # see PerUnitClipper
 
     @property
     def loss(self) -> float:
         """Mean loss of those units; nan for none."""
         return self.loss_sum / self.units if self.units else math.nan
+
+    @property
+    def norm(self) -> float:
+        """Mean norm of their gradients, before clipping; nan for none."""
+        return self.norm_sum / self.units if self.units else math.nan
 
 
 class StepEngine:
@@ -163,7 +169,7 @@ class StepEngine:
         dtype = torch.float32 if clipper is None else torch.float64
         flat_P = torch.zeros(self.size + counted, dtype=dtype, device=self._device)
         sums = self._views(flat_P)
-        loss, units, clipped, spacing = 0.0, 0, 0, self._spacing()
+        loss, units, clipped, norms, spacing = 0.0, 0, 0, 0.0, self._spacing()
         if clipper is not None:
             clipper.start()
         if batches and batches[-1].goes_on:
@@ -183,13 +189,14 @@ class StepEngine:
                     loss_R, norm_U = clipper.add(self.losses, on_device, sums, bound, spacing, self._scale)
                     clipped += int((~(norm_U <= bound)).sum())  # nan is clipped, to zero
             loss += float(loss_R.sum())
+            norms += float(norm_U.sum())
             units += len(norm_U)
         if self.canaries is not None:
             self.canaries.add_to(flat_P[: self.size], canaries, self.max_grad_norm, spacing)
         flat_P *= spacing  # whole numbers until here
         if counted:
             flat_P[-1] = units / 2 - clipped
-        return flat_P, Diagnostics(loss, units, clipped, clipper.clipped_by_layer() if clipper else ())
+        return flat_P, Diagnostics(loss, units, clipped, norms, clipper.clipped_by_layer() if clipper else ())
 
     def rehearse(self, batches: Sequence[PhysicalBatch]) -> None:
         """Holds what a step over these synthetic batches holds at its peak, and changes nothing: to measure memory.

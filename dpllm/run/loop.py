@@ -106,10 +106,10 @@ def _take_steps(prepared: Prepared, recorder: Recorder, deadline: StepDeadline, 
                 mine = prepared.engine.step(batches, canaries)
             step += 1
             positions = float(sum(batch.input_ids_RT.numel() for batch in batches))
-            stop, positions, loss_sum, units, clipped, *by_layer = processes.totals(
-                len(stopping), positions, mine.loss_sum, mine.units, mine.clipped, *mine.clipped_by_layer
+            stop, positions, loss_sum, units, clipped, norm_sum, *by_layer = processes.totals(
+                len(stopping), positions, mine.loss_sum, mine.units, mine.clipped, mine.norm_sum, *mine.clipped_by_layer
             )
-            everyone = Diagnostics(loss_sum, int(units), int(clipped), tuple(map(int, by_layer)))
+            everyone = Diagnostics(loss_sum, int(units), int(clipped), norm_sum, tuple(map(int, by_layer)))
             if step % COMPARE_EVERY == 0 or stop or step == total:
                 processes.check_same_weights(prepared.engine.parameters.values(), step)
             recorder.step(step, rate, int(positions), everyone)

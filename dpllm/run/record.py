@@ -104,16 +104,16 @@ class Recorder:
         if self._projections is not None and engine.projections is not None:
             self._projections.write(step, engine.projections.numpy())
         self._finite = math.isfinite(seen.loss_sum)
-        mean = seen.loss if math.isfinite(seen.loss) else None
-        private = {"step": step, "loss": mean, "units": seen.units, "clipped": seen.clipped}
+        loss, norm = (value if math.isfinite(value) else None for value in (seen.loss, seen.norm))
+        private = {"step": step, "loss": loss, "units": seen.units, "clipped": seen.clipped, "norm": norm}
         released, by_layer = engine.released(), list(seen.clipped_by_layer)
-        layers: dict[str, Any] = {"clipped_by_layer": by_layer} if by_layer else {}
-        if by_layer and step == self._prepared.first_step + 1:  # once, because there can be hundreds
-            layers["layers"] = layers_of(engine.parameters)
+        layers = {"clipped_by_layer": by_layer} if by_layer else {}
+        if self._main and by_layer and step == self._prepared.first_step + 1:  # there can be hundreds
+            write_json(self._prepared.run.layers, {"layers": layers_of(engine.parameters)})
         self._log({**private, **layers, "released": released})
         self._telemetry.step(step, self._epsilon_after(step), rate, released, private)
         if self._main:
-            self._screen.step(step, self._epsilon_after.words(step), positions)
+            self._screen.step(step, self._epsilon_after.words(step), positions, seen.loss if seen.units else None)
 
     def evaluated(self, seen: HeldOut | None, when: Literal["before", "during", "after"]) -> None:
         """Notes a pass over the held-out rows; None where there are none."""

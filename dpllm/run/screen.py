@@ -2,7 +2,8 @@
 
 Comes in: steps, epsilon in words, numbers of tokens; run.json. Goes out: text on a console. How fast and how large a step is
 follows from the units that were drawn and from the longest row: it is for whoever sits at the terminal, and is kept in a log
-or in a notebook of public data alone. Which steps get a line in a log follows from their number.
+or in a notebook of public data alone. The loss carries no noise, and stands on a terminal alone. Which steps get a line in a log
+follows from their number.
 """
 
 from __future__ import annotations
@@ -89,19 +90,21 @@ class Screen:
             self._steps = self.bar.add_task("", total=total, completed=done, cost=f"{done}/{total}")
             self.bar.start()
 
-    def step(self, step: int, words: str, tokens: int) -> None:
-        """After step ``step``, counted from 1, of ``tokens`` positions with padding; ``words`` say epsilon."""
+    def step(self, step: int, words: str, tokens: int, loss: float | None = None) -> None:
+        """After step ``step``, from 1, of ``tokens`` positions with padding; ``words`` say epsilon, ``loss`` is private."""
         self.end()
         now = time.monotonic()
         if not self._first_ended:  # what stands before the first step, and its warm-up, says nothing of the next
             self._first, self._first_ended, tokens = step, now, 0
         self._tokens += tokens
         cost = self._cost(step, now) if self._shows_cost else ""
+        seen = f"loss {loss:.3f} (private)" if loss is not None and self._console.file.isatty() else ""
         if self.bar and self._steps is not None:
             of = f"{step}/{self._total}"
+            words = "\n".join(filter(None, (words, seen)))  # one below the other, for 80 columns
             self.bar.update(self._steps, completed=step, description=words, cost=_listed(of, cost))
         elif step % max(1, self._total // LINES) == 0 or step == self._total:
-            line = _listed(f"step {step} of {self._total}", words, cost)
+            line = _listed(f"step {step} of {self._total}", words, seen, cost)
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _cost(self, step: int, now: float) -> str:

@@ -10,12 +10,13 @@ does: one for each model's run, one for each dataset, one for the ledger.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -214,9 +215,15 @@ def _consumed(plan: PlanRecord, record: RunRecord) -> float:
 
 def _last_step(run: RunPaths, *, clips: bool) -> Json:
     """The un-noised figures of the last step."""
-    lines = run.metrics.read_text(encoding="utf-8").splitlines() if run.metrics.exists() else []
-    steps = [line for line in map(json.loads, lines) if "units" in line]
+    steps = [line for line in private_lines(run) if "units" in line]
     return unnoised(steps[-1], clips=clips) if steps else {}
+
+
+def private_lines(run: RunPaths) -> Iterator[Json]:
+    """What a run wrote down of its steps and evaluations, un-noised; a line that a killed process left unfinished is none."""
+    for line in run.metrics.read_text(encoding="utf-8").splitlines() if run.metrics.exists() else []:
+        with contextlib.suppress(ValueError):
+            yield json.loads(line)
 
 
 # --- a ledger --------------------------------------------------------------------------------------------------------

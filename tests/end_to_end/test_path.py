@@ -185,9 +185,11 @@ def test_metrics_are_one_json_value_a_line(finished: Place) -> None:
     lines = (finished.run / "private" / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line, parse_constant=pytest.fail) for line in lines]
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
-    layers = steps[0]["layers"]
+    layers = json.loads((finished.run / "private" / "layers.json").read_text())["layers"]
     assert all("lora_" in name for name in layers)
+    assert max(map(len, lines)) < 1000
     for line in steps:
+        assert line["norm"] > 0
         assert len(line["clipped_by_layer"]) == len(layers)
         assert all(0 <= number <= line["units"] for number in line["clipped_by_layer"])
 
@@ -445,6 +447,7 @@ def test_who_sits_at_the_terminal_is_told_that_a_run_diverged_and_its_record_is_
     out.isatty = lambda: terminal  # type: ignore[method-assign]
     record = loop.train(load_config(place.recipe), console=Console(file=out, width=200))
     assert ("Warning: the run has diverged" in out.getvalue()) is terminal
+    assert ("loss nan (private)" in out.getvalue()) is terminal
     assert record.status == "completed"
     assert json.loads((place.run / "private" / "summary.json").read_text())["eval_loss_after"] is None
     done("card", place.run)

@@ -31,7 +31,7 @@ def said(
     with screen.Screen(console, public=public) as shown:
         shown.begin_steps(steps, 0)
         for step in range(1, steps + 1):
-            shown.step(step, "epsilon <= 3.21 of 8.00", 100)
+            shown.step(step, "epsilon <= 3.21 of 8.00", 100, 1.23456)
             now[0] += pace
     return file.getvalue()
 
@@ -41,6 +41,7 @@ def test_a_log_gets_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch, force: 
     if force:
         monkeypatch.setenv("FORCE_COLOR", force)
     lines = said(monkeypatch, io.StringIO(), public=True).splitlines()
+    assert not any("loss" in line for line in lines)  # also of public rows: it carries no noise
     assert len(lines) == 20  # every fifteenth of 300 steps
     assert all(line.isprintable() for line in lines)
     assert lines[1].startswith("step 30 of 300, epsilon <= 3.21 of 8.00, 0:04:30 left, 100 tokens/s, ")
@@ -63,11 +64,13 @@ def test_the_operator_sees_them_at_a_terminal_on_one_line(monkeypatch: pytest.Mo
     last = next(line for line in reversed(shown.splitlines()) if "300/300" in line)
     for part in ("epsilon <= 3.21 of 8.00", "300/300", "100 tokens/s", "GB"):
         assert part in last
+    assert "loss 1.235 (private)" in shown
 
 
 def test_a_terminal_that_redraws_nothing_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "dumb")
-    assert len(said(monkeypatch, Terminal(), public=True).splitlines()) == 20
+    lines = said(monkeypatch, Terminal(), public=False).splitlines()
+    assert (len(lines), "loss 1.235 (private)" in lines[1]) == (20, True)
 
 
 @pytest.mark.parametrize("widgets", [True, False])
