@@ -26,7 +26,10 @@ RETIRED = {
     "epsilon --select": "it belonged to --trials, which is retired too; let the ledger charge every run",
     "audit --mechanism": "every run checks its engine before it starts; set audit.gradient_canaries: 500, then audit the run",
     "synthesize --engine": "vLLM was never run with it; leave it out, and transformers draws the texts, 64 at a time",
-    "ledger open": "the rule of a budget stays; for an adaptive one, dpllm ledger init --gate adaptive before the first run",
+    "ledger open": "the rule of a budget stays, planned or adaptive; dpllm ledger init sets another before the first run",
+    "ledger --gate": "a budget is adaptive unless dpllm ledger init has --planned",
+    "ledger --reference": "the filter's order follows from --epsilon and --delta; leave it out",
+    "ledger --runs": "type --planned RECIPE ...",
     "ledger plot": "it decided nothing; dpllm ledger show says what is left, and dpllm ledger metrics lets Prometheus draw it",
 }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,6 @@ from dpllm.privacy.releases import OPTIONS
 
 if TYPE_CHECKING:
     from dpllm.ledger.values import Sealed
-    from dpllm.privacy.accounting import Event
     from dpllm.recipe.config import RunConfig
 
 # Option -> the key of the recipe that it sets.
@@ -117,23 +115,6 @@ def listed(names: Sequence[str], dataset: str | None, unit: str | None, largest_
         return [Sealed(one.event, 1) for one in Statistics.pick(read_json(Path(name))).releases]
 
     return [run for name in names for run in runs(name)]
-
-
-def reference_event(text: str, unit: str, largest_delta: float) -> Event:
-    """The event of the kind of run for which an adaptive budget is made: of a recipe, or of q=..,sigma=..,steps=.."""
-    from dpllm.privacy.accounting import dp_sgd_event
-
-    if os.path.exists(text):
-        return _run_of(text, None, unit, largest_delta).event
-    try:
-        values = dict(part.split("=", 1) for part in text.split(","))
-        if values.keys() != {"q", "sigma", "steps"}:
-            raise ValueError
-        return dp_sgd_event(float(values["q"]), float(values["sigma"]), int(values["steps"]))
-    except ValueError:
-        raise ConfigError(
-            f"--reference {text}: neither a recipe that is there nor of the form q=0.02,sigma=0.8,steps=150. Check the spelling."
-        ) from None
 
 
 def _run_of(recipe: str, dataset: str | None, unit: str | None, largest_delta: float) -> Sealed:

@@ -6,11 +6,10 @@ import argparse
 import json
 import os
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpllm.cli.describe import listed, reference_event
+from dpllm.cli.describe import listed
 from dpllm.cli.plan import by_this_user, show, take_json, take_ledger, writing
 from dpllm.errors import ConfigError, LedgerContradiction, Refused
 
@@ -60,12 +59,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     init = made["init"]
     init.add_argument("--epsilon", type=float, required=True, help="of all runs together")
     init.add_argument("--delta", type=float, required=True, help="of all runs together, well below 1/N")
-    text = "planned: a list of runs, sealed before the first; adaptive: later runs may depend on earlier results"
-    init.add_argument("--gate", default="planned", choices=["planned", "adaptive"], help=text)
-    text = "adaptive: the kind of run for which the filter's order is chosen, a recipe or q=0.02,sigma=0.8,steps=150"
-    init.add_argument("--reference", help=text)
-    init.add_argument("--import-delta", type=float, default=0.0, help="adaptive: part of delta for imported runs")
-    init.add_argument("--runs", nargs="+", metavar="RECIPE", help="planned: seal these as the list")
+    text = "admit these runs alone, a list that is sealed now, or later by seal (default: any runs until the budget is spent)"
+    init.add_argument("--planned", nargs="*", metavar="RECIPE", help=text)
+    text = "part of delta for runs that will be imported; not with --planned"
+    init.add_argument("--import-delta", type=float, default=0.0, help=text)
     init.add_argument("--data", help="the data file, so that copies under other names are recognised from now on")
     text = "a recipe for each run; for statistics, what dpllm describe --dry-run --json printed"
     made["seal"].add_argument("runs", nargs="+", metavar="RECIPE", help=text)
@@ -117,38 +114,25 @@ def _wanted(known: argparse.Namespace) -> Budget:
     """
     from dpllm.ledger.budgets import check_budget
     from dpllm.ledger.values import Budget
-    from dpllm.privacy import renyi
 
     budget = Budget(
-        known.epsilon, known.delta, known.unit, known.relation, known.gate,
+        known.epsilon, known.delta, known.unit, known.relation, "adaptive" if known.planned is None else "planned",
         import_delta=known.import_delta, by=known.by, reason=known.reason,
     )  # fmt: skip
     check_budget(known.dataset, budget)
-    if known.gate == "adaptive":
-        if known.runs:
-            raise ConfigError("--runs seals a list, which a planned budget has. Type --gate planned, or --reference.")
-        if known.reference is None:
-            raise ConfigError(
-                "an adaptive budget adds up Renyi divergences at one order, which is best for one kind of run. Declare that "
-                "kind: --reference q=0.02,sigma=0.8,steps=150, or a recipe."
-            )
-        reference = reference_event(known.reference, known.unit, known.delta)
-        budget = replace(budget, order=renyi.choose_order(known.epsilon, known.delta - known.import_delta, reference))
-    elif known.reference or known.import_delta:
-        raise ConfigError("--reference and --import-delta belong to --gate adaptive.")
-    for name in [known.data, *(known.runs or [])]:
+    if known.planned is not None and known.import_delta:
+        raise ConfigError("--import-delta belongs to a budget without --planned, whose list covers imports anyway.")
+    for name in [known.data, *(known.planned or [])]:
         if name is not None and not os.path.exists(name) and not name.startswith("builtin:") and name.count("/") != 1:
             raise ConfigError(f"{name}: no such file. Check the spelling.")
     return budget
 
 
 def _init(ledger: Ledger, known: argparse.Namespace) -> int:
-    from dpllm.ledger import admission, budgets, dataset_policy
+    from dpllm.ledger import budgets, dataset_policy
     from dpllm.privacy.plan import auto_delta, check_delta
 
-    sources = [known.data] if known.data else [name for name in known.runs or [] if not name.endswith(".json")]
-    if known.reference and os.path.exists(known.reference):
-        sources.append(known.reference)
+    sources = [known.data] if known.data else [name for name in known.planned or [] if not name.endswith(".json")]
     records, units = dataset_policy.records_of(sources[0], ledger, known.unit) if sources else (None, None)
     if units is not None:
         check_delta(known.delta, units, "--delta", f"Type --delta {auto_delta(units):g} or less.")
@@ -157,20 +141,23 @@ def _init(ledger: Ledger, known: argparse.Namespace) -> int:
                 f"Beware: delta {known.delta:g} is more than a tenth of 1/N = {1 / units:.2g}, so near to it that single records "
                 "could be published whole."
             )
-    sealed = listed(known.runs or [], known.dataset, known.unit, known.delta)
+    sealed = listed(known.planned or [], known.dataset, known.unit, known.delta)
+    before = ledger.budget(known.dataset)
     budget = budgets.set_budget(ledger, known.dataset, known.wanted, records=records)
     print(f"{known.dataset}: {budget}, in {ledger.location}")
-    account = ledger.account(known.dataset)
-    if left := admission.filter_left(account):
-        print(
-            f"The filter adds up Renyi divergences at order {left.order:g} and admits runs while they come to at most "
-            f"{admission.filter_allowance(budget):.4f}"
-            + (f", of which {left.allowance:.4f} is left." if account.runs or account.imports else ".")
-        )
+    if before is not None:
+        print("That is its budget already." if budget == before else f"It replaces: {before}.")
     if sealed:
         return _seal(ledger, known, sealed)
-    if budget.gate == "planned":
-        print("No list is sealed yet: the first run will be a list of one. dpllm ledger seal fixes a longer one.")
+    remaining = f"Epsilon {ledger.remaining(known.dataset):.4g} remains"
+    if budget.gate == "planned" and ledger.account(known.dataset).sealed is None:
+        print(
+            f"{remaining}, for a list that is not sealed yet: dpllm ledger seal; or else one run, after which none follows."
+        )
+    elif budget.gate == "adaptive":
+        print(
+            f"{remaining}, for runs in any order until it is spent; dpllm plan RECIPE says how many like it could follow."
+        )
     if records is None:
         print("The data are known by name only until the first run. --data FILE lets copies be recognised from now on.")
     return 0
@@ -184,7 +171,9 @@ def _seal(ledger: Ledger, known: argparse.Namespace, runs: list[Sealed] | None =
     runs = runs or listed(known.runs, known.dataset, unit, largest_delta)
     together = budgets.seal(ledger, known.dataset, runs, known.by, known.reason)
     limit = f"{budget.epsilon:g} at delta {budget.delta:g}" if budget else ""
-    print(f"{known.dataset}: {len(runs)} runs sealed, epsilon {together:.4f} together, of {limit}")
+    print(
+        f"{known.dataset}: {len(runs)} runs sealed, epsilon {together:.4f} together, of {limit}. No other run can follow."
+    )
     return 0
 
 
@@ -318,12 +307,11 @@ def _import(ledger: Ledger, known: argparse.Namespace) -> int:
     who = {"by": known.by, "reason": known.reason}
     budgets.import_run(ledger, known.dataset, event=event, run=known.run, unit=unit, relation=relation, **who)
     try:
-        remaining = ledger.remaining(known.dataset)
         print(f"{known.dataset}: entered; the total is now epsilon {ledger.spent(known.dataset):.4f}")
     except Refused as error:  # a fact is entered all the same
         print(f"{known.dataset}: entered. {error}")
         return 0
-    if budget is not None and not remaining:
+    if budget is not None and not ledger.remaining(known.dataset):
         print(f"That exceeds the budget of {budget.epsilon:g}: every further run will be refused.")
     return 0
 

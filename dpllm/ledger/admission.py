@@ -5,8 +5,9 @@ Comes in: one dataset as the chain has it, and events. Goes out: a refusal in wo
 planned: a list of runs is sealed before the first of them starts, and composed by PLD. A run is admitted if the list
 has it and it has not run yet. Without a list, the first run seals a list of one.
 
-adaptive: a Renyi filter at one order. A run is admitted while the Renyi divergences at that order of everything
-reserved add up to at most the allowance, which is the budget's epsilon less the price of the conversion at its delta.
+adaptive: a Renyi filter at one order, which follows from the budget (``renyi.filter_order``). A run is admitted while the
+Renyi divergences at that order of everything reserved add up to at most the allowance, which is the budget's epsilon less
+the price of the conversion at its delta.
 
 References:
     Feldman and Zrnic 2021, "Individual Privacy Accounting via a Renyi Filter" (arXiv 2008.11193), theorem 4.3: the
@@ -22,7 +23,8 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 
-from dpllm.ledger.values import Account, Budget, Sealed
+from dpllm.errors import Refused
+from dpllm.ledger.values import Account, Budget, RunRequest, Sealed
 from dpllm.privacy import accounting, renyi
 from dpllm.privacy.accounting import accountants, compose
 from dpllm.privacy.events import (
@@ -88,17 +90,7 @@ def filter_epsilon(account: Account, *wanted: Event) -> float | None:
     return renyi.to_epsilon(rho, conversion_delta(budget), budget.order)
 
 
-def order_after_results(budget: Budget) -> float:
-    """The filter's order where results are known already, by which a reference run could have been chosen.
-
-    It follows from epsilon and delta alone: about where the conversion's price is half of epsilon. That these two were not
-    chosen by results is the owner's to say; nothing here can see it.
-    """
-    wanted = 1 + 2 * math.log(1 / conversion_delta(budget)) / budget.epsilon
-    return min(renyi.ORDERS, key=lambda order: abs(order - wanted))
-
-
-def _over_filter(account: Account, budget: Budget, runs: Sequence[Sealed]) -> str | None:
+def _over_filter(account: Account, budget: Budget, runs: Sequence[RunRequest]) -> str | None:
     left, whole = filter_left(account), filter_allowance(budget)
     assert left is not None
     whose, order = f"dataset {account.dataset!r}", left.order
@@ -107,7 +99,8 @@ def _over_filter(account: Account, budget: Budget, runs: Sequence[Sealed]) -> st
             f"{whose}: imported runs spent more delta than the {budget.import_delta:g} that was set aside "
             "for them, so the filter admits nothing more. Use other data."
         )
-    together = math.fsum(divergence(run.event, order) for run in runs)
+    costs = [divergence(run.event, order) for run in runs]
+    together = math.fsum(costs)
     if together <= left.allowance:
         return None
     if math.isinf(left.allowance):
@@ -115,18 +108,26 @@ def _over_filter(account: Account, budget: Budget, runs: Sequence[Sealed]) -> st
             f"{whose}: what was spent before its budget became adaptive has no Renyi divergence at order "
             f"{order:g}, so the filter admits nothing more. Use other data."
         )
+    largest = runs[costs.index(max(costs))]
+    which = f"run {largest.run!r} ({_described(largest)})" if len(runs) > 1 else "this run"
     if math.isinf(together):
+        planned = (
+            f"dpllm ledger init {account.dataset} --planned RECIPE, with the --epsilon, --delta and --unit of before"
+        )
+        if account.runs or account.imports:
+            planned = "dpllm ledger init NAME --planned RECIPE, of other data"
         return (
-            f"{whose} has an adaptive budget, which adds up Renyi divergences at order {order:g}, and "
-            "this run's event has none (dp-accounting knows no RDP of mixtures of Gaussians, or its noise is too small). Set "
-            "data.sampling: unit, raise privacy.noise_multiplier, or keep the data under a planned budget."
+            f"{whose} has an adaptive budget, which adds up Renyi divergences at order {order:g}, and {which} has none "
+            "(dp-accounting knows no RDP of mixtures of Gaussians, or its noise is too small). Set data.sampling: unit, raise "
+            f"privacy.noise_multiplier, or seal the runs in a planned budget: {planned}."
         )
     remains = f"{max(0.0, left.allowance):.4f} remains of the {max(0.0, whole):.4f}"
     limit = f"{remains} that a budget of epsilon {budget.epsilon:g} allows"
     if len(runs) > 1:
+        alone = f" Already {which} is too large on its own." if max(costs) > left.allowance else ""
         return (
             f"{whose}: these {len(runs)} runs request {together:.4f} of Renyi divergence at order {order:g} together, and "
-            f"{limit}. Ask for fewer runs or smaller epsilons, or use other data."
+            f"{limit}.{alone} Ask for fewer runs or smaller epsilons, or use other data."
         )
     return (
         f"{whose}: this run requests epsilon {_epsilon([runs[0].event], budget):.4f} at delta {budget.delta:g}, which is "
@@ -182,8 +183,8 @@ def _off_list(account: Account, runs: Sequence[Sealed]) -> str | None:
     elif len(runs) > 1:
         what = f"does not hold {len(strangers)} of these {len(runs)} runs, or not as often ({'; '.join(strangers)})"
     way_on = (
-        "Use other data, with a longer list, or with an adaptive budget that is set before the first run: dpllm ledger init NAME "
-        "--gate adaptive."
+        "Use other data, with a longer list, or with an adaptive budget, which dpllm ledger init NAME sets without --planned "
+        "before the first run."
     )
     if waiting:
         way_on = (
@@ -196,7 +197,7 @@ def _off_list(account: Account, runs: Sequence[Sealed]) -> str | None:
     )
 
 
-def _described(run: Sealed) -> str:
+def _described(run: Sealed | RunRequest) -> str:
     """A run of a list in a few words."""
     match run.event:
         case PureDP(epsilon):
@@ -212,19 +213,48 @@ def _described(run: Sealed) -> str:
     return f"{sigma}{run.num_steps} steps"
 
 
-def refusal(account: Account, runs: Sequence[Sealed], *, extends: bool = False) -> str | None:
+def refusal(account: Account, requests: Sequence[RunRequest], *, extends: bool = False) -> str | None:
     """Why not all of these runs, one or a tuning group's, fit together; None if they do, or if there is no budget."""
     budget = account.budget
     if budget is None:
         return None
     if budget.gate == "adaptive":
-        return _over_filter(account, budget, runs)
+        return _over_filter(account, budget, requests)
     if extends:
         return (
             f"dataset {account.dataset!r} has a planned budget, whose runs were sealed: lost steps cannot be made up. "
             "Resume without them."
         )
+    runs = [Sealed(run.event, run.num_steps) for run in requests]
     if account.sealed is None and not account.runs:
         return over_plan(account, budget, runs)
     # What was imported after the list was sealed counts too.
     return _off_list(account, runs) or (over_plan(account, budget, account.sealed or ()) if account.imports else None)
+
+
+def remaining(account: Account) -> float | None:
+    """The epsilon that further runs may add, by the figure that gates; None without a budget. A spent list leaves none."""
+    budget = account.budget
+    if budget is None:
+        return None
+    whole, spent = budget.epsilon, filter_epsilon(account)
+    try:
+        if spent is None:  # planned
+            if account.sealed is not None or account.runs:
+                total = planned_epsilon(account, budget, account.sealed or ())
+                whole = total if pending(account) and total <= budget.epsilon else 0.0
+            spent = _epsilon(account.events(), budget) if whole else 0.0
+    except Refused:  # no accountant knows everything that was entered, so that nothing more is admitted
+        return 0.0
+    return max(0.0, whole - spent)
+
+
+def could_follow(account: Account, request: RunRequest) -> int | None:
+    """How many runs could follow those that there are: such ones of an adaptive budget, those that wait of a sealed list."""
+    if account.budget is None:
+        return None
+    left = filter_left(account)
+    if left is None:
+        return len(pending(account))
+    cost = divergence(request.event, left.order)
+    return math.floor(max(0.0, left.allowance) / cost) if cost > 0 else 0

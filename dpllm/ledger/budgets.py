@@ -13,6 +13,7 @@ from dpllm.ledger import admission
 from dpllm.ledger.ledger import Ledger
 from dpllm.ledger.records import Fingerprint
 from dpllm.ledger.values import Account, Budget, Gate, Sealed, check_name, check_person, seal_content
+from dpllm.privacy import renyi
 from dpllm.privacy.accounting import Event, Relation, count_releases, stated
 
 
@@ -20,7 +21,7 @@ def set_budget(ledger: Ledger, dataset: str, budget: Budget, *, records: Fingerp
     """Fixes what all runs on ``dataset`` may spend; its owner may correct it as long as nothing is sealed or spent.
 
     With ``records``, what the name stands for, it protects copies from now on. Its order is as wanted where nothing of the
-    dataset has been released yet; where runs or imports came first, it follows from epsilon and delta.
+    dataset has been released yet; otherwise, and where none is wanted, it follows from epsilon and delta.
 
     Raises:
         ConfigError: A value is out of range.
@@ -47,9 +48,13 @@ def set_budget(ledger: Ledger, dataset: str, budget: Budget, *, records: Fingerp
             if used.runs or used.imports:
                 wanted = _after_results(used, wanted)
             if wanted.gate == "adaptive" and wanted.order is None:
-                raise ConfigError(
-                    "an adaptive budget needs the order of its filter, chosen from a declared reference run."
-                )
+                order = renyi.filter_order(wanted.epsilon, admission.conversion_delta(wanted))
+                wanted = replace(wanted, order=order)
+                if admission.filter_allowance(wanted) <= 0 and not (used.runs or used.imports):
+                    raise ConfigError(
+                        f"epsilon {wanted.epsilon:g} at delta {wanted.delta:g} is less than a Renyi filter can promise, so that "
+                        "it would admit nothing. Type --planned RECIPE ..., or a larger --epsilon."
+                    )
             ledger.chain.append("budget", dataset, asdict(wanted))
         if records is not None:
             ledger.records.register(dataset, records, None)
@@ -80,7 +85,7 @@ def _after_results(used: Account, wanted: Budget) -> Budget:
     if wanted.gate == "planned":
         raise Refused(
             f"dataset {used.dataset!r} has runs already, and a run planned after seeing their results needs another "
-            "rule than a list sealed in advance. Type --gate adaptive.",
+            "rule than a list sealed in advance. Leave out --planned.",
             dataset=used.dataset,
             reason="late",
         )
@@ -93,7 +98,7 @@ def _after_results(used: Account, wanted: Budget) -> Budget:
             reason="over_budget",
         )
     wanted = replace(wanted, import_delta=max(wanted.import_delta, imported))
-    return replace(wanted, order=admission.order_after_results(wanted))
+    return replace(wanted, order=None)
 
 
 def seal(ledger: Ledger, dataset: str, runs: list[Sealed], by: str, reason: str) -> float:

@@ -27,7 +27,6 @@ from dpllm.ledger.values import (
     Reservation,
     Run,
     RunRequest,
-    Sealed,
     account_of,
     check_person,
     reservation_of,
@@ -232,12 +231,8 @@ class Ledger:
         return stated(compose(events), delta, planned.relation if planned else said[-1].facts["relation"])[0]
 
     def remaining(self, dataset: str) -> float | None:
-        """Budget less spent, by the figure that gates; None without a budget. Composed, a run may cost less than alone."""
-        account = self.account(dataset)
-        if account.budget is None:
-            return None
-        spent = admission.filter_epsilon(account)
-        return max(0.0, account.budget.epsilon - (self.spent(dataset) if spent is None else spent))
+        """What further runs may add; see ``admission.remaining``."""
+        return admission.remaining(self.account(dataset))
 
     def outlook(self, dataset: str, request: RunRequest, derived_from: str | None = None) -> Outlook:
         """What the ledger holds, what it would hold after a run, and whether it would admit it. Writes nothing."""
@@ -248,9 +243,10 @@ class Ledger:
         try:
             self.refuse_if_tampered()
             self.same_unit(name, request.unit, request.relation)
-            why = admission.refusal(account, [Sealed(request.event, request.num_steps)])
+            why = admission.refusal(account, [request])
         except Refused as error:
             why, reason = str(error), error.reason
+        then = account if why else account.after(request)
         return Outlook(
             dataset=name,
             gate=budget.gate if budget else "none",
@@ -260,6 +256,8 @@ class Ledger:
             after=self.spent(name, delta, request),
             filter_spent=admission.filter_epsilon(account),
             filter_after=admission.filter_epsilon(account, request.event),
+            remaining=admission.remaining(then),
+            could_follow=admission.could_follow(then, request),
             refusal=why,
             reason=reason if why else "",
         )

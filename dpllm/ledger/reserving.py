@@ -68,7 +68,7 @@ def reserve_all(
         account = ledger.account(ledger.records.charged_to(dataset, derived_from))
         ledger.same_unit(account.dataset, unit, relation)
         _check_place(ledger, account, group, extends)
-        if why := admission.refusal(account, listed, extends=extends is not None):
+        if why := admission.refusal(account, requests, extends=extends is not None):
             raise BudgetExceeded(why, dataset=account.dataset, reason="over_budget")
         return account
 

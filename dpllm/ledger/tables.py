@@ -36,6 +36,7 @@ def overview_values(ledger: Ledger, datasets: Sequence[str]) -> Json:
                 | {key: getattr(run.reservation, key) for key in ("entry", "run", "num_steps", "epsilon", "delta")}
                 for run in account.runs
             ],
+            "remaining": ledger.remaining(name),
             "imports": [{"run": facts["run"], "event": facts["event"]} for facts in imports],
             "says": totals(ledger, name),
         }
@@ -106,6 +107,7 @@ def totals(ledger: Ledger, dataset: str) -> list[str]:
                 f"Sealed list: {len(account.sealed)} runs, of which {len(account.runs)} reserved; together with what was "
                 f"imported epsilon {admission.planned_epsilon(account, budget, account.sealed):.3f}. This figure gates."
             )
+        lines.append(f"Further runs may add epsilon {admission.remaining(account):.3f}.")
     for name, runs in account.groups().items():
         found, done = group_total(account, name), sum(run.state == "completed" for run in runs)
         lines.append(

@@ -137,6 +137,12 @@ class Account:
         valid = [entry for entry in self.exceptions if self.budget is None or entry["by"] == self.budget.by]
         return valid[-1] if valid else None
 
+    def after(self, one: RunRequest) -> Account:
+        """The same once such a run is reserved."""
+        claim = Reservation("", self.dataset, one.run, one.num_steps, 0.0, one.delta, one.unit, one.relation)
+        run, sealed = Run(claim, one.event, 0, "reserved", 0.0), self.sealed or (Sealed(one.event, one.num_steps),)
+        return replace(self, runs=(*self.runs, run), sealed=sealed)
+
     def flaws(self) -> list[str]:
         """Runs that give no guarantee: whatever the others cost, no epsilon covers all runs together."""
         claims = (run.reservation for run in self.runs)
@@ -228,6 +234,9 @@ class Outlook:
     after: float  # the same with the run
     filter_spent: float | None  # epsilon that the Renyi filter states for what is reserved; None unless adaptive
     filter_after: float | None
+    remaining: float | None  # epsilon that further runs may add: after the run, or as it is where that is refused
+    # How many runs could follow it: such ones of an adaptive budget, those that wait of a sealed list; None without a budget.
+    could_follow: int | None
     refusal: str | None  # with which words the run would be refused; None if it fits
     reason: str  # in one word, by which refusals are counted
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -108,16 +108,6 @@ def changed(event: Event, leaf: Callable[[Any], Any]) -> Event:
         case events.Composed():
             return compose([changed(part, leaf) for part in event.events])
     return leaf(event)  # type: ignore[no-any-return]
-
-
-def scaled(event: Event, factor: float) -> Event:
-    """The same event with every noise multiplier times `factor`."""
-
-    def louder(part: Any) -> Any:
-        names = [one.name for one in fields(part) if one.name.endswith("noise_multiplier")]
-        return replace(part, **{name: getattr(part, name) * factor for name in names})
-
-    return changed(event, louder)
 
 
 def without_delta(event: Event) -> Event:

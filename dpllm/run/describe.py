@@ -28,7 +28,6 @@ from dpllm.errors import BudgetExceeded, ConfigError, Refused
 from dpllm.files import alone, scratch, write_json
 from dpllm.ledger import Ledger, RunRequest, admission, dataset_policy, open_ledger
 from dpllm.ledger.reserving import reserve_all
-from dpllm.ledger.values import Sealed
 from dpllm.privacy.accounting import Relation, compose, stated
 from dpllm.privacy.events import PureDP, number
 from dpllm.privacy.plan import auto_delta, resolved_delta
@@ -223,7 +222,7 @@ def _refusal(ledger: Ledger, dataset: str, requests: Sequence[RunRequest]) -> Re
         ledger.same_unit(dataset, requests[0].unit, requests[0].relation)
     except Refused as error:
         return error
-    why = admission.refusal(account, [Sealed(one.event, one.num_steps) for one in requests])
+    why = admission.refusal(account, requests)
     if account.budget and account.budget.gate == "planned" and account.sealed is None:
         why = (
             f"dataset {dataset!r} has a planned budget without a sealed list, and these statistics would be all of it, so that "

@@ -25,7 +25,7 @@ from prometheus_client import generate_latest, write_to_textfile
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from dpllm.errors import ConfigError, Refused
+from dpllm.errors import ConfigError
 from dpllm.files import BLOCK, RunPaths, read_json
 from dpllm.ledger import Ledger
 from dpllm.ledger.values import OPEN, State
@@ -272,10 +272,7 @@ def dataset_families(ledger: Ledger, names: Iterable[str]) -> list[Metric]:
         known, dataset, runs = ledger.budget(name), {"dataset": label(name)}, ledger.runs(name)
         if known is not None:
             budget.append((dataset, known.epsilon))
-            try:
-                remaining.append((dataset, ledger.remaining(name) or 0.0))
-            except Refused:  # no accountant knows everything that was entered, and the gate admits nothing more
-                remaining.append((dataset, 0.0))
+            remaining.append((dataset, ledger.remaining(name) or 0.0))
         states = Counter(run.state for run in runs)
         reservations += [({**dataset, "state": state}, states[state]) for state in get_args(State)]
         alive = [(run.reservation.entry, run) for run in runs if run.state in OPEN]
@@ -284,7 +281,7 @@ def dataset_families(ledger: Ledger, names: Iterable[str]) -> list[Metric]:
         *gauge("dp_training_budget", "Epsilon that all runs on the dataset together may spend.", budget),
         *gauge(
             "dp_training_budget_remaining",
-            "Budget less what is reserved, by the figure that decides whether a run fits.",
+            "Epsilon that further runs may add, by the figure that decides whether one fits.",
             remaining,
         ),
         *gauge("dp_ledger_reservations", "Reservations in each state.", reservations),

@@ -21,7 +21,7 @@ from dpllm.privacy.accounting import dp_sgd_event
 
 BUDGET = ["--epsilon", "8", "--delta", "1e-5", "--unit", "patient", "--by", "alice", "--reason", "study 7"]
 WHO = ["--by", "bob", "--reason", "because"]
-REFERENCE = ["--gate", "adaptive", "--reference", "q=0.02,sigma=0.8,steps=150"]
+PLANNED = [*BUDGET, "--planned"]
 
 
 @pytest.fixture
@@ -46,10 +46,10 @@ def recipe(tmp_path: Path) -> Path:
 
 
 def test_the_way_of_a_planned_budget(say, place: Place):
-    code, out = say("init", "notes", *BUDGET)
+    code, out = say("init", "notes", *PLANNED)
     assert code == 0
     assert "epsilon 8 at delta 1e-05 per patient under zero_out, planned, set by alice (study 7)" in out
-    assert "list of one" in out
+    assert "after which none follows" in out
     with place.open() as ledger:
         entry = reserve(ledger).entry
         ledger.charge(entry, 1)
@@ -58,21 +58,22 @@ def test_the_way_of_a_planned_budget(say, place: Place):
     assert "chain unbroken" in out
     assert "This figure gates" in out
     assert "Sealed list: 1 runs, of which 1 reserved" in out
-    assert say("init", "notes", *BUDGET)[0] == 0  # the same again
-    assert say("init", "notes", *BUDGET, "--epsilon", "9")[0] == 3
+    assert "its budget already" in say("init", "notes", *PLANNED)[1]
+    assert say("init", "notes", *BUDGET)[0] == 3  # a budget that was used keeps its kind
+    assert say("init", "notes", *PLANNED, "--epsilon", "9")[0] == 3
     code, out = say("reconcile", entry[:8], *WHO)
     assert (code, "stays in the total" in out) == (0, True)
     assert say("reconcile", entry, *WHO)[0] == 3
     _, out = say("show")
     assert "is shown for comparison" in out
-    assert "Refused: notes: budget_set 1" in out
+    assert "Refused: notes: budget_set 2" in out
     code, out = say("history", "notes")
     assert [word for word in ("budget", "seal", "reserve", "reconcile") if word not in out] == []
     assert "by bob: because" in out
 
 
 def test_what_is_sealed_and_waits_is_shown(say, place: Place):
-    say("init", "notes", *BUDGET)
+    say("init", "notes", *PLANNED)
     with place.open() as ledger:
         runs = [Sealed(EVENT, 4), Sealed(dp_sgd_event(0.5, 30.0, 3), 3)]
         together = budgets.seal(ledger, "notes", runs, "alice", "two")
@@ -114,9 +115,12 @@ def test_nothing_is_made_for_a_budget_that_cannot_be(tmp_path: Path, capsys: pyt
 
 
 def test_the_way_of_an_adaptive_budget(say, place: Place):
-    code, out = say("init", "notes", *BUDGET, *REFERENCE)
+    code, out = say("init", "notes", *BUDGET)
     assert code == 0
-    assert "The filter adds up Renyi divergences at order 3." in out
+    assert "adaptive at order 3.2" in out
+    assert "Epsilon 8 remains, for runs in any order" in out
+    assert "It replaces: epsilon 8 at" in say("init", "notes", *PLANNED)[1]  # nothing was spent
+    assert "It replaces: epsilon 8 at" in say("init", "notes", *BUDGET)[1]
     with place.open() as ledger:
         entry = reserve(ledger).entry
     code, out = say("reconcile", entry, *WHO)
@@ -131,7 +135,7 @@ def test_the_way_of_an_adaptive_budget(say, place: Place):
 
 
 def test_recipes_are_sealed_and_their_data_recognised(say, place: Place, recipe: Path):
-    code, out = say("init", "notes", *BUDGET, "--unit", "example", "--runs", recipe, recipe)
+    code, out = say("init", "notes", *BUDGET, "--unit", "example", "--planned", recipe, recipe)
     assert (code, "2 runs sealed" in out) == (0, True)
     with place.open() as ledger:
         assert len(ledger.account("notes").sealed) == 2
@@ -149,7 +153,7 @@ def test_sealing_asks_nothing_that_only_a_run_can_know(say, place: Place, recipe
     text["data"]["eval"] = "elsewhere.jsonl"
     text["privacy"] |= {"derived_from": "notes", "dataset": None, "ledger": None}
     recipe.write_text(yaml.safe_dump(text), encoding="utf-8")
-    say("init", "notes", *BUDGET, "--unit", "example")
+    say("init", "notes", *PLANNED, "--unit", "example")
     code, out = say("seal", "notes", recipe, *WHO)
     assert (code, "1 runs sealed" in out) == (0, True)
 
@@ -229,7 +233,7 @@ def test_an_edit_is_exit_code_4_for_verify_and_3_for_everything_else(say, place:
 
 
 def test_a_late_order_is_one_line_whatever_is_typed(say, place: Place):
-    say("init", "notes", *BUDGET, *REFERENCE)
+    say("init", "notes", *BUDGET)
     with place.open() as ledger, ledger.chain.writing():
         (first,) = ledger.chain.of("notes", "budget")
         ledger.chain.append("budget", "notes", {**first.facts, "late": True})
@@ -266,24 +270,20 @@ BAD = {
     "no such ledger": (["show"], 2, "no ledger there yet"),
     "no such dataset": (["show", "nobody"], 2, "knows no dataset"),
     "no such history": (["history", "nobody"], 2, "knows no dataset"),
-    "open": (["open", "known", *WHO], 2, "--gate adaptive"),
+    "open": (["open", "known", *WHO], 2, "dpllm ledger init"),
     "plot": (["plot", "known", "--output", "x.png"], 2, "dpllm ledger show"),
     "export nowhere": (["export", "--output", "/proc/no/where.json"], 2, "--output"),
     "epsilon nan": (["init", "n", *BUDGET, "--epsilon", "nan"], 2, "bounds nothing"),
     "epsilon 0": (["init", "n", *BUDGET, "--epsilon", "0"], 2, "bounds nothing"),
     "delta 1": (["init", "n", *BUDGET, "--delta", "1"], 2, "bounds nothing"),
-    "delta inf": (["init", "n", *BUDGET, *REFERENCE, "--delta", "inf"], 2, "delta"),
-    "import delta": (["init", "n", *BUDGET, *REFERENCE, "--import-delta", "1e-5"], 2, "delta"),
-    "import delta alone": (["init", "n", *BUDGET, "--import-delta", "1e-6"], 2, "--gate adaptive"),
-    "no reference": (["init", "n", *BUDGET, "--gate", "adaptive"], 2, "--reference"),
-    "reference of noise": (["init", "n", *BUDGET, *REFERENCE[:3], "q=0.02,sigma=x,steps=1"], 2, "--reference"),
-    "reference of more": (["init", "n", *BUDGET, *REFERENCE[:3], "q=.02,sigma=1,steps=1,a=2"], 2, "--reference"),
-    "reference of nothing": (["init", "n", *BUDGET, *REFERENCE[:3], "q=0.02,sigma=1,steps=0"], 2, "costs nothing"),
-    "reference out of range": (["init", "n", *BUDGET, *REFERENCE[:3], "q=2,sigma=1,steps=3"], 2, "sampling_rate"),
-    "reference too dear": (["init", "n", *BUDGET, *REFERENCE[:3], "q=1,sigma=0.1,steps=99"], 3, "not one copy"),
-    "long reference": (["init", "n", *BUDGET, *REFERENCE[:3], "x" * 5000], 2, "--reference"),
-    "runs of an adaptive one": (["init", "n", *BUDGET, *REFERENCE, "--runs", "a.yaml"], 2, "--runs"),
-    "absent recipe": (["init", "n", *BUDGET, "--runs", "absent.yaml"], 2, "absent.yaml"),
+    "delta inf": (["init", "n", *BUDGET, "--delta", "inf"], 2, "delta"),
+    "import delta": (["init", "n", *BUDGET, "--import-delta", "1e-5"], 2, "delta"),
+    "import delta alone": (["init", "n", *BUDGET, "--planned", "--import-delta", "1e-6"], 2, "--planned"),
+    "gate": (["init", "n", *BUDGET, "--gate", "adaptive"], 2, "--planned"),
+    "reference": (["init", "n", *BUDGET, "--reference", "q=0.02,sigma=0.8,steps=1"], 2, "follows from --epsilon and"),
+    "runs": (["init", "n", *BUDGET, "--runs", "a.yaml"], 2, "--planned RECIPE"),
+    "too small for a filter": (["init", "n", *BUDGET, "--epsilon", "0.01"], 2, "--planned"),
+    "absent recipe": (["init", "n", *BUDGET, "--planned", "absent.yaml"], 2, "absent.yaml"),
     "absent data": (["init", "n", *BUDGET, "--data", "absent.jsonl"], 2, "absent.jsonl"),
     "empty name": (["init", " ", *BUDGET], 2, "dataset name"),
     "name of two lines": (["init", "a\nb", *BUDGET], 2, "dataset name"),
@@ -340,8 +340,7 @@ import sys
 from dpllm.cli import main
 path = sys.argv[1]
 budget = ["--epsilon", "8", "--delta", "1e-5", "--reason", "x", "--by", "a"]
-reference = ["--gate", "adaptive", "--reference", "q=.02,sigma=.8,steps=9"]
-assert main(["ledger", "init", "n", *budget, *reference, "--ledger", path]) == 0
+assert main(["ledger", "init", "n", *budget, "--ledger", path]) == 0
 for action in ("show", "history", "verify", "export"):
     assert main(["ledger", action, "--ledger", path]) == 0
 assert not {"torch", "transformers", "datasets", "opacus"} & set(sys.modules)

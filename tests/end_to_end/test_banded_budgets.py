@@ -41,7 +41,7 @@ def rounds(sigma: float, count: int, rate: float = RATE) -> dp.DpEvent:
 def adaptive(tmp_path_factory: pytest.TempPathFactory, base: Path, data_home: Path) -> Place:
     """A finished run that takes a whole adaptive budget, with a card; read only."""
     place = make_place(tmp_path_factory.mktemp("adaptive"), base, BANDED | AUDITED)
-    init(place, "--gate", "adaptive", "--reference", place.recipe, "--data", place.train)
+    init(place, "--data", place.train)
     done("train", place.recipe)
     done("audit", place.run)
     done("card", place.run)
@@ -108,7 +108,7 @@ def stopping(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_early_stop_counts_the_rounds_that_were_begun(place: Place) -> None:
     """Five of eight steps are two rounds of three groups: once it is reconciled, the third round is free again."""
     place.write(BANDED)
-    init(place, "--gate", "adaptive", "--reference", place.recipe)
+    init(place)
     with pytest.raises(RuntimeError):
         dpllm_("train", place.recipe)
     sigma = place.json("plan.json")["noise_multiplier"]
@@ -142,7 +142,7 @@ def test_an_early_stop_counts_the_rounds_that_were_begun(place: Place) -> None:
 
 def test_a_planned_budget_says_which_bands_it_was_sealed_for(place: Place) -> None:
     place.write({**BANDED, "privacy.noise_multiplier": 2.0})
-    init(place, "--runs", place.recipe)
+    init(place, "--planned", place.recipe)
     answer = dpllm_("train", place.recipe, "--privacy.bands", 2)
     assert answer.code == 3
     assert f"q' {RATE:.4g} in 3 bands, sigma 2, {STEPS} steps" in " ".join(answer.err.split())

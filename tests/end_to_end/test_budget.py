@@ -37,7 +37,7 @@ def another(place: Place, name: str) -> tuple[str, Path]:
 
 def test_a_planned_budget_admits_one_run_unless_a_longer_list_was_sealed(place: Place) -> None:
     place.write({"privacy.epsilon": 2.0})
-    init(place, "--data", place.train)
+    init(place, "--planned", "--data", place.train)
     done("train", place.recipe)
     record = place.json("run.json")
     assert record["ledger"]["budget"]["gate"] == "planned"
@@ -53,7 +53,7 @@ def test_a_sealed_list_admits_its_runs_in_any_order_and_nothing_else(place: Plac
     first = place.write({"privacy.epsilon": 2.0})
     other = place.root / "other.yaml"
     other.write_text(first.read_text().replace("epsilon: 2.0", "epsilon: 3.0"))
-    init(place, "--runs", first, other)
+    init(place, "--planned", first, other)
     done("train", other, *another(place, "a"))
     refused(place, "--privacy.epsilon", 4, *another(place, "b"))
     done("train", first, *another(place, "c"))
@@ -61,7 +61,7 @@ def test_a_sealed_list_admits_its_runs_in_any_order_and_nothing_else(place: Plac
 
 
 def test_under_an_adaptive_budget_the_noise_is_calibrated_to_what_is_left(place: Place) -> None:
-    init(place, "--gate", "adaptive", "--reference", place.recipe, "--data", place.train)
+    init(place, "--data", place.train)
     done("train", place.recipe)
     plan = place.json("plan.json")
     with Ledger(place.ledger) as book:
@@ -83,7 +83,7 @@ def test_under_an_adaptive_budget_the_noise_is_calibrated_to_what_is_left(place:
 def test_resuming_under_an_adaptive_budget_keeps_the_noise(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     from dpllm.privacy.engine import StepEngine
 
-    init(place, "--gate", "adaptive", "--reference", place.recipe)
+    init(place)
     place.write({"train.checkpoint_every": 1})
     step, calls = StepEngine.step, []
 
@@ -104,7 +104,7 @@ def test_resuming_under_an_adaptive_budget_keeps_the_noise(place: Place, monkeyp
 
 
 def test_a_subset_or_an_extended_copy_charges_its_parent_and_cannot_hide(place: Place) -> None:
-    init(place, "--gate", "adaptive", "--reference", "q=0.2,sigma=1,steps=4", "--data", place.train)
+    init(place, "--data", place.train)
     subset, extended = place.root / "subset.jsonl", place.root / "extended.jsonl"
     tiny.write_rows(subset, rows(20))
     tiny.write_rows(extended, rows(90))
@@ -133,7 +133,7 @@ def test_a_subset_or_an_extended_copy_charges_its_parent_and_cannot_hide(place: 
 
 @pytest.mark.parametrize("public", [True, False])
 def test_training_without_privacy_on_budgeted_data_needs_an_exception_of_the_owner(place: Place, public: bool) -> None:
-    init(place, "--gate", "adaptive", "--reference", "q=0.2,sigma=1,steps=4", "--data", place.train)
+    init(place, "--data", place.train)
     baseline = ("--privacy.enabled", "false", "--data.public", str(public).lower())
     message = refused(place, *baseline)
     assert "dpllm ledger except notes" in message

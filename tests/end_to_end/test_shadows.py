@@ -219,18 +219,7 @@ def test_a_run_that_no_shadow_can_be_like_is_refused_and_public_data_with_a_budg
     shutil.rmtree(run.private / "cache", ignore_errors=True)
     shadows.may_train(run, config)
     own = ("--ledger", place.ledger, "--by", "Ada", "--reason", "a test")
-    budget = (
-        "--epsilon",
-        20,
-        "--delta",
-        1e-3,
-        "--gate",
-        "adaptive",
-        "--reference",
-        place.recipe,
-        "--data",
-        place.train,
-    )
+    budget = ("--epsilon", 20, "--delta", 1e-3, "--data", place.train)
     for change in (("init", "notes", *budget), ("except", "notes")):
         done("ledger", *change, *own)
         with pytest.raises(Refused, match="has a privacy budget"):

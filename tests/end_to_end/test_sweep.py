@@ -174,7 +174,7 @@ def untouched(place: Place) -> bool:
 
 
 def test_a_budget_for_one_of_two_refuses_the_sweep(place: Place) -> None:
-    budget(place, 8.01)
+    budget(place, 8.01, "--planned")
     answer = swept_to(place, "2,8")
     assert answer.code == REFUSED
     assert "these 2 runs request epsilon" in answer.err
@@ -187,7 +187,7 @@ def test_a_budget_for_one_of_two_refuses_the_sweep(place: Place) -> None:
 def test_under_an_adaptive_budget_the_rest_for_each_is_what_the_others_leave(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    budget(place, 7, "--gate", "adaptive", "--reference", "q=0.2,sigma=0.8,steps=4")
+    budget(place, 7)
     answer = swept_to(place, "2,6,8")
     assert answer.code == REFUSED, answer.err
     assert "eps-8, after the runs of the sweep before it" in answer.err
@@ -207,7 +207,7 @@ def test_under_an_adaptive_budget_the_rest_for_each_is_what_the_others_leave(
 
 @pytest.mark.full
 def test_runs_under_an_adaptive_budget_train_with_the_noise_that_was_reserved(place: Place) -> None:
-    budget(place, 7, "--gate", "adaptive", "--reference", "q=0.2,sigma=0.8,steps=4")
+    budget(place, 7)
     answer = swept_to(place, "2,6")
     assert answer.code == 0, answer.err
     with Ledger(place.ledger) as book:
@@ -304,7 +304,7 @@ def test_several_processes_do_not_each_sweep(place: Place, monkeypatch: pytest.M
 
 def test_an_interrupted_sweep_goes_on_with_what_was_reserved(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C in the second run: the first is kept, the second goes on from its checkpoint, and nothing is reserved again."""
-    budget(place, 9)
+    budget(place, 9, "--planned")
     rate, calls = LearningRate.at, []
 
     def interrupt(settings, step, num_steps):

@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ledger_stores import DELTA, EVENT, TERMS, Place, adaptive, budget, cost_of, reserve
+from ledger_stores import DELTA, EVENT, TERMS, Place, adaptive, budget, cost_of, request, reserve
 
 from dpllm.errors import BudgetExceeded, ConfigError, Refused
 from dpllm.ledger import Ledger, admission, budgets
-from dpllm.ledger.values import Account, Budget, Reservation, Run, Sealed
+from dpllm.ledger.reserving import Group, reserve_all
+from dpllm.ledger.values import Account, Reservation, Run, Sealed
 from dpllm.privacy import renyi
 from dpllm.privacy.accounting import compose, dp_sgd_event, epsilon
 from dpllm.privacy.events import Imported, RepeatAndSelect, SelfComposed
@@ -123,13 +124,6 @@ def test_a_planned_refusal_says_what_is_asked_for_and_what_is_left(ledger: Ledge
     assert ledger.head() == before
 
 
-@settings(derandomize=True, deadline=None, max_examples=30)
-@given(value=st.floats(0.5, 60.0), delta=st.sampled_from([1e-5, 1e-8]))
-def test_an_order_that_no_result_can_choose_leaves_much_of_the_budget(value, delta):
-    wanted = Budget(value, delta, "patient", "zero_out", "adaptive")
-    assert renyi.allowance(value, delta, admission.order_after_results(wanted)) > 0.4 * value
-
-
 # --- adaptive ----------------------------------------------------------------------------------------------------------
 
 
@@ -178,6 +172,42 @@ def test_an_adaptive_refusal_says_what_is_asked_for_and_what_is_left(ledger: Led
     for number in (epsilon(long, DELTA, "zero_out"), renyi.rdp(long, 3.2), one, max(0.0, whole - one), max(0.0, whole)):
         assert f"{number:.4f}" in said
     assert "Ask for a smaller epsilon" in said
+
+
+def test_a_group_that_is_refused_hears_which_run_is_too_large_alone(ledger: Ledger):
+    budgets.set_budget(ledger, "notes", adaptive(3.0, 8.0))
+    small = [request(run=name) for name in ("first", "second")]
+    for large in (dp_sgd_event(1.0, 1.0, 4), dp_sgd_event(0.02, 4.0, 5, 3)):
+        group = [small[0], request(run="the large one", event=large, num_steps=4), small[1]]
+        with pytest.raises(BudgetExceeded, match="'the large one'") as refusal:
+            reserve_all(ledger, "notes", group, group=Group("g", "alice"))
+        assert "'first'" not in str(refusal.value)
+    assert ledger.runs("notes") == []
+    with pytest.raises(BudgetExceeded, match="these 200 runs request") as refusal:  # none of them alone
+        reserve_all(ledger, "notes", small * 100, group=Group("g", "alice"))
+    assert "on its own" not in str(refusal.value)
+    reserve_all(ledger, "notes", small, group=Group("g", "alice"))
+
+
+@settings(derandomize=True, deadline=None, max_examples=25)
+@given(runs=st.lists(st.tuples(st.integers(1, 200), st.sampled_from([0.8, 1.0, 2.0])), min_size=3, max_size=12))
+def test_whatever_order_runs_come_in_an_adaptive_budget_is_never_exceeded(runs, tmp_path_factory):
+    """A run that was refused charges nothing, and a smaller one may still come."""
+    with Ledger(tmp_path_factory.mktemp("budget") / "ledger.sqlite") as ledger:
+        found = budgets.set_budget(ledger, "notes", budget(4.0, gate="adaptive"))
+        admitted = []
+        for steps, sigma in runs:
+            event = dp_sgd_event(0.02, sigma, steps)
+            fits = renyi.rdp(compose([*admitted, event]), found.order) <= admission.filter_allowance(found)
+            try:
+                reserve(ledger, event=event, num_steps=steps)
+            except BudgetExceeded:
+                assert not fits
+            else:
+                assert fits
+                admitted.append(event)
+        assert len(ledger.runs("notes")) == len(admitted) > 0
+        assert admission.filter_epsilon(ledger.account("notes")) <= 4.0
 
 
 def test_what_a_closed_run_gave_back_is_the_chains_to_say(ledger: Ledger, place: Place):
@@ -255,12 +285,10 @@ def test_delta_hidden_in_a_runs_event_is_not_free(ledger: Ledger):
 
 def test_a_budget_that_comes_after_runs_is_adaptive_at_an_order_of_its_own(ledger: Ledger):
     reserve(ledger, event=RUN, num_steps=150)
-    with pytest.raises(Refused, match="Type --gate adaptive"):
+    with pytest.raises(Refused, match="Leave out --planned"):
         budgets.set_budget(ledger, "notes", budget(8.0))
     found = budgets.set_budget(ledger, "notes", adaptive(8.0, 3.7))
-    assert (
-        found.order == admission.order_after_results(budget(8.0)) != 3.7
-    )  # not what was asked for when results were known
+    assert found.order == renyi.filter_order(8.0, DELTA) != 3.7  # not what was asked for when results were known
     assert found == ledger.budget("notes")
     assert budgets.set_budget(ledger, "notes", adaptive(8.0, 5.1)) == found
     left = renyi.allowance(8.0, DELTA, found.order) - renyi.rdp(RUN, found.order)

@@ -69,7 +69,7 @@ BOUNDLESS = [
     *({"epsilon": value} for value in (0.0, -1.0, NAN, INF)),
     *({"delta": value} for value in (0.0, 1.0, NAN)),
     *({"import_delta": value} for value in (-1e-9, 1e-5, NAN)),
-    *({"gate": "adaptive", "order": value} for value in (None, 1.0, INF)),
+    *({"gate": "adaptive", "order": value} for value in (1.0, INF)),
     {"unit": ""},
     {"relation": "replace_one"},
     {"gate": "none"},

@@ -368,6 +368,32 @@ def test_outlook_says_what_reserve_would(ledger: Ledger):
     assert "another quantity" in ledger.outlook("notes", request(unit="visit")).refusal
 
 
+@pytest.mark.parametrize("gate", ["planned", "a list of one", "adaptive"])
+def test_outlook_says_what_remains_and_how_many_runs_could_follow(ledger: Ledger, gate: str):
+    budgets.set_budget(ledger, "notes", adaptive(4.35) if gate == "adaptive" else budget(1.0))
+    if gate == "planned":
+        budgets.seal(ledger, "notes", [Sealed(EVENT, 4)] * 3, "alice", "three")
+    seen = ledger.outlook("notes", request())
+    reserve(ledger)
+    assert seen.remaining == ledger.remaining("notes")
+    assert seen.could_follow == {"planned": 2, "a list of one": 0}.get(gate, seen.could_follow)
+    for _ in range(seen.could_follow):
+        assert ledger.outlook("notes", request()).refusal is None
+        assert ledger.remaining("notes") > 0
+        reserve(ledger)
+    with pytest.raises(BudgetExceeded):
+        reserve(ledger)
+    last = ledger.outlook("notes", request())
+    assert last.refusal is not None
+    assert last.could_follow == 0
+    if gate == "adaptive":
+        assert seen.could_follow > 1
+        account = ledger.account("notes")
+        assert last.remaining == pytest.approx(4.35 - admission.filter_epsilon(account))
+    else:
+        assert last.remaining == 0.0  # although the list came to less than the budget
+
+
 def test_child_processes_see_no_more_than_the_ledger(place: Place):
     """The helper that starts processes would hide a failure if it swallowed one."""
     with pytest.raises(AssertionError):
