@@ -17,13 +17,16 @@ import logging
 import os
 import warnings
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from dpllm.errors import ConfigError
 
 if TYPE_CHECKING:
+    from transformers import TrainerCallback
+
     from dpllm.auditing.record import AuditRecord
     from dpllm.comparison.compare import Comparison
     from dpllm.comparison.compare import DPComparison as DPComparison
@@ -37,6 +40,8 @@ if TYPE_CHECKING:
     from dpllm.text.data import TokenSequence as TokenSequence
     from dpllm.text.data import Unit as Unit
     from dpllm.verification.values import Verification
+
+    Recipe: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | RunConfig
 
 __version__ = "0.1.0"
 # bitsandbytes up to 0.50.2 warns at each import that it has no kernel for 4-bit weights on a CPU; its other warnings stay.
@@ -81,53 +86,85 @@ def __getattr__(name: str) -> Any:
     return found if attribute is None else getattr(found, attribute)
 
 
-def load_recipe(path: str | os.PathLike[str], overrides: Mapping[str, Any] | None = None) -> RunConfig:
+def load_recipe(recipe: Recipe, overrides: Mapping[str, Any] | None = None) -> RunConfig:
     """Reads a recipe.
 
     Args:
-        path: YAML file.
+        recipe: A YAML file, a dict of its sections, or a recipe that was read before.
         overrides: Dotted key -> value, as ``{"privacy.epsilon": 3}``.
 
     Raises:
         ConfigError: A key is unknown, or a value impossible.
     """
-    from dpllm.recipe.config import load_config
+    from dpllm.recipe.config import RunConfig, load_config, make_config
 
-    if not isinstance(path, str | os.PathLike):
+    if isinstance(recipe, str | os.PathLike):
+        return load_config(os.fspath(recipe), dict(overrides or {}))
+    if isinstance(recipe, RunConfig):
+        return make_config(recipe.model_dump(mode="json"), overrides, "recipe") if overrides else recipe
+    if isinstance(recipe, Mapping):
+        return make_config(deepcopy(dict(recipe)), overrides, "recipe")
+    raise ConfigError(
+        f"a recipe is a YAML file, a dict or what dpllm.load_recipe returns, and a {type(recipe).__name__} was given. Type "
+        'dpllm.load_recipe("recipe.yaml", {"privacy.epsilon": 3}).'
+    )
+
+
+def _with_rows(recipe: Recipe, **rows: Any) -> RunConfig:
+    """The recipe, which reads the rows that a program holds from files beside its output_dir."""
+    given = {name: held for name, held in rows.items() if held is not None}
+    config = load_recipe(recipe, {f"data.{name}": "rows.jsonl" for name in given})
+    if not given:
+        return config
+    if config.privacy.dataset is None and "train" in given:
         raise ConfigError(
-            f"load_recipe takes the path of a YAML file, and was given a {type(path).__name__}. Type "
-            'dpllm.load_recipe("recipe.yaml", {"privacy.epsilon": 3}).'
+            "train: rows that a program holds have no name, under which the ledger could keep their budget. Set "
+            'privacy.dataset, as in {"privacy": {"dataset": "clinic_notes", ...}}; use the same name for the same people.'
         )
-    return load_config(os.fspath(path), dict(overrides or {}))
+    from dpllm.text.in_memory import write_rows
+
+    data, root = config.data, Path(config.output_dir)
+    named = {data.unit, *data.control, *data.columns.values()}
+    folder = root.with_name(root.name + "-rows")
+    paths = {name: str(write_rows(held, named, folder, name)) for name, held in given.items()}
+    return config.model_copy(update={"data": data.model_copy(update=paths)})
 
 
-def _read(recipe: RunConfig) -> RunConfig:
-    """The same, if it is a recipe that was read."""
-    from dpllm.recipe.config import RunConfig
+def plan(recipe: Recipe, *, train: Any = None, eval: Any = None) -> Decision:
+    """What a run of a recipe would promise, and everything that would refuse it; reads no weights and charges nothing.
 
-    if not isinstance(recipe, RunConfig):
-        raise ConfigError(
-            f"a recipe is needed, and a {type(recipe).__name__} was given. Type recipe = dpllm.load_recipe(PATH), and give that."
-        )
-    return recipe
-
-
-def plan(recipe: RunConfig) -> Decision:
-    """What a run of a recipe would promise, and everything that would refuse it; reads no weights and writes nothing.
+    Args:
+        recipe: See ``load_recipe``.
+        train: Rows in place of data.train; see ``train``.
+        eval: Rows in place of data.eval.
 
     Returns:
         The decision: ``plan``, ``schedule``, ``ledger``, ``refusals``; printed, a few lines.
     """
     from dpllm.run.promise import Start, decide
 
-    return decide(_read(recipe), Start())
+    return decide(_with_rows(recipe, train=train, eval=eval), Start())
 
 
-def train(recipe: RunConfig, *, resume: bool = False, overwrite: bool = False, make_up_lost_steps: bool = False) -> Run:
+def train(
+    recipe: Recipe,
+    *,
+    train: Any = None,
+    eval: Any = None,
+    callbacks: Sequence[TrainerCallback] = (),
+    resume: bool = False,
+    overwrite: bool = False,
+    make_up_lost_steps: bool = False,
+) -> Run:
     """Runs a recipe from data to export/; also from a notebook.
 
     Args:
-        recipe: Of ``load_recipe``.
+        recipe: See ``load_recipe``.
+        train: Rows in place of data.train: a list of dicts, a pandas DataFrame or a datasets.Dataset. A file in OUTPUT_DIR-rows,
+            which only you can read, keeps them for resuming and auditing; delete it afterwards.
+        eval: Rows in place of data.eval.
+        callbacks: Of transformers' Trainer. They are called when training begins and ends and after each step, see what the step
+            released, and may stop the run by ``control.should_training_stop``.
         resume: Go on with the interrupted run in ``output_dir``.
         overwrite: Replace a run that lies there. What it spent stays in the ledger.
         make_up_lost_steps: With ``resume``: reserve and repeat the steps that were charged and lost in a crash.
@@ -143,8 +180,9 @@ def train(recipe: RunConfig, *, resume: bool = False, overwrite: bool = False, m
     from dpllm.run.directory import Run, RunDir
     from dpllm.run.promise import Start
 
-    record = loop.train(_read(recipe), Start(resume, make_up_lost_steps, overwrite))
-    return Run(RunDir(Path(recipe.output_dir)), record)
+    config = _with_rows(recipe, train=train, eval=eval)
+    record = loop.train(config, Start(resume, make_up_lost_steps, overwrite), callbacks=callbacks)
+    return Run(RunDir(Path(config.output_dir)), record)
 
 
 def audit(run: Run | str | os.PathLike[str], *, generate: bool = True) -> AuditRecord:
@@ -216,13 +254,13 @@ def verify(
 
 
 def generate(
-    run: Run | str | os.PathLike[str], prompts: Sequence[str] | None = None, num: int = 1, **settings: Any
+    run: Run | str | os.PathLike[str], prompts: str | Sequence[str] | None = None, num: int = 1, **settings: Any
 ) -> list[Sample]:
     """Samples text from a tuned model; post-processing, which costs no privacy.
 
     Args:
         run: A run, its directory or export, or what ``dpllm merge`` wrote.
-        prompts: None: texts are written from their beginning.
+        prompts: One or several; None: texts are written from their beginning.
         num: Texts behind each prompt.
         settings: ``max_new_tokens``, ``temperature``, ``top_p``, ``beams``, ``seed``.
 
@@ -231,7 +269,7 @@ def generate(
     """
     from dpllm.publish.generate import load, sample
 
-    return sample(load(_directory(run).root), prompts, num, **settings)
+    return sample(load(_directory(run).root), [prompts] if isinstance(prompts, str) else prompts, num, **settings)
 
 
 def synthesize(

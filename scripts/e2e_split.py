@@ -2,8 +2,9 @@
 
     python scripts/e2e_split.py TRAIN.jsonl EVAL.jsonl OUT
 
-Rows are {prompt, completion, restaurant}; no prompt (meaning representation) of TRAIN.jsonl is in EVAL.jsonl. Every second prompt of EVAL.jsonl,
-in the order of their text, goes to choose.jsonl, the others to score.jsonl, with all their references. A newline ends each prompt.
+Rows are {prompt, completion, restaurant}; no prompt (meaning representation) of TRAIN.jsonl is in EVAL.jsonl. Every second prompt
+of EVAL.jsonl, in the order of their text, goes to choose.jsonl, the others to score.jsonl, with all their references. A newline
+ends each prompt.
 """
 
 import json
@@ -25,7 +26,9 @@ def main(train, held_out, out):
     parts = {"choose": set(prompts[::2]), "score": set(prompts[1::2]), "train": trained}
     for name, part in parts.items():
         lines = [
-            json.dumps({**row, "prompt": row["prompt"] + "\n"}) for row in rows(train if name == "train" else held_out) if row["prompt"] in part
+            json.dumps({**row, "prompt": row["prompt"] + "\n"})
+            for row in rows(train if name == "train" else held_out)
+            if row["prompt"] in part
         ]
         (out / f"{name}.jsonl").write_text("\n".join(lines) + "\n", "utf-8")
         print(f"{out / name}.jsonl: {len(lines):,} rows of {len(part):,} meaning representations")

@@ -29,6 +29,7 @@ from dpllm.statement.fields import (
     Share,
     Text,
 )
+from dpllm.statement.formatting import bound, html_table, measured
 from dpllm.statement.privacy_record import AttackLimits, CanaryGroup, Extraction, GradientAudit
 from dpllm.statement.run_files import AuditSettings
 
@@ -179,6 +180,24 @@ class Summary(Record):
     """What tests, claim and controls together allow anybody to say."""
     verdict_reason: str
     """Why."""
+
+    def _in_words(self) -> dict[str, object]:
+        found, claim = self.epsilon_lower_bound, self.claim
+        return {
+            "verdict": self.verdict,
+            "reason": self.verdict_reason,
+            "epsilon is at least": measured(found.value),
+            "by gradient canaries, at least": self.gradient and measured(self.gradient.epsilon_lower_bound),
+            "claimed epsilon": claim and bound(claim.epsilon),
+        }
+
+    def __repr__(self) -> str:
+        return "Audit: " + ", ".join(f"{name} {words}" for name, words in self._in_words().items() if words is not None)
+
+    __str__ = __repr__
+
+    def _repr_html_(self) -> str:
+        return html_table("Audit", self._in_words())
 
     def by_group(self) -> dict[str, dict[str, Attack]]:
         """The attacks on each group, by how often its canaries were planted."""

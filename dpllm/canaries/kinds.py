@@ -218,7 +218,13 @@ def personal_details(total: int, generator: random.Random) -> list[tuple[str, st
     Raises:
         ConfigError: More than there are people or details.
     """
-    from faker import Faker
+    try:
+        from faker import Faker
+    except ImportError:
+        raise ConfigError(
+            "audit.canaries.kind: pii invents people with Faker, which is not installed. Type pip install 'dpllm[names]', or set "
+            "another kind."
+        ) from None
 
     fake = Faker("en_US", use_weighting=False)
     fake.seed_instance(generator.getrandbits(256))

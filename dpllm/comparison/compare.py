@@ -43,6 +43,9 @@ class Comparison:
     output: Path
     files: tuple[Path, ...]
 
+    def __repr__(self) -> str:
+        return f"Comparison in {self.output}: {', '.join(path.name for path in self.files)}"
+
     @property
     def rows(self) -> tuple[Row, ...]:
         """The figures as text, in the order of the table."""

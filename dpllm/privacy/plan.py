@@ -143,6 +143,28 @@ class Plan:
     # (delta, epsilon) at ``CURVE_DELTAS``; None where no epsilon is certified
     curve: tuple[tuple[float, float | None], ...] = ()
 
+    def in_words(self) -> dict[str, str]:
+        """The figures that everybody asks for, by their names."""
+        schedule = self.schedule
+        return {
+            "epsilon": f"{self.epsilon:.3f}",
+            "at delta": f"{self.delta:g}",
+            "per": self.unit,
+            "N": str(schedule.dataset_size),
+            "q": f"{schedule.sampling_rate:.4f}",
+            "steps": str(schedule.num_steps),
+            "noise multiplier": f"{self.noise_multiplier:g}",
+            "C": f"{self.max_grad_norm:g}",
+        }
+
+    def __str__(self) -> str:
+        told = self.in_words()
+        promised = " ".join(f"{name} {told.pop(name)}" for name in ("epsilon", "at delta", "per"))
+        drawn = f"N {told['N']}, q {told['q']}, {told['steps']} steps"
+        return f"{promised}, {drawn}, noise multiplier {told['noise multiplier']}, C {told['C']}"
+
+    __repr__ = __str__
+
     def __post_init__(self) -> None:
         if self.coefficients and (len(self.coefficients) < 2 or not banded.admissible(self.coefficients)):
             raise Refused(

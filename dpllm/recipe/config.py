@@ -316,6 +316,14 @@ class TelemetryConfig(Section):
     """Port on the loopback interface where Prometheus can scrape the running job."""
     trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = Field(default_factory=list)
     """Experiment trackers, through accelerate. They get released and public values only."""
+    project: str = "dpllm"
+    """With trackers: the project, of mlflow the experiment, that the run is shown in."""
+    run_name: str | None = None
+    """With trackers: name of the run; null: that of the run directory."""
+    group: str | None = None
+    """With trackers: the group of runs that it belongs to; of mlflow a tag. tensorboard knows none."""
+    entity: str | None = None
+    """With trackers: wandb's user or team; null: the user's default."""
     private_metrics: bool = False
     """true: metrics and trackers also get un-noised figures of private data, such as the loss and the share of clipped
     gradients. They are outside the guarantee, and the card says so."""
@@ -334,6 +342,13 @@ class RunConfig(Section):
     telemetry: TelemetryConfig = TelemetryConfig()
     output_dir: str
     """The run directory; one that already holds a run is refused unless resumed or overwritten."""
+
+    def __str__(self) -> str:
+        return dump_config(self)
+
+    def __repr__(self) -> str:
+        promised = f"epsilon {self.privacy.epsilon}" if self.privacy.enabled else "no differential privacy"
+        return f"Recipe: {self.adapter.method} of {self.model.name_or_path}, {promised}, output_dir {self.output_dir}"
 
     @model_validator(mode="after")
     def _model_suits_adapter(self) -> RunConfig:

@@ -94,6 +94,8 @@ def digest(config: RunConfig) -> str:
     del recipe["output_dir"]
     for key in ("process_timeout", "sample_prompts", "sample_every"):  # they say nothing of the result
         del recipe["train"][key]
+    for key in ("project", "run_name", "group", "entity"):  # nor do these
+        del recipe["telemetry"][key]
     # Published runs state their digests: later keys count only where they are used, and a retired one still counts.
     for section, key in (
         ("audit", "gradient_canaries"),

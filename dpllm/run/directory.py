@@ -15,6 +15,7 @@ from dpllm.errors import ConfigError, Refused
 from dpllm.files import RunPaths, alone, read_json, resolved
 from dpllm.recipe import names
 from dpllm.recipe.config import RunConfig, load_config
+from dpllm.statement.formatting import html_table
 from dpllm.statement.run_files import RunRecord, read_status
 
 
@@ -94,6 +95,23 @@ class Run:
     def export_dir(self) -> Path:
         """The only directory to publish."""
         return self.directory.export
+
+    def _in_words(self) -> dict[str, str]:
+        record, holds = self.record, self.record.guarantee.holds
+        return {
+            "status": record.status,
+            "guarantee": f"epsilon {self.epsilon:.3f} at delta {self.delta:g}"
+            if holds
+            else f"none: {record.guarantee.reason}",
+            "steps": f"{record.steps_taken} of {record.steps_planned}",
+            "to publish": str(self.export_dir),
+        }
+
+    def __repr__(self) -> str:
+        return "Run: " + ", ".join(f"{name} {words}" for name, words in self._in_words().items())
+
+    def _repr_html_(self) -> str:
+        return html_table(f"Run {self.directory.root}", self._in_words())
 
 
 def _remove(directory: Path, keep: Path | None) -> None:

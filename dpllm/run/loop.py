@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate import PartialState
@@ -31,15 +33,26 @@ from dpllm.run.record import Recorder, may_publish_cost
 from dpllm.run.screen import Screen
 from dpllm.statement.run_files import RunRecord, read_run
 from dpllm.telemetry import Telemetry
+from dpllm.telemetry.callbacks import Callbacks
 from dpllm.text import tokens
+
+if TYPE_CHECKING:
+    from transformers import TrainerCallback
 
 COMPARE_EVERY = 50  # steps after which the ranks compare their weights; also at every stop and at the end
 
 
-def train(config: RunConfig, start: Start | None = None, *, console: Console | None = None) -> RunRecord:
+def train(
+    config: RunConfig,
+    start: Start | None = None,
+    *,
+    console: Console | None = None,
+    callbacks: Sequence[TrainerCallback] = (),
+) -> RunRecord:
     """Runs a recipe from data to export/.
 
-    Without ``start`` it begins anew, where no run lies yet. Returns what run.json says.
+    Without ``start`` it begins anew, where no run lies yet; ``callbacks`` are of ``transformers``, the same in every process.
+    Returns what run.json says.
 
     Raises:
         ConfigError: The recipe or the data cannot be used (exit code 2).
@@ -58,7 +71,7 @@ def train(config: RunConfig, start: Start | None = None, *, console: Console | N
         if main:  # rank 0 alone reads and writes the run directory
             check_directory(config, run, resume=start.resume, overwrite=start.overwrite)  # before anything is made
             stack.enter_context(run.locked())
-        telemetry = stack.enter_context(Telemetry(config, run, main=main))
+        telemetry = stack.enter_context(Telemetry(config, run, main=main, callbacks=callbacks))
         screen = stack.enter_context(Screen(console, public=may_publish_cost(config)))
         if main:
             stack.enter_context(heard_by(screen))
@@ -67,7 +80,7 @@ def train(config: RunConfig, start: Start | None = None, *, console: Console | N
         stack.enter_context(contextlib.closing(prepared.payment))
         recorder = stack.enter_context(Recorder(prepared, started, telemetry, deadline, console, screen, main=main))
         recorder.evaluated(_evaluate(prepared, state), "before")
-        step = _take_steps(prepared, recorder, deadline, state)
+        step = _take_steps(prepared, recorder, telemetry.callbacks, deadline, state)
         total = prepared.schedule.num_steps
         prepared.engine.close()
         if step < total or (prepared.config.train.checkpoint_every and step > prepared.first_step):
@@ -86,7 +99,9 @@ def train(config: RunConfig, start: Start | None = None, *, console: Console | N
             return record
 
 
-def _take_steps(prepared: Prepared, recorder: Recorder, deadline: StepDeadline, state: PartialState) -> int:
+def _take_steps(
+    prepared: Prepared, recorder: Recorder, callbacks: Callbacks, deadline: StepDeadline, state: PartialState
+) -> int:
     """Charge, step, log, until all steps are taken or somebody stops the run; the steps taken."""
     settings, total, step = prepared.config.train, prepared.schedule.num_steps, prepared.first_step
     learning_rate = derived.learning_rate_of(settings)
@@ -113,6 +128,8 @@ def _take_steps(prepared: Prepared, recorder: Recorder, deadline: StepDeadline, 
             if step % COMPARE_EVERY == 0 or stop or step == total:
                 processes.check_same_weights(prepared.engine.parameters.values(), step)
             recorder.step(step, rate, int(positions), everyone)
+            if callbacks:
+                stop = max(stop, *processes.totals(int(callbacks.stop)))
             deadline.rest()  # what comes now may take as long as it wants
             # once in a while:
             if settings.eval_every and step % settings.eval_every == 0 and step < total:

@@ -26,6 +26,7 @@ from dpllm.run.directory import RunDir, check_directory
 from dpllm.run.resume import ResumeState, check_promise, read_resume_state, same_lineage, same_recipe
 from dpllm.statement import lineage, parents
 from dpllm.statement.fields import Lineage
+from dpllm.statement.formatting import html_table
 from dpllm.text import builtin, data, layouts
 from dpllm.text.prompts import read_prompts
 from dpllm.text.rows import Groups
@@ -97,17 +98,21 @@ class Decision:
     def __str__(self) -> str:
         """The promise in one line, and what would refuse it in one line each."""
         lines = [f"Refused: {error}" for error in self.refusals]
-        plan, schedule = self.plan, self.schedule
-        if plan is not None:
-            size, rate, steps = plan.schedule.dataset_size, plan.schedule.sampling_rate, plan.schedule.num_steps
-            drawn = f"N {size}, q {rate:.4f}, {steps} steps, noise multiplier {plan.noise_multiplier:g}"
-            promised = f"epsilon {plan.epsilon:.3f} at delta {plan.delta:g} per {plan.unit}"
-            lines.insert(0, f"Plan: {promised}, {drawn}, C {plan.max_grad_norm:g}")
-        elif schedule is not None and not self.config.privacy.enabled:
-            lines.insert(0, f"No differential privacy: {schedule.num_steps} steps")
+        if self.plan is not None:
+            lines.insert(0, f"Plan: {self.plan}")
+        elif self.schedule is not None and not self.config.privacy.enabled:
+            lines.insert(0, f"No differential privacy: {self.schedule.num_steps} steps")
         if self.subject and self.subject.reads:
             lines.append(f"Data: {self.subject.reads}")
         return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """The same as a table, in a notebook."""
+        rows = self.plan.in_words() if self.plan else {}
+        refused = "; ".join(map(str, self.refusals)) or None
+        return html_table("Plan", {**rows, "data": self.subject and self.subject.reads, "refused": refused})
 
     def without_rows(self) -> Self:
         """The same for other processes, which have not the files of this one open."""

@@ -5,6 +5,7 @@ Comes in: values of a run. Goes out: short strings, templates. Must not open any
 
 from __future__ import annotations
 
+import html
 import math
 import re
 import unicodedata
@@ -20,6 +21,16 @@ TEMPLATES = Path(__file__).parent / "templates"
 NOT_MEASURED = "not measured"
 _MARKDOWN = re.compile(r"[\\`*\[\]~$]|(?<!\w)_|_(?!\w)|&(?=#?\w+;)|^[#>+-]")
 """What Markdown, or the mathematics of the Hub, would take for more than a letter."""
+
+
+def html_table(title: str, rows: Mapping[str, object]) -> str:
+    """What a notebook shows of a value: a title, and names beside values; None is left out."""
+    cells = "".join(
+        f"<tr><th style='text-align:left'>{html.escape(name)}</th><td style='text-align:left'>{html.escape(str(value))}</td></tr>"
+        for name, value in rows.items()
+        if value is not None
+    )
+    return f"<table><caption>{html.escape(title)}</caption>{cells}</table>"
 
 
 def bound(value: float, digits: int = 4) -> str:

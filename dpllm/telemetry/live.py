@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from prometheus_client import CollectorRegistry, start_http_server
 
@@ -23,10 +23,14 @@ from dpllm.files import RunPaths, resolved
 from dpllm.privacy import accounting
 from dpllm.privacy.plan import Plan
 from dpllm.recipe import derived
-from dpllm.recipe.config import RunConfig
+from dpllm.recipe.config import RunConfig, TelemetryConfig
 from dpllm.statement.run_files import read_plan
 from dpllm.telemetry import metrics
+from dpllm.telemetry.callbacks import Callbacks
 from dpllm.telemetry.metrics import INTERVAL, AuditFigures, Families, RunValues
+
+if TYPE_CHECKING:
+    from transformers import TrainerCallback
 
 INTERVAL_SECONDS = 5.0
 """At most so often is a file written: a node exporter reads every 15 seconds or so."""
@@ -43,20 +47,23 @@ class Telemetry:
         and on evaluation data only where they are declared public (side channels such as the time of a step aside).
     """
 
-    def __init__(self, config: RunConfig, run: RunPaths, *, main: bool = True) -> None:
+    def __init__(
+        self, config: RunConfig, run: RunPaths, *, main: bool = True, callbacks: Sequence[TrainerCallback] = ()
+    ) -> None:
         """Checks everything that the recipe asks for, and starts to listen; only the ``main`` process shows anything.
 
         Raises:
-            ConfigError: A port that is taken, a directory that is not there.
+            ConfigError: A port that is taken, a directory that is not there, a callback that is none.
         """
         settings = config.telemetry
+        self.callbacks = Callbacks(callbacks, config.output_dir)
         self._config, self._run = config, run
         self._directory: Path | None = None
         self._trackers: Trackers | None = None
         self._values: RunValues | None = None
         self._promised, self._told, self._due = False, False, 0.0
         self._shown, self._open = Families(), contextlib.ExitStack()
-        self._on = main and bool(settings.textfile or settings.port or settings.trackers)
+        self._on = main and bool(settings.textfile or settings.port or settings.trackers or callbacks)
         if not self._on:
             return
         if settings.textfile:
@@ -94,12 +101,13 @@ class Telemetry:
                 values, state="running", step=step, epsilon_consumed=epsilon if self._promised else None
             )
             if self._config.telemetry.trackers:
-                names, where = self._config.telemetry.trackers, self._run.private / "trackers"
-                self._trackers = Trackers(names, values.model, where, _about(self._config, self._run, values))
+                settings, where = self._config.telemetry, self._run.private / "trackers"
+                self._trackers = Trackers(settings, values.model, where, _about(self._config, self._run, values))
                 self._open.callback(self._trackers.finish)
         except DpllmError as error:
             self._tell(error)
         self._show()
+        self.callbacks.begin(step, self._values.steps_planned if self._values else 0)
 
     def step(
         self, step: int, epsilon: float | None, rate: float, released: Mapping[str, float], private: Mapping[str, Any]
@@ -117,8 +125,10 @@ class Telemetry:
             seen = metrics.unnoised(private, clips=self._values.noise_multiplier is not None)
         fraction = metrics.clip_fraction(released)
         self._values = replace(self._values, step=step, epsilon_consumed=epsilon, clip_fraction=fraction, **seen)  # type: ignore[arg-type]
+        told = {"epsilon_consumed": epsilon, "learning_rate": rate, **released, **seen}
         if self._trackers:
-            self._trackers.log({"epsilon_consumed": epsilon, "learning_rate": rate, **released, **seen}, step)
+            self._trackers.log(told, step)
+        self.callbacks.step(step, told)
         if time.monotonic() >= self._due:
             self._show()
 
@@ -145,6 +155,7 @@ class Telemetry:
         except DpllmError as error:
             self._tell(error)
         self._show()
+        self.callbacks.end()
 
     def _show(self) -> None:
         if self._values is None:
@@ -237,23 +248,27 @@ class Trackers:
     What may leave is decided by the caller. One that fails gets nothing more.
     """
 
-    def __init__(self, names: Sequence[str], model: str, directory: Path, about: Mapping[str, Value | None]) -> None:
+    def __init__(
+        self, settings: TelemetryConfig, model: str, directory: Path, about: Mapping[str, Value | None]
+    ) -> None:
         """Starts those of ``telemetry.trackers``; ``about`` has public values without paths, ``directory`` is private."""
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
         # wandb would send the command line, paths, the state of git, standard output and the load; mlflow the program's path.
         off = dict.fromkeys(("disable_git", "disable_code", "x_disable_meta", "x_disable_stats"), True)
+        run, group = settings.run_name or model, {"group": settings.group} if settings.group else {}
+        entity = {"entity": settings.entity} if settings.entity else {}
         options: dict[str, dict[str, Any]] = {
-            "wandb": {"name": model, "settings": {"console": "off", **off}},
-            "mlflow": {"run_name": model, "tags": {"mlflow.source.name": PROJECT}},
-            "trackio": {"name": model},
+            "wandb": {"name": run, "dir": str(directory), "settings": {"console": "off", **off}, **group, **entity},
+            "mlflow": {"run_name": run, "tags": {"mlflow.source.name": PROJECT, **group}},
+            "trackio": {"name": run, **group},
         }
         self._started: dict[str, Any] = {}
-        for name in names:
+        for name in settings.trackers:
             with self._dropped_if_it_fails(name):
                 kind = LOGGER_TYPE_TO_CLASS[name]
                 where = (str(directory),) if kind.requires_logging_directory else ()
-                tracker = kind(PROJECT, *where, **options.get(name, {}))
+                tracker = kind(settings.project, *where, **options.get(name, {}))
                 tracker.start()
                 self._started[name] = tracker
                 tracker.store_init_configuration(_known(about))
@@ -284,9 +299,10 @@ class Trackers:
     def _dropped_if_it_fails(self, name: str) -> Iterator[None]:
         try:
             yield
-        except (Exception, SystemExit) as error:  # a tracker raises what it likes
+        except (Exception, SystemExit) as error:
             self._started.pop(name, None)
-            print(f"dpllm: the tracker {name} failed ({type(error).__name__}) and gets nothing more.", file=sys.stderr)
+            why = " ".join([type(error).__name__, *str(error).split()])[:200]  # it knows public values alone
+            print(f"dpllm: the tracker {name} failed ({why}) and gets nothing more.", file=sys.stderr)
 
 
 def _known(values: Mapping[str, Value | None]) -> dict[str, Value]:

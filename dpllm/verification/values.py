@@ -62,6 +62,10 @@ class Verification:
         """Whether any check failed."""
         return any(check.status == "failed" for check in self.checks)
 
+    def __repr__(self) -> str:
+        counts = self.to_json()["counts"]
+        return f"Verification of {self.path}: " + ", ".join(f"{number} {status}" for status, number in counts.items())
+
     def to_json(self) -> Json:
         """As ``dpllm verify --json`` prints it."""
         checks = [asdict(check) for check in self.checks]

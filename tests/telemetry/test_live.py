@@ -20,6 +20,7 @@ from tiny_models import recipe
 from dpllm.errors import Refused
 from dpllm.files import write_json
 from dpllm.ledger import Ledger, budgets
+from dpllm.recipe.config import TelemetryConfig
 from dpllm.recipe.derived import plan_of
 from dpllm.run.directory import RunDir
 from dpllm.telemetry import Telemetry, live, metrics, publish_audit
@@ -84,22 +85,22 @@ def test_a_tracker_that_fails_ends_nothing(
 ) -> None:
     stub.fail = fails
     monkeypatch.setattr(stub, "error", error("the tracker is down"))
-    trackers = Trackers(["wandb"], "notes-lora", Path("nowhere"), {"a": 1, "b": None})
+    trackers = Trackers(TelemetryConfig(trackers=["wandb"]), "notes-lora", Path("nowhere"), {"a": 1, "b": None})
     for step in (1, 2):
         trackers.log({"x": 0.5, "y": None}, step)
     trackers.finish()
-    said = f"dpllm: the tracker wandb failed ({error.__name__}) and gets nothing more.\n"
+    said = f"dpllm: the tracker wandb failed ({error.__name__} the tracker is down) and gets nothing more.\n"
     assert capsys.readouterr().err == said
     assert [call[0] for call in stub.made[0].calls][-1] == fails
 
 
 def test_wandb_is_told_to_send_nothing_by_itself(stub: type[Stub]) -> None:
-    trackers = Trackers(["wandb"], "notes-lora", Path("nowhere"), {"a": 1, "b": None})
+    trackers = Trackers(TelemetryConfig(trackers=["wandb"]), "notes-lora", Path("nowhere"), {"a": 1, "b": None})
     trackers.log({"x": 0.5, "y": None}, 3)
     trackers.log({"y": None}, 4)
     trackers.finish()
     first, *rest = stub.made[0].calls
-    assert first[1:] == ("dpllm", {"name": "notes-lora", "settings": first[2]["settings"]})
+    assert first[1:] == ("dpllm", {"name": "notes-lora", "dir": "nowhere", "settings": first[2]["settings"]})
     assert first[2]["settings"]["console"] == "off"
     assert first[2]["settings"]["x_disable_meta"] is True
     assert rest == [("start",), ("about", {"a": 1}), ("log", 3, {"x": 0.5}), ("finish",)]
@@ -109,7 +110,7 @@ def test_texts_go_to_trackers_and_to_mlflow_as_a_file(stub: type[Stub], monkeypa
     kept: list[tuple[str, str]] = []
     monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "mlflow", Stub)
     monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(log_text=lambda *call: kept.append(call)))
-    trackers = Trackers(["wandb", "mlflow"], "notes-lora", Path("nowhere"), {})
+    trackers = Trackers(TelemetryConfig(trackers=["wandb", "mlflow"]), "notes-lora", Path("nowhere"), {})
     trackers.log_texts({"sample_1": "Anna -> bought", "sample_2": "On -> day 3"}, 20)
     wandb, mlflow = (one.calls[-1] for one in stub.made)
     assert wandb == ("log", 20, {"sample_1": "Anna -> bought", "sample_2": "On -> day 3"})
@@ -211,6 +212,7 @@ def test_trackers_get_no_path_and_nothing_private(prepared: SimpleNamespace, stu
         a_step(telemetry, 1)
         telemetry.evaluated(1, 3.25, 0.5)  # of private data
     calls = stub.made[0].calls
+    assert calls[0][2].pop("dir") == str(prepared.run.private / "trackers")  # where wandb writes, and does not send
     assert [call[0] for call in calls] == ["init", "start", "about", "log", "finish"]
     assert calls[3][1:] == (1, {"epsilon_consumed": 0.5, "learning_rate": 1e-3})
     assert str(tmp_path) not in json.dumps(calls[:4])

@@ -1,0 +1,120 @@
+"""Rows that a program holds, written to a file of their owner's: a list of dicts, a pandas DataFrame, a datasets.Dataset.
+
+Comes in: rows, and which columns the recipe names. Goes out: the path of a JSON Lines file, which is then read as any other. Its
+errors name columns and rows and never what is in them. Imports neither pandas nor datasets: whoever holds such rows has it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import tempfile
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from dpllm.errors import DataError
+from dpllm.text.sources import ROWS_AT_ONCE
+
+_GUESSED = re.compile(r"float|double|complex|datetime|timestamp|timedelta|duration|date|time")
+"""Types of a column that pandas and datasets choose by the rows of everybody, or that JSON has no word for."""
+
+
+def write_rows(rows: Any, named: Collection[str], folder: Path, name: str) -> Path:
+    """Writes rows to ``folder``/``name``-DIGEST.jsonl, which only its owner can read; equal rows have the same file.
+
+    Args:
+        rows: Dicts, one after the other; a ``pandas.DataFrame``; a ``datasets.Dataset``.
+        named: Columns that the recipe names. Other columns of numbers with a point, or of times, are left out.
+        folder: Is made.
+        name: Such as ``train``; errors name it.
+
+    Raises:
+        DataError: No rows, a row that is no dict or that JSON cannot hold, or a named column whose type depends on other rows.
+
+    Guarantee:
+        How a row is written depends on that row and on public column types alone; other rows can only make the whole be refused.
+    """
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    content, number = hashlib.sha256(), 0
+    descriptor, part = tempfile.mkstemp(dir=folder, suffix=".part")
+    try:
+        with open(descriptor, "w", encoding="utf-8") as file:
+            for number, row in enumerate(_rows(rows, named, name), start=1):
+                line = _line(row, f"{name}: row {number}")
+                content.update(line.encode())
+                file.write(line)
+        if not number:
+            raise DataError(f"{name}: holds no rows, so there is nothing to learn from.")
+        path = folder / f"{name}-{content.hexdigest()[:16]}.jsonl"
+        os.replace(part, path)
+    finally:
+        Path(part).unlink(missing_ok=True)
+    return path
+
+
+def _rows(rows: Any, named: Collection[str], name: str) -> Iterator[Any]:
+    if isinstance(rows, str | os.PathLike | bytes | Mapping):
+        kind = "dict" if isinstance(rows, Mapping) else type(rows).__name__
+        raise DataError(
+            f"{name}: takes rows, and was given a {kind}. Give a list of dicts, a DataFrame or a Dataset (one split of it); the "
+            f"path of a file belongs into the recipe, as data.{name}."
+        )
+    if hasattr(rows, "iloc"):  # a DataFrame
+        columns = _columns({column: str(kind) for column, kind in rows.dtypes.items()}, named, name)
+        if not rows.columns.is_unique:
+            raise DataError(f"{name}: has two columns of one name, of which one would be lost. Rename one.")
+        for start in range(0, len(rows), ROWS_AT_ONCE):
+            yield from rows.iloc[start : start + ROWS_AT_ONCE][columns].to_dict("records")
+    elif getattr(rows, "features", None):  # a Dataset
+        kinds = {column: str(getattr(kind, "dtype", kind)) for column, kind in rows.features.items()}
+        yield from rows.select_columns(_columns(kinds, named, name))
+    elif hasattr(rows, "__iter__"):
+        yield from rows
+    else:
+        raise DataError(
+            f"{name}: takes rows, and was given a {type(rows).__name__}. Give a list of dicts or a DataFrame."
+        )
+
+
+def _columns(kinds: Mapping[Any, str], named: Collection[str], name: str) -> list[Any]:
+    """The columns that are written; a named one whose type the rows of others decide is refused."""
+    for column, kind in kinds.items():
+        if column in named and _GUESSED.match(kind.lower()):
+            raise DataError(
+                f"{name}: column {column!r} is of type {kind}. Where another row has no value, 1 becomes 1.0, so one row "
+                'would decide how others read. Make it text where the data are read, as in pandas.read_csv(..., dtype={"'
+                f'{column}": "string"}}).'
+            )
+    return [column for column, kind in kinds.items() if not _GUESSED.match(kind.lower())]
+
+
+def _line(row: Any, place: str) -> str:
+    if not isinstance(row, Mapping) or not all(isinstance(column, str) for column in row):
+        raise DataError(f"{place} is a {type(row).__name__}; a dict with names of columns is expected.")
+    found = {column: None if _missing(value) else value for column, value in row.items()}
+    for column, value in found.items():
+        try:
+            found[column] = json.loads(json.dumps(value, default=_plain, allow_nan=False))
+        except (TypeError, ValueError, RecursionError):
+            raise DataError(
+                f"{place}: column {column!r} holds a {type(value).__name__}, which is neither text, number, list nor dict. Make "
+                "it text, or drop the column."
+            ) from None
+    return json.dumps(found, ensure_ascii=True) + "\n"
+
+
+def _missing(value: Any) -> bool:
+    """None, NaN, and pandas' own words for them."""
+    return (
+        value is None or type(value).__name__ in {"NAType", "NaTType"} or (isinstance(value, float) and value != value)
+    )
+
+
+def _plain(value: Any) -> Any:
+    """A value of numpy as one of Python."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError

@@ -1,0 +1,100 @@
+"""dpllm from a notebook: recipes as dicts, rows that the program holds, callbacks of the Trainer, and short words for each value."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import yaml
+from running import NUM_ROWS, SENTINEL, STEPS, charged, make_place, rows
+from safetensors.torch import load_file
+from transformers import TrainerCallback
+
+import dpllm
+from dpllm.errors import ConfigError
+
+
+class Listening(TrainerCallback):
+    """Remembers what it is told, and asks to stop after some step."""
+
+    def __init__(self, stop_after: int | None = None) -> None:
+        self.told: list[Any] = []
+        self.stop_after = stop_after
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        self.told.append(("begin", state.global_step, state.max_steps, sorted(more)))
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **more: Any) -> None:
+        self.told.append(("log", sorted(logs), sorted(more)))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        self.told.append(("step", state.global_step, sorted(more)))
+        control.should_training_stop = state.global_step == self.stop_after
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        self.told.append(("end", state.global_step, sorted(more)))
+
+
+def as_dict(recipe: Path) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(recipe.read_text("utf-8"))
+    del found["data"]["train"]
+    return found
+
+
+def test_rows_in_memory_train_as_a_file_does_and_callbacks_see_released_values_alone(
+    tmp_path: Path, base: Path
+) -> None:
+    seed = {"privacy.insecure_seed": 5}
+    from_file = make_place(tmp_path / "file", base, seed)
+    dpllm.train(from_file.recipe)
+    held = make_place(tmp_path / "held", base, seed)
+    recipe, listening = as_dict(held.recipe), Listening()
+    before = yaml.safe_dump(recipe)
+    table = pd.DataFrame(rows())
+    assert dpllm.plan(recipe, train=table).plan == dpllm.plan(from_file.recipe).plan
+    run = dpllm.train(recipe, train=table, callbacks=[listening])
+    assert yaml.safe_dump(recipe) == before  # the caller's own
+    left, right = (load_file(place.run / "export" / "adapter_model.safetensors") for place in (from_file, held))
+    assert all((left[name] == right[name]).all() for name in left)
+    told = listening.told
+    assert (told[0], told[-1]) == (("begin", 0, STEPS, []), ("end", STEPS, []))
+    assert told[1:-1] == [
+        entry
+        for step in range(1, STEPS + 1)
+        for entry in (("log", ["learning_rate"], []), ("step", step, []))  # a known seed: no epsilon
+    ]
+    assert (run.status, charged(held)) == ("completed", (1, STEPS))
+    for value in (run, dpllm.plan(recipe, train=table), dpllm.load_recipe(from_file.recipe)):
+        assert len(repr(value)) < 600
+        assert SENTINEL not in repr(value)
+    assert "<td" in run._repr_html_()
+    assert "already holds a run" in dpllm.plan(recipe, train=table)._repr_html_()
+
+
+def test_a_callback_stops_the_run_after_its_step_and_what_was_taken_is_charged(tmp_path: Path, base: Path) -> None:
+    place = make_place(tmp_path, base)
+    listening = Listening(stop_after=2)
+    run = dpllm.train(place.recipe, callbacks=[listening])
+    assert listening.told[1] == ("log", ["epsilon_consumed", "learning_rate"], [])
+    assert (run.status, run.record.steps_taken) == ("interrupted", 2)
+    assert charged(place) == (1, 2)
+    with pytest.raises(ConfigError, match="TrainerCallback"):
+        dpllm.train(place.recipe, callbacks=[print], resume=True)  # type: ignore[list-item]
+    assert dpllm.train(place.recipe, resume=True).status == "completed"
+
+
+def test_rows_in_memory_need_a_name_in_the_ledger(tmp_path: Path, base: Path) -> None:
+    place = make_place(tmp_path, base)
+    recipe = as_dict(place.recipe)
+    del recipe["privacy"]["dataset"]
+    with pytest.raises(ConfigError, match="dataset"):
+        dpllm.plan(recipe, train=rows(NUM_ROWS))
+    assert not list(tmp_path.glob("*-rows"))
+
+
+@pytest.mark.parametrize("wrong", [None, 3, ["recipe.yaml"], {"train": {"steps": 0}}, {}])
+def test_what_is_no_recipe_is_refused(wrong: Any) -> None:
+    with pytest.raises(ConfigError):
+        dpllm.load_recipe(wrong)
