@@ -1,4 +1,4 @@
-"""dpllm from a notebook: recipes as dicts, rows that the program holds, callbacks of the Trainer, and short words for each value."""
+"""dpllm from a notebook: recipes as dicts, rows that the program holds, callbacks of the Trainer, short words for each value."""
 
 from __future__ import annotations
 

@@ -251,7 +251,7 @@ def test_shadow_runs_show_nothing(baseline: Place, tmp_path: Path) -> None:
     [
         ("port", None, "cannot be listened on"),
         ("textfile", "nowhere", "no such directory"),
-        ("trackers", ["mlflow"], "pip install mlflow"),
+        ("trackers", ["trackio"], "pip install trackio"),
     ],
 )
 def test_what_cannot_be_watched_is_refused_before_anything_is_reserved(
