@@ -30,10 +30,23 @@ class Imported:
     path: Path
     tool: str
     special: Json = field(default_factory=dict)  # "@..." of imports.yaml -> value
+    said: dict[str, str] = field(default_factory=dict)  # the same -> their key with its value, until a line tells it
+    told: set[str] = field(default_factory=set)  # those of which a line does
     found: Json = field(default_factory=dict)  # our key -> value
     carried: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     recipe: str = ""  # YAML, at the end
+
+    def carry(self, word: str, key: str, value: Any) -> None:
+        """Sets our key by what their key for ``word`` says, and tells it."""
+        self.found[key] = value
+        self.carried.append(f"{self.said.get(word, word.removeprefix("@"))} -> {key}: {value}")
+        self.told.add(word)
+
+    def leave(self, word: str, why: str) -> None:
+        """Tells why their key for ``word`` is not carried over."""
+        self.left.append(f"{self.said.get(word, word).partition(': ')[0]}: {why}")
+        self.told.add(word)
 
     def drop(self, *keys: str) -> list[str]:
         """Takes back what was carried to keys that begin so, and returns its lines."""
@@ -63,6 +76,14 @@ def _one_of(*known: str) -> Callable[[Any], str]:
         raise _No(f"a recipe has {', '.join(known)}, so its default, {known[0]}, stands instead of {value}")
 
     return convert
+
+
+def _schedule(value: Any) -> str:
+    """By its whole name: cosine_with_min_lr is another curve than cosine."""
+    name = str(value).lower().removesuffix("_with_warmup")
+    if name in ("linear", "cosine", "constant"):
+        return name
+    raise _No(f"a recipe has linear, cosine (both fall to zero) and constant, and linear stands instead of {value}")
 
 
 def _whole(value: Any) -> int:
@@ -98,7 +119,7 @@ CONVERT: dict[str, Callable[[Any], Any]] = {
     "train.learning_rate": float,
     "train.weight_decay": float,
     "train.optimizer": _one_of("adamw", "sgd"),
-    "train.lr_scheduler": _one_of("linear", "cosine", "constant"),
+    "train.lr_scheduler": _schedule,
     "train.eval_every": _whole,
     "train.checkpoint_every": _whole,
     "telemetry.trackers": lambda value: sorted({"tensorboard", "wandb", "mlflow", "trackio"} & set(_listed(value))),
@@ -129,6 +150,9 @@ def import_config(path: Path) -> Imported:
             _refuse(path, f"stage: {draft.special['@stage']}")
         for fill in (_method, _length, _datasets):
             fill(draft)
+        draft.carried += [f"{line} -> nothing to set" for word, line in draft.said.items() if word not in draft.told]
+        if any(key.startswith("wandb_") for key in raw) and draft.found.get("telemetry.project"):
+            draft.found.setdefault("telemetry.trackers", ["wandb"])
     except (TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise ConfigError(
             f"{path}: holds a value of another kind than {draft.tool} documents, so it cannot be read ({error}). Mend it."
@@ -150,6 +174,7 @@ def _carry(draft: Imported, key: str, value: Any, note: str) -> None:
         return
     if ours.startswith("@"):
         draft.special[ours] = ready
+        draft.said[ours] = f"{key}: {value}{note}"
     else:
         draft.found[ours] = ready
         draft.carried.append(f"{key}: {value}{note} -> {ours}: {ready}")
@@ -198,67 +223,70 @@ def _method(draft: Imported) -> None:
     special, found = draft.special, draft.found
     method = special.get("@method", False)
     if method in (True, "lora", "qlora"):
-        found["adapter.method"] = "lora"
+        draft.carry("@method", "adapter.method", "lora")
         found.pop("adapter.last_blocks", None)
         if special.get("@new_adapter"):
             draft.drop("model.adapter")
-            draft.left.append("create_new_adapter: the old adapter becomes part of the base; name the sum of both.")
+            draft.leave("@new_adapter", "the old adapter becomes part of the base; name the sum of both.")
         if special.get("@linear"):
-            found["adapter.target_modules"] = "auto"
-        if method == "qlora" or special.get("@4bit"):
-            found["model.quantization"] = "4bit"
-        elif special.get("@8bit"):
-            found["model.quantization"] = "8bit"
+            draft.carry("@linear", "adapter.target_modules", "auto")
+        for word, bits in (("@8bit", "8bit"), ("@4bit", "4bit")):
+            if special.get(word):
+                draft.carry(word, "model.quantization", bits)
+        if method == "qlora":
+            draft.carry("@method", "model.quantization", "4bit")
     else:
         last_blocks = found.get("adapter.last_blocks", 2)
         draft.drop("adapter.", "model.adapter", "model.quantization")
-        found |= {"adapter.method": "frozen", "adapter.last_blocks": last_blocks}
+        draft.carry("@method", "adapter.method", "frozen")
+        found["adapter.last_blocks"] = last_blocks
         if method != "freeze":
             why = "full fine-tuning: noise grows with the number of weights that train"
             if method not in (False, "full", "none"):
                 why = f"method {method}: a recipe trains LoRA or the last blocks"
             draft.left.append(f"{why}, so the last 2 blocks train; or set adapter.method: lora.")
-    draft.carried.append(f"method -> adapter.method: {found['adapter.method']}")
-    for precision in ("bf16", "fp16"):
-        if special.get(f"@{precision}") in (True, "full"):
-            found["train.precision"] = precision
-            draft.carried.append(f"{precision} -> train.precision: {precision}")
+    asked = {precision: special.get(f"@{precision}") for precision in ("bf16", "fp16")}
+    for precision, value in asked.items():
+        if value in (True, "full", "auto"):
+            draft.carry(f"@{precision}", "train.precision", "auto" if value == "auto" else precision)
+    if False in asked.values() and not any(asked.values()):
+        draft.carry("@bf16" if asked["bf16"] is False else "@fp16", "train.precision", "fp32")
 
 
 def _length(draft: Imported) -> None:
     """Batch, epochs or steps, warm-up."""
-    special, found = draft.special, draft.found
+    special = draft.special
     rows, times = int(special["@rows"]), int(special.get("@accumulated", 1))
-    found |= {"train.batch_size": rows * times, "train.physical_batch_size": rows}
-    draft.carried.append(
-        f"{rows} rows x {times} accumulated -> train.batch_size: {rows * times}, train.physical_batch_size: {rows}; multiply "
-        "batch_size by the number of processes that you used"
-    )
+    draft.carry("@rows", "train.physical_batch_size", rows)
+    draft.carry("@accumulated" if "@accumulated" in special else "@rows", "train.batch_size", rows * times)
+    draft.carried[-1] += "; multiply it by the number of processes that you used"
     steps = int(special.get("@steps", -1))
-    key, length = ("train.steps", steps) if steps > 0 else ("train.epochs", float(special["@epochs"]))
-    found[key] = length
-    draft.carried.append(f"length -> {key}: {length}")
+    if steps > 0:
+        draft.carry("@steps", "train.steps", steps)
+        draft.leave("@epochs", "the number of steps decides.")
+    else:
+        draft.carry("@epochs", "train.epochs", float(special["@epochs"]))
     warmup = float(special.get("@warmup_steps", 0))
     if warmup >= 1 and steps <= 0:
-        draft.left.append(
-            "warmup_steps: the number of steps is not known; train.warmup is a share of it (default 0.05)."
-        )
-        return
-    found["train.warmup"] = warmup / steps if warmup >= 1 else warmup or float(special["@warmup"])
-    draft.carried.append(f"warm-up -> train.warmup: {found['train.warmup']:g}")
+        draft.leave("@warmup_steps", "the number of steps is not known; train.warmup is a share of it (default 0.05).")
+    elif warmup:
+        draft.carry("@warmup_steps", "train.warmup", warmup / steps if warmup >= 1 else warmup)
+    else:
+        draft.carry("@warmup", "train.warmup", float(special["@warmup"]))
 
 
 def _datasets(draft: Imported) -> None:
     """data.train and data.eval, their columns and format."""
     special, found, known = draft.special, draft.found, _dataset_info(draft)
-    evaluated = special.get("@eval")
+    held_out = "@eval"
     if str(special.get("@evaluate", "no")).lower() not in ("no", "false"):  # which is what YAML makes of no
-        evaluated = special.get("@train")
+        held_out = "@train"
         found.setdefault("data.eval_split", "test")
     if special.get("@text", "text") != "text":
-        found["data.columns"] = {"text": special["@text"]}
+        draft.carry("@text", "data.columns", {"text": special["@text"]})
     sources: dict[str, list[str]] = {}
-    for key, value in (("data.train", special.get("@train")), ("data.eval", evaluated)):
+    for key, word in (("data.train", "@train"), ("data.eval", held_out)):
+        value = special.get(word)
         named = [name for entry in _listed(value) for name in _entry(draft, key, known.get(str(entry), entry))]
         again = set(named) & set(sources.get("data.train", []))
         one_split = found.get("data.train_split", "train") == found.get("data.eval_split", "train")
@@ -266,7 +294,9 @@ def _datasets(draft: Imported) -> None:
             draft.left.append("data.eval: would be rows that train; name a file of held-out rows there.")
         elif named:
             found[key] = named[0] if len(named) == 1 else named
-            draft.carried.append(f"datasets -> {key}: {', '.join(named)}")
+            draft.told.add("@evaluate" if (key, word) == ("data.eval", "@train") else word)
+            their = draft.said[word if key == "data.train" or word == "@eval" else "@evaluate"].partition(": ")[0]
+            draft.carried.append(f"{their} -> {key}: {', '.join(named)}")
         sources[key] = named
     if "data.eval" not in found:
         draft.left += [f"{line.split(':')[0]}: nothing is evaluated." for line in draft.drop("data.eval_split")]

@@ -127,6 +127,45 @@ my_own_key: 7
 """
 
 
+# What public examples set: LLaMA-Factory's QLoRA under FSDP, axolotl's qlora-1b and instruct-lora-8b for Llama 3, TRL's example
+# for its command line, and the LoRA command in its sft.py (all read in November 2026).
+PUBLIC = (
+    """{model_name_or_path: meta-llama/Meta-Llama-3-8B-Instruct, quantization_bit: 4, stage: sft, do_train: true,
+    finetuning_type: lora, lora_target: "q_proj,v_proj", ddp_timeout: 180000000, dataset: "identity,alpaca_en_demo",
+    template: llama3, cutoff_len: 1024, max_samples: 1000, overwrite_cache: true, preprocessing_num_workers: 16,
+    output_dir: saves/llama3-8b/lora/sft, logging_steps: 10, save_steps: 500, plot_loss: true, overwrite_output_dir: true,
+    per_device_train_batch_size: 1, gradient_accumulation_steps: 8, learning_rate: 1.0e-4, num_train_epochs: 3.0,
+    lr_scheduler_type: cosine, warmup_ratio: 0.1, fp16: true, val_size: 0.1, per_device_eval_batch_size: 1,
+    eval_strategy: steps, eval_steps: 500}""",
+    """{base_model: NousResearch/Llama-3.2-1B, load_in_8bit: false, load_in_4bit: true,
+    datasets: [{path: teknium/GPT4-LLM-Cleaned, type: alpaca}], dataset_prepared_path: last_run_prepared, val_set_size: 0.1,
+    output_dir: ./outputs/qlora-out, adapter: qlora, lora_model_dir: null, sequence_len: 2048, sample_packing: true,
+    eval_sample_packing: true, lora_r: 32, lora_alpha: 16, lora_dropout: 0.05, wandb_project: null, wandb_watch: null,
+    lora_target_modules: [gate_proj, down_proj, up_proj, q_proj, v_proj, k_proj, o_proj], gradient_accumulation_steps: 4,
+    micro_batch_size: 2, num_epochs: 1, optimizer: adamw_bnb_8bit, lr_scheduler: cosine, learning_rate: 0.0002, bf16: auto,
+    tf32: false, gradient_checkpointing: true, logging_steps: 1, attn_implementation: flash_attention_2,
+    loss_watchdog_threshold: 5.0, loss_watchdog_patience: 3, warmup_ratio: 0.1, evals_per_epoch: 4, saves_per_epoch: 1,
+    weight_decay: 0.0, special_tokens: {pad_token: "<|end_of_text|>"}}""",
+    """{base_model: NousResearch/Meta-Llama-3-8B-Instruct, model_type: LlamaForCausalLM, tokenizer_type: AutoTokenizer,
+    load_in_8bit: true, load_in_4bit: false, strict: false, chat_template: llama3, datasets: [{
+    path: fozziethebeat/alpaca_messages_2k_test, type: chat_template, field_messages: messages, message_field_role: role,
+    message_field_content: content, roles: {user: [user], assistant: [assistant]}}], val_set_size: 0.05,
+    output_dir: ./outputs/lora-out, sequence_len: 4096, sample_packing: false, pad_to_sequence_len: true, adapter: lora,
+    lora_r: 32, lora_alpha: 16, lora_dropout: 0.05, lora_target_linear: true, gradient_accumulation_steps: 4,
+    micro_batch_size: 2, num_epochs: 4, optimizer: adamw_bnb_8bit, lr_scheduler: cosine, learning_rate: 0.0002,
+    train_on_inputs: false, group_by_length: false, bf16: auto, tf32: false, gradient_checkpointing: true, logging_steps: 1,
+    flash_attention: true, warmup_steps: 10, evals_per_epoch: 4, eval_max_new_tokens: 128, saves_per_epoch: 1,
+    weight_decay: 0.0, special_tokens: {pad_token: "<|end_of_text|>"}}""",
+    """{model_name_or_path: Qwen/Qwen2.5-0.5B, dataset_name: stanfordnlp/imdb, report_to: none, learning_rate: 0.0001,
+    lr_scheduler_type: cosine}""",
+    """{model_name_or_path: Qwen/Qwen2-0.5B, dataset_name: trl-lib/Capybara, learning_rate: 2.0e-4, num_train_epochs: 1,
+    packing: true, per_device_train_batch_size: 2, gradient_accumulation_steps: 8, gradient_checkpointing: true,
+    eos_token: "<|im_end|>", eval_strategy: steps, eval_steps: 100, use_peft: true, lora_r: 32, lora_alpha: 16,
+    output_dir: Qwen2-0.5B-SFT, push_to_hub: true}""",
+)
+UNKNOWN = "unknown to this table, and not read; dpllm plan --keys lists what a recipe can say."
+
+
 def imported(tmp_path: Path, text: str, **changes: Any) -> tuple[Imported, RunConfig]:
     path = tmp_path / "their.yaml"
     path.write_text(yaml.safe_dump({**yaml.safe_load(text), **changes}))
@@ -197,17 +236,61 @@ def test_trl(tmp_path: Path) -> None:
     assert "my_own_key: unknown to this table" in left
 
 
-@pytest.mark.parametrize("text", [LLAMA_FACTORY, AXOLOTL, TRL], ids=["llama-factory", "axolotl", "trl"])
-def test_every_key_is_reported(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize("text", [LLAMA_FACTORY, AXOLOTL, TRL, *PUBLIC])
+def test_every_key_has_a_line_that_begins_with_it(tmp_path: Path, text: str) -> None:
     found, _ = imported(tmp_path, text)
-    told = "\n".join([*found.carried, *found.left])
-    silent = {  # told with others in one line: the method, the batch, the length, the warm-up, the data, the precision
-        "stage", "finetuning_type", "adapter", "use_peft", "lora_target_linear", "load_in_4bit", "load_in_8bit", "num_epochs",
-        "per_device_train_batch_size", "micro_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps",
-        "warmup_ratio", "warmup_steps", "dataset", "datasets", "dataset_name", "eval_strategy", "bf16",
-    }  # fmt: skip
+    told = {line.partition(" -> ")[0].partition(": ")[0] for line in (*found.carried, *found.left)}
     keys = {key for key, value in yaml.safe_load(text).items() if value is not None}
-    assert [key for key in sorted(keys - silent) if key not in told] == []
+    assert sorted(keys - told) == []
+    assert [line for line in found.left if "unknown to this table" in line] == ["my_own_key: " + UNKNOWN] * (
+        text == TRL
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "changes", "lines", "left"),
+    [
+        (AXOLOTL, {}, ["load_in_4bit: True -> model.quantization: 4bit", "load_in_8bit: False -> nothing to set"], []),
+        (AXOLOTL, {}, ["adapter: qlora -> adapter.method: lora", "adapter: qlora -> model.quantization: 4bit"], []),
+        (AXOLOTL, {}, ["lora_target_linear: True -> adapter.target_modules: auto"], []),
+        (AXOLOTL, {}, ["bf16: auto -> train.precision: auto"], []),
+        (AXOLOTL, {"bf16": False}, ["bf16: False -> train.precision: fp32"], []),
+        (AXOLOTL, {"bf16": False, "fp16": True}, ["fp16: True -> train.precision: fp16"], []),
+        (
+            AXOLOTL,
+            {"wandb_project": "notes", "wandb_entity": "ward"},
+            ["wandb_project: notes -> telemetry.project: notes", "wandb_entity: ward -> telemetry.entity: ward"],
+            [],
+        ),
+        (LLAMA_FACTORY, {}, ["bf16: True -> train.precision: bf16"], ["max_samples: a data set is read whole"]),
+        (
+            TRL,
+            {"eos_token": "<|im_end|>", "pad_token": "<pad>"},
+            [],
+            ["eos_token: the tokenizer's", "pad_token: the tok"],
+        ),
+        (
+            TRL,
+            {"lr_scheduler_type": "cosine_with_min_lr"},
+            [],
+            ["lr_scheduler_type: a recipe has linear, cosine (both"],
+        ),
+        (TRL, {"lr_scheduler_type": "constant_with_warmup"}, ["lr_scheduler_type: constant_with_warmup -> "], []),
+        (TRL, {}, ["max_steps: 200 -> train.steps: 200"], ["num_train_epochs: the number of steps decides"]),
+    ],
+)
+def test_a_line_says_what_becomes_of_a_key(
+    tmp_path: Path, text: str, changes: Any, lines: list[str], left: list[str]
+) -> None:
+    found, recipe = imported(tmp_path, text, **changes)
+    for line in lines:
+        assert any(told.startswith(line) for told in found.carried), found.carried
+    for line in left:
+        assert any(told.startswith(line) for told in found.left), found.left
+    if "wandb_project" in changes:
+        assert (recipe.telemetry.trackers, recipe.telemetry.project) == (["wandb"], "notes")
+    if changes.get("lr_scheduler_type") == "cosine_with_min_lr":
+        assert recipe.train.lr_scheduler == "linear"
 
 
 @pytest.mark.parametrize(
@@ -336,10 +419,10 @@ def test_what_a_recipe_does_not_know_keeps_its_default_and_is_told(tmp_path: Pat
     assert (recipe.train.lr_scheduler, recipe.train.optimizer) == ("linear", "adamw")
     assert not [line for line in found.carried if "rex" in line or "lion" in line]
     left = "\n".join(found.left)
-    assert "linear, stands instead of rex" in left
+    assert "linear stands instead of rex" in left
     assert "adamw, stands instead of lion_8bit" in left
     found, _ = imported(tmp_path, TRL, lr_scheduler_type="polynomial", optim="paged_adamw_8bit")
-    assert "linear, stands instead of polynomial" in "\n".join(found.left)
+    assert "linear stands instead of polynomial" in "\n".join(found.left)
     assert "optim: paged_adamw_8bit -> train.optimizer: adamw" in found.carried
     found, _ = imported(tmp_path, LLAMA_FACTORY, finetuning_type="oft", quantization_bit=None)
     assert "method oft: a recipe trains LoRA or the last blocks" in "\n".join(found.left)
