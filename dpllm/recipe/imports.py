@@ -40,7 +40,8 @@ class Imported:
     def carry(self, word: str, key: str, value: Any) -> None:
         """Sets our key by what their key for ``word`` says, and tells it."""
         self.found[key] = value
-        self.carried.append(f"{self.said.get(word, word.removeprefix("@"))} -> {key}: {value}")
+        their = self.said.get(word, word.removeprefix("@"))
+        self.carried.append(f"{their} -> {key}: {value}")
         self.told.add(word)
 
     def leave(self, word: str, why: str) -> None:
