@@ -128,7 +128,7 @@ def missing() -> str | None:
     try:
         import psycopg  # noqa: F401
     except ImportError:
-        return "psycopg is not installed: pip install 'dpllm[postgres]'"
+        return "psycopg is not installed: pip install 'psycopg[binary]'"
     if _programs() is None:
         return "no PostgreSQL server: apt-get install postgresql"
     if os.geteuid() == 0 and not (shutil.which("setpriv") and _has_user("postgres")):

@@ -222,7 +222,7 @@ def personal_details(total: int, generator: random.Random) -> list[tuple[str, st
         from faker import Faker
     except ImportError:
         raise ConfigError(
-            "audit.canaries.kind: pii invents people with Faker, which is not installed. Type pip install 'dpllm[names]', or set "
+            "audit.canaries.kind: pii invents people with Faker, which is not installed. Type pip install faker, or set "
             "another kind."
         ) from None
 

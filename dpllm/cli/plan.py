@@ -156,6 +156,8 @@ def plan(known: argparse.Namespace, rest: list[str]) -> int:
     """Prints the plan, then what would refuse it."""
     if known.keys:
         return _show_keys()
+    if known.recipe and (Path(known.recipe) / "config.yaml").is_file():  # the directory of a run
+        known.recipe = str(Path(known.recipe) / "config.yaml")
     config = load_recipe(known, rest)
     if known.device and not known.model:
         raise ConfigError("--device says for which GPU --model counts memory. Type both.")
@@ -167,7 +169,7 @@ def plan(known: argparse.Namespace, rest: list[str]) -> int:
     from dpllm.run.directory import RunDir
 
     released = released_by(RunDir(Path(known.after))) if known.after else None
-    seen = _decided(config, beside_model=known.model)
+    seen = _decided(known, config)
     refusals = list(seen.refusals)
     needs = _footprint(config, seen, refusals, known.device) if known.model else None
     advice = advise(config, seen.plan, released) if seen.plan else []
@@ -180,17 +182,19 @@ def plan(known: argparse.Namespace, rest: list[str]) -> int:
     return max((error.exit_code for error in refusals), default=0)
 
 
-def _decided(config: RunConfig, *, beside_model: bool) -> Decision:
+def _decided(known: argparse.Namespace, config: RunConfig) -> Decision:
     from dpllm.run.promise import Start, decide
 
-    if not beside_model or os.cpu_count() == 1:
-        return decide(config, Start())
+    own = Path(known.config or known.recipe).resolve() == (Path(config.output_dir) / "config.yaml").resolve()
+    start = Start(overwrite=own)  # the recipe of a run that lies there: what another run of it would promise
+    if not known.model or os.cpu_count() == 1:
+        return decide(config, start)
     from concurrent.futures import ProcessPoolExecutor
     from importlib import import_module
     from multiprocessing import get_context
 
     with ProcessPoolExecutor(1, get_context("spawn")) as other:  # accounting takes as long as reading torch and peft
-        seen = other.submit(decide, config, Start())
+        seen = other.submit(decide, config, start)
         import_module("dpllm.forecast.footprint")
         return seen.result()
 

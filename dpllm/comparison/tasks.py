@@ -43,7 +43,7 @@ def measure(runs: Sequence[RunDir], *, rows: int = 0, losses: bool = True, conso
     if rows and not importlib.util.find_spec("sacrebleu"):
         raise ConfigError(
             "--tasks splits what the model writes into words with sacrebleu, not installed here, and without it there is no "
-            "BLEU. Type: pip install 'dpllm[tasks]'"
+            "BLEU. Type: pip install sacrebleu"
         )
     for name in [name for name, asked in ((HELD_OUT, losses), (TASKS, rows > 0)) if asked]:
         known = [cached(run, name, read_run(run)) for run in runs]

@@ -268,7 +268,7 @@ class Postgres:
             import psycopg
         except ImportError:
             raise ConfigError(
-                "a ledger in PostgreSQL needs psycopg, which is not installed. Type: pip install 'dpllm[postgres]'"
+                "a ledger in PostgreSQL needs psycopg, which is not installed. Type: pip install 'psycopg[binary]'"
             ) from None
         self._errors = psycopg.Error
         try:

@@ -26,6 +26,7 @@ from dpllm.progress import tell
 from dpllm.recipe import names
 from dpllm.recipe.config import FrozenConfig, LoraConfig, ModelConfig, RunConfig, TrainConfig
 from dpllm.text import builtin
+from dpllm.text.sources import look_for_hub
 
 transformers.utils.logging.disable_progress_bar()
 # peft 0.21 asks transformers 5 for an attribute that is being renamed; gone when peft asks for the new name.
@@ -57,6 +58,8 @@ class ScoringModels:
 def source(name_or_path: str) -> str:
     """Where transformers finds a model: builtin names become directories of the package, an unknown one is a ConfigError."""
     if not names.is_builtin(name_or_path):
+        if names.is_hub_id(name_or_path):
+            look_for_hub()
         return name_or_path
     try:
         return str(builtin.path(name_or_path))

@@ -12,6 +12,7 @@ import hashlib
 import os
 import secrets
 import signal
+import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
@@ -227,6 +228,7 @@ def stop_signal() -> Iterator[list[int]]:
         if received and number == signal.SIGINT:
             raise KeyboardInterrupt
         received.append(number)
+        sys.stderr.write("dpllm: stops after this step and writes a checkpoint; a second Ctrl-C stops at once.\n")
 
     before = {number: signal.signal(number, remember) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

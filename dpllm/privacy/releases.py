@@ -111,7 +111,7 @@ def measurement(asked: Statistic, rows: int, epsilon: float) -> Measurement:
         from opendp.mod import OpenDPException, enable_features
     except ImportError:
         raise ConfigError(
-            "statistics get their noise from OpenDP, which is not installed. Type pip install 'dpllm[stats]'."
+            "statistics get their noise from OpenDP, which is not installed. Type pip install opendp."
         ) from None
     enable_features("contrib")
     make = {"units": _counted, "shares": _counted, "scripts": _counted, "mean": _mean}.get(asked.kind, _quantile)

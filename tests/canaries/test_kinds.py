@@ -343,3 +343,9 @@ def test_neither_planning_without_a_model_nor_statistics_import_torch():
         "sys.exit(bool({'torch', 'transformers'} & sys.modules.keys()))"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_people_need_faker_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "faker", None)
+    with pytest.raises(ConfigError, match="pip install faker"):
+        kinds.personal_details(2, random.Random(0))

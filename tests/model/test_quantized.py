@@ -26,7 +26,7 @@ from dpllm.text.data import TokenSequence, Unit
 CPU = torch.device("cpu")
 VOCABULARY = 384
 needs_bitsandbytes = pytest.mark.skipif(
-    importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes: pip install 'dpllm[quant]'"
+    importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes: pip install bitsandbytes"
 )
 
 
@@ -210,7 +210,7 @@ def test_without_the_library_the_extra_is_named(folder: Path, monkeypatch: pytes
     import sys
 
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    with pytest.raises(ConfigError, match=re.escape("Type: pip install 'dpllm[quant]'")):
+    with pytest.raises(ConfigError, match=re.escape("Type: pip install bitsandbytes")):
         loading.load_base(recipe(folder).model, CPU)
 
 

@@ -10,6 +10,7 @@ import json
 import lzma
 import random
 import shutil
+import socket
 import zipfile
 from functools import partial
 from pathlib import Path
@@ -18,12 +19,14 @@ from typing import Any
 import datasets
 import pyarrow
 import pytest
+from huggingface_hub import constants
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import ipc, parquet
 
 from dpllm.errors import DataError
 from dpllm.recipe.config import DataConfig
+from dpllm.text import sources
 from dpllm.text.data import count_units, dataset_name, load_table
 from dpllm.text.sources import _unambiguous, expand, is_here, unpacked
 
@@ -376,3 +379,28 @@ def test_a_readme_that_names_no_files_mends_no_mixture(tmp_path: Path) -> None:
         load(str(tmp_path / "ward"), tmp_path)
     readme.write_text("---\nlicense: mit\nconfigs:\n- config_name: default\n  data_files: a.jsonl\n---\n")
     assert len(load(str(tmp_path / "ward"), tmp_path).rows) == 3
+
+
+def test_a_hub_that_cannot_be_reached_is_asked_once_and_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        sources.look_for_hub()
+        assert constants.HF_HUB_OFFLINE
+        with pytest.raises(DataError, match="Check the spelling and the network"):
+            sources._download("owner/name", DataConfig(train="owner/name"), Path("nowhere"))
+        server.listen()
+        sources.look_for_hub()
+        assert not constants.HF_HUB_OFFLINE
+
+
+def test_what_the_user_says_of_the_hub_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(sources, "_unreachable", False)
+    monkeypatch.setattr(socket, "create_connection", lambda *_, **__: pytest.fail("asked although offline is set"))
+    sources.look_for_hub()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HTTPS_PROXY", "http://proxy:3128")
+    sources.look_for_hub()
+    assert not constants.HF_HUB_OFFLINE
