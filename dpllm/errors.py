@@ -7,7 +7,7 @@ from typing import Any
 
 
 class DpllmError(Exception):
-    """Any error that a user can meet and mend; its message is shown as it is, without a traceback."""
+    """Any error that a user can meet and fix; its message is shown as it is, without a traceback."""
 
     exit_code = 1
 

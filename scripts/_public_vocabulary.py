@@ -57,7 +57,7 @@ address; express; press; pass; miss; guess; discuss; finish; polish; publish; pu
 wash; push; rush; crash; search; watch; touch; reach; match; fetch; stretch; switch; launch;
 help; jump; develop; look; book; cook; check; pick; pack; lock; knock; thank; talk; mark; park;
 shout; doubt; wait; want; start; support; import; sort; last; list; test; rest; trust; adjust;
-assist; resist; treat; repeat; heat; seat; sound; end; mend; need; add; load; fold; yield;
+assist; resist; treat; repeat; heat; seat; sound; end; fix; need; add; load; fold; yield;
 allow; swallow; chew; review; view; play; stay; delay; display; enjoy; employ; destroy; call;
 fill; kill; roll; pull; appeal; reveal; boil; fail; sail; train; gain; join; turn; burn; learn;
 warn; listen; fasten; weaken; widen; frighten; threaten; sharpen; loosen; harden; reason;

@@ -49,8 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    if mend := RETIRED.get(" ".join(arguments[:2])):  # an action that the parser does not know
-        print(f"dpllm {arguments[0]}: {arguments[1]} is retired: {mend}.", file=sys.stderr)
+    if fix := RETIRED.get(" ".join(arguments[:2])):  # an action that the parser does not know
+        print(f"dpllm {arguments[0]}: {arguments[1]} is retired: {fix}.", file=sys.stderr)
         return 2
     parser = _parser()
     arguments, overrides = _split(arguments)
@@ -69,8 +69,8 @@ def _run(arguments: list[str]) -> int:
         )
         if wrong:
             name = wrong[0].partition("=")[0]
-            if mend := RETIRED.get(f"{known.command} {name}"):
-                raise ConfigError(f"{name} is retired: {mend}.")
+            if fix := RETIRED.get(f"{known.command} {name}"):
+                raise ConfigError(f"{name} is retired: {fix}.")
             raise ConfigError(f"unknown argument {wrong[0]}. Type dpllm {known.command} --help.")
         if known.command not in {"train", "sweep", "env"} and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ConfigError(
@@ -90,7 +90,7 @@ def _run(arguments: list[str]) -> int:
         if error.filename is None:
             raise
         where = f"{error.filename}: {error.strerror}"
-        print(f"dpllm {known.command}: {where}. Name another path, or mend this one.", file=sys.stderr)
+        print(f"dpllm {known.command}: {where}. Name another path, or fix this one.", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"dpllm {known.command}: stopped at once; run.json says what stands.", file=sys.stderr)

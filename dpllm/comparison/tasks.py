@@ -184,7 +184,7 @@ def _encoded(
         row = {"prompt": prompt, "completion": answers[0] or "."}
         found = data.encode(row, "prompt_completion", models.tokenizer, 2**30, "truncate")
         if not found:
-            raise ConfigError("a prompt of the evaluation data has nothing to complete. Mend or drop the row.")
+            raise ConfigError("a prompt of the evaluation data has nothing to complete. Fix or drop the row.")
         prompts.append(found[0].input_ids[: found[0].loss_mask.index(True)])
     positions = getattr(models.tuned.config, "max_position_embeddings", None) or 2**30
     longest = max(map(len, prompts))

@@ -173,12 +173,12 @@ class Records:
         other = next((name for name in self.overlaps(records) if self.account_name(name) != account), None)
         if other is None:
             return None
-        mend = f"Set privacy.derived_from: {other}."
+        fix = f"Set privacy.derived_from: {other}."
         if derived_from is not None:
-            mend = f"One run is charged to one account: leave out the records of {other!r}, or charge the run to it."
+            fix = f"One run is charged to one account: leave out the records of {other!r}, or charge the run to it."
         return Refused(
             f"data.train shares records with dataset {other!r} of the ledger: charged to {account!r} they would have a "
-            f"second budget. {mend}",
+            f"second budget. {fix}",
             dataset=other,
             reason="overlap",
         )

@@ -267,11 +267,11 @@ def _calibrate(
     due, tried = time.monotonic() + PROGRESS_SECONDS, 0
     too_weak = "So weak a promise protects nobody: lower privacy.epsilon or privacy.delta."
 
-    def refuse(mend: str) -> NoReturn:
+    def refuse(fix: str) -> NoReturn:
         raise ConfigError(
             f"epsilon {target:g} at delta {delta:g} is not reachable with sampling rate {q:g} "
             f"and {num_steps} steps by a noise multiplier of {MIN_NOISE_MULTIPLIER:g} to "
-            f"{MAX_NOISE_MULTIPLIER:g}. {mend}"
+            f"{MAX_NOISE_MULTIPLIER:g}. {fix}"
         )
 
     def cost(sigma: float, interval: float = FINE_INTERVAL) -> float:

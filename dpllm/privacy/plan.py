@@ -262,12 +262,12 @@ def resolved_delta(wanted: float | str, largest_delta: float, size: int, name: s
     return delta
 
 
-def check_delta(delta: float, dataset_size: int, name: str = "privacy.delta", mend: str | None = None) -> None:
-    """Refuses a delta of 1/N or more; errors call it `name` and say how to `mend` it (None: by what auto would be)."""
+def check_delta(delta: float, dataset_size: int, name: str = "privacy.delta", fix: str | None = None) -> None:
+    """Refuses a delta of 1/N or more; errors call it `name` and say how to `fix` it (None: by what auto would be)."""
     if delta * dataset_size >= 1:
         raise Refused(
             f"{name} {delta:g} is not below 1/N = {1 / dataset_size:.2g}: a mechanism that publishes one "
-            f"person's record outright would satisfy it. {mend or f'Set {name} to auto (here {auto_delta(dataset_size):g}).'}"
+            f"person's record outright would satisfy it. {fix or f'Set {name} to auto (here {auto_delta(dataset_size):g}).'}"
         )
 
 

@@ -90,7 +90,7 @@ def _validator(path: Path) -> Callable[[str], bool]:
         kind.check_schema(schema)
     except (SchemaError, AttributeError, TypeError, ValueError) as error:  # the others of a $schema that is no address
         why = getattr(error, "message", "$schema is no address")
-        raise ConfigError(f"--schema {path}: is no JSON Schema ({why}). Mend it.") from None
+        raise ConfigError(f"--schema {path}: is no JSON Schema ({why}). Fix it.") from None
     checker: Any = kind(schema, registry=Registry())  # which looks nothing up elsewhere
 
     def valid(text: str) -> bool:

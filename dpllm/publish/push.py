@@ -278,5 +278,5 @@ def asking(repository: str) -> Iterator[None]:
     except ValueError as error:
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise DpllmError(
-            f"{repository}: {endpoint()} refused ({first}), so nothing was changed there. Mend that, and type the command again."
+            f"{repository}: {endpoint()} refused ({first}), so nothing was changed there. Fix that, and type the command again."
         ) from None

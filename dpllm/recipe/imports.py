@@ -156,7 +156,7 @@ def import_config(path: Path) -> Imported:
             draft.found.setdefault("telemetry.trackers", ["wandb"])
     except (TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise ConfigError(
-            f"{path}: holds a value of another kind than {draft.tool} documents, so it cannot be read ({error}). Mend it."
+            f"{path}: holds a value of another kind than {draft.tool} documents, so it cannot be read ({error}). Fix it."
         ) from None
     draft.left = list(dict.fromkeys(draft.left))
     draft.recipe = _to_yaml(draft)

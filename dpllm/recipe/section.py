@@ -194,8 +194,8 @@ def explain(error: ValidationError, recipe: type[Section], retired: Mapping[str,
         if last in known or kind in ("extra_forbidden", "missing"):
             shown.append(last)
         key, got = ".".join(shown) or "recipe", problem.get("input")
-        if mend := retired.get(key) or retired.get(f"{key}: {got}"):
-            lines.append(f"{key}: {mend}")
+        if fix := retired.get(key) or retired.get(f"{key}: {got}"):
+            lines.append(f"{key}: {fix}")
         elif kind == "extra_forbidden":
             near = difflib.get_close_matches(last, known, n=1, cutoff=0.5)
             lines.append(

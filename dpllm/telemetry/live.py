@@ -183,11 +183,11 @@ def _checked(directory: str, run: RunPaths) -> Path:
             "Set it to the directory that the node exporter reads."
         )
     if not path.is_dir() or not os.access(path, os.W_OK | os.X_OK):
-        what, mend = (
+        what, fix = (
             ("cannot be written to", "Ask for write access") if path.is_dir() else ("no such directory", "Make it")
         )
         raise ConfigError(
-            f"telemetry.textfile {directory}: {what}, so nobody would read any metrics. {mend}, or set it to the directory that "
+            f"telemetry.textfile {directory}: {what}, so nobody would read any metrics. {fix}, or set it to the directory that "
             "the node exporter reads."
         )
     return path

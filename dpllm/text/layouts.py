@@ -77,7 +77,7 @@ def renamed(raw: Row, place: str, columns: Mapping[str, str]) -> Row:
     if missing := sorted({column for to, column in columns.items() if to not in OPTIONAL} - raw.keys()):
         raise DataError(
             f"{place} has no column {missing[0]!r}, which data.columns names, and no other holds its text. Check the spelling "
-            "in data.columns, or mend or drop the row."
+            "in data.columns, or fix or drop the row."
         )
     return {**raw, **{to: raw.get(column) for to, column in columns.items()}}
 
@@ -121,7 +121,7 @@ LAYOUTS = (
     Layout("prompt and completion as messages", "messages", {"messages": ("prompt", "completion")}, True, _of_chats),
 )
 """Where a row fits several of one format, the first counts."""
-MEND = "Set data.format, and mend or drop the rows that lack what it reads."
+FIX = "Set data.format, and fix or drop the rows that lack what it reads."
 
 
 def layout_of(row: Row, place: str, wanted: str, before: Layout | None, named: Iterable[str] = ()) -> Layout:
@@ -138,12 +138,12 @@ def layout_of(row: Row, place: str, wanted: str, before: Layout | None, named: I
         names = " and as ".join(layout.name for layout in fitting)
         raise DataError(
             f"{place} reads as {names}, and data.format: auto does not choose: one row could then decide what is learned of all "
-            f"others. {MEND}"
+            f"others. {FIX}"
         )
     if fitting and before and before != fitting[0]:
         raise DataError(
             f"{place} reads as {fitting[0].name}, and the rows before it as {before.name}; all rows read alike, "
-            f"so that none decides for the others. {MEND}"
+            f"so that none decides for the others. {FIX}"
         )
     if before or fitting:
         return before or fitting[0]
@@ -176,13 +176,13 @@ def converted(row: Row, place: str, layout: Layout) -> tuple[Row, bytes]:
     try:
         row |= layout.convert(row) if layout.convert else {}
     except DataError as error:
-        raise DataError(f"{place} {error}. Mend or drop the row.") from None
+        raise DataError(f"{place} {error}. Fix or drop the row.") from None
     if layout.lists and not all(
         isinstance(turn, dict) and str(turn.get("role")) in SPEAKERS for turn in row["messages"]
     ):
         raise DataError(
             f"{place} has a message from nobody of {', '.join(SPEAKERS)}, so a chat template may refuse it or nothing be learned "
-            "of it. Mend the role, or drop the row."
+            "of it. Fix the role, or drop the row."
         )
     return row, b"".join(packed(row[field], place, field) for field in FIELDS[layout.format])
 
@@ -194,7 +194,7 @@ def _check(value: Any, place: str, column: str, layout: Layout) -> None:
         name = layout.name if layout.convert else f"format {layout.format}"
         raise DataError(
             f"{place} has no {kind} in column {column!r}, which {name} reads. "
-            "Mend or drop the row, or name the column with data.columns."
+            "Fix or drop the row, or name the column with data.columns."
         )
 
 
@@ -208,7 +208,7 @@ def packed(value: Any, place: str, field: str) -> bytes:
         text = (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)).encode()
     except UnicodeEncodeError:
         raise DataError(
-            f"{place} holds half a character (an unpaired surrogate) in column {field!r}, which no tokenizer reads. Mend or drop "
+            f"{place} holds half a character (an unpaired surrogate) in column {field!r}, which no tokenizer reads. Fix or drop "
             "the row."
         ) from None
     return b"%d:" % len(text) + text

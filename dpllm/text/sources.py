@@ -133,14 +133,14 @@ def read_rows(source: str, data: DataConfig, split: str, cache_dir: Path) -> Ite
             yield from read(path, data.csv)
         except (OSError, EOFError, zlib.error, lzma.LZMAError, LookupError, csv.Error, *_VALUES) as error:
             # The message of the parser may quote the row; its type does not.
-            mend = ""
+            fix = ""
             if isinstance(error, UnicodeError | LookupError):
-                mend = (
+                fix = (
                     " Name its encoding in data.csv.encoding, such as cp1252."
                     if read is _read_csv
                     else " JSON is UTF-8."
                 )
-            raise DataError(f"{source}: cannot be read as {suffix} ({type(error).__name__}).{mend}") from None
+            raise DataError(f"{source}: cannot be read as {suffix} ({type(error).__name__}).{fix}") from None
     elif path.is_dir():
         yield from _read_directory(path, split, cache_dir)
     else:
@@ -185,7 +185,7 @@ def _parsed(text: str, where: str, wanted: str) -> Any:
         _limit_depth(value, MOST_LEVELS + (wanted == "one list of objects"))
     except RecursionError:
         raise DataError(
-            f"{where} is nested more than {MOST_LEVELS} levels deep, which no format reads. Mend or drop the row."
+            f"{where} is nested more than {MOST_LEVELS} levels deep, which no format reads. Fix or drop the row."
         ) from None
     except ValueError:
         raise DataError(f"{where} is not valid JSON; {wanted} is expected.") from None
@@ -219,7 +219,7 @@ def _read_csv(path: Path, settings: CsvConfig) -> Iterator[Row]:
                 if any(row.pop(_MORE, ())):
                     raise DataError(
                         f"{path}: row {number} has more fields than the header line, so its columns may be shifted and its owner "
-                        "another one. Quote fields that hold a delimiter, or mend the row."
+                        "another one. Quote fields that hold a delimiter, or fix the row."
                     )
                 yield row
         except csv.Error:

@@ -233,7 +233,7 @@ def test_the_check_digit_is_that_of_real_cards():
 
 
 @pytest.mark.parametrize(
-    ("given", "mend"),
+    ("given", "fix"),
     [
         ({"kind": "rare_tokens"}, r"canaries\.kind: .*planted no more; use audit\.canaries\.kind: random_tokens"),
         ({"kind": "synthetic"}, r"canaries\.kind: .*planted no more, nobody .*; use random_tokens"),
@@ -241,11 +241,11 @@ def test_the_check_digit_is_that_of_real_cards():
         ({"temperature": 1.2}, r"canaries\.temperature: is retired with .*leave the key out"),
     ],
 )
-def test_what_is_planted_no_more_is_answered_with_what_to_write_instead(given, mend, tmp_path):
+def test_what_is_planted_no_more_is_answered_with_what_to_write_instead(given, fix, tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text(dump_config(recipe()))
     overrides = {f"audit.canaries.{key}": value for key, value in given.items()}
-    with pytest.raises(ConfigError, match=mend) as refused:
+    with pytest.raises(ConfigError, match=fix) as refused:
         load_config(path, overrides)
     assert "\n" not in str(refused.value)
 

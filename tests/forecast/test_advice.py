@@ -78,10 +78,10 @@ def test_a_batch_too_small_for_its_noise_and_the_advice_mends_it() -> None:
     text = next(text for text in advise(config, plan) if "too small" in text)
     size, steps = map(int, re.search(r"batch_size (\d+) --train.steps (\d+)", text).groups())  # type: ignore[union-attr]
     assert abs(size * steps - 16 * 1600) <= size
-    mended = recipe({"epsilon": 3.0}, batch_size=size, steps=steps)
-    better = plan_of(mended, 4000)
+    fixed = recipe({"epsilon": 3.0}, batch_size=size, steps=steps)
+    better = plan_of(fixed, 4000)
     assert forecast.own_choice(better).noise_per_signal < forecast.own_choice(plan).noise_per_signal / 1.4
-    assert not any("too small" in text for text in advise(mended, better))
+    assert not any("too small" in text for text in advise(fixed, better))
 
 
 def test_steps_that_the_budget_does_not_reward() -> None:

@@ -334,9 +334,9 @@ def test_auto_for_a_target_that_protects_nobody_is_refused_in_words() -> None:
 def test_more_bands_than_are_planned_are_refused_in_three_parts() -> None:
     with pytest.raises(Refused) as refused:
         plan(privacy={"bands": 600}, train={"batch_size": 1, "steps": 700})
-    what, mend = str(refused.value).split(". ")
+    what, fix = str(refused.value).split(". ")
     assert what == f"privacy.bands 600 is more than {banded.MOST_BANDS}, which would take long to plan"
-    assert mend == f"Set privacy.bands to {banded.MOST_BANDS} or less."
+    assert fix == f"Set privacy.bands to {banded.MOST_BANDS} or less."
 
 
 def test_a_plan_of_a_run_that_goes_on_keeps_its_coefficients(tmp_path: Path) -> None:

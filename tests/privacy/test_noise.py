@@ -127,7 +127,7 @@ def test_every_bit_of_the_key_counts(bit: int) -> None:
 
 
 def test_torchs_generator_still_keeps_only_32_bits() -> None:
-    """Why noise.py has a stream of its own. If this fails, torch has been mended and docs/decisions.md is stale."""
+    """Why noise.py has a stream of its own. If this fails, torch has been fixed and docs/decisions.md is stale."""
     draws = [torch.randn(10, generator=torch.Generator().manual_seed(seed)) for seed in (5, 5 + 2**32)]
     assert torch.equal(*draws)
 
