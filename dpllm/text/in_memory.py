@@ -6,7 +6,8 @@ errors name columns and rows and never what is in them. Imports neither pandas n
 
 from __future__ import annotations
 
-import hashlib
+import filecmp
+import itertools
 import json
 import os
 import re
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dpllm.errors import DataError
+from dpllm.files import locked
 from dpllm.text.sources import ROWS_AT_ONCE
 
 _GUESSED = re.compile(r"float|double|complex|datetime|timestamp|timedelta|duration|date|time")
@@ -23,7 +25,9 @@ _GUESSED = re.compile(r"float|double|complex|datetime|timestamp|timedelta|durati
 
 
 def write_rows(rows: Any, named: Collection[str], folder: Path, name: str) -> Path:
-    """Writes rows to ``folder``/``name``-DIGEST.jsonl, which only its owner can read; equal rows have the same file.
+    """Writes rows to ``folder``/``name``-NUMBER.jsonl, which only its owner can read; equal rows have the same file.
+
+    A card names the file, so no hash of the rows is in its name: whoever guesses them could check it.
 
     Args:
         rows: Dicts, one after the other; a ``pandas.DataFrame``; a ``datasets.Dataset``.
@@ -38,21 +42,24 @@ def write_rows(rows: Any, named: Collection[str], folder: Path, name: str) -> Pa
         How a row is written depends on that row and on public column types alone; other rows can only make the whole be refused.
     """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    content, number = hashlib.sha256(), 0
-    descriptor, part = tempfile.mkstemp(dir=folder, suffix=".part")
+    number = 0
+    descriptor, written = tempfile.mkstemp(dir=folder, suffix=".part")
+    part = Path(written)
     try:
         with open(descriptor, "w", encoding="utf-8") as file:
             for number, row in enumerate(_rows(rows, named, name), start=1):
-                line = _line(row, f"{name}: row {number}")
-                content.update(line.encode())
-                file.write(line)
+                file.write(_line(row, f"{name}: row {number}"))
         if not number:
             raise DataError(f"{name}: holds no rows, so there is nothing to learn from.")
-        path = folder / f"{name}-{content.hexdigest()[:16]}.jsonl"
-        os.replace(part, path)
+        with locked(folder / ".lock"):  # several processes of one run give the same rows
+            for path in (folder / f"{name}-{place}.jsonl" for place in itertools.count(1)):
+                if not path.exists():
+                    return part.rename(path)
+                if filecmp.cmp(path, part, shallow=False):
+                    return path
+        raise AssertionError  # itertools.count has no end
     finally:
-        Path(part).unlink(missing_ok=True)
-    return path
+        part.unlink(missing_ok=True)
 
 
 def _rows(rows: Any, named: Collection[str], name: str) -> Iterator[Any]:
