@@ -7,6 +7,7 @@ which sections there are.
 from __future__ import annotations
 
 import difflib
+import textwrap
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -160,9 +161,8 @@ def describe(section: type[Section], prefix: str = "") -> str:
         if prefix or not nested:
             default = "required" if field.is_required() else f"default {field.get_default(call_default_factory=True)}"
             text = " ".join((field.description or "").split())
-            lines.append(
-                f"  --{prefix}{key}" + (f" ({default})" if prefix else "") + (f"\n      {text}" if text else "")
-            )
+            lines.append(f"  --{prefix}{key}" + (f" ({default})" if prefix else ""))
+            lines += textwrap.wrap(text, 80, initial_indent=" " * 6, subsequent_indent=" " * 6)
         lines += [describe(inner, f"{prefix}{key}.") for inner in nested]
     return "\n".join(lines)
 

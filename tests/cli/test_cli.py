@@ -222,7 +222,7 @@ def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 # What prints a sentence or a path, or has a format of its own.
-NO_TABLE = {"card", "import-config", "merge"} | {
+NO_TABLE = {"card", "curve", "import-config", "merge"} | {
     f"ledger {action}" for action in ["init", "seal", "adopt", "except", "reconcile", "import", "export", "metrics"]
 }
 
