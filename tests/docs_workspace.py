@@ -113,8 +113,10 @@ def small_recipe(text: str, *, data: bool) -> Json:
     recipe: Json = yaml.safe_load(text)
     for section, changes in {**SMALL, **({"data": SMALL_DATA} if data else {})}.items():
         recipe[section] = {**recipe.get(section, {}), **changes}
-    if (audit := recipe["audit"]).get("canaries"):
-        audit |= {"canaries": SMALL_CANARIES, "gradient_canaries": min(12, audit.get("gradient_canaries", 0))}
+    audit = recipe["audit"]
+    audit |= {"gradient_canaries": min(12, audit.get("gradient_canaries", 0))}
+    if audit.get("canaries"):
+        audit["canaries"] = SMALL_CANARIES
     if str(yaml.safe_load(text)["data"]["train"]).startswith("builtin:"):
         recipe["data"]["public"] = True
     for key in ("r", "last_blocks"):

@@ -239,10 +239,10 @@ def _summary(examined: _Examined, twin: str | None) -> Summary:
 def _subject(run: RunDir) -> tuple[RunConfig, CanaryPlan, Claim | None]:
     """Recipe, canaries and promise of a run, which belong together."""
     config, record = run.load_config(), read_run(run)
-    if config.audit.canaries is None:
+    if not config.audit.plants:
         raise ConfigError(
-            f"{run.root}: no canaries were planted, so there is nothing to measure. Put audit: {{canaries: {{}}}} into "
-            "the recipe and train again."
+            f"{run.root}: no canaries were planted, so there is nothing to measure. Train an audit twin, which has them: dpllm "
+            "sweep RECIPE --twin; or set audit.gradient_canaries: 500, which leaves no text in the weights, and train again."
         )
     if config.privacy.enabled != run.plan.exists():
         raise ConfigError(
@@ -251,7 +251,7 @@ def _subject(run: RunDir) -> tuple[RunConfig, CanaryPlan, Claim | None]:
         )
     _check_weights(run, record)
     plan = canaries.load(run.canaries)
-    if not any(canary.inserted for canary in plan.canaries):
+    if config.audit.canaries and not any(canary.inserted for canary in plan.canaries):
         raise ConfigError(
             f"{run.canaries}: every coin said out, so no canary was planted and nothing can be found. Plan more candidates "
             "(audit.canaries.groups) and train again."

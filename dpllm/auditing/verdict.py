@@ -87,6 +87,8 @@ def judge(
     # Coins that the words or the base model give away were no coins, and without coins there is no theorem.
     if failed := _failed(controls, whole_rows):
         return "inconclusive", f"The {shown}, and the audit cannot be trusted: {failed}."
+    if gradient is not None and not bound.num_canaries:
+        return _by_gradient(gradient, controls, claim.epsilon, claimed)
     if bound.value > claim.epsilon:
         return "falsified", f"The {shown} exceeds {claimed}."
     for group, test in repeated.items():
@@ -107,6 +109,20 @@ def judge(
     return "consistent", (
         f"The {shown} does not exceed {claimed}. A perfect attack on these canaries would have shown "
         f"{bound.ceiling:.3g}; stronger attacks or more canaries may show more. {_seen(controls.positive, gradient)}"
+    )
+
+
+def _by_gradient(gradient: GradientAudit, controls: Controls, epsilon: float, claimed: str) -> tuple[str, str]:
+    """The verdict where no text was planted, and no contradiction found."""
+    asked = "No canary of text was planted, so that nothing was asked of the weights."
+    if gradient.ceiling < epsilon / 4 or controls.positive is None:
+        return "inconclusive", (
+            f"{asked} Of {claimed} the gradient canaries could have shown {gradient.ceiling:.3g} at most, and the attack "
+            f"on them was{'' if controls.positive else ' not'} seen to work; more of them are needed, or more steps."
+        )
+    return "consistent", (
+        f"The lower bound {gradient.epsilon_lower_bound:.3g} of the gradient canaries, for an observer of every step, does not "
+        f"exceed {claimed}. {asked} {_seen(controls.positive, gradient)}"
     )
 
 

@@ -138,8 +138,7 @@ def check_fits(plan: CanaryPlan, audit: AuditConfig, path: Path) -> CanaryPlan:
     Raises:
         ConfigError: Another kind, other groups, or another key that the texts follow from.
     """
-    assert audit.canaries is not None
-    planned, wanted = {"kind": plan.kind, **plan.settings}, {"kind": audit.canaries.kind, **_settings(audit.canaries)}
+    planned, wanted = {"kind": plan.kind, **plan.settings}, {"kind": audit.texts.kind, **_settings(audit.texts)}
     different = [f"audit.canaries.{key}" for key in wanted if planned.get(key) != wanted[key]]
     different += ["audit.gradient_canaries"] * (len(plan.gradient_coins) != audit.gradient_canaries)
     if different:

@@ -43,9 +43,8 @@ def run(known: argparse.Namespace, rest: list[str]) -> int:
         _check(config, run_dir, known.overwrite)
         run_dir.private.mkdir(mode=0o700, parents=True, exist_ok=True)  # before a copy of private data lies in it
         run_dir.private.chmod(0o700)
-        assert config.audit.canaries is not None
         gradient = config.audit.gradient_canaries
-        plan = canaries.plan_canaries(config.audit.canaries, source=_source(config, run_dir), gradient=gradient)
+        plan = canaries.plan_canaries(config.audit.texts, source=_source(config, run_dir), gradient=gradient)
         canaries.save(plan, run_dir.canaries)
     found = describe(plan, config)
     return show(
@@ -60,8 +59,7 @@ def describe(plan: CanaryPlan, config: RunConfig) -> dict[str, Any]:
     """What may be said of a plan before training: numbers and the commitment, no text and no coin."""
     from dpllm.recipe.derived import num_slots
 
-    settings = config.audit.canaries
-    assert settings is not None
+    settings = config.audit.texts
     return {
         "kind": plan.kind,
         "groups": {str(group): candidates for group, candidates in sorted(settings.groups.items())},
@@ -79,7 +77,7 @@ def _check(config: RunConfig, run: RunDir, overwrite: bool) -> None:
     from dpllm.recipe.derived import num_slots
     from dpllm.run.directory import check_directory
 
-    if config.audit.canaries is None:
+    if not config.audit.plants:
         raise ConfigError(
             "audit.canaries is null, so the recipe plants nothing. Set audit: {canaries: {}}, or keys of that section."
         )
@@ -100,8 +98,7 @@ def _source(config: RunConfig, run: RunDir) -> ModelSource | None:
     """The base model, for the kinds that are made of it; of the data the names of the columns alone are looked at."""
     from dpllm.canaries.kinds import NEED_MODEL
 
-    assert config.audit.canaries is not None
-    if config.audit.canaries.kind not in NEED_MODEL:
+    if config.audit.texts.kind not in NEED_MODEL:
         return None
     import torch
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from dpllm.cli.plan import AddCommand, by_this_user, parse_recipe, plain_console, show, take_recipe
 from dpllm.errors import ConfigError
@@ -18,6 +19,8 @@ def add_commands(add: AddCommand) -> None:
     swept = add("sweep", sweep, "train a recipe at several epsilons as one tuning group, and compare")
     text = "; its output_dir gets one directory for each epsilon"
     take_recipe(swept, "sweep RECIPE --privacy.epsilon 1,3,8,inf", text)
+    text = "instead: train it without canaries of text, to be published, and an audit twin with them, as one group"
+    swept.add_argument("--twin", action="store_true", help=text)
     swept.add_argument("--resume", action="store_true", help="go on with the sweep in output_dir; finished runs stay")
     swept.add_argument("--by", help="who answers for the list of runs in the ledger (default: this user)")
     for parser in (compared, swept):
@@ -61,6 +64,8 @@ def sweep(known: argparse.Namespace, rest: list[str]) -> int:
     _check_tasks(known)
     by = known.by or by_this_user("the list of runs needs one who answers")
     console = plain_console(stderr=known.json)
+    if known.twin:
+        return _twins(known, path, overrides, by)
     comparison = train_all(path, overrides, by=by, resume=known.resume, tasks=known.tasks, console=console)
     root = comparison.output.parent
     values, table = public_comparison([RunDir(root / run["name"]) for run in comparison.values["runs"]])
@@ -75,3 +80,23 @@ def curve(known: argparse.Namespace, rest: list[str]) -> int:
     path, steps = draw(RunDir(Path(known.run)))
     print(f"{path}: {steps} steps, drawn from figures without noise, which no guarantee covers. Keep it private.")
     return 0
+
+
+def _twins(known: argparse.Namespace, path: str, overrides: dict[str, Any], by: str) -> int:
+    from rich.table import Table
+
+    from dpllm.comparison.twin import train_twins
+    from dpllm.statement.run_files import read_run
+
+    if known.tasks:
+        raise ConfigError("--tasks compares runs, and a run and its twin are not compared. Leave it out.")
+    runs = train_twins(path, overrides, by=by, resume=known.resume, console=plain_console(stderr=known.json))
+    table, found = Table("run", "epsilon", "delta", "where"), {}
+    for run in runs:
+        record = read_run(run)
+        found[run.root.name] = {"epsilon": record.epsilon_spent, "delta": record.delta, "run": str(run.root)}
+        table.add_row(run.root.name, f"{record.epsilon_spent:.4f}", f"{record.delta:g}", str(run.root))
+    group = record.ledger.group if record.ledger else None
+    assert group is not None
+    told = f"Together epsilon {group.epsilon:.4f} at delta {group.delta:g}. Publish {runs[0].export}; keep the twin."
+    return show(known, {**found, "together": group.to_json()} if known.json else table, told)

@@ -24,6 +24,8 @@ from dpllm.files import as_json
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
+    from dpllm.comparison.sweep import Point
+    from dpllm.comparison.twin import Together
     from dpllm.forecast.footprint import Footprint
     from dpllm.recipe.config import RunConfig
     from dpllm.run.promise import Decision
@@ -75,6 +77,11 @@ def add_commands(add: AddCommand) -> None:
         default=[],
         metavar="KEY=V1,V2",
         help="plan every combination; may be given several times",
+    )
+    option(
+        "--twin",
+        action="store_true",
+        help="what the recipe without canaries of text and its audit twin come to together",
     )
     option("--after", metavar="RUN", help="an earlier run, whose released clip fraction the advice may use")
     option = trained.add_argument
@@ -158,11 +165,12 @@ def plan(known: argparse.Namespace, rest: list[str]) -> int:
         return _show_keys()
     if known.recipe and (Path(known.recipe) / "config.yaml").is_file():  # the directory of a run
         known.recipe = str(Path(known.recipe) / "config.yaml")
-    config = load_recipe(known, rest)
+    points = _twins(known, rest) if known.twin else None
+    config = points[0].config if points else load_recipe(known, rest)
     if known.device and not known.model:
         raise ConfigError("--device says for which GPU --model counts memory. Type both.")
-    if known.sweep and (known.model or known.after):
-        raise ConfigError("--sweep plans many recipes, and --model and --after look at one. Type one of them.")
+    if known.sweep and (known.model or known.after or known.twin):
+        raise ConfigError("--sweep plans many recipes, and --model, --after and --twin look at one. Type one of them.")
     if known.sweep:
         return _sweep(known, rest, config)
     from dpllm.forecast.advice import advise, released_by
@@ -173,13 +181,30 @@ def plan(known: argparse.Namespace, rest: list[str]) -> int:
     refusals = list(seen.refusals)
     needs = _footprint(config, seen, refusals, known.device) if known.model else None
     advice = advise(config, seen.plan, released) if seen.plan else []
+    both = _together(points, refusals) if points else None
     if known.json:
-        print(dump(_json(seen, needs, advice, refusals)))
+        print(dump(_json(seen, needs, advice, refusals) | ({"twin": asdict(both)} if both else {})))
     else:
-        _show(known, seen, needs, advice)
+        _show(known, seen, needs, [f"Advice: {text}" for text in advice] + [str(both)] * bool(both))
     for error in refusals:
         print(f"dpllm plan: {error}", file=sys.stderr)
     return max((error.exit_code for error in refusals), default=0)
+
+
+def _twins(known: argparse.Namespace, rest: list[str]) -> list[Point]:
+    from dpllm.comparison.twin import twins
+
+    return twins(*parse_recipe(known, rest))[0]
+
+
+def _together(points: list[Point], refusals: list[DpllmError]) -> Together | None:
+    from dpllm.comparison.twin import together
+
+    try:
+        return together(points)
+    except DpllmError as error:
+        refusals += [] if str(error) in map(str, refusals) else [error]
+        return None
 
 
 def _decided(known: argparse.Namespace, config: RunConfig) -> Decision:
@@ -216,7 +241,7 @@ def _footprint(config: RunConfig, seen: Decision, refusals: list[DpllmError], gp
     return needs
 
 
-def _show(known: argparse.Namespace, seen: Decision, needs: Footprint | None, advice: list[str]) -> None:
+def _show(known: argparse.Namespace, seen: Decision, needs: Footprint | None, lines: list[str]) -> None:
     from dpllm.forecast import table
 
     console = plain_console()
@@ -227,8 +252,8 @@ def _show(known: argparse.Namespace, seen: Decision, needs: Footprint | None, ad
         console.print(table.plan_table(seen, f"Plan of {known.config or known.recipe}"))
     for part in table.footprint_tables(needs) if needs else ():
         console.print(part)
-    for text in advice:
-        console.print(f"Advice: {text}", highlight=False)
+    for line in lines:
+        console.print(line, highlight=False)
 
 
 def _sweep(known: argparse.Namespace, rest: list[str], config: RunConfig) -> int:

@@ -146,9 +146,9 @@ def _side(
     unprotected += ", on data that are not public"
     left_out: list[str] = []
     audit = None
-    if config.audit.canaries is not None and public and not (private or open_data):
+    if config.audit.plants and public and not (private or open_data):
         left_out.append(f"{name}: the audit, because it {unprotected}.")
-    elif config.audit.canaries is not None:
+    elif config.audit.plants:
         audit = _audit(run, private, public and not open_data)
     statement = statement_of(config, read_plan(run) if private else None, record, audit)
     evaluation: Json = {}

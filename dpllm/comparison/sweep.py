@@ -11,8 +11,8 @@ import contextlib
 import math
 import os
 import secrets
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,11 +55,8 @@ class Point:
 
     epsilon: float
     config: RunConfig
-
-    @property
-    def name(self) -> str:
-        """Of its directory below the sweep's, and of its run in the ledger below the group's."""
-        return f"eps-{self.epsilon:g}"
+    name: str  # of its directory below the sweep's, and of its run in the ledger below the group's
+    said: str  # on its card, before the group's name
 
     @property
     def run(self) -> RunDir:
@@ -99,24 +96,29 @@ def sweep(
         All runs with differential privacy are reserved in one transaction before the first gradient of any of them, and
         together they have the epsilon that the ledger states for the group.
     """
+    points, root = _read_points(recipe, overrides)
+    with trained(points, root, by=by, resume=resume, console=console) as runs:
+        return compare(runs, root / "compare", tasks=tasks, losses=True, console=console)
+
+
+@contextlib.contextmanager
+def trained(points: Sequence[Point], root: Path, *, by: str, resume: bool, console: Console) -> Iterator[list[RunDir]]:
+    """Runs that were reserved as one group, trained and audited, and have cards; see ``sweep``."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError(
             "a launcher started several processes, and each would reserve a group of its own. Type dpllm sweep alone; for "
             "several GPUs train each epsilon with accelerate launch."
         )
-    points, root = _read_points(recipe, overrides)
     with RunDir(root).locked():
         state = _state_of(points, root, resume)
         points, entries = _fix(points, root, state, by)
-        console.print(f"Sweep {state['group']}: {', '.join(point.name for point in points)} in {root}")
+        console.print(f"Group {state['group']}: {', '.join(point.name for point in points)} in {root}")
         for point in points:
             _train(point, entries.get(point.name), console)
         contradictions = _audit(points, console)
-        runs = [point.run for point in points]
-        comparison = compare(runs, root / "compare", tasks=tasks, losses=True, console=console)
+        yield [point.run for point in points]
     if contradictions:
         raise AuditContradiction("; ".join(contradictions))
-    return comparison
 
 
 def _read_points(recipe: str | Path, overrides: Mapping[str, Any]) -> tuple[list[Point], Path]:
@@ -146,12 +148,14 @@ def _read_points(recipe: str | Path, overrides: Mapping[str, Any]) -> tuple[list
         raise ConfigError(
             f"{recipe}: privacy.noise_multiplier is set, so that every run would have the same epsilon. Set it to null."
         )
-    root = Path(config.output_dir)
+    root, several = Path(config.output_dir), ", ".join(f"{epsilon:g}" for epsilon in epsilons)
+    said = f"One of {len(epsilons)} runs that differ in privacy.epsilon alone ({several})"
     points = []
     for epsilon in epsilons:
         terms: dict[str, Any] = {"epsilon": epsilon} if math.isfinite(epsilon) else {"enabled": False}
-        privacy, place = config.privacy.model_copy(update=terms), str(root / f"eps-{epsilon:g}")
-        points.append(Point(epsilon, config.model_copy(update={"privacy": privacy, "output_dir": place})))
+        name = f"eps-{epsilon:g}"
+        privacy, place = config.privacy.model_copy(update=terms), str(root / name)
+        points.append(Point(epsilon, config.model_copy(update={"privacy": privacy, "output_dir": place}), name, said))
     return points, root
 
 
@@ -227,7 +231,7 @@ def _fix(points: Sequence[Point], root: Path, state: dict[str, Any], by: str) ->
         assert policy is not None
         if book is not None and (held := _entries(book, policy, state["group"], points)):
             return _as_fixed(points, state), held
-        plans = _plans(points, subject, book)
+        plans = plans_of(points, subject, book)
         _check_model(config)
         adaptive = dataset_policy.terms(book, subject.dataset, config.privacy.derived_from)["fit"] is not None
     if adaptive:  # whose noise rests on what was left of the budget now
@@ -261,7 +265,7 @@ def _fix(points: Sequence[Point], root: Path, state: dict[str, Any], by: str) ->
         raise
 
 
-def _plans(points: Sequence[Point], subject: Subject, book: ledger.Ledger | None) -> dict[str, Plan]:
+def plans_of(points: Sequence[Point], subject: Subject, book: ledger.Ledger | None) -> dict[str, Plan]:
     """The promise of each run with differential privacy; under an adaptive budget within what those before it leave."""
     terms = dataset_policy.terms(book, subject.dataset, points[0].config.privacy.derived_from)
     plans = {}
@@ -308,16 +312,12 @@ def _entries(
 
 def _as_fixed(points: Sequence[Point], state: dict[str, Any]) -> list[Point]:
     """The runs with the noise that was planned for them, and with what their cards say about the choice among them."""
-    several = ", ".join(f"{point.epsilon:g}" for point in points)
-    said = (
-        f"One of {len(points)} runs that differ in privacy.epsilon alone ({several}), fixed together before the first as tuning "
-        f"group {state['group']} of the ledger."
-    )
     fixed = []
     for point in points:
+        said = f"{point.said}, fixed together before the first as tuning group {state['group']} of the ledger."
         privacy = point.config.privacy.model_copy(update=state["pinned"].get(point.name, {}))
         card = point.config.card.model_copy(update={"tuning": point.config.card.tuning or said})
-        fixed.append(Point(point.epsilon, point.config.model_copy(update={"privacy": privacy, "card": card})))
+        fixed.append(replace(point, config=point.config.model_copy(update={"privacy": privacy, "card": card})))
     return fixed
 
 
@@ -369,7 +369,7 @@ def _audit(points: Sequence[Point], console: Console) -> list[str]:
     twin = next((point.run for point in points if math.isinf(point.epsilon)), None)
     contradictions = []
     for point in sorted(points, key=lambda point: -point.epsilon):  # the twin first
-        if point.config.audit.canaries is not None:
+        if point.config.audit.plants:
             report = _audit_one(point, twin if point.config.privacy.enabled else None)
             console.print(f"{point.name} audited: {report.verdict}")
             if report.verdict == "falsified":

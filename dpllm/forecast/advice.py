@@ -29,6 +29,7 @@ WEAK_NOISE = 0.5
 FAR_FROM_HALF = 0.2  # of a clip fraction; its own noise is a twentieth where the noise on the count is left alone
 FAR_FROM_C = 2.0
 WIDEST = 1e-3  # of PLD's intervals: an answer takes a twentieth of a second, and errs on the safe side
+MANY_CANARIES = 0.1  # of N
 MIN_STEPS = 50  # fewer updates than this give an optimizer little to work with, however clean each is
 NEAR_BEST = 1.10
 
@@ -44,6 +45,7 @@ def advise(config: RunConfig, plan: Plan, released: Mapping[str, float] | None =
         median as a target of C).
     """
     found = [_epsilon(plan), _delta(plan), _noise(plan), _batch(plan), _steps(plan), _bands(config, plan)]
+    found.append(_canaries(config, plan))
     found.append(_clipping(config, released) if released else None)
     return [text for text in found if text]
 
@@ -127,6 +129,25 @@ def _steps(plan: Plan) -> str | None:
         f"the last {own.num_steps - half} of {own.num_steps} steps are hardly rewarded: at the same epsilon, {half} steps of the "
         f"same batch have less than {NOT_REWARDED - 1:.0%} more noise per unit of signal, for half the compute. "
         f"Type --train.steps {half}, or spend the compute on a larger --train.batch_size."
+    )
+
+
+def _canaries(config: RunConfig, plan: Plan) -> str | None:
+    size, batch = plan.schedule.dataset_size, plan.schedule.expected_batch_size
+    slots = plan.schedule.canary_slots - config.audit.gradient_canaries
+    own = size - slots
+    if slots <= MANY_CANARIES * size:
+        return None
+    drawn = min(batch, own // plan.bands)  # of a plan without them, whose N is smaller
+    try:
+        without = choose(plan, round(drawn * size / own), plan.schedule.num_steps).noise_multiplier / drawn
+    except ConfigError:
+        return None
+    ratio = plan.noise_multiplier * size / (own * batch) / without
+    return (
+        f"canaries of text hold {slots} of N = {size} places ({slots / size:.0%}), and their text stays in the weights. At the "
+        f"same epsilon, batch and steps, the noise per unit of your own text is {ratio:.2g} times what it is without them. Type "
+        "--audit.canaries null for a run that is published; dpllm sweep RECIPE --twin trains it and an audit twin that has them."
     )
 
 

@@ -163,8 +163,8 @@ def _told(what: str, missing: list[str]) -> Iterator[None]:
 def _membership(
     run: RunDir, config: RunConfig, sides: Mapping[str, Side], statement: PrivacyRecord, tokenizer: Any
 ) -> dict[str, Any]:
-    if not run.canaries.exists():
-        raise DataError("the canaries are not at hand" if config.audit.canaries else "the recipe plants no canaries")
+    if not (config.audit.canaries and run.canaries.exists()):
+        raise DataError("the canaries are not at hand" if config.audit.canaries else "the recipe plants no text")
     terms = statement.terms if statement.guarantee else None
     claim = Claim(terms.epsilon, terms.delta, terms.unit) if terms else None
     told = (sides[SYNTHETIC].texts, sides[EVALUATION].texts if EVALUATION in sides else [])

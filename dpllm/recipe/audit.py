@@ -7,7 +7,7 @@ Knows neither scores nor coins.
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
@@ -59,10 +59,12 @@ class AuditConfig(Section):
     """What is planted before training and measured afterwards."""
 
     canaries: CanaryConfig | None = None
-    """null: no canaries, so the audit has nothing to measure."""
+    """null: no text is planted, as in a run that is published; given on the command line, gradient_canaries are 0 too unless they
+    are given beside it."""
     gradient_canaries: int = Field(default=0, ge=0, le=100_000)
-    """Vectors of length C that fair coins plant in the summed gradients, beside canaries of text: the strongest test there is of
-    sampling, clipping and noise, by somebody who sees every step. Each holds a slot in N, whatever its coin says."""
+    """Vectors of length C that fair coins plant in the summed gradients, with or without canaries of text: the strongest test
+    there is of sampling, clipping and noise, by somebody who sees every step. They leave no text in the weights. Each holds a
+    slot in N, whatever its coin says."""
     alpha: float = Field(default=0.05, gt=0, lt=0.5)
     """Probability that the epsilon lower bound exceeds the truth."""
     guesses: list[PositiveInt] | None = Field(default=None, min_length=1)
@@ -72,14 +74,15 @@ class AuditConfig(Section):
     guesses_in: list[PositiveInt] | None = None
     """The same for guesses that are all in: stronger where only some canaries are memorised."""
 
-    @model_validator(mode="after")
-    def _beside_text(self) -> Self:
-        if self.gradient_canaries and self.canaries is None:
-            raise ValueError(
-                "gradient_canaries stand beside canaries of text, and there are none, so that nothing would be asked of the "
-                "weights. Set audit.canaries too ({}, or keys of that section), or audit.gradient_canaries to 0"
-            )
-        return self
+    @property
+    def plants(self) -> bool:
+        """Whether there is anything to audit."""
+        return self.canaries is not None or self.gradient_canaries > 0
+
+    @property
+    def texts(self) -> CanaryConfig:
+        """Which canaries of text are drawn: beside gradient canaries alone, references that nothing plants."""
+        return self.canaries or CanaryConfig.model_construct(groups={}, references=100)
 
     def fixed(self) -> dict[str, Any]:
         """What of the test has to be fixed before training, as plan.json commits to it."""

@@ -380,7 +380,10 @@ def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
 
 def make_config(raw: dict[str, Any], overrides: Mapping[str, Any] | None, where: str) -> RunConfig:
     """The recipe that a mapping of sections is, with overrides; errors name ``where``. See ``load_config``."""
-    for key, value in (overrides or {}).items():
+    given = dict(overrides or {})
+    if "audit.canaries" in given and given["audit.canaries"] is None:
+        given.setdefault("audit.gradient_canaries", 0)
+    for key, value in given.items():
         *parents, last = key.split(".")
         section = raw
         for parent in parents:

@@ -197,7 +197,7 @@ def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, 
     plan, resumed = decision.plan, decision.resumed
     console.print(str(decision), markup=False)
     tokenizer = loading.load_tokenizer(config.model)
-    plants = main and config.audit.canaries is not None
+    plants = main and config.audit.plants
     planted = shared(_canaries(config, run, start.resume, tokenizer, device) if plants else None)
     promise = _promise(decision, planted)
     table, units = _units(decision, rows, tokenizer, planted, run)
@@ -252,7 +252,6 @@ def _canaries(config: RunConfig, run: RunDir, resume: bool, tokenizer: Any, devi
     Those of an earlier run in the same directory are never taken: what it published tells their coins.
     """
     settings = config.audit
-    assert settings.canaries is not None
     if resume:
         plan = canaries.load(run.canaries)
         if run.plan.exists() and read_plan(run).canary_commitment != plan.commitment:
@@ -265,7 +264,7 @@ def _canaries(config: RunConfig, run: RunDir, resume: bool, tokenizer: Any, devi
         return canaries.check_fits(canaries.load(run.canaries), settings, run.canaries)
     # Its base model, which some kinds load, is gone before the one that trains is built.
     source, gradient = ModelSource(config, tokenizer, device), settings.gradient_canaries
-    return canaries.plan_canaries(settings.canaries, source=source, gradient=gradient)
+    return canaries.plan_canaries(settings.texts, source=source, gradient=gradient)
 
 
 def _new_notes(saved: checkpoint.State, resumed: ResumeState, start: Start, console: Console) -> list[str]:

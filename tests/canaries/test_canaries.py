@@ -263,9 +263,13 @@ def test_gradient_canaries_hold_slots_have_coins_of_their_own_and_are_committed_
     assert (again.gradient_key, again.gradient_coins) != (plan.gradient_key, plan.gradient_coins)
 
 
-def test_gradient_canaries_stand_beside_canaries_of_text():
-    with pytest.raises(ValidationError, match=r"Set audit\.canaries too"):
-        AuditConfig(gradient_canaries=10)
+def test_beside_gradient_canaries_alone_no_text_is_planted():
+    alone = AuditConfig(gradient_canaries=10)
+    plan = plan_canaries(alone.texts, gradient=10)
+    assert (plan.canaries, len(plan.references), len(plan.gradient_coins)) == ((), 100, 10)
+    assert num_slots(alone, ROWS) == 10
+    assert check_fits(plan, alone, Path("canaries.json")) is plan
+    assert (alone.plants, AuditConfig().plants) == (True, False)
 
 
 def test_whole_runs_of_tests_draw_from_their_seed_and_users_from_the_system(monkeypatch: pytest.MonkeyPatch) -> None:

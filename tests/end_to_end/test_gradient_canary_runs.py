@@ -192,3 +192,52 @@ def test_half_the_noise_is_falsified_by_what_is_measured_alone(
         assert "too little was added, or the same twice" in found["verdict_reason"]
         assert dpllm_("card", place.run).code in (0, 4)
         assert "falsified" in (place.run / "export" / "README.md").read_text("utf-8")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, base: Path, data_home: Path) -> Place:
+    """What a run may carry that is published: gradient canaries, and no text; read only."""
+    place = make_place(tmp_path_factory.mktemp("alone"), base, {**SETTINGS, "audit.canaries": None})
+    done("train", place.recipe)
+    done("audit", place.run)
+    done("card", place.run)
+    return place
+
+
+def test_without_canaries_of_text_the_mechanism_is_audited_and_the_weights_hold_none(alone: Place) -> None:
+    plan = canaries.load(RunDir(alone.run).canaries)
+    assert plan.canaries == ()
+    assert alone.json("plan.json")["canary_slots"] == CANARIES
+    found = alone.json("export/privacy.json")["audit"]
+    assert (found["attacks"], found["exposure"], found["extraction"]) == ({}, {}, {})
+    assert found["gradient"]["canaries"] == CANARIES
+    assert found["verdict"] in {"consistent", "inconclusive"}
+    assert "nothing was asked of the weights" in found["verdict_reason"]
+    card = (alone.run / "export" / "README.md").read_text("utf-8")
+    assert "No canary of text was planted" in card
+    assert "Lower bound on ε:" not in card
+    assert "0 failed" in done("verify", alone.run, "--ledger", alone.ledger).out
+
+
+def test_without_canaries_of_text_a_wrong_mechanism_is_still_falsified(alone: Place, tmp_path: Path) -> None:
+    shutil.copytree(alone.run, tmp_path / "run")
+    path = RunDir(tmp_path / "run").projections
+    np.save(path, np.load(path) * np.float32(0.2))  # a fifth of the noise
+    answer = dpllm_("audit", tmp_path / "run", "--scores-only")
+    assert answer.code == 4
+    assert "too little was added" in " ".join(answer.err.split())
+
+
+def test_no_text_on_the_command_line_means_no_vectors_either_unless_they_are_asked_for(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    text = "model: {name_or_path: m}\ndata: {train: x.jsonl}\ntrain: {steps: 1}\noutput_dir: o\n"
+    recipe.write_text(text + "audit: {canaries: {}, gradient_canaries: 9}\n")
+
+    def vectors(**keys: object) -> int:
+        return load_config(recipe, {f"audit.{key}": value for key, value in keys.items()}).audit.gradient_canaries
+
+    assert vectors() == 9
+    assert vectors(canaries=None) == 0
+    assert vectors(canaries=None, gradient_canaries=5) == vectors(gradient_canaries=5, canaries=None) == 5
+    recipe.write_text(text + "audit: {canaries: null, gradient_canaries: 9}\n")
+    assert vectors() == 9

@@ -20,6 +20,7 @@ from dpllm.forecast import advice as forecast
 from dpllm.forecast.advice import advise
 from dpllm.privacy import accounting
 from dpllm.privacy.plan import Plan
+from dpllm.recipe.audit import AuditConfig
 from dpllm.recipe.config import RunConfig, load_config
 from dpllm.recipe.derived import plan_of
 from dpllm.text import data as dpllm_data
@@ -44,9 +45,28 @@ def only(found: list[str]) -> str:
 
 @pytest.mark.parametrize("name", ["smoke/clinic", "lora/e2e", "frozen/e2e"])
 def test_the_recipes_that_are_shipped_get_none(name: str, tmp_path: Path) -> None:
-    config = load_config(RECIPES / f"{name}.yaml", {} if "smoke" in name else {"privacy.delta": "auto"})
-    size = dpllm_data.count_units(config.data, tmp_path) if "smoke" in name else E2E_ROWS
-    assert advice(config, size) == []
+    """But for the smallest, which is made to be audited and not to be published."""
+    smoke = "smoke" in name
+    config = load_config(RECIPES / f"{name}.yaml", {} if smoke else {"privacy.delta": "auto"})
+    size = dpllm_data.count_units(config.data, tmp_path) if smoke else E2E_ROWS
+    assert [text.split(" hold")[0] for text in advice(config, size)] == ["canaries of text"] * smoke
+
+
+def test_many_canaries_of_text_cost_noise_and_gradient_canaries_are_none_of_them() -> None:
+    def with_canaries(**audit: Any) -> RunConfig:
+        return recipe().model_copy(update={"audit": AuditConfig(**audit)})
+
+    few, many = ({"canaries": {"groups": {1: number}}} for number in (420, 3790))
+    for audit in (few, {"gradient_canaries": 3790}):
+        assert not any("canaries of text" in text for text in advice(with_canaries(**audit)))
+    found = next(text for text in advice(with_canaries(**many)) if "canaries of text" in text)
+    assert "3790 of N = 7580 places (50%)" in found
+    plan = plan_of(with_canaries(**many), 3790)
+    without = plan_of(recipe({"epsilon": plan.epsilon, "delta": plan.delta}), 3790)
+    # Half of each batch is canaries, and the noise is calibrated to a smaller rate.
+    ratio = 2 * plan.noise_multiplier / without.noise_multiplier
+    assert ratio > 1
+    assert f"is {ratio:.2g} times" in found
 
 
 def test_a_weak_epsilon() -> None:

@@ -1,0 +1,96 @@
+"""``--twin``: a run without canaries of text and its audit twin, planned, reserved and trained as one group."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from running import Answer, Place, done, dpllm_, make_place
+
+from dpllm.canaries import canaries
+from dpllm.ledger import Ledger, admission
+from dpllm.ledger.reserving import group_total
+from dpllm.run.directory import RunDir
+
+WORDS = {"groups": {1: 20, 4: 4}, "references": 100, "digits": 12}
+SETTINGS = {"audit.canaries": WORDS, "audit.gradient_canaries": 30, "privacy.epsilon": 2.0}
+
+
+def place_of(root: Path, base: Path, epsilon: float, *terms: object) -> Place:
+    place = make_place(root, base, {**SETTINGS, "output_dir": str(root / "both")})
+    who = ("--by", "owner", "--reason", "test", "--ledger", place.ledger)
+    done("ledger", "init", "notes", "--epsilon", epsilon, "--delta", 1e-3, *terms, *who)
+    return place
+
+
+def twin(place: Place, *more: object) -> Answer:
+    return dpllm_("sweep", place.recipe, "--twin", "--by", "tester", *more)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, base: Path, data_home: Path) -> tuple[Place, dict[str, object]]:
+    """Under the default budget; with what plan said before."""
+    place = place_of(tmp_path_factory.mktemp("twins") / "place", base, 8)
+    planned = json.loads(done("plan", place.recipe, "--twin", "--json").out)
+    answer = twin(place, "--json")
+    assert answer.code == 0, answer.err
+    return place, {**json.loads(answer.out), "planned": planned}
+
+
+def test_both_are_one_group_and_plan_and_card_state_its_total(trained: tuple[Place, dict[str, object]]) -> None:
+    place, said = trained
+    with Ledger(place.ledger) as book:
+        account = book.account("notes")
+        ((name, runs),) = account.groups().items()
+        assert [(run.reservation.run, run.state) for run in runs] == [
+            (f"{name}/production", "completed"),
+            (f"{name}/twin", "completed"),
+        ]
+        total = group_total(account, name)
+        assert admission.filter_epsilon(account) < 8
+    assert said["together"] == total
+    assert said["planned"]["twin"]["epsilon"] == pytest.approx(total["epsilon"])  # type: ignore[index]
+    assert total["epsilon"] > 2.0
+    for one in ("production", "twin"):
+        export = place.root / "both" / one / "export"
+        assert json.loads((export / "privacy.json").read_text())["composed"]["group"] == total
+        assert "0 failed" in done("verify", export.parent, "--ledger", place.ledger).out
+    card = (place.root / "both" / "production" / "export" / "README.md").read_text("utf-8")
+    assert f"all of them come to ε = {total['epsilon']:.2f}"[:-1] in card
+
+
+def test_no_canary_of_text_is_in_what_is_published(trained: tuple[Place, dict[str, object]]) -> None:
+    place, _ = trained
+    production, other = (RunDir(place.root / "both" / name) for name in ("production", "twin"))
+    assert canaries.load(production.canaries).canaries == ()
+    assert len(canaries.load(other.canaries).canaries) == 24
+    for run in (production, other):
+        assert run.load_config().audit.gradient_canaries == 30
+        assert (run.export / "audit" / "audit.json").exists()
+    assert twin(place, "--resume").code == 0  # nothing is trained or charged again
+    with Ledger(place.ledger) as book:
+        assert len(book.runs("notes")) == 2
+
+
+@pytest.mark.parametrize("terms", [(), ("--planned",)], ids=["adaptive", "planned"])
+def test_a_budget_for_one_of_them_admits_neither(tmp_path: Path, base: Path, terms: tuple[str, ...]) -> None:
+    place = place_of(tmp_path / "place", base, 2.05 if terms else 3, *terms)
+    planned = dpllm_("plan", place.recipe, "--twin")
+    assert planned.code == 3
+    assert dpllm_("plan", place.recipe, "--audit.canaries", "null").code == 0
+    assert twin(place).code == 3
+    with Ledger(place.ledger) as book:
+        assert book.runs("notes") == []
+        assert book.account("notes").sealed is None
+
+
+def test_a_recipe_without_canaries_gets_the_usual_ones_in_its_twin(tmp_path: Path, base: Path) -> None:
+    from dpllm.comparison.twin import twins
+
+    place = make_place(tmp_path / "place", base, {"audit.canaries": None})
+    (first, second), _ = twins(place.recipe, {"data.unit": "who", "data.max_examples_per_unit": 8})
+    assert first.config.audit.canaries is None
+    assert second.config.audit.canaries is not None
+    assert second.config.audit.canaries.groups == {1: 1000, 4: 20}
+    assert "--twin out" in dpllm_("sweep", place.recipe, "--twin", "--privacy.enabled", "false").err
