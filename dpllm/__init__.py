@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     Recipe: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | RunConfig
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 # bitsandbytes up to 0.50.2 warns at each import that it has no kernel for 4-bit weights on a CPU; its other warnings stay.
 logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(lambda record: "gemm_4bit_forward" not in str(record.msg))
 __all__ = [
