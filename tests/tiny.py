@@ -147,6 +147,13 @@ def save_model(path: Path, family: str = "llama", *, chat_template: str | None =
     return path
 
 
+def reads(max_length: int, long_examples: str = "truncate", **more: Any) -> Any:
+    """A recipe's data section that says how rows become tokens."""
+    from dpllm.recipe.config import DataConfig
+
+    return DataConfig.model_validate({"train": "-", "max_length": max_length, "long_examples": long_examples, **more})
+
+
 def write_rows(path: Path, rows: Iterable[Json]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

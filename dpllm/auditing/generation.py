@@ -22,6 +22,7 @@ from transformers import Cache, DynamicCache, GenerationConfig
 
 from dpllm.auditing import extraction
 from dpllm.canaries.canaries import Canary, CanaryPlan, encode_secret
+from dpllm.recipe.config import DataConfig
 from dpllm.text.layouts import Format
 
 if TYPE_CHECKING:
@@ -50,8 +51,7 @@ def generate_attacks(
     models: ScoringModels,
     plan: CanaryPlan,
     fmt: Format,
-    max_length: int,
-    long_examples: str,
+    data: DataConfig,
     *,
     prompts: int = 200,
 ) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def generate_attacks(
     """
     tokenizer = models.tokenizer
     inside, outside = (_chosen(plan.canaries, prompts, inserted=coin) for coin in (True, False))
-    cases = [_case(canary, fmt, tokenizer, max_length, long_examples) for canary in (*inside, *outside)]
+    cases = [_case(canary, fmt, tokenizer, data) for canary in (*inside, *outside)]
     tuned = _complete(models.tuned, tokenizer, cases)
     with models.base() as base_model:
         base = _complete(base_model, tokenizer, cases[: len(inside)])
@@ -94,8 +94,8 @@ def _chosen(canaries: Sequence[Canary], most: int, *, inserted: bool) -> list[Ca
     return result
 
 
-def _case(canary: Canary, fmt: Format, tokenizer: Any, max_length: int, long_examples: str) -> _Case:
-    sequence, mask = encode_secret(canary, fmt, tokenizer, max_length, long_examples)
+def _case(canary: Canary, fmt: Format, tokenizer: Any, data: DataConfig) -> _Case:
+    sequence, mask = encode_secret(canary, fmt, tokenizer, data)
     first = mask.index(True)
     prompt, target = sequence.input_ids[:first], sequence.input_ids[first : first + sum(mask)]
     return _Case(canary, prompt, target, tokenizer.decode(prompt), tokenizer.decode(target))

@@ -104,7 +104,7 @@ def audit_members(
         members: Everything that trained, by unit; at most ``limit`` of them, drawn with a fixed public seed, are scored.
         non_members: The same kind of rows that did not train.
         fmt: How the rows of both read.
-        settings: The data section that training used: unit, max_length, long_examples.
+        settings: The data section that training used: unit, template, max_length, long_examples.
         limit: Units of each side that are scored, at least 50.
         end_tokens: Score the token that ends a text, as dpllm trains it. Where training may have gone without it, what it
             scores would drown the rest.

@@ -196,8 +196,8 @@ class _Examined:
 
 def _examine(run: RunDir, config: RunConfig, plan: CanaryPlan, claim: Claim | None, *, generate: bool) -> _Examined:
     models = load_models(run, config)
-    encoding = (_format(run, config), config.data.max_length, config.data.long_examples)
-    table, tokens = score_canaries(models, plan, *encoding)
+    fmt = _format(run, config)
+    table, tokens = score_canaries(models, plan, fmt, config.data)
     promise = read_plan(run).to_json() if claim else None
     return _Examined(
         table,
@@ -208,7 +208,7 @@ def _examine(run: RunDir, config: RunConfig, plan: CanaryPlan, claim: Claim | No
         gradient=_gradient(run, plan) if claim and plan.gradient_coins else None,
         settings=AuditSettings.pick(promise["audit"] if promise else config.audit.fixed()),
         beside={
-            "generation": generate_attacks(models, plan, *encoding) if generate else None,
+            "generation": generate_attacks(models, plan, fmt, config.data) if generate else None,
             "canaries": _describe(plan),
             "weights": checkpoint.weight_hashes(run.export),
         },

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from dpllm.auditing.table import TOP_K, CanaryScores, TokenTable, sum_up
 from dpllm.canaries.canaries import Canary, CanaryPlan, encode_secret
 from dpllm.errors import ConfigError
+from dpllm.recipe.config import DataConfig
 from dpllm.text.data import TokenSequence
 from dpllm.text.layouts import Format
 
@@ -109,7 +110,7 @@ def score(
 
 
 def score_canaries(
-    models: ScoringModels, plan: CanaryPlan, fmt: Format, max_length: int, long_examples: str
+    models: ScoringModels, plan: CanaryPlan, fmt: Format, data: DataConfig
 ) -> tuple[tuple[CanaryScores, ...], TokenTable]:
     """Scores every candidate and reference on the tuned and the base model: canary by canary, and token by token.
 
@@ -119,7 +120,7 @@ def score_canaries(
         ConfigError: A canary that training could not have learned (see ``encode_secret``), or scores that are not finite.
     """
     everyone = (*plan.canaries, *plan.references)
-    encoded = [encode_secret(canary, fmt, models.tokenizer, max_length, long_examples) for canary in everyone]
+    encoded = [encode_secret(canary, fmt, models.tokenizer, data) for canary in everyone]
     return score_encoded(models, everyone, encoded)
 
 

@@ -200,7 +200,7 @@ def load(path: Path) -> CanaryPlan:
 
 
 def encode_secret(
-    canary: Canary, fmt: Format, tokenizer: Any, max_length: int, long_examples: str
+    canary: Canary, fmt: Format, tokenizer: Any, data: DataConfig
 ) -> tuple[TokenSequence, tuple[bool, ...]]:
     """Encodes a canary as training does, and finds the tokens of its secret.
 
@@ -213,13 +213,13 @@ def encode_secret(
         ConfigError: The canary does not fit into max_length, or its secret is not a training target.
     """
     try:
-        sequences = encode(canary.example(fmt), fmt, tokenizer, max_length, long_examples)
+        sequences = encode(canary.example(fmt), fmt, tokenizer, data)
     except DataError as error:
         raise ConfigError(f"canary {canary.canary_id} cannot be encoded: {error}") from None
     span = _find(canary.secret, sequences[0].input_ids, tokenizer) if len(sequences) == 1 else None
     if span is None:
         raise ConfigError(
-            f"canary {canary.canary_id} does not fit into data.max_length ({max_length} tokens), so its secret would "
+            f"canary {canary.canary_id} does not fit into data.max_length ({data.max_length} tokens), so its secret would "
             "not be trained on as a whole; raise data.max_length, or lower audit.canaries.digits or audit.canaries.tokens."
         )
     if not all(sequences[0].loss_mask[span[0] : span[1]]):

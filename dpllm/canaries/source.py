@@ -50,11 +50,10 @@ class ModelSource:
 
     @cached_property
     def first_ids(self) -> list[int]:
-        """Ordinary tokens with which a secret can begin: behind a space, where the format puts one."""
-        spaced = self._config.data.format != "messages"
+        """Ordinary tokens with which a secret can begin: behind a space, where the format or the template puts one."""
         pieces = self._tokenizer.convert_ids_to_tokens(self.ordinary_ids)
         pairs = zip(self.ordinary_ids, pieces, strict=True)
-        return [token for token, piece in pairs if piece.startswith(_MARKS_OF_A_SPACE) == spaced]
+        return [token for token, piece in pairs if piece.startswith(_MARKS_OF_A_SPACE) == self._spaced]
 
     def text(self, ids: Sequence[int]) -> str:
         """The secret that these tokens spell, without the space before it."""
@@ -63,8 +62,7 @@ class ModelSource:
     def reads(self, carrier: str, secret: str, ids: Sequence[int]) -> bool:
         """Whether a training row of carrier and secret is encoded with exactly these tokens for the secret."""
         # The bare text first: most of what fails fails there, and it is quick.
-        spaced = f" {secret}" if self._config.data.format != "messages" else secret
-        bare = self._tokenizer(spaced, add_special_tokens=False)["input_ids"]
+        bare = self._tokenizer(" " * self._spaced + secret, add_special_tokens=False)["input_ids"]
         if list(bare[-len(ids) :]) != list(ids):
             return False
         row, start, end = self._encode(carrier, secret) or ((), 0, 0)
@@ -92,6 +90,11 @@ class ModelSource:
             total_V = total_V + torch.log_softmax(logits_V, dim=-1)
         return np.asarray((total_V / len(sentences)).numpy(), dtype=np.float64)
 
+    @property
+    def _spaced(self) -> bool:
+        data = self._config.data
+        return data.format != "messages" and (data.template is None or data.template.endswith(" {completion}"))
+
     @cached_property
     def _model(self) -> Any:
         return loading.load_base(self._config.model, self._device).eval()
@@ -112,7 +115,7 @@ class ModelSource:
         """A row as training reads it, and where its secret begins and ends; None where training would lose some of it."""
         data = self._config.data
         assert data.format != "auto"
-        how = (data.format, self._tokenizer, data.max_length, data.long_examples)
+        how = (data.format, self._tokenizer, data)
         try:
             sequence, mask = encode_secret(Canary("c00000", 1, carrier, secret, inserted=True), *how)
         except ConfigError:

@@ -73,7 +73,8 @@ def statement_of(
         None if statistics is None else _released(statistics, terms, record),
         record.artifacts if files is None else files,
     )
-    return privacy_record.read(names.without_paths(found.to_json()))
+    template = {"template": config.data.template} if config.data.template else {}  # "[/INST]" is no path
+    return privacy_record.read({**names.without_paths(found.to_json()), **template})
 
 
 def why_not(config: RunConfig, plan: PlanRecord | None, record: RunRecord, audit: AuditRecord | None) -> str | None:

@@ -20,6 +20,7 @@ from dpllm.recipe.names import public_name
 from dpllm.run.directory import RunDir
 from dpllm.statement.run_files import read_run
 from dpllm.text import control, data
+from dpllm.text.prompts import encode
 from dpllm.text.rows import each_row
 
 if TYPE_CHECKING:
@@ -179,13 +180,11 @@ def _encoded(
     references: dict[str, list[str]], models: ScoringModels, config: RunConfig
 ) -> tuple[list[tuple[int, ...]], int]:
     """Each prompt as the tokens that stand before the first target in training, and how many tokens to write at most."""
-    prompts = []
-    for prompt, answers in references.items():
-        row = {"prompt": prompt, "completion": answers[0] or "."}
-        found = data.encode(row, "prompt_completion", models.tokenizer, 2**30, "truncate")
-        if not found:
-            raise ConfigError("a prompt of the evaluation data has nothing to complete. Fix or drop the row.")
-        prompts.append(found[0].input_ids[: found[0].loss_mask.index(True)])
+    tokenizer, template = models.tokenizer, config.data.template
+    prompts = [
+        tuple(encode(tokenizer, prompt, number, "prompt_completion", template))
+        for number, prompt in enumerate(references)
+    ]
     positions = getattr(models.tuned.config, "max_position_embeddings", None) or 2**30
     longest = max(map(len, prompts))
     if longest >= positions:

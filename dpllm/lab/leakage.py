@@ -111,8 +111,8 @@ def audit_leakage(config: RunConfig, plan: Plan | None = None) -> LeakageReport:
     plan = plan or plan_before_any_run(config)
     tokenizer = loading.load_tokenizer(config.model)
     drawn = canaries.plan_canaries(CanaryConfig(groups={1: NUM_TEXTS}, references=100))
-    texts, longest = [canary.example("text") for canary in drawn.canaries], config.data.max_length
-    sequences = [data.encode(text, "text", tokenizer, longest, "truncate")[0] for text in texts]
+    how = config.data.model_copy(update={"long_examples": "truncate"})
+    sequences = [data.encode(one.example("text"), "text", tokenizer, how)[0] for one in drawn.canaries]
     net = loading.build(config, CPU).train()
     loading.without_dropout(net)
     return gradient_leakage(net, plan, sequences, grad_sample_mode=config.privacy.grad_sample_mode)

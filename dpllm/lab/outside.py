@@ -156,7 +156,9 @@ def write_outside(report: dict[str, Any], folder: Path, path: Path) -> Path:
 
 def _encode(canary: Canary, fmt: Format, tokenizer: Any, longest: int) -> tuple[TokenSequence, tuple[bool, ...]]:
     try:
-        return encode_secret(canary, fmt, tokenizer, longest, "refuse")
+        return encode_secret(
+            canary, fmt, tokenizer, DataConfig(train="elsewhere", max_length=longest, long_examples="refuse")
+        )
     except ConfigError:
         raise ConfigError(
             f"canary {canary.canary_id}: in format {fmt} its secret shares tokens with other text, or lies beyond the {longest} "

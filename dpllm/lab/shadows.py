@@ -159,7 +159,7 @@ def score_shadows(runs: Sequence[RunDir], version: int = 1) -> ShadowScores:
         config, plan = shadow.load_config(), canaries.load(shadow.canaries)
         assert config.data.format != "auto"  # training writes the format that it found
         models = loading.load_for_scoring(config, shadow.export, device)
-        own = score_canaries(models, plan, config.data.format, config.data.max_length, config.data.long_examples)
+        own = score_canaries(models, plan, config.data.format, config.data)
         tables.append(attacks.of_version(*own, version))
         coins.append([canary.inserted for canary in plan.canaries])
     ids, count = tuple(row.canary_id for row in tables[0]), len(coins[0])  # candidates stand before references

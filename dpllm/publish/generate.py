@@ -25,6 +25,7 @@ from dpllm.model import loading
 from dpllm.recipe.config import ModelConfig, RunConfig
 from dpllm.run.directory import RunDir
 from dpllm.statement.run_files import read_run
+from dpllm.text.layouts import Format
 from dpllm.text.prompts import Prompt, encode
 
 MOST_BEAMS = 100
@@ -36,13 +37,15 @@ class Generator:
 
     Attributes:
         model: Of transformers.
-        chat: Whether a prompt that is text is a user's turn, for the tokenizer's chat template.
+        format: As which a prompt reads: with messages, text is a user's turn, for the tokenizer's chat template.
+        template: The recipe's data.template.
         unprotected: Why the model gives no guarantee, as its card or record says; None where it gives one.
     """
 
     model: Any
     tokenizer: Any
-    chat: bool
+    format: Format
+    template: str | None
     unprotected: str | None
 
 
@@ -66,7 +69,8 @@ def load(path: Path, *, base: str | None = None, chat: bool | None = None) -> Ge
     Args:
         path: A run directory, its ``export``, or what ``dpllm merge`` wrote.
         base: Where the base model of an adapter lies; None: as the run, or else the adapter, names it.
-        chat: Overrides whether prompts are turns of a conversation; None: they are if the run's data were.
+        chat: Overrides whether prompts are turns of a conversation; None: prompts read as in the run's training, and of an
+            export as its card says.
 
     Raises:
         ConfigError: There is no model, or its base cannot be found.
@@ -88,8 +92,14 @@ def load(path: Path, *, base: str | None = None, chat: bool | None = None) -> Ge
         dtype: Any = "auto" if device.type == "cuda" else torch.float32
         tuned = transformers.AutoModelForCausalLM.from_pretrained(export, dtype=dtype).to(device).eval()
     loading.check_finite(tuned, str(export))
-    talks = config is not None and config.data.format == "messages" if chat is None else chat
-    return Generator(tuned, tokenizer, talks, _unprotected(run if config else None, export))
+    card = read_json(export / BLOCK) if (export / BLOCK).exists() else {}
+    told = config.data.template if config else card.get("template")
+    template = told if isinstance(told, str) else None
+    known = config.data.format if config else "prompt_completion" if template else "auto"
+    fmt: Format = (
+        "messages" if chat else "text" if known == "auto" or (chat is False and known == "messages") else known
+    )
+    return Generator(tuned, tokenizer, fmt, template, _unprotected(run if config else None, export))
 
 
 def sample(
@@ -140,9 +150,11 @@ def sample(
         torch.manual_seed(secrets.randbits(63) if seed is None else seed)
         written = generation.write(generator.model, settings, many)
     decode, ends = generator.tokenizer.decode, set(settings.eos_token_id or ())
+    texts = (decode(ids, skip_special_tokens=True) for ids in written)
+    joint = "" if generator.format == "text" else " "  # between prompt and completion, see layouts.joined
     return [
-        Sample(n // num, asked[n // num], decode(ids, skip_special_tokens=True), not ends.isdisjoint(ids))
-        for n, ids in enumerate(written)
+        Sample(n // num, asked[n // num], text.removeprefix(joint), not ends.isdisjoint(ids))
+        for n, (ids, text) in enumerate(zip(written, texts, strict=True))
     ]
 
 
@@ -166,7 +178,8 @@ def _possible(num: int, max_new_tokens: int, temperature: float, top_p: float, b
 
 def encode_all(generator: Generator, prompts: Sequence[Prompt | None]) -> list[list[int]]:
     """Token ids of each prompt; None: of nothing. See ``encode`` for what it raises."""
-    return [encode(generator.tokenizer, prompt, number, chat=generator.chat) for number, prompt in enumerate(prompts)]
+    how = generator.format, generator.template
+    return [encode(generator.tokenizer, prompt, number, *how) for number, prompt in enumerate(prompts)]
 
 
 def room(generator: Generator, encoded: Sequence[Sequence[int]]) -> int | None:

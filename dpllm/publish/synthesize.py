@@ -308,14 +308,12 @@ def _draw(
         taken: dict[str, str] = {}
         reasons: Counter[str] = Counter()
         for number, one in zip(batch, found, strict=True):
-            # A space joins prompt and completion, in training too.
-            text = one.text if rows.prompts is None else one.text.removeprefix(" ")
-            key = (rows.heads[number].get("prompt"), text)
+            key = (rows.heads[number].get("prompt"), one.text)
             why = next((name for name, drops in tests.items() if drops(one)), None)
             if why is None and key in seen and not order.keep_duplicates:
                 why = filters.DUPLICATE
             if why is None:
-                taken[str(number)] = text
+                taken[str(number)] = one.text
                 seen.add(key)
             else:
                 reasons[why] += 1

@@ -6,6 +6,7 @@ module must never see data.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -151,6 +152,9 @@ class DataConfig(Section):
     sampling: Literal["unit", "example"] = "unit"
     """What is drawn and clipped as a whole. unit: everything a unit brings. example: single rows, and the guarantee for a
     unit of up to max_examples_per_unit rows follows by a mixture of Gaussians (Charles et al. 2024)."""
+    template: str | None = None
+    """How prompt and completion become one text, such as "{prompt}\\n### Answer:\\n{completion}"; all before the completion is
+    masked. null: one space stands between the two, unless the data bring their own. Of format prompt_completion alone."""
     max_length: int = Field(default=512, ge=2)
     """Tokens in one sequence."""
     long_examples: Literal["chunk", "truncate", "refuse"] = "truncate"
@@ -204,6 +208,21 @@ class DataConfig(Section):
             raise ValueError(
                 "packing puts several people's text in one row, so clipping would bound rows and not people; "
                 "set data.packing: false"
+            )
+        return value
+
+    @field_validator("template")
+    @classmethod
+    def _two_fields(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        if re.findall(r"\{\w*\}", value) != ["{prompt}", "{completion}"] or not value.endswith("{completion}"):
+            raise ValueError(
+                "should hold {prompt} and then {completion}, each once, no other field, and end there: the end token follows"
+            )
+        if "\\n" in value:
+            raise ValueError(
+                'holds a backslash and an n, not a line end; write it in double quotes, as "{prompt}\\n{completion}"'
             )
         return value
 

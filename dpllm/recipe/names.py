@@ -102,6 +102,7 @@ def digest(config: RunConfig) -> str:
         ("model", "adapter"),
         ("train", "momentum"),
         ("data", "control"),
+        ("data", "template"),
     ):
         if not recipe[section][key]:
             del recipe[section][key]

@@ -358,7 +358,7 @@ def _units(
     units = tokens.make_units(table, groups, tokenizer, settings, cache)
     if planted is not None:
         for candidate in (*planted.canaries, *planted.references):  # found by the audit, it would be paid for
-            encode_secret(candidate, table.format, tokenizer, settings.max_length, settings.long_examples)
+            encode_secret(candidate, table.format, tokenizer, settings)
         slots: list[data.Unit | None] = []
         for slot in canaries.slots(planted, settings):
             examples = [canary.example(table.format) for canary in slot]

@@ -255,7 +255,9 @@ def _read_subject(config: RunConfig, ledger: Ledger | None, found: Refusals, cac
         policy,
         table.digest,
         table.reads,
-        layouts.example(table.rows[0], fmt) if config.data.public else layouts.shape(fmt, config.data.control),
+        layouts.example(table.rows[0], fmt, config.data.template)
+        if config.data.public
+        else layouts.shape(fmt, config.data.control, config.data.template),
         (table, units) if cache else None,
     )
 

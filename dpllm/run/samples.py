@@ -53,8 +53,9 @@ class Samples:
             )
         read = read_prompts(Path(named)) if isinstance(named, str) and main else named or []
         prompts = processes.shared(read)  # a file need lie on rank 0's machine alone
-        chat = config.data.format == "messages"
-        found = [tuple(encode(tokenizer, prompt, number, chat=chat)) for number, prompt in enumerate(prompts)]
+        assert config.data.format != "auto"
+        how = config.data.format, config.data.template
+        found = [tuple(encode(tokenizer, prompt, number, *how)) for number, prompt in enumerate(prompts)]
         for number, ids in enumerate(found, start=1):
             if len(ids) >= most:
                 raise ConfigError(

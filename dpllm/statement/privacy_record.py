@@ -283,6 +283,8 @@ class _Statement(Record):
     """SHA-256 of every file published beside the card, by its path."""
     merged_from: MergedFrom | None = None
     statistics: BesideRun | None = None
+    template: str | None = None
+    """How prompt and completion became one text, of a recipe that says so; `dpllm generate` writes prompts by it."""
 
 
 class Guaranteed(_Statement, Terms):

@@ -24,7 +24,7 @@ from dpllm.privacy.schedule import Unit as Unit
 from dpllm.recipe import names
 from dpllm.recipe.config import DataConfig, Source
 from dpllm.text import control
-from dpllm.text.layouts import FIELDS, Format, Layout, converted, in_words, layout_of, learned, packed, renamed
+from dpllm.text.layouts import FIELDS, Format, Layout, converted, in_words, joined, layout_of, learned, packed, renamed
 from dpllm.text.rows import Groups, Row, StoredRows, each_row
 from dpllm.text.sources import files, read_rows, unpacked
 
@@ -88,6 +88,11 @@ def load_table(source: Source, data: DataConfig, split: str, cache_dir: Path) ->
             layout = layout_of(row, place, data.format, layout, data.columns.values())
             row, fields = converted(row, place, layout)
             row.pop(control.LINE, None)  # no source has a say in it
+            if data.template is not None and layout.format != "prompt_completion":
+                raise DataError(
+                    f"{place} reads as {layout.name}, and data.template joins a prompt with its completion, so that it would do "
+                    "nothing. Remove data.template: messages are read by the model's chat template, text as it stands."
+                )
             if data.control:
                 _check_control(data, layout, place)
                 row[control.LINE] = control.line(data.control, [value_name(row.get(name)) for name in data.control])
@@ -252,7 +257,7 @@ def iter_units(
     waiting, characters = dict[int, list[_Rendered]](), 0
     for number, rows in enumerate(groups, start=1):
         try:
-            waiting[number] = [_render(row, fmt, tokenizer) for row in rows]
+            waiting[number] = [_render(row, fmt, tokenizer, data.template) for row in rows]
         except DataError as error:
             yield from finished(waiting)  # an error in a unit before it comes first
             raise DataError(f"{source}: unit {number}: {error}") from None
@@ -263,21 +268,29 @@ def iter_units(
     yield from finished(waiting)
 
 
-def encode(
-    example: Mapping[str, Any], fmt: Format, tokenizer: Any, max_length: int, long_examples: str
-) -> list[TokenSequence]:
-    """Tokenises one row with a fast transformers tokenizer.
+def encode(example: Mapping[str, Any], fmt: Format, tokenizer: Any, data: DataConfig) -> list[TokenSequence]:
+    """Tokenises one row with a fast transformers tokenizer, as ``data`` says: template, max_length, long_examples.
 
     Returns:
-        No sequence (nothing to predict), one, or several chunks of at most ``max_length`` tokens. Chunks overlap by one
+        No sequence (nothing to predict), one, or several chunks of at most max_length tokens. Chunks overlap by one
         token, so that every target is predicted exactly once.
 
     Raises:
         DataError: See ``encode_units``.
     """
-    rendered = _render(example, fmt, tokenizer)
+    rendered = _render(example, fmt, tokenizer, data.template)
     ((ids, mask),) = _tokenise([rendered], tokenizer)
-    return _cut(rendered, ids, mask, tokenizer.eos_token_id, max_length, long_examples)
+    return _cut(rendered, ids, mask, tokenizer.eos_token_id, data.max_length, data.long_examples)
+
+
+def encode_prompt(prompt: str, tokenizer: Any, template: str | None) -> list[int]:
+    """The tokens that stand before a completion that begins with a letter, as ``encode`` makes them; none of an empty text.
+
+    Encoded alone, a prompt may end in other ones: two line ends are one token of GPT-2's, and two before a letter.
+    """
+    rendered = _render({"prompt": prompt, "completion": "A"}, "prompt_completion", tokenizer, template)
+    ((ids, mask),) = _tokenise([rendered], tokenizer)
+    return ids[: mask.index(True)]
 
 
 class _Rendered(NamedTuple):
@@ -288,17 +301,14 @@ class _Rendered(NamedTuple):
     template: bool
 
 
-def _render(example: Mapping[str, Any], fmt: Format, tokenizer: Any) -> _Rendered:
+def _render(example: Mapping[str, Any], fmt: Format, tokenizer: Any, template: str | None) -> _Rendered:
     line = example.get(control.LINE, "")
     if fmt == "text":
         text = line + example["text"]
         return _Rendered(text, [(len(line), len(text))], False)
     if fmt == "prompt_completion":
-        prompt, completion = line + example["prompt"], example["completion"]
-        # As a person would write it: one space, unless the data bring their own separator.
-        joined = "" if not prompt or prompt[-1].isspace() or completion[:1].isspace() else " "
-        text = prompt + joined + completion
-        return _Rendered(text, [(len(prompt), len(text))], False)
+        masked, after = joined(line + example["prompt"], example["completion"], template)
+        return _Rendered(masked + after, [(len(masked), len(masked + after))], False)
     messages = example["messages"]
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False)

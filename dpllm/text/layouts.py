@@ -21,11 +21,6 @@ FIELDS: dict[Format, tuple[str, ...]] = {
     "prompt_completion": ("prompt", "completion"),
     "text": ("text",),
 }
-SHAPES: dict[Format, str] = {
-    "messages": "<chat template: <user><assistant>...>; the assistant's turns are learned, all other tokens masked",
-    "prompt_completion": "<prompt><completion><eos>; prompt tokens masked",
-    "text": "<text><eos>; every token is learned",
-}
 ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "assistant", "chatgpt", "model"), "assistant"),
@@ -246,26 +241,46 @@ def in_words(layout: Layout, columns: Mapping[str, str], codes: Sequence[str]) -
     return f"read as {layout.name}: {', '.join(parts)}{behind}"
 
 
-def shape(fmt: Format, codes: Sequence[str]) -> str:
-    """How rows read, without a word of any; ``codes`` is the recipe's data.control."""
-    masked = f"<{control.line(codes, ['...'] * len(codes)).strip()}> masked, then " if codes else ""
-    return masked + SHAPES[fmt]
+def joined(prompt: str, completion: str, template: str | None) -> tuple[str, str]:
+    """The text of a prompt and its completion: what is masked of it, and what is learned.
+
+    ``template`` is the recipe's data.template, which is cut at its two fields: what stands in the data never is one. A space
+    before the completion is learned with it, because tokenizers make it a part of the word behind it.
+    """
+    before, between = "", "" if not prompt or prompt[-1].isspace() or completion[:1].isspace() else " "
+    if template is not None:
+        before, _, rest = template.partition("{prompt}")
+        between = rest.removesuffix("{completion}")
+    masked = before + prompt + between
+    return masked.removesuffix(" "), " " * masked.endswith(" ") + completion
 
 
-def example(row: Row, fmt: Format) -> str:
-    """A row as the model will see it, for data that are public: which parts are learned and which are masked."""
+def shape(fmt: Format, codes: Sequence[str], template: str | None) -> str:
+    """How rows read, without a word of any; ``codes`` and ``template`` are the recipe's data.control and data.template."""
+    line = f"<{control.line(codes, ['...'] * len(codes)).strip()}>" if codes else ""
+    if fmt == "messages":
+        return "<chat template: <user><assistant>...>; the assistant's turns are learned, all other tokens masked"
     if fmt == "text":
-        parts = [("learned", row["text"] + "<eos>")]
+        return f"{line and line + ' masked, then '}<text><eos>; every token is learned"
+    text = "".join(joined(f"{line and line + chr(10)}<prompt>", "<completion>", template)).replace("\n", "\\n")
+    space = "" if template else ", and one space between the two unless the data bring their own"
+    return f"{text}<eos>; what stands before <completion> is masked{space}"
+
+
+def example(row: Row, fmt: Format, template: str | None) -> str:
+    """A row as the model will see it, for data that are public: which parts are learned and which are masked."""
+    line = row.get(control.LINE, "")
+    if fmt == "text":
+        parts = [("masked", line.rstrip("\n"))] * bool(line) + [("learned", row["text"] + "<eos>")]
     elif fmt == "prompt_completion":
-        parts = [("masked", row["prompt"]), ("learned", row["completion"] + "<eos>")]
+        masked, after = joined(line + row["prompt"], row["completion"], template)
+        parts = [("masked", masked), ("learned", after + "<eos>")]
     else:
         parts = [
             (f"{turn['role']}, {'learned' if learned(turn) else 'masked'}", str(turn.get("content")))
             for turn in row["messages"]
             if isinstance(turn, dict) and "role" in turn
         ]
-    if control.LINE in row:
-        parts.insert(0, ("masked", row[control.LINE].rstrip("\n")))
     return "\n".join(f"{name}: {text[:_SHOWN]}{' ...' if len(text) > _SHOWN else ''}" for name, text in parts)
 
 

@@ -18,8 +18,8 @@ from typing import Any
 from dpllm.errors import ConfigError, DataError
 from dpllm.files import read_json, write_json
 from dpllm.recipe.config import DataConfig
-from dpllm.text.data import Table, unit_name
-from dpllm.text.layouts import LAYOUTS, strings
+from dpllm.text.data import Table, encode_prompt, unit_name
+from dpllm.text.layouts import LAYOUTS, Format, strings
 from dpllm.text.sources import expand
 
 Prompt = str | list[dict[str, Any]]
@@ -60,10 +60,11 @@ def read_prompts(path: Path) -> list[Prompt]:
     return prompts
 
 
-def encode(tokenizer: Any, prompt: Prompt | None, number: int, *, chat: bool) -> list[int]:
+def encode(tokenizer: Any, prompt: Prompt | None, number: int, fmt: Format, template: str | None) -> list[int]:
     """Token ids of prompt ``number``, counted from 0; None: of nothing, from which a text begins.
 
-    With ``chat``, text is a user's turn.
+    They are those that stand before a completion in training on rows of format ``fmt`` with the recipe's data.template; with
+    messages, text is a user's turn.
 
     Raises:
         DataError: The chat template does not take the messages, or the prompt is no text.
@@ -75,7 +76,7 @@ def encode(tokenizer: Any, prompt: Prompt | None, number: int, *, chat: bool) ->
         raise DataError(
             f"prompt {number + 1}: holds half of a character, which no tokenizer takes. Write UTF-8."
         ) from None
-    if isinstance(prompt, str) and chat:
+    if isinstance(prompt, str) and fmt == "messages":
         prompt = [{"role": "user", "content": prompt}]
     if isinstance(prompt, list):
         try:
@@ -86,7 +87,10 @@ def encode(tokenizer: Any, prompt: Prompt | None, number: int, *, chat: bool) ->
                 "needs role and content, and the tokenizer a chat template; or type --no-chat and prompts of plain text."
             ) from None
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    ids = list(tokenizer(prompt or "")["input_ids"])
+    if fmt == "prompt_completion":
+        ids = encode_prompt(prompt or "", tokenizer, template)
+    else:
+        ids = list(tokenizer(prompt or "")["input_ids"])
     while len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:  # of a tokenizer that ends every text
         ids.pop()
     start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id

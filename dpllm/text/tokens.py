@@ -34,7 +34,7 @@ from dpllm.recipe.config import DataConfig
 from dpllm.text.data import Table, TokenSequence, Unit, iter_units
 from dpllm.text.rows import Groups, OpenFile, ReadWhenAsked
 
-ENCODING = 2
+ENCODING = 3
 """To be raised when ``data.encode`` makes other tokens of the same row, or an entry is laid out otherwise."""
 FOLDER = "tokens"
 _PIECE = 2**22  # bytes that are hashed, or buffered before they are written, at a time
@@ -91,7 +91,7 @@ def make_units(table: Table, groups: Groups, tokenizer: Any, data: DataConfig, c
         table: Of ``data.load_table``.
         groups: The rows of each unit, of ``data.sampled_rows`` of the same table.
         tokenizer: A fast transformers tokenizer.
-        data: max_length, long_examples.
+        data: template, max_length, long_examples.
         cache_dir: The run's private cache.
 
     Raises:
@@ -137,7 +137,7 @@ def _key(table: Table, groups: Groups, tokenizer: Any, data: DataConfig) -> str:
         "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
         "eos": tokenizer.eos_token_id,
         "split_special_tokens": bool(getattr(tokenizer, "split_special_tokens", False)),
-        "template": tokenizer.chat_template if table.format == "messages" else None,
+        "template": tokenizer.chat_template if table.format == "messages" else data.template,
         "max_length": data.max_length,
         "long_examples": data.long_examples,
     }

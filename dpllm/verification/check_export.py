@@ -64,7 +64,7 @@ ASSERTED = {
         "base_model software hardware date recipe_digest accountant.version cross_check.version deviations",
         "the author's word on where, when, from what and with which versions it ran",
     ),
-    "words": ("not_covered tuning contact", "text that nobody can compute"),
+    "words": ("not_covered tuning contact template", "text that nobody can compute"),
 }
 """Name of a line -> fields of a block that nobody can compute from what is published, and what they say."""
 

@@ -8,6 +8,7 @@ import random
 from dataclasses import replace
 
 import pytest
+import tiny
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
@@ -63,7 +64,7 @@ def memorise(canaries, tokenizer, steps=60):
     torch.manual_seed(0)
     config = LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=32, target_modules="all-linear")
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(str(builtin.path("builtin:tiny"))), config)
-    rows = [encode_secret(one, "text", tokenizer, MAX_LENGTH, "refuse")[0].input_ids for one in canaries]
+    rows = [encode_secret(one, "text", tokenizer, tiny.reads(MAX_LENGTH, "refuse"))[0].input_ids for one in canaries]
     width = max(map(len, rows))
     ids = torch.tensor([[*row, *[2] * (width - len(row))] for row in rows])
     real = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
@@ -172,11 +173,11 @@ def test_an_end_token_ends_a_text_where_asked_and_nobody_elses(base, beams):
 
 
 def case_of(one, tokenizer):
-    return generation._case(one, "text", tokenizer, MAX_LENGTH, "truncate")
+    return generation._case(one, "text", tokenizer, tiny.reads(MAX_LENGTH))
 
 
 def found_by(models, plan, **options):
-    return generate_attacks(models, plan, "text", MAX_LENGTH, "truncate", **options)
+    return generate_attacks(models, plan, "text", tiny.reads(MAX_LENGTH, "truncate"), **options)
 
 
 @pytest.fixture(scope="module")
@@ -220,10 +221,10 @@ def test_coins_decide_who_is_counted_where_and_nothing_else(models, plan, tokeni
 
 def test_other_formats_and_tight_lengths_are_no_matter(models, plan, tokenizer):
     fitting = max(
-        len(encode_secret(one, "prompt_completion", tokenizer, MAX_LENGTH, "refuse")[0].input_ids)
+        len(encode_secret(one, "prompt_completion", tokenizer, tiny.reads(MAX_LENGTH, "refuse"))[0].input_ids)
         for one in (*plan.canaries, *plan.references)
     )
-    report = generate_attacks(models, plan, "prompt_completion", fitting, "truncate", prompts=2)
+    report = generate_attacks(models, plan, "prompt_completion", tiny.reads(fitting, "truncate"), prompts=2)
     assert report["completion"]["1"]["greedy"]["inserted"]["prompts"] == 2
 
 

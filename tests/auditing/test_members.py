@@ -177,7 +177,7 @@ def test_a_unit_is_one_observation_of_all_its_tokens(models, monkeypatch, seed):
     for place in (0, 17, 109):
         ids, gains = [], []
         for number, row in enumerate(groups[place]):
-            (sequence,) = data.encode(row, "text", models.tokenizer, 128, "refuse")
+            (sequence,) = data.encode(row, "text", models.tokenizer, tiny.reads(128, "refuse"))
             ids += sequence.input_ids[1:]
             gains += [0.1 * ((3 * place + number) % 7)] * (len(sequence.input_ids) - 1)
         found = audit.scores(tokens)
@@ -223,7 +223,7 @@ def test_the_token_that_ends_a_text_is_scored_where_it_was_trained(models, monke
     seen = scoring(monkeypatch)
     completions = [
         [[{"prompt": row["text"], "completion": row["text"]}] for (row,) in rows(rng, 60)]
-        + [[{"prompt": row["text"] + " ", "completion": ""}] for (row,) in rows(rng, 5)]
+        + [[{"prompt": row["text"] + "\n", "completion": ""}] for (row,) in rows(rng, 5)]
         for _ in range(2)
     ]
     report = audit_members(models, *completions, "prompt_completion", settings(), end_tokens=end_tokens)

@@ -8,6 +8,7 @@ import random
 
 import numpy as np
 import pytest
+import tiny
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
@@ -167,8 +168,8 @@ def test_scores_that_are_not_finite_are_refused():
 
 @pytest.mark.parametrize("fmt", ["text", "prompt_completion", "messages"])
 def test_the_secret_is_found_in_the_encoding_that_trains(tokenizer, fmt):
-    sequence, mask = encode_secret(CANARY, fmt, tokenizer, 128, "truncate")
-    assert sequence == encode(CANARY.example(fmt), fmt, tokenizer, 128, "truncate")[0]
+    sequence, mask = encode_secret(CANARY, fmt, tokenizer, tiny.reads(128, "truncate"))
+    assert sequence == encode(CANARY.example(fmt), fmt, tokenizer, tiny.reads(128, "truncate"))[0]
     ids = [token for token, scored in zip(sequence.input_ids, mask, strict=True) if scored]
     assert tokenizer.decode(ids).strip() == CANARY.secret
     assert tokenizer.eos_token_id not in ids
@@ -180,7 +181,7 @@ def test_secrets_of_every_tokenisation_are_found(tokenizer):
     plan = plan_canaries(CanaryConfig(groups={1: 50}, references=100), generator=random.Random(0))
     counts = set()
     for canary in plan.canaries:
-        sequence, mask = encode_secret(canary, "text", tokenizer, 128, "refuse")
+        sequence, mask = encode_secret(canary, "text", tokenizer, tiny.reads(128, "refuse"))
         ids = [token for token, scored in zip(sequence.input_ids, mask, strict=True) if scored]
         assert tokenizer.decode(ids).strip() == canary.secret
         counts.add(sum(mask))
@@ -189,9 +190,9 @@ def test_secrets_of_every_tokenisation_are_found(tokenizer):
 
 @pytest.mark.parametrize("long_examples", ["truncate", "chunk", "refuse"])
 def test_a_canary_that_does_not_fit_is_refused(tokenizer, long_examples):
-    length = len(encode(CANARY.example("text"), "text", tokenizer, 128, "refuse")[0].input_ids)
+    length = len(encode(CANARY.example("text"), "text", tokenizer, tiny.reads(128, "refuse"))[0].input_ids)
     with pytest.raises(ConfigError, match="canary c00000") as caught:
-        encode_secret(CANARY, "text", tokenizer, length - 3, long_examples)
+        encode_secret(CANARY, "text", tokenizer, tiny.reads(length - 3, long_examples))
     assert CANARY.secret not in str(caught.value)
     assert CANARY.carrier not in str(caught.value)
 
@@ -214,7 +215,7 @@ def test_the_table_holds_both_models_and_every_canary_once(tokenizer, model):
     plan = plan_canaries(CanaryConfig(groups={1: 20, 2: 10}, references=100), generator=random.Random(0))
     torch.manual_seed(1)
     base = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_layer=1, n_head=2, n_positions=128)).eval()
-    table, tokens = score_canaries(Pair(tokenizer, model, base), plan, "text", 128, "truncate")
+    table, tokens = score_canaries(Pair(tokenizer, model, base), plan, "text", tiny.reads(128, "truncate"))
     assert tokens.canary_ids == tuple(row.canary_id for row in table)
     for scored, rows in ((tokens.secrets(), table), (tokens, attacks.of_version(table, tokens, 2))):
         assert scored.lengths().tolist() == [row.num_tokens for row in rows]
@@ -226,7 +227,7 @@ def test_the_table_holds_both_models_and_every_canary_once(tokenizer, model):
     words: set[tuple[int, int]] = set()
     for row in table[::17]:
         canary = everyone[row.canary_id]
-        sequence, mask = encode_secret(canary, "text", tokenizer, 128, "truncate")
+        sequence, mask = encode_secret(canary, "text", tokenizer, tiny.reads(128, "truncate"))
         assert row.tuned_log_prob == pytest.approx(sum(naive(model, sequence, mask)[0]), abs=1e-3)
         assert row.base_log_prob == pytest.approx(sum(naive(base, sequence, mask)[0]), abs=1e-3)
         assert row.num_tokens == sum(mask)
@@ -249,7 +250,7 @@ OLD = "canary_id,group,inserted,num_tokens,tuned_log_prob,base_log_prob,tuned_gr
 
 def test_the_score_table_of_an_earlier_audit_is_read(tokenizer, model, tmp_path):
     plan = plan_canaries(CanaryConfig(groups={1: 2}, digits=8, references=100))
-    _, tokens = score_canaries(Pair(tokenizer, model, model), plan, "text", 128, "truncate")
+    _, tokens = score_canaries(Pair(tokenizer, model, model), plan, "text", tiny.reads(128, "truncate"))
     write_tokens(tokens, tmp_path / "tokens.parquet")
     lines = [OLD, "c00001,4,0,3,-1.0000000000000002,-1e-17,0,1", "r00000,0,,5,-0.1,-33.0,0,0"]
     (tmp_path / "scores.csv").write_text("\n".join(lines))

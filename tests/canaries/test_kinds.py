@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -63,7 +64,7 @@ def config(kind, once=60, references=100, **more):
 
 def encoded(canary, tokenizer, fmt="text"):
     """The ids of a secret, as training reads the row."""
-    sequence, mask = encode_secret(canary, fmt, tokenizer, 64, "refuse")
+    sequence, mask = encode_secret(canary, fmt, tokenizer, tiny.reads(64, "refuse"))
     return [token for token, own in zip(sequence.input_ids, mask, strict=True) if own]
 
 

@@ -10,6 +10,7 @@ import stat
 
 import cards
 import pytest
+import tiny
 import torch
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -92,7 +93,7 @@ def memorise(base, plan, tokenizer, *, epochs=80, whole_rows=False):
     torch.manual_seed(0)
     model = GPT2LMHeadModel.from_pretrained(base)
     held = [canary for slot in canaries.slots(plan, DataConfig(train="rows.jsonl")) for canary in slot]
-    rows = [encode_secret(canary, "text", tokenizer, 64, "refuse") for canary in held]
+    rows = [encode_secret(canary, "text", tokenizer, tiny.reads(64, "refuse")) for canary in held]
     ids = torch.zeros(len(rows), 64, dtype=torch.long)
     labels = torch.full((len(rows), 64), -100)
     for place, (sequence, mask) in enumerate(rows):

@@ -105,10 +105,9 @@ def test_many_prompts_at_a_time_give_the_texts_of_each_alone(finished: Place, be
 
 
 def test_a_chat_model_gets_its_template(finished: Place, talker: Path) -> None:
-    assert generate.load(talker).chat
-    assert not generate.load(finished.run).chat
+    assert (generate.load(talker).format, generate.load(finished.run).format) == ("messages", "text")
     loaded = generate.load(talker)
-    ids = prompts.encode(loaded.tokenizer, "Who came?", 0, chat=loaded.chat)
+    ids = prompts.encode(loaded.tokenizer, "Who came?", 0, loaded.format, loaded.template)
     turn = loaded.tokenizer.decode(ids)
     assert turn == "<s><|user|>Who came?</s><|assistant|>"
     arguments = ("--prompt", "Who came?", "--seed", "3")

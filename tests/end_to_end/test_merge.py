@@ -89,7 +89,7 @@ def test_the_scores_of_the_audit_do_not_depend_on_merging(finished: Place, merge
     alone = transformers.AutoModelForCausalLM.from_pretrained(merged).eval()
     models = loading.ScoringModels(both.tokenizer, alone, config.model, CPU)
     plan = canaries.load(RunDir(finished.run).canaries)
-    found, _ = score_canaries(models, plan, config.data.format, config.data.max_length, config.data.long_examples)
+    found, _ = score_canaries(models, plan, config.data.format, config.data)
     published = {row.canary_id: row for row in read_scores(merged / "audit")[0]}
     assert len(published) == len(found)
     for row in found:

@@ -35,7 +35,7 @@ def table_of(run: RunDir) -> tuple[CanaryScores, ...]:
     config = run.load_config()
     models = load_for_scoring(config, run.export, CPU)
     plan = canaries.load(run.canaries)
-    return score_canaries(models, plan, config.data.format, config.data.max_length, config.data.long_examples)[0]
+    return score_canaries(models, plan, config.data.format, config.data)[0]
 
 
 def audit(place: Place, num_shadows: int, console: Console = QUIET) -> dict[str, object]:

@@ -46,7 +46,8 @@ def test_new_keys_that_are_used_change_the_digest() -> None:
     recipes = [*map(RunConfig.model_validate, values), *(config(train=source) for source in sources)]
     recipes += [config(csv={"delimiter": ";"}), *(config(control=one) for one in (["a"], ["a", "b"], ["b", "a"]))]
     assert len({names.digest(recipe) for recipe in recipes}) == len(recipes)
-    assert names.digest(config(control=[])) == names.digest(config())
+    assert names.digest(config(control=[], template=None)) == names.digest(config())
+    assert names.digest(config(template="{prompt}{completion}")) != names.digest(config())
 
 
 def test_several_sources_are_told_without_where_they_lie(tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def test_canaries_stand_behind_no_line() -> None:
     """Their text is random and public in kind, and no row's values may reach it."""
     canary = Canary("c00000", 1, "The code of the house is", "4711", inserted=True)
     assert control.LINE not in canary.example("text")
-    sequence, _ = encode_secret(canary, "text", tokenizer(), 128, "truncate")
+    sequence, _ = encode_secret(canary, "text", tokenizer(), tiny.reads(128, "truncate"))
     (unit,) = encode_units([[canary.example("text")]], "text", tokenizer(), section(control=CODES))
     assert unit.sequences == (sequence,)
 
@@ -126,9 +126,9 @@ def test_canaries_stand_behind_no_line() -> None:
 def test_a_plan_tells_of_the_line(tmp_path: Path) -> None:
     table = load(write(tmp_path / "rows.jsonl", [{"text": "a", "visit": "home", "age": 54}]), control=CODES)
     assert table.reads == "read as text: text, behind a line with visit, age"
-    assert layouts.shape("text", CODES).startswith("<visit: ... | age: ...> masked, then <text><eos>")
-    assert layouts.shape("text", []) == layouts.SHAPES["text"]
-    assert layouts.example(table.rows[0], "text") == "masked: visit: home | age: 54\nlearned: a<eos>"
+    assert layouts.shape("text", CODES, None).startswith("<visit: ... | age: ...> masked, then <text><eos>")
+    assert layouts.shape("text", [], None).startswith("<text><eos>")
+    assert layouts.example(table.rows[0], "text", None) == "masked: visit: home | age: 54\nlearned: a<eos>"
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ def learned(sequence: TokenSequence) -> str:
 
 
 def one(row: Json, fmt: str) -> TokenSequence:
-    (sequence,) = encode(row, fmt, tokenizer(), 128, "truncate")  # type: ignore[arg-type]
+    (sequence,) = encode(row, fmt, tokenizer(), tiny.reads(128, "truncate"))  # type: ignore[arg-type]
     assert sequence.denominator == sum(sequence.loss_mask) > 0
     assert not sequence.loss_mask[0]
     return sequence
@@ -43,7 +43,7 @@ def test_text_is_learned_whole_with_its_end_and_not_its_beginning(row: Json) -> 
 def test_without_a_beginning_token_the_first_word_is_no_target() -> None:
     bare = tiny.tokenizer()
     bare.backend_tokenizer.post_processor = TemplateProcessing(single="$A")
-    (sequence,) = encode({"text": "Anna bought plums"}, "text", bare, 128, "truncate")
+    (sequence,) = encode({"text": "Anna bought plums"}, "text", bare, tiny.reads(128, "truncate"))
     first = tokenizer().decode([sequence.input_ids[0]])
     assert first + learned(sequence) == "Anna bought plums</s>"
 
@@ -51,7 +51,7 @@ def test_without_a_beginning_token_the_first_word_is_no_target() -> None:
 def test_an_end_that_the_tokenizer_brings_itself_is_learned_once() -> None:
     ending, special = tiny.tokenizer(), [("<s>", 0), ("</s>", 1)]
     ending.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=special)
-    (sequence,) = encode(TEXT[0], "text", ending, 128, "truncate")
+    (sequence,) = encode(TEXT[0], "text", ending, tiny.reads(128, "truncate"))
     assert learned(sequence) == TEXT[0]["text"] + "</s>"
     assert sequence.input_ids.count(1) == 1
 
@@ -120,7 +120,7 @@ def test_a_broken_message_is_refused_without_its_text(message: Any) -> None:
 def test_nothing_to_predict_makes_no_sequence() -> None:
     assert learned(one({"text": ""}, "text")) == "</s>"
     user = {"messages": [{"role": "user", "content": "Hello?"}]}
-    assert encode(user, "messages", tokenizer(), 16, "truncate") == []
+    assert encode(user, "messages", tokenizer(), tiny.reads(16, "truncate")) == []
     assert encode_units([[user]], "messages", tokenizer(), section()) == [Unit(())]
 
 
@@ -130,8 +130,8 @@ LONG = {"text": " ".join(tiny.sentence(number) for number in range(9))}
 
 
 def test_truncated_to_max_length() -> None:
-    (sequence,) = encode(LONG, "text", tokenizer(), 20, "truncate")
-    (whole,) = encode(LONG, "text", tokenizer(), 10_000, "truncate")
+    (sequence,) = encode(LONG, "text", tokenizer(), tiny.reads(20, "truncate"))
+    (whole,) = encode(LONG, "text", tokenizer(), tiny.reads(10_000, "truncate"))
     assert sequence.input_ids == whole.input_ids[:20]
     assert sequence.denominator == sum(sequence.loss_mask) == 19
 
@@ -140,7 +140,7 @@ def test_refused_where_the_recipe_says_so(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"unit 2: .*longer than data.max_length \(64 tokens\)") as caught:
         encode_units([[TEXT[0]], [LONG]], "text", tokenizer(), section(max_length=64, long_examples="refuse"))
     assert "Anna" not in str(caught.value)
-    assert len(encode(TEXT[0], "text", tokenizer(), 64, "refuse")) == 1
+    assert len(encode(TEXT[0], "text", tokenizer(), tiny.reads(64, "refuse"))) == 1
 
 
 def test_errors_in_held_out_data_name_their_own_file() -> None:
@@ -154,8 +154,8 @@ def test_errors_in_held_out_data_name_their_own_file() -> None:
 def test_chunks_cover_every_target_exactly_once(words: list[str], length: int) -> None:
     half = len(words) // 2
     row = {"prompt": " ".join(words[:half]), "completion": " ".join(words[half:])}
-    whole = encode(row, "prompt_completion", tokenizer(), 10_000, "chunk")
-    chunks = encode(row, "prompt_completion", tokenizer(), length, "chunk")
+    whole = encode(row, "prompt_completion", tokenizer(), tiny.reads(10_000, "chunk"))
+    chunks = encode(row, "prompt_completion", tokenizer(), tiny.reads(length, "chunk"))
     targets = [t for s in whole for t, learn in zip(s.input_ids, s.loss_mask, strict=True) if learn]
     covered = [t for s in chunks for t, learn in zip(s.input_ids, s.loss_mask, strict=True) if learn]
     assert covered == targets
@@ -174,9 +174,9 @@ def test_losses_of_chunks_add_up_to_the_mean_of_the_whole_row(length: int, seed:
         logits = logits_VV[batch.input_ids_RT]
         return sequence_losses(logits, batch.input_ids_RT, batch.loss_mask_RT, batch.denominator_R.double()).sum()
 
-    (whole,) = encode(LONG, "text", tokenizer(), 10_000, "chunk")
+    (whole,) = encode(LONG, "text", tokenizer(), tiny.reads(10_000, "chunk"))
     ids = torch.tensor(whole.input_ids)
     mean = torch.nn.functional.cross_entropy(logits_VV[ids[:-1]], ids[1:])
-    chunks = encode(LONG, "text", tokenizer(), length, "chunk")
+    chunks = encode(LONG, "text", tokenizer(), tiny.reads(length, "chunk"))
     torch.testing.assert_close(loss([whole]).double(), mean, rtol=1e-5, atol=0)
     torch.testing.assert_close(loss(chunks).double(), mean, rtol=1e-5, atol=0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -146,11 +145,11 @@ def test_tables_whose_messages_have_the_keys_of_others_read_as_lines_do(tmp_path
 
 def test_an_example_of_public_data_says_what_is_learned(tmp_path: Path) -> None:
     table = load(tmp_path, CHATS)
-    assert layouts.example(table.rows[0], "messages").splitlines() == [
+    assert layouts.example(table.rows[0], "messages", None).splitlines() == [
         "user, masked: Who?",
         "assistant, masked: Anna",
         "user, masked: And?",
         "assistant, learned: Bo",
     ]
-    assert layouts.example(load(tmp_path, ALPACA).rows[0], "prompt_completion").endswith("learned: Hello Anna<eos>")
-    assert json.dumps(SENTINEL) not in "".join(layouts.SHAPES.values())
+    shown = layouts.example(load(tmp_path, ALPACA).rows[0], "prompt_completion", None)
+    assert shown.endswith("learned: Hello Anna<eos>")

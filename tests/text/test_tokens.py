@@ -120,7 +120,7 @@ def test_units_on_disk_are_those_of_memory(
     values = {"max_length": max_length, "long_examples": long_examples, **unit}
     one_by_one = [
         Unit(
-            tuple(s for row in group for s in data.encode(row, fmt, tokenizer(), max_length, long_examples))  # type: ignore[arg-type]
+            tuple(s for row in group for s in data.encode(row, fmt, tokenizer(), tiny.reads(max_length, long_examples)))  # type: ignore[arg-type]
         )
         for group in data.group_rows(Table("rows.jsonl", some, fmt), section(**values))  # type: ignore[arg-type]
     ]
@@ -237,6 +237,7 @@ def test_whatever_changes_the_tokens_is_another_entry(tmp_path: Path, monkeypatc
     both = [{"text": "a", "prompt": "b", "completion": "c", "who": "p"}]
     keys += [made(tmp_path, both, format=fmt).path.name for fmt in ("prompt_completion", "text")]
     keys += [made(tmp_path, [{"prompt": p, "completion": c}]).path.name for p, c in (("a", "bc"), ("ab", "c"))]
+    keys.append(made(tmp_path, [{"prompt": "a", "completion": "bc"}], template="{prompt}{completion}").path.name)
     monkeypatch.setattr(tokens, "ENCODING", tokens.ENCODING + 1)
     keys.append(made(tmp_path, TALKS).path.name)
     assert len(set(keys)) == len(keys)
@@ -374,7 +375,7 @@ with open(path, "w") as file:
         file.write(json.dumps({"who": number % 4999, "text": text}) + "\\n")
         number += 1
 wanted = DataConfig(train=str(path), max_length=256, long_examples="chunk", unit="who", max_examples_per_unit=10**6)
-data.encode({"text": "word"}, "text", tokenizer, 256, "chunk")
+data.encode({"text": "word"}, "text", tokenizer, wanted)
 if megabytes < 100:  # so that few rows are many
     data.AT_ONCE, rows.BUFFER = 2**15, 2**20
 before = psutil.Process().memory_info().rss

@@ -1,0 +1,126 @@
+"""A run whose recipe has data.template: whatever asks its model, or scores its rows, reads them as training did."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from running import Place, done, edit_recipe, make_place
+
+from dpllm.auditing.members import audit_run_members
+from dpllm.auditing.run import audit, load_models
+from dpllm.comparison import tasks
+from dpllm.publish import generate
+from dpllm.run.directory import RunDir
+from dpllm.text import data, layouts
+
+TEMPLATE = "[INST] {prompt} [/INST]\n### Answer:\n{completion}"
+ASKED = "[INST] Who? [/INST]\n### Answer:\n"
+
+
+def pairs(count: int, start: int = 0) -> list[dict[str, str]]:
+    return [{"prompt": f"Who {n}?", "completion": tiny.sentence(n)} for n in range(start, start + count)]
+
+
+@pytest.fixture(scope="module")
+def templates() -> Any:
+    """The templates of all texts that are made, in this module's order."""
+    seen: list[str | None] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data, "joined", lambda *given: seen.append(given[2]) or layouts.joined(*given))
+        yield seen
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, base: Path, data_home: Path, templates: list[str | None]) -> Place:
+    place = make_place(tmp_path_factory.mktemp("template"), base)
+    tiny.write_rows(place.train, pairs(60))
+    held_out = tiny.write_rows(place.root / "data" / "eval.jsonl", pairs(60, 100))
+    canaries = {"kind": "random_tokens", "groups": {1: 40}, "references": 100, "tokens": 4}
+    place.write(
+        {
+            **{"data.eval": str(held_out), "data.template": TEMPLATE, "audit.canaries": canaries},
+            **{"train.sample_prompts": ["Who?"], "audit.gradient_canaries": 0},
+        }
+    )
+    shown = " ".join(done("plan", place.recipe).out.replace("\u2502", " ").split())
+    assert r"[INST] <prompt> [/INST]\n### Answer:\n<completion><eos>" in shown
+    done("train", place.recipe)
+    done("card", place.run)
+    assert templates.count(TEMPLATE) == len(templates) > 120 + 120  # rows of both files, all canaries, a sample
+    return place
+
+
+@pytest.mark.parametrize("way", ["audit", "members", "tasks", "losses", "generate", "synthesize"])
+def test_every_text_is_made_by_the_template(run: Place, templates: list[str | None], way: str) -> None:
+    templates.clear()
+    place, config = RunDir(run.run), RunDir(run.run).load_config()
+    public = run.root / "prompts.txt"
+    public.write_text("Who?\nWhere?\n")
+    if way == "audit":
+        audit(place)
+        done("card", run.run)
+    elif way == "members":
+        audit_run_members(place, load_models(place, config))
+    elif way == "tasks":
+        tasks._encoded({"Who?": ["Anna"]}, load_models(place, config), config)
+    elif way == "losses":
+        tasks.measure([place])
+    elif way == "generate":
+        done("generate", run.run, "--prompt", "Who?", "--num", 1, "--max-new-tokens", 2)
+    else:
+        done(
+            "synthesize",
+            run.run,
+            "--rows",
+            2,
+            "--prompts",
+            public,
+            "--keep-unfinished",
+            "--keep-duplicates",
+            "--no-quality",
+        )
+    assert set(templates) == {TEMPLATE}
+
+
+def test_an_export_and_a_merged_model_are_asked_as_the_run_is(run: Place) -> None:
+    done("merge", run.run)
+    for place in (run.run, run.run / "export", run.run / "merged"):
+        loaded = generate.load(place, base=str(run.base))
+        (ids,) = generate.encode_all(loaded, ["Who?"])
+        assert loaded.tokenizer.decode(ids) == f"<s>{ASKED}"
+    assert json.loads((run.run / "export" / "privacy.json").read_text())["template"] == TEMPLATE
+    assert (
+        r"template `[INST] {prompt} [/INST]\n### Answer:\n{completion}`"
+        in (run.run / "export" / "README.md").read_text()
+    )
+    done("verify", run.run)
+    done("verify", run.run / "export")
+
+
+def test_a_secret_begins_where_the_template_says(run: Place) -> None:
+    """Behind a line end, random tokens are no tokens that begin with a space."""
+    secrets = json.loads((run.run / "private" / "canaries.json").read_text())["canaries"]
+    tokenizer = tiny.tokenizer()
+    for one in secrets:
+        row, reads = {"prompt": one["carrier"], "completion": one["secret"]}, tiny.reads(128, template=TEMPLATE)
+        (sequence,) = data.encode(row, "prompt_completion", tokenizer, reads)
+        assert len(sequence.input_ids) - sequence.loss_mask.index(True) == 4 + 1
+
+
+def test_an_earlier_run_without_the_key_reads_as_it_trained(finished: Place, tmp_path: Path) -> None:
+    import shutil
+
+    import yaml
+
+    run = Path(shutil.copytree(finished.run, tmp_path / "run"))
+    recipe = yaml.safe_load((run / "config.yaml").read_text())
+    del recipe["data"]["template"]
+    (run / "config.yaml").write_text(yaml.safe_dump(recipe))
+    assert RunDir(run).load_config().data.template is None  # its digest is that of run.json
+    loaded = generate.load(edit_recipe(run, "data", format="prompt_completion"))
+    (ids,) = generate.encode_all(loaded, ["Who? "])
+    assert loaded.tokenizer.decode(ids) == "<s>Who?"
