@@ -305,7 +305,7 @@ def test_a_password_in_the_url_is_refused_and_not_repeated(url):
 
 def test_without_psycopg_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "psycopg", None)
-    with pytest.raises(ConfigError, match=r"pip install 'dpllm\[postgres\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'psycopg\[binary\]'"):
         open_ledger("postgresql://host/db")
 
 

@@ -201,7 +201,7 @@ def test_releases_err_by_more_than_stated_at_most_once_in_twenty(asked: Statisti
 
 def test_without_opendp_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opendp.mod", None)
-    with pytest.raises(ConfigError, match=r"pip install 'dpllm\[stats\]'"):
+    with pytest.raises(ConfigError, match=r"pip install opendp"):
         measurement(UNITS, 1, 1.0)
 
 
