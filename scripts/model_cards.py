@@ -2,6 +2,7 @@
 
     python scripts/model_cards.py                                    ten to twenty minutes: the embedded model and data
     python scripts/model_cards.py --e2e-model MODEL --e2e-data E2E    half an hour more; see model_cards/README.md
+    python scripts/model_cards.py --only render                      the cards alone, from their own records; trains nothing
 
 What came of an earlier call under runs/ is replaced. A directory of model_cards/ is a run directory without private/,
 and clinic-synthetic a data set.
@@ -16,9 +17,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+from dpllm.card import dataset_card
+from dpllm.card.card import rerender
+from dpllm.files import CARD, read_json, sha256, write_json
 from dpllm.recipe import names
 from dpllm.recipe.config import dump_config
 from dpllm.run.directory import RunDir
+from dpllm.statement import privacy_record, section
+from dpllm.statement import synthetic as synthetic_record
+from dpllm.statement.synthetic import RECORD
 from dpllm.verification.verify import verify
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -73,6 +80,31 @@ def e2e(model: Path, data: Path) -> None:
     _publish(runs, {"e2e-baseline": "e2e-without-privacy", "e2e-lora": "e2e-epsilon-8"}, ledger, "e2e")
 
 
+def render() -> None:
+    """The cards as this version words them, of the same statements: what runs and audits found stays as it is."""
+    for recipe in sorted(CARDS.glob("*/config.yaml")):
+        for name, text in rerender(recipe.parent).items():
+            (recipe.parent / "export" / name).write_text(text, encoding="utf-8")
+    folder = CARDS / "clinic-synthetic"  # without the recipe: what stands outside the marked parts stays
+    statement = privacy_record.read(read_json(folder / synthetic_record.MODEL_BLOCK))
+    _reword(folder / synthetic_record.MODEL_CARD, section.render(statement), section.matter(statement))
+    hashed = {name: sha256(folder / name) for name in synthetic_record.read(read_json(folder / RECORD)).files}
+    write_json(folder / RECORD, {**read_json(folder / RECORD), "files": hashed})
+    record = synthetic_record.read(read_json(folder / RECORD))
+    matter = dataset_card.front_matter(record, statement)["privacy"]
+    _reword(folder / CARD, dataset_card.render(record, statement), matter)
+
+
+def _reword(page: Path, parts: dict[str, str], privacy: dict[str, object]) -> None:
+    """A card with other marked parts, and another ``privacy`` entry in its front matter."""
+    text = page.read_text(encoding="utf-8")
+    old = section.front_matter(text)["privacy"]
+    text = text.replace(f"sha256: {old['sha256']}", f"sha256: {privacy['sha256']}")
+    for name, before in section.parts(text, tuple(parts)).items():
+        text = text.replace(section.marked(name, before), section.marked(name, parts[name]))
+    page.write_text(text, encoding="utf-8")
+
+
 def copy(run: RunDir, to: Path) -> Path:
     """What may be published of a finished run: its export as it is, and the records that its card was made from."""
     shutil.rmtree(to, ignore_errors=True)
@@ -111,7 +143,7 @@ def _dpllm(*arguments: object) -> None:
 def main() -> None:
     """Makes the clinic's cards, and with a model and data those of the E2E text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=["clinic", "synthetic"], help="one of those that need nothing else")
+    parser.add_argument("--only", choices=["clinic", "synthetic", "render"], help="one of those that need nothing else")
     parser.add_argument("--e2e-model", type=Path, metavar="MODEL", help="directory of stories260K")
     parser.add_argument("--e2e-data", type=Path, metavar="E2E", help="directory with train.jsonl and eval.jsonl")
     known = parser.parse_args()
@@ -120,6 +152,8 @@ def main() -> None:
     for make in (clinic, synthetic):
         if known.only in (None, make.__name__):
             make()
+    if known.only == render.__name__:
+        render()
     if known.e2e_model:
         e2e(known.e2e_model.resolve(), known.e2e_data.resolve())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +237,16 @@ def pointer(block: Json) -> Json:
 
 def body(text: str) -> str:
     return text.split("---\n", 2)[2]
+
+
+def above(text: str, heading: str) -> str:
+    """What a reader sees of a page before a heading: without front matter, marks and targets of links."""
+    return re.sub(r"<!--.*?-->|\]\([^)]*\)", "", body(text).partition(f"\n## {heading}\n")[0])
+
+
+def words(text: str) -> int:
+    """Of a page before the tables of its appendix."""
+    return sum(any(letter.isalnum() for letter in word) for word in above(text, "Appendix").split())
 
 
 def first_line(text: str) -> str:

@@ -80,17 +80,17 @@ def _more(report: Summary) -> Iterator[Row]:
         seen = report.repeated[group]
         if seen.test and seen.claim:
             allowed = f"beside ε = {bound(seen.claim.epsilon)} allowed for so many copies."
-            yield Row(f"Lower bound, planted {_times(group)}:", measured(seen.test.value), allowed)
+            yield Row(f"Lower bound, planted {_times(group)}", measured(seen.test.value), allowed)
     if report.sampling:
         for group in by_number(report.sampling):
             needed = report.sampling[group].all_tokens.median_attempts
             others = f"base model {_attempts(needed.base)}, left out {_attempts(needed.held_out)}."
-            yield Row(f"Samples for an even chance, {_times(group)}:", f"{_attempts(needed.inserted)};", others)
+            yield Row(f"Samples for an even chance, {_times(group)}", f"{_attempts(needed.inserted)};", others)
     if not isinstance(report, AuditRecord):
         return
     if report.shadows:
         yield from _shadows(report.shadows)
-    yield Row("Audits of this run so far:", str(report.audits_run), "")
+    yield Row("Audits of this run so far", str(report.audits_run), "")
 
 
 def _shadows(shadows: Json) -> Iterator[Row]:
@@ -100,13 +100,13 @@ def _shadows(shadows: Json) -> Iterator[Row]:
         areas = [
             f"{_times(group)} {estimate(seen[group]['auc'], seen[group]['auc_interval'])}" for group in by_number(seen)
         ]
-        yield Row(f"AUC of {name}, {shadows['shadows']} shadow runs:", "; ".join(areas) or "-", "")
+        yield Row(f"AUC of {name}, {shadows['shadows']} shadow runs", "; ".join(areas) or "-", "")
     many = shadows["many_runs"]
     if many["value"] is None:
-        yield Row("Lower bound, from many runs:", "too few runs", "")
+        yield Row("Lower bound, from many runs", "too few runs", "")
     else:
         yield Row(
-            "Lower bound, from many runs:", measured(many["value"]), f"They could show {measured(many['ceiling'])}."
+            "Lower bound, from many runs", measured(many["value"]), f"They could show {measured(many['ceiling'])}."
         )
 
 

@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import yaml
 from huggingface_hub import CardData, ModelCardData
@@ -121,33 +122,45 @@ def compose(config: RunConfig, record: RunRecord, statement: PrivacyRecord) -> s
     Raises:
         ConfigError: A text of the recipe holds one of the card's markers.
     """
-    parts = section.render(statement)
     record = RunRecord.pick(names.without_paths(record.to_json()))
     base = config.model.name_or_path
     hub_base = base if record.model.commit and names.is_hub_id(base) else None
-    front = yaml_of(_front_matter(config, statement, hub_base))
-    body = formatting.template("card.md.j2").render(
-        **{name: section.marked(name, part) for name, part in parts.items()},
-        w=formatting,
+    return page(
+        "card.md.j2",
+        _front_matter(config, statement, hub_base),
+        section.render(statement),
+        config,
         b=statement,
-        config=config,
         record=record,
-        title=section.escaped(" ".join((config.card.title or names.last_part(config.output_dir)).split())),
         description=section.escaped(config.card.description or ""),
         base_model=hub_base,
         base_name=base if is_builtin(base) else names.last_part(base),
-        physical=physical_batch(config, record),
     )
-    text = f"---\n{front}\n---\n" + re.sub(r"\n{3,}", "\n\n", body.strip("\n")) + "\n"
+
+
+def page(template: str, front: CardData, parts: Mapping[str, str], config: RunConfig, **given: Any) -> str:
+    """A card of a model or of a data set, which reads back as it was written.
+
+    Raises:
+        ConfigError: A text of the recipe makes another card of it.
+    """
+    body = formatting.template(template).render(
+        **{name: section.marked(name, part) for name, part in parts.items()},
+        w=formatting,
+        config=config,
+        title=section.escaped(" ".join((config.card.title or names.last_part(config.output_dir)).split())),
+        **given,
+    )
+    text = f"---\n{yaml_of(front)}\n---\n" + re.sub(r"\n{3,}", "\n\n", body.strip("\n")) + "\n"
     try:
-        whole = section.parts(text) == parts and section.front_matter(text)["privacy"] == section.matter(statement)
-        whole = whole and not section.ambiguous(text)
+        whole = section.parts(text, tuple(parts)) == parts and not section.ambiguous(text)
+        whole = whole and section.front_matter(text)["privacy"] == front["privacy"]
     except ConfigError:
         whole = False
     if not whole:
         raise ConfigError(
-            "the card does not read back as it was written, so nobody could check it: a text of its front matter looks like one "
-            "of its parts. Change card.license, card.language or card.tags."
+            "the card does not read back as it was written, so it could not be verified. Change card.license, card.language "
+            "or card.tags, whose text looks like a part of the card."
         )
     return text
 
@@ -157,8 +170,8 @@ def _read(run: RunDir, describe: Path) -> tuple[RunConfig, RunRecord, PrivacyRec
     config, record = run.load_config(), read_run(run)
     if not record.artifacts:
         raise ConfigError(
-            f"{run.root}: the run ended before it exported weights, so there are none to describe. Go on with it, dpllm train "
-            "RECIPE --resume, or train again."
+            f"{run.root}: the run ended before it exported weights, so there is nothing to describe. Type "
+            "dpllm train RECIPE --resume, or train again."
         )
     released = read_json(describe) if describe != run.describe or describe.exists() else None
     if not config.privacy.enabled:
@@ -225,12 +238,3 @@ def yaml_of(data: CardData) -> str:
     values = data.to_dict()  # type: ignore[no-untyped-call]
     quoted: str = yaml.dump(values, Dumper=Quoting, sort_keys=False, width=math.inf)
     return quoted.rstrip("\n")
-
-
-def physical_batch(config: RunConfig, record: RunRecord) -> str:
-    """The most sequences of one pass; in a record of an older version, the number that every pass had."""
-    named, found = config.train.physical_batch_size, record.physical_batch_size
-    number = f"{'at most ' * bool(record.physical_batches)}{found or named} sequence{'s' * (found != 1)}"
-    if named == "auto":
-        return f"{number}, found automatically," if found else "an automatic number of sequences"
-    return number if record.physical_batches or found in (None, named) else f"{number}, for the sake of equal rounding,"

@@ -125,10 +125,7 @@ def stated_epsilon(plan: PlanRecord, record: RunRecord) -> float:
 def _check_one_run(plan: PlanRecord | None, record: RunRecord, audit: AuditRecord | None) -> None:
     """Plan and audit are those of the record; a record of an earlier version does not say which they were."""
     if plan and (record.plan_digest not in (None, plan.digest) or record.steps_planned != plan.num_steps):
-        raise ConfigError(
-            "plan.json is not the Plan of the run in run.json, so its figures say nothing about these weights. The run "
-            "directory holds parts of two runs: train again."
-        )
+        raise ConfigError("plan.json is not the Plan in run.json: the directory holds parts of two runs. Train again.")
     if audit is not None:
         _check_audit(plan, record, audit)
 
@@ -139,18 +136,17 @@ def _check_audit(plan: PlanRecord | None, record: RunRecord, audit: AuditRecord)
     if strangers or not audit.weights:
         which = ", ".join(strangers) or "no weights at all"
         raise ConfigError(
-            f"audit.json belongs to other weights ({which}), so its figures say nothing about these. "
-            "Run dpllm audit again."
+            f"audit.json belongs to other weights ({which}), so it says nothing about these. Run dpllm audit again."
         )
     if plan is None:
         return
     fixed = plan.audit.to_json() if plan.audit else None
     rules = {
-        "is about other canaries than those fixed before training (the commitments differ), so it could have been chosen to look "
-        "well. Run dpllm audit again with the canaries of this run.": plan.canary_commitment
+        "is about canaries other than those fixed before training (the commitments differ), so it could have been chosen to look "
+        "good. Run dpllm audit again with the canaries of this run.": plan.canary_commitment
         == audit.canaries.commitment,
         "was made with another alpha or other tests than plan.json fixed before training, so they could have been chosen to look "
-        "well. Run dpllm audit again.": audit.settings.to_json() == fixed,
+        "good. Run dpllm audit again.": audit.settings.to_json() == fixed,
         "tested another epsilon, delta or unit than plan.json promises, so its verdict is not about this run. Run dpllm audit "
         "again.": audit.claim == Claim(plan.epsilon, plan.delta, plan.unit),
     }
@@ -174,9 +170,7 @@ def _released(describe: Json, terms: Terms | None, record: RunRecord) -> Statist
     """What describe.json says, which has to be about the data that the run was charged for."""
     one, ledger = Statistics.pick(describe), record.ledger
     if not one.drawn:
-        raise ConfigError(
-            "describe.json holds no values: it is what a dry run printed. Name what dpllm describe wrote when it released them."
-        )
+        raise ConfigError("describe.json is of a dry run and holds no values. Name the file of the released ones.")
     mine = None if terms is None or ledger is None else (ledger.dataset, terms.unit, terms.neighbouring_relation)
     if (one.dataset, one.unit, one.neighbouring_relation) != mine:
         raise ConfigError(

@@ -13,13 +13,11 @@ from typing import Any
 
 from dpllm.errors import ConfigError
 from dpllm.files import BLOCK, CARD, hashes, read_json, sha256, write_whole
-from dpllm.privacy.privacy_loss import attacker_limits
-from dpllm.recipe import names
 from dpllm.recipe.config import RunConfig
 from dpllm.run.directory import RunDir
 from dpllm.statement import formatting, privacy_record, section, synthetic
 from dpllm.statement.fields import Json
-from dpllm.statement.privacy_record import AttackLimits, PrivacyRecord
+from dpllm.statement.privacy_record import PrivacyRecord
 from dpllm.statement.synthetic import MODEL_BLOCK, RECORD, ROWS, Synthetic
 
 PARTS = ("synthetic",)
@@ -101,28 +99,13 @@ def _origin(record: Synthetic, statement: PrivacyRecord) -> object:
 
 
 def _page(config: RunConfig, record: Synthetic, statement: PrivacyRecord) -> str:
-    """README.md, which reads back as it was written."""
     from huggingface_hub import DatasetCardData  # which whoever verifies a data set need not have
 
-    from dpllm.card.card import yaml_of
+    from dpllm.card.card import page
 
     author: dict[str, Any] = {"license": config.card.license, "language": config.card.language}
-    front = yaml_of(DatasetCardData(**author, **front_matter(record, statement)))
-    parts = render(record, statement)
-    body = formatting.template("dataset_card.md.j2").render(
-        **{name: section.marked(name, part) for name, part in parts.items()},
-        w=formatting,
-        s=record,
-        b=statement,
-        title=section.escaped(" ".join((config.card.title or names.last_part(config.output_dir)).split())),
-    )
-    text = f"---\n{front}\n---\n{body.strip()}\n"
-    if section.ambiguous(text) or section.parts(text, PARTS) != parts:
-        raise ConfigError(
-            "the card does not read back as it was written, so nobody could check it: a text of its front matter looks like one "
-            "of its parts. Change card.license or card.language."
-        )
-    return text
+    front = DatasetCardData(**author, **front_matter(record, statement))
+    return page("dataset_card.md.j2", front, render(record, statement), config, s=record)
 
 
 def render(record: Synthetic, statement: PrivacyRecord) -> dict[str, str]:
@@ -138,7 +121,6 @@ def _context(record: Synthetic, statement: PrivacyRecord) -> Json:
     total, terms = synthetic.epsilon(statement), statement.terms
     if statement.guarantee and (total is None or terms is None):
         raise ValueError("a guarantee without its epsilon")
-    limits = AttackLimits.pick(dict(attacker_limits(total, terms.delta))) if total is not None and terms else None
     return {
         "w": formatting,
         "s": record,
@@ -146,7 +128,7 @@ def _context(record: Synthetic, statement: PrivacyRecord) -> Json:
         "t": terms,
         "holds": statement.guarantee,
         "epsilon": total,
-        "limits": limits,
+        "most": synthetic.recognised(statement),
         "digest": section.digest(record.to_json()),
         "sides": SIDES,
         **_tables(record.quality.figures if record.quality else {}),

@@ -68,16 +68,16 @@ def findings(
     nowhere = "The attack was seen to work nowhere, so finding nothing means nothing."
     rows = [
         Row(
-            "Lower bound on ε:",
+            "Lower bound on ε",
             f"{measured(found.value)} with {percent(1 - found.alpha)} confidence{at}",
             f"({found.method}; {guesses}){beside}.",
         ),
         Row(
-            "What the audit could have shown at most:",
+            "What the audit could have shown at most",
             f"{measured(found.ceiling)}.",
             "With so many canaries even an attack that is always right certifies no more.",
         ),
-        Row("Controls.", checked, works if controls.positive else nowhere),
+        Row("Controls", checked, works if controls.positive else nowhere),
     ]
     if not found.num_canaries:
         rows = [Row("Controls.", "No canary of text was planted, so that nothing was asked of the weights.", works)]
@@ -89,16 +89,15 @@ def _gradient(seen: GradientAudit, thing: str, planned: int) -> list[Row]:
     most = f"at most {measured(seen.ceiling)}; AUC {measured(seen.auc)}, {interval(seen.auc_interval)}"
     return [
         Row(
-            "Gradient canaries.",
+            "Gradient canaries",
             f"{count(seen.canaries)} known vectors of length C were each planted in the summed gradients, or left out, by a "
-            f"fair coin, and were sampled, clipped and noised like any {thing}. Whoever saw the noised sum of each of {steps} "
-            f"steps and knew the vectors could prove ε ≥ {measured(seen.epsilon_lower_bound)} with {percent(1 - seen.alpha)} "
+            f"fair coin, and were sampled, clipped and noised like any {thing}. An observer of the noised sums of {steps} steps "
+            f"who knew the vectors could prove ε ≥ {measured(seen.epsilon_lower_bound)} with {percent(1 - seen.alpha)} "
             f"confidence ({most}).",
-            "That shows what the mechanism gives away at most so far as it was tested, not what the weights remember: who holds "
-            "the weights alone sees less.",
+            "That tests the mechanism, not what the weights remember: whoever holds only the weights sees less.",
         ),
         Row(
-            "Measured on them:",
+            "Measured on them",
             f"noise of {measured(seen.noise, 3)} C ({interval(seen.noise_interval, 3)}) where "
             f"{measured(seen.noise_planned, 3)} C was planned;",
             f"drawn {measured(seen.drawn)} times each (standard error {measured(seen.drawn_standard_error)}) where "

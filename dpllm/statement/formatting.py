@@ -94,13 +94,6 @@ def p_value(value: float | None) -> str:
     return NOT_MEASURED if value is None else "below 0.0001" if value < 1e-4 else f"{value:.2g}"
 
 
-def sentence(text: str) -> str:
-    """One line that ends with a full stop and begins with a capital, unless it begins with a name such as a key."""
-    first, _, rest = visible(text).partition(" ")
-    line = f"{first[:1].upper() + first[1:] if first.isalpha() else first} {rest}".strip()
-    return _prose(line if line.endswith((".", "!", "?")) else line + ".")
-
-
 def line(value: object) -> str:
     """Text on one line, without the full stop at its end."""
     return _prose(visible(value).rstrip(". "))

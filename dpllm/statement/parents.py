@@ -118,7 +118,7 @@ def _of_adapter(config: RunConfig, path: Path, base: Base | None) -> Base:
     if base is not None and not same_base(base, record.lineage if record else None):
         raise Refused(
             f"model.adapter {path}: does not name the privacy statement of {base.statement.name} as its base model's, so what it "
-            "learnt, and from which data, is unknown. Start from an adapter that was trained on this very base, or without one "
+            "learned, and from which data, is unknown. Start from an adapter that was trained on this very base, or without one "
             "(model.adapter: null)."
         )
     if record is not None:

@@ -171,7 +171,7 @@ class GradientAudit(Record):
     steps: Count
     """Steps that were seen."""
     epsilon_lower_bound: Number
-    """What whoever saw every step could prove about epsilon."""
+    """What an observer of every step could prove about epsilon."""
     alpha: Between0And1
     """Probability that it exceeds the truth."""
     delta: Share

@@ -20,11 +20,10 @@ from jinja2 import TemplateError
 from dpllm.errors import ConfigError
 from dpllm.files import BLOCK
 from dpllm.privacy.clipping_functions import WORDS
-from dpllm.privacy.privacy_loss import attacker_limits
 from dpllm.statement import audit_rows, formatting, tradeoff_figure
 from dpllm.statement.fields import Json
 from dpllm.statement.formatting import template
-from dpllm.statement.privacy_record import AttackLimits, PrivacyRecord
+from dpllm.statement.privacy_record import PrivacyRecord
 
 PARTS = ("banner", "privacy")
 _MAIN = ("guarantee", "reason", "epsilon", "delta", "unit", "neighbouring_relation", "released", "dataset")
@@ -63,7 +62,6 @@ def _context(record: PrivacyRecord) -> Json:
         "b": record,
         "t": terms,
         "holds": record.guarantee,
-        "limits": AttackLimits.pick(dict(attacker_limits(terms.epsilon, terms.delta))) if terms else None,
         "figure": tradeoff_figure,
         "digest": digest(record.to_json()),
     }

@@ -105,6 +105,20 @@ def epsilon(statement: PrivacyRecord) -> float | None:
     return released.with_run if released else statement.terms.epsilon
 
 
+def recognised(statement: PrivacyRecord) -> float | None:
+    """The largest share of units that any test of the whole folder recognises, see ``tradeoff_figure.recognised``.
+
+    None without a guarantee.
+    """
+    terms, lineage, released = statement.terms, statement.lineage, statement.statistics
+    if terms is None or not statement.guarantee:
+        return None
+    pair = terms.model_copy(update={"epsilon": epsilon(statement), "limits": None, "trade_off": None})
+    before = lineage is not None and lineage.composed is not None  # whose events are in no curve
+    beside = sum(one.event.epsilon for one in released.releases) if released else 0.0
+    return min(tradeoff_figure.recognised(pair), 1.0 if before else tradeoff_figure.recognised(terms, beside))
+
+
 def of_run(statement: PrivacyRecord) -> dict[str, str]:
     """What lies in run/: its name in the folder, and in the run's export/."""
     return {f"run/{name}": name for name in (CARD, BLOCK, *([tradeoff_figure.FILE] if statement.guarantee else []))}

@@ -48,6 +48,19 @@ def trade_off(event: Event, relation: Relation) -> list[list[float]] | None:
     return [[rate, min(1.0, max(0.0, float(formatting.bound(top))))] for rate, top in tops]
 
 
+def recognised(terms: Terms, beside: float = 0.0) -> float:
+    """The largest share of units that any test recognises while it is wrong about 1% of those that were not used.
+
+    Guarantee:
+        An upper bound, also where the tester sees other releases about the same units, of epsilon ``beside`` at a delta of 0.
+        The curve F is concave and rises. Given their outcome, a test that is wrong about a share a recognises at most F(a);
+        the mean of a over outcomes with the unit is at most e^beside 1%, so that of F(a) is at most F(e^beside 1%) (Jensen).
+    """
+    if not beside:
+        return _limits(terms)["tpr_at_fpr_0.01"]
+    return next((most for rate, most in _curve(terms) if rate >= 0.01 * math.exp(min(beside, 700.0))), 1.0)
+
+
 def alt_text(terms: Terms) -> str:
     """The figure in words, for those who do not see it."""
     limits = _limits(terms)

@@ -27,6 +27,7 @@ from dpllm.statement.privacy_record import Audit, CanaryGroup, PrivacyRecord
 from dpllm.statement.run_files import AuditSettings
 from dpllm.verification import costs
 from dpllm.verification.values import (
+    WRITE_AGAIN,
     Check,
     Published,
     Wrong,
@@ -41,7 +42,7 @@ from dpllm.verification.values import (
 
 MOST_ROWS, MOST_TOKENS, MOST_UNPACKED, MOST_TABLE = 200_000, 10_000_000, 2**29, 2**24
 _ID = re.compile(r"[cr]\d{5,9}")
-_AUDIT_AGAIN = "Audit again, then write the card again: dpllm audit RUN, dpllm card RUN."
+AUDIT_AGAIN = "Audit again, then write the card again: dpllm audit RUN, dpllm card RUN."
 _NUMBERS = {"bool", "int8", "int16", "int32", "int64", "float", "double"}
 _MOST_TESTS = 32  # of one kind; each takes seconds where canaries are many
 _SUM_GAP = 1e-6  # relative, between a sum of token scores and the score of the whole
@@ -53,13 +54,11 @@ def check(found: Published) -> Iterator[Check]:
     files = sorted(name for name in found.hashes if name.startswith("audit/"))
     if stated.audit is None:
         if files:
-            raise Wrong(f"{listed(files)} lie in export/, and the card names no audit. Write it again: dpllm card RUN.")
-        yield asserted("audit", "none of these weights is published.")
+            raise Wrong(f"{listed(files)} are in export/, but the card names no audit. {WRITE_AGAIN}")
+        yield asserted("audit", "no audit of these weights is published.")
         return
     if stated.terms is None:
-        raise Wrong(
-            "an audit of a run without differential privacy is private, and lies in export/. Delete export/audit."
-        )
+        raise Wrong("audits of runs without differential privacy are private. Delete export/audit.")
     report = published_audit(folder)
     yield _belongs(found, stated.terms, report)
     yield _in_block(stated, stated.audit, report)
@@ -95,15 +94,15 @@ def _belongs(found: Published, terms: Terms, report: AuditRecord) -> Check:
     if merged:
         weights = {name: value for name, value in merged.files.items() if name.endswith(".safetensors")}
     if not weights or report.weights != weights:
-        raise Wrong(f"audit.json is about other weights than these. {_AUDIT_AGAIN}")
+        raise Wrong(f"audit.json is about other weights than these. {AUDIT_AGAIN}")
     tested = report.claim
     same = tested is not None and (tested.delta, tested.unit) == (terms.delta, terms.unit)
     if tested is None or not same or not close(tested.epsilon, terms.epsilon):
-        raise Wrong(f"audit.json tested another epsilon, delta or unit than the card states. {_AUDIT_AGAIN}")
+        raise Wrong(f"audit.json tested another epsilon, delta or unit than the card states. {AUDIT_AGAIN}")
     if not report.published:
-        raise Wrong("audit.json tells of other, private runs and was not to be published. Delete it, and audit again.")
+        raise Wrong("audit.json reports on other, private runs and must not be published. Delete it, and audit again.")
     if merged:
-        return asserted("audit: weights", "it is about the adapter; that it was merged into these weights is asserted.")
+        return asserted("audit: weights", "it is about the adapter; that these weights contain it is asserted.")
     return verified("audit: weights", f"it is about {listed(sorted(weights))} and about the epsilon that is stated.")
 
 
@@ -112,13 +111,9 @@ def _in_block(block: PrivacyRecord, part: Audit, report: AuditRecord) -> Check:
     expected = claim.audit_part(report, block.terms if block.guarantee else None)
     wrong = list(differences(part.to_json(), expected.to_json()))
     if wrong:
-        raise Wrong(
-            f"audit.{listed(wrong)} of privacy.json is not what audit.json says. Write the card again: dpllm card RUN."
-        )
+        raise Wrong(f"privacy.json and audit.json differ in audit.{listed(wrong)}. {WRITE_AGAIN}")
     if block.guarantee and claim.contradicts(report, block.epsilon):
-        raise Wrong(
-            "the audit contradicts the epsilon that is stated as a guarantee. There is none: do not rely on it."
-        )
+        raise Wrong("the audit contradicts the stated guarantee. Do not rely on it.")
     return verified("audit: in the card", "the card shows what audit.json says.")
 
 
@@ -140,7 +135,7 @@ def tables(folder: Path) -> tuple[tuple[CanaryScores, ...], TokenTable]:
 def _read_tables(folder: Path, *seen: tuple[int, int]) -> tuple[tuple[CanaryScores, ...], TokenTable]:
     table, tokens = read_scores(folder)
     if len(table) > MOST_ROWS:
-        raise Wrong(f"it scored {len(table):,} canaries, more than any audit of dpllm. {_AUDIT_AGAIN}")
+        raise Wrong(f"it scored {len(table):,} canaries, more than any audit of dpllm. {AUDIT_AGAIN}")
     return table, tokens
 
 
@@ -158,9 +153,9 @@ def _only_numbers(path: Path, *, coins: bool) -> None:
         "canary_id"
     ]
     if sum(len(chunk.dictionary) for chunk in names.chunks) > 2 * MOST_ROWS:
-        raise Wrong(f"{path.name} names more canaries than any audit of dpllm. {_AUDIT_AGAIN}")
+        raise Wrong(f"{path.name} names more canaries than any audit of dpllm. {AUDIT_AGAIN}")
     if any(len(str(name)) > 10 for chunk in names.chunks for name in chunk.dictionary):
-        raise Wrong(f"{path.name} names a canary in another way than dpllm does. {_AUDIT_AGAIN}")
+        raise Wrong(f"{path.name} has a canary name that dpllm never writes. {AUDIT_AGAIN}")
 
 
 def described(path: Path, wanted: set[str], most: int) -> None:
@@ -170,22 +165,21 @@ def described(path: Path, wanted: set[str], most: int) -> None:
     try:
         found = parquet.read_metadata(path)
     except (ArrowException, OSError):
-        raise Wrong(f"{path.name} is no parquet file. {_AUDIT_AGAIN}") from None
+        raise Wrong(f"{path.name} is not a parquet file. {AUDIT_AGAIN}") from None
     names = set(found.schema.names)
     if names not in (wanted, wanted | {"secret", "word"}) or (found.metadata or {}).keys() - {b"ARROW:schema"}:
-        raise Wrong(f"{path.name} holds other columns than a table of dpllm, which could be text. {_AUDIT_AGAIN}")
+        raise Wrong(f"{path.name} has columns that dpllm never writes, which could be text. {AUDIT_AGAIN}")
     fields_of = found.schema.to_arrow_schema()
     if fields_of.metadata or any(one.metadata for one in fields_of):
-        raise Wrong(f"{path.name} describes its columns in text of its own. {_AUDIT_AGAIN}")
+        raise Wrong(f"{path.name} has descriptions of its columns, which could be text. {AUDIT_AGAIN}")
     # A row of lists could unpack to any number of values; only a token table names anything.
     texts = [one.name for one in fields_of if str(one.type) not in _NUMBERS and one.name != "canary_id"]
     if texts or any(found.schema.column(i).max_repetition_level for i in range(len(found.schema.names))):
-        raise Wrong(f"{path.name} holds something else than numbers and flags. {_AUDIT_AGAIN}")
+        raise Wrong(f"{path.name} holds something other than numbers and flags. {AUDIT_AGAIN}")
     unpacked = sum(found.row_group(number).total_byte_size for number in range(found.num_row_groups))
     if found.num_rows > most or unpacked > MOST_UNPACKED:
         raise Wrong(
-            f"{path.name} has {found.num_rows:,} rows, or {unpacked:,} bytes unpacked, and no audit of dpllm has as many. "
-            f"{_AUDIT_AGAIN}"
+            f"{path.name} is larger than any audit writes: {found.num_rows:,} rows, {unpacked:,} bytes unpacked. {AUDIT_AGAIN}"
         )
 
 
@@ -197,11 +191,11 @@ def _rows(terms: Terms, table: tuple[CanaryScores, ...], tokens: TokenTable, rep
         float(edge) for one in (tokens.tuned_log_prob_N, tokens.base_log_prob_N) for edge in (one.min(), one.max())
     ]
     if not all(_ID.fullmatch(row.canary_id) for row in table):
-        raise Wrong(f"its table names a canary in another way than dpllm does, which could be text. {_AUDIT_AGAIN}")
+        raise Wrong(f"its table has a canary name that dpllm never writes, which could be text. {AUDIT_AGAIN}")
     if len(rows) != len(table) or not all(math.isfinite(value) and value <= 0 for value in values):
-        raise Wrong(f"its table names a canary twice, or holds a score that is no log-probability. {_AUDIT_AGAIN}")
+        raise Wrong(f"its table names a canary twice, or holds a score that is no log-probability. {AUDIT_AGAIN}")
     if any((row.inserted is None) != (row.group == 0) or row.group < 0 for row in table):
-        raise Wrong(f"its table has a coin of a reference, or a candidate without one. {_AUDIT_AGAIN}")
+        raise Wrong(f"its table has a coin of a reference, or a candidate without one. {AUDIT_AGAIN}")
     groups = by_group(table)
     references = len(groups.pop(0, []))
     counted = {
@@ -211,28 +205,26 @@ def _rows(terms: Terms, table: tuple[CanaryScores, ...], tokens: TokenTable, rep
     canaries = report.canaries
     sizes = {group: counts.candidates for group, counts in counted.items()}
     if (canaries.groups, canaries.references) != (counted, references) or canaries.settings["groups"] != sizes:
-        raise Wrong(f"its table holds other canaries than audit.json counts. {_AUDIT_AGAIN}")
+        raise Wrong(f"its table holds other canaries than audit.json counts. {AUDIT_AGAIN}")
     row_by_row = terms.unit == "example" or terms.sampling.of == "example"
     slots = sum(len(of_group) * (group if row_by_row else 1) for group, of_group in groups.items())
     slots += report.gradient.canaries if report.gradient else 0
     if terms.sampling.canary_slots != slots:
-        raise Wrong(
-            f"the canaries that were scored hold {slots} slots of N, and canary_slots is another number. {_AUDIT_AGAIN}"
-        )
+        raise Wrong(f"canary_slots is not the {slots} slots that the scored canaries hold. {AUDIT_AGAIN}")
     if (tokens.secret_N is None) == (report.schema_version > 3):
         raise Wrong(
             f"tokens.parquet and version {report.schema_version} of audit.json do not go together: from version 4 on, and not "
-            f"before, it says which tokens are of the secret, and which are the same. {_AUDIT_AGAIN}"
+            f"before, it says which tokens are of the secret, and which are the same. {AUDIT_AGAIN}"
         )
     if set(tokens.canary_ids) != rows.keys():
-        raise Wrong(f"tokens.parquet is about other canaries than scores.csv. {_AUDIT_AGAIN}")
+        raise Wrong(f"tokens.parquet is about other canaries than scores.csv. {AUDIT_AGAIN}")
     # Of an audit before version 3, whose scores stand in a file of their own.
     size = len(tokens.canary_ids)
     summed = sum_up(replace(tokens, groups=(0,) * size, coins=(None,) * size))
     for name in ("num_tokens", "tuned_log_prob", "base_log_prob", "tuned_greedy", "base_greedy"):
         pairs = ((getattr(rows[one.canary_id], name), getattr(one, name)) for one in summed)
         if not all(math.isclose(*pair, rel_tol=_SUM_GAP, abs_tol=_SUM_GAP) for pair in pairs):
-            raise Wrong(f"column {name} of scores.csv is not what tokens.parquet adds up to. {_AUDIT_AGAIN}")
+            raise Wrong(f"column {name} of scores.csv does not match the sums of tokens.parquet. {AUDIT_AGAIN}")
     return verified("audit: scores", f"{len(table)} canaries and references, each the sum of its tokens.")
 
 
@@ -241,13 +233,13 @@ def _gradient(folder: Path, terms: Terms, steps: Steps, report: AuditRecord) -> 
     path = folder / "gradient.parquet"
     if report.gradient is None:
         if path.exists():
-            raise Wrong(f"gradient.parquet lies there, and audit.json names no gradient canaries. {_AUDIT_AGAIN}")
+            raise Wrong(f"gradient.parquet is there, but audit.json names no gradient canaries. {AUDIT_AGAIN}")
         return None
     read_bytes(path)
     described(path, COLUMNS, MOST_ROWS)
     lattice = terms.randomness.lattice
     if lattice is None:
-        raise Wrong(f"the card does not say how large the noise was, which gradient canaries measure. {_AUDIT_AGAIN}")
+        raise Wrong(f"the card does not say how large the noise was, which gradient canaries measure. {AUDIT_AGAIN}")
     try:
         bands = terms.banded.bands if terms.banded else 1
         table = read_gradient(path, terms.sampling.sampling_rate, lattice.noise_over_max_grad_norm, bands)
@@ -256,7 +248,7 @@ def _gradient(folder: Path, terms: Terms, steps: Steps, report: AuditRecord) -> 
     # A step that was not seen takes one pair at most.
     taken = max(steps.taken, table.steps)
     if table.steps > steps.planned or not taken // 2 - (taken - table.steps) <= table.pairs <= table.steps // 2:
-        raise Wrong(f"gradient.parquet counts other steps, or pairs of them, than the run took. {_AUDIT_AGAIN}")
+        raise Wrong(f"gradient.parquet counts other steps, or pairs of them, than the run took. {AUDIT_AGAIN}")
     return table
 
 
@@ -274,11 +266,11 @@ def _statistics(
     canaries, controls, settings = report.canaries, report.controls, report.settings
     tests = max(map(len, (settings.guesses, settings.guesses_in, settings.falling, settings.falling_in)))
     if settings.control_level != CONTROL_LEVEL or tests > _MOST_TESTS:
-        raise Wrong(f"audit.json has another level of controls, or more tests, than any audit of dpllm. {_AUDIT_AGAIN}")
+        raise Wrong(f"audit.json has another level of controls, or more tests, than any audit of dpllm. {AUDIT_AGAIN}")
     if canaries.kind == "digits" and not close(
         canaries.log2_secrets, canaries.settings["digits"] * math.log2(10), 1e-9
     ):
-        raise Wrong(f"audit.json counts other secrets than its digits allow. {_AUDIT_AGAIN}")
+        raise Wrong(f"audit.json counts other secrets than its digits allow. {AUDIT_AGAIN}")
     fixed = {
         "claim": asdict(report.claim) if report.claim else None,
         "settings": report.settings.to_json(),
@@ -292,7 +284,7 @@ def _statistics(
     fresh = _summary(table, tokens, json.dumps(fixed, sort_keys=True), gradient)
     stated = {name: value for name, value in report.to_json().items() if name in Summary.model_fields}
     if wrong := list(differences(stated, fresh.to_json(), tolerance=costs.MAGNIFIED)):
-        raise Wrong(f"{listed(wrong)} of audit.json does not follow from the scores. {_AUDIT_AGAIN}")
+        raise Wrong(f"{listed(wrong)} of audit.json does not follow from the scores. {AUDIT_AGAIN}")
     bound = fresh.epsilon_lower_bound
     return verified(
         "audit: statistics",

@@ -115,9 +115,9 @@ def _files(found: DataSet) -> Iterator[Check]:
         {name: found.record.files.get(mine, "") for mine, name in of_run.items() if mine in names}
     )
     problems += [f"{name} is missing" for name in sorted(expected - set(names))]
-    problems += [f"{name} is no file of a data set" for name in names if name not in expected]
+    problems += [f"{name} does not belong in a data set" for name in names if name not in expected]
     if wrong := sorted(found.record.files.keys() ^ set(hashed)):
-        problems.append(f"{RECORD} has a hash too many or too few ({listed(wrong)})")
+        problems.append(f"{RECORD} has too many or too few hashes ({listed(wrong)})")
     if problems:
         raise Wrong(f"{listed(problems)}. {_AGAIN}")
     changed = []
@@ -137,8 +137,7 @@ def _rows(found: DataSet) -> Iterator[Check]:
             number += 1
             if number > min(found.record.rows, MOST_ROWS) or len(line) > MOST_LINE:
                 raise Wrong(
-                    f"line {number} of {ROWS} is more than {found.record.rows:,} stated rows, than {MOST_ROWS:,}, or than "
-                    f"{MOST_LINE:,} bytes. {_AGAIN}"
+                    f"line {number} of {ROWS} exceeds the stated rows, {MOST_ROWS:,} or {MOST_LINE:,} bytes. {_AGAIN}"
                 )
             try:
                 row = json.loads(line.decode("utf-8"), object_pairs_hook=no_key_twice)
@@ -149,11 +148,9 @@ def _rows(found: DataSet) -> Iterator[Check]:
             except (ValueError, RecursionError):
                 right = False
             if not right:
-                raise Wrong(
-                    f"line {number} of {ROWS} is no row with {', '.join(columns)}, each of them text and asked for. {_AGAIN}"
-                )
+                raise Wrong(f"line {number} of {ROWS} is not text in {', '.join(columns)}, as asked for. {_AGAIN}")
     if number != found.record.rows:
-        raise Wrong(f"{ROWS} has {number:,} rows, and {found.record.rows:,} are stated. {_AGAIN}")
+        raise Wrong(f"{ROWS} has {number:,} rows, but {found.record.rows:,} are stated. {_AGAIN}")
     yield verified("rows", f"{number:,}, each with {', '.join(columns)}.")
 
 
@@ -192,9 +189,7 @@ def _record(found: DataSet) -> Iterator[Check]:
         raise Wrong(f"{listed(wrong)}. {_AGAIN}")
     asked = f"; {', '.join(record.control)} were asked for as {record.shares} says" if record.shares else ""
     yield verified("record", f"{record.attempts:,} texts were drawn and {dropped:,} dropped{asked}.")
-    yield asserted(
-        "settings", "sampling, prompts, reasons of dropping, quality, date and software are the author's word."
-    )
+    yield asserted("settings", "sampling, prompts, reasons for dropping, quality, date, software: the author's word.")
 
 
 def _page(found: DataSet) -> Iterator[Check]:
@@ -203,12 +198,10 @@ def _page(found: DataSet) -> Iterator[Check]:
     expected = dataset_card.front_matter(record, statement)
     stated = check_export.matter_of(found.card, expected.keys() | _OF_AUTHOR)
     if wrong := sorted(key for key in expected if not check_export.same(stated.get(key), expected[key])):
-        yield failed(
-            "front matter", f"{listed(wrong)} of README.md do not follow from {RECORD} and {MODEL_BLOCK}. {_AGAIN}"
-        )
+        yield failed("front matter", f"{listed(wrong)} do not follow from {RECORD} and {MODEL_BLOCK}. {_AGAIN}")
     else:
         yield verified(
-            "front matter", f"is what {RECORD} and {MODEL_BLOCK} give; license and language are the author's."
+            "front matter", f"follows from {RECORD} and {MODEL_BLOCK}; license and language are the author's."
         )
     yield from check_export.page(
         found.card, dataset_card.render(record, statement), f"{RECORD} with {MODEL_BLOCK}", _AGAIN
@@ -221,9 +214,7 @@ def _run(found: DataSet) -> Iterator[Check]:
         return
     for mine, name in synthetic.of_run(found.model.record).items():
         if read_bytes(run.export / name, MOST_CARD) != read_bytes(found.directory / mine, MOST_CARD):
-            raise Wrong(
-                f"{mine} is not the {name} that the run has now. Write the card again: dpllm card RUN/synthetic."
-            )
+            raise Wrong(f"{mine} is not the run's current {name}. Write the card again: dpllm card RUN/synthetic.")
     yield verified("run", "run/ holds the card and the statement that the run has now, byte for byte.")
 
 

@@ -21,6 +21,7 @@ from dpllm.files import BLOCK, UNHASHED, publishable, sha256, unknown
 from dpllm.statement import privacy_record, section, tradeoff_figure
 from dpllm.statement.fields import NotAStatement
 from dpllm.verification.values import (
+    WRITE_AGAIN,
     Check,
     Published,
     Wrong,
@@ -50,7 +51,6 @@ _HIDING = re.compile(
 _KEYS = {"base_model", "library_name", "pipeline_tag", "tags", "license", "language", "datasets", "privacy"}
 _KEYS |= {"license_name", "license_link"}
 """Of the front matter: what dpllm writes, and two that the Hub asks for beside a licence of one's own."""
-_AGAIN = "Write the card again: dpllm card RUN."
 ASSERTED = {
     "training": (
         "optimizer clipping max_grad_norm adaptive neighbouring_relation randomness banded status steps.taken steps.lost",
@@ -58,13 +58,13 @@ ASSERTED = {
     ),
     "data": (
         "unit dataset data_public sampling.expected_batch_size sampling.dataset_size max_examples_per_unit",
-        "the author's word on what was trained on and who is a unit; of N and batch only the ratio enters epsilon",
+        "the author's word on the training data and on what a unit is; of N and batch, only the ratio enters epsilon",
     ),
     "circumstances": (
         "base_model software hardware date recipe_digest accountant.version cross_check.version deviations",
         "the author's word on where, when, from what and with which versions it ran",
     ),
-    "words": ("not_covered tuning contact template", "text that nobody can compute"),
+    "words": ("not_covered tuning contact template", "free text, which cannot be computed"),
 }
 """Name of a line -> fields of a block that nobody can compute from what is published, and what they say."""
 
@@ -74,7 +74,9 @@ def schema(found: Published) -> Iterator[Check]:
     try:
         record = privacy_record.read(found.block)
     except NotAStatement as error:
-        raise Wrong(f"privacy.json does not follow its schema: {'; '.join(error.problems[:3])}. {_AGAIN}") from None
+        raise Wrong(
+            f"privacy.json does not follow its schema: {'; '.join(error.problems[:3])}. {WRITE_AGAIN}"
+        ) from None
     yield verified("schema", f"privacy.json follows schema version {record.schema_version}.")
 
 
@@ -99,28 +101,24 @@ def front_matter(found: Published) -> Iterator[Check]:
     if earlier(found):
         detail = (
             f"it was made by an earlier version (it names dpllm {found.record.software.get('dpllm')}), whose page this version "
-            "cannot make again: what the page says is not checked, and all else is, below. Verify the page with the version that "
+            "cannot render: its text is not checked, but everything else is, below. Verify the page with the version that "
             "made it, or write it anew: dpllm card RUN."
         )
         yield failed("layout of README.md", detail)
         return
     if sha256(found.directory / BLOCK, follow=False) != section.digest(found.block):
-        raise Wrong(f"privacy.json is not laid out as dpllm writes it, so that its hash is another. {_AGAIN}")
+        raise Wrong(f"privacy.json is not laid out as dpllm writes it, so its hash differs. {WRITE_AGAIN}")
     if not same(stated.get("privacy"), section.matter(found.record)):
-        raise Wrong(f"the front matter of README.md and privacy.json state different things. {_AGAIN}")
+        raise Wrong(f"the front matter of README.md and privacy.json state different things. {WRITE_AGAIN}")
     base = found.record.base_model
     if stated.get("base_model") not in (None, base.name if base.revision else None):
-        raise Wrong(f"base_model in the front matter is not {base.name}, which privacy.json names. {_AGAIN}")
-    yield verified(
-        "front matter", "the privacy entry of README.md states the main fields and the SHA-256 of privacy.json."
-    )
+        raise Wrong(f"base_model in the front matter is not {base.name}, which privacy.json names. {WRITE_AGAIN}")
+    yield verified("front matter", "README.md states the main fields and the SHA-256 of privacy.json.")
     tags = stated.get("tags") or []
     claims = any(tag in ("differential-privacy", "dp-sgd") for tag in (tags if isinstance(tags, list) else [tags]))
     if claims and not found.record.guarantee:
         yield failed(
-            "tags",
-            "the tags say differential privacy, and the block says that there is no guarantee: who searches the Hub would find "
-            f"it. {_AGAIN}",
+            "tags", f"the tags claim differential privacy, but privacy.json states no guarantee. {WRITE_AGAIN}"
         )
 
 
@@ -133,8 +131,8 @@ def matter_of(card: str, keys: Collection[str]) -> dict[str, Any]:
     """
     if section.ambiguous(card):
         raise Wrong(
-            "the front matter of README.md has a comment, a mark of a document or a letter that ends lines or is not seen, so "
-            f"that two readers may find different statements in it. {_AGAIN}"
+            "the front matter of README.md has a comment, a document marker, or an invisible or line-ending character, so "
+            f"two readers may find different statements in it. {WRITE_AGAIN}"
         )
     stated = section.front_matter(card)
     if more := sorted(map(str, stated.keys() - set(keys))):
@@ -175,15 +173,14 @@ def page(card: str, expected: Mapping[str, str], source: str, again: str) -> Ite
     names = tuple(expected)
     parts = section.parts(card, names)
     if not section.first(card, names):
-        detail = f"something stands before the {' or the '.join(names)} part, and could hide it. {_AGAIN}"
+        detail = f"there is text before the {' or the '.join(names)} part that could hide it. {WRITE_AGAIN}"
         yield failed("what is seen first", detail)
     beside = card
     for part in parts.values():
         beside = beside.replace(part, "")
     if hiding := _HIDING.search(beside):
         yield failed(
-            "what could hide it",
-            f"outside the marked parts stands {hiding[0].strip()}, which can hide or cover the statement. Take it out.",
+            "what could hide it", f"{hiding[0].strip()} outside the marked parts can hide the statement. Remove it."
         )
     for name in names:
         label = f"{name} in README.md"
@@ -192,10 +189,9 @@ def page(card: str, expected: Mapping[str, str], source: str, again: str) -> Ite
             continue
         lines = zip_longest(parts[name].split("\n"), expected[name].split("\n"))
         line = next(number for number, (one, other) in enumerate(lines, start=1) if one != other)
-        yield failed(label, f"is not what {source} renders to, from line {line} of the part on. {again}")
+        yield failed(label, f"differs from what {source} renders to, from line {line} of the part. {again}")
     yield asserted(
-        "text of the author",
-        "title, description, use, training and citation stand outside the marked parts, and nobody checks them.",
+        "text of the author", "title, description, use, training, citation: outside the marked parts, not checked."
     )
 
 
@@ -203,22 +199,22 @@ def figure(found: Published) -> Iterator[Check]:
     """The picture of what a tester can do against what the block draws; the other pictures by name."""
     there = tradeoff_figure.FILE in found.hashes
     if others := sorted(name for name in found.hashes if name.endswith(".png")):
-        yield asserted("pictures", f"{listed(others)}: nobody draws them again here, so they may show anything.")
+        yield asserted("pictures", f"{listed(others)}: not redrawn here, so they may show anything.")
     if not found.record.guarantee:
         if there:
-            raise Wrong(f"{tradeoff_figure.FILE} shows a guarantee, and there is none. {_AGAIN}")
+            raise Wrong(f"{tradeoff_figure.FILE} shows a guarantee, but there is none. {WRITE_AGAIN}")
         return
     if not there or read_text(found.directory / tradeoff_figure.FILE) != tradeoff_figure.figure(found.record.terms):
-        raise Wrong(f"{tradeoff_figure.FILE} is not the figure that privacy.json draws. {_version(found)}")
-    yield verified("figure", f"{tradeoff_figure.FILE} is what privacy.json draws, byte for byte.")
+        raise Wrong(f"{tradeoff_figure.FILE} is not the figure that privacy.json gives. {_version(found)}")
+    yield verified("figure", f"{tradeoff_figure.FILE} is what privacy.json gives, byte for byte.")
 
 
 def _version(found: Published) -> str:
     """What to do about a page that is not as this version writes it."""
     wrote = found.record.software.get("dpllm")
     if wrote == dpllm.__version__:
-        return _AGAIN
-    return f"The card names dpllm {wrote}, and this is {dpllm.__version__}, which words it anew: verify it with that version."
+        return WRITE_AGAIN
+    return f"The card names dpllm {wrote}; this is {dpllm.__version__}, which has other words. Verify it with that version."
 
 
 def files(found: Published) -> Iterator[Check]:
@@ -227,19 +223,18 @@ def files(found: Published) -> Iterator[Check]:
     strange = set(unknown(names))
     yield _hashes(found, names)
     for name in names:
-        why = "is no file of an export" if name in strange else _content(found.directory / name, found)
+        why = "does not belong in an export" if name in strange else _content(found.directory / name, found)
         problems += [f"{name} {why}"] if why else []
     if problems:
         detail = (
-            f"{listed(problems)}. What is not known may hold private data or run code: restore it, or delete it from export/, "
+            f"{listed(problems)}. An unknown file may hold private data or run code: restore it, or delete it from export/, "
             "and write the card again."
         )
         yield failed("kinds of files", detail)
     else:
         yield verified(
             "kinds of files",
-            f"{len(names)} files, each of a name that dpllm writes; no setting is unknown or names code elsewhere, and no tensor "
-            "is the optimizer's.",
+            f"{len(names)} files of known names; no unknown setting, no code elsewhere, no tensor of the optimizer.",
         )
 
 
@@ -270,11 +265,9 @@ def regular_files(directory: Path, *, strict: bool) -> tuple[list[str], list[str
             elif stat.S_ISREG(mode):
                 names.append(name)
             else:
-                strange.append(f"{name} is no regular file")
+                strange.append(f"{name} is not a regular file")
         if len(names) + len(strange) + len(pending) > MOST_FILES:
-            raise Wrong(
-                f"more than {MOST_FILES:,} files, which no export holds. Verify the export directory of one run."
-            )
+            raise Wrong(f"more than {MOST_FILES:,} files, which no export holds. Verify one run's export directory.")
     return sorted(names), sorted(strange)
 
 
@@ -292,16 +285,13 @@ def _hashes(found: Published, names: list[str]) -> Check:
     if not weights:
         problems.append("there are no weights")
     elif not found.record.merged_from and found.record.released != released:
-        problems.append(f"what is released are {released}")
+        problems.append(f"the released files are {released}")
     if problems:
         return failed(
             "files",
-            f"not those that the card was written for; {'; '.join(problems)}. Restore them, or write the card again with "
-            "dpllm card RUN.",
+            f"not those of the card: {'; '.join(problems)}. Restore them, or write the card again: dpllm card RUN.",
         )
-    return verified(
-        "files", f"SHA-256 of {len(stated)} files, weights included ({listed(weights)}); none missing, none extra."
-    )
+    return verified("files", f"SHA-256 of {len(stated)} files, with {listed(weights)}; none missing, none extra.")
 
 
 def _content(path: Path, found: Published) -> str:
@@ -314,7 +304,7 @@ def _content(path: Path, found: Published) -> str:
             settings = read_object(path)
             kept = publishable(path.name, settings)
             if more := sorted(key for key in settings if key not in kept or kept[key] != settings[key]):
-                return f"has a setting that is not known ({listed(more)})"
+                return f"has an unknown setting ({listed(more)})"
             base, other = found.record.base_model, (settings.get("base_model_name_or_path"), settings.get("revision"))
             if path.name == "adapter_config.json" and other not in ((base.name, None), (base.name, base.revision)):
                 return f"does not name {base.name}, the base model in privacy.json"
@@ -341,7 +331,7 @@ def _tensors(path: Path) -> dict[str, Any]:
                 raise ValueError("other bytes than it has, a gap, or one over another")
             end = then
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
-        raise Wrong(f"{path.name} is no safetensors file. {_AGAIN}") from None
+        raise Wrong(f"{path.name} is not a safetensors file. {WRITE_AGAIN}") from None
     if size != 8 + length + end:
-        raise Wrong(f"{path.name} is shorter or longer than its header says. {_AGAIN}")
+        raise Wrong(f"{path.name} is shorter or longer than its header says. {WRITE_AGAIN}")
     return found

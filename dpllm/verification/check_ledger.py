@@ -61,13 +61,13 @@ def check(found: Published) -> Iterator[Check]:
     composed, terms = found.record.composed, found.record.terms
     if composed is None:
         if found.ledger is not None and terms is not None:
-            raise Wrong("a ledger was given, and the card names no entry in any. Ask its author which run this is.")
+            raise Wrong(
+                "a ledger was given, but the card names no entry in any. Ask the card's author which run this is."
+            )
         yield asserted(_NAME, "the card names none, so no total over several runs is stated.")
         return
     if terms is None:
-        raise Wrong(
-            "the card names an entry of a ledger, and no event that it was for. Write it again: dpllm card RUN."
-        )
+        raise Wrong("the card names a ledger entry but no event for it. Write it again: dpllm card RUN.")
     yield _coherent(composed, terms)
     where = found.ledger if found.ledger is not None else _of_run(found)
     if where is None:
@@ -105,7 +105,7 @@ def _coherent(composed: Composed, terms: Terms) -> Check:
         problems.append("the total is less than the run alone")
     if problems:
         raise Wrong(f"{listed(problems)}. Write the card again: dpllm card RUN.")
-    return verified("ledger: total", "is not less than the run alone, and goes with the budget that is named.")
+    return verified("ledger: total", "is not less than the run alone, and is consistent with the stated budget.")
 
 
 def _of_run(found: Published) -> str | None:
@@ -164,18 +164,16 @@ def _entry(chain: _Chain, composed: Composed, terms: Terms, taken: int) -> Check
     if reserved == [replace(terms.event, count=count) for count in counts]:
         paid = replace(terms.event, count=sum(counts))  # of banded noise, whose rounds the parts share
     if parts_of(paid) != parts_of(terms.event):
-        raise Wrong(f"entry {composed.entry} of {chain.where} was reserved for another event than the card states.")
+        raise Wrong(f"entry {composed.entry} of {chain.where} was reserved for an event other than the card's.")
     for facts in own:
         if (facts["unit"], facts["relation"]) != (terms.unit, terms.neighbouring_relation):
-            raise Wrong(
-                f"entry {facts['entry']} of {chain.where} is about another unit or relation than the card states."
-            )
+            raise Wrong(f"entry {facts['entry']} of {chain.where} is about a unit or relation other than the card's.")
     executed = sum(chain.steps.get(name, 0) for name in names)
     if executed < taken:
-        raise Wrong(f"{chain.where} charged {executed} steps for this run, and the card states more.")
+        raise Wrong(f"{chain.where} charged {executed} steps for this run, but the card states more.")
     return verified(
         "ledger: entry",
-        f"{composed.entry} of {chain.where} was reserved for this very event, and {executed} steps were charged.",
+        f"{composed.entry} of {chain.where} was reserved for exactly this event; {executed} steps were charged.",
     )
 
 

@@ -26,14 +26,24 @@ from dpllm.statement.released import Release
 from dpllm.statement.run_files import PlanRecord
 from dpllm.verification import costs
 from dpllm.verification.costs import by, rounding
-from dpllm.verification.values import Check, Published, Wrong, asserted, close, differences, listed, tried, verified
+from dpllm.verification.values import (
+    WRITE_AGAIN,
+    Check,
+    Published,
+    Wrong,
+    asserted,
+    close,
+    differences,
+    listed,
+    tried,
+    verified,
+)
 
 ACCOUNTANT = "dp-accounting PLD"
 OTHER_RDP = 1e-2
 """Relative; how far RDP of another version, which has other orders, may lie from this one."""
 OF_THE_EVENT = ("accountants", "limits", "curve", "trade_off")
 MOST_PARENTS = 10
-_WRITE_AGAIN = "Write the card again: dpllm card RUN."
 _AGAIN = "Restore privacy.json from where the model was published, or write the card again: dpllm card RUN."
 
 
@@ -41,7 +51,7 @@ def check(found: Published) -> Iterator[Check]:
     """Every number of the promise that follows from the event and the public sizes."""
     record, terms = found.record, found.record.terms
     if not record.guarantee:
-        attempted = "" if terms is None else " What was attempted is looked at."
+        attempted = "" if terms is None else " The attempted terms are checked below."
         yield verified("promise", f"none is made: {record.reason}.{attempted}")
     if terms is None:
         return
@@ -63,16 +73,14 @@ def _epsilon(terms: Terms) -> Check:
     slack = costs.COARSE if coarse else rounding(terms)
     if not math.isfinite(least) or stated < least * (1 - slack):
         raise Wrong(
-            f"the event costs epsilon {least:.12g} at delta {delta:g}, and {stated:.12g} is stated{by(terms)}. {_AGAIN}"
+            f"the event costs epsilon {least:.12g} at delta {delta:g}, but {stated:.12g} is stated{by(terms)}. {_AGAIN}"
         )
     # What was spent beyond the plan is stated without the plan's other figures.
     if any(getattr(terms, name) is not None for name in OF_THE_EVENT) and stated > least * (1 + slack):
         raise Wrong(
-            f"epsilon {stated:.12g} is stated, and the event costs {least:.12g}: parts of two statements{by(terms)}. {_AGAIN}"
+            f"epsilon {stated:.12g} is stated, but the event costs {least:.12g}: parts of two statements{by(terms)}. {_AGAIN}"
         )
-    return verified(
-        "epsilon", f"PLD gives {least:.6g} at delta {delta:g} for the stored event; {stated:.6g} is stated."
-    )
+    return verified("epsilon", f"PLD gives {least:.6g} at delta {delta:g} for the event; {stated:.6g} is stated.")
 
 
 def _again(record: PrivacyRecord, terms: Terms) -> Terms:
@@ -131,8 +139,8 @@ def _sizes(record: PrivacyRecord, terms: Terms) -> Check:
         raise Wrong(f"{listed(wrong)}. {_AGAIN}")
     return verified(
         "sizes",
-        f"N {size}, batch {batch}, {planned} steps and noise multiplier {terms.noise_multiplier:.4g} are the event's; delta "
-        f"is {delta * size:.2g} / N.",
+        f"N {size}, batch {batch}, {planned} steps and noise {terms.noise_multiplier:.4g} match the event; "
+        f"delta is {delta * size:.2g} / N.",
     )
 
 
@@ -152,23 +160,22 @@ def _cross_check(terms: Terms) -> Check:
     name, stated = "cross-check", terms.cross_check
     if stated is None:
         if {"pld", "rdp"} <= accounting.accountants(terms.event):
-            raise Wrong(f"cross_check is missing, and RDP knows this event. {_AGAIN}")
-        return verified(name, "no second accountant knows this event.")
+            raise Wrong(f"cross_check is missing, although RDP supports this event. {_AGAIN}")
+        return verified(name, "no second accountant supports this event.")
     value = stated.epsilon
     if stated.name == "opacus-prv":
         pld, _ = costs.of(terms)
         room = max(accounting.PRV_GAP, 1e-3 * pld)
         if terms.delta >= accounting.LEAST_COMPARED and not pld - 1e-3 <= value <= pld + room:
-            raise Wrong(f"cross_check states {value}, which PRV cannot find where PLD gives {pld:.6g}. {_AGAIN}")
+            raise Wrong(f"cross_check states {value}, which PRV cannot give where PLD gives {pld:.6g}. {_AGAIN}")
         return asserted(
-            name,
-            f"{stated.name} is said to give {value:.6g}, which is where it has to lie; it is not asked, for it needs torch.",
+            name, f"{value:.6g} is stated for {stated.name}, which is possible; it needs torch, so it is not run here."
         )
     if not stated.name.startswith("dp-accounting-rdp"):
-        raise Wrong(f"cross_check names an accountant that dpllm never asks. {_AGAIN}")
+        raise Wrong(f"cross_check names an accountant that dpllm never uses. {_AGAIN}")
     fresh = costs.beside(terms)["rdp"]
     if not close(value, fresh, rounding(terms, OTHER_RDP)):
-        raise Wrong(f"cross_check states {value}, and RDP gives {fresh}{by(terms)}. {_AGAIN}")
+        raise Wrong(f"cross_check states {value}, but RDP gives {fresh}{by(terms)}. {_AGAIN}")
     return verified(name, f"RDP gives {fresh:.6g}.")
 
 
@@ -177,11 +184,11 @@ def _attackers(terms: Terms) -> Check:
     name, stated = "limits of attackers", terms.to_json()
     present = [key for key in OF_THE_EVENT if stated.get(key) is not None]
     if not present:
-        return asserted(name, "none are stated beside those that follow from epsilon and delta.")
+        return asserted(name, "none are stated besides those that follow from epsilon and delta.")
     if len(present) != len(OF_THE_EVENT):
         raise Wrong(f"only {', '.join(present)} stand beside epsilon. {_AGAIN}")
     if costs.of(terms)[1]:
-        return asserted(name, "not computed again: an epsilon of hundreds limits nobody.")
+        return asserted(name, "not recomputed: an epsilon in the hundreds limits no attacker.")
     fresh = costs.attackers(terms.event, terms.neighbouring_relation)
     # Where curves are stated is the same in every version; the rates are rounded up to four digits, so that one gives one text.
     wrong: list[object] = [
@@ -200,7 +207,7 @@ def _shuffled(record: PrivacyRecord, terms: Terms) -> Check:
         return asserted(name, "none is stated: more was spent than planned.")
     fresh = state.without_amplification(terms, record.steps.planned)
     if stated != fresh:  # rounded up to four digits, by no accountant's version
-        raise Wrong(f"{stated} is stated, and the same noise without credit for sampling costs {fresh}. {_AGAIN}")
+        raise Wrong(f"{stated} is stated, but the same noise without credit for sampling costs {fresh}. {_AGAIN}")
     if terms.banded is not None:
         return verified(name, "none is stated: banded noise has no such figure.")
     return verified(name, f"epsilon {stated}, if batches had come from shuffling.")
@@ -220,19 +227,21 @@ def check_statistics(found: Published) -> Iterator[Check]:
     if shown is None:
         return
     if terms is None or (shown.unit, shown.neighbouring_relation) != (terms.unit, terms.neighbouring_relation):
-        raise Wrong(f"statistics protect another unit than the run, or by another relation. {_WRITE_AGAIN}")
+        raise Wrong(f"the statistics protect another unit than the run, or use another relation. {WRITE_AGAIN}")
     relation, slack = terms.neighbouring_relation, rounding(terms)
     if shown.delta * (terms.sampling.dataset_size - terms.sampling.canary_slots) >= 1:
-        raise Wrong(f"statistics state their epsilon at a delta of 1/N or more, which protects nobody. {_WRITE_AGAIN}")
+        raise Wrong(
+            f"the statistics' epsilon is stated at a delta of 1/N or more, which protects nobody. {WRITE_AGAIN}"
+        )
     if not shown.drawn or sum(one.event.epsilon for one in shown.releases) > costs.LARGE:
-        raise Wrong(f"statistics were not drawn, or with an epsilon above {costs.LARGE:g}. {_WRITE_AGAIN}")
+        raise Wrong(f"the statistics were not drawn, or have an epsilon above {costs.LARGE:g}. {WRITE_AGAIN}")
     for one in shown.releases:
         _check_release(one, shown.max_examples_per_unit)
     alone, both = costs.together([shown.event()], shown.delta, relation), None
     if found.record.guarantee:
         both = state.beside_run(shown, terms, True).with_run
     if not (close(shown.epsilon, alone, slack) and close(shown.with_run, both, slack)):
-        raise Wrong(f"statistics cost {alone:.6g}, with the run {both}; other figures are stated. {_WRITE_AGAIN}")
+        raise Wrong(f"statistics cost {alone:.6g}, with the run {both}, but other figures are stated. {WRITE_AGAIN}")
     with_run = "" if both is None else f", with the run {both:.6g} at delta {terms.delta:g}"
     yield verified(name, f"{len(shown.releases)} releases cost epsilon {alone:.6g} at delta {shown.delta:g}{with_run}.")
     yield asserted("values of statistics", "the author's word that OpenDP drew them from the data of this run.")
@@ -250,7 +259,7 @@ def _check_release(one: Release, rows: int) -> None:
         or any(differences(stated, told(asked, rows, one.event.epsilon)))
         or not _possible(asked, one.value)
     ):
-        raise Wrong(f"{one.statistic} is no statistic of dpllm, by that mechanism and with that error. {_WRITE_AGAIN}")
+        raise Wrong(f"{one.statistic} is no statistic of dpllm, by that mechanism and with that error. {WRITE_AGAIN}")
 
 
 def _possible(asked: Statistic, value: Mapping[str, float] | None) -> bool:
@@ -270,32 +279,26 @@ def check_lineage(found: Published) -> Iterator[Check]:
     """Each ancestor's epsilon against its event, and the composition of those on the same data."""
     lineage = found.record.lineage
     if lineage is None:
-        yield asserted(
-            "lineage", "none is stated: the base model, as far as the author says, has no privacy statement of its own."
-        )
+        yield asserted("lineage", "none: the author says that the base model has no privacy statement.")
         return
     parents = [lineage.base, *lineage.ancestors]
     if len(parents) > MOST_PARENTS:
-        raise Wrong(f"{len(parents)} models before this one are named, more than {MOST_PARENTS}. {_WRITE_AGAIN}")
+        raise Wrong(f"{len(parents)} earlier models are named, more than {MOST_PARENTS}. {WRITE_AGAIN}")
     charged = found.record.composed and found.record.composed.dataset
     if charged != lineage.dataset and charged in [parent.dataset for parent in parents if parent.dataset]:
-        raise Wrong(
-            f"a model before it learnt the very dataset that this run was charged to, and lineage denies it. {_WRITE_AGAIN}"
-        )
+        raise Wrong(f"an earlier model was trained on this run's dataset, but lineage denies it. {WRITE_AGAIN}")
     for parent in parents:
         _check_parent(parent)
     mine = [parent for parent in parents if parent.dataset is not None and parent.dataset == lineage.dataset]
     if lineage.same_dataset != bool(mine):
-        raise Wrong(f"same_dataset contradicts the datasets that are named. {_WRITE_AGAIN}")
+        raise Wrong(f"same_dataset contradicts the datasets that are named. {WRITE_AGAIN}")
     if found.record.guarantee and any(not parent.guarantee for parent in mine):
-        raise Wrong(
-            "a guarantee is stated, and a model before it learnt the same dataset without one. Do not rely on it."
-        )
+        raise Wrong("an earlier model was trained on the same dataset without a guarantee. Do not rely on this one.")
     if lineage.composed is not None:
         yield _total(found.record.terms, lineage.composed, mine)
         return
     if mine and found.record.guarantee and not lineage.reason:
-        raise Wrong(f"the models before it learnt the same dataset, and no total is stated. {_WRITE_AGAIN}")
+        raise Wrong(f"earlier models were trained on the same dataset, but no total is stated. {WRITE_AGAIN}")
     yield asserted("lineage", f"{listed([parent.name for parent in parents])}: no total is stated ({lineage.reason}).")
 
 
@@ -303,27 +306,22 @@ def _check_parent(parent: Ancestor) -> None:
     """Its epsilon against its event."""
     if not parent.guarantee:
         if parent.event is not None or parent.epsilon is not None:
-            raise Wrong(f"{parent.name} has numbers and no guarantee. {_WRITE_AGAIN}")
+            raise Wrong(f"{parent.name} states numbers but no guarantee. {WRITE_AGAIN}")
         return
     relation = parent.neighbouring_relation
     if parent.epsilon is None or parent.delta is None or parent.event is None or relation not in get_args(Relation):
-        raise Wrong(f"{parent.name} has a guarantee and no numbers. {_WRITE_AGAIN}")
+        raise Wrong(f"{parent.name} states a guarantee but no numbers. {WRITE_AGAIN}")
     least, coarse = costs.pld(parent.event, parent.delta, cast(Relation, relation))
     if not math.isfinite(least) or parent.epsilon < least * (1 - (costs.COARSE if coarse else costs.OTHER_VERSION)):
-        raise Wrong(
-            f"{parent.name} is said to have epsilon {parent.epsilon:g}, and its event costs {least:.6g}. {_WRITE_AGAIN}"
-        )
+        raise Wrong(f"{parent.name} states epsilon {parent.epsilon:g}, but its event costs {least:.6g}. {WRITE_AGAIN}")
 
 
 def _total(terms: Terms | None, stated: ComposedLineage, mine: list[Ancestor]) -> Check:
     total, why = together(mine, terms)
     if terms is None or total is None:
-        raise Wrong(f"a total is stated, and none can be: {why}. {_WRITE_AGAIN}")
+        raise Wrong(f"a total is stated, but there is none: {why}. {WRITE_AGAIN}")
     if stated.delta != total.delta or not close(stated.epsilon, total.epsilon, rounding(terms)):
         raise Wrong(
-            f"all of them together cost {total.epsilon:.6g} at delta {total.delta:g}, and {stated.epsilon:g} at {stated.delta:g} "
-            f"is stated. {_WRITE_AGAIN}"
+            f"together: {total.epsilon:.6g} at delta {total.delta:g}, not {stated.epsilon:g} at {stated.delta:g}. {WRITE_AGAIN}"
         )
-    return verified(
-        "lineage", f"with {len(mine)} models before it on the same dataset, epsilon is {total.epsilon:.6g}."
-    )
+    return verified("lineage", f"with {len(mine)} earlier models on the same dataset: epsilon {total.epsilon:.6g}.")

@@ -44,7 +44,7 @@ def bounded(event: Event) -> frozenset[str]:
     if many:
         raise Wrong(
             f"the event has more than {MOST_PARTS} different parts or {MOST_STEPS:,} steps, or noise below {LEAST_NOISE}, which "
-            "none of dpllm has. Restore privacy.json from where the model was published."
+            "no run of dpllm has. Restore privacy.json from where the model was published."
         )
     return accounting.accountants(event)
 

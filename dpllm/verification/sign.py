@@ -41,7 +41,7 @@ def sign(directory: Path, key: Path) -> Path:
     if not key.is_file():
         raise ConfigError(f"--sign {key}: no such key. Make one with ssh-keygen -t ed25519, or type its path.")
     if shutil.which("ssh-keygen") is None:
-        raise ConfigError("ssh-keygen is not installed, and a card is signed with it. Install OpenSSH 8.2 or newer.")
+        raise ConfigError("ssh-keygen, which signs cards, is not installed. Install OpenSSH 8.2 or newer.")
     answer = _keygen("-Y", "sign", "-f", key, "-n", NAMESPACE, read=signed.read_bytes())
     if answer.returncode != 0 or b"BEGIN SSH SIGNATURE" not in answer.stdout:
         said = plain(answer.stderr.decode(errors="replace"))
@@ -70,18 +70,16 @@ def _check(directory: Path, signers: Path | None) -> Check:
     path = directory / SIGNATURE
     if not os.path.lexists(path):
         if signers is not None:
-            raise Wrong("--signers was given and the card is unsigned. Ask its author: dpllm card RUN --sign KEY.")
+            raise Wrong("--signers was given, but the card is unsigned. Ask its author: dpllm card RUN --sign KEY.")
         return asserted(
-            _NAME, "unsigned: integrity, not authenticity. Whoever made all these files could have made others."
+            _NAME, "unsigned: integrity, not authenticity. Whoever made these files could have made others."
         )
     read_bytes(path, _MOST_BYTES)
     signed = read_bytes(directory / BLOCK)
     if signers is not None and not signers.is_file():
         raise Wrong(f"--signers {signers}: no such file. Name a file of allowed signers.")
     if shutil.which("ssh-keygen") is None:
-        said = (
-            "the card is signed, and ssh-keygen, which would check it, is not installed. Install OpenSSH 8.2 or newer."
-        )
+        said = "the card is signed, but ssh-keygen, which checks signatures, is not installed. Install OpenSSH 8.2 or newer."
         return failed(_NAME, said) if signers is not None else asserted(_NAME, said)
     of_this = ("-n", NAMESPACE, "-s", path)
     answer = _keygen("-Y", "check-novalidate", *of_this, read=signed)

@@ -34,6 +34,7 @@ MOST_BYTES = 64 * 2**20
 """Of a file that is read as a whole: the largest tokenizer.json has about 35 MB."""
 MOST_MEMORY = 3 * 2**30
 MOST_LEVELS = 60
+WRITE_AGAIN = "Write the card again: dpllm card RUN."
 _RESTORE = "Take the file from where the model was published, or write the card again: dpllm card RUN."
 
 
@@ -128,8 +129,7 @@ def gone_wrong(name: str, error: Exception) -> Check:
         return failed(name, str(error))
     return failed(
         name,
-        f"the files are not as dpllm writes them ({type(error).__name__}), so this could not be checked. Take them from "
-        "where the model was published, or write the card again: dpllm card RUN.",
+        f"the files are not as dpllm writes them ({type(error).__name__}), so this could not be checked. {_RESTORE}",
     )
 
 
@@ -250,7 +250,7 @@ def regular(path: Path, most: int = MOST_BYTES) -> Iterator[BinaryIO]:
 def check_regular(status: os.stat_result, path: Path, most: int) -> None:
     """Refuses what is no regular file of bounded size."""
     if not stat.S_ISREG(status.st_mode):
-        raise Wrong(f"{path.name} is no regular file. {_RESTORE}")
+        raise Wrong(f"{path.name} is not a regular file. {_RESTORE}")
     if status.st_size > most:
         raise Wrong(f"{path.name} has {status.st_size:,} bytes, more than {most:,}. {_RESTORE}")
 
@@ -286,7 +286,7 @@ def read_object(path: Path, most: int = MOST_BYTES) -> dict[str, Any]:
             raise ValueError("no object")
         _limit_depth(value)
     except RecursionError:
-        raise Wrong(f"{path.name} is nested without end. {_RESTORE}") from None
+        raise Wrong(f"{path.name} is nested too deeply. {_RESTORE}") from None
     except ValueError as error:
         reason = error.args[0] if error.args and not isinstance(error, json.JSONDecodeError) else "not valid"
         raise Wrong(f"{path.name} is not a JSON object that dpllm writes ({reason}). {_RESTORE}") from None

@@ -33,6 +33,7 @@ from dpllm.statement.run_files import RunRecord, read_plan, read_run
 from dpllm.verification import check_audits, check_dataset, check_export, check_ledger, check_promise, sign
 from dpllm.verification.values import (
     MOST_BYTES,
+    WRITE_AGAIN,
     Check,
     Published,
     Verification,
@@ -90,7 +91,7 @@ def verify(path: Path, *, ledger: str | None = None, signers: Path | None = None
                     pass  # what reads it later waits for no pipe, and follows no link
     except Wrong as error:
         return Verification(str(path), (failed("card", str(error)),))
-    checks.append(verified("card", "README.md and privacy.json are there and can be read."))
+    checks.append(verified("card", "README.md and privacy.json exist and can be read."))
     found = Published(directory, block, card, run, ledger)
     for name, check in CHECKS:
         checks += guarded(name, check, found)
@@ -134,21 +135,17 @@ def _subject(path: Path) -> tuple[Path, RunDir | None]:
     """The export directory, and the run directory where there is one."""
     if not path.is_dir():
         what = "is a file" if path.exists() else "no such directory"
-        raise ConfigError(
-            f"{path}: {what}, so there is nothing to verify. Type a run or export directory, or a Hub id."
-        )
+        raise ConfigError(f"{path}: {what}, so nothing can be verified. Type a run or export directory, or a Hub id.")
     run = RunDir(path)
     # A card at the top is the one that a reader sees, whatever lies below it.
     if _has_card(path):
         return path, None
     if not (run.config.exists() and run.export.is_dir()):
         raise ConfigError(
-            f"{path}: holds neither {BLOCK} nor {CARD}, so there is nothing to verify. Type a run directory or its export/."
+            f"{path}: has no {BLOCK} or {CARD}, so nothing can be verified. Type a run directory or its export/."
         )
     if not _has_card(run.export):
-        raise ConfigError(
-            f"{path}: the run has no card yet, so there is nothing to verify. Type dpllm card {path} first."
-        )
+        raise ConfigError(f"{path}: the run has no card yet, so nothing can be verified. Type dpllm card {path} first.")
     return run.export, run
 
 
@@ -177,8 +174,7 @@ def check_run(found: Published) -> Iterator[Check]:
     elif found.record.terms is not None and (made := _audits_made(run)):
         yield failed(
             "audit: canaries",
-            f"{made} audits of this run were made, and the card shows none, so that a verdict could be hidden. Audit again, then "
-            "write the card again: dpllm audit RUN, dpllm card RUN.",
+            f"{made} audits of this run were made, but the card shows none, which may hide a verdict. {check_audits.AUDIT_AGAIN}",
         )
 
 
@@ -204,8 +200,8 @@ def _block(found: Published, run: RunDir, record: RunRecord) -> Check:
     released = read_object(run.describe) if run.describe.exists() else None
     fresh = claim.statement_of(config, plan, record, audit, found.record.files, released)
     if wrong := list(differences(found.block, fresh.to_json(), tolerance=0.0)):
-        raise Wrong(f"{listed(wrong)} of privacy.json is not what recipe, Plan and record say. {_AGAIN}")
-    return verified("run", "config.yaml, plan.json and run.json give this very privacy.json.")
+        raise Wrong(f"{listed(wrong)} of privacy.json does not follow from recipe, Plan and record. {_AGAIN}")
+    return verified("run", "config.yaml, plan.json and run.json give exactly this privacy.json.")
 
 
 def _coins(found: Published, run: RunDir, audit: Audit) -> Check:
@@ -215,13 +211,13 @@ def _coins(found: Published, run: RunDir, audit: Audit) -> Check:
         return asserted(name, "private/canaries.json is not here, so the commitment cannot be opened.")
     plan = canaries.load(run.canaries)
     if plan.commitment != audit.commitment:
-        raise Wrong(f"the card commits to other canaries than private/canaries.json holds. {_AGAIN}")
+        raise Wrong(f"the card commits to canaries other than those in private/canaries.json. {_AGAIN}")
     coins = {canary.canary_id: (canary.group, canary.inserted) for canary in plan.canaries}
     table, _ = check_audits.tables(found.directory / "audit")
     scored = {row.canary_id: (row.group, row.inserted) for row in table if row.group}
     references = {row.canary_id for row in table if not row.group}
     if scored != coins or references != {reference.canary_id for reference in plan.references}:
-        raise Wrong("the audit has other coins or canaries than were committed to before training. Audit again.")
+        raise Wrong("the audit's coins or canaries are not those committed to before training. Audit again.")
     if plan.gradient_coins and audit.gradient:
         promise = read_plan(run)
         of_plan, bands = (promise.sampling_rate, audit.gradient.noise_planned), max(1, len(promise.coefficients))
@@ -231,15 +227,15 @@ def _coins(found: Published, run: RunDir, audit: Audit) -> Check:
         turns = read_turns(run.groups, promise.coefficients, len(plan.gradient_coins))
         kept = tabulate(read_projections(run.projections), plan.gradient_coins, *of_plan, turns)
         if not all(np.allclose(getattr(shown, name), getattr(kept, name), rtol=1e-9, atol=1e-9) for name in vars(kept)):
-            raise Wrong("the audit has other coins or scores of gradient canaries than the run kept. Audit again.")
+            raise Wrong(
+                "the audit's coins or scores of gradient canaries are not those that the run kept. Audit again."
+            )
     stated = check_audits.published_audit(found.directory / "audit").controls.words
     if any(differences(stated.to_json() if stated else None, words_control(plan.canaries))):
         raise Wrong("the control by words in audit.json is not what the canaries' words give. Audit again.")
     made = _audits_made(run)
     if made > audit.audits_run:
-        raise Wrong(
-            f"{made} audits of this run were made, and the card says fewer. Write the card again: dpllm card RUN."
-        )
+        raise Wrong(f"{made} audits of this run were made, but the card says fewer. {WRITE_AGAIN}")
     return verified(name, "the commitment opens to these canaries and coins.")
 
 

@@ -6,7 +6,6 @@ import copy
 import hashlib
 import itertools
 import json
-import math
 import os
 import re
 import shutil
@@ -98,17 +97,18 @@ def test_a_limit_on_a_share_is_never_rounded_down(value: float) -> None:
 
 
 def test_text_states_the_epsilon_of_the_plan() -> None:
-    text, _ = render_card(config(), plan(), record(), audit())
+    text, block = render_card(config(), plan(), record(), audit())
     claim = "> **Differential privacy guarantee: ε = 2.998, δ = 1e-05 for each `patient_id`.**"
     assert first_line(text).startswith(claim)
-    assert f"| Privacy loss ε | {EPSILON!r} " in text
+    assert f"| ε in full | {EPSILON!r} |" in text
     assert "Pr[M(D) in S] <= e^2.998 * Pr[M(D') in S] + 1e-05" in text
-    limit = min(math.exp(EPSILON) * 0.01 + 1e-5, 1 - math.exp(-EPSILON) * (1 - 1e-5 - 0.01))
-    assert f"{math.ceil(limit * 1000) / 10:g}% of those that were" in text
+    limit = formatting.percent_bound(dict(block["trade_off"])[0.01])
+    assert text.count(f"at most {limit} of the `patient_id`s that were used") == 1
 
 
 @pytest.mark.parametrize(
-    ("relation", "says"), [("zero_out", "replaced by nothing (zero-out)"), ("add_or_remove_one", "a declared number")]
+    ("relation", "says"),
+    [("zero_out", "zero-out: the data of one unit replaced by nothing"), ("add_or_remove_one", "a declared number")],
 )
 def test_the_neighbouring_relation_is_named_in_words(relation: str, says: str) -> None:
     text, block = render_card(config(), plan(neighbouring_relation=relation), record(), None)
@@ -134,12 +134,12 @@ def test_spent_at_another_delta_is_refused() -> None:
 def test_budget_is_stated_or_its_absence() -> None:
     ledger = record()["ledger"]
     text, _ = render_card(config(), plan(), record(), None)
+    assert "ε = 4.25 at δ = 1e-05 for all runs on this dataset" in text
     assert (
-        "ε = 4.25 at δ = 1e-05, composed as if all had been fixed in advance. The budget set for the dataset is" in text
+        "if all were fixed in advance. The budget is ε = 10 at δ = 1e-05; any run that is not on a list sealed" in text
     )
-    assert "is ε = 10 at δ = 1e-05, for a list of runs that was sealed before the first of them" in text
     text, block = render_card(config(), plan(), record(ledger={**ledger, "budget": None}), None)
-    assert "No budget was set for this dataset: it is charged without limit." in text
+    assert "No budget is set: the dataset is charged without limit." in text
     assert block["composed"]["budget"] is None
 
 
@@ -147,9 +147,10 @@ def test_under_an_adaptive_budget_the_figure_of_its_rule_is_the_total() -> None:
     budget = {"epsilon": 10.0, "delta": 1e-5, "gate": "adaptive", "order": 3.2}
     ledger = {**record()["ledger"], "budget": budget, "filter_epsilon": 5.5, "imported": 2}
     text, block = render_card(config(), plan(), record(ledger=ledger), None)
-    assert "ε = 5.5 at δ = 1e-05 by a Renyi filter at order 3.2" in text
-    assert "(composed as if all had been fixed in advance: 4.25)" in text
-    assert "2 entries for runs made elsewhere" in text
+    assert "ε = 5.5 at δ = 1e-05 for all runs" in text
+    assert "by a Renyi filter at order 3.2" in text.partition("## Appendix")[2]
+    assert "as if all had been fixed in advance, the total would be 4.25" in text
+    assert "2 of them were made elsewhere" in text
     assert (block["composed"]["gate"], block["composed"]["filter_epsilon"]) == ("adaptive", 5.5)
 
 
@@ -195,7 +196,7 @@ def test_broken_assumption_is_the_first_line_and_epsilon_is_no_guarantee() -> No
     before, _, attempted = body(text).partition("## What was attempted")
     assert "2.99" not in before
     assert "They are no guarantee" in attempted
-    assert "## The guarantee in full" not in text
+    assert "Pr[M(D) in S]" not in text
     assert str(SECRET_SEED) not in text  # who knows it can take the noise off
 
 
@@ -327,7 +328,10 @@ def test_the_card_names_the_generator_and_what_it_does_not_cover(secure: bool) -
 
 @pytest.mark.parametrize(
     ("generator", "cryptographic", "words"),
-    [("aes256_ctr", True, "noise are drawn from AES-256"), ("philox_gpu", False, "noise from torch's Philox on a GPU")],
+    [
+        ("aes256_ctr", True, "AES-256 in counter mode for sampling and noise"),
+        ("philox_gpu", False, "for noise torch's Philox on a GPU"),
+    ],
 )
 def test_the_card_names_the_generator_that_run_json_names(generator: str, cryptographic: bool, words: str) -> None:
     lattice = {"coordinates": 10, "noise_over_max_grad_norm": noise_scale(plan()["noise_multiplier"], 1.0, 10)}

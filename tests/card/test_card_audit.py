@@ -13,14 +13,14 @@ from dpllm.statement import formatting
 
 def test_audit_stands_beside_its_controls_and_limits() -> None:
     text, block = render_card(config(), plan(), record(), audit(audits_run=3))
-    assert "**Verdict: consistent.**" in text
+    assert "| Verdict | consistent: " in text
     assert "no proof" in text
-    assert "audited 3 times" in text
+    assert "| Audits made | 3; " in text
     assert "random secrets of 8 digits" in text
     assert "does not tell the planted ones from the others" in text
     assert "The attack works where it should: AUC 0.97 on the canaries planted 16 times." in text
     assert "0.12 with 95% confidence" in text
-    assert "What the audit could have shown at most:** 2.76" in text
+    assert "| What the audit could have shown at most | 2.76" in text
     assert "| ratio | 1 | 0.53 (0.45 to 0.61) | 0.9525 |" in text
     assert "| 1 | 99 | 1.61 | 1.44 | 1.41 | 0.21 | 6.90 | 0 of 99 | 0 of 99 | 0 of 101 |" in text
     assert text.index("| 1 | 99 |") < text.index("| 16 | 9 |")

@@ -51,7 +51,7 @@ def test_the_card_shows_each_release_and_the_epsilon_of_all_with_the_run() -> No
     together = epsilon(RUN_AND_TWO, 1e-5, "zero_out")
     assert block["statistics"] == {**described(), "with_run": pytest.approx(together)}
     assert epsilon(read(plan()["event"]), 1e-5, "zero_out") < together
-    part = section.parts(text)["privacy"].split("### What was released about the data")[1].split("\n## ")[0]
+    part = section.parts(text)["privacy"].split("### Released statistics")[1].split("\n### ")[0]
     assert "yes 60 = 58.3%, no 43 = 41.7%, other -3 = 0.0%" in part
     assert "44.25 (40.1 to 48.5)" in part
     assert "ε = 0.5 at δ = 1e-09; with the run ε = 6.19" in " ".join(part.split())
@@ -61,7 +61,7 @@ def test_the_card_shows_each_release_and_the_epsilon_of_all_with_the_run() -> No
 def test_without_statistics_nothing_is_said_of_them() -> None:
     text, block = render_card(config(), plan(), record(), audit())
     assert "statistics" not in block
-    assert "What was released about the data" not in text
+    assert "Released statistics" not in text
 
 
 def test_a_run_without_a_guarantee_states_no_total() -> None:

@@ -14,7 +14,8 @@ from dpllm.card.dataset_card import write_dataset_card
 from dpllm.errors import ConfigError
 from dpllm.privacy.accounting import compose, epsilon
 from dpllm.privacy.events import PureDP
-from dpllm.statement import formatting, privacy_record, section, synthetic
+from dpllm.privacy.privacy_loss import attacker_limits
+from dpllm.statement import formatting, privacy_record, section, synthetic, tradeoff_figure
 from dpllm.statement.fields import ComposedLineage, Lineage, NotAStatement
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "synthetic.md"
@@ -58,6 +59,17 @@ def test_epsilon_counts_the_models_before_it_on_the_same_dataset_and_the_statist
     assert synthetic.epsilon(after.model_copy(update={"statistics": None})) == 20.0
     alone = statement.model_copy(update={"statistics": None})
     assert synthetic.epsilon(alone) == statement.terms.epsilon < synthetic.epsilon(statement)
+
+
+def test_the_share_that_is_recognised_counts_the_statistics_and_the_models_before(folder: Path) -> None:
+    statement = privacy_record.read(json.loads((folder / "run" / "privacy.json").read_text("utf-8")))
+    most = synthetic.recognised(statement)
+    assert f"at most {formatting.percent_bound(most)} of the training examples" in page(folder)
+    alone = statement.model_copy(update={"statistics": None})
+    assert synthetic.recognised(alone) == tradeoff_figure.recognised(statement.terms) < most < 0.5
+    total = ComposedLineage(epsilon=2.0, delta=statement.terms.delta, accountant="PLD")
+    after = alone.model_copy(update={"lineage": Lineage.model_construct(composed=total)})
+    assert synthetic.recognised(after) == attacker_limits(2.0, statement.terms.delta)["tpr_at_fpr_0.01"]
 
 
 def test_the_front_matter_is_what_the_hub_and_datasets_read(folder: Path) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from pathlib import Path
 
 import pytest
-from cards import WEIGHTS, audit, baseline, baseline_record, broken, config, make_run, plan, record
+from cards import WEIGHTS, audit, baseline, baseline_record, broken, config, make_run, plan, record, words
 
 from dpllm.auditing import attacks
 from dpllm.auditing.record import SCHEMA_VERSION
@@ -27,6 +28,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import model_cards  # noqa: E402
 
 MODEL_CARDS = ROOT / "model_cards"
+DATA_SET = MODEL_CARDS / "clinic-synthetic"
 GALLERY = sorted(path.parent.name for path in MODEL_CARDS.glob("*/config.yaml"))
 RUNS = {
     "dp": (config(), plan(), record(), audit()),
@@ -74,8 +76,19 @@ def test_every_published_card_verifies_as_it_lies_there(name: str, capsys: pytes
     assert main(["verify", str(export)]) == 0, capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "page", sorted(MODEL_CARDS.glob("*/export/README.md")) + sorted(DATA_SET.rglob("README.md")), ids=str
+)
+def test_every_published_card_is_read_in_a_few_minutes(page: Path) -> None:
+    """At most 900 words stand before the tables of the appendix, and one limit on how many are recognised."""
+    text = page.read_text("utf-8")
+    assert 100 < words(text) <= 900
+    assert len(re.findall("recognises at most", text)) == ("guarantee: true" in text)
+    assert "100% true positives" not in text
+
+
 def test_the_published_data_set_verifies_as_it_lies_there(capsys: pytest.CaptureFixture[str]) -> None:
-    folder = MODEL_CARDS / "clinic-synthetic"
+    folder = DATA_SET
     assert not verify(folder).failed
     assert main(["verify", str(folder)]) == 0, capsys.readouterr().out
     assert privacy_record.read(read_json(folder / "run" / BLOCK)).statistics is not None

@@ -52,7 +52,7 @@ def test_the_card_of_a_run_verifies_and_says_how(banded_run: Place) -> None:
     assert block["event"]["count"] == STEPS
     assert block["without_amplification"] is None
     card = (banded_run.run / "export" / "README.md").read_text()
-    assert "Groups took turns" in card
+    assert f"step i was for group i mod {BANDS}" in card
     assert "3 Poisson-sampled Gaussian rounds" in card
 
 

@@ -112,9 +112,9 @@ def test_a_run_starts_with_the_weights_of_the_adapter_and_states_what_both_cost(
     done("card", started.run)
     done("verify", started.run / "export")
     text = (started.run / "export" / "README.md").read_text("utf-8")
-    assert "Training started from an adapter, `start/export`" in text
+    assert "| Adapter that training started from: `start/export`" in text
     assert found["base"]["files_digest"] in text
-    assert "has a privacy statement of its own, see Lineage" not in text  # of the base model, which has none
+    assert "its own privacy statement" not in text  # of the base model, which has none
     # A third generation: the first one's adapter is needed no more.
     shutil.rmtree(started.root / "start")
     done("merge", started.run)
@@ -140,7 +140,7 @@ def test_an_adapter_without_a_statement_is_of_unknown_data(started: Place) -> No
     done("card", started.run)
     done("verify", started.run / "export")
     text = (started.run / "export" / "README.md").read_text("utf-8")
-    assert "On which data it was trained is not known." in text
+    assert "On which data the first was trained is not known." in text
     assert "None of this was done on the dataset" not in text
 
 

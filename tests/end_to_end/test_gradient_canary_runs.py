@@ -93,7 +93,7 @@ def edited(planted: Place, folder: Path, **columns: Any) -> Path:
     ("columns", "said"),
     [
         ({"squares": lambda column: column * 1.3}, "gradient"),
-        ({"score": "0.25"}, "something else than numbers"),
+        ({"score": "0.25"}, "something other than numbers"),
         ({"note": "a patient"}, "other columns"),
         ({"score": lambda column: [[0.5] * 1000] * len(column)}, "gradient.parquet holds"),
         ({"steps": 10**9}, "counts other steps"),

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -408,21 +407,6 @@ def test_anything_else_is_one_line(value: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="whole number of sequences, 1 or more, or auto") as caught:
         load_config(path, {"train.physical_batch_size": value})
     assert "\n" not in str(caught.value)
-
-
-def test_the_card_says_the_number_and_how_it_came_about() -> None:
-    from dpllm.card.card import physical_batch
-
-    def words(size: int | str, found: int | None, *shapes: tuple[int, int]) -> str:
-        return physical_batch(recipe(size), SimpleNamespace(physical_batch_size=found, physical_batches=shapes))
-
-    assert words(8, None) == words(8, 8) == "8 sequences"  # records of older versions
-    assert words(8, 1) == "1 sequence, for the sake of equal rounding,"
-    assert words("auto", 24) == "24 sequences, found automatically,"
-    assert words("auto", None) == "an automatic number of sequences"
-    assert words(8, 7, (16, 7)) == "at most 7 sequences"
-    assert words(8, 1, (16, 1)) == "at most 1 sequence"
-    assert words("auto", 24, (16, 24)) == "at most 24 sequences, found automatically,"
 
 
 @pytest.mark.parametrize("size", ["auto", 4])

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import re
 import textwrap
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 from cards import (
     Json,
+    above,
     audit,
     baseline,
     baseline_record,
     body,
     broken,
     config,
+    described,
     first_line,
     plan,
     pointer,
     record,
     render_card,
+    words,
 )
 
 from dpllm.card.card import compose
@@ -66,6 +70,9 @@ def lineage(**changes: Any) -> Json:
     }
 
 
+MODEL_CARD = Path(__file__).parents[2] / "docs" / "model-card.md"
+
+
 class State(NamedTuple):
     """What a run may be, how the first line of its card begins, and what else it says."""
 
@@ -75,9 +82,10 @@ class State(NamedTuple):
     record: Json = record()
     audit: Json | None = None
     first: str = CLAIM
+    statistics: Json | None = None
 
     def card(self) -> tuple[str, Json]:
-        return render_card(self.recipe, self.plan, self.record, self.audit)
+        return render_card(self.recipe, self.plan, self.record, self.audit, statistics=self.statistics)
 
 
 def of_ledger(**changes: Any) -> Json:
@@ -95,19 +103,26 @@ OTHER = {"base": parent(dataset="ward-6-notes"), "same_dataset": False, "dataset
 TOLD = config(telemetry={"private_metrics": True})
 EXCEPTION = "**Exception: continuing it outside its ledger was permitted by Ada.**"
 ONE_ROW = "> **Differential privacy guarantee: ε = 2.998, δ = 1e-05 for each training example.**"
+GRADIENT = {
+    "canaries": 500, "inserted": 246, "steps": 100, "epsilon_lower_bound": 1.32, "alpha": 0.02, "delta": 1e-05, "ceiling": 2.36,
+    "auc": 0.71, "auc_interval": [0.66, 0.75], "noise": 0.92, "noise_interval": [0.91, 0.93], "noise_planned": 0.9184,
+    "noise_refuted": False, "drawn": 7.3, "drawn_standard_error": 0.6, "drawn_planned": 7.2, "drawn_refuted": False,
+}  # fmt: skip
+BANDED = {**plan()["event"], "count": 50}
+BANDED["event"] = {**BANDED["event"], "probability": 2 * BANDED["event"]["probability"]}
 FILTER = {"epsilon": 10.0, "delta": 1e-5, "gate": "adaptive", "order": 3.2}
 GROUP = {"name": "sweep-1", "runs": 3, "epsilon": 4.2001, "delta": 1e-5}
 STATES = {
-    "guarantee": State(("These weights were not audited.",)),
-    "audited": State(("**Verdict: consistent.**",), audit=audit()),
+    "guarantee": State(("none; the guarantee does not rest on an audit",)),
+    "audited": State(("| Verdict | consistent: ",), audit=audit()),
     "rows": State(
-        ("A person with several rows has a weaker limit.", "(a person with k rows, or a fact that k of them repeat)"),
+        ("A person with several rows has a weaker promise.", "a person with k rows, or a fact that k of them repeat"),
         config(**ROWS),
         plan(unit="example", max_examples_per_unit=None),
         first=ONE_ROW,
     ),
     "example sampling": State(
-        ("Rows are drawn and clipped one by one", "64 rows expected in a step"),
+        ("Rows are drawn and clipped one by one", "64 rows expected"),
         config(data={"sampling": "example"}),
         plan(sampling="example"),
     ),
@@ -117,18 +132,18 @@ STATES = {
         plan(clipping="adaptive", adaptive=SPLIT),
     ),
     "adaptive budget": State(
-        ("ε = 5.5 at δ = 1e-05 by a Renyi filter at order 3.2",),
+        ("ε = 5.5 at δ = 1e-05 for all runs", "| Composition | by a Renyi filter at order 3.2"),
         record=of_ledger(filter_epsilon=5.5, budget=FILTER),
     ),
     "tuning group": State(
-        ("one of 3 runs of the tuning group `sweep-1`", "all of them come to ε = 4.201 at δ = 1e-05"),
+        ("| Tuning group | `sweep-1`: 3 runs", "together ε = 4.201 at δ = 1e-05"),
         record=of_ledger(group=GROUP),
     ),
     "interrupted": State(
-        ("40 taken of 100 planned; interrupted", "- The run was interrupted.", "The run stopped after 40 of 100 steps"),
+        ("40 taken of 100 planned; interrupted", "- the run was interrupted.", "| Stopping | after 40 of 100 steps"),
         record=record(status="interrupted", steps_taken=40, deviations=["the run was interrupted"]),
     ),
-    "no ledger": State(("not recorded in a ledger",), record=record(ledger=None)),
+    "no ledger": State(("| not known: the run was not recorded in a ledger |",), record=record(ledger=None)),
     "private metrics": State(
         ("(telemetry.private_metrics)", "here they also went to metrics and trackers"),
         TOLD,
@@ -139,7 +154,7 @@ STATES = {
         config(card={"tuning": "three runs, on public data"}),
     ),
     "same data": State(
-        ("states ε = 2, δ = 1e-05 for each `patient_id` of `ward-7-notes`", "has ε = 4.013 at δ = 1e-05"),
+        ("| ε = 2, δ = 1e-05 for each `patient_id` of `ward-7-notes` |", "before it | ε = 4.013 at δ = 1e-05"),
         record=record(lineage=lineage()),
     ),
     "other data": State(("each guarantee is for the data of its own run",), record=after(**OTHER)),
@@ -148,7 +163,7 @@ STATES = {
         record=after(reason="ward-6-model was protected by another unit (example, here patient_id)"),
     ),
     "grandparents": State(
-        ("Before it, `older` states ε = 2", "Before it, `oldest` states no guarantee"),
+        ("| Before it: `older` | ε = 2", "| Before it: `oldest` | no guarantee"),
         record=record(lineage=lineage(ancestors=[parent(name="older"), parent(name="oldest", guarantee=False)])),
     ),
     "excepted lineage": State(
@@ -179,6 +194,27 @@ STATES = {
 }
 
 
+EVERYTHING = State(
+    ("of which at most 6 are used", "| Statistics of the data | 2 were released as well"),
+    config(card={"tuning": "three runs, on public data", "contact": "dpo@hospital.example"}),
+    plan(limits={"tpr_at_fpr_0.001": 0.02, "tpr_at_fpr_0.01": 0.1, "auc": 0.7, "gdp_mu": 1.5}, curve=[[1e-4, 2.3]]),
+    record(
+        lineage=lineage(ancestors=[parent(name="older"), parent(name="oldest")]),
+        ledger={**record()["ledger"], "group": GROUP, "made_up_by": ["e7"], "imported": 2, "filter_epsilon": 5.5,
+                "budget": FILTER},
+        lattice={"coordinates": 10, "noise_over_max_grad_norm": 0.9184},
+        deviations=["the run was interrupted and resumed", "telemetry of un-noised figures was on"],
+        steps_lost=3,
+    ),
+    audit(gradient=GRADIENT),
+    statistics=described(),
+)  # fmt: skip
+STATES |= {
+    "everything": EVERYTHING,
+    "everything, banded": EVERYTHING._replace(plan={**plan(), "event": BANDED, "coefficients": [0.8, 0.6]}),
+}
+
+
 def first_screen(text: str) -> int:
     """Lines of the banner on a page of 120 columns, as a reader sees them: without marks and targets of links."""
     shown = re.sub(r"[*`>]|\]\([^)]*\)|\[", "", section.parts(text)["banner"])
@@ -200,14 +236,41 @@ def test_every_state_has_its_card(name: str) -> None:
     assert "Undefined" not in text
     holds = first.startswith(CLAIM[:40])
     assert block["guarantee"] is holds
-    assert ("## The guarantee in full" in text) == holds
-    assert ("![Curve" in text) == holds
-    assert ("## Attacks and curves" in text) == (holds or block["audit"] is not None)
-    for heading in ("**For one person:**", "**Not covered:**", "**Audit:**", "**To check:**"):
-        assert section.parts(text)["banner"].count(heading) == 1
-    for heading in ("## For the data-protection officer", "## To check this statement"):
-        assert text.count(heading) == 1
+    assert ("Pr[M(D) in S]" in text) == ("![Curve" in text) == holds
+    for heading in ("Promise", *(("For whom", "How strong") if holds else ()), "Not covered", "Audit", "To check"):
+        assert section.parts(text)["banner"].count(f"**{heading}:**") == 1
+    for heading in ("For the data-protection officer", "For engineers", "Appendix"):
+        assert text.count(f"\n## {heading}\n") == 1
+    assert words(text) <= 900
     assert STATES[name].card() == (text, block)
+
+
+def test_six_questions_are_answered_above_what_is_for_engineers() -> None:
+    """To somebody who knows nothing of differential privacy; docs/model-card.md lists the questions."""
+    text, block = EVERYTHING.card()
+    first, officer = section.parts(text)["banner"], above(text, "For engineers")
+    listed = re.findall(r"^\| \d \| (.*?) \|", MODEL_CARD.read_text("utf-8"), re.MULTILINE)
+    answers = {
+        "Whose data does the promise protect?": (first, "**For whom:** one `patient_id` (all rows"),
+        "How many of them could somebody with the model recognise, at most?": (first, "recognises at most 10% of the"),
+        "What does the promise not cover?": (first, "what many texts share, what is known from elsewhere"),
+        "Did anybody attack the model, and does that prove the promise?": (first, "found nothing against the promise"),
+        "What have all uses of these data cost together, and is there a budget?": (officer, "The budget is ε = 10 at δ"),
+        "How can I check this, and whom can I ask?": (first + officer, "`dpllm verify DIRECTORY`"),
+    }  # fmt: skip
+    assert listed == [*answers]
+    for part, answer in answers.values():
+        assert answer in part
+    assert f"| Contact | {block['contact']} |" in officer
+    assert all(line in officer for line in block["not_covered"])
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_no_word_of_engineers_stands_above_their_part(name: str) -> None:
+    text, _ = STATES[name].card()
+    words = r"lattice|Gaussian|GDP|μ|R[eé]nyi|\bC\b|C_t|ROC|AUC|positive|accountant|Philox"
+    assert not re.search(words, above(text, "For engineers"))
+    assert not re.search("loss|evaluation", section.parts(text)["banner"].split("\n", 1)[1])
 
 
 def test_an_exception_is_in_the_first_line_whatever_else_is() -> None:
@@ -220,7 +283,7 @@ def test_a_merged_copy_says_so_and_is_used_as_a_whole_model() -> None:
     merged = {**block, "merged_from": {"files": {"adapter_model.safetensors": HASH}}}
     text = compose(config(), RunRecord.pick(record()), privacy_record.read(merged))
     assert "These files are a merged copy, which has the same guarantee" in text
-    assert "The audit was of the adapter, before it was merged" in text
+    assert "| Attacked | the adapter, before it was merged" in text
     assert "PeftModel" not in text
     assert section.front_matter(text)["library_name"] == "transformers"
 
@@ -236,12 +299,11 @@ def test_the_shuffling_fallback_is_larger() -> None:
 )
 def test_the_tiers_are_called_a_convention(epsilon: float, word: str) -> None:
     text, _ = render_card(config(), plan(epsilon=epsilon), record(epsilon_spent=None), None)
-    assert f"| How strong is that | {word}" in text
-    assert "by a convention (Ponomareva et al. 2023" in text
+    assert re.search(rf"\| {word}.*, by a convention .*Ponomareva et al. 2023\), not by a theorem \|", text)
 
 
 def test_delta_stands_beside_one_over_n() -> None:
-    assert "| δ | 1e-05, which is 0.0089 / N" in render_card(config(), plan(), record(), None)[0]
+    assert " | 1e-05, which is 0.0089 / N" in render_card(config(), plan(), record(), None)[0]
 
 
 def test_evaluation_is_named_as_it_was() -> None:

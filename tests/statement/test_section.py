@@ -204,7 +204,7 @@ def test_names_stay_in_their_cells() -> None:
     text, block = render_card(config(), plan(unit=name), record(ledger=None), None)
     assert section.parts(text) == rendered(block)
     assert "\n# c" not in text.split("---\n", 2)[2]
-    assert "| one `a\\|b # c` (user-level" in text
+    assert "**For whom:** one `a\\|b # c` (all rows" in text
 
 
 MACHINE_ONLY = (

@@ -11,7 +11,8 @@ from cards import config, plan, record, render_card
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpllm.privacy.events import dp_sgd_event
+from dpllm.privacy.accounting import compose
+from dpllm.privacy.events import PureDP, dp_sgd_event
 from dpllm.privacy.privacy_loss import attacker_limits_of
 from dpllm.statement import tradeoff_figure
 from dpllm.statement.fields import MechanismLimits, Terms
@@ -96,6 +97,15 @@ def test_the_description_states_the_figures_of_the_terms(unit: str) -> None:
     assert ("one training example" if unit == "example" else "one patient_id") in text
     assert "at most 3.7% at 1%, at most 0.7% at 0.1%" in text
     assert "at most 0.6265, of guessing 0.5" in text
+
+
+@pytest.mark.parametrize("beside", [0.1, 0.5, 2.0])
+def test_other_releases_raise_the_share_that_is_recognised(beside: float) -> None:
+    """Beside what the composed mechanism allows: never less, and not much more."""
+    known = terms(epsilon=8.0, trade_off=tradeoff_figure.trade_off(EVENT, "zero_out"))
+    exact = attacker_limits_of(compose([EVENT, PureDP(beside)]), "zero_out")["tpr_at_fpr_0.01"]
+    assert exact is not None
+    assert tradeoff_figure.recognised(known) < exact <= tradeoff_figure.recognised(known, beside) <= 2 * exact
 
 
 def test_the_card_shows_it_with_its_description() -> None:

@@ -9,6 +9,7 @@ import pytest
 import yaml
 from cards import audit, baseline, baseline_record, config, make_run, plan, record
 
+import dpllm
 from dpllm.card.card import write_card
 from dpllm.errors import ConfigError
 from dpllm.statement import section
@@ -85,6 +86,20 @@ def test_a_card_of_an_earlier_layout_is_named_and_not_accused(page: Path) -> Non
     assert "write it anew: dpllm card RUN" in failed["layout of README.md"].detail
 
 
+def test_a_page_in_the_words_of_another_version_is_left_to_that_version(
+    page: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its statement verifies as ever; its words do not, for they could say anything."""
+    text = page.read_text("utf-8")
+    page.write_text(text.replace("**Promise:** what", "**For one person:** what").replace("## Appendix", "## Curves"))
+    monkeypatch.setattr(dpllm, "__version__", "9.0.0")
+    failed = statement(page)
+    assert set(failed) == {"banner in README.md", "privacy in README.md"}
+    for check in failed.values():
+        assert "The card names dpllm 0.1.0; this is 9.0.0" in check.detail
+        assert "dpllm card RUN" not in check.detail
+
+
 def test_a_front_matter_with_another_statement_is_no_earlier_layout(page: Path) -> None:
     earlier_layout(page)
     page.write_text(page.read_text("utf-8").replace("ward-7-notes", "ward-8-notes"), encoding="utf-8")
@@ -96,7 +111,7 @@ def test_a_front_matter_with_another_statement_is_no_earlier_layout(page: Path) 
 def test_the_front_matter_names_the_very_bytes_of_the_statement(page: Path) -> None:
     path = page.parent / "privacy.json"
     path.write_text(json.dumps(json.loads(path.read_text())), encoding="utf-8")
-    assert "its hash is another" in statement(page)["front matter"].detail
+    assert "its hash differs" in statement(page)["front matter"].detail
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def test_a_pipe_is_no_ledger_and_nobody_waits_for_it(tmp_path: Path, name: str, 
     (tmp_path / name).unlink(missing_ok=True)
     os.mkfifo(tmp_path / name)
     found = published(tmp_path / "run", str(path if by_recipe else tmp_path / "nothing"))
-    with pytest.raises(Wrong, match="no regular file"):
+    with pytest.raises(Wrong, match="not a regular file"):
         last(found if by_recipe else replace(found, ledger=str(path)))
 
 
