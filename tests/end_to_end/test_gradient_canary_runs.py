@@ -66,9 +66,10 @@ def test_what_each_step_showed_is_kept_in_private_and_scores_are_published(plant
 def test_the_card_says_what_they_show_and_what_they_do_not(planted: Place) -> None:
     card = (planted.run / "export" / "README.md").read_text("utf-8")
     found = planted.json("export/privacy.json")["audit"]["gradient"]
-    assert f"measured noise {found['noise']:.3f} C of {found['noise_planned']:.3f} C planned" in card
-    assert "Whoever saw the noised sum of each of 6 steps" in card
-    assert "who holds the weights alone sees less" in card
+    assert f"noise of {found['noise']:.3f} C (" in card
+    assert f"where {found['noise_planned']:.3f} C was planned;" in card
+    assert "An observer of the noised sums of 6 steps" in card
+    assert "whoever holds only the weights sees less" in card
 
 
 TABLE = Path("export/audit/gradient.parquet")
@@ -94,8 +95,8 @@ def edited(planted: Place, folder: Path, **columns: Any) -> Path:
     [
         ({"squares": lambda column: column * 1.3}, "gradient"),
         ({"score": "0.25"}, "something other than numbers"),
-        ({"note": "a patient"}, "other columns"),
-        ({"score": lambda column: [[0.5] * 1000] * len(column)}, "gradient.parquet holds"),
+        ({"note": "a patient"}, "columns that dpllm never writes"),
+        ({"score": lambda column: [[0.5] * 1000] * len(column)}, "gradient.parquet has columns"),
         ({"steps": 10**9}, "counts other steps"),
         ({"pairs": 1}, "counts other steps"),
         ({"steps": 5, "pairs": 0}, "counts other steps"),

@@ -193,7 +193,7 @@ def test_the_card_is_that_of_a_plain_model(finished: Place, merged: Path) -> Non
     assert "AutoModelForCausalLM.from_pretrained(here)" in use
     assert "peft" not in use
     assert "merged copy" in text
-    assert "The audit was of the adapter" in text
+    assert "| Attacked | the adapter, before it was merged" in text
     banner = section.parts((finished.run / "export" / "README.md").read_text("utf-8"))["banner"]
     assert section.parts(text)["banner"] == banner
 
