@@ -28,6 +28,6 @@ def test_a_run_that_samples_rows_is_accounted_for_units(place: Place) -> None:
     done("card", place.run)
     card = " ".join((place.run / "export" / "README.md").read_text(encoding="utf-8").split())
     assert f"N = {people * cap} rows, public" in card
-    assert "Rows are drawn and clipped one by one; ε is for all of the at most 2 rows of a unit together" in card
+    assert "Rows are drawn and clipped one by one; ε is for all rows of a unit together" in card
     assert "none supports this event" in card
-    assert "The gradient of each row" in card
+    assert "the gradient of each row" in card
