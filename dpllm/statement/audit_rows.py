@@ -80,7 +80,7 @@ def findings(
         Row("Controls", checked, works if controls.positive else nowhere),
     ]
     if not found.num_canaries:
-        rows = [Row("Controls.", "No canary of text was planted, so that nothing was asked of the weights.", works)]
+        rows = [Row("Controls", "No canary of text was planted, so nothing was asked of the weights.", works)]
     return rows + (_gradient(gradient, thing, planned) if gradient else [])
 
 

@@ -216,7 +216,8 @@ def test_without_canaries_of_text_the_mechanism_is_audited_and_the_weights_hold_
     assert "nothing was asked of the weights" in found["verdict_reason"]
     card = (alone.run / "export" / "README.md").read_text("utf-8")
     assert "No canary of text was planted" in card
-    assert "Lower bound on ε:" not in card
+    assert "| Lower bound on ε |" not in card
+    assert "| Audit of the training steps | " in card
     assert "0 failed" in done("verify", alone.run, "--ledger", alone.ledger).out
 
 

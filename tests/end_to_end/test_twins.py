@@ -57,7 +57,7 @@ def test_both_are_one_group_and_plan_and_card_state_its_total(trained: tuple[Pla
         assert json.loads((export / "privacy.json").read_text())["composed"]["group"] == total
         assert "0 failed" in done("verify", export.parent, "--ledger", place.ledger).out
     card = (place.root / "both" / "production" / "export" / "README.md").read_text("utf-8")
-    assert f"all of them come to ε = {total['epsilon']:.2f}"[:-1] in card
+    assert f"together ε = {total['epsilon']:.2f}"[:-1] in card
 
 
 def test_no_canary_of_text_is_in_what_is_published(trained: tuple[Place, dict[str, object]]) -> None:

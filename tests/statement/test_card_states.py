@@ -209,7 +209,16 @@ EVERYTHING = State(
     audit(gradient=GRADIENT),
     statistics=described(),
 )  # fmt: skip
+NO_TEXT = {"attacks": {}, "exposure": {}, "extraction": {}, "gradient": GRADIENT}
+NO_TEXT["epsilon_lower_bound"] = {**audit()["epsilon_lower_bound"], "value": 0.0, "num_canaries": 0}
 STATES |= {
+    "gradient canaries alone": State(
+        (
+            "attacks on the training steps, without planted text,",
+            "| Audit of the training steps | consistent: attacks showed that ε is at least 1.32",
+        ),
+        audit=audit(**NO_TEXT),
+    ),
     "everything": EVERYTHING,
     "everything, banded": EVERYTHING._replace(plan={**plan(), "event": BANDED, "coefficients": [0.8, 0.6]}),
 }
