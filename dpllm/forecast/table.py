@@ -120,7 +120,7 @@ def _ledger(seen: Decision) -> str:
     decides = "the Renyi filter" if held.gate == "adaptive" else "the sealed list of runs, composed by PLD"
     verdict = "this run fits; after it" if held.refusal is None else "THIS RUN WOULD BE REFUSED;"
     follow = f"{held.could_follow} more like it" if held.gate == "adaptive" else f"{held.could_follow} runs of the list"
-    words += f"; budget {budget.epsilon:g}, gate {held.gate}: {decides} decides: {verdict}"
+    words += f"; budget {budget.epsilon:g}, gate {held.gate}: {decides} decides; {verdict}"
     return f"{words} epsilon {held.remaining:.3f} remains, and {follow} could follow"
 
 

@@ -101,6 +101,27 @@ def test_nothing_found_means_nothing_without_a_positive_control():
     assert judge(CLAIM, bound(5.0), {}, 100, controls(positive=None))[0] == "falsified"
 
 
+@pytest.mark.parametrize(
+    ("value", "ceiling", "positive", "word"),
+    [
+        (0.4, 2.4, "gradients", "consistent"),
+        (0.4, 0.99, "gradients", "inconclusive"),
+        (0.4, 2.4, None, "inconclusive"),
+        (4.1, 5.0, None, "falsified"),
+    ],
+)
+def test_without_canaries_of_text_gradient_canaries_decide_about_the_mechanism(value, ceiling, positive, word):
+    seen = {"canaries": 100, "inserted": 50, "steps": 9, "epsilon_lower_bound": value, "alpha": 0.02, "delta": 1e-5}
+    seen |= {"ceiling": ceiling, "auc": 0.6, "auc_interval": None, "noise_refuted": False, "drawn_refuted": False}
+    seen |= {"noise": 0.7, "noise_interval": None, "noise_planned": 0.7}
+    seen |= {"drawn": 1.0, "drawn_standard_error": None, "drawn_planned": 1.0}
+    nothing = bound(0.0, ceiling=0.0, num_canaries=0)
+    gradient = privacy_record.GradientAudit.pick(seen)
+    said, reason = judge(CLAIM, nothing, {}, 0, controls(positive=positive), gradient)
+    assert said == word
+    assert said == "falsified" or "nothing was asked of the weights" in reason
+
+
 @pytest.mark.parametrize("failed", ["base", "words"])
 @pytest.mark.parametrize("value", [0.0, 9.0])
 def test_coins_that_were_none_give_no_verdict(failed, value):

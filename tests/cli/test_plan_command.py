@@ -124,6 +124,8 @@ def test_the_ledger_is_shown_and_says_who_decides(recipe: Path, capsys: pytest.C
     out, _ = answer(capsys, 0, recipe)
     assert f"notes: spent 0.000, after this run {plan['ledger']['after']:.3f} at delta 0.001" in out
     assert "budget 5, gate planned: the sealed list of runs, composed by PLD decides; this run fits" in out
+    assert "after it epsilon 0.000 remains, and 0 runs of the list could follow" in out
+    assert (plan["ledger"]["remaining"], plan["ledger"]["could_follow"]) == (0.0, 0)  # of a list of one
 
 
 def test_a_refusal_comes_after_everything_that_could_be_computed(
