@@ -128,14 +128,14 @@ def _keep(report: AuditRecord, path: Path) -> AuditRecord:
 
 def figures(report: AuditRecord) -> AuditFigures:
     """What of a published audit metrics show."""
-    attack = report.attacks.get(PRIMARY_ATTACK)
+    attack, found = report.attacks.get(PRIMARY_ATTACK), report.epsilon_lower_bound
     lower, upper = (attack.auc_interval if attack else None) or (None, None)
     return AuditFigures(
         auc=attack.auc if attack else None,
         auc_lower=lower,
         auc_upper=upper,
         auc_allowed=attack.limits.auc if attack and attack.limits else None,
-        epsilon_lower_bound=report.epsilon_lower_bound.value,
+        epsilon_lower_bound=found.value if found.num_canaries else None,
     )
 
 
@@ -159,6 +159,11 @@ def attack(run: RunDir, name: str) -> dict[str, Any]:
         advice = f"Did you mean {near[0]}?" if near else f"Type one of {', '.join(ATTACKS)}."
         raise ConfigError(f"--attack {name}: no such attack. {advice}")
     config, plan, claim = _subject(run)
+    if not plan.canaries:
+        raise ConfigError(
+            f"{run.root}: no canaries of text were planted, which --attack {name} looks for. Leave --attack out, and the "
+            "gradient canaries are audited; or attack an audit twin: dpllm sweep RECIPE --twin."
+        )
     parts = PARTS.get(name, ())
     examined = _examine(run, config, plan, claim, generate="generation" in parts)
     if "generation" in parts:

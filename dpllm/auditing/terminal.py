@@ -34,6 +34,7 @@ def table(report: Summary) -> Group:
         thing="row" if claim and claim.unit == "example" else "unit",
         planned=gradient.steps if gradient else 0,
     )
+    attacks = [(name, one) for group in by_number(groups) for name, one in groups[group].items()]
     findings = Table.grid(padding=(0, 2, 0, 0))
     findings.add_column(max_width=24)
     for row in (*rows, *_more(report)):
@@ -41,10 +42,7 @@ def table(report: Summary) -> Group:
     return Group(
         Text.assemble((f"Audit: {report.verdict}", "bold"), "\n", report.verdict_reason, "\n"),
         findings,
-        "",
-        _attacks([(name, one) for group in by_number(groups) for name, one in groups[group].items()]),
-        "",
-        _secrets(report),
+        *(("", _attacks(attacks), "", _secrets(report)) if attacks else ()),
     )
 
 

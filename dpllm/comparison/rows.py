@@ -132,6 +132,8 @@ def _leakage(audits: Sequence[Audit | None]) -> list[Row]:
     sure = {f"{percent(1 - audit.epsilon_lower_bound.alpha)} sure" for audit in known}
 
     def bounded(one: Bound) -> Cell:
+        if not one.num_canaries:
+            return EMPTY
         note = f"ceiling {measured(one.ceiling)}"
         return Cell(measured(one.value), note if len(sure) == 1 else f"{percent(1 - one.alpha)} sure, {note}")
 

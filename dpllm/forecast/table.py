@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from dpllm.forecast.advice import Choice, Suggestion, effect_of
 from dpllm.forecast.sweep import Point
+from dpllm.ledger.admission import filter_allowance
 from dpllm.privacy.banded import Effect
 from dpllm.privacy.plan import RELATION_IN_WORDS, Plan
 from dpllm.privacy.schedule import Schedule, Shape, group_rate, physical_batches_expected
@@ -119,9 +120,11 @@ def _ledger(seen: Decision) -> str:
         return f"{words}; no budget set, so nothing limits it"
     decides = "the Renyi filter" if held.gate == "adaptive" else "the sealed list of runs, composed by PLD"
     verdict = "this run fits; after it" if held.refusal is None else "THIS RUN WOULD BE REFUSED;"
-    follow = f"{held.could_follow} more like it" if held.gate == "adaptive" else f"{held.could_follow} runs of the list"
+    follow, share = f"{held.could_follow} {'more like it' if held.gate == 'adaptive' else 'runs of the list'}", ""
+    if held.gate == "adaptive" and held.remaining:
+        share = f" ({min(1.0, held.remaining / filter_allowance(budget)):.0%} of the filter's allowance)"
     words += f"; budget {budget.epsilon:g}, gate {held.gate}: {decides} decides; {verdict}"
-    return f"{words} epsilon {held.remaining:.3f} remains, and {follow} could follow"
+    return f"{words} epsilon {held.remaining:.3f}{share} remains, and {follow} could follow"
 
 
 def footprint_tables(needs: Footprint) -> list[Table | str]:

@@ -130,7 +130,7 @@ def check_directory(config: RunConfig, run: RunDir, *, resume: bool, overwrite: 
     """Refuses, with a ConfigError, to lose a run, or the ledger; checkpoints that a complete run left behind go on resume."""
     status = read_status(run)
     # What a run that was refused and ``dpllm canaries plan`` leave behind may go.
-    known = {run.private / "cache", run.export / "cache"} | ({run.canaries} if config.audit.canaries else set())
+    known = {run.private / "cache", run.export / "cache"} | ({run.canaries} if config.audit.plants else set())
     found = {part for folder in (run.export, run.private) if folder.is_dir() for part in folder.iterdir()}
     ledger = resolved(config.privacy.ledger) if config.privacy.ledger else None
     if ledger and any(ledger.is_relative_to(resolved(part)) for part in (run.private, run.export)):

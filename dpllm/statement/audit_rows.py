@@ -64,8 +64,9 @@ def findings(
     if controls.words:
         tell = "tell" if controls.words.succeeds else "do not tell"
         checked += f" Words alone, without any model, {tell} them apart (AUC {measured(controls.words.auc)})."
-    works = f"The attack works where it should: {controls.positive}."
-    nowhere = "The attack was seen to work nowhere, so finding nothing means nothing."
+    works = "The attack was seen to work nowhere, so finding nothing means nothing."
+    if controls.positive:
+        works = f"The attack works where it should: {controls.positive}."
     rows = [
         Row(
             "Lower bound on ε",
@@ -77,7 +78,7 @@ def findings(
             f"{measured(found.ceiling)}.",
             "With so many canaries even an attack that is always right certifies no more.",
         ),
-        Row("Controls", checked, works if controls.positive else nowhere),
+        Row("Controls", checked, works),
     ]
     if not found.num_canaries:
         rows = [Row("Controls", "No canary of text was planted, so nothing was asked of the weights.", works)]

@@ -19,6 +19,7 @@ from dpllm.files import write_json
 from dpllm.ledger import Budget, open_ledger
 from dpllm.ledger.budgets import set_budget
 from dpllm.ledger.store import default_path
+from dpllm.ledger.values import Gate
 from dpllm.run.directory import RunDir
 
 
@@ -38,11 +39,11 @@ def value(capsys: pytest.CaptureFixture[str], code: int, *arguments: object) -> 
     return dict(json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON")))
 
 
-def give_budget(root: Path, epsilon: float) -> None:
+def give_budget(root: Path, epsilon: float, gate: Gate = "planned") -> None:
     book = open_ledger(str(root / "ledger.sqlite"))
     assert book is not None
     with book:
-        set_budget(book, "notes", Budget(epsilon, 1e-3, "example", "zero_out"))
+        set_budget(book, "notes", Budget(epsilon, 1e-3, "example", "zero_out", gate))
 
 
 # --- quick and light -------------------------------------------------------------------------------------------------
@@ -126,6 +127,15 @@ def test_the_ledger_is_shown_and_says_who_decides(recipe: Path, capsys: pytest.C
     assert "budget 5, gate planned: the sealed list of runs, composed by PLD decides; this run fits" in out
     assert "after it epsilon 0.000 remains, and 0 runs of the list could follow" in out
     assert (plan["ledger"]["remaining"], plan["ledger"]["could_follow"]) == (0.0, 0)  # of a list of one
+
+
+def test_what_an_adaptive_budget_leaves_is_shown(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    give_budget(recipe.parent, 30.0, "adaptive")
+    found = value(capsys, 0, recipe)["ledger"]
+    assert found["could_follow"] > 1
+    out, _ = answer(capsys, 0, recipe)
+    assert f"after it epsilon {found['remaining']:.3f} (" in out
+    assert f"remains, and {found['could_follow']} more like it could follow" in out
 
 
 def test_a_refusal_comes_after_everything_that_could_be_computed(

@@ -16,6 +16,8 @@ import pytest
 from pyarrow import parquet
 from running import Json, Place, done, dpllm_, make_place
 
+from dpllm.auditing.record import read_audit
+from dpllm.auditing.run import figures
 from dpllm.canaries import canaries
 from dpllm.privacy.engine import StepEngine
 from dpllm.privacy.noise import GaussianNoise
@@ -200,7 +202,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory, base: Path, data_home: Path)
     """What a run may carry that is published: gradient canaries, and no text; read only."""
     place = make_place(tmp_path_factory.mktemp("alone"), base, {**SETTINGS, "audit.canaries": None})
     done("train", place.recipe)
-    done("audit", place.run)
+    done("canaries", "plan", place.recipe, "--output_dir", place.root / "again")
+    done("train", place.recipe, "--output_dir", place.root / "again")
+    for run in (place.run, place.root / "again"):
+        done("audit", run)
     done("card", place.run)
     return place
 
@@ -219,6 +224,10 @@ def test_without_canaries_of_text_the_mechanism_is_audited_and_the_weights_hold_
     assert "| Lower bound on ε |" not in card
     assert "| Audit of the training steps | " in card
     assert "0 failed" in done("verify", alone.run, "--ledger", alone.ledger).out
+    assert "works where it should: None" not in card
+    assert dpllm_("audit", alone.run, "--attack", "exposure").code == 2
+    assert figures(read_audit(alone.run / "export" / "audit" / "audit.json")).epsilon_lower_bound is None
+    assert done("compare", alone.run, alone.run.parent / "again", "--no-intervals").code == 0
 
 
 def test_without_canaries_of_text_a_wrong_mechanism_is_still_falsified(alone: Place, tmp_path: Path) -> None:
