@@ -283,6 +283,7 @@ def _import(ledger: Ledger, known: argparse.Namespace) -> int:
     from dpllm.ledger import budgets
     from dpllm.ledger.chain import event_of, read_export
     from dpllm.privacy.events import Imported, read
+    from dpllm.privacy.parts import imported_delta
 
     given = [name for name in ("epsilon", "event", "source") if getattr(known, name) is not None]
     if len(given) != 1:
@@ -301,7 +302,14 @@ def _import(ledger: Ledger, known: argparse.Namespace) -> int:
         event = read({key: part for key, part in read_json(Path(known.event)).items() if key != "schema_version"})
     else:
         event = Imported(known.epsilon, known.delta)
-    budget = ledger.budget(known.dataset)
+    account, delta = ledger.account(known.dataset), imported_delta(event)
+    budget, unused = account.budget, not (account.runs or account.imports)  # its owner can still correct it
+    if budget and budget.gate == "adaptive" and unused and delta > budget.import_delta:
+        raise ConfigError(
+            f"the budget of {known.dataset} sets aside a delta of {budget.import_delta:g} for imports, and this one has "
+            f"{delta:g}, so that no run would be admitted after it. Type first: dpllm ledger init {known.dataset} "
+            f"--import-delta {delta:g}, with the rest as before; or enter its accounting event (--event, --from)."
+        )
     unit = known.unit or (budget.unit if budget else "example")
     relation = known.relation or (budget.relation if budget else "zero_out")
     who = {"by": known.by, "reason": known.reason}
@@ -312,7 +320,7 @@ def _import(ledger: Ledger, known: argparse.Namespace) -> int:
         print(f"{known.dataset}: entered. {error}")
         return 0
     if budget is not None and not ledger.remaining(known.dataset):
-        print(f"That exceeds the budget of {budget.epsilon:g}: every further run will be refused.")
+        print(f"That leaves nothing of the budget of {budget.epsilon:g}: every further run will be refused.")
     return 0
 
 

@@ -98,6 +98,18 @@ def test_an_import_is_in_the_unit_of_the_budget_and_must_be_countable(say, tmp_p
     assert say("show")[1].count("imported") >= 1
 
 
+def test_an_import_that_would_end_an_unused_budget_is_said_before_it_is_entered(say, place: Place):
+    say("init", "notes", *BUDGET)
+    code, out = say("import", "notes", "--epsilon", "1", "--delta", "1e-6", *WHO)
+    assert (code, "--import-delta 1e-06" in out) == (2, True)
+    assert say("init", "notes", *BUDGET, "--import-delta", "1e-6")[0] == 0
+    assert say("import", "notes", "--epsilon", "1", "--delta", "1e-6", *WHO)[0] == 0
+    with place.open() as ledger:
+        reserve(ledger)
+    code, out = say("import", "notes", "--epsilon", "1", "--delta", "1e-6", *WHO)  # by now it is a fact
+    assert (code, "every further run will be refused" in out) == (0, True)
+
+
 def test_a_delta_is_compared_with_the_data(say, recipe: Path):
     terms = ["--epsilon", "8", "--by", "alice", "--reason", "study 7", "--data", recipe.parent / "rows.jsonl"]
     code, out = say("init", "notes", *terms, "--delta", "0.02")
@@ -159,7 +171,7 @@ def test_sealing_asks_nothing_that_only_a_run_can_know(say, place: Place, recipe
 
 
 def test_what_is_shown_is_one_object(say):
-    say("init", "notes", *BUDGET)
+    say("init", "notes", *BUDGET, "--import-delta", "1e-7")
     say("import", "notes", "--epsilon", "1", "--delta", "1e-7", *WHO)
     found = {action: json.loads(say(action, "--json")[1]) for action in ("show", "history", "verify")}
     shown = found["show"]["datasets"]["notes"]
