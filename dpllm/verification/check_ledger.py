@@ -109,10 +109,15 @@ def _coherent(composed: Composed, terms: Terms) -> Check:
 
 
 def _of_run(found: Published) -> str | None:
-    """The ledger that the recipe of a run names, if it is a file that is there; the recipe may be a stranger's."""
+    """The ledger that the recipe of a run names, if it is a file that is there; the recipe may be a stranger's.
+
+    A run that has no private/ was copied, and is not in the default ledger of this machine.
+    """
     if found.run is None:
         return None
     named = found.run.load_config().privacy.ledger
+    if named is None and not found.run.private.is_dir():
+        return None
     path = default_path() if named is None else Path(named)
     return str(path) if path.exists() else None
 

@@ -87,6 +87,13 @@ def test_every_published_card_is_read_in_a_few_minutes(page: Path) -> None:
     assert "100% true positives" not in text
 
 
+def test_a_copy_of_a_run_is_not_looked_for_in_the_ledger_of_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its recipe names none, and it was not trained here: whoever has runs of their own can verify it all the same."""
+    own = ("--epsilon", "8", "--delta", "1e-5", "--by", "ada", "--reason", "own runs")
+    assert main(["ledger", "init", "notes", *own]) == 0
+    assert main(["verify", str(MODEL_CARDS / "clinic-epsilon-8")]) == 0, capsys.readouterr().out
+
+
 def test_the_published_data_set_verifies_as_it_lies_there(capsys: pytest.CaptureFixture[str]) -> None:
     folder = DATA_SET
     assert not verify(folder).failed
