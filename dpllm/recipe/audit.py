@@ -31,19 +31,19 @@ class CanaryConfig(Section):
     """Random secrets behind carrier sentences, each inserted or not by its own fair coin."""
 
     kind: Literal["digits", "random_tokens", "new_tokens", "pii"] = "digits"
-    """What the secrets are. digits: a number. random_tokens: any ordinary tokens. new_tokens: for each canary one token that
-    the base model hardly expects behind a carrier, or a short run of such tokens where the vocabulary has too few (none is added
-    to it). pii: invented phone numbers, card numbers and e-mail addresses of invented people."""
+    """Kind of secret. digits: a number. random_tokens: ordinary tokens at random. new_tokens: one existing token per canary that
+    the base model hardly expects after the carrier, or a short run of them where the vocabulary has too few. pii: phone numbers,
+    card numbers and e-mail addresses of invented people."""
     groups: dict[Annotated[int, Field(ge=1, le=32)], PositiveInt] = Field(
         default_factory=lambda: {1: 1000, 4: 20, 32: 20}, min_length=1
     )
-    """Repetitions, 1 to 32 -> number of candidates. Every candidate holds its slots in N whatever its coin says."""
+    """Repetitions, 1 to 32 -> number of candidates. Every candidate occupies its slots in N, whatever its coin says."""
     digits: int = Field(default=8, ge=4, le=16)
     """With kind: digits: length of the secret; it is one of 10^digits."""
     tokens: int = Field(default=6, ge=1, le=32)
     """With kind: random_tokens: length of the secret, in tokens of the base model."""
     references: int = Field(default=1000, ge=100)
-    """Never-inserted candidates, against which exposure is ranked (it saturates at log2 of this number)."""
+    """Number of candidates that are never inserted, against which exposure is ranked (at most log2 of this number, in bits)."""
 
     @model_validator(mode="before")
     @classmethod
@@ -59,20 +59,20 @@ class AuditConfig(Section):
     """What is planted before training and measured afterwards."""
 
     canaries: CanaryConfig | None = None
-    """null: no text is planted, as in a run that is published; given on the command line, gradient_canaries are 0 too unless they
-    are given beside it."""
+    """null: no canary text is planted, as in a run that is published. On the command line it also sets gradient_canaries to 0,
+    unless they are given too."""
     gradient_canaries: int = Field(default=0, ge=0, le=100_000)
-    """Vectors of length C that fair coins plant in the summed gradients, with or without canaries of text: the strongest test
-    there is of sampling, clipping and noise, by somebody who sees every step. They leave no text in the weights. Each holds a
-    slot in N, whatever its coin says."""
+    """Number of vectors of norm C that fair coins add to the summed gradients, with or without text canaries: the strongest test
+    of sampling, clipping and noise, by an observer of every step. They leave no text in the weights. Each occupies a slot in N,
+    whatever its coin says."""
     alpha: float = Field(default=0.05, gt=0, lt=0.5)
     """Probability that the epsilon lower bound exceeds the truth."""
     guesses: list[PositiveInt] | None = Field(default=None, min_length=1)
-    """Numbers of guesses of equal weight tried by the one-run bound, half of them in and half out; alpha is divided by how many
-    there are, those of guesses_in included. Without either: weights that fall with the rank, over as many as suit the number of
-    canaries. All is fixed before training, in plan.json."""
+    """Numbers of equally weighted guesses that the one-run bound tries, half of them in and half out; alpha is divided by how
+    many numbers there are, those of guesses_in included. Without either, weights fall with the rank, over a number of guesses
+    that suits the number of canaries. All of it is fixed before training, in plan.json."""
     guesses_in: list[PositiveInt] | None = None
-    """The same for guesses that are all in: stronger where only some canaries are memorised."""
+    """The same for guesses that all say in: stronger where only some canaries are memorised."""
 
     @property
     def plants(self) -> bool:

@@ -21,8 +21,10 @@ from dpllm.recipe.section import Section, explain, number_or_auto, read_recipe
 
 # What a recipe may no longer say -> what to write instead.
 RETIRED = {
-    "audit.canaries.kind: rare_tokens": "rare_tokens is planted no more; use audit.canaries.kind: random_tokens, or digits",
-    "audit.canaries.kind: synthetic": "synthetic is planted no more, nobody could count its secrets; use random_tokens or digits",
+    "audit.canaries.kind: rare_tokens": "rare_tokens is retired; use audit.canaries.kind: random_tokens, or digits",
+    "audit.canaries.kind: synthetic": (
+        "synthetic is retired: its secrets could not be counted; use random_tokens or digits"
+    ),
     "audit.canaries.prompt": "is retired with the kind synthetic, which alone read it; leave the key out",
     "audit.canaries.temperature": "is retired with the kind synthetic, which alone read it; leave the key out",
     "privacy.grad_sample_mode: opacus_ghost": "opacus_ghost is retired, its clipping bound was never proven; set auto or ghost",
@@ -37,12 +39,12 @@ class ModelConfig(Section):
     revision: str | None = None
     """Commit, tag or branch of the Hub repository; the resolved commit is recorded in run.json."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Precision of the frozen base; auto is the checkpoint's on a GPU and float32 on a CPU. What trains is float32."""
+    """Precision of the frozen base; auto is the checkpoint's on a GPU and float32 on a CPU. Trained weights are float32."""
     quantization: Literal["4bit", "8bit"] | None = None
     """Load the frozen base through bitsandbytes (extra: quant)."""
     adapter: str | None = Field(default=None, min_length=1)
-    """Directory of an adapter to start from, as a run's export/ or peft has it: of the recipe's rank, alpha and layers, on this
-    base model. Its training data are protected by its own statement alone."""
+    """Directory of an adapter to start from (a run's export/, or one saved by peft), with the recipe's rank, alpha and layers and
+    on this base model. Its training data are protected by its own statement alone."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
 
@@ -51,7 +53,7 @@ class LoraConfig(Section):
     """Low-rank adapters (Hu et al. 2021) made and saved by peft."""
 
     method: Literal["lora"] = "lora"
-    """What trains: low-rank adapters."""
+    """lora: low-rank adapters train."""
     r: PositiveInt = 16
     """Rank. Servers such as vLLM accept up to 16 by default."""
     alpha: float = Field(default=32, gt=0)
@@ -59,24 +61,24 @@ class LoraConfig(Section):
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout on the adapter's input, in training only, and only without differential privacy."""
     target_modules: Literal["auto"] | list[str] | str = "auto"
-    """auto: every linear layer of the decoder blocks. Otherwise names as peft takes them; an embedding may be among them."""
+    """auto: every linear layer of the decoder blocks. Otherwise layer names as peft takes them; embeddings are allowed."""
     use_rslora: bool = False
     """Scale by alpha / sqrt(r) instead (Kalajdzievski 2023)."""
     lora_a: Literal["trained", "frozen"] = "trained"
-    """frozen: the first factor stays at its random start and only the second trains (FFA-LoRA, Sun et al. 2024): half the
-    coordinates to put noise on, and the noise of the one is not multiplied by that of the other."""
+    """frozen: the first factor keeps its random initialisation and only the second trains (FFA-LoRA, Sun et al. 2024). Half as
+    many coordinates get noise, and the noise of one factor is not multiplied by that of the other."""
     use_dora: bool = False
     """Only false is possible; the key exists to say why."""
     modules_to_save: list[str] = Field(default_factory=list)
-    """Names of layers that train whole beside the adapters, such as lm_head. A tied one is copied, and so untied."""
+    """Names of layers that train in full besides the adapters, such as lm_head. A tied layer is copied, and thereby untied."""
 
     @field_validator("use_dora")
     @classmethod
     def _no_dora(cls, value: bool) -> bool:
         if value:
             raise ValueError(
-                "the magnitude of DoRA is used inside a fused expression that gives no gradient of single rows, so it could not "
-                "be clipped; set adapter.use_dora: false (LoRA and rsLoRA are exact)"
+                "the magnitude of DoRA has no per-example gradient, so it could not be clipped; set adapter.use_dora: false "
+                "(LoRA and rsLoRA work)"
             )
         return value
 
@@ -85,23 +87,23 @@ class FrozenConfig(Section):
     """Frozen-layer fine-tuning: the last blocks train, everything below them does not."""
 
     method: Literal["frozen"]
-    """What trains: the last blocks."""
+    """frozen: the last blocks train, the others are frozen."""
     last_blocks: int = Field(default=2, ge=0)
     """How many of the last decoder blocks train."""
     lm_head: bool = False
-    """Train the output head too; where it is tied to the input embedding, that is the same weight, and it trains as both."""
+    """Train the output head too. Where it is tied to the input embedding, the embedding trains with it."""
     final_norm: bool = True
-    """Train the norm before the head too."""
+    """Train the final norm, before the head, too."""
 
 
 class CsvConfig(Section):
     """What a csv file says nowhere; read where a source is one."""
 
     delimiter: str | None = None
-    """Character between two columns; null: a tab in .tsv, or else the first of comma, semicolon, tab and bar that stands in the
+    """Delimiter between columns; null: a tab in .tsv, otherwise the first of comma, semicolon, tab and bar that occurs in the
     header line."""
     encoding: str | None = None
-    """Such as cp1252 or latin-1; null: UTF-8, or UTF-16 where the file begins by saying so."""
+    """Encoding, such as cp1252 or latin-1; null: UTF-8, or UTF-16 where the file starts with its byte order mark."""
 
     @field_validator("delimiter")
     @classmethod
@@ -124,46 +126,47 @@ class DataConfig(Section):
     eval: Source | None = None
     """Held-out data in the same format; null: no evaluation."""
     csv: CsvConfig = CsvConfig()
-    """How csv files are written."""
+    """How csv files are read."""
     train_split: str = "train"
-    """Split to read where data.train is a directory of datasets or a Hub id."""
+    """Split to read if data.train is a directory of datasets or a Hub id."""
     eval_split: str = "validation"
-    """Split to read where data.eval is a directory of datasets or a Hub id."""
+    """Split to read if data.eval is a directory of datasets or a Hub id."""
     revision: str | None = None
-    """Commit, tag or branch, where the data come from the Hub."""
+    """Commit, tag or branch, if the data come from the Hub."""
     public: bool = False
     """The training data are public. A run without differential privacy needs this, or an exception in the ledger."""
     eval_public: bool = False
     """The evaluation data are public, so that figures computed from them may be published."""
     public_size: PositiveInt | None = None
-    """Declared number of privacy units (rows, with sampling: example), not read from the data (the relation is then
-    add/remove-one). null: counted, and the count is published (the relation is then zero-out)."""
+    """Declared number of privacy units (rows, with sampling: example), not counted in the data; the neighbouring relation is then
+    add/remove-one. null: they are counted and the count is published; the relation is then zero-out."""
     format: Literal["auto", "text", "prompt_completion", "messages"] = "auto"
-    """How a row reads; auto goes by the columns that hold something, and refuses rows that fit several formats or that differ.
-    Alpaca's columns read as prompt_completion, ShareGPT's as messages."""
+    """Format of the rows. auto infers it from the columns that have values, and refuses rows that fit several formats or differ
+    from each other. Alpaca columns are read as prompt_completion, ShareGPT's as messages."""
     columns: dict[str, str] = Field(default_factory=dict)
-    """Other names of the columns that hold text, as {prompt: meaning_representation, ...}; every row has them (input and system:
-    at least one)."""
+    """Your names for the text columns, as in {prompt: meaning_representation}; every row must have them (input and system: at
+    least one row)."""
     unit: str = "example"
-    """The privacy unit: example, or the name of a column that says whose row it is. Values that differ only by surrounding or
-    invisible spaces, Unicode form, or as 1 and 1.0, are one unit; upper and lower case differ."""
+    """The privacy unit: example, or the name of a column that says whose row it is. Values that differ only in surrounding or
+    invisible spaces, in Unicode form, or as 1 and 1.0 do, are one unit; case matters."""
     max_examples_per_unit: PositiveInt | None = None
-    """With a unit column: at most so many rows of one unit train, chosen by a rule that reads that unit's rows only."""
+    """With a unit column: the most rows of one unit that train, chosen by a rule that reads that unit's rows only."""
     sampling: Literal["unit", "example"] = "unit"
-    """What is drawn and clipped as a whole. unit: everything a unit brings. example: single rows, and the guarantee for a
-    unit of up to max_examples_per_unit rows follows by a mixture of Gaussians (Charles et al. 2024)."""
+    """What is sampled and clipped as a whole. unit: all rows of a unit together. example: single rows; the guarantee for a unit
+    of up to max_examples_per_unit rows then follows from a mixture of Gaussians (Charles et al. 2024)."""
     template: str | None = None
     """How prompt and completion become one text, such as "{prompt}\\n### Answer:\\n{completion}"; all before the completion is
     masked. null: one space stands between the two, unless the data bring their own. Of format prompt_completion alone."""
     max_length: int = Field(default=512, ge=2)
-    """Tokens in one sequence."""
+    """Most tokens in one sequence."""
     long_examples: Literal["chunk", "truncate", "refuse"] = "truncate"
-    """What happens to a row longer than max_length; chunks stay one privacy unit with their row."""
+    """What to do with a row longer than max_length; the chunks of a row stay in its privacy unit."""
     packing: bool = False
     """Only false is possible; the key exists to say why."""
     control: list[str] = Field(default_factory=list)
-    """Columns by which texts are asked for, such as [visit, age]: each text is learned behind a line of its row's values, "visit:
-    home | age: old", which is not learned itself. Canaries stand behind none; format messages has no place for it."""
+    """Control codes: columns such as [visit, age], by which the model is later asked for texts. Each text is trained on after a
+    line with its row's values, "visit: home | age: old", which itself is masked. Canaries get no such line; not for format
+    messages."""
 
     @model_validator(mode="before")
     @classmethod
@@ -185,8 +188,8 @@ class DataConfig(Section):
         texts = "text", "prompt", "completion", "messages", "instruction", "input", "output", "conversations", "system"
         if wrong := sorted(value.keys() - set(texts)):
             raise ValueError(
-                f"{wrong[0]!r} holds no text that a format reads, and another column under the name of a unit would change whose "
-                f"protection is counted. Rename {', '.join(texts)}; name the unit's own column in data.unit."
+                f"{wrong[0]!r} is not a text column of any format, and renaming the column of a unit would change who is "
+                f"protected. Rename only {', '.join(texts)}; name the unit's own column in data.unit."
             )
         return value
 
@@ -231,8 +234,8 @@ class DataConfig(Section):
     def _columns_of_control(cls, value: list[str]) -> list[str]:
         if len(set(value)) < len(value) or any(not name.strip() or set(name) & set(";=|:\r\n") for name in value):
             raise ValueError(
-                "should be different names of columns, without ; = | : and line ends, which stand between names and values; "
-                "rename the column in the data"
+                "should be distinct column names without ; = | : and line ends, which separate names and values; rename the "
+                "column in the data"
             )
         return value
 
@@ -240,15 +243,15 @@ class DataConfig(Section):
     def _unit(self) -> DataConfig:
         if self.unit != "example" and self.unit in self.control:
             raise ValueError(
-                f"data.control names {self.unit!r}, which says whose row it is: texts would be asked for by person, and the "
-                "names of people would have to be public; remove it from data.control"
+                f"data.control names {self.unit!r}, the unit column: texts would be asked for by person, and the names of "
+                "people would have to be public; remove it from data.control"
             )
         if self.unit == "example" and self.max_examples_per_unit is not None:
             raise ValueError("max_examples_per_unit needs data.unit: <column>; with unit: example remove it")
         if self.unit == "example" and self.sampling == "example":
             raise ValueError("sampling: example needs data.unit: <column>; where each row is a unit they are the same")
         if self.unit != "example" and self.max_examples_per_unit is None:
-            raise ValueError("data.unit: <column> needs data.max_examples_per_unit, the rows that one unit may bring")
+            raise ValueError("data.unit: <column> needs data.max_examples_per_unit, the most rows one unit may bring")
         return self
 
 
@@ -259,42 +262,42 @@ class TrainConfig(Section):
     """Expected logical batch size B, in privacy units (rows, with data.sampling: example); the sampling rate is B / N and
     the divisor of the sum is B."""
     physical_batch_size: Literal["auto"] | PositiveInt = 16
-    """Sequences in one forward pass, at most: memory and speed, never the promise. How many a pass has at each length follows
-    from public numbers. auto: as many as free memory and speed ask for, found before training with synthetic sequences of
-    data.max_length; run.json has the numbers."""
+    """Most sequences in one forward pass. It changes memory and speed, never the guarantee; the number at each length follows
+    from public values. auto: what suits free memory and speed, measured before training on synthetic sequences of data.max_length
+    and recorded in run.json."""
     epochs: float | None = Field(default=None, gt=0)
     """Expected passes over the data; give epochs or steps."""
     steps: PositiveInt | None = None
     """Number of logical steps; give epochs or steps."""
     learning_rate: float = Field(default=1e-3, gt=0)
-    """Size of a step after the warm-up, the largest of the run."""
+    """Peak learning rate, reached after the warm-up."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
-    """What the noised sums are given to."""
+    """Optimizer that receives the noised gradients."""
     momentum: float = Field(default=0.0, ge=0, lt=1)
-    """Of optimizer: sgd; what one step releases acts on the steps after it too, 1 / (1 - momentum) times in all."""
+    """With optimizer: sgd. What one step releases acts on later steps too, 1 / (1 - momentum) times in all."""
     lr_scheduler: Literal["linear", "cosine", "constant"] = "linear"
-    """Shape after the warm-up; depends on the step alone."""
+    """Learning rate schedule after the warm-up; it depends on the step alone."""
     warmup: float = Field(default=0.05, ge=0, lt=1)
     """Share of the steps over which the learning rate rises from zero."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """How fast weights shrink by themselves, as the optimizer of PyTorch takes it."""
+    """Weight decay, as PyTorch's optimizer defines it."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Autocast of the forward pass; auto is bf16 on a GPU that has it and fp32 elsewhere. fp16 uses a constant scale."""
+    """Autocast of the forward pass; auto is bf16 on a GPU that has it and fp32 elsewhere. fp16 uses a constant loss scale."""
     seed: int = 0
-    """Initialisation, and dropout without differential privacy, only. Noise and sampling are seeded by the operating system."""
+    """Seeds initialisation, and dropout without differential privacy, only. Noise and sampling are seeded by the operating
+    system."""
     eval_every: PositiveInt | None = None
     """Steps between evaluations; null: only before the first and after the last step."""
     checkpoint_every: PositiveInt | None = None
     """Steps between checkpoints; null: only when interrupted."""
     sample_prompts: list[str] | str | None = None
-    """Public prompts, or a file with one on each line (jsonl: as `dpllm generate --prompts` reads it). During training the model
-    continues each by its likeliest tokens; prompts and texts are printed and go to trackers. To name them is to declare them
+    """Public prompts, or a file with one per line (jsonl: as `dpllm generate --prompts` reads it). During training the model
+    completes each by greedy decoding; prompts and texts are printed and go to trackers. Naming prompts here declares them
     public."""
     sample_every: PositiveInt | None = None
     """Steps between samples; null: only after the last step."""
     process_timeout: float = Field(default=1800.0, gt=0)
-    """With several processes: seconds that one step may take before the run ends, because a process hangs or the network is
-    cut."""
+    """With several processes: seconds that a step may take before the run is ended (a process hangs, or the network fails)."""
 
     _rows = field_validator("physical_batch_size", mode="wrap")(number_or_auto("sequences"))
 
@@ -303,7 +306,7 @@ class TrainConfig(Section):
         if (self.epochs is None) == (self.steps is None):
             raise ValueError("give train.epochs or train.steps, one of the two")
         if self.momentum and self.optimizer != "sgd":
-            raise ValueError("momentum is of sgd alone, and adamw has its own; set optimizer: sgd or remove momentum")
+            raise ValueError("momentum is for sgd only, and adamw has its own; set optimizer: sgd or remove momentum")
         return self
 
 
@@ -311,40 +314,40 @@ class CardConfig(Section):
     """What the model card says beside the numbers."""
 
     title: str | None = None
-    """Heading of the card; null: the name of the run directory."""
+    """Title of the card; null: the name of the run directory."""
     license: str | None = None
-    """Licence identifier of the Hub, for the adapter."""
+    """The adapter's licence, as a Hub identifier."""
     language: str | list[str] | None = None
     """Code of the language for the Hub, such as en, or a list of them."""
     tags: list[str] = Field(default_factory=list)
-    """More tags for the Hub; differential-privacy and dp-sgd stand on a card with a guarantee alone."""
+    """More tags for the Hub; differential-privacy and dp-sgd are added only where there is a guarantee."""
     description: str | None = None
     """One paragraph on what the model is for."""
     contact: str | None = None
-    """Whom to ask about the privacy statement."""
+    """Contact for questions about the privacy statement."""
     tuning: str | None = None
-    """How hyper-parameters were chosen: on which data, in how many runs, and whether these are in the ledger."""
+    """How hyper-parameters were chosen: on which data, in how many runs, and whether those runs are in the ledger."""
 
 
 class TelemetryConfig(Section):
     """Metrics for those who run the job. Released and public values only, unless said otherwise."""
 
     textfile: str | None = None
-    """Directory of the node exporter's textfile collector: one .prom file for each run, rewritten as the run goes on."""
+    """Directory of the node exporter's textfile collector; each run writes one .prom file there and updates it."""
     port: int | None = Field(default=None, ge=1, le=65535)
     """Port on the loopback interface where Prometheus can scrape the running job."""
     trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = Field(default_factory=list)
-    """Experiment trackers, through accelerate. They get released and public values only."""
+    """Experiment trackers, through accelerate. They receive released and public values only."""
     project: str = "dpllm"
-    """With trackers: the project, of mlflow the experiment, that the run is shown in."""
+    """With trackers: the project (mlflow: experiment) that the run belongs to."""
     run_name: str | None = None
-    """With trackers: name of the run; null: that of the run directory."""
+    """With trackers: name of the run; null: the name of the run directory."""
     group: str | None = None
-    """With trackers: the group of runs that it belongs to; of mlflow a tag. tensorboard knows none."""
+    """With trackers: the group of the run (mlflow: a tag; tensorboard has none)."""
     entity: str | None = None
     """With trackers: wandb's user or team; null: the user's default."""
     private_metrics: bool = False
-    """true: metrics and trackers also get un-noised figures of private data, such as the loss and the share of clipped
+    """true: metrics and trackers also receive un-noised figures of private data, such as the loss and the share of clipped
     gradients. They are outside the guarantee, and the card says so."""
 
 
@@ -360,7 +363,7 @@ class RunConfig(Section):
     card: CardConfig = CardConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
     output_dir: str
-    """The run directory; one that already holds a run is refused unless resumed or overwritten."""
+    """The run directory; a directory that already holds a run is refused without --resume or --overwrite."""
 
     def __str__(self) -> str:
         return dump_config(self)
@@ -373,13 +376,13 @@ class RunConfig(Section):
     def _model_suits_adapter(self) -> RunConfig:
         if self.model.quantization is not None and self.adapter.method == "frozen":
             raise ValueError(
-                f"adapter.method: frozen trains whole weights, and model.quantization: {self.model.quantization} packs them in "
-                "few bits, which no gradient can move; set model.quantization: null, or adapter.method: lora"
+                "adapter.method: frozen trains whole weights, and weights quantised by model.quantization: "
+                f"{self.model.quantization} cannot be trained; set model.quantization: null, or adapter.method: lora"
             )
         if self.model.adapter is not None and self.adapter.method == "frozen":
             raise ValueError(
-                "model.adapter is where LoRA starts from, and adapter.method: frozen trains none; set model.adapter: null, or "
-                "adapter.method: lora"
+                "model.adapter is an adapter to start LoRA from, and adapter.method: frozen trains none; set model.adapter: "
+                "null, or adapter.method: lora"
             )
         return self
 

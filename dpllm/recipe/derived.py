@@ -75,8 +75,8 @@ def num_slots(audit: AuditConfig, data: DataConfig) -> int:
     groups, most = audit.canaries.groups if audit.canaries else {}, data.max_examples_per_unit
     if most is not None and max(groups, default=0) > most:
         raise ConfigError(
-            f"audit.canaries.groups: a canary is one {data.unit}, and of {max(groups)} repetitions only "
-            f"data.max_examples_per_unit ({most}) could train. Lower the repetitions in audit.canaries.groups, or raise "
+            f"audit.canaries.groups: all {max(groups)} repetitions of a canary belong to one {data.unit}, of which only "
+            f"data.max_examples_per_unit ({most}) rows train. Lower the repetitions in audit.canaries.groups, or raise "
             "data.max_examples_per_unit."
         )
     return sum(slots_each(group, data) * number for group, number in groups.items()) + audit.gradient_canaries
@@ -92,7 +92,7 @@ def check_modes(config: RunConfig) -> None:
     if config.privacy.enabled and isinstance(config.adapter, LoraConfig) and config.adapter.dropout > 0:
         raise Refused(
             f"adapter.dropout is {config.adapter.dropout:g}, and its masks depend on a row's place in the batch, so one unit "
-            "would change all other contributions, which clipping does not bound. Set adapter.dropout: 0."
+            "would change the contributions of all others, which clipping does not bound. Set adapter.dropout: 0."
         )
 
 

@@ -74,7 +74,7 @@ def _one_of(*known: str) -> Callable[[Any], str]:
         for name in known:
             if str(value).lower().removeprefix("paged_").startswith(name):
                 return name
-        raise _No(f"a recipe has {', '.join(known)}, so its default, {known[0]}, stands instead of {value}")
+        raise _No(f"a recipe knows {', '.join(known)}, so its default, {known[0]}, replaces {value}")
 
     return convert
 
@@ -84,7 +84,7 @@ def _schedule(value: Any) -> str:
     name = str(value).lower().removesuffix("_with_warmup")
     if name in ("linear", "cosine", "constant"):
         return name
-    raise _No(f"a recipe has linear, cosine (both fall to zero) and constant, and linear stands instead of {value}")
+    raise _No(f"a recipe knows linear, cosine (both decay to zero) and constant; linear replaces {value}")
 
 
 def _whole(value: Any) -> int:
@@ -113,8 +113,8 @@ CONVERT: dict[str, Callable[[Any], Any]] = {
         "auto" if value in ("all", "all-linear", ["all-linear"]) else _listed(value)
     ),
     "adapter.modules_to_save": _listed,
-    "adapter.dropout": _off("its masks follow a row's place in the batch, so dropout is refused in private training"),
-    "adapter.use_dora": _off("the magnitude of DoRA gives no gradient of single rows to clip; LoRA and rsLoRA do"),
+    "adapter.dropout": _off("its masks depend on a row's place in the batch, so private training refuses it"),
+    "adapter.use_dora": _off("DoRA's magnitude has no per-example gradient to clip; LoRA and rsLoRA have"),
     "adapter.last_blocks": _whole,
     "adapter.r": lambda value: int(str(value)),  # of "8" too, and not of 8.5
     "train.learning_rate": float,
@@ -156,7 +156,7 @@ def import_config(path: Path) -> Imported:
             draft.found.setdefault("telemetry.trackers", ["wandb"])
     except (TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise ConfigError(
-            f"{path}: holds a value of another kind than {draft.tool} documents, so it cannot be read ({error}). Fix it."
+            f"{path}: has a value of another type than {draft.tool} documents ({error}). Fix it."
         ) from None
     draft.left = list(dict.fromkeys(draft.left))
     draft.recipe = _to_yaml(draft)
@@ -188,7 +188,7 @@ def _tool(path: Path, raw: Json) -> str:
         own = {"stage", "finetuning_type", "cutoff_len", "dataset", "template"}
         return "LLaMA-Factory" if own & raw.keys() else "TRL"
     raise ConfigError(
-        f"{path}: is no configuration of LLaMA-Factory or TRL (model_name_or_path), or axolotl (base_model), so nothing "
+        f"{path}: is not a configuration of LLaMA-Factory or TRL (model_name_or_path) or of axolotl (base_model), so nothing "
         "says which model to train. Name such a file, or write a recipe as in docs/howto/own-data.md."
     )
 
@@ -208,14 +208,14 @@ def _reason(key: str) -> str:
         if key in entry["keys"].split():
             return str(entry["why"])
     if key.startswith(tuple(TABLES["no_matter"].split())):
-        return "changes logs, speed or files, and nothing that a recipe says"
-    return "unknown to this table, and not read; dpllm plan --keys lists what a recipe can say"
+        return "changes logs, speed or files, nothing that a recipe sets"
+    return "unknown, not read; dpllm plan --keys lists what a recipe can set"
 
 
 def _refuse(path: Path, what: str) -> None:
     raise ConfigError(
-        f"{path}: {what} trains on preferences or rewards, whose loss compares several texts of several people, and dpllm clips "
-        "the cross-entropy of one person's text. Import the configuration of the supervised stage (sft)."
+        f"{path}: {what} trains on preferences or rewards, whose loss compares texts of several people, while dpllm clips the "
+        "gradient of one person's text. Import the configuration of the supervised stage (sft)."
     )
 
 
@@ -228,7 +228,7 @@ def _method(draft: Imported) -> None:
         found.pop("adapter.last_blocks", None)
         if special.get("@new_adapter"):
             draft.drop("model.adapter")
-            draft.leave("@new_adapter", "the old adapter becomes part of the base; name the sum of both.")
+            draft.leave("@new_adapter", "the old adapter becomes part of the base; name the merged model.")
         if special.get("@linear"):
             draft.carry("@linear", "adapter.target_modules", "auto")
         for word, bits in (("@8bit", "8bit"), ("@4bit", "4bit")):
@@ -292,7 +292,7 @@ def _datasets(draft: Imported) -> None:
         again = set(named) & set(sources.get("data.train", []))
         one_split = found.get("data.train_split", "train") == found.get("data.eval_split", "train")
         if again and (one_split or not all(map(is_hub_id, again))):  # a file has no splits
-            draft.left.append("data.eval: would be rows that train; name a file of held-out rows there.")
+            draft.left.append("data.eval: these rows would train too; name a file of held-out rows there.")
         elif named:
             found[key] = named[0] if len(named) == 1 else named
             draft.told.add("@evaluate" if (key, word) == ("data.eval", "@train") else word)
@@ -312,7 +312,7 @@ def _dataset_info(draft: Imported) -> Json:
         if (folder / "dataset_info.json").is_file():
             known = json.loads((folder / "dataset_info.json").read_text(encoding="utf-8"))
             return {name: {"folder": str(folder), **entry} for name, entry in known.items()}
-    draft.left.append("dataset: there is no dataset_info.json here, so names stand for files; type the files.")
+    draft.left.append("dataset: there is no dataset_info.json here to look its names up; type the files.")
     return {}
 
 
@@ -355,7 +355,7 @@ def _agree(draft: Imported, table: Json, key: str, value: Any) -> None:
     """Sets what a recipe says once for all its data."""
     if table.setdefault(key, value) != value:
         raise ConfigError(
-            f"{draft.path}: its datasets name {table[key]!r} and {value!r} for {key}, and a recipe names one for all, so rows "
+            f"{draft.path}: its datasets name {table[key]!r} and {value!r} for {key}, but a recipe has one for all, so rows "
             "would be misread. Write the datasets as files with the same columns."
         )
 

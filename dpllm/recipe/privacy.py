@@ -17,10 +17,10 @@ class AdaptiveConfig(Section):
     """Adaptive clipping (Andrew et al. 2021)."""
 
     quantile: float = Field(default=0.5, gt=0, lt=1)
-    """Share of the gradients that should not be clipped."""
+    """Target share of gradients that are not clipped."""
     learning_rate: float = Field(default=0.2, gt=0, le=10)
-    """How fast C moves: C exp(-learning_rate (noisy share of unclipped gradients - quantile)) at each step, within 1e-6 to
-    1e6 of the first C."""
+    """How fast C adapts: each step multiplies it by exp(-learning_rate (noisy share of unclipped gradients - quantile)), within
+    1e-6 to 1e6 times the first C."""
     count_noise_multiplier: float | None = Field(default=None, gt=0)
     """Standard deviation of the noise on the count of unclipped units; null: the larger of batch_size / 20 and twice the
     noise multiplier."""
@@ -32,39 +32,39 @@ class PrivacyConfig(Section):
     enabled: bool = True
     """false: no differential privacy at all; only for data declared public."""
     epsilon: float = Field(default=8.0, gt=0)
-    """Target; the stated epsilon is at most this."""
+    """Target epsilon; the stated epsilon is at most this."""
     delta: Literal["auto"] | float = "auto"
     """auto: 1/(10 N) rounded down to one digit. 1/N or more is refused."""
     noise_multiplier: float | None = Field(default=None, gt=0)
-    """Noise standard deviation over max_grad_norm; null: calibrated to epsilon. If set, the epsilon it gives is stated,
+    """Noise standard deviation divided by max_grad_norm; null: calibrated to epsilon. If set, the resulting epsilon is stated,
     and refused above the target."""
     max_grad_norm: float = Field(default=1.0, ge=1e-20, le=1e20)
     """C: the L2 norm to which each privacy unit's gradient is clipped."""
     noise: Literal["independent", "banded"] = "independent"
-    """How the noise of one step goes with that of the steps before it. banded: later noise takes back a part of earlier noise,
-    and groups of units take turns (Choquette-Choo et al. 2023), so that the same epsilon leaves less noise in the weights. The
-    noise of one step is then larger: `dpllm plan` says by how much, and how far that raises train.learning_rate for adamw."""
+    """independent: each step draws its own noise. banded: later noise cancels a part of earlier noise, and groups of units take
+    turns (Choquette-Choo et al. 2023), so the same epsilon leaves less noise in the weights. Each step's noise is then larger:
+    `dpllm plan` says by how much, and how far to raise train.learning_rate for adamw."""
     bands: Literal["auto"] | PositiveInt = "auto"
-    """With noise: banded, how many steps the noise reaches back, and how many groups take turns. auto: as many as leave the least
-    noise in the last weights; 1, which is independent noise, where that gains less than 5%."""
+    """With noise: banded, the number of bands, which is also the number of groups that take turns. auto: the number that leaves
+    the least noise in the last weights, or 1 (independent noise) where the gain is below 5%."""
     clipping: Clipping = "flat"
-    """The clipping function, part of the Plan; docs/concepts/engine.md says what each does to a gradient."""
+    """The clipping function, part of the Plan; docs/concepts/engine.md describes each."""
     adaptive: AdaptiveConfig = AdaptiveConfig()
-    """Read where clipping is adaptive."""
+    """Settings of clipping: adaptive."""
     grad_sample_mode: Literal["auto", "per_sample", "ghost"] = "auto"
-    """How the clipped sum is computed, not part of the Plan: auto chooses for each layer, from max_length, between
-    materialised per-example gradients (per_sample forces them) and ghost norms (ghost forces them); all three need one
-    backward pass and give the same sum."""
+    """How the clipped sum is computed, not part of the Plan. auto chooses for each layer, from max_length, between materialised
+    per-example gradients (per_sample forces them) and ghost norms (ghost forces them). All need one backward pass and give the
+    same sum."""
     ledger: str | None = None
     """Path of the ledger, or a postgresql:// URL; null: one file in the user's data directory."""
     dataset: str | None = None
-    """Name of the dataset in the ledger; null: the name under which the ledger knows these records, or else made from
+    """Name of the dataset in the ledger; null: the name under which it already knows these records, or one made from
     data.train."""
     derived_from: str | None = None
-    """Name of the dataset in the ledger of which data.train is a subset, an extended or a re-tokenised copy: the parent is
+    """Name of the ledger's dataset of which data.train is a subset, an extended or a re-tokenised copy; that dataset is
     charged."""
     secure_noise: bool = False
-    """true: noise comes from AES, a cryptographic generator on the CPU, also where a GPU trains. Slower; meant for adapters."""
+    """true: noise comes from AES, a cryptographic generator on the CPU, also when a GPU trains. Slower; meant for adapters."""
     insecure_seed: int | None = Field(default=None, ge=0, lt=2**128)
     """For tests only: seeds noise and sampling, so that the run says guarantee: false; refused on data with a budget."""
 
@@ -80,12 +80,10 @@ class PrivacyConfig(Section):
     @model_validator(mode="after")
     def _banded(self) -> Self:
         if self.noise == "independent" and self.bands != "auto":
-            raise ValueError(
-                "bands belong to noise that reaches back; set privacy.noise: banded, or leave privacy.bands out"
-            )
+            raise ValueError("privacy.bands needs banded noise; set privacy.noise: banded, or leave privacy.bands out")
         if self.noise == "banded" and self.clipping == "adaptive":
             raise ValueError(
-                "banded noise takes back noise of earlier steps, which was made for another C where C moves, and no accountant "
-                "counts that; set privacy.clipping: flat, automatic or per_layer, or privacy.noise: independent"
+                "banded noise cancels noise of earlier steps, which adaptive clipping drew for another C, and no accountant "
+                "covers that; set privacy.clipping: flat, automatic or per_layer, or privacy.noise: independent"
             )
         return self

@@ -58,8 +58,8 @@ class _Loader(yaml.SafeLoader):
         event = self.peek_event()  # type: ignore[no-untyped-call]
         if event.anchor is not None:  # of an alias too
             raise UnclearYAML(
-                f"line {event.start_mark.line + 1} has an anchor or an alias (& or *), by which a few lines can stand for more "
-                "than memory holds. Write the value itself."
+                f"line {event.start_mark.line + 1} has an anchor or an alias (& or *), with which a few lines can expand beyond "
+                "memory. Write the value itself."
             )
         return super().compose_node(parent, index)
 
@@ -71,8 +71,8 @@ class _Loader(yaml.SafeLoader):
                 continue  # which YAML's own check refuses
             if key in lines:
                 raise UnclearYAML(
-                    f"the key {key!r} stands twice, in lines {lines[key]} and {line}, and the run could use only one of the two. "
-                    "Remove the other."
+                    f"the key {key!r} appears twice, in lines {lines[key]} and {line}, and the run could use only one of the "
+                    "two. Remove the other."
                 )
             lines[key] = line
         return super().construct_mapping(node, deep)
@@ -87,7 +87,7 @@ def read_yaml(text: str) -> Any:
     try:
         return yaml.load(text, _Loader)  # a safe loader
     except RecursionError:
-        raise UnclearYAML("is nested without end, and a recipe is sections of keys. Write these alone.") from None
+        raise UnclearYAML("is nested too deeply. A recipe is sections of keys: write only those.") from None
     except ValueError as error:  # such as a date that is none
         raise yaml.YAMLError(str(error)) from None
 
@@ -140,7 +140,7 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
     while rest:
         word = rest.pop(0)
         if not word.startswith("--") or word == "--":
-            raise ConfigError(f"{word!r} is no override: type --section.key value, as in --privacy.epsilon 3")
+            raise ConfigError(f"{word!r} is not an override: type --section.key value, as in --privacy.epsilon 3")
         key, separator, text = word[2:].partition("=")
         if not separator:
             if not rest or rest[0].startswith("--"):

@@ -55,9 +55,9 @@ def parse(kind: Kind, text: str, quantiles: str) -> tuple[Statistic, ...]:
         found = tuple(Statistic(kind, column, (), numbers, one) for one in asked)
     if not good:
         raise ConfigError(
-            f"--{kind} {text}: what is not declared would have to be read from the data, outside the guarantee. Declare "
-            f"different values without ;, rising numbers or LOW:HIGH[:PARTS], as in {OPTIONS[kind][1]}; quantiles lie between 0 "
-            "and 1, as in --at .5,.9."
+            f"--{kind} {text}: values have to be declared, because values read from the data are outside the guarantee. Declare "
+            f"distinct values without ;, increasing numbers, or LOW:HIGH[:PARTS], as in {OPTIONS[kind][1]}; quantiles lie "
+            "between 0 and 1, as in --at .5,.9."
         )
     return found
 

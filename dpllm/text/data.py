@@ -101,7 +101,7 @@ def load_table(source: Source, data: DataConfig, split: str, cache_dir: Path) ->
             rows.append(row)
         sizes.append((name, number))
     if layout is None:
-        raise DataError(f"{told}: holds no rows, so there is nothing to learn from. Check data.train and its split.")
+        raise DataError(f"{told}: holds no rows. Check data.train and its split.")
     check_columns([*data.control, *data.columns.values()], rows, told)
     read = in_words(layout, data.columns, data.control)
     return Table(told, rows, layout.format, content.hexdigest(), read, tuple(sizes))
@@ -110,14 +110,14 @@ def load_table(source: Source, data: DataConfig, split: str, cache_dir: Path) ->
 def _check_control(data: DataConfig, layout: Layout, place: str) -> None:
     if layout.format == "messages":
         raise DataError(
-            f"{place} reads as {layout.name}, in which data.control has no place for its line: a chat template says where each "
-            "token stands. Write rows with text, or prompt and completion, or remove data.control."
+            f"{place} reads as {layout.name}, and data.control cannot add its line there, because the chat template fixes the "
+            "place of every token. Use rows with text, or with prompt and completion, or remove data.control."
         )
     texts = {*layout.columns(), *FIELDS[layout.format], *data.columns.values()}
     if both := sorted(texts & set(data.control)):
         raise DataError(
-            f"{place}: column {both[0]!r} is of data.control and holds the text itself, which would stand there twice and could "
-            "not be asked for. Name columns of few values in data.control."
+            f"{place}: column {both[0]!r} is listed in data.control but holds the text itself. Name columns with few distinct "
+            "values in data.control."
         )
 
 
@@ -133,9 +133,7 @@ def check_columns(columns: Iterable[str], rows: Iterable[Row], name: str) -> Non
             return
         missing -= row.keys()
     if missing:
-        raise DataError(
-            f"{name}: no row has a column {min(missing)!r}, so that there is nothing to read from it. Name a column of the data."
-        )
+        raise DataError(f"{name}: no row has a column {min(missing)!r}. Name a column of the data.")
 
 
 def group_rows(table: Table, data: DataConfig) -> Groups:
@@ -157,8 +155,8 @@ def group_rows(table: Table, data: DataConfig) -> Groups:
         owner = unit_name(row.get(data.unit))
         if owner is None:
             raise DataError(
-                f"{table.place(number)} has no value in the unit column {data.unit!r}, so nobody could be protected "
-                f"as its owner. Fill the column, drop the row, or name the column that says whose row it is."
+                f"{table.place(number)} has no value in the unit column {data.unit!r}, so its owner is unknown and could not be "
+                "protected. Fill in the value, drop the row, or set data.unit to the column that says whose row it is."
             )
         owners += hashlib.blake2b(owner.encode(errors="surrogatepass"), digest_size=16).digest()
         hashes += _row_hash(row, FIELDS[table.format])
@@ -320,19 +318,19 @@ def _render(example: Mapping[str, Any], fmt: Format, tokenizer: Any, template: s
             after = tokenizer.apply_chat_template(messages[: index + 1], tokenize=False)
             if not (text.startswith(before) and text.startswith(after)):
                 raise DataError(
-                    "the chat template rewrites earlier turns, so the assistant's turns cannot be told apart. "
-                    "Set another template on the tokenizer, or use format prompt_completion."
+                    "the chat template rewrites earlier turns, so the assistant's turns cannot be located. Set another "
+                    "template on the tokenizer, or use format prompt_completion."
                 )
             spans.append((len(before), len(after)))
     except DataError:
         raise
     except Exception as error:
         raise DataError(
-            f"the tokenizer's chat template does not take a row's messages ({type(error).__name__}). Each message needs "
-            "role and content, and the tokenizer a chat template; base models often have none: use prompt_completion."
+            f"the tokenizer's chat template rejects a row's messages ({type(error).__name__}). Each message needs role and "
+            "content, and the tokenizer needs a chat template; base models often have none: use prompt_completion."
         ) from None
     if any(later[0] < earlier[1] for earlier, later in pairwise(spans)):
-        raise DataError("the chat template gives overlapping turns; use format prompt_completion.")
+        raise DataError("the chat template produces overlapping turns. Use format prompt_completion.")
     return _Rendered(text, spans, True)
 
 

@@ -50,7 +50,7 @@ def write_rows(rows: Any, named: Collection[str], folder: Path, name: str) -> Pa
             for number, row in enumerate(_rows(rows, named, name), start=1):
                 file.write(_line(row, f"{name}: row {number}"))
         if not number:
-            raise DataError(f"{name}: holds no rows, so there is nothing to learn from.")
+            raise DataError(f"{name}: holds no rows. Give at least one.")
         with locked(folder / ".lock"):  # several processes of one run give the same rows
             for path in (folder / f"{name}-{place}.jsonl" for place in itertools.count(1)):
                 if not path.exists():
@@ -66,13 +66,13 @@ def _rows(rows: Any, named: Collection[str], name: str) -> Iterator[Any]:
     if isinstance(rows, str | os.PathLike | bytes | Mapping):
         kind = "dict" if isinstance(rows, Mapping) else type(rows).__name__
         raise DataError(
-            f"{name}: takes rows, and was given a {kind}. Give a list of dicts, a DataFrame or a Dataset (one split of it); the "
-            f"path of a file belongs into the recipe, as data.{name}."
+            f"{name}: expects rows, not a {kind}. Give a list of dicts, a DataFrame or a Dataset (a single split); to read a "
+            f"file, put its path into the recipe as data.{name}."
         )
     if hasattr(rows, "iloc"):  # a DataFrame
         columns = _columns({column: str(kind) for column, kind in rows.dtypes.items()}, named, name)
         if not rows.columns.is_unique:
-            raise DataError(f"{name}: has two columns of one name, of which one would be lost. Rename one.")
+            raise DataError(f"{name}: two columns have the same name, so one would be lost. Rename one.")
         for start in range(0, len(rows), ROWS_AT_ONCE):
             yield from rows.iloc[start : start + ROWS_AT_ONCE][columns].to_dict("records")
     elif getattr(rows, "features", None):  # a Dataset
@@ -81,9 +81,7 @@ def _rows(rows: Any, named: Collection[str], name: str) -> Iterator[Any]:
     elif hasattr(rows, "__iter__"):
         yield from rows
     else:
-        raise DataError(
-            f"{name}: takes rows, and was given a {type(rows).__name__}. Give a list of dicts or a DataFrame."
-        )
+        raise DataError(f"{name}: expects rows, not a {type(rows).__name__}. Give a list of dicts or a DataFrame.")
 
 
 def _columns(kinds: Mapping[Any, str], named: Collection[str], name: str) -> list[Any]:
@@ -91,24 +89,26 @@ def _columns(kinds: Mapping[Any, str], named: Collection[str], name: str) -> lis
     for column, kind in kinds.items():
         if column in named and _GUESSED.match(kind.lower()):
             raise DataError(
-                f"{name}: column {column!r} is of type {kind}. Where another row has no value, 1 becomes 1.0, so one row "
-                'would decide how others read. Make it text where the data are read, as in pandas.read_csv(..., dtype={"'
-                f'{column}": "string"}}).'
+                f"{name}: column {column!r} is of type {kind}. A missing value in one row would turn 1 into 1.0 in all others, "
+                "so one row would change how others are read. Read it as text, as in pandas.read_csv(..., "
+                f'dtype={{"{column}": "string"}}).'
             )
     return [column for column, kind in kinds.items() if not _GUESSED.match(kind.lower())]
 
 
 def _line(row: Any, place: str) -> str:
     if not isinstance(row, Mapping) or not all(isinstance(column, str) for column in row):
-        raise DataError(f"{place} is a {type(row).__name__}; a dict with names of columns is expected.")
+        raise DataError(
+            f"{place} is a {type(row).__name__}, not a dict. Give each row as a dict of column names and values."
+        )
     found = {column: None if _missing(value) else value for column, value in row.items()}
     for column, value in found.items():
         try:
             found[column] = json.loads(json.dumps(value, default=_plain, allow_nan=False))
         except (TypeError, ValueError, RecursionError):
             raise DataError(
-                f"{place}: column {column!r} holds a {type(value).__name__}, which is neither text, number, list nor dict. Make "
-                "it text, or drop the column."
+                f"{place}: column {column!r} holds a {type(value).__name__}, not text, a number, a list or a dict. Convert it "
+                "to text, or drop the column."
             ) from None
     return json.dumps(found, ensure_ascii=True) + "\n"
 

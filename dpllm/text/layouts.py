@@ -71,8 +71,8 @@ def renamed(raw: Row, place: str, columns: Mapping[str, str]) -> Row:
     """
     if missing := sorted({column for to, column in columns.items() if to not in OPTIONAL} - raw.keys()):
         raise DataError(
-            f"{place} has no column {missing[0]!r}, which data.columns names, and no other holds its text. Check the spelling "
-            "in data.columns, or fix or drop the row."
+            f"{place} has no column {missing[0]!r}, which data.columns names. Check the spelling in data.columns, or fix or "
+            "drop the row."
         )
     return {**raw, **{to: raw.get(column) for to, column in columns.items()}}
 
@@ -87,14 +87,14 @@ def _of_sharegpt(row: Row) -> Row:
     for turn in row["conversations"]:
         if not (isinstance(turn, dict) and {"role", "from"} & turn.keys()):
             raise DataError(
-                "has a turn in column 'conversations' without a key 'from', or 'role', that says who speaks"
+                "has a turn in column 'conversations' without a key 'from' or 'role' that names the speaker"
             )
         if "from" not in turn:
             messages.append(turn)
         elif isinstance(turn["from"], str) and turn["from"] in ROLES:
             messages.append({"role": ROLES[turn["from"]], "content": turn.get("value")})
         else:
-            raise DataError(f"has a turn in column 'conversations' that is from nobody of {', '.join(ROLES)}")
+            raise DataError(f"has a turn in column 'conversations' whose 'from' is not one of {', '.join(ROLES)}")
     return {"messages": messages}
 
 
@@ -132,13 +132,13 @@ def layout_of(row: Row, place: str, wanted: str, before: Layout | None, named: I
     if len({layout.format for layout in fitting}) > 1:
         names = " and as ".join(layout.name for layout in fitting)
         raise DataError(
-            f"{place} reads as {names}, and data.format: auto does not choose: one row could then decide what is learned of all "
-            f"others. {FIX}"
+            f"{place} reads as {names}, and data.format: auto does not choose between them, because one row could then decide "
+            f"how all others are read. {FIX}"
         )
     if fitting and before and before != fitting[0]:
         raise DataError(
-            f"{place} reads as {fitting[0].name}, and the rows before it as {before.name}; all rows read alike, "
-            f"so that none decides for the others. {FIX}"
+            f"{place} reads as {fitting[0].name}, but the rows before it read as {before.name}. All rows must have the same "
+            f"format, so that no row decides how others are read. {FIX}"
         )
     if before or fitting:
         return before or fitting[0]
@@ -148,9 +148,9 @@ def layout_of(row: Row, place: str, wanted: str, before: Layout | None, named: I
     filled = {name for name, value in row.items() if value is not None}
     known = sorted(filled & ({column for layout in LAYOUTS for column in layout.columns()} | set(named)))
     columns = (
-        f"fills the columns {', '.join(known) or 'none'} of those that are read, and {len(filled) - len(known)} others"
+        f"fills the columns {', '.join(known) or 'none'} of those that dpllm reads, and {len(filled) - len(known)} others"
         if headed
-        else "lacks them, or the file its header line, or another character than data.csv.delimiter parts its columns"
+        else "has none of them, or the file lacks a header line, or its delimiter is not data.csv.delimiter"
     )
     raise DataError(
         f"{place} {columns}; a row needs text, or prompt and completion, or messages, or instruction and output (Alpaca), or "
@@ -259,9 +259,9 @@ def shape(fmt: Format, codes: Sequence[str], template: str | None) -> str:
     """How rows read, without a word of any; ``codes`` and ``template`` are the recipe's data.control and data.template."""
     line = f"<{control.line(codes, ['...'] * len(codes)).strip()}>" if codes else ""
     if fmt == "messages":
-        return "<chat template: <user><assistant>...>; the assistant's turns are learned, all other tokens masked"
+        return "<chat template: <user><assistant>...>; the assistant's turns are trained on, all other tokens masked"
     if fmt == "text":
-        return f"{line and line + ' masked, then '}<text><eos>; every token is learned"
+        return f"{line and line + ' masked, then '}<text><eos>; every token is trained on"
     text = "".join(joined(f"{line and line + chr(10)}<prompt>", "<completion>", template)).replace("\n", "\\n")
     space = "" if template else ", and one space between the two unless the data bring their own"
     return f"{text}<eos>; what stands before <completion> is masked{space}"

@@ -37,7 +37,7 @@ def read_prompts(path: Path) -> list[Prompt]:
         lines = path.read_text(encoding="utf-8-sig").split("\n")  # other separators of lines may stand in a string
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
-            f"{path}: cannot be read ({type(error).__name__}). Type a file with a prompt on each line."
+            f"{path}: cannot be read ({type(error).__name__}). Type a file with one prompt per line."
         ) from None
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -56,7 +56,7 @@ def read_prompts(path: Path) -> list[Prompt]:
             )
         prompts.append(found)
     if not prompts:
-        raise DataError(f"{path}: holds no prompts. Write one a line.")
+        raise DataError(f"{path}: holds no prompts. Write one per line.")
     return prompts
 
 
@@ -73,9 +73,7 @@ def encode(tokenizer: Any, prompt: Prompt | None, number: int, fmt: Format, temp
     try:
         json.dumps(prompt, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError:
-        raise DataError(
-            f"prompt {number + 1}: holds half of a character, which no tokenizer takes. Write UTF-8."
-        ) from None
+        raise DataError(f"prompt {number + 1}: is not valid UTF-8 (half of a character). Write UTF-8.") from None
     if isinstance(prompt, str) and fmt == "messages":
         prompt = [{"role": "user", "content": prompt}]
     if isinstance(prompt, list):
@@ -83,8 +81,8 @@ def encode(tokenizer: Any, prompt: Prompt | None, number: int, fmt: Format, temp
             text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # whatever a template raises
             raise DataError(
-                f"prompt {number + 1}: the tokenizer's chat template does not take it ({type(error).__name__}). Each message "
-                "needs role and content, and the tokenizer a chat template; or type --no-chat and prompts of plain text."
+                f"prompt {number + 1}: the tokenizer's chat template rejects it ({type(error).__name__}). Each message needs "
+                "role and content, and the tokenizer needs a chat template; or type --no-chat with plain-text prompts."
             ) from None
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
     if fmt == "prompt_completion":
@@ -96,7 +94,7 @@ def encode(tokenizer: Any, prompt: Prompt | None, number: int, fmt: Format, temp
     start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if not ids and start is None:
         raise ConfigError(
-            "the model has no token with which a text begins, so it cannot begin alone. Type --prompt TEXT."
+            "the model has no beginning-of-text token, so it cannot start without a prompt. Type --prompt TEXT."
         )
     return ids or [start]
 

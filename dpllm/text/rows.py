@@ -46,7 +46,7 @@ class OpenFile:
         while size:
             part = os.pread(self._descriptor, size, start)
             if not part:
-                raise DataError("a copy of the data in the run's cache was cut short while it was read. Start again.")
+                raise DataError("the copy of the data in the run's cache was truncated while it was read. Start again.")
             parts.append(part)
             start, size = start + len(part), size - len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
@@ -118,7 +118,7 @@ class StoredRows(ReadWhenAsked[Row]):
             yield
         except OSError as error:
             raise DataError(
-                f"{self._folder}: cannot hold the rows of a corpus larger than memory ({error.strerror}). Free some space, or "
+                f"{self._folder}: cannot store the rows, which do not fit in memory ({error.strerror}). Free some space, or "
                 "type an --output_dir on another disk."
             ) from None
 

@@ -61,9 +61,7 @@ def expand(source: Source) -> list[str]:
         if glob.has_magic(part) and not Path(part).exists():
             matched = sorted(glob.glob(part, recursive=True))
         if not matched:
-            raise DataError(
-                f"{part}: no file matches, so there is nothing to learn from. Check data.train and data.eval."
-            )
+            raise DataError(f"{part}: no file matches. Check data.train and data.eval.")
         below = {str(parent) for name in matched for parent in Path(name).parents}
         found += matched if matched == [part] else [name for name in matched if str(Path(name)) not in below]
     return _once(found)
@@ -80,8 +78,8 @@ def _once(found: list[str]) -> list[str]:
             keys.add((path.stat().st_dev, path.stat().st_ino))
         if keys & seen or folders & set(path.parents):
             raise DataError(
-                f"{name}: is named twice, as itself, by a link, below a directory or packed beside itself, so everybody in it "
-                "would count as two people. Name it once."
+                f"{name}: is read twice (also named through a link or a directory, or also there as a compressed copy), so "
+                "everybody in it would count as two people. Name it once."
             )
         seen |= keys
     return found
@@ -144,8 +142,8 @@ def read_rows(source: str, data: DataConfig, split: str, cache_dir: Path) -> Ite
     elif path.is_dir():
         yield from _read_directory(path, split, cache_dir)
     else:
-        reason = "is of no known kind" if path.exists() else "no such file"
-        raise DataError(f"{source}: {reason}. data.train and data.eval take {KNOWN}.")
+        reason = "has an unknown file type" if path.exists() else "no such file"
+        raise DataError(f"{source}: {reason}. data.train and data.eval accept {KNOWN}.")
 
 
 def unpacked(name: str) -> str:
@@ -184,9 +182,7 @@ def _parsed(text: str, where: str, wanted: str) -> Any:
         value = json.loads(text)
         _limit_depth(value, MOST_LEVELS + (wanted == "one list of objects"))
     except RecursionError:
-        raise DataError(
-            f"{where} is nested more than {MOST_LEVELS} levels deep, which no format reads. Fix or drop the row."
-        ) from None
+        raise DataError(f"{where} is nested more than {MOST_LEVELS} levels deep. Flatten or drop the row.") from None
     except ValueError:
         raise DataError(f"{where} is not valid JSON; {wanted} is expected.") from None
     return value
@@ -194,7 +190,7 @@ def _parsed(text: str, where: str, wanted: str) -> Any:
 
 def _object(value: Any, where: str, wanted: str) -> Row:
     if not isinstance(value, dict):
-        raise DataError(f"{where} holds no JSON object; {wanted} is expected.")
+        raise DataError(f"{where} is not a JSON object; {wanted} is expected.")
     return value
 
 
@@ -218,14 +214,14 @@ def _read_csv(path: Path, settings: CsvConfig) -> Iterator[Row]:
             for number, row in enumerate(rows, start=1):
                 if any(row.pop(_MORE, ())):
                     raise DataError(
-                        f"{path}: row {number} has more fields than the header line, so its columns may be shifted and its owner "
-                        "another one. Quote fields that hold a delimiter, or fix the row."
+                        f"{path}: row {number} has more fields than the header line, so its columns may be shifted and the row "
+                        "assigned to the wrong owner. Quote fields that contain the delimiter, or fix the row."
                     )
                 yield row
         except csv.Error:
             raise DataError(
-                f"{path}: row {number + 1} has a quote that is not closed or not doubled and could swallow the rows after it, or "
-                'another character than data.csv.delimiter parts its columns. Quote the whole field, and write "" inside it.'
+                f"{path}: row {number + 1} has an unclosed or undoubled quote, which could swallow the rows after it, or the "
+                'delimiter is not data.csv.delimiter. Quote the whole field, and write "" inside it.'
             ) from None
 
 
@@ -297,8 +293,8 @@ def _check_kinds(path: Path) -> None:
     kinds = {suffix for file in path.rglob("*") if (suffix := _suffix(file)) in READERS}
     if len(kinds) > 1 and not _is_saved(path) and not _has_configs(path / "README.md"):
         raise DataError(
-            f"{path}: holds {' and '.join(sorted(kinds))} files, of which datasets would take one kind and leave out the others. "
-            "Name the files, or a glob such as DIR/*.jsonl."
+            f"{path}: holds {' and '.join(sorted(kinds))} files, and datasets would read one type and ignore the others. Name "
+            "the files, or a glob such as DIR/*.jsonl."
         )
 
 
@@ -339,8 +335,8 @@ def _of_split(path: Path, split: str, cache_dir: Path) -> list[str]:
     if kinds <= DECLARED:
         return [str(path)]
     raise DataError(
-        f"{path}: holds {', '.join(sorted(kinds - READERS.keys()))} files, of which datasets guesses a column's type from all "
-        "rows, so one row could change how others read. Write them as jsonl, csv, parquet or arrow."
+        f"{path}: holds {', '.join(sorted(kinds - READERS.keys()))} files, where datasets guesses a column's type from all "
+        "rows, so one row could change how others are read. Convert them to jsonl, csv, parquet or arrow."
     )
 
 
@@ -397,7 +393,7 @@ def _download(source: str, data: DataConfig, cache_dir: Path) -> Path:
         snapshot_download(source, repo_type="dataset", revision=data.revision, local_dir=target)
     except Exception as error:
         raise DataError(
-            f"{source}: no such file, and the Hub gave no dataset of that name ({type(error).__name__}). "
-            "Check the spelling and the network, or set data.train and data.eval to local files."
+            f"{source}: no such file, and no such dataset on the Hub ({type(error).__name__}). Check the spelling and the "
+            "network, or set data.train and data.eval to local files."
         ) from None
     return target

@@ -110,12 +110,12 @@ def make_units(table: Table, groups: Groups, tokenizer: Any, data: DataConfig, c
                 found = _open(path)
     except OSError as error:
         raise DataError(
-            f"{path.parent}: cannot hold the tokens of {table.name} ({error.strerror}), from which training reads. Free some "
-            "space, or type an --output_dir on another disk."
+            f"{path.parent}: cannot hold the tokens of {table.name} ({error.strerror}), which training reads from disk. Free "
+            "some space, or type an --output_dir on another disk."
         ) from None
     if found is None:
         raise DataError(
-            f"{path.parent}: what was written there cannot be read back. Type an --output_dir on another disk."
+            f"{path.parent}: tokens written there cannot be read back. Type an --output_dir on another disk."
         )
     return found
 
@@ -125,7 +125,7 @@ def _key(table: Table, groups: Groups, tokenizer: Any, data: DataConfig) -> str:
     import transformers
 
     if table.digest is None:
-        raise ValueError("only rows of load_table have a digest, without which two corpora could not be told apart")
+        raise ValueError("only rows of load_table have a digest, which is needed to recognise a cached corpus")
     tokenizer(["a"])  # takes off what a file or an earlier call left of truncation and padding, as encoding does
     parts = {
         "encoding": ENCODING,

@@ -111,7 +111,7 @@ def test_where_rows_are_drawn_each_repetition_holds_a_slot_and_one_unit_brings_t
 def test_a_canary_of_more_rows_than_a_unit_may_bring_is_refused(sampling):
     data = DataConfig(train="rows.jsonl", unit="patient", max_examples_per_unit=3, sampling=sampling)
     with pytest.raises(
-        ConfigError, match=r"audit\.canaries\.groups: a canary is one patient.*data\.max_examples_per_unit"
+        ConfigError, match=r"audit\.canaries\.groups: .* belong to one patient.*data\.max_examples_per_unit"
     ):
         num_slots(ONLY_TEXT, data)
     assert num_slots(ONLY_TEXT, data.model_copy(update={"max_examples_per_unit": 4})) > 0

@@ -236,8 +236,8 @@ def test_the_check_digit_is_that_of_real_cards():
 @pytest.mark.parametrize(
     ("given", "fix"),
     [
-        ({"kind": "rare_tokens"}, r"canaries\.kind: .*planted no more; use audit\.canaries\.kind: random_tokens"),
-        ({"kind": "synthetic"}, r"canaries\.kind: .*planted no more, nobody .*; use random_tokens"),
+        ({"kind": "rare_tokens"}, r"canaries\.kind: .*is retired; use audit\.canaries\.kind: random_tokens"),
+        ({"kind": "synthetic"}, r"canaries\.kind: .*is retired: .*; use random_tokens"),
         ({"prompt": "The patient"}, r"canaries\.prompt: is retired with .*leave the key out"),
         ({"temperature": 1.2}, r"canaries\.temperature: is retired with .*leave the key out"),
     ],

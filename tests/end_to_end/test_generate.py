@@ -211,7 +211,7 @@ def test_without_weights_there_is_nothing_to_sample(tmp_path: Path, finished: Pl
 def test_messages_that_the_template_does_not_take(talker: Path) -> None:
     loaded = generate.load(talker)
     loaded.tokenizer.chat_template = "{{ messages[0]['nothing']['deeper'] }}"
-    with pytest.raises(DataError, match="prompt 1: the tokenizer's chat template does not take it"):
+    with pytest.raises(DataError, match="prompt 1: the tokenizer's chat template rejects it"):
         generate.sample(loaded, ["SECRET"], 1)
 
 
@@ -219,5 +219,5 @@ def test_a_model_without_a_first_token_needs_a_prompt(finished: Place) -> None:
     loaded = generate.load(finished.run)
     loaded.tokenizer.backend_tokenizer.post_processor = None
     loaded.tokenizer.bos_token = loaded.tokenizer.eos_token = None
-    with pytest.raises(ConfigError, match="cannot begin alone"):
+    with pytest.raises(ConfigError, match="cannot start without a prompt"):
         generate.sample(loaded, None, 1)

@@ -163,7 +163,7 @@ PUBLIC = (
     eos_token: "<|im_end|>", eval_strategy: steps, eval_steps: 100, use_peft: true, lora_r: 32, lora_alpha: 16,
     output_dir: Qwen2-0.5B-SFT, push_to_hub: true}""",
 )
-UNKNOWN = "unknown to this table, and not read; dpllm plan --keys lists what a recipe can say."
+UNKNOWN = "unknown, not read; dpllm plan --keys lists what a recipe can set."
 
 
 def imported(tmp_path: Path, text: str, **changes: Any) -> tuple[Imported, RunConfig]:
@@ -185,7 +185,7 @@ def assert_left(found: Imported, *keys: str) -> None:
     """Each key has a line among what was not carried over, and none is unknown."""
     left = "\n".join(found.left)
     assert [key for key in keys if f"{key}: " not in left] == []
-    assert "unknown to this table" not in left
+    assert "unknown, not read" not in left
 
 
 def test_llama_factory(tmp_path: Path) -> None:
@@ -233,7 +233,7 @@ def test_trl(tmp_path: Path) -> None:
     left = "\n".join(found.left)
     for key in ("packing", "neftune_noise_alpha", "push_to_hub"):
         assert f"{key}: " in left
-    assert "my_own_key: unknown to this table" in left
+    assert "my_own_key: unknown, not read" in left
 
 
 @pytest.mark.parametrize("text", [LLAMA_FACTORY, AXOLOTL, TRL, *PUBLIC])
@@ -242,9 +242,7 @@ def test_every_key_has_a_line_that_begins_with_it(tmp_path: Path, text: str) -> 
     told = {line.partition(" -> ")[0].partition(": ")[0] for line in (*found.carried, *found.left)}
     keys = {key for key, value in yaml.safe_load(text).items() if value is not None}
     assert sorted(keys - told) == []
-    assert [line for line in found.left if "unknown to this table" in line] == ["my_own_key: " + UNKNOWN] * (
-        text == TRL
-    )
+    assert [line for line in found.left if UNKNOWN in line] == ["my_own_key: " + UNKNOWN] * (text == TRL)
 
 
 @pytest.mark.parametrize(
@@ -273,7 +271,7 @@ def test_every_key_has_a_line_that_begins_with_it(tmp_path: Path, text: str) -> 
             TRL,
             {"lr_scheduler_type": "cosine_with_min_lr"},
             [],
-            ["lr_scheduler_type: a recipe has linear, cosine (both"],
+            ["lr_scheduler_type: a recipe knows linear, cosine (both"],
         ),
         (TRL, {"lr_scheduler_type": "constant_with_warmup"}, ["lr_scheduler_type: constant_with_warmup -> "], []),
         (TRL, {}, ["max_steps: 200 -> train.steps: 200"], ["num_train_epochs: the number of steps decides"]),
@@ -305,10 +303,10 @@ def test_a_line_says_what_becomes_of_a_key(
             (LLAMA_FACTORY, "kto_chosen_weight", 0.0),
         )),
         (TRL, {"dataset_name": None}, "data.train: required"),
-        (AXOLOTL, {"datasets": 5}, "a value of another kind than axolotl documents"),
-        (TRL, {"learning_rate": "fast"}, "a value of another kind than TRL documents"),
-        (LLAMA_FACTORY, {"num_train_epochs": [3]}, "a value of another kind than LLaMA-Factory documents"),
-        ("a: 1", {}, "no configuration of LLaMA-Factory or TRL"),
+        (AXOLOTL, {"datasets": 5}, "a value of another type than axolotl documents"),
+        (TRL, {"learning_rate": "fast"}, "a value of another type than TRL documents"),
+        (LLAMA_FACTORY, {"num_train_epochs": [3]}, "a value of another type than LLaMA-Factory documents"),
+        ("a: 1", {}, "not a configuration of LLaMA-Factory or TRL"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_a_private_run_is_refused(tmp_path: Path, text: str, changes: Any, says: str) -> None:
@@ -398,7 +396,7 @@ def test_rows_that_train_are_never_held_out(tmp_path: Path) -> None:
     ):
         found, recipe = imported(tmp_path, text, **changes)
         assert (recipe.data.eval, "eval_split" in found.recipe) == (None, False), changes
-        assert "data.eval: would be rows that train" in "\n".join(found.left)
+        assert "data.eval: these rows would train too" in "\n".join(found.left)
 
 
 @pytest.mark.parametrize(
@@ -419,10 +417,10 @@ def test_what_a_recipe_does_not_know_keeps_its_default_and_is_told(tmp_path: Pat
     assert (recipe.train.lr_scheduler, recipe.train.optimizer) == ("linear", "adamw")
     assert not [line for line in found.carried if "rex" in line or "lion" in line]
     left = "\n".join(found.left)
-    assert "linear stands instead of rex" in left
-    assert "adamw, stands instead of lion_8bit" in left
+    assert "linear replaces rex" in left
+    assert "adamw, replaces lion_8bit" in left
     found, _ = imported(tmp_path, TRL, lr_scheduler_type="polynomial", optim="paged_adamw_8bit")
-    assert "linear stands instead of polynomial" in "\n".join(found.left)
+    assert "linear replaces polynomial" in "\n".join(found.left)
     assert "optim: paged_adamw_8bit -> train.optimizer: adamw" in found.carried
     found, _ = imported(tmp_path, LLAMA_FACTORY, finetuning_type="oft", quantization_bit=None)
     assert "method oft: a recipe trains LoRA or the last blocks" in "\n".join(found.left)
@@ -463,9 +461,9 @@ def test_numbers_without_a_reading_are_one_line(tmp_path: Path) -> None:
     adapter: Any = imported(tmp_path, LLAMA_FACTORY, lora_rank="8")[1].adapter
     assert (adapter.r, adapter.alpha) == (8, 16.0)
     for changes in ({"per_device_train_batch_size": float("inf")}, {"lora_rank": 8.5}, {"lora_rank": [8]}):
-        with pytest.raises(ConfigError, match="of another kind than LLaMA-Factory documents") as refused:
+        with pytest.raises(ConfigError, match="of another type than LLaMA-Factory documents") as refused:
             imported(tmp_path, LLAMA_FACTORY, **changes)
         assert "\n" not in str(refused.value)
     write_info(tmp_path, '{"a":' * 200_000)
-    with pytest.raises(ConfigError, match="of another kind than LLaMA-Factory documents"):
+    with pytest.raises(ConfigError, match="of another type than LLaMA-Factory documents"):
         imported(tmp_path, LLAMA_FACTORY)

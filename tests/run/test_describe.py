@@ -192,8 +192,8 @@ def test_a_planned_budget_without_a_list_is_not_used_up_by_statistics(say: Calla
 @pytest.mark.parametrize(
     ("words", "exit_code", "told"),
     [
-        (["--shares", "label"], 2, "not declared"),
-        (["--mean", "age"], 2, "not declared"),
+        (["--shares", "label"], 2, "to be declared"),
+        (["--mean", "age"], 2, "to be declared"),
         (["--mean", "age=0:1e-320"], 2, "declare other values"),
         (["--mean", "age=1e308:1.1e308"], 2, "declare other values"),
         (["--shares", "diagnosis=yes,no"], 2, "no row has a column 'diagnosis'"),
@@ -241,7 +241,7 @@ def test_a_row_that_no_template_takes_is_refused_before_anything_is_charged(
     asked = ["--units", "--lengths", "8,16", "--tokenizer", "words"]
     code, _, error = say(*asked)
     assert (code, entries(), error.count("\n")) == (2, 0, 1)
-    assert f"unit {bad + 1}: the tokenizer's chat template does not take a row's messages" in error
+    assert f"unit {bad + 1}: the tokenizer's chat template rejects a row's messages" in error
     assert not Path("describe.json").exists()
     write([{"messages": turn, "who": f"p{number}"} for number, turn in enumerate(turns) if number != bad])
     assert say(*asked)[0] == 0

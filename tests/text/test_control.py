@@ -151,13 +151,13 @@ def test_a_column_that_no_row_has_is_named(tmp_path: Path) -> None:
 def test_the_text_itself_is_no_control_code(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", [{"body": "a", "visit": "home"}])
     for column in ("text", "body"):
-        with pytest.raises(DataError, match=f"column '{column}' is of data.control and holds the text itself"):
+        with pytest.raises(DataError, match=f"column '{column}' is listed in data.control but holds the text itself"):
             load(path, control=[column], columns={"text": "body"})
 
 
 def test_messages_have_no_place_for_a_line(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", [{**row, "visit": "home"} for row in TALKS])
-    with pytest.raises(DataError, match=r"reads as messages, in which data\.control has no place"):
+    with pytest.raises(DataError, match=r"reads as messages, and data\.control cannot add its line"):
         load(path, control=["visit"])
 
 

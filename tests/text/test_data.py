@@ -136,9 +136,9 @@ def test_a_column_without_a_value_is_no_column(tmp_path: Path, kind: str) -> Non
     path = tmp_path / f"rows.{kind}"
     assert load(write(path, rows)).format == "prompt_completion"
     message = hidden(write(path, [*rows, {"text": SENTINEL, "prompt": None, "completion": None}]), [])
-    assert "row 6 reads as text, and the rows before it as prompt_completion" in message
+    assert "row 6 reads as text, but the rows before it read as prompt_completion" in message
     message = hidden(write(path, [{"text": SENTINEL, "prompt": None, "completion": None}, *rows]), [])
-    assert "row 2 reads as prompt_completion, and the rows before it as text" in message
+    assert "row 2 reads as prompt_completion, but the rows before it read as text" in message
 
 
 FIELD_VALUES = {"text": "a", "prompt": "b", "completion": "c", "messages": TALKS[0]["messages"], "who": "d"}
@@ -328,7 +328,7 @@ def test_a_missing_file_is_no_hub_id(tmp_path: Path, name: str) -> None:
 
 def test_a_hub_id_without_network_is_one_clear_line(tmp_path: Path) -> None:
     with pytest.raises(
-        DataError, match=r"some-org/some-data: no such file, and the Hub gave no dataset .* network"
+        DataError, match=r"some-org/some-data: no such file, and no such dataset on the Hub .* network"
     ) as caught:
         load_table("some-org/some-data", section(), "train", tmp_path)
     assert "\n" not in str(caught.value)

@@ -95,7 +95,7 @@ def test_of_a_prompt_of_messages_earlier_answers_are_not_learned(tmp_path: Path)
 
 @pytest.mark.parametrize("stated", ["auto", "prompt_completion"])
 def test_rows_of_two_layouts_are_refused(tmp_path: Path, stated: str) -> None:
-    with pytest.raises(DataError, match="row 2 reads as Alpaca, and the rows before it as prompt_completion"):
+    with pytest.raises(DataError, match="row 2 reads as Alpaca, but the rows before it read as prompt_completion"):
         load(tmp_path, PLAIN, ALPACA, format=stated)
     with pytest.raises(DataError, match="row 3 has no text in column 'output', which Alpaca reads"):
         load(tmp_path, ALPACA, ALPACA, {"instruction": SENTINEL}, format=stated)
@@ -115,11 +115,17 @@ def test_a_row_that_fits_two_formats_is_refused_unless_one_is_stated(tmp_path: P
     ("row", "says"),
     [
         ({"prompt": SENTINEL, SENTINEL: "yes"}, "row 1 fills the columns prompt of those .* and 1 others; a row needs"),
-        ({"conversations": [{"from": [SENTINEL], "value": SENTINEL}]}, "row 1 has a turn .* from nobody of human, "),
+        (
+            {"conversations": [{"from": [SENTINEL], "value": SENTINEL}]},
+            "row 1 has a turn .* 'from' is not one of human, ",
+        ),
         ({**ALPACA, "input": [SENTINEL]}, "row 1 has no text in column 'input', which Alpaca reads"),
         ({**ALPACA, "instruction": 7}, "row 1 has no text in column 'instruction'"),
         ({"conversations": SENTINEL}, "row 1 has no a list of messages in column 'conversations'"),
-        ({"conversations": [{"from": SENTINEL, "value": SENTINEL}]}, "row 1 has a turn .* from nobody of human, "),
+        (
+            {"conversations": [{"from": SENTINEL, "value": SENTINEL}]},
+            "row 1 has a turn .* 'from' is not one of human, ",
+        ),
         ({"conversations": [{"value": SENTINEL}]}, "row 1 has a turn .* without a key 'from'"),
         ({"conversations": [SENTINEL]}, "row 1 has a turn .* without a key 'from'"),
         ({**SHAREGPT, "system": 7}, "row 1 has no text in column 'system'"),

@@ -290,7 +290,7 @@ def test_units_that_are_open_lose_their_name_without_harm_and_their_bytes_with_a
     os.rename(tmp_path / "cache", tmp_path / "elsewhere")
     assert list(units) == in_memory(TEXTS, "text")
     os.truncate(tmp_path / "elsewhere" / tokens.FOLDER / units.path.name / "tokens.bin", 100)
-    with pytest.raises(DataError, match="cut short"):
+    with pytest.raises(DataError, match="truncated"):
         list(units)
 
 

@@ -27,7 +27,5 @@ def path(name: str) -> Path:
         KeyError: Nothing embedded has this name.
     """
     if name not in NAMES:
-        raise KeyError(
-            f"{name!r} is not embedded in dpllm, so there is nothing to load. Use one of: {', '.join(NAMES)}."
-        )
+        raise KeyError(f"{name!r} is not embedded in dpllm. Use one of: {', '.join(NAMES)}.")
     return NAMES[name]
