@@ -83,20 +83,19 @@ def curve(known: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _twins(known: argparse.Namespace, path: str, overrides: dict[str, Any], by: str) -> int:
-    from rich.table import Table
-
-    from dpllm.comparison.twin import train_twins
+    from dpllm.comparison.sweep import trained
+    from dpllm.comparison.twin import twins
     from dpllm.statement.run_files import read_run
 
     if known.tasks:
         raise ConfigError("--tasks compares runs, and a run and its twin are not compared. Leave it out.")
-    runs = train_twins(path, overrides, by=by, resume=known.resume, console=plain_console(stderr=known.json))
-    table, found = Table("run", "epsilon", "delta", "where"), {}
-    for run in runs:
-        record = read_run(run)
-        found[run.root.name] = {"epsilon": record.epsilon_spent, "delta": record.delta, "run": str(run.root)}
-        table.add_row(run.root.name, f"{record.epsilon_spent:.4f}", f"{record.delta:g}", str(run.root))
-    group = record.ledger.group if record.ledger else None
+    points, root = twins(path, overrides)
+    with trained(points, root, by=by, resume=known.resume, console=plain_console(stderr=known.json)) as runs:
+        record = read_run(runs[0])
+    assert record.ledger is not None
+    group = record.ledger.group
     assert group is not None
-    told = f"Together epsilon {group.epsilon:.4f} at delta {group.delta:g}. Publish {runs[0].export}; keep the twin."
-    return show(known, {**found, "together": group.to_json()} if known.json else table, told)
+    told = (
+        f"Together epsilon {group.epsilon:.4f} at delta {group.delta:g}. Publish {runs[0].export}; keep {runs[1].root}."
+    )
+    return show(known, {"runs": [str(run.root) for run in runs], "together": group.to_json()} if known.json else told)

@@ -24,8 +24,6 @@ from dpllm.files import as_json
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-    from dpllm.comparison.sweep import Point
-    from dpllm.comparison.twin import Together
     from dpllm.forecast.footprint import Footprint
     from dpllm.recipe.config import RunConfig
     from dpllm.run.promise import Decision
@@ -165,8 +163,11 @@ def plan(known: argparse.Namespace, rest: list[str]) -> int:
         return _show_keys()
     if known.recipe and (Path(known.recipe) / "config.yaml").is_file():  # the directory of a run
         known.recipe = str(Path(known.recipe) / "config.yaml")
-    points = _twins(known, rest) if known.twin else None
-    config = points[0].config if points else load_recipe(known, rest)
+    if known.twin:
+        from dpllm.comparison.twin import together, twins
+
+        points, _ = twins(*parse_recipe(known, rest))
+    config = points[0].config if known.twin else load_recipe(known, rest)
     if known.device and not known.model:
         raise ConfigError("--device says for which GPU --model counts memory. Type both.")
     if known.sweep and (known.model or known.after or known.twin):
@@ -175,36 +176,25 @@ def plan(known: argparse.Namespace, rest: list[str]) -> int:
         return _sweep(known, rest, config)
     from dpllm.forecast.advice import advise, released_by
     from dpllm.run.directory import RunDir
+    from dpllm.run.promise import Refusals
 
     released = released_by(RunDir(Path(known.after))) if known.after else None
-    seen = _decided(known, config)
-    refusals = list(seen.refusals)
-    needs = _footprint(config, seen, refusals, known.device) if known.model else None
+    seen, found = _decided(known, config), Refusals()
+    found.errors += seen.refusals
+    needs = _footprint(config, seen, found.errors, known.device) if known.model else None
     advice = advise(config, seen.plan, released) if seen.plan else []
-    both = _together(points, refusals) if points else None
+    both = found.attempt(together, points) if known.twin else None
     if known.json:
-        print(dump(_json(seen, needs, advice, refusals) | ({"twin": asdict(both)} if both else {})))
+        print(dump(_json(seen, needs, advice, found.errors) | ({"twin": both} if both else {})))
     else:
-        _show(known, seen, needs, [f"Advice: {text}" for text in advice] + [str(both)] * bool(both))
-    for error in refusals:
+        lines = [f"Advice: {text}" for text in advice]
+        if both:
+            total = "With its audit twin: epsilon {epsilon:.4f} at delta {delta:g} for both together".format(**both)
+            lines.append(f"{total}; dpllm sweep RECIPE --twin reserves and trains them as one group.")
+        _show(known, seen, needs, lines)
+    for error in found.errors:
         print(f"dpllm plan: {error}", file=sys.stderr)
-    return max((error.exit_code for error in refusals), default=0)
-
-
-def _twins(known: argparse.Namespace, rest: list[str]) -> list[Point]:
-    from dpllm.comparison.twin import twins
-
-    return twins(*parse_recipe(known, rest))[0]
-
-
-def _together(points: list[Point], refusals: list[DpllmError]) -> Together | None:
-    from dpllm.comparison.twin import together
-
-    try:
-        return together(points)
-    except DpllmError as error:
-        refusals += [] if str(error) in map(str, refusals) else [error]
-        return None
+    return max((error.exit_code for error in found.errors), default=0)
 
 
 def _decided(known: argparse.Namespace, config: RunConfig) -> Decision:

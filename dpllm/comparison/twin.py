@@ -1,42 +1,23 @@
 """A run to be published and its audit twin: one recipe without and with canaries of text, charged as one group.
 
-Comes in: a recipe. Goes out: what both promise together, or both of them trained, the twin audited. The twin trains on the same
-people again, so it is paid for, and its weights hold the canaries' text, so that nobody needs to publish it.
+Comes in: a recipe. Goes out: the recipes of both, which ``sweep.trained`` trains, and what they promise together. The twin trains
+on the same people again, so it is paid for, and its weights hold the canaries' text, so that nobody needs to publish it.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from dpllm.comparison.sweep import Point, plans_of, trained
+from dpllm.comparison.sweep import Point, plans_of
 from dpllm.errors import BudgetExceeded, ConfigError
 from dpllm.ledger import RunRequest, admission, open_ledger
 from dpllm.privacy.accounting import compose, stated
 from dpllm.recipe.audit import CanaryConfig
 from dpllm.recipe.config import load_config
-from dpllm.run.directory import RunDir
 from dpllm.run.promise import read_subject
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-
-@dataclass(frozen=True)
-class Together:
-    """What a run and its twin come to."""
-
-    epsilon: float
-    delta: float  # the budget's, or else the largest that one of them states
-
-    def __str__(self) -> str:
-        return (
-            f"With its audit twin: epsilon {self.epsilon:.4f} at delta {self.delta:g} for both together. dpllm sweep RECIPE "
-            "--twin reserves and trains them as one group."
-        )
 
 
 def twins(recipe: str | Path, overrides: Mapping[str, Any]) -> tuple[list[Point], Path]:
@@ -58,8 +39,8 @@ def twins(recipe: str | Path, overrides: Mapping[str, Any]) -> tuple[list[Point]
     return points, root
 
 
-def together(points: Sequence[Point]) -> Together:
-    """What both promise together. Writes nothing.
+def together(points: Sequence[Point]) -> dict[str, float]:
+    """What both promise together, at the budget's delta or else the largest that one of them states. Writes nothing.
 
     Raises:
         BudgetExceeded: The budget does not hold both.
@@ -74,13 +55,4 @@ def together(points: Sequence[Point]) -> Together:
         if account and (why := admission.refusal(account, asked)):
             raise BudgetExceeded(why, dataset=account.dataset, reason="over_budget")
     delta = account.budget.delta if account and account.budget else max(one.delta for one in asked)
-    return Together(stated(compose([one.event for one in asked]), delta, asked[0].relation)[0], delta)
-
-
-def train_twins(
-    recipe: str | Path, overrides: Mapping[str, Any], *, by: str, resume: bool, console: Console
-) -> list[RunDir]:
-    """Trains both and audits what has canaries; returns the run to be published, then the twin. Errors: see ``sweep.sweep``."""
-    points, root = twins(recipe, overrides)
-    with trained(points, root, by=by, resume=resume, console=console) as runs:
-        return runs
+    return {"epsilon": stated(compose([one.event for one in asked]), delta, asked[0].relation)[0], "delta": delta}
