@@ -28,7 +28,6 @@ from dpllm.model import loading
 from dpllm.privacy.releases import Statistic
 from dpllm.publish.filters import find_details
 from dpllm.publish.leaks import MOST_ROWS, WORDS, grams, spread, text_of, words
-from dpllm.publish.quality_figure import draw
 from dpllm.recipe.config import ModelConfig, RunConfig
 from dpllm.recipe.names import public_name
 from dpllm.run.directory import RunDir
@@ -69,7 +68,7 @@ class Side:
 def writer(embedding: str | None = None, tell: Callable[[str], None] = lambda line: None) -> Callable[..., Quality]:
     """``measure``, once it is sure that there is such an embedding; ``tell`` is called with what could not be measured.
 
-    What is private goes to private/synthetic-quality/quality.json, and a picture of all beside it.
+    What is private goes to private/synthetic-quality/quality.json.
     """
     if embedding is not None:
         loading.load_tokenizer(ModelConfig(name_or_path=embedding))
@@ -79,7 +78,6 @@ def writer(embedding: str | None = None, tell: Callable[[str], None] = lambda li
         missing, folder = private["not_measured"], run.private / FOLDER
         try:
             write_json(folder / "quality.json", {"public": public.to_json(), **private}, mode=0o600)
-            draw({**public.figures, **private["figures"]}, private["membership"], folder / "quality.png")
         except OSError as error:
             missing = [*missing, f"private figures: {folder} cannot be written ({error.strerror})"]
         for line in missing:

@@ -246,8 +246,8 @@ def test_shares_are_those_of_the_commonest_codes_so_that_a_record_stays_small(tm
 def test_private_files_are_for_their_owner_alone(tmp_path: Path) -> None:
     run, config = a_run(tmp_path, TRAIN, HELD)
     quality.writer()(run, config, MADE, statement())
-    for name in ("quality.json", "quality.png"):
-        assert (run.private / quality.FOLDER / name).stat().st_mode & 0o077 == 0
+    assert [path.name for path in (run.private / quality.FOLDER).iterdir()] == ["quality.json"]
+    assert (run.private / quality.FOLDER / "quality.json").stat().st_mode & 0o077 == 0
     text = (run.private / quality.FOLDER / "quality.json").read_text()
     assert TRAIN[0]["text"] not in text
     assert not any(one.secret in text for one in canaries.load(run.canaries).canaries)
