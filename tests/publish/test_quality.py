@@ -187,7 +187,7 @@ def test_prompts_and_completions_are_measured_as_their_run_learned_them(tmp_path
     assert (public.figures["rows: synthetic"], private["figures"]["rows: training"]) == (2, len(TRAIN))
     assert private["figures"]["with 8 words of any training row"] == 0.5
     assert private["not_measured"] == [
-        "evaluation rows: the recipe names none", "membership: the recipe plants no canaries",
+        "evaluation rows: the recipe names none", "membership: the recipe plants no text",
     ]  # fmt: skip
 
 
