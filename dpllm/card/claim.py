@@ -142,16 +142,14 @@ def _check_audit(plan: PlanRecord | None, record: RunRecord, audit: AuditRecord)
         return
     fixed = plan.audit.to_json() if plan.audit else None
     rules = {
-        "is about canaries other than those fixed before training (the commitments differ), so it could have been chosen to look "
-        "good. Run dpllm audit again with the canaries of this run.": plan.canary_commitment
-        == audit.canaries.commitment,
-        "was made with another alpha or other tests than plan.json fixed before training, so they could have been chosen to look "
-        "good. Run dpllm audit again.": audit.settings.to_json() == fixed,
-        "tested another epsilon, delta or unit than plan.json promises, so its verdict is not about this run. Run dpllm audit "
-        "again.": audit.claim == Claim(plan.epsilon, plan.delta, plan.unit),
+        "about other canaries than": plan.canary_commitment == audit.canaries.commitment,
+        "made with another alpha or other tests than": audit.settings.to_json() == fixed,
+        "of another epsilon, delta or unit than": audit.claim == Claim(plan.epsilon, plan.delta, plan.unit),
     }
     if wrong := next((problem for problem, good in rules.items() if not good), None):
-        raise ConfigError(f"audit.json {wrong}")
+        raise ConfigError(
+            f"audit.json is {wrong} plan.json fixed before training, so its verdict is not about this run. Run dpllm audit again."
+        )
 
 
 def _terms(config: RunConfig, plan: PlanRecord, record: RunRecord) -> Terms:

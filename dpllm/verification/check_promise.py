@@ -26,18 +26,7 @@ from dpllm.statement.released import Release
 from dpllm.statement.run_files import PlanRecord
 from dpllm.verification import costs
 from dpllm.verification.costs import by, rounding
-from dpllm.verification.values import (
-    WRITE_AGAIN,
-    Check,
-    Published,
-    Wrong,
-    asserted,
-    close,
-    differences,
-    listed,
-    tried,
-    verified,
-)
+from dpllm.verification.values import Check, Published, Wrong, asserted, close, differences, listed, tried, verified
 
 ACCOUNTANT = "dp-accounting PLD"
 OTHER_RDP = 1e-2
@@ -227,21 +216,19 @@ def check_statistics(found: Published) -> Iterator[Check]:
     if shown is None:
         return
     if terms is None or (shown.unit, shown.neighbouring_relation) != (terms.unit, terms.neighbouring_relation):
-        raise Wrong(f"the statistics protect another unit than the run, or use another relation. {WRITE_AGAIN}")
+        raise Wrong(f"the statistics protect another unit than the run, or use another relation. {_AGAIN}")
     relation, slack = terms.neighbouring_relation, rounding(terms)
     if shown.delta * (terms.sampling.dataset_size - terms.sampling.canary_slots) >= 1:
-        raise Wrong(
-            f"the statistics' epsilon is stated at a delta of 1/N or more, which protects nobody. {WRITE_AGAIN}"
-        )
+        raise Wrong(f"the statistics' epsilon is stated at a delta of 1/N or more, which protects nobody. {_AGAIN}")
     if not shown.drawn or sum(one.event.epsilon for one in shown.releases) > costs.LARGE:
-        raise Wrong(f"the statistics were not drawn, or have an epsilon above {costs.LARGE:g}. {WRITE_AGAIN}")
+        raise Wrong(f"the statistics were not drawn, or have an epsilon above {costs.LARGE:g}. {_AGAIN}")
     for one in shown.releases:
         _check_release(one, shown.max_examples_per_unit)
     alone, both = costs.together([shown.event()], shown.delta, relation), None
     if found.record.guarantee:
         both = state.beside_run(shown, terms, True).with_run
     if not (close(shown.epsilon, alone, slack) and close(shown.with_run, both, slack)):
-        raise Wrong(f"statistics cost {alone:.6g}, with the run {both}, but other figures are stated. {WRITE_AGAIN}")
+        raise Wrong(f"statistics cost {alone:.6g}, with the run {both}, but other figures are stated. {_AGAIN}")
     with_run = "" if both is None else f", with the run {both:.6g} at delta {terms.delta:g}"
     yield verified(name, f"{len(shown.releases)} releases cost epsilon {alone:.6g} at delta {shown.delta:g}{with_run}.")
     yield asserted("values of statistics", "the author's word that OpenDP drew them from the data of this run.")
@@ -259,7 +246,7 @@ def _check_release(one: Release, rows: int) -> None:
         or any(differences(stated, told(asked, rows, one.event.epsilon)))
         or not _possible(asked, one.value)
     ):
-        raise Wrong(f"{one.statistic} is no statistic of dpllm, by that mechanism and with that error. {WRITE_AGAIN}")
+        raise Wrong(f"{one.statistic} is no statistic of dpllm, by that mechanism and with that error. {_AGAIN}")
 
 
 def _possible(asked: Statistic, value: Mapping[str, float] | None) -> bool:
@@ -283,22 +270,22 @@ def check_lineage(found: Published) -> Iterator[Check]:
         return
     parents = [lineage.base, *lineage.ancestors]
     if len(parents) > MOST_PARENTS:
-        raise Wrong(f"{len(parents)} earlier models are named, more than {MOST_PARENTS}. {WRITE_AGAIN}")
+        raise Wrong(f"{len(parents)} earlier models are named, more than {MOST_PARENTS}. {_AGAIN}")
     charged = found.record.composed and found.record.composed.dataset
     if charged != lineage.dataset and charged in [parent.dataset for parent in parents if parent.dataset]:
-        raise Wrong(f"an earlier model was trained on this run's dataset, but lineage denies it. {WRITE_AGAIN}")
+        raise Wrong(f"an earlier model was trained on this run's dataset, but lineage denies it. {_AGAIN}")
     for parent in parents:
         _check_parent(parent)
     mine = [parent for parent in parents if parent.dataset is not None and parent.dataset == lineage.dataset]
     if lineage.same_dataset != bool(mine):
-        raise Wrong(f"same_dataset contradicts the datasets that are named. {WRITE_AGAIN}")
+        raise Wrong(f"same_dataset contradicts the datasets that are named. {_AGAIN}")
     if found.record.guarantee and any(not parent.guarantee for parent in mine):
         raise Wrong("an earlier model was trained on the same dataset without a guarantee. Do not rely on this one.")
     if lineage.composed is not None:
         yield _total(found.record.terms, lineage.composed, mine)
         return
     if mine and found.record.guarantee and not lineage.reason:
-        raise Wrong(f"earlier models were trained on the same dataset, but no total is stated. {WRITE_AGAIN}")
+        raise Wrong(f"earlier models were trained on the same dataset, but no total is stated. {_AGAIN}")
     yield asserted("lineage", f"{listed([parent.name for parent in parents])}: no total is stated ({lineage.reason}).")
 
 
@@ -306,22 +293,22 @@ def _check_parent(parent: Ancestor) -> None:
     """Its epsilon against its event."""
     if not parent.guarantee:
         if parent.event is not None or parent.epsilon is not None:
-            raise Wrong(f"{parent.name} states numbers but no guarantee. {WRITE_AGAIN}")
+            raise Wrong(f"{parent.name} states numbers but no guarantee. {_AGAIN}")
         return
     relation = parent.neighbouring_relation
     if parent.epsilon is None or parent.delta is None or parent.event is None or relation not in get_args(Relation):
-        raise Wrong(f"{parent.name} states a guarantee but no numbers. {WRITE_AGAIN}")
+        raise Wrong(f"{parent.name} states a guarantee but no numbers. {_AGAIN}")
     least, coarse = costs.pld(parent.event, parent.delta, cast(Relation, relation))
     if not math.isfinite(least) or parent.epsilon < least * (1 - (costs.COARSE if coarse else costs.OTHER_VERSION)):
-        raise Wrong(f"{parent.name} states epsilon {parent.epsilon:g}, but its event costs {least:.6g}. {WRITE_AGAIN}")
+        raise Wrong(f"{parent.name} states epsilon {parent.epsilon:g}, but its event costs {least:.6g}. {_AGAIN}")
 
 
 def _total(terms: Terms | None, stated: ComposedLineage, mine: list[Ancestor]) -> Check:
     total, why = together(mine, terms)
     if terms is None or total is None:
-        raise Wrong(f"a total is stated, but there is none: {why}. {WRITE_AGAIN}")
+        raise Wrong(f"a total is stated, but there is none: {why}. {_AGAIN}")
     if stated.delta != total.delta or not close(stated.epsilon, total.epsilon, rounding(terms)):
         raise Wrong(
-            f"together: {total.epsilon:.6g} at delta {total.delta:g}, not {stated.epsilon:g} at {stated.delta:g}. {WRITE_AGAIN}"
+            f"together: {total.epsilon:.6g} at delta {total.delta:g}, not {stated.epsilon:g} at {stated.delta:g}. {_AGAIN}"
         )
     return verified("lineage", f"with {len(mine)} earlier models on the same dataset: epsilon {total.epsilon:.6g}.")
