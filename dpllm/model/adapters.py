@@ -57,19 +57,18 @@ def start_from(model: PeftModel, folder: Path, sha256: str | None = None) -> Non
         content = (folder / "adapter_model.safetensors").read_bytes()
         if sha256 not in (None, hashlib.sha256(content).hexdigest()):
             raise Refused(
-                f"model.adapter {folder}: its weights were exchanged after they were judged, so the run's lineage would be of "
-                "others. Start again, and let nobody write there meanwhile."
+                f"model.adapter {folder}: its weights changed while the run was starting, so the run's lineage would be wrong. "
+                "Start again, and do not change the folder meanwhile."
             )
         saved = load(content)
     except (OSError, SafetensorError, KeyError) as error:  # KeyError: numbers of a type that torch has not
         raise ConfigError(
-            f"model.adapter {folder}: its weights cannot be read ({type(error).__name__}), so there is nothing to start from. "
-            "Take a whole copy."
+            f"model.adapter {folder}: its weights cannot be read ({type(error).__name__}). Use an undamaged copy."
         ) from None
     for name, tensor in saved.items():
         if not tensor.is_floating_point() or not tensor.float().isfinite().all():
             raise ConfigError(
-                f"model.adapter {folder}: {name} holds what is no finite number, so no step can learn. Take an undamaged copy."
+                f"model.adapter {folder}: {name} has a value that is not finite, so training would fail. Use an undamaged copy."
             )
     mine = get_peft_model_state_dict(model, save_embedding_layers=False)
     theirs, ours = ({name: tensor.shape for name, tensor in of.items()} for of in (saved, mine))
@@ -77,8 +76,8 @@ def start_from(model: PeftModel, folder: Path, sha256: str | None = None) -> Non
         layers = sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in saved if ".lora_" in name})
         differs = min(theirs.items() ^ ours.items())[0]
         raise ConfigError(
-            f"model.adapter {folder}: {differs} is not there and in the recipe's adapter in one shape, so some of it would be "
-            "lost or start at random. Name its base model, its adapter.modules_to_save, and its layers: "
+            f"model.adapter {folder}: {differs} differs between it and the recipe's adapter (missing or of another shape), so "
+            "some of it would be lost or start at random. Name its base model, its adapter.modules_to_save, and its layers: "
             f"--adapter.target_modules '[{', '.join(layers)}]'."
         )
     set_peft_model_state_dict(model, saved)
@@ -98,8 +97,7 @@ def blocks(model: Any) -> tuple[str, nn.ModuleList]:
     lists = [item for item in lists if id(item[1]) in within] or lists  # ModernBERT calls its head a decoder
     if not lists:
         raise ConfigError(
-            "the base model has no list of decoder blocks, so its last blocks and their linear layers cannot be found. "
-            "Use another base model."
+            "the base model has no list of decoder blocks, so the layers to train cannot be found. Use another base model."
         )
     return max(lists, key=lambda item: sum(parameter.numel() for parameter in item[1].parameters()))
 
@@ -194,8 +192,9 @@ def _add_lora(model: Any, adapter: LoraConfig, name: str) -> Any:
         for path, parameter in peft_model.named_parameters():
             if ".lora_embedding_A." in path:
                 raise ConfigError(
-                    "adapter.lora_a: frozen, and peft starts the first factor of an embedding's adapter at zero, so that the "
-                    "second would never learn. Take the embedding out of adapter.target_modules, or set adapter.lora_a: trained."
+                    "adapter.lora_a: frozen does not work for an embedding: peft initialises the first factor of its adapter "
+                    "to zero, so the second would never learn. Remove the embedding from adapter.target_modules, or set "
+                    "adapter.lora_a: trained."
                 )
             if ".lora_A." in path:
                 parameter.requires_grad_(False)
@@ -218,7 +217,7 @@ def _check_modules_to_save(model: Any, adapter: LoraConfig, targets: Any) -> Non
             _refuse_packed(names[name], f"adapter.modules_to_save: {wanted!r}")
         if not isinstance(targets, str) and wanted in targets:
             raise ConfigError(
-                f"adapter.modules_to_save: {wanted!r} also gets an adapter. Take it out of this list or of target_modules."
+                f"adapter.modules_to_save: {wanted!r} also gets an adapter. Remove it from this list or from target_modules."
             )
 
 
@@ -276,8 +275,8 @@ def unfreeze(model: Any, adapter: FrozenConfig) -> None:
         head = model.get_output_embeddings()
         if head is None:
             raise ConfigError(
-                f"adapter.lm_head: true, but {type(model).__name__} names no output head that could train. "
-                "Set adapter.lm_head: false."
+                f"adapter.lm_head: true, but {type(model).__name__} has no output head that could train. Set adapter.lm_head: "
+                "false."
             )
         chosen.append(head)
     for module in chosen:
@@ -290,6 +289,6 @@ def unfreeze(model: Any, adapter: FrozenConfig) -> None:
 def _refuse_packed(module: nn.Module, who: str) -> None:
     if any(not parameter.is_floating_point() for parameter in module.parameters()):
         raise ConfigError(
-            f"{who} trains whole weights, and these are packed in few bits, which no gradient can move. Give them adapters "
-            "(adapter.method: lora, adapter.target_modules), or use the unquantised checkpoint and model.quantization: null."
+            f"{who} trains whole weights, but quantised weights cannot be trained. Give them adapters (adapter.method: lora, "
+            "adapter.target_modules), or use the unquantised checkpoint and model.quantization: null."
         )

@@ -37,13 +37,13 @@ def adapter_on_base(path: Path, base: str | None, device: torch.device) -> tuple
         config: Any = PeftConfig.from_pretrained(str(path))
     except Exception as error:  # whatever a file that is no configuration makes peft raise
         raise ConfigError(
-            f"{path / ADAPTER_CONFIG}: is no configuration of an adapter that this version of peft knows "
+            f"{path / ADAPTER_CONFIG}: is not an adapter configuration that this version of peft can read "
             f"({type(error).__name__}). Check the file, or pip install -U peft."
         ) from None
     stated = config.base_model_name_or_path or None
     name = base or stated
     if name is None:
-        raise ConfigError(f"{path / ADAPTER_CONFIG}: names no base model, so nothing can be loaded. Type --base NAME.")
+        raise ConfigError(f"{path / ADAPTER_CONFIG}: names no base model. Type --base NAME.")
     if config.is_prompt_learning:
         raise ConfigError(
             f"{path}: a {config.peft_type.value} adapter puts virtual tokens before a text, so its scores cannot be compared "
@@ -57,8 +57,8 @@ def adapter_on_base(path: Path, base: str | None, device: torch.device) -> tuple
     tokenizer = _tokenizer(path, settings, int(net.get_input_embeddings().weight.shape[0]))
     if not (path / WEIGHTS).is_file():
         raise ConfigError(
-            f"{path}: holds no {WEIGHTS}, so there is nothing to score. Save the adapter in this format (an "
-            "adapter_model.bin is no longer read)."
+            f"{path}: holds no {WEIGHTS}, so there are no weights to score. Save the adapter in this format (adapter_model.bin "
+            "is no longer read)."
         )
     kind = f"{config.peft_type.value} adapter"
     matches = stated in (None, name) or Path(loading.source(stated)).name == Path(loading.source(name)).name
@@ -77,18 +77,17 @@ def _tuned(path: Path, net: Any, name: str) -> Any:
         # What is switched off with the adapter: embeddings of the base that are stored beside it are not.
         wanted = len(get_peft_model_state_dict(tuned, save_embedding_layers=False))
         if missing or stored != wanted:
-            why = f"{stored} tensors are stored and {wanted} have a place in it"
+            why = f"{stored} tensors are stored, but the model has {wanted}"
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, OSError, SafetensorError) as error:
         why = type(error).__name__
         if "size mismatch" in str(error):
             why = "its tensors have other shapes"
         if "not found in the base model" in str(error):
-            why = "the layers that it changes are not in it"
+            why = "it lacks the layers that the adapter changes"
     if why:
         raise ConfigError(
-            f"{path}: the adapter does not match the base model {name} ({why}), so the two together are not the model that was "
-            "trained. Type its true base as --base. An adapter that stores whole embeddings has to be merged, and the merged "
-            "model audited."
+            f"{path}: the adapter does not match the base model {name} ({why}), so together they are not the model that was "
+            "trained. Type its true base as --base; an adapter that stores whole embeddings has to be merged first."
         )
     return tuned.eval()
 
@@ -97,16 +96,13 @@ def whole_beside_base(path: Path, base: str | None, device: torch.device) -> tup
     """The same of a whole model and its base, which has to be named."""
     if base is None:
         raise ConfigError(
-            f"{path}: is a whole model, and nothing says what it was trained from, with which it has to be compared. Type "
-            "--base NAME."
+            f"{path}: is a whole model that does not name its base, which the audit compares it with. Type --base NAME."
         )
     settings = ModelConfig(name_or_path=base)
     try:
         tuned = loading.load_base(ModelConfig(name_or_path=str(path)), device)
     except ConfigError:
-        raise ConfigError(
-            f"{path}: no causal language model could be loaded from it, so there is nothing to score. Check its files."
-        ) from None
+        raise ConfigError(f"{path}: no causal language model could be loaded from it. Check its files.") from None
     try:
         other = transformers.AutoConfig.from_pretrained(loading.source(base)).get_text_config()
     except Exception:  # transformers raises OSError, ValueError, KeyError and Hub errors here
@@ -114,7 +110,7 @@ def whole_beside_base(path: Path, base: str | None, device: torch.device) -> tup
     own = tuned.config.get_text_config()
     if different := [key for key in _SHAPE if getattr(own, key, None) != getattr(other, key, None)]:
         raise ConfigError(
-            f"--base {base}: is not what {path} was trained from: they differ in {', '.join(different)}, so a difference "
+            f"--base {base}: is not what {path} was trained from: they differ in {', '.join(different)}, so the difference "
             "between their scores would say nothing about training. Type the true base."
         )
     size = min(int(tuned.get_input_embeddings().weight.shape[0]), int(other.vocab_size))
@@ -129,15 +125,15 @@ def _tokenizer(path: Path, base: ModelConfig, size: int) -> Any:
         tokenizer = loading.load_tokenizer(ModelConfig(name_or_path=str(path)) if own else base)
     except ConfigError:
         raise ConfigError(
-            f"{path if own else name}: holds no fast tokenizer that could be loaded, so no text can be read as the model reads "
-            "it. Put the tokenizer.json of training into it."
+            f"{path if own else name}: holds no fast tokenizer that could be loaded. Copy the tokenizer.json used in training "
+            "into it."
         ) from None
     vocabulary = tokenizer.get_vocab()
     largest = max(vocabulary.values(), default=0)
     if largest >= size:
         raise ConfigError(
-            f"{path}: its tokenizer has tokens up to {largest}, and {name} embeds {size}, so the base cannot read them. Type the "
-            "base that was trained from, or the tokenizer that belongs to it."
+            f"{path}: its tokenizer has tokens up to {largest}, and {name} embeds {size}, so the base cannot read them. Type "
+            "the base that the model was trained from, or use the tokenizer that belongs to it."
         )
     try:
         known = loading.load_tokenizer(base).get_vocab()
@@ -145,14 +141,14 @@ def _tokenizer(path: Path, base: ModelConfig, size: int) -> Any:
         known = vocabulary
     if different := sum(vocabulary.get(token) != index for token, index in known.items()):
         raise ConfigError(
-            f"{path}: its tokenizer gives {different} tokens of {name} another number, so the two models do not read the same "
-            "text. Type the base that was trained from."
+            f"{path}: its tokenizer numbers {different} tokens differently from {name}, so the two models do not read the same "
+            "text. Type the base that the model was trained from."
         )
     return tokenizer
 
 
 def _no_base(said: str) -> ConfigError:
     return ConfigError(
-        f"{said}: no causal language model could be loaded from there, and without the base nothing can be compared. Type "
-        "--base with the Hub id or the directory of the base."
+        f"{said}: no causal language model could be loaded from there, and the audit needs the base for comparison. Type --base "
+        "with the Hub id or the directory of the base."
     )

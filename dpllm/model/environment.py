@@ -32,7 +32,7 @@ KERNELS = (
 def need(package: str, key: str) -> None:
     """Refuses, with a ConfigError, what a key of the recipe asks of a package that is not there; nothing is imported."""
     if importlib.util.find_spec(package) is None:
-        raise ConfigError(f"{key} needs a package, and {package} is not installed. Type: pip install {package}")
+        raise ConfigError(f"{key} needs {package}, which is not installed. Type: pip install {package}")
 
 
 def versions() -> dict[str, str]:

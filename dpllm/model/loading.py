@@ -82,8 +82,8 @@ def load_tokenizer(model: ModelConfig) -> Any:
         raise _not_found(model, "tokenizer", error) from None
     if not tokenizer.is_fast:
         raise ConfigError(
-            f"{model.name_or_path}: has no fast tokenizer, whose offsets tell which tokens are learned. "
-            "Use a model with a tokenizer.json."
+            f"{model.name_or_path}: has no fast tokenizer, whose offsets are needed to mask tokens. Use a model with a "
+            "tokenizer.json."
         )
     return tokenizer
 
@@ -201,7 +201,7 @@ def shrunken(config: RunConfig, model: Any, device: torch.device) -> Any:
             net = adapters.attach(net, config.model_copy(update={"adapter": adapter}))
         except Exception as error:  # whatever a model class of the Hub raises
             raise Refused(
-                f"the self-check needs a small float32 copy of {type(model).__name__}, and none could be built "
+                f"the self-check needs a small float32 copy of {type(model).__name__}, which could not be built "
                 f"({type(error).__name__}). Set train.precision: fp32 and model.dtype: float32."
             ) from None
     without_dropout(net)
@@ -265,8 +265,8 @@ def check_finite(model: Any, where: str) -> None:
     for name, tensor in model.named_parameters():
         if tensor.is_floating_point() and not bool(tensor.detach().isfinite().all()):
             raise Refused(
-                f"{where}: {name} holds what is no finite number, so the model can neither write nor be scored: its training "
-                "diverged, or the file is damaged. Lower train.learning_rate and train again."
+                f"{where}: {name} has a value that is not finite: the training diverged, or the file is damaged. Lower "
+                "train.learning_rate and train again."
             )
 
 
@@ -296,7 +296,8 @@ def _check_outliers(model: Any) -> None:
     if getattr(settings, "load_in_8bit", False) and getattr(settings, "llm_int8_threshold", 0.0) > 0:
         raise Refused(
             "the checkpoint is quantised to 8 bits with outlier columns, which all rows of a batch share, so one row would "
-            "change what other rows add, unclipped. Use the unquantised checkpoint with model.quantization: 8bit or 4bit."
+            "change the contributions of others, unclipped. Use the unquantised checkpoint with model.quantization: 8bit or "
+            "4bit."
         )
 
 

@@ -226,12 +226,12 @@ def explained(config: RunConfig, size: int) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise
-        less = f"what needs less memory: {_other_knobs(config)}"
+        less = f"a setting that needs less memory: {_other_knobs(config)}"
         if size > 1:
             less = f"train.physical_batch_size: {size // 2} or less"
         raise ConfigError(
             f"out of memory with {size} sequences in one forward pass, so the run ended early; its steps so far stay charged. "
-            f"Close what else uses this memory, or set {less}; and add --resume where checkpoints were kept."
+            f"Close other programs that use this memory, or set {less}; add --resume if there is a checkpoint."
         ) from None
 
 

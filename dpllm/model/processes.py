@@ -46,8 +46,9 @@ def join() -> PartialState:
         state = PartialState(cpu=not torch.accelerator.is_available(), timeout=TO_COME)
     except distributed.DistError as error:
         raise DpllmError(
-            f"the processes of the run did not find each other within {TO_COME.seconds // 60} minutes: one ended before, and its "
-            "own messages say why, or the address or port of the first cannot be reached. Nothing was reserved. Start all again."
+            f"the processes of the run did not find each other within {TO_COME.seconds // 60} minutes: one ended earlier (its "
+            "own messages say why), or the address or port of the first cannot be reached. Nothing was reserved. Start all "
+            "again."
         ) from error
     if several():
         _set_pg_timeout(NEVER)
@@ -55,7 +56,7 @@ def join() -> PartialState:
     if started != state.num_processes:
         raise ConfigError(
             f"the launcher started {started} processes, but they form a group of {state.num_processes}: each would train and "
-            "charge the ledger alone. Use a launch file of recipes/accelerate/, or one process."
+            "charge the ledger by itself. Use a launch file of recipes/accelerate/, or one process."
         )
     return state
 
@@ -66,8 +67,8 @@ def check_devices() -> None:
     local = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0")) + 1)
     if gpus and local > gpus:
         raise ConfigError(
-            f"{local} processes were started on a machine that shows {gpus} GPU{'s' if gpus > 1 else ''}: each needs one of its "
-            f"own. Type --num_processes {gpus} (accelerate; for several machines, of all of them together) or "
+            f"{local} processes were started on a machine that shows {gpus} GPU{'s' if gpus > 1 else ''}: each process needs "
+            f"its own. Type --num_processes {gpus} (accelerate; for several machines, of all of them together) or "
             f"--nproc_per_node {gpus} (torchrun), or free the other GPUs; CUDA_VISIBLE_DEVICES may hide some."
         )
 
@@ -123,8 +124,8 @@ def check_rounding(facts: Mapping[str, Any]) -> None:
     """
     if unequal := _first_unequal(facts):
         raise Refused(
-            f"{unequal}, so they would round the same unit in different ways, and one more unit would move what others add. Use "
-            "machines of one kind with the same settings, or one process."
+            f"{unequal}, so they would round the same unit differently, and one more unit would change the contributions of "
+            "others. Use machines of one kind with the same settings, or one process."
         )
 
 
@@ -157,9 +158,9 @@ def check_same_weights(parameters: Iterable[Tensor], step: int) -> None:
     distributed.all_reduce(both, op=distributed.ReduceOp.MAX)
     if int(both[0]) != ~int(both[1]):
         raise Refused(
-            f"after step {step} the processes no longer hold the same weights, so they no longer train the model to which noise "
-            "was added. Nothing is exported, and the steps stay charged. Look for unequal machines or bad memory: resume from "
-            "the last checkpoint on fewer of them."
+            f"after step {step} the processes no longer hold the same weights, so they no longer train one model. Nothing is "
+            "exported, and the steps stay charged. Look for unequal machines or faulty memory, and resume from the last "
+            "checkpoint on fewer processes."
         )
 
 
@@ -228,7 +229,7 @@ def stop_signal() -> Iterator[list[int]]:
         if received and number == signal.SIGINT:
             raise KeyboardInterrupt
         received.append(number)
-        sys.stderr.write("dpllm: stops after this step and writes a checkpoint; a second Ctrl-C stops at once.\n")
+        sys.stderr.write("dpllm: stopping after this step, with a checkpoint; a second Ctrl-C stops at once.\n")
 
     before = {number: signal.signal(number, remember) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

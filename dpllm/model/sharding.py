@@ -47,20 +47,20 @@ def check(config: RunConfig) -> None:
     if not isinstance(config.adapter, LoraConfig):
         raise Refused(
             "adapter.method frozen trains layers of the base model, and a sharded base (distributed_type: FSDP) gives each "
-            "process a part of them, while clipping needs every example's gradient of the whole layer. "
-            "Set adapter.method: lora, or launch with recipes/accelerate/gpu_ddp.yaml."
+            "process only a part of them, while clipping needs per-example gradients of whole layers. Set adapter.method: "
+            "lora, or launch with recipes/accelerate/gpu_ddp.yaml."
         )
     if config.model.quantization is not None:
         raise Refused(
-            f"model.quantization {config.model.quantization} packs weights with scales beside them, which sharding would tear "
-            "apart. Set model.quantization: null, or launch with recipes/accelerate/gpu_ddp.yaml: a quantised base is a "
+            f"model.quantization {config.model.quantization} stores weights with separate scales, which sharding would "
+            "separate. Set model.quantization: null, or launch with recipes/accelerate/gpu_ddp.yaml: a quantised base is a "
             "quarter or half as large."
         )
     _check_plugin(_plugin())
     if not processes.several():
         raise ConfigError(
-            "the launch file asks for a sharded base (distributed_type: FSDP), but there is one process, which would hold all "
-            "of it. Start several, or launch with recipes/accelerate/gpu.yaml."
+            "the launch file asks for a sharded base (distributed_type: FSDP), but there is only one process, which would hold "
+            "all of it. Start several, or launch with recipes/accelerate/gpu.yaml."
         )
 
 
@@ -83,7 +83,7 @@ def _check_plugin(plugin: FullyShardedDataParallelPlugin) -> None:
     wishes = {
         "fsdp_offload_params: true": (
             isinstance(plugin.cpu_offload, CPUOffloadPolicy),
-            "every block would cross to the device again for each physical batch, and it was never measured here",
+            "every block would be copied to the device again for each physical batch, which was never tested",
             "false",
         ),
         "fsdp_reshard_after_forward: false": (
@@ -99,19 +99,21 @@ def _check_plugin(plugin: FullyShardedDataParallelPlugin) -> None:
         "fsdp_auto_wrap_policy": (
             # The plugin makes one value of NO_WRAP and of nothing.
             os.environ.get("FSDP_AUTO_WRAP_POLICY", "TRANSFORMER_BASED_WRAP").upper() != "TRANSFORMER_BASED_WRAP",
-            "what is gathered together is a decoder block",
+            "dpllm gathers one decoder block at a time",
             "TRANSFORMER_BASED_WRAP",
         ),
-        "fsdp_ignored_modules": (bool(plugin.ignored_modules), "what is not sharded is decided by what trains", "null"),
+        "fsdp_ignored_modules": (bool(plugin.ignored_modules), (
+            "the layers that train decide what is not sharded"
+        ), "null"),
         "use_parallelism_config": (
             bool(parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG")),
-            "all processes share one base, and none shares the rows of another",
+            "all processes share one base model, but not rows",
             "false",
         ),
     }  # fmt: skip
     for wish, (wished, why, instead) in wishes.items():
         if wished:
-            raise Refused(f"the launch file sets {wish}, which cannot be held: {why}. Set it to {instead}.")
+            raise Refused(f"the launch file sets {wish}, which is not supported: {why}. Set it to {instead}.")
 
 
 @contextlib.contextmanager
@@ -193,13 +195,13 @@ def _to_cut(units: list[nn.Module]) -> set[int]:
     for unit in units:
         if any(not p.is_floating_point() for p in unit.parameters()):
             raise Refused(
-                "the base model's files are quantised: they pack weights with scales beside them, which sharding would tear "
-                "apart. Name the unquantised model, or launch with recipes/accelerate/gpu_ddp.yaml."
+                "the base model's files are quantised: they store weights with separate scales, which sharding would separate. "
+                "Name the unquantised model, or launch with recipes/accelerate/gpu_ddp.yaml."
             )
         mine = {id(p) for name, p in unit.named_parameters() if not p.requires_grad and p.dim() and "lora_" not in name}
         if mine & found:
             raise Refused(
-                "decoder blocks of the base model share weights, so that gathering one would change another. Launch with "
+                "decoder blocks of the base model share weights, so gathering one would change another. Launch with "
                 "recipes/accelerate/gpu_ddp.yaml."
             )
         found |= mine
@@ -227,7 +229,7 @@ def _try(model: Any, device: torch.device) -> None:
             raise
         raise Refused(
             f"{type(model.get_base_model()).__name__} uses weights outside the layer that holds them ({type(error).__name__}), "
-            "which works only where they are whole. Launch with recipes/accelerate/gpu_ddp.yaml."
+            "which needs them unsharded. Launch with recipes/accelerate/gpu_ddp.yaml."
         ) from error
     finally:
         for module in training:

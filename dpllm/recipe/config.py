@@ -156,7 +156,7 @@ class DataConfig(Section):
     of up to max_examples_per_unit rows then follows from a mixture of Gaussians (Charles et al. 2024)."""
     template: str | None = None
     """How prompt and completion become one text, such as "{prompt}\\n### Answer:\\n{completion}"; all before the completion is
-    masked. null: one space stands between the two, unless the data bring their own. Of format prompt_completion alone."""
+    masked. null: one space between the two, unless the data already have whitespace there. For format prompt_completion only."""
     max_length: int = Field(default=512, ge=2)
     """Most tokens in one sequence."""
     long_examples: Literal["chunk", "truncate", "refuse"] = "truncate"
@@ -221,11 +221,11 @@ class DataConfig(Section):
             return None
         if re.findall(r"\{\w*\}", value) != ["{prompt}", "{completion}"] or not value.endswith("{completion}"):
             raise ValueError(
-                "should hold {prompt} and then {completion}, each once, no other field, and end there: the end token follows"
+                "should hold {prompt}, then {completion}, each once, no other field, and end there: the end token follows"
             )
         if "\\n" in value:
             raise ValueError(
-                'holds a backslash and an n, not a line end; write it in double quotes, as "{prompt}\\n{completion}"'
+                'has a backslash and an n, not a line end; write it in double quotes, as "{prompt}\\n{completion}"'
             )
         return value
 

@@ -118,8 +118,8 @@ def check_processes(config: RunConfig, state: PartialState) -> None:
         sharding.check(config)
     if state.num_processes > config.train.batch_size:
         raise ConfigError(
-            f"{state.num_processes} processes share an expected batch of {config.train.batch_size} units, so that some would "
-            f"mostly wait. Start at most {config.train.batch_size}, or raise train.batch_size."
+            f"{state.num_processes} processes share an expected batch of {config.train.batch_size} units, so some would mostly "
+            f"be idle. Start at most {config.train.batch_size}, or raise train.batch_size."
         )
 
 
@@ -135,7 +135,7 @@ def prepare(config: RunConfig, start: Start, state: PartialState, console: Conso
         run.private.mkdir(mode=0o700, parents=True, exist_ok=True)  # before the first copy of private data lies in it
     except OSError as error:
         raise ConfigError(
-            f"{run.root}: cannot be written to ({error.strerror}), and every process keeps tokens there. Type another "
+            f"{run.root}: cannot be written to ({error.strerror}), and every process stores tokens there. Type another "
             "--output_dir."
         ) from None
     try:
@@ -256,7 +256,7 @@ def _canaries(config: RunConfig, run: RunDir, resume: bool, tokenizer: Any, devi
         plan = canaries.load(run.canaries)
         if run.plan.exists() and read_plan(run).canary_commitment != plan.commitment:
             raise ConfigError(
-                f"{run.canaries}: these are not the canaries that the run began with, so no audit could count on them. Restore "
+                f"{run.canaries}: these are not the canaries that the run began with, so no audit could rely on them. Restore "
                 "the file, or train again."
             )
         return plan
@@ -318,8 +318,8 @@ def _groups_key(config: RunConfig, run: RunDir, plan: Plan | None, resumed: Resu
         if saved.bands == plan.bands and saved.digest == resumed.groups:
             return saved.key
     raise Refused(
-        f"{run.groups}: not the groups that the run began with, so a unit could join in two turns of one round, which no "
-        "accountant counts. Restore the file, or start anew with --overwrite."
+        f"{run.groups}: not the groups that the run began with, so a unit could take part twice in one round, which no "
+        "accountant covers. Restore the file, or start anew with --overwrite."
     )
 
 
@@ -350,8 +350,8 @@ def _units(
         assert decision.subject is not None
         if table.digest != decision.subject.digest:
             raise Refused(
-                f"data.train ({settings.train}) changed after its records were counted and recognised, so the promise would be "
-                "about other people. Start again, and leave the file alone meanwhile."
+                f"data.train ({settings.train}) changed while the run was starting, so the guarantee would be about other "
+                "people. Start again, and do not change the file meanwhile."
             )
         rows = table, data.sampled_rows(table, settings)
     table, groups = rows
@@ -366,8 +366,8 @@ def _units(
         units = units.with_slots([*slots, *[None] * len(planted.gradient_coins)])
     if decision.resumed and decision.resumed.units not in (None, units.digest):
         raise Refused(
-            f"{run.root}: data.train now holds other units than the run began with (their rows, their owners or their order), so "
-            "its steps would count for people whom it does not protect. Put the file of that time back, or start anew."
+            f"{run.root}: data.train now holds other units than the run began with (their rows, owners or order), so its steps "
+            "would be charged to the wrong people. Restore the file, or start anew."
         )
     return table, units
 
@@ -392,8 +392,8 @@ def _vocabulary(
     sequences = itertools.chain((sequence for unit in units if unit for sequence in unit.sequences), held_out)
     if made > known and any(max(sequence.input_ids) >= known for sequence in sequences):
         raise ConfigError(
-            f"{config.model.name_or_path}: the tokenizer has {made} tokens and the model embeddings of {known}, and the data "
-            "hold some that have none, which the model cannot read. Use the tokenizer that the model was trained with, or give "
-            f"the model more: model.resize_token_embeddings({made}), save it, and name that directory."
+            f"{config.model.name_or_path}: the tokenizer has {made} tokens but the model only {known} embeddings, and the data "
+            "contain tokens without one. Use the tokenizer that the model was trained with, or give the model more: "
+            f"model.resize_token_embeddings({made}), save it, and name that directory."
         )
     return min(known, made)

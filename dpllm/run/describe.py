@@ -78,8 +78,8 @@ class Offer:
         with alone(output, output.with_name(f".{output.name}.lock")):
             if output.exists():
                 raise ConfigError(
-                    f"--output {output}: holds what was released before, which would be lost, and to release it again costs "
-                    "again. Type another."
+                    f"--output {output}: holds an earlier release, which would be lost, and releasing it again costs again. "
+                    "Type another."
                 )
             if self.refusal:
                 raise self.refusal
@@ -184,8 +184,8 @@ def _priced(
     drawn = [{**one, "value": value} for one, value in zip(releases, largest, strict=True)]
     if len(Statistics.pick({**fields, "releases": drawn}).model_dump_json(indent=2)) > MOST_TEXT:
         raise ConfigError(
-            "so many values or candidates are declared that no card could show what is released of them; that is paid for all "
-            "the same. Declare fewer: of several columns each combination is one."
+            "too many values or candidates are declared for a card to show what is released, and all of them would be paid "
+            "for. Declare fewer: with several columns, each combination counts."
         )
     return made, Statistics.pick({**fields, "releases": releases})
 
@@ -204,8 +204,8 @@ def _costs(shares: Sequence[float], epsilon: float, delta: float, relation: Rela
     found = costs(bisect_left(range(1, MOST_PERCENT + 1), True, key=exceeds))
     if min(found) < FINEST:
         raise ConfigError(
-            f"--epsilon {epsilon:g} leaves less than {FINEST:g} to one of {len(shares)} releases, which is all noise. Ask for "
-            "fewer, or raise --epsilon."
+            f"--epsilon {epsilon:g} leaves less than {FINEST:g} to one of {len(shares)} releases, which would be pure noise. "
+            "Ask for fewer, or raise --epsilon."
         )
     return found
 

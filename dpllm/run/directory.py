@@ -48,7 +48,7 @@ class RunDir(RunPaths):
         """Refuses, with a ConfigError, a place in export/ or private/ for what is made of a run."""
         if any(resolved(output).is_relative_to(resolved(part)) for part in (self.export, self.private)):
             raise ConfigError(
-                f"--output {output}: lies in a part of the run directory that belongs to the run. Type another directory."
+                f"--output {output}: lies in a part of the run directory that is reserved for the run. Type another directory."
             )
 
     def load_config(self) -> RunConfig:
@@ -63,8 +63,8 @@ class RunDir(RunPaths):
         trained = read_json(self.run).get("training_digest") if self.run.exists() else None
         if trained not in (None, names.of_training(config := load_config(self.config))):
             raise Refused(
-                f"{self.config}: was changed after the run, whose promise and record are about the recipe of that time. Restore "
-                "it (of a finished run only the section card may change), or train again."
+                f"{self.config}: was changed after the run, whose guarantee and record are about the original recipe. Restore "
+                "it (after a run only the section card may change), or train again."
             )
         return config
 
@@ -135,8 +135,8 @@ def check_directory(config: RunConfig, run: RunDir, *, resume: bool, overwrite: 
     ledger = resolved(config.privacy.ledger) if config.privacy.ledger else None
     if ledger and any(ledger.is_relative_to(resolved(part)) for part in (run.private, run.export)):
         raise ConfigError(
-            f"privacy.ledger {config.privacy.ledger} lies in the part of the run directory that a new run replaces, and the "
-            "budget would go with it. Keep it elsewhere; the run directory itself will do."
+            f"privacy.ledger {config.privacy.ledger} lies in a part of the run directory that a new run replaces, so the budget "
+            "would be lost. Keep it elsewhere; directly in the run directory is fine."
         )
     if resume:
         if status == "completed":
@@ -154,6 +154,6 @@ def check_directory(config: RunConfig, run: RunDir, *, resume: bool, overwrite: 
         )
     elif not overwrite and status is None and found - known:
         raise ConfigError(
-            f"{run.root}: holds no run, but {run.export.name}/ or {run.private.name}/ of something else, which a run replaces. "
-            "Type another --output_dir, or --overwrite if they may go."
+            f"{run.root}: is not a run, but holds {run.export.name}/ or {run.private.name}/ of something else, which a run "
+            "would replace. Type another --output_dir, or --overwrite to delete them."
         )

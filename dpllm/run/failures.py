@@ -27,9 +27,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from dpllm.errors import DpllmError, EndedElsewhere
 from dpllm.model import processes
 
-CHARGED = (
-    "Steps taken so far stay charged. Resume with --resume, on any number of processes, where a checkpoint was kept."
-)
+CHARGED = "Steps taken so far stay charged. If there is a checkpoint, go on with --resume, on any number of processes."
 LOOK_EVERY = 0.25  # seconds, as all of these
 TO_SAY, TO_LEAVE = 10.0, 5.0  # rank 0 has to say why, and waits for the others before it takes the store away
 TO_END = 10.0  # rank 0 has to write down how the run ended, once another rank has failed
@@ -109,12 +107,12 @@ class _Failures:
         if cause is None:
             if broken:
                 own = DpllmError(
-                    "another process of the run ended without a message (out of memory, perhaps, or its machine failed), so "
+                    "another process of the run ended without a message (perhaps out of memory, or its machine failed), so "
                     f"this one ends too ({type(error).__name__}). {CHARGED}"
                 )
             elif self._rank and not isinstance(error, DpllmError):
                 traceback.print_exception(error)  # on its own machine; another's message names only its kind
-            words = str(own) if isinstance(own, DpllmError) else f"{type(own).__name__}; see what it wrote"
+            words = str(own) if isinstance(own, DpllmError) else f"{type(own).__name__}; see its output"
             cause = self._post(words, getattr(own, "exit_code", 1), self._rank)
         if self._rank == 0 == cause["rank"]:
             self._set("said")
@@ -128,8 +126,8 @@ class _Failures:
         while not self.over.wait(LOOK_EVERY):
             if overdue := self._deadline.overdue():
                 self._post(
-                    f"{overdue} did not end within {self._deadline.seconds:g} s: a process hangs, or the network between them is "
-                    f"cut. {CHARGED} If a step takes that long, raise train.process_timeout."
+                    f"{overdue} did not end within {self._deadline.seconds:g} s: a process hangs, or the network between them "
+                    f"failed. {CHARGED} If a step takes that long, raise train.process_timeout."
                 )
             if (cause := self._cause()) is None:
                 continue

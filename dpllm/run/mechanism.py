@@ -61,14 +61,17 @@ def build_model(decision: Decision, device: torch.device, console: Console) -> t
     if dropout_off:
         rates = ", ".join(f"{name} {rate:g}" for name, rate in dropout_off.items())
         console.print(
-            f"The base model's dropout is off, as its masks would tie what one unit adds to the others: {rates}"
+            "The base model's dropout is turned off, because its masks would make the contribution of one unit depend on the "
+            f"others: {rates}"
         )
     auto = config.adapter.method == "lora" and config.adapter.target_modules == "auto"
     if apart := adapters.left_out(net) if auto else []:
-        what = "routers, experts and others whose gradients of single rows or adapters cannot be had"
+        what = "routers, experts and other layers for which adapters or per-example gradients are not possible"
         console.print(f"adapter.target_modules: auto leaves out {', '.join(apart)}: {what}.")
     if adapters.untied(net):
-        console.print("The base model ties its head to its input embedding; what trains is a copy, so they are untied.")
+        console.print(
+            "The base model ties its head to its input embedding; a copy of it trains, so the two are untied."
+        )
     return net, dropout_off
 
 
@@ -158,11 +161,11 @@ def check_rows(
         chosen = _with_fewer(chosen, place)
     if some := ", ".join(map(str, chosen)) if reasons else "":
         console.print(f"Physical batches have fewer rows in this run ({some} tokens), which is slower: {reasons[0]}.")
-    facts = {f"what a physical batch of {shape} synthetic tokens adds": one for shape, one in passed.items()}
+    facts = {f"the gradient sum of a physical batch of {shape} synthetic tokens": one for shape, one in passed.items()}
     processes.check_rounding(facts)
     if not checked.known:
         verdict.keep(under, checked.digests)
-    earlier = " (rows do not round by company: shown by an earlier start)" * checked.known
+    earlier = (" (that other rows do not change a row's rounding: shown by an earlier start)") * checked.known
     console.print(f"Self-check against brute-force autograd: largest relative error {checked.error:.1e}{earlier}")
     return chosen, checked
 

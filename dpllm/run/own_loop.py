@@ -137,7 +137,7 @@ class Engine:
         max_length = longest_row(model, max_length)
         _check_units(self._units, size, max_length, vocabulary)
         if physical_batch_size < 1:
-            raise ConfigError(f"physical_batch_size is {physical_batch_size}, and a batch needs rows. Give 1 or more.")
+            raise ConfigError(f"physical_batch_size is {physical_batch_size}. Give 1 or more.")
         self.dropout_off = loading.without_dropout(model.train())
         self._pad_id = getattr(model.config, "pad_token_id", None) or 0
         torch.set_float32_matmul_precision("highest")
@@ -164,11 +164,11 @@ class Engine:
             raise Refused("dpllm.Engine is for one process, and there are several. Use accelerate launch and a recipe.")
         if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
             raise Refused(
-                "gradients are switched off here, so that no step can be taken. Leave torch.no_grad or inference_mode."
+                "gradients are disabled here, so no step can be taken. Leave torch.no_grad or inference_mode."
             )
         if is_low(self._model, None) or torch.is_autocast_enabled(next(self._model.parameters()).device.type):
             raise Refused(
-                "the model is not float32 throughout, and a self-check of low precision needs a recipe. Load it with "
+                "the model is not all float32, and the self-check of lower precision needs a recipe. Load it with "
                 "dtype=torch.float32, without autocast."
             )
 
@@ -183,16 +183,14 @@ class Engine:
                 clipped. A step that fails once it is charged counts as taken.
         """
         if not self._open:
-            raise Refused(
-                "the reservation of this Engine is closed, so that nothing pays for a step. Make another Engine."
-            )
+            raise Refused("this Engine is closed, so no further step is paid for. Make another Engine.")
         self._check_surroundings()
         self._check_unchanged()
         self._engine.check()
         if found := loading.without_dropout(self._model):
             raise Refused(
-                f"dropout was switched on again ({', '.join(found)}), and its masks make units depend on one another. It is off "
-                "now: leave it off while the Engine is open."
+                f"dropout was switched on again ({', '.join(found)}), and its masks make units depend on each other. It is off "
+                "again: leave it off while the Engine is open."
             )
         self._ledger.charge(self.entry, self._steps + 1)  # written before the update exists
         self._steps += 1
@@ -226,8 +224,8 @@ class Engine:
                 changed = ["a weight, through .data,"]
         if changed:
             raise Refused(
-                f"{changed[0]} was changed since the last step (a weight written, a hook or layer added or replaced), so "
-                "that the self-check and the Plan are about another model. Nothing was charged. Leave the model alone while the "
+                f"{changed[0]} was changed since the last step (a weight written, a hook or layer added or replaced), so the "
+                "self-check and the Plan no longer apply to this model. Nothing was charged. Do not change the model while the "
                 "Engine is open, or make another Engine."
             )
 
@@ -255,7 +253,7 @@ class Engine:
 def _frozen(units: Sequence[Unit]) -> tuple[Unit, ...]:
     """The same in tuples, to which nobody can add a row or a token once they were checked; what is no unit, as it is."""
     if len(set(map(id, units))) != len(units):
-        raise ConfigError("a unit is in the list twice, and would count twice. List each once, with all its rows.")
+        raise ConfigError("a unit is in the list twice and would count twice. List each once, with all its rows.")
 
     def frozen(row: TokenSequence) -> TokenSequence:
         return replace(row, input_ids=tuple(map(index, row.input_ids)), loss_mask=tuple(map(bool, row.loss_mask)))
@@ -290,14 +288,14 @@ def _check_plan(plan: Plan, ledger: Ledger, optimizer: torch.optim.Optimizer) ->
     steps, batch = plan.schedule.num_steps, plan.schedule.expected_batch_size
     if plan != promise(plan.schedule.dataset_size, batch_size=batch, steps=steps, bands=plan.bands, **numbers):
         raise Refused(
-            "the Plan is not as dpllm.promise makes it, so that what is accounted could be another mechanism than what runs. "
+            "the Plan was not made by dpllm.promise, so the accounting could be for another mechanism than the one that runs. "
             "Pass what dpllm.promise(len(units), ...) returns."
         )
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if isinstance(optimizer, torch.optim.SparseAdam) or (closure and closure.default is closure.empty):
         raise Refused(
-            f"{type(optimizer).__name__} does not take one dense gradient for a step (it asks for a closure, or for sparse "
-            "gradients), so that every step would be charged and fail. Use another optimizer, such as torch.optim.AdamW."
+            f"{type(optimizer).__name__} needs a closure or sparse gradients, so every step would be charged and fail. Use "
+            "another optimizer, such as torch.optim.AdamW."
         )
 
 
@@ -305,8 +303,7 @@ def _check_units(units: tuple[Unit, ...], size: int, max_length: int, vocabulary
     """Refuses what a step could only fail on after it was charged, and units that are not N different ones."""
     if len(units) != size:
         raise ConfigError(
-            f"there are {len(units)} units, but the Plan is for {size}, at another rate. Make the Plan with "
-            "promise(len(units), ...)."
+            f"there are {len(units)} units, but the Plan is for {size}. Make the Plan with promise(len(units), ...)."
         )
     owners: dict[tuple[int, ...], int] = {}
     for number, unit in enumerate(units):
@@ -316,8 +313,8 @@ def _check_units(units: tuple[Unit, ...], size: int, max_length: int, vocabulary
             length, owner = len(row.input_ids), owners.setdefault(row.input_ids, number)
             if owner != number:
                 warnings.warn(
-                    f"units[{owner}] and units[{number}] hold the same row. If both are one person's, that person is "
-                    "protected as two: put all rows of a person into one Unit.",
+                    f"units[{owner}] and units[{number}] hold the same row. If both belong to one person, that person would "
+                    "count as two: put all rows of a person into one Unit.",
                     stacklevel=3,
                 )
             if length > max_length:
@@ -325,6 +322,6 @@ def _check_units(units: tuple[Unit, ...], size: int, max_length: int, vocabulary
             known = all(0 <= token < vocabulary for token in row.input_ids)
             if not known or not 1 <= length == len(row.loss_mask) or row.loss_mask[0] or row.denominator < 1:
                 raise ConfigError(
-                    f"units[{number}] has a row on which nothing could be trained. Give token ids below {vocabulary}, a "
-                    "loss_mask of the same length that is False at position 0, and a denominator of at least 1."
+                    f"units[{number}] has a row with nothing to train on. Give token ids below {vocabulary}, a loss_mask of the "
+                    "same length that is False at position 0, and a denominator of at least 1."
                 )

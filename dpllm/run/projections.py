@@ -59,7 +59,9 @@ def read_turns(path: Path, coefficients: tuple[float, ...], width: int) -> Bande
         return None
     kept = read_groups(path)
     if kept.bands != len(coefficients) or kept.slots < width:
-        raise ConfigError(f"{path}: is not of this run, whose Plan has other bands. Restore it, or train again.")
+        raise ConfigError(
+            f"{path}: does not belong to this run, whose Plan has other bands. Restore it, or train again."
+        )
     group_N = groups(Turns(kept.bands, kept.key), kept.slots)
     return BandedTurns(coefficients, group_N[kept.slots - width :], kept.starts)
 
@@ -92,7 +94,9 @@ def read_groups(path: Path) -> KeptGroups:
             return KeptGroups(bands, key, slots, tuple(starts))
     except (ConfigError, KeyError, TypeError, ValueError):
         pass
-    raise ConfigError(f"{path}: is missing or damaged, and says who could join when. Restore it, or train again.")
+    raise ConfigError(
+        f"{path}: is missing or damaged, so nobody can tell which units took part when. Restore it, or train again."
+    )
 
 
 def read_projections(path: Path) -> Floats:

@@ -276,12 +276,12 @@ def _check_machine(config: RunConfig, start: Start | None) -> None:
     folder = builtin.NAMES.get(name, Path(name))
     if not (folder.is_dir() or names.is_hub_id(name)):
         raise ConfigError(
-            f"model.name_or_path {name!r}: is no folder, no Hub id and not builtin:tiny, so nothing trains. Check the spelling."
+            f"model.name_or_path {name!r}: is not a folder, a Hub id or builtin:tiny. Check the spelling."
         )
     files = ("config.json", "adapter_config.json", "run.json")  # the last two are refused by name, see parents
     if folder.is_dir() and not any((folder / file).exists() for file in files):
         raise ConfigError(
-            f"model.name_or_path {name}: holds no config.json, so it is no model. Name the folder of one."
+            f"model.name_or_path {name}: holds no config.json, so it is not a model. Name the folder of a model."
         )
     settings = folder / "tokenizer_config.json"
     beside = any((folder / file).exists() for file in ("chat_template.jinja", "additional_chat_templates"))
@@ -289,8 +289,8 @@ def _check_machine(config: RunConfig, start: Start | None) -> None:
         return
     if not read_json(settings).get("chat_template"):
         raise ConfigError(
-            f"model.name_or_path {name}: has no chat template, without which messages cannot be read, as of most base models. "
-            "Name a model that has one, or write rows with prompt and completion."
+            f"model.name_or_path {name}: has no chat template (most base models have none), so messages cannot be read. Name a "
+            "model with a chat template, or use rows with prompt and completion."
         )
 
 

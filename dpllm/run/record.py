@@ -206,7 +206,7 @@ class Recorder:
         except OSError as error:
             raise DpllmError(
                 f"{self._prepared.run.root}: cannot be written to ({error.strerror}), so the run ended after step {self._step}; "
-                "its steps stay charged. Free some space, and type --resume where a checkpoint was kept."
+                "its steps stay charged. Free some space, and type --resume if there is a checkpoint."
             ) from None
 
     def _log(self, values: dict[str, Any]) -> None:

@@ -57,13 +57,13 @@ def read_resume_state(config: RunConfig, run: RunDir, ledger: Ledger | None, pol
     if ledger is None:
         where = config.privacy.ledger or default_path()
         raise ConfigError(
-            f"{run.root}: its ledger, {where}, is not there, so nothing knows which steps were released. "
-            "Put back the ledger that the run was started with."
+            f"{run.root}: its ledger, {where}, is missing, so nothing says which steps were released. Restore the ledger that "
+            "the run was started with."
         )
     if record is None or record.generator is None:
         raise Refused(
-            f"{run.root}: run.json is missing, or the run began with an older dpllm, whose noise was another, so no statement "
-            "holds for all its steps. Start anew with --overwrite; what it spent stays in the ledger."
+            f"{run.root}: run.json is missing, or the run began with an older dpllm with different noise, so no statement holds "
+            "for all its steps. Start anew with --overwrite; the ledger keeps what it spent."
         )
     plan = read_plan(run)
     if problems := ledger.verify(saved.head):
@@ -72,17 +72,17 @@ def read_resume_state(config: RunConfig, run: RunDir, ledger: Ledger | None, pol
     claims = _reservations(run, saved.entry, ledger, policy)
     charged = sum(ledger.run(claim.entry).steps for claim in claims)
     if charged < saved.step:
-        raise _cut(run, f"it has charged {charged} steps to this run, whose checkpoint has {saved.step}.")
+        raise _cut(run, f"it charged {charged} steps to this run, whose checkpoint is of step {saved.step}.")
     for claim in claims:
         if ledger.run(claim.entry).event != replace(plan.event, count=claim.num_steps):
             raise Refused(
-                f"{run.plan} holds another event than the run reserved, so its steps would be accounted wrongly. "
-                "Start anew with --overwrite."
+                f"{run.plan} has another accounting event than the run reserved, so its steps would be accounted wrongly. Start "
+                "anew with --overwrite."
             )
     if saved.event != replace(plan.event, count=saved.step).to_json():
         raise Refused(
-            f"{run.resume}: the checkpoint was trained under another event than plan.json has, so its steps would be accounted "
-            "wrongly. Start anew with --overwrite."
+            f"{run.resume}: the checkpoint was trained under another accounting event than plan.json has, so its steps would be "
+            "accounted wrongly. Start anew with --overwrite."
         )
     sizes = [claim.num_steps for claim in claims]
     since = sum(sizes) - saved.reserved  # the checkpoint stands on steps made up before it
@@ -98,19 +98,19 @@ def _reservations(run: RunDir, entry: str, ledger: Ledger, policy: DatasetPolicy
     first = own.reservation
     if own.state == "reconciled":
         raise Refused(
-            f"{run.root}: its reservation was closed (dpllm ledger history says by whom), and what never ran may have been given "
-            "to other runs. Start anew with --overwrite."
+            f"{run.root}: its reservation was closed (dpllm ledger history says by whom), and its unused steps may have gone to "
+            "other runs. Start anew with --overwrite."
         )
     if first.dataset != ledger.records.charged_to(dataset, policy.derived_from):
         raise Refused(
             f"{run.root}: the run reserved for dataset {first.dataset!r}, and data.train is dataset {dataset!r}. Resume with "
-            f"{run.config} and the data of that time."
+            f"{run.config} and the original data."
         )
     registered = ledger.records.of_account(first.dataset)
     if policy.records and registered and policy.records.digest not in registered:
         raise Refused(
             f"{run.root}: data.train no longer holds the records that the run reserved for, so its steps would be charged to "
-            "other people's data. Put the file of that time back, or start anew."
+            "other people's data. Restore the file, or start anew."
         )
     return [first, *(r.reservation for r in ledger.runs(first.dataset) if r.reservation.extends == first.entry)]
 
@@ -122,8 +122,8 @@ def check_promise(plan: Plan, resumed: ResumeState) -> None:
     fixed = promised.keys() - (WITH_STEPS if resumed.extra_steps else set())
     if changed := sorted(key for key in fixed if before.get(key) != promised[key]):
         raise Refused(
-            f"the recipe now promises another {changed[0]} than the run that is resumed, whose promise is already reserved and "
-            "partly spent. Resume with the config.yaml of the run directory."
+            f"the recipe now has another {changed[0]} than the run to resume, whose guarantee is already reserved and partly "
+            "spent. Resume with the config.yaml of the run directory."
         )
 
 
@@ -137,8 +137,8 @@ def same_recipe(config: RunConfig, run: RunDir) -> None:
     changed = [key for key in changed if not {key, key.partition(".")[0]} & MAY_CHANGE]
     if changed:
         raise Refused(
-            f"{run.root}: {', '.join(changed)} differs from the run that is resumed, whose reservation and record are about "
-            f"that run only. Resume with {run.config}."
+            f"{run.root}: {', '.join(changed)} differs from the run to resume, and its reservation and record are about that "
+            f"run only. Resume with {run.config}."
         )
 
 
@@ -152,8 +152,8 @@ def same_lineage(base: Base | None, config: RunConfig, run: RunDir) -> None:
         gone = " (none is found now: it was removed, or the Hub cannot be reached)" if base is None else ""
         raise Refused(
             f"{run.root}: {'model.adapter' if config.model.adapter else 'model.name_or_path'} no longer holds the files and the "
-            f"privacy statement that the run started from{gone}, so its lineage would be of others. Put back the files of that "
-            "time, or start anew with --overwrite."
+            f"privacy statement that the run started from{gone}, so its lineage would be wrong. Restore the files, or start "
+            "anew with --overwrite."
         )
 
 
@@ -170,7 +170,7 @@ def flat(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _cut(run: RunDir, problem: str) -> Refused:
     return Refused(
-        f"the ledger does not go on from where {run.resume} was written, so it was cut or replaced by an older copy and steps "
+        f"the ledger does not continue from where {run.resume} was written: it was cut or replaced by an older copy, and steps "
         f"already released are missing: {problem} Restore the ledger that the run was started with.",
         reason="tampered",
     )

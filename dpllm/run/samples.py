@@ -43,13 +43,11 @@ class Samples:
         """
         named, most = config.train.sample_prompts, config.data.max_length
         if config.train.sample_every is not None and not named:
-            raise ConfigError(
-                "train.sample_every has nothing to sample from. Set train.sample_prompts too, or remove it."
-            )
+            raise ConfigError("train.sample_every is set without prompts. Set train.sample_prompts too, or remove it.")
         if isinstance(named, str) and _is_private(resolved(named), config.data):
             raise ConfigError(
-                "train.sample_prompts names data that are not declared public, and prompts are printed and go to trackers. Name "
-                "a file of public prompts."
+                "train.sample_prompts names data not declared public, but prompts are printed and go to trackers. Name a file "
+                "of public prompts."
             )
         read = read_prompts(Path(named)) if isinstance(named, str) and main else named or []
         prompts = processes.shared(read)  # a file need lie on rank 0's machine alone
@@ -59,8 +57,8 @@ class Samples:
         for number, ids in enumerate(found, start=1):
             if len(ids) >= most:
                 raise ConfigError(
-                    f"train.sample_prompts: prompt {number} has {len(ids)} tokens, and data.max_length {most} leaves no room for "
-                    "what the model would write. Shorten the prompt."
+                    f"train.sample_prompts: prompt {number} has {len(ids)} tokens, and data.max_length {most} leaves no room "
+                    "for the model's text. Shorten the prompt."
                 )
         words = (prompt if isinstance(prompt, str) else str(prompt[-1].get("content", "")) for prompt in prompts)
         return cls(tuple(words), tuple(found), config.train.sample_every, most)

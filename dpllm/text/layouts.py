@@ -176,8 +176,8 @@ def converted(row: Row, place: str, layout: Layout) -> tuple[Row, bytes]:
         isinstance(turn, dict) and str(turn.get("role")) in SPEAKERS for turn in row["messages"]
     ):
         raise DataError(
-            f"{place} has a message from nobody of {', '.join(SPEAKERS)}, so a chat template may refuse it or nothing be learned "
-            "of it. Fix the role, or drop the row."
+            f"{place} has a message whose role is not one of {', '.join(SPEAKERS)}, so a chat template may reject it. Fix the "
+            "role, or drop the row."
         )
     return row, b"".join(packed(row[field], place, field) for field in FIELDS[layout.format])
 
@@ -263,7 +263,7 @@ def shape(fmt: Format, codes: Sequence[str], template: str | None) -> str:
     if fmt == "text":
         return f"{line and line + ' masked, then '}<text><eos>; every token is trained on"
     text = "".join(joined(f"{line and line + chr(10)}<prompt>", "<completion>", template)).replace("\n", "\\n")
-    space = "" if template else ", and one space between the two unless the data bring their own"
+    space = "" if template else ", and one space between the two unless the data have whitespace there"
     return f"{text}<eos>; what stands before <completion> is masked{space}"
 
 

@@ -93,7 +93,7 @@ CASES: dict[str, tuple[Change | Callable[[Place], Change], int, str]] = {
         r"trackio is not installed.* pip install trackio",
     ),
     "no chat template": (no_template, WRONG, r"plain: has no chat template"),
-    "unknown role": (of_nobody, WRONG, r"row 21 has a message from nobody of .*assistant"),
+    "unknown role": (of_nobody, WRONG, r"row 21 has a message whose role is not one of .*assistant"),
     "null unit": (
         lambda place: {
             **edit(*({**row, "who": None if n == 7 else "a"} for n, row in enumerate(rows())))(place),
@@ -104,7 +104,7 @@ CASES: dict[str, tuple[Change | Callable[[Place], Change], int, str]] = {
         r"row 8 has no value in the unit column 'who'",
     ),
     "no such layer": ({"adapter.target_modules": ["c_attn"]}, WRONG, r"matches no layer.*q_proj"),
-    "tokens that the model lacks": (beyond, WRONG, r"tokenizer has \d{3} tokens and the model embeddings of 100,"),
+    "tokens that the model lacks": (beyond, WRONG, r"tokenizer has \d{3} tokens but the model only 100 embeddings,"),
     "too many blocks": ({"adapter": {"method": "frozen", "last_blocks": 9}}, WRONG, r"has 2 blocks"),
     "foreign ledger": (
         lambda place: {"privacy.ledger": str(tiny.write_rows(place.root / "notes.jsonl", rows(1)))},

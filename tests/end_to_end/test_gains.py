@@ -196,12 +196,12 @@ def test_damaged_weights_are_refused(started: Place) -> None:
     whole, content = load_file(weights), weights.read_bytes()
     for damaged in (b"", b"garbage", content[:-100], None):
         weights.unlink() if damaged is None else weights.write_bytes(damaged)
-        with pytest.raises(ConfigError, match=r"cannot be read .* nothing to start from. Take a whole copy"):
+        with pytest.raises(ConfigError, match=r"cannot be read .* Use an undamaged copy"):
             adapters.start_from(net, folder)
     name, one = max(whole.items())
     for broken in (one * float("nan"), one / 0, one.to(torch.int8), one.to(torch.cfloat)):
         save_file({**whole, name: broken}, weights)
-        with pytest.raises(ConfigError, match=f"{name} holds what is no finite number"):
+        with pytest.raises(ConfigError, match=f"{name} has a value that is not finite"):
             adapters.start_from(net, folder)
     save_file(whole, weights)
     adapters.start_from(net, folder, sha256(weights))
@@ -222,7 +222,7 @@ def test_weights_exchanged_after_they_were_judged_are_refused(
         return build(*given)
 
     monkeypatch.setattr(loading, "build", exchange)
-    assert "were exchanged after they were judged" in refusal(started, commands=("train",))
+    assert "its weights changed while the run was starting" in refusal(started, commands=("train",))
     assert charged(started) == before
 
 

@@ -270,7 +270,7 @@ def _occupied(place: Place) -> None:
         (_other_weights, (), 2, "dpllm card"),
         (_edited_block, (), 2, "dpllm card"),
         (_occupied, (), 2, "already holds something"),
-        (lambda place: None, ("--output", "EXPORT"), 2, "belongs to the run"),
+        (lambda place: None, ("--output", "EXPORT"), 2, "reserved for the run"),
         (lambda place: shutil.rmtree(place.run), (), 2, "holds no run"),
     ],
     ids=["frozen", "quantised", "no card", "other weights", "edited block", "occupied", "in export", "no run"],

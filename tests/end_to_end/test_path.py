@@ -423,7 +423,7 @@ def test_a_canary_that_does_not_fit_is_found_before_anything_is_spent(place: Pla
 def test_weights_that_are_not_finite_are_neither_exported_nor_used(place: Place, finished: Place) -> None:
     place.write({"train.learning_rate": 1e37, "train.weight_decay": 1.0})
     answer = dpllm_("train", place.recipe)
-    assert (answer.code, "holds what is no finite number" in answer.err) == (3, True)
+    assert (answer.code, "has a value that is not finite" in answer.err) == (3, True)
     assert len(answer.err.strip().splitlines()) == 1
     assert not list(place.run.glob("export/*.safetensors"))
     assert (place.json("run.json")["status"], place.json("run.json")["guarantee"]["holds"]) == ("interrupted", False)
@@ -431,8 +431,8 @@ def test_weights_that_are_not_finite_are_neither_exported_nor_used(place: Place,
     shutil.copytree(finished.run, run)
     (adapter,) = run.glob("export/*.safetensors")
     save_file({name: tensor * math.inf for name, tensor in load_file(adapter).items()}, adapter)
-    assert "holds what is no finite number" in dpllm_("generate", run).err  # of which synthesize makes its rows
-    with pytest.raises(Refused, match="holds what is no finite number"):  # an audit
+    assert "has a value that is not finite" in dpllm_("generate", run).err  # of which synthesize makes its rows
+    with pytest.raises(Refused, match="has a value that is not finite"):  # an audit
         load_for_scoring(load_config(run / "config.yaml"), run / "export", torch.device("cpu"))
 
 

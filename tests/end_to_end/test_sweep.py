@@ -318,7 +318,7 @@ def test_an_interrupted_sweep_goes_on_with_what_was_reserved(place: Place, monke
         answer = swept_to(place, "2,8")
     assert answer.code == 1
     assert "eps-8 was interrupted after 2 steps" in answer.err
-    assert "stops after this step" in answer.err
+    assert "stopping after this step" in answer.err
     first = contents(place.root / SWEEP / "eps-2")
     with Ledger(place.ledger) as book:
         reserved = [run.reservation.entry for run in book.account("notes").runs]

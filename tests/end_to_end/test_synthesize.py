@@ -162,8 +162,8 @@ def test_nothing_that_is_there_is_overwritten(finished: Place, tmp_path: Path, m
     for output in (tmp_path / "set", ".", "", ".."):
         assert "holds something already" in refused(finished.run, "--output", output, *FEW)
     assert contents(tmp_path) == before
-    assert "belongs to the run" in refused(finished.run, "--output", finished.run / "export" / "set", *FEW)
-    assert "belongs to the run" in refused(finished.run, "--output", finished.run / "private" / "set", *FEW)
+    assert "reserved for the run" in refused(finished.run, "--output", finished.run / "export" / "set", *FEW)
+    assert "reserved for the run" in refused(finished.run, "--output", finished.run / "private" / "set", *FEW)
 
 
 def refused(run: Path, *arguments: object, code: int = 2) -> str:

@@ -225,7 +225,7 @@ def test_processes_compare_a_frozen_factor_too(bases: dict[str, Path], monkeypat
 
 
 def test_on_an_embedding_whose_first_factor_starts_at_zero_it_is_not_frozen(bases: dict[str, Path]) -> None:
-    with pytest.raises(ConfigError, match="Take the embedding out"):
+    with pytest.raises(ConfigError, match="Remove the embedding"):
         loading.build(recipe(bases["llama"], {**ADAPTERS["embedding"], "lora_a": "frozen"}), CPU)
 
 
@@ -315,7 +315,7 @@ def test_a_tied_head_trains_as_the_one_weight_that_it_is(tmp_path: Path, bases: 
 
 def test_a_model_without_a_head_says_so(bases: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.LlamaForCausalLM.get_output_embeddings", lambda self: None)
-    with pytest.raises(ConfigError, match=r"LlamaForCausalLM names no output head.*adapter\.lm_head: false"):
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM has no output head.*adapter\.lm_head: false"):
         loading.build(recipe(bases["llama"], {"method": "frozen", "lm_head": True}), CPU)
 
 

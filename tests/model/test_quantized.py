@@ -182,7 +182,7 @@ def test_outlier_columns_would_couple_rows(folder: Path, tmp_path: Path, monkeyp
     monkeypatch.setattr(loading, "_check_outliers", lambda net: None)
     net = loading.build(recipe(folder, "8bit"), CPU)
     assert coupling(net.eval()) > 0.0
-    with pytest.raises(Refused, match="one row would change what other rows add"):
+    with pytest.raises(Refused, match="one row would change the contributions of others"):
         checked(net)
 
 

@@ -105,7 +105,7 @@ def test_a_statistic_asked_twice_costs_twice(say: Callable[..., Any]) -> None:
     assert [one.event.epsilon for one in released("both.json").releases] == [0.25, 0.25]
     code, _, error = say("--units", "--output", "both.json")
     assert (code, len(ledger().runs("notes"))) == (2, 4)
-    assert "both.json: holds what was released before" in error
+    assert "both.json: holds an earlier release" in error
 
 
 def test_of_two_that_write_one_file_the_second_spends_nothing(say: Callable[..., Any]) -> None:
