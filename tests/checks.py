@@ -231,7 +231,7 @@ def lone_step_refused() -> None:
     engine = tm.make_engine(net)
     before = net.layer.weight.detach().clone()
     net(torch.arange(8).view(2, 4)).logits.sum().backward()
-    refused(engine._optimizer.step, "called beside the engine")
+    refused(engine._optimizer.step, "called outside the engine")
     assert torch.equal(net.layer.weight, before)
 
 

@@ -240,4 +240,4 @@ def read_gradient(path: Path, sampling_rate: float, noise: float, bands: int = 1
         ((steps,), (pairs,)) = counted  # the same in every row
         return GradientTable(inserted_M, score_M, squares_M, total_M, steps, pairs, sampling_rate, noise, bands)
     except (OSError, pyarrow.ArrowException, KeyError, IndexError, ValueError, TypeError):
-        raise ConfigError(f"{path}: is no table of gradient canaries, or is missing. Run dpllm audit again.") from None
+        raise ConfigError(f"{path}: is missing, or not a table of gradient canaries. Run dpllm audit again.") from None

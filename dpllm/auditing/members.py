@@ -162,15 +162,15 @@ def rows_of_run(config: RunConfig, run: RunDir) -> tuple[Sequence[Rows], Sequenc
     """Members and non-members of a run by privacy unit, and how they read."""
     if config.data.eval is None:
         raise ConfigError(
-            f"{run.config}: data.eval names no rows that did not train, so there is nothing to compare members with. "
-            "Name held-out rows in data.eval and train again."
+            f"{run.config}: data.eval is not set, so there are no non-members to compare with. Name held-out rows in data.eval "
+            "and train again."
         )
     cache = run.private / "cache"
     trained = data.load_table(config.data.train, config.data, config.data.train_split, cache)
     rest = data.load_table(config.data.eval, config.data, config.data.eval_split, cache)
     if rest.format != trained.format:
         raise ConfigError(
-            f"{rest.name}: reads as {rest.format} and the training data as {trained.format}, so any difference could come "
+            f"{rest.name}: is read as {rest.format} and the training data as {trained.format}, so any difference could come "
             "from the format. Set data.format, or evaluation data of the same columns."
         )
     return data.group_rows(trained, config.data), data.group_rows(rest, config.data), trained.format
@@ -208,14 +208,13 @@ def check_overlap(members: Sequence[Rows], non_members: Sequence[Rows], fmt: For
     shared_units = 0 if unit == "example" else sum(unit_name(group[0].get(unit)) in units for group in non_members)
     if exact or near or shared_units:
         counts = (
-            (exact, f"{exact} of {len(rows)} rows are members too, word by word"),
+            (exact, f"{exact} of {len(rows)} rows are identical to members"),
             (near, f"{near} of {len(rows)} have most of their runs of {NGRAM} words in common with members"),
             (shared_units, f"{shared_units} of {len(non_members)} units are units of members too"),
         )
         shared = "; ".join(words for number, words in counts if number)
         raise ConfigError(
-            f"non-members overlap with members: {shared}. What trained cannot stand for what did not; take these rows out of "
-            "the non-members."
+            f"non-members overlap with members: {shared}. Rows that were trained on are not non-members; remove them."
         )
     return {"rows": len(rows), "exact": 0, "near_copies": 0, "mean_share_of_13_word_runs": sum(shares) / len(rows)}
 
@@ -260,8 +259,8 @@ def _check_counts(sides: Sequence[Sequence[Any]]) -> None:
     for name, side in zip(SIDES, sides, strict=True):
         if len(side) < FEWEST:
             raise ConfigError(
-                f"{len(side)} {name} with something to predict are too few: below {FEWEST} on each side no control can tell a "
-                "difference of the data from chance. Give more rows."
+                f"{len(side)} {name} with something to predict are too few: below {FEWEST} on each side, no control can tell a "
+                "difference in the data from chance. Give more rows."
             )
 
 

@@ -211,7 +211,7 @@ class Completions(Record):
     prompts: Count
     """Carriers that were given."""
     in_prompt: Count
-    """Left out because the carrier itself holds the secret."""
+    """Left out because the carrier itself contains the secret."""
     exact: Count
     """Completed by the very tokens."""
     near_tokens: Count
@@ -272,7 +272,7 @@ class AuditRecord(Summary):
     audits_run: AtLeast1
     """How many audits of this run directory were made, this one included."""
     published: bool
-    """Whether it may be told: not of a run without privacy, nor of one that speaks of private other runs."""
+    """Whether it may be published: not for a run without privacy, nor where it shows other, private runs."""
     shadows: Json | None = None
     """What shadow runs showed, see ``dpllm.lab.shadow_report``."""
     estimates: Json | None = None

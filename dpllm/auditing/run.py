@@ -54,8 +54,8 @@ PARTS = {
 Shadows = Callable[[RunDir, RunConfig, CanaryPlan, Sequence[CanaryScores], float], dict[str, Any]]
 ATTACKS = (PRIMARY_ATTACK, *attacks.ATTACKS, "rmia", *attacks.TOKEN_ATTACKS, *PARTS)
 RETIRED = {
-    "untargeted": "a secret comes out sooner behind its own beginning than in a text without a prompt; type --attack extraction",
-    "personal": "it sampled a few texts behind a name, and extraction counts how many a detail takes; type --attack extraction",
+    "untargeted": "a secret is extracted sooner from its own beginning than without a prompt; type --attack extraction",
+    "personal": "extraction counts the samples that a detail takes; type --attack extraction",
 }
 """What there is no more -> why, and what to type instead."""
 
@@ -251,15 +251,15 @@ def _subject(run: RunDir) -> tuple[RunConfig, CanaryPlan, Claim | None]:
         )
     if config.privacy.enabled != run.plan.exists():
         raise ConfigError(
-            f"{run.root}: config.yaml and plan.json disagree on whether the run promises anything, so there is nothing to "
-            "test it by. The directory holds parts of two runs, or was edited: restore it, or train again."
+            f"{run.root}: config.yaml and plan.json disagree on whether the run is private, so there is no claim to test. The "
+            "directory holds parts of two runs, or was edited: restore it, or train again."
         )
     _check_weights(run, record)
     plan = canaries.load(run.canaries)
     if config.audit.canaries and not any(canary.inserted for canary in plan.canaries):
         raise ConfigError(
-            f"{run.canaries}: every coin said out, so no canary was planted and nothing can be found. Plan more candidates "
-            "(audit.canaries.groups) and train again."
+            f"{run.canaries}: every coin said out, so no canary was planted. Plan more candidates (audit.canaries.groups) and "
+            "train again."
         )
     return config, plan, _claim(run, config, record, plan) if config.privacy.enabled else None
 
@@ -272,7 +272,7 @@ def _check_weights(run: RunDir, record: RunRecord) -> None:
         )
     if any(record.artifacts.get(name) != digest for name, digest in found.items()):
         raise ConfigError(
-            f"{run.export}: these are not the weights that the run wrote, so an audit of them would say nothing about it. "
+            f"{run.export}: these are not the weights that the run wrote, so an audit of them would say nothing about the run. "
             "Restore them, or train again."
         )
 
@@ -287,8 +287,8 @@ def _claim(run: RunDir, config: RunConfig, record: RunRecord, plan: CanaryPlan) 
         )
     if record.plan_digest != promise.digest:
         raise ConfigError(
-            f"{run.plan}: is not the Plan that the run trained under, so its claim is not this run's. Restore the file, or "
-            "train again."
+            f"{run.plan}: is not the Plan that the run was trained under, so its claim is not about this run. Restore the file, "
+            "or train again."
         )
     return Claim(promise.epsilon, promise.delta, promise.unit)
 
@@ -314,8 +314,8 @@ def _twin(config: RunConfig, twin: RunDir) -> tuple[str, bool]:
     for name in ("model", "adapter", "train", "audit", "format", "max_length"):
         if ours[name] != theirs[name]:
             raise ConfigError(
-                f"{twin.root}: its section {name} of the recipe differs, so it is no twin and its audit says nothing about "
-                "this one. Train a twin from the same recipe with --privacy.enabled false."
+                f"{twin.root}: its section {name} of the recipe differs, so it is not a twin and its audit says nothing about "
+                "this run. Train a twin from the same recipe with --privacy.enabled false."
             )
     path = twin.audit_dir(False) / "audit.json"
     if not path.exists():
@@ -323,7 +323,7 @@ def _twin(config: RunConfig, twin: RunDir) -> tuple[str, bool]:
     _check_weights(twin, read_run(twin))
     report = read_audit(path)
     if report.weights != checkpoint.weight_hashes(twin.export):
-        raise ConfigError(f"{path}: audits other weights than {twin.root} has now. Type: dpllm audit {twin.root}")
+        raise ConfigError(f"{path}: is about other weights than {twin.root} has now. Type: dpllm audit {twin.root}")
     controls = report.controls
     if controls.base_separates or (controls.words and controls.words.succeeds):
         raise ConfigError(

@@ -103,8 +103,8 @@ def score(
     done = [result for result in results if result is not None]
     if not all(np.isfinite(result.log_prob).all() for result in done):
         raise ConfigError(
-            "the model gives scores that are not finite, so nothing can be ranked; its weights have probably diverged. "
-            "Train again with a lower train.learning_rate."
+            "the model's scores are not finite, so nothing can be ranked; its training has probably diverged. Train again with "
+            "a lower train.learning_rate."
         )
     return done
 

@@ -151,7 +151,7 @@ def _sorted(scores: Sequence[CanaryScores], tokens: TokenTable | None, beside: B
     groups.pop(0, [])
     ranked = by_group(_ranked(scores, beside))
     if not (references := ranked.pop(0, [])):
-        raise ConfigError("the score table holds no references, so nothing can be ranked; run dpllm audit again.")
+        raise ConfigError("the score table has no references, so nothing can be ranked; run dpllm audit again.")
     by_token = {}
     if tokens is not None:
         read = tokens if version > 1 else tokens.secrets()

@@ -189,7 +189,7 @@ def read_tokens(path: Path) -> TokenTable:
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such token table; run dpllm audit first.") from None
     except (OSError, pyarrow.ArrowException, KeyError, IndexError, ValueError):
-        raise ConfigError(f"{path}: is no token table; the file is damaged. Run dpllm audit again.") from None
+        raise ConfigError(f"{path}: is not a token table; the file is damaged. Run dpllm audit again.") from None
 
 
 def _one_run(secret_N: NDArray[Any], first_N: NDArray[np.bool_]) -> NDArray[np.bool_]:
@@ -215,7 +215,7 @@ def read_scores(folder: Path) -> tuple[tuple[CanaryScores, ...], TokenTable]:
     if old.exists():
         return _read_csv(old), tokens
     if len(tokens.groups) != len(tokens.canary_ids):
-        raise ConfigError(f"{folder}/tokens.parquet: says nothing of groups and coins. Run dpllm audit again.")
+        raise ConfigError(f"{folder}/tokens.parquet: has no groups and coins. Run dpllm audit again.")
     return sum_up(tokens), tokens
 
 
@@ -231,4 +231,4 @@ def _read_csv(path: Path) -> tuple[CanaryScores, ...]:
             raise ValueError("header")
         return tuple(CanaryScores(*(read(text) for read, text in zip(readers, row, strict=True))) for row in rows)
     except (OSError, ValueError, KeyError):
-        raise ConfigError(f"{path}: is no score table; the file is damaged. Run dpllm audit again.") from None
+        raise ConfigError(f"{path}: is not a score table; the file is damaged. Run dpllm audit again.") from None

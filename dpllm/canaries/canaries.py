@@ -144,8 +144,8 @@ def check_fits(plan: CanaryPlan, audit: AuditConfig, path: Path) -> CanaryPlan:
     if different:
         keys = ", ".join(different)
         raise ConfigError(
-            f"{path}: these canaries were planned with another {keys} than the recipe's, and the audit would read the recipe. "
-            "Plan them again with dpllm canaries plan RECIPE --overwrite, or delete the file to have new ones drawn."
+            f"{path}: these canaries were planned with another {keys} than the recipe has, and the audit reads the recipe. Plan "
+            "them again with dpllm canaries plan RECIPE --overwrite, or delete the file to have new ones drawn."
         )
     return plan
 
@@ -189,7 +189,7 @@ def load(path: Path) -> CanaryPlan:
         commitment = _commit(plan)
     except (KeyError, TypeError, ValueError):
         raise ConfigError(
-            f"{path}: is no plan of canaries; the file is damaged, or of an earlier version. Restore it, or train again."
+            f"{path}: is not a canary plan; the file is damaged, or of an earlier version. Restore it, or train again."
         ) from None
     if commitment != plan.commitment:
         raise ConfigError(
@@ -224,8 +224,8 @@ def encode_secret(
         )
     if not all(sequences[0].loss_mask[span[0] : span[1]]):
         raise ConfigError(
-            f"canary {canary.canary_id}: its secret is not a training target in format {fmt}, so there would be "
-            "nothing to find; set data.format to text or prompt_completion."
+            f"canary {canary.canary_id}: its secret is not a training target in format {fmt}, so the model would not learn it; "
+            "set data.format to text or prompt_completion."
         )
     return sequences[0], tuple(span[0] <= place < span[1] for place in range(len(sequences[0].input_ids)))
 

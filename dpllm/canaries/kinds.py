@@ -122,7 +122,7 @@ def draw(config: CanaryConfig, total: int, generator: random.Random, source: Mod
         return _digits(config, sentences, generator)
     if source is None:
         raise ConfigError(
-            f"audit.canaries.kind {config.kind} is made of the base model's tokens, and no model was given. Plan with a recipe, "
+            f"audit.canaries.kind {config.kind} is made of the base model's tokens, but no model was given. Plan with a recipe, "
             "or use kind digits."
         )
     if config.kind == "new_tokens":
@@ -222,8 +222,7 @@ def personal_details(total: int, generator: random.Random) -> list[tuple[str, st
         from faker import Faker
     except ImportError:
         raise ConfigError(
-            "audit.canaries.kind: pii invents people with Faker, which is not installed. Type pip install faker, or set "
-            "another kind."
+            "audit.canaries.kind: pii needs Faker, which is not installed. Type pip install faker, or set another kind."
         ) from None
 
     fake = Faker("en_US", use_weighting=False)
@@ -276,6 +275,6 @@ def _too_few(total: int, found: str) -> ConfigError:
 
 def _unreadable(kind: str) -> ConfigError:
     return ConfigError(
-        f"audit.canaries.kind {kind}: no row of a carrier and such a secret is encoded so that the secret's tokens are "
-        "trained on as a whole; raise data.max_length, lower audit.canaries.tokens, or use kind digits."
+        f"audit.canaries.kind {kind}: every secret would be cut off or share a token with its carrier; raise data.max_length, "
+        "lower audit.canaries.tokens, or use kind digits."
     )

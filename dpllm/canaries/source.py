@@ -84,7 +84,7 @@ class ModelSource:
                 logits_V = self._model(input_ids=ids_BT, use_cache=False).logits[0, -1].double().cpu()
             if bool(logits_V.isnan().any()):
                 raise ConfigError(
-                    f"{self._config.model.name_or_path}: the base model's predictions are no numbers, so no canary can be drawn "
+                    f"{self._config.model.name_or_path}: the base model's predictions are not finite, so no canary can be drawn "
                     "from it; use audit.canaries.kind digits, or model.dtype: float32."
                 )
             total_V = total_V + torch.log_softmax(logits_V, dim=-1)
@@ -107,8 +107,8 @@ class ModelSource:
             if self.reads(sentence, self.text((token,)), (token,)):
                 return self.text((token,))
         raise ConfigError(
-            f"{self._config.model.name_or_path}: its tokenizer keeps no token whole after a carrier, so it would not read "
-            "a secret as it was drawn; use audit.canaries.kind digits."
+            f"{self._config.model.name_or_path}: its tokenizer merges or splits every token after a carrier, so secrets would "
+            "not be read back as drawn; use audit.canaries.kind digits."
         )
 
     def _encode(self, carrier: str, secret: str) -> tuple[tuple[int, ...], int, int] | None:
@@ -136,6 +136,6 @@ class ModelSource:
 
     def _too_long(self) -> ConfigError:
         return ConfigError(
-            f"data.max_length {self._config.data.max_length} is too short for some canaries, so their secrets would not be "
-            "trained on as a whole; raise data.max_length, or lower audit.canaries.tokens."
+            f"data.max_length {self._config.data.max_length} is too short for some canaries, so their secrets would be cut off; "
+            "raise data.max_length, or lower audit.canaries.tokens."
         )

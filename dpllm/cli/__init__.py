@@ -20,17 +20,17 @@ from dpllm.errors import ConfigError, DpllmError, EndedElsewhere
 
 # What a command no longer takes -> what to type instead.
 RETIRED = {
-    "plan --compare": "it promised nothing; dpllm plan --json has epsilon by each accountant, as `accountants`",
+    "plan --compare": "it gave no guarantee; dpllm plan --json has epsilon by each accountant, as `accountants`",
     "plan --figure": "plan prints and draws nothing; --sweep with --json has every figure of the table",
     "epsilon --trials": "the epsilon of one run does not cover choosing the best of several; let the ledger charge every run",
     "epsilon --select": "it belonged to --trials, which is retired too; let the ledger charge every run",
     "audit --mechanism": "every run checks its engine before it starts; set audit.gradient_canaries: 500, then audit the run",
-    "synthesize --engine": "vLLM was never run with it; leave it out, and transformers draws the texts, 64 at a time",
-    "ledger open": "the rule of a budget stays, planned or adaptive; dpllm ledger init sets another before the first run",
+    "synthesize --engine": "vLLM was never tested with it; leave it out, and transformers draws the texts, 64 at a time",
+    "ledger open": "a budget stays planned or adaptive; dpllm ledger init can change it before the first run",
     "ledger --gate": "a budget is adaptive unless dpllm ledger init has --planned",
     "ledger --reference": "the filter's order follows from --epsilon and --delta; leave it out",
     "ledger --runs": "type --planned RECIPE ...",
-    "ledger plot": "it decided nothing; dpllm ledger show says what is left, and dpllm ledger metrics lets Prometheus draw it",
+    "ledger plot": "it had no effect; dpllm ledger show says what is left, and dpllm ledger metrics tells Prometheus",
 }
 
 
@@ -74,8 +74,8 @@ def _run(arguments: list[str]) -> int:
             raise ConfigError(f"unknown argument {wrong[0]}. Type dpllm {known.command} --help.")
         if known.command not in {"train", "sweep", "env"} and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ConfigError(
-                "a launcher started several processes, each of which would do all of it and write the same files. "
-                f"Type dpllm {known.command} without a launcher."
+                "a launcher started several processes, and each would do all the work and write the same files. Type dpllm "
+                f"{known.command} without a launcher."
             )
         call: Call = known.call
         return call(known, overrides)
@@ -93,7 +93,7 @@ def _run(arguments: list[str]) -> int:
         print(f"dpllm {known.command}: {where}. Name another path, or fix this one.", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"dpllm {known.command}: stopped at once; run.json says what stands.", file=sys.stderr)
+        print(f"dpllm {known.command}: stopped at once; run.json has the state of the run.", file=sys.stderr)
         return 1
 
 

@@ -25,32 +25,32 @@ def add_commands(add: AddCommand) -> None:
     parser = add("audit", run, "attack a run: canary exposure, extraction, membership, an epsilon lower bound")
     option = parser.add_argument
     option("run", help="run directory; a recipe with --leakage; a model trained elsewhere")
-    option("--attack", metavar="NAME", help="this attack alone; nothing is written, no bound is computed")
+    option("--attack", metavar="NAME", help="run only this attack; nothing is written, no bound is computed")
     option(
-        "--twin", metavar="RUN", help="audited run of the same recipe without privacy: where the attack has to succeed"
+        "--twin",
+        metavar="RUN",
+        help="audited run of the same recipe without privacy, on which the attack should succeed",
     )
-    option(
-        "--scores-only", action="store_true", help="only what one pass of scoring shows; the models generate nothing"
-    )
+    option("--scores-only", action="store_true", help="only what one scoring pass shows; no generation")
     option("--shadows", type=int, metavar="K", help="train K shadow runs for LiRA and RMIA (public data)")
     option(
         "--members",
         nargs="?",
         const="",
         metavar="FILE",
-        help="membership of real rows: the run's own training and evaluation data, or of FILE; private",
+        help="membership inference on real rows: the run's own training and evaluation data, or FILE; private",
     )
     option("--non-members", metavar="FILE", help="with --members FILE: rows that were not trained on")
-    option("--leakage", action="store_true", help="what one step's gradient gives away, raw against clipped and noised")
+    option("--leakage", action="store_true", help="what the gradient of one step reveals, raw and clipped with noise")
     option = parser.add_argument_group("a model trained elsewhere (PEFT adapter or model directory)").add_argument
     option("--base", metavar="NAME", help="its base model")
     option("--canaries", metavar="FILE", help="which canaries were planted in it")
     option(
         "--format",
         choices=("text", "prompt_completion", "messages"),
-        help="how canaries read in training (default: text)",
+        help="format of the canaries in training (default: text)",
     )
-    option("--epsilon", type=float, help="the epsilon that is claimed for one unit, if any")
+    option("--epsilon", type=float, help="the claimed epsilon for one unit, if any")
     option("--delta", type=float, help="its delta")
     option("--unit", default=None, help="its unit (default: example)")
     option("--output", metavar="DIR", help="where the report goes; it is private (default: printed only)")
@@ -72,8 +72,8 @@ def run(known: argparse.Namespace, rest: list[str]) -> int:
     if given := [name for name in ELSEWHERE if getattr(known, name) is not None]:
         option = "--" + given[0].replace("_", "-")
         raise ConfigError(
-            f"{option} is for a model trained elsewhere, and {path} is a run of dpllm, which says that itself. Leave it "
-            "out, or name a directory with an adapter and no config.yaml."
+            f"{option} is for a model trained elsewhere, but {path} is a run of dpllm, which records it. Leave it out, or name "
+            "a directory with an adapter and no config.yaml."
         )
     return _run(known, path)
 
@@ -91,9 +91,7 @@ def _check_options(known: argparse.Namespace) -> None:
             "--members says nothing about epsilon, since members were not drawn by coins. Leave --epsilon and --delta out."
         )
     if known.shadows is not None and known.shadows < 1:
-        raise ConfigError(
-            f"--shadows {known.shadows}: nothing can be compared with no runs. Type 4 or more, or leave it out."
-        )
+        raise ConfigError(f"--shadows {known.shadows}: needs runs to compare with. Type 4 or more, or leave it out.")
 
 
 def _no_run(path: Path) -> str:
@@ -106,15 +104,15 @@ def _no_run(path: Path) -> str:
     if not path.is_dir():
         return f"is a file. Type the directory of the run: dpllm audit {path.parent}"
     if (path / "private" / "canaries.json").exists():
-        return "its canaries are planned, and nothing is trained yet. Type dpllm train with the same recipe first."
+        return "has planned canaries, but is not trained yet. Type dpllm train with the same recipe first."
     if (path.parent / "config.yaml").exists():
         return f"is a part of a run. Type: dpllm audit {path.parent}"
     if inside:
         return f"holds no run itself, but {', '.join(inside[:5])}. Type: dpllm audit {path / inside[0]}"
     if (path / "adapter_config.json").exists() or (path / "config.json").exists():
         return (
-            "is a model trained elsewhere, and nobody knows what was planted in it. Add --canaries FILE, or --members FILE "
-            "--non-members FILE."
+            "is a model trained elsewhere, so the audit needs to know what it was trained on. Add --canaries FILE, or "
+            "--members FILE --non-members FILE."
         )
     return "holds no run (no config.yaml). Type the output_dir of a run."
 
@@ -129,8 +127,8 @@ def _run(known: argparse.Namespace, path: Path) -> int:
     if known.members is not None:
         if known.members:
             raise ConfigError(
-                f"--members {known.members}: the run names its own training and evaluation data. Type --members alone, or "
-                "name a directory with an adapter and no config.yaml."
+                f"--members {known.members}: the run has its own training and evaluation data. Type --members alone, or name a "
+                "directory with an adapter and no config.yaml."
             )
         from dpllm.auditing.members import audit_run_members
 
@@ -166,8 +164,8 @@ def _elsewhere(known: argparse.Namespace, path: Path) -> int:
     else:
         if not known.members or not known.non_members:
             raise ConfigError(
-                f"{path}: holds no run, so nobody knows what it was trained on. Type --members FILE --non-members FILE, or "
-                "--canaries FILE."
+                f"{path}: holds no run, so its training data are unknown. Type --members FILE --non-members FILE, or --canaries "
+                "FILE."
             )
         report = outside.audit_outside_members(path, known.members, known.non_members, base=known.base, unit=unit)
         table = terminal.members_table(report)

@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from dpllm.recipe.config import RunConfig
     from dpllm.run.directory import RunDir
 
-PLAN = "draw the canaries of a recipe and their coins, for the run that is to train in output_dir"
+PLAN = "draw a recipe's canaries and their coins, for a later run in output_dir"
 
 
 def add_commands(add: AddCommand) -> None:
     """The command, its action and what that takes."""
-    parser = add("canaries", run, "draw what a recipe plants for its audit, before training", None)
+    parser = add("canaries", run, "draw the canaries of a recipe, before training", None)
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True, prog="dpllm canaries")
     plan = actions.add_parser("plan", help=PLAN, allow_abbrev=False)
     plan.description = PLAN[0].upper() + PLAN[1:] + "."
     take_recipe(plan, "canaries plan RECIPE")
     take_json(plan)
-    plan.add_argument("--overwrite", action="store_true", help="draw them again, in place of those planned before")
+    plan.add_argument("--overwrite", action="store_true", help="draw them again, replacing earlier ones")
 
 
 def run(known: argparse.Namespace, rest: list[str]) -> int:
@@ -51,7 +51,7 @@ def run(known: argparse.Namespace, rest: list[str]) -> int:
         known,
         {**found, "manifest": str(run_dir.canaries)} if known.json else _table(found),
         f"Commitment: {found['commitment']}",
-        f"Written to {run_dir.canaries}, for its owner alone.",
+        f"Written to {run_dir.canaries}, readable by its owner only.",
     )
 
 
@@ -88,8 +88,8 @@ def _check(config: RunConfig, run: RunDir, overwrite: bool) -> None:
         )
     if run.canaries.exists() and not overwrite:
         raise ConfigError(
-            f"{run.canaries}: canaries are planned already, and whoever wrote down their commitment could no longer check it. "
-            "Type --overwrite to draw new ones, or train with these."
+            f"{run.canaries}: canaries are planned already, and new ones would not match a commitment that was noted. Type "
+            "--overwrite to draw new ones, or train with these."
         )
     check_directory(config, run, resume=False, overwrite=False)
 

@@ -22,9 +22,9 @@ def add_commands(add: AddCommand) -> None:
     text = "instead: train it without canaries of text, to be published, and an audit twin with them, as one group"
     swept.add_argument("--twin", action="store_true", help=text)
     swept.add_argument("--resume", action="store_true", help="go on with the sweep in output_dir; finished runs stay")
-    swept.add_argument("--by", help="who answers for the list of runs in the ledger (default: this user)")
+    swept.add_argument("--by", help="who is responsible for the list of runs in the ledger (default: this user)")
     for parser in (compared, swept):
-        text = "BLEU and the like on N evaluation prompts (extra: tasks)"
+        text = "BLEU and similar metrics on N evaluation prompts (extra: tasks)"
         parser.add_argument("--tasks", type=int, default=0, metavar="N", help=text)
     compared.add_argument("--no-intervals", action="store_true", help="load no model: held-out figures as recorded")
     drawn = add("curve", curve, "loss, clipped share and gradient norms of a run's steps, as a private picture", None)
@@ -33,7 +33,7 @@ def add_commands(add: AddCommand) -> None:
 
 def _check_tasks(known: argparse.Namespace) -> None:
     if known.tasks < 0:
-        raise ConfigError(f"--tasks {known.tasks}: no models write for fewer than 0 prompts. Type 1 or more.")
+        raise ConfigError(f"--tasks {known.tasks}: cannot be negative. Type 1 or more.")
 
 
 def compare(known: argparse.Namespace, rest: list[str]) -> int:
@@ -69,7 +69,7 @@ def sweep(known: argparse.Namespace, rest: list[str]) -> int:
     comparison = train_all(path, overrides, by=by, resume=known.resume, tasks=known.tasks, console=console)
     root = comparison.output.parent
     values, table = public_comparison([RunDir(root / run["name"]) for run in comparison.values["runs"]])
-    return show(known, values if known.json else table, f"With what is private: written to {comparison.output}")
+    return show(known, values if known.json else table, f"With private figures: written to {comparison.output}")
 
 
 def curve(known: argparse.Namespace, rest: list[str]) -> int:
@@ -78,7 +78,7 @@ def curve(known: argparse.Namespace, rest: list[str]) -> int:
     from dpllm.run.directory import RunDir
 
     path, steps = draw(RunDir(Path(known.run)))
-    print(f"{path}: {steps} steps, drawn from figures without noise, which no guarantee covers. Keep it private.")
+    print(f"{path}: {steps} steps, from figures without noise, which no guarantee covers. Keep it private.")
     return 0
 
 
@@ -88,7 +88,7 @@ def _twins(known: argparse.Namespace, path: str, overrides: dict[str, Any], by: 
     from dpllm.statement.run_files import read_run
 
     if known.tasks:
-        raise ConfigError("--tasks compares runs, and a run and its twin are not compared. Leave it out.")
+        raise ConfigError("--tasks compares runs, but a run and its twin are not compared. Leave it out.")
     points, root = twins(path, overrides)
     with trained(points, root, by=by, resume=known.resume, console=plain_console(stderr=known.json)) as runs:
         record = read_run(runs[0])

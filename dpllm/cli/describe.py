@@ -35,10 +35,10 @@ def add_commands(add: AddCommand) -> None:
     parser = add("describe", describe, "release statistics of private data, charged to the ledger")
     parser.usage = "dpllm describe DATA|RECIPE --epsilon E STATISTIC ... [options] [--SECTION.KEY VALUE ...]"
     parser.add_argument("data", help="file, glob, directory or Hub id; or a recipe (.yaml), for its data and ledger")
-    parser.add_argument("--epsilon", type=float, required=True, help="of all statistics of this call together")
-    text = "at which they come to it, below 1/N; auto: as in a run (default: the budget's, or 1e-9)"
+    parser.add_argument("--epsilon", type=float, required=True, help="epsilon of all statistics of this call together")
+    text = "delta, below 1/N; auto: as in a run (default: the budget's, or 1e-9)"
     parser.add_argument("--delta", type=_number_or_auto, metavar="DELTA", help=text)
-    group = parser.add_argument_group("statistics", "equal parts of epsilon; asked twice, one costs twice")
+    group = parser.add_argument_group("statistics", "equal parts of epsilon; asking twice costs twice")
     for name, (takes, _, text) in OPTIONS.items():
         typed: Any = lambda value, name=name: (name, value)  # noqa: E731
         how: Any = {"action": "append", "type": typed, "metavar": takes}
@@ -46,10 +46,10 @@ def add_commands(add: AddCommand) -> None:
         group.add_argument(f"--{name}", dest="asked", help=text, **how)
     group.add_argument("--at", default=".5,.9,.99", metavar="Q,Q", help="which quantiles (default: .5,.9,.99)")
     parser.add_argument("--unit", help="column that says whose row it is (default: the recipe's, or each row)")
-    parser.add_argument("--max-examples-per-unit", type=int, metavar="N", help="rows of one unit that count")
+    parser.add_argument("--max-examples-per-unit", type=int, metavar="N", help="most rows of one unit that count")
     parser.add_argument("--dataset", help="name of the data in the ledger")
     take_ledger(parser)
-    parser.add_argument("--tokenizer", metavar="MODEL", help="whose tokens are counted (default: the recipe's model)")
+    parser.add_argument("--tokenizer", metavar="MODEL", help="model whose tokens are counted (default: the recipe's)")
     parser.add_argument("--output", type=Path, default=Path("describe.json"), help="default: describe.json")
     parser.add_argument("--dry-run", action="store_true", help="show costs and errors, and spend nothing")
 
@@ -60,7 +60,7 @@ def describe(known: argparse.Namespace, rest: list[str]) -> int:
 
     if not known.asked:
         examples = ", ".join(example for _, example, _ in OPTIONS.values())
-        raise ConfigError(f"no statistic is asked, so there is nothing to release. Type {examples}.")
+        raise ConfigError(f"no statistic is asked for. Type {examples}.")
     asked = [parse(kind, text, known.at) for kind, text in known.asked]
     config = _config(known, rest)
     from rich.table import Table
@@ -92,7 +92,7 @@ def _config(known: argparse.Namespace, rest: list[str]) -> RunConfig:
     if Path(known.data).suffix in (".yaml", ".yml"):
         return load_config(known.data, keys)
     if "model.name_or_path" not in keys and any(kind == "lengths" for kind, _ in known.asked):
-        raise ConfigError("--lengths counts tokens, and no model says which. Type --tokenizer MODEL, or a recipe.")
+        raise ConfigError("--lengths counts tokens and needs a tokenizer. Type --tokenizer MODEL, or a recipe.")
     # What a recipe must have, and nobody reads here.
     raw: dict[str, Any] = {"model": {"name_or_path": "none"}, "train": {"steps": 1}, "output_dir": "none"}
     return make_config({**raw, "data": {"train": known.data}}, keys, "dpllm describe")
@@ -126,7 +126,7 @@ def _run_of(recipe: str, dataset: str | None, unit: str | None, largest_delta: f
 
     config = load_config(recipe)
     if not config.privacy.enabled:
-        raise ConfigError(f"{recipe}: privacy.enabled is false, so it has no event to be accounted.")
+        raise ConfigError(f"{recipe}: privacy.enabled is false, so it has no privacy cost to seal.")
     if dataset is not None and config.privacy.dataset not in (None, dataset):
         raise ConfigError(f"{recipe}: privacy.dataset is {config.privacy.dataset!r}, not {dataset!r}.")
     if unit is not None and config.data.unit != unit:

@@ -24,21 +24,19 @@ def add_commands(add: AddCommand) -> None:
     """The command and the numbers that it takes."""
     parser = add("epsilon", run, "what DP-SGD with given numbers guarantees, or the noise for a given epsilon")
     option = parser.add_argument
-    option("--dataset-size", type=int, required=True, metavar="N", help="how many units can be sampled")
-    option("--batch-size", type=int, required=True, metavar="B", help="how many are expected in a batch")
+    option("--dataset-size", type=int, required=True, metavar="N", help="units in the dataset, N")
+    option("--batch-size", type=int, required=True, metavar="B", help="expected batch size")
     length = parser.add_mutually_exclusive_group(required=True)
     length.add_argument("--epochs", metavar="E", help="expected passes over the data, such as 3 or 0.5")
     length.add_argument("--steps", type=int, metavar="T", help="number of steps")
     noise = parser.add_mutually_exclusive_group(required=True)
     noise.add_argument(
-        "--noise-multiplier", type=float, metavar="S", help="noise over clipping norm: what does it give?"
+        "--noise-multiplier", type=float, metavar="S", help="noise divided by the clipping norm; prints epsilon"
     )
-    noise.add_argument("--epsilon", type=float, metavar="EPS", help="target: which noise multiplier does it take?")
+    noise.add_argument("--epsilon", type=float, metavar="EPS", help="target epsilon; prints the noise multiplier")
     option("--delta", default="auto", metavar="D", help="below 1/N; auto: 1/(10 N), rounded down to a digit")
-    option("--group-size", type=int, default=1, metavar="K", help="units protected together (default: 1)")
-    option(
-        "--bands", type=int, default=1, metavar="B", help="of banded noise, with as many groups in turn (default: 1)"
-    )
+    option("--group-size", type=int, default=1, metavar="K", help="number of units protected together (default: 1)")
+    option("--bands", type=int, default=1, metavar="B", help="of banded noise, and groups in turn (default: 1)")
     option(
         "--relation",
         default="zero_out",
@@ -122,23 +120,23 @@ def _steps(known: argparse.Namespace) -> int:
     numbers["--bands"] = known.bands
     for name, value in numbers.items():
         if value is not None and not 1 <= value <= LARGEST:
-            raise ConfigError(f"{name}: no epsilon follows from that. Type a number from 1 to {LARGEST:.0e}.")
+            raise ConfigError(f"{name}: gives no epsilon. Type a number from 1 to {LARGEST:.0e}.")
     if known.epsilon is not None and not (math.isfinite(known.epsilon) and known.epsilon > 0):
         raise ConfigError(f"--epsilon is {known.epsilon}, which no noise can meet. Type a finite number above 0.")
     if batch > size:
         raise Refused(
-            f"--batch-size {batch} is larger than --dataset-size {size}, so that the sampling rate would exceed 1. "
-            f"Type --batch-size {size} or less; a tenth of it or less is usual."
+            f"--batch-size {batch} is larger than --dataset-size {size}, so the sampling rate would exceed 1. Type --batch-size "
+            f"{size} or less; a tenth of it or less is usual."
         )
     if known.bands > 1 and known.group_size > 1:
         raise Refused(
-            "--bands keeps steps of one unit apart, and of several units together some join in neighbouring steps, which no "
-            "accountant counts. Type --group-size 1, where a unit is all that is protected together, or --bands 1."
+            "--bands keeps the steps of one unit apart, but several units together can take part in neighbouring steps, which "
+            "no accountant covers. Type --group-size 1 or --bands 1."
         )
     if known.bands * batch > size:
         raise Refused(
-            f"--bands {known.bands} makes groups smaller than --batch-size {batch}, so that the rate within one would exceed 1. "
-            f"Type --bands {size // batch} or less."
+            f"--bands {known.bands} makes groups smaller than --batch-size {batch}, so the sampling rate within a group would "
+            f"exceed 1. Type --bands {size // batch} or less."
         )
     if known.steps is not None:
         return int(known.steps)
@@ -147,9 +145,7 @@ def _steps(known: argparse.Namespace) -> int:
     except (ValueError, ZeroDivisionError):
         epochs = Fraction(0)
     if epochs <= 0:
-        raise ConfigError(
-            f"--epochs is {known.epochs!r}, from which no steps follow. Type a number above 0, such as 3."
-        )
+        raise ConfigError(f"--epochs is {known.epochs!r}. Type a number above 0, such as 3.")
     steps: int = math.ceil(epochs * size / batch)  # exact: int(epochs / q) in floating point is often off by one
     return steps
 

@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 ACTIONS = {
     "init": "set a dataset's budget, once",
     "seal": "fix the list of runs of a planned budget, before the first of them",
-    "except": "permit training without differential privacy on a dataset; every later card says so",
-    "show": "what every dataset has spent, and which figure gates",
-    "history": "every entry of the chain",
-    "verify": "find any edit, cut or reordering (exit code 4)",
+    "except": "permit training without differential privacy on a dataset; every later card will say so",
+    "show": "what every dataset has spent, and which figure decides on new runs",
+    "history": "list every entry of the chain",
+    "verify": "detect edits, cuts and reordering (exit code 4)",
     "reconcile": "close a run that will not go on",
-    "adopt": "bind a ledger that was moved to where it lies now",
-    "import": "enter what was spent on a dataset elsewhere",
+    "adopt": "register the new location of a ledger that was moved",
+    "import": "record what was spent on a dataset elsewhere",
     "export": "write the chain as JSON, without fingerprints",
-    "metrics": "what a monitoring system watches, as Prometheus metrics",
+    "metrics": "print Prometheus metrics for monitoring",
 }
 
 
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name in ("show", "history"):
         made[name].add_argument("dataset", nargs="?", help="name of the dataset (default: all)")
     for name in ("init", "seal", "except", "reconcile", "adopt", "import"):
-        made[name].add_argument("--by", help="who answers for it (default: this user)")
+        made[name].add_argument("--by", help="who is responsible for it (default: this user)")
         made[name].add_argument("--reason", required=True, help="why")
     for name, said in (("init", ""), ("import", "that of the budget, or else ")):
         unit, relation = (None, None) if said else ("example", "zero_out")
@@ -59,27 +59,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     init = made["init"]
     init.add_argument("--epsilon", type=float, required=True, help="of all runs together")
     init.add_argument("--delta", type=float, required=True, help="of all runs together, well below 1/N")
-    text = "admit these runs alone, a list that is sealed now, or later by seal (default: any runs until the budget is spent)"
+    text = "admit only the runs of a list, sealed now or later by seal (default: any runs until the budget is spent)"
     init.add_argument("--planned", nargs="*", metavar="RECIPE", help=text)
-    text = "part of delta for runs that will be imported; not with --planned"
+    text = "part of delta set aside for imported runs; not with --planned"
     init.add_argument("--import-delta", type=float, default=0.0, help=text)
-    init.add_argument("--data", help="the data file, so that copies under other names are recognised from now on")
-    text = "a recipe for each run; for statistics, what dpllm describe --dry-run --json printed"
+    init.add_argument("--data", help="the data file, to recognise copies under other names from now on")
+    text = "one recipe per run; for statistics, the output of dpllm describe --dry-run --json"
     made["seal"].add_argument("runs", nargs="+", metavar="RECIPE", help=text)
     verify = made["verify"]
-    verify.add_argument("--head", help="HASH:COUNT, a head that was copied elsewhere, or the path of a run.json")
+    verify.add_argument("--head", help="a head that was copied elsewhere, as HASH:COUNT, or the path of a run.json")
     verify.add_argument("--file", help="verify an exported chain instead")
-    made["reconcile"].add_argument("entry", help="the reservation, as dpllm ledger show lists it")
+    made["reconcile"].add_argument("entry", help="the reservation's entry, as dpllm ledger show lists it")
     imported = made["import"]
     imported.add_argument("--run", default="elsewhere", help="name of the run")
     imported.add_argument("--epsilon", type=float, help="what it stated")
-    imported.add_argument("--delta", type=float, default=0.0, help="at which it was stated")
-    imported.add_argument("--event", help="JSON file with its accounting event, where more is known")
+    imported.add_argument("--delta", type=float, default=0.0, help="delta of that epsilon")
+    imported.add_argument("--event", help="JSON file with its accounting event, if known")
     imported.add_argument("--from", dest="source", help="an exported ledger: all runs of the dataset there")
     made["export"].add_argument("--output", help="file (default: standard output)")
     text = "directory of the node exporter's textfile collector (default: standard output)"
     made["metrics"].add_argument("--textfile", metavar="DIR", help=text)
-    text = "directories of models in production: says whether the ledger holds the run of each"
+    text = "directories of models in production; says for each whether the ledger holds its run"
     made["metrics"].add_argument("--served", nargs="+", type=Path, default=[], metavar="DIR", help=text)
 
 
@@ -121,7 +121,7 @@ def _wanted(known: argparse.Namespace) -> Budget:
     )  # fmt: skip
     check_budget(known.dataset, budget)
     if known.planned is not None and known.import_delta:
-        raise ConfigError("--import-delta belongs to a budget without --planned, whose list covers imports anyway.")
+        raise ConfigError("--import-delta belongs to a budget without --planned, whose list covers imports already.")
     for name in [known.data, *(known.planned or [])]:
         if name is not None and not os.path.exists(name) and not name.startswith("builtin:") and name.count("/") != 1:
             raise ConfigError(f"{name}: no such file. Check the spelling.")
@@ -138,15 +138,15 @@ def _init(ledger: Ledger, known: argparse.Namespace) -> int:
         check_delta(known.delta, units, "--delta", f"Type --delta {auto_delta(units):g} or less.")
         if known.delta * units > 0.1 * (1 + 1e-9):
             print(
-                f"Beware: delta {known.delta:g} is more than a tenth of 1/N = {1 / units:.2g}, so near to it that single records "
-                "could be published whole."
+                f"Beware: delta {known.delta:g} is more than a tenth of 1/N = {1 / units:.2g}, so close that single records "
+                "could be published outright."
             )
     sealed = listed(known.planned or [], known.dataset, known.unit, known.delta)
     before = ledger.budget(known.dataset)
     budget = budgets.set_budget(ledger, known.dataset, known.wanted, records=records)
     print(f"{known.dataset}: {budget}, in {ledger.location}")
     if before is not None:
-        print("That is its budget already." if budget == before else f"It replaces: {before}.")
+        print("It has this budget already." if budget == before else f"It replaces: {before}.")
     if sealed:
         return _seal(ledger, known, sealed)
     remaining = f"Epsilon {ledger.remaining(known.dataset):.4g} remains"
@@ -159,7 +159,7 @@ def _init(ledger: Ledger, known: argparse.Namespace) -> int:
             f"{remaining}, for runs in any order until it is spent; dpllm plan RECIPE says how many like it could follow."
         )
     if records is None:
-        print("The data are known by name only until the first run. --data FILE lets copies be recognised from now on.")
+        print("Until the first run the data are known only by name. Type --data FILE to recognise copies from now on.")
     return 0
 
 
@@ -182,8 +182,8 @@ def _except(ledger: Ledger, known: argparse.Namespace) -> int:
 
     budgets.except_from_privacy(ledger, known.dataset, known.by, known.reason)
     print(
-        f"{known.dataset}: training without differential privacy is permitted by {known.by}. Every later card says so, and the "
-        "ledger's total covers none of it."
+        f"{known.dataset}: training without differential privacy is permitted by {known.by}. Every later card will say so, and "
+        "the ledger's total does not cover it."
     )
     return 0
 
@@ -250,7 +250,7 @@ def _head(text: str | None) -> dict[str, Any] | None:
         record = read_json(Path(text)).get("ledger")
         head = record.get("head") if isinstance(record, dict) else None
         if not isinstance(head, dict) or type(head.get("count")) is not int:
-            raise ConfigError(f"{text}: names no head of a ledger. Give the run.json of a private run, or HASH:COUNT.")
+            raise ConfigError(f"{text}: has no head of a ledger. Give the run.json of a private run, or HASH:COUNT.")
         return head
     if not (found := re.fullmatch(r"(.{64}):([1-9][0-9]{0,17})", text)):
         raise ConfigError(
@@ -265,7 +265,7 @@ def _reconcile(ledger: Ledger, known: argparse.Namespace) -> int:
     budget = ledger.budget(claim.dataset)
     kept = "its whole reservation stays in the total, which is composed as if fixed in advance"
     if budget is not None and budget.gate == "adaptive":
-        kept = "the steps that never ran are given back to the budget's filter"
+        kept = "the steps that never ran are returned to the budget's filter"
     print(f"{claim.dataset}: run {claim.run} closed after {closed.steps} of {claim.num_steps} steps; {kept}.")
     return 0
 
@@ -274,7 +274,7 @@ def _adopt(ledger: Ledger, known: argparse.Namespace) -> int:
     from dpllm.ledger import budgets
 
     budgets.adopt(ledger, known.by, known.reason)
-    print(f"{ledger.location}: belongs here from now on. Write to no other copy of it: that would be a second budget.")
+    print(f"{ledger.location}: is the ledger from now on. Do not write to another copy: that would be a second budget.")
     return 0
 
 
@@ -352,7 +352,7 @@ def _metrics(ledger: Ledger, known: argparse.Namespace) -> int:
             metrics.write(metrics.file_of(folder, "dataset", name), metrics.dataset_families(ledger, [name]))
     except OSError as error:
         raise ConfigError(
-            f"--textfile {known.textfile}: cannot be written to ({error.strerror}), so there would be no metrics. Type the "
-            "directory that the node exporter reads."
+            f"--textfile {known.textfile}: cannot be written to ({error.strerror}). Type the directory that the node exporter "
+            "reads."
         ) from None
     return 0

@@ -59,7 +59,7 @@ def take_ledger(parser: argparse.ArgumentParser) -> None:
 
 def add_commands(add: AddCommand) -> None:
     """The commands and their arguments."""
-    text = "what a recipe promises and what the ledger would say: no weights, no GPU"
+    text = "the guarantee of a recipe and what the ledger would say; needs no weights, no GPU"
     planned = add("plan", plan, text, "plan.json, with ledger, refusals and advice,")
     text = "run a recipe (as accelerate launch recipes/train.py does)"
     trained = add("train", train, text, "the summary (the rest goes to stderr)")
@@ -67,8 +67,8 @@ def add_commands(add: AddCommand) -> None:
         take_recipe(parser, f"{name} RECIPE")
         parser.add_argument("--keys", action="store_true", help="list every key of a recipe, and stop")
     option = planned.add_argument
-    option("--model", action="store_true", help="what trains, noise, memory and time, from the model's config alone")
-    option("--device", metavar="GPU", help="with --model: memory on an a100 or h100 of 80 GB, not on this machine")
+    option("--model", action="store_true", help="trained layers, noise, memory and time, from the model's config only")
+    option("--device", metavar="GPU", help="with --model: for an a100 or h100 of 80 GB, not for this machine")
     option(
         "--sweep",
         action="append",
@@ -79,20 +79,18 @@ def add_commands(add: AddCommand) -> None:
     option(
         "--twin",
         action="store_true",
-        help="what the recipe without canaries of text and its audit twin come to together",
+        help="epsilon of the recipe without text canaries and its audit twin together",
     )
-    option("--after", metavar="RUN", help="an earlier run, whose released clip fraction the advice may use")
+    option("--after", metavar="RUN", help="an earlier run, whose released clip fraction informs the advice")
     option = trained.add_argument
     option("--resume", action="store_true", help="go on with the interrupted run in output_dir")
     option(
         "--make-up-lost-steps",
         action="store_true",
-        help="with --resume: reserve and repeat the steps that were charged and lost in a crash",
+        help="with --resume: reserve and repeat steps that were charged but lost in a crash",
     )
     option("--overwrite", action="store_true", help="replace the run in output_dir")
-    option(
-        "--fresh-check", action="store_true", help="run the whole self-check, also where an earlier start has passed it"
-    )
+    option("--fresh-check", action="store_true", help="run the whole self-check even if an earlier start passed it")
     text = "turn a LLaMA-Factory, axolotl or TRL configuration into a recipe"
     option = add("import-config", import_config, text, None).add_argument
     option("file", help="their YAML file")
@@ -323,7 +321,7 @@ def by_this_user(needs: str) -> str:
     try:
         return getpass.getuser()
     except (OSError, KeyError):
-        raise ConfigError(f"this user has no name, and {needs}: --by NAME") from None
+        raise ConfigError(f"this user has no name, and {needs}: type --by NAME") from None
 
 
 def show(known: argparse.Namespace, found: dict[str, Any] | RenderableType, *lines: str) -> int:

@@ -25,11 +25,11 @@ NOTE = (
 def add_commands(add: AddCommand) -> None:
     """The commands and their arguments."""
     option = add("card", card, "write the model card into RUN/export, and sign it", None).add_argument
-    option("run", help="run directory; RUN/synthetic: the card of the data set there")
+    option("run", help="run directory; or RUN/synthetic, for the card of that data set")
     option("--sign", metavar="KEY", help="sign privacy.json with an OpenSSH key, or through ssh-agent")
-    option("--describe", metavar="FILE", type=Path, help="show these statistics of its data too")
+    option("--describe", metavar="FILE", type=Path, help="show these statistics of the data too")
     option = add("verify", verify, "recompute every number that a card states").add_argument
-    option("path", help="run directory, export, data set, or Hub id (datasets/OWNER/NAME); paths first")
+    option("path", help="run directory, export, data set, or Hub id (datasets/OWNER/NAME); a local path wins")
     option(
         "--ledger",
         metavar="FILE",
@@ -37,42 +37,42 @@ def add_commands(add: AddCommand) -> None:
     )
     option("--signers", metavar="FILE", help="allowed signers, as ssh-keygen(1) describes them")
     option("--revision", help="of a Hub id: branch, tag or commit")
-    option = add("push", push, "upload RUN/export or a data set to the Hub, once it verifies").add_argument
+    option = add("push", push, "verify RUN/export or a data set and upload it to the Hub").add_argument
     option("run", help="run directory, or the folder of a synthetic data set")
-    option("repository", help="OWNER/NAME on the Hub; made if it does not exist")
+    option("repository", help="OWNER/NAME on the Hub; created if it does not exist")
     option("--dry-run", action="store_true", help="list what would be uploaded, and contact nobody")
-    option("--private", action="store_true", help="make the repository a private one")
+    option("--private", action="store_true", help="make the repository private")
     option(
         "--without-guarantee",
         action="store_true",
-        help="publish a run that gives no guarantee, although its data are not declared public",
+        help="publish a run without a guarantee whose data are not declared public",
     )
-    option("--replace", action="store_true", help="remove files of the repository that are not among these")
-    option("--ledger", metavar="FILE", help="where the ledger or an export of it lies now")
+    option("--replace", action="store_true", help="remove other files from the repository")
+    option("--ledger", metavar="FILE", help="current path of the ledger or of an export of it")
     parser = add("generate", generate, "sample text from a tuned model")
     option = parser.add_argument
     option("run", help="run directory, its export, or a merged model")
     given = parser.add_mutually_exclusive_group()
-    given.add_argument("--prompt", metavar="TEXT", help="what the model continues (a user's turn, for a chat model)")
     given.add_argument(
-        "--prompts", metavar="FILE", help="file with a prompt on each line; jsonl: a prompt, or messages"
+        "--prompt", metavar="TEXT", help="text that the model continues (for a chat model, the user's turn)"
     )
+    given.add_argument("--prompts", metavar="FILE", help="file with one prompt per line; jsonl: a prompt, or messages")
     option("--num", type=int, default=8, help="texts for each prompt (default: 8)")
     option("--max-new-tokens", type=int, default=64, help="longest text, in tokens (default: 64)")
-    option("--temperature", type=float, default=1.0, help="0: the likeliest token each time (default: 1)")
-    option("--top-p", type=float, default=1.0, help="share of probability to sample from (default: 1)")
-    option("--beams", type=int, default=1, help="of a beam search, at temperature 0 (default: 1, no search)")
+    option("--temperature", type=float, default=1.0, help="0: greedy decoding (default: 1)")
+    option("--top-p", type=float, default=1.0, help="nucleus sampling, as a probability (default: 1)")
+    option("--beams", type=int, default=1, help="number of beams, at temperature 0 (default: 1, no beam search)")
     option("--seed", type=int, help="the same seed and prompts give the same texts")
-    option("--chat", action=argparse.BooleanOptionalAction, help="whether prompts are a user's turns")
-    option("--base", metavar="MODEL", help="base model of an adapter that lies elsewhere than it says")
-    option = add("merge", merge, "write weights with the adapter merged in, with the same card", None).add_argument
-    option("run", help="run directory of a finished run with its card")
+    option("--chat", action=argparse.BooleanOptionalAction, help="treat prompts as the user's turns, or not")
+    option("--base", metavar="MODEL", help="base model of the adapter, if it is not where the adapter says")
+    option = add("merge", merge, "merge the adapter into the weights, with the same card", None).add_argument
+    option("run", help="run directory of a finished run with a card")
     option("--output", metavar="DIR", help="where the merged model goes (default: RUN/merged)")
     option(
         "--dtype",
         choices=("auto", "float32", "bfloat16", "float16"),
         default="auto",
-        help="of the written weights (default: the base model's)",
+        help="dtype of the merged weights (default: the base model's)",
     )
 
 
@@ -104,8 +104,8 @@ def _dataset_card(directory: Path, known: argparse.Namespace) -> int:
     run = run_of(directory)
     if run is None or known.sign or known.describe:
         raise ConfigError(
-            f"{directory}: a data set gets its card in a run directory that has one, and --sign and --describe belong to "
-            "the run. Type dpllm card RUN, with them if need be, and then dpllm card RUN/synthetic."
+            f"{directory}: the run needs its card first, and --sign and --describe are for the run. Type dpllm card RUN, with "
+            "them if needed, and then dpllm card RUN/synthetic."
         )
     with undone_unless_verified(directory):
         print(write_dataset_card(directory, run))
@@ -122,7 +122,7 @@ def verify(known: argparse.Namespace, rest: list[str]) -> int:
             path = Path(stack.enter_context(TemporaryDirectory()))
             _download(known.path, known.revision, path)
         elif known.revision is not None:
-            raise ConfigError(f"--revision {known.revision}: {known.path} is no Hub id. Leave it out.")
+            raise ConfigError(f"--revision {known.revision}: {known.path} is not a Hub id. Leave it out.")
         found = check_all(path, ledger=known.ledger, signers=Path(known.signers) if known.signers else None)
     if known.json:
         show(known, found.to_json())
@@ -150,7 +150,7 @@ def _download(repository: str, revision: str | None, directory: Path) -> None:
         from dpllm.publish.push import asking, endpoint
     except ImportError:
         raise ConfigError(
-            f"{repository}: no such path here, and huggingface_hub, which would download it, is not installed. Type pip install "
+            f"{repository}: no such local path, and huggingface_hub is not installed to download it. Type pip install "
             "huggingface_hub, or a local path."
         ) from None
     with asking(repository):
@@ -159,8 +159,8 @@ def _download(repository: str, revision: str | None, directory: Path) -> None:
         snapshot_download(name, repo_type=kind, revision=revision, local_dir=directory, endpoint=endpoint())
     if not any((directory / name).is_file() for name in ("README.md", "privacy.json")):
         raise ConfigError(
-            f"{repository}: has no card at its top, where weights are loaded from, so nothing can be verified. Ask its author "
-            "to publish with dpllm push."
+            f"{repository}: has no card at its top level, where weights are loaded from, so nothing can be verified. Ask its "
+            "author to publish with dpllm push."
         )
 
 

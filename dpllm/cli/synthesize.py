@@ -12,37 +12,35 @@ from dpllm.cli.plan import AddCommand, show
 
 def add_commands(add: AddCommand) -> None:
     """The command and its arguments."""
-    parser = add("synthesize", synthesize, "write a data set with a tuned model")
+    parser = add("synthesize", synthesize, "generate a data set with a tuned model")
     option = parser.add_argument
     option("run", help="run directory with its card")
-    option("--rows", type=int, required=True, help="how many rows to write")
+    option("--rows", type=int, required=True, help="number of rows to write")
     option("--output", metavar="DIR", type=Path, help="a new folder (default: RUN/synthetic)")
     option("--prompts", metavar="FILE", type=Path, help="public prompts to answer, as dpllm generate reads them")
     group = parser.add_argument_group("sampling")
-    group.add_argument("--temperature", type=float, default=1.0, help="0: the likeliest token each time (default: 1)")
-    group.add_argument("--top-p", type=float, default=1.0, help="share of probability to sample from (default: 1)")
+    group.add_argument("--temperature", type=float, default=1.0, help="0: greedy decoding (default: 1)")
+    group.add_argument(
+        "--top-p", type=float, default=1.0, help="nucleus sampling: share of probability to sample from (default: 1)"
+    )
     group.add_argument(
         "--max-new-tokens", type=int, help="longest text, in tokens (default: the recipe's data.max_length)"
     )
     group.add_argument("--seed", type=int, help="the same seed gives the same rows")
-    group.add_argument(
-        "--attempts", type=int, default=20, help="texts to draw for a row, on average, at most (default: 20)"
-    )
-    group = parser.add_argument_group("filters", "a text that is dropped is drawn again, for the same control codes")
-    group.add_argument("--keep-unfinished", action="store_true", help="take texts that did not end")
-    group.add_argument("--keep-duplicates", action="store_true", help="take a text that another row has")
+    group.add_argument("--attempts", type=int, default=20, help="most texts to draw per row, on average (default: 20)")
+    group = parser.add_argument_group("filters", "a dropped text is drawn again, with the same control codes")
+    group.add_argument("--keep-unfinished", action="store_true", help="keep texts that did not end")
+    group.add_argument("--keep-duplicates", action="store_true", help="keep duplicate texts")
     group.add_argument("--min-words", type=int, metavar="N", help="drop texts of fewer words")
     group.add_argument("--max-words", type=int, metavar="N", help="drop texts of more words")
     group.add_argument("--schema", metavar="FILE", type=Path, help="drop texts that are not JSON of this JSON Schema")
     group.add_argument(
         "--no-details", action="store_true", help="drop texts with an e-mail address, card or phone number"
     )
-    group = parser.add_argument_group(
-        "quality", "what is measured of the rows; only public figures stand on their card"
-    )
+    group = parser.add_argument_group("quality", "figures to measure on the rows; only public ones go on their card")
     group.add_argument("--no-quality", action="store_true", help="measure nothing")
-    group.add_argument("--embedding", metavar="MODEL", help="compare mean-pooled states of this model too")
-    text = "write into RUN/private/ what may repeat private text"
+    group.add_argument("--embedding", metavar="MODEL", help="also compare mean-pooled states of this model")
+    text = "write rows that may repeat private text into RUN/private/"
     option("--without-guarantee", action="store_true", help=text)
 
 

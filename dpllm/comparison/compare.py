@@ -155,7 +155,7 @@ def _readable(runs: Sequence[RunDir]) -> Iterator[None]:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"{', '.join(str(run.root) for run in runs)}: a file of one of them does not say what this version writes "
+            f"{', '.join(str(run.root) for run in runs)}: a file of one of them does not have the form that this version writes "
             f"({type(error).__name__}: {error}), so they cannot be compared. It is damaged, or of another version: train or "
             "audit that run again."
         ) from error
@@ -171,8 +171,8 @@ def _checked(
     for folder in (resolved(target), *resolved(target).parents):
         if folder.name == "export" and (folder.parent / "config.yaml").exists():
             raise ConfigError(
-                f"{target}: lies in export/, which is published as it was verified, and a comparison also shows other runs. "
-                "Choose a directory outside export/."
+                f"{target}: lies in export/, which is published as verified, while a comparison shows other runs too. Choose a "
+                "directory outside export/."
             )
     return sides, compared_runs.differences(sides, public=public), target
 

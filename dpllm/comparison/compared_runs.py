@@ -85,16 +85,16 @@ def read(runs: Sequence[RunDir], *, public: bool) -> list[Side]:
             and no audit.
     """
     if len(runs) < 2:
-        raise ConfigError("one run leaves nothing to compare. Type two or more: dpllm compare BASELINE RUN RUN.")
+        raise ConfigError("a comparison needs at least two runs. Type: dpllm compare BASELINE RUN RUN.")
     again = [str(path) for path, number in Counter(resolved(run.root) for run in runs).items() if number > 1]
     if again:
-        raise ConfigError(f"{again[0]}: is named twice, and a run does not differ from itself. Name each run once.")
+        raise ConfigError(f"{again[0]}: is named twice. Name each run once.")
     configs = [run.load_config() for run in runs]
     free = [run.root for run, config in zip(runs, configs, strict=True) if not config.privacy.enabled]
     if len(free) > 1:
         raise ConfigError(
-            f"{free[0]} and {free[1]}: both were trained without differential privacy, and a comparison has one such baseline. "
-            "Name one of them, and runs with privacy.enabled: true."
+            f"{free[0]} and {free[1]}: both were trained without differential privacy, but a comparison has only one such "
+            "baseline. Name one of them, and runs with privacy.enabled: true."
         )
     records = [read_run(run) for run in runs]
     _refuse_copies(runs, records)
@@ -119,7 +119,7 @@ def _refuse_copies(runs: Sequence[RunDir], records: Sequence[RunRecord]) -> None
         key = repr(sorted(weights.items()))
         if weights and key in known:
             raise ConfigError(
-                f"{run.root}: holds the weights of {known[key].root}, so they are one run. Name each once."
+                f"{run.root}: has the same weights as {known[key].root}, so they are one run. Name each run once."
             )
         known[key] = run
 
@@ -172,8 +172,8 @@ def _audit(run: RunDir, private: bool, published: bool) -> AuditRecord:
     audit = read_audit(path)
     if published and not audit.published:
         raise ConfigError(
-            f"{run.export}: holds an audit that says it may not be published, so the directory was changed by hand. Run "
-            f"dpllm audit {run.root} again."
+            f"{run.export}: holds an audit that may not be published, so the directory was changed by hand. Run dpllm audit "
+            f"{run.root} again."
         )
     return audit
 
@@ -211,7 +211,7 @@ def differences(sides: Sequence[Side], *, public: bool) -> dict[str, list[Any]]:
             other = next(index for index, value in enumerate(values) if value != values[0])
             raise ConfigError(
                 f"{key} differs: {values[0]!r} in {sides[0].name}, {values[other]!r} in {sides[other].name}, so a difference "
-                "between the two would say nothing about privacy. Train all with the same model, data, evaluation and canaries."
+                "between them would say nothing about privacy. Train all with the same model, data, evaluation and canaries."
             )
         if not (public and key in PLACES):
             found[key] = names.without_paths(values) if public else values

@@ -35,8 +35,8 @@ def draw(run: RunPaths) -> tuple[Path, int]:
     steps = {line["step"]: line for line in lines if line.get("units")}  # of one that was taken again, the last
     if not steps:
         raise ConfigError(
-            f"{run.root}: has no step in private/metrics.jsonl, so there is nothing to draw: none was taken yet, or this is an "
-            "export, which holds no private figure. Type the directory of a run that trained."
+            f"{run.root}: has no steps in private/metrics.jsonl, so there is nothing to draw: training has not started, or this "
+            "is an export, which has no private figures. Type the directory of a run that trained."
         )
     plan, summary = read_plan(run) if run.plan.exists() else None, run.private / "summary.json"
     ends = read_json(summary) if summary.exists() else {}

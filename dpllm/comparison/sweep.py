@@ -106,8 +106,8 @@ def trained(points: Sequence[Point], root: Path, *, by: str, resume: bool, conso
     """Runs that were reserved as one group, trained and audited, and have cards; see ``sweep``."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError(
-            "a launcher started several processes, and each would reserve a group of its own. Type dpllm sweep alone; for "
-            "several GPUs train each epsilon with accelerate launch."
+            "a launcher started several processes, and each would reserve its own group. Type dpllm sweep alone; for several "
+            "GPUs train each epsilon with accelerate launch."
         )
     with RunDir(root).locked():
         state = _state_of(points, root, resume)
@@ -125,7 +125,7 @@ def _read_points(recipe: str | Path, overrides: Mapping[str, Any]) -> tuple[list
     """The runs of a sweep, and its directory. Nothing is read but the recipe."""
     rest = {key: value for key, value in overrides.items() if key != "privacy.epsilon"}
     if "privacy.epsilon" not in overrides:
-        raise ConfigError(f"a sweep needs the epsilons to train at. Type {EXAMPLE}")
+        raise ConfigError(f"a sweep needs a list of epsilons. Type {EXAMPLE}")
     epsilons = _parse_epsilons(overrides["privacy.epsilon"])
     try:
         config = load_config(recipe, rest)
@@ -136,17 +136,17 @@ def _read_points(recipe: str | Path, overrides: Mapping[str, Any]) -> tuple[list
         if not lists:
             raise
         raise ConfigError(
-            f"--{lists[0]} {rest[lists[0]]}: a sweep trains at several values of privacy.epsilon and of nothing else, since each "
-            f"run is paid for. Give {lists[0]} one value; dpllm plan --sweep {lists[0]}=... compares several and spends nothing."
+            f"--{lists[0]} {rest[lists[0]]}: a sweep varies only privacy.epsilon, because each run costs budget. Give "
+            f"{lists[0]} one value; dpllm plan --sweep {lists[0]}=... compares several and spends nothing."
         ) from None
     if not config.privacy.enabled:
         raise ConfigError(
-            f"{recipe}: privacy.enabled is false, and no run of a sweep would have differential privacy. Set it to true, and put "
-            f"inf into the list for the run without: {EXAMPLE}"
+            f"{recipe}: privacy.enabled is false, so no run of the sweep would have differential privacy. Set it to true, and "
+            f"add inf to the list for a run without it: {EXAMPLE}"
         )
     if config.privacy.noise_multiplier is not None:
         raise ConfigError(
-            f"{recipe}: privacy.noise_multiplier is set, so that every run would have the same epsilon. Set it to null."
+            f"{recipe}: privacy.noise_multiplier is set, so every run would have the same epsilon. Set it to null."
         )
     root, several = Path(config.output_dir), ", ".join(f"{epsilon:g}" for epsilon in epsilons)
     said = f"One of {len(epsilons)} runs that differ in privacy.epsilon alone ({several})"
@@ -170,17 +170,17 @@ def _parse_epsilons(value: Any) -> list[float]:
             number = float("nan")
         if not number > 0:
             raise ConfigError(
-                f"--privacy.epsilon {value}: {str(word).strip()!r} is no epsilon, and every run needs one above 0, or inf for no "
-                f"differential privacy. Type {EXAMPLE}"
+                f"--privacy.epsilon {value}: {str(word).strip()!r} is not an epsilon. Every run needs one above 0, or inf for "
+                f"no differential privacy. Type {EXAMPLE}"
             )
         found.append(number)
     if len({f"{number:g}" for number in found}) < len(found):
         raise ConfigError(
-            f"--privacy.epsilon {value}: holds a value twice, and two runs would share a directory. Type each once."
+            f"--privacy.epsilon {value}: has a value twice, so two runs would share a directory. Type each once."
         )
     if len(found) < 2:
         raise ConfigError(
-            f"--privacy.epsilon {value}: one value leaves nothing to compare. Type two or more, as in {EXAMPLE}; or dpllm train."
+            f"--privacy.epsilon {value}: a sweep needs at least two values. Type more, as in {EXAMPLE}; or dpllm train."
         )
     return sorted(found)
 
@@ -197,7 +197,7 @@ def _state_of(points: Sequence[Point], root: Path, resume: bool) -> dict[str, An
             )
         if (root / "config.yaml").exists():
             raise ConfigError(
-                f"{root}: holds a run, and a sweep has one directory for each. Type another --output_dir."
+                f"{root}: holds a run, but a sweep needs a directory of its own. Type another --output_dir."
             )
         for point in points:
             check_directory(point.config, point.run, resume=False, overwrite=False)
@@ -209,14 +209,14 @@ def _state_of(points: Sequence[Point], root: Path, resume: bool) -> dict[str, An
     whole = isinstance(pinned, dict) and all(isinstance(one, dict) and one.keys() == terms for one in pinned.values())
     if not (whole and isinstance(state.get("group"), str)):
         raise ConfigError(
-            f"{path}: does not say what a sweep writes there; the file is damaged. Restore it, or type another --output_dir for "
-            "a new sweep."
+            f"{path}: is not the state of a sweep; the file is damaged. Restore it, or type another --output_dir for a new "
+            "sweep."
         )
     for key, what in (("epsilons", "list of epsilons"), ("recipe", "recipe")):
         if state.get(key) != ours[key]:
             raise ConfigError(
-                f"{root}: its sweep has another {what}, and its runs were fixed together before the first. Type the same again, "
-                "or another --output_dir for a new sweep."
+                f"{root}: its sweep has another {what}, and its runs were fixed before the first one. Type the same again, or "
+                "another --output_dir for a new sweep."
             )
     return state
 
@@ -247,7 +247,7 @@ def _fix(points: Sequence[Point], root: Path, state: dict[str, Any], by: str) ->
                 if again.digest != subject.digest:
                     raise Refused(
                         f"data.train ({config.data.train}) changed while the sweep was planned, so its runs would be reserved "
-                        "for other records than were counted. Start it again, and leave the file alone meanwhile."
+                        "for other records than were counted. Start again, and do not change the file meanwhile."
                     )
                 policy = again.policy
                 assert policy is not None
@@ -339,7 +339,7 @@ def _train(point: Point, entry: str | None, console: Console) -> None:
         start = Start(resume=goes_on, overwrite=not goes_on, entry=entry)
         record = train(point.config, start, console=console)
     except DpllmError:
-        console.print("The other runs keep their places in the ledger: --resume goes on with the sweep.")
+        console.print("The other runs keep their places in the ledger: type --resume to go on with the sweep.")
         raise
     if record.status != "completed":
         raise DpllmError(
@@ -356,8 +356,8 @@ def _refuse_lost(point: Point, entry: str) -> None:
         closed = seen.state in ("completed", "reconciled")
         close = "" if closed else f"Close it: dpllm ledger reconcile {entry} --reason WHY. "
         raise Refused(
-            f"{point.name} was stopped after {seen.steps} charged steps and left no checkpoint, so its place in the group is "
-            f"used up. {close}Start another sweep; with train.checkpoint_every it would leave checkpoints."
+            f"{point.name} was stopped after {seen.steps} charged steps without a checkpoint, so its place in the group is used "
+            f"up. {close}Start another sweep, with train.checkpoint_every to have checkpoints."
         )
 
 

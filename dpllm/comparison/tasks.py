@@ -42,10 +42,7 @@ def measure(runs: Sequence[RunDir], *, rows: int = 0, losses: bool = True, conso
         ConfigError: ``rows`` without references, or without the package that scores them; or a run that exported no weights.
     """
     if rows and not importlib.util.find_spec("sacrebleu"):
-        raise ConfigError(
-            "--tasks splits what the model writes into words with sacrebleu, not installed here, and without it there is no "
-            "BLEU. Type: pip install sacrebleu"
-        )
+        raise ConfigError("--tasks computes BLEU with sacrebleu, which is not installed. Type: pip install sacrebleu")
     for name in [name for name, asked in ((HELD_OUT, losses), (TASKS, rows > 0)) if asked]:
         known = [cached(run, name, read_run(run)) for run in runs]
         if name == TASKS:
@@ -103,7 +100,7 @@ def _losses(run: RunDir, config: RunConfig, base: bool) -> Json:
     units = data.encode_units(each_row(table.rows), table.format, models.tokenizer, config.data, name=table.name)
     expected = read_json(run.private / "summary.json").get("eval_tokens")
     if expected not in (None, sum(sum(sequence.loss_mask) for unit in units for sequence in unit.sequences)):
-        raise ConfigError("the evaluation data are no longer those of its training. Put the file of that time back.")
+        raise ConfigError("the evaluation data are no longer those of the run. Restore the file.")
     return {"weights": _weights(run), **_both(models, base, lambda model: _by_example(model, units))}
 
 
@@ -142,7 +139,7 @@ def _written(run: RunDir, config: RunConfig, base: bool, rows: int) -> Json:
     table = _evaluation(run, config)
     if table.format != "prompt_completion":
         raise ConfigError(
-            f"{public_name(config.data.eval or '')}: has no prompts with completions, and without references there is no BLEU. "
+            f"{public_name(config.data.eval or '')}: has no prompts with completions, so there are no references for BLEU. "
             "Leave --tasks out."
         )
     references = by_prompt(table.rows, rows)
@@ -189,7 +186,7 @@ def _encoded(
     longest = max(map(len, prompts))
     if longest >= positions:
         raise ConfigError(
-            f"{public_name(config.data.eval or '')}: a prompt has {longest} tokens, and the model reads {positions} with what it "
-            "writes. Leave --tasks out, or evaluate on shorter prompts."
+            f"{public_name(config.data.eval or '')}: a prompt has {longest} tokens, and with its completion exceeds the "
+            f"{positions} that the model reads. Leave --tasks out, or evaluate on shorter prompts."
         )
     return prompts, min(PROTOCOL["num_tokens"], positions - longest)

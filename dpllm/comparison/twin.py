@@ -24,7 +24,7 @@ def twins(recipe: str | Path, overrides: Mapping[str, Any]) -> tuple[list[Point]
     """The recipe without canaries of text, then with its own, or where it has none the usual ones; and the directory of both."""
     config = load_config(recipe, overrides)
     if not config.privacy.enabled:
-        raise ConfigError(f"{recipe}: privacy.enabled is false, so a twin has no promise to test. Leave --twin out.")
+        raise ConfigError(f"{recipe}: privacy.enabled is false, so a twin has no guarantee to test. Leave --twin out.")
     root, most, usual = Path(config.output_dir), config.data.max_examples_per_unit or 32, CanaryConfig()
     groups = {copies: number for copies, number in usual.groups.items() if copies <= most}
     texts = config.audit.canaries or usual.model_copy(update={"groups": groups})

@@ -60,8 +60,8 @@ def released_by(run: RunDir) -> dict[str, float]:
     released = record.metrics.released
     if not record.guarantee.holds or not {"unclipped_fraction", "max_grad_norm"} <= released.keys():
         raise ConfigError(
-            f"{run.root}: released no clip fraction with noise, and the un-noised one is private. "
-            "Name a completed run with privacy.clipping: adaptive."
+            f"{run.root}: released no noised clip fraction, and the exact one is private. Name a completed run with "
+            "privacy.clipping: adaptive."
         )
     return {name: float(released[name]) for name in ("unclipped_fraction", "max_grad_norm")}
 
@@ -70,8 +70,8 @@ def _epsilon(plan: Plan) -> str | None:
     if plan.epsilon <= WEAK_EPSILON:
         return None
     return (
-        f"epsilon {plan.epsilon:.3g} is weak: above 10 the bound on what an attacker may learn says little by itself, and only "
-        f"an audit speaks for the run. Type --privacy.epsilon 8 or less."
+        f"epsilon {plan.epsilon:.3g} is weak: above 10, the bound on what an attacker can learn means little, and only an audit "
+        "supports the run. Type --privacy.epsilon 8 or less."
     )
 
 
@@ -81,9 +81,9 @@ def _delta(plan: Plan) -> str | None:
         return None
     share = plan.delta * size
     return (
-        f"delta {plan.delta:g} is {share:.2g} times 1/N, near to 1/N: a mechanism that publishes each record outright with "
-        f"probability {plan.delta:g} satisfies it, and would publish {share:.2g} records on average. "
-        f"Type --privacy.delta auto (here {auto_delta(size):g})."
+        f"delta {plan.delta:g} is {share:.2g} times 1/N, which is too close: a mechanism that publishes each record outright "
+        f"with probability {plan.delta:g} satisfies it, and would publish {share:.2g} records on average. Type --privacy.delta "
+        f"auto (here {auto_delta(size):g})."
     )
 
 
@@ -93,9 +93,9 @@ def _noise(plan: Plan) -> str | None:
     size, most = plan.schedule.expected_batch_size, plan.schedule.dataset_size
     more = f"--train.batch_size {min(2 * size, most)} or " if size < most else ""
     return (
-        f"noise multiplier {plan.noise_multiplier:.3g} is below {WEAK_NOISE}: nearly all of the promise then rests on nobody "
-        "knowing who was in which batch, and one step alone would tell much of somebody who is known to be in it. "
-        f"Type {more}a smaller --privacy.epsilon, either of which calls for more noise."
+        f"noise multiplier {plan.noise_multiplier:.3g} is below {WEAK_NOISE}: the guarantee then rests almost entirely on "
+        "nobody knowing who was in which batch, and a single step would reveal much about somebody known to be in it. Type "
+        f"{more}a smaller --privacy.epsilon; either means more noise."
     )
 
 
@@ -110,7 +110,7 @@ def _batch(plan: Plan) -> str | None:
         return None
     ratio = own.noise_per_signal / suggested.noise_per_signal
     return (
-        f"the logical batch is too small for its noise: {suggested.batch_size} units in {suggested.num_steps} steps look at as "
+        f"the logical batch is too small for its noise: {suggested.batch_size} units in {suggested.num_steps} steps process as "
         f"many examples as {own.batch_size} in {own.num_steps}, at the same epsilon, with {ratio:.2g} times less noise per unit "
         f"of signal. Type --train.batch_size {suggested.batch_size} --train.steps {suggested.num_steps} (and --train.epochs null "
         "where the recipe counts epochs)."
@@ -126,9 +126,9 @@ def _steps(plan: Plan) -> str | None:
     if noisier(plan, own.batch_size, half, than=NOT_REWARDED * exactly * own.noise_per_signal):
         return None
     return (
-        f"the last {own.num_steps - half} of {own.num_steps} steps are hardly rewarded: at the same epsilon, {half} steps of the "
-        f"same batch have less than {NOT_REWARDED - 1:.0%} more noise per unit of signal, for half the compute. "
-        f"Type --train.steps {half}, or spend the compute on a larger --train.batch_size."
+        f"the last {own.num_steps - half} of {own.num_steps} steps hardly pay off: at the same epsilon, {half} steps of the "
+        f"same batch size have less than {NOT_REWARDED - 1:.0%} more noise per unit of signal, for half the compute. Type "
+        f"--train.steps {half}, or spend the compute on a larger --train.batch_size."
     )
 
 
@@ -145,9 +145,10 @@ def _canaries(config: RunConfig, plan: Plan) -> str | None:
         return None
     ratio = plan.noise_multiplier * size / (own * batch) / without
     return (
-        f"canaries of text hold {slots} of N = {size} places ({slots / size:.0%}), and their text stays in the weights. At the "
-        f"same epsilon, batch and steps, the noise per unit of your own text is {ratio:.2g} times what it is without them. Type "
-        "--audit.canaries null for a run that is published; dpllm sweep RECIPE --twin trains it and an audit twin that has them."
+        f"text canaries occupy {slots} of the N = {size} slots ({slots / size:.0%}), and their text stays in the weights. At "
+        f"the same epsilon, batch and steps, the noise per unit of your own data is {ratio:.2g} times what it is without them. "
+        "Type --audit.canaries null for a run to be published; dpllm sweep RECIPE --twin trains it together with an audit twin "
+        "that has them."
     )
 
 
@@ -159,14 +160,14 @@ def _bands(config: RunConfig, plan: Plan) -> str | None:
         return None
     if seen is None:
         return (
-            f"privacy.noise: banded gains less than {banded.LEAST_GAIN:.0%} at this epsilon and number of epochs, so that "
-            "independent noise is taken. Type --privacy.noise independent, or fewer epochs, or a larger --privacy.epsilon."
+            f"privacy.noise: banded gains less than {banded.LEAST_GAIN:.0%} at this epsilon and number of epochs, so "
+            "independent noise is used. Type --privacy.noise independent, or fewer epochs, or a larger --privacy.epsilon."
         )
     rate = config.train.learning_rate
     return (
-        f"banded noise makes one step {seen.one_step:.2g} times as noisy as independent noise, and the sum of all steps quieter. "
-        "AdamW divides by what it sees in one step, so a learning rate that suits independent noise is too small by that factor. "
-        f"If {rate:g} is such a rate, type --train.learning_rate {rate * seen.one_step:.2g}."
+        f"banded noise makes one step {seen.one_step:.2g} times as noisy as independent noise, but the sum of all steps less "
+        "noisy. AdamW normalises by the noise of single steps, so a learning rate tuned for independent noise is too small by "
+        f"that factor. If {rate:g} is such a rate, type --train.learning_rate {rate * seen.one_step:.2g}."
     )
 
 
@@ -192,7 +193,9 @@ def _clipping(config: RunConfig, released: Mapping[str, float]) -> str | None:
     chosen = "It was chosen after seeing that run's result, so the two runs fit a ledger's adaptive gate, not one list."
     if abs(fraction - wanted) > FAR_FROM_HALF:
         side = (
-            "too small: it shortens most gradients" if fraction > wanted else "too large: it buys noise and clips few"
+            "too small: it shortens most gradients"
+            if fraction > wanted
+            else ("too large: it adds noise and clips few gradients")
         )
         return (
             f"C was {side}: the earlier run ended with a noised clip fraction of {shown:.2f} at C {norm:.3g}, where {wanted:.2g} "

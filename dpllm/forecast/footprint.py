@@ -33,7 +33,7 @@ from dpllm.recipe.config import LoraConfig, RunConfig
 from dpllm.recipe.derived import rows_of_one
 from dpllm.run.promise import Refusals
 
-UNCOUNTED = "this architecture computes from values, so memory and time cannot be counted without weights"
+UNCOUNTED = "this architecture's shapes depend on values, so memory and time cannot be estimated without weights"
 SECONDS = 0.15  # for each of the two measurements of the device
 GPU_MEMORY = dict.fromkeys(("a100", "h100"), int(80e9))  # bytes, of the larger modules
 
@@ -107,8 +107,8 @@ def footprint(config: RunConfig, schedule: Schedule, plan: Plan | None, gpu: str
     """
     if gpu not in (None, *GPU_MEMORY):
         raise ConfigError(
-            f"--device {gpu}: the memory of no such GPU is known here, so what fits cannot be told. Type one of "
-            f"{', '.join(GPU_MEMORY)}, or leave --device out to plan for this machine."
+            f"--device {gpu}: is not a known GPU. Type one of {', '.join(GPU_MEMORY)}, or leave --device out to plan for this "
+            "machine."
         )
     device = torch.device("cuda" if gpu or torch.cuda.is_available() else "cpu")
     bf16 = gpu is not None and config.train.precision == "auto"
@@ -161,8 +161,8 @@ def skeleton(config: RunConfig, dtype: torch.dtype) -> Any:
         raise
     except Exception as error:  # transformers raises OSError, ValueError, KeyError and Hub errors here
         raise ConfigError(
-            f"model.name_or_path {name!r}: no configuration of a causal language model was found "
-            f"({type(error).__name__}), so nothing can be counted. Check the spelling and the network, or name a local directory."
+            f"model.name_or_path {name!r}: no configuration of a causal language model was found ({type(error).__name__}). "
+            "Check the spelling and the network, or name a local directory."
         ) from None
     net.requires_grad_(False)
     with torch.device("meta"):

@@ -57,8 +57,7 @@ def parse_sweeps(arguments: Sequence[str]) -> dict[str, list[Any]]:
             values = []
         if not (separator and key and values) or (None in values and "null" not in text):
             raise ConfigError(
-                f"--sweep {argument}: names no values, so there is nothing to compare. Type --sweep KEY=V1,V2, as in "
-                "--sweep privacy.epsilon=1,2,4,8"
+                f"--sweep {argument}: names no values. Type --sweep KEY=V1,V2, as in --sweep privacy.epsilon=1,2,4,8"
             )
         if key in sweeps:
             raise ConfigError(f"--sweep {key} is given twice, so one list would be lost. Give all its values at once.")
@@ -83,7 +82,8 @@ def sweep(recipe: str | Path, overrides: Mapping[str, Any], sweeps: Mapping[str,
     configs = [load_config(recipe, {**overrides, **dict(zip(sweeps, values, strict=True))}) for values in combinations]
     if not configs[0].privacy.enabled:
         raise ConfigError(
-            "--sweep compares promises, and privacy.enabled: false makes none. Set privacy.enabled: true, or leave --sweep out."
+            "--sweep compares guarantees, and privacy.enabled: false gives none. Set privacy.enabled: true, or leave --sweep "
+            "out."
         )
     subjects: dict[str, Subject] = {}
     points = []

@@ -45,7 +45,7 @@ def plan_table(seen: Decision, title: str) -> Table:
         rows |= {
             "public size N": f"{schedule.dataset_size} {counted}, of which {schedule.canary_slots} are canary slots",
             "sampling rate q": f"{schedule.sampling_rate:.6f}: each joins each step by its own coin"
-            + (", if its group has the turn" if plan and plan.coefficients else ""),
+            + (", when it is its group's turn" if plan and plan.coefficients else ""),
             "steps T": str(schedule.num_steps),
             "logical batch": f"B = {sizes.expected} {counted} expected, at most {sizes.largest} in 99.9% of the steps",
             "physical batches": _physical(sizes),
@@ -71,9 +71,9 @@ def plan_table(seen: Decision, title: str) -> Table:
 def _banded(plan: Plan, effect: Effect) -> str:
     bands, rate = plan.bands, group_rate(plan.schedule, plan.bands)
     return (
-        f"{bands} bands: {effect.last_iterate:.3f} of the noise in the last weights that independent noise would leave; noise of "
-        f"one step {effect.one_step:.3g} times as large, and with it the learning rate that suits adamw; {bands} groups take "
-        f"turns, at rate {rate:.6f}; {8 * (bands - 1)} bytes of earlier noise for each number that trains"
+        f"{bands} bands: {effect.last_iterate:.3f} of the noise that independent noise would leave in the last weights; noise "
+        f"of one step {effect.one_step:.3g} times as large, and so is the learning rate for adamw; {bands} groups take turns, "
+        f"at rate {rate:.6f}; {8 * (bands - 1)} bytes of earlier noise per trained parameter"
     )
 
 
@@ -90,7 +90,7 @@ def _promise(plan: Plan) -> dict[str, str]:
         "by accountant": f"{beside} (stated: {plan.accountant['name']} {plan.accountant['version']})",
         "privacy unit": unit,
         "neighbouring relation": f"{plan.neighbouring_relation}: {RELATION_IN_WORDS[plan.neighbouring_relation]}",
-        "an attacker's limits": "membership inference, at most: " + ", ".join(limits)
+        "limits on an attacker": "membership inference, at most: " + ", ".join(limits)
         if limits
         else "none can be certified",
     }

@@ -105,8 +105,8 @@ def audit_leakage(config: RunConfig, plan: Plan | None = None) -> LeakageReport:
     """
     if not config.privacy.enabled or not isinstance(config.adapter, LoraConfig):
         raise ConfigError(
-            "the attack compares a clipped and noised gradient of LoRA with the raw one, and this recipe has no such "
-            "gradient. Audit a recipe with adapter.method: lora and privacy.enabled: true."
+            "the attack compares a clipped and noised LoRA gradient with the raw one, which this recipe does not have. Audit a "
+            "recipe with adapter.method: lora and privacy.enabled: true."
         )
     plan = plan or plan_before_any_run(config)
     tokenizer = loading.load_tokenizer(config.model)
@@ -230,8 +230,8 @@ def _first_adapters(net: nn.Module, batch: PhysicalBatch) -> list[str]:
     }
     if not adapters:
         raise ConfigError(
-            "the model has no LoRA adapter whose first factor trains, so the span check has no gradient to read: neither with "
-            "frozen layers nor with adapter.lora_a: frozen. Use adapter.method: lora and adapter.lora_a: trained."
+            "the model has no LoRA adapter whose first factor trains, so the span check has no gradient to read. Use "
+            "adapter.method: lora and adapter.lora_a: trained."
         )
     seen = _inputs(net, adapters, batch.input_ids_RT)
     first = next(iter(seen))
@@ -239,8 +239,8 @@ def _first_adapters(net: nn.Module, batch: PhysicalBatch) -> list[str]:
     other_ids[:, 0] = (other_ids[:, 0] == 0).long()  # token 1 for 0, and 0 for any other
     if not _same(seen[first][:, 1:], _input(net, first, other_ids)[:, 1:]):
         raise ConfigError(
-            f"{first} reads tokens that attention has mixed, so the span check of the first block does not apply to it. Put "
-            "adapters on the first block's attention: adapter.target_modules: auto."
+            f"{first} reads tokens that attention has mixed, so the span check of the first block does not apply. Put adapters "
+            "on the first block's attention: adapter.target_modules: auto."
         )
     return [name for name, input in seen.items() if input.shape == seen[first].shape and _same(input, seen[first])]
 

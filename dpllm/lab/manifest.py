@@ -66,7 +66,7 @@ def read_manifest(path: Path) -> Manifest:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such manifest, so nobody knows what to look for. {_FORM}") from None
+        raise ConfigError(f"{path}: no such manifest. {_FORM}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read as a manifest ({type(error).__name__}). {_FORM}") from None
     whole = _parsed(text)
@@ -89,15 +89,15 @@ def _parsed(text: str) -> Any:
 def _foreign(path: Path, text: str) -> Manifest:
     values = [(number, _parsed(line)) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
     if wrong := [number for number, value in values if not isinstance(value, dict)]:
-        raise ConfigError(f"{path}: line {wrong[0]} is no JSON object. {_FORM}")
+        raise ConfigError(f"{path}: line {wrong[0]} is not a JSON object. {_FORM}")
     coins = "not stated"
     if values and "coins" in values[0][1]:
         number, header = values.pop(0)
         if set(header) != {"coins"} or not isinstance(header["coins"], str):
-            raise ConfigError(f"{path}: line {number} says how coins were drawn, and nothing else. {_FORM}")
+            raise ConfigError(f"{path}: line {number} should say how coins were drawn, and nothing else. {_FORM}")
         coins = INDEPENDENT if header["coins"] == INDEPENDENT else "stated, and not as independent"
     if not values:
-        raise ConfigError(f"{path}: names no canary, so there is nothing to look for. {_FORM}")
+        raise ConfigError(f"{path}: names no canary. {_FORM}")
     entries = [_entry(path, place, number, value) for place, (number, value) in enumerate(values)]
     candidates, references = (tuple(one for one in entries if bool(one.group) == coin) for coin in (True, False))
     return Manifest(candidates, references, coins == INDEPENDENT, coins)
@@ -115,7 +115,7 @@ def _entry(path: Path, place: int, number: int, value: dict[str, Any]) -> Canary
         and inserted <= group <= _MOST_REPEATED  # 0, a reference, is not inserted
     )
     if not good:
-        raise ConfigError(f"{path}: line {number} is no canary. {_FORM}")
+        raise ConfigError(f"{path}: line {number} is not a canary. {_FORM}")
     return Canary(f"{'c' if group else 'r'}{place:05d}", group, value["carrier"], value["secret"], inserted)
 
 
@@ -124,8 +124,7 @@ def _check(path: Path, found: Manifest) -> None:
     planted = sum(canary.inserted for canary in found.canaries)
     if not planted:
         raise ConfigError(
-            f"{path}: no canary was ever inserted, so there is nothing that a model could have learned. Plant canaries and "
-            "train again."
+            f"{path}: no canary was ever inserted, so the model could not have learned any. Plant canaries and train again."
         )
     if len(everyone) - planted < FEWEST_OUT:
         raise ConfigError(
@@ -134,8 +133,8 @@ def _check(path: Path, found: Manifest) -> None:
         )
     if repeated := len(everyone) - len({(canary.carrier, canary.secret) for canary in everyone}):
         raise ConfigError(
-            f"{path}: {repeated} canaries have the text of another one, so nobody can say whether they were inserted. Keep one "
-            "line for each text."
+            f"{path}: {repeated} canaries have the same text as another one, so it is unclear whether they were inserted. Keep "
+            "one line for each text."
         )
     chance = stats.binomtest(planted, len(found.canaries)).pvalue
     if found.independent_coins and chance < _LIKELIEST_LIE:

@@ -59,7 +59,7 @@ def outside_claim(epsilon: float | None, delta: float | None, unit: str = "examp
         raise ConfigError(f"a claim is an epsilon with its delta, and {missing} is missing. Type both, or none.")
     if not 0 < epsilon < float("inf") or not 0 <= delta < 1:
         raise ConfigError(
-            f"--epsilon {epsilon:g} --delta {delta:g} is no claim: epsilon lies above 0 and delta in [0, 1). Type others."
+            f"--epsilon {epsilon:g} --delta {delta:g} is not a claim: epsilon lies above 0 and delta in [0, 1). Type others."
         )
     return Claim(epsilon, delta, unit)
 
@@ -126,7 +126,7 @@ def audit_outside_members(
     one, other = (_load(source, chosen) for source in (members, non_members))
     if one.format != other.format:
         raise ConfigError(
-            f"{members} reads as {one.format} and {non_members} as {other.format}, so any difference could come from the "
+            f"{members} is read as {one.format} and {non_members} as {other.format}, so any difference could come from the "
             "format. Give both the same columns."
         )
     groups = [data.group_rows(table, chosen) for table in (one, other)]
@@ -169,7 +169,7 @@ def _encode(canary: Canary, fmt: Format, tokenizer: Any, longest: int) -> tuple[
 def _load(source: str, settings: DataConfig) -> data.Table:
     path = Path(source)
     if not path.exists() and not source.startswith("builtin:"):
-        raise ConfigError(f"{source}: no such file, so there are no rows to score. Type the path of a file.")
+        raise ConfigError(f"{source}: no such file. Type the path of a file with rows.")
     if path.is_file() and path.suffix.lower() == ".txt":
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
@@ -192,7 +192,7 @@ def load_outside(path: Path, base: str | None) -> tuple[ScoringModels, dict[str,
     elif (path / "config.json").is_file():
         models, kind, base, matches = elsewhere.whole_beside_base(path, base, device)
     else:
-        what = f"holds neither {ADAPTER_CONFIG} nor config.json" if path.is_dir() else "is no directory"
+        what = f"holds neither {ADAPTER_CONFIG} nor config.json" if path.is_dir() else "is not a directory"
         raise ConfigError(
             f"{path}: {what}, so there is no model to audit. Type the directory of a PEFT adapter or of a model, or of a run."
         )

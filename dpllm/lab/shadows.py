@@ -90,8 +90,8 @@ def may_train(run: RunDir, config: RunConfig) -> None:
     record = read_run(run)
     if record.status != "completed" or record.resumes:
         raise ConfigError(
-            f"{run.root}: the run did not complete, or lost steps in a crash, so no shadow of its recipe would be like it. "
-            "Audit it without --shadows, or train it again."
+            f"{run.root}: the run did not complete, or lost steps in a crash, so shadow runs of its recipe would not be "
+            "comparable. Audit it without --shadows, or train it again."
         )
     policy = read_subject(_changed(config, data={"eval": None, "eval_public": False}), run.private / "cache").policy
     assert policy is not None
@@ -104,8 +104,8 @@ def may_train(run: RunDir, config: RunConfig) -> None:
         if budget or not config.data.public:
             raise Refused(
                 f"--shadows trains more runs on {config.data.train}, which is not declared public or has a privacy budget: "
-                "together they would show more of it than the promise of one run covers, and no exception of the ledger permits "
-                "them. Audit without --shadows, or set data.public: true if it is public and train again.",
+                "together the runs reveal more than one run's guarantee covers, and no exception of the ledger permits them. "
+                "Audit without --shadows, or set data.public: true if it is public and train again.",
                 dataset=policy.dataset,
                 reason="no_privacy",
             )
@@ -113,7 +113,7 @@ def may_train(run: RunDir, config: RunConfig) -> None:
         if registered and policy.records and policy.records.digest not in registered:
             raise ConfigError(
                 f"{run.root}: data.train no longer holds the records that the run was trained on, so its shadows would be runs "
-                "of another mechanism. Put the file of that time back, or train again."
+                "of another mechanism. Restore the file, or train again."
             )
 
 
@@ -142,8 +142,8 @@ def train_shadows(
             canaries.save(canaries.redraw_coins(plan), shadow.canaries)
             if train(recipe, console=Console(quiet=True)).status != "completed":
                 raise DpllmError(
-                    f"shadow {number} of {num_shadows} was interrupted, so it cannot be compared with. Type the same command "
-                    "again: the shadows before it are kept, and it is started over."
+                    f"shadow {number} of {num_shadows} was interrupted. Type the same command again: earlier shadows are kept, "
+                    "and this one starts over."
                 )
             console.print(f"Shadow {number} of {num_shadows}: trained")
     for shadow in runs if config.privacy.enabled else ():
@@ -221,8 +221,8 @@ def _same_mechanism(run: RunDir, shadow: RunDir) -> None:
     changed += ["coefficients"] if any(abs(one - two) > SAME for one, two in pairs) else []
     if changed:
         raise ConfigError(
-            f"{shadow.root}: its Plan has another {changed[0]} than that of {run.root}, so they are runs of different mechanisms "
-            f"and comparing them would show nothing. Train the run again, or remove {shadow.root.parent}."
+            f"{shadow.root}: its Plan has another {changed[0]} than that of {run.root}, so they are runs of different "
+            f"mechanisms and cannot be compared. Train the run again, or remove {shadow.root.parent}."
         )
 
 

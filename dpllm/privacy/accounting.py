@@ -66,13 +66,12 @@ def epsilon(
     number("privacy.delta", delta, 0.0, BELOW_ONE)
     if relation not in get_args(Relation):
         raise ConfigError(
-            f"neighbouring relation {relation!r} is unknown, so an epsilon for it means nothing. "
-            f"Use one of: {', '.join(get_args(Relation))}."
+            f"neighbouring relation {relation!r} is unknown. Use one of: {', '.join(get_args(Relation))}."
         )
     if accountant == "gdp":
         raise ConfigError(
-            "accountant 'gdp' rests on a central limit approximation that understates epsilon "
-            "(0.04 for a true 0.20 in one step), so its figure is no guarantee. Use pld."
+            "accountant 'gdp' rests on a central limit approximation that understates epsilon (0.04 for a true 0.20 in one "
+            "step), so its figure is not a guarantee. Use pld."
         )
     if accountant not in ("pld", "rdp", "prv"):
         raise ConfigError(f"accountant {accountant!r} is unknown. Use pld, rdp or prv.")
@@ -173,8 +172,7 @@ def cross_check(event: Event, delta: float, relation: Relation, stated: float) -
     """
     if math.isinf(stated):
         raise Refused(
-            f"no finite epsilon can be certified at delta {delta:g}, so nothing can be promised. "
-            "Raise privacy.delta or privacy.noise_multiplier."
+            f"no finite epsilon can be certified at delta {delta:g}. Raise privacy.delta or privacy.noise_multiplier."
         )
     known = accountants(event)
     require(event)
@@ -197,9 +195,8 @@ def _compare(pld: float, delta: float, name: str, value: float, gap: float) -> N
     # PLD was seen 1 of 9 above, at 1e-12 PRV 0.12 of 13 above the other.
     if delta >= LEAST_COMPARED and not pld - 1e-3 <= value <= pld + max(gap, 1e-3 * pld):
         raise Refused(
-            f"epsilon {pld:.4f} at delta {delta:g} is contradicted by {name}: {value:.4f}. "
-            "Nothing can be promised until they agree. Compute the plan again, and report the "
-            "event if the difference stays."
+            f"epsilon {pld:.4f} at delta {delta:g} is contradicted by {name}: {value:.4f}. No guarantee can be given until they "
+            "agree. Compute the plan again, and report the event if the difference stays."
         )
 
 
@@ -265,7 +262,7 @@ def _calibrate(
 ) -> float:
     """Secant steps in log sigma on a coarse PLD, then in whole numbers of 1e-4 on the fine one, both within brackets."""
     due, tried = time.monotonic() + PROGRESS_SECONDS, 0
-    too_weak = "So weak a promise protects nobody: lower privacy.epsilon or privacy.delta."
+    too_weak = "A guarantee that weak protects nobody: lower privacy.epsilon or privacy.delta."
 
     def refuse(fix: str) -> NoReturn:
         raise ConfigError(

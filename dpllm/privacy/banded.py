@@ -241,21 +241,21 @@ def check(bands: int | Literal["auto"], schedule: Schedule, sampling: str) -> No
     size, batch, num_steps = schedule.dataset_size, schedule.expected_batch_size, schedule.num_steps
     if sampling == "example":
         raise Refused(
-            "privacy.noise: banded needs each unit to join at most every b-th step, and with data.sampling: example the rows of "
-            "one unit join in any, which no accountant counts. Set data.sampling: unit, or privacy.noise: independent."
+            "privacy.noise: banded needs each unit to join at most every b-th step, but with data.sampling: example the rows "
+            "of a unit can join in any step, which no accountant covers. Set data.sampling: unit, or privacy.noise: "
+            "independent."
         )
     if bands == "auto" or bands == 1:
         return
     if bands * batch > size:
         raise Refused(
-            f"privacy.bands {bands} splits {size} units into groups that are smaller than train.batch_size {batch}, so that the "
-            f"sampling rate within a group would exceed 1. Set privacy.bands to {size // batch} or less, or lower "
-            "train.batch_size."
+            f"privacy.bands {bands} splits {size} units into groups smaller than train.batch_size {batch}, so the sampling rate "
+            f"within a group would exceed 1. Set privacy.bands to {size // batch} or less, or lower train.batch_size."
         )
     if bands > (most := min(num_steps, MOST_BANDS)):
         why = f"{MOST_BANDS}, which would take long to plan"
         if most == num_steps:
-            why = f"the run's {num_steps} steps, so that some groups would never have a turn"
+            why = f"the run's {num_steps} steps, so some groups would never have a turn"
         raise Refused(f"privacy.bands {bands} is more than {why}. Set privacy.bands to {most} or less.")
 
 

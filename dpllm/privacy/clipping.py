@@ -161,7 +161,7 @@ class PerUnitClipper:
             input, backprop = input.reshape(rows, tokens, -1), backprop.reshape(rows, tokens, -1)  # OPT
         if input.shape[0] != rows or backprop.shape[0] != rows or backprop.dim() < 3:
             raise Refused(
-                f"{name} trains and reads tokens without their rows, shape {tuple(input.shape)} for {rows} rows, so its "
+                f"{name} trains and receives tokens without their rows, shape {tuple(input.shape)} for {rows} rows, so its "
                 "gradients cannot be assigned to rows (mixtures of experts do this). Exclude it from adapter.target_modules."
             )
         try:
@@ -172,8 +172,8 @@ class PerUnitClipper:
         except Exception as error:
             # Not the error's own words, which may quote a token.
             raise Refused(
-                f"{name} ({type(layer).__name__}) trains, and the rule for such layers does not fit it ({type(error).__name__}), "
-                "so its gradients could not be clipped. Train other layers."
+                f"{name} ({type(layer).__name__}) trains, but the rule for such layers does not fit it "
+                f"({type(error).__name__}), so its gradients could not be clipped. Train other layers."
             ) from error
 
     def _trains(self, parameter: Tensor | None) -> bool:
@@ -183,8 +183,8 @@ class PerUnitClipper:
         for name, parameter in self._parameters.items():
             if gradients[id(parameter)].empty:
                 raise Refused(
-                    f"{name} trains, but no layer's call gave a gradient of it for each row in this step, so its update "
-                    "could not be clipped. Exclude the layer from adapter.target_modules, or train other layers."
+                    f"{name} trains, but no layer call gave a per-example gradient for it in this step, so its update could not "
+                    "be clipped. Exclude the layer from adapter.target_modules, or train other layers."
                 )
         refuse_foreign_gradients(self._parameters)
 
@@ -261,8 +261,8 @@ class Taps(GradSampleHooks):  # type: ignore[misc]
         """Hooks into the model, unless a layer that trains has no rule or the model is hooked already (Refused)."""
         if hasattr(model, "autograd_grad_sample_hooks"):
             raise Refused(
-                "the model carries per-sample gradient hooks already, so that every gradient would be counted twice. Close "
-                "the other engine, or remove its hooks, first."
+                "the model already has per-sample gradient hooks, so every gradient would be counted twice. Close the other "
+                "engine, or remove its hooks, first."
             )
         self._receive = receive
         self._rows = 0

@@ -60,8 +60,8 @@ def refuse_random_numbers(subject: Subject, losses: Losses, batch: PhysicalBatch
 def _refused(name: str) -> Refused:
     return Refused(
         f"{name} draws random numbers in training (dropout, jitter, layer drop or noise; or its kernels differ between calls). "
-        "Which numbers a row gets depends on the rows beside it, so one unit would change other units' contributions, which "
-        "clipping does not bound. Set its rate to zero in the base model's config.json, or use another base model."
+        "Which numbers a row gets depends on the other rows in the batch, so one unit would change other units' contributions, "
+        "which clipping does not bound. Set its rate to zero in the base model's config.json, or use another base model."
     )
 
 

@@ -132,13 +132,13 @@ class StepEngine:
         largest = 2 * batch + 400  # beyond it lies no Poisson draw but with a probability below 1e-40
         if largest * plan.max_grad_norm > EXACT * self._spacing():
             raise Refused(
-                f"a noise multiplier of {plan.noise_multiplier:g} is too small for batches of {batch} "
-                "units: their sum and the noise could not be added exactly. Raise the noise, or lower train.batch_size."
+                f"a noise multiplier of {plan.noise_multiplier:g} is too small for batches of {batch} units: the noise could "
+                "not be added to their sum exactly. Raise the noise, or lower train.batch_size."
             )
         count = plan.adaptive.count_noise_multiplier if plan.adaptive else 1.0
         if spacing_of(count) > 0.5 or largest / 2 > EXACT * spacing_of(count):
             raise Refused(
-                f"privacy.adaptive.count_noise_multiplier {count:g} is out of the range in which count and noise add "
+                f"privacy.adaptive.count_noise_multiplier {count:g} is outside the range in which noise is added to the count "
                 "exactly. Set it to null, which chooses one."
             )
 
@@ -174,7 +174,7 @@ class StepEngine:
             clipper.start()
         if batches and batches[-1].goes_on:
             raise Refused(
-                "the logical batch ends in the middle of a unit, which would go unclipped; run all its batches."
+                "the logical batch ends in the middle of a unit, which would stay unclipped. Run all of its batches."
             )
         done, total = 0, sum(batch.input_ids_RT.numel() for batch in batches)
         for batch in batches:
@@ -297,8 +297,8 @@ class StepEngine:
     def _only_released(self, *_: Any) -> None:
         if not self._stepping:
             raise Refused(
-                "optimizer.step() was called beside the engine, with gradients that were neither clipped nor noised. "
-                "Call engine.step()."
+                "optimizer.step() was called outside the engine, with gradients that were neither clipped nor noised. Call "
+                "engine.step()."
             )
 
     def released(self) -> dict[str, float]:
@@ -369,23 +369,23 @@ def _rank() -> int | None:
 def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter]) -> None:
     if isinstance(optimizer, AcceleratedOptimizer) or isinstance(model, DistributedDataParallel):
         raise Refused(
-            "the model or the optimizer went through accelerator.prepare or DistributedDataParallel, which skip steps and "
-            "average gradients behind the noise. Pass them as they were; the engine reduces over ranks itself."
+            "the model or the optimizer is wrapped by accelerator.prepare or DistributedDataParallel, which skip steps and "
+            "average gradients after the noise. Pass them unwrapped; the engine reduces over ranks itself."
         )
     if {id(p) for p in parameters.values()} != {id(p) for p in model.parameters() if p.requires_grad}:
         raise Refused(
-            "what trains in the model is not what trained when the engine was made, so that an update would escape clipping. "
-            "Make a new engine after changing requires_grad."
+            "the trainable parameters changed since the engine was made, so an update would escape clipping. Make a new engine "
+            "after changing requires_grad."
         )
     in_optimizer = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if missing := [name for name, p in parameters.items() if id(p) not in in_optimizer]:
         raise Refused(
-            f"the optimizer does not hold exactly the trainable parameters: {missing[0]} trains outside it, so that its "
-            "noised gradient would be dropped. Build the optimizer from the parameters with requires_grad."
+            f"the optimizer does not hold exactly the trainable parameters: {missing[0]} is missing, so its noised gradient "
+            "would be dropped. Build the optimizer from the parameters with requires_grad."
         )
     if in_optimizer - {id(p) for p in parameters.values()}:
         raise Refused(
-            "the optimizer does not hold exactly the trainable parameters: it holds one that does not train, whose update "
+            "the optimizer does not hold exactly the trainable parameters: it holds one that is not trainable, whose update "
             "would escape the noise. Build the optimizer from the parameters with requires_grad."
         )
     if low := [name for name, p in parameters.items() if p.dtype != torch.float32]:

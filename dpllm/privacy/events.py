@@ -182,7 +182,7 @@ class RepeatAndSelect(_Value):
                 f"repeat_and_select distribution is {self.distribution!r}. Use one of {', '.join(SHAPES)}."
             )
         if number("repeat_and_select mean", self.mean, 0.0) < 1:
-            raise ConfigError(f"repeat_and_select mean is {self.mean:g}, fewer than one run. Set 1 or more.")
+            raise ConfigError(f"repeat_and_select mean is {self.mean:g}. Set 1 or more.")
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ class Imported(_Value):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.delta >= 1:
-            raise ConfigError(f"imported delta is {self.delta:g}, which promises nothing. Set a number below 1.")
+            raise ConfigError(f"imported delta is {self.delta:g}, which is no guarantee. Set a number below 1.")
 
 
 @dataclass(frozen=True)
@@ -227,13 +227,11 @@ def read(value: Any, depth: int = MAX_DEPTH) -> Event:
         ConfigError: an unknown type, a missing or unknown field, a value out of range, or more than `depth` events in each other.
     """
     if not depth:
-        raise ConfigError(
-            f"an accounting event lies in {MAX_DEPTH} others, which none of dpllm does. Write it shorter."
-        )
+        raise ConfigError(f"an accounting event is nested in {MAX_DEPTH} others. Flatten it.")
     kind = value.get("type") if isinstance(value, dict) else value
     if not isinstance(kind, str) or kind not in _FIELDS or set(value) != _FIELDS[kind] | {"type"}:
         raise ConfigError(
-            f"accounting event of type {kind!r} is unknown or malformed, so its cost is not known. Use one of "
+            f"accounting event of type {kind!r} is unknown or malformed, so its privacy cost is unknown. Use one of "
             f"{', '.join(_FIELDS)}, with exactly its fields."
         )
     found = {name: part for name, part in value.items() if name != "type"}
@@ -295,7 +293,7 @@ def step_of(event: Event) -> PoissonSampled | CyclicPoisson:
             return event
         case SelfComposed(_, PoissonSampled() as step):
             return step
-    raise ConfigError(f"{event.type!r} is not the event of steps over Poisson samples. Use that of a run's Plan.")
+    raise ConfigError(f"{event.type!r} is not an event of Poisson-sampled steps. Use the event of a run's Plan.")
 
 
 def mechanism_of(event: Event) -> Mechanism | None:
@@ -339,7 +337,7 @@ def number(name: str, value: Any, above: float, most: float = sys.float_info.max
         limit = "" if most == sys.float_info.max else f" and at most {most:g}"
         least = "of at least" if including else "above"
         raise ConfigError(
-            f"{name} is {value!r}, from which no guarantee follows. Set a finite number {least} {above:g}{limit}."
+            f"{name} is {value!r}, which gives no guarantee. Set a finite number {least} {above:g}{limit}."
         )
     return float(value)
 
@@ -357,8 +355,8 @@ def check_events(*parts: Event) -> None:
     for part in parts:
         if not isinstance(part, Event):
             raise ConfigError(
-                f"{str(part)[:50]!r} is no accounting event, so its cost is not known. Make one, or read its JSON, with "
-                "dpllm.privacy.events."
+                f"{str(part)[:50]!r} is not an accounting event, so its privacy cost is unknown. Build one, or read one from "
+                "JSON, with dpllm.privacy.events."
             )
 
 

@@ -50,8 +50,8 @@ class GradientCanaries:
         self._each = size // self._width
         if not self._each:
             raise Refused(
-                f"audit.gradient_canaries is {self._width}, and only {size} coordinates train, so they could not be told apart. "
-                f"Set audit.gradient_canaries to {size // 16} or less."
+                f"audit.gradient_canaries is {self._width}, but only {size} coordinates train, so the canaries could not be "
+                f"told apart. Set audit.gradient_canaries to {size // 16} or less."
             )
         signs = np.random.Generator(np.random.Philox(key=key)).integers(0, 2, self._each * self._width, dtype=np.int8)
         self._sign_KM = torch.from_numpy(2 * signs - 1).view(self._each, self._width).to(device)

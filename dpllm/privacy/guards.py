@@ -26,14 +26,14 @@ def check_model(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm):
             raise Refused(
-                f"{name} is a batch norm: every row's output depends on its neighbours. Use another base model."
+                f"{name} is a batch norm: every row's output depends on the other rows in the batch. Use another base model."
             )
     for name, parameter in model.named_parameters():
         parts = name.split(".")
         if parameter.requires_grad and ROUTED & set(parts):
             raise Refused(
-                f"{name} belongs to a router or an expert, which sees other rows' tokens. Set "
-                "adapter.method: lora and adapter.target_modules: auto, which leaves routers and experts out."
+                f"{name} belongs to a router or an expert, which mixes tokens of different rows. Set adapter.method: lora and "
+                "adapter.target_modules: auto, which leaves routers and experts out."
             )
         if parameter.requires_grad and any("magnitude_vector" in part for part in parts):
             raise Refused(f"{name} is a DoRA magnitude, whose layer is called twice. Use LoRA without DoRA.")
@@ -49,7 +49,7 @@ def check_float32() -> None:
         exact = False
     if not exact:
         raise Refused(
-            "TF32 or another short cut for float32 products is on, so that gradients would have 10 bits or fewer. Call "
+            "TF32 or another shortcut for float32 products is on, so gradients would have 10 bits or fewer. Call "
             "torch.set_float32_matmul_precision('highest'), and leave fp32_precision alone."
         )
 
@@ -74,8 +74,8 @@ def deterministic(device: torch.device) -> Iterator[None]:
         if "deterministic" not in str(error):
             raise
         raise Refused(
-            f"this device computes in no fixed order ({str(error).partition('.')[0]}), so the same row would be rounded "
-            "differently in every pass. Use another base model, or train.precision: fp32."
+            f"this device has no deterministic kernel for this model ({str(error).partition('.')[0]}), so the same row would be "
+            "rounded differently in every pass. Use another base model, or train.precision: fp32."
         ) from None
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])

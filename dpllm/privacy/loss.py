@@ -77,8 +77,8 @@ class Targets(NamedTuple):
         """Refuses what has not one vector for each of R x T positions."""
         if shape[:-1] != (self.rows, self.tokens):
             raise Refused(
-                f"the model returned {tuple(shape[:-1])} positions for {(self.rows, self.tokens)} tokens, so that nobody "
-                "could tell which token a position predicts. Use a base model without virtual tokens and without packing."
+                f"the model returned {tuple(shape[:-1])} positions for {(self.rows, self.tokens)} tokens, so positions cannot "
+                "be matched to tokens. Use a base model without virtual tokens and without packing."
             )
 
 
@@ -203,8 +203,8 @@ class TokenLosses:
             nll_RT1 = self._run(ids_RT)
         if len(handed) != 1 or nll_RT1 is not handed[0][0]:
             raise Refused(
-                "the model no longer returns its output head's result unchanged, as it did when the engine was made, so "
-                "the losses would not be those of its logits. Do not change the model while it trains."
+                "the model no longer returns its output head's result unchanged, as it did when the engine was made, so the "
+                "losses would be wrong. Do not change the model while it trains."
             )
         return Tokens(nll_RT1.squeeze(-1), handed[0][1])
 

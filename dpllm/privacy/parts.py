@@ -135,13 +135,13 @@ def require(event: Event, accountant: str | None = None) -> None:
     if not known:
         named = "; ".join(f"{name} (only {' or '.join(sorted(who)) or 'none'})" for name, who in kinds)
         raise Refused(
-            f"no accountant knows every part of this event, so no epsilon can be stated for it: {named}. Keep such parts "
-            "in budgets of their own, or sample and account whole units."
+            f"no accountant supports every part of this event, so no epsilon can be stated for it: {named}. Keep such parts in "
+            "budgets of their own, or sample and account whole units."
         )
     if accountant is not None and accountant not in known:
         raise ConfigError(
-            f"accountant {accountant!r} does not know {', '.join(name for name, who in kinds if accountant not in who)}. "
-            f"Use {' or '.join(sorted(known))}."
+            f"accountant {accountant!r} does not support {', '.join(name for name, who in kinds if accountant not in who)}. Use "
+            f"{' or '.join(sorted(known))}."
         )
 
 

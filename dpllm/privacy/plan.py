@@ -101,7 +101,9 @@ class Settings:
             if (value := getattr(self, name)) is not None and not value > 0:
                 raise ConfigError(f"{name} is {value!r}, from which no guarantee follows. Set a number above 0.")
         if self.sampling == "example" and self.unit != "example" and not self.max_examples_per_unit:
-            raise ConfigError("rows are sampled, and nothing says how many a unit brings. Set max_examples_per_unit.")
+            raise ConfigError(
+                "rows are sampled, so max_examples_per_unit is needed. Set it to the most rows of a unit."
+            )
 
     @property
     def group_size(self) -> int:
@@ -168,8 +170,8 @@ class Plan:
     def __post_init__(self) -> None:
         if self.coefficients and (len(self.coefficients) < 2 or not banded.admissible(self.coefficients)):
             raise Refused(
-                "the coefficients of banded noise are no strategy whose columns are at most 1 long, so there would be less noise "
-                "than the event counts. plan.json was edited: start anew with --overwrite."
+                "the coefficients of banded noise are not a strategy with columns of norm at most 1, so there would be less "
+                "noise than the accounting assumes. plan.json was edited: start anew with --overwrite."
             )
 
     @property
@@ -275,19 +277,19 @@ def _fitting(sigma: float, event_of: Callable[[float, int], RunEvent], steps: in
     """The noise multiplier that meets the target and fits the filter."""
     if fit.allowance <= 0:
         raise BudgetExceeded(
-            "nothing is left of this dataset's Renyi filter, so that no amount of noise makes a run fit. "
-            "Train on other data, or have the budget's owner open another budget."
+            "this dataset's budget (a Renyi filter) is spent, so no amount of noise makes a run fit. Train on other data, or "
+            "ask the budget's owner for another budget."
         )
     if "rdp" not in accounting.accountants(event_of(sigma, steps)):
         raise Refused(
-            "data.sampling: example is accounted by a mixture of Gaussians, whose Renyi divergence is not known, so that an "
+            "data.sampling: example is accounted by a mixture of Gaussians, whose Renyi divergence is not known, so an "
             "adaptive budget cannot count it. Set data.sampling: unit, or use a dataset with a planned budget."
         )
     fits = renyi.smallest_noise_multiplier(lambda s: event_of(s, steps), fit)
     if fits <= 2 * sigma:
         return max(sigma, fits)
     most = renyi.largest_num_steps(lambda n: event_of(sigma, n), fit)
-    needed = f"a noise multiplier of {fits:g}" if math.isfinite(fits) else "more noise than any that is considered"
+    needed = f"a noise multiplier of {fits:g}" if math.isfinite(fits) else "more noise than dpllm considers"
     raise BudgetExceeded(
         f"what is left of this dataset's Renyi filter ({fit.allowance:.4g} at order {fit.order:g}) is too little: "
         f"{steps} steps would need {needed}, more than twice the {sigma:g} that privacy.epsilon asks for; at {sigma:g}, "
@@ -378,8 +380,8 @@ def adaptive_clipping(
     sigma_b = count_noise_multiplier or max(expected_batch_size / 20, 2 * noise_multiplier)
     if noise_multiplier**-2 <= (2 * sigma_b) ** -2:
         raise Refused(
-            f"privacy.adaptive.count_noise_multiplier {sigma_b:g} is not above half the noise multiplier "
-            f"{noise_multiplier:g}, so that the count of clipped gradients alone would spend the budget. Set it to null."
+            f"privacy.adaptive.count_noise_multiplier {sigma_b:g} is not above half the noise multiplier {noise_multiplier:g}, "
+            "so the count of clipped gradients alone would spend the budget. Set it to null."
         )
     sigma_g = events.gradient_noise_multiplier(noise_multiplier, sigma_b)
     return AdaptiveClipping(quantile, learning_rate, sigma_b, sigma_g)
@@ -397,7 +399,7 @@ def noise_scale(noise_multiplier: float, max_grad_norm: float, coordinates: int)
     rounding = 2.0**-LATTICE_BITS * noise_multiplier * math.sqrt(coordinates)
     if rounding >= 0.5:
         raise Refused(
-            f"a noise multiplier of {noise_multiplier:g} over {coordinates:,} coordinates needs a lattice as coarse as the "
+            f"a noise multiplier of {noise_multiplier:g} over {coordinates:,} coordinates would need rounding as coarse as the "
             "gradients themselves. Lower privacy.noise_multiplier, or train fewer parameters."
         )
     return noise_multiplier * max_grad_norm * (1 + SLACK) / (1 - rounding)

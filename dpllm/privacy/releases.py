@@ -31,17 +31,17 @@ MISSED = 0.05  # probability that a release errs by more than its ``error``
 OTHER = "other"  # where a row counts whose value is none of the declared ones
 Kind = Literal["units", "lengths", "quantiles", "shares", "scripts", "mean"]
 OPTIONS: dict[Kind, tuple[str, str, str]] = {
-    "units": ("", "--units", "number of units that have a row"),
+    "units": ("", "--units", "number of units with at least one row"),
     "lengths": (
         "CANDIDATES",
         "--lengths 64,128,256,512",
-        "quantiles of token lengths, among declared ones: 64,128,256 or LOW:HIGH:PARTS",
+        "quantiles of token lengths, chosen from declared values: 64,128,256 or LOW:HIGH:PARTS",
     ),
-    "quantiles": ("COLUMN=CANDIDATES", "--quantiles age=0:120:24", "the same of a column of numbers"),
+    "quantiles": ("COLUMN=CANDIDATES", "--quantiles age=0:120:24", "the same for a column of numbers"),
     "shares": (
         "COLUMN=VALUE,VALUE;...",
         "--shares 'visit=home,clinic;age=old,young'",
-        "how many rows have each declared value, of several columns each combination",
+        "how many rows have each declared value; with several columns, each combination",
     ),
     "scripts": (
         "SCRIPT,SCRIPT",
@@ -111,7 +111,7 @@ def measurement(asked: Statistic, rows: int, epsilon: float) -> Measurement:
         from opendp.mod import OpenDPException, enable_features
     except ImportError:
         raise ConfigError(
-            "statistics get their noise from OpenDP, which is not installed. Type pip install opendp."
+            "statistics need OpenDP for their noise, which is not installed. Type: pip install opendp"
         ) from None
     enable_features("contrib")
     make = {"units": _counted, "shares": _counted, "scripts": _counted, "mean": _mean}.get(asked.kind, _quantile)
@@ -180,7 +180,7 @@ def _mean(asked: Statistic, rows: int, epsilon: float) -> _Made:
     low, high = asked.numbers
     middle, step = (low + high) / 2, (high - low) / 2 / STEPS
     if not step or not math.isfinite(middle + step):
-        raise ValueError("no numbers lie between the bounds, or too many")
+        raise ValueError("there are no numbers between the bounds, or too many")
     space = domains.vector_domain(domains.atom_domain((-STEPS, STEPS), T="i64")), metrics.symmetric_distance()
     total, many = transformations.make_sum(*space), transformations.make_count(*space, TO="i64")
     noisy_total, total_scale = _laplace(total, rows, epsilon / 2)

@@ -178,7 +178,7 @@ def rule_of(layer: nn.Module, name: str) -> Rule:
             prepare_layer(layer)
             return by_functorch
     raise Refused(
-        f"{name} ({type(layer).__name__}) trains parameters of its own that no rule turns into gradients of single rows, so "
+        f"{name} ({type(layer).__name__}) trains parameters of its own, for which no rule computes per-example gradients, so "
         "they could not be clipped. Train other layers: change adapter.target_modules, or see CONTRIBUTING.md, 'A layer rule'."
     )
 
@@ -199,6 +199,6 @@ def _over_tokens(gradient: Tensor, shape: tuple[int, ...]) -> Tensor:
 def _check_embedding(layer: nn.Embedding) -> None:
     if layer.scale_grad_by_freq or layer.max_norm is not None:
         raise Refused(
-            "an embedding with scale_grad_by_freq or max_norm depends on which tokens the other rows hold, so that clipping "
-            "would not bound one unit. Use a base model without them."
+            "an embedding with scale_grad_by_freq or max_norm depends on the tokens of other rows, so clipping would not bound "
+            "one unit. Use a base model without them."
         )

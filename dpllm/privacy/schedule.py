@@ -69,8 +69,8 @@ def make_schedule(
     size = num_units + slots
     if batch > size:
         raise Refused(
-            f"train.batch_size {batch} is larger than the dataset ({size} privacy units), so that the sampling rate would "
-            f"exceed 1. Set train.batch_size to {max(1, size // 10)} or less, or bring more data."
+            f"train.batch_size {batch} is larger than the dataset ({size} privacy units), so the sampling rate would exceed 1. "
+            f"Set train.batch_size to {max(1, size // 10)} or less, or bring more data."
         )
     # Exact: int(epochs / q) in floating point is often off by one.
     steps = steps or math.ceil(Fraction(str(epochs)) * size / batch)
@@ -97,7 +97,7 @@ class Shape(NamedTuple):
         """From what ``str`` makes of it; a ValueError from anything else."""
         rows, length = map(int, text.split(" x "))
         if rows < 1 or length < 2:
-            raise ValueError(f"{text} is no shape")
+            raise ValueError(f"{text} is not a shape")
         return cls(length, rows)
 
     @property

@@ -157,8 +157,8 @@ def _refuse_experts(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if "experts" in name.split(".") or "Expert" in type(module).__name__:
             raise RoundsByCompany(
-                f"{name} computes on as many tokens as chose it, so that one unit would change how the tokens of all others are "
-                "rounded. Set train.physical_batch_size: 1, which computes every row by itself."
+                f"{name} computes on however many tokens were routed to it, so one unit would change how the tokens of others "
+                "are rounded. Set train.physical_batch_size: 1, which computes each row by itself."
             )
 
 
@@ -203,9 +203,9 @@ def _check_company(
         one, other = (_outputs(subject.model, partial(run, some), at) for some, at in pair)
         differ += [name for (name, x), (_, y) in zip(one, other, strict=False) if not torch.equal(x, y)][:1]
     raise RoundsByCompany(
-        f"{differ[0] if differ else worst} rounds a row in another way when other rows stand beside it (the gradient of "
-        f"{worst} moves by {relative:.1e}, relative), so that one unit would change what all others add. Set "
-        "train.physical_batch_size: 1, which computes every row by itself, or try train.precision: fp32."
+        f"{differ[0] if differ else worst} rounds a row differently depending on the other rows in the batch (the gradient of "
+        f"{worst} moves by {relative:.1e}, relative), so that one unit would change the contributions of others. Set "
+        "train.physical_batch_size: 1, which computes each row by itself, or try train.precision: fp32."
     )
 
 
@@ -239,9 +239,9 @@ def _spacing(bound: float, rows: int) -> float:
 
 def _coupled(error: float) -> Refused:
     return Refused(
-        f"the loss of a row changes by {error:.1e} (relative) with the rows beside it, so clipping could not bound "
-        "what one unit does. Batch norm, capacity-limited experts and padding-free attention do this: use another "
-        "base model or attention."
+        f"the loss of a row changes by {error:.1e} (relative) with the other rows in the batch, so clipping could not bound the "
+        "influence of one unit. Batch norm, capacity-limited experts and padding-free attention do this: use another base "
+        "model or attention."
     )
 
 
@@ -273,9 +273,9 @@ def _still(subject: Subject, batch: PhysicalBatch) -> Losses:
         for name, buffer in subject.model.named_buffers():
             if not torch.equal(buffer, before[name]):
                 raise Refused(
-                    f"the buffer {name} changes in a forward pass, so that one row would change the gradients of others, "
-                    "unclipped. Running averages and dynamic or long-context RoPE do this: use another base model, or a "
-                    "data.max_length within the context that the base model was pretrained on."
+                    f"the buffer {name} changes in a forward pass, so one row would change the gradients of others, unclipped. "
+                    "Running averages and dynamic or long-context RoPE do this: use another base model, or a data.max_length "
+                    "within the context that the base model was pretrained on."
                 )
         return loss_R
 
@@ -300,8 +300,8 @@ def _brute_force(subject: Subject, batch: PhysicalBatch) -> tuple[Tensor, float,
         norms.append(float(torch.stack(squares).sum().sqrt()) if squares else 0.0)
     if not all(0 < norm < math.inf for norm in norms):
         raise Refused(
-            f"self-check: the gradient of a synthetic row has the norm {min(norms)} to {max(norms)}, so that nothing can be "
-            "compared. The base model's weights or its padding embedding make losses that are not finite: use another one."
+            f"self-check: the gradient of a synthetic row has the norm {min(norms)} to {max(norms)}, so nothing can be "
+            "compared. The base model's weights or its padding embedding give losses that are not finite: use another one."
         )
     bound = sorted(norms)[(len(norms) - 1) // 2] * 1.01
     factor_U = torch.tensor([min(1.0, bound / norm) for norm in norms], device=loss_R.device)
@@ -326,7 +326,7 @@ def _compare(sums: Mapping[str, Tensor], expected: Mapping[str, Tensor], toleran
 
 _ADVICE = (
     " Its gradient does not come from ordinary calls of its layer (a weight used outside it, a fused kernel, a layer called "
-    "with another layout), so that clipping would not bound it. Do not train this layer: change adapter.target_modules or "
+    "with another layout), so clipping would not bound it. Do not train this layer: change adapter.target_modules or "
     "adapter.last_blocks."
 )
 

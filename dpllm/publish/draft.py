@@ -47,8 +47,7 @@ class Draft:
             return cls._read(path, settings, seed)
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(
-                f"{path}: what an interrupted call left cannot be read ({type(error).__name__}), so the rows would not be those "
-                "that it began with. Remove it, and begin again."
+                f"{path}: the state of an interrupted call cannot be read ({type(error).__name__}). Remove it, and start again."
             ) from None
 
     @classmethod
@@ -62,8 +61,8 @@ class Draft:
         first, *batches = map(json.loads, written[:whole].splitlines())
         if changed := sorted(name for name in settings if settings[name] != first["settings"].get(name)):
             raise ConfigError(
-                f"{path}: an interrupted call began with another {', '.join(changed)}, and the rows of two would be of neither. "
-                "Type its settings to go on with it, or remove the file."
+                f"{path}: an interrupted call began with another {', '.join(changed)}, so their rows cannot be mixed. Type its "
+                "settings to go on with it, or remove the file."
             )
         draft = cls(path, first["seed"])
         for batch in batches:

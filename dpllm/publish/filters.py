@@ -45,7 +45,7 @@ def tests(
     """
     if (min_words or 0) < 0 or (max_words is not None and max_words < max(1, min_words or 0)):
         raise ConfigError(
-            f"--min-words {min_words} and --max-words {max_words}: no text has so many words. Type a minimum of 0 or more, and a "
+            f"--min-words {min_words} and --max-words {max_words}: no text can fit both. Type a minimum of 0 or more, and a "
             "maximum that is not below it."
         )
     found: dict[str, Test] = {"empty": lambda one: not one.text.strip()}
@@ -82,15 +82,15 @@ def _validator(path: Path) -> Callable[[str], bool]:
         from referencing.exceptions import Unresolvable
     except ImportError:
         raise ConfigError(
-            f"--schema {path}: the jsonschema library is not installed, which would check the texts. Type: pip install jsonschema"
+            f"--schema {path}: needs the jsonschema library, which is not installed. Type: pip install jsonschema"
         ) from None
     schema = read_json(path)
     try:
         kind = validator_for(schema)
         kind.check_schema(schema)
     except (SchemaError, AttributeError, TypeError, ValueError) as error:  # the others of a $schema that is no address
-        why = getattr(error, "message", "$schema is no address")
-        raise ConfigError(f"--schema {path}: is no JSON Schema ({why}). Fix it.") from None
+        why = getattr(error, "message", "$schema is not a URL")
+        raise ConfigError(f"--schema {path}: is not a JSON Schema ({why}). Fix it.") from None
     checker: Any = kind(schema, registry=Registry())  # which looks nothing up elsewhere
 
     def valid(text: str) -> bool:
@@ -100,7 +100,7 @@ def _validator(path: Path) -> Callable[[str], bool]:
             return False
         except Unresolvable as error:
             raise ConfigError(
-                f"--schema {path}: refers to {error.ref}, which the file does not hold. Put it there, in $defs."
+                f"--schema {path}: refers to {error.ref}, which is not in the file. Add it there, in $defs."
             ) from None
 
     return valid

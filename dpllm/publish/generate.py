@@ -140,8 +140,8 @@ def sample(
     if left is not None and max_new_tokens > left:
         longest = max(map(len, encoded))
         raise ConfigError(
-            f"a prompt of {longest} tokens and {max_new_tokens} behind it are more than the {longest + left} that the model "
-            "reads. Type a smaller --max-new-tokens, or a shorter prompt."
+            f"a prompt of {longest} tokens and {max_new_tokens} new ones exceed the {longest + left} that the model reads. Type "
+            "a smaller --max-new-tokens, or a shorter prompt."
         )
     settings = _settings(generator, max_new_tokens, temperature, top_p, beams)
     many = [ids for ids in encoded for _ in range(num)]
@@ -164,16 +164,17 @@ def _possible(num: int, max_new_tokens: int, temperature: float, top_p: float, b
     # Below one in a million a logit divided by it may be infinite.
     if few or not (temperature == 0 or 1e-6 <= temperature < math.inf) or not 0 < top_p <= 1:
         raise ConfigError(
-            f"num {num}, max-new-tokens {max_new_tokens}, beams {beams}, temperature {temperature:g} and top-p {top_p:g} ask "
-            f"for no text: the first three are at least 1, beams at most {MOST_BEAMS}, temperature 0 or from 1e-6, top-p up to 1."
+            f"num {num}, max-new-tokens {max_new_tokens}, beams {beams}, temperature {temperature:g} and top-p {top_p:g} are "
+            f"out of range: the first three are at least 1, beams at most {MOST_BEAMS}, temperature 0 or from 1e-6, top-p up to "
+            "1."
         )
     if beams > 1 and temperature > 0:
         raise ConfigError(
-            f"beams {beams} at temperature {temperature:g}: a beam search looks for the likeliest text and draws none. Type "
+            f"beams {beams} at temperature {temperature:g}: a beam search finds the likeliest text and does not sample. Type "
             "--temperature 0, or leave --beams out."
         )
     if seed is not None and not 0 <= seed < 2**63:
-        raise ConfigError(f"seed {seed}: is beyond what torch takes. Type one from 0 to {2**63 - 1}.")
+        raise ConfigError(f"seed {seed}: is out of torch's range. Type one from 0 to {2**63 - 1}.")
 
 
 def encode_all(generator: Generator, prompts: Sequence[Prompt | None]) -> list[list[int]]:
@@ -208,8 +209,8 @@ def _base(export: Path, config: RunConfig | None, base: str | None) -> ModelConf
         loading.load_tokenizer(wanted)
     except ConfigError:
         raise ConfigError(
-            f"{export}: its base model {named!r} was not found; an adapter names a local base by its last part only. Type --base "
-            "with its Hub id or directory."
+            f"{export}: its base model {named!r} was not found; an adapter stores only the last part of a local path. Type "
+            "--base with its Hub id or directory."
         ) from None
     return wanted
 

@@ -79,7 +79,9 @@ def in_rows(run: RunDir, path: Path, statement: PrivacyRecord) -> Iterator[str]:
     hits = {name: len(private_among(run.rows, [row[name] for row in rows])) for name in columns}
     found = ", ".join(f"{many} of {len(rows)} in {name}" for name, many in hits.items())
     if hits.get("prompt") or 2 * max(hits.values(), default=0) > len(rows):
-        raise Refused(f"{path}: private text, word for word: {found}. It is no guarantee's: dpllm synthesize anew.")
+        raise Refused(
+            f"{path}: private text, word for word: {found}. The guarantee does not cover that: run dpllm synthesize again."
+        )
     yield f"private text in the rows, word for word: {found or f'{run.rows} is not here, so none was searched for'}."
 
 
@@ -124,7 +126,7 @@ def _canaries(run: RunDir, texts: dict[str, str], folder: Path) -> Iterator[str]
         hits |= {file} if found else set()
     if hits:
         raise Refused(
-            f"{folder}: canary texts: {listed(sorted(hits))} holds text of a canary. Delete it, and find out how it came "
+            f"{folder}: canary texts: {listed(sorted(hits))} contains text of a canary. Delete it, and find out how it got "
             "there."
         )
 
@@ -136,7 +138,7 @@ def _rows(run: RunDir, texts: dict[str, str], folder: Path) -> Iterator[str]:
     config = run.load_config()
     kept = read_json(run.rows)["training"]["places"] if run.rows.exists() else []
     if config.data.public:
-        yield "training text: the recipe declares the data public, so they were not searched for."
+        yield "training text: not searched for, because the recipe declares the data public."
         return
     source = kept or config.data.train  # a relative name may be another file here
     try:
@@ -144,7 +146,7 @@ def _rows(run: RunDir, texts: dict[str, str], folder: Path) -> Iterator[str]:
             raise DataError("it would be downloaded")
         table = load_table(source, config.data, config.data.train_split, run.private / "cache")
     except DpllmError:
-        yield "training text: the training data are not here, or cannot be read, so they were not searched for."
+        yield "training text: not searched for, because the training data are not here or cannot be read."
         return
     total, whose = len(table.rows), list(owners(table, config.data))
     rows = [(n + 1, text_of(table.rows[n], table.format)) for n in spread(total, MOST_ROWS)]
@@ -153,8 +155,7 @@ def _rows(run: RunDir, texts: dict[str, str], folder: Path) -> Iterator[str]:
     if hits:
         where = [f"{file} (row {number})" for file, number in sorted(hits.items())]
         raise Refused(
-            f"{folder}: training text: text of the training data stands in {listed(where)}. Take it out, and write the card "
-            "again."
+            f"{folder}: training text: text of the training data is in {listed(where)}. Remove it, and write the card again."
         )
     if len(rows) < total:
         yield f"training text: only {len(rows)} of {total} rows, evenly spread, were searched for."

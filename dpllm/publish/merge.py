@@ -70,13 +70,13 @@ def _subject(run: RunDir) -> tuple[RunConfig, PrivacyRecord]:
     config = run.load_config()
     if not isinstance(config.adapter, LoraConfig):
         raise ConfigError(
-            f"{run.root}: trained whole layers, so there is no adapter to merge: {run.export} is a plain transformers model "
-            f"already. Use {run.export} as it is."
+            f"{run.root}: trained whole layers, so there is no adapter to merge: {run.export} already is a plain transformers "
+            f"model. Use {run.export} as it is."
         )
     if config.model.quantization is not None:
         raise Refused(
-            f"{run.root}: the adapter was trained on a base in {config.model.quantization}, and merged into the full-precision "
-            "base it would give a model that nobody trained or audited. Serve base and adapter together, as the card's Use says."
+            f"{run.root}: the adapter was trained on a base in {config.model.quantization}; merging it into the full-precision "
+            "base would give a model that nobody trained or audited. Serve base and adapter together, as the card's Use says."
         )
     return config, carded(run)
 
@@ -89,15 +89,15 @@ def carded(run: RunDir) -> PrivacyRecord:
     """
     if not all((run.export / name).exists() for name in (BLOCK, CARD)):
         raise ConfigError(
-            f"{run.export}: has no card yet, and what is made of the run would say nothing about its privacy. Type dpllm card "
+            f"{run.export}: has no card yet, so the merged model would say nothing about its privacy. Type dpllm card "
             f"{run.root} first."
         )
     statement = privacy_record.read(read_json(run.export / BLOCK))
     shown = section.front_matter((run.export / CARD).read_text(encoding="utf-8")).get("privacy")
     if shown != section.matter(statement) or statement.files != hashes(run.export, UNHASHED):
         raise ConfigError(
-            f"{run.export}: its card speaks of other files than lie here, so it would be about another model. "
-            f"Type dpllm card {run.root} again."
+            f"{run.export}: its card is about other files than are here, so it would describe another model. Type dpllm card "
+            f"{run.root} again."
         )
     return statement
 
@@ -109,7 +109,7 @@ def _check_output(run: RunDir, output: Path) -> None:
     ours = (output / BLOCK).is_file() and read_json(output / BLOCK).get("merged_from")
     if not ours and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(
-            f"{output}: already holds something that dpllm merge did not write, which would be lost. Type another --output."
+            f"{output}: already holds files that dpllm merge did not write and that would be lost. Type another --output."
         )
 
 
@@ -118,7 +118,7 @@ def _check_base(config: RunConfig, stated: Lineage | None) -> None:
     if stated and not parents.same_base(parents.of_base(alone), stated):
         raise Refused(
             f"model.name_or_path {config.model.name_or_path}: is not the base model that the run was trained on (its privacy "
-            "block is another), so the sum of the two would be a model that nobody trained. Put the former base back."
+            "block differs), so merging would give a model that nobody trained. Restore the original base."
         )
 
 
@@ -153,9 +153,9 @@ def merge_weights(config: RunConfig, adapter: Path, output: Path, dtype: str, ma
     error = float((after - before).square().mean().sqrt() / before.std().clamp_min(1e-12))
     if not error <= TOLERANCE[wanted]:
         raise Refused(
-            f"{config.model.name_or_path}: the merged model computes other logits than base and adapter do (they differ by "
-            f"{error:.1e} of their spread), so its card would be about another model. Nothing was written; serve base and "
-            "adapter together, as the card's Use says, and report the architecture."
+            f"{config.model.name_or_path}: the merged model's logits differ from those of base and adapter (by {error:.1e} of "
+            "their spread), so its card would be about another model. Nothing was written; serve base and adapter together, as "
+            "the card's Use says, and report the architecture."
         )
 
 

@@ -127,7 +127,9 @@ def push(
         DpllmError: The Hub could not be reached, or refused.
     """
     if not _REPOSITORY.fullmatch(repository) or ".." in repository or "--" in repository:
-        raise ConfigError(f"{repository}: is no name that the Hub allows. Type OWNER/NAME, such as alice/notes-dp.")
+        raise ConfigError(
+            f"{repository}: is not a valid repository name on the Hub. Type OWNER/NAME, such as alice/notes-dp."
+        )
     source = _Source.of(path)
     statement = _statement(source, ledger, without_guarantee)
     try:
@@ -154,7 +156,7 @@ def _statement(source: _Source, ledger: str | None, without_guarantee: bool) -> 
     for name in (CARD, block.relative_to(source.folder)):
         if not (source.folder / name).is_file():
             raise Refused(
-                f"{source.folder}: has no {name}, so whoever downloads it could not know what it promises. Type dpllm card "
+                f"{source.folder}: has no {name}, so nobody who downloads it would know its guarantee. Type dpllm card "
                 f"{source.root} first."
             )
     named = config.privacy.ledger if config else None  # which is the publisher's own word here
@@ -162,20 +164,20 @@ def _statement(source: _Source, ledger: str | None, without_guarantee: bool) -> 
     statement = privacy_record.read(read_json(block))
     if statement.terms is not None and statement.composed is None:
         raise Refused(
-            f"{source.root}: is in no ledger, so its privacy loss could not be added to that of other runs on the same data. Set "
+            f"{source.root}: is in no ledger, so its privacy cost cannot be added to that of other runs on the same data. Set "
             "privacy.ledger and train again."
         )
     verified = {check.name.removeprefix(OF_MODEL) for check in found.checks if check.status == "verified"}
     if statement.terms is not None and statement.composed and not {"ledger", "ledger: entry"} <= verified:
         raise Refused(
-            f"{source.root}: says that it is entry {statement.composed.entry} of a ledger that is not at hand, so the total on "
-            "its card cannot be checked. Type --ledger FILE, or an export of it."
+            f"{source.root}: is entry {statement.composed.entry} of a ledger that is not here, so the total on its card cannot "
+            "be checked. Type --ledger FILE, or an export of it."
         )
     if not statement.guarantee and not statement.data_public and not without_guarantee:
         raise Refused(
-            f"{source.root}: gives no differential privacy guarantee ({statement.reason}), so that it may reveal training "
-            "text to whoever downloads it, and that cannot be taken back. Declare data.public: true and train again if "
-            "everybody may read that text, or insist with --without-guarantee."
+            f"{source.root}: gives no differential privacy guarantee ({statement.reason}), so it may reveal training text to "
+            "anyone who downloads it, and that cannot be undone. Declare data.public: true and train again if everybody may "
+            "read that text, or type --without-guarantee."
         )
     return statement
 
@@ -192,7 +194,7 @@ def _files(source: _Source, listed: dict[str, str]) -> tuple[Upload, ...]:
 
 
 def _changed(source: _Source, name: str) -> Refused:
-    return Refused(f"{source.folder}: {name} changed while it was looked at. Type the command again.")
+    return Refused(f"{source.folder}: {name} changed while it was being checked. Type the command again.")
 
 
 def _upload(source: _Source, found: Push, *, private: bool, replace: bool) -> Push:
@@ -229,8 +231,8 @@ def _stale(
     """
     if private and there.private is False:
         raise Refused(
-            f"{name}: exists and is public, and --private does not change that. Name another repository, or make that one "
-            "private in its settings first."
+            f"{name}: exists and is public, and --private cannot change that. Name another repository, or make that one private "
+            "in its settings first."
         )
     known = {file.path for file in files} | _OF_THE_HUB
     stale = tuple(sorted(entry.rfilename for entry in there.siblings or () if entry.rfilename not in known))
@@ -262,7 +264,7 @@ def asking(repository: str) -> Iterator[None]:
         yield
     except HFValidationError:
         raise ConfigError(
-            f"{repository}: is no name that the Hub allows, so nothing was asked. Type OWNER/NAME, such as alice/notes-dp."
+            f"{repository}: is not a valid repository name on the Hub. Type OWNER/NAME, such as alice/notes-dp."
         ) from None
     except (_ON_THE_WAY, OSError) as error:
         answer = getattr(getattr(error, "response", None), "status_code", None)
@@ -272,7 +274,7 @@ def asking(repository: str) -> Iterator[None]:
                 "Check the network and HF_HUB_OFFLINE, and type the command again."
             ) from None
         raise (ConfigError if answer in _UNKNOWN else DpllmError)(
-            f"{repository}: {endpoint()} answered {answer}, so it is not there for you. Check the name and the revision, log in "
+            f"{repository}: {endpoint()} answered {answer}, so you cannot access it. Check the name and the revision, log in "
             "with hf auth login if it is private, and type the command again."
         ) from None
     except ValueError as error:

@@ -138,8 +138,8 @@ def synthesize(
     output = _place(run, order, statement, output)
     if min(order.rows, order.attempts, (order.seed or 0) + 1) < 1:
         raise ConfigError(
-            f"rows {order.rows}, attempts {order.attempts} and seed {order.seed} give no data set: the first two are at least 1, "
-            "the seed is not negative."
+            f"rows {order.rows}, attempts {order.attempts} and seed {order.seed} are out of range: the first two are at least "
+            "1, the seed is not negative."
         )
     tests = order.tests()
     prompts, (released, shares) = _prompts(config, order), _shares(run, config, statement)
@@ -163,8 +163,8 @@ def _place(run: RunDir, order: Order, statement: PrivacyRecord, output: Path | N
     protected = statement.guarantee or statement.data_public
     if not protected and not order.without_guarantee:
         raise Refused(
-            f"{run.root}: gives no guarantee, and its data are not declared public, so that rows of its model may be rows of "
-            "theirs. Train with differential privacy; or type --without-guarantee, which writes into private/."
+            f"{run.root}: gives no guarantee, and its data are not declared public, so generated rows may repeat private rows. "
+            "Train with differential privacy; or type --without-guarantee, which writes into private/."
         )
     default = (run.root if protected else run.private) / "synthetic"
     output = output or default
@@ -172,12 +172,10 @@ def _place(run: RunDir, order: Order, statement: PrivacyRecord, output: Path | N
         run.outside(output)
     elif output != default:
         raise ConfigError(
-            f"--output {output}: rows without guarantee may repeat private text. They go to {default} only."
+            f"--output {output}: rows without a guarantee may repeat private text, so they can only go to {default}."
         )
     if output.name in ("", "..") or (output.exists() and (not output.is_dir() or any(output.iterdir()))):
-        raise ConfigError(
-            f"{output}: holds something already, or is no name, and it would be lost. Type another --output, or remove it."
-        )
+        raise ConfigError(f"{output}: already exists, or is not a valid name. Type another --output, or remove it.")
     return output
 
 
@@ -192,8 +190,8 @@ def _refuse_private(run: RunDir, config: RunConfig, statement: PrivacyRecord, fi
             return
         why += f" ({len(found)} prompts, the first of them number {found[0]})"
     raise Refused(
-        f"--prompts {file}: {why}, and rows are published with the prompts that they answer. Type a file of public prompts; or "
-        "declare data.public if everybody may read these, and train again."
+        f"--prompts {file}: {why}, but rows are published with their prompts. Type a file of public prompts; or declare "
+        "data.public if everybody may read these, and train again."
     )
 
 
@@ -202,15 +200,15 @@ def _prompts(config: RunConfig, order: Order) -> list[str] | None:
         if config.data.format == "text":
             return None
         raise ConfigError(
-            f"the model answers prompts (data.format {config.data.format}), which training does not release. Type --prompts FILE "
-            "with public ones, one a line."
+            f"the model answers prompts (data.format {config.data.format}), and those of training are private. Type --prompts "
+            "FILE with public prompts, one per line."
         )
     prompts = read_prompts(order.prompts)
     found = [prompt for prompt in prompts if isinstance(prompt, str)]
     if config.data.format == "text" or len(found) < len(prompts):
         raise ConfigError(
-            f"--prompts {order.prompts}: a row is one prompt and one completion, of a model that was tuned on such or on "
-            "messages. Type prompts that are text; or leave them out for a model of plain text."
+            f"--prompts {order.prompts}: prompts have to be plain text, for a model trained on prompts and completions or on "
+            "messages. Type such prompts; or leave them out for a model trained on plain text."
         )
     return found
 
@@ -235,9 +233,9 @@ def _shares(
     if not shares:
         declared = ";".join(f"{column}=VALUE,VALUE" for column in columns)
         raise ConfigError(
-            f"{run.root}: texts are asked for by {', '.join(columns)}, and its card has no {name!r}, from which to draw them; "
-            f"the exact ones are private. Type dpllm describe {run.config} --epsilon E --shares {declared!r}, then dpllm card "
-            f"{run.root} --describe describe.json."
+            f"{run.root}: texts are asked for by {', '.join(columns)}, and its card has no {name!r}, from which to draw the "
+            f"values; the exact shares are private. Type dpllm describe {run.config} --epsilon E --shares {declared!r}, then "
+            f"dpllm card {run.root} --describe describe.json."
         )
     return name, shares
 
@@ -299,9 +297,9 @@ def _draw(
         if draft.drawn + len(batch) > order.attempts * order.rows:
             dropped = ", ".join(f"{why}: {many}" for why, many in draft.dropped.most_common())
             raise ConfigError(
-                f"of {draft.drawn} texts {len(draft.texts)} passed the filters, and {order.rows} are wanted, so nothing is "
-                f"written; dropped ({dropped}). Type a larger --attempts to go on; or remove {draft.path} and begin with other "
-                "filters, such as --keep-unfinished, or with a larger --max-new-tokens."
+                f"of {draft.drawn} texts {len(draft.texts)} passed the filters, of {order.rows} wanted, so nothing is "
+                f"written; dropped ({dropped}). Type a larger --attempts to go on; or remove {draft.path} and start with other "
+                "filters, such as --keep-unfinished, or a larger --max-new-tokens."
             )
         seed = random.Random(f"{draft.seed} batch {draft.batches}").getrandbits(63)
         found = generate.sample(generator, [rows.asked[number] for number in batch], 1, seed=seed, **sampling)

@@ -22,9 +22,7 @@ from dpllm.recipe.section import Section, explain, number_or_auto, read_recipe
 # What a recipe may no longer say -> what to write instead.
 RETIRED = {
     "audit.canaries.kind: rare_tokens": "rare_tokens is retired; use audit.canaries.kind: random_tokens, or digits",
-    "audit.canaries.kind: synthetic": (
-        "synthetic is retired: its secrets could not be counted; use random_tokens or digits"
-    ),
+    "audit.canaries.kind: synthetic": "synthetic is retired: its secrets could not be counted; use random_tokens or digits",
     "audit.canaries.prompt": "is retired with the kind synthetic, which alone read it; leave the key out",
     "audit.canaries.temperature": "is retired with the kind synthetic, which alone read it; leave the key out",
     "privacy.grad_sample_mode: opacus_ghost": "opacus_ghost is retired, its clipping bound was never proven; set auto or ghost",

@@ -32,7 +32,7 @@ class Callbacks:
         for one in self._callbacks:
             if not isinstance(one, TrainerCallback):
                 raise ConfigError(
-                    f"callbacks: holds a {type(one).__name__}; each is an object of a class of transformers.TrainerCallback."
+                    f"callbacks: holds a {type(one).__name__}. Give instances of subclasses of transformers.TrainerCallback."
                 )
         self._settings: Any = TrainingArguments(output_dir=output_dir, report_to=[], use_cpu=True)
         self._state, self._control = TrainerState(), TrainerControl()

@@ -75,8 +75,8 @@ class Telemetry:
                 server, _ = start_http_server(settings.port, addr=LOOPBACK, registry=registry)
             except OSError as error:
                 raise ConfigError(
-                    f"telemetry.port {settings.port}: cannot be listened on ({error.strerror}), so Prometheus would scrape "
-                    "something else or nothing. Set another port, or null."
+                    f"telemetry.port {settings.port}: cannot be opened ({error.strerror}), so Prometheus could not scrape the "
+                    "run. Set another port, or null."
                 ) from None
             self._open.callback(server.server_close)
             self._open.callback(server.shutdown)
@@ -179,7 +179,7 @@ def _checked(directory: str, run: RunPaths) -> Path:
     path = Path(directory)
     if any(resolved(path).is_relative_to(resolved(part)) for part in (run.private, run.export)):
         raise ConfigError(
-            f"telemetry.textfile {directory} lies in a part of the run directory that a new run replaces, or that is published. "
+            f"telemetry.textfile {directory} lies in a part of the run directory that is replaced by a new run or published. "
             "Set it to the directory that the node exporter reads."
         )
     if not path.is_dir() or not os.access(path, os.W_OK | os.X_OK):
@@ -187,8 +187,8 @@ def _checked(directory: str, run: RunPaths) -> Path:
             ("cannot be written to", "Ask for write access") if path.is_dir() else ("no such directory", "Make it")
         )
         raise ConfigError(
-            f"telemetry.textfile {directory}: {what}, so nobody would read any metrics. {fix}, or set it to the directory that "
-            "the node exporter reads."
+            f"telemetry.textfile {directory}: {what}, so no metrics would be read. {fix}, or set it to the directory that the "
+            "node exporter reads."
         )
     return path
 
@@ -239,7 +239,7 @@ def publish_baseline(run: RunPaths, config: RunConfig, baseline: RunPaths, accur
 def _tell(error: Exception) -> None:
     """One line on standard error."""
     why = error.strerror if isinstance(error, OSError) else str(error)
-    print(f"dpllm: metrics could not be written ({why or type(error).__name__}); all else goes on.", file=sys.stderr)
+    print(f"dpllm: metrics could not be written ({why or type(error).__name__}); training goes on.", file=sys.stderr)
 
 
 class Trackers:
@@ -302,7 +302,7 @@ class Trackers:
         except (Exception, SystemExit) as error:
             self._started.pop(name, None)
             why = " ".join([type(error).__name__, *str(error).split()])[:200]  # it knows public values alone
-            print(f"dpllm: the tracker {name} failed ({why}) and gets nothing more.", file=sys.stderr)
+            print(f"dpllm: the tracker {name} failed ({why}) and is switched off.", file=sys.stderr)
 
 
 def _known(values: Mapping[str, Value | None]) -> dict[str, Value]:

@@ -306,8 +306,8 @@ def served_families(ledger: Ledger, names: Iterable[str], served: Iterable[Path]
     for path in map(Path.resolve, served):
         if not path.is_dir():
             raise ConfigError(
-                f"--served {path}: no such directory, so nobody could say whether the ledger knows the model. Type the "
-                "directory that is served, as dpllm train or dpllm merge wrote it."
+                f"--served {path}: no such directory. Type the directory of the served model, as dpllm train or dpllm merge "
+                "wrote it."
             )
         stated = (read_json(path / BLOCK) if (path / BLOCK).exists() else {}).get("composed") or {}
         model = path.parent.name if path.name == "export" else path.name

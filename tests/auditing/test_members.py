@@ -255,7 +255,7 @@ def test_members_among_non_members_are_refused_by_number(models, monkeypatch):
     outside[5] = [{"text": f" {SECRET.upper()}\ncrowns to Anna "}]
     outside[9] = [{"text": inside[3][0]["text"]}]
     scoring(monkeypatch)
-    with pytest.raises(ConfigError, match="2 of 80 rows are members too") as caught:
+    with pytest.raises(ConfigError, match="2 of 80 rows are identical to members") as caught:
         audit_members(models, inside, outside, "text", settings(), limit=80)
     assert caught.value.exit_code == 2
     assert "sigrid" not in str(caught.value).casefold()
@@ -279,10 +279,10 @@ def test_near_copies_are_refused_and_shared_forms_are_not():
 def test_every_column_of_a_row_counts():
     member = [{"prompt": "who is it", "completion": "Anna"}]
     assert check_overlap([member], [[{"prompt": "who is it", "completion": "Bo"}]], "prompt_completion", "example")
-    with pytest.raises(ConfigError, match="word by word"):
+    with pytest.raises(ConfigError, match="identical to members"):
         check_overlap([member], [[dict(member[0], extra=1)]], "prompt_completion", "example")
     turns = [{"role": "user", "content": "who is it"}, {"role": "assistant", "content": "Anna"}]
-    with pytest.raises(ConfigError, match="word by word"):
+    with pytest.raises(ConfigError, match="identical to members"):
         check_overlap([[{"messages": turns}]], [[{"messages": turns}]], "messages", "example")
 
 
@@ -345,7 +345,7 @@ def test_a_run_without_held_out_rows_is_refused(tmp_path):
 def test_held_out_rows_of_another_form_or_without_a_unit_are_refused(tmp_path):
     run = write_run(tmp_path)
     tiny.write_rows(tmp_path / "eval.jsonl", [{"prompt": "a", "completion": "b"}] * 60)
-    with pytest.raises(ConfigError, match="reads as prompt_completion and the training data as text"):
+    with pytest.raises(ConfigError, match="is read as prompt_completion and the training data as text"):
         rows_of_run(run.load_config(), run)
     run = write_run(tmp_path, unit="who", max_examples_per_unit=1)
     tiny.write_rows(tmp_path / "eval.jsonl", [{"text": "a"}] * 60)

@@ -96,7 +96,7 @@ def test_overrides_may_stand_anywhere(recipe: Path, capsys: pytest.CaptureFixtur
         (["plan", "absent.yaml"], "no such recipe"),
         (
             ["synthesize", "run", "--rows", "1", "--engine", "vllm"],
-            "--engine is retired: vLLM was never run with it; leave",
+            "--engine is retired: vLLM was never tested with it; leave",
         ),
     ],
 )

@@ -58,7 +58,7 @@ def test_the_way_of_a_planned_budget(say, place: Place):
     assert "chain unbroken" in out
     assert "This figure gates" in out
     assert "Sealed list: 1 runs, of which 1 reserved" in out
-    assert "its budget already" in say("init", "notes", *PLANNED)[1]
+    assert "has this budget already" in say("init", "notes", *PLANNED)[1]
     assert say("init", "notes", *BUDGET)[0] == 3  # a budget that was used keeps its kind
     assert say("init", "notes", *PLANNED, "--epsilon", "9")[0] == 3
     code, out = say("reconcile", entry[:8], *WHO)
@@ -136,7 +136,7 @@ def test_the_way_of_an_adaptive_budget(say, place: Place):
     with place.open() as ledger:
         entry = reserve(ledger).entry
     code, out = say("reconcile", entry, *WHO)
-    assert (code, "given back" in out) == (0, True)
+    assert (code, "returned to the budget" in out) == (0, True)
     code, out = say("import", "notes", "--epsilon", "0.5", "--unit", "patient", *WHO)
     assert (code, "the total is now epsilon" in out) == (0, True)
     code, out = say("import", "notes", "--epsilon", "9", "--unit", "patient", *WHO)

@@ -189,9 +189,9 @@ def test_advice_after_a_run(recipe: Path, capsys: pytest.CaptureFixture[str]) ->
     write_json(earlier.run, cards.record(metrics={"released": released}))
     out, _ = answer(capsys, 0, recipe, "--after", earlier.root)
     assert "Type --privacy.max_grad_norm 0.01" in out
-    assert "released no clip fraction" not in out
+    assert "released no noised clip fraction" not in out
     write_json(earlier.run, cards.record(guarantee={"holds": False, "reason": "x"}, metrics={"released": released}))
-    assert "released no clip fraction" in answer(capsys, 2, recipe, "--after", earlier.root)[1]
+    assert "released no noised clip fraction" in answer(capsys, 2, recipe, "--after", earlier.root)[1]
 
 
 # --- sweep, model ----------------------------------------------------------------------------------------------------
@@ -303,7 +303,7 @@ def test_what_is_decided_beside_the_model_has_its_exit_code(
         (["--sweep", "train.steps"], "names no values"),
         (["--sweep", "train.steps=1,2", "--model"], "Type one of them"),
         (["--figure", "a.png", "--sweep", "train.steps=1,2"], "--figure is retired: plan prints"),
-        (["--compare"], "--compare is retired: it promised nothing"),
+        (["--compare"], "--compare is retired: it gave no guarantee"),
         (["--after", "absent"], "missing"),
         (["--device", "h100"], "Type both"),
     ],

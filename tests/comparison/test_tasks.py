@@ -34,7 +34,7 @@ def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "sacrebleu" else find(name))
-    with pytest.raises(ConfigError, match=r"sacrebleu, not installed here, .* Type: pip install sacrebleu"):
+    with pytest.raises(ConfigError, match=r"sacrebleu, which is not installed. Type: pip install sacrebleu"):
         tasks.measure([make_run(tmp_path / "a", 3.0)], rows=3)
 
 

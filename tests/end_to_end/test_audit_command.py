@@ -121,7 +121,7 @@ def test_mistakes_without_a_run_are_one_message(finished: Place, tmp_path: Path)
     assert "Type the directory of the run" in refused(finished.run / "config.yaml")
     (tmp_path / "planned" / "private").mkdir(parents=True)
     (tmp_path / "planned" / "private" / "canaries.json").write_text("{}")
-    assert "nothing is trained yet" in refused(tmp_path / "planned")
+    assert "is not trained yet" in refused(tmp_path / "planned")
     adapter = tmp_path / "adapter"
     shutil.copytree(finished.run / "export", adapter)
     assert "is a model trained elsewhere" in refused(adapter, "--base", "builtin:tiny")
@@ -143,7 +143,7 @@ def test_an_audit_keeps_what_the_one_before_found_on_the_same_weights(copy: Plac
 def test_a_promise_that_was_edited_is_not_tested(copy: Place, edit: dict[str, object]) -> None:
     path = copy.run / "plan.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **edit}))
-    assert "not the Plan that the run trained under" in refused(copy.run)
+    assert "not the Plan that the run was trained under" in refused(copy.run)
 
 
 def test_weights_of_another_run_are_refused(copy: Place) -> None:
@@ -228,7 +228,7 @@ def test_a_twin_on_which_the_attack_fails_is_said(copy: Place, baseline: Place, 
     [
         ({"base_separates": True}, "controls failed"),
         ({"words": {"auc": 0.9, "interval": [0.8, 0.95], "succeeds": True}}, "controls failed"),
-        ({"weights": {}}, "audits other weights than"),
+        ({"weights": {}}, "is about other weights than"),
     ],
 )
 def test_a_twin_that_proves_nothing_is_refused(

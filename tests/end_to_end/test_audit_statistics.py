@@ -245,7 +245,7 @@ def test_what_cannot_be_audited_is_refused(base, tmp_path):
         with pytest.raises(ConfigError, match=f"{key} is not what a run writes there"):
             audit(run)
     run.plan.unlink()
-    with pytest.raises(ConfigError, match="disagree on whether the run promises"):
+    with pytest.raises(ConfigError, match="disagree on whether the run is private"):
         audit(run)
     (tmp_path / "other").mkdir()
     unplanted, _ = make_run(base, tmp_path / "other", adapter="frozen", planted=False)

@@ -174,8 +174,8 @@ HARMS: list[tuple[str, Callable[[Path], Any], str]] = [
     ("private/groups.json", lambda path: edited(path, slots=5), OTHER_GROUPS),
     ("private/groups.json", lambda path: edited(path, starts="abc"), OTHER_GROUPS),
     ("private/groups.json", lambda path: edited(path, key="f" * 70), OTHER_GROUPS),
-    ("plan.json", lambda path: edited(path, coefficients=[3.0, 0.1, 0.1]), "less noise than the event"),
-    ("plan.json", lambda path: edited(path, coefficients=[0.0, 0.1, 0.1]), "less noise than the event"),
+    ("plan.json", lambda path: edited(path, coefficients=[3.0, 0.1, 0.1]), "less noise than the accounting"),
+    ("plan.json", lambda path: edited(path, coefficients=[0.0, 0.1, 0.1]), "less noise than the accounting"),
     ("run.json", lambda path: path.unlink(), "run.json is missing"),
 ]
 

@@ -269,7 +269,7 @@ def _occupied(place: Place) -> None:
         (lambda place: (place.run / "export" / "README.md").unlink(), (), 2, "dpllm card"),
         (_other_weights, (), 2, "dpllm card"),
         (_edited_block, (), 2, "dpllm card"),
-        (_occupied, (), 2, "already holds something"),
+        (_occupied, (), 2, "already holds files"),
         (lambda place: None, ("--output", "EXPORT"), 2, "reserved for the run"),
         (lambda place: shutil.rmtree(place.run), (), 2, "holds no run"),
     ],

@@ -256,25 +256,25 @@ def test_what_the_base_model_forbids_is_refused_first(place: Place, monkeypatch:
 @pytest.mark.parametrize(
     ("epsilons", "more", "words"),
     [
-        ("1,x,3", (), "'x' is no epsilon"),
-        ("1,,3", (), "'' is no epsilon"),
-        ("1,-3", (), "'-3' is no epsilon"),
-        ("0,1", (), "'0' is no epsilon"),
-        ("nan,1", (), "'nan' is no epsilon"),
-        ("true", (), "'True' is no epsilon"),
-        ("null", (), "'None' is no epsilon"),
-        ("3", (), "leaves nothing to compare"),
-        ("inf", (), "leaves nothing to compare"),
-        ("3,3.0", (), "holds a value twice"),
+        ("1,x,3", (), "'x' is not an epsilon"),
+        ("1,,3", (), "'' is not an epsilon"),
+        ("1,-3", (), "'-3' is not an epsilon"),
+        ("0,1", (), "'0' is not an epsilon"),
+        ("nan,1", (), "'nan' is not an epsilon"),
+        ("true", (), "'True' is not an epsilon"),
+        ("null", (), "'None' is not an epsilon"),
+        ("3", (), "needs at least two values"),
+        ("inf", (), "needs at least two values"),
+        ("3,3.0", (), "has a value twice"),
         (
             "1,3",
             ("--train.learning_rate", "1e-3,1e-2"),
-            "trains at several values of privacy.epsilon and of nothing else",
+            "varies only privacy.epsilon",
         ),
         ("1,3", ("--privacy.noise_multiplier", 1.0), "every run would have the same epsilon"),
-        ("1,3", ("--privacy.enabled", "false"), "put inf into the list"),
+        ("1,3", ("--privacy.enabled", "false"), "add inf to the list"),
         ("1,3", ("--resume",), "holds no sweep to resume"),
-        ("1,3", ("--tasks", -1), "fewer than 0 prompts"),
+        ("1,3", ("--tasks", -1), "cannot be negative"),
         ("1,3", ("--train.stepz", 3), "did you mean steps?"),
         (
             "2,8",
@@ -375,7 +375,7 @@ def test_a_run_that_lost_its_steps_is_not_trained_for_nothing(place: Place, monk
     assert swept_to(place, "2,8").code == 1
     answer = swept_to(place, "2,8", "--resume")
     assert answer.code == REFUSED
-    assert "eps-2 was stopped after 1 charged steps and left no checkpoint" in answer.err
+    assert "eps-2 was stopped after 1 charged steps without a checkpoint" in answer.err
     assert "ledger reconcile" in answer.err
     with Ledger(place.ledger) as book:  # killed between the ledger's last word and run.json
         book.finish(book.runs("notes")[0].reservation.entry, "completed")

@@ -160,7 +160,7 @@ def test_nothing_that_is_there_is_overwritten(finished: Place, tmp_path: Path, m
     made(finished.run, tmp_path / "set", *FEW)
     before = contents(tmp_path)
     for output in (tmp_path / "set", ".", "", ".."):
-        assert "holds something already" in refused(finished.run, "--output", output, *FEW)
+        assert "already exists" in refused(finished.run, "--output", output, *FEW)
     assert contents(tmp_path) == before
     assert "reserved for the run" in refused(finished.run, "--output", finished.run / "export" / "set", *FEW)
     assert "reserved for the run" in refused(finished.run, "--output", finished.run / "private" / "set", *FEW)
@@ -207,7 +207,7 @@ def test_a_model_that_never_ends_publishes_nothing_and_says_so(
     )  # fmt: skip
     said = refused(finished.run, *arguments)
     assert said.count("\n") == 1
-    assert "of 16 texts 0 passed the filters, and 9 are wanted" in said, "never more than attempts times rows"
+    assert "of 16 texts 0 passed the filters, of 9 wanted" in said, "never more than attempts times rows"
     assert "did not end: 16" in said
     assert not (tmp_path / "set").exists()
     monkeypatch.setattr(generate, "sample", sample)
@@ -235,7 +235,7 @@ def test_a_run_needs_its_card(finished: Place, tmp_path: Path) -> None:
     assert f"Type dpllm card {run} first" in refused(run, *FEW)
     shutil.copy(finished.run / "export" / "privacy.json", run / "export")
     (run / "export" / "tokenizer_config.json").write_text("{}")
-    assert "speaks of other files" in refused(run, *FEW)
+    assert "is about other files" in refused(run, *FEW)
 
 
 def test_without_guarantee_only_public_data_give_public_rows(baseline: Place, finished: Place, tmp_path: Path) -> None:
@@ -462,18 +462,18 @@ def test_prompts_are_for_models_that_answer(finished: Place, tmp_path: Path) -> 
     assert "leave them out" in refused(finished.run, *FEW, "--prompts", tmp_path / "prompts.txt")
     (tmp_path / "prompts.jsonl").write_text('"Anna"\n{"messages": [{"role": "user", "content": "Who?"}]}\n')
     run = as_format(finished, tmp_path / "run", "messages")
-    assert "Type prompts that are text" in refused(run, *FEW, "--prompts", tmp_path / "prompts.jsonl")
+    assert "prompts have to be plain text" in refused(run, *FEW, "--prompts", tmp_path / "prompts.jsonl")
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--rows", 0), "give no data set"),
-        (("--attempts", 0), "give no data set"),
+        (("--rows", 0), "are out of range"),
+        (("--attempts", 0), "are out of range"),
         (("--seed", -1), "the seed is not negative"),
         (("--temperature", "1e-300"), "ask for no text"),
         (("--max-new-tokens", 500), "more than the 128"),
-        (("--min-words", 5, "--max-words", 4), "no text has so many words"),
+        (("--min-words", 5, "--max-words", 4), "no text can fit both"),
         (("--schema", "nowhere.json"), "missing"),
         (("--prompts", "nowhere.txt"), "cannot be read"),
     ],

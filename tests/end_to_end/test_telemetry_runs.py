@@ -249,7 +249,7 @@ def test_shadow_runs_show_nothing(baseline: Place, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "setting", "words"),
     [
-        ("port", None, "cannot be listened on"),
+        ("port", None, "cannot be opened"),
         ("textfile", "nowhere", "no such directory"),
         ("trackers", ["trackio"], "pip install trackio"),
     ],

@@ -106,7 +106,7 @@ HIDINGS: dict[str, Callable[[str], bytes]] = {
 def _assert_a_canary_is_found(run: Path) -> None:
     one = RunDir(run)
     names = [path.relative_to(one.export).as_posix() for path in one.export.rglob("*") if path.is_file()]
-    with pytest.raises(Refused, match="holds text of a canary"):
+    with pytest.raises(Refused, match="contains text of a canary"):
         leaks.search(one, names)
 
 

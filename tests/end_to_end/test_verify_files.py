@@ -230,7 +230,7 @@ def test_text_of_a_row_in_the_card_is_not_pushed_and_not_quoted(run: Path, finis
     _append(run, f"For example: {row}")
     answer = dpllm_("push", run, "alice/notes", "--dry-run")
     assert answer.code == 3
-    assert "training text: text of the training data stands in README.md (row 7)" in answer.err
+    assert "training text: text of the training data is in README.md (row 7)" in answer.err
     assert "Forsberg" not in answer.out + answer.err
 
 
@@ -247,7 +247,7 @@ def test_text_of_a_canary_in_the_card_is_not_pushed_and_not_quoted(run: Path) ->
     _append(run, f"The code is {canary['secret']}.")
     answer = dpllm_("push", run, "alice/notes", "--dry-run")
     assert answer.code == 3
-    assert "canary texts: README.md holds text of a canary" in answer.err
+    assert "canary texts: README.md contains text of a canary" in answer.err
     assert canary["secret"] not in answer.out + answer.err
     assert canary["carrier"] not in answer.out + answer.err
 

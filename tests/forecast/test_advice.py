@@ -49,7 +49,7 @@ def test_the_recipes_that_are_shipped_get_none(name: str, tmp_path: Path) -> Non
     smoke = "smoke" in name
     config = load_config(RECIPES / f"{name}.yaml", {} if smoke else {"privacy.delta": "auto"})
     size = dpllm_data.count_units(config.data, tmp_path) if smoke else E2E_ROWS
-    assert [text.split(" hold")[0] for text in advice(config, size)] == ["canaries of text"] * smoke
+    assert [text.split(" occupy")[0] for text in advice(config, size)] == ["text canaries"] * smoke
 
 
 def test_many_canaries_of_text_cost_noise_and_gradient_canaries_are_none_of_them() -> None:
@@ -58,9 +58,9 @@ def test_many_canaries_of_text_cost_noise_and_gradient_canaries_are_none_of_them
 
     few, many = ({"canaries": {"groups": {1: number}}} for number in (420, 3790))
     for audit in (few, {"gradient_canaries": 3790}):
-        assert not any("canaries of text" in text for text in advice(with_canaries(**audit)))
-    found = next(text for text in advice(with_canaries(**many)) if "canaries of text" in text)
-    assert "3790 of N = 7580 places (50%)" in found
+        assert not any("text canaries" in text for text in advice(with_canaries(**audit)))
+    found = next(text for text in advice(with_canaries(**many)) if "text canaries" in text)
+    assert "3790 of the N = 7580 slots (50%)" in found
     plan = plan_of(with_canaries(**many), 3790)
     without = plan_of(recipe({"epsilon": plan.epsilon, "delta": plan.delta}), 3790)
     # Half of each batch is canaries, and the noise is calibrated to a smaller rate.
@@ -106,13 +106,13 @@ def test_a_batch_too_small_for_its_noise_and_the_advice_mends_it() -> None:
 
 def test_steps_that_the_budget_does_not_reward() -> None:
     config = recipe({"epsilon": 1.0}, batch_size=400, steps=3000)
-    text = next(text for text in advice(config, 4000) if "hardly rewarded" in text)
+    text = next(text for text in advice(config, 4000) if "hardly pay off" in text)
     assert "--train.steps 1500" in text
     full = forecast.own_choice(plan_of(config, 4000))
     half = forecast.own_choice(plan_of(recipe({"epsilon": 1.0}, batch_size=400, steps=1500), 4000))
     assert half.noise_per_signal < 1.1 * full.noise_per_signal  # as it says
     rewarded = recipe({"epsilon": 8.0}, batch_size=128, steps=200)
-    assert not any("hardly rewarded" in text for text in advice(rewarded, 4000))
+    assert not any("hardly pay off" in text for text in advice(rewarded, 4000))
 
 
 RELEASED = {"unclipped_fraction": 0.5, "max_grad_norm": 0.1}

@@ -87,7 +87,7 @@ def test_epsilon_of_given_noise_is_shown_above_the_target_too(recipe: Path) -> N
     [
         ({"privacy.epsilonn": [1]}, "did you mean epsilon"),
         ({"privacy.epsilon": [1, -1]}, "privacy.epsilon"),
-        ({"privacy.enabled": [False]}, "makes none"),
+        ({"privacy.enabled": [False]}, "gives none"),
     ],
 )
 def test_a_wrong_key_is_the_usual_error(recipe: Path, sweeps: dict[str, list[Any]], words: str) -> None:

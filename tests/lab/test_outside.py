@@ -133,7 +133,7 @@ def test_modules_that_were_saved_whole_are_switched_off_with_the_adapter(base, t
 
 def test_a_directory_without_a_model_is_refused(tmp_path):
     assert "holds neither" in refusal(tmp_path, None)
-    assert "is no directory" in refusal(tmp_path / "none", None)
+    assert "is not a directory" in refusal(tmp_path / "none", None)
 
 
 def test_an_adapter_without_a_base_that_can_be_found_is_refused(adapter, base, tmp_path):
@@ -225,7 +225,7 @@ def test_a_tokenizer_of_another_model_is_refused(adapter, base, tmp_path):
     vocabulary = value["model"]["vocab"]
     vocabulary[one], vocabulary[two] = vocabulary[two], vocabulary[one]
     (other / "tokenizer.json").write_text(json.dumps(value))
-    assert "gives 2 tokens of" in refusal(other, None)
+    assert "numbers 2 tokens differently" in refusal(other, None)
     (other / "tokenizer.json").write_text("{")
     assert "no fast tokenizer" in refusal(other, None)
 
@@ -250,11 +250,11 @@ def test_a_claim_is_an_epsilon_with_its_delta():
     for epsilon, delta, said in (
         (1.0, None, "--delta is missing"),
         (None, 1e-5, "--epsilon is missing"),
-        (0.0, 1e-5, "is no claim"),
-        (float("inf"), 1e-5, "is no claim"),
-        (float("nan"), 1e-5, "is no claim"),
-        (1.0, 1.0, "is no claim"),
-        (1.0, -0.1, "is no claim"),
+        (0.0, 1e-5, "is not a claim"),
+        (float("inf"), 1e-5, "is not a claim"),
+        (float("nan"), 1e-5, "is not a claim"),
+        (1.0, 1.0, "is not a claim"),
+        (1.0, -0.1, "is not a claim"),
     ):
         with pytest.raises(ConfigError, match=said):
             outside_claim(epsilon, delta)
@@ -308,9 +308,9 @@ def test_member_files_that_do_not_belong_together_are_refused(adapter, tmp_path)
     with pytest.raises(ConfigError, match="no such file"):
         audit_outside_members(adapter, "somebody/rows", first)
     other = str(tiny.write_rows(tmp_path / "out.jsonl", [{"prompt": "a", "completion": "b"}] * 60))
-    with pytest.raises(ConfigError, match="reads as text and"):
+    with pytest.raises(ConfigError, match="is read as text and"):
         audit_outside_members(adapter, first, other)
-    with pytest.raises(ConfigError, match="60 of 60 rows are members too"):
+    with pytest.raises(ConfigError, match="60 of 60 rows are identical to members"):
         audit_outside_members(adapter, first, first)
     few = str(tiny.write_rows(tmp_path / "few.jsonl", rows("b", 10)))
     with pytest.raises(ConfigError, match="10 non-members"):

@@ -45,7 +45,7 @@ class LargeCapacity(Capacity):
 
 @pytest.mark.parametrize("coupled", [Flip, Capacity, LargeCapacity])
 def test_rows_that_meet_in_training_mode_only_are_refused(coupled: type[Toy]) -> None:
-    assert "with the rows beside it" in refusal(coupled())
+    assert "with the other rows in the batch" in refusal(coupled())
 
 
 def pieces() -> list[Any]:
@@ -79,7 +79,7 @@ def test_what_starts_to_train_later_stops_the_step(in_optimizer: bool) -> None:
     if in_optimizer:
         engine._optimizer.add_param_group({"params": [net.head.weight]})
     before = net.head.weight.detach().clone()
-    with pytest.raises(Refused, match="not what trained when the engine was made"):
+    with pytest.raises(Refused, match="trainable parameters changed since the engine was made"):
         engine.step(tm.batches(tm.units([(5,)])))
     assert torch.equal(net.head.weight, before)
 
@@ -143,7 +143,7 @@ class Choosing(nn.Module):
 
 def test_a_rule_that_does_not_fit_its_layer_is_a_refusal_that_names_it() -> None:
     message = refusal(With("choosing", Choosing(), 2))
-    assert "choosing (Choosing) trains, and the rule" in message
+    assert "choosing (Choosing) trains, but the rule" in message
     assert "argument" not in message  # the error's own words stay out: they may quote a token
 
 

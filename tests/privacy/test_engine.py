@@ -151,9 +151,9 @@ class TimeMajor(Toy):
         (Unused, "spare.weight"),
         (Bypassed, "layer.weight"),
         (Tied, "off by"),
-        (CoupledInTraining, "rows beside it"),
+        (CoupledInTraining, "other rows in the batch"),
         (Running, "average"),
-        (TimeMajor, "layer trains and reads tokens without their rows"),
+        (TimeMajor, "layer trains and receives tokens without their rows"),
     ],
 )
 def test_the_self_check_refuses_what_clipping_would_not_bound(broken: type[Toy], named: str) -> None:

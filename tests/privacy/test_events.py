@@ -288,7 +288,7 @@ def test_what_is_no_event_is_never_free(thing: Any) -> None:
         lambda: count_releases(thing),
         lambda: parts_of(thing),
     ):
-        with pytest.raises(ConfigError, match="is no accounting event"):
+        with pytest.raises(ConfigError, match="is not an accounting event"):
             made()
 
 
@@ -321,5 +321,5 @@ def test_the_step_of_a_run_is_that_of_its_sampling() -> None:
     assert events.step_of(GROUP) == PoissonSampled(0.02, Gaussian(0.8), 4)
     assert events.step_of(BANDED) == BANDED
     for other in (Gaussian(1.0), compose([RUN]), SelfComposed(3, Gaussian(1.0)), SelfComposed(3, RUN), BEST, PURE):
-        with pytest.raises(ConfigError, match="not the event of steps"):
+        with pytest.raises(ConfigError, match="not an event of Poisson-sampled steps"):
             events.step_of(other)

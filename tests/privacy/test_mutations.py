@@ -349,9 +349,9 @@ MUTATIONS: dict[str, tuple[Change, Callable[[], None]]] = {
     "steps beside the engine": (attribute(StepEngine, "_only_released", lambda *_: None), checks.lone_step_refused),
     "TF32 allowed": (attribute(guards, "check_float32", nothing), short_cut),
     "no self-check": (attribute(engine, "self_check", nothing), refuses("off by", Functional)),
-    "no check of padding": (attribute(selfcheck, "_check_padding", nothing), refuses("rows beside it", Lengthy)),
+    "no check of padding": (attribute(selfcheck, "_check_padding", nothing), refuses("other rows in the batch", Lengthy)),
     "no check of neighbours": (
-        attribute(selfcheck, "_check_company", nothing), refuses("rows beside it", FullInTraining),
+        attribute(selfcheck, "_check_company", nothing), refuses("other rows in the batch", FullInTraining),
     ),
 }  # fmt: skip
 

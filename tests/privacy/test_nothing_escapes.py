@@ -44,7 +44,7 @@ def test_what_went_through_accelerate_is_refused() -> None:
 
     net = Toy()
     optimizer = Accelerator(cpu=True).prepare(torch.optim.SGD([net.layer.weight], lr=1.0))
-    checks.refused(lambda: engine_on(net, optimizer), "went through accelerator.prepare")
+    checks.refused(lambda: engine_on(net, optimizer), "is wrapped by accelerator.prepare")
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
@@ -65,7 +65,7 @@ def test_hooks_are_not_put_in_twice() -> None:
     net = Toy()
     engine = tm.make_engine(net)
     again = torch.optim.SGD([net.layer.weight], lr=1.0)
-    checks.refused(lambda: engine_on(net, again), "carries per-sample gradient hooks already")
+    checks.refused(lambda: engine_on(net, again), "already has per-sample gradient hooks")
     engine.close()
     engine_on(net, again).close()
 
@@ -80,9 +80,9 @@ def test_an_embedding_that_reads_other_rows_tokens_is_refused(setting: dict[str,
 def test_what_trains_outside_the_optimizer_and_the_reverse_are_refused() -> None:
     net = Toy(bias=True)
     outside = torch.optim.SGD([net.layer.weight], lr=1.0)
-    checks.refused(lambda: engine_on(net, outside), "layer.bias trains outside it")
+    checks.refused(lambda: engine_on(net, outside), "layer.bias is missing")
     frozen = torch.optim.SGD([net.layer.weight, net.layer.bias, net.head.weight], lr=1.0)
-    checks.refused(lambda: engine_on(net, frozen), "it holds one that does not train")
+    checks.refused(lambda: engine_on(net, frozen), "it holds one that is not trainable")
 
 
 class Fused(Toy):
@@ -111,9 +111,9 @@ class Leaking(Toy):
 
 
 REFUSED = {
-    Fused: "head.weight trains, but no layer's call gave a gradient",
+    Fused: "head.weight trains, but no layer call gave a per-example gradient",
     HalfTied: "self-check",
-    Leaking: "with the rows beside it",
+    Leaking: "with the other rows in the batch",
 }
 
 
@@ -124,4 +124,4 @@ def test_the_self_check_refuses_what_clipping_would_not_bound(kind: type[Toy]) -
 
 def test_the_self_check_refuses_a_mean_over_the_tokens_of_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dpllm.privacy.engine.example_means", checks.batch_token_mean)
-    checks.self_check_refuses(Toy(), "with the rows beside it")
+    checks.self_check_refuses(Toy(), "with the other rows in the batch")

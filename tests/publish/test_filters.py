@@ -81,9 +81,9 @@ def test_only_json_of_the_schema_passes(schema: Path, text: str, passes: bool) -
     [
         ("{", "readable as JSON"),
         ("[]", "no JSON object"),
-        ('{"type": 5}', "is no JSON Schema"),
-        ('{"$schema": 5}', "is no JSON Schema"),
-        ('{"$schema": "http://["}', "is no JSON Schema"),
+        ('{"type": 5}', "is not a JSON Schema"),
+        ('{"$schema": 5}', "is not a JSON Schema"),
+        ('{"$schema": "http://["}', "is not a JSON Schema"),
         ('{"$ref": "http://127.0.0.1:9/s.json"}', "refers to"),
         ('{"$ref": "#/x"}', "refers to"),
     ],
@@ -109,7 +109,7 @@ def test_without_jsonschema_the_message_names_it(schema: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("wanted", [{"min_words": 3, "max_words": 2}, {"max_words": 0}, {"min_words": -1}])
 def test_filters_that_nothing_passes_are_refused(wanted: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match="no text has so many words"):
+    with pytest.raises(ConfigError, match="no text can fit both"):
         reason("one", **wanted)
 
 

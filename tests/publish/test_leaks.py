@@ -53,7 +53,7 @@ def test_text_of_every_file_of_a_source_is_searched_for(tmp_path: Path, source: 
     inside = folder.parent if source == "ward" else folder
     train = [str(inside / one) for one in source] if isinstance(source, list) else str(inside / source)
     run = a_run(tmp_path, train)
-    with pytest.raises(Refused, match=r"training text: .* stands in chat.jinja"):
+    with pytest.raises(Refused, match=r"training text: .* is in chat.jinja"):
         list(leaks._rows(run, {"chat.jinja": ROWS[2][1]}, run.export))
 
 
@@ -83,7 +83,7 @@ def test_the_rows_are_found_from_another_directory_and_not_mistaken_for_others(
     keep_rows(run.rows, data, load_table("a.jsonl", data, "train", tmp_path / "cache"), None)
     for place in ("/", tmp_path / "else"):
         monkeypatch.chdir(place)
-        with pytest.raises(Refused, match=r"training text: .* stands in chat.jinja"):
+        with pytest.raises(Refused, match=r"training text: .* is in chat.jinja"):
             list(leaks._rows(run, {"chat.jinja": ROWS[2][1]}, run.export))
     (tmp_path / "at" / "a.jsonl").unlink()
     (said,) = leaks._rows(run, {"chat.jinja": ROWS[2][1]}, run.export)

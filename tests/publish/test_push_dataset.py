@@ -127,5 +127,5 @@ def test_rows_of_a_model_without_guarantee_are_searched_as_its_card_is(
     searched(kept, few, guarantee=False)
     few[2]["completion"] += " They say that Lindqvist was seen on the 7 of May for a fracture of something."
     searched(kept, few)
-    with pytest.raises(Refused, match=r"training text: .* stands in rows.jsonl \(row 8\)"):
+    with pytest.raises(Refused, match=r"training text: .* is in rows.jsonl \(row 8\)"):
         searched(kept, few, guarantee=False)

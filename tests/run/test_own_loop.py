@@ -213,7 +213,7 @@ CHANGES: dict[str, Any] = {
 }
 
 
-WORDS = {"what trains": "what trains in the model", "a gradient": "holds a gradient"}
+WORDS = {"what trains": "the trainable parameters changed", "a gradient": "holds a gradient"}
 
 
 @pytest.mark.parametrize("taken", [0, 1])

@@ -233,7 +233,7 @@ def test_only_figures_inside_a_guarantee_are_read_of_an_earlier_run(tmp_path: Pa
     assert released_by(run) == released
     for holds, values in ((False, released), (True, {})):
         record(holds, values)
-        with pytest.raises(ConfigError, match="released no clip fraction"):
+        with pytest.raises(ConfigError, match="released no noised clip fraction"):
             released_by(run)
     with pytest.raises(ConfigError, match="missing"):
         released_by(RunDir(tmp_path / "absent"))

@@ -89,7 +89,7 @@ def test_a_tracker_that_fails_ends_nothing(
     for step in (1, 2):
         trackers.log({"x": 0.5, "y": None}, step)
     trackers.finish()
-    said = f"dpllm: the tracker wandb failed ({error.__name__} the tracker is down) and gets nothing more.\n"
+    said = f"dpllm: the tracker wandb failed ({error.__name__} the tracker is down) and is switched off.\n"
     assert capsys.readouterr().err == said
     assert [call[0] for call in stub.made[0].calls][-1] == fails
 

@@ -328,7 +328,7 @@ def test_the_endpoint_listens_on_loopback_until_it_is_closed(tmp_path: Path) -> 
         assert series(scrape(port)) == {}
         telemetry._shown.now = tuple(run_families(VALUES))
         assert series(scrape(port)) == series(exposition(run_families(VALUES)))
-        with pytest.raises(ConfigError, match=rf"telemetry\.port {port}: cannot be listened on"):
+        with pytest.raises(ConfigError, match=rf"telemetry\.port {port}: cannot be opened"):
             Telemetry(settings_of(tmp_path, port=port), RunDir(tmp_path / "run"))
     with pytest.raises(urllib.error.URLError):
         scrape(port)
