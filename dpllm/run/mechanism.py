@@ -61,7 +61,7 @@ def build_model(decision: Decision, device: torch.device, console: Console) -> t
     if dropout_off:
         rates = ", ".join(f"{name} {rate:g}" for name, rate in dropout_off.items())
         console.print(
-            "The base model's dropout is turned off, because its masks would make the contribution of one unit depend on the "
+            "The base model's dropout is off, because its masks would make the contribution of one unit depend on the "
             f"others: {rates}"
         )
     auto = config.adapter.method == "lora" and config.adapter.target_modules == "auto"

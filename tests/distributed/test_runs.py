@@ -32,7 +32,7 @@ FAILED = {
     "other_train": (3, "changed while the run was starting"),
     "other_version": (2, "peft is"),
     "other_eval": (2, "the held-out data, as tokens, is"),
-    "older_processor": (3, "in process 1, so they would round the same unit in different ways"),
+    "older_processor": (3, "in process 1, so they would round the same unit differently"),
     "rounds_bf16": (3, "the gradient sum of a physical batch of "),
     "rounds_fp32": (3, "the gradient sum of a physical batch of "),
     "no_model": (2, "process 1: model.name_or_path 'nowhere'"),

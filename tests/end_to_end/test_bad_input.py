@@ -90,7 +90,7 @@ CASES: dict[str, tuple[Change | Callable[[Place], Change], int, str]] = {
     "missing tracker": (
         {"telemetry": {"trackers": ["trackio"]}},
         WRONG,
-        r"trackio is not installed.* pip install trackio",
+        r"needs trackio, which is not installed.* pip install trackio",
     ),
     "no chat template": (no_template, WRONG, r"plain: has no chat template"),
     "unknown role": (of_nobody, WRONG, r"row 21 has a message whose role is not one of .*assistant"),

@@ -162,14 +162,14 @@ def test_an_end_token_ends_a_text(finished: Place) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        *(((f"--{key}", "0"), "ask for no text") for key in ("num", "max-new-tokens", "top-p", "beams")),
-        *((("--temperature", value), "ask for no text") for value in ("-1", "nan")),
-        (("--seed", "99999999999999999999"), "out of torch.s range"),
+        *(((f"--{key}", "0"), "are out of range") for key in ("num", "max-new-tokens", "top-p", "beams")),
+        *((("--temperature", value), "are out of range") for value in ("-1", "nan")),
+        (("--seed", "99999999999999999999"), "out of torch"),
         (("--prompt", "a\udc80b"), "half of a character"),
-        (("--top-p", "1.5"), "ask for no text"),
+        (("--top-p", "1.5"), "are out of range"),
         (("--beams", "101", "--temperature", "0"), "beams at most 100"),
         (("--beams", "5"), "a beam search finds the likeliest text"),
-        (("--max-new-tokens", "500"), "more than the 128"),
+        (("--max-new-tokens", "500"), "exceed the 128"),
         (("--prompts", "nowhere.jsonl"), "cannot be read"),
     ],
 )

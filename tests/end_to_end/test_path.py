@@ -367,12 +367,12 @@ def test_rows_are_computed_one_by_one_where_a_kernel_rounds_by_company(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def company(*_: Any) -> None:
-        raise RoundsByCompany("experts.act_fn rounds a row in another way, so that one unit would change the others")
+        raise RoundsByCompany("experts.act_fn rounds a row differently, so that one unit would change the others")
 
     monkeypatch.setattr(selfcheck, "_check_company", company)
     shown = " ".join(done("train", place.recipe, "--fresh-check").out.split())
     done("card", place.run)
-    assert "tokens), which is slower: experts.act_fn rounds a row in another way." in shown
+    assert "tokens), which is slower: experts.act_fn rounds a row differently." in shown
     assert place.json("run.json")["physical_batch_size"] == 1
     assert place.json("run.json")["guarantee"]["holds"]
     assert "at most 1 sequence in one forward pass" in (place.run / "export/README.md").read_text()

@@ -183,4 +183,4 @@ def test_where_people_are_the_unit_a_canary_is_one_of_them(place):
     plan = place.json("plan.json")
     assert (plan["canary_slots"], plan["dataset_size"], plan["unit"]) == (15, 13 + 15, "person")
     answer = dpllm_("plan", place.recipe, "--data.max_examples_per_unit", "2")
-    assert (answer.code, "a canary is one person" in answer.err) == (2, True)
+    assert (answer.code, "belong to one person" in answer.err) == (2, True)

@@ -161,7 +161,7 @@ REFUSED: dict[str, tuple[Callable[[Place], object], tuple[Any, ...], int, str]] 
     "two wishes": (lambda place: None, ("--overwrite",), 2, "one of the two"),
     "an older version": (of_an_older_version, (), 3, "began with an older dpllm"),
     "other data": (lambda place: tiny.write_rows(place.train, rows(50)), (), 3, "no longer holds the records"),
-    "no ledger": (without_a_ledger, (), 2, "is not there"),
+    "no ledger": (without_a_ledger, (), 2, "is missing, so nothing says"),
     "damaged": (with_damaged_checkpoints, (), 3, "truncated or was edited"),
     "no checkpoint": (lambda place: shutil.rmtree(place.run / "private" / "resume"), (), 2, "holds no checkpoint"),
     "reconciled": (reconciled, (), 3, "was closed"),

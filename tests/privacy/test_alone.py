@@ -208,7 +208,7 @@ def test_every_listed_length_is_tried(length: int) -> None:
             company = 3e-7 * x_RTd.detach().mean() * (x_RTd.shape[1] == length)
             return self.layer(x_RTd) + company
 
-    with pytest.raises(Refused, match="rounds a row in another way"):
+    with pytest.raises(Refused, match="rounds a row differently"):
         tm.make_engine(Here()).self_check(tm.VOCABULARY, tm.shapes(32))
 
 
@@ -250,7 +250,7 @@ def test_noise_covers_what_rounding_to_the_lattice_adds() -> None:
 
 
 def test_noise_too_small_for_exact_sums_is_refused() -> None:
-    with pytest.raises(Refused, match="could not be added exactly"):
+    with pytest.raises(Refused, match="could not be added to their sum exactly"):
         tm.make_engine(Toy(), tm.plan(1.0, 1e-6, tm.schedule(10**6, 1000)))
     tm.make_engine(Toy(), tm.plan(1.0, 0.5, tm.schedule(10**8, 2**17)))
 

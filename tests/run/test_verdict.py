@@ -323,7 +323,7 @@ def rounds_in(monkeypatch: pytest.MonkeyPatch, least: dict[int, int]) -> None:
 
     def company(subject: Any, run: Any, *some: Any) -> None:
         if run.args[2].rows >= least.get(run.args[2].length, 99):
-            raise RoundsByCompany("a kernel rounds a row in another way, so that one unit would change the others")
+            raise RoundsByCompany("a kernel rounds a row differently, so that one unit would change the others")
         inner(subject, run, *some)
 
     monkeypatch.setattr(selfcheck, "_check_company", company)
