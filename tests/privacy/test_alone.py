@@ -100,7 +100,7 @@ class Kernel(nn.Module):
 
 
 def test_a_layer_that_rounds_by_its_company_is_refused_by_name() -> None:
-    with pytest.raises(Refused, match=r"^kernel rounds a row in another way.*physical_batch_size: 1"):
+    with pytest.raises(Refused, match=r"^kernel rounds a row differently.*physical_batch_size: 1"):
         tm.make_engine(RoundsByCompany()).self_check(tm.VOCABULARY, tm.shapes(32))
 
 

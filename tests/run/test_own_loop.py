@@ -151,7 +151,7 @@ def test_rows_are_padded_to_no_more_positions_than_the_model_has(tmp_path: Path,
 )
 def test_a_plan_that_promise_did_not_make_is_refused(model: nn.Module, ledger: dpllm.Ledger, changed: Any) -> None:
     """What is charged must be what runs."""
-    with pytest.raises(Refused, match="is not as dpllm"):
+    with pytest.raises(Refused, match="was not made by dpllm"):
         engine(model, ledger, plan=changed(planned()))
     assert not ledger.account("letters").runs
 
