@@ -472,7 +472,7 @@ def test_prompts_are_for_models_that_answer(finished: Place, tmp_path: Path) -> 
         (("--attempts", 0), "are out of range"),
         (("--seed", -1), "the seed is not negative"),
         (("--temperature", "1e-300"), "are out of range"),
-        (("--max-new-tokens", 500), "more than the 128"),
+        (("--max-new-tokens", 500), "exceed the 128"),
         (("--min-words", 5, "--max-words", 4), "no text can fit both"),
         (("--schema", "nowhere.json"), "missing"),
         (("--prompts", "nowhere.txt"), "cannot be read"),
