@@ -110,12 +110,22 @@ def load_recipe(recipe: Recipe, overrides: Mapping[str, Any] | None = None) -> R
     )
 
 
-def _with_rows(recipe: Recipe, **rows: Any) -> RunConfig:
-    """The recipe, which reads the rows that a program holds from files beside its output_dir."""
+def _with_rows(recipe: Recipe, folder: Path | None = None, **rows: Any) -> RunConfig:
+    """The recipe, which reads the rows that a program holds from files in ``folder``; None: beside its output_dir."""
     given = {name: held for name, held in rows.items() if held is not None}
-    config = load_recipe(recipe, {f"data.{name}": "rows.jsonl" for name in given})
     if not given:
-        return config
+        return load_recipe(recipe)
+    from dpllm.recipe.config import RunConfig
+    from dpllm.recipe.section import read_recipe
+
+    raw = read_recipe(Path(recipe)) if isinstance(recipe, str | os.PathLike) else recipe
+    raw = raw.model_dump(mode="json") if isinstance(raw, RunConfig) else raw
+    said = raw.get("data") if isinstance(raw, Mapping) else None
+    changes: dict[str, Any] = {f"data.{name}": "rows.jsonl" for name in given}
+    for name in given:  # that the recipe's own file is public says nothing of these rows
+        if isinstance(said, Mapping) and said.get(name) is not None:
+            changes["data.public" if name == "train" else "data.eval_public"] = False
+    config = load_recipe(raw, changes)
     if config.privacy.dataset is None and "train" in given:
         raise ConfigError(
             "train: rows that a program holds have no name, under which the ledger could keep their budget. Set "
@@ -125,8 +135,8 @@ def _with_rows(recipe: Recipe, **rows: Any) -> RunConfig:
 
     data, root = config.data, Path(config.output_dir)
     named = {data.unit, *data.control, *data.columns.values()}
-    folder = root.with_name(root.name + "-rows")
-    paths = {name: str(write_rows(held, named, folder, name)) for name, held in given.items()}
+    place = folder or Path(f"{root}-rows")
+    paths = {name: str(write_rows(held, named, place, name)) for name, held in given.items()}
     return config.model_copy(update={"data": data.model_copy(update=paths)})
 
 
@@ -141,9 +151,11 @@ def plan(recipe: Recipe, *, train: Any = None, eval: Any = None) -> Decision:
     Returns:
         The decision: ``plan``, ``schedule``, ``ledger``, ``refusals``; printed, a few lines.
     """
+    from dpllm.files import scratch
     from dpllm.run.promise import Start, decide
 
-    return decide(_with_rows(recipe, train=train, eval=eval), Start())
+    with scratch() as folder:  # no copy of the rows stays
+        return decide(_with_rows(recipe, folder, train=train, eval=eval), Start())
 
 
 def train(
@@ -161,7 +173,8 @@ def train(
     Args:
         recipe: See ``load_recipe``.
         train: Rows in place of data.train: a list of dicts, a pandas DataFrame or a datasets.Dataset. A file in OUTPUT_DIR-rows,
-            which only you can read, keeps them for resuming and auditing; delete it afterwards.
+            which only you can read, keeps them for resuming and auditing; delete it afterwards. They are private, unless a dict
+            that names no data.train of its own declares data.public.
         eval: Rows in place of data.eval.
         callbacks: Of transformers' Trainer. They are called when training begins and ends and after each step, see what the step
             released, and may stop the run by ``control.should_training_stop``.

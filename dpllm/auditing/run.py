@@ -162,7 +162,7 @@ def attack(run: RunDir, name: str) -> dict[str, Any]:
     if not plan.canaries:
         raise ConfigError(
             f"{run.root}: no canaries of text were planted, which --attack {name} looks for. Leave --attack out, and the "
-            "gradient canaries are audited; or attack an audit twin: dpllm sweep RECIPE --twin."
+            f"gradient canaries are audited. {_twin_of(run)}"
         )
     parts = PARTS.get(name, ())
     examined = _examine(run, config, plan, claim, generate="generation" in parts)
@@ -241,14 +241,18 @@ def _summary(examined: _Examined, twin: str | None) -> Summary:
     return summarise(examined.table, examined.claim, examined.settings, tokens=examined.tokens, beside=beside)
 
 
+def _twin_of(run: RunDir) -> str:
+    return (
+        "Train an audit twin, which has them and is charged too: "
+        f"dpllm train {run.config} --audit.canaries '{{}}' --output_dir {run.root}-twin"
+    )
+
+
 def _subject(run: RunDir) -> tuple[RunConfig, CanaryPlan, Claim | None]:
     """Recipe, canaries and promise of a run, which belong together."""
     config, record = run.load_config(), read_run(run)
     if not config.audit.plants:
-        raise ConfigError(
-            f"{run.root}: no canaries were planted, so there is nothing to measure. Train an audit twin, which has them: dpllm "
-            "sweep RECIPE --twin; or set audit.gradient_canaries: 500, which leaves no text in the weights, and train again."
-        )
+        raise ConfigError(f"{run.root}: no canaries were planted, so there is nothing to measure. {_twin_of(run)}")
     if config.privacy.enabled != run.plan.exists():
         raise ConfigError(
             f"{run.root}: config.yaml and plan.json disagree on whether the run is private, so there is no claim to test. The "

@@ -160,8 +160,8 @@ def _contradiction(gradient: GradientAudit | None, epsilon: float) -> str:
     return ""
 
 
-def _seen(positive: str, gradient: GradientAudit | None) -> str:
-    works = f"The attack works where it should: {positive}."
+def _seen(positive: str | None, gradient: GradientAudit | None) -> str:
+    works = f"The attack works where it should: {positive}." if positive else "No text was planted to test the attack."
     if gradient is None or gradient.noise is None:
         return works
     return (

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpllm.cli.plan import AddCommand, plain_console, show
 from dpllm.errors import AuditContradiction, ConfigError
+from dpllm.files import CARD
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -145,7 +146,10 @@ def _run(known: argparse.Namespace, path: Path) -> int:
         may_train(run, run.load_config())
         shadows = partial(audit_shadows, num_shadows=known.shadows, console=plain_console(stderr=True))
     report = audits.audit(run, twin=twin, shadows=shadows, generate=not known.scores_only)
-    return _show(known, report.to_json(), terminal.table(report), f"Written to {run.audit_dir(report.published)}")
+    told = f"Written to {run.audit_dir(report.published)}"
+    if (run.export / CARD).exists() and report.published:
+        told += f". The card states the audit before this one: type dpllm card {known.run}"
+    return _show(known, report.to_json(), terminal.table(report), told)
 
 
 def _elsewhere(known: argparse.Namespace, path: Path) -> int:

@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     init.add_argument("--planned", nargs="*", metavar="RECIPE", help=text)
     text = "part of delta set aside for imported runs; not with --planned"
     init.add_argument("--import-delta", type=float, default=0.0, help=text)
-    init.add_argument("--data", help="the data file, to recognise copies under other names from now on")
+    init.add_argument("--data", help="a data file, or a recipe that names its columns: copies are recognised from now on")
     text = "one recipe per run; for statistics, the output of dpllm describe --dry-run --json"
     made["seal"].add_argument("runs", nargs="+", metavar="RECIPE", help=text)
     verify = made["verify"]
@@ -156,7 +156,8 @@ def _init(ledger: Ledger, known: argparse.Namespace) -> int:
         )
     elif budget.gate == "adaptive":
         print(
-            f"{remaining}, for runs in any order until it is spent; dpllm plan RECIPE says how many like it could follow."
+            f"{remaining} for runs in any order, since the filter of such a budget takes a part once; dpllm plan RECIPE says how "
+            "many like it fit."
         )
     if records is None:
         print("Until the first run the data are known only by name. Type --data FILE to recognise copies from now on.")

@@ -44,6 +44,11 @@ def draw(run: RunPaths) -> tuple[Path, int]:
     held_out |= {max(steps): ends.get("eval_loss_after")}
     losses: Series = {step: line["loss"] for step, line in steps.items()}
     known = {"Loss, nats per token": (losses, held_out, "o", "held-out rows")}
+    if plan is not None and plan.sampling == "unit" and plan.unit != "example":
+        known = {
+            "Loss of a unit, its rows added up": (losses, {}, "", ""),
+            "Loss of held-out rows": (held_out, {}, "", ""),
+        }
     if plan is not None:
         share: Series = {step: 100 * line["clipped"] / line["units"] for step, line in steps.items()}
         norms = {step: line.get("norm") for step, line in steps.items()}  # earlier versions wrote none

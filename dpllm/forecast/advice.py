@@ -30,6 +30,7 @@ FAR_FROM_HALF = 0.2  # of a clip fraction; its own noise is a twentieth where th
 FAR_FROM_C = 2.0
 WIDEST = 1e-3  # of PLD's intervals: an answer takes a twentieth of a second, and errs on the safe side
 MANY_CANARIES = 0.1  # of N
+LARGE_RATE = 0.3  # of AdamW
 MIN_STEPS = 50  # fewer updates than this give an optimizer little to work with, however clean each is
 NEAR_BEST = 1.10
 
@@ -46,6 +47,7 @@ def advise(config: RunConfig, plan: Plan, released: Mapping[str, float] | None =
     """
     found = [_epsilon(plan), _delta(plan), _noise(plan), _batch(plan), _steps(plan), _bands(config, plan)]
     found.append(_canaries(config, plan))
+    found.append(_learning_rate(config))
     found.append(_clipping(config, released) if released else None)
     return [text for text in found if text]
 
@@ -149,6 +151,16 @@ def _canaries(config: RunConfig, plan: Plan) -> str | None:
         f"the same epsilon, batch and steps, the noise per unit of your own data is {ratio:.2g} times what it is without them. "
         "Type --audit.canaries null for a run to be published; dpllm sweep RECIPE --twin trains it together with an audit twin "
         "that has them."
+    )
+
+
+def _learning_rate(config: RunConfig) -> str | None:
+    rate = config.train.learning_rate
+    if config.train.optimizer != "adamw" or rate <= LARGE_RATE:
+        return None
+    return (
+        f"learning rate {rate:g} is very large: AdamW moves every weight by about so much in each step, whatever the gradient "
+        "is, so the run will most likely diverge. Type --train.learning_rate 0.003."
     )
 
 

@@ -32,6 +32,7 @@ from dpllm.privacy.sampling import PhysicalBatch
 from dpllm.recipe.config import LoraConfig, RunConfig
 from dpllm.recipe.derived import rows_of_one
 from dpllm.run.promise import Refusals
+from dpllm.text.sources import asking_hub
 
 UNCOUNTED = "this architecture's shapes depend on values, so memory and time cannot be estimated without weights"
 SECONDS = 0.15  # for each of the two measurements of the device
@@ -154,7 +155,8 @@ def skeleton(config: RunConfig, dtype: torch.dtype) -> Any:
     """The model as it trains, without content; a ConfigError where no configuration is found, or the adapter fits no layer."""
     name = config.model.name_or_path
     try:
-        base = transformers.AutoConfig.from_pretrained(loading.source(name), revision=config.model.revision)
+        with asking_hub(name):
+            base = transformers.AutoConfig.from_pretrained(loading.source(name), revision=config.model.revision)
         with torch.device("meta"):
             net: Any = transformers.AutoModelForCausalLM.from_config(base, dtype=dtype)
     except ConfigError:

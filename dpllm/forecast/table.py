@@ -37,7 +37,9 @@ LIMITS = {
 
 def plan_table(seen: Decision, title: str) -> Table:
     """Everything of a decision that could be computed."""
-    rows = _promise(seen.plan) if seen.plan else {}
+    rows = {"REFUSED": "this run would not start; the reasons are below"} if seen.refusals else {}
+    rows |= _promise(seen.plan) if seen.plan else {}
+    rows |= {"beware": seen.shrunk} if seen.shrunk else {}
     schedule, plan = seen.schedule, seen.plan
     if schedule:
         sizes = batches_of(seen.config, schedule)
@@ -124,7 +126,8 @@ def _ledger(seen: Decision) -> str:
     if held.gate == "adaptive" and held.remaining:
         share = f" ({min(1.0, held.remaining / filter_allowance(budget)):.0%} of the filter's allowance)"
     words += f"; budget {budget.epsilon:g}, gate {held.gate}: {decides} decides; {verdict}"
-    return f"{words} epsilon {held.remaining:.3f}{share} remains, and {follow} could follow"
+    sums = ": runs add up to less than their sum" if held.gate == "adaptive" and held.could_follow else ""
+    return f"{words} epsilon {held.remaining:.3f}{share} remains, and {follow} could follow{sums}"
 
 
 def footprint_tables(needs: Footprint) -> list[Table | str]:

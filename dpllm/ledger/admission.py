@@ -237,16 +237,16 @@ def remaining(account: Account) -> float | None:
     budget = account.budget
     if budget is None:
         return None
-    whole, spent = budget.epsilon, filter_epsilon(account)
     try:
-        if spent is None:  # planned
-            if account.sealed is not None or account.runs:
-                total = planned_epsilon(account, budget, account.sealed or ())
-                whole = total if pending(account) and total <= budget.epsilon else 0.0
-            spent = _epsilon(account.events(), budget) if whole else 0.0
+        if left := filter_left(account):  # what its conversion costs is paid once, whoever comes first
+            return max(0.0, left.allowance)
+        whole = budget.epsilon
+        if account.sealed is not None or account.runs:
+            total = planned_epsilon(account, budget, account.sealed or ())
+            whole = total if pending(account) and total <= budget.epsilon else 0.0
+        return max(0.0, whole - _epsilon(account.events(), budget)) if whole else 0.0
     except Refused:  # no accountant knows everything that was entered, so that nothing more is admitted
         return 0.0
-    return max(0.0, whole - spent)
 
 
 def could_follow(account: Account, request: RunRequest) -> int | None:
@@ -255,6 +255,6 @@ def could_follow(account: Account, request: RunRequest) -> int | None:
         return None
     left = filter_left(account)
     if left is None:
-        return len(pending(account))
+        return len(pending(account)) if remaining(account) else 0
     cost = divergence(request.event, left.order)
     return math.floor(max(0.0, left.allowance) / cost) if cost > 0 else 0

@@ -240,6 +240,15 @@ class Outlook:
     refusal: str | None  # with which words the run would be refused; None if it fits
     reason: str  # in one word, by which refusals are counted
 
+    def __str__(self) -> str:
+        """What was spent, and what this run would leave."""
+        words = (
+            f"{self.dataset} has spent {self.spent:.3f}, and {self.after:.3f} after this run, at delta {self.delta:g}"
+        )
+        if self.budget is None:
+            return f"{words}; no budget limits it"
+        return f"{words}; of the budget of {self.budget.epsilon:g}, {self.remaining or 0:.3f} then remains"
+
 
 def check_name(dataset: str) -> None:
     """Refuses a dataset's name that cannot be shown on one line, or not be stored everywhere."""

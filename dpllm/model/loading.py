@@ -26,7 +26,7 @@ from dpllm.progress import tell
 from dpllm.recipe import names
 from dpllm.recipe.config import FrozenConfig, LoraConfig, ModelConfig, RunConfig, TrainConfig
 from dpllm.text import builtin
-from dpllm.text.sources import look_for_hub
+from dpllm.text.sources import asking_hub
 
 transformers.utils.logging.disable_progress_bar()
 # peft 0.21 asks transformers 5 for an attribute that is being renamed; gone when peft asks for the new name.
@@ -58,8 +58,6 @@ class ScoringModels:
 def source(name_or_path: str) -> str:
     """Where transformers finds a model: builtin names become directories of the package, an unknown one is a ConfigError."""
     if not names.is_builtin(name_or_path):
-        if names.is_hub_id(name_or_path):
-            look_for_hub()
         return name_or_path
     try:
         return str(builtin.path(name_or_path))
@@ -77,7 +75,8 @@ def precision_of(train: TrainConfig, device: torch.device) -> torch.dtype | None
 def load_tokenizer(model: ModelConfig) -> Any:
     """The base model's tokenizer; one that cannot be found, or is not fast, is a ConfigError."""
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source(model.name_or_path), revision=model.revision)
+        with asking_hub(model.name_or_path):
+            tokenizer = transformers.AutoTokenizer.from_pretrained(source(model.name_or_path), revision=model.revision)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError and Hub errors here
         raise _not_found(model, "tokenizer", error) from None
     if not tokenizer.is_fast:
@@ -105,7 +104,8 @@ def load_base(
         arguments["quantization_config"] = _quantization(model.quantization, dtype)
         arguments["device_map"] = {"": device}
     try:
-        base: Any = transformers.AutoModelForCausalLM.from_pretrained(source(model.name_or_path), **arguments)
+        with asking_hub(model.name_or_path):
+            base: Any = transformers.AutoModelForCausalLM.from_pretrained(source(model.name_or_path), **arguments)
         base.requires_grad_(False)
         _keep_layout(base)
         return base if model.quantization or stay_on_cpu else base.to(device)

@@ -70,7 +70,7 @@ def make_schedule(
     if batch > size:
         raise Refused(
             f"train.batch_size {batch} is larger than the dataset ({size} privacy units), so the sampling rate would exceed 1. "
-            f"Set train.batch_size to {max(1, size // 10)} or less, or bring more data."
+            f"Set train.batch_size below it; a tenth, {max(1, size // 10)}, is usual."
         )
     # Exact: int(epochs / q) in floating point is often off by one.
     steps = steps or math.ceil(Fraction(str(epochs)) * size / batch)

@@ -221,6 +221,8 @@ class DataConfig(Section):
             raise ValueError(
                 "should hold {prompt}, then {completion}, each once, no other field, and end there: the end token follows"
             )
+        if "{{" in value or "}}" in value or not re.sub(r"[\n\t]", "", value).isprintable():
+            raise ValueError("should hold single braces, and no control or half character beside line ends and tabs")
         if "\\n" in value:
             raise ValueError(
                 'has a backslash and an n, not a line end; write it in double quotes, as "{prompt}\\n{completion}"'
@@ -336,7 +338,7 @@ class TelemetryConfig(Section):
     """Port on the loopback interface where Prometheus can scrape the running job."""
     trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = Field(default_factory=list)
     """Experiment trackers, through accelerate. They receive released and public values only."""
-    project: str = "dpllm"
+    project: str = Field(default="dpllm", pattern=r"^[\w ][\w .-]*$")
     """With trackers: the project (mlflow: experiment) that the run belongs to."""
     run_name: str | None = None
     """With trackers: name of the run; null: the name of the run directory."""
@@ -364,7 +366,7 @@ class RunConfig(Section):
     """The run directory; a directory that already holds a run is refused without --resume or --overwrite."""
 
     def __str__(self) -> str:
-        return dump_config(self)
+        return repr(self)  # the ledger's address may hold a password
 
     def __repr__(self) -> str:
         promised = f"epsilon {self.privacy.epsilon}" if self.privacy.enabled else "no differential privacy"

@@ -80,13 +80,17 @@ def train(
         stack.enter_context(contextlib.closing(prepared.payment))
         recorder = stack.enter_context(Recorder(prepared, started, telemetry, deadline, console, screen, main=main))
         recorder.evaluated(_evaluate(prepared, state), "before")
-        step = _take_steps(prepared, recorder, telemetry.callbacks, deadline, state)
         total = prepared.schedule.num_steps
+        if main:
+            telemetry.callbacks.begin(prepared.first_step, total)
+        step = _take_steps(prepared, recorder, telemetry.callbacks, deadline, state)
         prepared.engine.close()
         if step < total or (prepared.config.train.checkpoint_every and step > prepared.first_step):
             recorder.save()  # a crash from here on must not lose paid steps
         recorder.evaluated(_evaluate(prepared, state), "after")
         recorder.finish()
+        if main:
+            telemetry.callbacks.end()
         if step == total and state.is_local_main_process:  # a copy of private text that nobody reads again
             shutil.rmtree(run.private / "cache" / tokens.FOLDER, ignore_errors=True)
         record = read_run(run) if main else None
@@ -125,11 +129,11 @@ def _take_steps(
                 len(stopping), positions, mine.loss_sum, mine.units, mine.clipped, mine.norm_sum, *mine.clipped_by_layer
             )
             everyone = Diagnostics(loss_sum, int(units), int(clipped), norm_sum, tuple(map(int, by_layer)))
-            if step % COMPARE_EVERY == 0 or stop or step == total:
-                processes.check_same_weights(prepared.engine.parameters.values(), step)
             recorder.step(step, rate, int(positions), everyone)
             if callbacks:
                 stop = max(stop, *processes.totals(int(callbacks.stop)))
+            if step % COMPARE_EVERY == 0 or stop or step == total:
+                processes.check_same_weights(prepared.engine.parameters.values(), step)
             deadline.rest()  # what comes now may take as long as it wants
             # once in a while:
             if settings.eval_every and step % settings.eval_every == 0 and step < total:

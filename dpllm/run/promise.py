@@ -89,6 +89,19 @@ class Decision:
         return derived.deviations(self.config)[0] or lineage.why_not(self.lineage)
 
     @property
+    def shrunk(self) -> str:
+        """Says that the budget has no room for the epsilon that was asked for; empty where it has."""
+        plan, held = self.plan, self.ledger
+        if plan is None or held is None or held.filter_after is None or self.config.privacy.noise_multiplier:
+            return ""
+        if held.refusal or plan.epsilon > 0.99 * plan.target_epsilon:
+            return ""
+        return (
+            f"The budget has room for epsilon {plan.epsilon:.3f} and not for the {plan.target_epsilon:g} asked for, so the noise "
+            "is raised to fit, and next to nothing is left for other runs. Type a smaller --privacy.epsilon to keep some."
+        )
+
+    @property
     def policy(self) -> DatasetPolicy:
         """Whose data these are, of a decision that nothing refused."""
         assert self.subject is not None
@@ -102,6 +115,10 @@ class Decision:
             lines.insert(0, f"Plan: {self.plan}")
         elif self.schedule is not None and not self.config.privacy.enabled:
             lines.insert(0, f"No differential privacy: {self.schedule.num_steps} steps")
+        if self.shrunk:
+            lines.append(self.shrunk)
+        if self.ledger is not None:
+            lines.append(f"Ledger: {self.ledger}")
         if self.subject and self.subject.reads:
             lines.append(f"Data: {self.subject.reads}")
         return "\n".join(lines)
@@ -111,8 +128,8 @@ class Decision:
     def _repr_html_(self) -> str:
         """The same as a table, in a notebook."""
         rows = self.plan.in_words() if self.plan else {}
-        refused = "; ".join(map(str, self.refusals)) or None
-        return html_table("Plan", {**rows, "data": self.subject and self.subject.reads, "refused": refused})
+        more = {"ledger": self.ledger, "beware": self.shrunk or None, "data": self.subject and self.subject.reads}
+        return html_table("Plan", {**rows, **more, "refused": "; ".join(map(str, self.refusals)) or None})
 
     def without_rows(self) -> Self:
         """The same for other processes, which have not the files of this one open."""

@@ -30,13 +30,14 @@ from dpllm.run import checkpoint
 from dpllm.run.build import Prepared
 from dpllm.run.failures import StepDeadline
 from dpllm.run.projections import Projections, read_groups
-from dpllm.run.screen import Screen, summary, summary_table
+from dpllm.run.screen import Screen, only_seen, summary, summary_table
 from dpllm.statement import lineage
 from dpllm.statement.run_files import COST, Guarantee, Metrics, ModelRecord, RunRecord, read_plan, read_run
 from dpllm.telemetry import EpsilonSpent, Telemetry
 from dpllm.text.prompts import printable
 
 Status = Literal["completed", "interrupted"]
+RUN_AWAY = 300.0  # no weight of an adapter is so large; AdamW moves one by about the learning rate in a step
 INTERRUPTED = (
     "the run was interrupted; the full Plan's epsilon is stated, and a decision to stop that was taken on un-noised metrics is "
     "outside the guarantee"
@@ -67,6 +68,7 @@ class Recorder:
         self._step = prepared.first_step
         self._saved: int | None = None
         self._finite = True  # the loss of the last step
+        self._not_finite = 0  # steps with a gradient that is not
         self._finishing = False  # from then on, run.json says what was done, or that the process was killed
         # Of a run that was resumed, with another recipe or on another device, what is weaker.
         before = read_run(prepared.run) if main and prepared.plan and self._step else None
@@ -104,6 +106,7 @@ class Recorder:
         if self._projections is not None and engine.projections is not None:
             self._projections.write(step, engine.projections.numpy())
         self._finite = math.isfinite(seen.loss_sum)
+        self._not_finite += self._prepared.plan is not None and not math.isfinite(seen.norm_sum)
         loss, norm = (value if math.isfinite(value) else None for value in (seen.loss, seen.norm))
         private = {"step": step, "loss": loss, "units": seen.units, "clipped": seen.clipped, "norm": norm}
         released, by_layer = engine.released(), list(seen.clipped_by_layer)
@@ -189,12 +192,18 @@ class Recorder:
         self._console.print(summary_table(found))
         before, after = (self._summary[f"eval_loss_{when}"] for when in ("before", "after"))
         worse = prepared.held_out and (after is None or (before is not None and after > before))
-        # A log has other readers, and no loss carries noise.
-        if (worse or not self._finite) and self._console.file.isatty():
+        largest = max(float(tensor.detach().abs().max()) for tensor in prepared.engine.parameters.values())
+        why = ""
+        if (
+            prepared.config.adapter.method == "lora" and largest > RUN_AWAY
+        ):  # the weights are released: anybody may read this of them
+            why = f"a trained weight is {largest:.3g}, where {RUN_AWAY:g} is already too large"
+        # A log has other readers, and no loss or norm carries noise.
+        elif (worse or not self._finite or self._not_finite) and only_seen(self._console):
+            why = "a loss or a gradient is not finite, or the held-out loss is above the base model's"
+        if why:
             self._console.print(
-                "Warning: the run has diverged: a loss is not finite, or the held-out loss is above the base model's. Lower "
-                "train.learning_rate and train again.",
-                highlight=False,
+                f"Warning: the run has diverged: {why}. Lower train.learning_rate and train again.", highlight=False
             )
 
     @contextlib.contextmanager

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import shlex
+import sys
 import time
 from datetime import timedelta
 from typing import Any, Self
@@ -29,6 +30,16 @@ LINES = 20  # of a log, about
 LONG = 5.0  # seconds after which a log says what takes them, and a terminal how far a step is
 
 
+def only_seen(console: Console) -> bool:
+    """Whether what is printed is seen at a terminal and kept nowhere, as far as can be told.
+
+    A log is no terminal. Neither is a stream of a program that copies what it gets, nor one that wandb records.
+    """
+    file = console.file
+    copied = file not in (sys.__stdout__, sys.__stderr__) or "write" in getattr(file, "__dict__", {})
+    return file.isatty() and not copied and getattr(sys.modules.get("wandb"), "run", None) is None
+
+
 class Screen:
     """Where a run stands, and what takes long before, between and within its steps; use it in a ``with`` statement.
 
@@ -38,7 +49,7 @@ class Screen:
 
     def __init__(self, console: Console, *, public: bool = False) -> None:
         """Shows nothing yet; ``public`` rows may tell anywhere how long they take, and what speed and memory are."""
-        self._console, self._shows_cost = console, public or console.file.isatty()
+        self._console, self._shows_cost = console, public or only_seen(console)
         at_terminal = console.is_interactive and console.file.isatty()  # FORCE_COLOR makes a log a terminal of rich's
         notebook = console.is_jupyter and importlib.util.find_spec("ipywidgets") is not None
         columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[cost]}")
@@ -98,7 +109,7 @@ class Screen:
             self._first, self._first_ended, tokens = step, now, 0
         self._tokens += tokens
         cost = self._cost(step, now) if self._shows_cost else ""
-        seen = f"loss {loss:.3f} (private)" if loss is not None and self._console.file.isatty() else ""
+        seen = f"loss {loss:.3f} (private)" if loss is not None and only_seen(self._console) else ""
         if self.bar and self._steps is not None:
             of = f"{step}/{self._total}"
             words = "\n".join(filter(None, (words, seen)))  # one below the other, for 80 columns

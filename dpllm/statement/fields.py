@@ -142,7 +142,7 @@ class Drawn(Record):
     dataset_size: AtLeast1
     """N, the public number of what is sampled, canary slots included."""
     canary_slots: Count
-    """How many of the N are reserved for artificial text that the audit plants."""
+    """How many of the N are reserved for the audit's canaries."""
 
 
 class Sampling(Drawn):

@@ -6,10 +6,12 @@ Trainer makes them. A callback gets no model, optimizer or batch; an error in on
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dpllm.errors import ConfigError
+from dpllm.recipe.config import RunConfig
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 class Callbacks:
     """The callbacks of one run; those of its main process alone are called."""
 
-    def __init__(self, callbacks: Sequence[TrainerCallback], output_dir: str) -> None:
+    def __init__(self, callbacks: Sequence[TrainerCallback], config: RunConfig) -> None:
         """Nothing is called yet.
 
         Raises:
@@ -34,7 +36,24 @@ class Callbacks:
                 raise ConfigError(
                     f"callbacks: holds a {type(one).__name__}. Give instances of subclasses of transformers.TrainerCallback."
                 )
-        self._settings: Any = TrainingArguments(output_dir=output_dir, report_to=[], use_cpu=True)
+        # Its constructor would make accelerate's state anew, and with it another device.
+        self._settings: Any = object.__new__(TrainingArguments)
+        for part in dataclasses.fields(TrainingArguments):
+            make = part.default_factory
+            setattr(self._settings, part.name, part.default if make is dataclasses.MISSING else make())
+        train = config.train
+        for name, value in {
+            "output_dir": config.output_dir,
+            "run_name": config.telemetry.run_name,
+            "report_to": [],
+            "optim": train.optimizer,
+            "num_train_epochs": train.epochs,
+            "per_device_train_batch_size": train.batch_size,
+            **{key: getattr(train, key) for key in ("learning_rate", "weight_decay", "seed")},
+            "lr_scheduler_type": train.lr_scheduler,
+            "warmup_steps": train.warmup,  # below 1, a share
+        }.items():
+            setattr(self._settings, name, value)
         self._state, self._control = TrainerState(), TrainerControl()
 
     def __bool__(self) -> bool:

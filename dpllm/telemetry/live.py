@@ -56,7 +56,7 @@ class Telemetry:
             ConfigError: A port that is taken, a directory that is not there, a callback that is none.
         """
         settings = config.telemetry
-        self.callbacks = Callbacks(callbacks, config.output_dir)
+        self.callbacks = Callbacks(callbacks, config)
         self._config, self._run = config, run
         self._directory: Path | None = None
         self._trackers: Trackers | None = None
@@ -107,7 +107,6 @@ class Telemetry:
         except DpllmError as error:
             self._tell(error)
         self._show()
-        self.callbacks.begin(step, self._values.steps_planned if self._values else 0)
 
     def step(
         self, step: int, epsilon: float | None, rate: float, released: Mapping[str, float], private: Mapping[str, Any]
@@ -155,7 +154,6 @@ class Telemetry:
         except DpllmError as error:
             self._tell(error)
         self._show()
-        self.callbacks.end()
 
     def _show(self) -> None:
         if self._values is None:

@@ -7,6 +7,7 @@ Plan, nor how sources are read (``dpllm.text.sources``) or units are kept on dis
 
 from __future__ import annotations
 
+import difflib
 import glob
 import hashlib
 import json
@@ -153,6 +154,16 @@ def group_rows(table: Table, data: DataConfig) -> Groups:
     owners, hashes = bytearray(), bytearray()
     for number, row in enumerate(table.rows, start=1):
         owner = unit_name(row.get(data.unit))
+        if owner is None and data.unit not in row:
+            near = difflib.get_close_matches(data.unit, row, 1)
+            raise DataError(
+                f"{table.place(number)} has no column {data.unit!r}, which data.unit names"
+                + (
+                    f"; did you mean {near[0]!r}?"
+                    if near
+                    else ", so its owner is unknown. Name a column of the data there."
+                )
+            )
         if owner is None:
             raise DataError(
                 f"{table.place(number)} has no value in the unit column {data.unit!r}, so its owner is unknown and could not be "

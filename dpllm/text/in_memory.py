@@ -18,10 +18,14 @@ from typing import Any
 
 from dpllm.errors import DataError
 from dpllm.files import locked
+from dpllm.text.layouts import LAYOUTS
 from dpllm.text.sources import ROWS_AT_ONCE
 
-_GUESSED = re.compile(r"float|double|complex|datetime|timestamp|timedelta|duration|date|time")
-"""Types of a column that pandas and datasets choose by the rows of everybody, or that JSON has no word for."""
+_DECLARED = re.compile(r"object|str|(large_)?string(\[.*\])?|U?Int(8|16|32|64)|boolean")
+"""Types of text, and those that pandas never chooses by itself: 007 is read as int64 if all others are numbers too."""
+_NUMBERS = re.compile("U?Int|boolean")
+_LEAVES = re.compile(r"Value\('(?!(large_)?string'|u?int\d|bool)")
+"""In a nested column's type, what everybody's rows decide, such as a float, or JSON has no word for."""
 
 
 def write_rows(rows: Any, named: Collection[str], folder: Path, name: str) -> Path:
@@ -31,24 +35,31 @@ def write_rows(rows: Any, named: Collection[str], folder: Path, name: str) -> Pa
 
     Args:
         rows: Dicts, one after the other; a ``pandas.DataFrame``; a ``datasets.Dataset``.
-        named: Columns that the recipe names. Other columns of numbers with a point, or of times, are left out.
+        named: Columns that the recipe names; these and those of every format are written, and no others.
         folder: Is made.
         name: Such as ``train``; errors name it.
 
     Raises:
-        DataError: No rows, a row that is no dict or that JSON cannot hold, or a named column whose type depends on other rows.
+        DataError: No rows, a row that is no dict or that JSON cannot hold, or a column whose type depends on other rows.
 
     Guarantee:
-        How a row is written depends on that row and on public column types alone; other rows can only make the whole be refused.
+        How a row is written depends on that row alone; other rows can only make the whole be refused.
     """
+    used = {*named, *(column for layout in LAYOUTS for column in layout.columns())}
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     number = 0
     descriptor, written = tempfile.mkstemp(dir=folder, suffix=".part")
     part = Path(written)
     try:
         with open(descriptor, "w", encoding="utf-8") as file:
-            for number, row in enumerate(_rows(rows, named, name), start=1):
-                file.write(_line(row, f"{name}: row {number}"))
+            table = hasattr(rows, "dtypes") or bool(getattr(rows, "features", None))
+            numbers = (
+                {name for name, kind in rows.dtypes.items() if _NUMBERS.match(str(kind))}
+                if hasattr(rows, "dtypes")
+                else ()
+            )
+            for number, row in enumerate(_rows(rows, used, name), start=1):
+                file.write(_line(row, used, f"{name}: row {number}", table=table, numbers=numbers))
         if not number:
             raise DataError(f"{name}: holds no rows. Give at least one.")
         with locked(folder / ".lock"):  # several processes of one run give the same rows
@@ -62,66 +73,77 @@ def write_rows(rows: Any, named: Collection[str], folder: Path, name: str) -> Pa
         part.unlink(missing_ok=True)
 
 
-def _rows(rows: Any, named: Collection[str], name: str) -> Iterator[Any]:
+def _rows(rows: Any, used: Collection[str], name: str) -> Iterator[Any]:
     if isinstance(rows, str | os.PathLike | bytes | Mapping):
         kind = "dict" if isinstance(rows, Mapping) else type(rows).__name__
         raise DataError(
             f"{name}: expects rows, not a {kind}. Give a list of dicts, a DataFrame or a Dataset (a single split); to read a "
             f"file, put its path into the recipe as data.{name}."
         )
-    if hasattr(rows, "iloc"):  # a DataFrame
-        columns = _columns({column: str(kind) for column, kind in rows.dtypes.items()}, named, name)
+    if hasattr(rows, "dtypes") and hasattr(rows, "columns"):  # a DataFrame
         if not rows.columns.is_unique:
-            raise DataError(f"{name}: two columns have the same name, so one would be lost. Rename one.")
+            raise DataError(f"{name}: has two columns of one name, of which one would be lost. Rename one.")
+        columns = [column for column in rows.columns if column in used]
+        for column in columns:
+            kind = getattr(getattr(rows[column], "cat", None), "categories", rows[column]).dtype
+            _check(column, str(kind), bool(_DECLARED.fullmatch(str(kind))), name)
         for start in range(0, len(rows), ROWS_AT_ONCE):
             yield from rows.iloc[start : start + ROWS_AT_ONCE][columns].to_dict("records")
     elif getattr(rows, "features", None):  # a Dataset
-        kinds = {column: str(getattr(kind, "dtype", kind)) for column, kind in rows.features.items()}
-        yield from rows.select_columns(_columns(kinds, named, name))
-    elif hasattr(rows, "__iter__"):
+        columns = [column for column in rows.features if column in used]
+        for column in columns:
+            kind = rows.features[column]
+            flat = getattr(kind, "dtype", None)
+            text = flat in ("string", "large_string") if isinstance(flat, str) and "Value(" in repr(kind)[:6] else None
+            _check(column, str(flat or kind), not _LEAVES.search(repr(kind)) if text is None else text, name)
+        yield from rows.select_columns(columns)
+    elif hasattr(rows, "__iter__") and not hasattr(rows, "iloc"):
         yield from rows
     else:
-        raise DataError(f"{name}: expects rows, not a {type(rows).__name__}. Give a list of dicts or a DataFrame.")
-
-
-def _columns(kinds: Mapping[Any, str], named: Collection[str], name: str) -> list[Any]:
-    """The columns that are written; a named one whose type the rows of others decide is refused."""
-    for column, kind in kinds.items():
-        if column in named and _GUESSED.match(kind.lower()):
-            raise DataError(
-                f"{name}: column {column!r} is of type {kind}. A missing value in one row would turn 1 into 1.0 in all others, "
-                "so one row would change how others are read. Read it as text, as in pandas.read_csv(..., "
-                f'dtype={{"{column}": "string"}}).'
-            )
-    return [column for column, kind in kinds.items() if not _GUESSED.match(kind.lower())]
-
-
-def _line(row: Any, place: str) -> str:
-    if not isinstance(row, Mapping) or not all(isinstance(column, str) for column in row):
         raise DataError(
-            f"{place} is a {type(row).__name__}, not a dict. Give each row as a dict of column names and values."
+            f"{name}: takes rows, and was given a {type(rows).__name__}. Give a list of dicts or a DataFrame."
         )
-    found = {column: None if _missing(value) else value for column, value in row.items()}
-    for column, value in found.items():
+
+
+def _check(column: str, kind: str, declared: bool, name: str) -> None:
+    """Refuses a column whose type may have been chosen by the rows of others."""
+    if not declared:
+        raise DataError(
+            f"{name}: column {column!r} is of type {kind}, which pandas and datasets choose by everybody's rows: 007 becomes 7, "
+            "and 1.0 where another row has no value, so one person's row would decide how others read. Make it text where the "
+            f'data are read, as in pandas.read_csv(..., dtype={{"{column}": "string"}}), or leave it out.'
+        )
+
+
+def _line(row: Any, used: Collection[str], place: str, *, table: bool, numbers: Collection[str]) -> str:
+    if not isinstance(row, Mapping) or not all(isinstance(column, str) for column in row):
+        raise DataError(f"{place} is a {type(row).__name__}; a dict with names of columns is expected.")
+    found = {}
+    for column in row.keys() & used:
         try:
-            found[column] = json.loads(json.dumps(value, default=_plain, allow_nan=False))
+            found[column] = _plain(row[column], table)
+            if table and isinstance(found[column], int) and column not in numbers:
+                raise TypeError  # in a column of objects, which has what pandas found in some part of the file
+            json.dumps(found[column], allow_nan=False)
         except (TypeError, ValueError, RecursionError):
             raise DataError(
-                f"{place}: column {column!r} holds a {type(value).__name__}, not text, a number, a list or a dict. Convert it "
-                "to text, or drop the column."
+                f"{place}: column {column!r} holds a {type(row[column]).__name__}. A column that is read holds text, or lists "
+                "and dicts of text; numbers only in a list of dicts, where no table chose their type. Make it text."
             ) from None
-    return json.dumps(found, ensure_ascii=True) + "\n"
+    return json.dumps(found, sort_keys=True) + "\n"
 
 
-def _missing(value: Any) -> bool:
-    """None, NaN, and pandas' own words for them."""
-    return (
-        value is None or type(value).__name__ in {"NAType", "NaTType"} or (isinstance(value, float) and value != value)
-    )
-
-
-def _plain(value: Any) -> Any:
-    """A value of numpy as one of Python."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    raise TypeError
+def _plain(value: Any, table: bool) -> Any:
+    """A value as JSON has it; in a table, what other rows alone have is not there, and a number with a point is a TypeError."""
+    if hasattr(value, "tolist"):  # of numpy
+        value = value.tolist()
+    if value is None or type(value).__name__ in {"NAType", "NaTType"} or (isinstance(value, float) and value != value):
+        return None
+    if isinstance(value, Mapping):
+        inner = {key: _plain(one, table) for key, one in value.items()}
+        return {key: one for key, one in inner.items() if one is not None or not table}
+    if isinstance(value, list | tuple):
+        return [_plain(one, table) for one in value]
+    if not isinstance(value, str | bool | int | float) or (table and isinstance(value, float)):
+        raise TypeError
+    return value

@@ -39,7 +39,6 @@ PACKED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 ROWS_AT_ONCE = 1000
 """Rows of a table that are Python objects at a time."""
 _MORE = "\0more fields than the header line"
-_unreachable = False  # what look_for_hub found last
 _VALUES = ValueError, ArithmeticError, NotImplementedError  # pyarrow's, and Python's of a date that it does not have
 MOST_LEVELS = 100
 """Of lists and objects in one another in a row of JSON."""
@@ -363,34 +362,35 @@ def _read_directory(path: Path, split: str, cache_dir: Path) -> Iterator[Row]:
             yield from table.to_pylist()
 
 
-def look_for_hub() -> None:
-    """Where the Hub cannot be reached, only what was downloaded before is looked for: huggingface_hub would ask for two minutes.
+@contextlib.contextmanager
+def asking_hub(name: str) -> Iterator[None]:
+    """Where the Hub cannot be reached, only a cached copy of ``name`` is looked for inside.
 
-    Behind a proxy, and where HF_HUB_OFFLINE is set, nothing is changed.
+    huggingface_hub would ask for two minutes. Behind a proxy, and where HF_HUB_OFFLINE is set, nothing is changed.
     """
-    global _unreachable
     from huggingface_hub import constants
 
-    if (constants.HF_HUB_OFFLINE and not _unreachable) or urllib.request.getproxies().keys() & {"https", "all"}:
-        return
-    place = urllib.parse.urlsplit(constants.ENDPOINT)
+    before, place = constants.HF_HUB_OFFLINE, urllib.parse.urlsplit(constants.ENDPOINT)
+    if not before and names.is_hub_id(name) and not urllib.request.getproxies().keys() & {place.scheme, "all"}:
+        try:
+            port = place.port or {"https": 443}.get(place.scheme, 80)
+            socket.create_connection((place.hostname or "", port), timeout=5).close()
+        except OSError:
+            constants.HF_HUB_OFFLINE = True
     try:
-        port = place.port or {"https": 443}.get(place.scheme, 80)
-        socket.create_connection((place.hostname or "", port), timeout=5).close()
-        _unreachable = False
-    except OSError:
-        _unreachable = True
-    constants.HF_HUB_OFFLINE = _unreachable
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
 
 
 def _download(source: str, data: DataConfig, cache_dir: Path) -> Path:
     # datasets would keep the downloaded files in the user's shared Hub cache; a snapshot into our own folder does not.
     from huggingface_hub import snapshot_download
 
-    look_for_hub()
     target = cache_dir / "hub" / source.replace("/", "--")
     try:
-        snapshot_download(source, repo_type="dataset", revision=data.revision, local_dir=target)
+        with asking_hub(source):
+            snapshot_download(source, repo_type="dataset", revision=data.revision, local_dir=target)
     except Exception as error:
         raise DataError(
             f"{source}: no such file, and no such dataset on the Hub ({type(error).__name__}). Check the spelling and the "

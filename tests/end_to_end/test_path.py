@@ -9,6 +9,7 @@ import math
 import re
 import shutil
 import stat
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -438,15 +439,16 @@ def test_weights_that_are_not_finite_are_neither_exported_nor_used(place: Place,
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_who_sits_at_the_terminal_is_told_that_a_run_diverged_and_its_record_is_read(
-    place: Place, terminal: bool
+    place: Place, terminal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A log may be read by others, and the loss of private rows carries no noise."""
     held_out = tiny.write_rows(place.root / "data" / "eval.jsonl", rows(10, start=500))
     place.write({"train.learning_rate": 1e30, "data.eval": str(held_out)})
     out = io.StringIO()
     out.isatty = lambda: terminal  # type: ignore[method-assign]
+    monkeypatch.setattr(sys, "__stdout__", out)
     record = loop.train(load_config(place.recipe), console=Console(file=out, width=200))
-    assert ("Warning: the run has diverged" in out.getvalue()) is terminal
+    assert "Warning: the run has diverged: a trained weight is" in out.getvalue()  # released: anybody may read it there
     assert ("loss nan (private)" in out.getvalue()) is terminal
     assert record.status == "completed"
     assert json.loads((place.run / "private" / "summary.json").read_text())["eval_loss_after"] is None

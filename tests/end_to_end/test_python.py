@@ -7,13 +7,17 @@ from typing import Any
 
 import pandas as pd
 import pytest
+import tiny
+import torch
 import yaml
+from accelerate import PartialState
 from running import NUM_ROWS, SENTINEL, STEPS, charged, make_place, rows
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 import dpllm
 from dpllm.errors import ConfigError
+from dpllm.telemetry.callbacks import Callbacks
 
 
 class Listening(TrainerCallback):
@@ -54,6 +58,7 @@ def test_rows_in_memory_train_as_a_file_does_and_callbacks_see_released_values_a
     before = yaml.safe_dump(recipe)
     table = pd.DataFrame(rows())
     assert dpllm.plan(recipe, train=table).plan == dpllm.plan(from_file.recipe).plan
+    assert not (held.root / "run-rows").exists()  # planning keeps no copy
     run = dpllm.train(recipe, train=table, callbacks=[listening])
     assert yaml.safe_dump(recipe) == before  # the caller's own
     left, right = (load_file(place.run / "export" / "adapter_model.safetensors") for place in (from_file, held))
@@ -98,3 +103,29 @@ def test_rows_in_memory_need_a_name_in_the_ledger(tmp_path: Path, base: Path) ->
 def test_what_is_no_recipe_is_refused(wrong: Any) -> None:
     with pytest.raises(ConfigError):
         dpllm.load_recipe(wrong)
+
+
+def test_rows_that_are_given_are_private_whatever_the_recipe_says_of_its_own(tmp_path: Path, base: Path) -> None:
+    own = tiny.write_rows(tmp_path / "own.jsonl", rows(10, start=900))
+    public = {"data.public": True, "data.eval_public": True, "data.eval": str(own)}
+    place = make_place(tmp_path, base, public)
+    for recipe in (place.recipe, dpllm.load_recipe(place.recipe), yaml.safe_load(place.recipe.read_text("utf-8"))):
+        found = dpllm.plan(recipe, train=rows(), eval=rows(10, start=500)).config.data
+        assert (found.public, found.eval_public) == (False, False)
+    found = dpllm.plan(as_dict(place.recipe), train=rows()).config.data
+    assert (found.public, found.eval_public) == (
+        True,
+        True,
+    )  # a dict without data.train speaks of the rows given with it
+
+
+def test_callbacks_leave_the_state_of_accelerate_alone_and_are_told_the_recipe(tmp_path: Path, base: Path) -> None:
+    place = make_place(tmp_path, base, {"train.learning_rate": 0.0123})
+    state = PartialState()
+    before, state.device = dict(vars(state)), torch.device("meta")  # say a GPU
+    try:
+        made = Callbacks([Listening()], dpllm.load_recipe(place.recipe))
+        assert PartialState().device == torch.device("meta")
+    finally:
+        vars(state).update(before)
+    assert (made._settings.learning_rate, made._settings.to_dict()["output_dir"]) == (0.0123, str(place.run))

@@ -199,7 +199,7 @@ def test_a_planned_budget_without_a_list_is_not_used_up_by_statistics(say: Calla
         (["--shares", "diagnosis=yes,no"], 2, "no row has a column 'diagnosis'"),
         ([], 2, "no statistic is asked"),
         (["--lengths", "8,16"], 2, "--tokenizer MODEL"),
-        (["--units", "--unit", "whom"], 2, "no value in the unit column"),
+        (["--units", "--unit", "whom"], 2, "has no column 'whom'"),
         (["--units", "--delta", "2"], 2, "--delta is 2"),
         (["--units", "--output", "/dev/null/describe.json"], 2, "cannot be written to (Not a directory)"),
         (["--units", "--output", "long" * 63], 2, "cannot be written to (File name too long)"),

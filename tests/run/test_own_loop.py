@@ -407,8 +407,8 @@ def test_integers_of_numpy_are_integers() -> None:
 def test_arguments_of_another_kind_are_one_line(model: nn.Module, ledger: dpllm.Ledger) -> None:
     wrong: list[Any] = [
         lambda: dpllm.train("file.yaml"),
-        lambda: dpllm.plan({}),
-        lambda: dpllm.load_recipe({"data": {}}),
+        lambda: dpllm.plan(3),
+        lambda: dpllm.load_recipe(["data"]),
     ]  # type: ignore[arg-type]
     wrong += [lambda: engine(model, None), lambda: engine(model, ledger, plan="file.yaml")]  # type: ignore[arg-type]
     for call in wrong:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,20 @@ from dpllm.run import screen
 from dpllm.run.directory import RunDir
 
 
+def test_a_terminal_whose_output_is_kept_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """wandb's callback records the console, and a usual Tee says that it is the terminal it writes to."""
+    terminal = Terminal()
+    monkeypatch.setattr(screen.sys, "__stdout__", terminal)
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    assert screen.only_seen(Console(file=terminal))
+    assert not screen.only_seen(Console(file=Terminal()))  # another stream, say a Tee
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=object()))
+    assert not screen.only_seen(Console(file=terminal))
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=None))
+    terminal.write = print  # type: ignore[method-assign, assignment]
+    assert not screen.only_seen(Console(file=terminal))
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
@@ -27,6 +42,7 @@ def said(
     """What is said of steps of ``pace`` seconds and 100 tokens each."""
     now = [1000.0]
     monkeypatch.setattr(screen.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(screen.sys, "__stdout__", file)
     console = Console(file=file, width=80)
     with screen.Screen(console, public=public) as shown:
         shown.begin_steps(steps, 0)
@@ -97,6 +113,7 @@ def shown(monkeypatch: pytest.MonkeyPatch, file: io.StringIO, what: str, *, publ
     """What is shown of something in ten parts of ``pace`` seconds and 100 units each."""
     now = [1000.0]
     monkeypatch.setattr(screen.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(screen.sys, "__stdout__", file)
     console = Console(file=file, width=100)
     with screen.Screen(console) as made, heard_by(made):
         for part in range(10):

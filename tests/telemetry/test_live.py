@@ -19,7 +19,7 @@ from tiny_models import recipe
 
 from dpllm.errors import Refused
 from dpllm.files import write_json
-from dpllm.ledger import Ledger, budgets
+from dpllm.ledger import Ledger, admission, budgets
 from dpllm.recipe.config import TelemetryConfig
 from dpllm.recipe.derived import plan_of
 from dpllm.run.directory import RunDir
@@ -269,7 +269,9 @@ def test_remaining_is_nothing_where_no_accountant_knows_the_total(
 ) -> None:
     with Ledger(prepared.run.root / "other.sqlite") as book:
         budgets.set_budget(book, "notes", budget(8.0))
-        monkeypatch.setattr(Ledger, "remaining", Mock(side_effect=Refused("no accountant knows all of them together")))
+        monkeypatch.setattr(
+            admission, "filter_left", Mock(side_effect=Refused("no accountant knows all of them together"))
+        )
         found = series(exposition(dataset_families(book, ["notes"])))
         assert found["dp_training_budget_remaining", (("dataset", "notes"),)] == 0.0
 

@@ -442,7 +442,8 @@ def test_a_row_without_an_owner_is_refused_by_its_number(tmp_path: Path, owner: 
     data = section(train=str(path), unit="who", max_examples_per_unit=2)
     with pytest.raises(DataError) as caught:
         count_units(data, tmp_path)
-    assert f"{path}: row 2 has no value in the unit column 'who'" in str(caught.value)
+    assert str(caught.value).startswith(f"{path}: row 2 has no ")
+    assert "'who'" in str(caught.value)
     assert "Sigrid" not in str(caught.value)
 
 

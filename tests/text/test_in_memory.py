@@ -37,22 +37,58 @@ def test_every_kind_of_rows_is_written_alike(kind: Any, tmp_path: Path) -> None:
     )  # a card shows it: no hash of rows
 
 
-def test_a_column_that_pandas_types_by_the_rows_of_others_is_refused_or_left_out(tmp_path: Path) -> None:
-    whole = pd.DataFrame({"text": ["a", "b"], "who": [1, 2], "price": [1.5, 2.5]})
-    assert written(whole, tmp_path) == [{"text": "a", "who": 1}, {"text": "b", "who": 2}]
-    gap = pd.DataFrame({"text": ["a", "b"], "who": [1, None]})
-    for rows in (gap, datasets.Dataset.from_pandas(gap)):
-        with pytest.raises(DataError, match="'who' is of type"):
-            written(rows, tmp_path)
-    declared = gap.astype({"who": "Int64"})
-    assert written(declared, tmp_path) == [{"text": "a", "who": 1}, {"text": "b", "who": None}]
+NAMED = [["7", "8"], ["7", None]]
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        *([1, 2], [1.0, None], [True, False], pd.Categorical([1.5, None]), pd.array([1, 2], "int64[pyarrow]")),
+        *(pd.array([1.5, 2.5], "Float64"), pd.Series([1.0, 2.0]).astype(object), pd.Series([7, "x"], dtype=object)),
+        pd.to_datetime(["2026-01-01", None]),
+    ],
+    ids=lambda column: str(getattr(column, "dtype", column)),
+)
+def test_a_column_whose_type_the_rows_of_others_decide_is_refused(column: Any, tmp_path: Path) -> None:
+    table = pd.DataFrame({"text": ["a", "b"], "who": column})
+    with pytest.raises(DataError, match="column 'who'"):
+        written(table, tmp_path)
+    assert written(table, tmp_path, ()) == [{"text": "a"}, {"text": "b"}]  # what nobody reads is not written
+
+
+@pytest.mark.parametrize("kind", ["string", "object", "category", "large_string[pyarrow]"])
+def test_text_is_declared(kind: str, tmp_path: Path) -> None:
+    for values in NAMED:
+        table = pd.DataFrame({"text": ["a", "b"], "who": pd.Series(values, dtype="object").astype(kind)})
+        assert [row["who"] for row in written(table, tmp_path)] == values
+    declared = pd.DataFrame({"text": ["a", "b"], "who": pd.array([1, None], "Int64")})
+    assert [row["who"] for row in written(declared, tmp_path)] == [1, None]
+
+
+def test_nested_values_of_a_dataset_are_those_of_their_row_alone(tmp_path: Path) -> None:
+    def talk(**more: Any) -> dict[str, Any]:
+        return {"messages": [{"role": "user", "content": "hi", **more}]}
+
+    first, second = talk(tool="x"), talk()
+    (alone,) = written(datasets.Dataset.from_list([second]), tmp_path)
+    assert written(datasets.Dataset.from_list([first, second]), tmp_path)[1] == alone == second
+    whole, half = talk(calls=[{"dose": 1}]), talk(calls=[{"dose": 1.5}])
+    assert written(datasets.Dataset.from_list([whole]), tmp_path) == [whole]
+    with pytest.raises(DataError, match="column 'messages'"):
+        written(datasets.Dataset.from_list([whole, half]), tmp_path)
+    numbers = datasets.Dataset.from_list([{"text": "a", "who": 7}])
+    with pytest.raises(DataError, match="column 'who'"):
+        written(numbers, tmp_path)
+
+
+def test_a_column_of_the_format_is_never_left_out_unseen(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="column 'input'"):
+        written(pd.DataFrame({"instruction": ["add"], "input": [41], "output": ["42"]}), tmp_path)
 
 
 def test_missing_and_numpy_values_become_those_of_json(tmp_path: Path) -> None:
-    rows = [
-        {"text": "a", "who": np.int64(7), "parts": np.array([1, 2]), "none": float("nan"), "na": pd.NA, "at": pd.NaT}
-    ]
-    assert written(rows, tmp_path) == [{"text": "a", "who": 7, "parts": [1, 2], "none": None, "na": None, "at": None}]
+    rows = [{"text": "a", "who": np.int64(7), "prompt": float("nan"), "input": pd.NA, "output": pd.NaT, "extra": 1}]
+    assert written(rows, tmp_path) == [{"text": "a", "who": 7, "prompt": None, "input": None, "output": None}]
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,7 @@ def test_a_row_is_named_by_its_own_file(tmp_path: Path) -> None:
     first = written(tmp_path / "a.jsonl", LINES.encode())
     second = written(tmp_path / "b.jsonl", LINES.encode() + b'{"text": "%s"}\n' % SENTINEL.encode())
     data = section([str(first), str(second)], unit="who", max_examples_per_unit=1)
-    with pytest.raises(DataError, match=rf"^{second}: row 4 has no value in the unit column") as caught:
+    with pytest.raises(DataError, match=rf"^{second}: row 4 has no (column|value)") as caught:
         count_units(data, tmp_path / "cache")
     assert "Sigrid" not in str(caught.value)
     written(second, b'{"prompt": "%s"}\n' % SENTINEL.encode())
@@ -258,7 +258,7 @@ def test_a_glob_is_the_files_that_match_and_a_name_that_looks_like_one_is_itself
 def test_a_directory_of_text_has_a_row_for_each_line(tmp_path: Path) -> None:
     written(tmp_path / "ward" / "train.txt", b"007\n7\n")
     assert list(load(str(tmp_path / "ward"), tmp_path).rows) == [{"text": "007"}, {"text": "7"}]
-    with pytest.raises(DataError, match="has no value in the unit column 'who'"):
+    with pytest.raises(DataError, match="has no column 'who'"):
         count_units(section(str(tmp_path / "ward"), unit="who", max_examples_per_unit=1), tmp_path / "cache")
 
 
@@ -382,25 +382,26 @@ def test_a_readme_that_names_no_files_mends_no_mixture(tmp_path: Path) -> None:
 
 
 def test_a_hub_that_cannot_be_reached_is_asked_once_and_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        sources.look_for_hub()
-        assert constants.HF_HUB_OFFLINE
+        with sources.asking_hub("owner/name"):
+            assert constants.HF_HUB_OFFLINE
+        assert not constants.HF_HUB_OFFLINE  # what else the program asks of the Hub is not ours
         with pytest.raises(DataError, match="Check the spelling and the network"):
             sources._download("owner/name", DataConfig(train="owner/name"), Path("nowhere"))
         server.listen()
-        sources.look_for_hub()
-        assert not constants.HF_HUB_OFFLINE
+        with sources.asking_hub("owner/name"):
+            assert not constants.HF_HUB_OFFLINE
 
 
-def test_what_the_user_says_of_the_hub_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(sources, "_unreachable", False)
-    monkeypatch.setattr(socket, "create_connection", lambda *_, **__: pytest.fail("asked although offline is set"))
-    sources.look_for_hub()
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setenv("HTTPS_PROXY", "http://proxy:3128")
-    sources.look_for_hub()
-    assert not constants.HF_HUB_OFFLINE
+@pytest.mark.parametrize("said", ["offline", "proxy"])
+def test_what_the_user_says_of_the_hub_stays(monkeypatch: pytest.MonkeyPatch, said: str) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", said == "offline")
+    monkeypatch.setattr(socket, "create_connection", lambda *_, **__: pytest.fail("asked although something was said"))
+    if said == "proxy":
+        monkeypatch.setattr(constants, "ENDPOINT", "http://mirror")
+        monkeypatch.setenv("http_proxy", "http://proxy:3128")
+    with sources.asking_hub("owner/name"):
+        assert constants.HF_HUB_OFFLINE is (said == "offline")
