@@ -63,7 +63,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     init.add_argument("--planned", nargs="*", metavar="RECIPE", help=text)
     text = "part of delta set aside for imported runs; not with --planned"
     init.add_argument("--import-delta", type=float, default=0.0, help=text)
-    init.add_argument("--data", help="a data file, or a recipe that names its columns: copies are recognised from now on")
+    init.add_argument(
+        "--data", help="a data file, or a recipe that names its columns: copies are recognised from now on"
+    )
     text = "one recipe per run; for statistics, the output of dpllm describe --dry-run --json"
     made["seal"].add_argument("runs", nargs="+", metavar="RECIPE", help=text)
     verify = made["verify"]
