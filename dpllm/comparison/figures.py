@@ -68,7 +68,10 @@ def draw(figures: Figures, folder: Path) -> list[str]:
     drawn = []
     for name, panels in {"comparison": [*loss, *leakage], "utility": utility, "leakage": leakage}.items():
         if panels:
-            picture, axis = blank(len(panels)), axis_of(figures.sides)
+            columns = min(2, len(panels))  # at 800 pixels wide, a page of more cannot be read
+            picture, axis = blank(columns, -(-len(panels) // columns), (4.4, 3.5)), axis_of(figures.sides)
+            for ax in picture.axes[len(panels) :]:
+                ax.remove()
             for ax, panel in zip(picture.axes, panels, strict=True):
                 panel(ax, figures, axis)
                 _scale(ax, axis)
@@ -77,7 +80,7 @@ def draw(figures: Figures, folder: Path) -> list[str]:
     return drawn
 
 
-def blank(columns: int, rows: int = 1, size: tuple[float, float] = (5.2, 3.9)) -> Picture:
+def blank(columns: int, rows: int, size: tuple[float, float]) -> Picture:
     """Panels, each of ``size`` in inches; a white ground with a frame reads on light and dark pages."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as Picture

@@ -37,7 +37,6 @@ from dpllm.privacy.parts import (
     imported_delta,
     parts_of,
     require,
-    scaled,
     without_delta,
 )
 
@@ -78,11 +77,6 @@ def test_an_event_is_changed_everywhere_inside() -> None:
     assert [type(leaf).__name__ for leaf in seen] == [
         *("Gaussian", "Gaussian", "GaussianPair", "Gaussian", "Imported", "PureDP", "Gaussian", "Gaussian")
     ]
-    louder = parts_of(scaled(ALL, 2.0))
-    assert [part.noise_multiplier for part in louder.sampled] != [
-        part.noise_multiplier for part in parts_of(ALL).sampled
-    ]
-    assert parts_of(scaled(BEST, 2.0)).selected[0].parts == parts_of(dp_sgd_event(0.02, 1.6, 150))
     assert imported_delta(without_delta(SelfComposed(3, ONCE))) == 0.0
 
 
@@ -264,7 +258,7 @@ def test_pure_dp_costs_what_dp_accounting_says_and_takes_no_delta() -> None:
     assert imported_delta(whole) == 0
     assert accountants(whole) == {"pld", "rdp"}
     assert epsilon(whole, 1e-6, "zero_out", "rdp") >= direct - 1e-3
-    with pytest.raises(ConfigError, match="does not know"):
+    with pytest.raises(ConfigError, match="does not support"):
         epsilon(whole, 1e-6, "zero_out", "prv")
 
 
@@ -301,7 +295,7 @@ def test_events_lie_in_each_other_only_so_deep() -> None:
     for depth in (1, 500):
         for _ in range(depth):
             deep = {"type": "composed", "events": [deep]}
-        with pytest.raises(ConfigError, match="lies in"):
+        with pytest.raises(ConfigError, match="nested"):
             read(deep)
 
 
