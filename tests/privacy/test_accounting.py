@@ -411,7 +411,7 @@ event = accounting.dp_sgd_event(0.2, sigma, 100)
 accounting.beside(event, 1e-5, "zero_out")
 accounting.epsilon(accounting.dp_sgd_event(0.2, sigma, 9, 4), 1e-5, "zero_out")
 privacy_loss.attacker_limits_of(event, "zero_out")
-renyi.choose_order(2.0, 1e-5, event)
+renyi.filter_order(2.0, 1e-5)
 assert "torch" not in sys.modules
 """
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -214,7 +214,7 @@ def test_each_event_lists_its_accountants(event: Any, known: set[str]) -> None:
     for name in known:
         assert math.isfinite(epsilon(event, 1e-3, "zero_out", name, interval=1e-2))
     for name in {"pld", "rdp", "prv"} - known if known else set():
-        with pytest.raises(ConfigError, match=f"{name}.*does not know"):
+        with pytest.raises(ConfigError, match=f"{name}.*does not support"):
             epsilon(event, 1e-3, "zero_out", name)
 
 

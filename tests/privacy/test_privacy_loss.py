@@ -122,7 +122,7 @@ def test_limits_where_there_is_no_distribution() -> None:
     assert drowned["gdp_mu"] == 0.0
     assert 0.5 <= drowned["auc"] <= 0.5001  # type: ignore[operator]
     best = RepeatAndSelect(RUN, 10, "geometric")
-    with pytest.raises(ConfigError, match="'pld' does not know repeat_and_select"):
+    with pytest.raises(ConfigError, match="'pld' does not support repeat_and_select"):
         attacker_limits_of(best, "zero_out")
     with pytest.raises(Refused, match="no accountant"):
         attacker_limits_of(compose([best, dp_sgd_event(0.1, 1.0, 2, 3)]), "zero_out")
