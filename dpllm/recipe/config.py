@@ -223,7 +223,7 @@ class DataConfig(Section):
             raise ValueError(
                 "should hold {prompt}, then {completion}, each once, no other field, and end there: the end token follows"
             )
-        if "{{" in value or "}}" in value or not re.sub(r"[\n\t]", "", value).isprintable():
+        if re.search(r"\{\{(prompt|completion)\}\}", value) or not re.sub(r"[\n\t]", "", value).isprintable():
             raise ValueError("should hold single braces, and no control or half character beside line ends and tabs")
         if "\\n" in value:
             raise ValueError(

@@ -55,6 +55,7 @@ def test_a_run_directory_holds_what_the_design_says_and_no_more(finished: Place)
     assert {name.split("/")[0] for name in files - top} == {"export", "private"}
     assert {name for name in files if name.startswith("private/")} == {
         "private/metrics.jsonl",
+        "private/layers.json",
         "private/canaries.json",
         "private/summary.json",
         "private/audits.jsonl",

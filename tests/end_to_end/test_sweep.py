@@ -279,7 +279,7 @@ def test_what_the_base_model_forbids_is_refused_first(place: Place, monkeypatch:
         (
             "2,8",
             ("--data.max_length", 4096),
-            "exceed the 128 positions",
+            "more than the 128 positions",
         ),  # of the model, before anything is reserved
         ("2,8", ("--adapter.target_modules", "[nonesuch]"), "matches no layer"),
     ],

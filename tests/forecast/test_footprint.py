@@ -209,7 +209,7 @@ def test_what_the_model_would_refuse_is_said(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("dpllm.privacy.guards.check_model", refuse)
     found = needs(recipe(only_config(tmp_path), data__max_length=129))
     assert [type(error) for error in found.refusals] == [Refused, ConfigError]
-    assert "129 is exceed the 128 positions" in str(found.refusals[1])
+    assert "129 is more than the 128 positions" in str(found.refusals[1])
 
 
 def test_an_architecture_that_computes_from_values_is_counted_without_memory(tmp_path: Path) -> None:

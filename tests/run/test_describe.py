@@ -203,7 +203,11 @@ def test_a_planned_budget_without_a_list_is_not_used_up_by_statistics(say: Calla
         (["--units", "--delta", "2"], 2, "--delta is 2"),
         (["--units", "--output", "/dev/null/describe.json"], 2, "cannot be written to (Not a directory)"),
         (["--units", "--output", "long" * 63], 2, "cannot be written to (File name too long)"),
-        (["--shares", f"label={','.join(map(str, range(100)))};age={','.join(map(str, range(100)))}"], 2, "no card"),
+        (
+            ["--shares", f"label={','.join(map(str, range(100)))};age={','.join(map(str, range(100)))}"],
+            2,
+            "too many values or candidates",
+        ),
     ],
 )
 def test_bad_input_is_one_message_and_nothing_is_spent(

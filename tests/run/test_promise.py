@@ -88,7 +88,7 @@ def test_a_package_that_is_not_installed_is_refused_before_anything_is_reserved(
     (found,) = decide(config, Start()).refusals
     assert isinstance(found, ConfigError)
     assert told in str(found)
-    assert f"{missing} is not installed" in str(found)
+    assert f"{missing}, which is not installed" in str(found)
     assert decide(config).refusals == (), "a list can be sealed where nothing will train"
 
 
