@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,6 +61,9 @@ Panel = Callable[["Axes", Figures, Axis], None]
 
 def draw(figures: Figures, folder: Path) -> list[str]:
     """Draws what there is to draw; returns the names of the files."""
+    shown = [n for n, side in enumerate(figures.sides) if figures.utility[n] or side.statement.audit]  # others: no mark
+    some = [figures.sides[n] for n in shown], [figures.utility[n] for n in shown]
+    figures = replace(figures, sides=some[0], utility=some[1])
     measured = {name for found in figures.utility for name in found}
     utility = [_utility(name, one) for name, one in UTILITY.items() if one.panel and name in measured]
     leakage: list[Panel] = [_auc, _extraction] if any(side.statement.audit for side in figures.sides) else []

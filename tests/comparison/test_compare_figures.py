@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from comparing import make_run
 
+from dpllm.comparison import figures, values
 from dpllm.comparison.compare import compare
 from dpllm.comparison.figures import axis_of
 
@@ -81,3 +82,18 @@ def test_nothing_is_drawn_of_nothing(tmp_path: Path) -> None:
     nothing = {"eval_loss_before": None, "eval_loss_after": None, "eval_tokens": None}
     runs = [make_run(tmp_path / f"{e:g}", e, {"audit": {"canaries": None}}, summary=nothing) for e in (3.0, INF)]
     assert [path.name for path in compare(runs).files] == ["comparison.json", "comparison.md"]
+
+
+def test_a_run_of_which_nothing_is_shown_has_no_place_on_the_axis(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, withheld = (
+        SimpleNamespace(epsilon=epsilon, private=True, statement=SimpleNamespace(audit=None, guarantee=True))
+        for epsilon in (8.0, None)
+    )
+    loss = {"loss": values.Figure(value=1.0, interval=(0.9, 1.1))}
+    seen: list[Any] = []
+    monkeypatch.setattr(figures, "axis_of", lambda sides: (seen.append(sides), axis_of(sides))[1])
+    found: Any = values.Figures([one, withheld], {}, [loss, {}], None, {}, True)
+    assert figures.draw(found, tmp_path) == ["comparison.png", "utility.png"]
+    assert seen == [[one], [one]]

@@ -493,13 +493,3 @@ def test_a_fixed_noise_seed_has_no_guarantee_and_no_total_covers_such_a_run(plac
 def test_knobs_of_performance_leave_the_promise_alone(place: Place, knob: tuple[str, Any]) -> None:
     plain = done("plan", place.recipe, "--json").out
     assert promise(done("plan", place.recipe, "--json", f"--{knob[0]}", knob[1]).out) == promise(plain)
-
-
-@pytest.mark.parametrize("name", ["", "config.yaml"])
-def test_a_run_that_lies_there_is_planned_as_another_one_like_it(finished: Place, name: str) -> None:
-    again = json.loads(done("plan", finished.run / name, "--json").out)
-    assert again["refusals"] == []
-    assert again["epsilon"] == finished.json("plan.json")["epsilon"]
-    assert again["ledger"]["after"] > again["ledger"]["spent"] > 0
-    elsewhere = dpllm_("plan", finished.recipe)
-    assert (elsewhere.code, "already holds a run" in elsewhere.err) == (2, True)

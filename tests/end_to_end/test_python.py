@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import tiny
 import torch
 import yaml
 from accelerate import PartialState
-from running import NUM_ROWS, SENTINEL, STEPS, charged, make_place, rows
+from running import NUM_ROWS, SENTINEL, STEPS, Place, charged, done, dpllm_, make_place, rows
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
@@ -129,3 +130,13 @@ def test_callbacks_leave_the_state_of_accelerate_alone_and_are_told_the_recipe(t
     finally:
         vars(state).update(before)
     assert (made._settings.learning_rate, made._settings.to_dict()["output_dir"]) == (0.0123, str(place.run))
+
+
+@pytest.mark.parametrize("name", ["", "config.yaml"])
+def test_a_run_that_lies_there_is_planned_as_another_one_like_it(finished: Place, name: str) -> None:
+    again = json.loads(done("plan", finished.run / name, "--json").out)
+    assert again["refusals"] == []
+    assert again["epsilon"] == finished.json("plan.json")["epsilon"]
+    assert again["ledger"]["after"] > again["ledger"]["spent"] > 0
+    elsewhere = dpllm_("plan", finished.recipe)
+    assert (elsewhere.code, "already holds a run" in elsewhere.err) == (2, True)
