@@ -241,11 +241,14 @@ def _hub_file(name: str, file: str, revision: str | None, fetch: bool) -> Path |
     """A file of a Hub repository in the cache; None where there is none, or where nobody can be asked."""
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
+    from dpllm.text.sources import asking_hub
+
     try:
         if not fetch:
             cached = try_to_load_from_cache(name, file, revision=revision)
             return Path(cached) if isinstance(cached, str) else None
-        return Path(hf_hub_download(name, file, revision=revision))
+        with asking_hub(name):
+            return Path(hf_hub_download(name, file, revision=revision))
     except Exception:  # no such file or repository, no network, a name that is none: the tokenizer's loading says which
         return None
 
