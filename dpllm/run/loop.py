@@ -89,10 +89,10 @@ def train(
             recorder.save()  # a crash from here on must not lose paid steps
         recorder.evaluated(_evaluate(prepared, state), "after")
         recorder.finish()
-        if main:
-            telemetry.callbacks.end()
         if step == total and state.is_local_main_process:  # a copy of private text that nobody reads again
             shutil.rmtree(run.private / "cache" / tokens.FOLDER, ignore_errors=True)
+        if main:
+            telemetry.callbacks.end()
         record = read_run(run) if main else None
         try:
             everywhere: RunRecord = processes.shared(record)

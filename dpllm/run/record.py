@@ -192,14 +192,14 @@ class Recorder:
         self._console.print(summary_table(found))
         before, after = (self._summary[f"eval_loss_{when}"] for when in ("before", "after"))
         worse = prepared.held_out and (after is None or (before is not None and after > before))
-        largest = max(float(tensor.detach().abs().max()) for tensor in prepared.engine.parameters.values())
+        largest, seen = 0.0, only_seen(self._console)
+        if prepared.config.adapter.method == "lora" and (may_publish_weights(prepared) or seen):
+            largest = max(float(tensor.detach().abs().max()) for tensor in prepared.engine.parameters.values())
         why = ""
-        if (
-            prepared.config.adapter.method == "lora" and largest > RUN_AWAY
-        ):  # the weights are released: anybody may read this of them
+        if largest > RUN_AWAY:  # of weights that may leave, anybody may read this
             why = f"a trained weight is {largest:.3g}, where {RUN_AWAY:g} is already too large"
         # A log has other readers, and no loss or norm carries noise.
-        elif (worse or not self._finite or self._not_finite) and only_seen(self._console):
+        elif (worse or not self._finite or self._not_finite) and seen:
             why = "a loss or a gradient is not finite, or the held-out loss is above the base model's"
         if why:
             self._console.print(

@@ -27,7 +27,7 @@ class Callbacks:
             ConfigError: An object that is no TrainerCallback.
         """
         self._callbacks = tuple(callbacks)
-        if not self._callbacks:
+        if not callbacks:
             return
         from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -42,18 +42,17 @@ class Callbacks:
             make = part.default_factory
             setattr(self._settings, part.name, part.default if make is dataclasses.MISSING else make())
         train = config.train
-        for name, value in {
-            "output_dir": config.output_dir,
-            "run_name": config.telemetry.run_name,
-            "report_to": [],
-            "optim": train.optimizer,
-            "num_train_epochs": train.epochs,
-            "per_device_train_batch_size": train.batch_size,
+        vars(self._settings).update(
+            output_dir=config.output_dir,
+            run_name=config.telemetry.run_name,
+            report_to=[],
+            optim=train.optimizer,
+            num_train_epochs=train.epochs,
+            per_device_train_batch_size=train.batch_size,
+            lr_scheduler_type=train.lr_scheduler,
+            warmup_steps=train.warmup,  # below 1, a share
             **{key: getattr(train, key) for key in ("learning_rate", "weight_decay", "seed")},
-            "lr_scheduler_type": train.lr_scheduler,
-            "warmup_steps": train.warmup,  # below 1, a share
-        }.items():
-            setattr(self._settings, name, value)
+        )
         self._state, self._control = TrainerState(), TrainerControl()
 
     def __bool__(self) -> bool:
@@ -67,8 +66,8 @@ class Callbacks:
     def begin(self, step: int, total: int) -> None:
         """``on_train_begin``, after ``step`` of ``total`` steps."""
         if self._callbacks:
-            self._state.global_step, self._state.max_steps = step, total
-            self._settings.max_steps = total
+            self._state.global_step = step
+            self._state.max_steps = self._settings.max_steps = total
             self._call("on_train_begin")
 
     def step(self, step: int, released: Mapping[str, float | None]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -297,9 +298,9 @@ class Trackers:
     def _dropped_if_it_fails(self, name: str) -> Iterator[None]:
         try:
             yield
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit) as error:  # which may show an address with a password
             self._started.pop(name, None)
-            why = " ".join([type(error).__name__, *str(error).split()])[:200]  # it knows public values alone
+            why = re.sub(r"//[^/@\s]*@", "//", " ".join(f"{type(error).__name__} {error}".split()))[:200]
             print(f"dpllm: the tracker {name} failed ({why}) and is switched off.", file=sys.stderr)
 
 

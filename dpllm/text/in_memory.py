@@ -47,17 +47,13 @@ def write_rows(rows: Any, named: Collection[str], folder: Path, name: str) -> Pa
     """
     used = {*named, *(column for layout in LAYOUTS for column in layout.columns())}
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    number = 0
     descriptor, written = tempfile.mkstemp(dir=folder, suffix=".part")
-    part = Path(written)
+    part, number = Path(written), 0
     try:
         with open(descriptor, "w", encoding="utf-8") as file:
-            table = hasattr(rows, "dtypes") or bool(getattr(rows, "features", None))
-            numbers = (
-                {name for name, kind in rows.dtypes.items() if _NUMBERS.match(str(kind))}
-                if hasattr(rows, "dtypes")
-                else ()
-            )
+            table = _is_frame(rows) or bool(getattr(rows, "features", None))
+            kinds = rows.dtypes.items() if _is_frame(rows) else ()
+            numbers = {column for column, kind in kinds if _NUMBERS.match(str(kind))}
             for number, row in enumerate(_rows(rows, used, name), start=1):
                 file.write(_line(row, used, f"{name}: row {number}", table=table, numbers=numbers))
         if not number:
@@ -73,6 +69,11 @@ def write_rows(rows: Any, named: Collection[str], folder: Path, name: str) -> Pa
         part.unlink(missing_ok=True)
 
 
+def _is_frame(rows: Any) -> bool:
+    """Whether it is a DataFrame of pandas; a Series has no columns, and a frame of another library no iloc."""
+    return hasattr(rows, "iloc") and hasattr(rows, "columns")
+
+
 def _rows(rows: Any, used: Collection[str], name: str) -> Iterator[Any]:
     if isinstance(rows, str | os.PathLike | bytes | Mapping):
         kind = "dict" if isinstance(rows, Mapping) else type(rows).__name__
@@ -80,7 +81,7 @@ def _rows(rows: Any, used: Collection[str], name: str) -> Iterator[Any]:
             f"{name}: expects rows, not a {kind}. Give a list of dicts, a DataFrame or a Dataset (a single split); to read a "
             f"file, put its path into the recipe as data.{name}."
         )
-    if hasattr(rows, "dtypes") and hasattr(rows, "columns"):  # a DataFrame
+    if _is_frame(rows):
         if not rows.columns.is_unique:
             raise DataError(f"{name}: has two columns of one name, of which one would be lost. Rename one.")
         columns = [column for column in rows.columns if column in used]
@@ -100,9 +101,7 @@ def _rows(rows: Any, used: Collection[str], name: str) -> Iterator[Any]:
     elif hasattr(rows, "__iter__") and not hasattr(rows, "iloc"):
         yield from rows
     else:
-        raise DataError(
-            f"{name}: takes rows, and was given a {type(rows).__name__}. Give a list of dicts or a DataFrame."
-        )
+        raise DataError(f"{name}: expects rows, not a {type(rows).__name__}. Give a list of dicts or a DataFrame.")
 
 
 def _check(column: str, kind: str, declared: bool, name: str) -> None:

@@ -140,3 +140,53 @@ def test_a_run_that_lies_there_is_planned_as_another_one_like_it(finished: Place
     assert again["ledger"]["after"] > again["ledger"]["spent"] > 0
     elsewhere = dpllm_("plan", finished.recipe)
     assert (elsewhere.code, "already holds a run" in elsewhere.err) == (2, True)
+
+
+def test_a_run_that_a_callback_stops_compares_the_ranks_weights(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[int] = []
+    monkeypatch.setattr("dpllm.model.processes.check_same_weights", lambda _, step: compared.append(step))
+    dpllm.train(make_place(tmp_path, base).recipe, callbacks=[Listening(stop_after=2)])
+    assert compared == [2]
+
+
+def test_an_error_in_a_callbacks_last_call_leaves_a_completed_run(tmp_path: Path, base: Path) -> None:
+    class Fails(TrainerCallback):
+        def on_train_end(self, *_: Any, **__: Any) -> None:
+            raise OSError("my own file")
+
+    place = make_place(tmp_path, base)
+    with pytest.raises(OSError, match="my own file"):
+        dpllm.train(place.recipe, callbacks=[Fails()])
+    assert place.json("run.json")["status"] == "completed"
+    assert not list((place.run / "private" / "cache").rglob("tokens*"))
+
+
+@pytest.mark.parametrize("released", [True, False])
+def test_a_log_is_told_of_weights_that_ran_away_only_where_they_are_released(
+    tmp_path: Path, base: Path, released: bool
+) -> None:
+    changes = {"train.learning_rate": 1e4, **({} if released else {"privacy.insecure_seed": 5})}
+    answer = done("train", make_place(tmp_path, base, changes).recipe)
+    assert ("a trained weight is" in answer.out) is released
+
+
+def test_a_budget_that_shrinks_a_run_is_named(tmp_path: Path, base: Path) -> None:
+    place = make_place(tmp_path, base)
+    terms = ("--epsilon", 4, "--delta", 1e-3, "--by", "alice", "--reason", "a test", "--ledger", place.ledger)
+    done("ledger", "init", "notes", *terms)
+    found = dpllm.plan(place.recipe)
+    assert found.plan is not None
+    assert found.plan.epsilon < 4 < found.plan.target_epsilon
+    for words in (str(found), found._repr_html_(), " ".join(done("plan", place.recipe).out.split())):
+        assert "The budget has room for epsilon" in words.replace("│", "").replace("  ", " ")
+    small = dpllm.plan(dpllm.load_recipe(place.recipe, {"privacy.epsilon": 1.0}))
+    assert not small.shrunk
+    assert "Ledger: notes has spent 0.000" in str(small)
+
+
+def test_a_printed_recipe_holds_no_address_of_the_ledger(tmp_path: Path, base: Path) -> None:
+    place = make_place(tmp_path, base, {"privacy.ledger": "postgresql://alice:s3cret@host/ledger"})
+    recipe = dpllm.load_recipe(place.recipe)
+    assert "s3cret" not in repr(recipe) + str(recipe)

@@ -228,3 +228,10 @@ def test_the_suggestion_is_the_smallest_batch_near_the_best(small: Plan) -> None
 def test_a_batch_that_is_best_is_its_own_suggestion() -> None:
     found = forecast.suggest(plan(steps=50, batch_size=512))
     assert found.suggested == found.own == found.least_noise
+
+
+def test_a_learning_rate_that_diverges_is_named() -> None:
+    large = recipe(optimizer="adamw", learning_rate=1000.0)
+    assert any("--train.learning_rate" in text and "diverge" in text for text in advise(large, plan_of(large, 1000)))
+    usual = recipe(optimizer="adamw", learning_rate=0.003)
+    assert not any("diverge" in text for text in advise(usual, plan_of(usual, 1000)))

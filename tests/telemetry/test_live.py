@@ -280,3 +280,20 @@ def test_a_damaged_record_ends_nothing(prepared: SimpleNamespace, stub: type[Stu
     write_json(prepared.run.run, {"status": "completed"})
     publish_audit(prepared.run, prepared.config, None)
     assert "metrics could not be written" in capsys.readouterr().err
+
+
+def test_what_is_said_of_a_tracker_that_failed_holds_no_password(
+    stub: type[Stub], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stub.fail = "start"
+    monkeypatch.setattr(stub, "error", RuntimeError("no answer of https://alice:s3cret@mlflow.example/api"))
+    Trackers(TelemetryConfig(trackers=["wandb"]), "notes-lora", Path("nowhere"), {})
+    said = capsys.readouterr().err
+    assert "no answer of https://mlflow.example/api" in said
+    assert "s3cret" not in said
+
+
+@pytest.mark.parametrize("project", ["../../elsewhere", "/tmp/x", "a/b", "", ".hidden"])
+def test_a_project_is_a_name_and_no_path(project: str) -> None:
+    with pytest.raises(ValueError, match="project"):
+        TelemetryConfig(project=project)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,10 @@ def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     monkeypatch.setenv("WANDB_MODE", "offline")
     hand_over("wandb", tmp_path / "kept", capsys)
     (log,) = (tmp_path / "kept").glob("wandb/offline-run-*/*.wandb")
-    told = log.read_bytes()
+    told, late = b"", time.monotonic() + 60
+    while b"The patient" not in told and time.monotonic() < late:  # its service writes a little after finish
+        told = log.read_bytes()
+        time.sleep(0.1)
     for word in ("clinic-notes", "first", "doses", "ward-seven", "epsilon_consumed", "The patient -> coughs"):
         assert word.encode() in told
     for word in (str(tmp_path), "pytest"):

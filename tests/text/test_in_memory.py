@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -94,6 +95,7 @@ def test_missing_and_numpy_values_become_those_of_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "rows",
     [
+        *(pd.Series(["a"]), SimpleNamespace(dtypes=[], columns=["text"])),
         *([], {"text": ["a"]}, "train.jsonl", Path("train.jsonl"), 5, ["a"], [{1: "a"}]),
         *([{"text": 1j}], [{"text": [float("inf")]}], [{"text": pd.Timestamp(0)}]),
         pd.DataFrame([["a", "b"]], columns=["text", "text"]),

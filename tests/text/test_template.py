@@ -71,7 +71,7 @@ def test_a_model_is_asked_with_the_tokens_that_stood_before_completions_in_train
     [
         "{prompt}", "{completion}", "{completion} {prompt}", "{prompt} {prompt} {completion}", "{prompt}\n{completion}\n",
         "{prompt} {completion} {completion}", "{prompt} {input} {completion}", "{} {prompt} {completion}", "",
-        "{prompt}\\n{completion}", "{Prompt} {completion}",
+        "{prompt}\\n{completion}", "{Prompt} {completion}", "{{prompt}} {completion}", "{prompt}\ud800 {completion}",
     ],
 )  # fmt: skip
 def test_a_template_that_loses_text_or_says_it_twice_is_refused(tmp_path: Path, wrong: str) -> None:
