@@ -1,7 +1,7 @@
 """Makes the runs of model_cards/ anew, verifies them, and puts them there: export, Plan, record and recipe.
 
     python scripts/model_cards.py                                    ten to twenty minutes: the embedded model and data
-    python scripts/model_cards.py --e2e-model MODEL --e2e-data E2E    half an hour more; see model_cards/README.md
+    python scripts/model_cards.py --e2e-model MODEL --e2e-data E2E    two hours more; see model_cards/README.md
     python scripts/model_cards.py --only render                      the cards alone, from their own records; trains nothing
 
 What came of an earlier call under runs/ is replaced. A directory of model_cards/ is a run directory without private/,
@@ -58,26 +58,30 @@ def synthetic() -> None:
 
 
 def e2e(model: Path, data: Path) -> None:
-    """Public text at epsilon 8 and without privacy."""
-    runs, ledger = _fresh("e2e")
-    budget = ("--epsilon", 8, "--delta", "1e-5", "--reason", "one run for the model cards")
-    _dpllm("ledger", "init", "e2e_nlg", *budget, "--ledger", ledger)
-    given = ("--model.name_or_path", model, "--data.train", data / "train.jsonl", "--data.eval", data / "eval.jsonl")
-    # The recipes are for 42,061 rows, and these are 4,160.
-    given = (*given, "--train.batch_size", 768, "--train.physical_batch_size", 12, "--train.steps", 80)
-    given = (*given, "--train.learning_rate", "1.0e-2")
-    noise = ("--privacy.delta", "1e-5", "--privacy.max_grad_norm", "0.5")
-    for name in ("lora", "baseline"):
-        run = runs / f"e2e-{name}"
-        if name == "baseline":
-            why = "public text: a baseline to compare with"
-            _dpllm("ledger", "except", "e2e_nlg", "--ledger", ledger, "--reason", why)
-            given = (*given, "--privacy.dataset", "e2e_nlg")
-        own = noise if name == "lora" else ()
-        _dpllm("train", f"recipes/{name}/e2e.yaml", *given, *own, "--privacy.ledger", ledger, "--output_dir", run)
-        _dpllm("audit", run)
+    """Public text by a model of 135 million weights, at epsilon 8 and 3 and without privacy, at equal rows."""
+    runs, ledger = _fresh("smollm2-e2e")
+    given = ("--model.name_or_path", model, "--data.train", data / "train.jsonl", "--data.eval", data / "score.jsonl")
+    settings = {
+        "epsilon-8": (),
+        "without-privacy": ("--privacy.enabled", "false", "--data.public", "true", "--train.learning_rate", "3.0e-3"),
+        "epsilon-3": ("--privacy.epsilon", 3),
+    }
+    for name, own in settings.items():
+        run = runs / f"smollm2-e2e-{name}"
+        _dpllm(
+            "train",
+            "recipes/smollm/smollm2-135m-e2e.yaml",
+            *given,
+            *own,
+            "--privacy.ledger",
+            ledger,
+            "--output_dir",
+            run,
+        )
         _dpllm("card", run)
-    _publish(runs, {"e2e-baseline": "e2e-without-privacy", "e2e-lora": "e2e-epsilon-8"}, ledger, "e2e")
+    _publish(
+        runs, {f"smollm2-e2e-{name}": f"smollm2-e2e-{name}" for name in settings}, ledger, "smollm2-e2e", "--tasks", 30
+    )
 
 
 def render() -> None:
@@ -123,8 +127,8 @@ def _fresh(name: str) -> tuple[Path, Path]:
     return runs, runs / "ledger.sqlite"
 
 
-def _publish(runs: Path, names: dict[str, str], ledger: Path, comparison: str) -> None:
-    _dpllm("compare", "--public", *(runs / name for name in names), "--output", runs / "public")
+def _publish(runs: Path, names: dict[str, str], ledger: Path, comparison: str, *also: object) -> None:
+    _dpllm("compare", "--public", *(runs / name for name in names), "--output", runs / "public", *also)
     for name, card in names.items():
         run = RunDir(runs / name)
         checks = [*verify(run.root, ledger=str(ledger)).checks, *verify(copy(run, CARDS / card) / "export").checks]
@@ -144,8 +148,8 @@ def main() -> None:
     """Makes the clinic's cards, and with a model and data those of the E2E text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=["clinic", "synthetic", "render"], help="one of those that need nothing else")
-    parser.add_argument("--e2e-model", type=Path, metavar="MODEL", help="directory of stories260K")
-    parser.add_argument("--e2e-data", type=Path, metavar="E2E", help="directory with train.jsonl and eval.jsonl")
+    parser.add_argument("--e2e-model", type=Path, metavar="MODEL", help="directory of scripts/get_model")
+    parser.add_argument("--e2e-data", type=Path, metavar="E2E", help="directory of scripts/e2e_split.py")
     known = parser.parse_args()
     if (known.e2e_model is None) != (known.e2e_data is None):
         parser.error("--e2e-model and --e2e-data belong together: give both, or neither")

@@ -24,7 +24,7 @@ HASH = hashlib.sha256(WEIGHTS).hexdigest()
 SECRET_SEED = 918273645
 HELD_OUT = 7.654321
 EPSILON = 2.9973841290312
-SETTINGS = {"alpha": 0.05, "guesses": [10, 50], "guesses_in": [10]}
+SETTINGS = {"version": 2, "alpha": 0.05, "guesses": [10, 50], "guesses_in": [10]}
 HOME = "/home/alice/secret-project"
 
 
@@ -121,7 +121,7 @@ def whole_audit(parts: Json) -> Json:
         "base_control_auc_interval",
     )
     nothing: Json = dict.fromkeys(("sampling", "attacker_limits", "roc_limit", "generation"))
-    whole: Json = {"schema_version": 3, "repeated": {}, "published": True, **nothing, **parts}
+    whole: Json = {"schema_version": 4, "repeated": {}, "published": True, **nothing, **parts}
     whole["attacks"] = {name: {**dict.fromkeys(("limits", *rates)), **one} for name, one in parts["attacks"].items()}
     whole["exposure"] = {
         group: {"held_out_mean": 1.44, "largest_possible": 9.97, **seen} for group, seen in parts["exposure"].items()

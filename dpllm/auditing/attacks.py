@@ -97,9 +97,9 @@ def unexplained(table: TokenTable, log_prob_N: Floats) -> Floats:
     return table.sums(left_N)
 
 
-def of_version(table: Iterable[CanaryScores], tokens: TokenTable | None, version: int) -> list[CanaryScores]:
-    """What a version of the score reads, see ``AuditSettings.version``: 1 the secrets, 2 their whole rows, if all was scored."""
-    if version == 1 or tokens is None or tokens.secret_N is None:
+def of_whole_rows(table: Iterable[CanaryScores], tokens: TokenTable | None) -> list[CanaryScores]:
+    """The scores as the primary attack reads them: summed over whole rows, where more than the secrets was scored."""
+    if tokens is None or tokens.secret_N is None:
         return list(table)
     log_probs = {"tuned": tokens.tuned_log_prob_N, "base": tokens.base_log_prob_N}
     columns = {

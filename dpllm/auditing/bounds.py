@@ -271,18 +271,6 @@ def outcomes(
     return played, level
 
 
-def shuffled(scores: ArrayLike) -> NDArray[np.float64]:
-    """Ranks of the scores, where a fixed shuffle of positions orders equal ones: so audits of version 1 had it.
-
-    Positions may know the coins, of canaries that are listed members first: then this is no test.
-    """
-    score_M = np.asarray(scores, dtype=np.float64)
-    shuffle_M = np.random.default_rng(0).permutation(len(score_M))
-    rank_M = np.empty(len(score_M))
-    rank_M[np.lexsort((shuffle_M, score_M))] = np.arange(len(score_M))
-    return rank_M
-
-
 def group_claim(epsilon: float, delta: float, repetitions: int) -> GroupClaim:
     """What a claim for one row promises for a canary that holds ``repetitions`` of them.
 

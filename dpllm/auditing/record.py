@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Generic, Literal, Self, TypeVar
+from typing import Generic, Literal, TypeVar
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError
 
 from dpllm.auditing.bounds import Claim, GroupClaim, OneRunBound
 from dpllm.errors import ConfigError
@@ -34,8 +34,7 @@ from dpllm.statement.privacy_record import AttackLimits, CanaryGroup, Extraction
 from dpllm.statement.run_files import AuditSettings
 
 SCHEMA_VERSION = 4
-"""Of audit.json. 1 had narrower intervals, see ``statistics.INTERVALS``; 1 and 2 held estimates that decided nothing; before 4,
-score and tests were those of ``AuditSettings.version`` 1."""
+"""Of audit.json; versions 1 to 3 are refused."""
 
 CONTROL_LEVEL = 0.001
 """A control counts as seen, or as failed, at this level: a true control fails once in a thousand audits."""
@@ -153,7 +152,7 @@ class Controls(privacy_record.Controls):
 class Summary(Record):
     """What follows from the published tables, and can be computed again by anyone."""
 
-    schema_version: Literal[1, 2, 3, 4]
+    schema_version: Literal[4]
     """Version of audit.json."""
     claim: Claim | None
     """What was tested; null for a run that claims nothing."""
@@ -239,8 +238,6 @@ class Generation(Record):
     """Of earlier audits, which also counted secrets in texts that were sampled without a prompt."""
     personal: Json | None = None
     """Likewise, personal details in texts that were sampled behind the name of a person."""
-    choice: Json | None = None
-    """Of versions 1 and 2, which also let the models choose among secrets."""
 
 
 class Canaries(Record):
@@ -275,16 +272,6 @@ class AuditRecord(Summary):
     """Whether it may be published: not for a run without privacy, nor where it shows other, private runs."""
     shadows: Json | None = None
     """What shadow runs showed, see ``dpllm.lab.shadow_report``."""
-    estimates: Json | None = None
-    """Of versions 1 and 2; nothing rested on them."""
-    exposure_tail: Json | None = None
-    """Likewise."""
-
-    @model_validator(mode="after")
-    def _nothing_retired(self) -> Self:
-        if self.schema_version > 2 and (self.estimates or self.exposure_tail):
-            raise ValueError("estimates and exposure_tail are of earlier versions")
-        return self
 
 
 def schema() -> Json:
@@ -315,4 +302,6 @@ def parse_audit(value: object, name: str) -> AuditRecord:
         return AuditRecord.model_validate_json(json.dumps(value))
     except ValidationError as error:
         problem = NotAStatement.of(error).problems[0]
-        raise ConfigError(f"{name}: {problem}; the file is damaged. Run dpllm audit again.") from None
+        raise ConfigError(
+            f"{name}: {problem}; the file is damaged, or of another version of dpllm. Run dpllm audit again."
+        ) from None

@@ -86,7 +86,7 @@ def audit(
     examined = _examine(run, config, plan, claim, generate=generate)
     given = {}
     if shadows:
-        scored = attacks.of_version(examined.table, examined.tokens, examined.settings.version)
+        scored = attacks.of_whole_rows(examined.table, examined.tokens)
         given["shadows"] = shadows(run, config, plan, scored, claim.delta if claim else DELTA_WITHOUT_CLAIM)
     count = _count(run)
     published = config.privacy.enabled and public
@@ -106,7 +106,6 @@ def _write(run: RunDir, report: AuditRecord, examined: _Examined) -> AuditRecord
     folder = run.audit_dir(report.published)
     report = _keep(report, folder / "audit.json")
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "scores.csv").unlink(missing_ok=True)  # of an audit before version 3 of audit.json
     write_tokens(examined.tokens, folder / "tokens.parquet")
     if examined.gradient is not None:
         write_gradient(examined.gradient, folder / "gradient.parquet")

@@ -20,10 +20,6 @@ from dpllm.auditing.rates import upper_limit
 
 Floats = NDArray[np.float64]
 
-INTERVALS = 2
-"""How intervals are made. 1 took the threshold of a rate for known, and an area's variance for the one in the sample: too
-narrow, and kept because audits that were published with it (``schema_version`` 1 of audit.json) are computed again."""
-
 
 @dataclass(frozen=True)
 class Estimate:
@@ -85,9 +81,7 @@ def rank_sum_p_value(scores: ArrayLike, other_scores: ArrayLike) -> float | None
     return float(stats.mannwhitneyu(first, second, alternative="greater").pvalue)
 
 
-def auc(
-    positives: ArrayLike, negatives: ArrayLike, confidence: float = 0.95, *, intervals: int = INTERVALS
-) -> Estimate | None:
+def auc(positives: ArrayLike, negatives: ArrayLike, confidence: float = 0.95) -> Estimate | None:
     """Area under the ROC curve: P[member above non-member] + P[tie] / 2, with an interval; None where a side is empty.
 
     The interval is the union of two. DeLong's has the variance of the sample, with Student's quantile for its degrees of
@@ -106,7 +100,6 @@ def auc(
         positives: Shape (P,).
         negatives: Shape (N,).
         confidence: Of the two-sided interval.
-        intervals: See ``INTERVALS``; 1 is DeLong's alone, with the normal quantile.
 
     References:
         DeLong, DeLong and Clarke-Pearson 1988; Sun and Xu 2014 for midranks in O(n log n); Brunner and Munzel 2000 for the
@@ -125,15 +118,11 @@ def auc(
     variance = of_p + of_n
     if variance <= 1e-18 or not 0 < value < 1:
         return Estimate(value, *_pairs_interval(value, min(num_p, num_n), miss))
-    normal = quantile = float(special.ndtri(1 - miss / 2))
-    if intervals > 1:
-        freedom = variance**2 / (of_p**2 / (num_p - 1) + of_n**2 / (num_n - 1))
-        quantile = float(special.stdtrit(freedom, 1 - miss / 2))
+    freedom = variance**2 / (of_p**2 / (num_p - 1) + of_n**2 / (num_n - 1))
+    quantile = float(special.stdtrit(freedom, 1 - miss / 2))
     low, high = logit_interval(value, quantile * math.sqrt(variance))
-    if intervals > 1:  # each fails where the other one holds, see above
-        least, most = _areas(value, num_p, num_n, normal)
-        low, high = min(low, least), max(high, most)
-    return Estimate(value, low, high)
+    least, most = _areas(value, num_p, num_n, float(special.ndtri(1 - miss / 2)))
+    return Estimate(value, min(low, least), max(high, most))  # each fails where the other one holds, see above
 
 
 def placements(positive_P: Floats, negative_N: Floats) -> tuple[Floats, Floats]:
@@ -162,8 +151,6 @@ def tpr_at_fpr(
     negatives: ArrayLike,
     fpr: float = 0.01,
     confidence: float = 0.95,
-    *,
-    intervals: int = INTERVALS,
 ) -> Estimate | None:
     """True positive rate at the threshold that lets at most floor(fpr N) negatives pass.
 
@@ -182,7 +169,6 @@ def tpr_at_fpr(
         negatives: Shape (N,).
         fpr: In (0, 1).
         confidence: Of the two-sided interval.
-        intervals: See ``INTERVALS``; 1 is Clopper and Pearson's at the one threshold, as if it were known.
 
     Returns:
         None without positives, or where not one negative stands for the rate: below 100 at 1 %, 1,000 at 0.1 %.
@@ -201,13 +187,11 @@ def tpr_at_fpr(
     def caught(passing: int) -> int:
         return int((positive_P > thresholds[num_n - passing]).sum())
 
-    allowed = math.floor(fpr * num_n + 1e-9)
-    few, many, miss_low, miss_high = allowed, allowed, (1 - confidence) / 2, (1 - confidence) / 2
-    if intervals > 1:  # the threshold is estimated too, and takes its part of the error
-        few, many, miss_low, miss_high = _around(num_n, fpr, 1 - confidence)
+    # The threshold is estimated too, and takes its part of the error.
+    few, many, miss_low, miss_high = _around(num_n, fpr, 1 - confidence)
     low = 1 - float(upper_limit(num_p - caught(few), caught(few), miss_low))
     high = float(upper_limit(caught(many), num_p - caught(many), miss_high))
-    return Estimate(caught(allowed) / num_p, low, high)
+    return Estimate(caught(math.floor(fpr * num_n + 1e-9)) / num_p, low, high)
 
 
 def fit_slope(before: Floats, after: Floats) -> float:

@@ -15,7 +15,7 @@ import numpy as np
 
 from dpllm.auditing import attacks, extraction, statistics
 from dpllm.auditing import gradient as gradient_canaries
-from dpllm.auditing.bounds import Claim, OneRunBound, epsilon_lower_bound, shuffled
+from dpllm.auditing.bounds import Claim, OneRunBound, epsilon_lower_bound
 from dpllm.auditing.gradient import GradientTable
 from dpllm.auditing.rates import event_trade_off
 from dpllm.auditing.record import SCHEMA_VERSION, Controls, GroupTest, Summary
@@ -47,7 +47,7 @@ class Beside:
         twin: Where else the attack was seen to work, in words; empty: it was looked at, and not seen there either.
         stand_ins: Canaries that were left out stand in for references, where a stranger's manifest has none.
         gradient: Of the gradient canaries; None: there were none.
-        version: Of audit.json: by which intervals an earlier one was made, see ``record.SCHEMA_VERSION``.
+        version: Of audit.json: it decides which attacks it has, see ``attacks.SINCE``.
     """
 
     promise: Mapping[str, Any] | None = None
@@ -70,7 +70,6 @@ class _Scored:
     by_token: Mapping[str, Mapping[str, float]]
     """The attacks that need tokens: name -> canary -> score."""
     slope: float
-    intervals: int
 
     def negatives(self, group: int) -> list[CanaryScores]:
         return [*attacks.held_out(self.ranked.get(group, [])), *self.references]
@@ -99,7 +98,7 @@ def summarise(
     Raises:
         ConfigError: The table holds no references.
     """
-    scored = _sorted(attacks.of_version(scores, tokens, settings.version), tokens, beside, settings.version)
+    scored = _sorted(attacks.of_whole_rows(scores, tokens), tokens, beside)
     gradient = _gradient(beside.gradient, claim, settings)
     if gradient:  # which took its part
         settings = settings.model_copy(update={"alpha": settings.alpha * (1 - gradient_canaries.SHARE_OF_ALPHA)})
@@ -110,8 +109,7 @@ def summarise(
     }
     controls, tried = _controls(scored, attacked, beside, settings)
     once = len(attacks.members(scored.groups.get(1, [])))
-    whole_rows = settings.version > 1
-    word, reason = judge(claim, bound, tests, once, controls, gradient, tried=tried, whole_rows=whole_rows)
+    word, reason = judge(claim, bound, tests, once, controls, gradient, tried=tried)
     smallest, secrets = min(scored.groups, default=1), by_group(_ranked(scores, beside))
     values = {
         "schema_version": beside.version,
@@ -146,7 +144,7 @@ def _ranked(rows: Sequence[CanaryScores], beside: Beside) -> Sequence[CanaryScor
     return [row if row.inserted else replace(row, group=0, inserted=None) for row in rows]
 
 
-def _sorted(scores: Sequence[CanaryScores], tokens: TokenTable | None, beside: Beside, version: int) -> _Scored:
+def _sorted(scores: Sequence[CanaryScores], tokens: TokenTable | None, beside: Beside) -> _Scored:
     groups = by_group(scores)
     groups.pop(0, [])
     ranked = by_group(_ranked(scores, beside))
@@ -154,21 +152,18 @@ def _sorted(scores: Sequence[CanaryScores], tokens: TokenTable | None, beside: B
         raise ConfigError("the score table has no references, so nothing can be ranked; run dpllm audit again.")
     by_token = {}
     if tokens is not None:
-        read = tokens if version > 1 else tokens.secrets()
         known = {name for name in attacks.TOKEN_ATTACKS if attacks.SINCE.get(name, 1) <= beside.version}
-        found = {name: attack(read).tolist() for name, attack in attacks.TOKEN_ATTACKS.items() if name in known}
+        found = {name: attack(tokens).tolist() for name, attack in attacks.TOKEN_ATTACKS.items() if name in known}
         by_token = {name: dict(zip(tokens.canary_ids, values, strict=True)) for name, values in found.items()}
     slope = attacks.slope(row for rows in groups.values() for row in rows)
-    return _Scored(groups, ranked, references, by_token, slope, 1 if beside.version == 1 else statistics.INTERVALS)
+    return _Scored(groups, ranked, references, by_token, slope)
 
 
 def _tests(scored: _Scored, claim: Claim | None, settings: AuditSettings) -> tuple[OneRunBound, dict[int, GroupTest]]:
     """The bound of the once-planted candidates, and the tests of the repeated groups that can refute the claim."""
 
     def bound(rows: Sequence[CanaryScores], **test: Any) -> OneRunBound:
-        ranked = scored.calibrated(rows)
-        ranked = shuffled(ranked) if settings.version == 1 else ranked
-        return epsilon_lower_bound(ranked, [bool(row.inserted) for row in rows], **test)
+        return epsilon_lower_bound(scored.calibrated(rows), [bool(row.inserted) for row in rows], **test)
 
     sizes = {group: len(rows) for group, rows in scored.groups.items()}
     level = levels(sizes, claim, settings) if claim else {1: settings.alpha}
@@ -184,12 +179,12 @@ def _tests(scored: _Scored, claim: Claim | None, settings: AuditSettings) -> tup
 
 
 def _method(settings: AuditSettings) -> str:
-    """How the bound is computed; of version 1 as the cards of its time have it."""
-    tokens = "" if settings.version == 1 else " of every token that entered the loss, less what its words explain"
+    """How the bound is computed."""
     weights, parts = (", with weights that fall with the rank", "tests") if settings.falling else ("", "guess counts")
     return (
         f"one training run, guesses on both sides and on one{weights} (Steinke, Nasr and Jagielski 2023), once-inserted "
-        f"canaries, score '{PRIMARY_ATTACK}'{tokens}, alpha divided by the number of {parts}"
+        f"canaries, score '{PRIMARY_ATTACK}' of every token that entered the loss, less what its words explain, "
+        f"alpha divided by the number of {parts}"
     )
 
 
@@ -221,7 +216,7 @@ def _controls(
     level = settings.control_level
     rows = [row for own in scored.groups.values() for row in own]
     sides = attacks.base_loss(attacks.members(rows)), attacks.base_loss(attacks.held_out(rows))
-    before = statistics.auc(*sides, 1 - level, intervals=scored.intervals)
+    before = statistics.auc(*sides, 1 - level)
     separates = before is not None and not before.low <= 0.5 <= before.high
     seen = {}
     for group, own in scored.groups.items():
@@ -244,9 +239,7 @@ def _controls(
 def _attacks(scored: _Scored, group: int, limits: Mapping[str, float] | None) -> Json:
     """Each attack on one group; held-out candidates and references are the negatives."""
     inside, outside = attacks.members(scored.groups[group]), scored.negatives(group)
-    control = statistics.auc(
-        attacks.base_loss(inside), attacks.base_loss(outside), CONFIDENCE, intervals=scored.intervals
-    )
+    control = statistics.auc(attacks.base_loss(inside), attacks.base_loss(outside), CONFIDENCE)
     scores = {PRIMARY_ATTACK: (scored.calibrated(inside), scored.calibrated(outside))}
     scores |= {name: (attack(inside), attack(outside)) for name, attack in attacks.ATTACKS.items()}
     scores["rmia"] = (attacks.rmia_base(inside, scored.references), attacks.rmia_base(outside, scored.references))
@@ -261,14 +254,14 @@ def _attacks(scored: _Scored, group: int, limits: Mapping[str, float] | None) ->
         **shown("base_control_auc", control),
         "limits": limits,
     }
-    return {name: {**shared, **separation(*sides, scored.intervals)} for name, sides in scores.items()}
+    return {name: {**shared, **separation(*sides)} for name, sides in scores.items()}
 
 
-def separation(positives: Floats, negatives: Floats, intervals: int = statistics.INTERVALS) -> Json:
+def separation(positives: Floats, negatives: Floats) -> Json:
     """How well a score separates: AUC and true positive rates with intervals; None where there are too few of a side."""
-    values = shown("auc", statistics.auc(positives, negatives, CONFIDENCE, intervals=intervals))
+    values = shown("auc", statistics.auc(positives, negatives, CONFIDENCE))
     for fpr, name in ((0.01, "1_percent"), (0.001, "0.1_percent")):
-        rate = statistics.tpr_at_fpr(positives, negatives, fpr, CONFIDENCE, intervals=intervals)
+        rate = statistics.tpr_at_fpr(positives, negatives, fpr, CONFIDENCE)
         values |= shown(f"tpr_at_{name}_fpr", rate)
     return values
 

@@ -6,10 +6,9 @@ candidate and reference. Torch is not imported, so that anyone can recompute a p
 
 from __future__ import annotations
 
-import csv
 import io
-from collections.abc import Callable, Iterable
-from dataclasses import MISSING, dataclass, fields, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +105,6 @@ class CanaryScores:
 
 
 _TOKEN_COLUMNS = tuple(field.name for field in fields(TokenTable) if field.name.startswith(("tuned_", "base_")))
-_CSV_COLUMNS = tuple(field.name for field in fields(CanaryScores) if field.default is MISSING)
 
 
 def by_group(table: Iterable[CanaryScores]) -> dict[int, list[CanaryScores]]:
@@ -206,29 +204,12 @@ def read_scores(folder: Path) -> tuple[tuple[CanaryScores, ...], TokenTable]:
     """The tables of an audit.
 
     Args:
-        folder: With tokens.parquet; audits before version 3 of audit.json have groups and coins in a scores.csv beside it.
+        folder: With tokens.parquet.
 
     Raises:
         ConfigError: Missing or damaged file.
     """
-    tokens, old = read_tokens(folder / "tokens.parquet"), folder / "scores.csv"
-    if old.exists():
-        return _read_csv(old), tokens
+    tokens = read_tokens(folder / "tokens.parquet")
     if len(tokens.groups) != len(tokens.canary_ids):
         raise ConfigError(f"{folder}/tokens.parquet: has no groups and coins. Run dpllm audit again.")
     return sum_up(tokens), tokens
-
-
-def _read_csv(path: Path) -> tuple[CanaryScores, ...]:
-    flags: dict[str, Any] = {"0": False, "1": True}
-    coins = {"": None, **flags}
-    flag = flags.__getitem__
-    readers: tuple[Callable[[str], Any], ...] = (str, int, coins.__getitem__, int, float, float, flag, flag)
-    try:
-        with open(path, encoding="utf-8", newline="") as file:
-            header, *rows = csv.reader(file)
-        if tuple(header) != _CSV_COLUMNS:
-            raise ValueError("header")
-        return tuple(CanaryScores(*(read(text) for read, text in zip(readers, row, strict=True))) for row in rows)
-    except (OSError, ValueError, KeyError):
-        raise ConfigError(f"{path}: is not a score table; the file is damaged. Run dpllm audit again.") from None

@@ -60,7 +60,6 @@ def judge(
     gradient: GradientAudit | None = None,
     *,
     tried: Sequence[str] = (),
-    whole_rows: bool = False,
 ) -> tuple[str, str]:
     """What the tests say about the claim: falsified, inconclusive, consistent or no_claim, with the reason.
 
@@ -76,7 +75,6 @@ def judge(
         controls: Of this audit.
         gradient: What gradient canaries show; None: there were none.
         tried: Which canaries the attack was tried on.
-        whole_rows: The attacks read carrier and secret; the controls always do.
     """
     shown = f"lower bound {bound.value:.3g} at confidence {1 - bound.alpha:.4g}"
     if claim is None:
@@ -85,7 +83,7 @@ def judge(
     if wrong := _contradiction(gradient, claim.epsilon):
         return "falsified", f"{wrong}, so {claimed} does not hold."
     # Coins that the words or the base model give away were no coins, and without coins there is no theorem.
-    if failed := _failed(controls, whole_rows):
+    if failed := _failed(controls):
         return "inconclusive", f"The {shown}, and the audit cannot be trusted: {failed}."
     if gradient is not None and not bound.num_canaries:
         return _by_gradient(gradient, controls, claim.epsilon, claimed)
@@ -170,7 +168,7 @@ def _seen(positive: str | None, gradient: GradientAudit | None) -> str:
     )
 
 
-def _failed(controls: Controls, whole_rows: bool) -> str:
+def _failed(controls: Controls) -> str:
     if controls.base_separates:
         return (
             "the base model, which never saw the canaries, already tells the planted ones from the others, so they were "
@@ -178,7 +176,7 @@ def _failed(controls: Controls, whole_rows: bool) -> str:
         )
     if controls.words and controls.words.succeeds:
         return (
-            f"a classifier that sees the words{' of carrier and secret' * whole_rows} and no model tells the planted "
+            "a classifier that sees the words of carrier and secret and no model tells the planted "
             "canaries from the others, so they were not planted by coins of their own"
         )
     return ""

@@ -72,8 +72,7 @@ def audit_shadows(
         ConfigError, Refused: See ``may_train``; or a shadow's Plan is not the run's.
         DpllmError: A shadow was interrupted.
     """
-    whole_rows = any(row.tuned_left is not None for row in table)
-    scores = score_shadows(train_shadows(run, config, plan, num_shadows, console), version=2 if whole_rows else 1)
+    scores = score_shadows(train_shadows(run, config, plan, num_shadows, console))
     return summarise_shadows(by_group(table), scores, delta=delta, alpha=config.audit.alpha)
 
 
@@ -151,8 +150,8 @@ def train_shadows(
     return runs
 
 
-def score_shadows(runs: Sequence[RunDir], version: int = 1) -> ShadowScores:
-    """Scores the canaries under each of K completed shadows of one run, one model at a time, by a version of the score."""
+def score_shadows(runs: Sequence[RunDir]) -> ShadowScores:
+    """Scores the canaries under each of K completed shadows of one run, one model at a time."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tables, coins = [], []
     for shadow in runs:
@@ -160,7 +159,7 @@ def score_shadows(runs: Sequence[RunDir], version: int = 1) -> ShadowScores:
         assert config.data.format != "auto"  # training writes the format that it found
         models = loading.load_for_scoring(config, shadow.export, device)
         own = score_canaries(models, plan, config.data.format, config.data)
-        tables.append(attacks.of_version(*own, version))
+        tables.append(attacks.of_whole_rows(*own))
         coins.append([canary.inserted for canary in plan.canaries])
     ids, count = tuple(row.canary_id for row in tables[0]), len(coins[0])  # candidates stand before references
     scores, coins_KM = np.array([attacks.loss(table) for table in tables]), np.array(coins, dtype=np.bool_)

@@ -39,7 +39,7 @@ from dpllm.errors import ConfigError
 
 SHAPES = {"geometric": 1.0, "logarithmic": 0.0, "poisson": float("inf")}  # of the truncated negative binomial
 LEAST_NOISE, MOST_NOISE = 1e-6, 1e9  # an accountant's squares of others do not fit a float
-MAX_GROUP_SIZE = 1024
+MAX_GROUP_SIZE, MOST_COUNT = 1024, 10**12  # counts are added up in floating point
 MAX_DEPTH = 32
 _SPLIT = Context(prec=60)
 
@@ -62,7 +62,7 @@ class _Value:
                 case "bands":
                     integer(name, value, 1)
                 case "count":
-                    integer(f"{self.type} count", value, 0)
+                    integer(f"{self.type} count", value, 0, MOST_COUNT)
                 case "epsilon" | "delta":
                     number(f"{self.type} {name}", value, 0.0, including=True)
                 case "event":

@@ -154,7 +154,7 @@ def check_rows(
             passed = checked.digests
         except RoundsByCompany as refusal:
             place, passed = refusal.place, refusal.passed
-            reasons.append(str(refusal).partition(", so that")[0])
+            reasons.append(str(refusal).partition(", so ")[0])
         if (place := processes.least(place)) == len(chosen):
             break
         known = {}  # of other shapes than those that run now

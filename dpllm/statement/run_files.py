@@ -55,9 +55,9 @@ class AuditSettings(Record):
     """And how many as planted alone."""
     score: Literal["calibrated"] = "calibrated"
     """Behind the lower bound."""
-    version: Literal[1, 2] = 1
-    """Of score and tests: 1 sums over the tokens of the secret and orders equal scores by a fixed shuffle; 2 sums over every
-    token that entered the loss what its word in other rows does not explain, and equal scores count against the bound."""
+    version: Literal[2]
+    """Of score and tests: the sum over every token that entered the loss of what its word in other rows does not explain, where
+    equal scores count against the bound."""
     control_level: Between0And1 = 0.001
     """At which a control counts as seen, or as failed."""
 

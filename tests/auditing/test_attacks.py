@@ -174,12 +174,11 @@ def test_the_secrets_of_a_table_are_its_marked_tokens_and_read_back(tmp_path: Pa
     assert first.tuned_log_prob == table.tuned_log_prob_N[1]
     assert second.base_log_prob == table.base_log_prob_N[3:6].sum()
     assert first.tuned_greedy == table.tuned_argmax_N[1]
-    whole = attacks.of_version([second], table, 2)[0]
+    whole = attacks.of_whole_rows([second], table)[0]
     assert (whole.num_tokens, whole.base_log_prob) == (4, pytest.approx(table.base_log_prob_N[3:].sum()))
     assert whole.tuned_greedy == second.tuned_greedy  # still of the secret
-    assert attacks.of_version([first], table, 1) == [first]
     alone = table.secrets()
-    assert (alone.secret_N, attacks.of_version([first], alone, 2)) == (None, [first])
+    assert (alone.secret_N, attacks.of_whole_rows([first], alone)) == (None, [first])
 
 
 def test_what_a_row_has_above_the_same_words_elsewhere() -> None:
@@ -194,7 +193,7 @@ def test_what_a_row_has_above_the_same_words_elsewhere() -> None:
         ]
     found = attacks.unexplained(table, table.tuned_log_prob_N)
     assert found == pytest.approx([sum(left[:3]), sum(left[3:])])
-    rows = attacks.of_version(sum_up(table), table, 2)
+    rows = attacks.of_whole_rows(sum_up(table), table)
     base = attacks.unexplained(table, table.base_log_prob_N)
     assert attacks.calibrated(rows, 0.5) == pytest.approx(found - 0.5 * base)
     assert attacks.slope(rows) == pytest.approx(statistics.fit_slope(base, found))

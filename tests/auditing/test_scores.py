@@ -16,7 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from dpllm.auditing import attacks, scores
 from dpllm.auditing.scores import score, score_canaries
-from dpllm.auditing.table import CanaryScores, read_scores, write_tokens
+from dpllm.auditing.table import read_scores
 from dpllm.canaries.canaries import Canary, encode_secret, plan_canaries
 from dpllm.errors import ConfigError
 from dpllm.recipe.audit import CanaryConfig
@@ -217,7 +217,7 @@ def test_the_table_holds_both_models_and_every_canary_once(tokenizer, model):
     base = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_layer=1, n_head=2, n_positions=128)).eval()
     table, tokens = score_canaries(Pair(tokenizer, model, base), plan, "text", tiny.reads(128, "truncate"))
     assert tokens.canary_ids == tuple(row.canary_id for row in table)
-    for scored, rows in ((tokens.secrets(), table), (tokens, attacks.of_version(table, tokens, 2))):
+    for scored, rows in ((tokens.secrets(), table), (tokens, attacks.of_whole_rows(table, tokens))):
         assert scored.lengths().tolist() == [row.num_tokens for row in rows]
         for which in ("tuned", "base"):
             sums = np.add.reduceat(getattr(scored, f"{which}_log_prob_N"), scored.starts())
@@ -232,7 +232,7 @@ def test_the_table_holds_both_models_and_every_canary_once(tokenizer, model):
         assert row.base_log_prob == pytest.approx(sum(naive(base, sequence, mask)[0]), abs=1e-3)
         assert row.num_tokens == sum(mask)
         trained = sequence.loss_mask
-        (whole,) = attacks.of_version([row], tokens, 2)
+        (whole,) = attacks.of_whole_rows([row], tokens)
         assert whole.num_tokens == sum(trained) > sum(mask)
         assert whole.tuned_log_prob == pytest.approx(sum(naive(model, sequence, trained)[0]), abs=1e-3)
         assert whole.base_log_prob == pytest.approx(sum(naive(base, sequence, trained)[0]), abs=1e-3)
@@ -245,22 +245,6 @@ def test_the_table_holds_both_models_and_every_canary_once(tokenizer, model):
     assert len({number for number, _ in words}) == len({token for _, token in words}) == len(words)
 
 
-OLD = "canary_id,group,inserted,num_tokens,tuned_log_prob,base_log_prob,tuned_greedy,base_greedy"
-
-
-def test_the_score_table_of_an_earlier_audit_is_read(tokenizer, model, tmp_path):
-    plan = plan_canaries(CanaryConfig(groups={1: 2}, digits=8, references=100))
-    _, tokens = score_canaries(Pair(tokenizer, model, model), plan, "text", tiny.reads(128, "truncate"))
-    write_tokens(tokens, tmp_path / "tokens.parquet")
-    lines = [OLD, "c00001,4,0,3,-1.0000000000000002,-1e-17,0,1", "r00000,0,,5,-0.1,-33.0,0,0"]
-    (tmp_path / "scores.csv").write_text("\n".join(lines))
-    assert read_scores(tmp_path)[0] == (
-        CanaryScores("c00001", 4, False, 3, -1.0000000000000002, -1e-17, False, True),
-        CanaryScores("r00000", 0, None, 5, -0.1, -33.0, False, False),
-    )
-    for damage in ("", "x,y\n1,2\n", f"{OLD}\nc1,1,2,3,-1.0,-1.0,0,0\n", f"{OLD}\nc1,1,1,3,-1.0\n"):
-        (tmp_path / "scores.csv").write_text(damage)
-        with pytest.raises(ConfigError, match="damaged"):
-            read_scores(tmp_path)
+def test_an_audit_without_its_table_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="run dpllm audit first"):
         read_scores(tmp_path / "none")

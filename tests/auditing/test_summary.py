@@ -44,10 +44,10 @@ def controls(*, base=False, words=False, positive="AUC 0.99 on the canaries plan
     return Controls.pick({"base_separates": base, "words": seen, "positive": positive, "twin": None, "level": 0.001})
 
 
-def summarised(table, claim, *, alpha=0.05, guesses=(), guesses_in=(), falling=(), falling_in=(), version=1, **given):
+def summarised(table, claim, *, alpha=0.05, guesses=(), guesses_in=(), falling=(), falling_in=(), **given):
     """As audit.json holds it."""
     ways = {"guesses": guesses, "guesses_in": guesses_in, "falling": falling, "falling_in": falling_in}
-    return summarise(table, claim, AuditSettings.pick({"alpha": alpha, "version": version, **ways}), **given).to_json()
+    return summarise(table, claim, AuditSettings.pick({"alpha": alpha, "version": 2, **ways}), **given).to_json()
 
 
 def make_table(rng, lift, groups=((1, 200), (4, 20)), references=300):
@@ -139,7 +139,7 @@ def test_carriers_whose_words_tell_the_coin_give_no_verdict(seed):
     ]
     for planted, word in ((plan.canaries, "consistent"), (told, "inconclusive")):
         beside = Beside(words=words_control(planted))
-        report = summarised(make_table(rng, 1.0), CLAIM, guesses=[40, 120], version=2, beside=beside)
+        report = summarised(make_table(rng, 1.0), CLAIM, guesses=[40, 120], beside=beside)
         assert report["verdict"] == word, report["verdict_reason"]
         assert ("sees the words of carrier and secret" in report["verdict_reason"]) == (word == "inconclusive")
 
@@ -160,8 +160,8 @@ def test_a_canary_is_one_unit_where_the_unit_is_no_row():
 
 def test_alpha_is_divided_among_the_groups_that_can_refute_anything():
     sizes = {1: 200, 4: 20, 32: 20}
-    counted = AuditSettings(alpha=0.05, **COUNTED)
-    for settings in (counted, AuditSettings(alpha=0.05, **DEFAULT)):
+    counted = AuditSettings(alpha=0.05, version=2, **COUNTED)
+    for settings in (counted, AuditSettings(alpha=0.05, version=2, **DEFAULT)):
         assert levels(sizes, Claim(4.0, 1e-5, "example"), settings) == {1: 0.05}
         assert levels(sizes, Claim(0.01, 1e-6, "example"), settings) == {1: 0.05 / 3, 4: 0.05 / 3, 32: 0.05 / 3}
         assert levels(sizes, Claim(4.0, 1e-5, "patient_id"), settings) == {1: 0.05}
@@ -176,7 +176,7 @@ def test_a_true_claim_is_falsified_no_more_often_than_alpha_by_all_groups_togeth
     """Randomised response is what uses up a claim; k copies of a canary are under k times the epsilon."""
     rng, claim, audits, false = np.random.default_rng([seed, 8]), Claim(0.02, 0.0, "example"), 2000 if full else 100, 0
     sizes = {1: 200, 4: 60, 32: 60}
-    assert set(levels(sizes, claim, AuditSettings(alpha=0.05, **ways))) == {1, 4, 32}
+    assert set(levels(sizes, claim, AuditSettings(alpha=0.05, version=2, **ways))) == {1, 4, 32}
     for _ in range(audits):
         rows = [row(f"r{index}", 0, None, 0.0, 0.0) for index in range(2)]
         for group, size in sizes.items():
@@ -185,7 +185,7 @@ def test_a_true_claim_is_falsified_no_more_often_than_alpha_by_all_groups_togeth
             answers = np.where(truthful, coins, ~coins) + rng.uniform(0, 0.1, size)
             named = enumerate(zip(coins, answers, strict=True))
             rows += [row(f"c{group}-{i}", group, bool(coin), answer, 0.0) for i, (coin, answer) in named]
-        found = summarised(rows, claim, version=2, **ways)
+        found = summarised(rows, claim, **ways)
         false += found["verdict"] == "falsified"
     assert stats.binomtest(false, audits, 0.05, alternative="greater").pvalue > 0.001
 
@@ -202,7 +202,7 @@ def test_scores_of_whole_rows_falsify_a_true_claim_no_more_often_than_alpha(orde
         table = rows_of_tokens(
             rng, np.where(truthful, coins, ~coins), coins, noise=0.0 if order == "heavy ties" else 0.2
         )
-        found = summarised(sum_up(table), claim, guesses=[40, 120], guesses_in=[30], version=2, tokens=table)
+        found = summarised(sum_up(table), claim, guesses=[40, 120], guesses_in=[30], tokens=table)
         false += found["verdict"] == "falsified"
     assert stats.binomtest(false, audits, 0.05, alternative="greater").pvalue > 0.001
 
@@ -327,58 +327,16 @@ def checked(folder, report):
 
 
 def test_a_bound_by_falling_weights_is_computed_again(tmp_path):
-    card = shutil.copytree(MODEL_CARDS / "e2e-epsilon-8" / "export", tmp_path / "card")
+    card = shutil.copytree(MODEL_CARDS / "clinic-epsilon-8" / "export", tmp_path / "card")
     report, block = read_json(card / "audit" / "audit.json"), read_json(card / "privacy.json")
     rows, tokens = read_scores(card / "audit")
-    beside = Beside(block, report["controls"]["words"], report["controls"]["twin"], version=2)
+    beside = Beside(block, report["controls"]["words"], report["controls"]["twin"])
     fresh = summarised(rows, Claim(**report["claim"]), tokens=tokens, beside=beside, **DEFAULT)
     settings = {"alpha": 0.05, **{name: list(ways) for name, ways in DEFAULT.items()}}
-    report = {**report, **fresh, "settings": settings}
+    report = {**report, **fresh, "settings": {**report["settings"], **settings}}
     bound = report["epsilon_lower_bound"]
     assert "fall with the rank" in bound["method"]
     assert checked(card, report)["audit: statistics"] == "verified"
     for name, wrong in (("weight", bound["weight"] + 1), ("falling", [57])):
         with pytest.raises(Wrong, match="does not follow from the scores"):
             checked(card, {**report, "epsilon_lower_bound": {**bound, name: wrong}})
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_an_audit_is_verified_by_the_intervals_of_its_version(version, tmp_path):
-    """Those of version 1 are too narrow, and follow from the scores of what was published with them."""
-    card = shutil.copytree(MODEL_CARDS / "e2e-epsilon-8" / "export", tmp_path / "card")
-    report, block = read_json(card / "audit" / "audit.json"), read_json(card / "privacy.json")
-    rows, tokens = read_scores(card / "audit")
-    fresh = summarised(
-        rows,
-        Claim(**report["claim"]),
-        tokens=tokens,
-        beside=Beside(block, report["controls"]["words"], report["controls"]["twin"], version=version),
-        **report["settings"],
-    )
-    assert fresh["schema_version"] == version
-    assert checked(card, {**report, **fresh})["audit: statistics"] == "verified"
-    with pytest.raises(Wrong, match="does not follow from the scores"):
-        checked(card, {**report, **fresh, "schema_version": 3 - version})
-    for other in (3, "1", None):
-        with pytest.raises(ConfigError, match=r"audit\.json: (schema_version|the block): "):
-            checked(card, {**report, **fresh, "schema_version": other})
-
-
-@pytest.mark.parametrize("column", range(8))
-def test_every_changed_column_of_an_earlier_score_table_is_seen(column, tmp_path):
-    card = shutil.copytree(MODEL_CARDS / "e2e-epsilon-8" / "export", tmp_path / "card")
-    path = card / "audit" / "scores.csv"
-    table = [line.split(",") for line in path.read_text().splitlines()]
-    forge = {
-        "canary_id": lambda text: text.replace("c", "d"),
-        "tuned_log_prob": lambda text: repr(float(text) * 1.0001),
-        "base_log_prob": lambda text: repr(float(text) * 1.0001),
-        "num_tokens": lambda text: str(int(text) + 1),
-        "group": lambda text: {"1": "4", "4": "1", "32": "1"}[text],
-    }.get(table[0][column], lambda text: {"0": "1", "1": "0"}[text])
-    for line in table[1:]:
-        if line[2]:
-            line[column] = forge(line[column])
-    path.write_text("\n".join(map(",".join, table)))
-    with pytest.raises(Wrong):
-        checked(card, read_json(card / "audit" / "audit.json"))

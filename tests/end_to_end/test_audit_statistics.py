@@ -16,7 +16,7 @@ from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from dpllm.auditing import attacks, statistics, summary
+from dpllm.auditing import summary
 from dpllm.auditing.bounds import Claim
 from dpllm.auditing.run import audit
 from dpllm.auditing.table import read_scores
@@ -159,38 +159,17 @@ def test_anyone_can_recompute_the_report_from_the_export_alone(memorised):
 
 
 def test_a_run_without_privacy_is_found_out_by_its_rows_before_its_secrets(base, tmp_path):
-    """The whole row entered the loss; what a secret gives away is the same under either version of the score."""
+    """The whole row entered the loss; what a secret gives away is the same, whatever else was scored."""
     run, plan = make_run(base, tmp_path, adapter="frozen", private=False)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(base)
     export(run, memorise(base, plan, tokenizer, epochs=12, whole_rows=True))
     report = audit(run).to_json()
     scores, tokens = read_scores(run.private / "audit")
-    assert report["settings"]["version"] == 2
-    of_secrets = AuditSettings.pick(report["settings"]).model_copy(update={"version": 1})
-    beside = summary.Beside(words=report["controls"]["words"])
-    earlier = summary.summarise(scores, None, of_secrets, tokens=tokens, beside=beside).to_json()
-    assert report["attacks"]["calibrated"]["auc"] > earlier["attacks"]["calibrated"]["auc"] + 0.1
-    assert report["epsilon_lower_bound"]["value"] > earlier["epsilon_lower_bound"]["value"] + 1
-    assert all(earlier[name] == report[name] for name in ("exposure", "extraction", "sampling"))
-
-
-def test_an_audit_of_an_earlier_run_keeps_the_score_of_its_time(base, tmp_path):
-    """plan.json of that time names no version, and its score read the secrets alone."""
-    run, plan = make_run(base, tmp_path, adapter="frozen")
-    promise = read_json(run.plan)
-    promise["audit"] = {"alpha": 0.05, "guesses": [40, 120], "guesses_in": [30]}
-    write_json(run.plan, promise)
-    write_json(run.run, {**read_json(run.run), "plan_digest": digest(promise)})
-    export(run, memorise(base, plan, PreTrainedTokenizerFast.from_pretrained(base), epochs=12, whole_rows=True))
-    report = audit(run).to_json()
-    assert AuditSettings.pick(report["settings"]).version == 1
-    scores, _ = read_scores(run.export / "audit")
-    once = [row for row in scores if row.group == 1]
-    outside = [*attacks.held_out(once), *(row for row in scores if row.group == 0)]
-    slope = attacks.slope(row for row in scores if row.group)
-    sides = (attacks.calibrated(side, slope) for side in (attacks.members(once), outside))
-    assert report["attacks"]["calibrated"]["auc"] == pytest.approx(statistics.auc(*sides, 0.95).value)
-    assert report["epsilon_lower_bound"]["slope"] == pytest.approx(slope)
+    settings, beside = AuditSettings.pick(report["settings"]), summary.Beside(words=report["controls"]["words"])
+    of_secrets = summary.summarise(scores, None, settings, tokens=tokens.secrets(), beside=beside).to_json()
+    assert report["attacks"]["calibrated"]["auc"] > of_secrets["attacks"]["calibrated"]["auc"] + 0.1
+    assert report["epsilon_lower_bound"]["value"] > of_secrets["epsilon_lower_bound"]["value"] + 1
+    assert all(of_secrets[name] == report[name] for name in ("exposure", "extraction", "sampling"))
 
 
 def test_no_canary_text_leaves_the_private_directory(memorised):

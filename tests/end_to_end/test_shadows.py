@@ -116,12 +116,6 @@ def test_scores_are_those_of_each_shadow_and_its_own_coins(shadowed: tuple[Place
         assert found.references_KQ[position].tolist() == [rows[name].tuned_log_prob for name in found.reference_ids]
 
 
-def test_whole_rows_are_scored_where_the_run_is_scored_so(shadowed: tuple[Place, dict[str, object]]) -> None:
-    place, _ = shadowed
-    secrets, whole = (shadows.score_shadows(folders(place), version) for version in (1, 2))
-    assert (whole.log_prob_KM < secrets.log_prob_KM).all()
-
-
 def test_the_report_says_what_was_found_and_what_it_assumes(shadowed: tuple[Place, dict[str, object]]) -> None:
     place, report = shadowed
     assert report["shadows"] == 2

@@ -208,7 +208,6 @@ def test_text_cannot_hide_in_the_tables_of_an_audit(export: Path) -> None:
         "audit.json": lambda: (audit / "audit.json").write_text(
             json.dumps({**json.loads(kept["audit.json"]), "note": "text of somebody"}), encoding="utf-8"
         ),
-        "scores.csv": lambda: (audit / "scores.csv").write_text("somebody"),
     }
     for name, forge in forgeries.items():
         forge()
