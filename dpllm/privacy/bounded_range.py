@@ -87,4 +87,5 @@ def delta_at(eta: float, draws: int, epsilon_N: NDArray[np.float64]) -> NDArray[
     part_N = np.expm1((place_N - below_N) * h) / np.expm1(h)
     above_N = delta_K[below_N] + part_N * (delta_K[below_N + 1] - delta_K[below_N])
     ratio_N = np.exp(np.minimum(epsilon_N, 0.0))
-    return np.clip(np.where(epsilon_N < 0, 1 - ratio_N + ratio_N * above_N, above_N), 0.0, 1.0)
+    found_N: NDArray[np.float64] = np.where(epsilon_N < 0, 1 - ratio_N + ratio_N * above_N, above_N)
+    return np.clip(found_N, 0.0, 1.0)

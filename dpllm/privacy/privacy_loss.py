@@ -80,7 +80,7 @@ def _of_draws(draws: Draws, interval: float) -> PrivacyLossDistribution:
 
     h, delta_K = bounded_range.profile(*draws)
     most = math.ceil(h * (len(delta_K) - 1) / interval)
-    deltas = bounded_range.delta_at(*draws, np.arange(-most, most + 1) * interval)
+    deltas = bounded_range.delta_at(*draws, np.arange(-most, most + 1, dtype=np.float64) * interval)
     return PrivacyLossDistribution(pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(interval, -most, most, deltas))
 
 

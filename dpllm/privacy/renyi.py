@@ -167,7 +167,8 @@ def _curve(parts: Parts, orders: tuple[float, ...]) -> NDArray[np.float64]:
 
     with _quiet():
         curve: NDArray[np.float64] = RdpAccountant(orders).compose(dp_event_of(parts._replace(bounds=(), draws=()))).rdp
-    return curve + np.array([_others(parts, order) for order in orders])
+    curve = curve + np.array([_others(parts, order) for order in orders])
+    return curve
 
 
 def _others(parts: Parts, order: float) -> float:
