@@ -1,0 +1,375 @@
+"""A data set that private records vote for, token by token: no training, and nothing but the rows leaves.
+
+Comes in: the recipe, what is asked for. Goes out: a folder as ``statement.inference`` lays it out, whole or not at all. Must not
+know how a token is drawn (``privacy.voting``), nor read a model (``model.reading``).
+
+Guarantee:
+    All rows together have the guarantee of one text: ``Ballot.event`` of T draws. Each unit has a slot in one batch. Under
+    zero_out slots follow the order of the units, which a unit that is replaced by nothing does not change; under
+    add_or_remove_one a coin of its own picks the batch. A batch votes for one text, T times at most, lost draws included, and
+    never again, whatever becomes of the text: batches are disjoint, so that texts compose in parallel. How many texts are begun
+    follows from texts that are drawn, and the end of a text from its tokens. What a record reads as follows from its own unit's
+    rows. It is charged before the first token (Dwork and Roth 2014, proposition 2.1 and section 3.5).
+"""
+
+from __future__ import annotations
+
+import random
+import secrets
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dpllm.errors import ConfigError, Refused
+from dpllm.files import alone, digest, read_json
+from dpllm.ledger import RunRequest
+from dpllm.model import environment, loading
+from dpllm.model.reading import Reader
+from dpllm.privacy.accounting import Relation, stated
+from dpllm.privacy.events import number
+from dpllm.privacy.releases import OTHER
+from dpllm.privacy.voting import Ballot
+from dpllm.publish import filters
+from dpllm.publish.drawn import Drawn
+from dpllm.publish.generate import Sample
+from dpllm.recipe.config import RunConfig
+from dpllm.run.describe import Opened, opened
+from dpllm.run.payment import Payment
+from dpllm.statement import parents
+from dpllm.statement.released import Statistics
+from dpllm.text import control
+from dpllm.text.layouts import joined
+from dpllm.text.rows import Row
+
+FIELD = "{text}"
+PROMPT = f"Here is one text of a collection:\n\n{FIELD}\n\nWrite another text of this collection. Answer with the text alone."
+DELTA = 1e-5
+MOST_BATCH = 4096
+
+Told = Callable[[int, int], None]
+"""Called after each text with the rows that are taken so far, and the texts begun."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """What is asked for.
+
+    Attributes:
+        rows: At most so many; fewer where filters drop texts and no batch is left.
+        epsilon: Of all rows together, > 0.
+        delta: See ``run.describe.opened``.
+        max_new_tokens: T, the most draws for one text.
+        batch_size: B; None: the smallest that keeps to epsilon.
+        clip: C, in nats.
+        temperature: tau.
+        top_k: Of the public candidates; 0: all tokens.
+        prompt: What a record stands in, at {text}; the public prompt has nothing there.
+        statistics: File of ``dpllm describe`` with the shares of data.control.
+        filters: Arguments of ``filters.tests``.
+    """
+
+    rows: int
+    epsilon: float
+    delta: float | str | None = None
+    max_new_tokens: int = 96
+    batch_size: int | None = None
+    clip: float = 1.0
+    temperature: float = 1.0
+    top_k: int = 0
+    prompt: str = PROMPT
+    statistics: Path | None = None
+    filters: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What would be promised: the ballot, the epsilon of its event, and how many texts there can be."""
+
+    ballot: Ballot
+    epsilon: float
+    texts: int
+
+
+def offer(order: Order, units: int, delta: float, relation: Relation) -> Offer:
+    """The ballot of an order.
+
+    Args:
+        order: What is asked for.
+        units: N, or as declared.
+        delta: Resolved.
+        relation: The neighbouring relation.
+
+    Raises:
+        ConfigError: No batch of at most N units keeps to epsilon, or N has not so many batches.
+    """
+    number("--epsilon", order.epsilon, 0.0, 1000.0)
+    if min(order.rows, order.max_new_tokens) < 1:
+        raise ConfigError(
+            f"--rows {order.rows} and --tokens {order.max_new_tokens} ask for no text. Type 1 or more of both."
+        )
+
+    def cost(size: int) -> float:
+        ballot = Ballot(size, order.clip, order.temperature, order.top_k)
+        return stated(ballot.event(order.max_new_tokens), delta, relation)[0]
+
+    most = min(units, MOST_BATCH)
+    size = order.batch_size
+    if size is None:
+        few, size = 0, 1
+        while size < most and cost(size) > order.epsilon:
+            few, size = size, min(2 * size, most)
+        while size - few > 1:
+            middle = (few + size) // 2
+            few, size = (few, middle) if cost(middle) <= order.epsilon else (middle, size)
+    spent = cost(size) if 1 <= size <= units else float("inf")
+    texts = units // max(1, size)
+    if not spent <= order.epsilon or texts < order.rows:
+        fit = (
+            f"batches of {size} units would cost epsilon {spent:.4g}" if spent > order.epsilon else f"{texts} texts fit"
+        )
+        raise ConfigError(
+            f"{order.rows} rows at epsilon {order.epsilon:g} and delta {delta:g} ask too much of {units:,} units: {fit}, since "
+            "each unit votes for one text. Ask for fewer --rows or --tokens, raise --epsilon or --temperature, or lower --clip."
+        )
+    return Offer(Ballot(size, order.clip, order.temperature, order.top_k), spent, texts)
+
+
+def infer(config: RunConfig, order: Order, output: Path, told: Told = lambda taken, begun: None) -> Path:
+    """Writes a data set; what was interrupted goes on where it stopped.
+
+    Args:
+        config: The recipe: data, base model, ledger and card.
+        order: What is asked for.
+        output: A new folder.
+        told: Progress.
+
+    Raises:
+        ConfigError: See ``offer``; an unsuitable prompt or statistics; a folder that holds something, or a draft of another call.
+        BudgetExceeded: The ledger has no room; nothing is spent.
+        Refused: The base model was tuned on the same data, or cannot be read in batches.
+    """
+    if output.exists():
+        raise ConfigError(f"{output}: already exists. Type another --output, or remove it.")
+    if order.prompt.count(FIELD) != 1:
+        raise ConfigError(f"--prompt {order.prompt!r}: has to say once, with {FIELD}, where a record stands.")
+    columns = [] if order.statistics else config.data.control
+    if columns:
+        raise ConfigError(
+            f"data.control asks for texts by {', '.join(columns)}, and how often is a private figure. Type --describe FILE, as "
+            "dpllm describe writes it; or remove data.control."
+        )
+    tests = filters.tests(**_FILTERS | dict(order.filters or {}))
+    with (
+        opened(config, order.delta, config.data.control, most=DELTA, create=True) as source,
+        alone(output, output.with_name(f".{output.name}.lock")),
+    ):
+        _refuse_tuned(config, source)
+        job = _Job.of(config, order, source)
+        job.pay(output.with_name(f".{output.name}.draft.jsonl"))
+        rows, dropped = job.write(tests, told)
+        _publish(job, rows, dropped, output)
+        job.drawn.path.unlink()
+    return output
+
+
+_FILTERS = {"keep_unfinished": False, "min_words": None, "max_words": None, "schema": None, "no_details": False}
+
+
+def _refuse_tuned(config: RunConfig, source: Opened) -> None:
+    """A model that learned these data tells of them by itself, and nobody composes the two yet."""
+    base = parents.of_base(config)
+    if base and any(one.dataset in (source.account, None) for one in (base.statement, *base.ancestors)):
+        raise Refused(
+            f"{config.model.name_or_path}: was tuned on {source.account}, or says not on what, so that its own privacy loss "
+            "would have to be added. Use a base model that never saw these data."
+        )
+
+
+@dataclass
+class _Job:
+    """One data set in the making."""
+
+    config: RunConfig
+    order: Order
+    source: Opened
+    relation: Relation
+    units: int
+    made: Offer
+    shares: dict[tuple[str, ...], float]
+    released: Statistics | None
+    tokenizer: Any
+    model: Any = None
+    drawn: Any = None
+    payment: Payment = field(default_factory=Payment)
+    readers: dict[int, Reader] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, config: RunConfig, order: Order, source: Opened) -> _Job:
+        relation: Relation = "zero_out" if config.data.public_size is None else "add_or_remove_one"
+        units = config.data.public_size or len(source.units)
+        made = offer(order, units, source.delta, relation)
+        released = Statistics.pick(read_json(order.statistics)) if order.statistics else None
+        shares = _shares(released, config, source.account)
+        return cls(config, order, source, relation, units, made, shares, released, loading.load_tokenizer(config.model))
+
+    def pay(self, path: Path) -> None:
+        """Reserves and charges, or goes on with what was paid for."""
+        order, source, ledger = self.order, self.source, self.source.ledger
+        assert ledger is not None
+        asked = {**asdict(order), "statistics": self.released and digest(self.released.to_json())}
+        settings = {
+            name: value for name, value in asked.items() if name not in ("rows", "filters", "delta", "batch_size")
+        }
+        settings |= {"ballot": asdict(self.made.ballot), "delta": source.delta, "data": source.table.digest}
+        settings |= {"model": self.config.model.model_dump(mode="json"), "units": self.config.data.unit}
+        settings |= {"control": self.config.data.control, "software": environment.versions()}
+        event = self.made.ballot.event(order.max_new_tokens)
+
+        def begin() -> dict[str, Any]:
+            request = RunRequest(event, source.delta, 1, self.config.data.unit, self.relation, "synthesize: inference")
+            whose = source.policy
+            claim = ledger.reserve(whose.dataset, request, records=whose.records, derived_from=whose.derived_from)
+            return {"entry": claim.entry, "seed": secrets.randbits(63)}
+
+        self.drawn = Drawn(path, settings, begin)
+        entry = self.drawn.facts["entry"]
+        if not ledger.run(entry).steps:
+            ledger.charge(entry, 1)
+        self.payment = Payment(((entry, 1),), ledger)
+
+    def write(self, tests: Mapping[str, filters.Test], told: Told) -> tuple[list[dict[str, str]], Counter[str]]:
+        """Texts until there are enough rows, or no batch is left."""
+        rows: list[dict[str, str]] = []
+        dropped: Counter[str] = Counter(dict.fromkeys((*tests, filters.DUPLICATE), 0))
+        columns = self.config.data.control
+        names, weights = list(self.shares), list(self.shares.values())
+        for text, batch in enumerate(self._batches()):
+            if len(rows) == self.order.rows:
+                break
+            chosen = random.Random(f"{self.drawn.facts['seed']} {text}").choices(names, weights)[0] if names else ()
+            sample = self._text(text, batch, control.line(columns, chosen) if columns else "")
+            why = next((name for name, drops in tests.items() if drops(sample)), None)
+            row = {**dict(zip(columns, chosen, strict=True)), "text": sample.text}
+            why = filters.DUPLICATE if why is None and row in rows else why
+            if why is None:
+                rows.append(row)
+            else:
+                dropped[why] += 1
+            told(len(rows), len(rows) + dropped.total())
+        if not rows:
+            why = ", ".join(f"{name}: {many}" for name, many in dropped.items())
+            raise ConfigError(
+                f"the filters dropped all of {dropped.total()} texts ({why}), and no batch votes twice. Type other filters, such "
+                "as --keep-unfinished, with the same command: the tokens are kept."
+            )
+        return rows, dropped
+
+    def _batches(self) -> Iterator[list[list[Row]]]:
+        """The units of each text: by their order, or each by a coin of its own."""
+        size, units = self.made.ballot.batch_size, self.source.units
+        if self.relation == "zero_out":
+            for start in range(0, self.made.texts * size, size):
+                yield [units[number] for number in range(start, start + size)]
+            return
+        coin = random.Random(f"{self.drawn.facts['seed']} batches")
+        places = [coin.randrange(self.made.texts) for _ in range(len(units))]
+        for text in range(self.made.texts):
+            yield [units[number] for number, place in enumerate(places) if place == text]
+
+    def _text(self, number: int, batch: Sequence[Sequence[Row]], line: str) -> Sample:
+        """One text: what is drawn already, and the rest."""
+        before: list[int | None] = list(self.drawn.tokens[number])
+        end, most = self.tokenizer.eos_token_id, self.order.max_new_tokens
+        tokens = [token for token in before if token is not None]
+        left = most - len(before) if end not in tokens else 0
+        if left:
+            reader, prompts, first = self._reader(line), self._prompts(line), []
+            for unit in batch:
+                first.append([prompts(self._record(row)) for row in unit])
+            rows = [prompts([]), *(row for unit in first for row in unit)]
+            logits = reader.read(rows)
+            for token in tokens:
+                logits = reader.go_on(token, len(rows))
+            while left:
+                token = self.drawn.draw(number, lambda: self._draw(logits, [len(unit) for unit in first]))  # noqa: B023
+                tokens.append(token)
+                left = 0 if token == end else left - 1
+                logits = reader.go_on(token, len(rows)) if left else logits
+        text = self.tokenizer.decode([token for token in tokens if token != end], skip_special_tokens=True)
+        return Sample(number, None, text.strip(), end in tokens)
+
+    def _draw(self, logits_RV: np.ndarray[Any, Any], sizes: Sequence[int]) -> int:
+        logits_RV, start, votes = logits_RV.astype(np.float64), 1, []
+        for size in sizes:
+            votes.append(self.made.ballot.vote(logits_RV[start : start + size], logits_RV[0]))
+            start += size
+        return self.made.ballot.draw(votes, logits_RV[0], secrets.randbelow)
+
+    def _record(self, row: Row) -> list[int]:
+        """A row as a prompt shows it, cut to data.max_length tokens."""
+        data = self.config.data
+        text = row["text"] if "text" in row else "".join(joined(row["prompt"], row["completion"], data.template))
+        ids: list[int] = self.tokenizer(row.get(control.LINE, "") + text, add_special_tokens=False)["input_ids"]
+        return ids[: data.max_length]
+
+    def _prompts(self, line: str) -> Callable[[Sequence[int]], list[int]]:
+        """From the tokens of a record to those of its prompt, behind which the text is drawn."""
+        before, after = self._around()
+        start = self.tokenizer(line, add_special_tokens=False)["input_ids"] if line else []
+        return lambda record: [*before, *record, *after, *start]
+
+    def _around(self) -> tuple[list[int], list[int]]:
+        tokenizer, prompt = self.tokenizer, self.order.prompt
+        if tokenizer.chat_template:
+            turn = [{"role": "user", "content": prompt}]
+            prompt = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+        else:
+            prompt = (tokenizer.bos_token or "") + prompt + "\n\n"
+        before, _, after = prompt.partition(FIELD)
+        encoded = tokenizer([before, after], add_special_tokens=False)["input_ids"]
+        return encoded[0], encoded[1]
+
+    def _reader(self, line: str) -> Reader:
+        """One for all texts behind lines of one length: its width is public."""
+        if self.model is None:
+            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            self.model = loading.load_base(self.config.model, device).eval()
+        public = self._prompts(line)([])
+        width, most = len(public) + self.config.data.max_length, loading.positions(self.model)
+        if most is not None and width + self.order.max_new_tokens > most:
+            raise ConfigError(
+                f"a prompt of {width} tokens and {self.order.max_new_tokens} new ones exceed the {most} that the model reads. "
+                "Lower data.max_length or --tokens."
+            )
+        if width not in self.readers:
+            rows = 1 + self.made.ballot.batch_size * (self.config.data.max_examples_per_unit or 1)
+            self.readers = {width: Reader(self.model, width, public, rows)}  # one cache at a time
+            self.readers[width].refuse_company(len(self.tokenizer))
+        return self.readers[width]
+
+
+def _shares(released: Statistics | None, config: RunConfig, account: str) -> dict[tuple[str, ...], float]:
+    """How often each combination of control values is asked for."""
+    columns = config.data.control
+    if released is None or not columns:
+        return {}
+    name = control.shares_of(columns)
+    counts = next((one.value for one in released.releases if one.statistic == name and one.value), {})
+    shares = {
+        tuple(value.split(control.SEPARATOR)): count for value, count in counts.items() if value != OTHER and count > 0
+    }
+    if not shares or released.dataset != account:
+        raise ConfigError(
+            f"--describe: holds no {name!r} of {account}, by which texts are asked for. Type dpllm describe with --shares first."
+        )
+    return shares
+
+
+def _publish(job: _Job, rows: Sequence[dict[str, str]], dropped: Counter[str], output: Path) -> None:
+    """The folder, with its card."""
+    raise NotImplementedError
