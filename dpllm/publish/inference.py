@@ -139,6 +139,19 @@ def offer(order: Order, units: int, delta: float, relation: Relation) -> Offer:
     return Offer(Ballot(size, order.clip, order.temperature, order.top_k), spent, texts)
 
 
+def offer_of(config: RunConfig, order: Order) -> tuple[Offer, float, int, Relation]:
+    """What an order would be, with delta, N and relation of its data; spends nothing."""
+    with opened(config, order.delta, config.data.control, most=DELTA, create=False) as source:
+        relation, units = _whose(config, source)
+        return offer(order, units, source.delta, relation), source.delta, units, relation
+
+
+def _whose(config: RunConfig, source: Opened) -> tuple[Relation, int]:
+    if config.data.public_size is None:
+        return "zero_out", len(source.units)
+    return "add_or_remove_one", config.data.public_size
+
+
 def infer(config: RunConfig, order: Order, output: Path, told: Told = lambda taken, begun: None) -> Path:
     """Writes a data set; what was interrupted goes on where it stopped.
 
@@ -210,8 +223,7 @@ class _Job:
 
     @classmethod
     def of(cls, config: RunConfig, order: Order, source: Opened) -> _Job:
-        relation: Relation = "zero_out" if config.data.public_size is None else "add_or_remove_one"
-        units = config.data.public_size or len(source.units)
+        relation, units = _whose(config, source)
         made = offer(order, units, source.delta, relation)
         released = Statistics.pick(read_json(order.statistics)) if order.statistics else None
         shares = _shares(released, config, source.account)
