@@ -4,7 +4,7 @@ Comes in: a model, rows of token ids. Goes out: the logits behind each row, toke
 
 Every forward pass has a shape that follows public numbers alone: rows are padded on the left to one width, and read in physical
 batches of one height, filled up with a row that is given. The mask is always passed, and is never all ones: transformers leaves
-out one that is, and takes another kernel. ``refuse_company`` shows on synthetic rows that a row's logits have the same bits in
+out one that is, and takes another kernel. ``lower_in_company`` shows on synthetic rows that a row's logits have the same bits in
 any company and at any place; where they have not, the height is 1.
 """
 
@@ -81,7 +81,7 @@ class Reader:
         logits_HV: NDArray[np.float32] = out.logits[:, -1].float().cpu().numpy()
         return logits_HV
 
-    def refuse_company(self, vocabulary: int) -> bool:
+    def lower_in_company(self, vocabulary: int) -> bool:
         """Lowers the height to 1 where a row's bits follow its company or its place; whether it did. Rows are synthetic."""
         if self.height == 1:
             return False

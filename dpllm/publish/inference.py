@@ -361,7 +361,7 @@ class _Job:
         if width not in self.readers:
             rows = 1 + self.made.ballot.batch_size * (self.config.data.max_examples_per_unit or 1)
             self.readers = {width: Reader(self.model, width, public, rows)}  # one cache at a time
-            self.readers[width].refuse_company(len(self.tokenizer))
+            self.readers[width].lower_in_company(len(self.tokenizer))
         return self.readers[width]
 
 
