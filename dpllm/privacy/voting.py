@@ -106,9 +106,10 @@ class Ballot:
             logits_RV: Behind the prompt of each record; none of them: the unit votes 0.
             public_V: Behind the public prompt.
         """
-        if not len(logits_RV) or not np.isfinite(logits_RV).all():
+        finite_V = np.isfinite(public_V)
+        if not len(logits_RV) or not np.isfinite(logits_RV[:, finite_V]).all():
             return np.zeros(public_V.shape, np.int64)
-        difference_V = np.nan_to_num(logits_RV.mean(axis=0) - public_V, nan=0.0, posinf=0.0, neginf=0.0)
+        difference_V = np.where(finite_V, logits_RV.mean(axis=0) - np.where(finite_V, public_V, 0.0), 0.0)
         scaled_V = np.clip(difference_V / self.clip, -1.0, 1.0) * 2.0**LATTICE_BITS
         vote_V: Votes = np.rint(scaled_V).astype(np.int64)
         return vote_V

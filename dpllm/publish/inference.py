@@ -384,4 +384,45 @@ def _shares(released: Statistics | None, config: RunConfig, account: str) -> dic
 
 def _publish(job: _Job, rows: Sequence[dict[str, str]], dropped: Counter[str], output: Path) -> None:
     """The folder, with its card."""
-    raise NotImplementedError
+    from dpllm.card.inference_card import write_inference_card
+
+    config, order, ballot, source = job.config, job.order, job.made.ballot, job.source
+    held = LedgerRecord.pick(job.payment.to_json(source.delta) or {})
+    event = ballot.event(order.max_new_tokens)
+    promise = event, source.delta, job.relation
+    fields: dict[str, Any] = {
+        **asdict(ballot),
+        "schema_version": 1,
+        "rows": len(rows),
+        "columns": [*config.data.control, "text"],
+        "control": config.data.control,
+        "shares": control.shares_of(config.data.control) if job.released and config.data.control else None,
+        "epsilon": job.made.epsilon,
+        "delta": source.delta,
+        "unit": config.data.unit,
+        "max_examples_per_unit": config.data.max_examples_per_unit,
+        "neighbouring_relation": job.relation,
+        "event": event.to_json(),
+        "accountant": {**accounting.versions(), "interval": accounting.FINE_INTERVAL},
+        "cross_check": accounting.cross_check(*promise, job.made.epsilon),
+        "num_units": job.units,
+        "max_new_tokens": order.max_new_tokens,
+        "texts": len(rows) + dropped.total(),
+        "dropped": dict(dropped),
+        "prompt": order.prompt,
+        "base_model": {**names.public_model(config.model), "covered": False},
+        "dataset": source.account,
+        "data_public": config.data.public,
+        "composed": composed(held, source.delta),
+        "statistics": inference.beside(job.released, *promise) if job.released else None,
+        "quality": None,
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "software": environment.versions(),
+        "hardware": environment.hardware(),
+    }
+    with whole_directory(output) as part:
+        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        write_whole(part / ROWS, lines)
+        write_inference_card(part, config, inference.record_of(fields))
+    assert source.ledger is not None
+    job.payment.finish("completed")
