@@ -122,7 +122,7 @@ def _files(found: DataSet) -> Iterator[Check]:
 def hashed_files(
     directory: Path, names: list[str], problems: list[str], stated: Mapping[str, str], due: Sequence[str], again: str
 ) -> Check:
-    """The files of a folder, and problems with them, against the card and what is ``due``: a record, and what it has hashes of."""
+    """The files of a folder, and problems with them, against what is ``due``: the record first, then what it has hashes of."""
     record, *hashed = due
     problems = problems + [f"{name} is missing" for name in sorted({CARD, *due} - set(names))]
     problems += [f"{name} does not belong in a data set" for name in names if name not in (CARD, *due)]

@@ -89,7 +89,11 @@ def _record(found: Folder) -> Iterator[Check]:
     figures, evaluation = (record.quality.figures, record.quality.evaluation) if record.quality else ({}, None)
     sides = {*dataset_card.SIDES[:2], *["training"] * record.data_public, *["evaluation"] * bool(evaluation)}
     shares = control.shares_of(record.control) if record.control else None
-    declared, size, units = record.neighbouring_relation != "zero_out", record.num_units, record.texts * record.batch_size
+    declared, size, units = (
+        record.neighbouring_relation != "zero_out",
+        record.num_units,
+        record.texts * record.batch_size,
+    )
     charged = record.composed.dataset if record.composed else None
     rules = {
         "texts are not the rows and what was dropped": record.rows + dropped == record.texts,
