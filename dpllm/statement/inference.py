@@ -25,37 +25,25 @@ from dpllm.statement.fields import (
     AtLeast1,
     Between0And1,
     Composed,
-    Count,
     CrossCheck,
     MechanismLimits,
     NotAStatement,
     NotNegative,
     Positive,
-    Record,
-    Sha256,
     Terms,
     Text,
 )
 from dpllm.statement.privacy_record import BaseModelName
 from dpllm.statement.released import BesideRun, Statistics
 from dpllm.statement.stored_events import BoundedRange
-from dpllm.statement.synthetic import Quality
+from dpllm.statement.synthetic import Written
 
 RECORD = "inference.json"
 
 
-class Inference(Record):
+class Inference(Written):
     """All about one data set that was written by private inference."""
 
-    schema_version: Literal[1]
-    rows: AtLeast1
-    """How many there are."""
-    columns: tuple[Text, ...]
-    """Of each row, in order."""
-    control: tuple[Text, ...]
-    """Columns that each text was asked for; empty: none."""
-    shares: Text | None
-    """Name of the released statistic that says how often each of their values is asked for; null without control."""
     epsilon: NotNegative
     """Of the texts alone, an upper bound in full precision."""
     delta: Between0And1
@@ -84,8 +72,6 @@ class Inference(Record):
     """T: a text has at most so many."""
     texts: AtLeast1
     """How many were begun, each by a batch of its own, which never draws again."""
-    dropped: dict[Text, Count]
-    """Why a text did not become a row -> how many."""
     prompt: Text
     """The public template in which each record stood, at {text}; the public prompt has nothing there."""
     base_model: BaseModelName
@@ -98,14 +84,6 @@ class Inference(Record):
     """Those whose shares were asked for; with_run is epsilon of the texts and them together."""
     not_covered: Annotated[tuple[str, ...], Field(min_length=1)]
     """Every property, and every access to data, that the guarantee is not about."""
-    quality: Quality | None
-    """Null: not measured."""
-    files: dict[Text, Sha256]
-    """SHA-256 of data/train.jsonl."""
-    date: Annotated[str, Field(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}$")]
-    """Day of the last row, in UTC."""
-    software: dict[Text, str]
-    """Versions of dpllm, Python and the packages that the result depends on."""
     hardware: dict[Text, str | bool | int | float | tuple[str, ...]]
     """Where the model read the records, without names of machines."""
 

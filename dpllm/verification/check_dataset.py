@@ -18,9 +18,8 @@ from dpllm.privacy.releases import OTHER
 from dpllm.run.directory import RunDir
 from dpllm.statement import synthetic
 from dpllm.statement.fields import Json, NotAStatement
-from dpllm.statement.inference import Inference
 from dpllm.statement.released import Statistics
-from dpllm.statement.synthetic import MODEL_BLOCK, MODEL_CARD, RECORD, ROWS, Synthetic
+from dpllm.statement.synthetic import MODEL_BLOCK, MODEL_CARD, RECORD, ROWS, Synthetic, Written
 from dpllm.text import control
 from dpllm.verification import check_export
 from dpllm.verification.values import (
@@ -143,7 +142,7 @@ def _rows(found: DataSet) -> Iterator[Check]:
     yield rows(found.directory, found.record, _asked(found), _AGAIN)
 
 
-def rows(directory: Path, record: Synthetic | Inference, asked: set[str] | None, again: str) -> Check:
+def rows(directory: Path, record: Written, asked: set[str] | None, again: str) -> Check:
     """Each line is one row, with the stated columns in their order, which hold text, and codes that could be asked for."""
     columns, codes, number = list(record.columns), record.control, 0
     with regular(directory / ROWS, MOST_BYTES) as file:
