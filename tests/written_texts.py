@@ -33,6 +33,7 @@ FACTS: Json = {
     "batch_size": BATCH,
     "clip": CLIP,
     "temperature": TEMPERATURE,
+    "top_k": 0,
     "max_new_tokens": TOKENS,
     "texts": 15,
     "dropped": {"not finished": 2, "duplicate": 1},

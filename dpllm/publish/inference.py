@@ -14,8 +14,10 @@ Guarantee:
 
 from __future__ import annotations
 
+import json
 import random
 import secrets
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -26,7 +28,7 @@ import numpy as np
 import torch
 
 from dpllm.errors import ConfigError, Refused
-from dpllm.files import alone, digest, read_json
+from dpllm.files import alone, digest, read_json, whole_directory, write_whole
 from dpllm.ledger import RunRequest
 from dpllm.model import environment, loading
 from dpllm.model.reading import Reader
@@ -37,11 +39,14 @@ from dpllm.privacy.voting import Ballot
 from dpllm.publish import filters
 from dpllm.publish.drawn import Drawn
 from dpllm.publish.generate import Sample
+from dpllm.recipe import names
 from dpllm.recipe.config import RunConfig
 from dpllm.run.describe import Opened, opened
 from dpllm.run.payment import Payment
-from dpllm.statement import parents
+from dpllm.statement import parents, state
 from dpllm.statement.released import Statistics
+from dpllm.statement.run_files import LedgerRecord
+from dpllm.statement.synthetic import ROWS
 from dpllm.text import control
 from dpllm.text.layouts import joined
 from dpllm.text.rows import Row
@@ -386,35 +391,29 @@ def _publish(job: _Job, rows: Sequence[dict[str, str]], dropped: Counter[str], o
     """The folder, with its card."""
     from dpllm.card.inference_card import write_inference_card
 
-    config, order, ballot, source = job.config, job.order, job.made.ballot, job.source
+    config, order, source = job.config, job.order, job.source
+    columns, model = config.data.control, config.model
     held = LedgerRecord.pick(job.payment.to_json(source.delta) or {})
-    event = ballot.event(order.max_new_tokens)
-    promise = event, source.delta, job.relation
-    fields: dict[str, Any] = {
-        **asdict(ballot),
-        "schema_version": 1,
+    facts = {
         "rows": len(rows),
-        "columns": [*config.data.control, "text"],
-        "control": config.data.control,
-        "shares": control.shares_of(config.data.control) if job.released and config.data.control else None,
-        "epsilon": job.made.epsilon,
+        "columns": [*columns, "text"],
+        "control": columns,
+        "shares": control.shares_of(columns) if columns else None,
         "delta": source.delta,
         "unit": config.data.unit,
         "max_examples_per_unit": config.data.max_examples_per_unit,
         "neighbouring_relation": job.relation,
-        "event": event.to_json(),
-        "accountant": {**accounting.versions(), "interval": accounting.FINE_INTERVAL},
-        "cross_check": accounting.cross_check(*promise, job.made.epsilon),
+        "event": job.made.ballot.event(order.max_new_tokens),
         "num_units": job.units,
+        **asdict(job.made.ballot),
         "max_new_tokens": order.max_new_tokens,
         "texts": len(rows) + dropped.total(),
         "dropped": dict(dropped),
         "prompt": order.prompt,
-        "base_model": {**names.public_model(config.model), "covered": False},
-        "dataset": source.account,
+        "base_model": {"name": names.public_name(model.name_or_path), "revision": model.revision, "covered": False},
+        "dataset": names.public_name(source.account),
         "data_public": config.data.public,
-        "composed": composed(held, source.delta),
-        "statistics": inference.beside(job.released, *promise) if job.released else None,
+        "composed": state.composed(held, source.delta),
         "quality": None,
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "software": environment.versions(),
@@ -423,6 +422,6 @@ def _publish(job: _Job, rows: Sequence[dict[str, str]], dropped: Counter[str], o
     with whole_directory(output) as part:
         lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         write_whole(part / ROWS, lines)
-        write_inference_card(part, config, inference.record_of(fields))
+        write_inference_card(part, config, state.inferred(facts, job.released))
     assert source.ledger is not None
     job.payment.finish("completed")

@@ -25,6 +25,7 @@ from dpllm.statement.fields import (
     AtLeast1,
     Between0And1,
     Composed,
+    Count,
     CrossCheck,
     MechanismLimits,
     NotAStatement,
@@ -68,6 +69,8 @@ class Inference(Written):
     """C: a vote moves each logit by at most so much, up or down."""
     temperature: Positive
     """tau, by which the mean of the votes is divided before a token is drawn."""
+    top_k: Count
+    """Candidates are so many tokens, the likeliest behind the public prompt; 0: all."""
     max_new_tokens: AtLeast1
     """T: a text has at most so many."""
     texts: AtLeast1
