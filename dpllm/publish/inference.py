@@ -188,6 +188,7 @@ def infer(config: RunConfig, order: Order, output: Path, told: Told = lambda tak
     ):
         _refuse_tuned(config, source)
         job = _Job.of(config, order, source)
+        job.load()
         job.pay(output.with_name(f".{output.name}.draft.jsonl"))
         rows, dropped = job.write(tests, told)
         _publish(job, rows, dropped, output)
@@ -351,21 +352,29 @@ class _Job:
         encoded = tokenizer([before, after], add_special_tokens=False)["input_ids"]
         return encoded[0], encoded[1]
 
-    def _reader(self, line: str) -> Reader:
-        """One for all texts behind lines of one length: its width is public."""
-        if self.model is None:
-            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-            self.model = loading.load_base(self.config.model, device).eval()
-        public = self._prompts(line)([])
-        width, most = len(public) + self.config.data.max_length, loading.positions(self.model)
+    def load(self) -> None:
+        """The model, before anything is spent on what it could not read."""
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.model = loading.load_base(self.config.model, device).eval()
+        lines = [control.line(self.config.data.control, values) for values in self.shares] or [""]
+        width, most = max(map(self._width, lines)), loading.positions(self.model)
         if most is not None and width + self.order.max_new_tokens > most:
             raise ConfigError(
                 f"a prompt of {width} tokens and {self.order.max_new_tokens} new ones exceed the {most} that the model reads. "
                 "Lower data.max_length or --tokens."
             )
+        self._reader(lines[0])
+
+    def _width(self, line: str) -> int:
+        """Public: of a record as long as any may be."""
+        return len(self._prompts(line)([])) + self.config.data.max_length
+
+    def _reader(self, line: str) -> Reader:
+        """One for all texts behind lines of one length, with one cache at a time."""
+        width = self._width(line)
         if width not in self.readers:
             rows = 1 + self.made.ballot.batch_size * (self.config.data.max_examples_per_unit or 1)
-            self.readers = {width: Reader(self.model, width, public, rows)}  # one cache at a time
+            self.readers = {width: Reader(self.model, width, self._prompts(line)([]), rows)}
             self.readers[width].lower_in_company(len(self.tokenizer))
         return self.readers[width]
 

@@ -66,7 +66,7 @@ def test_rows_are_written_charged_and_verified(place: Place) -> None:
     assert done("verify", place.output, "--ledger", place.ledger).code == 0
     assert not place.draft().exists()
     again = dpllm_(*place.words())
-    assert again.code == 1
+    assert again.code == 2
     assert "already exists" in again.err
     assert len(place.runs()) == 1
 
@@ -120,7 +120,21 @@ def test_batches_are_disjoint_and_follow_slots_or_coins(place: Place, monkeypatc
     rows = [json.loads(line)["text"] for line in place.data.read_text("utf-8").splitlines()]
     assert seen == [rows[8 * n : 8 * n + 8] for n in range(ROWS)]
     seen.clear()
-    done(*place.words("--batch", 8, "--data.public_size", 45, "--output", place.root / "coins", "--rows", 5))
+    done(
+        *place.words(
+            "--batch",
+            8,
+            "--data.public_size",
+            45,
+            "--output",
+            place.root / "coins",
+            "--rows",
+            5,
+            "--ledger",
+            place.root / "coins.sqlite",
+        )
+    )
+    place.ledger = place.root / "coins.sqlite"
     assert place.runs()[-1].reservation.relation == "add_or_remove_one"
     drawn = [one for batch in seen for one in batch]
     assert sorted(drawn) == sorted(rows)  # 45 // 8 texts, and each unit in one of them
@@ -178,7 +192,7 @@ def test_other_settings_do_not_go_on_with_paid_draws(place: Place) -> None:
             dpllm_(*place.words())
     for other in (("--temperature", 0.9), ("--batch", 9), ("--prompt", "Say {text}"), ("--delta", 1e-4)):
         answer = dpllm_(*place.words(*other))
-        assert (answer.code, "an interrupted call began with another" in answer.err) == (1, True), answer.err
+        assert (answer.code, "an interrupted call began with another" in answer.err) == (2, True), answer.err
     assert len(place.runs()) == 1
     place.draft().write_bytes(b'{"settings": 1}\nnonsense\n')
     assert "cannot be read" in dpllm_(*place.words()).err
@@ -200,7 +214,7 @@ def test_other_settings_do_not_go_on_with_paid_draws(place: Place) -> None:
 )
 def test_what_cannot_be_is_refused_before_anything_is_spent(place: Place, more: tuple[object, ...], said: str) -> None:
     answer = dpllm_(*place.words(*more))
-    assert answer.code == 1
+    assert answer.code == 2
     assert said in answer.err
     assert not place.ledger.exists() or not place.runs()
 
@@ -229,7 +243,8 @@ def test_texts_are_asked_for_as_released_shares_say(place: Place) -> None:
 
 def test_a_model_that_learned_these_data_is_refused(finished: Any, place: Place) -> None:
     done("merge", finished.run, "--output", place.root / "merged")
-    words = place.words("--model", place.root / "merged", "--dataset", "rows")
+    learned = json.loads((place.root / "merged" / "privacy.json").read_text("utf-8"))["dataset"]
+    words = place.words("--model", place.root / "merged", "--dataset", learned)
     assert "was tuned on" in dpllm_(*words).err
 
 
@@ -247,9 +262,8 @@ def test_the_vote_of_a_record_has_the_same_bits_beside_any_others(
         rows = [json.loads(line) for line in place.data.read_text("utf-8").splitlines()]
         tiny.write_rows(place.data, [{**rows[0], "text": first}, *rows[1:]])
         seen.append([])
-        done(
-            *place.words("--batch", 8, "--rows", 1, "--output", place.root / f"out{number}", "--dataset", f"d{number}")
-        )
+        place.output, place.ledger = place.root / f"out{number}", place.root / f"ledger{number}.sqlite"
+        done(*place.words("--batch", 8, "--rows", 1))
     changed = [(one != two).any() for one, two in zip(*seen, strict=True)]
     assert len(changed) == 8 * TOKENS
     assert any(changed[0::8])
