@@ -93,8 +93,8 @@ def _add_inference(group: Any) -> None:
     text = "below 1/N (default: the budget's, or as in a run)"
     option("--delta", type=lambda value: value if value == "auto" else float(value), help=text)
     option("--tokens", type=int, help="longest text, in tokens (default: 96)")
-    option("--batch", type=int, help="units that vote for one text (default: the fewest that keep to epsilon)")
-    option("--clip", type=float, help="most that one unit adds to a logit, times the batch (default: 1)")
+    option("--batch", type=int, help="units that vote for one text (default: as few as --clip allows)")
+    option("--clip", type=float, help="most that one vote moves a logit (default: what epsilon allows)")
     option("--top-k", type=int, help="draw from so many tokens that the public prompt expects (default: all)")
     option("--prompt", metavar="TEXT", help="in which a record stands at {text}; without it, the public prompt")
     option("--describe", metavar="FILE", type=Path, help="released shares of data.control, of dpllm describe")
@@ -173,7 +173,7 @@ def _dry_run(known: argparse.Namespace, config: RunConfig, order: Order) -> int:
     table.add_row(
         "private inference",
         f"epsilon {made.epsilon:.4f} at delta {delta:g}",
-        f"{size} units vote for each token (range {eta:.4g}), {order.max_new_tokens} draws a text",
+        f"{size} units vote for each token by at most {made.ballot.clip:.3g}, {order.max_new_tokens} draws a text",
         f"at most {made.texts:,}",
     )
     table.add_row(
@@ -182,7 +182,14 @@ def _dry_run(known: argparse.Namespace, config: RunConfig, order: Order) -> int:
         f"24 steps of {batch:,} units with noise multiplier {sigma:.2f}: {sigma / batch:.2g} C in the averaged gradient",
         "any number",
     )
-    about = {"batch_size": size, "range": eta, "epsilon": made.epsilon, "delta": delta, "texts": made.texts}
+    about = {
+        "batch_size": size,
+        "clip": made.ballot.clip,
+        "range": eta,
+        "epsilon": made.epsilon,
+        "delta": delta,
+        "texts": made.texts,
+    }
     return show(known, about | {"noise_multiplier": sigma} if known.json else table, "Nothing was spent.")
 
 

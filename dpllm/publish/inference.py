@@ -15,6 +15,7 @@ Guarantee:
 from __future__ import annotations
 
 import json
+import math
 import random
 import secrets
 import time
@@ -32,8 +33,8 @@ from dpllm.files import alone, digest, read_json, whole_directory, write_whole
 from dpllm.ledger import RunRequest
 from dpllm.model import environment, loading
 from dpllm.model.reading import Reader
-from dpllm.privacy.accounting import Relation, stated
-from dpllm.privacy.events import number
+from dpllm.privacy.accounting import Relation, epsilon, stated
+from dpllm.privacy.events import BoundedRange, number
 from dpllm.privacy.releases import OTHER
 from dpllm.privacy.voting import Ballot
 from dpllm.publish import filters
@@ -54,7 +55,7 @@ from dpllm.text.rows import Row
 FIELD = "{text}"
 PROMPT = f"Here is one text of a collection:\n\n{FIELD}\n\nWrite another text of this collection. Answer with the text alone."
 DELTA = 1e-5
-MOST_BATCH = 4096
+MOST_CLIP = 4.0  # of the temperature: a larger vote is hardly ever cast
 
 Told = Callable[[int, int], None]
 """Called after each text with the rows that are taken so far, and the texts begun."""
@@ -69,8 +70,8 @@ class Order:
         epsilon: Of all rows together, > 0.
         delta: See ``run.describe.opened``.
         max_new_tokens: T, the most draws for one text.
-        batch_size: B; None: the smallest that keeps to epsilon.
-        clip: C, in nats.
+        batch_size: B; None: the smallest that allows C to be ``MOST_CLIP`` tau, but at most N over the rows.
+        clip: C, in nats; None: the largest that keeps to epsilon, but at most ``MOST_CLIP`` tau.
         temperature: tau.
         top_k: Of the public candidates; 0: all tokens.
         prompt: What a record stands in, at {text}; the public prompt has nothing there.
@@ -83,7 +84,7 @@ class Order:
     delta: float | str | None = None
     max_new_tokens: int = 96
     batch_size: int | None = None
-    clip: float = 1.0
+    clip: float | None = None
     temperature: float = 1.0
     top_k: int = 0
     prompt: str = PROMPT
@@ -110,38 +111,46 @@ def offer(order: Order, units: int, delta: float, relation: Relation) -> Offer:
         relation: The neighbouring relation.
 
     Raises:
-        ConfigError: No batch of at most N units keeps to epsilon, or N has not so many batches.
+        ConfigError: Batch and clip that were asked for do not keep to epsilon, or N has not so many batches.
     """
     number("--epsilon", order.epsilon, 0.0, 1000.0)
-    if min(order.rows, order.max_new_tokens) < 1:
+    number("--temperature", order.temperature, 0.0)
+    if min(order.rows, order.max_new_tokens) < 1 or order.rows > units:
         raise ConfigError(
-            f"--rows {order.rows} and --tokens {order.max_new_tokens} ask for no text. Type 1 or more of both."
+            f"--rows {order.rows} and --tokens {order.max_new_tokens} of {units:,} units: each unit votes for one text. Type 1 or "
+            "more of both, and no more rows than there are units."
         )
-
-    def cost(size: int) -> float:
-        ballot = Ballot(size, order.clip, order.temperature, order.top_k)
-        return stated(ballot.event(order.max_new_tokens), delta, relation)[0]
-
-    most = min(units, MOST_BATCH)
-    size = order.batch_size
-    if size is None:
-        few, size = 0, 1
-        while size < most and cost(size) > order.epsilon:
-            few, size = size, min(2 * size, most)
-        while size - few > 1:
-            middle = (few + size) // 2
-            few, size = (few, middle) if cost(middle) <= order.epsilon else (middle, size)
-    spent = cost(size) if 1 <= size <= units else float("inf")
-    texts = units // max(1, size)
-    if not spent <= order.epsilon or texts < order.rows:
-        fit = (
-            f"batches of {size} units would cost epsilon {spent:.4g}" if spent > order.epsilon else f"{texts} texts fit"
-        )
+    eta = _largest_range(order, delta, relation)
+    wanted = math.ceil(2 * (order.clip or MOST_CLIP * order.temperature) / (eta * order.temperature))
+    size = order.batch_size or max(1, min(wanted, units // order.rows))
+    clip = order.clip or min(MOST_CLIP * order.temperature, eta * size * order.temperature / 2 * (1 - 1e-9))
+    ballot = Ballot(size, clip, order.temperature, order.top_k)
+    spent, texts = stated(ballot.event(order.max_new_tokens), delta, relation)[0], units // size
+    if spent > order.epsilon or texts < order.rows:
+        fit = f"votes of at most {clip:g} cost epsilon {spent:.4g}" if spent > order.epsilon else f"{texts} texts fit"
         raise ConfigError(
-            f"{order.rows} rows at epsilon {order.epsilon:g} and delta {delta:g} ask too much of {units:,} units: {fit}, since "
-            "each unit votes for one text. Ask for fewer --rows or --tokens, raise --epsilon or --temperature, or lower --clip."
+            f"{order.rows} rows by batches of {size} of {units:,} units at epsilon {order.epsilon:g} and delta {delta:g}: {fit}. "
+            "Ask for fewer --rows or --tokens, raise --epsilon, or leave --clip and --batch out."
         )
-    return Offer(Ballot(size, order.clip, order.temperature, order.top_k), spent, texts)
+    return Offer(ballot, spent, texts)
+
+
+def _largest_range(order: Order, delta: float, relation: Relation) -> float:
+    """The largest range of a draw, to a few thousandths, of which T draws keep to epsilon."""
+
+    def cost(eta: float, accountant: str) -> float:
+        return epsilon(BoundedRange(eta, order.max_new_tokens), delta, relation, accountant)
+
+    few, many = 1e-6, 100.0  # by the quick accountant, which overstates
+    for _ in range(40):
+        middle = math.sqrt(few * many)
+        few, many = (middle, many) if cost(middle, "rdp") <= order.epsilon else (few, middle)
+    for _ in range(6):  # epsilon grows no faster than the square, so that this approaches from below
+        further = few * math.sqrt(order.epsilon / max(cost(few, "pld"), 1e-9))
+        if further > 100 or cost(further, "pld") > order.epsilon:
+            break
+        few = further
+    return few
 
 
 def offer_of(config: RunConfig, order: Order) -> tuple[Offer, float, int, Relation]:
