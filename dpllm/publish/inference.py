@@ -117,8 +117,8 @@ def offer(order: Order, units: int, delta: float, relation: Relation) -> Offer:
     number("--temperature", order.temperature, 0.0)
     if min(order.rows, order.max_new_tokens) < 1 or order.rows > units:
         raise ConfigError(
-            f"--rows {order.rows} and --tokens {order.max_new_tokens} of {units:,} units: each unit votes for one text. Type 1 or "
-            "more of both, and no more rows than there are units."
+            f"--rows {order.rows} and --tokens {order.max_new_tokens} of {units:,} units: each unit votes for one text. Type 1 "
+            "or more of both, and no more rows than there are units."
         )
     eta = _largest_range(order, delta, relation)
     wanted = math.ceil(2 * (order.clip or MOST_CLIP * order.temperature) / (eta * order.temperature))
