@@ -195,6 +195,10 @@ def infer(config: RunConfig, order: Order, output: Path, told: Told = lambda tak
         opened(config, order.delta, config.data.control, most=DELTA, create=True) as source,
         alone(output, output.with_name(f".{output.name}.lock")),
     ):
+        if source.table.format == "messages":
+            raise ConfigError(
+                "rows of messages are conversations, and a record stands in a prompt as one text. Use text, or prompt and completion."
+            )
         _refuse_tuned(config, source)
         job = _Job.of(config, order, source)
         job.load()
@@ -252,9 +256,9 @@ class _Job:
         settings = {
             name: value for name, value in asked.items() if name not in ("rows", "filters", "delta", "batch_size")
         }
-        settings |= {"ballot": asdict(self.made.ballot), "delta": source.delta, "data": source.table.digest}
-        settings |= {"model": self.config.model.model_dump(mode="json"), "units": self.config.data.unit}
-        settings |= {"control": self.config.data.control, "software": environment.versions()}
+        settings |= {"ballot": asdict(self.made.ballot), "delta": source.delta, "rows of data": source.table.digest}
+        recipe = {name: getattr(self.config, name).model_dump(mode="json") for name in ("model", "data")}
+        settings |= {**recipe, "ledger": str(self.config.privacy.ledger), "software": environment.versions()}
         event = self.made.ballot.event(order.max_new_tokens)
 
         def begin() -> dict[str, Any]:
