@@ -111,7 +111,9 @@ def synthesize(known: argparse.Namespace, rest: list[str]) -> int:
     wrong = [f"--{name.replace('_', '-')}" for name in others if getattr(known, name) is not None]
     wrong += rest if known.by == "training" else []
     if wrong:
-        raise ConfigError(f"{wrong[0]}: is of no use --by {known.by}. Leave it out; see dpllm synthesize --help.")
+        way = "Type --by inference" if known.by == "training" and wrong[0] not in rest else "Leave it out"
+        instead = {"--max-new-tokens": "Type --tokens"}.get(wrong[0], way)
+        raise ConfigError(f"{wrong[0]}: is of no use --by {known.by}. {instead}; see dpllm synthesize --help.")
     return _infer(known, rest) if known.by == "inference" else _with_model(known)
 
 
@@ -162,10 +164,11 @@ def _dry_run(known: argparse.Namespace, config: RunConfig, order: Order) -> int:
     """What inference would promise, beside a model that is tuned at the same epsilon."""
     from rich.table import Table
 
-    from dpllm.privacy.accounting import calibrate_noise_multiplier
+    from dpllm.privacy.accounting import Relation, calibrate_noise_multiplier
     from dpllm.publish.inference import offer_of
 
-    made, delta, units, relation = offer_of(config, order)
+    made, delta, units, said = offer_of(config, order)
+    relation: Relation = "add_or_remove_one" if config.data.public_size else "zero_out"
     size, eta = made.ballot.batch_size, made.ballot.range
     batch = max(1, units // 8)
     sigma = calibrate_noise_multiplier(order.epsilon, delta, batch / units, 24, relation, rough=True)
@@ -190,7 +193,10 @@ def _dry_run(known: argparse.Namespace, config: RunConfig, order: Order) -> int:
         "delta": delta,
         "texts": made.texts,
     }
-    return show(known, about | {"noise_multiplier": sigma} if known.json else table, "Nothing was spent.")
+    show(known, about | {"noise_multiplier": sigma} if known.json else table, "Nothing was spent.")
+    if said:
+        raise said
+    return 0
 
 
 def _config(known: argparse.Namespace, rest: list[str]) -> RunConfig:

@@ -47,7 +47,7 @@ def zcdp(eta: float, draws: int) -> float:
     return draws * eta**2 / 8
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=128)
 def profile(eta: float, draws: int) -> tuple[float, NDArray[np.float64]]:
     """The width h of a grid, and delta_K: an upper bound on delta at epsilon 0, h, 2h, ..., never rising.
 

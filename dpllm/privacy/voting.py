@@ -45,6 +45,7 @@ from numpy.typing import NDArray
 from dpllm.errors import ConfigError
 from dpllm.privacy.events import BoundedRange, integer, number
 
+MOST_CLIP = 6.0  # of the temperature: a proposal is accepted with a probability of at least exp(-2 C / tau)
 LATTICE_BITS = 20  # a vote is rounded by at most C / 2^21, as much as logits of bfloat16 lie apart near 2^-13
 # A legend of shapes: V tokens of the vocabulary, R records of one unit.
 
@@ -76,10 +77,10 @@ class Ballot:
         integer("top_k", self.top_k, 0)
         for name in ("clip", "temperature"):
             number(name, getattr(self, name), 1e-6, 1e6, including=True)
-        if self.clip / self.temperature > 20:
+        if self.clip / self.temperature > MOST_CLIP:
             raise ConfigError(
-                f"clip {self.clip:g} over temperature {self.temperature:g} is above 20, so that hardly any proposal is accepted. "
-                "Lower --clip, or raise --temperature."
+                f"clip {self.clip:g} over temperature {self.temperature:g} is above {MOST_CLIP:g}, and a draw could be tried "
+                "millions of times. Lower --clip, or raise --temperature."
             )
 
     @cached_property

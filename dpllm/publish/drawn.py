@@ -45,14 +45,12 @@ class Drawn:
             before = self.facts.pop("settings")
             for line in lines[1:-1]:
                 self._add(*json.loads(line))
-            if lines[-1]:  # a draw that was lost
-                with open(path, "r+b") as file:
-                    file.truncate(len(b"\n".join(lines[:-1])) + 1)
-                number = lines[-1].split(b",")[0].removeprefix(b"[")
-                # A number that is cut off was not on the disk, so nothing was drawn.
-                if b"," in lines[-1]:
-                    self._write(f"[{int(number)}, null]\n")
-                    self._add(int(number), None)
+            number, comma, _ = lines[-1].partition(b", ")
+            with open(path, "r+b") as file:  # a number that is cut off was not on the disk, so nothing was drawn
+                file.truncate(len(b"\n".join(lines[:-1])) + 1 + len(number + comma) * bool(comma))
+            if comma:
+                self._write("null]\n")
+                self._add(int(number.removeprefix(b"[")), None)
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(
                 f"{path}: the state of an interrupted call cannot be read ({type(error).__name__}). What it spent stays spent. "

@@ -19,8 +19,8 @@ import math
 import random
 import secrets
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ from dpllm.publish.drawn import Drawn
 from dpllm.publish.generate import Sample
 from dpllm.recipe import names
 from dpllm.recipe.config import RunConfig
-from dpllm.run.describe import Opened, opened
+from dpllm.run.describe import Opened, opened, refusal
 from dpllm.run.payment import Payment
 from dpllm.statement import parents, state
 from dpllm.statement.released import Statistics
@@ -56,6 +56,7 @@ FIELD = "{text}"
 PROMPT = f"Here is one text of a collection:\n\n{FIELD}\n\nWrite another text of this collection. Answer with the text alone."
 DELTA = 1e-5
 MOST_CLIP = 4.0  # of the temperature: a larger vote is hardly ever cast
+TEXTS = "texts by inference cannot stand on one. Set an adaptive budget: dpllm ledger init NAME"
 
 Told = Callable[[int, int], None]
 """Called after each text with the rows that are taken so far, and the texts begun."""
@@ -114,16 +115,21 @@ def offer(order: Order, units: int, delta: float, relation: Relation) -> Offer:
         ConfigError: Batch and clip that were asked for do not keep to epsilon, or N has not so many batches.
     """
     number("--epsilon", order.epsilon, 0.0, 1000.0)
-    number("--temperature", order.temperature, 0.0)
+    for name, value in (("--temperature", order.temperature), ("--clip", order.clip)):
+        if value is not None:
+            number(name, value, 1e-6, 1e6, including=True)
     if min(order.rows, order.max_new_tokens) < 1 or order.rows > units:
         raise ConfigError(
             f"--rows {order.rows} and --tokens {order.max_new_tokens} of {units:,} units: each unit votes for one text. Type 1 "
             "or more of both, and no more rows than there are units."
         )
     eta = _largest_range(order, delta, relation)
-    wanted = math.ceil(2 * (order.clip or MOST_CLIP * order.temperature) / (eta * order.temperature))
-    size = order.batch_size or max(1, min(wanted, units // order.rows))
-    clip = order.clip or min(MOST_CLIP * order.temperature, eta * size * order.temperature / 2 * (1 - 1e-9))
+    wanted = math.ceil(
+        2 * (order.clip if order.clip is not None else MOST_CLIP * order.temperature) / (eta * order.temperature)
+    )
+    size = order.batch_size if order.batch_size is not None else max(1, min(wanted, units // order.rows))
+    most = min(MOST_CLIP, eta * size / 2 * (1 - 1e-9)) * order.temperature
+    clip = order.clip if order.clip is not None else most
     ballot = Ballot(size, clip, order.temperature, order.top_k)
     spent, texts = stated(ballot.event(order.max_new_tokens), delta, relation)[0], units // size
     if spent > order.epsilon or texts < order.rows:
@@ -153,11 +159,19 @@ def _largest_range(order: Order, delta: float, relation: Relation) -> float:
     return few
 
 
-def offer_of(config: RunConfig, order: Order) -> tuple[Offer, float, int, Relation]:
-    """What an order would be, with delta, N and relation of its data; spends nothing."""
+def offer_of(config: RunConfig, order: Order) -> tuple[Offer, float, int, Refused | None]:
+    """What an order would be, with delta and N of its data, and what the ledger would say; spends nothing."""
     with opened(config, order.delta, config.data.control, most=DELTA, create=False) as source:
         relation, units = _whose(config, source)
-        return offer(order, units, source.delta, relation), source.delta, units, relation
+        made = offer(order, units, source.delta, relation)
+        request = _request(config, order, made, source.delta, relation)
+        said = refusal(source.ledger, source.account, [request], TEXTS) if source.ledger else None
+        return made, source.delta, units, said
+
+
+def _request(config: RunConfig, order: Order, made: Offer, delta: float, relation: Relation) -> RunRequest:
+    event = made.ballot.event(order.max_new_tokens)
+    return RunRequest(event, delta, 1, config.data.unit, relation, "synthesize: inference")
 
 
 def _whose(config: RunConfig, source: Opened) -> tuple[Relation, int]:
@@ -182,13 +196,16 @@ def infer(config: RunConfig, order: Order, output: Path, told: Told = lambda tak
     """
     if output.exists():
         raise ConfigError(f"{output}: already exists. Type another --output, or remove it.")
-    if order.prompt.count(FIELD) != 1:
+    if order.prompt.count(FIELD) != 1 or any("\ud800" <= letter <= "\udfff" for letter in order.prompt):
         raise ConfigError(f"--prompt {order.prompt!r}: has to say once, with {FIELD}, where a record stands.")
-    columns = [] if order.statistics else config.data.control
-    if columns:
+    if bool(config.data.control) != bool(order.statistics):
         raise ConfigError(
-            f"data.control asks for texts by {', '.join(columns)}, and how often is a private figure. Type --describe FILE, as "
-            "dpllm describe writes it; or remove data.control."
+            "texts are asked for by data.control as often as released shares say, so the two belong together. Type both, such as "
+            "--data.control '[visit]' --describe FILE, as dpllm describe writes it; or neither."
+        )
+    if config.model.adapter is not None:
+        raise ConfigError(
+            "model.adapter: is an adapter to train on from, and nothing trains here. Merge it, or leave it out."
         )
     tests = filters.tests(**_FILTERS | dict(order.filters or {}))
     with (
@@ -197,11 +214,12 @@ def infer(config: RunConfig, order: Order, output: Path, told: Told = lambda tak
     ):
         if source.table.format == "messages":
             raise ConfigError(
-                "rows of messages are conversations, and a record stands in a prompt as one text. Use text, or prompt and completion."
+                "rows of messages are conversations, and a record stands in a prompt as one text. Use text, or prompts and "
+                "completions."
             )
         _refuse_tuned(config, source)
         job = _Job.of(config, order, source)
-        job.load()
+        job.load(tests)
         job.pay(output.with_name(f".{output.name}.draft.jsonl"))
         rows, dropped = job.write(tests, told)
         _publish(job, rows, dropped, output)
@@ -239,13 +257,14 @@ class _Job:
     drawn: Any = None
     payment: Payment = field(default_factory=Payment)
     readers: dict[int, Reader] = field(default_factory=dict)
+    ends: set[int] = field(default_factory=set)
 
     @classmethod
     def of(cls, config: RunConfig, order: Order, source: Opened) -> _Job:
         relation, units = _whose(config, source)
         made = offer(order, units, source.delta, relation)
         released = Statistics.pick(read_json(order.statistics)) if order.statistics else None
-        shares = _shares(released, config, source.account)
+        shares = _shares(released, config, source)
         return cls(config, order, source, relation, units, made, shares, released, loading.load_tokenizer(config.model))
 
     def pay(self, path: Path) -> None:
@@ -254,22 +273,29 @@ class _Job:
         assert ledger is not None
         asked = {**asdict(order), "statistics": self.released and digest(self.released.to_json())}
         settings = {
-            name: value for name, value in asked.items() if name not in ("rows", "filters", "delta", "batch_size")
+            name: value for name, value in asked.items() if name not in ("filters", "delta", "batch_size", "clip")
         }
-        settings |= {"ballot": asdict(self.made.ballot), "delta": source.delta, "rows of data": source.table.digest}
-        recipe = {name: getattr(self.config, name).model_dump(mode="json") for name in ("model", "data")}
-        settings |= {**recipe, "ledger": str(self.config.privacy.ledger), "software": environment.versions()}
-        event = self.made.ballot.event(order.max_new_tokens)
+        settings |= {"ballot": asdict(self.made.ballot), "delta": source.delta, "software": environment.versions()}
+        settings |= {"rows of the data": source.table.digest, "units of the data": source.units.digest()}
+        for part in ("model", "data"):
+            for name, value in getattr(self.config, part).model_dump(mode="json").items():
+                settings[f"{part}.{name}"] = value
+        request = _request(self.config, order, self.made, source.delta, self.relation)
 
         def begin() -> dict[str, Any]:
-            request = RunRequest(event, source.delta, 1, self.config.data.unit, self.relation, "synthesize: inference")
+            if said := refusal(ledger, source.account, [request], TEXTS):
+                raise said
             whose = source.policy
             claim = ledger.reserve(whose.dataset, request, records=whose.records, derived_from=whose.derived_from)
-            return {"entry": claim.entry, "seed": secrets.randbits(63)}
+            return {"entry": claim.entry, "codes": secrets.randbits(256), "coins": secrets.randbits(256)}
 
         self.drawn = Drawn(path, settings, begin)
         entry = self.drawn.facts["entry"]
-        if not ledger.run(entry).steps:
+        if (one := ledger.run(entry)).state not in ("reserved", "running", "interrupted"):
+            raise Refused(
+                f"entry {entry} of the ledger is {one.state}, so nothing more is drawn by it. Remove {path}, and pay anew."
+            )
+        if not one.steps:
             ledger.charge(entry, 1)
         self.payment = Payment(((entry, 1),), ledger)
 
@@ -282,7 +308,7 @@ class _Job:
         for text, batch in enumerate(self._batches()):
             if len(rows) == self.order.rows:
                 break
-            chosen = random.Random(f"{self.drawn.facts['seed']} {text}").choices(names, weights)[0] if names else ()
+            chosen = random.Random(f"{self.drawn.facts['codes']} {text}").choices(names, weights)[0] if names else ()
             sample = self._text(text, batch, control.line(columns, chosen) if columns else "")
             why = next((name for name, drops in tests.items() if drops(sample)), None)
             row = {**dict(zip(columns, chosen, strict=True)), "text": sample.text}
@@ -307,7 +333,7 @@ class _Job:
             for start in range(0, self.made.texts * size, size):
                 yield [units[number] for number in range(start, start + size)]
             return
-        coin = random.Random(f"{self.drawn.facts['seed']} batches")
+        coin = random.Random(self.drawn.facts["coins"])
         places = [coin.randrange(self.made.texts) for _ in range(len(units))]
         for text in range(self.made.texts):
             yield [units[number] for number, place in enumerate(places) if place == text]
@@ -315,9 +341,8 @@ class _Job:
     def _text(self, number: int, batch: Sequence[Sequence[Row]], line: str) -> Sample:
         """One text: what is drawn already, and the rest."""
         before: list[int | None] = list(self.drawn.tokens[number])
-        end, most = self.tokenizer.eos_token_id, self.order.max_new_tokens
-        tokens = [token for token in before if token is not None]
-        left = most - len(before) if end not in tokens else 0
+        most, tokens = self.order.max_new_tokens, [token for token in before if token is not None]
+        left = most - len(before) if self.ends.isdisjoint(tokens) else 0
         if left:
             reader, prompts, first = self._reader(line), self._prompts(line), []
             for unit in batch:
@@ -329,10 +354,10 @@ class _Job:
             while left:
                 token = self.drawn.draw(number, lambda: self._draw(logits, [len(unit) for unit in first]))  # noqa: B023
                 tokens.append(token)
-                left = 0 if token == end else left - 1
+                left = 0 if token in self.ends else left - 1
                 logits = reader.go_on(token, len(rows)) if left else logits
-        text = self.tokenizer.decode([token for token in tokens if token != end], skip_special_tokens=True)
-        return Sample(number, None, text.strip(), end in tokens)
+        text = self.tokenizer.decode([token for token in tokens if token not in self.ends], skip_special_tokens=True)
+        return Sample(number, None, text.strip(), not self.ends.isdisjoint(tokens))
 
     def _draw(self, logits_RV: np.ndarray[Any, Any], sizes: Sequence[int]) -> int:
         logits_RV, start, votes = logits_RV.astype(np.float64), 1, []
@@ -344,7 +369,11 @@ class _Job:
     def _record(self, row: Row) -> list[int]:
         """A row as a prompt shows it, cut to data.max_length tokens."""
         data = self.config.data
-        text = row["text"] if "text" in row else "".join(joined(row["prompt"], row["completion"], data.template))
+        text = (
+            row["text"]
+            if self.source.table.format == "text"
+            else "".join(joined(row["prompt"], row["completion"], data.template))
+        )
         ids: list[int] = self.tokenizer(row.get(control.LINE, "") + text, add_special_tokens=False)["input_ids"]
         return ids[: data.max_length]
 
@@ -358,17 +387,30 @@ class _Job:
         tokenizer, prompt = self.tokenizer, self.order.prompt
         if tokenizer.chat_template:
             turn = [{"role": "user", "content": prompt}]
-            prompt = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+            try:
+                prompt = str(tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True))
+            except Exception as error:  # of a template, which is a program
+                raise ConfigError(f"the chat template of {self.config.model.name_or_path} fails: {error}.") from None
+            if prompt.count(FIELD) != 1:
+                raise ConfigError(
+                    f"the chat template of {self.config.model.name_or_path} does not show a user's turn once."
+                )
         else:
             prompt = (tokenizer.bos_token or "") + prompt + "\n\n"
         before, _, after = prompt.partition(FIELD)
         encoded = tokenizer([before, after], add_special_tokens=False)["input_ids"]
         return encoded[0], encoded[1]
 
-    def load(self) -> None:
-        """The model, before anything is spent on what it could not read."""
+    def load(self, tests: Collection[str]) -> None:
+        """The model, and all that may fail, before anything is spent on what it could not read."""
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model = loading.load_base(self.config.model, device).eval()
+        own = self.model.generation_config.eos_token_id
+        self.ends = {*(own if isinstance(own, list) else [own]), self.tokenizer.eos_token_id} - {None}
+        if not self.ends and filters.UNFINISHED in tests:
+            raise ConfigError(
+                "the model has no end token, so that no text ends and all would be dropped. Type --keep-unfinished."
+            )
         lines = [control.line(self.config.data.control, values) for values in self.shares] or [""]
         width, most = max(map(self._width, lines)), loading.positions(self.model)
         if most is not None and width + self.order.max_new_tokens > most:
@@ -376,6 +418,8 @@ class _Job:
                 f"a prompt of {width} tokens and {self.order.max_new_tokens} new ones exceed the {most} that the model reads. "
                 "Lower data.max_length or --tokens."
             )
+        for place in range(len(self.source.units)):
+            deque(map(self._record, self.source.units[place]), maxlen=0)
         self._reader(lines[0])
 
     def _width(self, line: str) -> int:
@@ -388,23 +432,30 @@ class _Job:
         if width not in self.readers:
             rows = 1 + self.made.ballot.batch_size * (self.config.data.max_examples_per_unit or 1)
             self.readers = {width: Reader(self.model, width, self._prompts(line)([]), rows)}
-            self.readers[width].lower_in_company(len(self.tokenizer))
+            known = self.model.get_input_embeddings().weight.shape[0]
+            self.readers[width].lower_in_company(min(len(self.tokenizer), known))
         return self.readers[width]
 
 
-def _shares(released: Statistics | None, config: RunConfig, account: str) -> dict[tuple[str, ...], float]:
-    """How often each combination of control values is asked for."""
-    columns = config.data.control
-    if released is None or not columns:
+def _shares(released: Statistics | None, config: RunConfig, source: Opened) -> dict[tuple[str, ...], float]:
+    """How often each combination of control values is asked for, of statistics that the same account paid for."""
+    if released is None:
         return {}
-    name = control.shares_of(columns)
+    name, ledger = control.shares_of(config.data.control), source.ledger
     counts = next((one.value for one in released.releases if one.statistic == name and one.value), {})
     shares = {
         tuple(value.split(control.SEPARATOR)): count for value, count in counts.items() if value != OTHER and count > 0
     }
-    if not shares or released.dataset != account:
+    paid = {run.reservation.entry for run in ledger.runs(source.account)} if ledger else set()
+    same = (released.dataset, released.unit, released.neighbouring_relation) == (
+        source.account,
+        config.data.unit,
+        _whose(config, source)[0],
+    )
+    if not shares or not same or not {one.entry for one in released.releases} <= paid:
         raise ConfigError(
-            f"--describe: holds no {name!r} of {account}, by which texts are asked for. Type dpllm describe with --shares first."
+            f"--describe: holds no {name!r} that the ledger knows of {source.account}, by {config.data.unit}. Type dpllm "
+            "describe --shares with the same data, unit and ledger first."
         )
     return shares
 

@@ -136,12 +136,16 @@ def offered(
         ledger, dataset = source.ledger, source.account
         exact = partial(exact_values, units=source.units, table=source.table, data=config.data, tokenizer=tokenizer)
         made, found = _priced(config, asked, epsilon, source.delta, dataset)
-        spent, after, refusal = 0.0, found.epsilon, None
+        spent, after, said = 0.0, found.epsilon, None
         if ledger is not None:
             all_of_it = RunRequest(found.event(), source.delta, len(made), found.unit, found.neighbouring_relation)
             spent, after = ledger.spent(dataset, source.delta), ledger.spent(dataset, source.delta, all_of_it)
-            refusal = _refusal(ledger, dataset, _requests(found))
-        yield Offer(found, spent, after, refusal, made, exact, source.policy, ledger)
+            sealed = (
+                "seal a list that holds both: dpllm describe ... --dry-run --json > statistics.json, then "
+                f"dpllm ledger seal {dataset} RECIPE statistics.json"
+            )
+            said = refusal(ledger, dataset, _requests(found), sealed)
+        yield Offer(found, spent, after, said, made, exact, source.policy, ledger)
 
 
 @dataclass(frozen=True)
@@ -246,8 +250,8 @@ def _requests(asked: Statistics) -> list[RunRequest]:
     return [RunRequest(one.event, *whose, f"describe: {one.statistic}") for one in asked.releases]
 
 
-def _refusal(ledger: Ledger, dataset: str, requests: Sequence[RunRequest]) -> Refused | None:
-    """What the ledger would say."""
+def refusal(ledger: Ledger, dataset: str, requests: Sequence[RunRequest], without_list: str) -> Refused | None:
+    """What the ledger would say; of a planned budget without a sealed list, ``without_list``, since they would be all of it."""
     account = ledger.account(dataset)
     try:
         ledger.same_unit(dataset, requests[0].unit, requests[0].relation)
@@ -256,8 +260,7 @@ def _refusal(ledger: Ledger, dataset: str, requests: Sequence[RunRequest]) -> Re
     why = admission.refusal(account, requests)
     if account.budget and account.budget.gate == "planned" and account.sealed is None:
         why = (
-            f"dataset {dataset!r} has a planned budget without a sealed list, and these statistics would be all of it, so that "
-            "nothing could be trained. Seal a list that holds both: dpllm describe ... --dry-run --json > statistics.json, then "
-            f"dpllm ledger seal {dataset} RECIPE statistics.json."
+            f"dataset {dataset!r} has a planned budget without a sealed list, and these would be all of it, so that nothing "
+            f"could be trained; {without_list}."
         )
     return BudgetExceeded(why, dataset=dataset, reason="over_budget") if why else None

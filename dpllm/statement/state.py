@@ -217,6 +217,14 @@ def beside_run(released: Statistics, terms: Promised | None, guarantee: bool) ->
     return BesideRun.pick(released.to_json(), with_run=with_run)
 
 
+def not_covered(unit: str, relation: str) -> tuple[str, ...]:
+    """What the guarantee of texts by inference is never about."""
+    lines = formatting.template("inference_not_covered.txt.j2").render(
+        unit=unit, neighbouring_relation=relation, visible=formatting.visible
+    )
+    return tuple(lines.strip().splitlines())
+
+
 def inferred(facts: Json, released: Statistics | None) -> Inference:
     """The record of texts that were written by inference; epsilon and all that follows from the event is computed here.
 
@@ -232,9 +240,8 @@ def inferred(facts: Json, released: Statistics | None) -> Inference:
     event, delta, relation = facts["event"], facts["delta"], facts["neighbouring_relation"]
     event = event if isinstance(event, events.Event) else events.read(event)
     epsilon, _ = stated(event, delta, relation)
-    lines = formatting.template("inference_not_covered.txt.j2").render(facts, visible=formatting.visible)
     record = Inference.pick(
-        {"not_covered": lines.strip().splitlines(), "files": {}, **facts},
+        {"not_covered": not_covered(facts["unit"], relation), "files": {}, **facts},
         schema_version=1,
         epsilon=epsilon,
         accountant={**accounting.versions(), "name": ACCOUNTANT, "interval": accounting.FINE_INTERVAL},

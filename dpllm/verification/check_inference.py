@@ -15,7 +15,7 @@ from dpllm.card import dataset_card, inference_card
 from dpllm.files import CARD
 from dpllm.privacy import accounting
 from dpllm.privacy.privacy_loss import attacker_limits_of
-from dpllm.statement import inference
+from dpllm.statement import inference, state
 from dpllm.statement.fields import NotAStatement
 from dpllm.statement.inference import RECORD, Inference
 from dpllm.statement.synthetic import ROWS
@@ -43,7 +43,8 @@ _SAID = {
     "writing": "that this model drew the rows, from these prompts, with this clipping and with random numbers of the operating "
     "system, that no unit voted in two texts, and that nothing but the rows was kept",
     "data": "dataset, data_public, unit, max_examples_per_unit and num_units",
-    "circumstances": "prompt, base_model, reasons for dropping, quality, date, software, hardware and not_covered",
+    "circumstances": "prompt, base_model, top_k, reasons for dropping, quality, date, software, hardware and the rest of "
+    "not_covered",
 }
 
 
@@ -105,6 +106,8 @@ def _record(found: Folder) -> Iterator[Check]:
         "max_examples_per_unit belongs to another unit": record.unit != "example" or not record.max_examples_per_unit,
         "delta is not below 1/N, so that publishing one record outright would satisfy it": record.delta * size < 1,
         "the prompt has no place {text} for a record": "{text}" in record.prompt,
+        "not_covered leaves something out": {*state.not_covered(record.unit, record.neighbouring_relation)}
+        <= {*record.not_covered},
         "statistics are of another dataset": not shown or charged in (None, shown.dataset),
         "quality has figures of rows that are not declared public": all(
             dataset_card.reads(name) <= sides for name in figures

@@ -13,10 +13,12 @@ from running import done, dpllm_
 
 from dpllm.errors import ConfigError
 from dpllm.ledger import Ledger
+from dpllm.model.loading import load_tokenizer
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.voting import Ballot
 from dpllm.publish import inference
 from dpllm.publish.drawn import Drawn
+from dpllm.recipe.config import ModelConfig
 
 Json = dict[str, Any]
 TOKENS, ROWS = 5, 3
@@ -205,10 +207,17 @@ def test_other_settings_do_not_go_on_with_paid_draws(place: Place) -> None:
         (("--batch", 41), "0 texts fit"),
         (("--prompt", "Write something."), "where a record stands"),
         (("--data.max_length", 126), "exceed the 128 that the model reads"),
-        (("--data.control", "[visit]"), "Type --describe FILE"),
+        (("--data.control", "[visit]"), "the two belong together"),
         (("--tokens", 0), "Type 1 or more of both"),
-        (("--clip", 30), "hardly any proposal"),
+        (("--clip", 30), "millions of times"),
         (("--seed", 3), "is of no use --by inference"),
+        (("--max-new-tokens", 3), "Type --tokens"),
+        (("--batch", 0), "batch_size is 0"),
+        (("--clip", 0), "--clip is 0.0"),
+        (("--clip", "nan"), "--clip is nan"),
+        (("--clip", "inf"), "--clip is inf"),
+        (("--prompt", "\udcff {text}"), "where a record stands"),
+        (("--model.adapter", "somewhere"), "nothing trains here"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_spent(place: Place, more: tuple[object, ...], said: str) -> None:
@@ -218,13 +227,91 @@ def test_what_cannot_be_is_refused_before_anything_is_spent(place: Place, more: 
     assert not place.ledger.exists() or not place.runs()
 
 
-def test_a_budget_is_asked_first(place: Place) -> None:
-    who = ("--by", "ada", "--reason", "test", "--unit", "example")
-    done("ledger", "init", "notes", "--epsilon", 0.5, "--delta", 1e-3, "--ledger", place.ledger, *who)
-    answer = dpllm_(*place.words())
-    assert answer.code == 3
+@pytest.mark.parametrize("gate", [(), ("--planned",)])
+def test_a_budget_is_asked_first(place: Place, gate: tuple[str, ...]) -> None:
+    """One too small; and a planned one without a list, of which the texts would be all."""
+    epsilon = 9 if gate else 0.5
+    who = ("--by", "ada", "--reason", "test", "--unit", "example", *gate)
+    done("ledger", "init", "notes", "--epsilon", epsilon, "--delta", 1e-3, "--ledger", place.ledger, *who)
+    for more in (("--dry-run",), ()):
+        answer = dpllm_(*place.words(*more))
+        assert answer.code == 3, answer.err
+        assert ("adaptive budget" in answer.err) == bool(gate)
     assert place.runs() == []
     assert not place.draft().exists()
+
+
+def rewrite(place: Place, **changes: Any) -> None:
+    rows = [json.loads(line) for line in place.data.read_text("utf-8").splitlines()]
+    tiny.write_rows(
+        place.data, [{**row, **{name: of(n) for name, of in changes.items()}} for n, row in enumerate(rows)]
+    )
+
+
+@pytest.mark.parametrize("change", ["owner", "data.public_size", "rows"])
+def test_nobody_votes_twice_by_a_change_between_crash_and_resume(place: Place, change: str) -> None:
+    """Each would move people between batches; what was drawn of the first ones is out."""
+    words = (*place.words("--unit", "owner", "--max-examples-per-unit", 1, "--batch", 4), "--data.public_size", 20)
+    with pytest.MonkeyPatch.context() as patch:
+        dies_at(patch, 6, drawn=True)
+        with pytest.raises(RuntimeError):
+            dpllm_(*words)
+    if change == "owner":
+        rewrite(place, owner=lambda n: "p0" if n < 8 else f"q{n}")
+    elif change == "rows":
+        rewrite(place, text=lambda n: f"another text {n}")
+    answer = dpllm_(*words, *(("--data.public_size", 40) if change == "data.public_size" else ()))
+    assert answer.code == 2
+    assert "an interrupted call began with another" in answer.err
+    assert not place.output.exists()
+
+
+def test_a_record_is_what_the_ledger_knows_of_its_row(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A column beside prompt and completion is in no fingerprint."""
+    seen = []
+    record = inference._Job._record
+    monkeypatch.setattr(inference._Job, "_record", lambda self, row: seen.append(record(self, row)) or seen[-1])
+    rewrite(place, prompt=lambda n: f"ask {n}", completion=lambda n: f"say {n}", text=lambda n: f"SECRET {n}")
+    done(*place.words("--data.format", "prompt_completion"))
+    tokenizer = load_tokenizer(ModelConfig(name_or_path=str(place.base)))
+    assert {tokenizer.decode(ids) for ids in seen} == {f"ask {n} say {n}" for n in range(40)}
+
+
+def test_rows_that_cannot_be_read_are_refused_while_that_is_free(place: Place) -> None:
+    tiny.write_rows(
+        place.data, [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}] * 40
+    )
+    assert "rows of messages are conversations" in dpllm_(*place.words()).err
+    assert not place.ledger.exists() or not place.runs()
+
+
+def test_any_end_token_of_the_model_ends_a_text(place: Place, tmp_path: Path, base: Path) -> None:
+    """As in ``dpllm generate``: a chat model's turn may end by another one than the tokenizer's."""
+    import shutil
+
+    place.base = Path(shutil.copytree(base, tmp_path / "ends"))
+    ends = {"eos_token_id": list(range(3, 384))}
+    (place.base / "generation_config.json").write_text(json.dumps(ends), encoding="utf-8")
+    words = [word for word in place.words("--tokens", 30, "--data.max_length", 9) if word != "--keep-unfinished"]
+    done(*words)
+    record = place.record()
+    assert record["dropped"]["did not end"] == 0
+    assert record["rows"] >= 1
+
+
+@pytest.mark.parametrize("change", ["unit", "dataset", "entry"])
+def test_shares_of_another_account_are_refused(place: Place, change: str) -> None:
+    shares = place.root / "describe.json"
+    asked = ("--epsilon", 2, "--shares", "visit=home,ward", "--output", shares, "--ledger", place.ledger)
+    done("describe", place.data, *asked, "--dataset", "notes")
+    told = json.loads(shares.read_text("utf-8"))
+    told |= {"unit": {"unit": "owner"}, "dataset": {"dataset": "other"}}.get(change, {})
+    if change == "entry":
+        told["releases"][0]["entry"] = "0123456789abcdef"
+    shares.write_text(json.dumps(told), encoding="utf-8")
+    assert "that the ledger knows of" in dpllm_(*place.words("--data.control", "[visit]", "--describe", shares)).err
+    assert len(place.runs()) == 1
+    assert "the two belong together" in dpllm_(*place.words("--describe", shares)).err
 
 
 def test_texts_are_asked_for_as_released_shares_say(place: Place) -> None:
@@ -270,7 +357,7 @@ def test_the_vote_of_a_record_has_the_same_bits_beside_any_others(
 
 
 def test_a_prompt_stands_around_each_record_and_the_public_one_has_nothing(base: Path) -> None:
-    with pytest.raises(ConfigError, match="above 20"):
+    with pytest.raises(ConfigError, match="above 6"):
         inference.offer(inference.Order(rows=1, epsilon=8.0, clip=50.0), 100, 1e-5, "zero_out")
     for rows, units, at in ((5, 100, 8.0), (5, 4000, 8.0), (5, 4000, 1.0), (40, 400, 3.0)):
         order = inference.Order(rows=rows, epsilon=at, max_new_tokens=100)

@@ -71,6 +71,14 @@ def test_where_company_changes_bits_each_row_is_read_alone(model: Any) -> None:
     assert reader.read([[2, 3], [5, 6, 7]])[0].tobytes() == first
 
 
+def test_experts_are_read_alone(model: Any) -> None:
+    """Their rounding follows routing, which a few synthetic rows do not show."""
+    reader = Reader(model, 4, [1], 4)
+    reader._model = nn.ModuleDict({"experts": nn.Linear(2, 2)})
+    assert reader.lower_in_company(50)
+    assert reader.height == 1
+
+
 def test_the_mask_is_never_all_ones(model: Any) -> None:
     """transformers leaves such a mask out, so that rows as long as the width would change the kernel for all."""
     seen = []

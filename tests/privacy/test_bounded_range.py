@@ -127,5 +127,13 @@ def test_the_event_is_read_as_it_was_stored_and_nothing_else_is() -> None:
     ):
         with pytest.raises(ConfigError):
             events.read({**event.to_json(), **wrong})
+
+
+def test_many_draws_are_composed_in_chunks() -> None:
+    """Any number, so that no ledger grows beyond what can be added up; a chunk costs no less than its part of the whole."""
+    one, many = (accounting.epsilon(BoundedRange(0.01, draws), 1e-5, "zero_out") for draws in (499, 1200))
+    assert one < many < 3 * one
+    assert many <= accounting.epsilon(BoundedRange(0.01, 1200), 1e-5, "zero_out", "rdp")
+    assert math.isfinite(accounting.epsilon(BoundedRange(0.001, 30_000), 1e-5, "zero_out"))
     with pytest.raises(ConfigError, match="take too long"):
-        accounting.epsilon(BoundedRange(0.1, 10_001), 1e-5, "zero_out")
+        accounting.epsilon(BoundedRange(0.1, 10**7), 1e-5, "zero_out")

@@ -113,7 +113,7 @@ def test_the_coin_is_exact(gamma: Fraction, seed: int) -> None:
         (2, math.inf, 1.0),
         (2, 1.0, 0.0),
         (2, 1.0, math.nan),
-        (2, 30.0, 1.0),
+        (2, 6.1, 1.0),
     ],
 )
 def test_numbers_without_a_guarantee_are_refused(wrong: tuple[int, float, float]) -> None:
