@@ -7,7 +7,7 @@ run's own card and statement under run/, and their hashes in synthetic.json. Mus
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from dpllm.run.directory import RunDir
 from dpllm.statement import formatting, privacy_record, section, synthetic
 from dpllm.statement.fields import Json
 from dpllm.statement.privacy_record import PrivacyRecord
-from dpllm.statement.synthetic import MODEL_BLOCK, RECORD, ROWS, Synthetic
+from dpllm.statement.synthetic import MODEL_BLOCK, RECORD, ROWS, Quality, Synthetic
 
 PARTS = ("synthetic",)
 SIDES = ("synthetic", "released", "training", "evaluation")
@@ -99,13 +99,21 @@ def _origin(record: Synthetic, statement: PrivacyRecord) -> object:
 
 
 def _page(config: RunConfig, record: Synthetic, statement: PrivacyRecord) -> str:
+    return whole_page(config, front_matter(record, statement), render(record, statement), s=record)
+
+
+def whole_page(config: RunConfig, front: Json, parts: Mapping[str, str], **given: Any) -> str:
+    """The card of rows around its marked parts, with the author's license, language and title.
+
+    Raises:
+        ConfigError: A text of the recipe makes another card of it.
+    """
     from huggingface_hub import DatasetCardData  # which whoever verifies a data set need not have
 
     from dpllm.card.card import page
 
     author: dict[str, Any] = {"license": config.card.license, "language": config.card.language}
-    front = DatasetCardData(**author, **front_matter(record, statement))
-    return page("dataset_card.md.j2", front, render(record, statement), config, s=record)
+    return page("dataset_card.md.j2", DatasetCardData(**author, **front), parts, config, **given)
 
 
 def render(record: Synthetic, statement: PrivacyRecord) -> dict[str, str]:
@@ -130,13 +138,13 @@ def _context(record: Synthetic, statement: PrivacyRecord) -> Json:
         "epsilon": total,
         "most": synthetic.recognised(statement),
         "digest": section.digest(record.to_json()),
-        "sides": SIDES,
-        **_tables(record.quality.figures if record.quality else {}),
+        **tables(record.quality),
     }
 
 
-def _tables(figures: Mapping[str, float | None]) -> Json:
+def tables(quality: Quality | None) -> Json:
     """``beside``: what several sides have, and the figure of each side; ``scores``: the others, with limits if they have any."""
+    figures: Mapping[str, float | None] = quality.figures if quality else {}
     beside: dict[str, dict[str, float | None]] = {}
     for name, value in figures.items():
         what, _, side = name.rpartition(": ")
@@ -150,7 +158,7 @@ def _tables(figures: Mapping[str, float | None]) -> Json:
         for name in left
         if name.rpartition(": ")[2] not in SIDES
     }
-    return {"beside": beside, "scores": scores}
+    return {"sides": SIDES, "beside": beside, "scores": scores}
 
 
 def front_matter(record: Synthetic, statement: PrivacyRecord) -> Json:
@@ -158,15 +166,21 @@ def front_matter(record: Synthetic, statement: PrivacyRecord) -> Json:
     block, total = statement.to_json(), synthetic.epsilon(statement)
     main = {name: block[name] for name in _MAIN if name in block}
     main |= {} if total is None else {"epsilon": total}
+    main |= {"statement": MODEL_BLOCK, "record": RECORD, "sha256": section.digest(record.to_json())}
+    return loadable(record.rows, record.columns, main, guarantee=statement.guarantee)
+
+
+def loadable(rows: int, columns: Sequence[str], privacy: Json, *, guarantee: bool) -> Json:
+    """What the Hub and ``datasets.load_dataset`` read: of so many rows with these columns, and the ``privacy`` entry."""
     # Declared as text. Of a column that holds nothing but dates, datasets 4 makes time stamps all the same, written out as text.
-    features = [{"name": column, "dtype": "string"} for column in record.columns]
+    features = [{"name": column, "dtype": "string"} for column in columns]
     return {
-        "tags": ["synthetic", "dpllm", *(["differential-privacy"] if statement.guarantee else [])],
+        "tags": ["synthetic", "dpllm", *(["differential-privacy"] if guarantee else [])],
         "task_categories": ["text-generation"],
-        "size_categories": [_size(record.rows)],
+        "size_categories": [_size(rows)],
         "configs": [{"config_name": "default", "data_files": [{"split": "train", "path": ROWS}]}],
         "dataset_info": {"features": features},
-        "privacy": {**main, "statement": MODEL_BLOCK, "record": RECORD, "sha256": section.digest(record.to_json())},
+        "privacy": privacy,
     }
 
 

@@ -65,7 +65,9 @@ def _run(arguments: list[str]) -> int:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     try:
         wrong = unknown + (
-            overrides if known.command not in {"plan", "train", "describe", "canaries", "audit", "sweep"} else []
+            overrides
+            if known.command not in {"plan", "train", "describe", "canaries", "audit", "sweep", "synthesize"}
+            else []
         )
         if wrong:
             name = wrong[0].partition("=")[0]

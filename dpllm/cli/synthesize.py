@@ -1,36 +1,73 @@
-"""``dpllm synthesize``: a data set that a privately tuned model writes."""
+"""``dpllm synthesize``: a data set that a privately tuned model writes, or that private records vote for."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from dpllm.cli.plan import AddCommand, show
+from dpllm.cli.plan import AddCommand, show, take_ledger
+from dpllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dpllm.publish.inference import Order
+    from dpllm.recipe.config import RunConfig
+
+KEYS = {
+    "unit": "data.unit",
+    "max_examples_per_unit": "data.max_examples_per_unit",
+    "dataset": "privacy.dataset",
+    "ledger": "privacy.ledger",
+    "model": "model.name_or_path",
+}
+"""Option of inference -> the key of the recipe that it sets."""
+OF_INFERENCE = (*KEYS, "epsilon", "delta", "tokens", "batch", "clip", "top_k", "prompt", "describe", "dry_run")
+OF_TRAINING = (
+    "prompts",
+    "top_p",
+    "max_new_tokens",
+    "seed",
+    "attempts",
+    "keep_duplicates",
+    "embedding",
+    "without_guarantee",
+)
 
 
 def add_commands(add: AddCommand) -> None:
     """The command and its arguments."""
-    parser = add("synthesize", synthesize, "generate a data set with a tuned model")
+    parser = add("synthesize", synthesize, "generate a data set, with a tuned model or by private inference")
+    parser.usage = (
+        "dpllm synthesize RUN --rows N [options]\n       dpllm synthesize DATA|RECIPE --by inference --model NAME --epsilon E "
+        "--rows N [options] [--SECTION.KEY VALUE ...]"
+    )
     option = parser.add_argument
-    option("run", help="run directory with its card")
+    option("source", metavar="run", help="run directory with its card; by inference: data, or a recipe (.yaml)")
+    option(
+        "--by", choices=("training", "inference"), default="training", help="inference: records vote, nothing trains"
+    )
     option("--rows", type=int, required=True, help="number of rows to write")
-    option("--output", metavar="DIR", type=Path, help="a new folder (default: RUN/synthetic)")
+    option("--output", metavar="DIR", type=Path, help="a new folder (default: RUN/synthetic; by inference: synthetic)")
     option("--prompts", metavar="FILE", type=Path, help="public prompts to answer, as dpllm generate reads them")
     group = parser.add_argument_group("sampling")
-    group.add_argument("--temperature", type=float, default=1.0, help="0: greedy decoding (default: 1)")
     group.add_argument(
-        "--top-p", type=float, default=1.0, help="nucleus sampling: share of probability to sample from (default: 1)"
+        "--temperature", type=float, default=1.0, help="0: greedy decoding, of a tuned model (default: 1)"
     )
+    group.add_argument("--top-p", type=float, help="nucleus sampling: share of probability to sample from (default: 1)")
     group.add_argument(
         "--max-new-tokens", type=int, help="longest text, in tokens (default: the recipe's data.max_length)"
     )
     group.add_argument("--seed", type=int, help="the same seed gives the same rows")
-    group.add_argument("--attempts", type=int, default=20, help="most texts to draw per row, on average (default: 20)")
-    group = parser.add_argument_group("filters", "a dropped text is drawn again, with the same control codes")
+    group.add_argument("--attempts", type=int, help="most texts to draw per row, on average (default: 20)")
+    group = parser.add_argument_group(
+        "filters", "a dropped text of a tuned model is drawn again, with the same control codes"
+    )
     group.add_argument("--keep-unfinished", action="store_true", help="keep texts that did not end")
-    group.add_argument("--keep-duplicates", action="store_true", help="keep duplicate texts")
+    group.add_argument("--keep-duplicates", action="store_true", default=None, help="keep duplicate texts")
     group.add_argument("--min-words", type=int, metavar="N", help="drop texts of fewer words")
     group.add_argument("--max-words", type=int, metavar="N", help="drop texts of more words")
     group.add_argument("--schema", metavar="FILE", type=Path, help="drop texts that are not JSON of this JSON Schema")
@@ -41,14 +78,145 @@ def add_commands(add: AddCommand) -> None:
     group.add_argument("--no-quality", action="store_true", help="measure nothing")
     group.add_argument("--embedding", metavar="MODEL", help="also compare mean-pooled states of this model")
     text = "write rows that may repeat private text into RUN/private/"
-    option("--without-guarantee", action="store_true", help=text)
+    option("--without-guarantee", action="store_true", default=None, help=text)
+    _add_inference(parser.add_argument_group("inference", "records vote for each token (docs/concepts/inference.md)"))
+
+
+def _add_inference(group: Any) -> None:
+    option = group.add_argument
+    option(
+        "--model",
+        metavar="NAME",
+        help="directory or Hub id of the model that reads the records (default: the recipe's)",
+    )
+    option("--epsilon", type=float, help="epsilon of all rows together")
+    text = "below 1/N (default: the budget's, or as in a run)"
+    option("--delta", type=lambda value: value if value == "auto" else float(value), help=text)
+    option("--tokens", type=int, help="longest text, in tokens (default: 96)")
+    option("--batch", type=int, help="units that vote for one text (default: as few as --clip allows)")
+    option("--clip", type=float, help="most that one vote moves a logit (default: what epsilon allows)")
+    option("--top-k", type=int, help="draw from so many tokens that the public prompt expects (default: all)")
+    option("--prompt", metavar="TEXT", help="in which a record stands at {text}; without it, the public prompt")
+    option("--describe", metavar="FILE", type=Path, help="released shares of data.control, of dpllm describe")
+    option("--unit", help="column that says whose row it is (default: the recipe's, or each row)")
+    option("--max-examples-per-unit", type=int, metavar="N", help="most rows of one unit that count")
+    option("--dataset", help="name of the data in the ledger")
+    take_ledger(group)
+    option("--dry-run", action="store_true", default=None, help="show what it would promise, and spend nothing")
 
 
 def synthesize(known: argparse.Namespace, rest: list[str]) -> int:
     """Writes the data set and says where; what is interrupted can go on."""
+    others = OF_TRAINING if known.by == "inference" else OF_INFERENCE
+    wrong = [f"--{name.replace('_', '-')}" for name in others if getattr(known, name) is not None]
+    wrong += rest if known.by == "training" else []
+    if wrong:
+        way = "Type --by inference" if known.by == "training" and wrong[0] not in rest else "Leave it out"
+        instead = {"--max-new-tokens": "Type --tokens"}.get(wrong[0], way)
+        raise ConfigError(f"{wrong[0]}: is of no use --by {known.by}. {instead}; see dpllm synthesize --help.")
+    return _infer(known, rest) if known.by == "inference" else _with_model(known)
+
+
+@contextmanager
+def _bar(total: int) -> Iterator[Callable[[int, int], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+    columns = (TextColumn("rows"), BarColumn(), MofNCompleteColumn(), TextColumn("of {task.fields[drawn]} texts drawn"))
+    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("", total=total, drawn=0)
+        yield lambda taken, drawn: bar.update(task, completed=taken, drawn=drawn)
+
+
+def _infer(known: argparse.Namespace, rest: list[str]) -> int:
+    from dpllm.files import read_json
+    from dpllm.publish.inference import Order, infer
+    from dpllm.statement.inference import RECORD
+
+    config = _config(known, rest)
+    if known.epsilon is None:
+        raise ConfigError("--epsilon is missing: of all rows together. Type --epsilon 3, for example.")
+    names = {"tokens": "max_new_tokens", "batch": "batch_size", "describe": "statistics"}
+    asked = ("epsilon", "delta", "tokens", "batch", "clip", "top_k", "prompt", "describe", "temperature", "rows")
+    given = {names.get(name, name): value for name in asked if (value := getattr(known, name)) is not None}
+    filters = ("keep_unfinished", "min_words", "max_words", "schema", "no_details")
+    order = Order(**given, filters={name: getattr(known, name) for name in filters})
+    output = known.output or Path("synthetic")
+    if known.dry_run:
+        return _dry_run(known, config, order)
+    try:
+        with _bar(order.rows) as told:
+            infer(config, order, output, told)
+    except KeyboardInterrupt:
+        print("dpllm synthesize: interrupted. The same command goes on where it stopped.", file=sys.stderr)
+        return 1
+    record = read_json(output / RECORD)
+    if known.json:
+        return show(known, record)
+    dropped = ", ".join(f"{why}: {many}" for why, many in record["dropped"].items())
+    print(f"{output}: {record['rows']} rows of {record['texts']} texts; dropped ({dropped}).")
+    cost = f"Epsilon {record['epsilon']:.4f} at delta {record['delta']:g}, charged to {record['dataset']}."
+    print(f"{cost} dpllm verify {output} checks it.")
+    return 0
+
+
+def _dry_run(known: argparse.Namespace, config: RunConfig, order: Order) -> int:
+    """What inference would promise, beside a model that is tuned at the same epsilon."""
+    from rich.table import Table
+
+    from dpllm.privacy.accounting import Relation, calibrate_noise_multiplier
+    from dpllm.publish.inference import offer_of
+
+    made, delta, units, said = offer_of(config, order)
+    relation: Relation = "add_or_remove_one" if config.data.public_size else "zero_out"
+    size, eta = made.ballot.batch_size, made.ballot.range
+    batch = max(1, units // 8)
+    sigma = calibrate_noise_multiplier(order.epsilon, delta, batch / units, 24, relation, rough=True)
+    table = Table("generator", "what it promises", "what it takes", "rows")
+    table.add_row(
+        "private inference",
+        f"epsilon {made.epsilon:.4f} at delta {delta:g}",
+        f"{size} units vote for each token by at most {made.ballot.clip:.3g}, {order.max_new_tokens} draws a text",
+        f"at most {made.texts:,}",
+    )
+    table.add_row(
+        "a tuned model",
+        f"epsilon {order.epsilon:g} at delta {delta:g}",
+        f"24 steps of {batch:,} units with noise multiplier {sigma:.2f}: {sigma / batch:.2g} C in the averaged gradient",
+        "any number",
+    )
+    about = {
+        "batch_size": size,
+        "clip": made.ballot.clip,
+        "range": eta,
+        "epsilon": made.epsilon,
+        "delta": delta,
+        "texts": made.texts,
+    }
+    show(known, about | {"noise_multiplier": sigma} if known.json else table, "Nothing was spent.")
+    if said:
+        raise said
+    return 0
+
+
+def _config(known: argparse.Namespace, rest: list[str]) -> RunConfig:
+    from dpllm.recipe.config import load_config, make_config
+    from dpllm.recipe.section import parse_overrides
+
+    keys = {key: value for name, key in KEYS.items() if (value := getattr(known, name)) is not None} | parse_overrides(
+        rest
+    )
+    if Path(known.source).suffix in (".yaml", ".yml"):
+        return load_config(known.source, keys)
+    if "model.name_or_path" not in keys:
+        raise ConfigError(
+            "--model is missing: which model reads the records? Type its directory or Hub id, or a recipe."
+        )
+    raw: dict[str, Any] = {"train": {"steps": 1}, "output_dir": "none"}  # which nobody reads here
+    return make_config({**raw, "model": {}, "data": {"train": known.source}}, keys, "dpllm synthesize")
+
+
+def _with_model(known: argparse.Namespace) -> int:
     from dpllm.files import read_json
     from dpllm.publish import quality
     from dpllm.publish.synthesize import Order, synthesize
@@ -58,18 +226,11 @@ def synthesize(known: argparse.Namespace, rest: list[str]) -> int:
     measure = None
     if not known.no_quality:
         measure = quality.writer(known.embedding, lambda line: print(f"not measured: {line}", file=sys.stderr))
-    order = Order(**{field.name: getattr(known, field.name) for field in fields(Order)})
-    columns = (TextColumn("rows"), BarColumn(), MofNCompleteColumn(), TextColumn("of {task.fields[drawn]} texts drawn"))
+    given = {one.name: value for one in fields(Order) if (value := getattr(known, one.name)) is not None}
+    order, run = Order(**given), RunDir(Path(known.source))
     try:
-        with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
-            task = bar.add_task("", total=order.rows, drawn=0)
-            output = synthesize(
-                RunDir(Path(known.run)),
-                order,
-                known.output,
-                lambda taken, drawn: bar.update(task, completed=taken, drawn=drawn),
-                measure,
-            )
+        with _bar(order.rows) as told:
+            output = synthesize(run, order, known.output, told, measure)
     except KeyboardInterrupt:
         print("dpllm synthesize: interrupted. The same command goes on where it stopped.", file=sys.stderr)
         return 1
@@ -79,7 +240,7 @@ def synthesize(known: argparse.Namespace, rest: list[str]) -> int:
     dropped = ", ".join(f"{why}: {many}" for why, many in record["dropped"].items())
     print(f"{output}: {record['rows']} rows of {record['attempts']} texts drawn; dropped ({dropped}).")
     if measure:
-        private = RunDir(Path(known.run)).private / quality.FOLDER
+        private = run.private / quality.FOLDER
         print(f"Figures of quality that may be published are on its card; {private} has the others.")
     print("run/privacy.json is its privacy statement: rows spend nothing beyond it, and it does not cover prompts.")
     return 0

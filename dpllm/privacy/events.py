@@ -16,7 +16,9 @@ Guarantee:
     this mean and not seen by anyone; if each run is EVENT with fresh randomness; if the runs differ at most in
     hyper-parameters whose list was fixed in advance and from which each run draws at random; if the score that decides is
     part of what EVENT accounts for, or computed from public data; and if nothing of the other runs leaves.
-    ``imported`` and ``pure_dp`` hold under the neighbouring relation and for the unit with which they are composed.
+    ``bounded_range`` holds for draws of range at most ``range``, of which each may depend on the results before it (proof:
+    ``dpllm.privacy.bounded_range``). ``imported`` and ``pure_dp`` hold under the neighbouring relation and for the unit with
+    which they are composed.
 
 References:
     Choquette-Choo et al. 2023, "Privacy Amplification for Matrix Mechanisms", corollary 4.7 (mixtures). Charles et al.
@@ -39,6 +41,7 @@ from dpllm.errors import ConfigError
 
 SHAPES = {"geometric": 1.0, "logarithmic": 0.0, "poisson": float("inf")}  # of the truncated negative binomial
 LEAST_NOISE, MOST_NOISE = 1e-6, 1e9  # an accountant's squares of others do not fit a float
+MOST_RANGE = 100.0
 MAX_GROUP_SIZE, MOST_COUNT = 1024, 10**12  # counts are added up in floating point
 MAX_DEPTH = 32
 _SPLIT = Context(prec=60)
@@ -61,6 +64,8 @@ class _Value:
                     integer(name, value, 1, MAX_GROUP_SIZE)
                 case "bands":
                     integer(name, value, 1)
+                case "range":
+                    number("bounded_range range", value, LEAST_NOISE, MOST_RANGE, including=True)
                 case "count":
                     integer(f"{self.type} count", value, 0, MOST_COUNT)
                 case "epsilon" | "delta":
@@ -207,13 +212,32 @@ class PureDP(_Value):
     epsilon: float
 
 
-Event = Mechanism | PoissonSampled | CyclicPoisson | SelfComposed | Composed | RepeatAndSelect | Imported | PureDP
+@dataclass(frozen=True)
+class BoundedRange(_Value):
+    """``count`` draws, one after the other, each of range at most ``range``: exponential mechanisms."""
+
+    type = "bounded_range"
+    range: float
+    count: int
+
+
+Event = (
+    Mechanism
+    | PoissonSampled
+    | CyclicPoisson
+    | SelfComposed
+    | Composed
+    | RepeatAndSelect
+    | Imported
+    | PureDP
+    | BoundedRange
+)
 RunEvent = SelfComposed | CyclicPoisson
 """What a run of dpllm executes: ``count`` steps."""
 
 _KINDS: dict[str, Any] = {
     **{kind.type: kind for kind in (Gaussian, GaussianPair, CyclicPoisson, SelfComposed, Composed, RepeatAndSelect)},
-    **{kind.type: kind for kind in (Imported, PureDP, PoissonSampled)},
+    **{kind.type: kind for kind in (Imported, PureDP, BoundedRange, PoissonSampled)},
     "poisson_sampled_group": PoissonSampled,
 }
 _FIELDS = {name: {field.name for field in fields(kind)} for name, kind in _KINDS.items()}
@@ -262,11 +286,11 @@ def compose(events: Sequence[Event]) -> Composed:
 
 
 def count_releases(event: Event) -> int:
-    """How many noisy sums, or pure_dp releases, a run may execute on the strength of `event`; others pay for none."""
+    """How many noisy sums, draws or pure_dp releases a run may execute on the strength of `event`; others pay for none."""
     match event:
         case Gaussian() | GaussianPair() | PoissonSampled() | PureDP():
             return 1
-        case CyclicPoisson():
+        case CyclicPoisson() | BoundedRange():
             return event.count
         case SelfComposed():
             return event.count * count_releases(event.event)

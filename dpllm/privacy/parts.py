@@ -48,12 +48,20 @@ class Bounds(NamedTuple):
     times: int
 
 
+class Draws(NamedTuple):
+    """``times`` draws of bounded range, each chosen after the ones before."""
+
+    range: float
+    times: int
+
+
 class Parts(NamedTuple):
     """What an event consists of: composition commutes, so that equal parts are counted together and sorted."""
 
     sampled: tuple[SampledSums, ...] = ()
     selected: tuple[Selections, ...] = ()
     bounds: tuple[Bounds, ...] = ()
+    draws: tuple[Draws, ...] = ()
 
 
 def parts_of(event: Event) -> Parts:
@@ -67,6 +75,7 @@ def _parts_of(event: Event) -> Parts:
     sampled: Counter[tuple[float, float, int]] = Counter()
     selected: Counter[tuple[Parts, float, str]] = Counter()
     bounds: Counter[tuple[float, float]] = Counter()
+    draws: Counter[float] = Counter()
 
     def walk(part: Event, times: int) -> None:
         match part:
@@ -91,12 +100,15 @@ def _parts_of(event: Event) -> Parts:
                 known = float(part.epsilon), float(part.delta if isinstance(part, Imported) else 0.0)
                 if any(known):
                     bounds[known] += times
+            case events.BoundedRange():
+                draws[float(part.range)] += times * part.count
 
     walk(event, 1)
     return Parts(
         tuple(sorted(SampledSums(*key, n) for key, n in sampled.items() if n)),
         tuple(sorted(Selections(*key, n) for key, n in selected.items() if n)),
         tuple(sorted(Bounds(*key, n) for key, n in bounds.items() if n)),
+        tuple(sorted(Draws(key, n) for key, n in draws.items() if n)),
     )
 
 
@@ -155,20 +167,25 @@ def _kinds(parts: Parts) -> list[tuple[str, frozenset[str]]]:
             kinds["gaussian sums"] = ACCOUNTANTS
     for best in parts.selected:
         # dp-accounting computes the selection from the Renyi curve of one run, which an imported delta has not.
-        known = _accountants(best.parts) & {"rdp"} if not best.parts.bounds else frozenset[str]()
+        # It has no event for draws of bounded range either.
+        plain = not (best.parts.bounds or best.parts.draws)
+        known = _accountants(best.parts) & {"rdp"} if plain else frozenset[str]()
         kinds[f"repeat_and_select of {' and '.join(kind for kind, _ in _kinds(best.parts))}"] = known
-    if parts.bounds:
-        kinds["imported"] = frozenset({"pld", "rdp"})
+    for name, some in (("imported", parts.bounds), ("bounded_range", parts.draws)):
+        if some:
+            kinds[name] = frozenset({"pld", "rdp"})
     return list(kinds.items())
 
 
 def dp_event_of(parts: Parts) -> DpEvent:
-    """The dp-accounting event of equal cost; it has none for what is imported (ConfigError)."""
+    """The dp-accounting event of equal cost; it has none for what is imported or of bounded range (ConfigError)."""
     import dp_accounting as dp
     from dp_accounting.dp_event import MixtureOfGaussiansDpEvent, RepeatAndSelectDpEvent
 
-    if parts.bounds:
-        raise ConfigError("dp-accounting has no event for an imported epsilon and delta. Use epsilon() instead.")
+    if parts.bounds or parts.draws:
+        raise ConfigError(
+            "dp-accounting has no event for an imported epsilon and delta, nor for draws of bounded range. Use epsilon() instead."
+        )
     runs: list[DpEvent] = []
     for part in parts.sampled:
         one = dp.GaussianDpEvent(part.noise_multiplier)

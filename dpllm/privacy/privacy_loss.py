@@ -13,8 +13,9 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from dpllm.errors import ConfigError
+from dpllm.privacy import bounded_range
 from dpllm.privacy.events import Event
-from dpllm.privacy.parts import Parts, SampledSums, parts_of, require
+from dpllm.privacy.parts import Draws, Parts, SampledSums, parts_of, require
 
 if TYPE_CHECKING:
     import numpy as np
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 Relation = Literal["zero_out", "add_or_remove_one"]  # which cost the same under Poisson sampling
 
 MAX_STEPS = 1_000_000
+CHUNK_OF_DRAWS = 500  # whose curve takes a second
 # Array elements that the deltas of one mixture may take: 8 MB a copy, and some tenths of a second.
 MIXTURE_ELEMENTS = 1_000_000
 FPRS = (0.001, 0.01)
@@ -43,7 +45,7 @@ def privacy_loss(parts: Parts, relation: Relation, interval: float) -> PrivacyLo
         ConfigError: the steps are too many.
         OverflowError: the loss of hardly any noise does not fit a float.
     """
-    if any(part.times > MAX_STEPS for part in parts.sampled):
+    if max((part.times for some in (parts.sampled, parts.draws) for part in some), default=0) > MAX_STEPS:
         raise ConfigError(f"more than {MAX_STEPS} steps take too long to compose. Lower train.steps or train.epochs.")
     from dp_accounting.pld import common
     from dp_accounting.pld import privacy_loss_distribution as pld
@@ -63,7 +65,25 @@ def privacy_loss(parts: Parts, relation: Relation, interval: float) -> PrivacyLo
     for release in parts.bounds:
         known = common.DifferentialPrivacyParameters(release.epsilon, release.delta)
         whole = whole.compose(pld.from_privacy_parameters(known, interval).self_compose(release.times))
+    for draws in parts.draws:  # each chunk has a pair that dominates it, and so they compose
+        chunks, rest = divmod(draws.times, CHUNK_OF_DRAWS)
+        if chunks:
+            whole = whole.compose(_of_draws(draws._replace(times=CHUNK_OF_DRAWS), interval).self_compose(chunks))
+        if rest:
+            whole = whole.compose(_of_draws(draws._replace(times=rest), interval))
     return whole
+
+
+def _of_draws(draws: Draws, interval: float) -> PrivacyLossDistribution:
+    """Of the pair of distributions whose divergences are the curve that bounds them, in both directions."""
+    import numpy as np
+    from dp_accounting.pld import pld_pmf
+    from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
+
+    h, delta_K = bounded_range.profile(*draws)
+    most = math.ceil(h * (len(delta_K) - 1) / interval)
+    deltas = bounded_range.delta_at(*draws, np.arange(-most, most + 1, dtype=np.float64) * interval)
+    return PrivacyLossDistribution(pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(interval, -most, most, deltas))
 
 
 def _interval(parts: Parts, interval: float) -> float:
@@ -75,8 +95,8 @@ def _interval(parts: Parts, interval: float) -> float:
         size = max(part.group_size for part in parts.sampled)
         alone = Parts(tuple(part._replace(group_size=1) for part in parts.sampled))
         interval = max(interval, 1e-6 * size * rdp_epsilon(alone, 1e-5))
-    if parts.bounds:
-        interval = max(interval, 1e-6 * sum(part.epsilon * part.times for part in parts.bounds))
+    for some in (parts.bounds, parts.draws):
+        interval = max(interval, 1e-6 * sum(part[0] * part.times for part in some))
     for part in parts.sampled:
         if part.group_size > 1:
             bounds = [_mixture(part, removes=removes).connect_dots_bounds() for removes in (True, False)]

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from dpllm.privacy.bounded_range import zcdp
 from dpllm.privacy.events import Event, number
 from dpllm.privacy.parts import Parts, SampledSums, dp_event_of, parts_of, require
 
@@ -64,7 +65,7 @@ def rdp(event: Event, order: float) -> float:
     if parts.selected:
         # The bound on a selection takes the best of several orders of one run: with this order alone it would be far larger.
         total += float(_curve(Parts(selected=parts.selected), (*_default_orders(), order))[-1])
-    return total + sum(part.times * _pure(part.epsilon, order) for part in parts.bounds)
+    return total + _others(parts, order)
 
 
 def allowance(epsilon: float, delta: float, order: float) -> float:
@@ -165,10 +166,15 @@ def _curve(parts: Parts, orders: tuple[float, ...]) -> NDArray[np.float64]:
     from dp_accounting.rdp import RdpAccountant
 
     with _quiet():
-        curve: NDArray[np.float64] = RdpAccountant(orders).compose(dp_event_of(parts._replace(bounds=()))).rdp
-    for part in parts.bounds:
-        curve = curve + part.times * np.array([_pure(part.epsilon, order) for order in orders])
+        curve: NDArray[np.float64] = RdpAccountant(orders).compose(dp_event_of(parts._replace(bounds=(), draws=()))).rdp
+    curve = curve + np.array([_others(parts, order) for order in orders])
     return curve
+
+
+def _others(parts: Parts, order: float) -> float:
+    """The divergence of what dp-accounting has no event for, without what is imported as delta."""
+    pure = sum(part.times * _pure(part.epsilon, order) for part in parts.bounds)
+    return pure + sum(part.times * min(order * zcdp(part.range, 1), _pure(part.range, order)) for part in parts.draws)
 
 
 def _pure(epsilon: float, order: float) -> float:

@@ -152,14 +152,20 @@ def _digest(sums: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _refuse_experts(model: nn.Module) -> None:
-    """Experts compute on as many tokens as chose them: whose rounding follows whose would take every routing to see."""
+def has_experts(model: nn.Module) -> str | None:
+    """The name of a module that computes on as many tokens as chose it, whose rounding would take every routing to see."""
     for name, module in model.named_modules():
         if "experts" in name.split(".") or "Expert" in type(module).__name__:
-            raise RoundsByCompany(
-                f"{name} computes on however many tokens were routed to it, so one unit would change how the tokens of others "
-                "are rounded. Set train.physical_batch_size: 1, which computes each row by itself."
-            )
+            return str(name)
+    return None
+
+
+def _refuse_experts(model: nn.Module) -> None:
+    if name := has_experts(model):
+        raise RoundsByCompany(
+            f"{name} computes on however many tokens were routed to it, so one unit would change how the tokens of others "
+            "are rounded. Set train.physical_batch_size: 1, which computes each row by itself."
+        )
 
 
 def _company(subject: Subject, shape: Shape) -> tuple[list[Unit], list[Unit]]:

@@ -16,7 +16,7 @@ from dpllm.errors import ConfigError
 from dpllm.files import read_json
 from dpllm.publish.generate import Sample
 
-DUPLICATE = "the same as another"
+DUPLICATE, UNFINISHED = "the same as another", "did not end"
 Test = Callable[[Sample], bool]
 """Whether a text is dropped."""
 Detail = tuple[Literal["email", "card", "phone"], str]
@@ -50,7 +50,7 @@ def tests(
         )
     found: dict[str, Test] = {"empty": lambda one: not one.text.strip()}
     if not keep_unfinished:
-        found["did not end"] = lambda one: not one.ended
+        found[UNFINISHED] = lambda one: not one.ended
     if min_words is not None:
         found[f"under {min_words} words"] = lambda one: len(one.text.split()) < min_words
     if max_words is not None:

@@ -36,6 +36,7 @@ from dpllm.recipe.config import RunConfig
 from dpllm.statement.released import Statistics
 from dpllm.text import data
 from dpllm.text.asked import columns_of, exact_values
+from dpllm.text.rows import Groups
 
 DELTA = 1e-9
 """At which a total is stated where neither a budget nor the user names another: no release needs one."""
@@ -130,32 +131,66 @@ def offered(
         from dpllm.model.loading import load_tokenizer
 
         tokenizer = load_tokenizer(config.model)
+    columns = (name for group in asked for one in group for name in columns_of(one))
+    with opened(config, delta, columns, most=DELTA, create=create) as source:
+        ledger, dataset = source.ledger, source.account
+        exact = partial(exact_values, units=source.units, table=source.table, data=config.data, tokenizer=tokenizer)
+        made, found = _priced(config, asked, epsilon, source.delta, dataset)
+        spent, after, said = 0.0, found.epsilon, None
+        if ledger is not None:
+            all_of_it = RunRequest(found.event(), source.delta, len(made), found.unit, found.neighbouring_relation)
+            spent, after = ledger.spent(dataset, source.delta), ledger.spent(dataset, source.delta, all_of_it)
+            sealed = (
+                "seal a list that holds both: dpllm describe ... --dry-run --json > statistics.json, then "
+                f"dpllm ledger seal {dataset} RECIPE statistics.json"
+            )
+            said = refusal(ledger, dataset, _requests(found), sealed)
+        yield Offer(found, spent, after, said, made, exact, source.policy, ledger)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """Private rows, and the account that pays for what is released of them."""
+
+    table: data.Table
+    units: Groups
+    ledger: Ledger | None
+    policy: dataset_policy.DatasetPolicy
+    account: str
+    delta: float
+
+
+@contextlib.contextmanager
+def opened(
+    config: RunConfig, delta: float | str | None, columns: Iterable[str], *, most: float, create: bool
+) -> Iterator[Opened]:
+    """The rows of a recipe and their account.
+
+    Args:
+        config: The recipe: whose data, and which ledger.
+        delta: See ``offered``; None: the budget's, or as in a run, at most ``most``.
+        columns: That the data must have.
+        most: Above.
+        create: Make the ledger if there is none.
+    """
     with contextlib.ExitStack() as stack:
         cache = stack.enter_context(scratch())
         table = data.load_table(config.data.train, config.data, config.data.train_split, cache)
-        columns = (name for group in asked for one in group for name in columns_of(one))
         data.check_columns(columns, table.rows, table.name)
         units = data.group_rows(table, config.data)
-        exact = partial(exact_values, units=units, table=table, data=config.data, tokenizer=tokenizer)
         if (ledger := open_ledger(config.privacy.ledger, create=create)) is not None:
             stack.enter_context(ledger)
             stack.enter_context(ledger.counting())
-        # A recipe without differential privacy, or with evaluation data, may be described as any other.
+        # A recipe without differential privacy, or with evaluation data, may be asked about as any other.
         private = config.privacy.model_copy(update={"enabled": True})
         owner = config.model_copy(update={"privacy": private, "data": config.data.model_copy(update={"eval": None})})
         policy = dataset_policy.find_policy(owner, table, ledger)
-        dataset = ledger.records.charged_to(policy.dataset, policy.derived_from) if ledger else policy.dataset
-        budget = ledger.budget(dataset) if ledger else None
+        account = ledger.records.charged_to(policy.dataset, policy.derived_from) if ledger else policy.dataset
+        budget = ledger.budget(account) if ledger else None
         size = config.data.public_size or len(units if config.data.sampling == "unit" else units.each_alone())
-        wanted = delta if delta is not None else budget.delta if budget else min(DELTA, auto_delta(size))
-        delta = resolved_delta(wanted, budget.delta if budget else 1.0, size, "--delta")
-        made, found = _priced(config, asked, epsilon, delta, dataset)
-        spent, after, refusal = 0.0, found.epsilon, None
-        if ledger is not None:
-            all_of_it = RunRequest(found.event(), delta, len(made), found.unit, found.neighbouring_relation)
-            spent, after = ledger.spent(dataset, delta), ledger.spent(dataset, delta, all_of_it)
-            refusal = _refusal(ledger, dataset, _requests(found))
-        yield Offer(found, spent, after, refusal, made, exact, policy, ledger)
+        wanted = delta if delta is not None else budget.delta if budget else min(most, auto_delta(size))
+        found = resolved_delta(wanted, budget.delta if budget else 1.0, size, "--delta")
+        yield Opened(table, units, ledger, policy, account, found)
 
 
 def _priced(
@@ -215,8 +250,8 @@ def _requests(asked: Statistics) -> list[RunRequest]:
     return [RunRequest(one.event, *whose, f"describe: {one.statistic}") for one in asked.releases]
 
 
-def _refusal(ledger: Ledger, dataset: str, requests: Sequence[RunRequest]) -> Refused | None:
-    """What the ledger would say."""
+def refusal(ledger: Ledger, dataset: str, requests: Sequence[RunRequest], without_list: str) -> Refused | None:
+    """What the ledger would say; of a planned budget without a sealed list, ``without_list``, since they would be all of it."""
     account = ledger.account(dataset)
     try:
         ledger.same_unit(dataset, requests[0].unit, requests[0].relation)
@@ -225,8 +260,7 @@ def _refusal(ledger: Ledger, dataset: str, requests: Sequence[RunRequest]) -> Re
     why = admission.refusal(account, requests)
     if account.budget and account.budget.gate == "planned" and account.sealed is None:
         why = (
-            f"dataset {dataset!r} has a planned budget without a sealed list, and these statistics would be all of it, so that "
-            "nothing could be trained. Seal a list that holds both: dpllm describe ... --dry-run --json > statistics.json, then "
-            f"dpllm ledger seal {dataset} RECIPE statistics.json."
+            f"dataset {dataset!r} has a planned budget without a sealed list, and these would be all of it, so that nothing "
+            f"could be trained; {without_list}."
         )
     return BudgetExceeded(why, dataset=dataset, reason="over_budget") if why else None

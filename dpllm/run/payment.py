@@ -14,7 +14,6 @@ from dpllm.errors import Refused
 from dpllm.ledger import Ledger, RunRequest, admission, dataset_policy, open_ledger
 from dpllm.ledger.reserving import group_total, use_reservation
 from dpllm.privacy.accounting import finite
-from dpllm.privacy.plan import Plan
 from dpllm.recipe.config import RunConfig
 from dpllm.run.directory import RunDir
 from dpllm.run.promise import Decision, Start
@@ -57,13 +56,13 @@ class Payment:
         if self.ledger is not None:
             self.ledger.close()
 
-    def to_json(self, plan: Plan | None) -> dict[str, Any] | None:
-        """What run.json says of the ledger."""
-        if self.ledger is None or plan is None or self.entry is None:
+    def to_json(self, delta: float | None) -> dict[str, Any] | None:
+        """What is said of the ledger, at its budget's delta or else this one; None without differential privacy."""
+        if self.ledger is None or delta is None or self.entry is None:
             return None
         ledger, claim = self.ledger, self.ledger.run(self.entry).reservation
         budget, account = ledger.budget(claim.dataset), ledger.account(claim.dataset)
-        spent: float | None = ledger.spent(claim.dataset, None if budget else plan.delta)
+        spent: float | None = ledger.spent(claim.dataset, None if budget else delta)
         filtered = admission.filter_epsilon(account)
         if account.flaws():
             filtered = spent = None

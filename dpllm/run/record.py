@@ -248,7 +248,7 @@ class Recorder:
             self_check=("cached" if prepared.checked.known else "whole") if prepared.plan else None,
             epsilon_spent=prepared.plan.epsilon if prepared.plan else None,
             delta=prepared.plan.delta if prepared.plan else None,
-            ledger=prepared.payment.to_json(prepared.plan),
+            ledger=prepared.payment.to_json(prepared.plan.delta if prepared.plan else None),
             lineage=prepared.decision.lineage,
             versions=environment.versions(),
             hardware=environment.hardware(),

@@ -10,13 +10,15 @@ from dpllm.errors import ConfigError
 from dpllm.privacy import events
 
 
-def _read(value: Any, *, of_run: bool = False, pure: bool = False) -> Any:
+def _read(value: Any, *, of_run: bool = False, pure: bool = False, draws: bool = False) -> Any:
     try:
         event = value if isinstance(value, events.Event) else events.read(value)
         if of_run:
             events.step_of(event)
         if pure and not (isinstance(event, events.PureDP) and event.epsilon > 0):  # none is free
             raise ConfigError(f"{event.to_json()} is no release with an epsilon above 0 and a delta of 0.")
+        if draws and not (isinstance(event, events.BoundedRange) and event.count):
+            raise ConfigError(f"{event.to_json()} is no event of draws, and draws are all that texts were released by.")
     except ConfigError as error:
         raise ValueError(str(error)) from None
     return event
@@ -38,3 +40,5 @@ PureDP = Annotated[
     WithJsonSchema({"type": "object", "properties": _PURE, "required": [*_PURE], "additionalProperties": False}),
 ]
 """That of one release with a delta of 0."""
+BoundedRange = Annotated[events.BoundedRange, PlainValidator(lambda value: _read(value, draws=True)), *_STORED]
+"""That of one text or more, drawn token by token."""

@@ -51,8 +51,8 @@ class Quality(Record):
     """The public data that some are computed on; null: none."""
 
 
-class Synthetic(Record):
-    """All about one synthetic data set, but for the privacy statement of the model that wrote it."""
+class Written(Record):
+    """What is said of all rows that a model wrote."""
 
     schema_version: Literal[1]
     rows: AtLeast1
@@ -64,13 +64,8 @@ class Synthetic(Record):
     shares: Text | None
     """Name of the released statistic that says how often each of their values is asked for; null without control, and without a
     guarantee, where they are asked for as often as the training rows have them."""
-    prompts: AtLeast1 | None
-    """How many public prompts the texts answer; null: they were written from their beginning, or from control codes."""
-    sampling: Sampling
-    attempts: AtLeast1
-    """How many texts were drawn: each became a row or was dropped."""
     dropped: dict[Text, Count]
-    """Why a text was not taken -> how many."""
+    """Why a text did not become a row -> how many."""
     files: dict[Text, Sha256]
     """SHA-256 of data/train.jsonl and of all in run/."""
     quality: Quality | None
@@ -78,6 +73,17 @@ class Synthetic(Record):
     date: Annotated[str, Field(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}$")]
     """Day of the last row, in UTC."""
     software: dict[Text, str]
+    """Versions of dpllm, Python and the packages that the result depends on."""
+
+
+class Synthetic(Written):
+    """All about one synthetic data set, but for the privacy statement of the model that wrote it."""
+
+    prompts: AtLeast1 | None
+    """How many public prompts the texts answer; null: they were written from their beginning, or from control codes."""
+    sampling: Sampling
+    attempts: AtLeast1
+    """How many texts were drawn: each became a row or was dropped."""
 
 
 def read(value: object) -> Synthetic:

@@ -8,7 +8,7 @@ regular files of bounded size only, follows no link, and keeps no row.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,8 +17,9 @@ from dpllm.files import CARD, sha256
 from dpllm.privacy.releases import OTHER
 from dpllm.run.directory import RunDir
 from dpllm.statement import synthetic
-from dpllm.statement.fields import NotAStatement
-from dpllm.statement.synthetic import MODEL_BLOCK, MODEL_CARD, RECORD, ROWS, Synthetic
+from dpllm.statement.fields import Json, NotAStatement
+from dpllm.statement.released import Statistics
+from dpllm.statement.synthetic import MODEL_BLOCK, MODEL_CARD, RECORD, ROWS, Synthetic, Written
 from dpllm.text import control
 from dpllm.verification import check_export
 from dpllm.verification.values import (
@@ -109,35 +110,47 @@ def _read(directory: Path, ledger: str | None) -> DataSet:
 def _files(found: DataSet) -> Iterator[Check]:
     """The very files that the folder consists of, with the stated hashes."""
     names, problems = check_export.regular_files(found.directory, strict=found.model.run is not None)
-    of_run, expected = synthetic.of_run(found.model.record), synthetic.files(found.model.record)
+    of_run = synthetic.of_run(found.model.record)
     hashed = [ROWS, *of_run]
     found.model.hashes.update(
         {name: found.record.files.get(mine, "") for mine, name in of_run.items() if mine in names}
     )
-    problems += [f"{name} is missing" for name in sorted(expected - set(names))]
-    problems += [f"{name} does not belong in a data set" for name in names if name not in expected]
-    if wrong := sorted(found.record.files.keys() ^ set(hashed)):
-        problems.append(f"{RECORD} has too many or too few hashes ({listed(wrong)})")
+    yield hashed_files(found.directory, names, problems, found.record.files, [RECORD, *hashed], _AGAIN)
+
+
+def hashed_files(
+    directory: Path, names: list[str], problems: list[str], stated: Mapping[str, str], due: Sequence[str], again: str
+) -> Check:
+    """The files of a folder, and problems with them, against what is ``due``: the record first, then what it has hashes of."""
+    record, *hashed = due
+    problems = problems + [f"{name} is missing" for name in sorted({CARD, *due} - set(names))]
+    problems += [f"{name} does not belong in a data set" for name in names if name not in (CARD, *due)]
+    if wrong := sorted(stated.keys() ^ set(hashed)):
+        problems.append(f"{record} has too many or too few hashes ({listed(wrong)})")
     if problems:
-        raise Wrong(f"{listed(problems)}. {_AGAIN}")
+        raise Wrong(f"{listed(problems)}. {again}")
     changed = []
     for name in hashed:
-        with regular(found.directory / name, MOST_BYTES):
-            changed += [name] if sha256(found.directory / name, follow=False) != found.record.files[name] else []
+        with regular(directory / name, MOST_BYTES):
+            changed += [name] if sha256(directory / name, follow=False) != stated[name] else []
     if changed:
-        raise Wrong(f"{listed(changed)} changed since the card was written. {_AGAIN}")
-    yield verified("files", f"SHA-256 of {listed(hashed)}; none missing, none extra.")
+        raise Wrong(f"{listed(changed)} changed since the card was written. {again}")
+    return verified("files", f"SHA-256 of {listed(hashed)}; none missing, none extra.")
 
 
 def _rows(found: DataSet) -> Iterator[Check]:
+    yield rows(found.directory, found.record, _asked(found), _AGAIN)
+
+
+def rows(directory: Path, record: Written, asked: set[str] | None, again: str) -> Check:
     """Each line is one row, with the stated columns in their order, which hold text, and codes that could be asked for."""
-    columns, codes, asked, number = list(found.record.columns), found.record.control, _asked(found), 0
-    with regular(found.directory / ROWS, MOST_BYTES) as file:
+    columns, codes, number = list(record.columns), record.control, 0
+    with regular(directory / ROWS, MOST_BYTES) as file:
         while line := file.readline(MOST_LINE + 1):
             number += 1
-            if number > min(found.record.rows, MOST_ROWS) or len(line) > MOST_LINE:
+            if number > min(record.rows, MOST_ROWS) or len(line) > MOST_LINE:
                 raise Wrong(
-                    f"line {number} of {ROWS} exceeds the stated rows, {MOST_ROWS:,} or {MOST_LINE:,} bytes. {_AGAIN}"
+                    f"line {number} of {ROWS} exceeds the stated rows, {MOST_ROWS:,} or {MOST_LINE:,} bytes. {again}"
                 )
             try:
                 row = json.loads(line.decode("utf-8"), object_pairs_hook=no_key_twice)
@@ -148,21 +161,21 @@ def _rows(found: DataSet) -> Iterator[Check]:
             except (ValueError, RecursionError):
                 right = False
             if not right:
-                raise Wrong(f"line {number} of {ROWS} is not text in {', '.join(columns)}, as asked for. {_AGAIN}")
-    if number != found.record.rows:
-        raise Wrong(f"{ROWS} has {number:,} rows, but {found.record.rows:,} are stated. {_AGAIN}")
-    yield verified("rows", f"{number:,}, each with {', '.join(columns)}.")
+                raise Wrong(f"line {number} of {ROWS} is not text in {', '.join(columns)}, as asked for. {again}")
+    if number != record.rows:
+        raise Wrong(f"{ROWS} has {number:,} rows, but {record.rows:,} are stated. {again}")
+    return verified("rows", f"{number:,}, each with {', '.join(columns)}.")
 
 
 def _asked(found: DataSet) -> set[str] | None:
-    """What texts can have been asked for: values of the control columns, in one text, of which the released count is positive.
-
-    None: anything, since nothing that was released says it.
-    """
     if not found.record.control or not found.model.record.guarantee:
-        return None
-    released = found.model.record.statistics
-    counts = [one.value or {} for one in released.releases if one.statistic == found.record.shares] if released else []
+        return None  # anything, since nothing that was released says it
+    return asked_by(found.record.shares, found.model.record.statistics)
+
+
+def asked_by(shares: str | None, released: Statistics | None) -> set[str]:
+    """What texts can have been asked for: values of the control columns, in one text, of which the released count is positive."""
+    counts = [one.value or {} for one in released.releases if one.statistic == shares] if released else []
     return {value for one in counts for value, count in one.items() if value != OTHER and count > 0}
 
 
@@ -194,18 +207,20 @@ def _record(found: DataSet) -> Iterator[Check]:
 
 def _page(found: DataSet) -> Iterator[Check]:
     """Front matter and marked part of README.md, which follow from synthetic.json and run/privacy.json."""
-    record, statement = found.record, found.model.record
-    expected = dataset_card.front_matter(record, statement)
-    stated = check_export.matter_of(found.card, expected.keys() | _OF_AUTHOR)
-    if wrong := sorted(key for key in expected if not check_export.same(stated.get(key), expected[key])):
-        yield failed("front matter", f"{listed(wrong)} do not follow from {RECORD} and {MODEL_BLOCK}. {_AGAIN}")
-    else:
-        yield verified(
-            "front matter", f"follows from {RECORD} and {MODEL_BLOCK}; license and language are the author's."
-        )
-    yield from check_export.page(
-        found.card, dataset_card.render(record, statement), f"{RECORD} with {MODEL_BLOCK}", _AGAIN
+    of = found.record, found.model.record
+    yield from page(
+        found.card, dataset_card.front_matter(*of), dataset_card.render(*of), f"{RECORD} and {MODEL_BLOCK}", _AGAIN
     )
+
+
+def page(card: str, matter: Json, parts: Mapping[str, str], source: str, again: str) -> Iterator[Check]:
+    """A card against the front matter and the marked parts that follow from its record; ``again``: what to do about others."""
+    stated = check_export.matter_of(card, matter.keys() | _OF_AUTHOR)
+    if wrong := sorted(key for key in matter if not check_export.same(stated.get(key), matter[key])):
+        yield failed("front matter", f"{listed(wrong)} do not follow from {source}. {again}")
+    else:
+        yield verified("front matter", f"follows from {source}; license and language are the author's.")
+    yield from check_export.page(card, parts, source, again)
 
 
 def _run(found: DataSet) -> Iterator[Check]:

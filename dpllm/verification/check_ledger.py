@@ -25,7 +25,8 @@ from dpllm.privacy import accounting
 from dpllm.privacy.events import Event, RunEvent, compose
 from dpllm.privacy.parts import parts_of
 from dpllm.statement import state
-from dpllm.statement.fields import Budget, Composed, Json, Terms
+from dpllm.statement.fields import Budget, Composed, Json
+from dpllm.statement.inference import Promised
 from dpllm.statement.released import Statistics
 from dpllm.statement.run_files import LedgerRecord
 from dpllm.verification import costs
@@ -68,8 +69,15 @@ def check(found: Published) -> Iterator[Check]:
         return
     if terms is None:
         raise Wrong("the card names a ledger entry but no event for it. Write it again: dpllm card RUN.")
-    yield _coherent(composed, terms)
     where = found.ledger if found.ledger is not None else _of_run(found)
+    yield from charged(composed, terms, found.record.statistics, found.record.steps.taken, where)
+
+
+def charged(
+    composed: Composed, terms: Promised, statistics: Statistics | None, taken: int, where: str | None
+) -> Iterator[Check]:
+    """What is said of the ledger, against itself and, where it is known, against the ledger; so many steps have to be charged."""
+    yield _coherent(composed, terms)
     if where is None:
         yield asserted(
             _NAME,
@@ -81,19 +89,19 @@ def check(found: Published) -> Iterator[Check]:
         chain = _open(where, {"hash": composed.head, "count": composed.entries})
     except (DpllmError, sqlite3.Error, OSError) as error:
         raise Wrong(f"the ledger cannot be read ({error}). Name another with --ledger FILE, or restore it.") from None
-    yield _entry(chain, composed, terms, found.record.steps.taken)
+    yield _entry(chain, composed, terms, taken)
     yield _total(chain, composed, terms)
-    if found.record.statistics is not None:
-        yield _released(chain, found.record.statistics)
+    if statistics is not None:
+        yield _released(chain, statistics)
 
 
-def _of_facts(composed: Composed, terms: Terms, **found: Any) -> Composed:
+def _of_facts(composed: Composed, terms: Promised, **found: Any) -> Composed:
     """What follows from a ledger that says of the run what is stated, but for what was found."""
     head = {"count": composed.entries, "hash": composed.head}
     return state.composed(LedgerRecord.pick(composed.to_json(), **{"head": head, **found}), terms.delta)
 
 
-def _coherent(composed: Composed, terms: Terms) -> Check:
+def _coherent(composed: Composed, terms: Promised) -> Check:
     """What has to hold whatever the ledger says."""
     problems: list[object] = []
     problems += differences(composed.to_json(), _of_facts(composed, terms).to_json(), tolerance=0.0)
@@ -152,7 +160,7 @@ def _read(store: Store) -> Json:
         return Chain(store).export()
 
 
-def _entry(chain: _Chain, composed: Composed, terms: Terms, taken: int) -> Check:
+def _entry(chain: _Chain, composed: Composed, terms: Promised, taken: int) -> Check:
     """The run's own entries pay for its event."""
     names = [str(name) for name in (composed.entry, *composed.made_up_by)]
     found = {e.facts["entry"]: e for e in chain.entries[: composed.entries] if e.kind == "reserve"}
@@ -166,7 +174,7 @@ def _entry(chain: _Chain, composed: Composed, terms: Terms, taken: int) -> Check
     reserved = [event_of(found[name]) for name in names]
     paid: Event = compose(reserved)
     counts = [event.count for event in reserved if isinstance(event, RunEvent)]
-    if reserved == [replace(terms.event, count=count) for count in counts]:
+    if isinstance(terms.event, RunEvent) and reserved == [replace(terms.event, count=count) for count in counts]:
         paid = replace(terms.event, count=sum(counts))  # of banded noise, whose rounds the parts share
     if parts_of(paid) != parts_of(terms.event):
         raise Wrong(f"entry {composed.entry} of {chain.where} was reserved for an event other than the card's.")
@@ -176,10 +184,8 @@ def _entry(chain: _Chain, composed: Composed, terms: Terms, taken: int) -> Check
     executed = sum(chain.steps.get(name, 0) for name in names)
     if executed < taken:
         raise Wrong(f"{chain.where} charged {executed} steps for this run, but the card states more.")
-    return verified(
-        "ledger: entry",
-        f"{composed.entry} of {chain.where} was reserved for exactly this event; {executed} steps were charged.",
-    )
+    steps = f"; {executed} steps were charged" if isinstance(terms.event, RunEvent) else ""
+    return verified("ledger: entry", f"{composed.entry} of {chain.where} was reserved for exactly this event{steps}.")
 
 
 def _released(chain: _Chain, shown: Statistics) -> Check:
@@ -198,7 +204,7 @@ def _released(chain: _Chain, shown: Statistics) -> Check:
     return verified("ledger: statistics", f"{chain.where} charged each of {len(shown.releases)} releases by itself.")
 
 
-def _total(chain: _Chain, composed: Composed, terms: Terms) -> Check:
+def _total(chain: _Chain, composed: Composed, terms: Promised) -> Check:
     """The total as it was at the stated head."""
     mine = [entry for entry in chain.entries[: composed.entries] if entry.dataset == composed.dataset]
     # No figure depends on lists and on runs that ended, and steps matter of reconciled runs only: the chain has those.

@@ -20,15 +20,16 @@ from dpllm.privacy.releases import OTHER, Kind, Statistic, tidy, told
 from dpllm.privacy.schedule import Schedule
 from dpllm.statement import state
 from dpllm.statement.fields import CRYPTOGRAPHIC, DEFINITION, Ancestor, ComposedLineage, Lattice, Terms
+from dpllm.statement.inference import Promised
 from dpllm.statement.lineage import together
 from dpllm.statement.privacy_record import PrivacyRecord
-from dpllm.statement.released import Release
+from dpllm.statement.released import BesideRun, Release
 from dpllm.statement.run_files import PlanRecord
+from dpllm.statement.state import ACCOUNTANT
 from dpllm.verification import costs
 from dpllm.verification.costs import by, rounding
 from dpllm.verification.values import Check, Published, Wrong, asserted, close, differences, listed, tried, verified
 
-ACCOUNTANT = "dp-accounting PLD"
 OTHER_RDP = 1e-2
 """Relative; how far RDP of another version, which has other orders, may lie from this one."""
 OF_THE_EVENT = ("accountants", "limits", "curve", "trade_off")
@@ -44,16 +45,19 @@ def check(found: Published) -> Iterator[Check]:
         yield verified("promise", f"none is made: {record.reason}.{attempted}")
     if terms is None:
         return
-    yield tried("epsilon", _epsilon, terms)
+    # What was spent beyond the plan is stated without the plan's other figures.
+    planned = any(getattr(terms, name) is not None for name in OF_THE_EVENT)
+    yield tried("epsilon", check_epsilon, terms, planned)
     yield tried("sizes", _sizes, record, terms)
     yield tried("other accountants", _accountants, terms)
-    yield tried("cross-check", _cross_check, terms)
+    yield tried("cross-check", check_cross_check, terms)
     yield tried("limits of attackers", _attackers, terms)
     yield tried("without amplification", _shuffled, record, terms)
     yield tried("terms", _generator, terms)
 
 
-def _epsilon(terms: Terms) -> Check:
+def check_epsilon(terms: Promised, exact: bool) -> Check:
+    """Epsilon against the event, which costs no more and, if ``exact``, no less."""
     accountant = terms.accountant
     if accountant.name != ACCOUNTANT or accountant.interval != accounting.FINE_INTERVAL:
         raise Wrong(f"accountant is not {ACCOUNTANT} at interval {accounting.FINE_INTERVAL:g}. {_AGAIN}")
@@ -64,8 +68,7 @@ def _epsilon(terms: Terms) -> Check:
         raise Wrong(
             f"the event costs epsilon {least:.12g} at delta {delta:g}, but {stated:.12g} is stated{by(terms)}. {_AGAIN}"
         )
-    # What was spent beyond the plan is stated without the plan's other figures.
-    if any(getattr(terms, name) is not None for name in OF_THE_EVENT) and stated > least * (1 + slack):
+    if exact and stated > least * (1 + slack):
         raise Wrong(
             f"epsilon {stated:.12g} is stated, but the event costs {least:.12g}: parts of two statements{by(terms)}. {_AGAIN}"
         )
@@ -145,7 +148,8 @@ def _accountants(terms: Terms) -> Check:
     return verified(name, ", ".join(f"{key} {value:.6g}" for key, value in fresh.items() if value is not None) + ".")
 
 
-def _cross_check(terms: Terms) -> Check:
+def check_cross_check(terms: Promised) -> Check:
+    """What a second accountant says of the event."""
     name, stated = "cross-check", terms.cross_check
     if stated is None:
         if {"pld", "rdp"} <= accounting.accountants(terms.event):
@@ -212,20 +216,25 @@ def _generator(terms: Terms) -> Check:
 
 def check_statistics(found: Published) -> Iterator[Check]:
     """What was released about the data: its epsilon, alone and with the run, against its events."""
-    shown, terms, name = found.record.statistics, found.record.terms, "statistics"
-    if shown is None:
-        return
+    shown, terms = found.record.statistics, found.record.terms
+    if shown is not None:
+        size = terms.sampling.dataset_size - terms.sampling.canary_slots if terms else 1
+        yield from check_beside(shown, terms, size, found.record.guarantee)
+
+
+def check_beside(shown: BesideRun, terms: Promised | None, size: int, guarantee: bool) -> Iterator[Check]:
+    """Statistics beside a run, or beside texts, of so many units."""
     if terms is None or (shown.unit, shown.neighbouring_relation) != (terms.unit, terms.neighbouring_relation):
         raise Wrong(f"the statistics protect another unit than the run, or use another relation. {_AGAIN}")
-    relation, slack = terms.neighbouring_relation, rounding(terms)
-    if shown.delta * (terms.sampling.dataset_size - terms.sampling.canary_slots) >= 1:
+    relation, slack, name = terms.neighbouring_relation, rounding(terms), "statistics"
+    if shown.delta * size >= 1:
         raise Wrong(f"the statistics' epsilon is stated at a delta of 1/N or more, which protects nobody. {_AGAIN}")
     if not shown.drawn or sum(one.event.epsilon for one in shown.releases) > costs.LARGE:
         raise Wrong(f"the statistics were not drawn, or have an epsilon above {costs.LARGE:g}. {_AGAIN}")
     for one in shown.releases:
         _check_release(one, shown.max_examples_per_unit)
     alone, both = costs.together([shown.event()], shown.delta, relation), None
-    if found.record.guarantee:
+    if guarantee:
         both = state.beside_run(shown, terms, True).with_run
     if not (close(shown.epsilon, alone, slack) and close(shown.with_run, both, slack)):
         raise Wrong(f"statistics cost {alone:.6g}, with the run {both}, but other figures are stated. {_AGAIN}")

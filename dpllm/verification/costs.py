@@ -13,7 +13,7 @@ from dpllm.privacy.accounting import Relation
 from dpllm.privacy.events import Event
 from dpllm.privacy.parts import parts_of
 from dpllm.statement import tradeoff_figure
-from dpllm.statement.fields import Terms
+from dpllm.statement.inference import Promised
 from dpllm.verification.values import TOLERANCE, Wrong
 
 LARGE = 500.0
@@ -65,12 +65,12 @@ def pld(event: Event, delta: float, relation: Relation) -> tuple[float, bool]:
     return found, found > LARGE
 
 
-def of(terms: Terms) -> tuple[float, bool]:
+def of(terms: Promised) -> tuple[float, bool]:
     """See ``pld``."""
     return pld(terms.event, terms.delta, terms.neighbouring_relation)
 
 
-def beside(terms: Terms) -> dict[str, float | None]:
+def beside(terms: Promised) -> dict[str, float | None]:
     """By each accountant that knows the event."""
     event, known = terms.event, bounded(terms.event)
     found = {"pld": of(terms)[0]} if "pld" in known else {}
@@ -97,12 +97,12 @@ def together(composed: list[Event], delta: float, relation: Relation) -> float:
     return accounting.stated(accounting.compose(composed), delta, relation)[0]
 
 
-def rounding(terms: Terms, other: float = OTHER_VERSION, same: float = TOLERANCE) -> float:
+def rounding(terms: Promised, other: float = OTHER_VERSION, same: float = TOLERANCE) -> float:
     """How far a figure may lie from what is computed here: hardly, where the accountant's version is the same."""
     return other if by(terms) else same
 
 
-def by(terms: Terms) -> str:
+def by(terms: Promised) -> str:
     """Which other version of the accountant computed the statement; empty where it is this one."""
     stated, here = terms.accountant.version, accounting.versions()["version"]
     return "" if stated == here else f" (stated by dp-accounting {stated}, computed here by {here}, which may differ)"

@@ -27,10 +27,11 @@ from dpllm.errors import ConfigError, Refused
 from dpllm.files import BLOCK, CARD, SIGNATURE, write_whole
 from dpllm.run.directory import RunDir
 from dpllm.run.projections import read_projections, read_turns
-from dpllm.statement import synthetic, tradeoff_figure
+from dpllm.statement import inference, synthetic, tradeoff_figure
 from dpllm.statement.privacy_record import Audit
 from dpllm.statement.run_files import RunRecord, read_plan, read_run
 from dpllm.verification import check_audits, check_dataset, check_export, check_ledger, check_promise, sign
+from dpllm.verification.check_inference import check as check_inference
 from dpllm.verification.values import (
     MOST_BYTES,
     WRITE_AGAIN,
@@ -56,7 +57,7 @@ _AGAIN = (
 )
 _OF_WEIGHTS = ("files", "audit", "run")
 """What needs files that lie beside weights, and not beside a copy of their statement."""
-_WRITTEN = (CARD, BLOCK, SIGNATURE, tradeoff_figure.FILE, synthetic.RECORD, "describe.json")
+_WRITTEN = (CARD, BLOCK, SIGNATURE, tradeoff_figure.FILE, synthetic.RECORD, inference.RECORD, "describe.json")
 _MOST_CARD, _MOST_BLOCK = 2**22, 2**19
 
 
@@ -66,7 +67,7 @@ def verify(path: Path, *, ledger: str | None = None, signers: Path | None = None
 
     Args:
         path: A run directory, whose export/ is looked at together with its recipe, Plan and record; an export directory; or the
-            folder of a synthetic data set.
+            folder of a synthetic data set, also of one that was written by private inference.
         ledger: A ledger's file, an export of one, or a PostgreSQL URL; None: the one that the recipe of a run names, if it is
             there.
         signers: A file of allowed signers (ssh-keygen(1)); None: whose key signed is only asserted.
@@ -80,6 +81,8 @@ def verify(path: Path, *, ledger: str | None = None, signers: Path | None = None
     if os.path.lexists(path / synthetic.RECORD):
         of_model = {name: check for name, check in CHECKS if name not in _OF_WEIGHTS}
         return Verification(str(path), tuple(check_dataset.check(path, ledger, of_model)))
+    if os.path.lexists(path / inference.RECORD):
+        return Verification(str(path), tuple(check_inference(path, ledger)))
     directory, run = _subject(path)
     checks: list[Check] = []
     try:

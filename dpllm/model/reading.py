@@ -1,0 +1,105 @@
+"""Next-token logits behind several prompts that go on alike, of which no row's bits follow its company.
+
+Comes in: a model, rows of token ids. Goes out: the logits behind each row, token by token. Must not know whose rows they are.
+
+Every forward pass has a shape that follows public numbers alone: rows are padded on the left to one width, and read in physical
+batches of one height, filled up with a row that is given. The mask is always passed, and is never all ones: transformers leaves
+out one that is, and takes another kernel. ``lower_in_company`` shows on synthetic rows that a row's logits have the same bits in
+any company and at any place; where they have not, the height is 1.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dpllm.errors import Refused
+from dpllm.privacy.selfcheck import has_experts
+
+MOST_TOKENS = 4096  # of a physical batch, padding included
+STEPS = 3  # tokens that synthetic rows go on for
+Rows = Sequence[Sequence[int]]
+# A legend of shapes: R rows, H rows of a physical batch, W width, V vocabulary.
+
+
+class Reader:
+    """Reads rows of at most ``width`` tokens, and then the same tokens behind all of them."""
+
+    def __init__(self, model: Any, width: int, filler: Sequence[int], rows: int) -> None:
+        """Takes a model in eval mode, a row that fills physical batches up, and how many rows there usually are.
+
+        Raises:
+            Refused: The model keeps no cache of keys and values, or takes no mask or positions.
+        """
+        known = inspect.signature(model.forward).parameters
+        if missing := {"attention_mask", "position_ids", "past_key_values"} - known.keys():
+            raise Refused(
+                f"{type(model).__name__} takes no {', '.join(sorted(missing))}, so that padded rows cannot be read together. Use "
+                "a transformer with a cache of keys and values."
+            )
+        self._model, self._filler = model, list(filler)
+        self._width = width + 1  # so that no mask is all ones
+        self._device = next(model.parameters()).device
+        self._only_last = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
+        self._state: list[tuple[Any, Tensor]] = []
+        self.height = max(1, min(rows, MOST_TOKENS // self._width))
+
+    def read(self, rows: Rows) -> NDArray[np.float32]:
+        """The logits behind each row, shape (R, V)."""
+        found, self._state = [], []
+        for start in range(0, len(rows), self.height):
+            part = [*rows[start : start + self.height]]
+            part += [self._filler] * (self.height - len(part))
+            ids_HW = torch.zeros(self.height, self._width, dtype=torch.long)
+            mask_HW = torch.zeros_like(ids_HW)
+            for place, row in enumerate(part):
+                ids_HW[place, self._width - len(row) :] = torch.tensor(row)
+                mask_HW[place, self._width - len(row) :] = 1
+            found.append(self._pass(ids_HW, mask_HW, None))
+        return np.concatenate(found)[: len(rows)]
+
+    def go_on(self, token: int, rows: int) -> NDArray[np.float32]:
+        """The logits of so many rows behind one more token."""
+        state, self._state, found = self._state, [], []
+        for cache, mask_HW in state:
+            longer_HW = torch.cat((mask_HW, torch.ones(self.height, 1, dtype=torch.long)), dim=1)
+            found.append(self._pass(torch.full((self.height, 1), token), longer_HW, cache))
+        return np.concatenate(found)[:rows]
+
+    @torch.inference_mode()
+    def _pass(self, ids: Tensor, mask_HW: Tensor, cache: Any) -> NDArray[np.float32]:
+        places = (mask_HW.cumsum(dim=1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        given = {"input_ids": ids, "attention_mask": mask_HW, "position_ids": places}
+        moved = {name: value.to(self._device) for name, value in given.items()}
+        out = self._model(**moved, past_key_values=cache, use_cache=True, **self._only_last)
+        self._state.append((out.past_key_values, mask_HW))
+        logits_HV: NDArray[np.float32] = out.logits[:, -1].float().cpu().numpy()
+        return logits_HV
+
+    def lower_in_company(self, vocabulary: int) -> bool:
+        """Lowers the height to 1 where a row's bits follow its company or its place; whether it did. Rows are synthetic."""
+        if self.height > 1 and has_experts(self._model):  # whose rounding follows routing, which no few rows can show
+            self.height = 1
+            return True
+        if self.height == 1:
+            return False
+        draw, last = np.random.default_rng(0), self.height - 1
+        one = draw.integers(0, vocabulary, self._width // 2).tolist()
+        seen = set()
+        for places in ([0], [last], range(self.height)):  # beside others, and beside itself at every place
+            lengths = draw.integers(1, self._width, self.height)
+            rows = [draw.integers(0, vocabulary, length).tolist() for length in lengths]
+            rows[::2] = [row[:1] * len(row) for row in rows[::2]]  # one token again and again
+            for place in places:
+                rows[place] = one
+            logits = [self.read(rows), *(self.go_on(7 + step, self.height) for step in range(STEPS))]
+            seen |= {tuple(part[place].tobytes() for part in logits) for place in places}
+        if len(seen) > 1:
+            self.height = 1
+        return len(seen) > 1

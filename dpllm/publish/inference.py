@@ -1,0 +1,500 @@
+"""A data set that private records vote for, token by token: no training, and nothing but the rows leaves.
+
+Comes in: the recipe, what is asked for. Goes out: a folder as ``statement.inference`` lays it out, whole or not at all. Must not
+know how a token is drawn (``privacy.voting``), nor read a model (``model.reading``).
+
+Guarantee:
+    All rows together have the guarantee of one text: ``Ballot.event`` of T draws. Each unit has a slot in one batch. Under
+    zero_out slots follow the order of the units, which a unit that is replaced by nothing does not change; under
+    add_or_remove_one a coin of its own picks the batch. A batch votes for one text, T times at most, lost draws included, and
+    never again, whatever becomes of the text: batches are disjoint, so that texts compose in parallel. How many texts are begun
+    follows from texts that are drawn, and the end of a text from its tokens. What a record reads as follows from its own unit's
+    rows. It is charged before the first token (Dwork and Roth 2014, proposition 2.1 and section 3.5).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import secrets
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dpllm.errors import ConfigError, Refused
+from dpllm.files import alone, digest, read_json, whole_directory, write_whole
+from dpllm.ledger import RunRequest
+from dpllm.model import environment, loading
+from dpllm.model.reading import Reader
+from dpllm.privacy.accounting import Relation, epsilon, stated
+from dpllm.privacy.events import BoundedRange, number
+from dpllm.privacy.releases import OTHER
+from dpllm.privacy.voting import Ballot
+from dpllm.publish import filters
+from dpllm.publish.drawn import Drawn
+from dpllm.publish.generate import Sample
+from dpllm.recipe import names
+from dpllm.recipe.config import RunConfig
+from dpllm.run.describe import Opened, opened, refusal
+from dpllm.run.payment import Payment
+from dpllm.statement import parents, state
+from dpllm.statement.released import Statistics
+from dpllm.statement.run_files import LedgerRecord
+from dpllm.statement.synthetic import ROWS
+from dpllm.text import control
+from dpllm.text.layouts import joined
+from dpllm.text.rows import Row
+
+FIELD = "{text}"
+PROMPT = f"Here is one text of a collection:\n\n{FIELD}\n\nWrite another text of this collection. Answer with the text alone."
+DELTA = 1e-5
+MOST_CLIP = 4.0  # of the temperature: a larger vote is hardly ever cast
+TEXTS = "texts by inference cannot stand on one. Set an adaptive budget: dpllm ledger init NAME"
+
+Told = Callable[[int, int], None]
+"""Called after each text with the rows that are taken so far, and the texts begun."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """What is asked for.
+
+    Attributes:
+        rows: At most so many; fewer where filters drop texts and no batch is left.
+        epsilon: Of all rows together, > 0.
+        delta: See ``run.describe.opened``.
+        max_new_tokens: T, the most draws for one text.
+        batch_size: B; None: the smallest that allows C to be ``MOST_CLIP`` tau, but at most N over the rows.
+        clip: C, in nats; None: the largest that keeps to epsilon, but at most ``MOST_CLIP`` tau.
+        temperature: tau.
+        top_k: Of the public candidates; 0: all tokens.
+        prompt: What a record stands in, at {text}; the public prompt has nothing there.
+        statistics: File of ``dpllm describe`` with the shares of data.control.
+        filters: Arguments of ``filters.tests``.
+    """
+
+    rows: int
+    epsilon: float
+    delta: float | str | None = None
+    max_new_tokens: int = 96
+    batch_size: int | None = None
+    clip: float | None = None
+    temperature: float = 1.0
+    top_k: int = 0
+    prompt: str = PROMPT
+    statistics: Path | None = None
+    filters: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What would be promised: the ballot, the epsilon of its event, and how many texts there can be."""
+
+    ballot: Ballot
+    epsilon: float
+    texts: int
+
+
+def offer(order: Order, units: int, delta: float, relation: Relation) -> Offer:
+    """The ballot of an order.
+
+    Args:
+        order: What is asked for.
+        units: N, or as declared.
+        delta: Resolved.
+        relation: The neighbouring relation.
+
+    Raises:
+        ConfigError: Batch and clip that were asked for do not keep to epsilon, or N has not so many batches.
+    """
+    number("--epsilon", order.epsilon, 0.0, 1000.0)
+    for name, value in (("--temperature", order.temperature), ("--clip", order.clip)):
+        if value is not None:
+            number(name, value, 1e-6, 1e6, including=True)
+    if min(order.rows, order.max_new_tokens) < 1 or order.rows > units:
+        raise ConfigError(
+            f"--rows {order.rows} and --tokens {order.max_new_tokens} of {units:,} units: each unit votes for one text. Type 1 "
+            "or more of both, and no more rows than there are units."
+        )
+    eta = _largest_range(order, delta, relation)
+    wanted = math.ceil(
+        2 * (order.clip if order.clip is not None else MOST_CLIP * order.temperature) / (eta * order.temperature)
+    )
+    size = order.batch_size if order.batch_size is not None else max(1, min(wanted, units // order.rows))
+    most = min(MOST_CLIP, eta * size / 2 * (1 - 1e-9)) * order.temperature
+    clip = order.clip if order.clip is not None else most
+    ballot = Ballot(size, clip, order.temperature, order.top_k)
+    spent, texts = stated(ballot.event(order.max_new_tokens), delta, relation)[0], units // size
+    if spent > order.epsilon or texts < order.rows:
+        fit = f"votes of at most {clip:g} cost epsilon {spent:.4g}" if spent > order.epsilon else f"{texts} texts fit"
+        raise ConfigError(
+            f"{order.rows} rows by batches of {size} of {units:,} units at epsilon {order.epsilon:g} and delta {delta:g}: {fit}. "
+            "Ask for fewer --rows or --tokens, raise --epsilon, or leave --clip and --batch out."
+        )
+    return Offer(ballot, spent, texts)
+
+
+def _largest_range(order: Order, delta: float, relation: Relation) -> float:
+    """The largest range of a draw, to a few thousandths, of which T draws keep to epsilon."""
+
+    def cost(eta: float, accountant: str) -> float:
+        return epsilon(BoundedRange(eta, order.max_new_tokens), delta, relation, accountant)
+
+    few, many = 1e-6, 100.0  # by the quick accountant, which overstates
+    for _ in range(40):
+        middle = math.sqrt(few * many)
+        few, many = (middle, many) if cost(middle, "rdp") <= order.epsilon else (few, middle)
+    for _ in range(6):  # epsilon grows no faster than the square, so that this approaches from below
+        further = few * math.sqrt(order.epsilon / max(cost(few, "pld"), 1e-9))
+        if further > 100 or cost(further, "pld") > order.epsilon:
+            break
+        few = further
+    return few
+
+
+def offer_of(config: RunConfig, order: Order) -> tuple[Offer, float, int, Refused | None]:
+    """What an order would be, with delta and N of its data, and what the ledger would say; spends nothing."""
+    with opened(config, order.delta, config.data.control, most=DELTA, create=False) as source:
+        relation, units = _whose(config, source)
+        made = offer(order, units, source.delta, relation)
+        request = _request(config, order, made, source.delta, relation)
+        said = refusal(source.ledger, source.account, [request], TEXTS) if source.ledger else None
+        return made, source.delta, units, said
+
+
+def _request(config: RunConfig, order: Order, made: Offer, delta: float, relation: Relation) -> RunRequest:
+    event = made.ballot.event(order.max_new_tokens)
+    return RunRequest(event, delta, 1, config.data.unit, relation, "synthesize: inference")
+
+
+def _whose(config: RunConfig, source: Opened) -> tuple[Relation, int]:
+    if config.data.public_size is None:
+        return "zero_out", len(source.units)
+    return "add_or_remove_one", config.data.public_size
+
+
+def infer(config: RunConfig, order: Order, output: Path, told: Told = lambda taken, begun: None) -> Path:
+    """Writes a data set; what was interrupted goes on where it stopped.
+
+    Args:
+        config: The recipe: data, base model, ledger and card.
+        order: What is asked for.
+        output: A new folder.
+        told: Progress.
+
+    Raises:
+        ConfigError: See ``offer``; an unsuitable prompt or statistics; a folder that holds something, or a draft of another call.
+        BudgetExceeded: The ledger has no room; nothing is spent.
+        Refused: The base model was tuned on the same data, or cannot be read in batches.
+    """
+    if output.exists():
+        raise ConfigError(f"{output}: already exists. Type another --output, or remove it.")
+    if order.prompt.count(FIELD) != 1 or any("\ud800" <= letter <= "\udfff" for letter in order.prompt):
+        raise ConfigError(f"--prompt {order.prompt!r}: has to say once, with {FIELD}, where a record stands.")
+    if bool(config.data.control) != bool(order.statistics):
+        raise ConfigError(
+            "texts are asked for by data.control as often as released shares say, so the two belong together. Type both, such as "
+            "--data.control '[visit]' --describe FILE, as dpllm describe writes it; or neither."
+        )
+    if config.model.adapter is not None:
+        raise ConfigError(
+            "model.adapter: is an adapter to train on from, and nothing trains here. Merge it, or leave it out."
+        )
+    tests = filters.tests(**_FILTERS | dict(order.filters or {}))
+    with (
+        opened(config, order.delta, config.data.control, most=DELTA, create=True) as source,
+        alone(output, output.with_name(f".{output.name}.lock")),
+    ):
+        if source.table.format == "messages":
+            raise ConfigError(
+                "rows of messages are conversations, and a record stands in a prompt as one text. Use text, or prompts and "
+                "completions."
+            )
+        _refuse_tuned(config, source)
+        job = _Job.of(config, order, source)
+        job.load(tests)
+        job.pay(output.with_name(f".{output.name}.draft.jsonl"))
+        rows, dropped = job.write(tests, told)
+        _publish(job, rows, dropped, output)
+        job.drawn.path.unlink()
+    return output
+
+
+_FILTERS = {"keep_unfinished": False, "min_words": None, "max_words": None, "schema": None, "no_details": False}
+
+
+def _refuse_tuned(config: RunConfig, source: Opened) -> None:
+    """A model that learned these data tells of them by itself, and nobody composes the two yet."""
+    base = parents.of_base(config)
+    if base and any(one.dataset in (source.account, None) for one in (base.statement, *base.ancestors)):
+        raise Refused(
+            f"{config.model.name_or_path}: was tuned on {source.account}, or says not on what, so that its own privacy loss "
+            "would have to be added. Use a base model that never saw these data."
+        )
+
+
+@dataclass
+class _Job:
+    """One data set in the making."""
+
+    config: RunConfig
+    order: Order
+    source: Opened
+    relation: Relation
+    units: int
+    made: Offer
+    shares: dict[tuple[str, ...], float]
+    released: Statistics | None
+    tokenizer: Any
+    model: Any = None
+    drawn: Any = None
+    payment: Payment = field(default_factory=Payment)
+    readers: dict[int, Reader] = field(default_factory=dict)
+    ends: set[int] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, config: RunConfig, order: Order, source: Opened) -> _Job:
+        relation, units = _whose(config, source)
+        made = offer(order, units, source.delta, relation)
+        released = Statistics.pick(read_json(order.statistics)) if order.statistics else None
+        shares = _shares(released, config, source)
+        return cls(config, order, source, relation, units, made, shares, released, loading.load_tokenizer(config.model))
+
+    def pay(self, path: Path) -> None:
+        """Reserves and charges, or goes on with what was paid for."""
+        order, source, ledger = self.order, self.source, self.source.ledger
+        assert ledger is not None
+        asked = {**asdict(order), "statistics": self.released and digest(self.released.to_json())}
+        settings = {
+            name: value for name, value in asked.items() if name not in ("filters", "delta", "batch_size", "clip")
+        }
+        settings |= {"ballot": asdict(self.made.ballot), "delta": source.delta, "software": environment.versions()}
+        settings |= {"rows of the data": source.table.digest, "units of the data": source.units.digest()}
+        for part in ("model", "data"):
+            for name, value in getattr(self.config, part).model_dump(mode="json").items():
+                settings[f"{part}.{name}"] = value
+        request = _request(self.config, order, self.made, source.delta, self.relation)
+
+        def begin() -> dict[str, Any]:
+            if said := refusal(ledger, source.account, [request], TEXTS):
+                raise said
+            whose = source.policy
+            claim = ledger.reserve(whose.dataset, request, records=whose.records, derived_from=whose.derived_from)
+            return {"entry": claim.entry, "codes": secrets.randbits(256), "coins": secrets.randbits(256)}
+
+        self.drawn = Drawn(path, settings, begin)
+        entry = self.drawn.facts["entry"]
+        if (one := ledger.run(entry)).state not in ("reserved", "running", "interrupted"):
+            raise Refused(
+                f"entry {entry} of the ledger is {one.state}, so nothing more is drawn by it. Remove {path}, and pay anew."
+            )
+        if not one.steps:
+            ledger.charge(entry, 1)
+        self.payment = Payment(((entry, 1),), ledger)
+
+    def write(self, tests: Mapping[str, filters.Test], told: Told) -> tuple[list[dict[str, str]], Counter[str]]:
+        """Texts until there are enough rows, or no batch is left."""
+        rows: list[dict[str, str]] = []
+        dropped: Counter[str] = Counter(dict.fromkeys((*tests, filters.DUPLICATE), 0))
+        columns = self.config.data.control
+        names, weights = list(self.shares), list(self.shares.values())
+        for text, batch in enumerate(self._batches()):
+            if len(rows) == self.order.rows:
+                break
+            chosen = random.Random(f"{self.drawn.facts['codes']} {text}").choices(names, weights)[0] if names else ()
+            sample = self._text(text, batch, control.line(columns, chosen) if columns else "")
+            why = next((name for name, drops in tests.items() if drops(sample)), None)
+            row = {**dict(zip(columns, chosen, strict=True)), "text": sample.text}
+            why = filters.DUPLICATE if why is None and row in rows else why
+            if why is None:
+                rows.append(row)
+            else:
+                dropped[why] += 1
+            told(len(rows), len(rows) + dropped.total())
+        if not rows:
+            why = ", ".join(f"{name}: {many}" for name, many in dropped.items())
+            raise ConfigError(
+                f"the filters dropped all of {dropped.total()} texts ({why}), and no batch votes twice. Type other filters, such "
+                "as --keep-unfinished, with the same command: the tokens are kept."
+            )
+        return rows, dropped
+
+    def _batches(self) -> Iterator[list[list[Row]]]:
+        """The units of each text: by their order, or each by a coin of its own."""
+        size, units = self.made.ballot.batch_size, self.source.units
+        if self.relation == "zero_out":
+            for start in range(0, self.made.texts * size, size):
+                yield [units[number] for number in range(start, start + size)]
+            return
+        coin = random.Random(self.drawn.facts["coins"])
+        places = [coin.randrange(self.made.texts) for _ in range(len(units))]
+        for text in range(self.made.texts):
+            yield [units[number] for number, place in enumerate(places) if place == text]
+
+    def _text(self, number: int, batch: Sequence[Sequence[Row]], line: str) -> Sample:
+        """One text: what is drawn already, and the rest."""
+        before: list[int | None] = list(self.drawn.tokens[number])
+        most, tokens = self.order.max_new_tokens, [token for token in before if token is not None]
+        left = most - len(before) if self.ends.isdisjoint(tokens) else 0
+        if left:
+            reader, prompts, first = self._reader(line), self._prompts(line), []
+            for unit in batch:
+                first.append([prompts(self._record(row)) for row in unit])
+            rows = [prompts([]), *(row for unit in first for row in unit)]
+            logits = reader.read(rows)
+            for token in tokens:
+                logits = reader.go_on(token, len(rows))
+            while left:
+                token = self.drawn.draw(number, lambda: self._draw(logits, [len(unit) for unit in first]))  # noqa: B023
+                tokens.append(token)
+                left = 0 if token in self.ends else left - 1
+                logits = reader.go_on(token, len(rows)) if left else logits
+        text = self.tokenizer.decode([token for token in tokens if token not in self.ends], skip_special_tokens=True)
+        return Sample(number, None, text.strip(), not self.ends.isdisjoint(tokens))
+
+    def _draw(self, logits_RV: np.ndarray[Any, Any], sizes: Sequence[int]) -> int:
+        logits_RV, start, votes = logits_RV.astype(np.float64), 1, []
+        for size in sizes:
+            votes.append(self.made.ballot.vote(logits_RV[start : start + size], logits_RV[0]))
+            start += size
+        return self.made.ballot.draw(votes, logits_RV[0], secrets.randbelow)
+
+    def _record(self, row: Row) -> list[int]:
+        """A row as a prompt shows it, cut to data.max_length tokens."""
+        data = self.config.data
+        text = (
+            row["text"]
+            if self.source.table.format == "text"
+            else "".join(joined(row["prompt"], row["completion"], data.template))
+        )
+        ids: list[int] = self.tokenizer(row.get(control.LINE, "") + text, add_special_tokens=False)["input_ids"]
+        return ids[: data.max_length]
+
+    def _prompts(self, line: str) -> Callable[[Sequence[int]], list[int]]:
+        """From the tokens of a record to those of its prompt, behind which the text is drawn."""
+        before, after = self._around()
+        start = self.tokenizer(line, add_special_tokens=False)["input_ids"] if line else []
+        return lambda record: [*before, *record, *after, *start]
+
+    def _around(self) -> tuple[list[int], list[int]]:
+        tokenizer, prompt = self.tokenizer, self.order.prompt
+        if tokenizer.chat_template:
+            turn = [{"role": "user", "content": prompt}]
+            try:
+                prompt = str(tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True))
+            except Exception as error:  # of a template, which is a program
+                raise ConfigError(f"the chat template of {self.config.model.name_or_path} fails: {error}.") from None
+            if prompt.count(FIELD) != 1:
+                raise ConfigError(
+                    f"the chat template of {self.config.model.name_or_path} does not show a user's turn once."
+                )
+        else:
+            prompt = (tokenizer.bos_token or "") + prompt + "\n\n"
+        before, _, after = prompt.partition(FIELD)
+        encoded = tokenizer([before, after], add_special_tokens=False)["input_ids"]
+        return encoded[0], encoded[1]
+
+    def load(self, tests: Collection[str]) -> None:
+        """The model, and all that may fail, before anything is spent on what it could not read."""
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.model = loading.load_base(self.config.model, device).eval()
+        own = self.model.generation_config.eos_token_id
+        self.ends = {*(own if isinstance(own, list) else [own]), self.tokenizer.eos_token_id} - {None}
+        if not self.ends and filters.UNFINISHED in tests:
+            raise ConfigError(
+                "the model has no end token, so that no text ends and all would be dropped. Type --keep-unfinished."
+            )
+        lines = [control.line(self.config.data.control, values) for values in self.shares] or [""]
+        width, most = max(map(self._width, lines)), loading.positions(self.model)
+        if most is not None and width + self.order.max_new_tokens > most:
+            raise ConfigError(
+                f"a prompt of {width} tokens and {self.order.max_new_tokens} new ones exceed the {most} that the model reads. "
+                "Lower data.max_length or --tokens."
+            )
+        for place in range(len(self.source.units)):
+            deque(map(self._record, self.source.units[place]), maxlen=0)
+        self._reader(lines[0])
+
+    def _width(self, line: str) -> int:
+        """Public: of a record as long as any may be."""
+        return len(self._prompts(line)([])) + self.config.data.max_length
+
+    def _reader(self, line: str) -> Reader:
+        """One for all texts behind lines of one length, with one cache at a time."""
+        width = self._width(line)
+        if width not in self.readers:
+            rows = 1 + self.made.ballot.batch_size * (self.config.data.max_examples_per_unit or 1)
+            self.readers = {width: Reader(self.model, width, self._prompts(line)([]), rows)}
+            known = self.model.get_input_embeddings().weight.shape[0]
+            self.readers[width].lower_in_company(min(len(self.tokenizer), known))
+        return self.readers[width]
+
+
+def _shares(released: Statistics | None, config: RunConfig, source: Opened) -> dict[tuple[str, ...], float]:
+    """How often each combination of control values is asked for, of statistics that the same account paid for."""
+    if released is None:
+        return {}
+    name, ledger = control.shares_of(config.data.control), source.ledger
+    counts = next((one.value for one in released.releases if one.statistic == name and one.value), {})
+    shares = {
+        tuple(value.split(control.SEPARATOR)): count for value, count in counts.items() if value != OTHER and count > 0
+    }
+    paid = {run.reservation.entry for run in ledger.runs(source.account)} if ledger else set()
+    same = (released.dataset, released.unit, released.neighbouring_relation) == (
+        source.account,
+        config.data.unit,
+        _whose(config, source)[0],
+    )
+    if not shares or not same or not {one.entry for one in released.releases} <= paid:
+        raise ConfigError(
+            f"--describe: holds no {name!r} that the ledger knows of {source.account}, by {config.data.unit}. Type dpllm "
+            "describe --shares with the same data, unit and ledger first."
+        )
+    return shares
+
+
+def _publish(job: _Job, rows: Sequence[dict[str, str]], dropped: Counter[str], output: Path) -> None:
+    """The folder, with its card."""
+    from dpllm.card.inference_card import write_inference_card
+
+    config, order, source = job.config, job.order, job.source
+    columns, model = config.data.control, config.model
+    held = LedgerRecord.pick(job.payment.to_json(source.delta) or {})
+    facts = {
+        "rows": len(rows),
+        "columns": [*columns, "text"],
+        "control": columns,
+        "shares": control.shares_of(columns) if columns else None,
+        "delta": source.delta,
+        "unit": config.data.unit,
+        "max_examples_per_unit": config.data.max_examples_per_unit,
+        "neighbouring_relation": job.relation,
+        "event": job.made.ballot.event(order.max_new_tokens),
+        "num_units": job.units,
+        **asdict(job.made.ballot),
+        "max_new_tokens": order.max_new_tokens,
+        "texts": len(rows) + dropped.total(),
+        "dropped": dict(dropped),
+        "prompt": order.prompt,
+        "base_model": {"name": names.public_name(model.name_or_path), "revision": model.revision, "covered": False},
+        "dataset": names.public_name(source.account),
+        "data_public": config.data.public,
+        "composed": state.composed(held, source.delta),
+        "quality": None,
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "software": environment.versions(),
+        "hardware": environment.hardware(),
+    }
+    with whole_directory(output) as part:
+        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        write_whole(part / ROWS, lines)
+        write_inference_card(part, config, state.inferred(facts, job.released))
+    assert source.ledger is not None
+    job.payment.finish("completed")

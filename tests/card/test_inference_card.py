@@ -1,0 +1,197 @@
+"""The card of texts by private inference: what datasets loads, which epsilon stands there, and text that would break the page."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from written_rows import COST, ROWS, released
+from written_texts import EVENT, inferred, make_texts, recipe, stated, write_texts
+
+from dpllm.card import inference_card
+from dpllm.card.inference_card import write_inference_card
+from dpllm.errors import ConfigError
+from dpllm.privacy.accounting import compose, epsilon
+from dpllm.privacy.events import BoundedRange, PureDP
+from dpllm.privacy.privacy_loss import attacker_limits, attacker_limits_of
+from dpllm.statement import formatting, inference, section, state
+from dpllm.statement.fields import NotAStatement
+from dpllm.verification.verify import verify
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "inference.md"
+ALONE = {"control": [], "shares": None, "columns": ["text"]}
+TOGETHER = compose([EVENT, PureDP(COST["epsilon"])])
+
+
+def page(folder: Path) -> str:
+    return (folder / "README.md").read_text("utf-8")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_texts(tmp_path_factory.mktemp("card") / "texts")
+
+
+def test_datasets_loads_exactly_the_rows_as_text(folder: Path, tmp_path: Path) -> None:
+    from datasets import load_dataset
+
+    found = load_dataset(str(folder), cache_dir=str(tmp_path))
+    assert list(found) == ["train"]
+    assert found["train"].to_list() == ROWS
+
+
+def test_epsilon_is_of_texts_and_statistics_together_everywhere(folder: Path) -> None:
+    alone, both = (epsilon(event, 1e-5, "zero_out") for event in (EVENT, TOGETHER))
+    record = stated(folder)
+    assert (record["epsilon"], record["statistics"]["with_run"]) == pytest.approx((alone, both), rel=1e-9)
+    assert section.front_matter(page(folder))["privacy"]["epsilon"] == pytest.approx(both, rel=1e-9)
+    text = section.parts(page(folder), inference_card.PARTS)["inference"]
+    assert f"ε = {formatting.bound(both)}, δ = 1e-05 for each training example" in text.splitlines()[0]
+    smallest = min(alone, released()["epsilon"])
+    shown = [float(number) for number in re.findall(r"(?:ε = |^\| ε of [a-z ]*\| )([0-9.]+[0-9])", text, re.MULTILINE)]
+    assert len(shown) >= 5
+    assert min(shown) >= smallest
+
+
+def test_without_statistics_epsilon_is_that_of_the_texts(tmp_path: Path) -> None:
+    record = inferred(**ALONE)
+    assert inference.epsilon(record) == record.epsilon == epsilon(EVENT, 1e-5, "zero_out")
+    assert "statistics" not in page(write_texts(tmp_path / "a", record)).split("## What is covered")[0]
+
+
+def test_statistics_without_a_total_have_no_epsilon() -> None:
+    record = inferred()
+    with pytest.raises(NotAStatement, match="with_run"):
+        inference.epsilon(
+            record.model_copy(update={"statistics": record.statistics.model_copy(update={"with_run": None})})
+        )
+
+
+def test_the_share_that_is_recognised_is_of_everything_that_was_released(folder: Path) -> None:
+    record = inferred()
+    most = attacker_limits_of(TOGETHER, "zero_out")["tpr_at_fpr_0.01"]
+    assert inference.recognised(record) == most < attacker_limits(inference.epsilon(record), 1e-5)["tpr_at_fpr_0.01"]
+    assert f"at most {formatting.percent_bound(most)} of the training examples" in page(folder)
+    unknown = record.model_copy(update={"limits": None})
+    assert inference.recognised(unknown) == attacker_limits(inference.epsilon(record), 1e-5)["tpr_at_fpr_0.01"]
+
+
+def test_it_says_where_the_records_were_and_what_is_not_covered(folder: Path) -> None:
+    text = page(folder)
+    assert "in the prompts of `builtin:tiny`" in text.split("## For the data-protection officer")[0]
+    assert "NVIDIA H100" in text
+    assert "how often a draw was tried" in text
+    assert "Nothing but these rows was kept" in text
+
+
+def test_the_first_screen_has_at_most_ten_lines(folder: Path) -> None:
+    text = section.parts(page(folder), inference_card.PARTS)["inference"]
+    first = text.split("## For the data-protection officer")[0].strip().splitlines()
+    assert len([line for line in first if line]) <= 10
+
+
+def test_the_exact_range_of_a_draw_is_no_float() -> None:
+    record = inferred(clip=0.1, temperature=0.7, batch_size=3, **ALONE)
+    assert inference.eta(record) * 3 * inference.Fraction(0.7) == 2 * inference.Fraction(0.1)
+
+
+HOSTILE = [
+    "</td></tr><script>alert(1)</script><!-- hidden",
+    "a | b `c` {text} \n\n# Safe\n> **No cost: ε = 0**\n---\n",
+    "[ε = 0](https://example.org) ![](x.png) <style>p {display: none}</style>",
+    "\u202e\u2028 ~~struck~~ $$x$$ &lt;",
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+@pytest.mark.parametrize(
+    "field", ["prompt", "dataset", "base_model", "dropped", "software", "hardware", "not_covered", "quality", "unit"]
+)
+def test_text_of_a_stranger_does_not_break_the_page(folder: Path, field: str, text: str) -> None:
+    value: Any = {
+        "prompt": f"{{text}} {text}",
+        "base_model": {"name": text, "revision": text, "covered": False},
+        "dropped": {text: 3},
+        "software": {text: text},
+        "hardware": {text: text, "b": [text]},
+        "not_covered": [text],
+        "quality": {"figures": {f"{text}: synthetic": 1.0, text: None}, "evaluation": text},
+    }.get(field, text)
+    record = inference.read({**stated(folder), field: value})
+    made, plain = (inference_card.render(one)["inference"] for one in (record, inferred()))
+    assert not re.search(r"<(?:!|/|script|style)", made)
+    inside = [line for line in made.splitlines() if line.startswith("#") or line.startswith(">")]
+    assert [line for line in inside if line.startswith("#")] == [
+        one for one in plain.splitlines() if one.startswith("#")
+    ]
+    assert len([line for line in inside if line.startswith(">")]) == 1
+    for line in made.splitlines():
+        if line.startswith("|") and field != "quality":
+            assert len(re.findall(r"(?<!\\)\|", line)) in (3, 4, 6), line
+
+
+def test_hostile_text_in_all_fields_still_verifies(tmp_path: Path) -> None:
+    text = HOSTILE[1]
+    found = verify(
+        make_texts(
+            tmp_path / "a", prompt=text, dataset=text, software={text: text}, hardware={text: [text]}, dropped={text: 3}
+        )
+    )
+    assert [check for check in found.checks if check.status == "failed"] == []
+
+
+def test_a_marker_in_a_text_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="marker"):
+        make_texts(tmp_path / "a", prompt="{text} <!-- /dpllm:inference -->")
+
+
+def test_another_file_or_none_is_refused(tmp_path: Path) -> None:
+    folder = make_texts(tmp_path / "a")
+    write_inference_card(folder, recipe(), inferred())
+    (folder / "data" / "notes.jsonl").write_text("private")
+    with pytest.raises(ConfigError, match=r"data/notes\.jsonl"):
+        write_inference_card(folder, recipe(), inferred())
+    with pytest.raises(ConfigError, match="missing"):
+        write_inference_card(tmp_path / "b", recipe(), inferred())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rows": 0},
+        {"more": 1},
+        {"schema_version": 2},
+        {"event": {"type": "pure_dp", "epsilon": 1.0}},
+        {"event": {"type": "bounded_range", "range": 0.2, "count": 0}},
+        {"event": {"type": "self_composed", "count": 3, "event": {"type": "bounded_range", "range": 0.2, "count": 24}}},
+        {"neighbouring_relation": "replace_one"},
+        {"not_covered": []},
+        {"texts": True},
+    ],
+)
+def test_a_record_is_closed(folder: Path, change: dict[str, object]) -> None:
+    assert inference.read(stated(folder)).to_json() == stated(folder)
+    with pytest.raises(NotAStatement):
+        inference.read({**stated(folder), **change})
+
+
+def test_a_record_takes_events_and_json_alike() -> None:
+    assert inferred(event=EVENT) == inferred(event=EVENT.to_json())
+    assert isinstance(inferred().event, BoundedRange)
+    assert inferred().accountant.name == state.ACCOUNTANT
+
+
+def test_the_marked_part_is_as_it_was(folder: Path) -> None:
+    """A change that is meant: delete the golden file, run twice, and read the difference."""
+    text = section.parts(page(folder), inference_card.PARTS)["inference"] + "\n"
+    if not GOLDEN.exists():
+        GOLDEN.write_text(text, encoding="utf-8")
+        pytest.fail(f"wrote {GOLDEN}: read it, and run this test again")
+    assert text == GOLDEN.read_text("utf-8")
+
+
+def test_rows_are_not_quoted(folder: Path) -> None:
+    assert not any(row["text"] in page(folder) + json.dumps(stated(folder)) for row in ROWS)

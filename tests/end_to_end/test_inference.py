@@ -1,0 +1,369 @@
+"""``dpllm synthesize --by inference``: paid before the first token, one vote a unit, and the same draws after a crash."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+from running import done, dpllm_
+
+from dpllm.errors import ConfigError
+from dpllm.ledger import Ledger
+from dpllm.model.loading import load_tokenizer
+from dpllm.privacy.accounting import epsilon
+from dpllm.privacy.voting import Ballot
+from dpllm.publish import inference
+from dpllm.publish.drawn import Drawn
+from dpllm.recipe.config import ModelConfig
+
+Json = dict[str, Any]
+TOKENS, ROWS = 5, 3
+
+
+class Place:
+    """Forty rows of twenty people, a model of random weights, a ledger."""
+
+    def __init__(self, root: Path, base: Path) -> None:
+        self.root, self.base, self.ledger, self.output = root, base, root / "ledger.sqlite", root / "rows"
+        self.data = root / "notes.jsonl"
+        rows = [{"text": tiny.sentence(n), "owner": f"p{n // 2}", "visit": ("home", "ward")[n % 2]} for n in range(40)]
+        tiny.write_rows(self.data, rows)
+
+    def words(self, *more: object) -> tuple[object, ...]:
+        given = ("--model", self.base, "--epsilon", 8, "--rows", ROWS, "--tokens", TOKENS, "--keep-unfinished")
+        where = ("--ledger", self.ledger, "--output", self.output, "--dataset", "notes")
+        return ("synthesize", self.data, "--by", "inference", *given, *where, "--data.max_length", 24, *more)
+
+    def record(self) -> Json:
+        return json.loads((self.output / "inference.json").read_text("utf-8"))
+
+    def draft(self) -> Path:
+        return self.root / ".rows.draft.jsonl"
+
+    def runs(self) -> list[Any]:
+        with Ledger(self.ledger) as ledger:
+            return ledger.runs("notes")
+
+
+@pytest.fixture
+def place(tmp_path: Path, base: Path) -> Place:
+    return Place(tmp_path, base)
+
+
+def test_rows_are_written_charged_and_verified(place: Place) -> None:
+    said = done(*place.words()).out
+    record, (run,) = place.record(), place.runs()
+    assert f"{record['rows']} rows of {record['texts']} texts" in said
+    assert record["rows"] == ROWS
+    assert run.state == "completed"
+    assert run.event.to_json() == record["event"]
+    assert record["event"]["count"] == TOKENS
+    assert record["epsilon"] == epsilon(run.event, record["delta"], "zero_out") <= 8
+    assert record["epsilon"] > 7.9 or record["clip"] == inference.MOST_CLIP
+    assert done("verify", place.output, "--ledger", place.ledger).code == 0
+    assert not place.draft().exists()
+    again = dpllm_(*place.words())
+    assert again.code == 2
+    assert "already exists" in again.err
+    assert len(place.runs()) == 1
+
+
+def test_what_is_planned_spends_nothing(place: Place) -> None:
+    said = json.loads(done(*place.words("--dry-run", "--json")).out)
+    assert said["texts"] == 40 // said["batch_size"]
+    assert said["epsilon"] <= 8 < said["noise_multiplier"] * 100
+    assert not place.ledger.exists()
+    assert not place.output.exists()
+
+
+@pytest.fixture
+def votes(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, ...]]]:
+    """Of each draw, the rows of logits of each unit."""
+    seen: list[list[tuple[int, ...]]] = []
+    draw, vote = Ballot.draw, Ballot.vote
+
+    def watched(self: Ballot, rows: Any, public: Any) -> Any:
+        seen[-1].append(rows.shape)
+        return vote(self, rows, public)
+
+    def drawing(self: Any, logits: Any, sizes: Any) -> int:
+        seen.append([])
+        return drawn(self, logits, sizes)
+
+    drawn = inference._Job._draw
+    monkeypatch.setattr(Ballot, "vote", watched)
+    monkeypatch.setattr(inference._Job, "_draw", drawing)
+    assert draw is Ballot.draw
+    return seen
+
+
+def test_a_unit_has_one_vote_whatever_it_brings(place: Place, votes: list[list[tuple[int, ...]]]) -> None:
+    done(*place.words("--unit", "owner", "--max-examples-per-unit", 2, "--batch", 4))
+    assert place.record()["num_units"] == 20
+    assert votes
+    assert all(len(of_draw) == 4 and all(rows == 2 for rows, _ in of_draw) for of_draw in votes)
+
+
+def test_batches_are_disjoint_and_follow_slots_or_coins(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+    text = inference._Job._text
+
+    def watched(self: Any, number: int, batch: Any, line: str) -> Any:
+        seen.append([row["text"] for unit in batch for row in unit])
+        return text(self, number, batch, line)
+
+    monkeypatch.setattr(inference._Job, "_text", watched)
+    done(*place.words("--batch", 8))
+    rows = [json.loads(line)["text"] for line in place.data.read_text("utf-8").splitlines()]
+    assert seen == [rows[8 * n : 8 * n + 8] for n in range(ROWS)]
+    seen.clear()
+    done(
+        *place.words(
+            "--batch",
+            8,
+            "--data.public_size",
+            45,
+            "--output",
+            place.root / "coins",
+            "--rows",
+            5,
+            "--ledger",
+            place.root / "coins.sqlite",
+        )
+    )
+    place.ledger = place.root / "coins.sqlite"
+    assert place.runs()[-1].reservation.relation == "add_or_remove_one"
+    drawn = [one for batch in seen for one in batch]
+    assert sorted(drawn) == sorted(rows)  # 45 // 8 texts, and each unit in one of them
+    assert len({len(batch) for batch in seen}) > 1
+
+
+def dies_at(patch: pytest.MonkeyPatch, number: int, *, drawn: bool) -> None:
+    """The so-manyth draw ends in a crash, before the token is known, or once it is written."""
+    draw, count = Drawn.draw, [0]
+
+    def dying(self: Drawn, text: int, make: Any) -> int:
+        count[0] += 1
+        if count[0] == number and not drawn:
+            self._write(f"[{text}, ")
+            raise RuntimeError("killed")
+        token = draw(self, text, make)
+        if count[0] == number:
+            raise RuntimeError("killed")
+        return token
+
+    patch.setattr(Drawn, "draw", dying)
+
+
+@pytest.mark.parametrize("drawn", [True, False])
+def test_a_crash_keeps_what_was_drawn_and_what_it_lost_counts(place: Place, drawn: bool) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        dies_at(patch, 3, drawn=drawn)
+        with pytest.raises(RuntimeError, match="killed"):
+            dpllm_(*place.words())
+    (run,) = place.runs()
+    assert run.steps == 1
+    before = place.draft().read_bytes()
+    calls = []
+    with pytest.MonkeyPatch.context() as patch:
+        real = Drawn.draw
+        patch.setattr(Drawn, "draw", lambda self, text, make: calls.append(text) or real(self, text, make))
+        patch.setattr(Path, "unlink", lambda self, missing_ok=False: None)  # so that the draws can be read
+        done(*place.words())
+    assert [one.reservation.entry for one in place.runs()] == [run.reservation.entry]
+    lines = place.draft().read_bytes().splitlines()
+    whole = before[: before.rfind(b"\n")].splitlines()
+    assert lines[: len(whole)] == whole
+    draws = [json.loads(line) for line in lines[1:]]
+    of_first = [token for text, token in draws if text == 0]
+    assert (None in of_first) == (not drawn)
+    assert all(sum(text == n for text, _ in draws) <= TOKENS for n in range(ROWS))
+    assert calls.count(0) == len(of_first) - 3  # none of them again
+    assert place.record()["texts"] >= ROWS
+
+
+def test_other_settings_do_not_go_on_with_paid_draws(place: Place) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        dies_at(patch, 2, drawn=True)
+        with pytest.raises(RuntimeError):
+            dpllm_(*place.words())
+    for other in (("--temperature", 0.9), ("--batch", 9), ("--prompt", "Say {text}"), ("--delta", 1e-4)):
+        answer = dpllm_(*place.words(*other))
+        assert (answer.code, "an interrupted call began with another" in answer.err) == (2, True), answer.err
+    assert len(place.runs()) == 1
+    place.draft().write_bytes(b'{"settings": 1}\nnonsense\n')
+    assert "cannot be read" in dpllm_(*place.words()).err
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("--rows", 41), "no more rows than there are units"),
+        (("--epsilon", 0.001, "--clip", 1), "cost epsilon"),
+        (("--batch", 41), "0 texts fit"),
+        (("--prompt", "Write something."), "where a record stands"),
+        (("--data.max_length", 126), "exceed the 128 that the model reads"),
+        (("--data.control", "[visit]"), "the two belong together"),
+        (("--tokens", 0), "Type 1 or more of both"),
+        (("--clip", 30), "millions of times"),
+        (("--seed", 3), "is of no use --by inference"),
+        (("--max-new-tokens", 3), "Type --tokens"),
+        (("--batch", 0), "batch_size is 0"),
+        (("--clip", 0), "--clip is 0.0"),
+        (("--clip", "nan"), "--clip is nan"),
+        (("--clip", "inf"), "--clip is inf"),
+        (("--prompt", "\udcff {text}"), "where a record stands"),
+        (("--model.adapter", "somewhere"), "nothing trains here"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_spent(place: Place, more: tuple[object, ...], said: str) -> None:
+    answer = dpllm_(*place.words(*more))
+    assert answer.code == 2
+    assert said in answer.err
+    assert not place.ledger.exists() or not place.runs()
+
+
+@pytest.mark.parametrize("gate", [(), ("--planned",)])
+def test_a_budget_is_asked_first(place: Place, gate: tuple[str, ...]) -> None:
+    """One too small; and a planned one without a list, of which the texts would be all."""
+    epsilon = 9 if gate else 0.5
+    who = ("--by", "ada", "--reason", "test", "--unit", "example", *gate)
+    done("ledger", "init", "notes", "--epsilon", epsilon, "--delta", 1e-3, "--ledger", place.ledger, *who)
+    for more in (("--dry-run",), ()):
+        answer = dpllm_(*place.words(*more))
+        assert answer.code == 3, answer.err
+        assert ("adaptive budget" in answer.err) == bool(gate)
+    assert place.runs() == []
+    assert not place.draft().exists()
+
+
+def rewrite(place: Place, **changes: Any) -> None:
+    rows = [json.loads(line) for line in place.data.read_text("utf-8").splitlines()]
+    tiny.write_rows(
+        place.data, [{**row, **{name: of(n) for name, of in changes.items()}} for n, row in enumerate(rows)]
+    )
+
+
+@pytest.mark.parametrize("change", ["owner", "data.public_size", "rows"])
+def test_nobody_votes_twice_by_a_change_between_crash_and_resume(place: Place, change: str) -> None:
+    """Each would move people between batches; what was drawn of the first ones is out."""
+    words = (*place.words("--unit", "owner", "--max-examples-per-unit", 1, "--batch", 4), "--data.public_size", 20)
+    with pytest.MonkeyPatch.context() as patch:
+        dies_at(patch, 6, drawn=True)
+        with pytest.raises(RuntimeError):
+            dpllm_(*words)
+    if change == "owner":
+        rewrite(place, owner=lambda n: "p0" if n < 8 else f"q{n}")
+    elif change == "rows":
+        rewrite(place, text=lambda n: f"another text {n}")
+    answer = dpllm_(*words, *(("--data.public_size", 40) if change == "data.public_size" else ()))
+    assert answer.code == 2
+    assert "an interrupted call began with another" in answer.err
+    assert not place.output.exists()
+
+
+def test_a_record_is_what_the_ledger_knows_of_its_row(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A column beside prompt and completion is in no fingerprint."""
+    seen = []
+    record = inference._Job._record
+    monkeypatch.setattr(inference._Job, "_record", lambda self, row: seen.append(record(self, row)) or seen[-1])
+    rewrite(place, prompt=lambda n: f"ask {n}", completion=lambda n: f"say {n}", text=lambda n: f"SECRET {n}")
+    done(*place.words("--data.format", "prompt_completion"))
+    tokenizer = load_tokenizer(ModelConfig(name_or_path=str(place.base)))
+    assert {tokenizer.decode(ids) for ids in seen} == {f"ask {n} say {n}" for n in range(40)}
+
+
+def test_rows_that_cannot_be_read_are_refused_while_that_is_free(place: Place) -> None:
+    tiny.write_rows(
+        place.data, [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}] * 40
+    )
+    assert "rows of messages are conversations" in dpllm_(*place.words()).err
+    assert not place.ledger.exists() or not place.runs()
+
+
+def test_any_end_token_of_the_model_ends_a_text(place: Place, tmp_path: Path, base: Path) -> None:
+    """As in ``dpllm generate``: a chat model's turn may end by another one than the tokenizer's."""
+    import shutil
+
+    place.base = Path(shutil.copytree(base, tmp_path / "ends"))
+    ends = {"eos_token_id": list(range(3, 384, 5))}
+    (place.base / "generation_config.json").write_text(json.dumps(ends), encoding="utf-8")
+    words = [word for word in place.words("--tokens", 30, "--data.max_length", 9) if word != "--keep-unfinished"]
+    done(*words)
+    record = place.record()
+    assert record["dropped"]["did not end"] == 0
+    assert record["rows"] >= 1
+
+
+@pytest.mark.parametrize("change", ["unit", "dataset", "entry"])
+def test_shares_of_another_account_are_refused(place: Place, change: str) -> None:
+    shares = place.root / "describe.json"
+    asked = ("--epsilon", 2, "--shares", "visit=home,ward", "--output", shares, "--ledger", place.ledger)
+    done("describe", place.data, *asked, "--dataset", "notes")
+    told = json.loads(shares.read_text("utf-8"))
+    told |= {"unit": {"unit": "owner"}, "dataset": {"dataset": "other"}}.get(change, {})
+    if change == "entry":
+        told["releases"][0]["entry"] = "0123456789abcdef"
+    shares.write_text(json.dumps(told), encoding="utf-8")
+    assert "that the ledger knows of" in dpllm_(*place.words("--data.control", "[visit]", "--describe", shares)).err
+    assert len(place.runs()) == 1
+    assert "the two belong together" in dpllm_(*place.words("--describe", shares)).err
+
+
+def test_texts_are_asked_for_as_released_shares_say(place: Place) -> None:
+    shares = place.root / "describe.json"
+    asked = ("--epsilon", 2, "--shares", "visit=home,ward", "--output", shares, "--ledger", place.ledger)
+    done("describe", place.data, *asked, "--dataset", "notes")
+    done(*place.words("--data.control", "[visit]", "--describe", shares))
+    record = place.record()
+    assert (record["control"], record["columns"], record["shares"]) == (["visit"], ["visit", "text"], "shares of visit")
+    assert record["statistics"]["with_run"] > record["epsilon"]
+    rows = [json.loads(line) for line in (place.output / "data" / "train.jsonl").read_text("utf-8").splitlines()]
+    assert {row["visit"] for row in rows} <= {"home", "ward"}
+    done("verify", place.output)
+
+
+def test_a_model_that_learned_these_data_is_refused(finished: Any, place: Place) -> None:
+    done("merge", finished.run, "--output", place.root / "merged")
+    learned = json.loads((place.root / "merged" / "privacy.json").read_text("utf-8"))["dataset"]
+    words = place.words("--model", place.root / "merged", "--dataset", learned)
+    assert "was tuned on" in dpllm_(*words).err
+
+
+def test_the_vote_of_a_record_has_the_same_bits_beside_any_others(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mutant pads to the longest record of the batch: a longer neighbour would move every other vote."""
+    seen: list[list[np.ndarray[Any, Any]]] = []
+    vote = Ballot.vote
+    monkeypatch.setattr(
+        Ballot, "vote", lambda self, rows, public: seen[-1].append(vote(self, rows, public)) or seen[-1][-1]
+    )
+    monkeypatch.setattr(Drawn, "draw", lambda self, number, make: (make(), 7)[1])  # the same tokens for both
+    for number, first in enumerate(("Anna.", " ".join(["Anna owns seven plums and the old key."] * 4))):
+        rows = [json.loads(line) for line in place.data.read_text("utf-8").splitlines()]
+        tiny.write_rows(place.data, [{**rows[0], "text": first}, *rows[1:]])
+        seen.append([])
+        place.output, place.ledger = place.root / f"out{number}", place.root / f"ledger{number}.sqlite"
+        done(*place.words("--batch", 8, "--rows", 1))
+    changed = [(one != two).any() for one, two in zip(*seen, strict=True)]
+    assert len(changed) == 8 * TOKENS
+    assert any(changed[0::8])
+    assert not any(same for place, same in enumerate(changed) if place % 8)
+
+
+def test_a_prompt_stands_around_each_record_and_the_public_one_has_nothing(base: Path) -> None:
+    with pytest.raises(ConfigError, match="above 6"):
+        inference.offer(inference.Order(rows=1, epsilon=8.0, clip=50.0), 100, 1e-5, "zero_out")
+    for rows, units, at in ((5, 100, 8.0), (5, 4000, 8.0), (5, 4000, 1.0), (40, 400, 3.0)):
+        order = inference.Order(rows=rows, epsilon=at, max_new_tokens=100)
+        made = inference.offer(order, units, 1e-5, "zero_out")
+        assert made.epsilon <= at
+        assert made.texts >= rows
+        assert made.epsilon > 0.99 * at or made.ballot.clip == 4.0
+        fewer = Ballot(max(1, made.ballot.batch_size - 1), 4.0, 1.0).event(100)
+        assert made.ballot.clip < 4.0 or epsilon(fewer, 1e-5, "zero_out") > 0.99 * at

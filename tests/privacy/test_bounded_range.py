@@ -1,0 +1,139 @@
+"""Adaptive draws of bounded range: no mechanism of that range costs more, and hardly less is possible."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from scipy import optimize
+
+from dpllm.errors import ConfigError
+from dpllm.privacy import accounting, events
+from dpllm.privacy.bounded_range import delta_at, profile, zcdp
+from dpllm.privacy.events import BoundedRange, Gaussian
+
+PUBLISHED = [(7, 6.64, 7.163), (17, 2.39, 2.595)]  # batch, epsilon of 100 draws at delta 1e-5 by hand, by zCDP
+
+
+def at(eta: float, draws: int, epsilon: float) -> float:
+    return float(delta_at(eta, draws, np.array([epsilon]))[0])
+
+
+def worst_pair(eta: float, epsilon: float) -> float:
+    """The largest delta of one draw: two losses, t and t - eta, of which the first has weight p."""
+
+    def delta(t: float) -> float:
+        p = (math.exp(eta) - math.exp(t)) / math.expm1(eta)
+        return p * max(0.0, 1 - math.exp(epsilon - t)) + (1 - p) * max(0.0, 1 - math.exp(epsilon - t + eta))
+
+    return max(delta(t) for t in np.linspace(0, eta, 4001))
+
+
+@pytest.mark.parametrize("eta", [0.05, 0.3, 1.0, 3.0])
+@pytest.mark.parametrize("share", [-0.5, 0.0, 0.2, 0.5, 0.9])
+def test_one_draw_costs_what_its_worst_pair_does(eta: float, share: float) -> None:
+    found, exact = at(eta, 1, share * eta), worst_pair(eta, share * eta)
+    assert exact <= found <= exact + 0.005 * eta
+
+
+@pytest.mark.parametrize(("batch", "by_hand", "by_zcdp"), PUBLISHED)
+def test_a_hundred_draws_cost_what_the_recursion_says(batch: int, by_hand: float, by_zcdp: float) -> None:
+    event = BoundedRange(2 / batch, 100)
+    both = accounting.beside(event, 1e-5, "zero_out")
+    assert by_hand <= both["pld"] < 1.005 * by_hand
+    assert both["rdp"] == pytest.approx(by_zcdp, abs=2e-3)
+    assert accounting.epsilon(event, 1e-5, "add_or_remove_one") == both["pld"]
+
+
+def test_no_fixed_pair_bounds_adaptive_draws() -> None:
+    """A mutant: the dearest pair of losses, the same in each draw, composed exactly."""
+    eta, draws = 2 / 7, 100
+    found = accounting.epsilon(BoundedRange(eta, draws), 1e-5, "zero_out")
+
+    def fixed(t: float) -> float:
+        p = (math.exp(eta) - math.exp(t)) / math.expm1(eta)
+        high = np.arange(draws + 1)  # how many draws have the loss t
+        log_p = [math.lgamma(draws + 1) - math.lgamma(k + 1) - math.lgamma(draws - k + 1) for k in high]
+        weight = np.exp(np.array(log_p) + high * math.log(p) + (draws - high) * math.log1p(-p))
+        loss = draws * (t - eta) + high * eta
+        return float(optimize.brentq(lambda e: (weight * np.maximum(0, -np.expm1(e - loss))).sum() - 1e-5, 0, 30))
+
+    assert max(fixed(t) for t in np.linspace(0.02, 0.98, 49) * eta) < 0.995 * found
+
+
+@pytest.mark.parametrize("case", range(12))
+def test_adaptive_exponential_mechanisms_stay_below_the_bound(case: int, seed: int) -> None:
+    """Three draws of four tokens, each behind the ones before it: every one of 64 texts, with a unit and without."""
+    rng, eta = np.random.default_rng((seed, case)), (0.2, 1.0, 2.5)[case % 3]
+    probabilities = np.zeros((2, 4**3))
+    utility, moved = {}, {}
+    for place, text in enumerate(itertools.product(range(4), repeat=3)):
+        ratio = np.zeros(2)
+        for length in range(3):
+            before = text[:length]
+            if before not in utility:
+                utility[before] = rng.normal(0, 1, 4)
+                # The extremes of what a unit may do, or anything within them.
+                moved[before] = rng.choice([-1, 1], 4) if case % 2 else rng.uniform(-1, 1, 4)
+            for side in (0, 1):
+                z = utility[before] + side * moved[before] * eta / 2
+                ratio[side] += z[text[length]] - np.logaddexp.reduce(z)
+        probabilities[:, place] = np.exp(ratio)
+    for epsilon in np.linspace(-2 * eta, 3 * eta, 41):
+        bound = at(eta, 3, epsilon)
+        for first, second in (probabilities, probabilities[::-1]):
+            assert np.maximum(0, first - math.exp(epsilon) * second).sum() <= bound + 1e-12
+
+
+def test_the_curve_falls_and_more_draws_cost_more() -> None:
+    h, delta = profile(0.3, 20)
+    assert (np.diff(delta) <= 1e-15).all()
+    assert (delta <= profile(0.3, 21)[1][: len(delta)] + 1e-15).all()
+    grid = np.linspace(0, h * (len(delta) - 1), 777)
+    assert (delta_at(0.3, 20, grid) <= delta_at(0.31, 20, grid) + 1e-6).all()
+    assert at(0.3, 20, 100.0) == delta[-1] < 1e-12
+    assert at(0.3, 20, -100.0) == pytest.approx(1.0)
+    assert zcdp(0.4, 10) == pytest.approx(0.2)
+
+
+def test_draws_add_up_whether_named_together_or_apart() -> None:
+    def cost(event: events.Event) -> float:
+        return accounting.epsilon(event, 1e-6, "zero_out")
+
+    whole = BoundedRange(0.2, 30)
+    assert cost(events.SelfComposed(3, BoundedRange(0.2, 10))) == cost(whole)
+    assert cost(events.compose([BoundedRange(0.2, 10), BoundedRange(0.2, 20)])) == cost(whole)
+    assert cost(events.compose([BoundedRange(0.2, 15), BoundedRange(0.2000001, 15)])) >= cost(whole) - 1e-4
+    together = cost(events.compose([Gaussian(2.0), whole]))
+    assert max(cost(Gaussian(2.0)), cost(whole)) < together < cost(Gaussian(2.0)) + cost(whole)
+    assert cost(BoundedRange(0.2, 0)) == 0.0
+
+
+def test_the_event_is_read_as_it_was_stored_and_nothing_else_is() -> None:
+    event = BoundedRange(0.25, 96)
+    assert events.read(event.to_json()) == event
+    assert event.to_json() == {"type": "bounded_range", "range": 0.25, "count": 96}
+    assert events.count_releases(event) == 96
+    for wrong in (
+        {"range": 0.0},
+        {"range": -1.0},
+        {"range": math.inf},
+        {"range": True},
+        {"count": -1},
+        {"count": 1.5},
+        {"more": 1},
+    ):
+        with pytest.raises(ConfigError):
+            events.read({**event.to_json(), **wrong})
+
+
+def test_many_draws_are_composed_in_chunks() -> None:
+    """Any number, so that no ledger grows beyond what can be added up; a chunk costs no less than its part of the whole."""
+    one, many = (accounting.epsilon(BoundedRange(0.01, draws), 1e-5, "zero_out") for draws in (499, 1200))
+    assert one < many < 3 * one
+    assert many <= accounting.epsilon(BoundedRange(0.01, 1200), 1e-5, "zero_out", "rdp")
+    assert math.isfinite(accounting.epsilon(BoundedRange(0.001, 30_000), 1e-5, "zero_out"))
+    with pytest.raises(ConfigError, match="take too long"):
+        accounting.epsilon(BoundedRange(0.1, 10**7), 1e-5, "zero_out")

@@ -1,0 +1,312 @@
+"""Texts by private inference verify as they lie there; every change of them is seen, or printed as the author's word."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from published import changed, failing, leaves, make_endless, other
+from written_rows import ROWS, write_rows
+from written_texts import EVENT, inferred, make_texts, stated, write_texts
+
+from dpllm.ledger import Ledger, RunRequest
+from dpllm.privacy.accounting import epsilon
+from dpllm.privacy.events import BoundedRange
+from dpllm.statement import inference
+from dpllm.statement.fields import NotAStatement
+from dpllm.statement.run_files import LedgerRecord
+from dpllm.statement.state import composed
+from dpllm.verification import check_dataset, check_inference
+from dpllm.verification.verify import verify
+
+Json = dict[str, Any]
+ALONE = {"control": [], "shares": None, "columns": ["text"]}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_texts(tmp_path_factory.mktemp("made") / "texts")
+
+
+@pytest.fixture
+def folder(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "texts"))
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text("utf-8")
+    assert old in text
+    path.write_text(text.replace(old, new), encoding="utf-8")
+
+
+def forged(folder: Path, **changes: Any) -> Path:
+    """The whole folder anew around a changed record, as somebody with a motive would."""
+    return write_texts(folder, inference.read({**stated(folder), **changes}))
+
+
+def test_it_verifies_as_it_was_made(made: Path) -> None:
+    found = {check.name: check.status for check in verify(made).checks}
+    assert "failed" not in found.values()
+    computed = ("files", "rows", "record", "batches", "event", "epsilon", "cross-check", "statistics")
+    computed += ("limits of attackers", "front matter", "inference in README.md")
+    assert {found[name] for name in computed} == {"verified"}
+    said = ("writing", "data", "circumstances", "ledger", "values of statistics", "text of the author")
+    assert {found[name] for name in said} == {"asserted"}
+
+
+def test_without_control_it_verifies_without_statistics(tmp_path: Path) -> None:
+    assert failing(make_texts(tmp_path / "a", **ALONE)) == set()
+
+
+def test_per_unit_it_verifies(tmp_path: Path) -> None:
+    changes = {**ALONE, "unit": "author", "max_examples_per_unit": 3}
+    folder = make_texts(tmp_path / "a", **changes)
+    assert failing(folder) == set()
+    assert "the column author stands for one person" in (folder / "README.md").read_text("utf-8")
+
+
+def test_n_that_was_declared_bounds_no_batches_and_is_said_to_be_declared(tmp_path: Path) -> None:
+    folder = make_texts(tmp_path / "a", **ALONE, neighbouring_relation="add_or_remove_one", num_units=500)
+    found = {check.name: check for check in verify(folder).checks}
+    assert not verify(folder).failed
+    assert found["batches"].status == "asserted"
+    assert "declared" in found["batches"].detail
+    assert "as declared, not counted" in (folder / "README.md").read_text("utf-8")
+
+
+# One file after the other.
+
+
+def test_every_changed_field_of_the_record_is_seen_by_the_page(folder: Path) -> None:
+    record, missed, looked = stated(folder), [], 0
+    found = check_inference.Folder(folder, inference.read(record), (folder / "README.md").read_text("utf-8"), None)
+    for where in leaves(record):
+        read = None
+        with suppress(NotAStatement):
+            read = inference.read(changed(record, where, other))
+        if read is None:
+            continue
+        looked += 1
+        names = {check.name for check in check_inference._page(found._replace(record=read)) if check.status == "failed"}
+        missed += [] if names == {"front matter", "inference in README.md"} else [where]
+    assert not missed
+    assert looked > 60
+
+
+ONE_FILE: dict[str, tuple[Callable[[Path], object], set[str]]] = {
+    "epsilon of the page": (lambda d: edit(d / "README.md", "guarantee: ε = ", "guarantee: ε = 0."), {"inference in README.md"}),
+    "epsilon of the front matter": (lambda d: edit(d / "README.md", "  epsilon: 2", "  epsilon: 1"), {"front matter"}),
+    "where rows are": (lambda d: edit(d / "README.md", "path: data/train.jsonl", "path: more/*.json"), {"front matter"}),
+    "a key": (lambda d: edit(d / "README.md", "configs:", "viewer: false\nconfigs:"), {"card"}),
+    "before the part": (lambda d: edit(d / "README.md", "<!-- dpllm:inference -->", "Safe.\n\n<!-- dpllm:inference -->"),
+                        {"what is seen first"}),
+    "HTML": (lambda d: edit(d / "README.md", "## Use", "<style>p {display: none}</style>\n## Use"), {"what could hide it"}),
+    "a marker": (lambda d: edit(d / "README.md", "<!-- /dpllm:inference -->", ""), {"card"}),
+    "a row": (lambda d: edit(d / "data/train.jsonl", "2026-11-03", "2026-11-30"), {"files"}),
+    "no row": (lambda d: (d / "data/train.jsonl").unlink(), {"files", "rows"}),
+    "no card": (lambda d: (d / "README.md").unlink(), {"data set"}),
+    "another file": (lambda d: (d / "data/test.jsonl").write_text("{}\n"), {"files"}),
+    "a statement of a run": (lambda d: (d / "privacy.json").write_text("{}\n"), {"files"}),
+    "a link": (lambda d: (d / "data/more").symlink_to("/dev/zero"), {"files"}),
+    "a pipe": (lambda d: os.mkfifo(d / "pipe"), {"files"}),
+    "a key twice": (lambda d: edit(d / "inference.json", '"rows": 12', '"rows": 12, "rows": 12'), {"data set"}),
+    "no number": (lambda d: edit(d / "inference.json", '"rows": 12', '"rows": "12"'), {"data set"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ONE_FILE)
+def test_a_change_of_one_file_is_found(folder: Path, name: str) -> None:
+    change, expected = ONE_FILE[name]
+    change(folder)
+    assert failing(folder) == expected
+
+
+@pytest.mark.parametrize("name", ["inference.json", "README.md", "data/train.jsonl"])
+@pytest.mark.parametrize("kind", ["pipe", "link", "giant"])
+def test_a_file_without_end_is_a_failed_check_soon(folder: Path, name: str, kind: str) -> None:
+    (folder / name).unlink()
+    make_endless(folder / name, kind, check_dataset.MOST_BYTES + 1)
+    started = time.monotonic()
+    assert failing(folder) & {"data set", "files"}
+    assert time.monotonic() - started < 10
+
+
+# Everything consistently.
+
+OF_EVENT = {"epsilon", "cross-check", "statistics", "limits of attackers"}
+SMALLER = {"type": "bounded_range", "range": EVENT.range / 2, "count": EVENT.count}
+CONSISTENT: dict[str, tuple[Json, set[str]]] = {
+    "a smaller range": ({"event": SMALLER}, {"event", *OF_EVENT}),
+    "a larger range": ({"event": {**SMALLER, "range": 0.201}}, {"event", *OF_EVENT}),
+    "fewer draws": ({"event": {**EVENT.to_json(), "count": 12}}, {"event", *OF_EVENT}),
+    "a larger B": ({"batch_size": 41}, {"event"}),
+    "a smaller B": ({"batch_size": 39}, {"event"}),
+    "a smaller C": ({"clip": 4.0}, {"event"}),
+    "a larger C": ({"clip": 6.0}, {"event"}),
+    "a larger tau": ({"temperature": 1.5}, {"event"}),
+    "a smaller T": ({"max_new_tokens": 23}, {"event"}),
+    "a larger T": ({"max_new_tokens": 25}, {"event"}),
+    "a smaller epsilon": ({"epsilon": 1.9}, {"epsilon"}),
+    "a larger epsilon": ({"epsilon": 2.0}, {"epsilon"}),
+    "a larger delta": ({"delta": 1e-4}, {"epsilon", "cross-check", "statistics"}),
+    "a smaller delta": ({"delta": 1e-6}, {"epsilon", "cross-check", "statistics"}),
+    "a delta of 1/N": ({"delta": 1 / 700}, {"record", "epsilon", "cross-check", "statistics"}),
+    "more units than there are": ({"num_units": 599}, {"record"}),
+    "more texts than batches": ({"texts": 18, "dropped": {"duplicate": 6}}, {"record"}),
+    "no second accountant": ({"cross_check": None}, {"cross-check"}),
+    "a smaller limit": ({"limits": {"auc": 0.6, "gdp_mu": 0.5, "tpr_at_fpr_0.001": 0.002, "tpr_at_fpr_0.01": 0.02}},
+                        {"limits of attackers"}),
+    "rows": ({"rows": 11, "texts": 14}, {"rows"}),
+    "a row too few": ({"rows": 13, "dropped": {"duplicate": 2}}, {"rows"}),
+    "texts": ({"texts": 14}, {"record"}),
+    "dropped": ({"dropped": {}}, {"record"}),
+    "another column": ({"columns": ["visit", "note"]}, {"record"}),
+    "a column too many": ({"columns": ["visit", "text", "more"]}, {"record"}),
+    "a column twice": ({"columns": ["visit", "text", "text"]}, {"rows", "record"}),
+    "their order": ({"columns": ["text", "visit"]}, {"record"}),
+    "codes that are denied": ({"control": [], "shares": None}, {"record"}),
+    "shares without control": ({"control": []}, {"record"}),
+    "control without shares": ({"shares": None}, {"rows", "record"}),
+    "no statistics": ({"statistics": None}, {"rows", "record", "limits of attackers"}),
+    "a prompt without a record": ({"prompt": "Write a note."}, {"record"}),
+    "another unit": ({"unit": "author"}, {"record", "statistics"}),
+    "less that is not covered": ({"not_covered": ["nothing"]}, {"record"}),
+    "another relation": ({"neighbouring_relation": "add_or_remove_one"}, {"statistics"}),
+    "rows of one unit": ({"max_examples_per_unit": 3}, {"record"}),
+    "an exact figure": ({"quality": {"figures": {"with 8 words of any training row": 0.1}, "evaluation": None}}, {"record"}),
+    "an exact figure of evaluation rows": ({"quality": {"figures": {"rows: evaluation": 3}, "evaluation": None}}, {"record"}),
+    "another accountant": ({"accountant": {"name": "mine", "version": "1", "interval": 1e-4}}, {"epsilon"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONSISTENT)
+def test_a_record_that_contradicts_itself_the_rows_or_the_event_is_found(folder: Path, name: str) -> None:
+    changes, expected = CONSISTENT[name]
+    assert failing(forged(folder, **changes)) == expected
+
+
+def test_every_field_is_computed_again_or_printed_as_the_word_of_whoever_wrote_the_rows(made: Path) -> None:
+    said = " ".join(check.detail for check in verify(made).checks if check.name in ("data", "circumstances", "ledger"))
+    looked_at = {name for changes, _ in CONSISTENT.values() for name in changes}
+    looked_at |= {"schema_version", "files", "composed"}  # closed; test of one file; tests of the ledger
+    assert [name for name in inference.Inference.model_fields if name not in looked_at and name not in said] == []
+
+
+@pytest.mark.parametrize(
+    ("range_", "expected"),
+    [(0.2, set()), (0.19999999999999998, {"event"}), (0.2 * (1 + 5e-10), set()), (0.2 * (1 + 2e-9), {"event"})],
+)
+def test_the_range_of_a_draw_is_not_below_the_exact_one_nor_far_above(
+    tmp_path: Path, range_: float, expected: set[str]
+) -> None:
+    event = {"type": "bounded_range", "range": range_, "count": EVENT.count}
+    assert failing(make_texts(tmp_path / "a", event=event)) == expected
+
+
+@pytest.mark.parametrize("field", ["epsilon", "with_run"])
+@pytest.mark.parametrize("factor", [0.9, 1.1])
+def test_another_figure_of_the_statistics_is_found(folder: Path, field: str, factor: float) -> None:
+    shown = stated(folder)["statistics"]
+    assert failing(forged(folder, statistics={**shown, field: shown[field] * factor})) == {"statistics"}
+
+
+def test_a_total_that_is_left_out_is_found(folder: Path) -> None:
+    record = {**stated(folder), "statistics": {**stated(folder)["statistics"], "with_run": None}}
+    (folder / "inference.json").write_text(json.dumps(record), encoding="utf-8")
+    assert failing(folder) == {"statistics", "card"}
+
+
+def test_a_public_dataset_may_have_exact_figures(folder: Path) -> None:
+    quality = {
+        "figures": {"with 8 words of any training row": 0.1, "rows: evaluation": 3},
+        "evaluation": "builtin:more",
+    }
+    assert failing(forged(folder, quality=quality, data_public=True)) == set()
+
+
+@pytest.mark.parametrize("value", ["school", "other", ""])
+def test_a_code_that_the_released_counts_do_not_name_is_found(folder: Path, value: str) -> None:
+    assert failing(write_texts(folder, inferred(), [{**ROWS[0], "visit": value}, *ROWS[1:]])) == {"rows"}
+
+
+def test_a_number_in_a_row_is_found(folder: Path) -> None:
+    write_rows(folder, [{**ROWS[0], "text": 1}, *ROWS[1:]])
+    assert failing(folder) == {"files", "rows"}
+
+
+def test_an_event_that_would_take_hours_is_refused_soon(folder: Path) -> None:
+    event = {"type": "bounded_range", "range": 100.0, "count": 10_000}
+    started = time.monotonic()
+    assert "promise" in failing(forged(folder, event=event))
+    assert time.monotonic() - started < 10
+
+
+def test_what_another_version_of_the_accountant_states_is_compared_with_room(folder: Path) -> None:
+    accountant = {**stated(folder)["accountant"], "version": "0.1"}
+    exact = epsilon(EVENT, 1e-5, "zero_out")
+    assert failing(forged(folder, accountant=accountant, epsilon=exact * (1 + 1e-5))) == set()
+    assert failing(forged(folder, accountant=accountant, epsilon=exact * 0.99)) == {"epsilon"}
+
+
+# The ledger.
+
+
+def charged(place: Path, event: BoundedRange = EVENT) -> Json:
+    """``composed`` of texts that a new ledger was charged for."""
+    claim = RunRequest(event=event, delta=1e-5, unit="example", relation="zero_out", num_steps=event.count, run="texts")
+    with Ledger(place) as ledger:
+        entry = ledger.reserve("notes", claim).entry
+        facts = {"dataset": "notes", "entry": entry, "made_up_by": [], "head": ledger.head(), "budget": None}
+        facts |= {"spent_epsilon": ledger.spent("notes", 1e-5), "filter_epsilon": None, "imported": 0, "group": None}
+    return composed(LedgerRecord.pick(facts), 1e-5).to_json()
+
+
+def test_the_total_is_compared_with_the_ledger(tmp_path: Path) -> None:
+    total = charged(tmp_path / "ledger.sqlite")
+    folder = make_texts(tmp_path / "a", **ALONE, dataset="notes", composed=total)
+    found = {check.name: check.status for check in verify(folder, ledger=str(tmp_path / "ledger.sqlite")).checks}
+    assert "failed" not in found.values()
+    assert {found["ledger"], found["ledger: entry"]} == {"verified"}
+    assert {check.name: check.status for check in verify(folder).checks}["ledger"] == "asserted"
+    forged(folder, composed={**total, "spent_epsilon": total["spent_epsilon"] * 1.1})
+    assert failing(folder, ledger=str(tmp_path / "ledger.sqlite")) == {"ledger"}
+    forged(folder, composed={**total, "spent_epsilon": total["spent_epsilon"] * 0.9})
+    assert failing(folder) == {"ledger"}
+
+
+@pytest.mark.parametrize("other_event", [BoundedRange(EVENT.range / 2, EVENT.count), BoundedRange(EVENT.range, 23)])
+def test_an_entry_of_another_event_pays_for_no_texts(tmp_path: Path, other_event: BoundedRange) -> None:
+    total = charged(tmp_path / "ledger.sqlite", other_event)
+    total["spent_epsilon"] = epsilon(EVENT, 1e-5, "zero_out")
+    folder = make_texts(tmp_path / "a", **ALONE, dataset="notes", composed=total)
+    assert failing(folder) == set()
+    found = [one for one in verify(folder, ledger=str(tmp_path / "ledger.sqlite")).checks if one.status == "failed"]
+    assert ["reserved for an event other" in one.detail for one in found] == [True]
+
+
+def test_a_ledger_that_the_record_does_not_name_is_no_evidence(folder: Path, tmp_path: Path) -> None:
+    charged(tmp_path / "ledger.sqlite")
+    assert failing(folder, ledger=str(tmp_path / "ledger.sqlite")) == {"ledger"}
+
+
+def test_statistics_of_another_dataset_are_found(tmp_path: Path) -> None:
+    assert failing(make_texts(tmp_path / "a", composed=charged(tmp_path / "ledger.sqlite"))) == {"record"}
+
+
+def test_torch_is_not_needed(folder: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; from dpllm.verification.verify import verify; "
+        f"assert not verify(Path({str(folder)!r})).failed; "
+        "print(*{'torch', 'datasets', 'huggingface_hub'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split() == []
