@@ -14,7 +14,7 @@ from dpllm.cli.plan import AddCommand, show, take_ledger
 from dpllm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from dpllm.publish.inference import Order
+    from dpllm.publish.ordered import Order
     from dpllm.recipe.config import RunConfig
 
 KEYS = {
@@ -130,7 +130,8 @@ def _bar(total: int) -> Iterator[Callable[[int, int], None]]:
 
 def _infer(known: argparse.Namespace, rest: list[str]) -> int:
     from dpllm.files import read_json
-    from dpllm.publish.inference import Order, infer
+    from dpllm.publish.inference import infer
+    from dpllm.publish.ordered import Order
     from dpllm.statement.inference import RECORD
 
     config = _config(known, rest)

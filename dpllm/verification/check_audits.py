@@ -70,7 +70,7 @@ def check(found: Published) -> Iterator[Check]:
         left.append("the control by words")
     if report.controls.twin:
         left.append("the twin on which the attack is said to work")
-    left.append(f"alpha, the tests and the score, which training fixed")
+    left.append("alpha, the tests and the score, which training fixed")
     yield asserted(
         "audit: what needs the models",
         f"that these scores are those of these weights, that the coins were fair, that there were {report.audits_run} "

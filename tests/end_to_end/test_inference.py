@@ -16,7 +16,7 @@ from dpllm.ledger import Ledger
 from dpllm.model.loading import load_tokenizer
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.voting import Ballot
-from dpllm.publish import inference
+from dpllm.publish import inference, ordered
 from dpllm.publish.drawn import Drawn
 from dpllm.recipe.config import ModelConfig
 
@@ -63,7 +63,7 @@ def test_rows_are_written_charged_and_verified(place: Place) -> None:
     assert run.event.to_json() == record["event"]
     assert record["event"]["count"] == TOKENS
     assert record["epsilon"] == epsilon(run.event, record["delta"], "zero_out") <= 8
-    assert record["epsilon"] > 7.9 or record["clip"] == inference.MOST_CLIP
+    assert record["epsilon"] > 7.9 or record["clip"] == ordered.MOST_CLIP
     assert done("verify", place.output, "--ledger", place.ledger).code == 0
     assert not place.draft().exists()
     again = dpllm_(*place.words())
@@ -358,10 +358,10 @@ def test_the_vote_of_a_record_has_the_same_bits_beside_any_others(
 
 def test_a_prompt_stands_around_each_record_and_the_public_one_has_nothing(base: Path) -> None:
     with pytest.raises(ConfigError, match="above 6"):
-        inference.offer(inference.Order(rows=1, epsilon=8.0, clip=50.0), 100, 1e-5, "zero_out")
+        ordered.offer(ordered.Order(rows=1, epsilon=8.0, clip=50.0), 100, 1e-5, "zero_out")
     for rows, units, at in ((5, 100, 8.0), (5, 4000, 8.0), (5, 4000, 1.0), (40, 400, 3.0)):
-        order = inference.Order(rows=rows, epsilon=at, max_new_tokens=100)
-        made = inference.offer(order, units, 1e-5, "zero_out")
+        order = ordered.Order(rows=rows, epsilon=at, max_new_tokens=100)
+        made = ordered.offer(order, units, 1e-5, "zero_out")
         assert made.epsilon <= at
         assert made.texts >= rows
         assert made.epsilon > 0.99 * at or made.ballot.clip == 4.0
