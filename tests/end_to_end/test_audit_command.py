@@ -138,7 +138,8 @@ def test_an_audit_keeps_what_the_one_before_found_on_the_same_weights(copy: Plac
 
 
 @pytest.mark.parametrize(
-    "edit", [{"epsilon": 99.0}, {"audit": None}, {"audit": {"alpha": 1e-9, "guesses": [40], "guesses_in": []}}]
+    "edit",
+    [{"epsilon": 99.0}, {"audit": None}, {"audit": {"version": 2, "alpha": 1e-9, "guesses": [40], "guesses_in": []}}],
 )
 def test_a_promise_that_was_edited_is_not_tested(copy: Place, edit: dict[str, object]) -> None:
     path = copy.run / "plan.json"

@@ -97,8 +97,8 @@ def edited(planted: Place, folder: Path, **columns: Any) -> Path:
     [
         ({"squares": lambda column: column * 1.3}, "gradient"),
         ({"score": "0.25"}, "something other than numbers"),
-        ({"note": "a patient"}, "columns that dpllm never writes"),
-        ({"score": lambda column: [[0.5] * 1000] * len(column)}, "gradient.parquet has columns"),
+        ({"note": "a patient"}, "other columns than dpllm writes"),
+        ({"score": lambda column: [[0.5] * 1000] * len(column)}, "gradient.parquet has other columns"),
         ({"steps": 10**9}, "counts other steps"),
         ({"pairs": 1}, "counts other steps"),
         ({"steps": 5, "pairs": 0}, "counts other steps"),

@@ -16,6 +16,7 @@ from rich.console import Console
 from running import SENTINEL, Place, contents, done, make_place
 
 from dpllm import ledger
+from dpllm.auditing.attacks import of_whole_rows
 from dpllm.auditing.scores import score_canaries
 from dpllm.auditing.table import CanaryScores, by_group
 from dpllm.canaries import canaries
@@ -35,7 +36,7 @@ def table_of(run: RunDir) -> tuple[CanaryScores, ...]:
     config = run.load_config()
     models = load_for_scoring(config, run.export, CPU)
     plan = canaries.load(run.canaries)
-    return score_canaries(models, plan, config.data.format, config.data)[0]
+    return tuple(of_whole_rows(*score_canaries(models, plan, config.data.format, config.data)))
 
 
 def audit(place: Place, num_shadows: int, console: Console = QUIET) -> dict[str, object]:

@@ -19,6 +19,7 @@ from running import Place, contents, done, dpllm_, edit_recipe, make_place
 
 import dpllm
 from dpllm.cli import _parser
+from dpllm.cli.synthesize import OF_INFERENCE
 from dpllm.errors import ConfigError
 from dpllm.files import sha256
 from dpllm.publish import draft, filters, generate, synthesize
@@ -490,6 +491,5 @@ def test_mistakes_are_one_line_each_and_leave_nothing(
 def test_the_order_is_what_the_command_takes() -> None:
     """An option that nobody passes on would be lost silently."""
     known = vars(_parser().parse_args(["synthesize", "run", "--rows", "1"]))
-    assert {field.name for field in fields(Order)} == known.keys() - {
-        "command", "call", "run", "output", "json", "no_quality", "embedding",
-    }  # fmt: skip
+    others = {"command", "call", "source", "by", "output", "json", "no_quality", "embedding", *OF_INFERENCE}
+    assert {field.name for field in fields(Order)} == known.keys() - others
