@@ -35,10 +35,10 @@ ROOMS = (  # from top to bottom: a room may import only rooms below it
 # lines for one feature. It falls with what it limits.
 LIMITS = {
     "front door": 333,
-    "cli": 2_107,
+    "cli": 2_098,
     "lab": 1_045,
     "comparison": 2_166,
-    "publish": 2_413,
+    "publish": 2_410,
     "verification": 2_408,
     "card": 756,
     "auditing": 4_157,
@@ -64,7 +64,7 @@ LIMITS = {
     "upward arrows": 0,
     "rooms in cycles": 0,
 }
-MOST_LINES = 38_120  # of all rooms together; 31,000 is aimed at, and never above 33,500 after that
+MOST_LINES = 38_108  # of all rooms together; 31,000 is aimed at, and never above 33,500 after that
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 

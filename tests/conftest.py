@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import remembered
 from remembered import Once
@@ -32,6 +33,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ["DPLLM_TEST_SEED"] = str(config.getoption("--seed"))  # of whole runs, see entropy.py
+    hypothesis.settings.register_profile("dpllm", derandomize=not config.getoption("--seed"))
+    hypothesis.settings.load_profile("dpllm")  # before the tests' own settings, which inherit from it
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

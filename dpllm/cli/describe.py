@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from dpllm.recipe.config import RunConfig
 
 # Option -> the key of the recipe that it sets.
-KEYS = {
+OF_DATA = {
     "unit": "data.unit",
     "max_examples_per_unit": "data.max_examples_per_unit",
     "dataset": "privacy.dataset",
     "ledger": "privacy.ledger",
-    "tokenizer": "model.name_or_path",
 }
+KEYS = {**OF_DATA, "tokenizer": "model.name_or_path"}
 
 
 def _number_or_auto(text: str) -> Any:
@@ -45,13 +45,18 @@ def add_commands(add: AddCommand) -> None:
         how = how if takes else {"action": "append_const", "const": (name, "")}
         group.add_argument(f"--{name}", dest="asked", help=text, **how)
     group.add_argument("--at", default=".5,.9,.99", metavar="Q,Q", help="which quantiles (default: .5,.9,.99)")
+    take_data(parser)
+    parser.add_argument("--tokenizer", metavar="MODEL", help="model whose tokens are counted (default: the recipe's)")
+    parser.add_argument("--output", type=Path, default=Path("describe.json"), help="default: describe.json")
+    parser.add_argument("--dry-run", action="store_true", help="show costs and errors, and spend nothing")
+
+
+def take_data(parser: Any) -> None:
+    """Declares whose rows they are, and the account that pays."""
     parser.add_argument("--unit", help="column that says whose row it is (default: the recipe's, or each row)")
     parser.add_argument("--max-examples-per-unit", type=int, metavar="N", help="most rows of one unit that count")
     parser.add_argument("--dataset", help="name of the data in the ledger")
     take_ledger(parser)
-    parser.add_argument("--tokenizer", metavar="MODEL", help="model whose tokens are counted (default: the recipe's)")
-    parser.add_argument("--output", type=Path, default=Path("describe.json"), help="default: describe.json")
-    parser.add_argument("--dry-run", action="store_true", help="show costs and errors, and spend nothing")
 
 
 def describe(known: argparse.Namespace, rest: list[str]) -> int:

@@ -10,20 +10,15 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpllm.cli.plan import AddCommand, show, take_ledger
+from dpllm.cli.describe import OF_DATA, take_data
+from dpllm.cli.plan import AddCommand, show
 from dpllm.errors import ConfigError
 
 if TYPE_CHECKING:
     from dpllm.publish.ordered import Order
     from dpllm.recipe.config import RunConfig
 
-KEYS = {
-    "unit": "data.unit",
-    "max_examples_per_unit": "data.max_examples_per_unit",
-    "dataset": "privacy.dataset",
-    "ledger": "privacy.ledger",
-    "model": "model.name_or_path",
-}
+KEYS = {**OF_DATA, "model": "model.name_or_path"}
 """Option of inference -> the key of the recipe that it sets."""
 OF_INFERENCE = (*KEYS, "epsilon", "delta", "tokens", "batch", "clip", "top_k", "prompt", "describe", "dry_run")
 OF_TRAINING = (
@@ -98,10 +93,7 @@ def _add_inference(group: Any) -> None:
     option("--top-k", type=int, help="draw from so many tokens that the public prompt expects (default: all)")
     option("--prompt", metavar="TEXT", help="in which a record stands at {text}; without it, the public prompt")
     option("--describe", metavar="FILE", type=Path, help="released shares of data.control, of dpllm describe")
-    option("--unit", help="column that says whose row it is (default: the recipe's, or each row)")
-    option("--max-examples-per-unit", type=int, metavar="N", help="most rows of one unit that count")
-    option("--dataset", help="name of the data in the ledger")
-    take_ledger(group)
+    take_data(group)
     option("--dry-run", action="store_true", default=None, help="show what it would promise, and spend nothing")
 
 
@@ -114,7 +106,11 @@ def synthesize(known: argparse.Namespace, rest: list[str]) -> int:
         way = "Type --by inference" if known.by == "training" and wrong[0] not in rest else "Leave it out"
         instead = {"--max-new-tokens": "Type --tokens"}.get(wrong[0], way)
         raise ConfigError(f"{wrong[0]}: is of no use --by {known.by}. {instead}; see dpllm synthesize --help.")
-    return _infer(known, rest) if known.by == "inference" else _with_model(known)
+    try:
+        return _infer(known, rest) if known.by == "inference" else _with_model(known)
+    except KeyboardInterrupt:
+        print("dpllm synthesize: interrupted. The same command goes on where it stopped.", file=sys.stderr)
+        return 1
 
 
 @contextmanager
@@ -145,12 +141,8 @@ def _infer(known: argparse.Namespace, rest: list[str]) -> int:
     output = known.output or Path("synthetic")
     if known.dry_run:
         return _dry_run(known, config, order)
-    try:
-        with _bar(order.rows) as told:
-            infer(config, order, output, told)
-    except KeyboardInterrupt:
-        print("dpllm synthesize: interrupted. The same command goes on where it stopped.", file=sys.stderr)
-        return 1
+    with _bar(order.rows) as told:
+        infer(config, order, output, told)
     record = read_json(output / RECORD)
     if known.json:
         return show(known, record)
@@ -165,14 +157,12 @@ def _dry_run(known: argparse.Namespace, config: RunConfig, order: Order) -> int:
     """What inference would promise, beside a model that is tuned at the same epsilon."""
     from rich.table import Table
 
-    from dpllm.privacy.accounting import Relation, calibrate_noise_multiplier
+    from dpllm.privacy.accounting import calibrate_noise_multiplier
     from dpllm.publish.inference import offer_of
 
-    made, delta, units, said = offer_of(config, order)
-    relation: Relation = "add_or_remove_one" if config.data.public_size else "zero_out"
-    size, eta = made.ballot.batch_size, made.ballot.range
-    batch = max(1, units // 8)
-    sigma = calibrate_noise_multiplier(order.epsilon, delta, batch / units, 24, relation, rough=True)
+    made, said = offer_of(config, order)
+    size, delta, batch = made.ballot.batch_size, made.delta, max(1, made.units // 8)
+    sigma = calibrate_noise_multiplier(order.epsilon, delta, batch / made.units, 24, made.relation, rough=True)
     table = Table("generator", "what it promises", "what it takes", "rows")
     table.add_row(
         "private inference",
@@ -189,7 +179,7 @@ def _dry_run(known: argparse.Namespace, config: RunConfig, order: Order) -> int:
     about = {
         "batch_size": size,
         "clip": made.ballot.clip,
-        "range": eta,
+        "range": made.ballot.range,
         "epsilon": made.epsilon,
         "delta": delta,
         "texts": made.texts,
@@ -229,12 +219,8 @@ def _with_model(known: argparse.Namespace) -> int:
         measure = quality.writer(known.embedding, lambda line: print(f"not measured: {line}", file=sys.stderr))
     given = {one.name: value for one in fields(Order) if (value := getattr(known, one.name)) is not None}
     order, run = Order(**given), RunDir(Path(known.source))
-    try:
-        with _bar(order.rows) as told:
-            output = synthesize(run, order, known.output, told, measure)
-    except KeyboardInterrupt:
-        print("dpllm synthesize: interrupted. The same command goes on where it stopped.", file=sys.stderr)
-        return 1
+    with _bar(order.rows) as told:
+        output = synthesize(run, order, known.output, told, measure)
     record = read_json(output / RECORD)
     if known.json:
         return show(known, record)

@@ -46,7 +46,7 @@ def privacy_loss(parts: Parts, relation: Relation, interval: float) -> PrivacyLo
         OverflowError: the loss of hardly any noise does not fit a float.
     """
     if max((part.times for some in (parts.sampled, parts.draws) for part in some), default=0) > MAX_STEPS:
-        raise ConfigError(f"more than {MAX_STEPS} steps take too long to compose. Lower train.steps or train.epochs.")
+        raise ConfigError(f"over {MAX_STEPS} steps or draws take too long to compose. Lower train.steps or --tokens.")
     from dp_accounting.pld import common
     from dp_accounting.pld import privacy_loss_distribution as pld
 

@@ -131,7 +131,7 @@ class Ballot:
             sum_V += vote_V
         finite_K = np.flatnonzero(np.isfinite(public_V))
         if not len(finite_K):
-            raise ConfigError("the model gives no finite logit behind the public prompt, so no token can be drawn.")
+            raise ConfigError("no public logit is finite, so no token can be drawn. Try --model.dtype float32.")
         if 0 < self.top_k < len(finite_K):
             finite_K = np.sort(finite_K[np.argsort(-public_V[finite_K], kind="stable")[: self.top_k]])
         weight_K = np.exp((public_V[finite_K] - public_V[finite_K].max()) / self.temperature)

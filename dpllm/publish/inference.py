@@ -32,7 +32,6 @@ from dpllm.files import alone, digest, read_json, whole_directory, write_whole
 from dpllm.ledger import RunRequest
 from dpllm.model import environment, loading
 from dpllm.model.reading import Reader
-from dpllm.privacy.accounting import Relation
 from dpllm.privacy.releases import OTHER
 from dpllm.publish import filters
 from dpllm.publish.drawn import Drawn
@@ -54,25 +53,23 @@ Told = Callable[[int, int], None]
 """Called after each text with the rows that are taken so far, and the texts begun."""
 
 
-def offer_of(config: RunConfig, order: Order) -> tuple[Offer, float, int, Refused | None]:
-    """What an order would be, with delta and N of its data, and what the ledger would say; spends nothing."""
+def offer_of(config: RunConfig, order: Order) -> tuple[Offer, Refused | None]:
+    """What an order would be, and what the ledger would say; spends nothing."""
     with opened(config, order.delta, config.data.control, most=DELTA, create=False) as source:
-        relation, units = _whose(config, source)
-        made = offer(order, units, source.delta, relation)
-        request = _request(config, order, made, source.delta, relation)
-        said = refusal(source.ledger, source.account, [request], TEXTS) if source.ledger else None
-        return made, source.delta, units, said
+        made = _offer(config, order, source)
+        request = _request(config, order, made)
+        return made, refusal(source.ledger, source.account, [request], TEXTS) if source.ledger else None
 
 
-def _request(config: RunConfig, order: Order, made: Offer, delta: float, relation: Relation) -> RunRequest:
-    event = made.ballot.event(order.max_new_tokens)
-    return RunRequest(event, delta, 1, config.data.unit, relation, "synthesize: inference")
-
-
-def _whose(config: RunConfig, source: Opened) -> tuple[Relation, int]:
+def _offer(config: RunConfig, order: Order, source: Opened) -> Offer:
     if config.data.public_size is None:
-        return "zero_out", len(source.units)
-    return "add_or_remove_one", config.data.public_size
+        return offer(order, len(source.units), source.delta, "zero_out")
+    return offer(order, config.data.public_size, source.delta, "add_or_remove_one")
+
+
+def _request(config: RunConfig, order: Order, made: Offer) -> RunRequest:
+    event = made.ballot.event(order.max_new_tokens)
+    return RunRequest(event, made.delta, 1, config.data.unit, made.relation, "synthesize: inference")
 
 
 def infer(config: RunConfig, order: Order, output: Path, told: Told = lambda taken, begun: None) -> Path:
@@ -142,8 +139,6 @@ class _Job:
     config: RunConfig
     order: Order
     source: Opened
-    relation: Relation
-    units: int
     made: Offer
     shares: dict[tuple[str, ...], float]
     released: Statistics | None
@@ -156,11 +151,10 @@ class _Job:
 
     @classmethod
     def of(cls, config: RunConfig, order: Order, source: Opened) -> _Job:
-        relation, units = _whose(config, source)
-        made = offer(order, units, source.delta, relation)
+        made = _offer(config, order, source)
         released = Statistics.pick(read_json(order.statistics)) if order.statistics else None
-        shares = _shares(released, config, source)
-        return cls(config, order, source, relation, units, made, shares, released, loading.load_tokenizer(config.model))
+        shares = _shares(released, config, source, made)
+        return cls(config, order, source, made, shares, released, loading.load_tokenizer(config.model))
 
     def pay(self, path: Path) -> None:
         """Reserves and charges, or goes on with what was paid for."""
@@ -175,7 +169,7 @@ class _Job:
         for part in ("model", "data"):
             for name, value in getattr(self.config, part).model_dump(mode="json").items():
                 settings[f"{part}.{name}"] = value
-        request = _request(self.config, order, self.made, source.delta, self.relation)
+        request = _request(self.config, order, self.made)
 
         def begin() -> dict[str, Any]:
             if said := refusal(ledger, source.account, [request], TEXTS):
@@ -224,7 +218,7 @@ class _Job:
     def _batches(self) -> Iterator[list[list[Row]]]:
         """The units of each text: by their order, or each by a coin of its own."""
         size, units = self.made.ballot.batch_size, self.source.units
-        if self.relation == "zero_out":
+        if self.made.relation == "zero_out":
             for start in range(0, self.made.texts * size, size):
                 yield [units[number] for number in range(start, start + size)]
             return
@@ -282,13 +276,14 @@ class _Job:
         tokenizer, prompt = self.tokenizer, self.order.prompt
         if tokenizer.chat_template:
             turn = [{"role": "user", "content": prompt}]
+            wrong = f"the chat template of {self.config.model.name_or_path}"
             try:
                 prompt = str(tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True))
             except Exception as error:  # of a template, which is a program
-                raise ConfigError(f"the chat template of {self.config.model.name_or_path} fails: {error}.") from None
+                raise ConfigError(f"{wrong} fails: {error}. Use another --model.") from None
             if prompt.count(FIELD) != 1:
                 raise ConfigError(
-                    f"the chat template of {self.config.model.name_or_path} does not show a user's turn once."
+                    f"{wrong} does not show a user's turn once, where a record stands. Use another --model."
                 )
         else:
             prompt = (tokenizer.bos_token or "") + prompt + "\n\n"
@@ -332,7 +327,9 @@ class _Job:
         return self.readers[width]
 
 
-def _shares(released: Statistics | None, config: RunConfig, source: Opened) -> dict[tuple[str, ...], float]:
+def _shares(
+    released: Statistics | None, config: RunConfig, source: Opened, made: Offer
+) -> dict[tuple[str, ...], float]:
     """How often each combination of control values is asked for, of statistics that the same account paid for."""
     if released is None:
         return {}
@@ -345,7 +342,7 @@ def _shares(released: Statistics | None, config: RunConfig, source: Opened) -> d
     same = (released.dataset, released.unit, released.neighbouring_relation) == (
         source.account,
         config.data.unit,
-        _whose(config, source)[0],
+        made.relation,
     )
     if not shares or not same or not {one.entry for one in released.releases} <= paid:
         raise ConfigError(
@@ -370,9 +367,9 @@ def _publish(job: _Job, rows: Sequence[dict[str, str]], dropped: Counter[str], o
         "delta": source.delta,
         "unit": config.data.unit,
         "max_examples_per_unit": config.data.max_examples_per_unit,
-        "neighbouring_relation": job.relation,
+        "neighbouring_relation": job.made.relation,
         "event": job.made.ballot.event(order.max_new_tokens),
-        "num_units": job.units,
+        "num_units": job.made.units,
         **asdict(job.made.ballot),
         "max_new_tokens": order.max_new_tokens,
         "texts": len(rows) + dropped.total(),

@@ -56,10 +56,13 @@ class Order:
 
 @dataclass(frozen=True)
 class Offer:
-    """What would be promised: the ballot, the epsilon of its event, and how many texts there can be."""
+    """What would be promised: the ballot, epsilon at delta for N units, and how many texts there can be."""
 
     ballot: Ballot
     epsilon: float
+    delta: float
+    relation: Relation
+    units: int
     texts: int
 
 
@@ -85,12 +88,9 @@ def offer(order: Order, units: int, delta: float, relation: Relation) -> Offer:
             "or more of both, and no more rows than there are units."
         )
     eta = _largest_range(order, delta, relation)
-    wanted = math.ceil(
-        2 * (order.clip if order.clip is not None else MOST_CLIP * order.temperature) / (eta * order.temperature)
-    )
+    wanted = math.ceil(2 * (order.clip or MOST_CLIP * order.temperature) / (eta * order.temperature))
     size = order.batch_size if order.batch_size is not None else max(1, min(wanted, units // order.rows))
-    most = min(MOST_CLIP, eta * size / 2 * (1 - 1e-9)) * order.temperature
-    clip = order.clip if order.clip is not None else most
+    clip = order.clip or min(MOST_CLIP, eta * size / 2 * (1 - 1e-9)) * order.temperature
     ballot = Ballot(size, clip, order.temperature, order.top_k)
     spent, texts = stated(ballot.event(order.max_new_tokens), delta, relation)[0], units // size
     if spent > order.epsilon or texts < order.rows:
@@ -99,7 +99,7 @@ def offer(order: Order, units: int, delta: float, relation: Relation) -> Offer:
             f"{order.rows} rows by batches of {size} of {units:,} units at epsilon {order.epsilon:g} and delta {delta:g}: {fit}. "
             "Ask for fewer --rows or --tokens, raise --epsilon, or leave --clip and --batch out."
         )
-    return Offer(ballot, spent, texts)
+    return Offer(ballot, spent, delta, relation, units, texts)
 
 
 def _largest_range(order: Order, delta: float, relation: Relation) -> float:

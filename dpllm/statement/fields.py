@@ -102,6 +102,14 @@ class Record(BaseModel):
         except ValidationError as error:
             raise NotAStatement.of(error) from None
 
+    @classmethod
+    def checked(cls, value: object) -> Self:
+        """All of a JSON value as this part, or NotAStatement."""
+        try:
+            return cls.model_validate_json(json.dumps(value, allow_nan=False))
+        except ValidationError as error:
+            raise NotAStatement.of(error) from None
+
     def to_json(self) -> Json:
         """What was given, in the order of the fields; what was left out stays out."""
         copy: Json = json.loads(json.dumps(self.model_dump(exclude_unset=True, by_alias=True, warnings=False)))

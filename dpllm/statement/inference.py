@@ -12,11 +12,10 @@ draw token after token: ``max_new_tokens`` draws of range 2 C / (B tau). Batches
 
 from __future__ import annotations
 
-import json
 from fractions import Fraction
 from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from dpllm.privacy.events import Event, compose
 from dpllm.privacy.privacy_loss import attacker_limits
@@ -101,10 +100,7 @@ def read(value: object) -> Inference:
     Raises:
         NotAStatement: It does not keep to the schema.
     """
-    try:
-        return Inference.model_validate_json(json.dumps(value, allow_nan=False))
-    except ValidationError as error:
-        raise NotAStatement.of(error) from None
+    return Inference.checked(value)
 
 
 def eta(record: Inference) -> Fraction:

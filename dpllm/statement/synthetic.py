@@ -14,14 +14,13 @@ Epsilon is not repeated here: it is that of run/privacy.json, together with the 
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from dpllm.files import BLOCK, CARD
 from dpllm.statement import tradeoff_figure
-from dpllm.statement.fields import AtLeast1, Count, NotAStatement, Number, Record, Sha256, Share, Text
+from dpllm.statement.fields import AtLeast1, Count, Number, Record, Sha256, Share, Text
 from dpllm.statement.privacy_record import PrivacyRecord
 
 RECORD, ROWS = "synthetic.json", "data/train.jsonl"
@@ -92,10 +91,7 @@ def read(value: object) -> Synthetic:
     Raises:
         NotAStatement: It does not keep to the schema.
     """
-    try:
-        return Synthetic.model_validate_json(json.dumps(value, allow_nan=False))
-    except ValidationError as error:
-        raise NotAStatement.of(error) from None
+    return Synthetic.checked(value)
 
 
 def epsilon(statement: PrivacyRecord) -> float | None:

@@ -266,6 +266,19 @@ def test_nobody_votes_twice_by_a_change_between_crash_and_resume(place: Place, c
     assert not place.output.exists()
 
 
+def test_a_closed_reservation_draws_no_more(place: Place) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        dies_at(patch, 2, drawn=True)
+        with pytest.raises(RuntimeError):
+            dpllm_(*place.words())
+    with Ledger(place.ledger) as ledger:
+        ledger.finish(place.runs()[0].reservation.entry, "completed")
+    before = place.draft().read_bytes()
+    answer = dpllm_(*place.words())
+    assert (answer.code, "nothing more is drawn by it" in answer.err) == (3, True), answer.err
+    assert place.draft().read_bytes() == before
+
+
 def test_a_record_is_what_the_ledger_knows_of_its_row(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """A column beside prompt and completion is in no fingerprint."""
     seen = []
