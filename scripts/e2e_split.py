@@ -4,16 +4,24 @@
 
 Rows are {prompt, completion, restaurant}; no prompt (meaning representation) of TRAIN.jsonl is in EVAL.jsonl. Every second prompt
 of EVAL.jsonl, in the order of their text, goes to choose.jsonl, the others to score.jsonl, with all their references. A newline
-ends each prompt.
+ends each prompt. texts-train.jsonl and its like hold the completions as texts, with the food and area that their prompts name.
 """
 
 import json
 import pathlib
+import re
 import sys
+
+COLUMNS = ("food", "area")
 
 
 def rows(path):
     return [json.loads(line) for line in pathlib.Path(path).read_text("utf-8").splitlines()]
+
+
+def text(row):
+    named = dict(re.findall(r"(\w+)\[([^\]]*)\]", row["prompt"]))
+    return {column: named.get(column, "none") for column in COLUMNS} | {"text": row["completion"]}
 
 
 def main(train, held_out, out):
@@ -25,13 +33,11 @@ def main(train, held_out, out):
         sys.exit(f"{len(trained & set(prompts))} prompts are in both files: what is scored must be new to the model.")
     parts = {"choose": set(prompts[::2]), "score": set(prompts[1::2]), "train": trained}
     for name, part in parts.items():
-        lines = [
-            json.dumps({**row, "prompt": row["prompt"] + "\n"})
-            for row in rows(train if name == "train" else held_out)
-            if row["prompt"] in part
-        ]
-        (out / f"{name}.jsonl").write_text("\n".join(lines) + "\n", "utf-8")
-        print(f"{out / name}.jsonl: {len(lines):,} rows of {len(part):,} meaning representations")
+        chosen = [row for row in rows(train if name == "train" else held_out) if row["prompt"] in part]
+        prompted = [{**row, "prompt": row["prompt"] + "\n"} for row in chosen]
+        for file, written in ((name, prompted), (f"texts-{name}", map(text, chosen))):
+            (out / f"{file}.jsonl").write_text("\n".join(map(json.dumps, written)) + "\n", "utf-8")
+        print(f"{out / name}.jsonl: {len(chosen):,} rows of {len(part):,} meaning representations")
 
 
 if __name__ == "__main__":
