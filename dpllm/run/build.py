@@ -337,11 +337,7 @@ def _promise(decision: Decision, planted: CanaryPlan | None) -> PlanRecord | Non
 
 
 def _units(
-    decision: Decision,
-    rows: tuple[data.Table, Groups] | None,
-    tokenizer: Any,
-    planted: CanaryPlan | None,
-    run: RunDir,
+    decision: Decision, rows: tuple[data.Table, Groups] | None, tokenizer: Any, planted: CanaryPlan | None, run: RunDir
 ) -> tuple[data.Table, tokens.Units]:
     """The rows, and the tokenised units with the slots of all canaries behind them: those that rank 0 decided about."""
     settings, cache = decision.config.data, run.private / "cache"

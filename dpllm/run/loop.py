@@ -79,7 +79,8 @@ def train(
         screen.end()
         stack.enter_context(contextlib.closing(prepared.payment))
         recorder = stack.enter_context(Recorder(prepared, started, telemetry, deadline, console, screen, main=main))
-        recorder.evaluated(_evaluate(prepared, state), "before")
+        if not prepared.first_step:
+            recorder.evaluated(_evaluate(prepared, state), "before")
         total = prepared.schedule.num_steps
         if main:
             telemetry.callbacks.begin(prepared.first_step, total)

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from dpllm import files
 from dpllm.errors import DpllmError
-from dpllm.files import write_json
+from dpllm.files import read_json, write_json
 from dpllm.model import environment, loading, memory
 from dpllm.model.evaluate import HeldOut
 from dpllm.privacy.clipping import layers_of
@@ -64,8 +64,10 @@ class Recorder:
         self._epsilon_after = EpsilonSpent(prepared.plan)
         # Losses in nats per target token, shares: private unless the evaluation data are public.
         figures = ("eval_loss_before", "eval_loss_after", "eval_accuracy_before", "eval_accuracy_after")
-        self._summary: dict[str, float | None] = {**dict.fromkeys(figures), "eval_tokens": 0}
-        self._step = prepared.first_step
+        self._step, self._kept = prepared.first_step, prepared.run.private / "summary.json"
+        kept = read_json(self._kept) if main and self._step and self._kept.exists() else {}  # of a run that goes on
+        known: dict[str, float | None] = {name: kept.get(name) for name in figures[::2]}
+        self._summary = {**dict.fromkeys(figures), "eval_tokens": 0, **known}
         self._saved: int | None = None
         self._finite = True  # the loss of the last step
         self._not_finite = 0  # steps with a gradient that is not
@@ -121,17 +123,18 @@ class Recorder:
     def evaluated(self, seen: HeldOut | None, when: Literal["before", "during", "after"]) -> None:
         """Notes a pass over the held-out rows; None where there are none."""
         self._screen.end()
-        loss, accuracy = None, None
-        if seen is not None:  # JSON has no word for the loss of a run that diverged
-            loss, accuracy = seen.loss if math.isfinite(seen.loss) else None, seen.accuracy
+        loss = seen.loss if seen and math.isfinite(seen.loss) else None  # JSON has no word for nan
+        accuracy = seen.accuracy if seen else None
         if when == "during":
             self._log({"step": self._step, "eval_loss": loss, "eval_accuracy": accuracy})
         else:
             self._summary |= {f"eval_loss_{when}": loss, f"eval_accuracy_{when}": accuracy}
-        if when == "after":
+        if when == "before" and self._main:
+            write_json(self._kept, self._summary)  # a process that is killed writes no more
+        elif when == "after":
             self._summary["eval_tokens"] = sum(sum(sequence.loss_mask) for sequence in self._prepared.held_out)
         self._telemetry.evaluated(self._step, loss, accuracy)
-        if when == "before" and loss is not None and not self._step and self._prepared.config.data.eval_public:
+        if when == "before" and loss is not None and self._prepared.config.data.eval_public:
             self._console.print(f"Held-out loss before: {loss:.4f} nats per token")
 
     def sampled(self, prompts: Sequence[str], texts: Sequence[str]) -> None:
@@ -270,7 +273,7 @@ class Recorder:
             started_at=datetime.fromtimestamp(self._started, UTC).isoformat(timespec="seconds"),
         )
         write_json(prepared.run.run, record.to_json())
-        write_json(prepared.run.private / "summary.json", {**summary, **cost})
+        write_json(self._kept, {**summary, **cost})
 
 
 def grown(notes: Sequence[str], before: Sequence[str]) -> list[str]:

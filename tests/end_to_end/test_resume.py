@@ -39,7 +39,10 @@ sys.exit(main(["train", *sys.argv[2:]]))
 
 def stopped(root: Path, base: Path, how: str) -> tuple[Place, int, str]:
     """A run of six steps that got the signal in its third."""
-    place = make_place(root, base, {"train.steps": TOTAL, "train.checkpoint_every": 1})
+    held_out = root / "eval.jsonl"
+    tiny.write_rows(held_out, rows(4, start=500))
+    settings = {"train.steps": TOTAL, "train.checkpoint_every": 1, "data.eval": str(held_out)}
+    place = make_place(root, base, settings)
     process = python(STOP, how, place.recipe)
     return place, process.returncode, process.stderr
 
@@ -67,6 +70,12 @@ def copy(place: Place, root: Path) -> Place:
 def newest(place: Place) -> Path:
     """The last checkpoint."""
     return max((place.run / "private" / "resume").iterdir())
+
+
+def loss_before(place: Place) -> float:
+    loss = place.json("private/summary.json")["eval_loss_before"]
+    assert loss > 0
+    return float(loss)
 
 
 def commits(place: Place) -> list[tuple[str, int]]:
@@ -103,10 +112,12 @@ def test_a_resumed_run_completes_on_the_same_reservation(terminated: tuple[Place
     before = place.json("run.json")
     told = "as of an attempt with telemetry.private_metrics, which this recipe no longer has"
     (place.run / "run.json").write_text(json.dumps({**before, "deviations": [*before["deviations"], told]}))
+    untrained = loss_before(place)
     done("train", place.recipe, "--resume")
     record = place.json("run.json")
     assert (record["status"], record["steps_taken"]) == ("completed", TOTAL)
     assert record["guarantee"]["holds"] is True
+    assert loss_before(place) == untrained  # and not that of the weights it goes on with
     assert told in record["deviations"]
     assert not any("interrupted" in note for note in record["deviations"])
     assert record["ledger"]["entry"] == before["ledger"]["entry"]
@@ -247,8 +258,10 @@ def test_a_killed_run_claims_nothing_and_stays_charged(killed: tuple[Place, int,
 def test_steps_that_were_charged_and_lost_are_not_repeated(killed: tuple[Place, int, str], tmp_path: Path) -> None:
     place = copy(killed[0], tmp_path / "copy")
     assert json.loads((newest(place) / "state.json").read_text())["step"] == 2
+    untrained = loss_before(place)
     done("train", place.recipe, "--resume")
     record = place.json("run.json")
+    assert loss_before(place) == untrained
     assert (record["status"], record["steps_taken"]) == ("completed", TOTAL)
     assert record["guarantee"]["holds"] is True
     assert any("1 charged steps were lost" in note for note in record["deviations"])
