@@ -21,7 +21,8 @@ from dpllm.errors import ConfigError, DpllmError, EndedElsewhere
 # What a command no longer takes -> what to type instead.
 RETIRED = {
     "plan --compare": "it gave no guarantee; dpllm plan --json has epsilon by each accountant, as `accountants`",
-    "plan --figure": "plan prints and draws nothing; --sweep with --json has every figure of the table",
+    "plan --figure": "plan prints and draws nothing; --json has every figure of the table",
+    "plan --sweep": "it planned what several dpllm plan commands plan; type one for each value, as --privacy.epsilon 3",
     "epsilon --trials": "the epsilon of one run does not cover choosing the best of several; let the ledger charge every run",
     "epsilon --select": "it belonged to --trials, which is retired too; let the ledger charge every run",
     "audit --mechanism": "every run checks its engine before it starts; set audit.gradient_canaries: 500, then audit the run",

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -69,13 +68,6 @@ def add_commands(add: AddCommand) -> None:
     option = planned.add_argument
     option("--model", action="store_true", help="trained layers, noise, memory and time, from the model's config only")
     option("--device", metavar="GPU", help="with --model: for an a100 or h100 of 80 GB, not for this machine")
-    option(
-        "--sweep",
-        action="append",
-        default=[],
-        metavar="KEY=V1,V2",
-        help="plan every combination; may be given several times",
-    )
     option(
         "--twin",
         action="store_true",
@@ -168,10 +160,6 @@ def plan(known: argparse.Namespace, rest: list[str]) -> int:
     config = points[0].config if known.twin else load_recipe(known, rest)
     if known.device and not known.model:
         raise ConfigError("--device says for which GPU --model counts memory. Type both.")
-    if known.sweep and (known.model or known.after or known.twin):
-        raise ConfigError("--sweep plans many recipes, and --model, --after and --twin look at one. Type one of them.")
-    if known.sweep:
-        return _sweep(known, rest, config)
     from dpllm.forecast.advice import advise, released_by
     from dpllm.run.directory import RunDir
     from dpllm.run.promise import Refusals
@@ -242,30 +230,6 @@ def _show(known: argparse.Namespace, seen: Decision, needs: Footprint | None, li
         console.print(part)
     for line in lines:
         console.print(line, highlight=False)
-
-
-def _sweep(known: argparse.Namespace, rest: list[str], config: RunConfig) -> int:
-    from dpllm.forecast import table
-    from dpllm.forecast.advice import suggest
-    from dpllm.forecast.sweep import parse_sweeps, sweep
-    from dpllm.run.promise import decide
-
-    sweeps = parse_sweeps(known.sweep)
-    points = sweep(*parse_recipe(known, rest), sweeps)
-    own = decide(config).plan
-    suggestion = suggest(own) if own else None
-    if known.json:
-        rows = [{**asdict(point), "values": dict(zip(sweeps, point.values, strict=True))} for point in points]
-        print(dump({"sweep": rows, "suggestion": asdict(suggestion) if suggestion else None}))
-        return 0
-    console = plain_console()
-    console.print(table.sweep_table(list(sweeps), points))
-    for text, same in groupby((point for point in points if point.refusal), lambda point: point.refusal):
-        found = "; ".join(", ".join(map(str, point.values)) for point in same)
-        console.print(f"Refused ({found}): {text}", highlight=False)
-    if suggestion:
-        console.print(table.suggestion_text(suggestion), highlight=False)
-    return 0
 
 
 def _json(seen: Decision, needs: Footprint | None, advice: list[str], refusals: list[DpllmError]) -> dict[str, Any]:

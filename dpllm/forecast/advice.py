@@ -349,7 +349,7 @@ def choose(plan: Plan, batch_size: int, num_steps: int) -> Choice:
         sigma *= math.exp(step)
     raise ConfigError(
         f"no noise multiplier was found that gives epsilon {plan.epsilon:g} with a batch of {batch_size} and {num_steps} "
-        "steps, so the choices cannot be compared. Plan without --sweep."
+        "steps, so the choices cannot be compared. Type a larger --privacy.epsilon."
     )
 
 

@@ -1,17 +1,15 @@
 """What ``dpllm plan`` prints: rows of text from the values of planning, and how many units and physical batches a step has.
 
-Comes in: a decision, a footprint, a sweep. Goes out: tables. Must not see data, and must not import torch.
+Comes in: a decision, a footprint. Goes out: tables. Must not see data, and must not import torch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dpllm.forecast.advice import Choice, Suggestion, effect_of
-from dpllm.forecast.sweep import Point
+from dpllm.forecast.advice import effect_of
 from dpllm.ledger.admission import filter_allowance
 from dpllm.privacy.banded import Effect
 from dpllm.privacy.plan import RELATION_IN_WORDS, Plan
@@ -153,47 +151,6 @@ def footprint_tables(needs: Footprint) -> list[Table | str]:
     return [trains, _two_columns("Noise, and estimates of memory and time", rows)]
 
 
-def sweep_table(keys: Sequence[str], points: Sequence[Point]) -> Table:
-    """One row for each combination."""
-    from rich.table import Column, Table
-
-    shown = [Column(key.replace(".", ".\n"), min_width=max(map(len, key.split(".")))) for key in keys]
-    table = Table(*shown, "epsilon", "sigma", "q", "T", "noise /\nsignal", "verdict", title="Sweep")
-    for point in points:
-        figures = (
-            _number(point.epsilon),
-            _number(point.noise_multiplier),
-            _number(point.sampling_rate, 6),
-            str(point.num_steps or "-"),
-        )
-        noise = "-" if point.noise_per_signal is None else f"{point.noise_per_signal:.3g}"
-        table.add_row(*map(str, point.values), *figures, noise, "refused" if point.refusal else "fits")
-    return table
-
-
-def suggestion_text(found: Suggestion) -> str:
-    """The suggestion for the recipe's compute, with its reason."""
-    own, best, least = found.own, found.suggested, found.least_noise
-
-    def words(choice: Choice) -> str:
-        return (
-            f"B {choice.batch_size}, T {choice.num_steps}: sigma {choice.noise_multiplier:.3f}, noise per unit of signal "
-            f"{choice.noise_per_signal:.3g}"
-        )
-
-    compute = f"{own.batch_size} x {own.num_steps} = {own.batch_size * own.num_steps} examples"
-    if best == own:
-        advice = "The recipe's own batch size and step count are the suggestion."
-    else:
-        advice = f"Suggested: --train.batch_size {best.batch_size} --train.steps {best.num_steps} ({words(best)})."
-    return (
-        f"For the recipe's own compute and epsilon ({compute}; {words(own)}), where a larger batch means fewer steps: {advice} "
-        "It is the smallest batch, so the most steps, whose noise is within 10% of the least there is at this compute "
-        f"({words(least)}); noise per unit of signal, sigma / (B sqrt T), falls as the batch grows and then flattens. A planning "
-        "heuristic (Ponomareva et al. 2023; Li et al. 2021), no part of the guarantee."
-    )
-
-
 def size_text(size: int) -> str:
     """Bytes for people, in powers of 1000."""
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
@@ -208,12 +165,12 @@ def _time(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
-def _number(value: float | None, digits: int = 4) -> str:
+def _number(value: float | None) -> str:
     if value is None:
         return "-"
     if not math.isfinite(value):
         return "none can be certified"
-    return f"{value:.{digits}f}" if value < 1e6 else f"{value:.3e}"
+    return f"{value:.4f}" if value < 1e6 else f"{value:.3e}"
 
 
 def _two_columns(title: str, rows: dict[str, str]) -> Table:

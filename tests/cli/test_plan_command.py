@@ -53,7 +53,6 @@ LIGHT = {
     "json": ["--json"],
     "table": [],
     "calibrated": ["--privacy.noise_multiplier", "null", "--privacy.epsilon", "3"],
-    "sweep": ["--sweep", "privacy.noise_multiplier=2,3"],
 }
 
 
@@ -194,25 +193,7 @@ def test_advice_after_a_run(recipe: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "released no noised clip fraction" in answer(capsys, 2, recipe, "--after", earlier.root)[1]
 
 
-# --- sweep, model ----------------------------------------------------------------------------------------------------
-
-
-def test_a_sweep_is_shown_and_suggests(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sweep = ("--sweep", "privacy.epsilon=2,3", "--sweep", "train.batch_size=5,60", "--privacy.noise_multiplier=null")
-    out, _ = answer(capsys, 0, recipe, *sweep, "--privacy.epsilon", 2)
-    assert "own compute and epsilon (5 x 3 = 15 examples" in out
-    assert "planning heuristic" in out
-    assert "Refused (2, 60; 3, 60): train.batch_size 60" in out
-    found = value(capsys, 0, recipe, *sweep, "--privacy.epsilon", 2)
-    assert [row["values"] for row in found["sweep"]][1] == {"privacy.epsilon": 2, "train.batch_size": 60}
-    assert found["sweep"][0]["epsilon"] <= 2
-    assert found["suggestion"]["own"]["batch_size"] == 5
-
-
-def test_lists_can_be_swept(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sweep = ("--sweep", "audit.canaries.groups={1: 4},{1: 8}")
-    rows = value(capsys, 0, recipe, *sweep)["sweep"]
-    assert [row["values"]["audit.canaries.groups"] for row in rows] == [{"1": 4}, {"1": 8}]
+# --- model ----------------------------------------------------------------------------------------------------
 
 
 def test_a_remembered_noise_that_was_changed_is_computed_again(
@@ -227,15 +208,6 @@ def test_a_remembered_noise_that_was_changed_is_computed_again(
         plan = value(capsys, 0, recipe, *wanted)
         assert plan["epsilon"] <= 3
     assert noise in (plan["noise_multiplier"], plan["noise_multiplier"] / 2)
-
-
-def test_a_sweep_asks_the_ledger(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    give_budget(recipe.parent, 2.0)
-    sweep = ("--sweep", "privacy.epsilon=1.5,3", "--privacy.noise_multiplier=null")
-    low, high = (row["refusal"] for row in value(capsys, 0, recipe, *sweep)["sweep"])
-    assert low is None
-    assert "of 2.0000 at delta" in high
-    assert "fits" in answer(capsys, 0, recipe, *sweep)[0]
 
 
 def test_what_cannot_be_certified_is_null() -> None:
@@ -299,10 +271,10 @@ def test_what_is_decided_beside_the_model_has_its_exit_code(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--sweep", "train.stepz=1,2"], "did you mean steps"),
-        (["--sweep", "train.steps"], "names no values"),
-        (["--sweep", "train.steps=1,2", "--model"], "Type one of them"),
-        (["--figure", "a.png", "--sweep", "train.steps=1,2"], "--figure is retired: plan prints"),
+        (["--train.stepz", "2"], "did you mean steps"),
+        (["--sweep", "train.steps=1,2"], "--sweep is retired: it planned"),
+        (["--sweep=train.steps=1,2"], "--sweep is retired: it planned"),
+        (["--figure", "a.png"], "--figure is retired: plan prints"),
         (["--compare"], "--compare is retired: it gave no guarantee"),
         (["--after", "absent"], "missing"),
         (["--device", "h100"], "Type both"),
