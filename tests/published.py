@@ -6,6 +6,9 @@ import hashlib
 import json
 import os
 import shutil
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -33,6 +36,33 @@ def make_endless(path: Path, kind: str, most: int) -> None:
     else:
         path.touch()
         os.truncate(path, most)
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    """Other words in a file that has these."""
+    text = path.read_text("utf-8")
+    assert old in text
+    path.write_text(text.replace(old, new), encoding="utf-8")
+
+
+def endless_is_found_soon(folder: Path, name: str, kind: str, most: int) -> None:
+    """A file of a data set that never ends is a failed check, within seconds."""
+    (folder / name).unlink()
+    make_endless(folder / name, kind, most + 1)
+    started = time.monotonic()
+    assert failing(folder) & {"data set", "files"}
+    assert time.monotonic() - started < 10
+
+
+def verifies_without_torch(folder: Path) -> None:
+    """In a new process, which loads none of the heavy packages."""
+    program = (
+        "import sys; from pathlib import Path; from dpllm.verification.verify import verify; "
+        f"assert not verify(Path({str(folder)!r})).failed; "
+        "print(*{'torch', 'datasets', 'huggingface_hub'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split() == []
 
 
 def read(export: Path) -> Json:

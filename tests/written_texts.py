@@ -41,6 +41,7 @@ FACTS: Json = {
     "base_model": {"name": "builtin:tiny", "revision": None, "covered": False},
     "dataset": "builtin:clinic",
     "data_public": False,
+    "eval_public": False,
     "composed": None,
     "quality": {"figures": {"share of distinct words: synthetic": 0.5, "rows: synthetic": None}, "evaluation": None},
     "date": "2026-11-23",

@@ -207,4 +207,14 @@ def public_sides(statement: PrivacyRecord) -> set[str]:
     """Those that the model's statement declares public; without a guarantee it does not say so of evaluation rows alone."""
     public, holds = statement.data_public, statement.guarantee
     told = any("evaluation data (declared public)" in line for line in statement.not_covered) if holds else public
-    return {*SIDES[:2], *["training"] * public, *["evaluation"] * told}
+    return declared_sides(public, told)
+
+
+def declared_sides(training: bool, evaluation: bool) -> set[str]:
+    """Those whose exact figures may be published, where the rows trained on or voted with, and evaluation rows, are public."""
+    return {*SIDES[:2], *["training"] * training, *["evaluation"] * evaluation}
+
+
+def may_publish(quality: Quality | None, declared: set[str]) -> bool:
+    """Whether all figures read nothing but these sides."""
+    return all(reads(name) <= declared for name in (quality.figures if quality else ()))

@@ -81,6 +81,8 @@ class Inference(Written):
     """Public name of the data: as the ledger knows them, or the last part of where they lay."""
     data_public: bool
     """Whether whoever wrote the rows declares the data public."""
+    eval_public: bool
+    """The same of evaluation rows, beside which quality may have been measured."""
     composed: Composed | None
     statistics: BesideRun | None
     """Those whose shares were asked for; with_run is epsilon of the texts and them together."""

@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from dpllm.card import dataset_card
 from dpllm.files import CARD, sha256
@@ -42,6 +43,7 @@ MOST_CARD, MOST_RECORD, MOST_CONFIG = 2**22, 2**19, 2**18
 MOST_BYTES, MOST_LINE, MOST_ROWS = 2**32, 2**22, 5_000_000
 """Of data/train.jsonl; five million rows take half a minute."""
 _OF_AUTHOR = {"license", "license_name", "license_link", "language", "pretty_name"}
+Found = TypeVar("Found")
 OF_MODEL = "model: "
 """Before the names of checks of run/."""
 _AGAIN = "Take the folder from where it was published, or write its card again: dpllm card RUN/synthetic."
@@ -74,17 +76,38 @@ def check(
     directory: Path, ledger: str | None, of_model: Mapping[str, Callable[[Published], Iterator[Check]]]
 ) -> Iterator[Check]:
     """All checks of a data set, in a fixed order; ``of_model``: those of the statement in run/."""
+
+    def of_run(look: Callable[[Published], Iterator[Check]]) -> Callable[[DataSet], Iterator[Check]]:
+        return lambda found: (replace(one, name=f"{OF_MODEL}{one.name}") for one in look(found.model))
+
+    steps = [*_CHECKS, *((f"{OF_MODEL}{name}", of_run(look)) for name, look in of_model.items()), ("model", _said)]
+    yield from of_folder(RECORD, lambda: _read(directory, ledger), steps)
+
+
+def of_folder(
+    name: str, look: Callable[[], Found], steps: Sequence[tuple[str, Callable[[Found], Iterator[Check]]]]
+) -> Iterator[Check]:
+    """Whether README.md and the record ``name`` can be read, and if so each step."""
     try:
-        found = _read(directory, ledger)
+        found = look()
     except Wrong as error:
         yield failed("data set", str(error))
         return
-    yield verified("data set", f"README.md and {RECORD} can be read, and the latter follows schema version 1.")
-    for name, step in _CHECKS:
-        yield from guarded(name, step, found)
-    for name, look in of_model.items():
-        for one in guarded(name, look, found.model):
-            yield replace(one, name=f"{OF_MODEL}{one.name}")
+    yield verified("data set", f"README.md and {name} can be read, and the latter follows schema version 1.")
+    for step, check in steps:
+        yield from guarded(step, check, found)
+
+
+def record_of(path: Path, read: Callable[[Json], Found], again: str) -> Found:
+    """A record, which follows its schema."""
+    stated = read_object(path, MOST_RECORD)
+    try:
+        return read(stated)
+    except NotAStatement as error:
+        raise Wrong(f"{path.name} does not follow its schema: {'; '.join(error.problems[:3])}. {again}") from None
+
+
+def _said(found: DataSet) -> Iterator[Check]:
     yield asserted(
         "model",
         "that weights of this statement wrote these rows, from the prompts and settings that are named, is the author's word. "
@@ -93,11 +116,7 @@ def check(
 
 
 def _read(directory: Path, ledger: str | None) -> DataSet:
-    stated = read_object(directory / RECORD, MOST_RECORD)
-    try:
-        record = synthetic.read(stated)
-    except NotAStatement as error:
-        raise Wrong(f"{RECORD} does not follow its schema: {'; '.join(error.problems[:3])}. {_AGAIN}") from None
+    record = record_of(directory / RECORD, synthetic.read, _AGAIN)
     block, page = read_object(directory / MODEL_BLOCK, MOST_RECORD), read_text(directory / MODEL_CARD, MOST_CARD)
     if (run := run_of(directory)) is not None:
         for path in (run.config, run.run):
@@ -192,9 +211,8 @@ def _record(found: DataSet) -> Iterator[Check]:
         == (*record.control, *(("text",) if record.prompts is None else ("prompt", "completion"))),
         "shares is not the statistic of the control columns": record.shares
         in ({name} if statement.guarantee else {name, None}),
-        f"quality has figures of rows that {MODEL_BLOCK} does not declare public": all(
-            dataset_card.reads(name) <= dataset_card.public_sides(statement)
-            for name in (record.quality.figures if record.quality else ())
+        f"quality has figures of rows that {MODEL_BLOCK} does not declare public": dataset_card.may_publish(
+            record.quality, dataset_card.public_sides(statement)
         ),
         "shares names no statistic on the model's card": record.shares is None or record.shares in released,
     }

@@ -16,21 +16,18 @@ from dpllm.files import CARD
 from dpllm.privacy import accounting
 from dpllm.privacy.privacy_loss import attacker_limits_of
 from dpllm.statement import inference, state
-from dpllm.statement.fields import NotAStatement
 from dpllm.statement.inference import RECORD, Inference
 from dpllm.statement.synthetic import ROWS
 from dpllm.text import control
 from dpllm.verification import check_dataset, check_export, check_ledger, check_promise, costs
-from dpllm.verification.check_dataset import MOST_CARD, MOST_RECORD
+from dpllm.verification.check_dataset import MOST_CARD
 from dpllm.verification.values import (
     Check,
     Wrong,
     asserted,
     differences,
-    failed,
     guarded,
     listed,
-    read_object,
     read_text,
     tried,
     verified,
@@ -38,11 +35,11 @@ from dpllm.verification.values import (
 
 MOST_ABOVE = Fraction(1, 10**9)
 """Relative; how far the range of a draw may lie above the exact one."""
-_AGAIN = "Take the folder from where it was published."
+_AGAIN = costs.OF_ROWS
 _SAID = {
     "writing": "that this model drew the rows, from these prompts, with this clipping and with random numbers of the operating "
-    "system, that no unit voted in two texts, and that nothing but the rows was kept",
-    "data": "dataset, data_public, unit, max_examples_per_unit and num_units",
+    "system, that no unit voted in two texts, and that nothing of it but the rows was kept",
+    "data": "dataset, data_public, eval_public, unit, max_examples_per_unit and num_units",
     "circumstances": "prompt, base_model, top_k, reasons for dropping, quality, date, software, hardware and the rest of "
     "not_covered",
 }
@@ -59,18 +56,15 @@ class Folder(NamedTuple):
 
 def check(directory: Path, ledger: str | None) -> Iterator[Check]:
     """All checks of such a folder, in a fixed order."""
-    try:
-        stated = read_object(directory / RECORD, MOST_RECORD)
-        found = Folder(directory, inference.read(stated), read_text(directory / CARD, MOST_CARD), ledger)
-    except NotAStatement as error:
-        yield failed("data set", f"{RECORD} does not follow its schema: {'; '.join(error.problems[:3])}. {_AGAIN}")
-        return
-    except Wrong as error:
-        yield failed("data set", str(error))
-        return
-    yield verified("data set", f"README.md and {RECORD} can be read, and the latter follows schema version 1.")
-    for name, step in _CHECKS:
-        yield from guarded(name, step, found)
+
+    def look() -> Folder:
+        record = check_dataset.record_of(directory / RECORD, inference.read, _AGAIN)
+        return Folder(directory, record, read_text(directory / CARD, MOST_CARD), ledger)
+
+    yield from check_dataset.of_folder(RECORD, look, _CHECKS)
+
+
+def _author(found: Folder) -> Iterator[Check]:
     for name, what in _SAID.items():
         yield asserted(name, f"{what}: the word of whoever wrote the rows.")
 
@@ -87,8 +81,6 @@ def _record(found: Folder) -> Iterator[Check]:
     """What the record says of itself: rows, columns, texts, and the public sizes."""
     record, dropped, shown = found.record, sum(found.record.dropped.values()), found.record.statistics
     released = [one.statistic for one in shown.releases] if shown else []
-    figures, evaluation = (record.quality.figures, record.quality.evaluation) if record.quality else ({}, None)
-    sides = {*dataset_card.SIDES[:2], *["training"] * record.data_public, *["evaluation"] * bool(evaluation)}
     shares = control.shares_of(record.control) if record.control else None
     declared, size, units = (
         record.neighbouring_relation != "zero_out",
@@ -109,8 +101,8 @@ def _record(found: Folder) -> Iterator[Check]:
         "not_covered leaves something out": {*state.not_covered(record.unit, record.neighbouring_relation)}
         <= {*record.not_covered},
         "statistics are of another dataset": not shown or charged in (None, shown.dataset),
-        "quality has figures of rows that are not declared public": all(
-            dataset_card.reads(name) <= sides for name in figures
+        "quality has figures of rows that are not declared public": dataset_card.may_publish(
+            record.quality, dataset_card.declared_sides(record.data_public, record.eval_public)
         ),
     }
     if wrong := [problem for problem, good in rules.items() if not good]:
@@ -183,4 +175,5 @@ _CHECKS: tuple[tuple[str, Callable[[Folder], Iterator[Check]]], ...] = (
     ("promise", _promise),
     ("ledger", _ledger),
     ("card", _page),
+    ("author's word", _author),
 )

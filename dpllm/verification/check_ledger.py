@@ -110,10 +110,10 @@ def _coherent(composed: Composed, terms: Promised) -> Check:
     # One run alone cannot cost more than all of them.
     spent = composed.spent_epsilon
     if composed.delta == terms.delta and spent is not None and spent < terms.epsilon * (1 - 1e-3):
-        problems.append("the total is less than the run alone")
+        problems.append("the total is less than this entry alone")
     if problems:
-        raise Wrong(f"{listed(problems)}. Write the card again: dpllm card RUN.")
-    return verified("ledger: total", "is not less than the run alone, and is consistent with the stated budget.")
+        raise Wrong(f"{listed(problems)}. {costs.again(terms)}")
+    return verified("ledger: total", "is not less than this entry alone, and is consistent with the stated budget.")
 
 
 def _of_run(found: Published) -> str | None:
@@ -167,8 +167,8 @@ def _entry(chain: _Chain, composed: Composed, terms: Promised, taken: int) -> Ch
     missing = [name for name in names if name not in found or found[name].dataset != composed.dataset]
     if missing:
         raise Wrong(
-            f"{chain.where} has no entry {listed(missing)} of dataset {composed.dataset} before the stated head, so the run "
-            "is not in it. Name the ledger that it was charged to."
+            f"{chain.where} has no entry {listed(missing)} of dataset {composed.dataset} before the stated head, so it "
+            "was charged to another ledger. Name that one."
         )
     own = [found[name].facts for name in names]
     reserved = [event_of(found[name]) for name in names]
@@ -229,7 +229,7 @@ def _total(chain: _Chain, composed: Composed, terms: Promised) -> Check:
         *differences(composed.to_json()["budget"], fresh.to_json()["budget"], "budget", 0.0),
     ]
     if problems:
-        raise Wrong(f"at the stated head of {chain.where}, {listed(problems)}. Write the card again: dpllm card RUN.")
+        raise Wrong(f"at the stated head of {chain.where}, {listed(problems)}. {costs.again(terms)}")
     later = len(chain.entries) - composed.entries
     return verified(
         _NAME,

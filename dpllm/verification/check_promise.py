@@ -27,14 +27,14 @@ from dpllm.statement.released import BesideRun, Release
 from dpllm.statement.run_files import PlanRecord
 from dpllm.statement.state import ACCOUNTANT
 from dpllm.verification import costs
-from dpllm.verification.costs import by, rounding
+from dpllm.verification.costs import again, by, rounding
 from dpllm.verification.values import Check, Published, Wrong, asserted, close, differences, listed, tried, verified
 
 OTHER_RDP = 1e-2
 """Relative; how far RDP of another version, which has other orders, may lie from this one."""
 OF_THE_EVENT = ("accountants", "limits", "curve", "trade_off")
 MOST_PARENTS = 10
-_AGAIN = "Restore privacy.json from where the model was published, or write the card again: dpllm card RUN."
+_AGAIN = again(None)
 
 
 def check(found: Published) -> Iterator[Check]:
@@ -60,17 +60,18 @@ def check_epsilon(terms: Promised, exact: bool) -> Check:
     """Epsilon against the event, which costs no more and, if ``exact``, no less."""
     accountant = terms.accountant
     if accountant.name != ACCOUNTANT or accountant.interval != accounting.FINE_INTERVAL:
-        raise Wrong(f"accountant is not {ACCOUNTANT} at interval {accounting.FINE_INTERVAL:g}. {_AGAIN}")
+        raise Wrong(f"accountant is not {ACCOUNTANT} at interval {accounting.FINE_INTERVAL:g}. {again(terms)}")
     delta, stated = terms.delta, terms.epsilon
     least, coarse = costs.of(terms)
     slack = costs.COARSE if coarse else rounding(terms)
     if not math.isfinite(least) or stated < least * (1 - slack):
         raise Wrong(
-            f"the event costs epsilon {least:.12g} at delta {delta:g}, but {stated:.12g} is stated{by(terms)}. {_AGAIN}"
+            f"the event costs epsilon {least:.12g} at delta {delta:g}, but {stated:.12g} is stated{by(terms)}. {again(terms)}"
         )
     if exact and stated > least * (1 + slack):
         raise Wrong(
-            f"epsilon {stated:.12g} is stated, but the event costs {least:.12g}: parts of two statements{by(terms)}. {_AGAIN}"
+            f"epsilon {stated:.12g} is stated, but the event costs {least:.12g}: parts of two statements{by(terms)}. "
+            f"{again(terms)}"
         )
     return verified("epsilon", f"PLD gives {least:.6g} at delta {delta:g} for the event; {stated:.6g} is stated.")
 
@@ -153,22 +154,22 @@ def check_cross_check(terms: Promised) -> Check:
     name, stated = "cross-check", terms.cross_check
     if stated is None:
         if {"pld", "rdp"} <= accounting.accountants(terms.event):
-            raise Wrong(f"cross_check is missing, although RDP supports this event. {_AGAIN}")
+            raise Wrong(f"cross_check is missing, although RDP supports this event. {again(terms)}")
         return verified(name, "no second accountant supports this event.")
     value = stated.epsilon
     if stated.name == "opacus-prv":
         pld, _ = costs.of(terms)
         room = max(accounting.PRV_GAP, 1e-3 * pld)
         if terms.delta >= accounting.LEAST_COMPARED and not pld - 1e-3 <= value <= pld + room:
-            raise Wrong(f"cross_check states {value}, which PRV cannot give where PLD gives {pld:.6g}. {_AGAIN}")
+            raise Wrong(f"cross_check states {value}, which PRV cannot give where PLD gives {pld:.6g}. {again(terms)}")
         return asserted(
             name, f"{value:.6g} is stated for {stated.name}, which is possible; it needs torch, so it is not run here."
         )
     if not stated.name.startswith("dp-accounting-rdp"):
-        raise Wrong(f"cross_check names an accountant that dpllm never uses. {_AGAIN}")
+        raise Wrong(f"cross_check names an accountant that dpllm never uses. {again(terms)}")
     fresh = costs.beside(terms)["rdp"]
     if not close(value, fresh, rounding(terms, OTHER_RDP)):
-        raise Wrong(f"cross_check states {value}, but RDP gives {fresh}{by(terms)}. {_AGAIN}")
+        raise Wrong(f"cross_check states {value}, but RDP gives {fresh}{by(terms)}. {again(terms)}")
     return verified(name, f"RDP gives {fresh:.6g}.")
 
 
@@ -225,25 +226,27 @@ def check_statistics(found: Published) -> Iterator[Check]:
 def check_beside(shown: BesideRun, terms: Promised | None, size: int, guarantee: bool) -> Iterator[Check]:
     """Statistics beside a run, or beside texts, of so many units."""
     if terms is None or (shown.unit, shown.neighbouring_relation) != (terms.unit, terms.neighbouring_relation):
-        raise Wrong(f"the statistics protect another unit than the run, or use another relation. {_AGAIN}")
+        raise Wrong(f"the statistics protect another unit, or use another relation. {again(terms)}")
     relation, slack, name = terms.neighbouring_relation, rounding(terms), "statistics"
     if shown.delta * size >= 1:
-        raise Wrong(f"the statistics' epsilon is stated at a delta of 1/N or more, which protects nobody. {_AGAIN}")
+        raise Wrong(
+            f"the statistics' epsilon is stated at a delta of 1/N or more, which protects nobody. {again(terms)}"
+        )
     if not shown.drawn or sum(one.event.epsilon for one in shown.releases) > costs.LARGE:
-        raise Wrong(f"the statistics were not drawn, or have an epsilon above {costs.LARGE:g}. {_AGAIN}")
+        raise Wrong(f"the statistics were not drawn, or have an epsilon above {costs.LARGE:g}. {again(terms)}")
     for one in shown.releases:
-        _check_release(one, shown.max_examples_per_unit)
+        _check_release(one, shown.max_examples_per_unit, again(terms))
     alone, both = costs.together([shown.event()], shown.delta, relation), None
     if guarantee:
         both = state.beside_run(shown, terms, True).with_run
     if not (close(shown.epsilon, alone, slack) and close(shown.with_run, both, slack)):
-        raise Wrong(f"statistics cost {alone:.6g}, with the run {both}, but other figures are stated. {_AGAIN}")
-    with_run = "" if both is None else f", with the run {both:.6g} at delta {terms.delta:g}"
+        raise Wrong(f"statistics cost {alone:.6g}, with all else {both}, but other figures are stated. {again(terms)}")
+    with_run = "" if both is None else f", with all else {both:.6g} at delta {terms.delta:g}"
     yield verified(name, f"{len(shown.releases)} releases cost epsilon {alone:.6g} at delta {shown.delta:g}{with_run}.")
-    yield asserted("values of statistics", "the author's word that OpenDP drew them from the data of this run.")
+    yield asserted("values of statistics", "the author's word that OpenDP drew them from these data.")
 
 
-def _check_release(one: Release, rows: int) -> None:
+def _check_release(one: Release, rows: int, again: str) -> None:
     """A statistic that dpllm releases, by its mechanism, with the error that its epsilon gives."""
     given = one.declared.model_dump(exclude_none=True)
     kinds = {"": "units", "values": "shares", "numbers": "mean", "numbers quantile": "quantiles"}
@@ -255,7 +258,7 @@ def _check_release(one: Release, rows: int) -> None:
         or any(differences(stated, told(asked, rows, one.event.epsilon)))
         or not _possible(asked, one.value)
     ):
-        raise Wrong(f"{one.statistic} is no statistic of dpllm, by that mechanism and with that error. {_AGAIN}")
+        raise Wrong(f"{one.statistic} is no statistic of dpllm, by that mechanism and with that error. {again}")
 
 
 def _possible(asked: Statistic, value: Mapping[str, float] | None) -> bool:

@@ -13,7 +13,7 @@ from dpllm.privacy.accounting import Relation
 from dpllm.privacy.events import Event
 from dpllm.privacy.parts import parts_of
 from dpllm.statement import tradeoff_figure
-from dpllm.statement.inference import Promised
+from dpllm.statement.inference import Inference, Promised
 from dpllm.verification.values import TOLERANCE, Wrong
 
 LARGE = 500.0
@@ -24,6 +24,7 @@ MOST_PARTS, MOST_STEPS, LEAST_NOISE = 4, 1_000_000, 0.01
 MAGNIFIED = 1e-6
 """Relative, where the last bits are magnified: curves fitted to scores, and limits that read deltas down to 1e-10. Noise of 1e-16
 in the accountant's Fourier transform moves gdp_mu by 6e-7, epsilon at delta 1e-8 by 1e-8, and at delta 2e-5 by 2e-11."""
+OF_ROWS = "Restore inference.json from where the rows were published, or write them anew."
 OTHER_VERSION = 1e-3
 """Relative; how far PLD of another version may lie from this one."""
 
@@ -44,7 +45,7 @@ def bounded(event: Event) -> frozenset[str]:
     if many:
         raise Wrong(
             f"the event has more than {MOST_PARTS} different parts or {MOST_STEPS:,} steps, or noise below {LEAST_NOISE}, which "
-            "no run of dpllm has. Restore privacy.json from where the model was published."
+            "nothing by dpllm has. Take it from where it was published."
         )
     return accounting.accountants(event)
 
@@ -106,3 +107,9 @@ def by(terms: Promised) -> str:
     """Which other version of the accountant computed the statement; empty where it is this one."""
     stated, here = terms.accountant.version, accounting.versions()["version"]
     return "" if stated == here else f" (stated by dp-accounting {stated}, computed here by {here}, which may differ)"
+
+
+def again(terms: Promised | None) -> str:
+    """What to do about a statement that is wrong, by its kind."""
+    of_run = "Restore privacy.json from where the model was published, or write the card again: dpllm card RUN."
+    return OF_ROWS if isinstance(terms, Inference) else of_run

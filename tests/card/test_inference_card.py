@@ -84,7 +84,7 @@ def test_it_says_where_the_records_were_and_what_is_not_covered(folder: Path) ->
     assert "in the prompts of `builtin:tiny`" in text.split("## For the data-protection officer")[0]
     assert "NVIDIA H100" in text
     assert "how often a draw was tried" in text
-    assert "Nothing but these rows was kept" in text
+    assert "nothing but these rows was kept" in text
 
 
 def test_the_first_screen_has_at_most_ten_lines(folder: Path) -> None:

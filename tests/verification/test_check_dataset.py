@@ -6,15 +6,12 @@ import hashlib
 import json
 import os
 import shutil
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from published import carry, failing, make_endless, read
+from published import carry, edit, endless_is_found_soon, failing, read, verifies_without_torch
 from written_rows import ROWS, make_data_set, make_run, record, released, write_rows
 
 from dpllm.card.dataset_card import write_dataset_card
@@ -37,12 +34,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def folder(made: Path, tmp_path: Path) -> Path:
     """As a stranger has it, without its run."""
     return Path(shutil.copytree(made, tmp_path / "a" / "b" / "set"))
-
-
-def edit(path: Path, old: str, new: str) -> None:
-    text = path.read_text("utf-8")
-    assert old in text
-    path.write_text(text.replace(old, new), encoding="utf-8")
 
 
 def again(folder: Path, **changes: Any) -> None:
@@ -224,13 +215,7 @@ def test_a_line_that_is_no_row_is_one_failed_check(folder: Path, name: str) -> N
 )
 @pytest.mark.parametrize("kind", ["pipe", "link", "giant"])
 def test_a_file_without_end_is_a_failed_check_soon(folder: Path, name: str, kind: str) -> None:
-    path = folder / name
-    path.unlink()
-    make_endless(path, kind, check_dataset.MOST_BYTES + 1)
-    started = time.monotonic()
-    found = verify(folder)
-    assert {check.name for check in found.checks if check.status == "failed"} & {"data set", "files"}
-    assert time.monotonic() - started < 10
+    endless_is_found_soon(folder, name, kind, check_dataset.MOST_BYTES)
 
 
 def test_a_run_that_lost_its_guarantee_since_leaves_rows_that_verify_without_one(tmp_path: Path) -> None:
@@ -258,10 +243,4 @@ def test_the_run_is_found_from_both_places_where_its_data_set_lies_and_from_no_o
 
 
 def test_torch_is_not_needed(folder: Path) -> None:
-    program = (
-        "import sys; from pathlib import Path; from dpllm.verification.verify import verify; "
-        f"assert not verify(Path({str(folder)!r})).failed; "
-        "print(*{'torch', 'datasets', 'huggingface_hub'} & set(sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.split() == []
+    verifies_without_torch(folder)
