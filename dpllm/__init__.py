@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from dpllm.comparison.compare import DPComparison as DPComparison
     from dpllm.ledger import Ledger as Ledger
     from dpllm.publish.generate import Sample
+    from dpllm.publish.quality import Measure
     from dpllm.recipe.config import RunConfig
     from dpllm.run.directory import Run
     from dpllm.run.own_loop import Engine as Engine
@@ -286,36 +287,64 @@ def generate(
 
 
 def synthesize(
-    run: Run | str | os.PathLike[str],
+    source: Any,
     rows: int,
     output: str | os.PathLike[str] | None = None,
     *,
+    by: str = "training",
     quality: bool = True,
     embedding: str | None = None,
     **settings: Any,
 ) -> Path:
-    """Writes a data set with a tuned model; post-processing, which costs no privacy. Returns its folder.
+    """Writes a data set: with a tuned model, which costs no privacy, or by private inference, which does. Returns its folder.
 
     Args:
-        run: A run with its card, or its directory.
-        rows: How many.
-        output: A new folder; None: ``synthetic`` in the run directory.
-        quality: Whether to measure the rows: what may be published stands on their card, the rest in the run's private/. Warns of
-            what cannot be measured.
+        source: A run with its card, or its directory; by inference a recipe, see ``load_recipe``, data as they stand in one, or
+            rows as ``train`` takes them, which are private, and which a file in OUTPUT-private keeps for resuming.
+        rows: How many; by inference at most.
+        output: A new folder; None: ``synthetic`` in the run directory, or by inference in the working directory.
+        by: ``training`` or ``inference``.
+        quality: Whether to measure the rows: what may be published stands on their card, the rest in the run's private/, or in
+            OUTPUT-private. Warns of what cannot be measured.
         embedding: A transformers model by whose states rows are compared too; None: none.
-        settings: Further fields of ``dpllm.publish.synthesize.Order``, as ``temperature``, ``seed`` or ``min_words``.
+        settings: Further options of the command with _ for -, as ``temperature`` or ``min_words``: fields of
+            ``dpllm.publish.synthesize.Order``; by inference those of ``dpllm.publish.ordered.Order``, its filters, ``model``,
+            ``unit``, ``max_examples_per_unit``, ``dataset``, ``ledger``, and keys of a recipe, as ``**{"data.control": [...]}``.
 
     Raises:
         ConfigError: No card, settings that allow no text, a folder that holds something, or too few texts that passed.
-        Refused: A run without guarantee on data that are not public.
+        BudgetExceeded: The ledger has no room for rows by inference; nothing is spent.
+        Refused: A run without guarantee on data that are not public; or a model that cannot be read in batches.
     """
     from dpllm.publish.quality import writer
+
+    if by not in ("training", "inference"):
+        raise ConfigError(f"by: is {by!r}. Type training or inference.")
+    measure = writer(embedding, lambda line: warnings.warn(f"not measured: {line}", stacklevel=4)) if quality else None
+    place = Path(output) if output else None
+    if by == "inference":
+        return _infer(source, rows, place or Path("synthetic"), measure, settings)
     from dpllm.publish.synthesize import Order
     from dpllm.publish.synthesize import synthesize as write
 
-    measure = writer(embedding, lambda line: warnings.warn(f"not measured: {line}", stacklevel=4)) if quality else None
-    order, place = Order(rows, **settings), Path(output) if output else None
-    return write(_directory(run), order, place, measure=measure)
+    return write(_directory(source), Order(rows, **settings), place, measure=measure)
+
+
+def _infer(source: Any, rows: int, output: Path, measure: Measure | None, settings: dict[str, Any]) -> Path:
+    from dpllm.cli.synthesize import KEYS
+    from dpllm.publish.inference import infer, private_of
+    from dpllm.publish.ordered import Order
+    from dpllm.recipe.config import RunConfig, around
+
+    keys = {KEYS.get(name, name): value for name, value in settings.items() if name in KEYS or "." in name}
+    order = Order.of(rows, {name: value for name, value in settings.items() if KEYS.get(name, name) not in keys})
+    if isinstance(source, RunConfig | Mapping):
+        config = load_recipe(source, keys)
+    elif isinstance(source, str | os.PathLike):
+        config = around(os.fspath(source), keys, "dpllm.synthesize")
+    else:
+        config = _with_rows(around("rows", keys, "dpllm.synthesize"), private_of(output), train=source)
+    return infer(config, order, output, measure=measure)
 
 
 def _directory(run: Any) -> Any:

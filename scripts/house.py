@@ -34,28 +34,28 @@ ROOMS = (  # from top to bottom: a room may import only rooms below it
 # Of a room: lines. A limit rises only together with a line in docs/decisions.md that says what users got for it: at most 550
 # lines for one feature. It falls with what it limits.
 LIMITS = {
-    "front door": 333,
-    "cli": 2_098,
+    "front door": 362,
+    "cli": 2_058,
     "lab": 1_045,
     "comparison": 2_166,
-    "publish": 2_410,
-    "verification": 2_408,
-    "card": 756,
+    "publish": 2_496,
+    "verification": 2_429,
+    "card": 766,
     "auditing": 4_157,
-    "forecast": 1_166,
-    "run": 3_445,
+    "forecast": 1_015,
+    "run": 3_449,
     "telemetry": 801,
-    "statement": 2_814,
+    "statement": 2_816,
     "ledger": 2_620,
     "canaries": 681,
     "model": 1_800,
     "text": 1_961,
-    "recipe": 1_457,
+    "recipe": 1_471,
     "privacy": 5_548,
     "files": 330,
     "progress": 38,
     "errors": 74,
-    "modules": 190,
+    "modules": 189,
     "longest module": 417,
     "longest function": 60,
     "most parameters": 8,
@@ -64,7 +64,7 @@ LIMITS = {
     "upward arrows": 0,
     "rooms in cycles": 0,
 }
-MOST_LINES = 38_108  # of all rooms together; 31,000 is aimed at, and never above 33,500 after that
+MOST_LINES = 38_083  # of all rooms together; 31,000 is aimed at, and never above 33,500 after that
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 

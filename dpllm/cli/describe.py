@@ -89,24 +89,22 @@ def describe(known: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _config(known: argparse.Namespace, rest: list[str]) -> RunConfig:
-    from dpllm.recipe.config import load_config, make_config
+    from dpllm.recipe.config import around
     from dpllm.recipe.section import parse_overrides
 
     keys = {key: value for name, key in KEYS.items() if (value := getattr(known, name)) is not None}
     keys |= parse_overrides(rest)
-    if Path(known.data).suffix in (".yaml", ".yml"):
-        return load_config(known.data, keys)
-    if "model.name_or_path" not in keys and any(kind == "lengths" for kind, _ in known.asked):
+    recipe = Path(known.data).suffix in (".yaml", ".yml")
+    if not recipe and "model.name_or_path" not in keys and any(kind == "lengths" for kind, _ in known.asked):
         raise ConfigError("--lengths counts tokens and needs a tokenizer. Type --tokenizer MODEL, or a recipe.")
-    # What a recipe must have, and nobody reads here.
-    raw: dict[str, Any] = {"model": {"name_or_path": "none"}, "train": {"steps": 1}, "output_dir": "none"}
-    return make_config({**raw, "data": {"train": known.data}}, keys, "dpllm describe")
+    return around(known.data, keys if recipe else {"model.name_or_path": "none", **keys}, "dpllm describe")
 
 
 def listed(names: Sequence[str], dataset: str | None, unit: str | None, largest_delta: float) -> list[Sealed]:
-    """The list that a planned budget seals: what recipes plan, and what dry runs of this command printed (.json)."""
+    """The list that a planned budget seals: what recipes plan, and what dry runs of describe or synthesize printed (.json)."""
     from dpllm.files import read_json
     from dpllm.ledger.values import Sealed
+    from dpllm.privacy import events
     from dpllm.statement.released import Statistics
 
     def runs(name: str) -> list[Sealed]:
@@ -114,10 +112,13 @@ def listed(names: Sequence[str], dataset: str | None, unit: str | None, largest_
             return [_run_of(name, dataset, unit, largest_delta)]
         if not Path(name).is_file():
             raise ConfigError(
-                f"{name}: no such file, so its statistics cannot be sealed. Type first: dpllm describe ... --dry-run --json > "
-                f"{name}"
+                f"{name}: no such file, so what it releases cannot be sealed. Type first: dpllm describe (or synthesize) ... "
+                f"--dry-run --json > {name}"
             )
-        return [Sealed(one.event, 1) for one in Statistics.pick(read_json(Path(name))).releases]
+        planned = read_json(Path(name))
+        if "event" in planned:
+            return [Sealed(events.read(planned["event"]), 1)]
+        return [Sealed(one.event, 1) for one in Statistics.pick(planned).releases]
 
     return [run for name in names for run in runs(name)]
 

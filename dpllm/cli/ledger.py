@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     init.add_argument(
         "--data", help="a data file, or a recipe that names its columns: copies are recognised from now on"
     )
-    text = "one recipe per run; for statistics, the output of dpllm describe --dry-run --json"
+    text = "one recipe per run; for statistics or texts, what dpllm describe or synthesize --dry-run --json prints"
     made["seal"].add_argument("runs", nargs="+", metavar="RECIPE", help=text)
     verify = made["verify"]
     verify.add_argument("--head", help="a head that was copied elsewhere, as HASH:COUNT, or the path of a run.json")

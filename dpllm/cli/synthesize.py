@@ -16,11 +16,13 @@ from dpllm.errors import ConfigError
 
 if TYPE_CHECKING:
     from dpllm.publish.ordered import Order
+    from dpllm.publish.quality import Measure
     from dpllm.recipe.config import RunConfig
 
+OF_ORDER = ("epsilon", "delta", "tokens", "batch", "clip", "temperature", "top_k", "prompt", "describe")
 KEYS = {**OF_DATA, "model": "model.name_or_path"}
-"""Option of inference -> the key of the recipe that it sets."""
-OF_INFERENCE = (*KEYS, "epsilon", "delta", "tokens", "batch", "clip", "top_k", "prompt", "describe", "dry_run")
+"""Setting of inference -> the key of the recipe that it sets."""
+OF_INFERENCE = (*KEYS, *(name for name in OF_ORDER if name != "temperature"), "dry_run")
 OF_TRAINING = (
     "prompts",
     "top_p",
@@ -28,7 +30,6 @@ OF_TRAINING = (
     "seed",
     "attempts",
     "keep_duplicates",
-    "embedding",
     "without_guarantee",
 )
 
@@ -124,30 +125,42 @@ def _bar(total: int) -> Iterator[Callable[[int, int], None]]:
         yield lambda taken, drawn: bar.update(task, completed=taken, drawn=drawn)
 
 
+def _measure(known: argparse.Namespace) -> Measure | None:
+    from dpllm.publish.quality import writer
+
+    if known.no_quality:
+        return None
+    return writer(known.embedding, lambda line: print(f"not measured: {line}", file=sys.stderr))
+
+
+def _say_measured(private: Path) -> None:
+    print(f"Figures of quality that may be published are on its card; {private} has the others.")
+
+
 def _infer(known: argparse.Namespace, rest: list[str]) -> int:
     from dpllm.files import read_json
-    from dpllm.publish.inference import infer
-    from dpllm.publish.ordered import Order
+    from dpllm.publish.inference import infer, private_of
+    from dpllm.publish.ordered import FILTERS, Order
+    from dpllm.recipe.config import around
+    from dpllm.recipe.section import parse_overrides
     from dpllm.statement.inference import RECORD
 
-    config = _config(known, rest)
-    if known.epsilon is None:
-        raise ConfigError("--epsilon is missing: of all rows together. Type --epsilon 3, for example.")
-    names = {"tokens": "max_new_tokens", "batch": "batch_size", "describe": "statistics"}
-    asked = ("epsilon", "delta", "tokens", "batch", "clip", "top_k", "prompt", "describe", "temperature", "rows")
-    given = {names.get(name, name): value for name in asked if (value := getattr(known, name)) is not None}
-    filters = ("keep_unfinished", "min_words", "max_words", "schema", "no_details")
-    order = Order(**given, filters={name: getattr(known, name) for name in filters})
+    keys = {key: value for name, key in KEYS.items() if (value := getattr(known, name)) is not None}
+    config = around(known.source, keys | parse_overrides(rest), "dpllm synthesize")
+    order = Order.of(known.rows, {name: getattr(known, name) for name in (*OF_ORDER, *FILTERS)})
     output = known.output or Path("synthetic")
     if known.dry_run:
         return _dry_run(known, config, order)
+    measure = _measure(known)
     with _bar(order.rows) as told:
-        infer(config, order, output, told)
+        infer(config, order, output, told, measure)
     record = read_json(output / RECORD)
     if known.json:
         return show(known, record)
     dropped = ", ".join(f"{why}: {many}" for why, many in record["dropped"].items())
     print(f"{output}: {record['rows']} rows of {record['texts']} texts; dropped ({dropped}).")
+    if measure:
+        _say_measured(private_of(output))
     cost = f"Epsilon {record['epsilon']:.4f} at delta {record['delta']:g}, charged to {record['dataset']}."
     print(f"{cost} dpllm verify {output} checks it.")
     return 0
@@ -167,7 +180,7 @@ def _dry_run(known: argparse.Namespace, config: RunConfig, order: Order) -> int:
     table.add_row(
         "private inference",
         f"epsilon {made.epsilon:.4f} at delta {delta:g}",
-        f"{size} units vote for each token by at most {made.ballot.clip:.3g}, {order.max_new_tokens} draws a text",
+        f"{size} units vote for each token by at most {made.ballot.clip:.3g}, {order.tokens} draws a text",
         f"at most {made.texts:,}",
     )
     table.add_row(
@@ -180,6 +193,7 @@ def _dry_run(known: argparse.Namespace, config: RunConfig, order: Order) -> int:
         "batch_size": size,
         "clip": made.ballot.clip,
         "range": made.ballot.range,
+        "event": made.ballot.event(order.tokens).to_json(),
         "epsilon": made.epsilon,
         "delta": delta,
         "texts": made.texts,
@@ -190,33 +204,14 @@ def _dry_run(known: argparse.Namespace, config: RunConfig, order: Order) -> int:
     return 0
 
 
-def _config(known: argparse.Namespace, rest: list[str]) -> RunConfig:
-    from dpllm.recipe.config import load_config, make_config
-    from dpllm.recipe.section import parse_overrides
-
-    keys = {key: value for name, key in KEYS.items() if (value := getattr(known, name)) is not None} | parse_overrides(
-        rest
-    )
-    if Path(known.source).suffix in (".yaml", ".yml"):
-        return load_config(known.source, keys)
-    if "model.name_or_path" not in keys:
-        raise ConfigError(
-            "--model is missing: which model reads the records? Type its directory or Hub id, or a recipe."
-        )
-    raw: dict[str, Any] = {"train": {"steps": 1}, "output_dir": "none"}  # which nobody reads here
-    return make_config({**raw, "model": {}, "data": {"train": known.source}}, keys, "dpllm synthesize")
-
-
 def _with_model(known: argparse.Namespace) -> int:
     from dpllm.files import read_json
-    from dpllm.publish import quality
+    from dpllm.publish.quality import FOLDER
     from dpllm.publish.synthesize import Order, synthesize
     from dpllm.run.directory import RunDir
     from dpllm.statement.synthetic import RECORD
 
-    measure = None
-    if not known.no_quality:
-        measure = quality.writer(known.embedding, lambda line: print(f"not measured: {line}", file=sys.stderr))
+    measure = _measure(known)
     given = {one.name: value for one in fields(Order) if (value := getattr(known, one.name)) is not None}
     order, run = Order(**given), RunDir(Path(known.source))
     with _bar(order.rows) as told:
@@ -227,7 +222,6 @@ def _with_model(known: argparse.Namespace) -> int:
     dropped = ", ".join(f"{why}: {many}" for why, many in record["dropped"].items())
     print(f"{output}: {record['rows']} rows of {record['attempts']} texts drawn; dropped ({dropped}).")
     if measure:
-        private = run.private / quality.FOLDER
-        print(f"Figures of quality that may be published are on its card; {private} has the others.")
+        _say_measured(run.private / FOLDER)
     print("run/privacy.json is its privacy statement: rows spend nothing beyond it, and it does not cover prompts.")
     return 0

@@ -27,8 +27,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from dpllm.card import dataset_card
 from dpllm.errors import ConfigError, Refused
-from dpllm.files import alone, digest, read_json, whole_directory, write_whole
+from dpllm.files import alone, digest, read_json, scratch, whole_directory, write_whole
 from dpllm.ledger import RunRequest
 from dpllm.model import environment, loading
 from dpllm.model.reading import Reader
@@ -36,15 +37,16 @@ from dpllm.privacy.releases import OTHER
 from dpllm.publish import filters
 from dpllm.publish.drawn import Drawn
 from dpllm.publish.generate import Sample
-from dpllm.publish.ordered import DELTA, FIELD, TEXTS, Offer, Order, offer
+from dpllm.publish.ordered import DELTA, FIELD, FILTERS, TEXTS, Offer, Order, offer
+from dpllm.publish.quality import EVALUATION, TRAINING, Beside, Measure
 from dpllm.recipe import names
 from dpllm.recipe.config import RunConfig
-from dpllm.run.describe import Opened, opened, refusal
+from dpllm.run.describe import Opened, opened, refusal, without_evaluation
 from dpllm.run.payment import Payment
 from dpllm.statement import parents, state
 from dpllm.statement.released import Statistics
 from dpllm.statement.run_files import LedgerRecord
-from dpllm.statement.synthetic import ROWS
+from dpllm.statement.synthetic import ROWS, Quality
 from dpllm.text import control
 from dpllm.text.layouts import joined
 from dpllm.text.rows import Row
@@ -68,11 +70,22 @@ def _offer(config: RunConfig, order: Order, source: Opened) -> Offer:
 
 
 def _request(config: RunConfig, order: Order, made: Offer) -> RunRequest:
-    event = made.ballot.event(order.max_new_tokens)
+    event = made.ballot.event(order.tokens)
     return RunRequest(event, made.delta, 1, config.data.unit, made.relation, "synthesize: inference")
 
 
-def infer(config: RunConfig, order: Order, output: Path, told: Told = lambda taken, begun: None) -> Path:
+def private_of(output: Path) -> Path:
+    """Where figures go that may not be published with the rows."""
+    return output.with_name(f"{output.name}-private")
+
+
+def infer(
+    config: RunConfig,
+    order: Order,
+    output: Path,
+    told: Told = lambda taken, begun: None,
+    measure: Measure | None = None,
+) -> Path:
     """Writes a data set; what was interrupted goes on where it stopped.
 
     Args:
@@ -80,17 +93,20 @@ def infer(config: RunConfig, order: Order, output: Path, told: Told = lambda tak
         order: What is asked for.
         output: A new folder.
         told: Progress.
+        measure: As in ``synthesize``, with ``private_of`` the folder; data.eval has the rows to compare with.
 
     Raises:
         ConfigError: See ``offer``; an unsuitable prompt or statistics; a folder that holds something, or a draft of another call.
         BudgetExceeded: The ledger has no room; nothing is spent.
-        Refused: The base model was tuned on the same data, or cannot be read in batches.
+        Refused: The base model was tuned on the same data, or cannot be read in batches; or data.eval are training data, or
+            declared public and are not.
     """
+    config = config if measure else without_evaluation(config)
     if output.exists():
         raise ConfigError(f"{output}: already exists. Type another --output, or remove it.")
     if order.prompt.count(FIELD) != 1 or any("\ud800" <= letter <= "\udfff" for letter in order.prompt):
         raise ConfigError(f"--prompt {order.prompt!r}: has to say once, with {FIELD}, where a record stands.")
-    if bool(config.data.control) != bool(order.statistics):
+    if bool(config.data.control) != bool(order.describe):
         raise ConfigError(
             "texts are asked for by data.control as often as released shares say, so the two belong together. Type both, such as "
             "--data.control '[visit]' --describe FILE, as dpllm describe writes it; or neither."
@@ -99,7 +115,7 @@ def infer(config: RunConfig, order: Order, output: Path, told: Told = lambda tak
         raise ConfigError(
             "model.adapter: is an adapter to train on from, and nothing trains here. Merge it, or leave it out."
         )
-    tests = filters.tests(**_FILTERS | dict(order.filters or {}))
+    tests = filters.tests(**{**FILTERS, **order.filters})
     with (
         opened(config, order.delta, config.data.control, most=DELTA, create=True) as source,
         alone(output, output.with_name(f".{output.name}.lock")),
@@ -114,12 +130,10 @@ def infer(config: RunConfig, order: Order, output: Path, told: Told = lambda tak
         job.load(tests)
         job.pay(output.with_name(f".{output.name}.draft.jsonl"))
         rows, dropped = job.write(tests, told)
-        _publish(job, rows, dropped, output)
+        quality = measure(rows, job.beside(), private_of(output)) if measure else None
+        _publish(job, rows, dropped, quality, output)
         job.drawn.path.unlink()
     return output
-
-
-_FILTERS = {"keep_unfinished": False, "min_words": None, "max_words": None, "schema": None, "no_details": False}
 
 
 def _refuse_tuned(config: RunConfig, source: Opened) -> None:
@@ -152,7 +166,7 @@ class _Job:
     @classmethod
     def of(cls, config: RunConfig, order: Order, source: Opened) -> _Job:
         made = _offer(config, order, source)
-        released = Statistics.pick(read_json(order.statistics)) if order.statistics else None
+        released = Statistics.pick(read_json(Path(order.describe))) if order.describe else None
         shares = _shares(released, config, source, made)
         return cls(config, order, source, made, shares, released, loading.load_tokenizer(config.model))
 
@@ -160,15 +174,14 @@ class _Job:
         """Reserves and charges, or goes on with what was paid for."""
         order, source, ledger = self.order, self.source, self.source.ledger
         assert ledger is not None
-        asked = {**asdict(order), "statistics": self.released and digest(self.released.to_json())}
-        settings = {
-            name: value for name, value in asked.items() if name not in ("filters", "delta", "batch_size", "clip")
-        }
+        asked = {**asdict(order), "describe": self.released and digest(self.released.to_json())}
+        settings = {name: value for name, value in asked.items() if name not in ("filters", "delta", "batch", "clip")}
         settings |= {"ballot": asdict(self.made.ballot), "delta": source.delta, "software": environment.versions()}
         settings |= {"rows of the data": source.table.digest, "units of the data": source.units.digest()}
         for part in ("model", "data"):
             for name, value in getattr(self.config, part).model_dump(mode="json").items():
-                settings[f"{part}.{name}"] = value
+                if not name.startswith("eval"):  # rows that nobody votes with
+                    settings[f"{part}.{name}"] = value
         request = _request(self.config, order, self.made)
 
         def begin() -> dict[str, Any]:
@@ -230,7 +243,7 @@ class _Job:
     def _text(self, number: int, batch: Sequence[Sequence[Row]], line: str) -> Sample:
         """One text: what is drawn already, and the rest."""
         before: list[int | None] = list(self.drawn.tokens[number])
-        most, tokens = self.order.max_new_tokens, [token for token in before if token is not None]
+        most, tokens = self.order.tokens, [token for token in before if token is not None]
         left = most - len(before) if self.ends.isdisjoint(tokens) else 0
         if left:
             reader, prompts, first = self._reader(line), self._prompts(line), []
@@ -291,6 +304,15 @@ class _Job:
         encoded = tokenizer([before, after], add_special_tokens=False)["input_ids"]
         return encoded[0], encoded[1]
 
+    def beside(self) -> Beside:
+        """The records themselves, and rows that did not vote."""
+        data = self.config.data
+        declared = dataset_card.declared_sides(data.public, data.eval_public)
+        found = Beside(data, self.tokenizer, declared, self.released, {TRAINING: self.source.table})
+        with scratch() as cache:
+            found.read(EVALUATION, cache)
+        return found
+
     def load(self, tests: Collection[str]) -> None:
         """The model, and all that may fail, before anything is spent on what it could not read."""
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -303,9 +325,9 @@ class _Job:
             )
         lines = [control.line(self.config.data.control, values) for values in self.shares] or [""]
         width, most = max(map(self._width, lines)), loading.positions(self.model)
-        if most is not None and width + self.order.max_new_tokens > most:
+        if most is not None and width + self.order.tokens > most:
             raise ConfigError(
-                f"a prompt of {width} tokens and {self.order.max_new_tokens} new ones exceed the {most} that the model reads. "
+                f"a prompt of {width} tokens and {self.order.tokens} new ones exceed the {most} that the model reads. "
                 "Lower data.max_length or --tokens."
             )
         for place in range(len(self.source.units)):
@@ -352,7 +374,9 @@ def _shares(
     return shares
 
 
-def _publish(job: _Job, rows: Sequence[dict[str, str]], dropped: Counter[str], output: Path) -> None:
+def _publish(
+    job: _Job, rows: Sequence[dict[str, str]], dropped: Counter[str], quality: Quality | None, output: Path
+) -> None:
     """The folder, with its card."""
     from dpllm.card.inference_card import write_inference_card
 
@@ -368,10 +392,10 @@ def _publish(job: _Job, rows: Sequence[dict[str, str]], dropped: Counter[str], o
         "unit": config.data.unit,
         "max_examples_per_unit": config.data.max_examples_per_unit,
         "neighbouring_relation": job.made.relation,
-        "event": job.made.ballot.event(order.max_new_tokens),
+        "event": job.made.ballot.event(order.tokens),
         "num_units": job.made.units,
         **asdict(job.made.ballot),
-        "max_new_tokens": order.max_new_tokens,
+        "max_new_tokens": order.tokens,
         "texts": len(rows) + dropped.total(),
         "dropped": dict(dropped),
         "prompt": order.prompt,
@@ -379,7 +403,8 @@ def _publish(job: _Job, rows: Sequence[dict[str, str]], dropped: Counter[str], o
         "dataset": names.public_name(source.account),
         "data_public": config.data.public,
         "composed": state.composed(held, source.delta),
-        "quality": None,
+        "eval_public": config.data.eval_public,
+        "quality": quality,
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "software": environment.versions(),
         "hardware": environment.hardware(),

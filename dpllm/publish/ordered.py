@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,11 @@ FIELD = "{text}"
 PROMPT = f"Here is one text of a collection:\n\n{FIELD}\n\nWrite another text of this collection. Answer with the text alone."
 DELTA = 1e-5
 MOST_CLIP = 4.0  # of the temperature: a larger vote is hardly ever cast
-TEXTS = "texts by inference cannot stand on one. Set an adaptive budget: dpllm ledger init NAME"
+TEXTS = (
+    "seal a list that has both: dpllm synthesize ... --dry-run --json > texts.json with the budget's --delta, then dpllm ledger "
+    "seal NAME RECIPE texts.json"
+)
+FILTERS = {"keep_unfinished": False, "min_words": None, "max_words": None, "schema": None, "no_details": False}
 
 
 @dataclass(frozen=True)
@@ -31,27 +35,45 @@ class Order:
         rows: At most so many; fewer where filters drop texts and no batch is left.
         epsilon: Of all rows together, > 0.
         delta: See ``run.describe.opened``.
-        max_new_tokens: T, the most draws for one text.
-        batch_size: B; None: the smallest that allows C to be ``MOST_CLIP`` tau, but at most N over the rows.
+        tokens: T, the most draws for one text.
+        batch: B; None: the smallest that allows C to be ``MOST_CLIP`` tau, but at most N over the rows.
         clip: C, in nats; None: the largest that keeps to epsilon, but at most ``MOST_CLIP`` tau.
         temperature: tau.
         top_k: Of the public candidates; 0: all tokens.
         prompt: What a record stands in, at {text}; the public prompt has nothing there.
-        statistics: File of ``dpllm describe`` with the shares of data.control.
-        filters: Arguments of ``filters.tests``.
+        describe: File of ``dpllm describe`` with the shares of data.control.
+        filters: Arguments of ``filters.tests``, as in ``FILTERS``.
     """
 
     rows: int
     epsilon: float
     delta: float | str | None = None
-    max_new_tokens: int = 96
-    batch_size: int | None = None
+    tokens: int = 96
+    batch: int | None = None
     clip: float | None = None
     temperature: float = 1.0
     top_k: int = 0
     prompt: str = PROMPT
-    statistics: Path | None = None
-    filters: Mapping[str, Any] | None = None
+    describe: Path | None = None
+    filters: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, rows: int, given: Mapping[str, Any]) -> Order:
+        """The order of so many rows with these settings and filters; None is none.
+
+        Raises:
+            ConfigError: A name is none of theirs, or epsilon is missing.
+        """
+        given, own = (
+            {name: value for name, value in given.items() if value is not None},
+            {one.name for one in fields(cls)},
+        )
+        if strange := given.keys() - own - FILTERS.keys():
+            raise ConfigError(f"{min(strange)}: is of no use by inference. See dpllm synthesize --help.")
+        if "epsilon" not in given:
+            raise ConfigError("--epsilon is missing: of all rows together. Type --epsilon 3, for example.")
+        filters = {name: given.pop(name) for name in FILTERS if name in given}
+        return cls(rows=rows, **given, filters=FILTERS | filters)
 
 
 @dataclass(frozen=True)
@@ -82,17 +104,17 @@ def offer(order: Order, units: int, delta: float, relation: Relation) -> Offer:
     for name, value in (("--temperature", order.temperature), ("--clip", order.clip)):
         if value is not None:
             number(name, value, 1e-6, 1e6, including=True)
-    if min(order.rows, order.max_new_tokens) < 1 or order.rows > units:
+    if min(order.rows, order.tokens) < 1 or order.rows > units:
         raise ConfigError(
-            f"--rows {order.rows} and --tokens {order.max_new_tokens} of {units:,} units: each unit votes for one text. Type 1 "
+            f"--rows {order.rows} and --tokens {order.tokens} of {units:,} units: each unit votes for one text. Type 1 "
             "or more of both, and no more rows than there are units."
         )
     eta = _largest_range(order, delta, relation)
     wanted = math.ceil(2 * (order.clip or MOST_CLIP * order.temperature) / (eta * order.temperature))
-    size = order.batch_size if order.batch_size is not None else max(1, min(wanted, units // order.rows))
+    size = order.batch if order.batch is not None else max(1, min(wanted, units // order.rows))
     clip = order.clip or min(MOST_CLIP, eta * size / 2 * (1 - 1e-9)) * order.temperature
     ballot = Ballot(size, clip, order.temperature, order.top_k)
-    spent, texts = stated(ballot.event(order.max_new_tokens), delta, relation)[0], units // size
+    spent, texts = stated(ballot.event(order.tokens), delta, relation)[0], units // size
     if spent > order.epsilon or texts < order.rows:
         fit = f"votes of at most {clip:g} cost epsilon {spent:.4g}" if spent > order.epsilon else f"{texts} texts fit"
         raise ConfigError(
@@ -106,7 +128,7 @@ def _largest_range(order: Order, delta: float, relation: Relation) -> float:
     """The largest range of a draw, to a few thousandths, of which T draws keep to epsilon."""
 
     def cost(eta: float, accountant: str) -> float:
-        return epsilon(BoundedRange(eta, order.max_new_tokens), delta, relation, accountant)
+        return epsilon(BoundedRange(eta, order.tokens), delta, relation, accountant)
 
     few, many = 1e-6, 100.0  # by the quick accountant, which overstates
     for _ in range(40):

@@ -1,7 +1,8 @@
 """How good a synthetic data set is and what it gives away: figures that may be published, and figures that stay private.
 
-Comes in: a run, the rows that its model wrote, its privacy statement. Goes out: ``Quality``, a function of those rows, released
-statistics and data that the recipe declares public; JSON and a picture for private/. Must not know how rows are written.
+Comes in: rows that were written, and what they are measured ``Beside``, which ``of_run`` finds for the model of a run. Goes out:
+``Quality``, a function of those rows, released statistics and data that are declared public; JSON for a private folder. Must not
+know how rows are written.
 
 A figure is public where all that it reads beside the synthetic rows is declared public. What reads coins of canaries never is.
 """
@@ -11,7 +12,8 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,10 +30,12 @@ from dpllm.model import loading
 from dpllm.privacy.releases import Statistic
 from dpllm.publish.filters import find_details
 from dpllm.publish.leaks import MOST_ROWS, WORDS, grams, spread, text_of, words
-from dpllm.recipe.config import ModelConfig, RunConfig
+from dpllm.recipe.config import DataConfig, ModelConfig, RunConfig
 from dpllm.recipe.names import public_name
 from dpllm.run.directory import RunDir
+from dpllm.statement.fields import Json
 from dpllm.statement.privacy_record import PrivacyRecord
+from dpllm.statement.released import Statistics
 from dpllm.statement.run_files import AuditSettings
 from dpllm.statement.synthetic import Quality
 from dpllm.text import control
@@ -45,6 +49,8 @@ from dpllm.text.sources import is_here
 
 Figures = dict[str, float | None]
 Floats = NDArray[np.float64]
+Measure = Callable[[Sequence[dict[str, str]], "Beside", Path], Quality]
+"""Called with rows before they are published, what they are measured beside, and a folder for what stays private."""
 SYNTHETIC, TRAINING, EVALUATION = "synthetic", "training", "evaluation"
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 RESAMPLES = 1000
@@ -65,17 +71,53 @@ class Side:
     labels: dict[str, list[str]]
 
 
-def writer(embedding: str | None = None, tell: Callable[[str], None] = lambda line: None) -> Callable[..., Quality]:
+@dataclass(frozen=True)
+class Beside:
+    """What rows are measured beside.
+
+    Attributes:
+        data: The recipe's data section.
+        tokenizer: Counts tokens.
+        declared: Sides that may be published, as ``dataset_card.declared_sides`` names them.
+        released: Statistics that were released.
+        tables: Real rows by side, as far as they are here.
+        missing: What is not here, and why; more is added while measuring.
+        membership: Whether texts tell canaries from others, given the sides; None: none were planted.
+    """
+
+    data: DataConfig
+    tokenizer: Any
+    declared: set[str]
+    released: Statistics | None
+    tables: dict[str, Table] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    membership: Callable[[Mapping[str, Side]], dict[str, Any]] | None = None
+
+    def read(self, side: str, cache: Path, kept: Json | None = None) -> None:
+        """Reads the rows of a side, those that were ``kept`` if somebody noted them; or says why it does not."""
+        data, training = self.data, side == TRAINING
+        source, split = (data.train, data.train_split) if training else (data.eval, data.eval_split)
+        with _told(f"{side} rows", self.missing):
+            places = kept["places"] if kept else source
+            if not (source and places) or (kept and not is_here(places)):
+                raise DataError("not at hand" if source else "the recipe names none")
+            table = load_table(places, data, split, cache)
+            if kept and table.digest != kept["digest"]:  # another file of that name, whose rows nobody declared public
+                raise DataError("the data are not those of the run")
+            self.tables[side] = table
+
+
+def writer(embedding: str | None = None, tell: Callable[[str], None] = lambda line: None) -> Measure:
     """``measure``, once it is sure that there is such an embedding; ``tell`` is called with what could not be measured.
 
-    What is private goes to private/synthetic-quality/quality.json.
+    What is private goes to quality.json in the folder that it is called with.
     """
     if embedding is not None:
         loading.load_tokenizer(ModelConfig(name_or_path=embedding))
 
-    def write(run: RunDir, config: RunConfig, rows: Sequence[dict[str, str]], statement: PrivacyRecord) -> Quality:
-        public, private = measure(run, config, rows, statement, embedding=embedding)
-        missing, folder = private["not_measured"], run.private / FOLDER
+    def write(rows: Sequence[dict[str, str]], beside: Beside, folder: Path) -> Quality:
+        public, private = measure(rows, beside, embedding=embedding)
+        missing = private["not_measured"]
         try:
             write_json(folder / "quality.json", {"public": public.to_json(), **private}, mode=0o600)
         except OSError as error:
@@ -87,21 +129,41 @@ def writer(embedding: str | None = None, tell: Callable[[str], None] = lambda li
     return write
 
 
+def of_run(run: RunDir, config: RunConfig, statement: PrivacyRecord) -> Beside:
+    """What rows are measured beside that the model of a run wrote: its data and canaries, as far as they are here.
+
+    Declared public is what both the recipe and its privacy statement say to be.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(run.export)
+    declared = public_sides(statement) - ({EVALUATION} if not config.data.eval_public else set())
+
+    def membership(sides: Mapping[str, Side]) -> dict[str, Any]:
+        if not (config.audit.canaries and run.canaries.exists()):
+            raise DataError("the canaries are not at hand" if config.audit.canaries else "the recipe plants no text")
+        terms = statement.terms if statement.guarantee else None
+        claim = Claim(terms.epsilon, terms.delta, terms.unit) if terms else None
+        told = (sides[SYNTHETIC].texts, sides[EVALUATION].texts if EVALUATION in sides else [])
+        plan, settings = canaries.load(run.canaries), AuditSettings.pick(config.audit.fixed())
+        return echo.examine(plan, *told, tokenizer, claim, settings)
+
+    found = Beside(config.data, tokenizer, declared, statement.statistics, membership=membership)
+    for side in (TRAINING, EVALUATION):
+        with _told(f"{side} rows", found.missing):
+            kept = read_json(run.rows).get(side) if run.rows.exists() else None
+            found.read(side, run.private / "cache", kept or {"places": None})
+    return found
+
+
 def measure(
-    run: RunDir,
-    config: RunConfig,
-    rows: Sequence[dict[str, str]],
-    statement: PrivacyRecord,
-    *,
-    embedding: str | None = None,
+    rows: Sequence[dict[str, str]], beside: Beside, *, embedding: str | None = None
 ) -> tuple[Quality, dict[str, Any]]:
-    """Measures rows that the model of a run wrote.
+    """Measures rows that were written.
 
     Args:
-        run: Whose model wrote them; its data and canaries are read as far as they are here.
-        config: Its recipe.
         rows: With the columns of the format and those of data.control.
-        statement: Its privacy statement: released statistics, and the claim that membership tests are held against.
+        beside: What else is read.
         embedding: A transformers model, by name or path, whose mean-pooled last states are compared; None: none.
 
     Returns:
@@ -109,42 +171,30 @@ def measure(
         which says what is not at hand or cannot be read, and changes no figure that does not read it.
 
     Guarantee:
-        The first part is a function of ``rows``, ``statement.statistics``, the recipe and the tokenizer; and of training or
-        evaluation rows only where statement and recipe declare these public.
+        The first part is a function of ``rows``, ``beside.released``, the recipe and the tokenizer; and of real rows only where
+        ``beside.declared`` has their side.
     """
-    from transformers import AutoTokenizer
-
-    data, tokenizer = config.data, AutoTokenizer.from_pretrained(run.export)
+    data, missing, membership = beside.data, [*beside.missing], None
     fmt: Format = next((fmt for fmt, fields in FIELDS.items() if rows and {*fields} <= rows[0].keys()), "text")
     codes = [[value_name(row.get(column)) for column in data.control] for row in rows]
     lines = [{control.LINE: control.line(data.control, values)} if data.control else {} for values in codes]
     coded = [{**row, **line} for row, line in zip(rows, lines, strict=True)]  # as load_table makes them
-    sides = {SYNTHETIC: _side(Table("the synthetic rows", coded, fmt), config, tokenizer)}
-    sources = {TRAINING: (data.train, data.train_split), EVALUATION: (data.eval, data.eval_split)}
-    missing: list[str] = []
-    for name, (source, split) in sources.items():
-        with _told(f"{name} rows", missing):
-            kept = read_json(run.rows).get(name) if run.rows.exists() else None
-            if source is None or kept is None or not is_here(kept["places"]):
-                raise DataError("not at hand" if source else "the recipe names none")
-            table = load_table(kept["places"], data, split, run.private / "cache")
-            if table.digest != kept["digest"]:  # another file of that name, whose rows nobody declared public
-                raise DataError("the data are not those of the run")
-            sides[name] = _side(table, config, tokenizer)
-    figures = _released(statement, data.control) | _replayed(sides)
-    for part in [_described(*one, len(rows)) for one in sides.items()] + [_labels(sides, one) for one in data.control]:
+    tables = {SYNTHETIC: Table("the synthetic rows", coded, fmt), **beside.tables}
+    sides = {name: _side(table, data, beside.tokenizer) for name, table in tables.items()}
+    figures = _released(beside.released, data.control) | _replayed(sides)
+    parts = [_described(*one, len(rows)) for one in sides.items()]
+    for part in parts + [label_figures(sides, one) for one in data.control]:
         figures |= part
     with _told(f"Frechet distance by {embedding}", missing):
         figures |= _embedded(sides, embedding) if embedding else {}
-    declared = public_sides(statement) - ({EVALUATION} if not data.eval_public else set())
-    public = {name: value for name, value in figures.items() if reads(name) <= declared}
+    public = {name: value for name, value in figures.items() if reads(name) <= beside.declared}
     private = {name: value for name, value in figures.items() if name not in public}
+    sources = {TRAINING: data.train, EVALUATION: data.eval}
     used = [
-        public_name(source) for name, (source, _) in sources.items() if source and name in sides and name in declared
+        public_name(source) for name, source in sources.items() if source and name in sides.keys() & beside.declared
     ]
-    membership = None
     with _told("membership", missing):
-        membership = _membership(run, config, sides, statement, tokenizer)
+        membership = beside.membership(sides) if beside.membership else None
     quality = Quality(figures=public, evaluation=", ".join(used) or None)
     return quality, {"figures": private, "membership": membership, "not_measured": missing}
 
@@ -158,34 +208,22 @@ def _told(what: str, missing: list[str]) -> Iterator[None]:
         missing.append(f"{what}: {error}")
 
 
-def _membership(
-    run: RunDir, config: RunConfig, sides: Mapping[str, Side], statement: PrivacyRecord, tokenizer: Any
-) -> dict[str, Any]:
-    if not (config.audit.canaries and run.canaries.exists()):
-        raise DataError("the canaries are not at hand" if config.audit.canaries else "the recipe plants no text")
-    terms = statement.terms if statement.guarantee else None
-    claim = Claim(terms.epsilon, terms.delta, terms.unit) if terms else None
-    told = (sides[SYNTHETIC].texts, sides[EVALUATION].texts if EVALUATION in sides else [])
-    plan, settings = canaries.load(run.canaries), AuditSettings.pick(config.audit.fixed())
-    return echo.examine(plan, *told, tokenizer, claim, settings)
-
-
-def _side(table: Table, config: RunConfig, tokenizer: Any) -> Side:
+def _side(table: Table, data: DataConfig, tokenizer: Any) -> Side:
     rows = [table.rows[number] for number in spread(len(table.rows), MOST_ROWS)]
 
     def values(asked: Statistic) -> list[Any]:
-        return list(exact_values(asked, each_row(rows), table, config.data, tokenizer))
+        return list(exact_values(asked, each_row(rows), table, data, tokenizer))
 
-    labels = {column: values(Statistic("shares", column)) for column in config.data.control}
+    labels = {column: values(Statistic("shares", column)) for column in data.control}
     return Side([text_of(row, table.format) for row in rows], values(Statistic("lengths")), labels)
 
 
 # --- the rows themselves ---------------------------------------------------------------------------------------------
 
 
-def _released(statement: PrivacyRecord, columns: Sequence[str]) -> Figures:
+def _released(released: Statistics | None, columns: Sequence[str]) -> Figures:
     found: Figures = {}
-    for one in statement.statistics.releases if statement.statistics else ():
+    for one in released.releases if released else ():
         if one.value and one.declared.quantile and one.statistic.endswith(" of token lengths"):
             found[f"tokens, quantile {one.declared.quantile:g}: released"] = next(iter(one.value.values()))
         elif one.value and columns and one.statistic == control.shares_of(columns):
@@ -214,7 +252,7 @@ def _described(name: str, side: Side, most: int) -> Figures:
 # --- a label learned from synthetic text -----------------------------------------------------------------------------
 
 
-def _labels(sides: Mapping[str, Side], column: str) -> Figures:
+def label_figures(sides: Mapping[str, Side], column: str) -> Figures:
     """Train on synthetic, test on real; the same from as many real rows (or all); and whether texts have the codes asked for."""
     made, train, held = (sides.get(name) for name in (SYNTHETIC, TRAINING, EVALUATION))
     assert made is not None

@@ -2,7 +2,7 @@
 
 Comes in: a run directory with its card, and what is asked for. Goes out: a folder as ``statement.synthetic`` lays it out, whole
 or not at all. Of a run with a guarantee it reads the recipe, run.json and export/, but neither training rows nor anything in
-``private/``. It must not know how quality is measured: a caller passes that, and decides what of the run it reads.
+``private/``, unless quality is measured. It must not know how: a caller passes that.
 
 Guarantee:
     The rows have the guarantee of the run's weights together with that of the released statistic from which control codes are
@@ -28,6 +28,7 @@ from dpllm.privacy.releases import OTHER
 from dpllm.publish import filters, generate
 from dpllm.publish.draft import Draft
 from dpllm.publish.merge import carded
+from dpllm.publish.quality import FOLDER, Measure, of_run
 from dpllm.recipe.config import RunConfig
 from dpllm.run.directory import RunDir
 from dpllm.statement.privacy_record import PrivacyRecord
@@ -44,8 +45,6 @@ _FREE = ("attempts", "without_guarantee")
 
 Told = Callable[[int, int], None]
 """Called after each batch with the rows that are taken so far, and the texts drawn."""
-Measure = Callable[[RunDir, RunConfig, Sequence[dict[str, str]], PrivacyRecord], Quality]
-"""Called with all rows before they are published, for figures that may be published with them."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +151,9 @@ def synthesize(
         draft = Draft.at(output.with_name(f".{output.name}.draft.jsonl"), _settings(order, run), order.seed)
         rows = replace(_rows(config, order.rows, prompts, shares, draft.seed), shares=released)
         _draw(generator, order, rows, tests, draft, told)
-        quality = measure(run, config, rows.with_texts(draft.texts), statement) if measure else None
+        quality = None
+        if measure:
+            quality = measure(rows.with_texts(draft.texts), of_run(run, config, statement), run.private / FOLDER)
         _write(run, config, order, rows, tests, draft, output, quality)
         draft.path.unlink()
     return output

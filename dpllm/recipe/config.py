@@ -361,6 +361,20 @@ def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
     return make_config(read_recipe(Path(path)), overrides, str(path))
 
 
+def around(source: str, keys: Mapping[str, Any], where: str) -> RunConfig:
+    """A recipe's file (.yaml) with these keys; or a recipe around data, of which nothing but the keys is read.
+
+    Raises:
+        ConfigError: See ``load_config``; or no model is named.
+    """
+    if Path(source).suffix in (".yaml", ".yml"):
+        return load_config(source, dict(keys))
+    if "model.name_or_path" not in keys:
+        raise ConfigError(f"{where} reads text by a model, and none is named. Type --model NAME, or a recipe.")
+    raw: dict[str, Any] = {"model": {}, "data": {"train": source}, "train": {"steps": 1}, "output_dir": "none"}
+    return make_config(raw, keys, where)
+
+
 def make_config(raw: dict[str, Any], overrides: Mapping[str, Any] | None, where: str) -> RunConfig:
     """The recipe that a mapping of sections is, with overrides; errors name ``where``. See ``load_config``."""
     given = dict(overrides or {})

@@ -132,7 +132,7 @@ def offered(
 
         tokenizer = load_tokenizer(config.model)
     columns = (name for group in asked for one in group for name in columns_of(one))
-    with opened(config, delta, columns, most=DELTA, create=create) as source:
+    with opened(without_evaluation(config), delta, columns, most=DELTA, create=create) as source:
         ledger, dataset = source.ledger, source.account
         exact = partial(exact_values, units=source.units, table=source.table, data=config.data, tokenizer=tokenizer)
         made, found = _priced(config, asked, epsilon, source.delta, dataset)
@@ -146,6 +146,11 @@ def offered(
             )
             said = refusal(ledger, dataset, _requests(found), sealed)
         yield Offer(found, spent, after, said, made, exact, source.policy, ledger)
+
+
+def without_evaluation(config: RunConfig) -> RunConfig:
+    """The same recipe, whose evaluation data nobody reads."""
+    return config.model_copy(update={"data": config.data.model_copy(update={"eval": None})})
 
 
 @dataclass(frozen=True)
@@ -164,7 +169,7 @@ class Opened:
 def opened(
     config: RunConfig, delta: float | str | None, columns: Iterable[str], *, most: float, create: bool
 ) -> Iterator[Opened]:
-    """The rows of a recipe and their account.
+    """The rows of a recipe and their account; evaluation data are looked at where it has any.
 
     Args:
         config: The recipe: whose data, and which ledger.
@@ -181,9 +186,8 @@ def opened(
         if (ledger := open_ledger(config.privacy.ledger, create=create)) is not None:
             stack.enter_context(ledger)
             stack.enter_context(ledger.counting())
-        # A recipe without differential privacy, or with evaluation data, may be asked about as any other.
-        private = config.privacy.model_copy(update={"enabled": True})
-        owner = config.model_copy(update={"privacy": private, "data": config.data.model_copy(update={"eval": None})})
+        # A recipe without differential privacy may be asked about as any other.
+        owner = config.model_copy(update={"privacy": config.privacy.model_copy(update={"enabled": True})})
         policy = dataset_policy.find_policy(owner, table, ledger)
         account = ledger.records.charged_to(policy.dataset, policy.derived_from) if ledger else policy.dataset
         budget = ledger.budget(account) if ledger else None

@@ -68,9 +68,17 @@ def statement(data: Json | None = None, **described: Any) -> privacy_record.Priv
     return privacy_record.read(cards.render_card(recipe, cards.plan(), cards.record(), None, statistics=statistics)[1])
 
 
+def measure(run: RunDir, config: RunConfig, made: list[Json], said: Any, **more: Any) -> tuple[quality.Quality, Json]:
+    return quality.measure(made, quality.of_run(run, config, said), **more)
+
+
+def write(run: RunDir, config: RunConfig, made: list[Json], said: Any) -> quality.Quality:
+    return quality.writer()(made, quality.of_run(run, config, said), run.private / quality.FOLDER)
+
+
 def measured(root: Path, train: list[Json], held: list[Json] | None, made: list[Json], **data: Any) -> tuple[str, Json]:
     declared = {name: value for name, value in data.items() if "public" in name}
-    found = quality.measure(*a_run(root, train, held, **data), made, statement(declared))
+    found = measure(*a_run(root, train, held, **data), made, statement(declared))
     return json.dumps(found[0].to_json(), sort_keys=True), found[1]
 
 
@@ -135,7 +143,7 @@ def test_rows_that_echo_planted_canaries_tell_them_from_the_others(tmp_path: Pat
     run, config = a_run(tmp_path, TRAIN, HELD)
     plan = canaries.load(run.canaries)
     planted = [{"visit": "home", "text": one.text} for one in plan.canaries if one.inserted and one.group == 8]
-    found = quality.measure(run, config, MADE + planted, statement())[1]["membership"]
+    found = measure(run, config, MADE + planted, statement())[1]["membership"]
     assert found["attacks"]["8"]["auc"] > 0.99
     assert found["reproduced"]["8"]["tuned"] == found["reproduced"]["8"]["inserted"] == len(planted)
     assert found["reproduced"]["8"]["held_out_tuned"] == found["references"]["found"] == 0
@@ -143,7 +151,7 @@ def test_rows_that_echo_planted_canaries_tell_them_from_the_others(tmp_path: Pat
     assert low < 0.5 < high
     assert found["epsilon_lower_bound"]["value"] == 0
     echoed = [{"visit": "home", "text": one.text} for one in plan.canaries if one.inserted]
-    found = quality.measure(run, config, MADE + echoed, statement())[1]["membership"]
+    found = measure(run, config, MADE + echoed, statement())[1]["membership"]
     assert found["attacks"]["1"]["auc"] > 0.99
     assert found["epsilon_lower_bound"]["value"] > 1
     assert found["epsilon_lower_bound"]["delta"] == cards.plan()["delta"]
@@ -172,10 +180,10 @@ def test_rows_with_nothing_to_measure_are_answered(
     tmp_path: Path, made: list[Json], train: list[Json], held: list[Json] | None
 ) -> None:
     run, config = a_run(tmp_path, train, held)
-    public = quality.writer()(run, config, made, statement())
+    public = write(run, config, made, statement())
     assert public.figures["rows: synthetic"] == len(made)
     run, config = a_run(tmp_path / "b", train, held, planted=False, control=[])
-    assert quality.measure(run, config, made, statement())[1]["membership"] is None
+    assert measure(run, config, made, statement())[1]["membership"] is None
 
 
 def test_prompts_and_completions_are_measured_as_their_run_learned_them(tmp_path: Path) -> None:
@@ -183,7 +191,7 @@ def test_prompts_and_completions_are_measured_as_their_run_learned_them(tmp_path
     more: Json = {"format": "prompt_completion", "columns": {"prompt": "asked"}, "control": []}
     run, config = a_run(tmp_path, pairs, None, planted=False, **more)
     made = [{"prompt": "home", "completion": TRAIN[0]["text"]}, {"prompt": "home", "completion": "Nothing"}]
-    public, private = quality.measure(run, config, made, statement())
+    public, private = measure(run, config, made, statement())
     assert (public.figures["rows: synthetic"], private["figures"]["rows: training"]) == (2, len(TRAIN))
     assert private["figures"]["with 8 words of any training row"] == 0.5
     assert private["not_measured"] == [
@@ -194,9 +202,9 @@ def test_prompts_and_completions_are_measured_as_their_run_learned_them(tmp_path
 def test_another_file_of_that_name_is_not_the_data_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its rows were declared public by nobody, and exact figures of them were published."""
     run, config = a_run(tmp_path, TRAIN, HELD, public=True, eval_public=True)
-    before = quality.measure(run, config, MADE, statement({"public": True}))[0]
+    before = measure(run, config, MADE, statement({"public": True}))[0]
     tiny.write_rows(tmp_path / "train.jsonl", [{"visit": "home", "text": "A private note."}] * 3)
-    after, private = quality.measure(run, config, MADE, statement({"public": True}))
+    after, private = measure(run, config, MADE, statement({"public": True}))
     assert "rows: training" in before.figures
     assert "rows: training" not in {**after.figures, **private["figures"]}
     assert any("not those of the run" in line for line in private["not_measured"])
@@ -204,10 +212,10 @@ def test_another_file_of_that_name_is_not_the_data_of_the_run(tmp_path: Path, mo
 
 def test_what_is_damaged_changes_no_figure_that_does_not_read_it(tmp_path: Path) -> None:
     run, config = a_run(tmp_path, TRAIN, HELD, eval_public=True)
-    public, private = quality.measure(run, config, MADE, statement())
+    public, private = measure(run, config, MADE, statement())
     run.canaries.write_text("{}")
     Path(config.data.train or "").write_text("{")
-    changed, left = quality.measure(run, config, MADE, statement(), embedding="./nowhere")
+    changed, left = measure(run, config, MADE, statement(), embedding="./nowhere")
     assert changed == public
     assert [line.split(":")[0] for line in left["not_measured"]] == [
         "training rows", "Frechet distance by ./nowhere", "membership",
@@ -223,7 +231,7 @@ def test_released_statistics_stand_beside_the_rows(tmp_path: Path) -> None:
     lengths = {"statistic": "quantile 0.5 of token lengths", "declared": declared, "value": {"candidate": 64}}
     releases = [shares, {**base, **lengths, "entry": "2c3d"}]
     record = statement(releases=releases)
-    found = quality.measure(*a_run(tmp_path, TRAIN, HELD, control=["visit"]), MADE, record)[0].figures
+    found = measure(*a_run(tmp_path, TRAIN, HELD, control=["visit"]), MADE, record)[0].figures
     assert (found["share of home: released"], found["share of other: released"]) == (0.3, 0)
     assert found["tokens, quantile 0.5: released"] == 64
     assert found["share of home: synthetic"] == sum(row["visit"] == "home" for row in MADE) / len(MADE)
@@ -235,7 +243,7 @@ def test_shares_are_those_of_the_commonest_codes_so_that_a_record_stays_small(tm
     value = {f"ward {number}": number for number in range(500)} | {"other": 0}
     shares = {"statistic": "shares of visit", "declared": {"values": [*value][:-1]}}
     record = statement(releases=[{**base, **shares, "value": value}])
-    found = quality.measure(*a_run(tmp_path, TRAIN, None, planted=False), made, record)[0].figures
+    found = measure(*a_run(tmp_path, TRAIN, None, planted=False), made, record)[0].figures
     for side in ("synthetic", "released"):
         names = {name for name in found if name.startswith("share of") and name.endswith(side)}
         assert len(names) == quality.MOST_CODES
@@ -245,7 +253,7 @@ def test_shares_are_those_of_the_commonest_codes_so_that_a_record_stays_small(tm
 
 def test_private_files_are_for_their_owner_alone(tmp_path: Path) -> None:
     run, config = a_run(tmp_path, TRAIN, HELD)
-    quality.writer()(run, config, MADE, statement())
+    write(run, config, MADE, statement())
     assert [path.name for path in (run.private / quality.FOLDER).iterdir()] == ["quality.json"]
     assert (run.private / quality.FOLDER / "quality.json").stat().st_mode & 0o077 == 0
     text = (run.private / quality.FOLDER / "quality.json").read_text()
@@ -256,16 +264,16 @@ def test_private_files_are_for_their_owner_alone(tmp_path: Path) -> None:
 def test_texts_of_another_kind_lie_further_away(tmp_path: Path) -> None:
     name = "Frechet distance to evaluation rows: {}"
     run, config = a_run(tmp_path, TRAIN, HELD)
-    near = quality.measure(run, config, HELD, statement(), embedding="builtin:tiny")[1]["figures"]
+    near = measure(run, config, HELD, statement(), embedding="builtin:tiny")[1]["figures"]
     assert abs(near[name.format("synthetic")]) < 1e-3 < near[name.format("training")]
     run, config = a_run(tmp_path / "public", TRAIN[:9], HELD[:9], planted=False, eval_public=True)
     declared = statement({"eval_public": True})
-    public, private = quality.measure(run, config, MADE[:9], declared, embedding="builtin:tiny")
+    public, private = measure(run, config, MADE[:9], declared, embedding="builtin:tiny")
     assert name.format("synthetic") in public.figures.keys() - private["figures"].keys()
     assert name.format("training") in private["figures"].keys() - public.figures.keys()
     run, config = a_run(tmp_path, TRAIN, HELD)
     sums = [{"visit": "home", "text": f"{n} * {n}"} for n in range(80)]
-    far = quality.measure(run, config, sums, statement(), embedding="builtin:tiny")
+    far = measure(run, config, sums, statement(), embedding="builtin:tiny")
     assert far[1]["figures"][name.format("synthetic")] > 3 * near[name.format("training")]
 
 
@@ -277,7 +285,7 @@ def test_the_statement_decides_what_is_public_and_a_name_tells_it(
     """So that verify, which sees names alone, finds whatever the writer would not have written."""
     run, config = a_run(tmp_path, TRAIN[:20], HELD[:20], planted=False, public=True, eval_public=True)
     declared = statement({"public": public, "eval_public": eval_public})
-    found, private = quality.measure(run, config, MADE[:20], declared, embedding="builtin:tiny")
+    found, private = measure(run, config, MADE[:20], declared, embedding="builtin:tiny")
     sides = dataset_card.public_sides(declared)
     assert sides == {"synthetic", "released", *["training"] * public, *["evaluation"] * eval_public}
     assert all(dataset_card.reads(name) <= sides for name in found.figures)
