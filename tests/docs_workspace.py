@@ -125,12 +125,13 @@ def small_recipe(text: str, *, data: bool) -> Json:
     return recipe
 
 
-def prepare(root: Path, shown: Mapping[str, str]) -> Path:
+def prepare(root: Path, shown: Mapping[str, str], *, every_page: bool) -> Path:
     """Recipes, models, data, a ledger, and the runs that pages take for granted: trained, audited, with cards.
 
     Args:
         root: An empty directory.
         shown: Recipes that pages show, by file name.
+        every_page: More than the first page will be typed: shown recipes have to make a plan.
     """
     for path in sorted((ROOT / "recipes").rglob("*.yaml")):
         text, target = path.read_text(encoding="utf-8"), root / path.relative_to(ROOT)
@@ -152,7 +153,7 @@ def prepare(root: Path, shown: Mapping[str, str]) -> Path:
             "audit runs/e2e-lora --scores-only",
             "card runs/e2e-baseline",
             "card runs/e2e-lora",
-            *(f"plan {name}" for name in ("recipes/smoke/clinic.yaml", *shown)),  # remembers their noise
+            *(f"plan {name}" for name in (shown if every_page else ())),
         ):
             code, output = dpllm_(line.split())
             assert code == 0, output

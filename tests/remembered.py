@@ -1,4 +1,4 @@
-"""Answers of the accountant that many tests ask for again, kept for all processes of one session of tests.
+"""What many tests ask again: what is installed, and answers of the accountant, kept for all processes of one session of tests.
 
 A question is public numbers alone, and the answer a pure function of them, which the code under test computes when it is first
 asked. Nothing outlives the session, so nothing of another commit is ever read.
@@ -9,9 +9,11 @@ from __future__ import annotations
 import functools
 import hashlib
 import pickle
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -19,17 +21,36 @@ from uuid import uuid4
 import pytest
 
 Once = Callable[[str, Callable[[Path], object]], Path]  # the fixture `once`
-WORTH_KEEPING = 0.1  # seconds of processor time
+WORTH_KEEPING = 0.02  # seconds of processor time
 
 
 @contextmanager
 def accounting(folder: Path) -> Iterator[None]:
-    """Keeps the distributions of single steps, which dp-accounting inverts point by point, and calibrated noise."""
-    from dpllm.privacy import accounting, privacy_loss
+    """Keeps distributions of single steps, profiles of whole events, the epsilons of all accountants, and calibrated noise."""
+    from dpllm.privacy import accounting, privacy_loss, renyi
+
+    slow = [privacy_loss._step, privacy_loss.profile, renyi.rdp_epsilon]
+    slow += [accounting._pld, accounting._prv, accounting._calibrate]
+    folder.mkdir(exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        for function in slow:
+            kept = _kept(function, folder)
+            for module in [module for name, module in sys.modules.items() if name.startswith("dpllm")]:
+                if vars(module).get(function.__name__) is function:  # also where it was imported by name
+                    patch.setattr(module, function.__name__, kept)
+        yield
+
+
+@contextmanager
+def packages() -> Iterator[None]:
+    """What is installed, which each start of a run reads: that takes as long as the steps of a tiny model."""
+    from dpllm.model import environment
+    from dpllm.run import verdict
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(privacy_loss, "_step", _kept(privacy_loss._step, folder))
-        patch.setattr(accounting, "_calibrate", _kept(accounting._calibrate, folder))
+        for owner, name in ((metadata, "version"), (verdict, "_kernel_packages")):
+            patch.setattr(owner, name, functools.cache(getattr(owner, name)))
+        environment.versions(), verdict._kernel_packages()  # before a program forks
         yield
 
 

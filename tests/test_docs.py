@@ -122,14 +122,14 @@ def test_every_key_metric_and_exit_code_has_its_meaning() -> None:
 
 
 @pytest.fixture(scope="session")
-def prepared(once: Once) -> Path:
+def prepared(once: Once, full: bool) -> Path:
     """What every page finds."""
     shown: dict[str, str] = {}
     for page in GUIDES:
         found = docs_pages.recipes(page.read_text(encoding="utf-8"))
         assert not found.keys() & shown.keys(), f"{page} shows a recipe under a name that another page uses"
         shown |= found
-    return once("docs", lambda folder: docs_workspace.prepare(folder, shown))
+    return once("docs", lambda folder: docs_workspace.prepare(folder, shown, every_page=full))
 
 
 def blocks_of(page: Path) -> list[Block]:
@@ -232,6 +232,7 @@ def test_the_site_builds_without_a_warning(site: Path) -> None:
     pages = {path.relative_to(site).with_suffix("") for path in site.rglob("*.html")}
     written = {path.relative_to(ROOT / "docs").with_suffix("") for path in (ROOT / "docs").rglob("*.md")}
     assert written <= pages
+    assert (site / "search" / "search_index.json").is_file()
 
 
 def test_docstrings_reach_the_reference(site: Path) -> None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import entropy
+import remembered
 import torch
 from sharding_worker import LAUNCHED
 from torch.distributed.fsdp import FSDPModule
@@ -68,6 +69,10 @@ def moved(engine: StepEngine) -> None:
 def other_version() -> None:
     found = environment.versions
     environment.versions = lambda: found() | {"peft": "0.0.1"}  # type: ignore[assignment]
+
+
+def other_processor() -> None:
+    torch.backends.cpu.get_cpu_capability = lambda: "older"  # type: ignore[assignment]
 
 
 def unseen() -> None:
@@ -143,7 +148,7 @@ SCENARIOS = {
     ),
     "lost": Scenario(2, {"train.process_timeout": "2"}, all_ranks=lambda: at_step(2, frozen)),
     "other_version": Scenario(2, odd=other_version),
-    "older_processor": Scenario(2, odd_variables=OLDER),
+    "other_processor": Scenario(2, odd=other_processor),
     "rounds_bf16": Scenario(2, {"train.precision": "bf16"}, all_ranks=unseen, odd_variables=OLDER),
     "rounds_fp32": Scenario(2, {"train.precision": "fp32"}, all_ranks=unseen, odd_variables=OLDER),
     "no_model": Scenario(2, odd_words={"model.name_or_path": "nowhere"}),
@@ -216,4 +221,5 @@ def main(folder: Path, names: list[str]) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == RANK:
         work(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), Path(sys.argv[5]))
-    main(Path(sys.argv[1]), sys.argv[2:])
+    with remembered.packages(), remembered.accounting(Path(sys.argv[1]) / "accounting"):
+        main(Path(sys.argv[1]), sys.argv[2:])

@@ -11,6 +11,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from programs import run_program
+from remembered import Once
 from safetensors.torch import load_file
 from scipy import stats
 
@@ -32,7 +33,7 @@ FAILED = {
     "other_train": (3, "changed while the run was starting"),
     "other_version": (2, "peft is"),
     "other_eval": (2, "the held-out data, as tokens, is"),
-    "older_processor": (3, "in process 1, so they would round the same unit differently"),
+    "other_processor": (3, "in process 1, so they would round the same unit differently"),
     "rounds_bf16": (3, "the gradient sum of a physical batch of "),
     "rounds_fp32": (3, "the gradient sum of a physical batch of "),
     "no_model": (2, "process 1: model.name_or_path 'nowhere'"),
@@ -42,34 +43,20 @@ FAILED = {
 SLOW = {"hanging", "rounds_bf16", "rounds_fp32"}  # several seconds each
 
 
-def run(folder: Path, names: list[str]) -> Path:
+def run(folder: Path, names: list[str]) -> None:
     run_program(Path(__file__).with_name("run_worker.py"), folder, *names, timeout=900)
-    return folder
 
 
-@pytest.fixture(scope="module")
-def complete(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run(tmp_path_factory.mktemp("complete"), COMPLETE)
+@pytest.fixture(scope="session")
+def ended(once: Once, full: bool) -> Path:
+    """What the processes of runs left that were completed, some of them on a second start."""
+    names = COMPLETE + STOPPED + (KILLED + SHARDED if full else [])
+    return once("runs_ended", lambda folder: run(folder, names))
 
 
-@pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run(tmp_path_factory.mktemp("stopped"), STOPPED)
-
-
-@pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run(tmp_path_factory.mktemp("killed"), KILLED)
-
-
-@pytest.fixture(scope="module")
-def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run(tmp_path_factory.mktemp("sharded"), SHARDED)
-
-
-@pytest.fixture(scope="module")
-def failed(tmp_path_factory: pytest.TempPathFactory, full: bool) -> Path:
-    return run(tmp_path_factory.mktemp("failed"), [name for name in FAILED if full or name not in SLOW])
+@pytest.fixture(scope="session")
+def failed(once: Once, full: bool) -> Path:
+    return once("runs_failed", lambda folder: run(folder, [name for name in FAILED if full or name not in SLOW]))
 
 
 def codes(folder: Path, name: str) -> list[int]:
@@ -87,25 +74,25 @@ def charged(folder: Path, name: str) -> list[tuple[int, str]]:
         return [(run.steps, run.state) for run in ledger.runs("builtin:clinic")]
 
 
-def test_any_number_of_processes_is_one_run_with_one_reservation(complete: Path) -> None:
+def test_any_number_of_processes_is_one_run_with_one_reservation(ended: Path) -> None:
     for name in COMPLETE:
-        assert set(codes(complete, name)) == {0}, (complete / f"{name}.0.err").read_text()
-        assert (record(complete, name)["status"], record(complete, name)["steps_taken"]) == ("completed", STEPS)
-        assert charged(complete, name) == [(STEPS, "completed")]
-    plans = [json.loads((complete / name / "run" / "plan.json").read_text()) for name in COMPLETE]
+        assert set(codes(ended, name)) == {0}, (ended / f"{name}.0.err").read_text()
+        assert (record(ended, name)["status"], record(ended, name)["steps_taken"]) == ("completed", STEPS)
+        assert charged(ended, name) == [(STEPS, "completed")]
+    plans = [json.loads((ended / name / "run" / "plan.json").read_text()) for name in COMPLETE]
     assert plans[0] == plans[1] == plans[2]
 
 
-def test_any_number_of_processes_trains_the_same_adapter(complete: Path) -> None:
+def test_any_number_of_processes_trains_the_same_adapter(ended: Path) -> None:
     """Same secret draws, fixed for this test: the same batches and the same noise at the same places."""
-    one, two, three = (load_file(complete / name / "run" / "export" / "adapter_model.safetensors") for name in COMPLETE)
+    one, two, three = (load_file(ended / name / "run" / "export" / "adapter_model.safetensors") for name in COMPLETE)
     for name, tensor in one.items():
         for other in (two, three):  # AdamW divides by the size of small gradients, so rounding grows
             assert float((other[name] - tensor).norm()) <= 2e-3 * float(tensor.norm()), name
 
 
-def test_diagnostics_count_all_processes(complete: Path) -> None:
-    lines = [(complete / name / "run" / "private" / "metrics.jsonl").read_text().splitlines() for name in COMPLETE]
+def test_diagnostics_count_all_processes(ended: Path) -> None:
+    lines = [(ended / name / "run" / "private" / "metrics.jsonl").read_text().splitlines() for name in COMPLETE]
     steps = [[row for row in map(json.loads, some) if "units" in row] for some in lines]
     units = [[row["units"] for row in some] for some in steps]
     assert units[0] == units[1] == units[2]
@@ -115,13 +102,13 @@ def test_diagnostics_count_all_processes(complete: Path) -> None:
             assert max(abs(number - other) for other in others) <= 1  # of a norm that is just about the bound
 
 
-def test_the_adapter_of_two_processes_loads_in_one(complete: Path) -> None:
+def test_the_adapter_of_two_processes_loads_in_one(ended: Path) -> None:
     import torch
 
     from dpllm.model import loading
     from dpllm.recipe.config import load_config
 
-    run = complete / "seeded_2" / "run"
+    run = ended / "seeded_2" / "run"
     models = loading.load_for_scoring(load_config(run / "config.yaml"), run / "export", torch.device("cpu"))
     saved = load_file(run / "export" / "adapter_model.safetensors")
     held = {name.replace(".default", ""): p for name, p in models.tuned.named_parameters() if "lora_" in name}
@@ -129,22 +116,22 @@ def test_the_adapter_of_two_processes_loads_in_one(complete: Path) -> None:
     assert all(torch.equal(held[name], tensor) for name, tensor in saved.items())
 
 
-def test_a_stop_signal_to_one_process_stops_all_after_the_same_step_and_three_go_on(stopped: Path) -> None:
-    assert codes(stopped, "stopped") == [1, 1]
-    assert codes(stopped, "resumed_on_3") == [0, 0, 0], (stopped / "resumed_on_3.0.err").read_text()
-    assert (record(stopped, "stopped")["status"], record(stopped, "stopped")["steps_taken"]) == ("completed", STEPS)
-    assert charged(stopped, "stopped") == [(STEPS, "completed")]
+def test_a_stop_signal_to_one_process_stops_all_after_the_same_step_and_three_go_on(ended: Path) -> None:
+    assert codes(ended, "stopped") == [1, 1]
+    assert codes(ended, "resumed_on_3") == [0, 0, 0], (ended / "resumed_on_3.0.err").read_text()
+    assert (record(ended, "stopped")["status"], record(ended, "stopped")["steps_taken"]) == ("completed", STEPS)
+    assert charged(ended, "stopped") == [(STEPS, "completed")]
 
 
 @pytest.mark.full
-def test_a_killed_process_ends_the_run_with_its_steps_charged_and_one_goes_on(killed: Path) -> None:
-    assert codes(killed, "killed") == [1, -9]
-    assert "ended without a message" in (killed / "killed.0.err").read_text()
-    assert codes(killed, "resumed_on_1") == [0], (killed / "resumed_on_1.0.err").read_text()
-    found = record(killed, "killed")
+def test_a_killed_process_ends_the_run_with_its_steps_charged_and_one_goes_on(ended: Path) -> None:
+    assert codes(ended, "killed") == [1, -9]
+    assert "ended without a message" in (ended / "killed.0.err").read_text()
+    assert codes(ended, "resumed_on_1") == [0], (ended / "resumed_on_1.0.err").read_text()
+    found = record(ended, "killed")
     assert found["status"] == "completed"
     assert any("1 charged step" in note for note in found["resumes"]), found  # step 3, which no checkpoint has
-    assert charged(killed, "killed") == [(STEPS, "completed")]
+    assert charged(ended, "killed") == [(STEPS, "completed")]
 
 
 def noise_of(folder: Path, name: str) -> NDArray[np.float64]:
@@ -156,31 +143,31 @@ def noise_of(folder: Path, name: str) -> NDArray[np.float64]:
 
 
 @pytest.mark.full
-def test_banded_noise_of_a_sharded_base_is_that_of_a_whole_one(sharded: Path) -> None:
+def test_banded_noise_of_a_sharded_base_is_that_of_a_whole_one(ended: Path) -> None:
     """Same secret draws: the same groups in turn, and the same noise, of which rank 0 takes back what it added."""
     for name in SHARDED[:2]:
-        assert set(codes(sharded, name)) == {0}, (sharded / f"{name}.0.err").read_text()
-    plans = [json.loads((sharded / name / "run" / "plan.json").read_text()) for name in SHARDED[:2]]
+        assert set(codes(ended, name)) == {0}, (ended / f"{name}.0.err").read_text()
+    plans = [json.loads((ended / name / "run" / "plan.json").read_text()) for name in SHARDED[:2]]
     assert plans[0] == plans[1]
     assert (plans[0]["event"]["bands"], plans[0]["event"]["count"]) == (BANDS, BANDED_STEPS)
-    ours, whole = (load_file(sharded / name / "run" / "export" / "adapter_model.safetensors") for name in SHARDED[:2])
+    ours, whole = (load_file(ended / name / "run" / "export" / "adapter_model.safetensors") for name in SHARDED[:2])
     for name, tensor in whole.items():
         assert float((ours[name] - tensor).norm()) <= 2e-3 * float(tensor.norm()), name
-    white_TP = noise_of(sharded, "banded_sharded")
+    white_TP = noise_of(ended, "banded_sharded")
     assert len(white_TP) == BANDED_STEPS
     assert min(stats.kstest(row_P, "norm").pvalue for row_P in white_TP) > ALARM
     assert np.abs(np.corrcoef(white_TP)[np.triu_indices(BANDED_STEPS, 1)]).max() < 7 / white_TP.shape[1] ** 0.5
 
 
 @pytest.mark.full
-def test_a_sharded_run_with_banded_noise_goes_on_with_empty_buffers_and_its_card_verifies(sharded: Path) -> None:
-    assert codes(sharded, "sharded_stopped") == [1, 1]
-    assert codes(sharded, "sharded_resumed") == [0, 0], (sharded / "sharded_resumed.0.err").read_text()
-    assert charged(sharded, "sharded_stopped") == [(BANDED_STEPS, "completed")]
-    white_TP = noise_of(sharded, "sharded_resumed")  # as if nothing had been added before
+def test_a_sharded_run_with_banded_noise_goes_on_with_empty_buffers_and_its_card_verifies(ended: Path) -> None:
+    assert codes(ended, "sharded_stopped") == [1, 1]
+    assert codes(ended, "sharded_resumed") == [0, 0], (ended / "sharded_resumed.0.err").read_text()
+    assert charged(ended, "sharded_stopped") == [(BANDED_STEPS, "completed")]
+    white_TP = noise_of(ended, "sharded_resumed")  # as if nothing had been added before
     assert len(white_TP) == BANDED_STEPS - 3
     assert min(stats.kstest(row_P, "norm").pvalue for row_P in white_TP) > ALARM
-    place = sharded / "sharded_stopped" / "run"
+    place = ended / "sharded_stopped" / "run"
     assert json.loads((place / "private" / "groups.json").read_text())["starts"] == [0, 3]
     for command in ("audit", "card", "verify"):
         assert cli.main([command, str(place)]) == 0

@@ -10,6 +10,7 @@ import tiny
 import tiny_models as tm
 import torch
 from programs import LAUNCH, run_program
+from remembered import Once
 from safetensors.torch import load_file
 
 from dpllm.model import loading
@@ -25,16 +26,18 @@ def worker(*arguments: object) -> None:
     run_program(Path(__file__).with_name("sharding_worker.py"), *arguments)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the worker's processes left."""
-    place = tmp_path_factory.mktemp("sharded")
+def compare(place: Path) -> None:
     tiny.model("llama", vocab_size=tm.VOCABULARY).save_pretrained(place / "llama")
     tiny.model("llama", vocab_size=tm.VOCABULARY, initializer_range=0.03).save_pretrained(place / "other")
     tied = {**tm.NO_DROPOUT["gpt2"], "vocab_size": tm.VOCABULARY, "tie_word_embeddings": True}
     tiny.model("gpt2", **tied).save_pretrained(place / "gpt2")
     worker(str(place))
-    return place
+
+
+@pytest.fixture(scope="session")
+def folder(once: Once) -> Path:
+    """What the worker's processes left."""
+    return once("sharded", compare)
 
 
 @pytest.fixture(scope="module")

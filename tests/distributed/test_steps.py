@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from programs import run_program
+from remembered import Once
 from scipy import stats
 from torch import Tensor
 
@@ -24,10 +25,9 @@ Results = dict[str, dict[str, Tensor]]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Results]]:
+def runs(once: Once) -> dict[int, list[Results]]:
     """Number of processes -> what each of them did."""
-    folder = tmp_path_factory.mktemp("ranks")
-    run_program(Path(__file__).with_name("step_worker.py"), folder)
+    folder = once("ranks", lambda folder: run_program(Path(__file__).with_name("step_worker.py"), folder))
     return {
         world: [torch.load(folder / f"world{world}_rank{rank}.pt", weights_only=True) for rank in range(world)]
         for world in WORLDS

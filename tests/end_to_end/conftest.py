@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import remembered
 import tiny
 from running import Place, done, make_place, rows
 
@@ -21,6 +22,12 @@ def data_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_DATA_HOME", str(home))
         yield home
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _packages_stay() -> Iterator[None]:
+    with remembered.packages():
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -71,6 +78,21 @@ def baseline(finished: Place, data_home: Path) -> Place:
     done("audit", run)
     done("card", run)
     return place
+
+
+@pytest.fixture(scope="session")
+def merged(finished: Place, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the finished run gives; read only."""
+    output = tmp_path_factory.mktemp("merged") / "model"
+    assert str(output) in done("merge", finished.run, "--output", output).out
+    return output
+
+
+@pytest.fixture
+def copy(finished: Place, tmp_path: Path) -> Place:
+    """The finished run, to be damaged."""
+    shutil.copytree(finished.root, tmp_path / "copy")
+    return Place(tmp_path / "copy", finished.base)
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import remembered
+
 STEPS = 8
 TARGETS = {
     "prepare": "before the reservation",
@@ -253,4 +255,5 @@ def main(root: Path, base: Path, kills: int, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+    with remembered.packages(), remembered.accounting(Path(sys.argv[1]) / "accounting"):  # for all children
+        main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))

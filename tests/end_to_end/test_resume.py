@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import tiny
 from ledger_stores import adopt
+from remembered import Once
 from running import Place, charged, contents, done, dpllm_, fails_in_step, make_place, python, rows
 from safetensors.torch import load_file
 
@@ -20,41 +21,57 @@ from dpllm.privacy import renyi
 from dpllm.run.directory import RunDir
 
 TOTAL = 6
+SIGNALS = ("SIGTERM", "SIGKILL")
 STOP = """
 import os, signal, sys
+import peft.tuners.lora, torch, transformers.models.llama.modeling_llama  # once for both
 from dpllm.cli import main
 from dpllm.privacy.engine import StepEngine
+torch.set_num_threads(1)
 step, calls = StepEngine.step, []
 
 def stop(engine, *batches):
     calls.append(batches)
     if len(calls) == 3:
-        os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+        os.kill(os.getpid(), getattr(signal, how))
     return step(engine, *batches)
 
 StepEngine.step = stop
-sys.exit(main(["train", *sys.argv[2:]]))
+for how in sys.argv[2:]:
+    place = os.path.join(sys.argv[1], how)
+    if not os.fork():
+        os.dup2(os.open(os.path.join(place, "errors"), os.O_WRONLY | os.O_CREAT), 2)
+        sys.exit(main(["train", os.path.join(place, "recipe.yaml")]))
+    with open(os.path.join(place, "code"), "w") as file:
+        file.write(str(os.waitstatus_to_exitcode(os.wait()[1])))
 """
 
 
-def stopped(root: Path, base: Path, how: str) -> tuple[Place, int, str]:
-    """A run of six steps that got the signal in its third."""
-    held_out = root / "eval.jsonl"
-    tiny.write_rows(held_out, rows(4, start=500))
-    settings = {"train.steps": TOTAL, "train.checkpoint_every": 1, "data.eval": str(held_out)}
-    place = make_place(root, base, settings)
-    process = python(STOP, how, place.recipe)
-    return place, process.returncode, process.stderr
-
-
 @pytest.fixture(scope="session")
-def terminated(tmp_path_factory: pytest.TempPathFactory, base: Path, data_home: Path) -> tuple[Place, int, str]:
-    return stopped(tmp_path_factory.mktemp("terminated"), base, "SIGTERM")
+def stopped(once: Once, base: Path, data_home: Path) -> dict[str, tuple[Place, int, str]]:
+    """Runs of six steps that got each signal in their third, their exit codes and what they said; only copied."""
+
+    def make(folder: Path) -> None:
+        held_out = tiny.write_rows(folder / "eval.jsonl", rows(4, start=500))
+        settings = {"train.steps": TOTAL, "train.checkpoint_every": 1, "data.eval": str(held_out)}
+        for how in SIGNALS:
+            make_place(folder / how, base, settings)
+        process = python(STOP, folder, *SIGNALS)
+        assert process.returncode == 0, process.stderr
+
+    places = [Place(once("stopped", make) / how, base) for how in SIGNALS]
+    texts = [[(place.root / name).read_text() for name in ("code", "errors")] for place in places]
+    return {how: (place, int(code), said) for how, place, (code, said) in zip(SIGNALS, places, texts, strict=True)}
 
 
-@pytest.fixture(scope="session")
-def killed(tmp_path_factory: pytest.TempPathFactory, base: Path, data_home: Path) -> tuple[Place, int, str]:
-    return stopped(tmp_path_factory.mktemp("killed"), base, "SIGKILL")
+@pytest.fixture
+def terminated(stopped: dict[str, tuple[Place, int, str]]) -> tuple[Place, int, str]:
+    return stopped["SIGTERM"]
+
+
+@pytest.fixture
+def killed(stopped: dict[str, tuple[Place, int, str]]) -> tuple[Place, int, str]:
+    return stopped["SIGKILL"]
 
 
 def copy(place: Place, root: Path) -> Place:
@@ -364,24 +381,6 @@ def test_lost_steps_that_the_budget_does_not_hold_are_refused(killed: tuple[Plac
     assert charged(place) == (1, 3)
     done("train", place.recipe, "--resume")
     assert charged(place) == (1, TOTAL)
-
-
-def test_making_up_belongs_to_resuming(place: Place) -> None:
-    answer = dpllm_("train", place.recipe, "--make-up-lost-steps")
-    assert answer.code == 2
-    assert "--resume" in answer.err
-
-
-def test_a_killed_run_is_not_replaced_unasked(killed: tuple[Place, int, str], tmp_path: Path) -> None:
-    place = copy(killed[0], tmp_path / "copy")
-    before = contents(place.run)
-    answer = dpllm_("train", place.recipe)
-    assert answer.code == 2
-    assert "--resume" in answer.err
-    assert "--overwrite" in answer.err
-    assert contents(place.run) == before
-    done("train", place.recipe, "--overwrite")
-    assert charged(place) == (2, TOTAL)
 
 
 # --- in this process -------------------------------------------------------------------------------------------------

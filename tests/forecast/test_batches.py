@@ -38,18 +38,22 @@ def test_physical_batches_are_those_that_the_sampler_makes(units: int, rows: int
     """On average over draws of units whose lengths are spread evenly."""
     import numpy as np
 
+    longest = 128
+
     from dpllm.privacy.sampling import physical_batches
     from dpllm.text.data import TokenSequence, Unit
 
     def unit(tokens: int) -> Unit:
         return Unit((TokenSequence((1,) * tokens, (False,) + (True,) * (tokens - 1), tokens - 1),) * rows)
 
-    data = {"unit": "author", "max_examples_per_unit": rows}
+    data = {"unit": "author", "max_examples_per_unit": rows, "max_length": longest}
     config = recipe(data, batch_size=units, physical_batch_size=physical)
     sizes = batches_of(config, Schedule(100 * units, 0, units, 0.01, 10))
     generator, made, padding = np.random.default_rng(seed), [], []
     for _ in range(60):
-        drawn = [unit(max(2, int(length))) for length in np.ceil(generator.uniform(0, 512, generator.poisson(units)))]
+        drawn = [
+            unit(max(2, int(length))) for length in np.ceil(generator.uniform(0, longest, generator.poisson(units)))
+        ]
         batches = physical_batches(range(len(drawn)), drawn, sizes.shapes, 0)
         made.append(len(batches))
         padding.append(sum(int((batch.unit_R < 0).sum()) for batch in batches))

@@ -1,7 +1,6 @@
 """What the two gates admit, and what their refusals say."""
 
 import math
-import re
 from dataclasses import replace
 
 import pytest
@@ -20,10 +19,6 @@ from dpllm.privacy.parts import imported_delta
 
 RUN = dp_sgd_event(0.02, 0.8, 150)  # the reference run: epsilon 2.96 alone
 LIST = [Sealed(dp_sgd_event(1.0, sigma, 2), 2) for sigma in (40.0, 50.0, 60.0)]
-
-
-def numbers(text: str) -> list[float]:
-    return [float(word) for word in re.findall(r"\d+\.\d+", text)]
 
 
 # --- planned -----------------------------------------------------------------------------------------------------------
@@ -143,17 +138,6 @@ def test_the_filter_admits_as_many_runs_as_its_order_allows(ledger: Ledger, orde
         assert ledger.remaining("notes") == pytest.approx(8.0 - admission.filter_epsilon(account))
 
 
-def test_a_sealed_plan_admits_ten_of_them(ledger: Ledger):
-    budgets.set_budget(ledger, "notes", budget(8.0))
-    with pytest.raises(BudgetExceeded):
-        budgets.seal(ledger, "notes", [Sealed(RUN, 150)] * 11, "alice", "eleven")
-    assert budgets.seal(ledger, "notes", [Sealed(RUN, 150)] * 10, "alice", "ten") == pytest.approx(7.863, abs=1e-3)
-    for _ in range(10):
-        reserve(ledger, event=RUN, num_steps=150)
-    with pytest.raises(BudgetExceeded):
-        reserve(ledger, event=RUN, num_steps=150)
-
-
 def test_events_without_renyi_divergence_are_refused(ledger: Ledger):
     budgets.set_budget(ledger, "notes", adaptive(8.0))
     with pytest.raises(BudgetExceeded, match="has none"):
@@ -189,8 +173,11 @@ def test_a_group_that_is_refused_hears_which_run_is_too_large_alone(ledger: Ledg
     reserve_all(ledger, "notes", small, group=Group("g", "alice"))
 
 
+STEPS = st.sampled_from([1, 3, 10, 30, 60, 100, 150, 200])  # few events, which the accountant is asked for once
+
+
 @settings(derandomize=True, deadline=None, max_examples=25)
-@given(runs=st.lists(st.tuples(st.integers(1, 200), st.sampled_from([0.8, 1.0, 2.0])), min_size=3, max_size=12))
+@given(runs=st.lists(st.tuples(STEPS, st.sampled_from([0.8, 1.0, 2.0])), min_size=3, max_size=12))
 def test_whatever_order_runs_come_in_an_adaptive_budget_is_never_exceeded(runs, tmp_path_factory):
     """A run that was refused charges nothing, and a smaller one may still come."""
     with Ledger(tmp_path_factory.mktemp("budget") / "ledger.sqlite") as ledger:

@@ -32,7 +32,8 @@ CALIBRATIONS = [
 @pytest.fixture(autouse=True)
 def _calibrated_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Elsewhere the tests of a session share what was found."""
-    monkeypatch.setattr(accounting, "_calibrate", accounting._calibrate.__wrapped__)
+    for name in ("_calibrate", "_pld"):
+        monkeypatch.setattr(accounting, name, getattr(accounting, name).__wrapped__)
 
 
 @pytest.mark.parametrize(("target", "delta", "q", "num_steps", "published"), CALIBRATIONS)

@@ -339,34 +339,32 @@ import sys
 from pathlib import Path
 from dpllm.recipe.config import DataConfig
 from dpllm.text.data import load_table
-source, cache = sys.argv[1:]
-assert len(load_table(source, DataConfig(train=source), "train", Path(cache)).rows) == 3
+cache, *sources = sys.argv[1:]
+for source in sources:
+    assert len(load_table(source, DataConfig(train=source), "train", Path(cache)).rows) == 3, source
 """
 
 
-@pytest.mark.parametrize("kind", ["folder of files", "folder of packed files", "packed.jsonl.gz", "saved"])
-def test_copies_of_data_lie_in_the_given_cache_only(tmp_path: Path, kind: str) -> None:
-    source = tmp_path / "source"
-    if kind == "saved":
-        import datasets
+def test_copies_of_data_lie_in_the_given_cache_only(tmp_path: Path) -> None:
+    """Of files, packed ones too, of folders of either, and of what ``datasets`` saved."""
+    import datasets
 
-        datasets.Dataset.from_list([{"text": SENTINEL}] * 3).save_to_disk(str(source))
-    elif "packed" in kind:
-        source = source / kind if kind.endswith(".gz") else source
-        path = tiny.write_rows(tmp_path / "source" / "rows.jsonl", [{"text": SENTINEL}] * 3)
-        (path.parent / "packed.jsonl.gz").write_bytes(gzip.compress(path.read_bytes()))
-        path.unlink()
-    else:
-        tiny.write_rows(source / "train.jsonl", [{"text": SENTINEL}] * 3)
+    source = tmp_path / "source"
+    lines = tiny.write_rows(source / "files" / "train.jsonl", [{"text": SENTINEL}] * 3).read_bytes()
+    for packed in (source / "packed" / "rows.jsonl.gz", source / "rows.jsonl.gz"):
+        packed.parent.mkdir(exist_ok=True)
+        packed.write_bytes(gzip.compress(lines))
+    datasets.Dataset.from_list([{"text": SENTINEL}] * 3).save_to_disk(str(source / "saved"))
     before = {path: path.stat().st_size for path in source.rglob("*")}
-    home, cache = tmp_path / "home", tmp_path / "cache"
+    home, passing = tmp_path / "home", tmp_path / "tmp"
     home.mkdir()
+    passing.mkdir()
     keep = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "XDG_", "TRANSFORMERS_"))}
-    env = {"HOME": str(home), "HF_HOME": str(home / "hf"), "HF_HUB_OFFLINE": "1", "TMPDIR": str(tmp_path / "tmp")}
-    (tmp_path / "tmp").mkdir()
+    env = {"HOME": str(home), "HF_HOME": str(home / "hf"), "HF_HUB_OFFLINE": "1", "TMPDIR": str(passing)}
     env = {**keep, **env, "PYTHONPATH": str(Path(dpllm.__file__).parents[1])}
-    subprocess.run([sys.executable, "-c", CACHES, str(source), str(cache)], env=env, check=True, capture_output=True)
-    left = [path for path in (tmp_path / "tmp").rglob("*") if path.is_file() and SENTINEL.encode() in path.read_bytes()]
+    words = [tmp_path / "cache", *source.iterdir()]
+    subprocess.run([sys.executable, "-c", CACHES, *map(str, words)], env=env, check=True, capture_output=True)
+    left = [path for path in passing.rglob("*") if path.is_file() and SENTINEL.encode() in path.read_bytes()]
     assert left + [path for path in home.rglob("*") if path.is_file()] == []
     assert {path: path.stat().st_size for path in source.rglob("*")} == before
 

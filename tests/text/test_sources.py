@@ -302,14 +302,13 @@ VALUES = [
 ]
 
 
-@pytest.mark.parametrize("place", [*PLACES, "saved", "text"])
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(
+    ("name", "place"), [*((name, place) for name in FILES for place in PLACES), (FILES[0], "saved"), (FILES[0], "text")]
+)
 def test_what_one_row_holds_changes_no_other_row(
     tmp_path: Path, name: str, place: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of every source that is read, with one row's value changed to anything: the others are the same, or all are refused."""
-    if place in ("saved", "text") and name != FILES[0]:
-        pytest.skip("has no such file")
     drawn = random.Random(f"{seed} {name} {place}")
 
     def read(number: int, rows: Any) -> Any:
@@ -336,7 +335,7 @@ def test_what_one_row_holds_changes_no_other_row(
     before = read(0, rows)
     assert len(before) == len(rows)
     refused = 0
-    for number in range(1, 7):
+    for number in range(1, 3 if Path(name).suffix in PACK else 7):  # once unpacked, they are read as the others are
         changed, column = drawn.randrange(len(rows)), drawn.choice(["who", "age", "text"])
         value: Any = drawn.choice(VALUES)
         if name.startswith(("train.jsonl", "train.json")) and place not in ("saved", "text"):
