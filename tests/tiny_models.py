@@ -208,13 +208,6 @@ def brute_force(net: nn.Module, some: Sequence[Unit]) -> Tensor:
     return gradient_RP.new_zeros(len(some), gradient_RP.shape[1]).index_add_(0, owners, gradient_RP)
 
 
-def brute_force_rows(net: nn.Module, batch: PhysicalBatch) -> Tensor:
-    """gradient_RP in float64 of the rows of a batch, each alone, padded as it is; ends an engine on ``net``."""
-    rows = zip(batch.input_ids_RT, batch.loss_mask_RT, batch.denominator_R, strict=True)
-    owner = torch.zeros(1, dtype=torch.long)
-    return _one_by_one(net, [PhysicalBatch(*(part[None] for part in row), owner, 1) for row in rows])
-
-
 def _one_by_one(net: nn.Module, rows: Iterable[PhysicalBatch]) -> Tensor:
     if net in _engines:
         _engines.pop(net).close()  # a copy would take the hooks along, but not what they need

@@ -233,24 +233,6 @@ def test_the_check_digit_is_that_of_real_cards():
     assert not any(kinds.passes_luhn(f"7992739871{digit}") for digit in "012456789")
 
 
-@pytest.mark.parametrize(
-    ("given", "fix"),
-    [
-        ({"kind": "rare_tokens"}, r"canaries\.kind: .*is retired; use audit\.canaries\.kind: random_tokens"),
-        ({"kind": "synthetic"}, r"canaries\.kind: .*is retired: .*; use random_tokens"),
-        ({"prompt": "The patient"}, r"canaries\.prompt: is retired with .*leave the key out"),
-        ({"temperature": 1.2}, r"canaries\.temperature: is retired with .*leave the key out"),
-    ],
-)
-def test_what_is_planted_no_more_is_answered_with_what_to_write_instead(given, fix, tmp_path):
-    path = tmp_path / "recipe.yaml"
-    path.write_text(dump_config(recipe()))
-    overrides = {f"audit.canaries.{key}": value for key, value in given.items()}
-    with pytest.raises(ConfigError, match=fix) as refused:
-        load_config(path, overrides)
-    assert "\n" not in str(refused.value)
-
-
 def test_defaults_of_retired_keys_are_read_in_the_recipes_of_earlier_runs(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text(dump_config(recipe()))

@@ -92,12 +92,9 @@ def test_overrides_may_stand_anywhere(recipe: Path, capsys: pytest.CaptureFixtur
         (["plan", "RECIPE", "more"], "unknown argument more"),
         (["audit", "run", "--train.steps", "3"], "no such file or directory"),
         (["train", "RECIPE", "--resume", "--overwrite"], "one of the two"),
+        (["train", "RECIPE", "--make-up-lost-steps"], "belongs to --resume"),
         (["plan", "RECIPE", "--train.steps"], "--train.steps needs a value"),
         (["plan", "absent.yaml"], "no such recipe"),
-        (
-            ["synthesize", "run", "--rows", "1", "--engine", "vllm"],
-            "--engine is retired: vLLM was never tested with it; leave",
-        ),
     ],
 )
 def test_wrong_commands_are_one_line_and_code_2(

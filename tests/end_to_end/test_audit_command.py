@@ -12,19 +12,12 @@ import torch
 import yaml
 from running import SENTINEL, Answer, Place, as_trained, contents, done, dpllm_, make_place, rows
 
-from dpllm.auditing.run import ATTACKS, PARTS, RETIRED
+from dpllm.auditing.run import ATTACKS, PARTS
 from dpllm.canaries import canaries
 from dpllm.errors import ConfigError
 from dpllm.lab import shadows
 from dpllm.run import build
 from dpllm.run.directory import RunDir
-
-
-@pytest.fixture
-def copy(finished: Place, tmp_path: Path) -> Place:
-    """The finished run, to be damaged."""
-    shutil.copytree(finished.root, tmp_path / "copy")
-    return Place(tmp_path / "copy", finished.base)
 
 
 def refused(*arguments: object) -> str:
@@ -45,12 +38,6 @@ def test_an_attack_runs_alone(finished: Place, name: str) -> None:
     assert json.loads(answer.out)
     assert SENTINEL not in answer.out
     assert contents(finished.run) == before
-
-
-def test_a_retired_attack_says_what_to_type_instead(finished: Place) -> None:
-    for name, why in RETIRED.items():
-        assert refused(finished.run, "--attack", name) == f"dpllm audit: --attack {name} is retired: {why}.\n"
-        assert any(f"type --attack {kept}" in why for kept in ATTACKS)
 
 
 @pytest.mark.parametrize("which", ["recipe", "run"])

@@ -199,15 +199,6 @@ def test_an_adapter_that_learned_nothing_is_not_accused(base, tmp_path):
     assert all(math.isclose(row.tuned_log_prob, row.base_log_prob) for row in read_scores(run.export / "audit")[0])
 
 
-def test_a_run_without_privacy_keeps_its_audit_to_itself(base, tmp_path):
-    run, _ = make_run(base, tmp_path, adapter="frozen", private=False)
-    export(run, GPT2LMHeadModel.from_pretrained(base))
-    report = audit(run).to_json()
-    assert (report["claim"], report["verdict"]) == (None, "no_claim")
-    assert not (run.export / "audit").exists()
-    assert {path.name for path in (run.private / "audit").iterdir()} == {"audit.json", "tokens.parquet"}
-
-
 def test_what_cannot_be_audited_is_refused(base, tmp_path):
     run, plan = make_run(base, tmp_path, adapter="frozen")
     with pytest.raises(ConfigError, match="holds no weights"):

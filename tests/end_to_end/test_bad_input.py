@@ -87,11 +87,6 @@ CASES: dict[str, tuple[Change | Callable[[Place], Change], int, str]] = {
     "missing adapter": ({"model.adapter": "absent"}, WRONG, r"model\.adapter absent: holds no adapter_config\.json"),
     "empty folder": (empty_folder, WRONG, r"empty: holds no config\.json"),
     "unknown name": ({"model.name_or_path": "builtin:huge"}, WRONG, r"model\.name_or_path 'builtin:huge'"),
-    "missing tracker": (
-        {"telemetry": {"trackers": ["trackio"]}},
-        WRONG,
-        r"needs trackio, which is not installed.* pip install trackio",
-    ),
     "no chat template": (no_template, WRONG, r"plain: has no chat template"),
     "unknown role": (of_nobody, WRONG, r"row 21 has a message whose role is not one of .*assistant"),
     "null unit": (
@@ -105,7 +100,6 @@ CASES: dict[str, tuple[Change | Callable[[Place], Change], int, str]] = {
     ),
     "no such layer": ({"adapter.target_modules": ["c_attn"]}, WRONG, r"matches no layer.*q_proj"),
     "tokens that the model lacks": (beyond, WRONG, r"tokenizer has \d{3} tokens but the model only 100 embeddings,"),
-    "too many blocks": ({"adapter": {"method": "frozen", "last_blocks": 9}}, WRONG, r"has 2 blocks"),
     "foreign ledger": (
         lambda place: {"privacy.ledger": str(tiny.write_rows(place.root / "notes.jsonl", rows(1)))},
         WRONG,
@@ -113,15 +107,9 @@ CASES: dict[str, tuple[Change | Callable[[Place], Change], int, str]] = {
     ),
     "batch larger than the data": ({"train.batch_size": 41}, REFUSED, r"train\.batch_size 41 is larger .*\(40 "),
     "delta of 1/N": ({"privacy.delta": 1 / 40}, REFUSED, r"privacy\.delta 0\.025 is not below 1/N"),
-    "noise below the target": ({"privacy.noise_multiplier": 0.2}, REFUSED, r"above the target privacy\.epsilon"),
+    "noise below the target": ({"privacy.noise_multiplier": 0.3}, REFUSED, r"above the target privacy\.epsilon"),
     "experts that train": (experts, REFUSED, r"belongs to a router or an expert"),
     "DoRA": ({"adapter.use_dora": True}, WRONG, r"adapter\.use_dora: the magnitude of DoRA"),
-    "a block trains whole": (
-        {"adapter.modules_to_save": ["layers"]},
-        WRONG,
-        r"modules_to_save: 'layers' is .*other layers",
-    ),
-    "a layer that is not there": ({"adapter.modules_to_save": ["lm_hed"]}, WRONG, r"'lm_hed' matches no layer"),
     "no privacy on private data": ({"privacy.enabled": False}, REFUSED, r"not declared public.*data\.public: true"),
     "budget": (budget, REFUSED, r"requests epsilon [\d.]+; 0\.0000 is spent and 1\.0000 remains of 1\.0000"),
 }
@@ -163,7 +151,7 @@ def test_replacing_a_run_by_a_wrong_one_loses_nothing(
         assert book.head() == head
 
 
-LATER = ("the model lacks", "layer", "block", "experts", "budget")  # what needs a model or a reservation
+LATER = ("the model lacks", "layer", "experts", "budget")  # what needs a model or a reservation
 PLANNED = [name for name in CASES if not any(word in name for word in LATER)]
 
 
@@ -247,12 +235,11 @@ def test_data_that_cannot_be_read_make_no_readable_copies(place: Place) -> None:
     assert all(path.is_relative_to(private) for path in place.run.rglob("*cache*"))
 
 
-@pytest.mark.parametrize(("command", "case"), [("train", "misspelt key"), ("plan", "batch larger than the data")])
-def test_from_a_shell(place: Place, command: str, case: str) -> None:
-    code, words = changed(case, place)
-    run = python("import sys; from dpllm.cli import main; sys.exit(main())", command, place.recipe)
+def test_from_a_shell(place: Place) -> None:
+    code, words = changed("batch larger than the data", place)
+    run = python("import sys; from dpllm.cli import main; sys.exit(main())", "plan", place.recipe)
     assert run.returncode == code
-    assert re.search(words, one_line(Answer(run.returncode, run.stdout, run.stderr), command, code))
+    assert re.search(words, one_line(Answer(run.returncode, run.stdout, run.stderr), "plan", code))
 
 
 def test_audit_card_and_compare_say_what_is_missing(tmp_path: Path, place: Place) -> None:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import dp_accounting as dp
 import pytest
 from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
-from running import Place, done, dpllm_, make_place, python
+from running import Place, done, dpllm_, fails_in_step, make_place, python
 
 from dpllm.ledger import Ledger, admission
 from dpllm.privacy import renyi
-from dpllm.privacy.engine import StepEngine
 from dpllm.privacy.events import Gaussian
 
 BANDS, STEPS, ROUNDS, RATE = 3, 8, 3, 3 * 8 / 40
@@ -90,25 +88,11 @@ def test_its_card_verifies_where_no_torch_is(adaptive: Place) -> None:
     assert block["audit"]["gradient"]["steps"] == STEPS
 
 
-@pytest.fixture
-def stopping(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fifth step of this process fails, once it is charged."""
-    step, calls = StepEngine.step, []
-
-    def fail(engine: StepEngine, *batches: Any) -> Any:
-        calls.append(batches)
-        if len(calls) == 5:
-            raise RuntimeError
-        return step(engine, *batches)
-
-    monkeypatch.setattr(StepEngine, "step", fail)
-
-
-@pytest.mark.usefixtures("stopping")
-def test_an_early_stop_counts_the_rounds_that_were_begun(place: Place) -> None:
+def test_an_early_stop_counts_the_rounds_that_were_begun(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Five of eight steps are two rounds of three groups: once it is reconciled, the third round is free again."""
     place.write(BANDED)
     init(place)
+    fails_in_step(monkeypatch, 5)
     with pytest.raises(RuntimeError):
         dpllm_("train", place.recipe)
     sigma = place.json("plan.json")["noise_multiplier"]

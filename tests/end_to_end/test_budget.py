@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import tiny
-from running import STEPS, Place, contents, done, dpllm_, rows
+from running import STEPS, Place, contents, done, dpllm_, fails_in_step, rows
 
 from dpllm.ledger import Ledger
 from dpllm.privacy import renyi
@@ -81,20 +81,10 @@ def test_under_an_adaptive_budget_the_noise_is_calibrated_to_what_is_left(place:
 
 
 def test_resuming_under_an_adaptive_budget_keeps_the_noise(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dpllm.privacy.engine import StepEngine
-
     init(place)
     place.write({"train.checkpoint_every": 1})
-    step, calls = StepEngine.step, []
-
-    def fail(engine: StepEngine, *batches: object) -> object:
-        calls.append(1)
-        if len(calls) == 3:
-            raise FloatingPointError
-        return step(engine, *batches)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(StepEngine, "step", fail)
-    with pytest.raises(FloatingPointError):
+    fails_in_step(monkeypatch, 3)
+    with pytest.raises(RuntimeError):
         dpllm_("train", place.recipe)
     before = place.json("plan.json")
     done("train", place.recipe, "--resume")

@@ -5,22 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from running import Place, charged, done, dpllm_
+from running import Place, charged, done, dpllm_, fails_in_step
 
 from dpllm.ledger import Ledger
 from dpllm.privacy.engine import StepEngine
 
 
 def test_an_error_in_a_step_leaves_a_record_and_the_charge(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(engine: StepEngine, *batches: Any) -> None:
-        raise FloatingPointError
-
-    monkeypatch.setattr(StepEngine, "step", fail)
-    with pytest.raises(FloatingPointError):
+    fails_in_step(monkeypatch, 1)
+    with pytest.raises(RuntimeError):
         dpllm_("train", place.recipe)
     record = place.json("run.json")
     assert (record["status"], record["guarantee"]["holds"]) == ("interrupted", False)
-    assert "FloatingPointError" in record["guarantee"]["reason"]
+    assert "RuntimeError" in record["guarantee"]["reason"]
     assert charged(place) == (1, 1)
 
 

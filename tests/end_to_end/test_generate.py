@@ -29,13 +29,6 @@ def texts(*arguments: object) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def merged(finished: Place, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    output = tmp_path_factory.mktemp("generate") / "model"
-    done("merge", finished.run, "--output", output)
-    return output
-
-
-@pytest.fixture(scope="session")
 def talker(finished: Place, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The finished run, as if it had been trained on conversations."""
     run = Path(shutil.copytree(finished.run, tmp_path_factory.mktemp("talker") / "run"))

@@ -32,22 +32,6 @@ IDS = torch.tensor([[0, 40, 41, 42, 43, 44], [7, 8, 9, 10, 11, 12]])
 Json = dict[str, Any]
 
 
-@pytest.fixture
-def copy(finished: Place, tmp_path: Path) -> Place:
-    """The finished run, to be damaged."""
-    shutil.copytree(finished.root, tmp_path / "copy")
-    return Place(tmp_path / "copy", finished.base)
-
-
-@pytest.fixture(scope="session")
-def merged(finished: Place, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the finished run gives; read only."""
-    output = tmp_path_factory.mktemp("merged") / "model"
-    answer = done("merge", finished.run, "--output", output)
-    assert str(output) in answer.out
-    return output
-
-
 def refused(place: Place, *arguments: object, code: int = 2) -> str:
     """The one line on standard error of a command with a mistake, which writes nothing."""
     before = contents(place.root)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import math
@@ -19,7 +18,7 @@ import torch
 import yaml
 from published import carry, failing
 from rich.console import Console
-from running import NUM_ROWS, SENTINEL, STEPS, Place, contents, done, dpllm_, make_place, rows
+from running import NUM_ROWS, SENTINEL, STEPS, Place, done, dpllm_, make_place, rows
 from safetensors.torch import load_file, save_file
 
 from dpllm.auditing.table import read_scores
@@ -99,13 +98,6 @@ def promise(shown: str) -> dict[str, Any]:
     return {key: value[key] for key in value.keys() - {"batches", "ledger", "refusals", "advice"}}
 
 
-def test_the_saved_recipe_is_whole_and_gives_the_same_plan(finished: Place) -> None:
-    saved = yaml.safe_load((finished.run / "config.yaml").read_text())
-    assert saved["train"]["optimizer"] == "adamw"
-    again = done("plan", finished.run / "config.yaml", "--json", "--output_dir", finished.root / "elsewhere").out
-    assert promise(again) == promise((finished.root / "plan.txt").read_text())
-
-
 # --- what agrees -----------------------------------------------------------------------------------------------------
 
 
@@ -141,18 +133,6 @@ def test_the_card_states_the_plans_epsilon(finished: Place) -> None:
     assert block["guarantee"] is True
     assert (block["epsilon"], block["delta"]) == (plan["epsilon"], plan["delta"])
     assert "differential-privacy" in front["tags"]
-
-
-def test_record_and_card_hash_what_was_exported(finished: Place) -> None:
-    from dpllm.run.checkpoint import weight_hashes
-
-    export = finished.run / "export"
-    card = {"README.md", "privacy.json"}
-    files = {name: hashlib.sha256(data).hexdigest() for name, data in contents(export).items() if name not in card}
-    trained = {name: digest for name, digest in files.items() if not name.startswith(("audit/", "privacy."))}
-    assert finished.json("run.json")["artifacts"] == trained
-    assert finished.json("export/privacy.json")["files"] == files
-    assert finished.json("export/audit/audit.json")["weights"] == weight_hashes(finished.run / "export")
 
 
 def test_a_card_is_made_again_without_the_weights(finished: Place, baseline: Place, tmp_path: Path) -> None:
@@ -231,14 +211,6 @@ def test_a_run_without_privacy_claims_none(baseline: Place) -> None:
     assert front["privacy"]["guarantee"] is False
     assert "differential-privacy" not in front["tags"]
     assert "no differential privacy guarantee" in (baseline.run / "export" / "README.md").read_text().lower()
-
-
-def test_baseline_and_private_run_are_compared_without_publishing(finished: Place, baseline: Place) -> None:
-    before = published(finished.run)
-    answer = done("compare", baseline.run, finished.run, "--output", finished.root / "compared")
-    assert "epsilon" in answer.out.lower()
-    assert any((finished.root / "compared").iterdir())
-    assert published(finished.run) == before
 
 
 def test_a_declared_size_hides_the_real_one(tmp_path: Path, base: Path) -> None:
@@ -396,21 +368,17 @@ def test_what_an_earlier_start_showed_of_rounding_is_not_shown_again(
     assert {rows for _, rows in place.json("run.json")["physical_batches"]} != {1}
 
 
-@pytest.mark.parametrize("fmt", ["prompt_completion", "messages"])
-def test_other_formats_run_from_plan_to_card(place: Place, fmt: str) -> None:
+def test_messages_run_from_plan_to_card(place: Place) -> None:
+    """Prompts and completions do in the README's commands."""
     pairs = [(f"What did {tiny.NAMES[n % 10]} buy on day {n}?", tiny.THINGS[n % 6]) for n in range(NUM_ROWS)]
-    if fmt == "messages":
-        roles = ("user", "assistant")
-        made = [{"messages": [{"role": r, "content": c} for r, c in zip(roles, pair, strict=True)]} for pair in pairs]
-    else:
-        made = [dict(zip(("prompt", "completion"), pair, strict=True)) for pair in pairs]
-    tiny.write_rows(place.train, made)
+    turns = [[{"role": "user", "content": ask}, {"role": "assistant", "content": say}] for ask, say in pairs]
+    tiny.write_rows(place.train, [{"messages": turn} for turn in turns])
     canaries = {"groups": {1: 28}, "references": 100}
     place.write({"audit.canaries": canaries, "audit.guesses": [5], "data.long_examples": "chunk"})
     for command in (("plan", place.recipe), ("train", place.recipe), ("audit", place.run), ("card", place.run)):
         done(*command)
     assert place.json("plan.json")["dataset_size"] == NUM_ROWS + 28
-    assert yaml.safe_load((place.run / "config.yaml").read_text())["data"]["format"] == fmt
+    assert yaml.safe_load((place.run / "config.yaml").read_text())["data"]["format"] == "messages"
     assert place.json("export/audit/audit.json")["verdict"] != "falsified"
 
 
@@ -478,18 +446,3 @@ def test_a_fixed_noise_seed_has_no_guarantee_and_no_total_covers_such_a_run(plac
     done("verify", second)
     carry(second / "export", {**block, "composed": {**block["composed"], "spent_epsilon": 99.0}})
     assert "ledger" in failing(second)
-
-
-@pytest.mark.parametrize(
-    "knob",
-    [
-        ("train.physical_batch_size", 3),
-        ("train.precision", "bf16"),
-        ("train.eval_every", 1),
-        ("model.gradient_checkpointing", "true"),
-        *(("privacy.grad_sample_mode", mode) for mode in ("per_sample", "ghost")),
-    ],
-)
-def test_knobs_of_performance_leave_the_promise_alone(place: Place, knob: tuple[str, Any]) -> None:
-    plain = done("plan", place.recipe, "--json").out
-    assert promise(done("plan", place.recipe, "--json", f"--{knob[0]}", knob[1]).out) == promise(plain)

@@ -47,12 +47,6 @@ def test_what_the_gallery_holds_of_a_run_verifies_as_it_lies_there(
         assert dpllm_("verify", card).code == 0
 
 
-def test_a_run_without_privacy_verifies_as_one_that_promises_nothing(baseline: Place) -> None:
-    found = verify(baseline.run)
-    assert not found.failed
-    assert "none is made" in next(check.detail for check in found.checks if check.name == "promise")
-
-
 def test_the_command_prints_every_check_and_answers_4(run: Path) -> None:
     good = dpllm_("verify", run)
     assert good.code == 0
@@ -103,11 +97,6 @@ def test_every_removed_or_added_field_of_the_block_is_seen(export: Path, monkeyp
         missed += [] if failing(export) == {"front matter"} else [name]
     assert len(forgeries) > 600
     assert not missed
-
-
-def test_a_changed_field_is_seen_by_the_command(export: Path) -> None:
-    write(export, changed(read(export), ("tuning",), lambda _: "none"))
-    assert dpllm_("verify", export).code == 4
 
 
 def test_every_changed_line_of_the_marked_parts_is_seen(export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,8 +262,8 @@ def test_what_can_be_computed_again_cannot_be_forged(export: Path, check: str, f
     assert check in failing(export)
 
 
-_CHECKS = ("audit", "promise", "lineage", "files", "schema", "ledger")
-"""Those of the block itself; the others compare it with what is made from it, and pass where it is carried on consistently."""
+_CHECKS = ("schema", "files", "lineage", "promise", "ledger", "audit")
+"""Those of the block, quick ones first; others compare it with what is made from it, and pass where it is carried on."""
 _TWICE = {"sampling/expected_batch_size": 16, "sampling/dataset_size": 152}
 _TOGETHER: dict[str, published.Json] = {
     "status": {"status": "interrupted"},

@@ -176,6 +176,9 @@ def test_events_that_take_minutes_are_refused(run: Path) -> None:
     many = [{**block["event"], "event": {**step, "probability": 0.1 + number / 1000}} for number in range(20)]
     write(export, {**block, "event": noiseless})
     assert {"epsilon", "limits of attackers"} <= failing(export)
+    for count, check in ((10**12, "sizes"), (10**15, "schema")):
+        write(export, {**block, "event": {**block["event"], "count": count}})
+        assert check in failing(export)
     write(export, {**block, "event": {"type": "composed", "events": many}})  # no run's event: nothing else is computed
     assert "schema" in failing(export)
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import tiny_models as tm
 import torch
+from cases import BF16, HEAD, TIED
 from scipy import stats
 from tiny_models import FROZEN, LORA, Toy
 from torch import Tensor, nn
@@ -27,8 +28,6 @@ from dpllm.privacy.gradients import UnitGradients
 from dpllm.privacy.noise import GaussianNoise
 from dpllm.privacy.plan import AdaptiveClipping, adaptive_clipping, noise_scale, spacing_of
 
-HEAD = {**FROZEN, "lm_head": True}
-TIED = {"tie_word_embeddings": True}
 MIXED = ((9, 4), (17,), (5,), (12,), (3, 7, 2), (31,), (6,), (6,), (40, 2), (23,))
 CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "llama": ("llama", LORA, {}),
@@ -46,10 +45,6 @@ def built(name: str) -> Any:
     return tm.build(family, adapter, **changes)
 
 
-def bf16() -> Any:
-    return torch.autocast("cpu", dtype=torch.bfloat16)
-
-
 def added(engine: Any, some: list[Any], size: int) -> Tensor:
     return engine.clipped_sum(tm.batches(some, size))[0]
 
@@ -57,7 +52,7 @@ def added(engine: Any, some: list[Any], size: int) -> Tensor:
 # --- a unit adds the same bits in any company ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("autocast", [contextlib.nullcontext, bf16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("autocast", [contextlib.nullcontext, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("mode", ["auto", "per_sample", "ghost"])
 @pytest.mark.parametrize("name", CASES)
 def test_a_sum_is_the_sum_of_what_each_unit_adds_by_itself(name: str, mode: str, autocast: Any) -> None:

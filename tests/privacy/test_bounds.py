@@ -18,7 +18,6 @@ from dpllm.auditing.bounds import (
     p_value,
 )
 
-ALPHA = 0.05
 GRID = (10, 20, 50, 100, 200)
 
 # The p-value.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import checks
 import pytest
 import tiny_models as tm
 import torch
+from cases import BF16
 from tiny_models import FROZEN, LORA, Toy
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -18,8 +19,6 @@ from dpllm.privacy.loss import sequence_losses
 from dpllm.privacy.rules import Form, conv1d, linear
 from dpllm.privacy.sampling import collate, physical_batches
 from dpllm.text.data import Unit
-
-BF16 = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
 
 
 @cache

@@ -11,7 +11,8 @@ import checks
 import pytest
 import tiny_models as tm
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from cases import MODES, generated
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import FROZEN, LORA, Toy
 from torch import Tensor
@@ -20,9 +21,7 @@ from dpllm.privacy.clipping_functions import FUNCTIONS, WORDS, Clipping
 from dpllm.privacy.plan import AdaptiveClipping, adaptive_clipping
 from dpllm.recipe.derived import plan_of
 
-MODES = ("auto", "per_sample", "ghost")
 NETS: dict[str, tuple[str, Any]] = {"lora": ("llama", LORA), "frozen": ("gpt2", FROZEN), "everything": ("gpt2", "")}
-generated = settings(deadline=None, derandomize=True, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
 
 
 @cache

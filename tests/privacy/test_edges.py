@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from dpllm.errors import ConfigError, Refused
 from dpllm.privacy.sampling import collate, physical_batches
 
-BOUND = 1 + 1e-6
-
 
 class Flip(Toy):
     """In training, a row's hidden states turn on what the first token of the batch is."""
@@ -84,19 +82,6 @@ def test_what_starts_to_train_later_stops_the_step(in_optimizer: bool) -> None:
     assert torch.equal(net.head.weight, before)
 
 
-class InPlace(Toy):
-    """Changes a layer's output in place, as Falcon does."""
-
-    def hidden(self, x_RTd: Tensor) -> Tensor:
-        y_RTd = self.layer(x_RTd)
-        y_RTd += x_RTd
-        return y_RTd.relu_()
-
-
-def test_a_layers_output_may_be_changed_in_place() -> None:
-    assert tm.make_engine(InPlace()).self_check(tm.VOCABULARY, tm.shapes(32)).error <= 1e-5
-
-
 class Odd(nn.Module):
     """Owns a parameter beside an inner layer, which no rule understands."""
 
@@ -156,21 +141,6 @@ class Pair(nn.Linear):
 
 def test_a_layer_that_returns_several_things_is_refused_by_what_it_returns() -> None:
     assert "pair (Pair) trains, takes 1 tensors and returns a tuple" in refusal(With("pair", Pair(8, 8)))
-
-
-class Gate(nn.Module):
-    """No rule of its own: goes through functorch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 8))
-
-    def forward(self, x_RTd: Tensor) -> Tensor:
-        return x_RTd * torch.sigmoid(self.weight * x_RTd)
-
-
-def test_a_layer_without_a_rule_is_exact_through_functorch() -> None:
-    assert tm.make_engine(With("gate", Gate())).self_check(tm.VOCABULARY, tm.shapes(32)).error <= 1e-5
 
 
 def test_two_adapters_on_one_embedding_are_scaled_each_by_its_own() -> None:

@@ -29,7 +29,6 @@ from cases import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 from tiny_models import FROZEN, LORA, RAGGED, Toy
 from torch import Tensor, nn
 from torch.nn import functional
@@ -107,11 +106,6 @@ def test_adapters_on_a_router_and_the_last_block_of_a_mixture_are_refused() -> N
     assert any("router" in name for name in tm.trainable(net))
     for routed in (net, tm.build("mixtral", FROZEN)):
         checks.refused(lambda routed=routed: guards.check_model(routed), "belongs to a router or an expert")
-
-
-def test_dora_is_refused_in_the_recipe() -> None:
-    with pytest.raises(ValidationError, match=r"set adapter\.use_dora: false"):
-        tm.recipe(adapter=lora(use_dora=True))
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -6,22 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import recipe
 from torch import nn
 
 from dpllm.errors import Refused
 from dpllm.privacy.guards import check_model
-from dpllm.recipe.config import RunConfig
 from dpllm.recipe.derived import check_modes, deviations
-
-
-def recipe(**sections: Any) -> RunConfig:
-    value = {
-        "model": {"name_or_path": "some/model"},
-        "data": {"train": "rows.jsonl"},
-        "train": {"steps": 1},
-        "output_dir": "runs/a",
-    }
-    return RunConfig.model_validate({**value, **sections})
 
 
 class Net(nn.Module):

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import tiny_models as tm
 import torch
+from cases import HEAD, TIED
 from tiny_models import FROZEN, LORA, Toy
 from torch import Tensor, nn
 
@@ -29,9 +30,6 @@ from dpllm.privacy.gradients import Owners, UnitGradients
 from dpllm.privacy.noise import GaussianNoise
 from dpllm.privacy.plan import AdaptiveClipping
 from dpllm.privacy.sampling import PhysicalBatch, PoissonSampler
-
-TIED = {"tie_word_embeddings": True}
-HEAD = {**FROZEN, "lm_head": True}
 
 
 @cache

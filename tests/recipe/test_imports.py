@@ -15,128 +15,39 @@ from dpllm.recipe.config import LoraConfig, RunConfig, load_config
 from dpllm.recipe.imports import Imported, import_config
 
 LLAMA_FACTORY = """
-### model
-model_name_or_path: meta-llama/Meta-Llama-3-8B-Instruct
-quantization_bit: 4
-trust_remote_code: true
-
-### method
-stage: sft
-do_train: true
-finetuning_type: lora
-lora_rank: 8
-lora_target: all
-
-### dataset
-dataset: identity,alpaca_en_demo
-template: llama3
-cutoff_len: 2048
-max_samples: 1000
-packing: true
-overwrite_cache: true
-preprocessing_num_workers: 16
-
-### output
-output_dir: saves/llama3-8b/lora/sft
-logging_steps: 10
-save_steps: 500
-plot_loss: true
-overwrite_output_dir: true
-report_to: none
-
-### train
-per_device_train_batch_size: 1
-gradient_accumulation_steps: 8
-learning_rate: 1e-4
-num_train_epochs: 3.0
-lr_scheduler_type: cosine
-warmup_ratio: 0.1
-bf16: true
-ddp_timeout: 180000000
-resume_from_checkpoint: null
-
-### eval
-val_size: 0.1
-per_device_eval_batch_size: 1
-eval_strategy: steps
-eval_steps: 500
+    {model_name_or_path: meta-llama/Meta-Llama-3-8B-Instruct, quantization_bit: 4, trust_remote_code: true,
+    stage: sft, do_train: true, finetuning_type: lora, lora_rank: 8, lora_target: all,
+    dataset: "identity,alpaca_en_demo", template: llama3, cutoff_len: 2048, max_samples: 1000, packing: true,
+    overwrite_cache: true, preprocessing_num_workers: 16, output_dir: saves/llama3-8b/lora/sft, logging_steps: 10,
+    save_steps: 500, plot_loss: true, overwrite_output_dir: true, report_to: none, per_device_train_batch_size: 1,
+    gradient_accumulation_steps: 8, learning_rate: 1e-4, num_train_epochs: 3.0, lr_scheduler_type: cosine,
+    warmup_ratio: 0.1, bf16: true, ddp_timeout: 180000000, resume_from_checkpoint: null, val_size: 0.1,
+    per_device_eval_batch_size: 1, eval_strategy: steps, eval_steps: 500}
 """
 AXOLOTL = """
-base_model: NousResearch/Llama-3.2-1B
-load_in_8bit: false
-load_in_4bit: true
-strict: false
-datasets:
-  - path: teknium/GPT4-LLM-Cleaned
-    type: alpaca
-  - path: json
-    data_files: [notes/a.jsonl, notes/b.jsonl]
-    type: alpaca
-dataset_prepared_path: last_run_prepared
-val_set_size: 0.1
-output_dir: ./outputs/qlora-out
-adapter: qlora
-lora_model_dir:
-sequence_len: 2048
-sample_packing: true
-eval_sample_packing: true
-lora_r: 32
-lora_alpha: 16
-lora_dropout: 0.05
-lora_target_linear: true
-gradient_accumulation_steps: 4
-micro_batch_size: 2
-num_epochs: 1
-optimizer: adamw_bnb_8bit
-lr_scheduler: cosine
-learning_rate: 0.0002
-bf16: auto
-tf32: false
-gradient_checkpointing: true
-flash_attention: true
-warmup_steps: 10
-evals_per_epoch: 4
-weight_decay: 0.0
-special_tokens:
-  pad_token: "<|end_of_text|>"
+    {base_model: NousResearch/Llama-3.2-1B, load_in_8bit: false, load_in_4bit: true, strict: false,
+    datasets: [{path: teknium/GPT4-LLM-Cleaned, type: alpaca}, {path: json, data_files: [notes/a.jsonl,
+    notes/b.jsonl], type: alpaca}], dataset_prepared_path: last_run_prepared, val_set_size: 0.1,
+    output_dir: ./outputs/qlora-out, adapter: qlora, lora_model_dir: null, sequence_len: 2048, sample_packing: true,
+    eval_sample_packing: true, lora_r: 32, lora_alpha: 16, lora_dropout: 0.05, lora_target_linear: true,
+    gradient_accumulation_steps: 4, micro_batch_size: 2, num_epochs: 1, optimizer: adamw_bnb_8bit,
+    lr_scheduler: cosine, learning_rate: 0.0002, bf16: auto, tf32: false, gradient_checkpointing: true,
+    flash_attention: true, warmup_steps: 10, evals_per_epoch: 4, weight_decay: 0.0,
+    special_tokens: {pad_token: "<|end_of_text|>"}}
 """
 TRL = """
-model_name_or_path: Qwen/Qwen2.5-0.5B
-torch_dtype: bfloat16
-dataset_name: trl-lib/Capybara
-dataset_train_split: train
-eval_strategy: steps
-eval_steps: 100
-learning_rate: 2.0e-4
-num_train_epochs: 1
-max_steps: 200
-packing: true
-per_device_train_batch_size: 2
-gradient_accumulation_steps: 8
-gradient_checkpointing: true
-use_peft: true
-lora_r: 32
-lora_alpha: 16
-lora_target_modules: [q_proj, v_proj]
-warmup_steps: 20
-max_length: 1024
-neftune_noise_alpha: 5
-report_to: [wandb]
-push_to_hub: true
-my_own_key: 7
+    {model_name_or_path: Qwen/Qwen2.5-0.5B, torch_dtype: bfloat16, dataset_name: trl-lib/Capybara,
+    dataset_train_split: train, eval_strategy: steps, eval_steps: 100, learning_rate: 0.0002, num_train_epochs: 1,
+    max_steps: 200, packing: true, per_device_train_batch_size: 2, gradient_accumulation_steps: 8,
+    gradient_checkpointing: true, use_peft: true, lora_r: 32, lora_alpha: 16, lora_target_modules: [q_proj, v_proj],
+    warmup_steps: 20, max_length: 1024, neftune_noise_alpha: 5, report_to: [wandb], push_to_hub: true,
+    my_own_key: 7}
 """
 
 
-# What public examples set: LLaMA-Factory's QLoRA under FSDP, axolotl's qlora-1b and instruct-lora-8b for Llama 3, TRL's example
-# for its command line, and the LoRA command in its sft.py (all read in November 2026).
+# What more public examples set: axolotl's qlora-1b and instruct-lora-8b for Llama 3, and the LoRA command in TRL's sft.py (all
+# read in November 2026).
 PUBLIC = (
-    """{model_name_or_path: meta-llama/Meta-Llama-3-8B-Instruct, quantization_bit: 4, stage: sft, do_train: true,
-    finetuning_type: lora, lora_target: "q_proj,v_proj", ddp_timeout: 180000000, dataset: "identity,alpaca_en_demo",
-    template: llama3, cutoff_len: 1024, max_samples: 1000, overwrite_cache: true, preprocessing_num_workers: 16,
-    output_dir: saves/llama3-8b/lora/sft, logging_steps: 10, save_steps: 500, plot_loss: true, overwrite_output_dir: true,
-    per_device_train_batch_size: 1, gradient_accumulation_steps: 8, learning_rate: 1.0e-4, num_train_epochs: 3.0,
-    lr_scheduler_type: cosine, warmup_ratio: 0.1, fp16: true, val_size: 0.1, per_device_eval_batch_size: 1,
-    eval_strategy: steps, eval_steps: 500}""",
     """{base_model: NousResearch/Llama-3.2-1B, load_in_8bit: false, load_in_4bit: true,
     datasets: [{path: teknium/GPT4-LLM-Cleaned, type: alpaca}], dataset_prepared_path: last_run_prepared, val_set_size: 0.1,
     output_dir: ./outputs/qlora-out, adapter: qlora, lora_model_dir: null, sequence_len: 2048, sample_packing: true,
@@ -156,8 +67,6 @@ PUBLIC = (
     train_on_inputs: false, group_by_length: false, bf16: auto, tf32: false, gradient_checkpointing: true, logging_steps: 1,
     flash_attention: true, warmup_steps: 10, evals_per_epoch: 4, eval_max_new_tokens: 128, saves_per_epoch: 1,
     weight_decay: 0.0, special_tokens: {pad_token: "<|end_of_text|>"}}""",
-    """{model_name_or_path: Qwen/Qwen2.5-0.5B, dataset_name: stanfordnlp/imdb, report_to: none, learning_rate: 0.0001,
-    lr_scheduler_type: cosine}""",
     """{model_name_or_path: Qwen/Qwen2-0.5B, dataset_name: trl-lib/Capybara, learning_rate: 2.0e-4, num_train_epochs: 1,
     packing: true, per_device_train_batch_size: 2, gradient_accumulation_steps: 8, gradient_checkpointing: true,
     eos_token: "<|im_end|>", eval_strategy: steps, eval_steps: 100, use_peft: true, lora_r: 32, lora_alpha: 16,

@@ -6,8 +6,6 @@ import math
 import os
 import socket
 import stat
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -243,19 +241,6 @@ def test_a_served_model_is_looked_for_in_the_ledger(tmp_path: Path, capsys: pyte
     assert series(capsys.readouterr().out)["dp_served_model_ledger_entry", (("model", "known"),)] == 0
     assert main([*command, str(tmp_path / "typo")]) == 2
     assert "no such directory" in capsys.readouterr().err
-
-
-def test_the_command_needs_no_torch(tmp_path: Path) -> None:
-    with Ledger(tmp_path / "ledger.sqlite") as book:
-        reserve(book)
-    code = (
-        "import sys; from dpllm.cli import main; code = main(sys.argv[1:]);"
-        "print({'torch', 'transformers', 'accelerate'} & set(sys.modules), code, file=sys.stderr)"
-    )
-    command = [sys.executable, "-c", code, "ledger", "metrics", "--ledger", str(tmp_path / "ledger.sqlite")]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    answer = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
-    assert answer.stderr.split("\n")[-2] == "set() 0", answer.stderr
 
 
 # --- textfiles -------------------------------------------------------------------------------------------------------
