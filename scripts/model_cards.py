@@ -5,7 +5,7 @@
     python scripts/model_cards.py --only render                      the cards alone, from their own records; trains nothing
 
 What came of an earlier call under runs/ is replaced. A directory of model_cards/ is a run directory without private/,
-and clinic-synthetic a data set.
+and *-synthetic and *-texts a data set.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from dpllm.verification.verify import verify
 
 ROOT = Path(__file__).resolve().parents[1]
 CARDS, RUNS = ROOT / "model_cards", ROOT / "runs" / "model_cards"
+E2E = "recipes/smollm/smollm2-135m-e2e.yaml"
+Arguments = tuple[object, ...]
 
 
 def clinic() -> None:
@@ -43,18 +45,10 @@ def clinic() -> None:
 
 def synthetic() -> None:
     """A data set that a model of generated notes wrote at epsilon 8, of as many notes of each kind as a statistic says."""
-    runs, ledger = _fresh("synthetic")
-    recipe, given = "recipes/smoke/synthetic.yaml", ("--privacy.ledger", ledger)
     shares = "visit=clinic,home,paperwork,phone,review,urgent"
-    statistics, run = runs / "describe.json", runs / "run"
-    asked = ("--epsilon", 0.5, "--shares", shares, "--lengths", "32:128:24", "--output", statistics)
-    _dpllm("describe", recipe, *asked, *given)
-    _dpllm("train", recipe, *given, "--output_dir", run)
-    _dpllm("card", run, "--describe", statistics)
-    _dpllm("synthesize", run, "--rows", 500, "--seed", 1)
-    _dpllm("verify", run / "synthetic")
-    shutil.rmtree(CARDS / "clinic-synthetic", ignore_errors=True)
-    shutil.copytree(run / "synthetic", CARDS / "clinic-synthetic")
+    _data_set(
+        "clinic-synthetic", "recipes/smoke/synthetic.yaml", ("--shares", shares, "--lengths", "32:128:24"), (), ()
+    )
 
 
 def e2e(model: Path, data: Path) -> None:
@@ -68,20 +62,16 @@ def e2e(model: Path, data: Path) -> None:
     }
     for name, own in settings.items():
         run = runs / f"smollm2-e2e-{name}"
-        _dpllm(
-            "train",
-            "recipes/smollm/smollm2-135m-e2e.yaml",
-            *given,
-            *own,
-            "--privacy.ledger",
-            ledger,
-            "--output_dir",
-            run,
-        )
+        _dpllm("train", E2E, *given, *own, "--privacy.ledger", ledger, "--output_dir", run)
         _dpllm("card", run)
-    _publish(
-        runs, {f"smollm2-e2e-{name}": f"smollm2-e2e-{name}" for name in settings}, ledger, "smollm2-e2e", "--tasks", 30
-    )
+    names = [f"smollm2-e2e-{name}" for name in settings]
+    _publish(runs, {name: name for name in names}, ledger, "smollm2-e2e", "--tasks", 30)
+    # Restaurants behind their food and area, at epsilon 8 together with the released shares.
+    texts = ("--data.train", data / "texts-train.jsonl", "--data.eval", data / "texts-score.jsonl")
+    keys = ("--model.name_or_path", model, *texts, "--data.control", "[food, area]", "--data.max_length", 96)
+    shares = ("--shares", "food=Chinese,English,none;area=city centre,riverside,none", "--delta", "1e-6")
+    own = ("--privacy.epsilon", 7.5, "--privacy.delta", "9e-6")
+    _data_set("smollm2-e2e-texts", E2E, shares, (*keys, "--privacy.dataset", "e2e_nlg_texts"), own)
 
 
 def render() -> None:
@@ -89,14 +79,15 @@ def render() -> None:
     for recipe in sorted(CARDS.glob("*/config.yaml")):
         for name, text in rerender(recipe.parent).items():
             (recipe.parent / "export" / name).write_text(text, encoding="utf-8")
-    folder = CARDS / "clinic-synthetic"  # without the recipe: what stands outside the marked parts stays
-    statement = privacy_record.read(read_json(folder / synthetic_record.MODEL_BLOCK))
-    _reword(folder / synthetic_record.MODEL_CARD, section.render(statement), section.matter(statement))
-    hashed = {name: sha256(folder / name) for name in synthetic_record.read(read_json(folder / RECORD)).files}
-    write_json(folder / RECORD, {**read_json(folder / RECORD), "files": hashed})
-    record = synthetic_record.read(read_json(folder / RECORD))
-    matter = dataset_card.front_matter(record, statement)["privacy"]
-    _reword(folder / CARD, dataset_card.render(record, statement), matter)
+    for folder in (path.parent for path in sorted(CARDS.glob(f"*/{RECORD}"))):
+        # Without the recipe: what stands outside the marked parts stays.
+        statement = privacy_record.read(read_json(folder / synthetic_record.MODEL_BLOCK))
+        _reword(folder / synthetic_record.MODEL_CARD, section.render(statement), section.matter(statement))
+        hashed = {name: sha256(folder / name) for name in synthetic_record.read(read_json(folder / RECORD)).files}
+        write_json(folder / RECORD, {**read_json(folder / RECORD), "files": hashed})
+        record = synthetic_record.read(read_json(folder / RECORD))
+        matter = dataset_card.front_matter(record, statement)["privacy"]
+        _reword(folder / CARD, dataset_card.render(record, statement), matter)
 
 
 def _reword(page: Path, parts: dict[str, str], privacy: dict[str, object]) -> None:
@@ -136,6 +127,19 @@ def _publish(runs: Path, names: dict[str, str], ledger: Path, comparison: str, *
             raise SystemExit(f"{run.root}: does not verify ({wrong})")
     shutil.rmtree(CARDS / comparison, ignore_errors=True)
     shutil.copytree(runs / "public", CARDS / comparison)
+
+
+def _data_set(card: str, recipe: str, asked: Arguments, keys: Arguments, own: Arguments) -> None:
+    """500 rows by a model that trains with ``keys`` and its ``own``, as the shares say that are ``asked`` for at epsilon 0.5."""
+    runs, ledger = _fresh(card)
+    statistics, run, keys = runs / "describe.json", runs / "run", (*keys, "--privacy.ledger", ledger)
+    _dpllm("describe", recipe, *keys, "--epsilon", 0.5, *asked, "--output", statistics)
+    _dpllm("train", recipe, *keys, *own, "--output_dir", run)
+    _dpllm("card", run, "--describe", statistics)
+    _dpllm("synthesize", run, "--rows", 500, "--seed", 1)
+    _dpllm("verify", run / "synthetic")
+    shutil.rmtree(CARDS / card, ignore_errors=True)
+    shutil.copytree(run / "synthetic", CARDS / card)
 
 
 def _dpllm(*arguments: object) -> None:

@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import model_cards  # noqa: E402
 
 MODEL_CARDS = ROOT / "model_cards"
-DATA_SET = MODEL_CARDS / "clinic-synthetic"
+DATA_SETS = sorted(path.parent for path in MODEL_CARDS.glob("*/synthetic.json"))
 GALLERY = sorted(path.parent.name for path in MODEL_CARDS.glob("*/config.yaml"))
 RUNS = {
     "dp": (config(), plan(), record(), audit()),
@@ -77,7 +77,10 @@ def test_every_published_card_verifies_as_it_lies_there(name: str, capsys: pytes
 
 
 @pytest.mark.parametrize(
-    "page", sorted(MODEL_CARDS.glob("*/export/README.md")) + sorted(DATA_SET.rglob("README.md")), ids=str
+    "page",
+    sorted(MODEL_CARDS.glob("*/export/README.md"))
+    + [page for one in DATA_SETS for page in sorted(one.rglob("README.md"))],
+    ids=str,
 )
 def test_every_published_card_is_read_in_a_few_minutes(page: Path) -> None:
     """At most 900 words stand before the tables of the appendix, and one limit on how many are recognised."""
@@ -94,8 +97,8 @@ def test_a_copy_of_a_run_is_not_looked_for_in_the_ledger_of_this_machine(capsys:
     assert main(["verify", str(MODEL_CARDS / "clinic-epsilon-8")]) == 0, capsys.readouterr().out
 
 
-def test_the_published_data_set_verifies_as_it_lies_there(capsys: pytest.CaptureFixture[str]) -> None:
-    folder = DATA_SET
+@pytest.mark.parametrize("folder", DATA_SETS, ids=lambda folder: folder.name)
+def test_the_published_data_set_verifies_as_it_lies_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not verify(folder).failed
     assert main(["verify", str(folder)]) == 0, capsys.readouterr().out
     assert privacy_record.read(read_json(folder / "run" / BLOCK)).statistics is not None
