@@ -22,6 +22,7 @@ from transformers import Cache, DynamicCache, GenerationConfig
 
 from dpllm.auditing import extraction
 from dpllm.canaries.canaries import Canary, CanaryPlan, encode_secret
+from dpllm.model.evaluate import contiguous_head
 from dpllm.recipe.config import DataConfig
 from dpllm.text.layouts import Format
 
@@ -185,7 +186,7 @@ def write(model: nn.Module, config: GenerationConfig, prompts_ids: Sequence[Sequ
     result: list[Tokens] = [()] * len(prompts_ids)
     # Longest first: rows of like length need little padding, and too large a batch fails at once.
     order = sorted(range(len(prompts_ids)), key=lambda index: (-len(prompts_ids[index]), index))
-    with torch.inference_mode(), _plain(model) as inner:
+    with torch.inference_mode(), _plain(model) as inner, contiguous_head(inner):
         while order:
             width = len(prompts_ids[order[0]])
             size = max(1, _TOKENS_PER_BATCH // (beams * (width + num_tokens)))

@@ -12,10 +12,11 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from dpllm.model import processes
 from dpllm.privacy.loss import Autocast, TokenLosses
@@ -30,6 +31,19 @@ class HeldOut(NamedTuple):
     loss: float  # mean negative log-likelihood, in nats per target token
     accuracy: float  # share of target tokens to which the model gives the highest logit, in [0, 1]
     tokens: int  # target tokens
+
+
+def contiguous_head(model: Any) -> RemovableHandle | contextlib.nullcontext[None]:
+    """Gives the output head a copy of what it reads, until the handle's ``with`` block ends or the model goes.
+
+    The last states of a batch are a slice, and torch's product on a CPU then copies the weights for each row: 60 rows of
+    SmolLM2-135M in bfloat16 take 3.2 GB and 5 s instead of 0.01 s.
+    """
+    head = model.get_output_embeddings()
+    if head is None:
+        return contextlib.nullcontext()
+    handle: RemovableHandle = head.register_forward_pre_hook(lambda _, read: tuple(one.contiguous() for one in read))
+    return handle
 
 
 @contextlib.contextmanager

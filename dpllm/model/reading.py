@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dpllm.errors import Refused
+from dpllm.model.evaluate import contiguous_head
 from dpllm.privacy.selfcheck import has_experts
 
 MOST_TOKENS = 4096  # of a physical batch, padding included
@@ -49,6 +50,7 @@ class Reader:
         self._only_last = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
         self._state: list[tuple[Any, Tensor]] = []
         self.height = max(1, min(rows, MOST_TOKENS // self._width))
+        contiguous_head(model)
 
     def read(self, rows: Rows) -> NDArray[np.float32]:
         """The logits behind each row, shape (R, V)."""

@@ -9,7 +9,9 @@ import pytest
 import tiny
 import torch
 
+from dpllm.auditing import generation
 from dpllm.model.evaluate import held_out_loss
+from dpllm.model.reading import Reader
 from dpllm.text.data import TokenSequence
 
 
@@ -55,3 +57,19 @@ def test_a_model_that_knows_the_text_is_always_right(one_thread: None) -> None:
     found = held_out_loss(Knows(), sequences(), 4, torch.device("cpu"), contextlib.nullcontext)
     assert found.accuracy == 1.0
     assert found.loss < 1e-4
+
+
+@pytest.mark.parametrize("way", ["write", "read"])
+def test_the_head_reads_no_slice_of_a_batch(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which torch's product on a CPU copies the weights for each row: an audit of SmolLM2-135M took 20 GB."""
+    model, seen = tiny.model().eval(), []
+    head = model.lm_head
+    forward = head.forward
+    monkeypatch.setattr(head, "forward", lambda hidden: seen.append(hidden.is_contiguous()) or forward(hidden))
+    if way == "write":
+        generation.complete(model, tiny.tokenizer(), [[5, 6, 7], [8, 9]], 2)
+        assert not head._forward_pre_hooks  # or a later run would take the head for a watched one
+    else:
+        Reader(model, 4, [0], 2).read([[5, 6, 7], [8, 9]])
+    assert seen
+    assert all(seen)
