@@ -154,7 +154,7 @@ def build(config: RunConfig, device: torch.device, weights: str | None = None) -
         processes.check_equal(
             {"the fingerprint of the loaded weights": f"{processes.fingerprint(model.parameters()):x}"}
         )
-    _check_outliers(model)
+    check_outliers(model)
     model = adapters.attach(model, config)
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -290,7 +290,7 @@ def _keep_layout(base: Any) -> None:
             module.support_avx512bf16_for_cpu = False
 
 
-def _check_outliers(model: Any) -> None:
+def check_outliers(model: Any) -> None:
     """Refuses LLM.int8() with its outlier columns, which a checkpoint may bring along: rows would decide how others round."""
     settings = getattr(model.config, "quantization_config", None)
     if getattr(settings, "load_in_8bit", False) and getattr(settings, "llm_int8_threshold", 0.0) > 0:

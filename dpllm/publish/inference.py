@@ -317,12 +317,11 @@ class _Job:
         """The model, and all that may fail, before anything is spent on what it could not read."""
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model = loading.load_base(self.config.model, device).eval()
+        loading.check_outliers(self.model)
         own = self.model.generation_config.eos_token_id
         self.ends = {*(own if isinstance(own, list) else [own]), self.tokenizer.eos_token_id} - {None}
         if not self.ends and filters.UNFINISHED in tests:
-            raise ConfigError(
-                "the model has no end token, so that no text ends and all would be dropped. Type --keep-unfinished."
-            )
+            raise ConfigError("the model has no end token, so that all texts would be dropped. Type --keep-unfinished.")
         lines = [control.line(self.config.data.control, values) for values in self.shares] or [""]
         width, most = max(map(self._width, lines)), loading.positions(self.model)
         if most is not None and width + self.order.tokens > most:

@@ -19,6 +19,7 @@ from dpllm.cli import _parser
 from dpllm.cli.synthesize import OF_ORDER
 from dpllm.errors import ConfigError
 from dpllm.ledger import Ledger
+from dpllm.model import loading
 from dpllm.model.loading import load_tokenizer
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.voting import Ballot
@@ -313,6 +314,19 @@ def test_rows_that_cannot_be_read_are_refused_while_that_is_free(place: Place) -
     )
     assert "rows of messages are conversations" in dpllm_(*place.words()).err
     assert not place.ledger.exists() or not place.runs()
+
+
+def test_8_bit_products_that_couple_rows_are_refused(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = loading.load_base
+
+    def quantised(*given: Any) -> Any:
+        model = load(*given)
+        model.config.quantization_config = Mock(load_in_8bit=True, llm_int8_threshold=6.0)
+        return model
+
+    monkeypatch.setattr(loading, "load_base", quantised)
+    assert "outlier columns" in dpllm_(*place.words()).err
+    assert not place.runs()
 
 
 def test_any_end_token_of_the_model_ends_a_text(place: Place, tmp_path: Path, base: Path) -> None:

@@ -178,8 +178,8 @@ def test_outlier_columns_would_couple_rows(folder: Path, tmp_path: Path, monkeyp
     import transformers
 
     monkeypatch.setattr(loading, "_quantization", lambda *_: transformers.BitsAndBytesConfig(load_in_8bit=True))
-    checked = loading._check_outliers
-    monkeypatch.setattr(loading, "_check_outliers", lambda net: None)
+    checked = loading.check_outliers
+    monkeypatch.setattr(loading, "check_outliers", lambda net: None)
     net = loading.build(recipe(folder, "8bit"), CPU)
     assert coupling(net.eval()) > 0.0
     with pytest.raises(Refused, match="one row would change the contributions of others"):
