@@ -3,7 +3,7 @@
     python scripts/stages.py recipes/smollm/smollm2-135m-e2e.yaml --train.steps 2 --train.batch_size 120 --output_dir runs/x
 
 Trains as ``dpllm train`` does, under cProfile with the processor time of all threads, so that other work on the machine moves the
-stages little; seconds are those of a busy processor, not of a clock.
+stages little; seconds are those of a busy processor, not of a clock. Batches are drawn by another thread, and are not counted.
 """
 
 import cProfile
@@ -17,7 +17,6 @@ from dpllm.run import loop
 
 STAGES = {  # what is printed: a file of the package and the functions in it
     "steps, all of them": ("run/loop.py", "_take_steps"),
-    "draw and pad the batch": ("run/loop.py", "_next_batches"),
     "forward pass and losses": ("privacy/engine.py", "losses"),
     "head and losses, of that": ("privacy/loss.py", "fused_losses"),
     "backward pass, with taps": ("torch/_tensor.py", "backward"),

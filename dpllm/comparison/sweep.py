@@ -137,7 +137,7 @@ def _read_points(recipe: str | Path, overrides: Mapping[str, Any]) -> tuple[list
             raise
         raise ConfigError(
             f"--{lists[0]} {rest[lists[0]]}: a sweep varies only privacy.epsilon, because each run costs budget. Give "
-            f"{lists[0]} one value; dpllm plan --sweep {lists[0]}=... compares several and spends nothing."
+            f"{lists[0]} one value; dpllm plan {recipe} --{lists[0]} VALUE plans another and spends nothing."
         ) from None
     if not config.privacy.enabled:
         raise ConfigError(

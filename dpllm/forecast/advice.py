@@ -107,7 +107,7 @@ def _batch(plan: Plan) -> str | None:
     if size <= own.batch_size or noisier(plan, size, steps, than=own.noise_per_signal / TOO_NOISY):
         return None
     try:
-        suggested = suggest(plan).suggested
+        suggested = suggest(plan)
     except ConfigError:
         return None
     ratio = own.noise_per_signal / suggested.noise_per_signal
@@ -234,15 +234,6 @@ class Choice:
     noise_per_signal: float
 
 
-@dataclass(frozen=True)
-class Suggestion:
-    """What a compute budget of B T examples is best spent on, beside what the recipe does with it."""
-
-    own: Choice
-    suggested: Choice
-    least_noise: Choice
-
-
 def noise_per_signal(noise_multiplier: float, batch_size: int, num_steps: int) -> float:
     """Sigma / (B sqrt(T)): noise over signal in the sum of all updates, for one coordinate, at the clipping norm.
 
@@ -295,7 +286,7 @@ def candidates(plan: Plan) -> list[tuple[int, int]]:
     ]
 
 
-def suggest(plan: Plan) -> Suggestion:
+def suggest(plan: Plan) -> Choice:
     """The smallest batch, so the most steps, whose noise is within 10% of the least that the compute allows.
 
     A planning heuristic: epsilon, delta, N and B T are the Plan's; it compares noise only, and says nothing about learning
@@ -314,7 +305,7 @@ def suggest(plan: Plan) -> Suggestion:
     # The noise falls with B, so the first option within the limit is found by halves.
     place = bisect.bisect(options[:-1], False, key=lambda option: not noisier(plan, option[0], option[1], limit))
     known = {(own.batch_size, own.num_steps): own, (least.batch_size, least.num_steps): least}
-    return Suggestion(own, known.get(options[place]) or choose(plan, *options[place]), least)
+    return known.get(options[place]) or choose(plan, *options[place])
 
 
 def noisier(plan: Plan, batch_size: int, num_steps: int, than: float) -> bool:

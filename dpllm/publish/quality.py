@@ -183,7 +183,7 @@ def measure(
     sides = {name: _side(table, data, beside.tokenizer) for name, table in tables.items()}
     figures = _released(beside.released, data.control) | _replayed(sides)
     parts = [_described(*one, len(rows)) for one in sides.items()]
-    for part in parts + [label_figures(sides, one) for one in data.control]:
+    for part in parts + [_labels(sides, one) for one in data.control]:
         figures |= part
     with _told(f"Frechet distance by {embedding}", missing):
         figures |= _embedded(sides, embedding) if embedding else {}
@@ -252,7 +252,7 @@ def _described(name: str, side: Side, most: int) -> Figures:
 # --- a label learned from synthetic text -----------------------------------------------------------------------------
 
 
-def label_figures(sides: Mapping[str, Side], column: str) -> Figures:
+def _labels(sides: Mapping[str, Side], column: str) -> Figures:
     """Train on synthetic, test on real; the same from as many real rows (or all); and whether texts have the codes asked for."""
     made, train, held = (sides.get(name) for name in (SYNTHETIC, TRAINING, EVALUATION))
     assert made is not None

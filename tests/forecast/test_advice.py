@@ -216,18 +216,17 @@ def test_at_fixed_compute_noise_falls_with_the_batch(small: Plan) -> None:
 def test_the_suggestion_is_the_smallest_batch_near_the_best(small: Plan) -> None:
     found = forecast.suggest(small)
     options = forecast.candidates(small)
-    assert (found.least_noise.batch_size, found.least_noise.num_steps) == options[-1]
-    assert found.own == forecast.own_choice(small)
-    place = options.index((found.suggested.batch_size, found.suggested.num_steps))
-    limit = forecast.NEAR_BEST * found.least_noise.noise_per_signal
-    assert found.suggested.noise_per_signal <= limit * 1.005
+    place = options.index((found.batch_size, found.num_steps))
+    limit = forecast.NEAR_BEST * forecast.choose(small, *options[-1]).noise_per_signal
+    assert found.noise_per_signal <= limit * 1.005
     assert forecast.choose(small, *options[place - 1]).noise_per_signal > limit * 0.995
-    assert found.suggested.num_steps >= forecast.MIN_STEPS
+    assert found.num_steps >= forecast.MIN_STEPS
 
 
 def test_a_batch_that_is_best_is_its_own_suggestion() -> None:
-    found = forecast.suggest(plan(steps=50, batch_size=512))
-    assert found.suggested == found.own == found.least_noise
+    best = plan(steps=50, batch_size=512)
+    assert forecast.candidates(best)[-1] == (512, 50)
+    assert forecast.suggest(best) == forecast.own_choice(best)
 
 
 def test_a_learning_rate_that_diverges_is_named() -> None:

@@ -1,0 +1,121 @@
+"""Figures of rows by private inference, and the same rows from Python."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+import tiny
+from running import done, dpllm_
+from voting import ROWS, TOKENS, Json, Place, shares_of
+
+import dpllm
+from dpllm.card import dataset_card
+from dpllm.cli import _parser
+from dpllm.cli.synthesize import OF_ORDER
+from dpllm.errors import ConfigError
+from dpllm.publish import ordered, quality
+from dpllm.publish.drawn import Drawn
+
+
+@pytest.fixture
+def place(tmp_path: Path, base: Path) -> Place:
+    return Place(tmp_path, base)
+
+
+@pytest.mark.parametrize("public", ["data.public", "data.eval_public", None])
+def test_figures_of_quality_are_public_only_where_all_that_they_read_is(place: Place, public: str | None) -> None:
+    held = [{"text": tiny.sentence(n + 90), "visit": ("home", "ward")[n % 2]} for n in range(12)]
+    held_out = tiny.write_rows(place.root / "held.jsonl", held)
+    declared = (f"--{public}", "true") if public else ()
+    said = done(*place.words(*shares_of(place), "--data.eval", held_out, *declared))
+    file = place.root / "rows-private" / "quality.json"
+    assert (said.err, str(file.parent) in said.out, file.stat().st_mode & 0o077) == ("", True, 0)
+    private, record = json.loads(file.read_text("utf-8")), place.record()
+    told, kept = record["quality"]["figures"], private["figures"]
+    assert private["public"] == record["quality"]
+    allowed = {"data.public": {"training"}, "data.eval_public": {"evaluation"}, None: set()}[public]
+    assert all(dataset_card.reads(name) <= {"synthetic", "released", *allowed} for name in told)
+    assert not any(dataset_card.reads(name) <= {"synthetic", "released", *allowed} for name in kept)
+    both = {**told, **kept}
+    assert (told["rows: synthetic"], both["rows: training"], both["rows: evaluation"]) == (record["rows"], 40, 12)
+    assert {"visit by TSTR: accuracy", "visit by TRTR: accuracy", "share of home: released"} <= both.keys()
+    assert {
+        "with 8 words of any training row",
+        "distinct 2-grams: synthetic",
+        "exact duplicates: training",
+    } <= both.keys()
+    assert ("visit by TSTR: accuracy" in told) == (public == "data.eval_public")
+    assert ("with 8 words of any training row" in told) == (public == "data.public")
+    assert f"| rows | {record['rows']} |" in (place.output / "README.md").read_text("utf-8")
+    done("verify", place.output, "--ledger", place.ledger)
+
+
+def test_a_failure_of_quality_loses_no_token(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    fails = Mock(side_effect=RuntimeError)
+    with monkeypatch.context() as patch:
+        patch.setattr(quality, "measure", fails)
+        with pytest.raises(RuntimeError):
+            dpllm_(*place.words())
+    monkeypatch.setattr(Drawn, "draw", fails)  # nothing is drawn again
+    done(*place.words("--data.eval", "absent.jsonl", "--no-quality"))
+    assert place.record()["quality"] is None
+    assert not (place.root / "rows-private").exists()
+    assert len(place.runs()) == 1
+
+
+@pytest.mark.parametrize("wrong", ["absent", "the records", "of a budget"])
+def test_evaluation_rows_that_a_run_refuses_are_refused_while_that_is_free(place: Place, wrong: str) -> None:
+    """Declared public, exact figures of private rows would stand on a card, and it would verify."""
+    held = place.root / "held.jsonl"
+    if wrong == "the records":
+        held.write_bytes(place.data.read_bytes())
+    elif wrong == "of a budget":
+        tiny.write_rows(held, [{"text": tiny.sentence(n + 90)} for n in range(40)])
+        who = ("--by", "ada", "--reason", "test", "--unit", "example", "--ledger", place.ledger)
+        done("ledger", "init", "others", "--data", held, "--epsilon", 1, "--delta", 1e-3, *who)
+    answer = dpllm_(*place.words("--data.eval", held, "--data.eval_public", "true"))
+    assert answer.code == (2 if wrong == "absent" else 3), answer.err
+    assert not place.ledger.exists() or place.runs() == []
+
+
+@pytest.mark.parametrize("kind", ["data", "recipe", "rows"])
+def test_python_writes_what_the_command_writes(place: Place, kind: str) -> None:
+    rows = [json.loads(line) for line in place.data.read_text("utf-8").splitlines()]
+    model: Json = {"model": str(place.base)}
+    recipe: Json = {"model": {"name_or_path": str(place.base)}, "data": {"train": str(place.data)}}
+    recipe |= {"train": {"steps": 1}, "output_dir": str(place.root / "none")}
+    source, more = {"data": (place.data, model), "recipe": (recipe, {}), "rows": (rows, model)}[kind]
+    given: Json = {"epsilon": 8, "tokens": TOKENS, "keep_unfinished": True, "data.max_length": 24, "unit": "owner"}
+    given |= {"max_examples_per_unit": 2, "dataset": "notes", "ledger": str(place.ledger), **more}
+    assert (
+        dpllm.synthesize(source, ROWS, place.output, by="inference", quality=kind == "recipe", **given) == place.output
+    )
+    made = place.record()
+    assert (made["rows"], made["unit"], made["num_units"], made["max_new_tokens"]) == (ROWS, "owner", 20, TOKENS)
+    assert (made["quality"] is not None) == (kind == "recipe")
+    assert [one.event.to_json() for one in place.runs()] == [made["event"]]
+    assert not dpllm.verify(place.output, ledger=str(place.ledger)).failed
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [({"seed": 3}, "seed"), ({"by": "votes"}, "votes"), ({"epsilon": None}, "epsilon"), ({"model": None}, "model")],
+)
+def test_python_refuses_what_the_command_refuses(place: Place, wrong: Json, said: str) -> None:
+    given = {"by": "inference", "model": str(place.base), "epsilon": 8.0, "ledger": str(place.ledger), **wrong}
+    with pytest.raises(ConfigError, match=said):
+        dpllm.synthesize(
+            place.data, ROWS, place.output, **{name: one for name, one in given.items() if one is not None}
+        )
+    assert not place.ledger.exists()
+
+
+def test_the_order_is_what_the_command_takes() -> None:
+    """An option that nobody passes on would be lost silently."""
+    assert {*OF_ORDER, "rows", "filters"} == {one.name for one in fields(ordered.Order)}
+    known = vars(_parser().parse_args(["synthesize", "data", "--rows", "1"]))
+    assert known.keys() >= {*OF_ORDER, *ordered.FILTERS}
