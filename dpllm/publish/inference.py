@@ -37,13 +37,14 @@ from dpllm.privacy.releases import OTHER
 from dpllm.publish import filters
 from dpllm.publish.drawn import Drawn
 from dpllm.publish.generate import Sample
-from dpllm.publish.ordered import DELTA, FIELD, FILTERS, TEXTS, Offer, Order, offer
+from dpllm.publish.ordered import DELTA, FIELD, FILTERS, TEXTS, Offer, Order, offer, with_base
 from dpllm.publish.quality import EVALUATION, TRAINING, Beside, Measure
 from dpllm.recipe import names
 from dpllm.recipe.config import RunConfig
 from dpllm.run.describe import Opened, opened, refusal, without_evaluation
 from dpllm.run.payment import Payment
-from dpllm.statement import parents, state
+from dpllm.statement import state
+from dpllm.statement.fields import Lineage
 from dpllm.statement.released import Statistics
 from dpllm.statement.run_files import LedgerRecord
 from dpllm.statement.synthetic import ROWS, Quality
@@ -98,8 +99,8 @@ def infer(
     Raises:
         ConfigError: See ``offer``; an unsuitable prompt or statistics; a folder that holds something, or a draft of another call.
         BudgetExceeded: The ledger has no room; nothing is spent.
-        Refused: The base model was tuned on the same data, or cannot be read in batches; or data.eval are training data, or
-            declared public and are not.
+        Refused: The base model was tuned on the same data, and no total can be stated; or it cannot be read in batches; or
+            data.eval are training data, or declared public and are not.
     """
     config = config if measure else without_evaluation(config)
     if output.exists():
@@ -125,7 +126,6 @@ def infer(
                 "rows of messages are conversations, and a record stands in a prompt as one text. Use text, or prompts and "
                 "completions."
             )
-        _refuse_tuned(config, source)
         job = _Job.of(config, order, source)
         job.load(tests)
         job.pay(output.with_name(f".{output.name}.draft.jsonl"))
@@ -134,16 +134,6 @@ def infer(
         _publish(job, rows, dropped, quality, output)
         job.drawn.path.unlink()
     return output
-
-
-def _refuse_tuned(config: RunConfig, source: Opened) -> None:
-    """A model that learned these data tells of them by itself, and nobody composes the two yet."""
-    base = parents.of_base(config)
-    if base and any(one.dataset in (source.account, None) for one in (base.statement, *base.ancestors)):
-        raise Refused(
-            f"{config.model.name_or_path}: was tuned on {source.account}, or says not on what, so that its own privacy loss "
-            "would have to be added. Use a base model that never saw these data."
-        )
 
 
 @dataclass
@@ -156,6 +146,7 @@ class _Job:
     made: Offer
     shares: dict[tuple[str, ...], float]
     released: Statistics | None
+    before: Lineage | None
     tokenizer: Any
     model: Any = None
     drawn: Any = None
@@ -168,7 +159,8 @@ class _Job:
         made = _offer(config, order, source)
         released = Statistics.pick(read_json(Path(order.describe))) if order.describe else None
         shares = _shares(released, config, source, made)
-        return cls(config, order, source, made, shares, released, loading.load_tokenizer(config.model))
+        before = with_base(order, made, config, source.policy, source.ledger)
+        return cls(config, order, source, made, shares, released, before, loading.load_tokenizer(config.model))
 
     def pay(self, path: Path) -> None:
         """Reserves and charges, or goes on with what was paid for."""
@@ -177,6 +169,7 @@ class _Job:
         asked = {**asdict(order), "describe": self.released and digest(self.released.to_json())}
         settings = {name: value for name, value in asked.items() if name not in ("filters", "delta", "batch", "clip")}
         settings |= {"ballot": asdict(self.made.ballot), "delta": source.delta, "software": environment.versions()}
+        settings["lineage"] = digest(self.before.to_json()) if self.before else None
         settings |= {"rows of the data": source.table.digest, "units of the data": source.units.digest()}
         for part in ("model", "data"):
             for name, value in getattr(self.config, part).model_dump(mode="json").items():
@@ -402,6 +395,7 @@ def _publish(
         "dataset": names.public_name(source.account),
         "data_public": config.data.public,
         "composed": state.composed(held, source.delta),
+        "lineage": job.before,
         "eval_public": config.data.eval_public,
         "quality": quality,
         "date": time.strftime("%Y-%m-%d", time.gmtime()),

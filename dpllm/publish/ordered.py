@@ -1,6 +1,6 @@
 """What private inference is asked for, and what it would promise: batch, clip and epsilon.
 
-Comes in: an order, the public number of units. Goes out: an ``Offer``, or a refusal. Must not read data, a model or a ledger.
+Comes in: an order, the public number of units. Goes out: an ``Offer``, or a refusal. Must not read data or a model.
 """
 
 from __future__ import annotations
@@ -9,12 +9,19 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dpllm.errors import ConfigError
+from dpllm.errors import ConfigError, Refused
 from dpllm.privacy.accounting import Relation, epsilon, stated
 from dpllm.privacy.events import BoundedRange, number
 from dpllm.privacy.voting import Ballot
+from dpllm.recipe.config import RunConfig
+from dpllm.statement import lineage, parents
+from dpllm.statement.fields import Lineage
+
+if TYPE_CHECKING:
+    from dpllm.ledger import Ledger
+    from dpllm.ledger.dataset_policy import DatasetPolicy
 
 FIELD = "{text}"
 PROMPT = f"Here is one text of a collection:\n\n{FIELD}\n\nWrite another text of this collection. Answer with the text alone."
@@ -140,3 +147,30 @@ def _largest_range(order: Order, delta: float, relation: Relation) -> float:
             break
         few = further
     return few
+
+
+def with_base(
+    order: Order, made: Offer, config: RunConfig, policy: DatasetPolicy, ledger: Ledger | None
+) -> Lineage | None:
+    """What the texts promise together with the models before them: a model that learned these data tells of them by itself.
+
+    Raises:
+        Refused: See ``lineage.compose_with_base``; or a model learned these data, or says not which, and no total follows.
+    """
+    found = lineage.compose_with_base(
+        parents.of_base(config),
+        config,
+        dataset=policy.dataset,
+        derived_from=policy.derived_from,
+        book=ledger,
+        plan=lineage.Promise(made.ballot.event(order.tokens), made.delta, config.data.unit, made.relation),
+    )
+    if found is None:
+        return None
+    unknown = any(one.dataset is None for one in (found.base, *found.ancestors))
+    if unknown or (found.same_dataset and found.composed is None):
+        raise Refused(
+            f"{config.model.name_or_path}: was tuned on the same data, or says not on which, and what it tells of them cannot "
+            f"be added ({found.reason}). Use a base model that never saw these data."
+        )
+    return found

@@ -372,7 +372,7 @@ def around(source: str, keys: Mapping[str, Any], where: str) -> RunConfig:
     if "model.name_or_path" not in keys:
         raise ConfigError(f"{where} reads text by a model, and none is named. Type --model NAME, or a recipe.")
     raw: dict[str, Any] = {"model": {}, "data": {"train": source}, "train": {"steps": 1}, "output_dir": "none"}
-    return make_config(raw, keys, where)
+    return make_config(raw, keys, source)
 
 
 def make_config(raw: dict[str, Any], overrides: Mapping[str, Any] | None, where: str) -> RunConfig:

@@ -24,8 +24,10 @@ from dpllm.statement.fields import (
     AtLeast1,
     Between0And1,
     Composed,
+    ComposedLineage,
     Count,
     CrossCheck,
+    Lineage,
     MechanismLimits,
     NotAStatement,
     NotNegative,
@@ -84,6 +86,8 @@ class Inference(Written):
     eval_public: bool
     """The same of evaluation rows, beside which quality may have been measured."""
     composed: Composed | None
+    lineage: Lineage | None
+    """What the base model states of its own training; where that was on the same data, the total of both."""
     statistics: BesideRun | None
     """Those whose shares were asked for; with_run is epsilon of the texts and them together."""
     not_covered: Annotated[tuple[str, ...], Field(min_length=1)]
@@ -116,11 +120,17 @@ def whole(event: Event, released: Statistics | None) -> Event:
 
 
 def epsilon(record: Inference) -> float:
-    """Of texts and statistics together, at the record's delta.
+    """Of texts, statistics and the models before on the same data, together, at the record's delta.
+
+    With earlier models the statistics, whose delta is 0, are added by basic composition.
 
     Raises:
         NotAStatement: It is not stated.
     """
+    if (before := _before(record)) is not None:
+        return before.epsilon + sum(
+            one.event.epsilon for one in (record.statistics.releases if record.statistics else ())
+        )
     total = record.statistics.with_run if record.statistics else record.epsilon
     if total is None:
         raise NotAStatement(["statistics.with_run: is null, so that no epsilon covers the texts"])
@@ -129,5 +139,11 @@ def epsilon(record: Inference) -> float:
 
 def recognised(record: Inference) -> float:
     """The largest share of units that any test of all that was released recognises, if it is wrong about 1% of the others."""
-    most = record.limits.tpr_at_fpr_0_01 if record.limits else None
+    # The limits are of what was released here alone.
+    most = record.limits.tpr_at_fpr_0_01 if record.limits and _before(record) is None else None
     return min(attacker_limits(epsilon(record), record.delta)["tpr_at_fpr_0.01"], 1.0 if most is None else most)
+
+
+def _before(record: Inference) -> ComposedLineage | None:
+    """Texts and the models before them that learned the same data; None where there are no such models."""
+    return record.lineage.composed if record.lineage else None

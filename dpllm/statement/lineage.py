@@ -8,19 +8,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from dpllm.errors import ConfigError, Refused
 from dpllm.privacy import accounting
 from dpllm.privacy.events import Imported
 from dpllm.recipe import derived
 from dpllm.recipe.config import RunConfig
-from dpllm.statement.fields import Ancestor, ComposedLineage, Lineage, Terms
+from dpllm.statement.fields import Ancestor, ComposedLineage, Lineage
+from dpllm.statement.inference import Promised
 from dpllm.statement.parents import Base
 
 if TYPE_CHECKING:
     from dpllm.ledger import Ledger, Run
+    from dpllm.privacy.events import Event
     from dpllm.privacy.plan import Plan
+    from dpllm.privacy.privacy_loss import Relation
+
+
+class Promise(NamedTuple):
+    """What is composed with the models before it, where there is no Plan."""
+
+    event: Event
+    delta: float
+    unit: str
+    neighbouring_relation: Relation
 
 
 def compose_with_base(
@@ -30,7 +42,7 @@ def compose_with_base(
     dataset: str,
     derived_from: str | None,
     book: Ledger | None,
-    plan: Plan | None,
+    plan: Plan | Promise | None,
 ) -> Lineage | None:
     """Judges a run by its base model's statement, and composes the two where they are about the same data.
 
@@ -186,7 +198,7 @@ def _exception(what: str, refusal: str, reason: str, account: str, book: Ledger 
 
 
 def together(
-    mine: Sequence[Ancestor], own: Plan | Terms | None, broken: str | None = None
+    mine: Sequence[Ancestor], own: Plan | Promise | Promised | None, broken: str | None = None
 ) -> tuple[ComposedLineage | None, str | None]:
     """Epsilon of a run and of those before it on the same data, at its delta; or why there is none.
 

@@ -21,7 +21,7 @@ from dpllm.privacy import accounting, events
 from dpllm.privacy.accounting import compose, finite, stated
 from dpllm.privacy.events import step_of
 from dpllm.privacy.privacy_loss import attacker_limits_of
-from dpllm.statement import formatting, privacy_record
+from dpllm.statement import formatting, lineage, privacy_record
 from dpllm.statement.fields import CRYPTOGRAPHIC, DEFINITION, Composed, Generator, Json, Lattice, Sampling, Terms
 from dpllm.statement.inference import Inference, Promised, whole
 from dpllm.statement.privacy_record import Audit, PrivacyRecord
@@ -241,7 +241,11 @@ def inferred(facts: Json, released: Statistics | None) -> Inference:
     event = event if isinstance(event, events.Event) else events.read(event)
     epsilon, _ = stated(event, delta, relation)
     record = Inference.pick(
-        {"not_covered": not_covered(facts["unit"], relation), "files": {}, **facts},
+        {
+            "not_covered": [*not_covered(facts["unit"], relation), *lineage.deviations(facts["lineage"])],
+            "files": {},
+            **facts,
+        },
         schema_version=1,
         epsilon=epsilon,
         accountant={**accounting.versions(), "name": ACCOUNTANT, "interval": accounting.FINE_INTERVAL},

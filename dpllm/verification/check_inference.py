@@ -123,12 +123,19 @@ def _promise(found: Folder) -> Iterator[Check]:
     yield tried("epsilon", check_promise.check_epsilon, record, True)
     yield tried("cross-check", check_promise.check_cross_check, record)
     yield from guarded("statistics", _statistics, record)
+    yield from guarded("lineage", _lineage, record)
     yield tried("limits of attackers", _limits, record)
 
 
 def _statistics(record: Inference) -> Iterator[Check]:
     if record.statistics is not None:
         yield from check_promise.check_beside(record.statistics, record, record.num_units, True)
+
+
+def _lineage(record: Inference) -> Iterator[Check]:
+    if (before := record.lineage) and before.same_dataset and before.composed is None:
+        raise Wrong(f"earlier models were trained on the same dataset, but no total is stated. {_AGAIN}")
+    yield from check_promise.lineage_of(before, record, record.composed)
 
 
 def _event(record: Inference) -> Check:

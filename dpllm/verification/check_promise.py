@@ -19,7 +19,16 @@ from dpllm.privacy.privacy_loss import Relation
 from dpllm.privacy.releases import OTHER, Kind, Statistic, tidy, told
 from dpllm.privacy.schedule import Schedule
 from dpllm.statement import state
-from dpllm.statement.fields import CRYPTOGRAPHIC, DEFINITION, Ancestor, ComposedLineage, Lattice, Terms
+from dpllm.statement.fields import (
+    CRYPTOGRAPHIC,
+    DEFINITION,
+    Ancestor,
+    Composed,
+    ComposedLineage,
+    Lattice,
+    Lineage,
+    Terms,
+)
 from dpllm.statement.inference import Promised
 from dpllm.statement.lineage import together
 from dpllm.statement.privacy_record import PrivacyRecord
@@ -275,15 +284,26 @@ def _possible(asked: Statistic, value: Mapping[str, float] | None) -> bool:
 
 
 def check_lineage(found: Published) -> Iterator[Check]:
-    """Each ancestor's epsilon against its event, and the composition of those on the same data."""
-    lineage = found.record.lineage
+    """What a run's base model states, see ``lineage_of``."""
+    record = found.record
+    yield from lineage_of(record.lineage, record.terms if record.guarantee else None, record.composed)
+
+
+def lineage_of(lineage: Lineage | None, own: Promised | None, account: Composed | None) -> Iterator[Check]:
+    """Each ancestor's epsilon against its event, and the composition of those on the same data.
+
+    Args:
+        lineage: As it is stated.
+        own: What is promised beside it; None: nothing.
+        account: What the ledger said; None: nothing is known of it.
+    """
     if lineage is None:
         yield asserted("lineage", "none: the author says that the base model has no privacy statement.")
         return
     parents = [lineage.base, *lineage.ancestors]
     if len(parents) > MOST_PARENTS:
         raise Wrong(f"{len(parents)} earlier models are named, more than {MOST_PARENTS}. {_AGAIN}")
-    charged = found.record.composed and found.record.composed.dataset
+    charged = account and account.dataset
     if charged != lineage.dataset and charged in [parent.dataset for parent in parents if parent.dataset]:
         raise Wrong(f"an earlier model was trained on this run's dataset, but lineage denies it. {_AGAIN}")
     for parent in parents:
@@ -291,12 +311,12 @@ def check_lineage(found: Published) -> Iterator[Check]:
     mine = [parent for parent in parents if parent.dataset is not None and parent.dataset == lineage.dataset]
     if lineage.same_dataset != bool(mine):
         raise Wrong(f"same_dataset contradicts the datasets that are named. {_AGAIN}")
-    if found.record.guarantee and any(not parent.guarantee for parent in mine):
+    if own is not None and any(not parent.guarantee for parent in mine):
         raise Wrong("an earlier model was trained on the same dataset without a guarantee. Do not rely on this one.")
     if lineage.composed is not None:
-        yield _total(found.record.terms, lineage.composed, mine)
+        yield _total(own, lineage.composed, mine)
         return
-    if mine and found.record.guarantee and not lineage.reason:
+    if mine and own is not None and not lineage.reason:
         raise Wrong(f"earlier models were trained on the same dataset, but no total is stated. {_AGAIN}")
     yield asserted("lineage", f"{listed([parent.name for parent in parents])}: no total is stated ({lineage.reason}).")
 
@@ -315,11 +335,11 @@ def _check_parent(parent: Ancestor) -> None:
         raise Wrong(f"{parent.name} states epsilon {parent.epsilon:g}, but its event costs {least:.6g}. {_AGAIN}")
 
 
-def _total(terms: Terms | None, stated: ComposedLineage, mine: list[Ancestor]) -> Check:
-    total, why = together(mine, terms)
-    if terms is None or total is None:
+def _total(own: Promised | None, stated: ComposedLineage, mine: list[Ancestor]) -> Check:
+    total, why = together(mine, own)
+    if own is None or total is None:
         raise Wrong(f"a total is stated, but there is none: {why}. {_AGAIN}")
-    if stated.delta != total.delta or not close(stated.epsilon, total.epsilon, rounding(terms)):
+    if stated.delta != total.delta or not close(stated.epsilon, total.epsilon, rounding(own)):
         raise Wrong(
             f"together: {total.epsilon:.6g} at delta {total.delta:g}, not {stated.epsilon:g} at {stated.delta:g}. {_AGAIN}"
         )

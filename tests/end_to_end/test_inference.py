@@ -14,14 +14,17 @@ from running import done, dpllm_
 from voting import ROWS, TOKENS, Place, shares_of
 
 from dpllm.errors import ConfigError
+from dpllm.files import read_json
 from dpllm.ledger import Ledger
 from dpllm.model import loading
 from dpllm.model.loading import load_tokenizer
-from dpllm.privacy.accounting import epsilon
+from dpllm.privacy.accounting import compose, epsilon, stated
 from dpllm.privacy.voting import Ballot
 from dpllm.publish import inference, ordered
 from dpllm.publish.drawn import Drawn
 from dpllm.recipe.config import ModelConfig
+from dpllm.statement import inference as statement
+from dpllm.statement import privacy_record
 
 
 @pytest.fixture
@@ -336,11 +339,34 @@ def test_texts_are_asked_for_as_released_shares_say(place: Place) -> None:
     done("verify", place.output)
 
 
-def test_a_model_that_learned_these_data_is_refused(finished: Any, place: Place) -> None:
-    done("merge", finished.run, "--output", place.root / "merged")
-    learned = json.loads((place.root / "merged" / "privacy.json").read_text("utf-8"))["dataset"]
-    words = place.words("--model", place.root / "merged", "--dataset", learned)
-    assert "was tuned on" in dpllm_(*words).err
+def test_what_a_model_that_learned_these_data_tells_of_them_is_added(merged: Path, place: Place) -> None:
+    """A mutant states the epsilon of the texts alone."""
+    learned = read_json(merged / "privacy.json")
+    words = place.words("--model", merged, "--dataset", learned["dataset"], "--delta", learned["delta"])
+    done(*words)
+    record = statement.read(place.record())
+    whole = compose([record.event, privacy_record.read(learned).terms.event])
+    assert statement.epsilon(record) == pytest.approx(stated(whole, record.delta, "zero_out")[0], rel=1e-9)
+    assert statement.epsilon(record) > max(record.epsilon, learned["epsilon"])
+    card = (place.output / "README.md").read_text("utf-8")
+    assert f"epsilon: {statement.epsilon(record)}" in card
+    assert "learned the same dataset" in card
+    assert statement.recognised(record) >= 0.01
+    done("verify", place.output)
+    told = place.record()
+    told["lineage"]["composed"]["epsilon"] = told["epsilon"]
+    (place.output / "inference.json").write_text(json.dumps(told), encoding="utf-8")
+    assert "together: " in dpllm_("verify", place.output).out
+    told["lineage"] |= {"composed": None, "reason": "none"}
+    (place.output / "inference.json").write_text(json.dumps(told), encoding="utf-8")
+    assert "no total is stated" in dpllm_("verify", place.output).out
+
+
+def test_a_model_that_protected_another_unit_of_these_data_is_refused(merged: Path, place: Place) -> None:
+    learned = read_json(merged / "privacy.json")["dataset"]
+    words = place.words("--model", merged, "--dataset", learned, "--unit", "owner", "--max-examples-per-unit", 2)
+    assert "was protected by another unit" in dpllm_(*words).err
+    assert not place.runs()
 
 
 def test_the_vote_of_a_record_has_the_same_bits_beside_any_others(
