@@ -162,8 +162,13 @@ def _infer(known: argparse.Namespace, rest: list[str]) -> int:
     if measure:
         _say_measured(private_of(output))
     cost = f"Epsilon {record['epsilon']:.4f} at delta {record['delta']:g}, charged to {record['dataset']}."
-    print(f"{cost} dpllm verify {output} checks it.")
+    total = ((record["lineage"] or {}).get("composed") or {}).get("epsilon")
+    print(f"{cost} {_with_base(total)}dpllm verify {output} checks it.")
     return 0
+
+
+def _with_base(total: float | None) -> str:
+    return "" if total is None else f"With the model, which learned the same data: epsilon {total:.4f}. "
 
 
 def _dry_run(known: argparse.Namespace, config: RunConfig, order: Order) -> int:
@@ -173,7 +178,8 @@ def _dry_run(known: argparse.Namespace, config: RunConfig, order: Order) -> int:
     from dpllm.privacy.accounting import calibrate_noise_multiplier
     from dpllm.publish.inference import offer_of
 
-    made, said = offer_of(config, order)
+    made, before, said = offer_of(config, order)
+    total = before.composed.epsilon if before and before.composed else None
     size, delta, batch = made.ballot.batch_size, made.delta, max(1, made.units // 8)
     sigma = calibrate_noise_multiplier(order.epsilon, delta, batch / made.units, 24, made.relation, rough=True)
     table = Table("generator", "what it promises", "what it takes", "rows")
@@ -196,9 +202,10 @@ def _dry_run(known: argparse.Namespace, config: RunConfig, order: Order) -> int:
         "event": made.ballot.event(order.tokens).to_json(),
         "epsilon": made.epsilon,
         "delta": delta,
+        "with_base": total,
         "texts": made.texts,
     }
-    show(known, about | {"noise_multiplier": sigma} if known.json else table, "Nothing was spent.")
+    show(known, about | {"noise_multiplier": sigma} if known.json else table, f"{_with_base(total)}Nothing was spent.")
     if said:
         raise said
     return 0

@@ -56,12 +56,13 @@ Told = Callable[[int, int], None]
 """Called after each text with the rows that are taken so far, and the texts begun."""
 
 
-def offer_of(config: RunConfig, order: Order) -> tuple[Offer, Refused | None]:
-    """What an order would be, and what the ledger would say; spends nothing."""
+def offer_of(config: RunConfig, order: Order) -> tuple[Offer, Lineage | None, Refused | None]:
+    """What an order would be, also with the models before, and what the ledger would say; spends nothing."""
     with opened(config, order.delta, config.data.control, most=DELTA, create=False) as source:
         made = _offer(config, order, source)
         request = _request(config, order, made)
-        return made, refusal(source.ledger, source.account, [request], TEXTS) if source.ledger else None
+        before = with_base(order, made, config, source.policy, source.ledger)
+        return made, before, refusal(source.ledger, source.account, [request], TEXTS) if source.ledger else None
 
 
 def _offer(config: RunConfig, order: Order, source: Opened) -> Offer:

@@ -343,7 +343,8 @@ def test_what_a_model_that_learned_these_data_tells_of_them_is_added(merged: Pat
     """A mutant states the epsilon of the texts alone."""
     learned = read_json(merged / "privacy.json")
     words = place.words("--model", merged, "--dataset", learned["dataset"], "--delta", learned["delta"])
-    done(*words)
+    assert "which learned the same data: epsilon" in done(*words, "--dry-run").out
+    assert "which learned the same data: epsilon" in done(*words).out
     record = statement.read(place.record())
     whole = compose([record.event, privacy_record.read(learned).terms.event])
     assert statement.epsilon(record) == pytest.approx(stated(whole, record.delta, "zero_out")[0], rel=1e-9)
@@ -365,6 +366,7 @@ def test_what_a_model_that_learned_these_data_tells_of_them_is_added(merged: Pat
 def test_a_model_that_protected_another_unit_of_these_data_is_refused(merged: Path, place: Place) -> None:
     learned = read_json(merged / "privacy.json")["dataset"]
     words = place.words("--model", merged, "--dataset", learned, "--unit", "owner", "--max-examples-per-unit", 2)
+    assert "was protected by another unit" in dpllm_(*words, "--dry-run").err
     assert "was protected by another unit" in dpllm_(*words).err
     assert not place.runs()
 
