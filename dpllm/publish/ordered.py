@@ -163,7 +163,7 @@ def with_base(
         dataset=policy.dataset,
         derived_from=policy.derived_from,
         book=ledger,
-        plan=lineage.Promise(made.ballot.event(order.tokens), made.delta, config.data.unit, made.relation),
+        plan=lineage.Own(made.ballot.event(order.tokens), made.delta, config.data.unit, made.relation),
     )
     if found is None:
         return None

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from dpllm.privacy.privacy_loss import Relation
 
 
-class Promise(NamedTuple):
+class Own(NamedTuple):
     """What is composed with the models before it, where there is no Plan."""
 
     event: Event
@@ -42,7 +42,7 @@ def compose_with_base(
     dataset: str,
     derived_from: str | None,
     book: Ledger | None,
-    plan: Plan | Promise | None,
+    plan: Plan | Own | None,
 ) -> Lineage | None:
     """Judges a run by its base model's statement, and composes the two where they are about the same data.
 
@@ -198,7 +198,7 @@ def _exception(what: str, refusal: str, reason: str, account: str, book: Ledger 
 
 
 def together(
-    mine: Sequence[Ancestor], own: Plan | Promise | Promised | None, broken: str | None = None
+    mine: Sequence[Ancestor], own: Plan | Own | Promised | None, broken: str | None = None
 ) -> tuple[ComposedLineage | None, str | None]:
     """Epsilon of a run and of those before it on the same data, at its delta; or why there is none.
 
