@@ -16,7 +16,6 @@ from dpllm.privacy.events import Imported
 from dpllm.recipe import derived
 from dpllm.recipe.config import RunConfig
 from dpllm.statement.fields import Ancestor, ComposedLineage, Lineage
-from dpllm.statement.inference import Promised
 from dpllm.statement.parents import Base
 
 if TYPE_CHECKING:
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from dpllm.privacy.events import Event
     from dpllm.privacy.plan import Plan
     from dpllm.privacy.privacy_loss import Relation
+    from dpllm.statement.inference import Promised
 
 
 class Own(NamedTuple):
