@@ -7,6 +7,7 @@ an epsilon as a guarantee where there is none.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from dpllm.auditing.bounds import Claim
@@ -165,7 +166,7 @@ def _terms(config: RunConfig, plan: PlanRecord, record: RunRecord) -> Terms:
 
 
 def _released(describe: Json, terms: Terms | None, record: RunRecord) -> Statistics:
-    """What describe.json says, which has to be about the data that the run was charged for."""
+    """What describe.json says, which has to be about the data that the run was charged for, and to add to it."""
     one, ledger = Statistics.pick(describe), record.ledger
     if not one.drawn:
         raise ConfigError("describe.json is of a dry run and holds no values. Name the file of the released ones.")
@@ -174,6 +175,11 @@ def _released(describe: Json, terms: Terms | None, record: RunRecord) -> Statist
         raise ConfigError(
             f"describe.json is about dataset {one.dataset!r} per {one.unit!r} under {one.neighbouring_relation!r}, and the run "
             "was charged for other data, another unit or relation, so that the two do not add. Name the file of these data."
+        )
+    if one.pure == math.inf and record.lineage and record.lineage.composed:
+        raise ConfigError(
+            "describe.json is about Gaussian sums, and the models before this run are added as epsilons, so no figure covers "
+            "both. Leave it out: clusters and classifiers have a card of their own."
         )
     return one
 

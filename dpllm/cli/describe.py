@@ -13,8 +13,11 @@ from dpllm.files import scratch
 from dpllm.privacy.releases import OPTIONS
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from dpllm.ledger.values import Sealed
     from dpllm.recipe.config import RunConfig
+    from dpllm.run.describe import Offer
 
 # Option -> the key of the recipe that it sets.
 OF_DATA = {
@@ -23,7 +26,7 @@ OF_DATA = {
     "dataset": "privacy.dataset",
     "ledger": "privacy.ledger",
 }
-KEYS = {**OF_DATA, "tokenizer": "model.name_or_path"}
+KEYS = {**OF_DATA, "tokenizer": "model.name_or_path", "encoder": "model.name_or_path"}
 
 
 def _number_or_auto(text: str) -> Any:
@@ -45,10 +48,26 @@ def add_commands(add: AddCommand) -> None:
         how = how if takes else {"action": "append_const", "const": (name, "")}
         group.add_argument(f"--{name}", dest="asked", help=text, **how)
     group.add_argument("--at", default=".5,.9,.99", metavar="Q,Q", help="which quantiles (default: .5,.9,.99)")
+    group = parser.add_argument_group(
+        "clusters and classifiers", "of texts as a public model reads them; one of them a call"
+    )
+    group.add_argument("--clusters", type=int, default=0, metavar="K", help="sizes and centres of K clusters")
+    group.add_argument("--predict", default="", metavar="COLUMN", help="a linear classifier of a column's values")
+    group.add_argument("--values", default="", metavar="A,B", help="values to tell apart; others are other")
+    group.add_argument("--encoder", metavar="MODEL", help="model that reads the texts (default: the recipe's)")
+    group.add_argument("--rounds", type=int, default=5, help="of k-means; each costs (default: 5)")
+    group.add_argument("--words", type=Path, metavar="FILE", help="public texts, one a line, to centre on and name by")
     take_data(parser)
     parser.add_argument("--tokenizer", metavar="MODEL", help="model whose tokens are counted (default: the recipe's)")
-    parser.add_argument("--output", type=Path, default=Path("describe.json"), help="default: describe.json")
+    text = "a file, or for clusters and classifiers a folder (default: describe.json, clusters, classifier)"
+    parser.add_argument("--output", type=Path, help=text)
     parser.add_argument("--dry-run", action="store_true", help="show costs and errors, and spend nothing")
+    parser = add(
+        "classify", classify, "give each row of a file the label or cluster of a released classifier or clusters"
+    )
+    parser.add_argument("folder", type=Path, help="as dpllm describe --predict or --clusters wrote it")
+    parser.add_argument("data", help="file, glob, directory or Hub id")
+    parser.add_argument("--encoder", metavar="MODEL", help="where the encoder lies (default: as the folder names it)")
 
 
 def take_data(parser: Any) -> None:
@@ -63,37 +82,84 @@ def describe(known: argparse.Namespace, rest: list[str]) -> int:
     """Prints what was released, or with --dry-run what it would cost; exit code 3 where the ledger refuses it."""
     from dpllm.text.asked import parse
 
+    if known.clusters or known.predict:
+        return _embedded(known, rest)
     if not known.asked:
         examples = ", ".join(example for _, example, _ in OPTIONS.values())
         raise ConfigError(f"no statistic is asked for. Type {examples}.")
     asked = [parse(kind, text, known.at) for kind, text in known.asked]
     config = _config(known, rest)
-    from rich.table import Table
-
     from dpllm.run.describe import offered
 
-    with offered(config, asked, known.epsilon, known.delta, create=not known.dry_run) as offer:
-        found = offer.statistics if known.dry_run else offer.release(known.output)
+    return _release(
+        known, offered(config, asked, known.epsilon, known.delta, create=not known.dry_run), "describe.json"
+    )
+
+
+def _embedded(known: argparse.Namespace, rest: list[str]) -> int:
+    """Clusters, or a classifier."""
+    from dpllm.recipe.config import around
+
+    if known.asked:
+        raise ConfigError(
+            "statistics have a file of their own, and shares of epsilon. Ask for them by another dpllm describe."
+        )
+    keys = _keys(known, rest)
+    recipe = Path(known.data).suffix in (".yaml", ".yml")
+    if not recipe and "model.name_or_path" not in keys:
+        raise ConfigError("texts are read by a public model, and none is named. Type --encoder MODEL, or a recipe.")
+    from dpllm.run.embeddings import Asked, offered
+    from dpllm.text.data import value_name
+
+    values = tuple(map(value_name, known.values.split(","))) if known.values else ()  # as the data's are read
+    asked = Asked(known.clusters, known.predict, values, known.rounds, known.words)
+    config = around(known.data, keys, "dpllm describe")
+    offer = offered(config, asked, known.epsilon, known.delta, create=not known.dry_run)
+    return _release(known, offer, asked.kind)
+
+
+def classify(known: argparse.Namespace, rest: list[str]) -> int:
+    """Prints one JSON object for each row."""
+    import json
+
+    from dpllm.run.embeddings import classify as classified
+
+    for number, label in enumerate(classified(known.folder, known.data, known.encoder), 1):
+        print(json.dumps({"row": number, "label": label}, ensure_ascii=False))
+    return 0
+
+
+def _release(known: argparse.Namespace, offered: AbstractContextManager[Offer], default: str) -> int:
+    from rich.table import Table
+
+    output = known.output or Path(default)
+    with offered as offer:
+        found = offer.statistics if known.dry_run else offer.release(output)
     told = f"Together epsilon {found.epsilon:.4f} at delta {found.delta:g} per {found.unit} of {found.dataset}"
-    column, end = "released (95% error)", f", charged to the ledger; all of it is in {known.output}."
+    column, end = "released (95% error)", f", charged to the ledger; all of it is in {output}."
     if known.dry_run:
         column = "95% error"
         end = f"; the ledger holds {offer.spent:.4f} and would hold {offer.after:.4f}. Nothing was spent."
     table = Table("statistic", column, "mechanism", "epsilon")
     for one in found.releases:
-        table.add_row(one.statistic, one.words(), one.mechanism, f"{one.event.epsilon:g}")
-    show(known, found.to_json() if known.json else table, told + end)
+        table.add_row(one.statistic, one.words(), one.mechanism, one.cost)
+    show(known, found.to_json() if known.json else table, told + end, *(offer.notes if known.dry_run else ()))
     if known.dry_run and offer.refusal:
         raise offer.refusal
     return 0
 
 
-def _config(known: argparse.Namespace, rest: list[str]) -> RunConfig:
-    from dpllm.recipe.config import around
+def _keys(known: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     from dpllm.recipe.section import parse_overrides
 
     keys = {key: value for name, key in KEYS.items() if (value := getattr(known, name)) is not None}
-    keys |= parse_overrides(rest)
+    return keys | parse_overrides(rest)
+
+
+def _config(known: argparse.Namespace, rest: list[str]) -> RunConfig:
+    from dpllm.recipe.config import around
+
+    keys = _keys(known, rest)
     recipe = Path(known.data).suffix in (".yaml", ".yml")
     if not recipe and "model.name_or_path" not in keys and any(kind == "lengths" for kind, _ in known.asked):
         raise ConfigError("--lengths counts tokens and needs a tokenizer. Type --tokenizer MODEL, or a recipe.")
@@ -118,7 +184,7 @@ def listed(names: Sequence[str], dataset: str | None, unit: str | None, largest_
         planned = read_json(Path(name))
         if "event" in planned:
             return [Sealed(events.read(planned["event"]), 1)]
-        return [Sealed(one.event, 1) for one in Statistics.pick(planned).releases]
+        return [Sealed(one.event, events.count_releases(one.event)) for one in Statistics.pick(planned).releases]
 
     return [run for name in names for run in runs(name)]
 

@@ -100,6 +100,7 @@ def load_base(
     else:
         dtype = torch.float32 if device.type == "cpu" else "auto"
     arguments: dict[str, Any] = {"revision": model.revision, "dtype": torch.float32 if force_float32 else dtype}
+    arguments["trust_remote_code"] = False  # else transformers asks at a terminal whether to run it
     if model.quantization is not None:
         arguments["quantization_config"] = _quantization(model.quantization, dtype)
         arguments["device_map"] = {"": device}
@@ -298,6 +299,15 @@ def check_outliers(model: Any) -> None:
             "the checkpoint is quantised to 8 bits with outlier columns, which all rows of a batch share, so one row would "
             "change the contributions of others, unclipped. Use the unquantised checkpoint with model.quantization: 8bit or "
             "4bit."
+        )
+
+
+def check_vocabulary(model: Any, tokenizer: Any) -> None:
+    """Refuses a tokenizer that knows more tokens than the model: an error about a text with one of them would tell of it."""
+    if len(tokenizer) > (known := model.get_input_embeddings().weight.shape[0]):
+        raise ConfigError(
+            f"the tokenizer knows {len(tokenizer):,} tokens and the model {known:,}, so that texts with the others cannot be "
+            "read. Use the tokenizer that belongs to the model."
         )
 
 

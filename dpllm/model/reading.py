@@ -1,11 +1,12 @@
-"""Next-token logits behind several prompts that go on alike, of which no row's bits follow its company.
+"""Next-token logits behind several prompts that go on alike, or one vector for each text; no row's bits follow its company.
 
-Comes in: a model, rows of token ids. Goes out: the logits behind each row, token by token. Must not know whose rows they are.
+Comes in: a model, rows of token ids or texts. Goes out: the logits behind each row, token by token; or the mean of its last
+hidden states. Must not know whose rows they are.
 
 Every forward pass has a shape that follows public numbers alone: rows are padded on the left to one width, and read in physical
 batches of one height, filled up with a row that is given. The mask is always passed, and is never all ones: transformers leaves
-out one that is, and takes another kernel. ``lower_in_company`` shows on synthetic rows that a row's logits have the same bits in
-any company and at any place; where they have not, the height is 1.
+out one that is, and takes another kernel. ``lower_in_company`` shows on synthetic rows that what is read of a row has the same
+bits in any company and at any place; where it has not, the height is 1.
 """
 
 from __future__ import annotations
@@ -21,19 +22,23 @@ from torch import Tensor
 
 from dpllm.errors import Refused
 from dpllm.model.evaluate import contiguous_head
+from dpllm.privacy.embedded import unit_length
 from dpllm.privacy.selfcheck import has_experts
 
 MOST_TOKENS = 4096  # of a physical batch, padding included
 STEPS = 3  # tokens that synthetic rows go on for
 Rows = Sequence[Sequence[int]]
-# A legend of shapes: R rows, H rows of a physical batch, W width, V vocabulary.
+# A legend of shapes: R rows, H rows of a physical batch, W width, V vocabulary, D hidden units.
 
 
 class Reader:
     """Reads rows of at most ``width`` tokens, and then the same tokens behind all of them."""
 
-    def __init__(self, model: Any, width: int, filler: Sequence[int], rows: int) -> None:
+    def __init__(self, model: Any, width: int, filler: Sequence[int], rows: int, *, states: bool = False) -> None:
         """Takes a model in eval mode, a row that fills physical batches up, and how many rows there usually are.
+
+        With ``states``, in place of logits the mean in float64 of a row's last hidden states is read, without that of its first
+        token, which takes most of the attention and says little; a row of one token has none. Nothing is kept to go on with.
 
         Raises:
             Refused: The model keeps no cache of keys and values, or takes no mask or positions.
@@ -44,7 +49,7 @@ class Reader:
                 f"{type(model).__name__} takes no {', '.join(sorted(missing))}, so that padded rows cannot be read together. Use "
                 "a transformer with a cache of keys and values."
             )
-        self._model, self._filler = model, list(filler)
+        self._model, self._filler, self._states = model, list(filler), states
         self._width = width + 1  # so that no mask is all ones
         self._device = next(model.parameters()).device
         self._only_last = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
@@ -52,8 +57,8 @@ class Reader:
         self.height = max(1, min(rows, MOST_TOKENS // self._width))
         contiguous_head(model)
 
-    def read(self, rows: Rows) -> NDArray[np.float32]:
-        """The logits behind each row, shape (R, V)."""
+    def read(self, rows: Rows) -> NDArray[Any]:
+        """The logits behind each row, shape (R, V); or their mean states, shape (R, D)."""
         found, self._state = [], []
         for start in range(0, len(rows), self.height):
             part = [*rows[start : start + self.height]]
@@ -75,10 +80,16 @@ class Reader:
         return np.concatenate(found)[:rows]
 
     @torch.inference_mode()
-    def _pass(self, ids: Tensor, mask_HW: Tensor, cache: Any) -> NDArray[np.float32]:
+    def _pass(self, ids: Tensor, mask_HW: Tensor, cache: Any) -> NDArray[Any]:
         places = (mask_HW.cumsum(dim=1) - 1).clamp(min=0)[:, -ids.shape[1] :]
         given = {"input_ids": ids, "attention_mask": mask_HW, "position_ids": places}
         moved = {name: value.to(self._device) for name, value in given.items()}
+        if self._states:
+            out = self._model.base_model(**moved, use_cache=False)
+            kept_HW1 = (moved["position_ids"] > 0).unsqueeze(2)
+            states_HWD = out.last_hidden_state.double().masked_fill(~kept_HW1, 0.0)
+            mean_HD: NDArray[np.float64] = (states_HWD.sum(dim=1) / kept_HW1.sum(dim=1)).cpu().numpy()
+            return mean_HD
         out = self._model(**moved, past_key_values=cache, use_cache=True, **self._only_last)
         self._state.append((out.past_key_values, mask_HW))
         logits_HV: NDArray[np.float32] = out.logits[:, -1].float().cpu().numpy()
@@ -100,8 +111,35 @@ class Reader:
             rows[::2] = [row[:1] * len(row) for row in rows[::2]]  # one token again and again
             for place in places:
                 rows[place] = one
-            logits = [self.read(rows), *(self.go_on(7 + step, self.height) for step in range(STEPS))]
+            further = () if self._states else range(STEPS)
+            logits = [self.read(rows), *(self.go_on(7 + step, self.height) for step in further)]
             seen |= {tuple(part[place].tobytes() for part in logits) for place in places}
         if len(seen) > 1:
             self.height = 1
         return len(seen) > 1
+
+
+class Embedder:
+    """One vector of length 1 for each text: the mean of its last hidden states.
+
+    Guarantee:
+        A text's vector has the same bits whatever the other texts. What has no text, or no finite mean, has zeros.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, width: int) -> None:
+        """Takes a model in eval mode, its tokenizer, and of how many tokens a text is read.
+
+        Raises:
+            Refused: See ``Reader``.
+        """
+        first = (tokenizer.bos_token_id, tokenizer.eos_token_id, 0)
+        self._start = next(token for token in first if token is not None)
+        self._tokenizer, self._width = tokenizer, width
+        self._reader = Reader(model, width + 1, [self._start], MOST_TOKENS, states=True)
+        self._reader.lower_in_company(min(len(tokenizer), model.get_input_embeddings().weight.shape[0]))
+        self.height: int = self._reader.height
+
+    def vectors(self, texts: Sequence[str]) -> NDArray[np.float64]:
+        """Of one text or more, shape (R, D)."""
+        ids = self._tokenizer([text.strip() for text in texts], add_special_tokens=False, verbose=False)["input_ids"]
+        return unit_length(self._reader.read([[self._start, *one[: self._width]] for one in ids]))

@@ -270,7 +270,9 @@ class _Job:
             if self.source.table.format == "text"
             else "".join(joined(row["prompt"], row["completion"], data.template))
         )
-        ids: list[int] = self.tokenizer(row.get(control.LINE, "") + text, add_special_tokens=False)["input_ids"]
+        ids: list[int] = self.tokenizer(row.get(control.LINE, "") + text, add_special_tokens=False, verbose=False)[
+            "input_ids"
+        ]
         return ids[: data.max_length]
 
     def _prompts(self, line: str) -> Callable[[Sequence[int]], list[int]]:
@@ -312,6 +314,7 @@ class _Job:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model = loading.load_base(self.config.model, device).eval()
         loading.check_outliers(self.model)
+        loading.check_vocabulary(self.model, self.tokenizer)
         own = self.model.generation_config.eos_token_id
         self.ends = {*(own if isinstance(own, list) else [own]), self.tokenizer.eos_token_id} - {None}
         if not self.ends and filters.UNFINISHED in tests:

@@ -29,10 +29,11 @@ from dpllm.files import alone, scratch, write_json
 from dpllm.ledger import Ledger, RunRequest, admission, dataset_policy, open_ledger
 from dpllm.ledger.reserving import reserve_all
 from dpllm.privacy.accounting import Relation, compose, stated
-from dpllm.privacy.events import PureDP, number
+from dpllm.privacy.events import Event, PureDP, count_releases, number
 from dpllm.privacy.plan import auto_delta, resolved_delta
 from dpllm.privacy.releases import OTHER, Measurement, Statistic, measurement
 from dpllm.recipe.config import RunConfig
+from dpllm.statement import parents
 from dpllm.statement.released import Statistics
 from dpllm.text import data
 from dpllm.text.asked import columns_of, exact_values
@@ -46,6 +47,12 @@ FINEST, MOST_PERCENT = 1e-4, 1000
 """Epsilons are multiples of it, as PLD counts; and how much more than its share of a sum a release may get."""
 MOST_TEXT = 400_000
 """Bytes of all releases as JSON: with them a card is one that ``dpllm verify`` still reads, and a release is paid for once."""
+Charge = Callable[[int], None]
+"""Writes down that a step of a release, counted from 1, is about to be drawn."""
+
+
+def _written(output: Path, released: Statistics) -> None:
+    write_json(output, released.to_json())
 
 
 @dataclass(frozen=True)
@@ -57,16 +64,42 @@ class Offer:
         spent: Epsilon that the ledger holds for the dataset, by PLD at delta.
         after: The same with these releases.
         refusal: Why the ledger would refuse them.
+        notes: What the noise does, for people.
     """
 
     statistics: Statistics
     spent: float
     after: float
     refusal: Refused | None
-    _measurements: Sequence[tuple[Statistic, Measurement]]
-    _exact: Callable[[Statistic], Iterable[Any]]
-    _policy: dataset_policy.DatasetPolicy
-    _ledger: Ledger | None
+    notes: tuple[str, ...]
+    _source: Opened
+    _ready: Callable[[], object]  # what may fail because of a row, while it is free
+    _draws: Sequence[Callable[[Charge], dict[str, Any]]]  # of each release: fields that are known when it is drawn
+    _write: Callable[[Path, Statistics], None]
+
+    @classmethod
+    def of(
+        cls,
+        source: Opened,
+        found: Statistics,
+        ready: Callable[[], object],
+        draws: Sequence[Callable[[Charge], dict[str, Any]]],
+        write: Callable[[Path, Statistics], None] = _written,
+        notes: tuple[str, ...] = (),
+    ) -> Offer:
+        """What the ledger says of ``found``, and would say."""
+        ledger, dataset = source.ledger, source.account
+        spent, after, said = 0.0, found.epsilon, None
+        if ledger is not None:
+            steps = count_releases(found.event())
+            all_of_it = RunRequest(found.event(), source.delta, steps, found.unit, found.neighbouring_relation)
+            spent, after = ledger.spent(dataset, source.delta), ledger.spent(dataset, source.delta, all_of_it)
+            sealed = (
+                "seal a list that holds both: dpllm describe ... --dry-run --json > statistics.json, then "
+                f"dpllm ledger seal {dataset} RECIPE statistics.json"
+            )
+            said = refusal(ledger, dataset, _requests(found), sealed)
+        return cls(found, spent, after, said, notes, source, ready, draws, write)
 
     def release(self, output: Path) -> Statistics:
         """Reserves, draws and writes; within ``offered`` with ``create``.
@@ -84,20 +117,17 @@ class Offer:
                 )
             if self.refusal:
                 raise self.refusal
-            ledger, whose, releases, requests = self._ledger, self._policy, [], _requests(self.statistics)
+            ledger, whose, releases, requests = self._source.ledger, self._source.policy, [], _requests(self.statistics)
             assert ledger is not None
-            # A row that cannot be read, say by a chat template, is refused while that is free.
-            for asked in {(one.kind, one.column): one for one, _ in self._measurements}.values():
-                deque(self._exact(asked), maxlen=0)
+            self._ready()
             claims = reserve_all(
                 ledger, whose.dataset, requests, records=whose.records, derived_from=whose.derived_from
             )
-            for one, (asked, made), claim in zip(self.statistics.releases, self._measurements, claims, strict=True):
-                ledger.charge(claim.entry, 1)
-                value = made.release(self._exact(asked))
-                releases.append(one.model_copy(update={"value": value, "entry": claim.entry}))
+            for one, draw, claim in zip(self.statistics.releases, self._draws, claims, strict=True):
+                drawn = draw(partial(ledger.charge, claim.entry))
+                releases.append(one.model_copy(update={**drawn, "entry": claim.entry}))
             released = self.statistics.model_copy(update={"releases": tuple(releases)})
-            write_json(output, released.to_json())
+            self._write(output, released)
             for claim in claims:
                 ledger.finish(claim.entry, "completed")
             return released
@@ -133,24 +163,29 @@ def offered(
         tokenizer = load_tokenizer(config.model)
     columns = (name for group in asked for one in group for name in columns_of(one))
     with opened(without_evaluation(config), delta, columns, most=DELTA, create=create) as source:
-        ledger, dataset = source.ledger, source.account
         exact = partial(exact_values, units=source.units, table=source.table, data=config.data, tokenizer=tokenizer)
-        made, found = _priced(config, asked, epsilon, source.delta, dataset)
-        spent, after, said = 0.0, found.epsilon, None
-        if ledger is not None:
-            all_of_it = RunRequest(found.event(), source.delta, len(made), found.unit, found.neighbouring_relation)
-            spent, after = ledger.spent(dataset, source.delta), ledger.spent(dataset, source.delta, all_of_it)
-            sealed = (
-                "seal a list that holds both: dpllm describe ... --dry-run --json > statistics.json, then "
-                f"dpllm ledger seal {dataset} RECIPE statistics.json"
-            )
-            said = refusal(ledger, dataset, _requests(found), sealed)
-        yield Offer(found, spent, after, said, made, exact, source.policy, ledger)
+        made, found = _priced(config, asked, epsilon, source)
+
+        def ready() -> None:
+            # A row that cannot be read, say by a chat template, is refused while that is free.
+            for one in {(one.kind, one.column): one for one, _ in made}.values():
+                deque(exact(one), maxlen=0)
+
+        def draw(one: Statistic, measure: Measurement, charge: Charge) -> dict[str, Any]:
+            charge(1)
+            return {"value": measure.release(exact(one))}
+
+        yield Offer.of(source, found, ready, [partial(draw, *one) for one in made])
 
 
 def without_evaluation(config: RunConfig) -> RunConfig:
     """The same recipe, whose evaluation data nobody reads."""
     return config.model_copy(update={"data": config.data.model_copy(update={"eval": None})})
+
+
+def relation_of(config: RunConfig) -> Relation:
+    """Which datasets the guarantee compares: of one counted, public size, or of a declared one and one unit more or less."""
+    return "zero_out" if config.data.public_size is None else "add_or_remove_one"
 
 
 @dataclass(frozen=True)
@@ -163,6 +198,33 @@ class Opened:
     policy: dataset_policy.DatasetPolicy
     account: str
     delta: float
+
+    def facts(self, config: RunConfig, event: Event, **software: str) -> dict[str, Any]:
+        """What ``Statistics`` says of the data, the day and the cost of ``event``."""
+        relation = relation_of(config)
+        return {
+            "dataset": self.account,
+            "unit": config.data.unit,
+            "max_examples_per_unit": config.data.max_examples_per_unit or 1,
+            "neighbouring_relation": relation,
+            "epsilon": stated(event, self.delta, relation)[0],
+            "delta": self.delta,
+            "date": time.strftime("%Y-%m-%d", time.gmtime()),
+            "software": {"dpllm": dpllm.__version__, **software},
+        }
+
+    def refuse_tuned(self, config: RunConfig) -> None:
+        """A model that learned these data tells of them by itself, and nobody composes the two yet."""
+        if config.model.adapter is not None:
+            raise ConfigError(
+                "model.adapter: is an adapter to train on from, and nothing trains here. Merge it, or leave it out."
+            )
+        base = parents.of_base(config)
+        if base and any(one.dataset in (self.account, None) for one in (base.statement, *base.ancestors)):
+            raise Refused(
+                f"{config.model.name_or_path}: was tuned on {self.account}, or says not on what, so that its own privacy loss "
+                "would have to be added. Use a base model that never saw these data."
+            )
 
 
 @contextlib.contextmanager
@@ -198,24 +260,15 @@ def opened(
 
 
 def _priced(
-    config: RunConfig, asked: Sequence[Sequence[Statistic]], epsilon: float, delta: float, dataset: str
+    config: RunConfig, asked: Sequence[Sequence[Statistic]], epsilon: float, source: Opened
 ) -> tuple[list[tuple[Statistic, Measurement]], Statistics]:
     """Each release with its measurement, and all that is known of them before they are drawn."""
     rows = config.data.max_examples_per_unit or 1
-    relation: Relation = "zero_out" if config.data.public_size is None else "add_or_remove_one"
+    relation = relation_of(config)
     shares = [(one, 1 / len(asked) / len(group)) for group in asked for one in group]
-    costs = _costs([share for _, share in shares], epsilon, delta, relation)
+    costs = _costs([share for _, share in shares], epsilon, source.delta, relation)
     made = [(one, measurement(one, rows, cost)) for (one, _), cost in zip(shares, costs, strict=True)]
-    fields = {
-        "dataset": dataset,
-        "unit": config.data.unit,
-        "max_examples_per_unit": rows,
-        "neighbouring_relation": relation,
-        "epsilon": stated(compose([one.event for _, one in made]), delta, relation)[0],
-        "delta": delta,
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "software": {"dpllm": dpllm.__version__, "opendp": metadata.version("opendp")},
-    }
+    fields = source.facts(config, compose([one.event for _, one in made]), opendp=metadata.version("opendp"))
     about = ({"statistic": asked.name, "declared": asked.declared(), "mechanism": one.mechanism} for asked, one in made)
     errors = ({"event": one.event.to_json(), "error_95": one.error, "error_of": one.error_of} for _, one in made)
     releases = [{**what, **how, "value": None, "entry": None} for what, how in zip(about, errors, strict=True)]
@@ -250,8 +303,9 @@ def _costs(shares: Sequence[float], epsilon: float, delta: float, relation: Rela
 
 
 def _requests(asked: Statistics) -> list[RunRequest]:
-    whose = asked.delta, 1, asked.unit, asked.neighbouring_relation
-    return [RunRequest(one.event, *whose, f"describe: {one.statistic}") for one in asked.releases]
+    whose = asked.unit, asked.neighbouring_relation
+    steps = ((one, count_releases(one.event)) for one in asked.releases)
+    return [RunRequest(one.event, asked.delta, many, *whose, f"describe: {one.statistic}") for one, many in steps]
 
 
 def refusal(ledger: Ledger, dataset: str, requests: Sequence[RunRequest], without_list: str) -> Refused | None:

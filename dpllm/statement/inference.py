@@ -128,9 +128,7 @@ def epsilon(record: Inference) -> float:
         NotAStatement: It is not stated.
     """
     if (before := _before(record)) is not None:
-        return before.epsilon + sum(
-            one.event.epsilon for one in (record.statistics.releases if record.statistics else ())
-        )
+        return before.epsilon + (record.statistics.pure if record.statistics else 0.0)
     total = record.statistics.with_run if record.statistics else record.epsilon
     if total is None:
         raise NotAStatement(["statistics.with_run: is null, so that no epsilon covers the texts"])

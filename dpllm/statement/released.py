@@ -5,13 +5,23 @@ Comes in: JSON. Goes out: typed records, and a release in words. Must not know h
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import hashlib
+import math
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from dpllm.privacy.events import Composed, compose
-from dpllm.statement.fields import AtLeast1, Between0And1, NotNegative, Number, Record, Share, Text
-from dpllm.statement.stored_events import PureDP
+from dpllm.errors import ConfigError
+from dpllm.privacy.events import Composed, PureDP, compose, mechanism_of
+from dpllm.statement import formatting
+from dpllm.statement.fields import AtLeast1, Between0And1, NotNegative, Number, Record, Sha256, Share, Text
+from dpllm.statement.stored_events import ReleaseEvent
+
+RECORD, VECTORS = "describe.json", "vectors.safetensors"
+"""Files of a folder of clusters, or of a classifier, beside its card."""
+MOST_VECTORS = 2**24
+"""Bytes of the latter."""
 
 
 class Declared(Record):
@@ -23,6 +33,16 @@ class Declared(Record):
     """Candidates of a quantile, or the bounds of a mean."""
     quantile: Share | None = None
     """Which quantile."""
+    clusters: Annotated[int, Field(ge=2, le=99)] | None = None
+    """How many clusters."""
+    encoder: Text | None = None
+    """Public model whose mean hidden states are clustered, or classified by ``values``."""
+    max_length: Annotated[int, Field(ge=2)] | None = None
+    """Tokens of a text that it reads."""
+    dimensions: AtLeast1 | None = None
+    """To which they were projected."""
+    units: AtLeast1 | None = None
+    """Public number of units."""
 
 
 class Release(Record):
@@ -32,9 +52,9 @@ class Release(Record):
     """What it is, in words."""
     declared: Declared
     mechanism: Text
-    """What drew it; by OpenDP."""
-    event: PureDP
-    """What it costs, with a delta of 0: by OpenDP's privacy map."""
+    """What drew it; by OpenDP where nothing is encoded."""
+    event: ReleaseEvent
+    """What it costs: with a delta of 0, by OpenDP's privacy map; or Gaussian sums, by their noise multiplier."""
     error_95: NotNegative
     """With 95% probability it errs by at most this, by its mechanism's theorem."""
     error_of: Text
@@ -43,6 +63,26 @@ class Release(Record):
     """What was drawn: noisy counts by value, the candidate chosen, or a mean with its 95% interval and the rows; null before."""
     entry: Text | None
     """Its entry in the ledger; null before it was drawn."""
+    vectors: Sha256 | None = None
+    """Of the file with the centres or weights that were released with it."""
+
+    def counts(self) -> list[tuple[str, float]]:
+        """Each declared value and "other", or each cluster, with its noisy count."""
+        value, named = self.value or {}, self.declared.values
+        return [(name, value.get(name, 0)) for name in ((*named, "other") if named else sorted(value))]
+
+    @property
+    def cost(self) -> str:
+        """Epsilon, or the noise of Gaussian sums, in words."""
+        if isinstance(self.event, PureDP):
+            return f"{self.event.epsilon:g}"
+        return f"{self.event.count} sums, noise multiplier {self.noise_multiplier:g}"
+
+    @property
+    def noise_multiplier(self) -> float:
+        """Of Gaussian sums; 0 where there are none."""
+        mechanism = mechanism_of(self.event)
+        return mechanism.noise_multiplier if mechanism else 0.0
 
     def words(self) -> str:
         """The value and its 95% error, for people; shares are computed of the noisy counts."""
@@ -51,11 +91,12 @@ class Release(Record):
             return error
         if "mean" in value:
             return f"{value['mean']:.4g} ({value['low']:.4g} to {value['high']:.4g})"
+        if self.declared.clusters:
+            return f"{', '.join(f'{name}: {count:,}' for name, count in self.counts())} ({error})"
         if self.declared.values is None:
             return f"{next(iter(value.values())):,g} ({error})"
         total = max(1, sum(max(0, count) for count in value.values()))
-        found = [(name, value[name]) for name in (*self.declared.values, "other")]
-        parts = [f"{name} {count:,} = {max(0, count) / total:.1%}" for name, count in found]
+        parts = [f"{name} {count:,} = {max(0, count) / total:.1%}" for name, count in self.counts()]
         return f"{', '.join(parts)} ({error})"
 
 
@@ -73,17 +114,22 @@ class Statistics(Record):
     epsilon: NotNegative
     """Of all releases together, by PLD."""
     delta: Between0And1
-    """At which that is stated; each release alone has none."""
+    """At which that is stated; a pure_dp release alone has none."""
     date: Annotated[str, Field(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}$")]
     """Day of the releases, in UTC."""
     software: dict[Text, str]
-    """Versions of dpllm and OpenDP."""
+    """Versions of dpllm, and of OpenDP or torch and transformers."""
     releases: Annotated[tuple[Release, ...], Field(min_length=1, max_length=1000)]
-    """Each statistic, declared, mechanism, event (of type pure_dp), error_95, error_of, value and entry in the ledger."""
+    """Each statistic, declared, mechanism, event (pure_dp, or a gaussian self_composed), error_95, error_of, value and entry."""
 
     def event(self) -> Composed:
         """All releases as one accounting event."""
         return compose([release.event for release in self.releases])
+
+    @property
+    def pure(self) -> float:
+        """The sum of all epsilons, at a delta of 0; infinite with Gaussian sums."""
+        return sum(one.event.epsilon if isinstance(one.event, PureDP) else math.inf for one in self.releases)
 
     @property
     def drawn(self) -> bool:
@@ -96,3 +142,38 @@ class BesideRun(Statistics):
 
     with_run: NotNegative | None
     """Epsilon of the run and these releases together, at the run's delta; null where the run gives no guarantee."""
+
+
+def page(shown: Statistics) -> str:
+    """The card of a folder of clusters, or of a classifier: README.md."""
+    [one] = shown.releases
+    sizes = {name: f"{count:,}" for name, count in one.counts()}
+    return formatting.template("embedded.md.j2").render(w=formatting, s=shown, one=one, sizes=sizes)
+
+
+def read_vectors(path: Path, release: Release) -> tuple[Any, Any]:
+    """Centre and vectors of a folder, as numpy arrays in float64.
+
+    Raises:
+        ConfigError: The file is not the one that was released, or has other tensors than its record says.
+    """
+    import numpy as np
+    import safetensors.numpy
+
+    size, labels = release.declared.dimensions or 0, len(release.value or ())
+    shape = (labels, size) if release.declared.clusters else (size + 1, labels)
+    try:
+        with path.open("rb") as file:
+            content = file.read(MOST_VECTORS)
+        found = safetensors.numpy.load(content)
+        centre, vectors = found["centre"], found["vectors"]
+        good = len(found) == 2 and centre.ndim == 1 and vectors.shape == shape
+        good &= all(one.dtype == np.float64 and bool(np.isfinite(one).all()) for one in (centre, vectors))
+        good &= hashlib.sha256(content).hexdigest() == release.vectors
+    except (OSError, KeyError, ValueError, TypeError, safetensors.SafetensorError):
+        good = False
+    if not good:
+        raise ConfigError(
+            f"{path}: is not the file that {RECORD} names, with its shapes and finite numbers. Restore the folder."
+        )
+    return centre, vectors

@@ -103,7 +103,7 @@ def epsilon(statement: PrivacyRecord) -> float | None:
         return None
     lineage, released = statement.lineage, statement.statistics
     if lineage is not None and lineage.composed is not None:
-        return lineage.composed.epsilon + sum(one.event.epsilon for one in (released.releases if released else ()))
+        return lineage.composed.epsilon + (released.pure if released else 0.0)
     return released.with_run if released else statement.terms.epsilon
 
 
@@ -117,7 +117,7 @@ def recognised(statement: PrivacyRecord) -> float | None:
         return None
     pair = terms.model_copy(update={"epsilon": epsilon(statement), "limits": None, "trade_off": None})
     before = lineage is not None and lineage.composed is not None  # whose events are in no curve
-    beside = sum(one.event.epsilon for one in released.releases) if released else 0.0
+    beside = released.pure if released else 0.0
     return min(tradeoff_figure.recognised(pair), 1.0 if before else tradeoff_figure.recognised(terms, beside))
 
 

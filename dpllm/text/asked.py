@@ -123,12 +123,13 @@ def _number(value: Any) -> float | None:
 def _script(value: Any) -> str:
     """The script of most letters, by the first word of their Unicode names, such as LATIN or CJK; empty without letters."""
     found: Counter[str] = Counter()
-    for letter, many in Counter(filter(str.isalpha, _told(value))).items():
+    for letter, many in Counter(filter(str.isalpha, text_of(value))).items():
         found[unicodedata.name(letter, "").split(" ")[0]] += many
     return max(sorted(found), key=found.__getitem__, default="")
 
 
-def _told(value: Any) -> str:
+def text_of(value: Any) -> str:
+    """All text of a value, which may be a list of messages."""
     if isinstance(value, list):
-        return " ".join(map(_told, value))
+        return " ".join(map(text_of, value))
     return str(value.get("content", "") if isinstance(value, dict) else value)

@@ -22,7 +22,7 @@ from dpllm.ledger.reserving import group_total
 from dpllm.ledger.store import Postgres, SQLite, Store, default_path
 from dpllm.ledger.values import account_of, event_of
 from dpllm.privacy import accounting
-from dpllm.privacy.events import Event, RunEvent, compose
+from dpllm.privacy.events import Event, RunEvent, compose, count_releases
 from dpllm.privacy.parts import parts_of
 from dpllm.statement import state
 from dpllm.statement.fields import Budget, Composed, Json
@@ -85,14 +85,20 @@ def charged(
             "ledger, or an export of it, can check: --ledger FILE.",
         )
         return
-    try:
-        chain = _open(where, {"hash": composed.head, "count": composed.entries})
-    except (DpllmError, sqlite3.Error, OSError) as error:
-        raise Wrong(f"the ledger cannot be read ({error}). Name another with --ledger FILE, or restore it.") from None
+    chain = _opened(where, {"hash": composed.head, "count": composed.entries})
     yield _entry(chain, composed, terms, taken)
     yield _total(chain, composed, terms)
     if statistics is not None:
         yield _released(chain, statistics)
+
+
+def released(statistics: Statistics, where: str) -> Check:
+    """Statistics that name no head: each has an entry in this ledger, that is charged.
+
+    Raises:
+        Wrong: The ledger cannot be read, was tampered with, or has none.
+    """
+    return _released(_opened(where, None), statistics)
 
 
 def _of_facts(composed: Composed, terms: Promised, **found: Any) -> Composed:
@@ -130,7 +136,14 @@ def _of_run(found: Published) -> str | None:
     return str(path) if path.exists() else None
 
 
-def _open(where: str, head: Json) -> _Chain:
+def _opened(where: str, head: Json | None) -> _Chain:
+    try:
+        return _open(where, head)
+    except (DpllmError, sqlite3.Error, OSError) as error:
+        raise Wrong(f"the ledger cannot be read ({error}). Name another with --ledger FILE, or restore it.") from None
+
+
+def _open(where: str, head: Json | None) -> _Chain:
     if where.startswith(_URL):
         name, value = where, _read(Postgres(where, read_only=True))
     else:
@@ -189,17 +202,23 @@ def _entry(chain: _Chain, composed: Composed, terms: Promised, taken: int) -> Ch
 
 
 def _released(chain: _Chain, shown: Statistics) -> Check:
-    """Each statistic has an entry of its own, before the stated head or after it."""
+    """Each statistic has an entry of its own, all of it charged, before the stated head or after it."""
     reserved = {
         entry.facts["entry"]: (entry.dataset, entry.facts["unit"], entry.facts["relation"], event_of(entry))
         for entry in chain.entries
         if entry.kind == "reserve"
     }
     mine = shown.dataset, shown.unit, shown.neighbouring_relation
-    wrong = [one.statistic for one in shown.releases if reserved.get(one.entry) != (*mine, one.event)]
+    wrong = [
+        one.statistic
+        for one in shown.releases
+        if reserved.get(one.entry) != (*mine, one.event)
+        or chain.steps.get(str(one.entry), 0) < count_releases(one.event)
+    ]
     if wrong or len({one.entry for one in shown.releases}) < len(shown.releases):
         raise Wrong(
-            f"{chain.where} has no entry of its own for {listed(wrong or ['each release'])}. Name their ledger."
+            f"{chain.where} has no entry of its own that is charged for {listed(wrong or ['each release'])}. Name their "
+            "ledger."
         )
     return verified("ledger: statistics", f"{chain.where} charged each of {len(shown.releases)} releases by itself.")
 

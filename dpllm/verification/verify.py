@@ -27,10 +27,18 @@ from dpllm.errors import ConfigError, Refused
 from dpllm.files import BLOCK, CARD, SIGNATURE, write_whole
 from dpllm.run.directory import RunDir
 from dpllm.run.projections import read_projections, read_turns
-from dpllm.statement import inference, synthetic, tradeoff_figure
+from dpllm.statement import inference, released, synthetic, tradeoff_figure
 from dpllm.statement.privacy_record import Audit
 from dpllm.statement.run_files import RunRecord, read_plan, read_run
-from dpllm.verification import check_audits, check_dataset, check_export, check_ledger, check_promise, sign
+from dpllm.verification import (
+    check_audits,
+    check_dataset,
+    check_embedded,
+    check_export,
+    check_ledger,
+    check_promise,
+    sign,
+)
 from dpllm.verification.check_inference import check as check_inference
 from dpllm.verification.values import (
     MOST_BYTES,
@@ -67,7 +75,8 @@ def verify(path: Path, *, ledger: str | None = None, signers: Path | None = None
 
     Args:
         path: A run directory, whose export/ is looked at together with its recipe, Plan and record; an export directory; or the
-            folder of a synthetic data set, also of one that was written by private inference.
+            folder of a synthetic data set, also of one that was written by private inference; or that of clusters or a
+            classifier.
         ledger: A ledger's file, an export of one, or a PostgreSQL URL; None: the one that the recipe of a run names, if it is
             there.
         signers: A file of allowed signers (ssh-keygen(1)); None: whose key signed is only asserted.
@@ -83,6 +92,8 @@ def verify(path: Path, *, ledger: str | None = None, signers: Path | None = None
         return Verification(str(path), tuple(check_dataset.check(path, ledger, of_model)))
     if os.path.lexists(path / inference.RECORD):
         return Verification(str(path), tuple(check_inference(path, ledger)))
+    if os.path.lexists(path / released.VECTORS):
+        return Verification(str(path), tuple(check_embedded.check(path, ledger)))
     directory, run = _subject(path)
     checks: list[Check] = []
     try:
@@ -200,8 +211,8 @@ def _block(found: Published, run: RunDir, record: RunRecord) -> Check:
     plan = read_plan(run, read_object) if config.privacy.enabled else None
     folder = run.audit_dir(True)
     audit = check_audits.published_audit(folder) if plan is not None and (folder / "audit.json").exists() else None
-    released = read_object(run.describe) if run.describe.exists() else None
-    fresh = claim.statement_of(config, plan, record, audit, found.record.files, released)
+    statistics = read_object(run.describe) if run.describe.exists() else None
+    fresh = claim.statement_of(config, plan, record, audit, found.record.files, statistics)
     if wrong := list(differences(found.block, fresh.to_json(), tolerance=0.0)):
         raise Wrong(f"{listed(wrong)} of privacy.json does not follow from recipe, Plan and record. {_AGAIN}")
     return verified("run", "config.yaml, plan.json and run.json give exactly this privacy.json.")

@@ -25,9 +25,10 @@ from cards import (
 from dpllm.card.card import rerender, write_card
 from dpllm.errors import ConfigError
 from dpllm.files import write_json
+from dpllm.privacy import embedded
 from dpllm.privacy.accounting import compose, epsilon
 from dpllm.privacy.events import PureDP, read
-from dpllm.statement import section
+from dpllm.statement import privacy_record, section, synthetic, tradeoff_figure
 from dpllm.verification import check_promise
 from dpllm.verification.values import Published, Wrong
 
@@ -138,6 +139,63 @@ def test_verify_computes_both_epsilons_again() -> None:
     ):
         with pytest.raises(Wrong):
             verified(forged(block, **changes))
+
+
+SUMS = embedded.event_of("clusters", 8.0, 5)
+
+
+def clustered() -> Json:
+    """Statistics of which one is clusters."""
+    one, other = described()["releases"]
+    declared = {"clusters": 2, "encoder": "builtin:tiny", "max_length": 64, "dimensions": 16, "units": 640}
+    clusters = {
+        "statistic": "clusters of texts",
+        "declared": declared,
+        "mechanism": embedded.NAMES["clusters"],
+        "event": SUMS.to_json(),
+        "error_95": embedded.error_of(8.0),
+        "error_of": embedded.COUNTED,
+        "value": {"01 cough, chest": 410, "02 letter": 233},
+        "entry": other["entry"],
+        "vectors": "0" * 64,
+    }
+    alone = epsilon(compose([read(one["event"]), SUMS]), described()["delta"], "zero_out")
+    return described(releases=[one, clusters], epsilon=alone)
+
+
+def test_clusters_stand_beside_statistics_and_add_to_the_run_as_gaussian_sums() -> None:
+    text, block = render_card(config(), plan(), record(), audit(), statistics=clustered())
+    together = epsilon(compose([read(plan()["event"]), PureDP(0.25), SUMS]), 1e-5, "zero_out")
+    assert block["statistics"]["with_run"] == pytest.approx(together)
+    assert "01 cough, chest: 410, 02 letter: 233 (± 22.7 units in each count) | 5 sums, noise multiplier 8 |" in text
+    block = json.loads(json.dumps(block))
+    assert verified(block)["statistics"] == "verified"
+    pure, sums = block["statistics"]["releases"]
+    for change in (
+        {"event": embedded.event_of("clusters", 9.0, 5).to_json()},
+        {"event": embedded.event_of("clusters", 1e-6, 5).to_json(), "error_95": embedded.error_of(1e-6)},
+        {"mechanism": embedded.NAMES["classifier"]},
+        {"error_95": 1.0},
+        {"error_of": "units"},
+        {"value": {"01 cough": 4}},
+        {"value": {"01 cough": 4, "03 letter": 3}},
+        {"value": {"01 cough": 4, "02 letter": 3.5}},
+        {"declared": {**sums["declared"], "values": ["a", "b"]}},
+    ):
+        with pytest.raises(Wrong):
+            verified(forged(block, releases=[pure, {**sums, **change}]))
+
+
+def test_gaussian_sums_have_no_epsilon_at_a_delta_of_0() -> None:
+    """So a share that is recognised follows from epsilon and delta of all together, and models before allow no sum."""
+    statement = privacy_record.read(render_card(config(), plan(), record(), audit(), statistics=clustered())[1])
+    assert statement.statistics is not None
+    assert statement.statistics.pure == float("inf")
+    assert synthetic.epsilon(statement) == statement.statistics.with_run
+    terms = statement.terms.model_copy(
+        update={"epsilon": synthetic.epsilon(statement), "limits": None, "trade_off": None}
+    )
+    assert synthetic.recognised(statement) == tradeoff_figure.recognised(terms)
 
 
 @pytest.mark.parametrize(("delta", "good"), [(0.9, False), (1 / 640, False), (1 / 641, True)])

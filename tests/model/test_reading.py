@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny
 import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dpllm.errors import Refused
-from dpllm.model.reading import Reader
+from dpllm.model.reading import Embedder, Reader
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 50}
 
@@ -98,3 +99,80 @@ def test_the_mask_is_never_all_ones(model: Any) -> None:
 def test_a_model_without_a_cache_is_refused() -> None:
     with pytest.raises(Refused, match="past_key_values"):
         Reader(nn.Linear(2, 2), 4, [1], 2)
+
+
+@pytest.fixture(scope="module")
+def embedder() -> Embedder:
+    torch.manual_seed(0)
+    words = tiny.tokenizer()
+    wide = LlamaForCausalLM(LlamaConfig(**{**SIZES, "vocab_size": len(words)}, num_key_value_heads=2)).eval()
+    return Embedder(wide, words, 40)
+
+
+TEXTS = [
+    "Anna has a red boat.",
+    "seven plums",
+    "Erik",
+    "the old key and two letters " * 9,
+    "",
+    "   ",
+    "two letters ",
+]
+
+
+def test_a_text_has_the_mean_of_its_last_states_at_length_1(embedder: Embedder) -> None:
+    model, words = embedder._reader._model, embedder._tokenizer
+    for text, found in zip(TEXTS[:4], embedder.vectors(TEXTS[:4]), strict=True):
+        ids = [embedder._start, *words(text, add_special_tokens=False)["input_ids"][:40]]
+        with torch.inference_mode():
+            mean = model.base_model(torch.tensor([ids])).last_hidden_state[0, 1:].double().mean(dim=0).numpy()
+        assert found == pytest.approx(mean / np.linalg.norm(mean), abs=1e-5)
+        assert np.linalg.norm(found) == pytest.approx(1.0, abs=1e-12)
+
+
+def test_a_text_has_the_same_vector_in_any_company_and_number(embedder: Embedder) -> None:
+    """Mutants: a width of the longest text at hand, a height of how many there are."""
+    assert embedder.height > 1
+    together = embedder.vectors(TEXTS * 40)
+    assert (
+        len({together[place :: len(TEXTS)].tobytes() for place in range(len(TEXTS))}) == len(TEXTS) - 1
+    )  # two are empty
+    for place, text in enumerate(TEXTS):
+        assert embedder.vectors([text])[0].tobytes() == together[place].tobytes()
+        assert embedder.vectors([text, "boat " * 500])[0].tobytes() == together[place].tobytes()
+
+
+def test_an_encoder_with_experts_reads_texts_one_by_one(embedder: Embedder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dpllm.model.reading.has_experts", lambda _: True)
+    assert Embedder(embedder._reader._model, embedder._tokenizer, 40).height == 1
+
+
+def test_a_shape_follows_from_public_numbers_alone(embedder: Embedder) -> None:
+    seen = []
+    handle = embedder._reader._model.base_model.register_forward_pre_hook(
+        lambda _, __, kwargs: seen.append(kwargs["input_ids"].shape), with_kwargs=True
+    )
+    try:
+        embedder.vectors(["a"])
+        embedder.vectors(["plums " * 300] * 3)
+    finally:
+        handle.remove()
+    assert seen == [(embedder.height, 42)] * 2
+
+
+def test_what_has_no_text_or_no_finite_state_has_zeros(embedder: Embedder) -> None:
+    assert not embedder.vectors(["", "  "])[0].any()
+    model = embedder._reader._model
+    handle = model.base_model.register_forward_hook(lambda _, __, out: spoilt(out))
+    try:
+        found = embedder.vectors(TEXTS[:3])
+    finally:
+        handle.remove()
+    assert not found[0].any()
+    assert found[1:].any(axis=1).all()
+
+
+def spoilt(out: Any) -> Any:
+    out.last_hidden_state = out.last_hidden_state.clone()
+    out.last_hidden_state[0, -1, 0] = float("nan")
+    return out

@@ -23,7 +23,7 @@ from dpllm.errors import ConfigError
 from dpllm.statement import privacy_record, section
 from dpllm.statement.fields import Ancestor, NotAStatement, Steps
 from dpllm.statement.run_files import PlanRecord
-from dpllm.statement.stored_events import PureDP
+from dpllm.statement.stored_events import ReleaseEvent
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -200,7 +200,7 @@ def test_an_event_of_no_steps_is_no_plan(event: Any) -> None:
 
 @pytest.mark.parametrize("epsilon", [0, 0.0, -0.0, -1.0, True, None, "1"])
 def test_no_release_is_free(epsilon: Any) -> None:
-    read = TypeAdapter(PureDP).validate_python
+    read = TypeAdapter(ReleaseEvent).validate_python
     assert read({"type": "pure_dp", "epsilon": 5e-324}).epsilon > 0
     with pytest.raises(ValidationError):
         read({"type": "pure_dp", "epsilon": epsilon})

@@ -1,0 +1,311 @@
+"""Clusters of private texts, and classifiers of them, by their vectors from a public encoder: cost, reservation, then the draws.
+
+Comes in: the recipe, whose model is the encoder, what is asked, an epsilon. Goes out: an ``Offer``, as of ``run.describe``; of
+one, a folder with describe.json, vectors.safetensors and README.md; of such a folder, the label of each row of a file. Must not
+draw noise (``privacy.embedded``), nor run a model (``model.reading``).
+
+Guarantee:
+    That of ``privacy.embedded``, and of ``run.describe``: each round is charged before it is drawn, and a crash leaves all
+    charged. A unit's vector is the mean of its rows' vectors, and follows from them alone: texts are cut to data.max_length
+    tokens, read at a public width, and less a centre and projected by public texts and constants. Refusals follow from settings
+    and the public number of units. What a value that is not declared, or is missing, counts as is ``other``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.numpy
+import torch
+
+from dpllm.errors import ConfigError
+from dpllm.files import CARD, read_json, scratch, whole_directory, write_json, write_whole
+from dpllm.model import environment, loading
+from dpllm.model.reading import Embedder
+from dpllm.privacy import embedded
+from dpllm.privacy.accounting import calibrate_noise_multiplier
+from dpllm.privacy.embedded import DIMENSIONS, NAMES, Floats, Kind, Projection, unit_length
+from dpllm.privacy.releases import OTHER
+from dpllm.progress import tell
+from dpllm.recipe import names
+from dpllm.recipe.config import DataConfig, ModelConfig, RunConfig
+from dpllm.run.describe import MOST_DELTA, Charge, Offer, Opened, opened, relation_of, without_evaluation
+from dpllm.statement.released import RECORD, VECTORS, Statistics, page, read_vectors
+from dpllm.text import data
+from dpllm.text.asked import text_of
+from dpllm.text.data import value_name
+from dpllm.text.layouts import FIELDS
+from dpllm.text.rows import Groups, each_row
+
+WORDS, MIXED, MIXED_WORDS = 400, 200, 16
+"""Of an encoder's vocabulary that name clusters; and how many texts, of how many of them, the centre is the mean of."""
+SHOWN = 60
+"""Characters of a public text in the name of a cluster."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is asked for: ``clusters``, or the ``values`` of a ``column``.
+
+    Attributes:
+        clusters: How many; 0 for a classifier.
+        column: That is predicted.
+        values: Its declared ones; others count as other.
+        rounds: Of k-means.
+        texts: A file of public texts, one a line, that are centred on and name clusters; None: words of the encoder's vocabulary.
+    """
+
+    clusters: int = 0
+    column: str = ""
+    values: tuple[str, ...] = ()
+    rounds: int = 5
+    texts: Path | None = None
+
+    def __post_init__(self) -> None:
+        """Refuses what nothing could be asked by, with a ConfigError."""
+        if bool(self.clusters) == bool(self.column) or bool(self.column) != bool(self.values):
+            raise ConfigError(
+                "clusters and a classifier have folders of their own. Type --clusters K, or --predict COLUMN --values A,B."
+            )
+        if self.clusters and not (2 <= self.clusters <= 99 and 2 <= self.rounds <= 100):
+            raise ConfigError(
+                "--clusters is 2 to 99, and --rounds 2 to 100, for which epsilon is divided. Type such numbers."
+            )
+        if self.column and not (len({*self.values, OTHER, ""}) - 2 == len(self.values) and 2 <= len(self.values) <= 99):
+            raise ConfigError(
+                "--values: have to be declared, because values read from the data are outside the guarantee. Type two to 99 "
+                f"distinct ones, none of them {OTHER!r}, as in --values yes,no."
+            )
+
+    @property
+    def kind(self) -> Kind:
+        """Which of the two."""
+        return "clusters" if self.clusters else "classifier"
+
+
+@contextlib.contextmanager
+def offered(
+    config: RunConfig, asked: Asked, epsilon: float, delta: float | str | None, *, create: bool
+) -> Iterator[Offer]:
+    """What clusters or a classifier would cost, and how exact they would be; spends nothing. See ``describe.offered``.
+
+    Raises:
+        ConfigError: More clusters than the public number of units bears, no public texts, an unsuitable epsilon.
+        Refused: The encoder was tuned on these data, or cannot be read in batches.
+    """
+    columns, config = [asked.column] if asked.column else [], without_evaluation(config)
+    public = _lines(asked.texts) if asked.texts else None
+    with opened(config, delta, columns, most=MOST_DELTA, create=create) as source:
+        source.refuse_tuned(config)
+        if (config.data.max_examples_per_unit or 1) > embedded.MOST_ROWS:
+            raise ConfigError(
+                f"--max-examples-per-unit: products of over {embedded.MOST_ROWS:,} rows would not be added exactly. Type fewer."
+            )
+        units = config.data.public_size or len(source.units)  # as many under zero_out, whoever is missing
+        job = _Job(config, asked, source, public)
+        steps, relation = embedded.event_of(asked.kind, 1.0, asked.rounds).count, relation_of(config)
+        sigma = calibrate_noise_multiplier(epsilon, min(source.delta, MOST_DELTA), 1.0, steps, relation)
+        sigma = max(sigma, embedded.least_noise(units))
+        if sigma > embedded.MOST_NOISE:
+            raise ConfigError(
+                f"--epsilon {epsilon:g} takes noise of {sigma:,.0f} units, which would drown everything. Raise it."
+            )
+        release, notes = job.release(sigma, units), []
+        if asked.clusters:
+            least = embedded.least_size(sigma, DIMENSIONS["clusters"])
+            if asked.clusters > (most := max(1, units // least)):
+                raise ConfigError(
+                    f"{units:,} units are too few for {asked.clusters} clusters at epsilon {epsilon:g}: one below {least:,} "
+                    f"would hide in the noise. Type a larger --epsilon{f', or --clusters {most} or less' if most > 1 else ''}."
+                )
+            notes = [
+                f"A cluster moves if it has {least:,} units or more, of {units:,}; there are {asked.rounds} rounds."
+            ]
+        else:
+            noisy, exact = embedded.simulated(units, len(asked.values), sigma)
+            notes = [
+                f"Of as many random vectors, {noisy:.0%} of labels are found with this noise and {exact:.0%} without."
+            ]
+        event = embedded.event_of(asked.kind, sigma, asked.rounds)
+        versions = environment.versions()
+        software = {name: versions[name] for name in ("torch", "transformers")}
+        found = Statistics.pick({**source.facts(config, event, **software), "releases": [release]})
+        draw = partial(job.draw, sigma)
+        yield Offer.of(source, found, job.read, [draw], job.write, tuple(notes))
+
+
+class Encoder:
+    """Texts to vectors, by a public model."""
+
+    def __init__(self, model: ModelConfig, max_length: int) -> None:
+        """Loads a model that reads so many tokens of a text.
+
+        Raises:
+            ConfigError: It cannot be found, or brings code along.
+            Refused: Its 8-bit products couple rows.
+        """
+        self._tokenizer = loading.load_tokenizer(model)
+        self._model = loading.load_base(model, torch.device("cuda" if torch.cuda.is_available() else "cpu")).eval()
+        loading.check_outliers(self._model)
+        loading.check_vocabulary(self._model, self._tokenizer)
+        self._width = min(max_length, (loading.positions(self._model) or max_length + 2) - 2)  # a start, and padding
+
+    def of_rows(self, rows: Groups, fields: Sequence[str], around: Callable[[Floats], Floats]) -> Floats:
+        """Shape (R, P): of private rows, each alone, at a public width and height."""
+        embedder, found = Embedder(self._model, self._tokenizer, self._width), []
+        for start in range(0, len(rows), embedder.height):
+            tell("Reading texts", start, len(rows))
+            part = rows[start : start + embedder.height]
+            texts = [" ".join(text_of(row[field]) for field in fields) for [row] in part]
+            found.append(around(embedder.vectors(texts)))
+        return np.concatenate(found)
+
+    def of_public(self, texts: Sequence[str]) -> Floats:
+        """Shape (R, D): of public texts, at the width of the longest."""
+        longest = max(map(len, self._tokenizer(list(texts), add_special_tokens=False)["input_ids"]))
+        return Embedder(self._model, self._tokenizer, max(1, min(longest, self._width))).vectors(texts)
+
+    def around(self, public: Sequence[str] | None, dimensions: int) -> Projection:
+        """Centred on the mean of public texts; without any, of texts of random words of the vocabulary."""
+        mixed, words = random.Random(0), [] if public else self.words()
+        texts = public or [" ".join(mixed.choices(words, k=MIXED_WORDS)) for _ in range(MIXED)]
+        return Projection(self.of_public(texts).mean(axis=0), dimensions)
+
+    def words(self) -> list[str]:
+        """Common words of its vocabulary, which is public, in its order."""
+        found = self._tokenizer.convert_ids_to_tokens(range(len(self._tokenizer)))
+        whole = (token[1:] for token in found if token[:1] in ("\u0120", "\u2581"))  # a space, as tokenizers write it
+        words = [word for word in whole if len(word) > 3 and word.isascii() and word.isalpha() and word.islower()]
+        if len(words) < 2:
+            raise ConfigError(
+                "the encoder's vocabulary has no words that begin with a space, to centre on and to name clusters by. Type "
+                "--words FILE, with public texts, one a line."
+            )
+        return words[:WORDS]
+
+
+class _Job:
+    """One release in the making."""
+
+    def __init__(self, config: RunConfig, asked: Asked, source: Opened, public: list[str] | None) -> None:
+        self._config, self._asked, self._source, self._public = config, asked, source, public
+        self._labels = (*asked.values, OTHER) if asked.values else ()
+
+    def release(self, sigma: float, units: int) -> dict[str, Any]:
+        """All of it that is known before it is drawn."""
+        asked, kind = self._asked, self._asked.kind
+        declared = {"encoder": names.public_name(self._config.model.name_or_path), "units": units}
+        declared |= {"max_length": self._config.data.max_length, "dimensions": DIMENSIONS[kind]}
+        declared |= {"clusters": asked.clusters} if asked.clusters else {"values": list(asked.values)}
+        return {
+            "statistic": f"classifier of {asked.column}" if asked.column else "clusters of texts",
+            "declared": declared,
+            "mechanism": NAMES[kind],
+            "event": embedded.event_of(kind, sigma, asked.rounds),
+            "error_95": embedded.error_of(sigma),
+            "error_of": embedded.COUNTED,
+            "value": None,
+            "entry": None,
+        }
+
+    def read(self) -> None:
+        """The vector of each unit, and how often each label occurs; private."""
+        config, source, asked = self._config, self._source, self._asked
+        encoder = Encoder(config.model, config.data.max_length)
+        around = encoder.around(self._public, DIMENSIONS[asked.kind])
+        self._centre_D, self._names = around.centre_D, self._public or encoder.words()
+        self._names_RP = around(encoder.of_public(self._names)) if asked.clusters else None
+        rows = source.units.each_alone()
+        self._rows_RP = encoder.of_rows(rows, FIELDS[source.table.format], around)
+        self._units_R = np.repeat(np.arange(len(source.units)), [len(unit) for unit in source.units])
+        told = (value_name(row.get(asked.column)) for [row] in rows) if asked.column else ()
+        numbers = {value: number for number, value in enumerate(asked.values)}
+        self._labels_R = np.array([numbers.get(value, len(numbers)) for value in told], dtype=np.int64)
+
+    def draw(self, sigma: float, charge: Charge) -> dict[str, Any]:
+        """Draws it, and keeps what goes into its files."""
+        asked, rows_RP, units_R = self._asked, self._rows_RP, self._units_R
+        if asked.clusters:
+            sizes, vectors = embedded.k_means(rows_RP, units_R, asked.clusters, sigma, asked.rounds, charge)
+            named = self._named(vectors)
+        else:
+            sizes, vectors = embedded.ada_ssp(rows_RP, self._labels_R, units_R, len(self._labels), sigma, charge)
+            named = list(self._labels)
+        self._file = safetensors.numpy.save({"centre": self._centre_D, "vectors": np.ascontiguousarray(vectors)})
+        return {
+            "value": dict(zip(named, map(int, sizes), strict=True)),
+            "vectors": hashlib.sha256(self._file).hexdigest(),
+        }
+
+    def _named(self, centres_KP: Floats) -> list[str]:
+        """Each cluster by its number and the public texts nearest to its centre."""
+        vectors_RP = self._names_RP
+        assert vectors_RP is not None
+        # What all clusters, or all public texts, have in common would name each of them alike.
+        apart_KP, apart_RP = centres_KP - centres_KP.mean(axis=0), vectors_RP - vectors_RP.mean(axis=0)
+        nearest_KR = np.argsort(-apart_KP @ unit_length(apart_RP).T, axis=1, kind="stable")
+        many = 1 if self._public else 3
+        texts = [", ".join(self._names[place] for place in row[:many]) for row in nearest_KR]
+        return [f"{number:02} {text[:SHOWN]}" for number, text in enumerate(texts, 1)]
+
+    def write(self, output: Path, released: Statistics) -> None:
+        """The folder, whole or not at all."""
+        with whole_directory(output) as part:
+            write_whole(part / VECTORS, self._file)
+            write_json(part / RECORD, released.to_json())
+            write_whole(part / CARD, page(released))
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        found = list(dict.fromkeys(filter(None, map(str.strip, path.read_text(encoding="utf-8").splitlines()))))
+    except (OSError, UnicodeDecodeError):
+        found = []
+    if len(found) < 2:
+        raise ConfigError(f"--words {path}: has no public texts, one a line, two or more. Name such a file.")
+    return found
+
+
+def classify(folder: Path, source: str, encoder: str | None) -> Iterator[str | None]:
+    """The label or cluster of each row of a file, by what was released; None for a row without text.
+
+    Args:
+        folder: As ``Offer.release`` wrote it.
+        source: File, glob, directory or Hub id.
+        encoder: Where it lies, if it is no longer at the place that describe.json names.
+
+    Raises:
+        ConfigError: The folder is damaged, or of another encoder.
+        DataError: The file has no text.
+    """
+    release = Statistics.pick(read_json(folder / RECORD)).releases[0]
+    centre_D, vectors = read_vectors(folder / VECTORS, release)
+    declared = release.declared
+    model = ModelConfig(name_or_path=encoder or str(declared.encoder))
+    config = DataConfig(train=source, max_length=declared.max_length or 2)
+    with scratch() as cache:
+        table = data.load_table(config.train, config, config.train_split, cache)
+        reader = Encoder(model, config.max_length)
+        if (width := reader.of_public(["a"]).shape[1]) != len(centre_D):
+            raise ConfigError(
+                f"{model.name_or_path}: has vectors of {width} numbers, and {folder} is of an encoder with {len(centre_D)}. Type "
+                f"--encoder with the place of {declared.encoder}."
+            )
+        around = Projection(centre_D, int(declared.dimensions or 1))
+        read_RP = reader.of_rows(each_row(table.rows), FIELDS[table.format], around)
+        if declared.clusters:
+            labels = sorted(release.value or {})
+            chosen = embedded.nearest(embedded.lattice(read_RP), vectors)
+        else:
+            labels = [*(declared.values or ()), OTHER]
+            chosen = embedded.scores(read_RP, vectors).argmax(axis=1)
+        for read_P, one in zip(read_RP, chosen, strict=True):
+            yield labels[one] if read_P.any() else None

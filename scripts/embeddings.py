@@ -1,0 +1,162 @@
+r"""Clusters and classifiers on embeddings, beside scikit-learn without privacy and diffprivlib at the same epsilon.
+
+    python scripts/embeddings.py --train builtin:clinic --test builtin:clinic/eval --label visit --encoder builtin:tiny \
+        --max-length 64 --cache embeddings --diffprivlib other/bin/python --json clinic.json
+
+In: rows with a column `text` and a label; a model. Out: a Markdown table, and JSON. Each row is a unit. Vectors are computed
+once and kept in the cache folder, without privacy: use public data. diffprivlib's epsilon has no delta. Version 0.6.6
+needs an older scikit-learn than dpllm: python -m venv other; other/bin/pip install diffprivlib==0.6.6 "scikit-learn<1.6".
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dpllm.files import digest, scratch, write_json
+from dpllm.privacy import embedded
+from dpllm.privacy.accounting import calibrate_noise_multiplier
+from dpllm.privacy.embedded import DIMENSIONS, Floats, Projection, lattice, nearest
+from dpllm.recipe.config import DataConfig, ModelConfig
+from dpllm.run.embeddings import Encoder
+from dpllm.text import data
+from dpllm.text.data import value_name
+from dpllm.text.rows import each_row
+
+DELTA, ROUNDS, EPSILONS = 1e-5, 5, (0.5, 1.0, 3.0)
+PROGRAM = """
+import json, sys, warnings
+import numpy as np
+from diffprivlib.models import KMeans, LogisticRegression
+warnings.simplefilter("ignore")
+given, clusters, runs, *epsilons = np.load(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), *map(float, sys.argv[4:])
+found = {"accuracy": {}, "inertia": {}}
+for epsilon in epsilons:
+    fits = [
+        (
+            LogisticRegression(epsilon=epsilon, data_norm=1.0, max_iter=1000, random_state=seed),
+            KMeans(clusters, epsilon=epsilon, bounds=(-1.0, 1.0), random_state=seed),
+        )
+        for seed in range(runs)
+    ]
+    found["accuracy"][epsilon] = [
+        one.fit(given["train"], given["numbers"]).predict(given["test"]).tolist() for one, _ in fits
+    ]
+    found["inertia"][epsilon] = [two.fit(given["rows"]).cluster_centers_.tolist() for _, two in fits]
+print(json.dumps(found))
+"""
+"""What a Python with diffprivlib runs: its labels of the test rows, and its centres."""
+
+
+def vectors(known: argparse.Namespace, source: str) -> tuple[Floats, list[str], Floats]:
+    """Vectors and labels of a file's rows, and the public centre."""
+    config = DataConfig(train=source, max_length=known.max_length)
+    key = digest({"encoder": known.encoder, "source": source, "max_length": known.max_length})[:16]
+    with scratch() as folder:
+        rows = data.load_table(config.train, config, None, folder).rows
+        if not (path := known.cache / f"{key}.npz").exists():
+            encoder = Encoder(ModelConfig(name_or_path=known.encoder), known.max_length)
+            centre_D = encoder.around(None, 1).centre_D
+            found_RD = encoder.of_rows(each_row(rows), ("text",), lambda vectors_RD: vectors_RD)  # as they are
+            known.cache.mkdir(parents=True, exist_ok=True)
+            np.savez(path, vectors=found_RD, centre=centre_D)
+        labels = [value_name(row.get(known.label)) for row in rows]
+    stored = np.load(path)
+    return stored["vectors"], labels, stored["centre"]
+
+
+def compare(known: argparse.Namespace) -> dict[str, dict[str, dict[str, list[float]]]]:
+    """Figure -> method -> epsilon ("none": without privacy) -> one number for each run."""
+    from sklearn.cluster import KMeans
+    from sklearn.linear_model import LogisticRegression
+
+    train, labels, centre_D = vectors(known, known.train)
+    test, truth, _ = vectors(known, known.test)
+    many, few = (Projection(centre_D, DIMENSIONS[kind]) for kind in ("classifier", "clusters"))
+    train_RP, test_RP, rows_RP, units_R = many(train), many(test), few(train), np.arange(len(train))
+    values = sorted(set(labels))
+    numbers_R, free = np.array([values.index(one) for one in labels]), lambda _: None
+
+    def accuracy(chosen: Any) -> float:
+        return float(np.mean([values[int(one)] == label for one, label in zip(chosen, truth, strict=True)]))
+
+    def inertia(centres: Any) -> float:
+        """Mean squared distance to the nearest centre, over that to the mean."""
+        centres = embedded.within_ball(np.asarray(centres))
+        spread = ((rows_RP - rows_RP.mean(axis=0)) ** 2).sum()
+        return float(((rows_RP - centres[nearest(lattice(rows_RP), centres)]) ** 2).sum() / spread)
+
+    def classified(sigma: float) -> float:
+        weights = embedded.ada_ssp(train_RP, numbers_R, units_R, len(values), sigma, free)[1]
+        return accuracy(embedded.scores(test_RP, weights).argmax(axis=1))
+
+    def clustered(sigma: float) -> float:
+        return inertia(embedded.k_means(rows_RP, units_R, known.clusters, sigma, ROUNDS, free)[1])
+
+    ours: dict[str, dict[str, list[float]]] = {"accuracy": {}, "inertia": {}}
+    for epsilon in (*EPSILONS, None):
+        for found, steps, score in zip(ours.values(), (2, ROUNDS), (classified, clustered), strict=True):
+            sigma = 1e-4 if epsilon is None else calibrate_noise_multiplier(epsilon, DELTA, 1.0, steps, "zero_out")
+            found["none" if epsilon is None else str(epsilon)] = [score(sigma) for _ in range(known.runs)]
+    plain = LogisticRegression(max_iter=1000).fit(train_RP, numbers_R).predict(test_RP)
+    centres = [
+        KMeans(known.clusters, n_init=5, random_state=seed).fit(rows_RP).cluster_centers_ for seed in range(known.runs)
+    ]
+    given = {"train": train_RP, "numbers": numbers_R, "test": test_RP, "rows": rows_RP}
+    theirs = run_diffprivlib(known, given)
+    return {
+        "accuracy": {
+            "dpllm": ours["accuracy"],
+            "diffprivlib": {key: list(map(accuracy, found)) for key, found in theirs["accuracy"].items()},
+            "scikit-learn": {"none": [accuracy(plain)]},
+        },
+        "inertia": {
+            "dpllm": ours["inertia"],
+            "diffprivlib": {key: list(map(inertia, found)) for key, found in theirs["inertia"].items()},
+            "scikit-learn": {"none": list(map(inertia, centres))},
+        },
+    }
+
+
+def run_diffprivlib(known: argparse.Namespace, given: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What ``PROGRAM`` finds."""
+    with scratch() as folder:
+        np.savez(folder / "given.npz", **given)
+        told = map(str, (folder / "given.npz", known.clusters, known.runs, *EPSILONS))
+        done = subprocess.run([known.diffprivlib, "-c", PROGRAM, *told], capture_output=True, text=True, check=True)
+    found: dict[str, dict[str, Any]] = json.loads(done.stdout)
+    return found
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("train", "test", "label", "encoder"):
+        parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--max-length", type=int, default=64)
+    parser.add_argument("--clusters", type=int, default=6)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--cache", type=Path, required=True, help="folder for vectors of public data")
+    parser.add_argument("--diffprivlib", metavar="PYTHON", required=True, help="a Python that has diffprivlib")
+    parser.add_argument("--json", type=Path, help="where the figures are written")
+    known = parser.parse_args()
+    found = compare(known)
+    print(f"{known.train}, {known.label}, {known.encoder}, delta {DELTA:g} (diffprivlib: 0)\n")
+    print("| figure | method | epsilon 0.5 | 1 | 3 | without privacy |\n|---|---|---|---|---|---|")
+    for figure, methods in found.items():
+        for method, figures in methods.items():
+            cells = (figures.get(str(epsilon)) for epsilon in (*EPSILONS, "none"))
+            told = (f"{np.mean(one):.3f} ± {np.std(one, ddof=len(one) > 1):.3f}" if one else "" for one in cells)
+            print(f"| {figure} | {method} | {' | '.join(told)} |")
+    if known.json:
+        named = {name: str(getattr(known, name)) for name in ("train", "label", "encoder", "clusters", "max_length")}
+        write_json(known.json, {**named, "delta": DELTA, "rounds": ROUNDS, "figures": found})
+
+
+if __name__ == "__main__":
+    main()

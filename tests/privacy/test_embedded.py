@@ -1,0 +1,292 @@
+"""Clusters and classifiers of vectors: what one unit moves, what is noised, and that nothing else is read off the vectors."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+from dp_accounting.pld import privacy_loss_distribution as pld
+from scipy import stats
+
+from dpllm.privacy import embedded
+from dpllm.privacy.accounting import stated
+from dpllm.privacy.embedded import STEPS, Projection, ada_ssp, event_of, k_means, lattice, nearest, unit_length
+from dpllm.privacy.events import Gaussian, SelfComposed
+from dpllm.privacy.plan import spacing_of
+
+ALARM = 1e-8
+SIGMA, CLUSTERS, CLASSES, ROUNDS, DIMENSIONS = 2.0, 4, 3, 4, 6
+Data = tuple[np.ndarray, np.ndarray, np.ndarray]  # rows, labels, units
+
+
+def made(rng: np.random.Generator, units: int = 20, most: int = 5) -> Data:
+    """Rows of every length up to 1, a little above it by rounding, and some of zeros; the last unit has one row, of length 1."""
+    units_R = np.append(np.repeat(np.arange(units - 1), rng.integers(1, most + 1, units - 1)), units - 1)
+    rows_RP = unit_length(rng.normal(size=(len(units_R), DIMENSIONS)))
+    rows_RP *= rng.choice([1 + 1e-13, 1.0, 0.3, 0.0], (len(units_R), 1), p=[0.3, 0.4, 0.2, 0.1])
+    rows_RP[-1] = unit_length(np.ones((1, DIMENSIONS)))
+    return rows_RP, rng.integers(0, CLASSES, len(units_R)), units_R
+
+
+def without(data: Data, unit: int) -> Data:
+    keep_R = data[2] != unit
+    rows_RP, labels_R, units_R = (part[keep_R] for part in data)
+    return rows_RP, labels_R, units_R
+
+
+class Script:
+    """Stands for the noise: keeps what should be noised, and releases what was written beforehand."""
+
+    def __init__(self, releases: list[np.ndarray] | None = None) -> None:
+        self.releases, self.exact, self.scales, self.charged = releases, list[np.ndarray](), list[float](), list[int]()
+
+    def __call__(self, sums: np.ndarray, scale: float) -> np.ndarray:
+        assert len(self.charged) == len(self.exact) + 1, "a round is charged before it is drawn"
+        self.exact.append(sums.copy())
+        self.scales.append(scale)
+        return sums / STEPS if self.releases is None else self.releases[len(self.exact) - 1]
+
+
+def run(
+    kind: str, data: Data, patch: pytest.MonkeyPatch, releases: Any = None, sigma: float = SIGMA
+) -> tuple[Script, Any]:
+    script, (rows_RP, labels_R, units_R) = Script(releases), data
+    with patch.context() as inner:
+        inner.setattr(embedded, "_noised", script)
+        if kind == "clusters":
+            return script, k_means(rows_RP, units_R, CLUSTERS, sigma, ROUNDS, script.charged.append)
+        return script, ada_ssp(rows_RP, labels_R, units_R, CLASSES, sigma, script.charged.append)
+
+
+def written(kind: str, rng: np.random.Generator) -> list[np.ndarray]:
+    """Releases that nobody's data gave."""
+    if kind == "clusters":
+        shape, many = (CLUSTERS, DIMENSIONS + 1), ROUNDS
+        return [rng.normal(size=shape) + np.array([0] * DIMENSIONS + [40]) for _ in range(many)]
+    return [rng.normal(size=(DIMENSIONS + 1,) * 2), rng.normal(size=(DIMENSIONS + 1, CLASSES))]
+
+
+@pytest.mark.parametrize("kind", ["clusters", "classifier"])
+@pytest.mark.parametrize("case", range(12))
+def test_a_unit_that_is_taken_out_moves_no_release_by_more_than_its_sensitivity(
+    kind: str, case: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given the releases before it; mutants: no rounding towards zero, a row and not a unit, a count of each row."""
+    rng = np.random.default_rng((seed, case))
+    data, releases = made(rng, most=1000 if case == 0 else 5), written(kind, rng)
+    whole, _ = run(kind, data, monkeypatch, releases)
+    assert whole.scales == [math.sqrt(2) * SIGMA] * ROUNDS if kind == "clusters" else [SIGMA] * 2
+    largest = 0.0
+    for unit in range(20):
+        rest, _ = run(kind, without(data, unit), monkeypatch, releases)
+        for one, other, scale in zip(whole.exact, rest.exact, whole.scales, strict=True):
+            moved = (one - other).ravel()
+            assert np.array_equal(moved, np.rint(moved)), "whole steps"
+            square = sum(int(part) ** 2 for part in moved)
+            assert square <= Fraction(scale) ** 2 / Fraction(SIGMA) ** 2 * STEPS**2 * (1 + Fraction(1, 2**50))
+            largest = max(largest, math.sqrt(square) / STEPS * SIGMA / scale)
+    assert largest > 0.99 * (1.0 if kind == "clusters" else 0.5), "and no sensitivity is stated for nothing"
+
+
+@pytest.mark.parametrize("kind", ["clusters", "classifier"])
+def test_what_is_published_follows_from_the_releases_alone(
+    kind: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mutants: starts, projection or ridge from the data, counts without noise, rounds until nothing moves."""
+    rng = np.random.default_rng(seed)
+    releases = written(kind, rng)
+    first, published = run(kind, made(rng), monkeypatch, releases)
+    for data in (made(rng, units=200), without(made(rng, units=1), 0)):
+        second, again = run(kind, data, monkeypatch, releases)
+        assert all(np.array_equal(one, other) for one, other in zip(published, again, strict=True))
+        assert second.charged == first.charged == list(range(1, len(releases) + 1))
+
+
+@pytest.mark.parametrize("kind", ["clusters", "classifier"])
+def test_every_coordinate_is_noised_by_as_much_as_the_event_says(kind: str, seed: int) -> None:
+    """The noise of each is normal, on the lattice, and independent of the others."""
+    rng = np.random.default_rng(seed)
+    exact = np.trunc(rng.normal(size=(30, 100)) * STEPS)
+    scale = (math.sqrt(2) if kind == "clusters" else 1.0) * SIGMA
+    noise = embedded._noised(exact, scale) - exact / STEPS
+    assert stats.kstest(noise.ravel() / scale, "norm").pvalue > ALARM
+    assert np.array_equal(noise * 2**31, np.rint(noise * 2**31))
+    assert stats.pearsonr(noise[:, :-1].ravel(), noise[:, 1:].ravel()).pvalue > ALARM
+
+
+@pytest.mark.parametrize("gone", [0, 7])
+def test_the_likelihood_ratio_of_neighbours_is_that_of_the_gaussian(
+    gone: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The distance of two neighbours along the direction between them, in noise, gives at most mu = 1 / sigma."""
+    rng = np.random.default_rng(seed)
+    data = made(rng)
+    one, _ = run("clusters", data, monkeypatch)
+    other, _ = run("clusters", without(data, gone), monkeypatch)
+    between = (one.exact[0] - other.exact[0]) / STEPS
+    scale = math.sqrt(2) * SIGMA
+    drawn = np.array(
+        [((embedded._noised(other.exact[0], scale) - other.exact[0] / STEPS) * between).sum() for _ in range(4000)]
+    )
+    length = math.sqrt((between**2).sum())
+    losses = (drawn * 2 + length**2) / (2 * scale**2)  # log-ratio of the two densities, at draws of one
+    spread = length / scale
+    assert spread <= 1 / SIGMA
+    if spread:
+        assert stats.kstest((losses - spread**2 / 2) / spread, "norm").pvalue > ALARM
+
+
+def test_the_events_are_gaussians_of_the_number_of_releases() -> None:
+    assert event_of("clusters", 3.0, 7) == SelfComposed(7, Gaussian(3.0))
+    assert event_of("classifier", 3.0, 7) == SelfComposed(2, Gaussian(3.0))
+    direct = pld.from_gaussian_mechanism(3.0, value_discretization_interval=1e-4).self_compose(7)
+    assert stated(event_of("clusters", 3.0, 7), 1e-6, "zero_out")[0] == pytest.approx(
+        direct.get_epsilon_for_delta(1e-6), rel=1e-6
+    )
+
+
+def blobs(seed: int, units: int = 600) -> Data:
+    rng = np.random.default_rng(seed)
+    middles = unit_length(rng.normal(size=(CLASSES, DIMENSIONS)))
+    labels = np.arange(units) % CLASSES
+    return unit_length(middles[labels] + 0.3 * rng.normal(size=(units, DIMENSIONS))), labels, np.arange(units)
+
+
+def test_with_hardly_any_noise_clusters_are_those_of_scikit_learn(seed: int) -> None:
+    from sklearn.cluster import KMeans
+
+    rows, _, units = blobs(seed)
+    rounds = 60
+    sizes, centres = k_means(rows, units, CLUSTERS, 1e-4, rounds, lambda _: None)
+    mean = rows.mean(axis=0)
+    start = mean + math.sqrt(1 - mean @ mean) / 2 * embedded.public_directions(CLUSTERS, DIMENSIONS)
+    found = KMeans(CLUSTERS, init=start, n_init=1, max_iter=rounds, tol=0).fit(rows)
+    assert centres == pytest.approx(found.cluster_centers_, abs=1e-3)
+    assert np.array_equal(nearest(lattice(rows), centres), found.labels_)
+    assert np.abs(sizes - np.bincount(found.labels_)).max() <= 1
+
+
+def test_with_hardly_any_noise_a_classifier_is_least_squares(seed: int) -> None:
+    from sklearn.linear_model import LinearRegression
+
+    rows, labels, units = blobs(seed)
+    sizes, weights = ada_ssp(rows, labels, units, CLASSES, 1e-4, lambda _: None)
+    found = LinearRegression().fit(rows, np.eye(CLASSES)[labels])
+    mine = embedded.scores(rows, weights)
+    assert mine == pytest.approx(found.predict(rows), abs=1e-2)
+    assert np.array_equal(mine.argmax(axis=1), found.predict(rows).argmax(axis=1))
+    assert sizes.tolist() == [200, 200, 200]
+
+
+@pytest.mark.parametrize("kind", ["clusters", "classifier"])
+def test_counts_err_by_more_than_stated_at_most_once_in_twenty(kind: str, seed: int) -> None:
+    rows, labels, units = blobs(seed, 30)
+    missed, many = 0, 600
+    for _ in range(many):
+        if kind == "clusters":  # two rounds, of whose first all of the sum is known
+            sizes, _ = k_means(rows, units, 2, SIGMA, 2, lambda _: None)
+            missed += abs(sizes.sum() - 30) > math.sqrt(2) * (embedded.error_of(SIGMA) - 0.5) + 1
+        else:
+            sizes, _ = ada_ssp(rows, labels, units, CLASSES, SIGMA, lambda _: None)
+            missed += abs(sizes[0] - 10) > embedded.error_of(SIGMA)
+    assert missed <= stats.binom.ppf(1 - ALARM, many, 0.05)
+    assert missed >= stats.binom.ppf(ALARM, many, 0.03)
+
+
+def test_a_cluster_below_the_public_least_size_stays_where_it_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    least = embedded.least_size(SIGMA, DIMENSIONS)
+    releases = [np.full((CLUSTERS, DIMENSIONS + 1), 0.5) for _ in range(ROUNDS)]
+    for release in releases[1:]:
+        release[:, -1] = [least, least - 1, -5.0, 2 * least]
+    _, (sizes, centres) = run("clusters", blobs(0), monkeypatch, releases)
+    mean = np.full(DIMENSIONS, 0.5) / 1.0  # of the first release, whose count of 0.5 is taken for 1
+    mean = mean / max(1.0, math.sqrt((mean**2).sum()))
+    start = mean + math.sqrt(max(0.0, 1 - mean @ mean)) / 2 * embedded.public_directions(CLUSTERS, DIMENSIONS)
+    stays = embedded.within_ball(start)
+    assert np.array_equal((centres == stays).all(axis=1), [False, True, True, False])
+    assert sizes.tolist() == [least, least - 1, -5, 2 * least]
+
+
+def test_the_mean_of_a_unit_is_exact_and_never_longer_than_its_rows(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    steps = np.rint(rng.normal(size=(1500, 3)) * STEPS)
+    units = np.sort(rng.integers(0, 40, 1500)) * 3
+    found = embedded.mean_by_unit(steps, units)
+    for place, unit in enumerate(np.unique(units)):
+        mine = steps[units == unit]
+        exact = [Fraction(int(sum(column)), len(mine)) for column in mine.T.astype(int)]
+        assert [int(one) for one in found[place]] == [math.trunc(one) for one in exact]
+    assert embedded.mean_by_unit(steps[:0], units[:0]).shape == (0, 3)
+
+
+def test_rows_of_zeros_add_nothing_and_a_unit_of_them_no_count(seed: int) -> None:
+    rows, labels, units = blobs(seed)
+    more = np.vstack([rows, np.zeros((50, DIMENSIONS))])
+    units_too, labels_too = np.append(units, np.arange(600, 650)), np.append(labels, np.zeros(50, int))
+    sizes, _ = ada_ssp(more, labels_too, units_too, CLASSES, 1e-4, lambda _: None)
+    assert sizes.tolist() == [200, 200, 200]
+    assert k_means(more, units_too, 3, 1e-4, 3, lambda _: None)[0].sum() == pytest.approx(600, abs=1)
+
+
+@pytest.mark.parametrize("size", [4, 40, 700])
+def test_a_projected_row_has_length_1_and_the_same_bits_in_any_company(size: int, seed: int) -> None:
+    """Mutants: no length of 1, a centre of the rows themselves, a product of floats."""
+    rng = np.random.default_rng(seed)
+    vectors = unit_length(rng.normal(size=(200, size)))
+    vectors[3] = 0.0
+    around = Projection(unit_length(rng.normal(size=(1, size)))[0] / 2, 16)
+    together = around(vectors)
+    alone = np.concatenate([around(one[None]) for one in vectors])
+    assert together.tobytes() == alone.tobytes()
+    lengths = np.sqrt((together**2).sum(axis=1))
+    assert np.delete(lengths, 3) == pytest.approx(1.0, abs=1e-12)
+    assert not together[3].any()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_has_no_vector(bad: float) -> None:
+    rows = unit_length(np.array([[1.0, bad], [3e300, 4e300], [0.0, 0.0], [3e-310, 4e-310]]))
+    assert rows.tolist() == [[0, 0], pytest.approx([0.6, 0.8]), [0, 0], pytest.approx([0.6, 0.8], rel=1e-3)]
+
+
+@pytest.mark.parametrize("units", [1000, 10**6, 3 * 10**8])
+def test_with_the_least_noise_a_sum_over_all_units_is_exact(units: int) -> None:
+    """Mutant: a quarter of it."""
+    scale = embedded.least_noise(units)
+    assert units / spacing_of(scale) <= 2**52
+    assert units / spacing_of(scale / 4) > 2**52
+
+
+def test_the_most_noise_that_is_drawn_falls_on_the_lattice_of_the_sums() -> None:
+    """More is refused before anything is reserved."""
+    scale = math.sqrt(2) * embedded.MOST_NOISE
+    assert spacing_of(scale) <= 1 / embedded.STEPS < spacing_of(2 * scale)
+
+
+def test_sizes_are_those_of_the_released_centres() -> None:
+    """A mutant moves the centres once more after the last count."""
+    draw = np.random.default_rng(3)
+    rows_RP = embedded.unit_length(draw.normal(size=(400, 4)) + np.repeat(np.eye(4), 100, axis=0))
+    for rounds in (2, 3, 6):
+        sizes_K, centres_KP = embedded.k_means(rows_RP, np.arange(400), 4, 0.001, rounds, lambda _: None)
+        mine_K = np.bincount(embedded.nearest(embedded.lattice(rows_RP), centres_KP), minlength=4)
+        assert sizes_K.tolist() == mine_K.tolist()
+
+
+def test_public_directions_are_the_same_for_everybody() -> None:
+    """A run of another version starts there too."""
+    first = embedded.public_directions(2, 3)
+    assert first.round(6).tolist() == DIRECTIONS
+    assert embedded.public_directions(2, 3, b"proj").tolist() != first.tolist()
+
+
+DIRECTIONS = [[0.493236, -0.646382, 0.582158], [-0.445667, -0.192128, 0.874338]]
+
+
+def test_a_simulation_tells_what_the_noise_costs() -> None:
+    noisy, exact = embedded.simulated(300, 4, 20.0)
+    assert noisy < exact - 0.1
+    assert embedded.simulated(100_000, 4, 2.0)[0] > 0.9
