@@ -5,7 +5,7 @@
 In: a fixed seed, Faker (pinned) for names and numbers, and our sentences in `_clinic_text.py`.
 Out: train.jsonl and eval.jsonl, one {"patient_id", "visit", "text"} a line. A patient keeps a name,
 phone, job, clinician, illness and habits through all of their notes, as in a real record; a patient is in
-one split only. The same seed gives the same bytes.
+one split only. pairs.jsonl and pairs_eval.jsonl hold preference pairs of the same notes. The same seed gives the same bytes.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from _grammar import Slot, expand, pick
 FAKER_VERSION = "40.54.0"  # another version has other name lists, hence other bytes
 SEED = 20_250_412
 TRAIN_PATIENTS, EVAL_PATIENTS = 640, 80
+PAIR_PATIENTS = 400  # of those that train: more would make the package large
 NOTES_PER_PATIENT = (4, 5, 5, 6)
 SHORTEST, LONGEST = 85, 140  # characters: about 40 to 75 tokens of builtin:tiny
 CLINICIANS = 18
@@ -194,8 +195,30 @@ def build(train_patients: int, eval_patients: int) -> tuple[list[str], list[str]
     return splits[0], splits[1]
 
 
+def pairs(lines: list[str]) -> list[str]:
+    """Preference pairs of the notes of one split: asked for one kind of visit, the note is preferred to one of another kind.
+
+    Both are of one patient, who is the privacy unit of both. The wrong note is the patient's next one of another kind.
+    """
+    notes, found = [json.loads(line) for line in lines], []
+    for place, note in enumerate(notes):
+        others = [one for one in notes[place + 1 :] + notes[:place] if one["patient_id"] == note["patient_id"]]
+        wrong = next((one for one in others if one["visit"] != note["visit"]), None)
+        if wrong is not None:
+            prompt, sides = f"Note of a visit, {note['visit']}:", {"chosen": note["text"], "rejected": wrong["text"]}
+            found.append(json.dumps({"patient_id": note["patient_id"], "prompt": prompt, **sides}))
+    return found
+
+
+def files() -> dict[str, list[str]]:
+    """The lines of each file, by its stem."""
+    train, held_out = build(TRAIN_PATIENTS, EVAL_PATIENTS)
+    few = [line for line in train if json.loads(line)["patient_id"] <= f"P{PAIR_PATIENTS:04d}"]
+    return {"train": train, "eval": held_out, "pairs": pairs(few), "pairs_eval": pairs(held_out)}
+
+
 def main() -> None:
-    """Writes both splits."""
+    """Writes both splits, and pairs of both."""
     default = Path(__file__).resolve().parent.parent / "dpllm" / "text" / "builtin" / "clinic"
     parser = argparse.ArgumentParser(description="Write the embedded clinic notes.")
     parser.add_argument("--out", type=Path, default=default, help="directory for the two files")
@@ -206,9 +229,9 @@ def main() -> None:
             f" {FAKER_VERSION}, so the notes would differ. Install Faker=={FAKER_VERSION}."
         )
     out.mkdir(parents=True, exist_ok=True)
-    for split, lines in zip(("train", "eval"), build(TRAIN_PATIENTS, EVAL_PATIENTS), strict=True):
+    for split, lines in files().items():
         (out / f"{split}.jsonl").write_text("\n".join(lines) + "\n", encoding="ascii", newline="\n")
-        print(f"{out / split}.jsonl: {len(lines)} notes")
+        print(f"{out / split}.jsonl: {len(lines)} lines")
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ class Canary:
         """The raw training row that this canary makes."""
         if fmt == "text":
             return {"text": f"{self.carrier} {self.secret}"}
-        if fmt == "prompt_completion":
+        if fmt in ("prompt_completion", "preference"):  # it is planted as no pair
             return {"prompt": self.carrier, "completion": self.secret}
         turns = (("user", self.carrier), ("assistant", self.secret))
         return {"messages": [{"role": role, "content": content} for role, content in turns]}
@@ -212,6 +212,7 @@ def encode_secret(
     Raises:
         ConfigError: The canary does not fit into max_length, or its secret is not a training target.
     """
+    fmt = "prompt_completion" if fmt == "preference" else fmt
     try:
         sequences = encode(canary.example(fmt), fmt, tokenizer, data)
     except DataError as error:

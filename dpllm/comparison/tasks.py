@@ -98,6 +98,8 @@ def _losses(run: RunDir, config: RunConfig, base: bool) -> Json:
     models = load_models(run, config)
     table = _evaluation(run, config)
     units = data.encode_units(each_row(table.rows), table.format, models.tokenizer, config.data, name=table.name)
+    if table.format == "preference":  # the chosen answers have a loss
+        units = [data.Unit(unit.sequences[::2]) for unit in units]
     expected = read_json(run.private / "summary.json").get("eval_tokens")
     if expected not in (None, sum(sum(sequence.loss_mask) for unit in units for sequence in unit.sequences)):
         raise ConfigError("the evaluation data are no longer those of the run. Restore the file.")

@@ -43,6 +43,8 @@ UTILITY = {
     "loss": Measure("Held-out loss (nats per token)", 3, panel=("Held-out loss", "nats per target token", "{:.2f}")),
     "perplexity": Measure("Held-out perplexity", None),
     "accuracy": Measure("Next token right (%)", 1, 100.0),
+    "reward_accuracy": Measure("Chosen answer rewarded more (%)", 1, 100.0, ("Reward accuracy", "%", "{:.1f}")),
+    "reward_margin": Measure("Margin of rewards", 3),
     "bleu": Measure("BLEU", 2, panel=("BLEU", "", "{:.1f}")),
     "nist": Measure("NIST", 2),
     "rouge_l": Measure("ROUGE-L (%)", 1, 100.0, ("ROUGE-L", "%", "{:.1f}")),
@@ -202,7 +204,7 @@ def _leakage(audit: Audit) -> Json:
 
 def _utility(side: Side, moment: str, which: str) -> Utility:
     """Held-out figures: by example where they were computed from the exported weights, else as the run recorded them."""
-    recorded = {name: side.evaluation.get(f"eval_{name}_{moment}") for name in ("loss", "accuracy")}
+    recorded = {name: side.evaluation.get(f"eval_{name}_{moment}") for name in UTILITY}
     found = {name: Figure(value=value) for name, value in recorded.items() if value is not None}
     if examples := (side.held_out or {}).get(which):
         tokens = examples["tokens"]

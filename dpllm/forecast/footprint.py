@@ -127,7 +127,7 @@ def footprint(config: RunConfig, schedule: Schedule, plan: Plan | None, gpu: str
     rows, counted, found = _rows(config, net, device, GPU_MEMORY[gpu] if gpu else None, bands)
     memory, flops, seconds, speed = None, None, None, None
     if counted is not None and rows is not None:
-        share = schedule.expected_batch_size * rows_of_one(config.data) / rows
+        share = schedule.expected_batch_size * rows_of_one(config) / rows
         memory = _memory(config, net, counted, rows, device, bands)
         flops = round(counted.flops * share)
         if not gpu:

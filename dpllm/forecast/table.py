@@ -205,10 +205,11 @@ def batches_of(config: RunConfig, schedule: Schedule) -> Batches:
     """
     from scipy import stats
 
-    per_unit, batch, named = rows_of_one(config.data), schedule.expected_batch_size, config.train.physical_batch_size
-    counted = f"one sequence {'a row' if config.data.sampling == 'example' else 'a unit'}"
+    per_unit, batch, named = rows_of_one(config), schedule.expected_batch_size, config.train.physical_batch_size
+    number = "two sequences" if config.train.pairs else "one sequence"
+    counted = f"{number} {'a row' if config.data.sampling == 'example' else 'a unit'}"
     if config.data.sampling == "unit" and config.data.max_examples_per_unit is not None:
-        counted = f"at most {per_unit} rows of a unit, one sequence each"
+        counted = f"at most {config.data.max_examples_per_unit} rows of a unit, {number} each"
     if config.data.long_examples == "chunk":
         counted += ", and more where a row longer than data.max_length is cut into chunks"
     largest = int(stats.binom.ppf(QUANTILE, schedule.dataset_size, schedule.sampling_rate))

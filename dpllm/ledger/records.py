@@ -58,14 +58,18 @@ def fingerprint(rows: Iterable[Mapping[str, Any]], fields: Sequence[str], key: b
 
 
 def _text(row: Mapping[str, Any], fields: Sequence[str]) -> str:
-    """The words of a row in their order; of messages, what each of them says."""
+    """The words of a row in their order; of messages, what each of them says.
+
+    The answers of a preference pair are sorted: with another one preferred, they are the same record.
+    """
     texts = []
     for field in fields:
         value = row[field]
         if isinstance(value, list):
-            texts += [str(turn.get("content", "") if isinstance(turn, dict) else turn) for turn in value]
-        else:
-            texts.append(str(value))
+            value = " ".join(str(turn.get("content", "") if isinstance(turn, dict) else turn) for turn in value)
+        texts.append(str(value))
+    if fields[1:] == ("chosen", "rejected"):
+        texts[1:] = sorted(texts[1:])
     # Spaces, line breaks and Unicode composition do not matter, nor into how many columns a record is cut.
     return " ".join(unicodedata.normalize("NFC", " ".join(texts)).split())
 

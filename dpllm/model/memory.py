@@ -25,8 +25,10 @@ from torch import nn
 from dpllm.errors import ConfigError
 from dpllm.model import processes
 from dpllm.privacy.sampling import PhysicalBatch
+from dpllm.privacy.schedule import pairwise
 from dpllm.progress import tell
 from dpllm.recipe.config import ModelConfig, RunConfig
+from dpllm.recipe.derived import rows_of_one
 
 if TYPE_CHECKING:
     from dpllm.privacy.engine import StepEngine
@@ -127,9 +129,8 @@ def line(points: Sequence[tuple[int, int]], rows: int) -> int:
 def most_rows(config: RunConfig, device: torch.device, world: int = 1) -> int:
     """Beyond so many sequences a physical batch gains nothing: the device is busy, or a process's share is over."""
     busy = TOKENS.get(device.type, MANY_TOKENS) // config.data.max_length
-    together = config.data.max_examples_per_unit if config.data.sampling == "unit" else 1
     batch = config.train.batch_size / world
-    share = math.ceil(batch + 3 * math.sqrt(batch)) * (together or 1)  # few Poisson draws are larger
+    share = math.ceil(batch + 3 * math.sqrt(batch)) * rows_of_one(config)  # few Poisson draws are larger
     return max(1, min(busy, share))
 
 
@@ -190,14 +191,14 @@ def peak_memory() -> int | None:
     return None if found == UNKNOWN else -(-found // 2**20) * 2**20
 
 
-def synthetic(rows: int, tokens: int, vocab_size: int, *, one_unit: bool = False) -> PhysicalBatch:
-    """Random tokens, every one but the first learned: one unit each row, or all rows one unit's."""
+def synthetic(rows: int, tokens: int, vocab_size: int, *, each: int = 1) -> PhysicalBatch:
+    """Random tokens, every one but the first learned: one unit for ``each`` so many rows."""
     ids_RT = torch.randint(0, vocab_size, (rows, tokens), generator=torch.Generator().manual_seed(0))
     learned_RT = torch.ones((rows, tokens), dtype=torch.bool)
     learned_RT[:, 0] = False
-    unit_R = torch.zeros(rows, dtype=torch.long) if one_unit else torch.arange(rows)
+    unit_R, none_R = torch.arange(rows) // each, torch.zeros(rows, dtype=torch.float64)
     denominator_R = torch.full((rows,), float(tokens - 1))
-    return PhysicalBatch(ids_RT, learned_RT, denominator_R, unit_R, 1 if one_unit else rows)
+    return PhysicalBatch(ids_RT, learned_RT, denominator_R, unit_R, rows // each, none_R)
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -240,10 +241,11 @@ def _rehearsal(rows: int, config: RunConfig, vocab_size: int) -> list[PhysicalBa
     if not rows:
         return []
     settings = config.data
-    batches = [synthetic(rows, settings.max_length, vocab_size)]
+    rows = pairwise(rows) if config.train.pairs else rows
+    batches = [synthetic(rows, settings.max_length, vocab_size, each=2 if config.train.pairs else 1)]
     many = (settings.max_examples_per_unit or 1) > 1 or settings.long_examples == "chunk"
     if settings.sampling == "unit" and many:  # what a unit has so far is kept beside its rows in the next batch
-        rest = synthetic(rows, settings.max_length, vocab_size, one_unit=True)
+        rest = synthetic(rows, settings.max_length, vocab_size, each=rows)
         batches += [replace(rest, goes_on=True), rest]
     return batches
 

@@ -78,6 +78,11 @@ def epsilon(
     parts = parts_of(event)
     if parts == Parts():
         return 0.0
+    if relation == "label_changed" and parts._replace(bounds=()) != Parts():
+        raise ConfigError(
+            "under label_changed only releases of known epsilon are accounted, such as randomised response: a changed label "
+            "moves a clipped sum by up to 2 C. Use zero_out."
+        )
     require(event, accountant)
     if accountant == "rdp":
         return rdp_epsilon(parts, delta)

@@ -27,6 +27,7 @@ from dpllm.privacy.gradient_canaries import GradientCanaries
 from dpllm.privacy.loss import LOW_PRECISION_TOLERANCE, TOLERANCE, Autocast, TokenLosses, example_means
 from dpllm.privacy.noise import BandedNoise, GaussianNoise
 from dpllm.privacy.plan import Plan, Schedule, noise_scale, spacing_of
+from dpllm.privacy.preference import PairLoss
 from dpllm.privacy.rules import Form
 from dpllm.privacy.sampling import PhysicalBatch
 from dpllm.privacy.schedule import Shape
@@ -117,6 +118,9 @@ class StepEngine:
         self.noisy_fraction: float | None = None
         self.generator = noise.generator  # where the noise comes from
         self.canaries: GradientCanaries | None = None  # planted in the sum; only on the rank that adds noise
+        self.pairs: PairLoss | None = (
+            None  # where rows are the answers of preference pairs; None: each row is an example
+        )
         # (M,): what the last step released along them, over C; it holds the noise.
         self.projections: Tensor | None = None
         self._stepping = False
@@ -156,7 +160,8 @@ class StepEngine:
 
     def losses(self, batch: PhysicalBatch) -> Tensor:
         """loss_R of one physical batch, through the model as it trains."""
-        return example_means(self._token_losses(batch).nll_RT, batch.denominator_R)
+        nll_RT = self._token_losses(batch).nll_RT
+        return example_means(nll_RT, batch.denominator_R) if self.pairs is None else self.pairs(nll_RT, batch)
 
     def clipped_sum(self, batches: Sequence[PhysicalBatch], canaries: Sequence[int] = ()) -> tuple[Tensor, Diagnostics]:
         """This rank's flat clipped sum over a logical batch and the gradient canaries in it, before noise: private.
@@ -351,6 +356,7 @@ class StepEngine:
                     shapes=shapes,
                     pad_id=pad_id,
                     tolerance=LOW_PRECISION_TOLERANCE if low_precision else TOLERANCE,
+                    rows_each=1 if self.pairs is None else 2,
                 )
                 checked = self_check(subject, known, passed)
         except RoundsByCompany:

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
     from numpy.typing import NDArray
 
-Relation = Literal["zero_out", "add_or_remove_one"]  # which cost the same under Poisson sampling
+# The first two cost the same under Poisson sampling. label_changed is of one label, whose text is the same in both datasets:
+# it is of releases whose epsilon is known, and no sum of gradients is accounted under it.
+Relation = Literal["zero_out", "add_or_remove_one", "label_changed"]
 
 MAX_STEPS = 1_000_000
 CHUNK_OF_DRAWS = 500  # whose curve takes a second

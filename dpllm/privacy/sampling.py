@@ -38,6 +38,7 @@ class PhysicalBatch:
     denominator_R: Tensor  # target tokens of the sequence's whole example
     unit_R: Tensor  # index in 0..num_units-1 of the unit that the row belongs to; -1 for a padding row
     num_units: int  # each of them whole, unless the batch goes on
+    reference_R: Tensor | None = None  # of preference pairs: see ``TokenSequence``
     goes_on: bool = False  # the one unit of this batch has more rows in the next one
 
     def to(self, device: torch.device) -> PhysicalBatch:
@@ -118,7 +119,7 @@ def physical_batches(
         rank: This process, of ``world``.
         world: Number of processes.
     """
-    sizes = [(index, *_sizes(units, index)) for index in drawn]
+    sizes = [(index, *sizes_of(units, index)) for index in drawn]
     sized = sorted((shape_for(longest, shapes), rows, index) for index, rows, longest in sizes if rows)
     shares: list[list[tuple[list[int], Shape]]] = [[] for _ in range(world)]
     counts = [0] * world
@@ -141,7 +142,7 @@ def physical_batches(
     return batches + [padding] * (max(counts) - len(batches))
 
 
-def _sizes(units: Sequence[Unit | None], index: int) -> tuple[int, int]:
+def sizes_of(units: Sequence[Unit | None], index: int) -> tuple[int, int]:
     """(sequences, tokens of the longest) of a unit; of tokenised data on disk without reading them."""
     if isinstance(units, SizedUnits):
         return units.sizes(index)
@@ -191,4 +192,5 @@ def collate(units: Sequence[Unit], pad_id: int, rows: int = 0, length: int = 0) 
         torch.tensor([sequence.denominator for sequence in sequences], dtype=torch.float32),
         torch.tensor(owners, dtype=torch.long),
         len(units),
+        torch.tensor([sequence.reference for sequence in sequences], dtype=torch.float64),
     )

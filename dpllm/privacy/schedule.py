@@ -32,11 +32,15 @@ class TokenSequence:
         bool, ...
     ]  # True where the token is a target, predicted from the tokens before it; never at position 0
     denominator: int  # target tokens of the whole example, of which this may be one chunk
+    reference: float = 0.0  # of an answer of a preference pair: minus its log-likelihood before training, in nats
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Everything that one privacy unit brings; it is sampled, clipped and bounded as a whole."""
+    """Everything that one privacy unit brings; it is sampled, clipped and bounded as a whole.
+
+    Of preference pairs, the chosen and the rejected answer of each follow one another.
+    """
 
     sequences: tuple[TokenSequence, ...]
 
@@ -106,8 +110,15 @@ class Shape(NamedTuple):
         return self._replace(rows=2 ** max(0, (self.rows - 1).bit_length() - 1))
 
 
+def pairwise(rows: int) -> int:
+    """The most rows, of at most so many, that hold whole preference pairs; at least those of one."""
+    return max(2, rows - rows % 2)
+
+
 @lru_cache(maxsize=64)
-def shapes_of(rows: int, batch: int, max_length: int, *, each: int = 1, fixed: int = 256) -> tuple[Shape, ...]:
+def shapes_of(
+    rows: int, batch: int, max_length: int, *, each: int = 1, fixed: int = 256, pairs: bool = False
+) -> tuple[Shape, ...]:
     """The shapes of physical batches that make a step cheapest, by ascending length; the last holds rows of ``max_length``.
 
     In each step the last physical batch of each length is filled up with padding rows, and every row is padded to the next
@@ -120,7 +131,9 @@ def shapes_of(rows: int, batch: int, max_length: int, *, each: int = 1, fixed: i
         max_length: Tokens of the longest row allowed.
         each: Rows of a unit, at most.
         fixed: What a forward and backward pass costs before its first token, in tokens.
+        pairs: Rows are answers of preference pairs, which are never cut, so that there is an even number of them.
     """
+    rows = pairwise(rows) if pairs else rows
     step = 8 * max(1, math.ceil(max_length / (8 * PARTS)))
     ends = [0, *range(step, max_length, step), max_length]
     least = min(each, rows)
@@ -130,6 +143,7 @@ def shapes_of(rows: int, batch: int, max_length: int, *, each: int = 1, fixed: i
         tail = _tail(batch * each * (length - shorter) / max_length)
         heights = {*range(1, min(rows, 64) + 1), *(int(64 * 1.1**power) for power in range(100)), least, rows}
         most = max(least, min(rows, len(tail)))  # more than there ever are cost more
+        heights = {pairwise(n) for n in heights} if pairs else heights
         return min(
             (float(tail[::n].sum()) * (n * length + fixed), Shape(length, n)) for n in heights if least <= n <= most
         )

@@ -43,6 +43,7 @@ class Subject:
     shapes: Sequence[Shape]  # of the physical batches, by ascending length
     pad_id: int  # as in training
     tolerance: float  # relative error that is accepted
+    rows_each: int = 1  # of an example: 2 of a preference pair, which is company to nobody else
 
     @property
     def running(self) -> list[Shape]:
@@ -94,7 +95,7 @@ def self_check(subject: Subject, known: Mapping[Shape, str], passed: Mapping[Sha
     device, tolerance, longest = subject.device, subject.tolerance, subject.shapes[-1].length
     lengths = [(9, 5), (13,), (4,)]  # as few tokens as show rows that differ, and a unit of two
     units = _units_of([[max(2, min(length, longest)) for length in of_one] for of_one in lengths], subject)
-    batch = collate(units, pad_id=0, rows=5).to(device)
+    batch = collate(units, pad_id=0, rows=5 * subject.rows_each).to(device)
     devices = [device] if device.type == "cuda" else []
     with _filled(subject.parameters.values()), torch.random.fork_rng(devices=devices):
         tell("Self-check: gradients", public=True)
@@ -122,7 +123,7 @@ def _check_shapes(
     subject: Subject, clipper: PerUnitClipper, known: Mapping[Shape, str], passed: Mapping[Shape, str]
 ) -> tuple[dict[Shape, str], bool]:
     """A digest of each shape that runs, and whether they are the known ones, of which only the first was computed again."""
-    if any(shape.rows > 1 for shape in subject.running):
+    if any(shape.rows > subject.rows_each for shape in subject.running):
         _refuse_experts(subject.model)
     digests: dict[Shape, str] = {}
     for done, shape in enumerate(subject.running):
@@ -137,7 +138,7 @@ def _check_shapes(
         if not done and known.get(shape) == digests[shape]:
             return dict(known), True
         try:
-            if shape.rows > 1:
+            if shape.rows > subject.rows_each:
                 _check_company(subject, run, long, short, together)
         except RoundsByCompany as refusal:
             refusal.place, refusal.passed = done, {one: digests[one] for one in subject.running[:done]}
@@ -170,7 +171,7 @@ def _refuse_experts(model: nn.Module) -> None:
 
 def _company(subject: Subject, shape: Shape) -> tuple[list[Unit], list[Unit]]:
     """Units that fill a batch: long rows, alone and in pairs, one pair of one token repeated; and as many very short rows."""
-    length, rows = shape
+    length, rows = shape.length, shape.rows // subject.rows_each
     few = rows // 2
     pairs, odd = divmod(rows - few - 1, 2)
     lengths = [[length], *[[max(2, length - 3), length]] * pairs, *[[max(2, length - 1)]] * odd]
@@ -193,9 +194,10 @@ def _check_company(
     other bits. Losses and norms are compared too, since the rounding of a sum may hide a bit.
     """
     rows = sum(len(unit.sequences) for unit in long)
-    moved = [Unit((TokenSequence((subject.pad_id,) * 2, (False, False), 1),))] * len(short) + [*long]
+    nothing = TokenSequence((subject.pad_id,) * 2, (False, False), 1)
+    moved = [Unit((nothing,) * subject.rows_each)] * len(short) + [*long]
     (whole, loss_R, norm_U), (apart, apart_R, apart_U) = together, run(moved, short)
-    same = torch.equal(loss_R, apart_R[len(short) :]) and torch.equal(norm_U, apart_U[len(short) :])
+    same = torch.equal(loss_R, apart_R[len(short) * subject.rows_each :]) and torch.equal(norm_U, apart_U[len(short) :])
     error = {name: float((whole[name] - apart[name]).norm()) for name in apart}
     if same and not any(error.values()):
         return
@@ -204,7 +206,7 @@ def _check_company(
     if not relative <= subject.tolerance:
         raise _coupled(relative)
     differ = []
-    for row, batch, place in ((0, moved, len(short)), (rows - 1, moved, -1), (rows, short, 0)):
+    for row, batch, place in ((0, moved, len(short) * subject.rows_each), (rows - 1, moved, -1), (rows, short, 0)):
         pair = ([*long, *short], row), (batch, place)
         one, other = (_outputs(subject.model, partial(run, some), at) for some, at in pair)
         differ += [name for (name, x), (_, y) in zip(one, other, strict=False) if not torch.equal(x, y)][:1]
@@ -338,12 +340,12 @@ _ADVICE = (
 
 
 def _units_of(lengths: Sequence[Sequence[int]], subject: Subject) -> list[Unit]:
-    """Random tokens; the first third of each row is a prompt."""
+    """Random tokens; the first third of each row is a prompt. An example of two rows has them about equally long."""
     generator = torch.Generator().manual_seed(20161024)
     units = []
     for of_one in lengths:
         sequences = []
-        for length in of_one:
+        for length in [max(2, length - less) for length in of_one for less in range(subject.rows_each)]:
             ids = torch.randint(0, subject.vocab_size, (length,), generator=generator).tolist()
             mask = (False, *(position >= length // 3 for position in range(1, length)))
             sequences.append(TokenSequence(tuple(ids), mask, sum(mask)))

@@ -19,7 +19,8 @@ from dpllm.recipe.audit import AuditConfig
 from dpllm.recipe.beside import CardConfig as CardConfig
 from dpllm.recipe.beside import TelemetryConfig as TelemetryConfig
 from dpllm.recipe.privacy import PrivacyConfig
-from dpllm.recipe.section import Section, explain, number_or_auto, read_recipe
+from dpllm.recipe.section import Section, explain, read_recipe
+from dpllm.recipe.train import TrainConfig as TrainConfig
 
 # What a recipe may no longer say -> what to write instead.
 RETIRED = {
@@ -140,9 +141,14 @@ class DataConfig(Section):
     public_size: PositiveInt | None = None
     """Declared number of privacy units (rows, with sampling: example), not counted in the data; the neighbouring relation is then
     add/remove-one. null: they are counted and the count is published; the relation is then zero-out."""
-    format: Literal["auto", "text", "prompt_completion", "messages"] = "auto"
+    format: Literal["auto", "text", "prompt_completion", "messages", "preference"] = "auto"
     """Format of the rows. auto infers it from the columns that have values, and refuses rows that fit several formats or differ
-    from each other. Alpaca columns are read as prompt_completion, ShareGPT's as messages."""
+    from each other. Alpaca columns are read as prompt_completion, ShareGPT's as messages. preference: pairs of a chosen and a
+    rejected answer, with or without a column prompt, of text or of messages."""
+    label_record: str | None = None
+    """What `dpllm randomize-labels` wrote beside data.train: labels are private at the source, and the loss knows how much."""
+    label_epsilon: float | None = Field(default=None, gt=0)
+    """Of data.label_record, which sets it: the epsilon of one label."""
     columns: dict[str, str] = Field(default_factory=dict)
     """Your names for the text columns, as in {prompt: meaning_representation}; every row must have them (input and system: at
     least one row)."""
@@ -186,10 +192,10 @@ class DataConfig(Section):
     @classmethod
     def _columns_of_text(cls, value: dict[str, str]) -> dict[str, str]:
         texts = "text", "prompt", "completion", "messages", "instruction", "input", "output", "conversations", "system"
-        if wrong := sorted(value.keys() - set(texts)):
+        if wrong := sorted(value.keys() - {*texts, "chosen", "rejected"}):
             raise ValueError(
                 f"{wrong[0]!r} is not a text column of any format, and renaming the column of a unit would change who is "
-                f"protected. Rename only {', '.join(texts)}; name the unit's own column in data.unit."
+                f"protected. Rename only {', '.join(texts)}, chosen, rejected; name the unit's own column in data.unit."
             )
         return value
 
@@ -254,61 +260,8 @@ class DataConfig(Section):
             raise ValueError("sampling: example needs data.unit: <column>; where each row is a unit they are the same")
         if self.unit != "example" and self.max_examples_per_unit is None:
             raise ValueError("data.unit: <column> needs data.max_examples_per_unit, the most rows one unit may bring")
-        return self
-
-
-class TrainConfig(Section):
-    """The loop. Nothing here is read from private data while it runs."""
-
-    batch_size: PositiveInt = 256
-    """Expected logical batch size B, in privacy units (rows, with data.sampling: example); the sampling rate is B / N and
-    the divisor of the sum is B."""
-    physical_batch_size: Literal["auto"] | PositiveInt = 16
-    """Most sequences in one forward pass. It changes memory and speed, never the guarantee; the number at each length follows
-    from public values. auto: what suits free memory and speed, measured before training on synthetic sequences of data.max_length
-    and recorded in run.json."""
-    epochs: float | None = Field(default=None, gt=0)
-    """Expected passes over the data; give epochs or steps."""
-    steps: PositiveInt | None = None
-    """Number of logical steps; give epochs or steps."""
-    learning_rate: float = Field(default=1e-3, gt=0)
-    """Peak learning rate, reached after the warm-up."""
-    optimizer: Literal["adamw", "sgd"] = "adamw"
-    """Optimizer that receives the noised gradients."""
-    momentum: float = Field(default=0.0, ge=0, lt=1)
-    """With optimizer: sgd. What one step releases acts on later steps too, 1 / (1 - momentum) times in all."""
-    lr_scheduler: Literal["linear", "cosine", "constant"] = "linear"
-    """Learning rate schedule after the warm-up; it depends on the step alone."""
-    warmup: float = Field(default=0.05, ge=0, lt=1)
-    """Share of the steps over which the learning rate rises from zero."""
-    weight_decay: float = Field(default=0.0, ge=0)
-    """Weight decay, as PyTorch's optimizer defines it."""
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Autocast of the forward pass; auto is bf16 on a GPU that has it and fp32 elsewhere. fp16 uses a constant loss scale."""
-    seed: int = 0
-    """Seeds initialisation, and dropout without differential privacy, only. Noise and sampling are seeded by the operating
-    system."""
-    eval_every: PositiveInt | None = None
-    """Steps between evaluations; null: only before the first and after the last step."""
-    checkpoint_every: PositiveInt | None = None
-    """Steps between checkpoints; null: only when interrupted."""
-    sample_prompts: list[str] | str | None = None
-    """Public prompts, or a file with one per line (jsonl: as `dpllm generate --prompts` reads it). During training the model
-    completes each by greedy decoding; prompts and texts are printed and go to trackers. Naming prompts here declares them
-    public."""
-    sample_every: PositiveInt | None = None
-    """Steps between samples; null: only after the last step."""
-    process_timeout: float = Field(default=1800.0, gt=0)
-    """With several processes: seconds that a step may take before the run is ended (a process hangs, or the network fails)."""
-
-    _rows = field_validator("physical_batch_size", mode="wrap")(number_or_auto("sequences"))
-
-    @model_validator(mode="after")
-    def _length(self) -> TrainConfig:
-        if (self.epochs is None) == (self.steps is None):
-            raise ValueError("give train.epochs or train.steps, one of the two")
-        if self.momentum and self.optimizer != "sgd":
-            raise ValueError("momentum is for sgd only, and adamw has its own; set optimizer: sgd or remove momentum")
+        if self.label_epsilon is not None and self.label_record is None:
+            raise ValueError("label_epsilon is what data.label_record says; name the record, or remove it")
         return self
 
 
@@ -344,6 +297,24 @@ class RunConfig(Section):
             raise ValueError(
                 "model.adapter is an adapter to start LoRA from, and adapter.method: frozen trains none; set model.adapter: "
                 "null, or adapter.method: lora"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _pairs(self) -> RunConfig:
+        data, train, fix = self.data, self.train, "set train.objective: dpo and data.format: preference, or neither"
+        if data.format != "auto" and train.pairs != (data.format == "preference"):
+            raise ValueError(
+                f"train.objective: {train.objective} does not learn from data.format: {data.format}; {fix}"
+            )
+        if train.pairs and data.long_examples == "chunk":
+            raise ValueError("data.long_examples: chunk would tear the answers of a pair apart; set it to truncate")
+        if train.pairs and self.audit.canaries:
+            raise ValueError("audit.canaries are texts and no preference pairs; set audit.gradient_canaries instead")
+        if data.label_record is not None and (not train.pairs or train.label_smoothing):
+            raise ValueError(
+                "data.label_record is about the labels of preference pairs and sets how often they are wrong; set "
+                "train.objective: dpo, and no train.label_smoothing"
             )
         return self
 

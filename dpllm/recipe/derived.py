@@ -7,14 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dpllm.errors import ConfigError, Refused
 from dpllm.privacy.banded import LearningRate
+from dpllm.privacy.labels import flip_probability
 from dpllm.privacy.plan import Plan, Settings, make_plan
 from dpllm.privacy.schedule import Schedule, Shape, make_schedule, shapes_of
 from dpllm.recipe.audit import AuditConfig
 from dpllm.recipe.config import DataConfig, LoraConfig, RunConfig, TrainConfig
+
+if TYPE_CHECKING:
+    from dpllm.privacy.preference import PairLoss
 
 
 def schedule_of(config: RunConfig, num_units: int) -> Schedule:
@@ -58,12 +62,35 @@ def learning_rate_of(train: TrainConfig) -> LearningRate:
 def shapes_for(config: RunConfig, schedule: Schedule, fixed: int) -> Callable[[int], tuple[Shape, ...]]:
     """From the most rows of a physical batch to the shapes of a recipe, the same for any number of processes."""
     data, batch = config.data, schedule.expected_batch_size
-    return partial(shapes_of, batch=batch, max_length=data.max_length, each=rows_of_one(data), fixed=fixed)
+    each, pairs = rows_of_one(config), config.train.pairs
+    return partial(shapes_of, batch=batch, max_length=data.max_length, each=each, fixed=fixed, pairs=pairs)
 
 
-def rows_of_one(data: DataConfig) -> int:
-    """Rows that one of what is sampled brings, at most, unless they are cut into chunks."""
-    return 1 if data.sampling == "example" else data.max_examples_per_unit or 1
+def rows_of_one(config: RunConfig) -> int:
+    """Rows that one of what is sampled brings, at most, unless they are cut into chunks: two of each preference pair."""
+    examples = 1 if config.data.sampling == "example" else config.data.max_examples_per_unit or 1
+    return examples * (2 if config.train.pairs else 1)
+
+
+def pair_loss(config: RunConfig) -> PairLoss | None:
+    """The loss of preference pairs, which knows how often their labels were flipped; None where text trains."""
+    train, epsilon = config.train, config.data.label_epsilon
+    if train.objective == "likelihood":
+        return None
+    from dpllm.privacy.preference import PairLoss  # which loads torch
+
+    return PairLoss(train.objective, train.beta, flip_probability(epsilon) if epsilon else train.label_smoothing)
+
+
+def flipped_labels(config: RunConfig) -> str | None:
+    """Says what the loss makes of wrong labels; None where none are known."""
+    train, epsilon = config.train, config.data.label_epsilon
+    share = flip_probability(epsilon) if epsilon else train.label_smoothing
+    if not share:
+        return None
+    how = "learns a soft label" if train.objective == "cdpo" else "is debiased"
+    bottom = " and has no lower bound: it stops by the schedule, not by the loss" * (train.objective == "dpo")
+    return f"Labels: wrong with probability {share:.3g}; the loss of {train.objective} {how}{bottom}"
 
 
 def num_slots(audit: AuditConfig, data: DataConfig) -> int:

@@ -29,6 +29,7 @@ class Imported:
 
     path: Path
     tool: str
+    pairs: bool = False  # of DPO
     special: Json = field(default_factory=dict)  # "@..." of imports.yaml -> value
     said: dict[str, str] = field(default_factory=dict)  # the same -> their key with its value, until a line tells it
     told: set[str] = field(default_factory=set)  # those of which a line does
@@ -139,10 +140,14 @@ def import_config(path: Path) -> Imported:
     raw = {key: value for key, value in read_recipe(path).items() if value is not None}
     draft = Imported(path, _tool(path, raw))
     try:
+        loss = raw.get("loss_type") if draft.tool == "TRL" else None
+        loss = loss[0] if isinstance(loss, list) and len(loss) == 1 else loss
+        draft.pairs = isinstance(loss, str) and loss in TABLES["pair_losses"]
+        known = {*TABLES["TRL DPO"], "max_prompt_length", "precompute_ref_log_probs"} if draft.pairs else set()
         for key, value in raw.items():
-            if _outside(key, value):
+            if key not in known and _outside(key, value):
                 _refuse(path, f"{key}: {value}")
-        defaults = TABLES["defaults"][draft.tool]
+        defaults = TABLES["defaults"]["TRL DPO" if draft.pairs else draft.tool]
         if draft.tool == "LLaMA-Factory":
             defaults = {**defaults, "lora_alpha": 2 * CONVERT["adapter.r"]({**defaults, **raw}["lora_rank"])}
         for key, value in {**defaults, **raw}.items():
@@ -151,6 +156,8 @@ def import_config(path: Path) -> Imported:
             _refuse(path, f"stage: {draft.special['@stage']}")
         for fill in (_method, _length, _datasets):
             fill(draft)
+        if draft.pairs:
+            _objective(draft, str(loss))
         draft.carried += [f"{line} -> nothing to set" for word, line in draft.said.items() if word not in draft.told]
         if any(key.startswith("wandb_") for key in raw) and draft.found.get("telemetry.project"):
             draft.found.setdefault("telemetry.trackers", ["wandb"])
@@ -165,7 +172,8 @@ def import_config(path: Path) -> Imported:
 
 def _carry(draft: Imported, key: str, value: Any, note: str) -> None:
     """One key with its value: to the recipe's key, to those that several keys decide, or to what is left out."""
-    ours = TABLES[draft.tool].get(key) or TABLES["trainer"].get(key)
+    of_pairs = TABLES["TRL DPO"] if draft.pairs else {}
+    ours = of_pairs.get(key) or TABLES[draft.tool].get(key) or TABLES["trainer"].get(key)
     try:
         if ours is None:
             raise _No(_reason(key))
@@ -214,8 +222,8 @@ def _reason(key: str) -> str:
 
 def _refuse(path: Path, what: str) -> None:
     raise ConfigError(
-        f"{path}: {what} trains on preferences or rewards, whose loss compares texts of several people, while dpllm clips the "
-        "gradient of one person's text. Import the configuration of the supervised stage (sft)."
+        f"{path}: {what} trains on preferences or rewards in a way that dpllm does not: its loss compares texts of several "
+        "people, or moves a reference. Import a configuration of sft, or of TRL's DPO with loss_type: sigmoid, robust or ipo."
     )
 
 
@@ -252,6 +260,15 @@ def _method(draft: Imported) -> None:
             draft.carry(f"@{precision}", "train.precision", "auto" if value == "auto" else precision)
     if False in asked.values() and not any(asked.values()):
         draft.carry("@bf16" if asked["bf16"] is False else "@fp16", "train.precision", "fp32")
+
+
+def _objective(draft: Imported, loss: str) -> None:
+    """What DPO calls its loss; with sigmoid, a share of wrong labels makes it conservative."""
+    soft = loss == "sigmoid" and draft.found.get("train.label_smoothing", 0) > 0
+    draft.carry("@loss", "train.objective", "cdpo" if soft else TABLES["pair_losses"][loss])
+    draft.found["data.format"] = "preference"
+    if loss == "ipo":
+        draft.left.append("loss_type: ipo compares sums of log-likelihoods here, and TRL their means over tokens.")
 
 
 def _length(draft: Imported) -> None:

@@ -69,7 +69,11 @@ def publishable(config: RunConfig) -> RunConfig:
     """
     data, model = config.data, config.model
     started = last_part(model.adapter) if model.adapter else None
-    told = {name: _each(public_name, source) for name in ("train", "eval") if (source := getattr(data, name))}
+    told = {
+        name: _each(public_name, source)
+        for name in ("train", "eval", "label_record")
+        if (source := getattr(data, name))
+    }
     seed = None if config.privacy.insecure_seed is None else 0
     prompts = config.train.sample_prompts
     asked = public_name(prompts) if isinstance(prompts, str) else prompts
@@ -103,9 +107,13 @@ def digest(config: RunConfig) -> str:
         ("train", "momentum"),
         ("data", "control"),
         ("data", "template"),
+        ("data", "label_record"),
+        ("data", "label_epsilon"),
     ):
         if not recipe[section][key]:
             del recipe[section][key]
+    if recipe["train"]["objective"] == "likelihood":
+        del recipe["train"]["objective"], recipe["train"]["beta"], recipe["train"]["label_smoothing"]
     if not any(recipe["data"]["csv"].values()):
         del recipe["data"]["csv"]
     if recipe["privacy"]["noise"] == "independent":
@@ -114,8 +122,8 @@ def digest(config: RunConfig) -> str:
         del recipe["adapter"]["lora_a"]
     if recipe["audit"]["canaries"]:
         recipe["audit"]["canaries"]["temperature"] = 1.0
-    for section, name in (("model", "name_or_path"), ("data", "train"), ("data", "eval")):
-        if value := recipe[section][name]:
+    for section, name in (("model", "name_or_path"), ("data", "train"), ("data", "eval"), ("data", "label_record")):
+        if value := recipe[section].get(name):
             recipe[section][name] = _each(lambda one: one if is_builtin(one) else last_part(one), value)
     return digest_of(recipe)
 

@@ -27,6 +27,7 @@ from dpllm.files import write_json
 from dpllm.ledger import open_ledger
 from dpllm.model import environment, loading, memory, processes, sharding
 from dpllm.model.processes import salted, shared
+from dpllm.model.rewards import Rewards
 from dpllm.privacy import accounting
 from dpllm.privacy.engine import StepEngine
 from dpllm.privacy.gradient_canaries import GradientCanaries
@@ -43,6 +44,7 @@ from dpllm.run.mechanism import Autocast, build_model, check_in_float32, check_r
 from dpllm.run.payment import Payment, pay
 from dpllm.run.projections import KeptGroups, read_groups
 from dpllm.run.promise import Decision, Start, decide
+from dpllm.run.references import Pairs, referenced
 from dpllm.run.resume import ResumeState, flat
 from dpllm.run.samples import Samples
 from dpllm.statement.run_files import PlanRecord, read_plan
@@ -61,6 +63,7 @@ class Prepared:
     run: RunDir
     units: tokens.Units  # what is sampled, canary slots last
     held_out: list[data.TokenSequence]
+    pairs: Pairs | None  # of preference training: the same, with what the reference says of each answer
     samples: Samples  # prompts of texts that are written during training
     tokenizer: Any
     model: Any  # in training mode, on its device
@@ -167,6 +170,7 @@ def _check(
     if plan is None:
         return of_rows(rows), Checked(0.0)
     key = partial(verdict.key_of, config, net, vocabulary=vocabulary, pad_id=pad_id, precision=str(precision))
+    key = partial(key, pairs=str(engine.pairs))
     kept = verdict.Kept(key, start.fresh_check)
     shapes, checked = check_rows(engine, vocabulary, of_rows, rows, pad_id=pad_id, low=low, kept=kept, console=console)
     if low:
@@ -190,11 +194,8 @@ def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, 
     main, cache, device = state.is_main_process, run.private / "cache", state.device
     decided = decide(config, start, fetch=True, cache=cache).obeyed() if main else None
     rows = decided.subject.rows if decided and decided.subject else None  # rank 0 reads the data once
-    decision: Decision = shared(decided.without_rows() if decided else None)
-    # With places of this machine, not of rank 0's.
-    config = config.model_copy(update={"data": config.data.model_copy(update={"format": decision.config.data.format})})
-    decision = replace(decision, config=config)
-    plan, resumed = decision.plan, decision.resumed
+    decision: Decision = _here(shared(decided.without_rows() if decided else None), config)
+    config, plan, resumed = decision.config, decision.plan, decision.resumed
     console.print(str(decision), markup=False)
     tokenizer = loading.load_tokenizer(config.model)
     plants = main and config.audit.plants
@@ -214,6 +215,8 @@ def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, 
         key = int(planted.gradient_key, 16)
         engine.canaries = GradientCanaries(key, coins, engine.size, plan.clipping, device)
     shapes, checked = _check(decision, net, engine, vocabulary, tokenizer.pad_token_id or 0, precision, start, console)
+    rewards = Rewards(net, shapes, tokenizer.pad_token_id or 0, device, autocast)
+    pairs = referenced(decision, run, rewards, units, held_out) if engine.pairs else None
     notes = [*decision.policy.deviations]
     if resumed:
         saved: checkpoint.State = shared(checkpoint.load_resume(run, net, optimizer) if main else None)
@@ -227,6 +230,7 @@ def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, 
         run=run,
         units=units,
         held_out=held_out,
+        pairs=pairs,
         samples=samples,
         tokenizer=tokenizer,
         model=net,
@@ -244,6 +248,12 @@ def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, 
         _write(prepared, promise, planted, groups_key, table, evaluation)
     state.wait_for_everyone()
     return prepared
+
+
+def _here(decision: Decision, config: RunConfig) -> Decision:
+    """Rank 0's decision with places of this machine, and what was found in the data."""
+    found = {name: getattr(decision.config.data, name) for name in ("format", "label_epsilon")}
+    return replace(decision, config=config.model_copy(update={"data": config.data.model_copy(update=found)}))
 
 
 def _canaries(config: RunConfig, run: RunDir, resume: bool, tokenizer: Any, device: torch.device) -> CanaryPlan:
@@ -294,6 +304,8 @@ def _write(
         if not resumed:
             run.clear(keep=prepared.units.path)
             run.make()
+            if prepared.pairs:
+                prepared.pairs.keep(run)
             run.config.write_text(dump_config(config), encoding="utf-8")
             if planted:
                 canaries.save(planted, run.canaries)

@@ -151,7 +151,8 @@ def _next_batches(prepared: Prepared, state: PartialState) -> tuple[list[Physica
     """This rank's part of the next logical batch, in physical batches, and the gradient canaries in it, which are rank 0's."""
     pad_id, rank, world = prepared.tokenizer.pad_token_id or 0, state.process_index, state.num_processes
     drawn, first = prepared.sampler.draw(), len(prepared.units) - prepared.config.audit.gradient_canaries
-    found = physical_batches(drawn, prepared.units, prepared.shapes, pad_id, rank, world)
+    units = prepared.units if prepared.pairs is None else prepared.pairs.sampled
+    found = physical_batches(drawn, units, prepared.shapes, pad_id, rank, world)
     canaries = [slot - first for slot in drawn if slot >= first] if rank == 0 else []
     return [batch.pinned() for batch in found] if state.device.type == "cuda" else found, canaries
 
@@ -161,6 +162,8 @@ def _evaluate(prepared: Prepared, state: PartialState) -> evaluate.HeldOut | Non
     if not prepared.held_out:
         return None
     rank, world, device = state.process_index, state.num_processes, state.device
+    if prepared.pairs and prepared.engine.pairs:
+        return prepared.pairs.rewards.held_out(prepared.pairs.held_out, prepared.engine.pairs, rank, world)
     size = prepared.physical_batch_size * (4 if device.type == "cpu" else 1)
     with memory.explained(prepared.config, prepared.physical_batch_size):
         return evaluate.held_out_loss(prepared.model, prepared.held_out, size, device, prepared.autocast, rank, world)

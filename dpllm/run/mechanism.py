@@ -26,6 +26,7 @@ from dpllm.privacy.sampling import PoissonSampler
 from dpllm.privacy.schedule import Shape
 from dpllm.privacy.selfcheck import Checked
 from dpllm.privacy.stream import Turns, os_entropy
+from dpllm.recipe import derived
 from dpllm.recipe.config import RunConfig, TrainConfig
 from dpllm.run import verdict
 from dpllm.run.promise import Decision
@@ -104,6 +105,7 @@ def make_engine(
         autocast=autocast,
         loss_scale=FP16_LOSS_SCALE if precision == torch.float16 else 1.0,
     )
+    engine.pairs = derived.pair_loss(decision.config)
     charged = decision.resumed.charged if decision.resumed else 0
     turns = Turns(decision.plan.bands if decision.plan else 1, groups, charged)
     return PoissonSampler(schedule, size, sampling_key, turns), engine, autocast
@@ -158,7 +160,7 @@ def check_rows(
         if (place := processes.least(place)) == len(chosen):
             break
         known = {}  # of other shapes than those that run now
-        chosen = _with_fewer(chosen, place)
+        chosen = _with_fewer(chosen, place, 1 if engine.pairs is None else 2)
     if some := ", ".join(map(str, chosen)) if reasons else "":
         console.print(f"Physical batches have fewer rows in this run ({some} tokens), which is slower: {reasons[0]}.")
     facts = {f"the gradient sum of a physical batch of {shape} synthetic tokens": one for shape, one in passed.items()}
@@ -170,10 +172,10 @@ def check_rows(
     return chosen, checked
 
 
-def _with_fewer(shapes: tuple[Shape, ...], place: int) -> tuple[Shape, ...]:
-    """Fewer rows in the shape at a place, on all ranks where one rank's kernels ask for it; one row in every shape for -1."""
+def _with_fewer(shapes: tuple[Shape, ...], place: int, least: int) -> tuple[Shape, ...]:
+    """Fewer rows in the shape at a place, on all ranks where one rank's kernels ask for it; for -1, in all shapes the least."""
     if place < 0:
-        return tuple(shape._replace(rows=1) for shape in shapes)
+        return tuple(shape._replace(rows=least) for shape in shapes)
     return *shapes[:place], shapes[place].lower, *shapes[place + 1 :]
 
 
@@ -188,5 +190,6 @@ def check_in_float32(config: RunConfig, net: Any, plan: Plan, device: torch.devi
         form=Form(config.privacy.grad_sample_mode, config.data.max_length),
         noise=GaussianNoise(0, device),  # it draws none
     )
+    engine.pairs = derived.pair_loss(config)
     with contextlib.closing(engine):
         engine.self_check(loading.SHRUNKEN_VOCABULARY, [shape._replace(rows=min(8, shape.rows)) for shape in shapes])

@@ -23,10 +23,12 @@ from dpllm.progress import tell
 from dpllm.recipe import derived, names
 from dpllm.recipe.config import RunConfig
 from dpllm.run.directory import RunDir, check_directory
+from dpllm.run.labels import read_labels
 from dpllm.run.resume import ResumeState, check_promise, read_resume_state, same_lineage, same_recipe
 from dpllm.statement import lineage, parents
 from dpllm.statement.fields import Lineage
 from dpllm.statement.formatting import html_table
+from dpllm.statement.labels import Labels
 from dpllm.text import builtin, data, layouts
 from dpllm.text.prompts import read_prompts
 from dpllm.text.rows import Groups
@@ -58,6 +60,12 @@ class Subject:
     reads: str = ""  # from which columns, in one line
     example: str = ""  # how the model sees a row: the first of data that are declared public, else the shape of any
     rows: tuple[data.Table, Groups] | None = field(default=None, repr=False)  # as read, and by unit, for training
+    labels: Labels | None = None  # of preference pairs, where labels were flipped at the source
+
+    @property
+    def found(self) -> dict[str, Any]:
+        """Keys of the recipe's section data that the data decide."""
+        return {"format": self.format, "label_epsilon": self.labels.epsilon if self.labels else None}
 
 
 @dataclass(frozen=True)
@@ -89,6 +97,11 @@ class Decision:
         return derived.deviations(self.config)[0] or lineage.why_not(self.lineage)
 
     @property
+    def labels(self) -> Labels | None:
+        """Of the pairs that train, where they were flipped at the source."""
+        return self.subject.labels if self.subject else None
+
+    @property
     def shrunk(self) -> str:
         """Says that the budget has no room for the epsilon that was asked for; empty where it has."""
         plan, held = self.plan, self.ledger
@@ -117,6 +130,8 @@ class Decision:
             lines.insert(0, f"No differential privacy: {self.schedule.num_steps} steps")
         if self.shrunk:
             lines.append(self.shrunk)
+        if (loss := derived.flipped_labels(self.config)) is not None:
+            lines.append(loss)
         if self.ledger is not None:
             lines.append(f"Ledger: {self.ledger}")
         if self.subject and self.subject.reads:
@@ -194,7 +209,7 @@ def decide(
         subject = subject or _read_subject(config, ledger, found, cache)
         if subject is None:
             return Decision(config, refusals=tuple(found.errors))
-        config, resumed = _update(config, "data", format=subject.format), None
+        config, resumed = _update(config, "data", **subject.found), None
         found.attempt(_check_machine, config, start)
         dataset, parent = subject.dataset, config.privacy.derived_from if subject.policy else None
         if start and start.resume:
@@ -259,6 +274,8 @@ def _read_subject(config: RunConfig, ledger: Ledger | None, found: Refusals, cac
         table = found.attempt(data.load_table, config.data.train, config.data, config.data.train_split, where)
         if table is None:
             return None
+        found.attempt(_check_objective, config, table)
+        labels = found.attempt(read_labels, config.data)
         policy = found.attempt(dataset_policy.find_policy, config, table, ledger)
         units = found.attempt(data.sampled_rows, table, config.data)
     if units is None:
@@ -276,7 +293,18 @@ def _read_subject(config: RunConfig, ledger: Ledger | None, found: Refusals, cac
         if config.data.public
         else layouts.shape(fmt, config.data.control, config.data.template),
         (table, units) if cache else None,
+        labels.public() if labels else None,
     )
+
+
+def _check_objective(config: RunConfig, table: data.Table) -> None:
+    """Refuses, with a ConfigError, an objective that does not learn from such rows."""
+    if config.train.pairs != (table.format == "preference"):
+        fix = "likelihood" if config.train.pairs else "dpo"
+        raise ConfigError(
+            f"{table.name}: is {table.reads}, from which train.objective: {config.train.objective} does not learn. Set "
+            f"train.objective: {fix}, or name other data."
+        )
 
 
 def _check_machine(config: RunConfig, start: Start | None) -> None:

@@ -63,10 +63,12 @@ class Recorder:
         self._started, self._deadline, self._console, self._screen = started, deadline, console, screen
         self._epsilon_after = EpsilonSpent(prepared.plan)
         # Losses in nats per target token, shares: private unless the evaluation data are public.
-        figures = ("eval_loss_before", "eval_loss_after", "eval_accuracy_before", "eval_accuracy_after")
+        names = ("loss", *(("reward_accuracy", "reward_margin") if prepared.config.train.pairs else ("accuracy",)))
+        figures = [f"eval_{name}_{when}" for name in names for when in ("before", "after")]
         self._step, self._kept = prepared.first_step, prepared.run.private / "summary.json"
         kept = read_json(self._kept) if main and self._step and self._kept.exists() else {}  # of a run that goes on
         known: dict[str, float | None] = {name: kept.get(name) for name in figures[::2]}
+        self._figures = names
         self._summary = {**dict.fromkeys(figures), "eval_tokens": 0, **known}
         self._saved: int | None = None
         self._finite = True  # the loss of the last step
@@ -125,14 +127,15 @@ class Recorder:
         self._screen.end()
         loss = seen.loss if seen and math.isfinite(seen.loss) else None  # JSON has no word for nan
         accuracy = seen.accuracy if seen else None
+        found = {name: getattr(seen, name, None) for name in self._figures} | {"loss": loss}
         if when == "during":
-            self._log({"step": self._step, "eval_loss": loss, "eval_accuracy": accuracy})
+            self._log({"step": self._step, **{f"eval_{name}": value for name, value in found.items()}})
         else:
-            self._summary |= {f"eval_loss_{when}": loss, f"eval_accuracy_{when}": accuracy}
+            self._summary |= {f"eval_{name}_{when}": value for name, value in found.items()}
         if when == "before" and self._main:
             write_json(self._kept, self._summary)  # a process that is killed writes no more
         elif when == "after":
-            self._summary["eval_tokens"] = sum(sum(sequence.loss_mask) for sequence in self._prepared.held_out)
+            self._summary["eval_tokens"] = seen.tokens if seen else 0
         self._telemetry.evaluated(self._step, loss, accuracy)
         if when == "before" and loss is not None and self._prepared.config.data.eval_public:
             self._console.print(f"Held-out loss before: {loss:.4f} nats per token")
@@ -253,6 +256,7 @@ class Recorder:
             delta=prepared.plan.delta if prepared.plan else None,
             ledger=prepared.payment.to_json(prepared.plan.delta if prepared.plan else None),
             lineage=prepared.decision.lineage,
+            **({"labels": labels} if (labels := prepared.decision.labels) else {}),
             versions=environment.versions(),
             hardware=environment.hardware(),
             model=ModelRecord(

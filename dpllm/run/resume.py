@@ -133,7 +133,8 @@ def same_recipe(config: RunConfig, run: RunDir) -> None:
     before, now = flat(saved.model_dump(mode="json")), flat(config.model_dump(mode="json"))
     # The saved recipe names the format that was found.
     changed = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
-    changed = [key for key in changed if not (key == "data.format" and now[key] == "auto")]
+    found = {"data.format": "auto", "data.label_epsilon": None}
+    changed = [key for key in changed if key not in found or now[key] != found[key]]
     changed = [key for key in changed if not {key, key.partition(".")[0]} & MAY_CHANGE]
     if changed:
         raise Refused(

@@ -154,6 +154,7 @@ def summary(record: RunRecord, run: RunPaths, *, held_out: bool) -> dict[str, An
         "delta": record.delta,
         "eval_loss_before": public.get("eval_loss_before"),
         "eval_loss_after": public.get("eval_loss_after"),
+        **{name: value for name, value in public.items() if "reward" in name},
         "private_figures": str(run.private / "summary.json") if held_out and not public else None,
         "dataset": record.ledger.dataset if record.ledger else None,
         "export": str(run.export),
@@ -171,12 +172,16 @@ def summary_table(found: dict[str, Any]) -> Table:
     holds, lost, private = found["guarantee"], found["steps_lost"], found["private_figures"]
     losses = [(when, found[f"eval_loss_{when}"]) for when in ("before", "after")]
     shown = ", ".join(f"{loss:.4f} {when}" for when, loss in losses if loss is not None)
+    won = [
+        f"{found[key]:.1%} {when}" for when in ("before", "after") if found.get(key := f"eval_reward_accuracy_{when}")
+    ]
     more = f"; {lost} more were charged and lost" if lost else ""
     promise = f"epsilon {found['epsilon']:.3f} at delta {found['delta']:g}" if holds else f"none: {found['reason']}"
     rows = {
         "steps": f"{found['steps_taken'] - lost} of {found['steps_planned']}{more}",
         "guarantee": promise,
         "held-out loss": f"{shown} (nats per token)" if shown else private and f"private: {private}",
+        "reward accuracy": ", ".join(won) or None,
         "charged to": found["dataset"],
         "to publish": f"{found['export']}/",
         "to keep private": f"{found['private']}/",

@@ -29,6 +29,7 @@ from dpllm.statement.fields import (
     Terms,
     Text,
 )
+from dpllm.statement.labels import Labels
 from dpllm.statement.released import BesideRun
 
 SCHEMA_VERSION = 2
@@ -283,6 +284,7 @@ class _Statement(Record):
     """SHA-256 of every file published beside the card, by its path."""
     merged_from: MergedFrom | None = None
     statistics: BesideRun | None = None
+    labels: Labels | None = None
     template: str | None = None
     """How prompt and completion became one text, of a recipe that says so; `dpllm generate` writes prompts by it."""
 

@@ -31,6 +31,7 @@ from dpllm.statement.fields import (
     Record,
     Sha256,
 )
+from dpllm.statement.labels import Labels
 
 COST = ("finished_at", "duration_seconds", "peak_memory_bytes")
 """What a run took. It grows with the longest row: private/summary.json has it, and run.json where all rows are public."""
@@ -180,6 +181,8 @@ class RunRecord(Record):
     lattice: Lattice | None = None
     """To which noise and contributions were rounded; None without differential privacy."""
     metrics: Metrics
+    labels: Labels | None = None
+    """Of the training pairs, where they were flipped at the source."""
     started_at: str  # in UTC
     finished_at: str | None = None  # this and what follows, see COST: only where all rows are public
     duration_seconds: Number | None = None

@@ -95,6 +95,7 @@ def state(
         },
         "date": record.started_at[:10],
         "files": dict(sorted(files.items())),
+        **({"labels": record.labels.to_json()} if record.labels else {}),
         **({"statistics": beside_run(statistics, terms, reason is None).to_json()} if statistics else {}),
     }
     return privacy_record.read(block)

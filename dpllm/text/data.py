@@ -26,6 +26,7 @@ from dpllm.recipe import names
 from dpllm.recipe.config import DataConfig, Source
 from dpllm.text import control
 from dpllm.text.layouts import FIELDS, Format, Layout, converted, in_words, joined, layout_of, learned, packed, renamed
+from dpllm.text.layouts import sides as sides_of
 from dpllm.text.rows import Groups, Row, StoredRows, each_row
 from dpllm.text.sources import files, read_rows, unpacked
 
@@ -89,7 +90,7 @@ def load_table(source: Source, data: DataConfig, split: str, cache_dir: Path) ->
             layout = layout_of(row, place, data.format, layout, data.columns.values())
             row, fields = converted(row, place, layout)
             row.pop(control.LINE, None)  # no source has a say in it
-            if data.template is not None and layout.format != "prompt_completion":
+            if data.template is not None and (layout.lists or "prompt" not in FIELDS[layout.format]):
                 raise DataError(
                     f"{place} reads as {layout.name}, and data.template joins a prompt with its completion, so that it would do "
                     "nothing. Remove data.template: messages are read by the model's chat template, text as it stands."
@@ -109,7 +110,7 @@ def load_table(source: Source, data: DataConfig, split: str, cache_dir: Path) ->
 
 
 def _check_control(data: DataConfig, layout: Layout, place: str) -> None:
-    if layout.format == "messages":
+    if layout.lists:
         raise DataError(
             f"{place} reads as {layout.name}, and data.control cannot add its line there, because the chat template fixes the "
             "place of every token. Use rows with text, or with prompt and completion, or remove data.control."
@@ -258,7 +259,8 @@ def iter_units(
             sequences: list[TokenSequence] = []
             try:
                 for one in unit:
-                    sequences += _cut(one, *next(encoded), tokenizer.eos_token_id, data.max_length, data.long_examples)
+                    cut = _cut(one, *next(encoded), tokenizer.eos_token_id, data.max_length, data.long_examples)
+                    sequences += cut or ([NOTHING] if fmt == "preference" else [])
             except DataError as error:
                 raise DataError(f"{source}: unit {number}: {error}") from None
             yield Unit(tuple(sequences))
@@ -266,7 +268,7 @@ def iter_units(
     waiting, characters = dict[int, list[_Rendered]](), 0
     for number, rows in enumerate(groups, start=1):
         try:
-            waiting[number] = [_render(row, fmt, tokenizer, data.template) for row in rows]
+            waiting[number] = [one for row in rows for one in _rendered(row, fmt, tokenizer, data.template)]
         except DataError as error:
             yield from finished(waiting)  # an error in a unit before it comes first
             raise DataError(f"{source}: unit {number}: {error}") from None
@@ -278,7 +280,7 @@ def iter_units(
 
 
 def encode(example: Mapping[str, Any], fmt: Format, tokenizer: Any, data: DataConfig) -> list[TokenSequence]:
-    """Tokenises one row with a fast transformers tokenizer, as ``data`` says: template, max_length, long_examples.
+    """Tokenises one row, which is no preference pair, as ``data`` says: template, max_length, long_examples.
 
     Returns:
         No sequence (nothing to predict), one, or several chunks of at most max_length tokens. Chunks overlap by one
@@ -308,6 +310,17 @@ class _Rendered(NamedTuple):
     text: str
     spans: list[tuple[int, int]]
     template: bool
+
+
+NOTHING = TokenSequence((0, 0), (False, False), 1)
+"""An answer of a pair whose prompt alone is longer than max_length: it is there, so that the other one is no half pair."""
+
+
+def _rendered(example: Mapping[str, Any], fmt: Format, tokenizer: Any, template: str | None) -> list[_Rendered]:
+    """The text of a row; of a preference pair, of both its answers."""
+    if fmt != "preference":
+        return [_render(example, fmt, tokenizer, template)]
+    return [_render(one, inner, tokenizer, template) for inner, one in sides_of(dict(example))]
 
 
 def _render(example: Mapping[str, Any], fmt: Format, tokenizer: Any, template: str | None) -> _Rendered:

@@ -15,11 +15,12 @@ from dpllm.errors import DataError
 from dpllm.text import control
 from dpllm.text.rows import Row
 
-Format = Literal["messages", "prompt_completion", "text"]
+Format = Literal["messages", "prompt_completion", "text", "preference"]
 FIELDS: dict[Format, tuple[str, ...]] = {
     "messages": ("messages",),
     "prompt_completion": ("prompt", "completion"),
     "text": ("text",),
+    "preference": ("prompt", "chosen", "rejected"),
 }
 ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
@@ -54,10 +55,9 @@ class Layout(NamedTuple):
         """Whether every column that is needed holds something; in a table, a column that only another row fills is null."""
         if any(row.get(column) is None for column in self.columns() if column not in OPTIONAL):
             return False
-        # Only these two share their columns.
-        return "prompt" not in self.columns() or self.lists == all(
-            isinstance(row[column], list) for column in self.columns()
-        )
+        # Those with one of these columns read text or messages.
+        shared = not {"prompt", "chosen"}.isdisjoint(self.columns())
+        return not shared or self.lists == all(isinstance(row[column], list) for column in self.columns())
 
 
 OPTIONAL = {"input", "system"}
@@ -103,8 +103,21 @@ def _of_chats(row: Row) -> Row:
     return {"messages": before + row["completion"]}
 
 
+def _of_answers(row: Row) -> Row:
+    """What both answers begin with is their prompt, without a space at its end; as ``trl`` reads such rows."""
+    chosen, rejected = row["chosen"], row["rejected"]
+    most = min(len(chosen), len(rejected)) - 1  # something is left of both
+    same = next((place for place in range(most) if chosen[place] != rejected[place]), most)
+    same -= same > 0 and chosen[same - 1] == " "
+    return {"prompt": chosen[:same], "chosen": chosen[same:], "rejected": rejected[same:]}
+
+
+_PAIRS: dict[str, tuple[str, ...]] = {field: (field,) for field in FIELDS["preference"]}
 LAYOUTS = (
     *(Layout(fmt, fmt, {field: (field,) for field in fields}, fmt == "messages") for fmt, fields in FIELDS.items()),
+    Layout("preference as messages", "preference", _PAIRS, True),
+    Layout("preference without a prompt", "preference", {**_PAIRS, "prompt": ()}, False, _of_answers),
+    Layout("preference as messages without a prompt", "preference", {**_PAIRS, "prompt": ()}, True, _of_answers),
     Layout("ShareGPT", "messages", {"messages": ("system", "conversations")}, True, _of_sharegpt),
     Layout(
         "Alpaca",
@@ -154,7 +167,8 @@ def layout_of(row: Row, place: str, wanted: str, before: Layout | None, named: I
     )
     raise DataError(
         f"{place} {columns}; a row needs text, or prompt and completion, or messages, or instruction and output (Alpaca), or "
-        "conversations (ShareGPT). Name other columns with data.columns, as in --data.columns '{text: body}'."
+        "conversations (ShareGPT), or chosen and rejected (preference). Name other columns with data.columns, as in "
+        "--data.columns '{text: body}'."
     )
 
 
@@ -172,13 +186,14 @@ def converted(row: Row, place: str, layout: Layout) -> tuple[Row, bytes]:
         row |= layout.convert(row) if layout.convert else {}
     except DataError as error:
         raise DataError(f"{place} {error}. Fix or drop the row.") from None
-    if layout.lists and not all(
-        isinstance(turn, dict) and str(turn.get("role")) in SPEAKERS for turn in row["messages"]
-    ):
+    turns = [turn for field in FIELDS[layout.format] for turn in row[field]] if layout.lists else []
+    if not all(isinstance(turn, dict) and str(turn.get("role")) in SPEAKERS for turn in turns):
         raise DataError(
             f"{place} has a message whose role is not one of {', '.join(SPEAKERS)}, so a chat template may reject it. Fix the "
             "role, or drop the row."
         )
+    if layout.format == "preference":
+        _check_answers(row, place, layout)
     return row, b"".join(packed(row[field], place, field) for field in FIELDS[layout.format])
 
 
@@ -191,6 +206,30 @@ def _check(value: Any, place: str, column: str, layout: Layout) -> None:
             f"{place} has no {kind} in column {column!r}, which {name} reads. "
             "Fix or drop the row, or name the column with data.columns."
         )
+
+
+def _check_answers(row: Row, place: str, layout: Layout) -> None:
+    """Refuses a pair from which nothing can be learned."""
+    for side in ("chosen", "rejected"):
+        answer = row[side]
+        if not answer or (layout.lists and not any(learned(turn) for turn in answer)):
+            what = "no turn of the assistant" if layout.lists else "nothing"
+            raise DataError(
+                f"{place} has {what} in its answer {side!r}, so nothing was preferred. Fix or drop the row."
+            )
+    if row["chosen"] == row["rejected"]:
+        raise DataError(f"{place} has two equal answers, of which none was preferred. Fix or drop the row.")
+
+
+def sides(row: Row) -> list[tuple[Format, Row]]:
+    """The two texts of a preference pair, the chosen one first, as rows of another format; of a prompt nothing is learned."""
+    line = {name: row[name] for name in (control.LINE,) if name in row}
+    if isinstance(row["prompt"], list):
+        return [("messages", _of_chats({**row, "completion": row[side]})) for side in FIELDS["preference"][1:]]
+    return [
+        ("prompt_completion", {**line, "prompt": row["prompt"], "completion": row[side]})
+        for side in FIELDS["preference"][1:]
+    ]
 
 
 def packed(value: Any, place: str, field: str) -> bytes:
@@ -235,7 +274,7 @@ def in_words(layout: Layout, columns: Mapping[str, str], codes: Sequence[str]) -
 
     parts = []
     for target, sources in layout.reads.items():
-        made_of = " + ".join(told(source) for source in sources)
+        made_of = " + ".join(told(source) for source in sources) or "what both answers begin with"
         parts.append(made_of if made_of == target else f"{made_of} -> {target}")
     behind = f", behind a line with {', '.join(codes)}" if codes else ""
     return f"read as {layout.name}: {', '.join(parts)}{behind}"
@@ -262,6 +301,8 @@ def shape(fmt: Format, codes: Sequence[str], template: str | None) -> str:
         return "<chat template: <user><assistant>...>; the assistant's turns are trained on, all other tokens masked"
     if fmt == "text":
         return f"{line and line + ' masked, then '}<text><eos>; every token is trained on"
+    if fmt == "preference":
+        return f"{line}<prompt><chosen>, and the same with <rejected>, two rows of one pair; all before an answer is masked"
     text = "".join(joined(f"{line and line + chr(10)}<prompt>", "<completion>", template)).replace("\n", "\\n")
     space = "" if template else ", and one space between the two unless the data have whitespace there"
     return f"{text}<eos>; what stands before <completion> is masked{space}"
@@ -270,6 +311,9 @@ def shape(fmt: Format, codes: Sequence[str], template: str | None) -> str:
 def example(row: Row, fmt: Format, template: str | None) -> str:
     """A row as the model will see it, for data that are public: which parts are learned and which are masked."""
     line = row.get(control.LINE, "")
+    if fmt == "preference":
+        named = zip(FIELDS[fmt][1:], sides(row), strict=True)
+        return "\n".join(f"{side}:\n{example(one, inner, template)}" for side, (inner, one) in named)
     if fmt == "text":
         parts = [("masked", line.rstrip("\n"))] * bool(line) + [("learned", row["text"] + "<eos>")]
     elif fmt == "prompt_completion":

@@ -85,7 +85,7 @@ def encode(tokenizer: Any, prompt: Prompt | None, number: int, fmt: Format, temp
                 "role and content, and the tokenizer needs a chat template; or type --no-chat with plain-text prompts."
             ) from None
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    if fmt == "prompt_completion":
+    if fmt in ("prompt_completion", "preference"):
         ids = encode_prompt(prompt or "", tokenizer, template)
     else:
         ids = list(tokenizer(prompt or "")["input_ids"])

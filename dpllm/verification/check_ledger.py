@@ -69,7 +69,7 @@ def check(found: Published) -> Iterator[Check]:
         return
     if terms is None:
         raise Wrong("the card names a ledger entry but no event for it. Write it again: dpllm card RUN.")
-    where = found.ledger if found.ledger is not None else _of_run(found)
+    where = found.ledger if found.ledger is not None else ledger_of(found)
     yield from charged(composed, terms, found.record.statistics, found.record.steps.taken, where)
 
 
@@ -122,7 +122,7 @@ def _coherent(composed: Composed, terms: Promised) -> Check:
     return verified("ledger: total", "is not less than this entry alone, and is consistent with the stated budget.")
 
 
-def _of_run(found: Published) -> str | None:
+def ledger_of(found: Published) -> str | None:
     """The ledger that the recipe of a run names, if it is a file that is there; the recipe may be a stranger's.
 
     A run that has no private/ was copied, and is not in the default ledger of this machine.
@@ -138,12 +138,13 @@ def _of_run(found: Published) -> str | None:
 
 def _opened(where: str, head: Json | None) -> _Chain:
     try:
-        return _open(where, head)
+        return open_chain(where, head)
     except (DpllmError, sqlite3.Error, OSError) as error:
         raise Wrong(f"the ledger cannot be read ({error}). Name another with --ledger FILE, or restore it.") from None
 
 
-def _open(where: str, head: Json | None) -> _Chain:
+def open_chain(where: str, head: Json | None) -> _Chain:
+    """A ledger's chain, whole, which contains ``head`` if one is given; a DpllmError or Wrong elsewhere."""
     if where.startswith(_URL):
         name, value = where, _read(Postgres(where, read_only=True))
     else:

@@ -26,6 +26,7 @@ from dpllm.card import claim
 from dpllm.errors import ConfigError, Refused
 from dpllm.files import BLOCK, CARD, SIGNATURE, write_whole
 from dpllm.run.directory import RunDir
+from dpllm.run.labels import SUFFIX
 from dpllm.run.projections import read_projections, read_turns
 from dpllm.statement import inference, released, synthetic, tradeoff_figure
 from dpllm.statement.privacy_record import Audit
@@ -35,6 +36,7 @@ from dpllm.verification import (
     check_dataset,
     check_embedded,
     check_export,
+    check_labels,
     check_ledger,
     check_promise,
     sign,
@@ -74,9 +76,9 @@ def verify(path: Path, *, ledger: str | None = None, signers: Path | None = None
     """Checks a published run.
 
     Args:
-        path: A run directory, whose export/ is looked at together with its recipe, Plan and record; an export directory; or the
-            folder of a synthetic data set, also of one that was written by private inference; or that of clusters or a
-            classifier.
+        path: A run directory, whose export/ is looked at together with its recipe, Plan and record; an export directory; the
+            folder of a synthetic data set, also of one that was written by private inference, or that of clusters or a
+            classifier; or a record of randomised labels.
         ledger: A ledger's file, an export of one, or a PostgreSQL URL; None: the one that the recipe of a run names, if it is
             there.
         signers: A file of allowed signers (ssh-keygen(1)); None: whose key signed is only asserted.
@@ -87,6 +89,8 @@ def verify(path: Path, *, ledger: str | None = None, signers: Path | None = None
     Raises:
         ConfigError: The path holds nothing that could be verified.
     """
+    if path.name.endswith(SUFFIX) and path.is_file():
+        return Verification(str(path), tuple(check_labels.check_record(path, ledger)))
     if os.path.lexists(path / synthetic.RECORD):
         of_model = {name: check for name, check in CHECKS if name not in _OF_WEIGHTS}
         return Verification(str(path), tuple(check_dataset.check(path, ledger, of_model)))
@@ -264,6 +268,7 @@ CHECKS: tuple[tuple[str, Callable[[Published], Iterator[Check]]], ...] = (
     ("audit", check_audits.check),
     ("lineage", check_promise.check_lineage),
     ("statistics", check_promise.check_statistics),
+    ("labels", check_labels.check),
     ("ledger", check_ledger.check),
     ("run", check_run),
 )

@@ -22,7 +22,8 @@ heads: Any = importlib.import_module("recipe_heads")
 GALLERY = heads.gallery()
 # Cited, and audited.
 BEFORE = {"lora/e2e.yaml", "frozen/e2e.yaml", "baseline/e2e.yaml", "smoke/clinic.yaml", "smoke/synthetic.yaml"}
-BEFORE |= {"smollm/smollm2-135m-e2e.yaml"}  # of a folder that scripts/get_model makes
+BEFORE |= {"smollm/smollm2-135m-e2e.yaml", "preference/smollm2-135m.yaml"}  # of a folder that scripts/get_model makes
+BEFORE |= {"preference/clinic.yaml"}  # of the embedded model
 # Parameters, a tied head once, as the models' pages on the Hub count them.
 PUBLISHED = {
     "gpt2": 124_439_808,

@@ -206,7 +206,7 @@ def test_a_line_says_what_becomes_of_a_key(
         (LLAMA_FACTORY, {"stage": "dpo"}, "stage: dpo trains on preferences"),
         (AXOLOTL, {"rl": "kto"}, "rl: kto trains on preferences"),
         *((text, {key: value}, f"{key}: .* trains on preferences") for text, key, value in (
-            (TRL, "beta", 0.1), (TRL, "beta", 0.0), (TRL, "loss_type", "sigmoid"), (TRL, "loss_type", ["sigmoid", "nll"]),
+            (TRL, "beta", 0.1), (TRL, "beta", 0.0), (TRL, "loss_type", "hinge"), (TRL, "loss_type", ["sigmoid", "nll"]),
             (TRL, "max_prompt_length", 512), (TRL, "desirable_weight", 1.0), (TRL, "ref_model_sync_steps", 64),
             (TRL, "num_ppo_epochs", 4), (AXOLOTL, "process_reward_model", True), (AXOLOTL, "orpo_alpha", 0.1),
             (LLAMA_FACTORY, "kto_chosen_weight", 0.0),
@@ -221,6 +221,40 @@ def test_a_line_says_what_becomes_of_a_key(
 def test_what_cannot_be_a_private_run_is_refused(tmp_path: Path, text: str, changes: Any, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         imported(tmp_path, text, **changes)
+
+
+DPO = """
+    {model_name_or_path: Qwen/Qwen2-0.5B-Instruct, dataset_name: trl-lib/ultrafeedback_binarized, learning_rate: 5.0e-6,
+    per_device_train_batch_size: 2, gradient_accumulation_steps: 8, use_peft: true, lora_r: 32, lora_alpha: 16,
+    max_length: 512, max_prompt_length: 128, loss_type: sigmoid, precompute_ref_log_probs: true, beta: 0.2}
+"""
+
+
+@pytest.mark.parametrize(
+    ("changes", "objective", "smoothing"),
+    [
+        ({}, "dpo", 0.0),
+        ({"loss_type": ["sigmoid"], "label_smoothing": 0.1}, "cdpo", 0.1),
+        ({"loss_type": "robust", "label_smoothing": 0.2}, "dpo", 0.2),
+        ({"loss_type": "ipo"}, "ipo", 0.0),
+    ],
+)
+def test_dpo_of_trl_becomes_a_recipe_on_pairs(tmp_path: Path, changes: Any, objective: str, smoothing: float) -> None:
+    found, recipe = imported(tmp_path, DPO, **changes)
+    train = recipe.train
+    assert (train.objective, train.label_smoothing, train.beta) == (objective, smoothing, 0.2)
+    assert (recipe.data.format, recipe.data.max_length, train.learning_rate) == ("preference", 512, 5e-6)
+    left = "\n".join(found.left)
+    assert "precompute_ref_log_probs: the reference is asked once" in left
+    assert "max_prompt_length: a pair is cut at its end" in left
+    assert ("means over tokens" in left) == (objective == "ipo")
+    assert imported(tmp_path, DPO, beta=None, learning_rate=None)[1].train.beta == 0.1  # TRL's default
+
+
+@pytest.mark.parametrize("key", ["rpo_alpha", "ref_model_sync_steps", "cpo_alpha", "num_generations"])
+def test_another_loss_beside_dpo_is_refused(tmp_path: Path, key: str) -> None:
+    with pytest.raises(ConfigError, match="in a way that dpllm does not"):
+        imported(tmp_path, DPO, **{key: 1})
 
 
 def test_full_fine_tuning_becomes_the_last_blocks(tmp_path: Path) -> None:

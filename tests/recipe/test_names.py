@@ -45,6 +45,9 @@ def test_new_keys_that_are_used_change_the_digest() -> None:
     sources = ["a.jsonl", ["a.jsonl"], ["a.jsonl", "b.jsonl"], ["b.jsonl", "a.jsonl"], "*.jsonl"]
     recipes = [*map(RunConfig.model_validate, values), *(config(train=source) for source in sources)]
     recipes += [config(csv={"delimiter": ";"}), *(config(control=one) for one in (["a"], ["a", "b"], ["b", "a"]))]
+    pairs = {**value, "data": {**value["data"], "format": "preference"}}
+    for keys in ({"objective": "dpo"}, {"objective": "ipo"}, {"objective": "dpo", "beta": 0.2}):
+        recipes.append(RunConfig.model_validate({**pairs, "train": {**value["train"], **keys}}))
     assert len({names.digest(recipe) for recipe in recipes}) == len(recipes)
     assert names.digest(config(control=[], template=None)) == names.digest(config())
     assert names.digest(config(template="{prompt}{completion}")) != names.digest(config())

@@ -86,7 +86,8 @@ def word_runs(texts: Iterable[str], length: int) -> set[tuple[str, ...]]:
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
-    assert set(builtin.NAMES) == {"builtin:tiny", "builtin:clinic", "builtin:clinic/eval"}
+    pairs = {"builtin:clinic/pairs", "builtin:clinic/pairs_eval"}
+    assert set(builtin.NAMES) == {"builtin:tiny", "builtin:clinic", "builtin:clinic/eval"} | pairs
     with pytest.raises(KeyError, match=r"builtin:clinik.*builtin:tiny, builtin:clinic"):
         builtin.path("builtin:clinik")
     assert names.is_builtin("builtin:nothing")
@@ -155,8 +156,8 @@ def test_the_script_writes_the_same_bytes() -> None:
 
     if faker.VERSION != builder.FAKER_VERSION:
         pytest.skip(f"Faker {faker.VERSION} has other name lists than {builder.FAKER_VERSION}")
-    built = builder.build(builder.TRAIN_PATIENTS, builder.EVAL_PATIENTS)
-    for name, lines in zip(("builtin:clinic", "builtin:clinic/eval"), built, strict=True):
+    for stem, lines in builder.files().items():
+        name = "builtin:clinic" if stem == "train" else f"builtin:clinic/{stem}"
         assert builtin.path(name).read_bytes() == ("\n".join(lines) + "\n").encode()
 
 

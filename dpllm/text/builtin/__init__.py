@@ -16,6 +16,8 @@ NAMES: dict[str, Path] = {
     "builtin:tiny": _HERE / "tiny",
     "builtin:clinic": _HERE / "clinic" / "train.jsonl",
     "builtin:clinic/eval": _HERE / "clinic" / "eval.jsonl",
+    "builtin:clinic/pairs": _HERE / "clinic" / "pairs.jsonl",
+    "builtin:clinic/pairs_eval": _HERE / "clinic" / "pairs_eval.jsonl",
 }
 """Every name, and the file or directory that it stands for."""
 

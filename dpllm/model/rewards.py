@@ -1,0 +1,105 @@
+"""Preference pairs seen by a model: log-likelihoods of their answers, and the implicit rewards that follow.
+
+Comes in: a model, units of pairs. Goes out: one number for each answer, by which training and evaluation compare the model with
+its reference; reward accuracy and margin. All of it is computed from data, so it is private unless these are public.
+
+Shape suffixes: R answers, two of each pair, in the order of units; P pairs.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from dpllm.model import processes
+from dpllm.model.evaluate import HeldOut, in_eval_mode
+from dpllm.privacy import guards
+from dpllm.privacy.loss import Autocast, TokenLosses
+from dpllm.privacy.preference import PairLoss
+from dpllm.privacy.sampling import physical_batches, sizes_of
+from dpllm.privacy.schedule import Shape, TokenSequence, Unit
+from dpllm.progress import tell
+from dpllm.text.rows import ReadWhenAsked
+
+AT_ONCE = 512  # units that are cut into physical batches at a time
+
+Floats = NDArray[np.float64]
+
+
+class Referenced(ReadWhenAsked[Unit | None]):
+    """Units of pairs, each answer with a number of its own: see ``TokenSequence.reference``."""
+
+    def __init__(self, units: Sequence[Unit | None], reference_R: Floats | None = None) -> None:
+        """None: the place of each answer among all, counted from 0."""
+        self.units = units
+        counts = (sizes_of(units, slot)[0] for slot in range(len(units)))
+        self._first_U = np.fromiter(itertools.accumulate(counts, initial=0), np.int64, len(units) + 1)
+        self.reference_R = np.arange(self._first_U[-1], dtype=np.float64) if reference_R is None else reference_R
+
+    def __len__(self) -> int:
+        return len(self.units)
+
+    def sizes(self, index: int) -> tuple[int, int]:
+        """See ``sampling.SizedUnits``."""
+        return sizes_of(self.units, index)
+
+    def _read(self, number: int) -> Unit | None:
+        unit, own = self.units[number], self.reference_R[self._first_U[number] : self._first_U[number + 1]]
+        if unit is None:
+            return None
+        return Unit(tuple(replace(one, reference=float(r)) for one, r in zip(unit.sequences, own, strict=True)))
+
+
+class Rewards:
+    """Pairs under one model as it stands."""
+
+    def __init__(
+        self, model: nn.Module, shapes: Sequence[Shape], pad_id: int, device: torch.device, autocast: Autocast
+    ) -> None:
+        """``shapes`` are those of the physical batches in training, in which no row rounds by its company."""
+        self._model, self._shapes, self._pad_id, self._device, self._autocast = model, shapes, pad_id, device, autocast
+
+    def surprises(self, units: Sequence[Unit | None], rank: int = 0, world: int = 1) -> Floats:
+        """nll_R, in nats: minus the log-likelihood of every answer, in evaluation mode; of all ranks together.
+
+        All ranks make the same number of forward passes, because a sharded model is gathered by all of them in each.
+
+        Guarantee:
+            What stands there for an answer follows from its pair and the model alone: a pair lies in a batch of the shape in
+            which it trains.
+        """
+        places, losses = Referenced(units), TokenLosses(self._model, self._device, self._autocast)
+        found_R = torch.zeros(len(places.reference_R), dtype=torch.float64)
+        with in_eval_mode(self._model), guards.deterministic(self._device):
+            for start in range(0, len(units), AT_ONCE):
+                tell("Log-likelihoods of answers", start, len(units))
+                some = range(start, min(start + AT_ONCE, len(units)))
+                for batch in physical_batches(some, places, self._shapes, self._pad_id, rank, world):
+                    nll_R = losses(batch.to(self._device)).nll_RT.double().sum(dim=1).cpu()
+                    assert batch.reference_R is not None
+                    mine_R = batch.unit_R >= 0
+                    found_R[batch.reference_R[mine_R].long()] = nll_R[mine_R]
+        return np.asarray(processes.totals(*found_R.tolist()))
+
+    def held_out(self, pairs: Referenced, loss: PairLoss, rank: int = 0, world: int = 1) -> HeldOut:
+        """Loss of the chosen answers in nats per token, and how the model that trains rewards both.
+
+        Reward accuracy is the share of pairs whose chosen answer has the higher reward; a tie counts half.
+        """
+        nll_R = self.surprises(pairs, rank, world)
+        margin_P = loss.margins(torch.from_numpy(nll_R), torch.from_numpy(pairs.reference_R))
+        tokens = sum(sum(one.loss_mask) for one in answers(pairs.units)[::2])
+        won = (margin_P > 0).double() + 0.5 * (margin_P == 0).double()
+        nats = float(nll_R[::2].sum()) / max(1, tokens)
+        return HeldOut(nats, None, tokens, float(won.mean()), float(margin_P.mean()))
+
+
+def answers(units: Sequence[Unit | None]) -> list[TokenSequence]:
+    """The sequences of all units in their order."""
+    return [sequence for unit in units if unit for sequence in unit.sequences]

@@ -1,0 +1,89 @@
+"""The loss of preference pairs: of two answers to one prompt, one was preferred.
+
+Comes in: the losses of a physical batch's tokens, and what they were before training. Goes out: one loss for each pair. Rows 2i
+and 2i + 1 of a batch are the chosen and the rejected answer of one pair; both belong to one unit. A batch holds both or neither.
+
+    h(pair) = beta [log pi(chosen) / pi_ref(chosen) - log pi(rejected) / pi_ref(rejected)]
+
+is the margin of its implicit rewards. The gradient of a loss l(h) is l'(h) times a difference of the two rows' gradients: a
+weighted sum whose weights follow from both rows' log-likelihoods. Autograd has them when the backward pass begins, so one pass
+suffices.
+
+Shape suffixes: R rows, T tokens, P = R / 2 pairs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from dpllm.errors import Refused
+from dpllm.privacy.sampling import PhysicalBatch
+
+Objective = Literal["dpo", "cdpo", "ipo"]
+
+
+@dataclass(frozen=True)
+class PairLoss:
+    """From the rows of pairs to their losses.
+
+    With a flip probability q, ``dpo`` and ``ipo`` are debiased: the loss is [(1 - q) l(h) - q l(-h)] / (1 - 2 q), whose mean over
+    the coin of a randomised label is l(h) of the true one. That of dpo has no lower bound: its weight sigma(-h) + q / (1 - 2 q)
+    never reaches 0. ``cdpo`` is (1 - q) l(h) + q l(-h), which is biased and bounded.
+
+    Guarantee:
+        The loss of a pair, and its gradient, depend on the two rows of that pair, on public numbers and on the model alone. A
+        padding row has the loss 0. Nothing is a mean over pairs.
+
+    References:
+        Rafailov et al. 2023, Direct Preference Optimization, equation 7 (l = -log sigma(h)). Azar et al. 2023, A General
+        Theoretical Paradigm to Understand Learning from Human Preferences, equation 17 (ipo: l = (h / beta - 1 / (2 beta))^2).
+        Chowdhury et al. 2024, Provably Robust DPO, equation 12 (the debiased loss). Mitchell 2023, A note on DPO with noisy
+        preferences (cdpo).
+    """
+
+    objective: Objective = "dpo"
+    beta: float = 0.1  # > 0
+    flip: float = 0.0  # q in [0, 1/2)
+
+    @property
+    def weights(self) -> tuple[float, float]:
+        """Of l(h) and of l(-h)."""
+        if self.objective == "cdpo":
+            return 1 - self.flip, self.flip
+        return (1 - self.flip) / (1 - 2 * self.flip), -self.flip / (1 - 2 * self.flip)
+
+    def margins(self, nll_R: Tensor, reference_R: Tensor) -> Tensor:
+        """The margin h of each pair, float64, from the negative log-likelihoods of all rows now and before, in nats."""
+        gain_P2 = (reference_R.double() - nll_R.double()).view(-1, 2)
+        return self.beta * (gain_P2[:, 0] - gain_P2[:, 1])
+
+    def __call__(self, nll_RT: Tensor, batch: PhysicalBatch) -> Tensor:
+        """loss_R in float64: each pair's loss in the place of its chosen row, 0 in that of its rejected one.
+
+        Raises:
+            Refused: The rows are not pairs, each of one unit.
+        """
+        owner_R = batch.unit_R
+        if len(owner_R) % 2 or batch.reference_R is None or not torch.equal(owner_R[::2], owner_R[1::2]):
+            raise Refused(
+                "the rows of a physical batch are not whole preference pairs, so that one pair would be clipped as two or with "
+                "rows of others. Make batches of units that hold both answers of each pair, of an even number of rows."
+            )
+        margin_P = self.margins(nll_RT.double().sum(dim=1), batch.reference_R)
+        own, swapped = self.weights
+        loss_P = own * self._loss(margin_P)
+        if swapped:
+            loss_P = loss_P + swapped * self._loss(-margin_P)
+        # Of padding rows too, a margin is 0, and a loss of log 2 that nobody has.
+        loss_P = loss_P.where(owner_R[::2] >= 0, 0.0)
+        return torch.stack([loss_P, torch.zeros_like(loss_P)], dim=1).flatten()
+
+    def _loss(self, margin_P: Tensor) -> Tensor:
+        if self.objective == "ipo":
+            return (margin_P / self.beta - 1 / (2 * self.beta)).square()
+        return -functional.logsigmoid(margin_P)

@@ -1,0 +1,161 @@
+"""Preference labels made private at the source, and read again for training.
+
+Comes in: pairs whose labels are true. Goes out: a file of the same pairs, of which each label was flipped by a coin, and a
+record; or of such a file what a run has to know. Coins and the number of flips are kept nowhere.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from hashlib import blake2b
+from pathlib import Path
+
+from dpllm.errors import ConfigError, DataError, Refused
+from dpllm.files import alone, read_json, scratch, sha256, write_json, write_whole
+from dpllm.ledger import Ledger, Reservation, RunRequest, open_ledger
+from dpllm.ledger.records import fingerprint
+from dpllm.privacy.events import PureDP, number
+from dpllm.privacy.labels import flip_probability, flipped
+from dpllm.privacy.voting import Below
+from dpllm.recipe.config import DataConfig, RunConfig
+from dpllm.statement.labels import LabelRecord
+from dpllm.text import data
+from dpllm.text.layouts import FIELDS
+from dpllm.text.rows import Row
+
+SUFFIX = ".labels.json"
+_FIELDS, _DELTA = FIELDS["preference"], 1e-9  # of the ledger's figure alone: the event has none
+
+
+def record_of(path: Path) -> Path:
+    """Where the record of a file of flipped labels lies."""
+    return path.with_name(path.name.removesuffix(".jsonl") + SUFFIX)
+
+
+def randomize(config: RunConfig, epsilon: float, output: Path, below: Below = secrets.randbelow) -> LabelRecord:
+    """Flips each label once, writes pairs and record, and charges the account of these labels.
+
+    Of a row, the new file has its prompt, its answers and its unit: a score or a rating would tell the label.
+
+    Args:
+        config: Whose pairs, of which unit with at most how many labels (``data.max_examples_per_unit``), and which ledger.
+        epsilon: Of one label, above 0.001 and at most 50.
+        output: The new file, of JSON lines; its record lies beside it.
+        below: As of ``labels.flipped``.
+
+    Raises:
+        ConfigError: ``output`` is there already.
+        DataError: The pairs cannot be read, or one unit has more labels.
+        Refused: They were randomised before, or the ledger has no room; nothing is spent.
+
+    Guarantee:
+        The new file is epsilon-differentially private under a change of one label, and max_labels epsilon under a change of all
+        labels of one unit; delta is 0. Prompts, answers and units are as they were, and are not protected.
+    """
+    number(
+        "--epsilon", epsilon, 1e-3, 50.0
+    )  # below, labels are coins, and the debiased loss divides by next to nothing
+    with alone(output, output.with_name(f".{output.name}.lock")), scratch() as cache:
+        if found := next((path for path in (output, record_of(output)) if path.exists()), None):
+            raise ConfigError(f"{found}: is there already, and would be lost. Type another --output.")
+        table = _checked(config.data, cache)
+        with open_ledger(config.privacy.ledger) as ledger:  # type: ignore[union-attr]
+            claim = _charge(ledger, config, table, epsilon)
+            unit, most = config.data.unit, config.data.max_examples_per_unit or 1
+            write_whole(output, "".join(_flipped(row, unit, epsilon, below) for row in table.rows), mode=0o600)
+            record = LabelRecord.pick(
+                {},
+                schema_version=1,
+                mechanism="randomised response",
+                neighbouring_relation="label_changed",
+                epsilon=epsilon,
+                probability=flip_probability(epsilon),
+                unit=unit,
+                max_labels=most,
+                unit_epsilon=most * epsilon,
+                dataset=claim.dataset,
+                entry=claim.entry,
+                date=time.strftime("%Y-%m-%d", time.gmtime()),
+                file_sha256=sha256(output),
+            )
+            write_json(record_of(output), record.to_json(), mode=0o600)
+            ledger.finish(claim.entry, "completed")
+            return record
+
+
+def _checked(wanted: DataConfig, cache: Path) -> data.Table:
+    """The pairs, whose labels were not randomised before, and of whose units none has too many."""
+    if isinstance(wanted.train, str) and record_of(Path(wanted.train)).exists():
+        raise Refused(
+            f"{wanted.train}: its labels were randomised already ({record_of(Path(wanted.train)).name} lies beside it): the "
+            "loss could not know that they were flipped twice. Train on it as it is."
+        )
+    table = data.load_table(wanted.train, wanted, wanted.train_split, cache)
+    if wanted.unit != "example" and sum(map(len, data.group_rows(table, wanted))) < len(table.rows):
+        raise DataError(
+            f"{table.name}: one {wanted.unit} has more than --max-labels {wanted.max_examples_per_unit} labels, which cost "
+            "more than would be stated. Raise --max-labels, or drop rows."
+        )
+    return table
+
+
+def _charge(ledger: Ledger, config: RunConfig, table: data.Table, epsilon: float) -> Reservation:
+    """Pays for a coin for each label, in the account of these labels, before the first is tossed."""
+    # Under a key of its own: the labels of a dataset are no copy of its texts, which have another account.
+    key = blake2b(b"labels", key=ledger.records.key(), digest_size=32).digest()
+    records = fingerprint(table.rows, _FIELDS, key)
+    known = ledger.records.known_as(records)
+    # Where a draw was paid and the process died before its end, nothing was written, and another one is paid again.
+    if known and any(run.state == "completed" for run in ledger.runs(known)):
+        raise Refused(
+            f"{table.name}: these labels were randomised before ({known} in the ledger), and a second draw costs epsilon "
+            f"{epsilon:g} more. Train on the file of that time.",
+            dataset=known,
+            reason="labels_again",
+        )
+    event = PureDP((config.data.max_examples_per_unit or 1) * epsilon)
+    request = RunRequest(event, _DELTA, 1, config.data.unit, "label_changed", "randomize-labels")
+    name = config.privacy.dataset or data.dataset_name(config.data)
+    claim = ledger.reserve(f"labels of {name}", request, records=records)
+    ledger.charge(claim.entry, 1)
+    return claim
+
+
+def _flipped(row: Row, unit: str, epsilon: float, below: Below) -> str:
+    """A row as one line, after its coin."""
+    sides = [row["chosen"], row["rejected"]]
+    if flipped(epsilon, below):
+        sides.reverse()
+    told = {} if unit == "example" else {unit: row[unit]}
+    return json.dumps({**told, "prompt": row["prompt"], "chosen": sides[0], "rejected": sides[1]}, default=str) + "\n"
+
+
+def read_labels(wanted: DataConfig) -> LabelRecord | None:
+    """What is known of the labels of a recipe's training data; None where they are as they were given.
+
+    Raises:
+        ConfigError: A record lies beside the data and is not named, is damaged, or says another epsilon than the recipe.
+        Refused: The data are not those of the record: labels may have been drawn again.
+    """
+    path = Path(wanted.train) if isinstance(wanted.train, str) else None
+    if wanted.label_record is None:
+        if path and record_of(path) != path and record_of(path).exists():
+            raise ConfigError(
+                f"data.train {path}: its labels were randomised ({record_of(path).name} lies beside it), and taken as true they "
+                f"would teach a weaker preference. Set data.label_record: {record_of(path)}."
+            )
+        return None
+    record = LabelRecord.checked(read_json(Path(wanted.label_record)))
+    if path is None or not path.is_file() or sha256(path) != record.file_sha256:
+        raise Refused(
+            f"data.train is not the file that data.label_record {wanted.label_record} is about, so nothing says how often its "
+            "labels were flipped, or how many times. Restore the file, or name its own record."
+        )
+    if wanted.label_epsilon not in (None, record.epsilon):
+        raise ConfigError(
+            f"data.label_epsilon {wanted.label_epsilon:g} is not the {record.epsilon:g} of data.label_record, with which the "
+            "loss would be biased. Remove data.label_epsilon."
+        )
+    return record

@@ -1,0 +1,50 @@
+"""Labels that were randomised before training: what the record beside the data holds, and what of it a statement says.
+
+Comes in: JSON. Goes out: typed records. Must not know how a label is flipped or checked.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from dpllm.statement.fields import AtLeast1, Positive, Record, Sha256, Text
+
+
+class Labels(Record):
+    """Which answer of each pair is called the chosen one was flipped by a coin; absent where labels are as they were given."""
+
+    mechanism: Literal["randomised response"]
+    """What flipped them."""
+    neighbouring_relation: Literal["label_changed"]
+    """How two datasets differ: in one label, or in all labels of one unit. Prompts and answers are the same in both."""
+    epsilon: Positive
+    """Of one label, with a delta of 0."""
+    probability: Annotated[float, Field(gt=0, lt=0.5)]
+    """With which each label was flipped: 1 / (1 + e^epsilon)."""
+    unit: Text
+    """Whose labels are protected together: example (one pair), or the column that says whose label it is."""
+    max_labels: AtLeast1
+    """Most labels of one unit."""
+    unit_epsilon: Positive
+    """Of all labels of one unit: max_labels times epsilon."""
+    dataset: Text
+    """Name of these labels in the ledger: an account of their own, which adds to no other."""
+    entry: Text
+    """Its entry there."""
+    date: Annotated[str, Field(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}$")]
+    """Day on which they were flipped, in UTC."""
+
+
+class LabelRecord(Labels):
+    """The same beside the data. It holds no coin, no number of flips, and nothing of the labels as they were."""
+
+    schema_version: Literal[1]
+    """Version of this record."""
+    file_sha256: Sha256
+    """Of the file with the flipped labels; it is published nowhere, since whoever guesses the texts could check them."""
+
+    def public(self) -> Labels:
+        """What a statement says of it."""
+        return Labels.pick(self.to_json())

@@ -1,0 +1,93 @@
+"""Labels that were randomised: what a statement or a record says of them, against itself, its data and its ledger.
+
+Comes in: a published statement, or the record beside a file of flipped labels. Goes out: checks. Nobody can see in a file whether
+a coin was tossed for each label: that is the author's word, and stays asserted.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from dpllm.errors import DpllmError
+from dpllm.files import sha256
+from dpllm.ledger.values import event_of
+from dpllm.privacy.events import PureDP
+from dpllm.privacy.labels import flip_probability
+from dpllm.run.labels import SUFFIX
+from dpllm.statement.fields import NotAStatement
+from dpllm.statement.labels import LabelRecord, Labels
+from dpllm.verification.check_ledger import ledger_of, open_chain
+from dpllm.verification.values import Check, Published, Wrong, asserted, guarded, read_object, regular, verified
+
+_AGAIN = "Take the record of the time when the labels were randomised, and write the card again: dpllm card RUN."
+_MOST_RECORD, _MOST_DATA = 2**16, 2**34
+
+
+def check(found: Published) -> Iterator[Check]:
+    """What a statement says of its training labels."""
+    shown = found.record.labels
+    if found.run is not None:
+        wanted = found.run.load_config().data.label_epsilon
+        if wanted != (shown.epsilon if shown else None):
+            raise Wrong(f"the loss was made for labels of epsilon {wanted}, and the statement says another. {_AGAIN}")
+    if shown is not None:
+        where = found.ledger if found.ledger is not None else ledger_of(found)
+        yield from _stated(shown, where)
+
+
+def check_record(path: Path, where: str | None) -> Iterator[Check]:
+    """The record beside a file of flipped labels."""
+    return guarded("labels", partial(_beside, path), where)
+
+
+def _beside(path: Path, where: str | None) -> Iterator[Check]:
+    try:
+        record = LabelRecord.checked(read_object(path, _MOST_RECORD))
+    except NotAStatement as error:
+        raise Wrong(f"{path.name} is no record of randomised labels: {error.problems[0]}.") from None
+    yield from _stated(record.public(), where)
+    data = path.with_name(path.name.removesuffix(SUFFIX) + ".jsonl")
+    if not data.exists():
+        yield asserted("labels: file", f"{data.name} is not here, so nothing says whose labels these were.")
+        return
+    with regular(data, _MOST_DATA):
+        pass
+    if sha256(data, follow=False) != record.file_sha256:
+        raise Wrong(f"{data.name} is not the file that was written: labels may have been drawn again. Restore it.")
+    yield verified("labels: file", f"{data.name} is the file that was written with this record.")
+
+
+def _stated(shown: Labels, where: str | None) -> Iterator[Check]:
+    whole = shown.max_labels * shown.epsilon
+    wrong = abs(shown.probability - flip_probability(shown.epsilon)) > 1e-12
+    wrong |= abs(shown.unit_epsilon - whole) > 1e-9 * whole
+    if wrong or (shown.unit == "example" and shown.max_labels != 1):
+        raise Wrong(
+            f"labels of epsilon {shown.epsilon:g} are flipped with probability {flip_probability(shown.epsilon):.6g}, and "
+            f"{shown.max_labels} of one unit cost {whole:g}; other figures are stated. {_AGAIN}"
+        )
+    of_all = f", {shown.unit_epsilon:g} for the {shown.max_labels} of one unit" if shown.max_labels > 1 else ""
+    yield verified("labels", f"a flip with probability {shown.probability:.6g} is epsilon {shown.epsilon:g}{of_all}.")
+    yield asserted("labels: coins", "the author's word that each label was flipped once, by a coin that nobody knows.")
+    yield _entry(shown, where)
+
+
+def _entry(shown: Labels, where: str | None) -> Check:
+    """An entry of their own in the ledger, of their own relation."""
+    name = "labels: ledger"
+    if where is None:
+        return asserted(
+            name, f"entry {shown.entry} of {shown.dataset} is what the author says. To check: --ledger FILE."
+        )
+    try:
+        chain = open_chain(where, None)
+    except (DpllmError, sqlite3.Error, OSError) as error:
+        raise Wrong(f"the ledger cannot be read ({error}). Name another with --ledger FILE, or restore it.") from None
+    mine = [e for e in chain.entries if e.kind == "reserve" and e.facts["entry"] == shown.entry]
+    stated = shown.dataset, shown.unit, shown.neighbouring_relation, PureDP(shown.unit_epsilon)
+    if [(e.dataset, e.facts["unit"], e.facts["relation"], event_of(e)) for e in mine] != [stated]:
+        raise Wrong(f"{chain.where} has no entry {shown.entry} of {shown.dataset} that paid for these labels. {_AGAIN}")
+    return verified(name, f"{chain.where} charged exactly this, in an account that no other epsilon is added to.")

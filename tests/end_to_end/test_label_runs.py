@@ -1,0 +1,260 @@
+"""Labels that are private at the source: the file, its record, its account, and what training makes of them."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from running import Place, as_trained, done, dpllm_, fails_in_step
+from test_preference_runs import PAIRS, asked, pairs  # noqa: F401
+
+from dpllm.ledger import Ledger
+from dpllm.privacy.events import PureDP
+from dpllm.privacy.preference import PairLoss
+from dpllm.run import labels
+from dpllm.run.labels import record_of
+
+Json = dict[str, Any]
+
+
+def lines(path: Path) -> list[Json]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def flipped(asked: Place) -> tuple[Place, Path]:  # noqa: F811
+    """The place, whose training labels were randomised at epsilon 1 each, four for each of 20 annotators."""
+    scored = [{**row, "score": 0.9, "rating": 5} for row in pairs(80)]
+    tiny.write_rows(asked.train, scored)
+    told = ("--unit", "who", "--max-labels", "4", "--dataset", "notes", "--ledger", asked.ledger)
+    output = asked.root / "data" / "flipped.jsonl"
+    done("randomize-labels", asked.train, "--epsilon", "1", *told, "--output", output)
+    return asked, output
+
+
+def trained_on(output: Path) -> tuple[str, ...]:
+    return "--data.train", str(output), "--data.label_record", str(record_of(output))
+
+
+def test_the_new_file_has_the_same_pairs_and_nothing_that_tells_a_label(flipped: tuple[Place, Path]) -> None:
+    place, output = flipped
+    before, after = lines(place.train), lines(output)
+    assert {frozenset(row) for row in after} == {frozenset({"who", "prompt", "chosen", "rejected"})}
+    assert [{row["chosen"], row["rejected"]} for row in after] == [{r["chosen"], r["rejected"]} for r in before]
+    assert [(row["who"], row["prompt"]) for row in after] == [(row["who"], row["prompt"]) for row in before]
+    swapped = sum(one["chosen"] != other["chosen"] for one, other in zip(before, after, strict=True))
+    assert 5 <= swapped <= 45  # of 80, each with probability 0.269
+
+
+def test_the_record_holds_no_coin_and_is_verified(flipped: tuple[Place, Path]) -> None:
+    place, output = flipped
+    record = json.loads(record_of(output).read_text())
+    assert record.pop("probability") == pytest.approx(1 / (1 + math.e))
+    assert record.keys() == {
+        *("schema_version", "mechanism", "neighbouring_relation", "epsilon", "unit", "max_labels", "unit_epsilon"),
+        *("dataset", "entry", "date", "file_sha256"),
+    }
+    assert (record["epsilon"], record["max_labels"], record["unit_epsilon"]) == (1.0, 4, 4.0)
+    told = done("verify", record_of(output), "--ledger", place.ledger).out
+    assert "epsilon 1, 4 for the 4 of one unit" in told
+    assert "4 verified" not in told
+    assert told.count("asserted  ") == 1  # that coins were tossed
+
+
+def test_the_ledger_keeps_labels_in_an_account_of_their_own(flipped: tuple[Place, Path]) -> None:
+    place, output = flipped
+    done("train", place.recipe, *trained_on(output))
+    with Ledger(place.ledger) as ledger:
+        assert set(ledger.datasets()) == {"labels of notes", "notes"}
+        (mine,) = ledger.runs("labels of notes")
+        assert (mine.event, mine.reservation.unit, mine.state) == (PureDP(4.0), "who", "completed")
+        assert mine.reservation.relation == "label_changed"
+        # Nothing of the labels is in the account of the pairs.
+        (run,) = ledger.runs("notes")
+        assert run.reservation.relation == "zero_out"
+        assert ledger.spent("labels of notes", 1e-9) == pytest.approx(4.0, abs=1e-3)
+
+
+def test_training_knows_how_often_labels_are_wrong(
+    flipped: tuple[Place, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, output = flipped
+    seen, call = set(), PairLoss.__call__
+
+    def look(self: PairLoss, *given: Any) -> Any:
+        seen.add(self)
+        return call(self, *given)
+
+    monkeypatch.setattr(PairLoss, "__call__", look)
+    answer = done("train", place.recipe, *trained_on(output))
+    assert seen == {PairLoss("dpo", 0.5, 1 / (1 + math.e))}
+    assert "no lower bound: it stops by the schedule" in " ".join(answer.out.split())
+    done("card", place.run)
+    card = (place.run / "export" / "README.md").read_text()
+    for words in (
+        "Prompts and answers are *not* protected by that",
+        "ε = 4 for all labels of one `who`",
+        "No file can show",
+    ):
+        assert words in card
+    shown = done("verify", place.run).out
+    assert "verified  labels: a flip with probability 0.268941" in shown
+    assert "asserted  labels: coins" in shown
+    block = json.loads((place.run / "export" / "privacy.json").read_text())
+    assert "file_sha256" not in block["labels"]
+    assert block["labels"]["unit_epsilon"] == 4
+
+
+def test_label_privacy_alone_promises_nothing_for_texts(flipped: tuple[Place, Path]) -> None:
+    place, output = flipped
+    done("train", place.recipe, *trained_on(output), "--privacy.enabled", "false", "--data.public", "true")
+    done("card", place.run)
+    card = (place.run / "export" / "README.md").read_text()
+    assert "No differential privacy guarantee" in card
+    assert "this model may repeat them" in card
+    assert "verified  labels" in done("verify", place.run).out
+
+
+# --- mutants ---------------------------------------------------------------------------------------------------------------
+
+
+def drawn_again(place: Place, output: Path) -> None:
+    """Somebody flips the labels of the file once more."""
+    some = [{**row, "chosen": row["rejected"], "rejected": row["chosen"]} for row in lines(output)[:3]]
+    tiny.write_rows(output, [*some, *lines(output)[3:]])
+
+
+def test_labels_that_are_drawn_again_on_resume_are_refused(flipped: tuple[Place, Path]) -> None:
+    place, output = flipped
+    with pytest.MonkeyPatch.context() as patch:
+        fails_in_step(patch, 3)
+        with pytest.raises(RuntimeError):
+            dpllm_("train", place.recipe, *trained_on(output), "--train.checkpoint_every", "1")
+    again = (*trained_on(output), "--train.checkpoint_every", "1", "--resume")
+    kept = output.read_bytes()
+    drawn_again(place, output)
+    answer = dpllm_("train", place.recipe, *again)
+    assert answer.code == 3
+    assert "not the file that data.label_record" in answer.err
+    output.write_bytes(kept)
+    done("train", place.recipe, *again)
+
+
+def other_epsilon(run: Path) -> None:
+    recipe = run / "config.yaml"
+    recipe.write_text(recipe.read_text().replace("label_epsilon: 1.0", "label_epsilon: 3.0"))
+    as_trained(run)
+
+
+def other_figures(run: Path) -> None:
+    record = json.loads((run / "run.json").read_text())
+    record["labels"]["unit_epsilon"] = 1.0
+    (run / "run.json").write_text(json.dumps(record))
+    done("card", run)
+
+
+@pytest.mark.parametrize("break_", [other_epsilon, other_figures])
+def test_a_statement_about_other_labels_does_not_verify(
+    flipped: tuple[Place, Path], break_: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import dpllm.verification.verify as verification
+
+    place, output = flipped
+    done("train", place.recipe, *trained_on(output))
+    done("card", place.run)
+    with pytest.MonkeyPatch.context() as patch:  # a card that does not verify is not even written
+        patch.setattr(verification, "insist", lambda *given: None)
+        break_(place.run)
+    answer = dpllm_("verify", place.run)
+    assert answer.code == 4
+    assert "failed    labels" in answer.out
+
+
+def test_a_ledger_without_these_labels_is_seen(flipped: tuple[Place, Path], tmp_path: Path) -> None:
+    _, output = flipped
+    with Ledger(tmp_path / "other.sqlite"):
+        pass
+    answer = dpllm_("verify", record_of(output), "--ledger", tmp_path / "other.sqlite")
+    assert answer.code == 4
+    assert "has no entry" in answer.out
+
+
+# --- bad input, one line each ------------------------------------------------------------------------------------------------
+
+
+def refused(code: int, words: str, *arguments: object) -> None:
+    answer = dpllm_(*arguments)
+    assert answer.code == code, answer
+    assert words in answer.err
+    assert answer.err.count("\n") == 1
+
+
+def test_labels_are_randomised_once(flipped: tuple[Place, Path]) -> None:
+    place, output = flipped
+    command = ("randomize-labels", "--epsilon", "1", "--ledger", place.ledger, "--output", place.root / "again.jsonl")
+    refused(3, "were randomised before (labels of notes in the ledger)", *command, place.train)
+    refused(3, "were randomised already", *command, output)
+    # A copy with the answers as they are now, without its record, is the same data.
+    shutil.copy(output, place.root / "copy.jsonl")
+    refused(3, "were randomised before", *command, place.root / "copy.jsonl")
+    with Ledger(place.ledger) as ledger:
+        assert len(ledger.runs("labels of notes")) == 1
+
+
+def test_a_draw_that_died_is_paid_and_can_be_made_again(
+    flipped: tuple[Place, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, _ = flipped
+    own = tiny.write_rows(place.root / "own.jsonl", pairs(20, start=3000))
+    command = ("randomize-labels", own, "--epsilon", "1", "--ledger", place.ledger, "--dataset", "own")
+
+    def dies(*_: Any) -> bool:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(labels, "flipped", dies)
+        assert dpllm_(*command).code == 1
+    assert not (place.root / "own.randomized.jsonl").exists()
+    done(*command)
+    with Ledger(place.ledger) as ledger:
+        assert [run.event for run in ledger.runs("labels of own")] == [PureDP(1.0)] * 2
+    refused(3, "were randomised before", *command, "--output", place.root / "third.jsonl")
+
+
+def test_what_cannot_be_randomised_or_trained_on_is_one_line(flipped: tuple[Place, Path]) -> None:
+    place, output = flipped
+    other = tiny.write_rows(place.root / "others.jsonl", pairs(40, start=900))
+    flip = ("randomize-labels", other, "--ledger", place.ledger)
+    refused(2, "more than --max-labels 1 labels", *flip, "--epsilon", "1", "--unit", "who", "--max-labels", "1")
+    refused(2, "go together", *flip, "--epsilon", "1", "--unit", "who")
+    refused(2, "--epsilon", *flip, "--epsilon", "0")
+    refused(2, "is there already", *flip, "--epsilon", "1", "--output", output)
+    text = tiny.write_rows(place.root / "text.jsonl", [{"text": "a"}])
+    refused(2, "which format preference reads", "randomize-labels", text, "--ledger", place.ledger, "--epsilon", "1")
+    with Ledger(place.ledger) as ledger:
+        assert ledger.datasets() == ["labels of notes"]  # none of these was charged
+    train = ("train", place.recipe)
+    refused(2, "were randomised (flipped.labels.json lies beside it)", *train, "--data.train", output)
+    refused(3, "not the file that", *train, "--data.train", other, *trained_on(output)[2:])
+    refused(2, "sets how often they are wrong", *train, *trained_on(output), "--train.label_smoothing", "0.1")
+    refused(2, "is not the 1 of data.label_record", *train, *trained_on(output), "--data.label_epsilon", "2")
+
+
+def test_every_label_gets_a_coin_of_its_own(flipped: tuple[Place, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """All flipped, none flipped: what the coin says is what happens, for each row by itself."""
+    place, _ = flipped
+    for number, coins in enumerate(([True], [False], [True, False])):
+        said = [coins[row % len(coins)] for row in range(40)]
+        turns = iter(said)
+        monkeypatch.setattr(labels, "flipped", lambda epsilon, below, turns=turns: next(turns))
+        own = tiny.write_rows(place.root / f"own{number}.jsonl", pairs(40, start=2000 + 200 * number))
+        output = place.root / f"out{number}.jsonl"
+        done("randomize-labels", own, "--epsilon", "1", "--ledger", place.ledger, "--output", output)
+        swapped = [a["chosen"] != b["chosen"] for a, b in zip(lines(own), lines(output), strict=True)]
+        assert swapped == said

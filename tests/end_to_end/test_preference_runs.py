@@ -1,0 +1,143 @@
+"""Whole runs on preference pairs: what they release, what a resume keeps, and what is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from running import Place, charged, done, dpllm_, fails_in_step
+
+from dpllm.privacy.engine import StepEngine
+from dpllm.privacy.preference import PairLoss
+
+PAIRS = {"train.objective": "dpo", "train.beta": 0.5}
+
+
+def pairs(count: int, start: int = 0) -> list[dict[str, Any]]:
+    some = [tiny.sentence(number) for number in range(start, start + 2 * count)]
+    return [
+        {"who": f"p{number % 20}", "prompt": "Say", "chosen": f"yes {one}", "rejected": f"no {other} {one[:9]}"}
+        for number, (one, other) in enumerate(zip(some[::2], some[1::2], strict=True))
+    ]
+
+
+@pytest.fixture
+def asked(place: Place) -> Place:
+    """A recipe on pairs, with held-out ones that are public."""
+    tiny.write_rows(place.train, pairs(40))
+    tiny.write_rows(place.root / "data" / "eval.jsonl", pairs(6, start=500))
+    more = {"data.eval": str(place.root / "data" / "eval.jsonl"), "data.eval_public": True, "train.learning_rate": 0.05}
+    place.write({**PAIRS, **more})
+    return place
+
+
+def test_a_private_run_on_pairs_counts_rewards_from_its_start_and_verifies(asked: Place) -> None:
+    out = done("train", asked.recipe).out
+    public = asked.json("run.json")["metrics"]["public"]
+    assert public["eval_reward_accuracy_before"] == 0.5
+    assert public["eval_reward_margin_before"] == 0
+    assert public["eval_reward_margin_after"] != 0
+    assert "reward accuracy   50.0% before" in out
+    assert charged(asked) == (1, 4)
+    done("card", asked.run)
+    card = (asked.run / "export" / "README.md").read_text()
+    assert (
+        "dpo on pairs of a chosen and a rejected answer, each pair one row, beta 0.5; the reference is the base model"
+        in card
+    )
+    assert "before training, a tie counting half" in card
+    assert dpllm_("verify", asked.run).code == 0
+    # What the reference says of people's answers stays where their owner alone reads it.
+    assert len(np.load(asked.run / "private" / "references.npy")) == 2 * (40 + 6)
+    assert not list((asked.run / "export").glob("*.npy"))
+
+
+def test_units_of_several_pairs_train_and_are_charged_for_the_unit(asked: Place) -> None:
+    unit = ("--data.unit", "who", "--data.max_examples_per_unit", "2", "--train.batch_size", "6")
+    done("train", asked.recipe, *unit, "--train.physical_batch_size", "2")
+    assert (asked.json("plan.json")["unit"], asked.json("plan.json")["dataset_size"]) == ("who", 20)
+
+
+def test_without_privacy_pairs_are_learned(asked: Place) -> None:
+    tiny.write_rows(asked.train, pairs(40))
+    quick = ("--data.public", "true", "--train.steps", "25", "--train.batch_size", "20", "--train.learning_rate", "0.1")
+    done("train", asked.recipe, "--privacy.enabled", "false", *quick)
+    public = asked.json("run.json")["metrics"]["public"]
+    assert public["eval_reward_accuracy_after"] >= 0.9
+    assert public["eval_reward_margin_after"] > 0
+
+
+def resumed_reference(place: Place) -> None:
+    """A run that goes on has the reference that it began with, to the last bit, and not the adapter that has learned since."""
+    with pytest.MonkeyPatch.context() as patch:
+        fails_in_step(patch, 3)
+        with contextlib.suppress(RuntimeError):
+            dpllm_("train", place.recipe, "--train.checkpoint_every", "1")
+    before, seen, call = np.load(place.run / "private" / "references.npy"), [], PairLoss.__call__
+
+    def look(self: PairLoss, nll_RT: Any, batch: Any) -> Any:
+        if not set(batch.reference_R.tolist()) <= {0.0}:  # of the self-check
+            seen.extend(batch.reference_R[batch.unit_R >= 0].tolist())
+        return call(self, nll_RT, batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PairLoss, "__call__", look)
+        done("train", place.recipe, "--train.checkpoint_every", "1", "--resume")
+    assert seen
+    assert set(seen) <= set(before.tolist())
+
+
+def test_a_resumed_run_keeps_its_reference(asked: Place) -> None:
+    resumed_reference(asked)
+
+
+def test_a_reference_with_the_adapter_on_is_seen(asked: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mutant: a pair is compared with the model that has learned already."""
+    losses = StepEngine.losses
+
+    def with_the_adapter(self: StepEngine, batch: Any) -> Any:
+        with torch.no_grad():
+            nll_R = self._token_losses(batch).nll_RT.double().sum(dim=1)
+        return losses(self, replace(batch, reference_R=nll_R))
+
+    monkeypatch.setattr(StepEngine, "losses", with_the_adapter)
+    with pytest.raises(AssertionError, match="<="):
+        resumed_reference(asked)
+
+
+WRONG: dict[str, tuple[tuple[str, ...], str]] = {
+    "text as pairs": (("--train.objective", "likelihood"), "Set train.objective: dpo"),
+    "another format": (("--data.format", "text"), "train.objective: dpo does not learn from data.format: text"),
+    "chunks": (("--data.long_examples", "chunk"), "would tear the answers of a pair apart"),
+    "one row": (("--train.physical_batch_size", "1"), "no room for the two answers"),
+    "canaries of text": (("--audit.canaries", "{groups: {1: 4}}"), "no preference pairs"),
+    "no labels flipped": (("--data.label_epsilon", "1"), "label_epsilon is what data.label_record says"),
+    "smoothing of text": (
+        ("--train.objective", "likelihood", "--train.label_smoothing", "0.1"),
+        "preference pairs only",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_recipe_that_fits_no_pairs_is_one_line_and_spends_nothing(asked: Place, what: str) -> None:
+    arguments, words = WRONG[what]
+    answer = dpllm_("train", asked.recipe, *arguments)
+    assert answer.code == 2
+    assert words in answer.err
+    assert answer.err.count("\n") == 1
+    assert not asked.ledger.exists()
+
+
+def test_gradient_canaries_audit_a_run_on_pairs(asked: Place) -> None:
+    done("train", asked.recipe, "--audit.gradient_canaries", "20", "--train.batch_size", "12")
+    done("audit", asked.run)
+    found = json.loads((Path(asked.run) / "private" / "audits.jsonl").read_text().splitlines()[0])
+    assert found

@@ -1,0 +1,317 @@
+"""A preference pair is clipped once, by the gradient of its own loss, and adds the same bits in any company."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import checks
+import numpy as np
+import pytest
+import tiny_models as tm
+import torch
+from cases import BF16
+from tiny_models import FROZEN, LORA
+from torch import Tensor
+from torch.nn import functional
+
+from dpllm.errors import Refused
+from dpllm.model.rewards import Referenced, Rewards
+from dpllm.privacy import preference
+from dpllm.privacy.clipping import PerUnitClipper
+from dpllm.privacy.preference import PairLoss
+from dpllm.privacy.sampling import collate, physical_batches
+from dpllm.privacy.schedule import Shape, TokenSequence, Unit, shapes_of
+
+FAMILIES = {"llama": LORA, "gpt2": LORA, "qwen3": LORA, "gemma3": LORA, "llama, last block": FROZEN}
+LOSSES = {
+    "dpo": PairLoss(beta=0.3),
+    "debiased dpo": PairLoss(beta=0.3, flip=0.27),
+    "cdpo": PairLoss("cdpo", 0.3, 0.27),
+    "ipo": PairLoss("ipo", 0.3),
+    "debiased ipo": PairLoss("ipo", 0.3, 0.12),
+}
+# The lengths of the answers of each unit: one pair, pairs of unequal lengths, and units of several pairs.
+LENGTHS = ((9, 4), (17, 18), (5, 12), (3, 7, 11, 8), (31, 2), (6, 6), (6, 5, 40, 2, 23, 21))
+
+
+def pairs(lengths: Sequence[Sequence[int]] = LENGTHS, seed: int = 0) -> list[Unit]:
+    """Units of pairs whose reference is some model with log-likelihoods of its own."""
+    generator = np.random.default_rng(seed)
+
+    def told(one: TokenSequence) -> TokenSequence:
+        return replace(one, reference=one.denominator * math.log(tm.VOCABULARY) + generator.normal())
+
+    return [Unit(tuple(map(told, one.sequences))) for one in tm.units(lengths, seed)]
+
+
+@cache
+def built(name: str) -> Any:
+    return tm.build(name.partition(",")[0], FAMILIES[name])
+
+
+def make_engine(net: Any, loss: PairLoss, max_grad_norm: float = 1.0, **arguments: Any) -> Any:
+    engine = tm.make_engine(net, tm.plan(max_grad_norm), **arguments)
+    engine.pairs = loss
+    return engine
+
+
+def batches(some: Sequence[Unit | None], size: int = 8) -> list[Any]:
+    return physical_batches(range(len(some)), some, tm.shapes(tm.MAX_LENGTH, size), 0)
+
+
+# --- against float64 autograd, with every formula written out again ------------------------------------------------------
+
+
+def loss_by_the_book(margin: Tensor, loss: PairLoss) -> Tensor:
+    def plain(h: Tensor) -> Tensor:
+        if loss.objective == "ipo":
+            return (h / loss.beta - 1 / (2 * loss.beta)) ** 2
+        return torch.log(1 + torch.exp(-h))
+
+    if loss.objective == "cdpo":
+        return (1 - loss.flip) * plain(margin) + loss.flip * plain(-margin)
+    return ((1 - loss.flip) * plain(margin) - loss.flip * plain(-margin)) / (1 - 2 * loss.flip)
+
+
+def by_autograd(net: Any, some: Sequence[Unit], loss: PairLoss) -> Tensor:
+    """gradient_UP of each unit's own loss: every answer alone, unpadded, through a float64 copy of the model."""
+    if net in tm._engines:
+        tm._engines.pop(net).close()
+    exact = copy.deepcopy(net).double()
+    parameters, found = list(tm.trainable(exact).values()), []
+
+    def log_likelihood(one: TokenSequence) -> Tensor:
+        ids = torch.tensor([one.input_ids])
+        scores = functional.log_softmax(exact(input_ids=ids, use_cache=False).logits[0].double(), dim=-1)
+        return sum(scores[t - 1, ids[0, t]] for t, learned in enumerate(one.loss_mask) if learned)  # type: ignore[return-value]
+
+    for unit in some:
+        total = torch.zeros((), dtype=torch.float64)
+        for chosen, rejected in zip(unit.sequences[::2], unit.sequences[1::2], strict=True):
+            reward = [log_likelihood(one) + one.reference for one in (chosen, rejected)]
+            total = total + loss_by_the_book(loss.beta * (reward[0] - reward[1]), loss)
+        found.append(torch.cat([part.flatten() for part in torch.autograd.grad(total, parameters)]))
+    return torch.stack(found)
+
+
+def exact(name: str, loss: PairLoss, sizes: Sequence[int] = (2, 8)) -> None:
+    """Norms and clipped sums, at a C that clips some units and not others, are those of autograd."""
+    some, net = pairs(), built(name)
+    expected_UP = by_autograd(net, some, loss)
+    norm_U = expected_UP.norm(dim=1)
+    bound = float(norm_U.median()) * 1.01
+    engine = make_engine(net, loss, bound)
+    torch.testing.assert_close(tm.norms(engine, collate(some, pad_id=0)), norm_U, rtol=1e-4, atol=0)
+    for size in sizes:
+        found_P, seen = engine.clipped_sum(batches(some, size))
+        assert checks.apart(found_P, checks.clip(expected_UP, bound)) <= 1e-4
+        assert (seen.units, seen.clipped) == (len(some), int((norm_U > bound).sum()))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_pair_has_the_gradient_of_its_own_loss_in_float64(name: str) -> None:
+    exact(name, LOSSES["dpo"])
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_so_it_is_for_every_loss(loss: PairLoss) -> None:
+    exact("llama", loss, sizes=(4,))
+
+
+def test_in_bf16_it_is_the_same_up_to_its_rounding() -> None:
+    some, net, loss = pairs(), built("llama"), LOSSES["dpo"]
+    expected_UP = by_autograd(net, some, loss)
+    bound = float(expected_UP.norm(dim=1).median())
+    found_P, _ = make_engine(net, loss, bound, autocast=BF16).clipped_sum(batches(some))
+    assert checks.apart(found_P, checks.clip(expected_UP, bound)) <= 0.1
+
+
+def test_losses_are_those_of_the_book_and_padding_rows_have_none() -> None:
+    some, net = pairs(), built("llama")
+    for loss in LOSSES.values():
+        engine = make_engine(net, loss)
+        batch = collate(some, pad_id=0, rows=30)
+        nll_R = engine._token_losses(batch).nll_RT.double().sum(dim=1)
+        margin_P = loss.beta * ((batch.reference_R - nll_R)[::2] - (batch.reference_R - nll_R)[1::2])
+        loss_R = engine.losses(batch)
+        own_P = batch.unit_R[::2] >= 0
+        torch.testing.assert_close(loss_R[::2][own_P], loss_by_the_book(margin_P, loss)[own_P])
+        assert not loss_R[1::2].any()
+        assert not loss_R[::2][~own_P].any()
+
+
+# --- the same bits in any company ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("autocast", [contextlib.nullcontext, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_sum_is_the_sum_of_what_each_unit_adds_by_itself(name: str, autocast: Any) -> None:
+    """So S(D + X) - S(D) = S({X}), bit for bit; also of a unit with more pairs than a physical batch holds."""
+    some, engine = pairs(), make_engine(built(name), LOSSES["debiased dpo"], 0.05, autocast=autocast)
+
+    def added(units: Sequence[Unit | None]) -> Tensor:
+        return engine.clipped_sum(batches(units, 4))[0]
+
+    whole = added(some)
+    assert bool(whole.any())
+    assert torch.equal(whole, sum(added([one]) for one in some))
+    assert torch.equal(added(some[::-1]), whole)
+    assert torch.equal(whole - added(checks.without(some, 3)), added([some[3]]))
+
+
+def test_a_pair_without_a_finite_margin_adds_nothing_and_harms_nobody() -> None:
+    some, engine = pairs(), make_engine(built("llama"), LOSSES["dpo"], 0.05)
+    broken = Unit(tuple(replace(one, reference=math.nan) for one in some[1].sequences))
+    whole, _ = engine.clipped_sum(batches([some[0], broken, *some[2:]]))
+    assert torch.equal(whole, engine.clipped_sum(batches(checks.without(some, 1)))[0])
+
+
+def bounded(loss: PairLoss) -> None:
+    """Every unit adds C at most."""
+    engine = make_engine(built("llama"), loss, 0.02)
+    for one in pairs():
+        assert float(engine.clipped_sum(batches([one]))[0].norm()) <= 0.02 * checks.BOUND
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_a_pair_adds_at_most_the_clipping_norm(loss: PairLoss) -> None:
+    bounded(loss)
+
+
+def test_what_the_reference_says_of_a_pair_follows_from_that_pair_alone() -> None:
+    some, net = pairs(), built("llama")
+    rewards = Rewards(net, tm.shapes(tm.MAX_LENGTH, 4), 0, tm.CPU, contextlib.nullcontext)
+    whole = rewards.surprises(some)
+    assert np.array_equal(whole, np.concatenate([rewards.surprises([one]) for one in some]))
+    expected = [float(-_log_likelihood(net, one)) for unit in some for one in unit.sequences]
+    np.testing.assert_allclose(whole, expected, rtol=1e-5)
+
+
+def _log_likelihood(net: Any, one: TokenSequence) -> Tensor:
+    with torch.no_grad():
+        scores = net.eval()(input_ids=torch.tensor([one.input_ids]), use_cache=False).logits[0].log_softmax(dim=-1)
+        net.train()
+    return sum(scores[t - 1, one.input_ids[t]] for t, learned in enumerate(one.loss_mask) if learned)  # type: ignore[return-value]
+
+
+def test_references_reach_the_answers_they_are_of() -> None:
+    some: list[Unit | None] = [*pairs(), None, *pairs(seed=3)]
+    reference_R = np.random.default_rng(1).normal(size=sum(len(one.sequences) for one in some if one))
+    told = Referenced(some, reference_R)
+    assert [one.reference for unit in told if unit for one in unit.sequences] == reference_R.tolist()
+    assert [told.sizes(slot) for slot in range(len(some))][len(LENGTHS)] == (0, 0)
+    assert told[len(LENGTHS)] is None
+
+
+# --- whole pairs in whole batches ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 7, 16, 33])
+@pytest.mark.parametrize("most", [1, 3])
+def test_physical_batches_of_pairs_have_an_even_number_of_rows(rows: int, most: int) -> None:
+    found = shapes_of(rows, 50, 256, each=2 * most, pairs=True)
+    assert all(shape.rows % 2 == 0 and 2 <= shape.rows <= max(2, rows) for shape in found)
+    for batch in physical_batches(range(7), pairs(), [Shape(128, found[-1].rows)], 0):
+        assert torch.equal(batch.unit_R[::2], batch.unit_R[1::2])
+
+
+def test_rows_that_are_no_whole_pairs_are_refused() -> None:
+    engine = make_engine(built("llama"), LOSSES["dpo"])
+    for lengths in ([(9,), (4,)], [(9, 4, 5), (3,)], [(9,)]):
+        with pytest.raises(Refused, match="not whole preference pairs"):
+            engine.losses(collate(tm.units(lengths), pad_id=0))
+
+
+def test_the_self_check_of_pairs_passes_and_sees_a_kernel_that_rounds_by_company() -> None:
+    from test_alone import RoundsByCompany
+
+    shapes = [Shape(16, 8), Shape(64, 4), Shape(128, 2)]
+    checked = make_engine(built("llama"), LOSSES["dpo"]).self_check(tm.VOCABULARY, shapes)
+    assert checked.error < 1e-4
+    assert set(checked.digests) == set(shapes)
+    with pytest.raises(Refused, match=r"^kernel rounds a row differently"):
+        make_engine(RoundsByCompany(), LOSSES["dpo"]).self_check(tm.VOCABULARY, [Shape(64, 8)])
+    # A pair alone in its batch has no company but itself.
+    make_engine(RoundsByCompany(), LOSSES["dpo"]).self_check(tm.VOCABULARY, [Shape(64, 2)])
+
+
+# --- mutants ---------------------------------------------------------------------------------------------------------------
+
+
+def rows_apart(patch: pytest.MonkeyPatch) -> None:
+    """The two answers are clipped as if they were two units, so that a pair moves the sum by up to 2C."""
+    add = PerUnitClipper.add
+
+    def adding(self: PerUnitClipper, losses: Any, batch: Any, *given: Any) -> Any:
+        rows = torch.arange(len(batch.unit_R)).where(batch.unit_R >= 0, -1)
+        return add(self, lambda _: losses(batch), replace(batch, unit_R=rows, num_units=int((rows >= 0).sum())), *given)
+
+    patch.setattr(PerUnitClipper, "add", adding)
+
+
+def batch_mean(patch: pytest.MonkeyPatch) -> None:
+    call = PairLoss.__call__
+    patch.setattr(PairLoss, "__call__", lambda self, nll, batch: call(self, nll, batch) / (len(nll) // 2))
+
+
+def batch_baseline(patch: pytest.MonkeyPatch) -> None:
+    """Margins are compared with the mean margin of their batch."""
+    margins = PairLoss.margins
+
+    def less(self: PairLoss, nll_R: Tensor, reference_R: Tensor) -> Tensor:
+        found_P = margins(self, nll_R, reference_R)
+        return found_P - found_P.mean()
+
+    patch.setattr(PairLoss, "margins", less)
+
+
+def no_debiasing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PairLoss, "weights", property(lambda self: (1.0, 0.0)))
+
+
+def other_epsilon(patch: pytest.MonkeyPatch) -> None:
+    weights = PairLoss.weights.fget  # type: ignore[attr-defined]
+    patch.setattr(PairLoss, "weights", property(lambda self: weights(replace(self, flip=self.flip / 2))))
+
+
+def no_reference(patch: pytest.MonkeyPatch) -> None:
+    margins = PairLoss.margins
+    patch.setattr(PairLoss, "margins", lambda self, nll, reference: margins(self, nll, torch.zeros_like(reference)))
+
+
+CHECKS: list[tuple[Any, Any]] = [
+    (rows_apart, lambda: bounded(LOSSES["dpo"])),
+    (batch_mean, lambda: exact("llama", LOSSES["dpo"], (8,))),
+    (batch_baseline, lambda: test_a_sum_is_the_sum_of_what_each_unit_adds_by_itself("llama", contextlib.nullcontext)),
+    (no_debiasing, lambda: exact("llama", LOSSES["debiased dpo"], (8,))),
+    (other_epsilon, lambda: exact("llama", LOSSES["debiased dpo"], (8,))),
+    (no_reference, lambda: exact("llama", LOSSES["dpo"], (8,))),
+]
+
+
+@pytest.mark.parametrize(("change", "check"), CHECKS, ids=[change.__name__ for change, _ in CHECKS])
+def test_a_broken_loss_is_seen(change: Any, check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    check()
+    change(monkeypatch)
+    with pytest.raises(AssertionError):
+        check()
+
+
+@pytest.mark.parametrize("objective", ["dpo", "ipo"])
+def test_the_debiased_loss_is_the_loss_of_the_true_label_on_average(objective: Any) -> None:
+    """Over the coin of the label, whose margin a flip negates; conservative DPO is not unbiased, and bounded below."""
+    margin_P = torch.linspace(-4, 4, 9, dtype=torch.float64)
+    for flip in (0.05, 0.12, 0.38):
+        noisy, plain = PairLoss(objective, 0.2, flip), PairLoss(objective, 0.2)
+        own, swapped = noisy.weights
+        kept_P, flipped_P = (own * noisy._loss(h) + swapped * noisy._loss(-h) for h in (margin_P, -margin_P))
+        torch.testing.assert_close((1 - flip) * kept_P + flip * flipped_P, plain._loss(margin_P))
+    own, swapped = PairLoss("cdpo", 0.2, 0.12).weights
+    assert own + swapped == 1
+    assert preference.PairLoss("dpo", 0.2, 0.0).weights == (1, 0)
