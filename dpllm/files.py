@@ -318,7 +318,7 @@ class RunPaths:
     resume = _Below("private/resume")  # the checkpoints that a resumed run starts from: secret
     audits = _Below("private/audits.jsonl")  # one line for each audit that was made: private
     metrics = _Below("private/metrics.jsonl")  # un-noised diagnostics, one JSON value a line: private
-    references = _Below("private/references.npy")  # what the reference says of each answer of a preference pair
+    references = _Below("private/references.npz")  # what the reference says of each answer of a preference pair
     layers = _Below("private/layers.json")  # names of the layers that clipped_by_layer of metrics.jsonl counts
 
     def checkpoints(self) -> list[Path]:

@@ -67,10 +67,10 @@ def _text(row: Mapping[str, Any], fields: Sequence[str]) -> str:
         value = row[field]
         if isinstance(value, list):
             value = " ".join(str(turn.get("content", "") if isinstance(turn, dict) else turn) for turn in value)
-        texts.append(str(value))
+        # Spaces, line breaks and Unicode composition do not matter, nor into how many columns a record is cut.
+        texts.append(" ".join(unicodedata.normalize("NFC", str(value)).split()))
     if fields[1:] == ("chosen", "rejected"):
         texts[1:] = sorted(texts[1:])
-    # Spaces, line breaks and Unicode composition do not matter, nor into how many columns a record is cut.
     return " ".join(unicodedata.normalize("NFC", " ".join(texts)).split())
 
 

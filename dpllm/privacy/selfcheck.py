@@ -309,7 +309,8 @@ def _brute_force(subject: Subject, batch: PhysicalBatch) -> tuple[Tensor, float,
     if not all(0 < norm < math.inf for norm in norms):
         raise Refused(
             f"self-check: the gradient of a synthetic row has the norm {min(norms)} to {max(norms)}, so nothing can be "
-            "compared. The base model's weights or its padding embedding give losses that are not finite: use another one."
+            "compared. The base model's weights or its padding embedding give losses that are not finite: use another one; with "
+            "train.precision: fp16, the constant loss scale may overflow: set bf16 or fp32."
         )
     bound = sorted(norms)[(len(norms) - 1) // 2] * 1.01
     factor_U = torch.tensor([min(1.0, bound / norm) for norm in norms], device=loss_R.device)

@@ -127,7 +127,8 @@ class Recorder:
         self._screen.end()
         loss = seen.loss if seen and math.isfinite(seen.loss) else None  # JSON has no word for nan
         accuracy = seen.accuracy if seen else None
-        found = {name: getattr(seen, name, None) for name in self._figures} | {"loss": loss}
+        figures = {name: getattr(seen, name, None) for name in self._figures}
+        found = {name: value if value is not None and math.isfinite(value) else None for name, value in figures.items()}
         if when == "during":
             self._log({"step": self._step, **{f"eval_{name}": value for name, value in found.items()}})
         else:

@@ -104,11 +104,12 @@ def _of_chats(row: Row) -> Row:
 
 
 def _of_answers(row: Row) -> Row:
-    """What both answers begin with is their prompt, without a space at its end; as ``trl`` reads such rows."""
+    """The words, or messages, that both answers begin with are their prompt: no word is cut, since a space follows a prompt."""
     chosen, rejected = row["chosen"], row["rejected"]
     most = min(len(chosen), len(rejected)) - 1  # something is left of both
     same = next((place for place in range(most) if chosen[place] != rejected[place]), most)
-    same -= same > 0 and chosen[same - 1] == " "
+    if isinstance(chosen, str):
+        same = max((place for place in range(same) if chosen[place].isspace()), default=0)
     return {"prompt": chosen[:same], "chosen": chosen[same:], "rejected": rejected[same:]}
 
 

@@ -7,6 +7,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -14,8 +15,12 @@ import tiny
 import torch
 from running import Place, charged, done, dpllm_, fails_in_step
 
+from dpllm.model.rewards import Referenced
 from dpllm.privacy.engine import StepEngine
 from dpllm.privacy.preference import PairLoss
+from dpllm.privacy.schedule import TokenSequence, Unit
+from dpllm.run import references
+from dpllm.run.directory import RunDir
 
 PAIRS = {"train.objective": "dpo", "train.beta": 0.5}
 
@@ -55,8 +60,9 @@ def test_a_private_run_on_pairs_counts_rewards_from_its_start_and_verifies(asked
     assert "before training, a tie counting half" in card
     assert dpllm_("verify", asked.run).code == 0
     # What the reference says of people's answers stays where their owner alone reads it.
-    assert len(np.load(asked.run / "private" / "references.npy")) == 2 * (40 + 6)
-    assert not list((asked.run / "export").glob("*.npy"))
+    with np.load(asked.run / "private" / "references.npz") as kept:
+        assert (len(kept["sampled"]), len(kept["held_out"])) == (2 * 40, 2 * 6)
+    assert not list((asked.run / "export").glob("*.np?"))
 
 
 def test_units_of_several_pairs_train_and_are_charged_for_the_unit(asked: Place) -> None:
@@ -74,13 +80,17 @@ def test_without_privacy_pairs_are_learned(asked: Place) -> None:
     assert public["eval_reward_margin_after"] > 0
 
 
-def resumed_reference(place: Place) -> None:
+def resumed_reference(place: Place, damaged: bool = False) -> None:
     """A run that goes on has the reference that it began with, to the last bit, and not the adapter that has learned since."""
     with pytest.MonkeyPatch.context() as patch:
         fails_in_step(patch, 3)
         with contextlib.suppress(RuntimeError):
             dpllm_("train", place.recipe, "--train.checkpoint_every", "1")
-    before, seen, call = np.load(place.run / "private" / "references.npy"), [], PairLoss.__call__
+    kept, seen, call = place.run / "private" / "references.npz", list[float](), PairLoss.__call__
+    with np.load(kept) as file:
+        before = file["sampled"]
+    if damaged:
+        kept.write_bytes(kept.read_bytes()[:100])
 
     def look(self: PairLoss, nll_RT: Any, batch: Any) -> Any:
         if not set(batch.reference_R.tolist()) <= {0.0}:  # of the self-check
@@ -94,8 +104,35 @@ def resumed_reference(place: Place) -> None:
     assert set(seen) <= set(before.tolist())
 
 
-def test_a_resumed_run_keeps_its_reference(asked: Place) -> None:
-    resumed_reference(asked)
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_resumed_run_keeps_its_reference_also_where_its_file_was_damaged(asked: Place, damaged: bool) -> None:
+    resumed_reference(asked, damaged)
+
+
+def test_what_was_kept_of_other_evaluation_pairs_or_is_damaged_is_not_read(tmp_path: Path) -> None:
+    """A mutant compares numbers of pairs alone."""
+    run = RunDir(tmp_path)
+    run.private.mkdir()
+    units = [Unit((TokenSequence((1, n), (False, True), 1), TokenSequence((2, n), (False, True), 1))) for n in range(3)]
+    kept = references.Pairs(Referenced(units[:1], np.zeros(2)), Referenced(units[1:], np.ones(4)), Mock())
+    kept.keep(run)
+    found = references._kept(run, 2, units[1:])
+    assert found is not None
+    assert [part.tolist() for part in found] == [[0.0] * 2, [1.0] * 4]
+    assert references._kept(run, 2, units[:2]) is None
+    assert references._kept(run, 4, units[1:]) is None
+    for size in (100, 0):
+        run.references.write_bytes(run.references.read_bytes()[:size])
+        assert references._kept(run, 2, units[1:]) is None
+    run.references.unlink()
+    assert references._kept(run, 2, units[1:]) is None
+
+
+def test_a_run_that_diverges_says_null(asked: Place) -> None:
+    done("train", asked.recipe, "--train.learning_rate", "1e25")
+    public = asked.json("run.json")["metrics"]["public"]
+    assert public["eval_reward_accuracy_before"] == 0.5
+    assert public.get("eval_reward_margin_after") is None
 
 
 def test_a_reference_with_the_adapter_on_is_seen(asked: Place, monkeypatch: pytest.MonkeyPatch) -> None:

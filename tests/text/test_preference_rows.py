@@ -12,7 +12,7 @@ from test_layouts import load
 from dpllm.errors import DataError
 from dpllm.ledger.records import fingerprint
 from dpllm.recipe.config import DataConfig
-from dpllm.text import prompts
+from dpllm.text import layouts, prompts
 from dpllm.text.data import NOTHING, encode_units
 from dpllm.text.layouts import FIELDS
 from dpllm.text.rows import each_row
@@ -126,3 +126,15 @@ def test_a_prompt_reads_as_it_does_before_an_answer(tmp_path: Path) -> None:
     ids = prompts.encode(tiny.tokenizer(), "Who?", 0, "preference", template)
     assert list(unit.sequences[0].input_ids[: len(ids)]) == ids
     assert unit.sequences[0].loss_mask.index(True) == len(ids)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "prompt"),
+    [("I like apples", "I like apricots", "I like"), ("apples", "apricots", ""), ("Q:\nyes", "Q:\nno", "Q:")],
+)
+def test_no_word_is_cut_where_answers_begin_alike(chosen: str, rejected: str, prompt: str) -> None:
+    """A mutant cuts at the first letter that differs, and a space would be read inside a word."""
+    found = layouts._of_answers({"chosen": chosen, "rejected": rejected})
+    assert found["prompt"] == prompt
+    for answer, whole in (("chosen", chosen), ("rejected", rejected)):
+        assert "".join(layouts.joined(prompt, found[answer], None)) == whole
