@@ -335,8 +335,8 @@ class StepEngine:
     ) -> Checked:
         """Compares with brute-force autograd, in the shapes of the physical batches that will run: see ``selfcheck.self_check``.
 
-        In low precision, where the forward pass is not float32, 5e-2 is accepted (of pairs 0.1), not 1e-3. Without a Plan there is
-        no check.
+        In low precision, where the forward pass is not float32, 5e-2 is accepted (of pairs 0.1), not 1e-3. Without a Plan there
+        is no check.
 
         Raises:
             RoundsByCompany: The engine can then be asked again, with other shapes.
