@@ -343,7 +343,9 @@ def test_what_a_model_that_learned_these_data_tells_of_them_is_added(merged: Pat
     """A mutant states the epsilon of the texts alone."""
     learned = read_json(merged / "privacy.json")
     words = place.words("--model", merged, "--dataset", learned["dataset"], "--delta", learned["delta"])
-    assert "which learned the same data: epsilon" in done(*words, "--dry-run").out
+    said = done(*words, "--dry-run").out
+    assert "Which one: " in said
+    assert "which learned the same data: epsilon" in said
     assert "which learned the same data: epsilon" in done(*words).out
     record = statement.read(place.record())
     whole = compose([record.event, privacy_record.read(learned).terms.event])
