@@ -71,7 +71,7 @@ def empty_folder(place: Place) -> Change:
 
 
 CASES: dict[str, tuple[Change | Callable[[Place], Change], int, str]] = {
-    "unknown key": ({"train.color": "red"}, WRONG, r"train\.color: unknown key; known keys: batch_size"),
+    "unknown key": ({"train.color": "red"}, WRONG, r"train\.color: unknown key; known keys: objective"),
     "misspelt key": ({"privacy.epsilom": 3}, WRONG, r"privacy\.epsilom: unknown key; did you mean epsilon\?"),
     "wrong type": ({"train.steps": "many"}, WRONG, r"train\.steps: "),
     "packing": ({"data.packing": True}, WRONG, r"data\.packing: .*set data\.packing: false"),
