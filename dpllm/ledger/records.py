@@ -69,8 +69,8 @@ def _text(row: Mapping[str, Any], fields: Sequence[str]) -> str:
             value = " ".join(str(turn.get("content", "") if isinstance(turn, dict) else turn) for turn in value)
         # Spaces, line breaks and Unicode composition do not matter, nor into how many columns a record is cut.
         texts.append(" ".join(unicodedata.normalize("NFC", str(value)).split()))
-    if fields[1:] == ("chosen", "rejected"):
-        texts[1:] = sorted(texts[1:])
+    if fields[1:] == ("chosen", "rejected"):  # with a prompt apart, or before each
+        texts = sorted(" ".join(f"{texts[0]} {answer}".split()) for answer in texts[1:])
     return " ".join(unicodedata.normalize("NFC", " ".join(texts)).split())
 
 

@@ -10,12 +10,14 @@ import json
 import secrets
 import time
 from hashlib import blake2b
+from hashlib import sha256 as sha256_of
 from pathlib import Path
+from typing import Any
 
 from dpllm.errors import ConfigError, DataError, Refused
 from dpllm.files import alone, read_json, scratch, sha256, write_json, write_whole
 from dpllm.ledger import Ledger, Reservation, RunRequest, open_ledger
-from dpllm.ledger.records import fingerprint
+from dpllm.ledger.records import HASH_BYTES, fingerprint
 from dpllm.privacy.events import PureDP, number
 from dpllm.privacy.labels import flip_probability, flipped
 from dpllm.privacy.voting import Below
@@ -24,6 +26,7 @@ from dpllm.statement.labels import LabelRecord
 from dpllm.text import data
 from dpllm.text.layouts import FIELDS
 from dpllm.text.rows import Row
+from dpllm.text.sources import expand
 
 SUFFIX = ".labels.json"
 _FIELDS, _DELTA = FIELDS["preference"], 1e-9  # of the ledger's figure alone: the event has none
@@ -58,13 +61,15 @@ def randomize(config: RunConfig, epsilon: float, output: Path, below: Below = se
         "--epsilon", epsilon, 1e-3, 50.0
     )  # below, labels are coins, and the debiased loss divides by next to nothing
     with alone(output, output.with_name(f".{output.name}.lock")), scratch() as cache:
+        if output.suffix != ".jsonl":
+            raise ConfigError(f"--output {output}: is a file of JSON lines. Type a name that ends with .jsonl.")
         if found := next((path for path in (output, record_of(output)) if path.exists()), None):
             raise ConfigError(f"{found}: is there already, and would be lost. Type another --output.")
         table = _checked(config.data, cache)
         with open_ledger(config.privacy.ledger) as ledger:  # type: ignore[union-attr]
             claim = _charge(ledger, config, table, epsilon)
             unit, most = config.data.unit, config.data.max_examples_per_unit or 1
-            write_whole(output, "".join(_flipped(row, unit, epsilon, below) for row in table.rows), mode=0o600)
+            text = "".join(_flipped(row, unit, epsilon, below) for row in table.rows).encode()
             record = LabelRecord.pick(
                 {},
                 schema_version=1,
@@ -78,19 +83,26 @@ def randomize(config: RunConfig, epsilon: float, output: Path, below: Below = se
                 dataset=claim.dataset,
                 entry=claim.entry,
                 date=time.strftime("%Y-%m-%d", time.gmtime()),
-                file_sha256=sha256(output),
+                file_sha256=sha256_of(text).hexdigest(),
             )
-            write_json(record_of(output), record.to_json(), mode=0o600)
+            write_json(
+                record_of(output), record.to_json(), mode=0o600
+            )  # first: a file without it would be taken as true
+            write_whole(output, text, mode=0o600)
             ledger.finish(claim.entry, "completed")
             return record
 
 
 def _checked(wanted: DataConfig, cache: Path) -> data.Table:
     """The pairs, whose labels were not randomised before, and of whose units none has too many."""
-    if isinstance(wanted.train, str) and record_of(Path(wanted.train)).exists():
+    if (found := _randomised(wanted)) is not None:
         raise Refused(
-            f"{wanted.train}: its labels were randomised already ({record_of(Path(wanted.train)).name} lies beside it): the "
-            "loss could not know that they were flipped twice. Train on it as it is."
+            f"{found}: its labels were randomised already ({record_of(found).name} lies beside it): the loss could not know that "
+            "they were flipped twice. Train on it as it is."
+        )
+    if wanted.unit in _FIELDS:
+        raise ConfigError(
+            f"--unit {wanted.unit}: is a text, and which one it is follows from the label. Name another column."
         )
     table = data.load_table(wanted.train, wanted, wanted.train_split, cache)
     if wanted.unit != "example" and sum(map(len, data.group_rows(table, wanted))) < len(table.rows):
@@ -98,7 +110,19 @@ def _checked(wanted: DataConfig, cache: Path) -> data.Table:
             f"{table.name}: one {wanted.unit} has more than --max-labels {wanted.max_examples_per_unit} labels, which cost "
             "more than would be stated. Raise --max-labels, or drop rows."
         )
+    for place, row in enumerate(table.rows, start=1):
+        turns = [turn for field in _FIELDS if isinstance(row[field], list) for turn in row[field]]
+        if not all(isinstance(turn.get("content") or "", str) for turn in turns):
+            raise DataError(
+                f"{table.place(place)} has a message whose content is no text, which could tell a label. Drop the row."
+            )
     return table
+
+
+def _randomised(wanted: DataConfig) -> Path | None:
+    """The first of the files of training data beside which a record lies."""
+    paths = map(Path, expand(wanted.train))
+    return next((path for path in paths if record_of(path) != path and record_of(path).exists()), None)
 
 
 def _charge(ledger: Ledger, config: RunConfig, table: data.Table, epsilon: float) -> Reservation:
@@ -106,6 +130,11 @@ def _charge(ledger: Ledger, config: RunConfig, table: data.Table, epsilon: float
     # Under a key of its own: the labels of a dataset are no copy of its texts, which have another account.
     key = blake2b(b"labels", key=ledger.records.key(), digest_size=32).digest()
     records = fingerprint(table.rows, _FIELDS, key)
+    if config.data.unit == "example" and len(records.hashes) // HASH_BYTES < records.num_records:
+        raise DataError(
+            f"{table.name}: some pairs stand there twice, and their label would be flipped twice for one payment. Drop them, or "
+            "type --unit and --max-labels."
+        )
     known = ledger.records.known_as(records)
     # Where a draw was paid and the process died before its end, nothing was written, and another one is paid again.
     if known and any(run.state == "completed" for run in ledger.runs(known)):
@@ -125,11 +154,16 @@ def _charge(ledger: Ledger, config: RunConfig, table: data.Table, epsilon: float
 
 def _flipped(row: Row, unit: str, epsilon: float, below: Below) -> str:
     """A row as one line, after its coin."""
-    sides = [row["chosen"], row["rejected"]]
+    prompt, *sides = (_plain(row[field]) for field in _FIELDS)
     if flipped(epsilon, below):
         sides.reverse()
     told = {} if unit == "example" else {unit: row[unit]}
-    return json.dumps({**told, "prompt": row["prompt"], "chosen": sides[0], "rejected": sides[1]}, default=str) + "\n"
+    return json.dumps({**told, "prompt": prompt, "chosen": sides[0], "rejected": sides[1]}, default=str) + "\n"
+
+
+def _plain(text: Any) -> Any:
+    """Of messages, who says what: a score or a weight of one would tell the label."""
+    return [{key: turn.get(key) for key in ("role", "content")} for turn in text] if isinstance(text, list) else text
 
 
 def read_labels(wanted: DataConfig) -> LabelRecord | None:
@@ -141,13 +175,18 @@ def read_labels(wanted: DataConfig) -> LabelRecord | None:
     """
     path = Path(wanted.train) if isinstance(wanted.train, str) else None
     if wanted.label_record is None:
-        if path and record_of(path) != path and record_of(path).exists():
+        if (found := _randomised(wanted)) is not None:
             raise ConfigError(
-                f"data.train {path}: its labels were randomised ({record_of(path).name} lies beside it), and taken as true they "
-                f"would teach a weaker preference. Set data.label_record: {record_of(path)}."
+                f"data.train {found}: its labels were randomised ({record_of(found).name} lies beside it), and taken as true "
+                f"they would teach a weaker preference. Set data.label_record: {record_of(found)}."
             )
         return None
     record = LabelRecord.checked(read_json(Path(wanted.label_record)))
+    if abs(record.probability - flip_probability(record.epsilon)) > 1e-12:
+        raise ConfigError(
+            f"data.label_record {wanted.label_record}: its probability is not that of its epsilon, so that the loss would be "
+            "biased. Restore the record."
+        )
     if path is None or not path.is_file() or sha256(path) != record.file_sha256:
         raise Refused(
             f"data.train is not the file that data.label_record {wanted.label_record} is about, so nothing says how often its "

@@ -19,7 +19,7 @@ class Labels(Record):
     """What flipped them."""
     neighbouring_relation: Literal["label_changed"]
     """How two datasets differ: in one label, or in all labels of one unit. Prompts and answers are the same in both."""
-    epsilon: Positive
+    epsilon: Annotated[float, Field(gt=1e-3, le=50)]
     """Of one label, with a delta of 0."""
     probability: Annotated[float, Field(gt=0, lt=0.5)]
     """With which each label was flipped: 1 / (1 + e^epsilon)."""

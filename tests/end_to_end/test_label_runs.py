@@ -258,3 +258,65 @@ def test_every_label_gets_a_coin_of_its_own(flipped: tuple[Place, Path], monkeyp
         done("randomize-labels", own, "--epsilon", "1", "--ledger", place.ledger, "--output", output)
         swapped = [a["chosen"] != b["chosen"] for a, b in zip(lines(own), lines(output), strict=True)]
         assert swapped == said
+
+
+def flips(root: Path, rows: list[Json], *more: object, name: str = "given") -> Any:
+    """What the command says of these rows, with one ledger; its file is NAME.flipped.jsonl."""
+    tiny.write_rows(root / f"{name}.jsonl", rows)
+    where = ("--ledger", root / "l.sqlite", "--output", root / f"{name}.flipped.jsonl")
+    return dpllm_("randomize-labels", root / f"{name}.jsonl", "--epsilon", "1", *where, *more)
+
+
+def test_what_else_a_message_says_stays_behind(tmp_path: Path) -> None:
+    """A mutant copies the score of the answer that was preferred along with it."""
+    turn = {"role": "assistant", "score": 9.5, "label": "preferred"}
+    rows = [
+        {"prompt": [{"role": "user", "content": f"q{n}", "id": n}], "chosen": [{**turn, "content": f"a{n}"}]}
+        for n in range(4)
+    ]
+    rows = [{**row, "rejected": [{"role": "assistant", "content": f"b{n}", "weight": 1}]} for n, row in enumerate(rows)]
+    assert flips(tmp_path, rows).code == 0
+    found = [turn for row in lines(tmp_path / "given.flipped.jsonl") for field in row.values() for turn in field]
+    assert {frozenset(turn) for turn in found} == {frozenset({"role", "content"})}
+    rows[0]["chosen"] = [{"role": "assistant", "content": [{"type": "text", "text": "a", "score": 1}]}]
+    assert "whose content is no text" in flips(tmp_path, rows, name="parts").err
+
+
+def test_the_same_labels_in_another_layout_are_not_drawn_again(tmp_path: Path) -> None:
+    """A mutant hashes the prompt apart: a common beginning of both answers makes another one."""
+    rows = [{"prompt": f"Question {n}:", "chosen": f"the {n} one", "rejected": f"the  other {n}"} for n in range(6)]
+    whole = [{name: f"{row['prompt']} {row[name]}" for name in ("chosen", "rejected")} for row in rows]
+    assert flips(tmp_path, rows).code == 0
+    answer = flips(tmp_path, whole, name="whole")
+    assert answer.code == 3
+    assert "randomised before" in answer.err
+
+
+def test_a_pair_that_stands_twice_has_one_label(tmp_path: Path) -> None:
+    rows = [{"prompt": "q", "chosen": f"a{n}", "rejected": f"b{n}", "who": "p"} for n in (0, 1, 0)]
+    assert "stand there twice" in flips(tmp_path, rows).err
+    assert flips(tmp_path, rows, "--unit", "who", "--max-labels", 3, name="of one").code == 0
+
+
+def test_units_and_outputs_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    rows = [{"prompt": "q", "chosen": f"a{n}", "rejected": f"b{n}"} for n in range(3)]
+    assert "follows from the label" in flips(tmp_path, rows, "--unit", "chosen", "--max-labels", 1).err
+    assert "ends with .jsonl" in flips(tmp_path, rows, "--output", tmp_path / "x.json").err
+    assert not (tmp_path / "given.flipped.jsonl").exists()
+
+
+@pytest.mark.parametrize("way", ["list", "glob"])
+def test_flipped_labels_are_not_taken_as_true_however_they_are_named(flipped: tuple[Place, Path], way: str) -> None:
+    place, output = flipped
+    named = f"[{output}]" if way == "list" else f"{str(output)[:-1]}*"
+    assert "its labels were randomised" in dpllm_("plan", place.recipe, "--data.train", named).err
+
+
+@pytest.mark.parametrize("epsilon", [1e4, 1e-17, 3.0])
+def test_a_record_of_another_epsilon_trains_nothing(flipped: tuple[Place, Path], epsilon: float) -> None:
+    place, output = flipped
+    record = json.loads(record_of(output).read_text())
+    record_of(output).write_text(json.dumps({**record, "epsilon": epsilon}))
+    answer = dpllm_("plan", place.recipe, *trained_on(output))
+    assert answer.code in (2, 3)
+    assert answer.err.count("\n") == 1
