@@ -205,7 +205,7 @@ def _dry_run(known: argparse.Namespace, config: RunConfig, order: Order) -> int:
         "with_base": total,
         "texts": made.texts,
     }
-    which = "Which one: with models of 135 million weights, the tuned one wrote better rows (docs/howto/synthesize.md)."
+    which = "Which one: with SmolLM2-135M, the tuned model wrote better rows (docs/howto/synthesize.md)."
     end = f"{_with_base(total)}Nothing was spent."
     show(known, about | {"noise_multiplier": sigma} if known.json else table, which, end)
     if said:

@@ -136,7 +136,7 @@ class Embedder:
         self._start = next(token for token in first if token is not None)
         self._tokenizer, self._width = tokenizer, width
         self._reader = Reader(model, width + 1, [self._start], MOST_TOKENS, states=True)
-        self._reader.lower_in_company(min(len(tokenizer), model.get_input_embeddings().weight.shape[0]))
+        self._reader.lower_in_company(len(tokenizer))
         self.height: int = self._reader.height
 
     def vectors(self, texts: Sequence[str]) -> NDArray[np.float64]:

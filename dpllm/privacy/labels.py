@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import math
 import secrets
+from collections.abc import Callable
 from fractions import Fraction
 
-from dpllm.privacy.voting import Below, bernoulli_exp
+Below = Callable[[int], int]
+"""A uniform integer from 0 to its argument, exclusive: ``secrets.randbelow``, or a seeded one in tests."""
 
 
 def flip_probability(epsilon: float) -> float:
@@ -39,3 +41,15 @@ def flipped(epsilon: float, below: Below = secrets.randbelow) -> bool:
         if bernoulli_exp(Fraction(epsilon), below):
             return True
     return False
+
+
+def bernoulli_exp(gamma: Fraction, below: Below) -> bool:
+    """True with probability exp(-gamma), gamma >= 0, exactly (Canonne, Kamath and Steinke 2020, algorithm 1)."""
+    while gamma > 1:
+        if not bernoulli_exp(Fraction(1), below):
+            return False
+        gamma -= 1
+    turn = 1
+    while below(gamma.denominator * turn) < gamma.numerator:
+        turn += 1
+    return turn % 2 == 1

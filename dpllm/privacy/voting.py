@@ -34,7 +34,7 @@ References:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -44,13 +44,12 @@ from numpy.typing import NDArray
 
 from dpllm.errors import ConfigError
 from dpllm.privacy.events import BoundedRange, integer, number
+from dpllm.privacy.labels import Below, bernoulli_exp
 
 MOST_CLIP = 6.0  # of the temperature: a proposal is accepted with a probability of at least exp(-2 C / tau)
 LATTICE_BITS = 20  # a vote is rounded by at most C / 2^21, as much as logits of bfloat16 lie apart near 2^-13
 # A legend of shapes: V tokens of the vocabulary, R records of one unit.
 
-Below = Callable[[int], int]
-"""A uniform integer from 0 to its argument, exclusive: ``secrets.randbelow``, or a seeded one in tests."""
 Floats = NDArray[np.float64]
 Votes = NDArray[np.int64]
 
@@ -141,15 +140,3 @@ class Ballot:
             token = int(finite_K[min(int(np.searchsorted(cumulated_K, uniform, side="right")), len(finite_K) - 1)])
             if bernoulli_exp((most - int(sum_V[token])) * self._per_vote, below):
                 return token
-
-
-def bernoulli_exp(gamma: Fraction, below: Below) -> bool:
-    """True with probability exp(-gamma), gamma >= 0, exactly (Canonne, Kamath and Steinke 2020, algorithm 1)."""
-    while gamma > 1:
-        if not bernoulli_exp(Fraction(1), below):
-            return False
-        gamma -= 1
-    turn = 1
-    while below(gamma.denominator * turn) < gamma.numerator:
-        turn += 1
-    return turn % 2 == 1

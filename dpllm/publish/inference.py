@@ -41,7 +41,7 @@ from dpllm.publish.ordered import DELTA, FIELD, FILTERS, TEXTS, Offer, Order, of
 from dpllm.publish.quality import EVALUATION, TRAINING, Beside, Measure
 from dpllm.recipe import names
 from dpllm.recipe.config import RunConfig
-from dpllm.run.describe import Opened, opened, refusal, without_evaluation
+from dpllm.run.describe import Opened, opened, refusal, refuse_adapter, without_evaluation
 from dpllm.run.payment import Payment
 from dpllm.statement import state
 from dpllm.statement.fields import Lineage
@@ -113,10 +113,7 @@ def infer(
             "texts are asked for by data.control as often as released shares say, so the two belong together. Type both, such as "
             "--data.control '[visit]' --describe FILE, as dpllm describe writes it; or neither."
         )
-    if config.model.adapter is not None:
-        raise ConfigError(
-            "model.adapter: is an adapter to train on from, and nothing trains here. Merge it, or leave it out."
-        )
+    refuse_adapter(config)
     tests = filters.tests(**{**FILTERS, **order.filters})
     with (
         opened(config, order.delta, config.data.control, most=DELTA, create=True) as source,
@@ -340,8 +337,7 @@ class _Job:
         if width not in self.readers:
             rows = 1 + self.made.ballot.batch_size * (self.config.data.max_examples_per_unit or 1)
             self.readers = {width: Reader(self.model, width, self._prompts(line)([]), rows)}
-            known = self.model.get_input_embeddings().weight.shape[0]
-            self.readers[width].lower_in_company(min(len(self.tokenizer), known))
+            self.readers[width].lower_in_company(len(self.tokenizer))
         return self.readers[width]
 
 

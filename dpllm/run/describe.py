@@ -183,6 +183,14 @@ def without_evaluation(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"data": config.data.model_copy(update={"eval": None})})
 
 
+def refuse_adapter(config: RunConfig) -> None:
+    """Refuses an adapter where nothing trains, with a ConfigError."""
+    if config.model.adapter is not None:
+        raise ConfigError(
+            "model.adapter: is an adapter to train on from, and nothing trains here. Merge it, or leave it out."
+        )
+
+
 def relation_of(config: RunConfig) -> Relation:
     """Which datasets the guarantee compares: of one counted, public size, or of a declared one and one unit more or less."""
     return "zero_out" if config.data.public_size is None else "add_or_remove_one"
@@ -214,11 +222,8 @@ class Opened:
         }
 
     def refuse_tuned(self, config: RunConfig) -> None:
-        """A model that learned these data tells of them by itself, and nobody composes the two yet."""
-        if config.model.adapter is not None:
-            raise ConfigError(
-                "model.adapter: is an adapter to train on from, and nothing trains here. Merge it, or leave it out."
-            )
+        """A model that learned these data tells of them by itself; ``publish.ordered.with_base`` adds that up for texts alone."""
+        refuse_adapter(config)
         base = parents.of_base(config)
         if base and any(one.dataset in (self.account, None) for one in (base.statement, *base.ancestors)):
             raise Refused(

@@ -19,8 +19,7 @@ from dpllm.files import alone, read_json, scratch, sha256, write_json, write_who
 from dpllm.ledger import Ledger, Reservation, RunRequest, open_ledger
 from dpllm.ledger.records import HASH_BYTES, fingerprint
 from dpllm.privacy.events import PureDP, number
-from dpllm.privacy.labels import flip_probability, flipped
-from dpllm.privacy.voting import Below
+from dpllm.privacy.labels import Below, flip_probability, flipped
 from dpllm.recipe.config import DataConfig, RunConfig
 from dpllm.statement.labels import LabelRecord
 from dpllm.text import data
@@ -136,7 +135,7 @@ def _charge(ledger: Ledger, config: RunConfig, table: data.Table, epsilon: float
             "type --unit and --max-labels."
         )
     known = ledger.records.known_as(records)
-    # Where a draw was paid and the process died before its end, nothing was written, and another one is paid again.
+    # Where a draw was paid and the process died before its end, another one is paid again: the account has both.
     if known and any(run.state == "completed" for run in ledger.runs(known)):
         raise Refused(
             f"{table.name}: these labels were randomised before ({known} in the ledger), and a second draw costs epsilon "
@@ -182,10 +181,10 @@ def read_labels(wanted: DataConfig) -> LabelRecord | None:
             )
         return None
     record = LabelRecord.checked(read_json(Path(wanted.label_record)))
-    if abs(record.probability - flip_probability(record.epsilon)) > 1e-12:
+    if not record.coherent:
         raise ConfigError(
-            f"data.label_record {wanted.label_record}: its probability is not that of its epsilon, so that the loss would be "
-            "biased. Restore the record."
+            f"data.label_record {wanted.label_record}: its probability or costs are not those of its epsilon, so that the loss "
+            "would be biased, and no card could be written. Restore the record."
         )
     if path is None or not path.is_file() or sha256(path) != record.file_sha256:
         raise Refused(

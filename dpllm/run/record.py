@@ -125,10 +125,10 @@ class Recorder:
     def evaluated(self, seen: HeldOut | None, when: Literal["before", "during", "after"]) -> None:
         """Notes a pass over the held-out rows; None where there are none."""
         self._screen.end()
-        loss = seen.loss if seen and math.isfinite(seen.loss) else None  # JSON has no word for nan
-        accuracy = seen.accuracy if seen else None
         figures = {name: getattr(seen, name, None) for name in self._figures}
+        # JSON has no word for nan.
         found = {name: value if value is not None and math.isfinite(value) else None for name, value in figures.items()}
+        loss = found["loss"]
         if when == "during":
             self._log({"step": self._step, **{f"eval_{name}": value for name, value in found.items()}})
         else:
@@ -137,7 +137,7 @@ class Recorder:
             write_json(self._kept, self._summary)  # a process that is killed writes no more
         elif when == "after":
             self._summary["eval_tokens"] = seen.tokens if seen else 0
-        self._telemetry.evaluated(self._step, loss, accuracy)
+        self._telemetry.evaluated(self._step, loss, found.get("accuracy"))
         if when == "before" and loss is not None and self._prepared.config.data.eval_public:
             self._console.print(f"Held-out loss before: {loss:.4f} nats per token")
 

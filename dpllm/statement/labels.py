@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from dpllm.privacy.labels import flip_probability
 from dpllm.statement.fields import AtLeast1, Positive, Record, Sha256, Text
 
 
@@ -35,6 +36,14 @@ class Labels(Record):
     """Its entry there."""
     date: Annotated[str, Field(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}$")]
     """Day on which they were flipped, in UTC."""
+
+    @property
+    def coherent(self) -> bool:
+        """Whether probability and costs are those of the epsilon of a label."""
+        whole = self.max_labels * self.epsilon
+        same = abs(self.probability - flip_probability(self.epsilon)) <= 1e-12
+        same &= abs(self.unit_epsilon - whole) <= 1e-9 * whole
+        return same and (self.unit != "example" or self.max_labels == 1)
 
 
 class LabelRecord(Labels):

@@ -215,9 +215,7 @@ def _check_answers(row: Row, place: str, layout: Layout) -> None:
         answer = row[side]
         if not answer or (layout.lists and not any(learned(turn) for turn in answer)):
             what = "no turn of the assistant" if layout.lists else "nothing"
-            raise DataError(
-                f"{place} has {what} in its answer {side!r}, so nothing was preferred. Fix or drop the row."
-            )
+            raise DataError(f"{place} has {what} in one of its answers, so nothing was preferred. Fix or drop the row.")
     if row["chosen"] == row["rejected"]:
         raise DataError(f"{place} has two equal answers, of which none was preferred. Fix or drop the row.")
 

@@ -6,12 +6,10 @@ a coin was tossed for each label: that is the author's word, and stays asserted.
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from dpllm.errors import DpllmError
 from dpllm.files import sha256
 from dpllm.ledger.values import event_of
 from dpllm.privacy.events import PureDP
@@ -19,7 +17,7 @@ from dpllm.privacy.labels import flip_probability
 from dpllm.run.labels import SUFFIX
 from dpllm.statement.fields import NotAStatement
 from dpllm.statement.labels import LabelRecord, Labels
-from dpllm.verification.check_ledger import ledger_of, open_chain
+from dpllm.verification.check_ledger import chain_at, ledger_of
 from dpllm.verification.values import Check, Published, Wrong, asserted, guarded, read_object, regular, verified
 
 _AGAIN = "Take the record of the time when the labels were randomised, and write the card again: dpllm card RUN."
@@ -57,17 +55,14 @@ def _beside(path: Path, where: str | None) -> Iterator[Check]:
         pass
     if sha256(data, follow=False) != record.file_sha256:
         raise Wrong(f"{data.name} is not the file that was written: labels may have been drawn again. Restore it.")
-    yield verified("labels: file", f"{data.name} is the file that was written with this record.")
+    yield verified("labels: file", f"{data.name} is the file that this record names.")
 
 
 def _stated(shown: Labels, where: str | None) -> Iterator[Check]:
-    whole = shown.max_labels * shown.epsilon
-    wrong = abs(shown.probability - flip_probability(shown.epsilon)) > 1e-12
-    wrong |= abs(shown.unit_epsilon - whole) > 1e-9 * whole
-    if wrong or (shown.unit == "example" and shown.max_labels != 1):
+    if not shown.coherent:
         raise Wrong(
             f"labels of epsilon {shown.epsilon:g} are flipped with probability {flip_probability(shown.epsilon):.6g}, and "
-            f"{shown.max_labels} of one unit cost {whole:g}; other figures are stated. {_AGAIN}"
+            f"{shown.max_labels} of one unit cost {shown.max_labels * shown.epsilon:g}; other figures are stated. {_AGAIN}"
         )
     of_all = f", {shown.unit_epsilon:g} for the {shown.max_labels} of one unit" if shown.max_labels > 1 else ""
     yield verified("labels", f"a flip with probability {shown.probability:.6g} is epsilon {shown.epsilon:g}{of_all}.")
@@ -82,12 +77,11 @@ def _entry(shown: Labels, where: str | None) -> Check:
         return asserted(
             name, f"entry {shown.entry} of {shown.dataset} is what the author says. To check: --ledger FILE."
         )
-    try:
-        chain = open_chain(where, None)
-    except (DpllmError, sqlite3.Error, OSError) as error:
-        raise Wrong(f"the ledger cannot be read ({error}). Name another with --ledger FILE, or restore it.") from None
+    chain = chain_at(where, None)
     mine = [e for e in chain.entries if e.kind == "reserve" and e.facts["entry"] == shown.entry]
     stated = shown.dataset, shown.unit, shown.neighbouring_relation, PureDP(shown.unit_epsilon)
-    if [(e.dataset, e.facts["unit"], e.facts["relation"], event_of(e)) for e in mine] != [stated]:
+    if [(e.dataset, e.facts["unit"], e.facts["relation"], event_of(e)) for e in mine] != [
+        stated
+    ] or not chain.steps.get(shown.entry):
         raise Wrong(f"{chain.where} has no entry {shown.entry} of {shown.dataset} that paid for these labels. {_AGAIN}")
     return verified(name, f"{chain.where} charged exactly this, in an account that no other epsilon is added to.")

@@ -85,7 +85,7 @@ def charged(
             "ledger, or an export of it, can check: --ledger FILE.",
         )
         return
-    chain = _opened(where, {"hash": composed.head, "count": composed.entries})
+    chain = chain_at(where, {"hash": composed.head, "count": composed.entries})
     yield _entry(chain, composed, terms, taken)
     yield _total(chain, composed, terms)
     if statistics is not None:
@@ -98,7 +98,7 @@ def released(statistics: Statistics, where: str) -> Check:
     Raises:
         Wrong: The ledger cannot be read, was tampered with, or has none.
     """
-    return _released(_opened(where, None), statistics)
+    return _released(chain_at(where, None), statistics)
 
 
 def _of_facts(composed: Composed, terms: Promised, **found: Any) -> Composed:
@@ -136,15 +136,15 @@ def ledger_of(found: Published) -> str | None:
     return str(path) if path.exists() else None
 
 
-def _opened(where: str, head: Json | None) -> _Chain:
+def chain_at(where: str, head: Json | None) -> _Chain:
+    """A ledger's chain, whole, which contains ``head`` if one is given; Wrong where it cannot be read."""
     try:
-        return open_chain(where, head)
+        return _open(where, head)
     except (DpllmError, sqlite3.Error, OSError) as error:
         raise Wrong(f"the ledger cannot be read ({error}). Name another with --ledger FILE, or restore it.") from None
 
 
-def open_chain(where: str, head: Json | None) -> _Chain:
-    """A ledger's chain, whole, which contains ``head`` if one is given; a DpllmError or Wrong elsewhere."""
+def _open(where: str, head: Json | None) -> _Chain:
     if where.startswith(_URL):
         name, value = where, _read(Postgres(where, read_only=True))
     else:

@@ -406,3 +406,13 @@ def test_a_prompt_stands_around_each_record_and_the_public_one_has_nothing(base:
         assert made.epsilon > 0.99 * at or made.ballot.clip == 4.0
         fewer = Ballot(max(1, made.ballot.batch_size - 1), 4.0, 1.0).event(100)
         assert made.ballot.clip < 4.0 or epsilon(fewer, 1e-5, "zero_out") > 0.99 * at
+
+
+def test_a_tokenizer_with_more_tokens_than_its_model_is_refused_before_anything_is_read(place: Place) -> None:
+    """A mutant reads records until one has such a token, and ends with an error that tells of it."""
+    more = tiny.save_model(place.root / "more")
+    tokenizer = load_tokenizer(ModelConfig(name_or_path=str(more)))
+    tokenizer.add_tokens([f"zebra{number}" for number in range(1000)])
+    tokenizer.save_pretrained(more)
+    assert "the tokenizer knows" in dpllm_(*place.words("--model", more)).err
+    assert not place.runs()

@@ -14,7 +14,7 @@ import tiny
 from running import Place, as_trained, done, dpllm_, fails_in_step
 from test_preference_runs import PAIRS, asked, pairs  # noqa: F401
 
-from dpllm.ledger import Ledger
+from dpllm.ledger import Ledger, RunRequest
 from dpllm.privacy.events import PureDP
 from dpllm.privacy.preference import PairLoss
 from dpllm.run import labels
@@ -312,11 +312,23 @@ def test_flipped_labels_are_not_taken_as_true_however_they_are_named(flipped: tu
     assert "its labels were randomised" in dpllm_("plan", place.recipe, "--data.train", named).err
 
 
-@pytest.mark.parametrize("epsilon", [1e4, 1e-17, 3.0])
-def test_a_record_of_another_epsilon_trains_nothing(flipped: tuple[Place, Path], epsilon: float) -> None:
+@pytest.mark.parametrize("changed", [{"epsilon": 1e4}, {"epsilon": 1e-17}, {"epsilon": 3.0}, {"unit_epsilon": 1.0}])
+def test_a_record_that_contradicts_itself_trains_nothing(flipped: tuple[Place, Path], changed: Json) -> None:
     place, output = flipped
     record = json.loads(record_of(output).read_text())
-    record_of(output).write_text(json.dumps({**record, "epsilon": epsilon}))
+    record_of(output).write_text(json.dumps({**record, **changed}))
     answer = dpllm_("plan", place.recipe, *trained_on(output))
     assert answer.code in (2, 3)
     assert answer.err.count("\n") == 1
+
+
+def test_labels_whose_entry_was_reserved_and_not_charged_do_not_verify(flipped: tuple[Place, Path]) -> None:
+    """A mutant asks only whether the entry is there."""
+    place, output = flipped
+    record = json.loads(record_of(output).read_text())
+    with Ledger(place.ledger) as ledger:
+        claim = ledger.reserve(record["dataset"], RunRequest(PureDP(4.0), 1e-9, 1, "who", "label_changed"))
+    record_of(output).write_text(json.dumps({**record, "entry": claim.entry}))
+    answer = dpllm_("verify", record_of(output), "--ledger", place.ledger)
+    assert answer.code != 0
+    assert "has no entry" in answer.out

@@ -79,10 +79,10 @@ def test_a_long_pair_is_cut_at_its_end_and_a_long_prompt_leaves_whole_pairs(tmp_
 
 BAD: dict[str, tuple[Json, str]] = {
     "a missing side": ({"prompt": "Who?", "chosen": "Anna"}, "row 2 has no text in column 'rejected'"),
-    "an empty side": ({**PAIR, "rejected": ""}, "row 2 has nothing in its answer 'rejected'"),
+    "an empty side": ({**PAIR, "rejected": ""}, "row 2 has nothing in one of its answers"),
     "equal answers": ({**PAIR, "rejected": "Anna"}, "row 2 has two equal answers"),
     "other types": ({**PAIR, "rejected": BO}, "row 2 has no text in column 'rejected'"),
-    "no turn of the assistant": ({**CHATS, "rejected": ASKED}, "no turn of the assistant in its answer 'rejected'"),
+    "no turn of the assistant": ({**CHATS, "rejected": ASKED}, "no turn of the assistant in one of its answers"),
     "an unknown role": ({**CHATS, "rejected": [{"role": "boss", "content": "x"}]}, "role is not one of"),
 }
 

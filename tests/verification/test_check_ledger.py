@@ -45,7 +45,7 @@ def test_a_ledger_in_use_keeps_its_locks(tmp_path: Path) -> None:
     look = f"from dpllm.ledger import Ledger\nwith Ledger({str(path)!r}) as ledger: print(ledger.head()['count'])"
     with Ledger(path) as ledger:
         reserve(ledger)
-        check_ledger.open_chain(str(path), HEAD)
+        check_ledger._open(str(path), HEAD)
         subprocess.run([sys.executable, "-c", look], check=True, capture_output=True)
         reserve(ledger)
         seen = subprocess.run([sys.executable, "-c", look], check=True, capture_output=True, text=True).stdout
@@ -83,14 +83,12 @@ def test_a_ledger_is_read_and_nothing_else(tmp_path: Path) -> None:
         claim = reserve(ledger)
         ledger.charge(claim.entry, 1)
         head = ledger.head()  # the chain says the steps of a short run at each one
-        assert check_ledger.open_chain(str(path), head).steps == {
-            claim.entry: 1
-        }  # of a ledger in use, the last step too
+        assert check_ledger._open(str(path), head).steps == {claim.entry: 1}  # of a ledger in use, the last step too
     before = {one.name: one.read_bytes() for one in folder.iterdir()}
-    assert len(check_ledger.open_chain(str(path), head).entries) == head["count"]
+    assert len(check_ledger._open(str(path), head).entries) == head["count"]
     assert {one.name: one.read_bytes() for one in folder.iterdir()} == before
     with pytest.raises(Wrong, match="lacks an earlier head"):
-        check_ledger.open_chain(str(path), {**head, "hash": "1" * 64})
+        check_ledger._open(str(path), {**head, "hash": "1" * 64})
 
 
 @pytest.mark.parametrize(
@@ -124,7 +122,7 @@ def test_a_trigger_of_a_stranger_never_runs(tmp_path: Path) -> None:
             f"CREATE TRIGGER t AFTER UPDATE ON meta BEGIN DELETE FROM meta WHERE key IN ({ENDLESS} n FROM more); END"
         )
         db.commit()
-    check_ledger.open_chain(str(path), head)
+    check_ledger._open(str(path), head)
 
 
 @pytest.mark.parametrize("name", ["file", "export"])
@@ -156,9 +154,9 @@ def test_work_on_a_file_has_a_bound(tmp_path: Path) -> None:
 @pytest.mark.parametrize("place", ["postgres"], indirect=True)
 def test_a_database_without_a_ledger_stays_empty(place: ledger_stores.Place, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="entries"):
-        check_ledger.open_chain(place.location, HEAD)
+        check_ledger._open(place.location, HEAD)
     with closing(store.Postgres(place.location, read_only=True)) as opened:
         assert opened.rows("SELECT 1 FROM information_schema.tables WHERE table_schema = current_schema()") == []
     with Ledger(store.Postgres(place.location)) as ledger:
         reserve(ledger)
-        assert len(check_ledger.open_chain(place.location, ledger.head()).entries) == ledger.head()["count"]
+        assert len(check_ledger._open(place.location, ledger.head()).entries) == ledger.head()["count"]
