@@ -103,14 +103,16 @@ def of_whole_rows(table: Iterable[CanaryScores], tokens: TokenTable | None) -> l
         return list(table)
     log_probs = {"tuned": tokens.tuned_log_prob_N, "base": tokens.base_log_prob_N}
     columns = {
-        "num_tokens": tokens.lengths(),
-        **{f"{model}_log_prob": tokens.sums(log_prob_N) for model, log_prob_N in log_probs.items()},
-        **{f"{model}_left": unexplained(tokens, log_prob_N) for model, log_prob_N in log_probs.items()},
+        "num_tokens": dict(zip(tokens.canary_ids, tokens.lengths().tolist(), strict=True)),
+        **{f"{model}_log_prob": tokens.by_canary(tokens.sums(values_N)) for model, values_N in log_probs.items()},
     }
-    place = {canary_id: index for index, canary_id in enumerate(tokens.canary_ids)}
-    return [
-        replace(row, **{name: column[place[row.canary_id]].item() for name, column in columns.items()}) for row in table
-    ]
+    if (
+        not tokens.of_pairs
+    ):  # whose rejected answers have the same words: two noises would be added where one is taken off
+        columns |= {
+            f"{model}_left": tokens.by_canary(unexplained(tokens, values_N)) for model, values_N in log_probs.items()
+        }
+    return [replace(row, **{name: column[row.canary_id] for name, column in columns.items()}) for row in table]
 
 
 def members(rows: Iterable[CanaryScores]) -> list[CanaryScores]:

@@ -202,14 +202,14 @@ def _examine(run: RunDir, config: RunConfig, plan: CanaryPlan, claim: Claim | No
     models = load_models(run, config)
     fmt = _format(run, config)
     table, tokens = score_canaries(models, plan, fmt, config.data)
-    promise = read_plan(run).to_json() if claim else None
+    promise = read_plan(run).to_json() if config.privacy.enabled else None
     return _Examined(
         table,
         tokens,
         claim,
         promise=promise,
         words=words_control(plan.canaries),
-        gradient=_gradient(run, plan) if claim and plan.gradient_coins else None,
+        gradient=_gradient(run, plan) if promise and plan.gradient_coins else None,
         settings=AuditSettings.pick(promise["audit"] if promise else config.audit.fixed()),
         beside={
             "generation": generate_attacks(models, plan, fmt, config.data) if generate else None,
@@ -236,7 +236,8 @@ def _gradient(run: RunDir, plan: CanaryPlan) -> GradientTable:
 
 
 def _summary(examined: _Examined, twin: str | None) -> Summary:
-    beside = Beside(promise=examined.promise, words=examined.words, twin=twin, gradient=examined.gradient)
+    of_labels = examined.claim is not None and examined.promise is None  # of which none was never planted
+    beside = Beside(examined.promise, examined.words, twin, stand_ins=of_labels, gradient=examined.gradient)
     return summarise(examined.table, examined.claim, examined.settings, tokens=examined.tokens, beside=beside)
 
 
@@ -264,7 +265,9 @@ def _subject(run: RunDir) -> tuple[RunConfig, CanaryPlan, Claim | None]:
             f"{run.canaries}: every coin said out, so no canary was planted. Plan more candidates (audit.canaries.groups) and "
             "train again."
         )
-    return config, plan, _claim(run, config, record, plan) if config.privacy.enabled else None
+    if config.privacy.enabled:
+        return config, plan, _claim(run, config, record, plan)
+    return config, plan, Claim(plan.label_epsilon, 0.0, "label") if plan.label_epsilon else None
 
 
 def _check_weights(run: RunDir, record: RunRecord) -> None:

@@ -112,14 +112,14 @@ def score(
 def score_canaries(
     models: ScoringModels, plan: CanaryPlan, fmt: Format, data: DataConfig
 ) -> tuple[tuple[CanaryScores, ...], TokenTable]:
-    """Scores every candidate and reference on the tuned and the base model: canary by canary, and token by token.
+    """Scores every candidate and reference on the tuned and the base model, of a pair both answers, and token by token.
 
     Every token that entered the loss is scored, which in format text are those of the carrier too.
 
     Raises:
         ConfigError: A canary that training could not have learned (see ``encode_secret``), or scores that are not finite.
     """
-    everyone = (*plan.canaries, *plan.references)
+    everyone = [answer for canary in (*plan.canaries, *plan.references) for answer in canary.answers]
     encoded = [encode_secret(canary, fmt, models.tokenizer, data) for canary in everyone]
     return score_encoded(models, everyone, encoded)
 

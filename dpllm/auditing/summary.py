@@ -118,7 +118,7 @@ def summarise(
         "exposure": {str(group): _exposure(rows, secrets[0]) for group, rows in secrets.items() if group},
         "extraction": {str(group): attacks.extraction(rows) for group, rows in scored.groups.items()},
         "sampling": extraction.summary(tokens.secrets(), _ranked(scores, beside)) if tokens is not None else None,
-        "epsilon_lower_bound": {**bound.to_json(), "method": _method(settings), "slope": scored.slope},
+        "epsilon_lower_bound": {**bound.to_json(), "method": _method(settings, tokens), "slope": scored.slope},
         **({"gradient": gradient} if gradient else {}),
         "repeated": {
             str(group): _repeated(group, claim, seen, tests.get(group))
@@ -155,7 +155,8 @@ def _sorted(scores: Sequence[CanaryScores], tokens: TokenTable | None, beside: B
         known = {name for name in attacks.TOKEN_ATTACKS if attacks.SINCE.get(name, 1) <= beside.version}
         found = {name: attack(tokens).tolist() for name, attack in attacks.TOKEN_ATTACKS.items() if name in known}
         by_token = {name: dict(zip(tokens.canary_ids, values, strict=True)) for name, values in found.items()}
-    slope = attacks.slope(row for rows in groups.values() for row in rows)
+    pairs = tokens is not None and tokens.of_pairs  # a reward is log p less log p of the reference, whole
+    slope = 1.0 if pairs else attacks.slope(row for rows in groups.values() for row in rows)
     return _Scored(groups, ranked, references, by_token, slope)
 
 
@@ -178,13 +179,15 @@ def _tests(scored: _Scored, claim: Claim | None, settings: AuditSettings) -> tup
     return once, tests
 
 
-def _method(settings: AuditSettings) -> str:
+def _method(settings: AuditSettings, tokens: TokenTable | None) -> str:
     """How the bound is computed."""
+    score = "of every token that entered the loss, less what its words explain"
+    if tokens is not None and tokens.of_pairs:
+        score = "of pairs, the margin of their implicit rewards"
     weights, parts = (", with weights that fall with the rank", "tests") if settings.falling else ("", "guess counts")
     return (
         f"one training run, guesses on both sides and on one{weights} (Steinke, Nasr and Jagielski 2023), once-inserted "
-        f"canaries, score '{PRIMARY_ATTACK}' of every token that entered the loss, less what its words explain, "
-        f"alpha divided by the number of {parts}"
+        f"canaries, score '{PRIMARY_ATTACK}' {score}, alpha divided by the number of {parts}"
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dpllm.canaries.kinds import REJECTED
 from dpllm.errors import ConfigError
 from dpllm.files import write_whole
 
@@ -29,7 +30,7 @@ class TokenTable:
     """Scored tokens of S sequences; every sequence has at least one.
 
     Attributes:
-        canary_ids: Of each sequence.
+        canary_ids: Of each sequence. Of a preference pair the chosen answer has the canary's name; see ``REJECTED``.
         zlib_bytes_S: Length of the text that was scored, compressed by zlib.
         sequence_N: Which sequence a token is of: 0 to S - 1, in rising order.
         tuned_log_prob_N: log p(token | before), in nats, by the tuned model; ``base_...`` by the base model.
@@ -82,10 +83,24 @@ class TokenTable:
         """Shape (S,): the sum of each sequence."""
         return np.bincount(self.sequence_N, weights=values_N, minlength=len(self.canary_ids)).astype(np.float64)
 
+    @property
+    def of_pairs(self) -> bool:
+        """Whether the canaries are preference pairs."""
+        return any(name.endswith(REJECTED) for name in self.canary_ids)
+
+    def by_canary(self, values_S: NDArray[np.float64]) -> dict[str, float]:
+        """The value of each canary; of a pair, that of its chosen answer less that of its rejected one."""
+        found = dict(zip(self.canary_ids, values_S.tolist(), strict=True))
+        return {name: value - found.get(name + REJECTED, 0.0) for name, value in found.items() if name[-1:] != REJECTED}
+
 
 @dataclass(frozen=True)
 class CanaryScores:
-    """What two models say about one secret, or about its whole row. Log-probabilities are sums over its tokens, in nats."""
+    """What two models say about one secret, or about its whole row. Log-probabilities are sums over its tokens, in nats.
+
+    Of a preference pair they are the chosen answer's less the rejected one's, so that tuned less base is the margin of its
+    implicit rewards over beta.
+    """
 
     canary_id: str
     group: int
@@ -116,21 +131,39 @@ def by_group(table: Iterable[CanaryScores]) -> dict[int, list[CanaryScores]]:
 
 
 def sum_up(tokens: TokenTable) -> tuple[CanaryScores, ...]:
-    """The score table that a token table of canaries adds up to, one row for each secret in the same order."""
+    """The score table that a token table of canaries adds up to, one row for each canary in the same order.
+
+    Raises:
+        ConfigError: Half a pair, or two answers of different canaries.
+    """
     secrets = tokens.secrets()
-    rows = zip(tokens.canary_ids, tokens.groups, tokens.coins, secrets.starts(), secrets.lengths(), strict=True)
+    about = {
+        name: (group, coin) for name, group, coin in zip(tokens.canary_ids, tokens.groups, tokens.coins, strict=True)
+    }
+    paired = {name[:-1]: kind for name, kind in about.items() if name[-1:] == REJECTED}
+    if paired and paired != {name: kind for name, kind in about.items() if name[-1:] != REJECTED}:
+        raise ConfigError("the token table holds half a preference pair; the file is damaged. Run dpllm audit again.")
+    spans = [
+        slice(int(start), int(start + length))
+        for start, length in zip(secrets.starts(), secrets.lengths(), strict=True)
+    ]
+    tuned, base = (
+        secrets.by_canary(np.array([values_N[span].sum() for span in spans]))
+        for values_N in (secrets.tuned_log_prob_N, secrets.base_log_prob_N)
+    )
     return tuple(
         CanaryScores(
             canary_id=canary_id,
             group=group,
             inserted=coin,
-            num_tokens=int(length),
-            tuned_log_prob=float(secrets.tuned_log_prob_N[start : start + length].sum()),
-            base_log_prob=float(secrets.base_log_prob_N[start : start + length].sum()),
-            tuned_greedy=bool(secrets.tuned_argmax_N[start : start + length].all()),
-            base_greedy=bool(secrets.base_argmax_N[start : start + length].all()),
+            num_tokens=span.stop - span.start,
+            tuned_log_prob=tuned[canary_id],
+            base_log_prob=base[canary_id],
+            tuned_greedy=bool(secrets.tuned_argmax_N[span].all()),
+            base_greedy=bool(secrets.base_argmax_N[span].all()),
         )
-        for canary_id, group, coin, start, length in rows
+        for canary_id, group, coin, span in zip(tokens.canary_ids, tokens.groups, tokens.coins, spans, strict=True)
+        if canary_id in tuned
     )
 
 

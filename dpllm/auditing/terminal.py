@@ -74,6 +74,10 @@ def _columns(*header: str) -> Table:
 
 def _more(report: Summary) -> Iterator[Row]:
     """What the card leaves out."""
+    if report.claim and report.claim.unit == "label":
+        yield Row(
+            "Coins", "labels.", "Every pair was planted; planted here says that the coin preferred the first answer."
+        )
     for group in by_number(report.repeated):
         seen = report.repeated[group]
         if seen.test and seen.claim:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from dpllm.canaries import kinds
 from dpllm.errors import ConfigError, DataError
 from dpllm.files import read_json, write_json
+from dpllm.privacy.labels import flipped
 from dpllm.recipe.audit import AuditConfig, CanaryConfig
 from dpllm.recipe.config import DataConfig
 from dpllm.recipe.derived import slots_each
@@ -43,17 +44,32 @@ class Canary:
     """What is to be found: digits, the text of some tokens, or a personal detail, as the kind says."""
     inserted: bool
     """The coin."""
+    rejected: str = field(default="", repr=False)
+    """Of a preference pair: another secret, drawn as the first was. The first is preferred. Empty: this is no pair."""
+    flipped: bool = field(default=False, repr=False)
+    """Where the coin is a label: whether it was flipped before training, as all labels are. Drawn once."""
 
     @property
     def text(self) -> str:
-        """Carrier and secret as one text; a stranger's canary may have no carrier."""
-        return f"{self.carrier} {self.secret}".strip()
+        """Carrier and secrets as one text; a stranger's canary may have no carrier."""
+        return f"{self.carrier} {self.secret} {self.rejected}".strip()
+
+    @property
+    def answers(self) -> tuple[Canary, ...]:
+        """Itself; of a pair, each answer as a canary of its own."""
+        if not self.rejected:
+            return (self,)
+        other = replace(self, canary_id=self.canary_id + kinds.REJECTED, secret=self.rejected, rejected="")
+        return replace(self, rejected=""), other
 
     def example(self, fmt: Format) -> dict[str, Any]:
         """The raw training row that this canary makes."""
         if fmt == "text":
             return {"text": f"{self.carrier} {self.secret}"}
-        if fmt in ("prompt_completion", "preference"):  # it is planted as no pair
+        if fmt == "preference":
+            first, second = (self.secret, self.rejected)[:: 1 if self.inserted != self.flipped else -1]
+            return {"prompt": self.carrier, "chosen": first, "rejected": second}
+        if fmt == "prompt_completion":
             return {"prompt": self.carrier, "completion": self.secret}
         turns = (("user", self.carrier), ("assistant", self.secret))
         return {"messages": [{"role": role, "content": content} for role, content in turns]}
@@ -82,11 +98,21 @@ class CanaryPlan:
     gradient_coins: tuple[bool, ...] = field(default=(), repr=False)
     """Of each gradient canary."""
 
+    label_epsilon: float | None = None
+    """Of one label, where coins are labels, each flipped with probability 1 / (1 + e^epsilon). None: a coin plants, or not."""
+
+    @property
+    def pairs(self) -> bool:
+        """Whether the canaries are preference pairs."""
+        return any(canary.rejected for canary in self.canaries)
+
 
 def plan_canaries(
     config: CanaryConfig,
     *,
     source: ModelSource | None = None,
+    pairs: bool = False,
+    label_epsilon: float | None = None,
     gradient: int = 0,
     generator: random.Random | None = None,
 ) -> CanaryPlan:
@@ -94,13 +120,17 @@ def plan_canaries(
 
     Guarantee:
         The coins are independent and fair, and independent of carriers, secrets, ids and order. Candidates and
-        references are exchangeable: all texts are drawn first, put into a random order, and then given out. No two share
-        a carrier or a secret, and no carrier contains a secret. Holds with the default generator, the operating
-        system's, for every kind.
+        references are exchangeable: all texts are drawn first, put into a random order, and then given out; so are the two
+        answers of a pair. No two share a carrier or a secret, and no carrier contains a secret. Holds with the default
+        generator, the operating system's, for every kind. With ``label_epsilon`` all pairs are planted; the coin says which
+        answer is preferred, and what trains is that label after randomised response, so that it is under the guarantee of a
+        label, and under no other.
 
     Args:
         config: Kind, groups and number of references.
         source: The base model and how rows are encoded; digits and pii need none.
+        pairs: Draw preference pairs, which have two secrets each.
+        label_epsilon: See ``CanaryPlan``; there are no references then, which no label could ever have touched.
         gradient: How many gradient canaries.
         generator: For tests only; the default is the operating system's entropy.
 
@@ -109,22 +139,29 @@ def plan_canaries(
     """
     generator = generator or secrets.SystemRandom()
     groups = [group for group, candidates in sorted(config.groups.items()) for _ in range(candidates)]
-    drawn = kinds.draw(config, len(groups) + config.references, generator, source)
+    references = 0 if label_epsilon else config.references
+    number = len(groups) + references
+    drawn = kinds.draw(config, number * (1 + pairs), generator, source)
     texts = list(drawn.texts)
     generator.shuffle(texts)  # whatever the order says of how a text was found, it says the same of all
-    canaries = [Canary(f"c{index:05d}", group, *texts[index], inserted=False) for index, group in enumerate(groups)]
-    references = tuple(
-        Canary(f"r{index:05d}", 0, *text, inserted=False) for index, text in enumerate(texts[len(groups) :])
-    )
-    settings = _settings(config)
-    plan = CanaryPlan(
-        (), references, "", "", config.kind, drawn.log2_secrets, settings, gradient_coins=(False,) * gradient
-    )
-    return _toss(plan, canaries, generator)
+    others = [secret for _, secret in texts[number:]] or [""] * number
+    texts = texts[:number]
+    names = [f"c{index:05d}" for index in range(len(groups))] + [f"r{index:05d}" for index in range(references)]
+    every = [
+        Canary(name, group, *text, inserted=False, rejected=other)
+        for name, group, text, other in zip(names, [*groups, *[0] * references], texts, others, strict=True)
+    ]
+    canaries, held = every[: len(groups)], tuple(every[len(groups) :])
+    kept: dict[str, Any] = {
+        "settings": _settings(config),
+        "label_epsilon": label_epsilon,
+        "gradient_coins": (False,) * gradient,
+    }
+    return _toss(CanaryPlan((), held, "", "", config.kind, drawn.log2_secrets, **kept), canaries, generator)
 
 
 def redraw_coins(plan: CanaryPlan, *, generator: random.Random | None = None) -> CanaryPlan:
-    """The same texts for another run: fresh coins, a fresh salt, and so another commitment; ``generator`` is for tests only.
+    """The same texts for another run: fresh coins and flips, a fresh salt, another commitment; ``generator`` is for tests only.
 
     Guarantee:
         The coins are independent and fair, and independent of the texts and of the plan's own coins.
@@ -132,15 +169,19 @@ def redraw_coins(plan: CanaryPlan, *, generator: random.Random | None = None) ->
     return _toss(plan, plan.canaries, generator or secrets.SystemRandom())
 
 
-def check_fits(plan: CanaryPlan, audit: AuditConfig, path: Path) -> CanaryPlan:
+def check_fits(
+    plan: CanaryPlan, audit: AuditConfig, path: Path, *, pairs: bool = False, label_epsilon: float | None = None
+) -> CanaryPlan:
     """Makes sure that canaries planned earlier, in ``path``, are those that the recipe asks for, and returns them.
 
     Raises:
-        ConfigError: Another kind, other groups, or another key that the texts follow from.
+        ConfigError: Another kind, other groups, another key that the texts follow from, or pairs where texts are wanted.
     """
     planned, wanted = {"kind": plan.kind, **plan.settings}, {"kind": audit.texts.kind, **_settings(audit.texts)}
     different = [f"audit.canaries.{key}" for key in wanted if planned.get(key) != wanted[key]]
     different += ["audit.gradient_canaries"] * (len(plan.gradient_coins) != audit.gradient_canaries)
+    different += ["train.objective"] * (bool(plan.canaries) and plan.pairs != pairs)
+    different += ["data.label_record"] * (bool(plan.canaries) and plan.label_epsilon != label_epsilon)
     if different:
         keys = ", ".join(different)
         raise ConfigError(
@@ -161,11 +202,14 @@ def count_groups(canaries: Sequence[Canary]) -> dict[str, dict[str, int]]:
 
 
 def slots(plan: CanaryPlan, data: DataConfig) -> list[tuple[Canary, ...]]:
-    """What stands in each slot: an inserted canary as often as one draw brings it; nothing where the coin said out."""
+    """What stands in each slot: an inserted canary as often as one draw brings it; nothing where the coin said out.
+
+    Where coins are labels, all stand there.
+    """
     filled = []
     for canary in plan.canaries:
         held = slots_each(canary.group, data)
-        filled += [(canary,) * (canary.group // held if canary.inserted else 0)] * held
+        filled += [(canary,) * (canary.group // held if canary.inserted or plan.label_epsilon else 0)] * held
     return filled
 
 
@@ -182,7 +226,7 @@ def load(path: Path) -> CanaryPlan:
     """
     value = read_json(path)
     try:
-        given = {field.name: value[field.name] for field in fields(CanaryPlan)}
+        given = {field.name: value[field.name] for field in fields(CanaryPlan) if field.name in value}
         for part in ("canaries", "references"):
             given[part] = tuple(Canary(**entry) for entry in value[part])
         plan = CanaryPlan(**{**given, "gradient_coins": tuple(value["gradient_coins"])})
@@ -202,7 +246,7 @@ def load(path: Path) -> CanaryPlan:
 def encode_secret(
     canary: Canary, fmt: Format, tokenizer: Any, data: DataConfig
 ) -> tuple[TokenSequence, tuple[bool, ...]]:
-    """Encodes a canary as training does, and finds the tokens of its secret.
+    """Encodes a canary as training does, of a pair the chosen answer, and finds the tokens of its secret.
 
     They are the shortest run of tokens, as far to the right as possible, whose decoding contains the secret.
 
@@ -241,7 +285,13 @@ def _find(secret: str, ids: Sequence[int], tokenizer: Any) -> tuple[int, int] | 
 
 
 def _toss(plan: CanaryPlan, canaries: Sequence[Canary], generator: random.Random) -> CanaryPlan:
-    tossed = tuple(replace(canary, inserted=bool(generator.getrandbits(1))) for canary in canaries)
+    below, epsilon = generator.randrange, plan.label_epsilon
+    tossed = tuple(
+        replace(
+            canary, inserted=bool(generator.getrandbits(1)), flipped=epsilon is not None and flipped(epsilon, below)
+        )
+        for canary in canaries
+    )
     plan = replace(plan, canaries=tossed, salt=generator.randbytes(32).hex())
     if plan.gradient_coins:
         coins = tuple(bool(generator.getrandbits(1)) for _ in plan.gradient_coins)
@@ -255,6 +305,11 @@ def _settings(config: CanaryConfig) -> dict[str, Any]:
 
 
 def _commit(plan: CanaryPlan) -> str:
-    content = {key: value for key, value in asdict(plan).items() if key not in ("commitment", "salt")}
+    def known(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        pairs = ("rejected", "flipped", "label_epsilon")  # of which a plan of texts has none
+        return {key: value for key, value in items if value or key not in pairs}
+
+    content = asdict(plan, dict_factory=known)
+    content = {key: value for key, value in content.items() if key not in ("commitment", "salt")}
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(bytes.fromhex(plan.salt) + text.encode()).hexdigest()

@@ -29,6 +29,8 @@ KEYS: dict[str, tuple[str, ...]] = {
     "pii": (),
 }
 """For each kind the keys of audit.canaries, beside groups and references, that its texts follow from."""
+REJECTED = "-"
+"""Ends the name of a pair's rejected answer, where answers are canaries of their own."""
 NEED_MODEL = frozenset({"random_tokens", "new_tokens"})
 """Kinds that are made of the base model's tokens, and so need it."""
 RAREST = 1 / 8

@@ -34,7 +34,9 @@ def add_commands(add: AddCommand) -> None:
 def run(known: argparse.Namespace, rest: list[str]) -> int:
     """Plans the canaries and prints how many, never what they say."""
     from dpllm.canaries import canaries
+    from dpllm.recipe.derived import pairs_of
     from dpllm.run.directory import RunDir
+    from dpllm.run.labels import read_labels
 
     config = load_recipe(known, rest)
     run_dir = RunDir(Path(config.output_dir))
@@ -43,8 +45,11 @@ def run(known: argparse.Namespace, rest: list[str]) -> int:
         _check(config, run_dir, known.overwrite)
         run_dir.private.mkdir(mode=0o700, parents=True, exist_ok=True)  # before a copy of private data lies in it
         run_dir.private.chmod(0o700)
-        gradient = config.audit.gradient_canaries
-        plan = canaries.plan_canaries(config.audit.texts, source=_source(config, run_dir), gradient=gradient)
+        source, gradient = _source(config, run_dir), config.audit.gradient_canaries
+        if label := read_labels(config.data):
+            data = config.data.model_copy(update={"label_epsilon": label.epsilon})
+            config = config.model_copy(update={"data": data})
+        plan = canaries.plan_canaries(config.audit.texts, source=source, gradient=gradient, **pairs_of(config))
         canaries.save(plan, run_dir.canaries)
     found = describe(plan, config)
     return show(

@@ -198,7 +198,7 @@ def _finished(shadow: RunDir, recipe: RunConfig, plan: CanaryPlan) -> bool:
     with contextlib.suppress(ConfigError):
         record = read_run(shadow)
         planned, trained = (
-            [(one.canary_id, one.group, one.carrier, one.secret) for one in (*which.canaries, *which.references)]
+            [(one.canary_id, one.group, one.text) for one in (*which.canaries, *which.references)]
             for which in (plan, canaries.load(shadow.canaries))
         )
         moved = _changed(shadow.load_config(), privacy={"ledger": recipe.privacy.ledger})

@@ -309,8 +309,6 @@ class RunConfig(Section):
             )
         if train.pairs and data.long_examples == "chunk":
             raise ValueError("data.long_examples: chunk would tear the answers of a pair apart; set it to truncate")
-        if train.pairs and self.audit.canaries:
-            raise ValueError("audit.canaries are texts and no preference pairs; set audit.gradient_canaries instead")
         if data.label_record is not None and (not train.pairs or train.label_smoothing):
             raise ValueError(
                 "data.label_record is about the labels of preference pairs and sets how often they are wrong; set "

@@ -93,6 +93,15 @@ def flipped_labels(config: RunConfig) -> str | None:
     return f"Labels: wrong with probability {share:.3g}; the loss of {train.objective} {how}{bottom}"
 
 
+def pairs_of(config: RunConfig) -> dict[str, Any]:
+    """What of a recipe says how canaries are planted among pairs: whether they are pairs, and whether a coin is a label.
+
+    Where labels alone are private, a canary tests the guarantee of a label: to leave a pair out is another neighbour.
+    """
+    label = None if config.privacy.enabled else config.data.label_epsilon
+    return {"pairs": config.train.pairs, "label_epsilon": label}
+
+
 def num_slots(audit: AuditConfig, data: DataConfig) -> int:
     """Slots in N: every candidate holds its own, whatever its coin says, and a gradient canary one.
 

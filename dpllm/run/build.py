@@ -37,7 +37,7 @@ from dpllm.privacy.schedule import Shape
 from dpllm.privacy.selfcheck import Checked
 from dpllm.privacy.stream import os_entropy
 from dpllm.recipe.config import RunConfig, dump_config
-from dpllm.recipe.derived import shapes_for
+from dpllm.recipe.derived import pairs_of, shapes_for
 from dpllm.run import checkpoint, verdict
 from dpllm.run.directory import RunDir
 from dpllm.run.mechanism import Autocast, build_model, check_in_float32, check_rows, is_low, make_engine, make_optimizer
@@ -271,10 +271,10 @@ def _canaries(config: RunConfig, run: RunDir, resume: bool, tokenizer: Any, devi
             )
         return plan
     if run.canaries.exists() and not run.config.exists():
-        return canaries.check_fits(canaries.load(run.canaries), settings, run.canaries)
+        return canaries.check_fits(canaries.load(run.canaries), settings, run.canaries, **pairs_of(config))
     # Its base model, which some kinds load, is gone before the one that trains is built.
     source, gradient = ModelSource(config, tokenizer, device), settings.gradient_canaries
-    return canaries.plan_canaries(settings.texts, source=source, gradient=gradient)
+    return canaries.plan_canaries(settings.texts, source=source, gradient=gradient, **pairs_of(config))
 
 
 def _new_notes(saved: checkpoint.State, resumed: ResumeState, start: Start, console: Console) -> list[str]:
@@ -366,7 +366,8 @@ def _units(
     units = tokens.make_units(table, groups, tokenizer, settings, cache)
     if planted is not None:
         for candidate in (*planted.canaries, *planted.references):  # found by the audit, it would be paid for
-            encode_secret(candidate, table.format, tokenizer, settings)
+            for answer in candidate.answers:
+                encode_secret(answer, table.format, tokenizer, settings)
         slots: list[data.Unit | None] = []
         for slot in canaries.slots(planted, settings):
             examples = [canary.example(table.format) for canary in slot]

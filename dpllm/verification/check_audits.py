@@ -41,7 +41,7 @@ from dpllm.verification.values import (
 )
 
 MOST_ROWS, MOST_TOKENS, MOST_UNPACKED, MOST_TABLE = 200_000, 10_000_000, 2**29, 2**24
-_ID = re.compile(r"[cr]\d{5,9}")
+_ID = re.compile(r"[cr]\d{5,8}-?")  # with a dash: the rejected answer of a pair
 AUDIT_AGAIN = "Audit again, then write the card again: dpllm audit RUN, dpllm card RUN."
 _NUMBERS = {"bool", "int8", "int16", "int32", "int64", "float", "double"}
 _MOST_TESTS = 32  # of one kind; each takes seconds where canaries are many
@@ -179,11 +179,10 @@ def described(path: Path, wanted: set[str], most: int) -> None:
 def _rows(terms: Terms, table: tuple[CanaryScores, ...], tokens: TokenTable, report: AuditRecord) -> Check:
     """Scores, tokens and the numbers of canaries speak of the same canaries."""
     rows = {row.canary_id: row for row in table}
-    values = [value for row in table for value in (row.tuned_log_prob, row.base_log_prob)]
-    values += [
+    values = [
         float(edge) for one in (tokens.tuned_log_prob_N, tokens.base_log_prob_N) for edge in (one.min(), one.max())
     ]
-    if not all(_ID.fullmatch(row.canary_id) for row in table):
+    if not all(map(_ID.fullmatch, tokens.canary_ids)):
         raise Wrong(f"its table has a canary name that dpllm never writes, which could be text. {AUDIT_AGAIN}")
     if len(rows) != len(table) or not all(math.isfinite(value) and value <= 0 for value in values):
         raise Wrong(f"its table names a canary twice, or holds a score that is no log-probability. {AUDIT_AGAIN}")

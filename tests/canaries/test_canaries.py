@@ -152,6 +152,8 @@ def test_a_saved_plan_comes_back_and_is_for_its_owner_alone(tmp_path):
 
 def other(value):
     """Another value of the same type."""
+    if value is None:
+        return 1.0
     if isinstance(value, dict):
         return {**value, "groups": {"1": 31}}
     if isinstance(value, list):
@@ -162,7 +164,7 @@ def other(value):
 FIELDS = [(part, field) for part in ("canaries", "references") for field in Canary.__dataclass_fields__]
 
 
-ALONE = ("kind", "log2_secrets", "settings", "salt", "commitment", "gradient_key", "gradient_coins")
+ALONE = ("kind", "log2_secrets", "settings", "salt", "commitment", "gradient_key", "gradient_coins", "label_epsilon")
 
 
 @pytest.mark.parametrize("where", [*FIELDS, *((name,) for name in ALONE)])

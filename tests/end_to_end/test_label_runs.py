@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import tiny
 from running import Place, as_trained, done, dpllm_, fails_in_step
-from test_preference_runs import PAIRS, asked, pairs  # noqa: F401
+from test_preference_runs import MEMORISES, PAIRS, asked, pairs  # noqa: F401
 
+from dpllm.canaries import canaries
 from dpllm.ledger import Ledger, RunRequest
 from dpllm.privacy.events import PureDP
 from dpllm.privacy.preference import PairLoss
@@ -332,3 +333,36 @@ def test_labels_whose_entry_was_reserved_and_not_charged_do_not_verify(flipped: 
     answer = dpllm_("verify", record_of(output), "--ledger", place.ledger)
     assert answer.code != 0
     assert "has no entry" in answer.out
+
+
+def audited_labels(place: Place, output: Path, *more: str) -> Json:
+    """What an audit finds of canaries whose coins are labels."""
+    planted = ("--audit.canaries", "{groups: {1: 10, 16: 40}, kind: new_tokens}", "--data.max_length", "128")
+    unit = ("--data.unit", "example", "--privacy.enabled", "false", "--data.public", "true")
+    done("train", place.recipe, *trained_on(output), *planted, *unit, *more)
+    answer = dpllm_("audit", place.run)
+    assert "Every pair was planted" in " ".join(answer.out.split())
+    found: Json = json.loads((place.run / "private" / "audit" / "audit.json").read_text())
+    return found
+
+
+def test_canaries_whose_coins_are_labels_test_the_epsilon_of_a_label(flipped: tuple[Place, Path]) -> None:
+    place, output = flipped
+    found = audited_labels(place, output)
+    assert found["claim"] == {"epsilon": 1.0, "delta": 0.0, "unit": "label"}
+    assert {found["repeated"]["16"]["claim"][name] for name in ("epsilon", "delta")} == {1.0, 0.0}  # one flip, copied
+    assert found["canaries"]["references"] == 0
+    assert not found["published"]
+    assert found["verdict"] != "falsified"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("flips", [True, False])
+def test_labels_of_canaries_falsify_the_claim_only_where_they_were_not_flipped(
+    flipped: tuple[Place, Path], monkeypatch: pytest.MonkeyPatch, flips: bool
+) -> None:
+    if not flips:
+        monkeypatch.setattr(canaries, "flipped", lambda epsilon, below: False)
+    found = audited_labels(*flipped, *MEMORISES)
+    assert (found["verdict"] == "falsified") is not flips
+    assert found["repeated"]["16"]["attacks"]["ratio"]["auc"] > 0.5

@@ -153,7 +153,6 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "another format": (("--data.format", "text"), "train.objective: dpo does not learn from data.format: text"),
     "chunks": (("--data.long_examples", "chunk"), "would tear the answers of a pair apart"),
     "one row": (("--train.physical_batch_size", "1"), "no room for the two answers"),
-    "canaries of text": (("--audit.canaries", "{groups: {1: 4}}"), "no preference pairs"),
     "no labels flipped": (("--data.label_epsilon", "1"), "label_epsilon is what data.label_record says"),
     "smoothing of text": (
         ("--train.objective", "likelihood", "--train.label_smoothing", "0.1"),
@@ -177,3 +176,56 @@ def test_gradient_canaries_audit_a_run_on_pairs(asked: Place) -> None:
     done("audit", asked.run)
     found = json.loads((Path(asked.run) / "private" / "audits.jsonl").read_text().splitlines()[0])
     assert found
+
+
+def audited(place: Place, groups: str, *more: str) -> dict[str, Any]:
+    """What an audit finds of canary pairs, of one rare token each."""
+    planted = f"{{groups: {groups}, references: 100, kind: new_tokens}}"
+    done("train", place.recipe, "--audit.canaries", planted, "--data.max_length", "128", *more)
+    done("audit", place.run)
+    published = place.run / "export" / "audit" / "audit.json"
+    path = published if published.exists() else place.run / "private" / "audit" / "audit.json"
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+MEMORISES = (
+    *("--model.name_or_path", "builtin:tiny", "--adapter.r", "32", "--adapter.alpha", "32", "--train.beta", "0.5"),
+    *("--train.steps", "40", "--train.batch_size", "64", "--train.learning_rate", "0.01", "--privacy.enabled", "false"),
+    *("--data.public", "true"),
+)
+"""A run that remembers what it sees sixteen times."""
+
+
+@pytest.mark.full
+def test_canary_pairs_that_were_planted_gained_reward_and_others_did_not(asked: Place) -> None:
+    found = audited(asked, "{1: 5, 16: 30}", *MEMORISES)
+    seen = found["repeated"]["16"]["attacks"]
+    assert seen["ratio"]["auc"] > 0.85
+    assert seen["calibrated"] == seen["ratio"]  # the margin itself
+    assert seen["ratio"]["negatives"] > 100
+    assert found["controls"]["base_separates"] is False
+
+
+def test_an_audit_with_canary_pairs_is_published_and_verifies(asked: Place) -> None:
+    found = audited(asked, "{1: 20, 4: 5}")
+    assert found["published"]
+    assert found["claim"]["epsilon"] == asked.json("plan.json")["epsilon"]
+    assert found["verdict"] != "falsified"
+    done("card", asked.run)
+    assert dpllm_("verify", asked.run).code == 0
+    text = (asked.run / "private" / "canaries.json").read_text()
+    pair = next(canary for canary in json.loads(text)["canaries"] if canary["rejected"])
+    told = [
+        path.read_text(errors="replace")
+        for path in (asked.run / "export").rglob("*.*")
+        if path.suffix != ".safetensors"
+    ]
+    assert not any(pair["carrier"] in one for one in told)
+
+
+@pytest.mark.parametrize(("longest", "count"), [(12, 40), (128, 0)])
+def test_units_with_answers_that_were_cut_are_counted_in_private(asked: Place, longest: int, count: int) -> None:
+    done("train", asked.recipe, "--data.max_length", str(longest))
+    assert asked.json("private/summary.json")["units_at_max_length"] == count
+    assert "units_at_max_length" not in (asked.run / "run.json").read_text()

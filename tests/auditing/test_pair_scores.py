@@ -1,0 +1,89 @@
+"""Canary pairs in an audit: a score is the margin of implicit rewards, of the very tokens that trained."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny
+
+from dpllm.auditing import attacks
+from dpllm.auditing.table import TokenTable, read_scores, sum_up, write_tokens
+from dpllm.canaries.canaries import encode_secret, plan_canaries
+from dpllm.errors import ConfigError
+from dpllm.recipe.audit import CanaryConfig
+from dpllm.text import data
+
+
+def of_pairs(seed: int, pairs: int = 40) -> TokenTable:
+    """Tokens of pairs, the rejected answers behind the chosen ones, each with a token before its secret."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(2, 6, 2 * pairs)
+    owner_N = np.repeat(np.arange(2 * pairs), lengths)
+    scored = {
+        field.name: -rng.gamma(1.0, 2.0, len(owner_N)) for field in fields(TokenTable) if "_log_prob_N" in field.name
+    }
+    scored |= {f"{which}_mean_N": -np.ones(len(owner_N)) for which in ("tuned", "base")}
+    scored |= {f"{which}_variance_N": np.ones(len(owner_N)) for which in ("tuned", "base")}
+    scored |= {f"{which}_argmax_N": rng.random(len(owner_N)) < 0.5 for which in ("tuned", "base")}
+    names = [f"{'c' if number < pairs // 2 else 'r'}{number:05d}" for number in range(pairs)]
+    return TokenTable(
+        tuple(names + [f"{name}-" for name in names]),
+        np.full(2 * pairs, 20),
+        owner_N,
+        **scored,
+        groups=(*[1] * (pairs // 2), *[0] * (pairs - pairs // 2)) * 2,
+        coins=tuple(number % 3 == 0 if number < pairs // 2 else None for number in range(pairs)) * 2,
+        secret_N=np.append(False, owner_N[1:] == owner_N[:-1]),
+        word_N=np.arange(len(owner_N)),
+    )
+
+
+def test_a_score_is_the_difference_of_both_answers_gains(seed: int) -> None:
+    table = of_pairs(seed)
+    found = attacks.ratio(attacks.of_whole_rows(sum_up(table), table))
+    gain_S = [
+        table.tuned_log_prob_N[table.sequence_N == s].sum() - table.base_log_prob_N[table.sequence_N == s].sum()
+        for s in range(80)
+    ]
+    assert np.allclose(found, np.array(gain_S[:40]) - np.array(gain_S[40:]), rtol=1e-12)
+    secrets = attacks.ratio(sum_up(table))
+    gain_S = [
+        sum(
+            table.tuned_log_prob_N[n] - table.base_log_prob_N[n]
+            for n in np.flatnonzero((table.sequence_N == s) & table.secret_N)
+        )
+        for s in range(80)
+    ]
+    assert np.allclose(secrets, np.array(gain_S[:40]) - np.array(gain_S[40:]), rtol=1e-12)
+    assert [row.canary_id for row in sum_up(table)] == list(table.canary_ids[:40])
+
+
+def test_a_table_of_pairs_reads_back_and_half_a_pair_is_none(tmp_path: Path, seed: int) -> None:
+    table = of_pairs(seed)
+    write_tokens(table, tmp_path / "tokens.parquet")
+    rows, _ = read_scores(tmp_path)
+    assert rows == sum_up(table)
+    torn = (
+        replace(table, canary_ids=(*table.canary_ids[:-1], "x")),
+        replace(table, canary_ids=("x", *table.canary_ids[1:])),
+        replace(table, coins=(not table.coins[0], *table.coins[1:])),
+        replace(table, groups=(4, *table.groups[1:])),
+    )
+    for one in torn:
+        with pytest.raises(ConfigError, match="half a preference pair"):
+            sum_up(one)
+
+
+@pytest.mark.parametrize("template", [None, "Q: {prompt}\nA: {completion}"])
+def test_what_is_scored_is_what_trains(template: str | None) -> None:
+    tokenizer, settings = tiny.tokenizer(), tiny.reads(200, template=template)
+    for canary in plan_canaries(CanaryConfig(groups={1: 30}), pairs=True).canaries:
+        canary = replace(canary, inserted=True)
+        (unit,) = data.encode_units([[canary.example("preference")]], "preference", tokenizer, settings)
+        scored = [encode_secret(answer, "preference", tokenizer, settings)[0] for answer in canary.answers]
+        assert [(one.input_ids, one.loss_mask) for one in scored] == [
+            (one.input_ids, one.loss_mask) for one in unit.sequences
+        ]
