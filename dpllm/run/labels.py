@@ -29,6 +29,7 @@ from dpllm.text.sources import expand
 
 SUFFIX = ".labels.json"
 _FIELDS, _DELTA = FIELDS["preference"], 1e-9  # of the ledger's figure alone: the event has none
+_ACCOUNT = "labels of "  # before the name of the dataset
 
 
 def record_of(path: Path) -> Path:
@@ -146,7 +147,17 @@ def _charge(ledger: Ledger, config: RunConfig, table: data.Table, epsilon: float
     event = PureDP((config.data.max_examples_per_unit or 1) * epsilon)
     request = RunRequest(event, _DELTA, 1, config.data.unit, "label_changed", "randomize-labels")
     name = config.privacy.dataset or data.dataset_name(config.data)
-    claim = ledger.reserve(f"labels of {name}", request, records=records)
+    try:
+        claim = ledger.reserve(_ACCOUNT + name, request, records=records)
+    except Refused as error:
+        if error.reason != "overlap" or not error.dataset:
+            raise
+        raise Refused(
+            f"{table.name}: some of these labels were randomised before ({error.dataset} in the ledger). To charge it to the "
+            f"same people, type --dataset {error.dataset.removeprefix(_ACCOUNT)!r}.",
+            dataset=error.dataset,
+            reason=error.reason,
+        ) from None
     ledger.charge(claim.entry, 1)
     return claim
 

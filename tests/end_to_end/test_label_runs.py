@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -297,6 +298,25 @@ def test_a_pair_that_stands_twice_has_one_label(tmp_path: Path) -> None:
     rows = [{"prompt": "q", "chosen": f"a{n}", "rejected": f"b{n}", "who": "p"} for n in (0, 1, 0)]
     assert "stand there twice" in flips(tmp_path, rows).err
     assert flips(tmp_path, rows, "--unit", "who", "--max-labels", 3, name="of one").code == 0
+
+
+def test_a_part_of_labels_that_were_drawn_is_charged_to_the_same_people(tmp_path: Path) -> None:
+    """What is to be typed is an option of this command."""
+    flips(tmp_path, pairs(30))
+    part = tiny.write_rows(tmp_path / "part.jsonl", pairs(20))
+    told = (
+        "randomize-labels",
+        part,
+        "--epsilon",
+        "1",
+        "--ledger",
+        tmp_path / "l.sqlite",
+        "--output",
+        tmp_path / "part.flipped.jsonl",
+    )
+    advice = re.search(r"type --dataset '(.*?)'", " ".join(dpllm_(*told).err.split()))
+    assert advice
+    done(*told, "--dataset", advice[1])
 
 
 def test_units_and_outputs_that_cannot_be_are_refused(tmp_path: Path) -> None:
