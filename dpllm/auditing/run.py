@@ -82,6 +82,8 @@ def audit(
         Refused: Shadows that may not be trained.
     """
     config, plan, claim = _subject(run)
+    if shadows and plan.label_epsilon:
+        raise ConfigError(f"{run.root}: its canaries are labels, which shadow runs do not know. Leave --shadows out.")
     seen, public = _twin(config, twin) if twin else (None, True)
     examined = _examine(run, config, plan, claim, generate=generate)
     given = {}
@@ -236,8 +238,8 @@ def _gradient(run: RunDir, plan: CanaryPlan) -> GradientTable:
 
 
 def _summary(examined: _Examined, twin: str | None) -> Summary:
-    of_labels = examined.claim is not None and examined.promise is None  # of which none was never planted
-    beside = Beside(examined.promise, examined.words, twin, stand_ins=of_labels, gradient=examined.gradient)
+    of_labels = examined.claim is not None and examined.promise is None
+    beside = Beside(examined.promise, examined.words, twin, labels=of_labels, gradient=examined.gradient)
     return summarise(examined.table, examined.claim, examined.settings, tokens=examined.tokens, beside=beside)
 
 
@@ -260,6 +262,12 @@ def _subject(run: RunDir) -> tuple[RunConfig, CanaryPlan, Claim | None]:
         )
     _check_weights(run, record)
     plan = canaries.load(run.canaries)
+    sides = {(canary.group, canary.inserted) for canary in plan.canaries}
+    if plan.label_epsilon and len(sides) < 2 * len({group for group, _ in sides}):
+        raise ConfigError(
+            f"{run.canaries}: all coins of a group prefer the same answer, so nothing can be compared. Plan more candidates "
+            "(audit.canaries.groups) and train again."
+        )
     if config.audit.canaries and not any(canary.inserted for canary in plan.canaries):
         raise ConfigError(
             f"{run.canaries}: every coin said out, so no canary was planted. Plan more candidates (audit.canaries.groups) and "
@@ -330,6 +338,11 @@ def _twin(config: RunConfig, twin: RunDir) -> tuple[str, bool]:
     report = read_audit(path)
     if report.weights != checkpoint.weight_hashes(twin.export):
         raise ConfigError(f"{path}: is about other weights than {twin.root} has now. Type: dpllm audit {twin.root}")
+    if report.claim is not None:
+        raise ConfigError(
+            f"{path}: its canaries are labels, because the recipe names data.label_record, and those of {config.output_dir} are "
+            "planted or left out. Audit without --twin."
+        )
     controls = report.controls
     if controls.base_separates or (controls.words and controls.words.succeeds):
         raise ConfigError(

@@ -46,6 +46,7 @@ class Beside:
         words: What the classifier found that sees words and no model; its ``succeeds`` decides.
         twin: Where else the attack was seen to work, in words; empty: it was looked at, and not seen there either.
         stand_ins: Canaries that were left out stand in for references, where a stranger's manifest has none.
+        labels: Coins are labels: nothing was left out, and a group's references are its pairs whose coins say the other answer.
         gradient: Of the gradient canaries; None: there were none.
         version: Of audit.json: it decides which attacks it has, see ``attacks.SINCE``.
     """
@@ -54,6 +55,7 @@ class Beside:
     words: Mapping[str, Any] | None = None
     twin: str | None = None
     stand_ins: bool = False
+    labels: bool = False
     version: int = SCHEMA_VERSION
     gradient: GradientTable | None = None
 
@@ -70,6 +72,8 @@ class _Scored:
     by_token: Mapping[str, Mapping[str, float]]
     """The attacks that need tokens: name -> canary -> score."""
     slope: float
+    pairs: bool
+    """Whether the candidates are preference pairs."""
 
     def negatives(self, group: int) -> list[CanaryScores]:
         return [*attacks.held_out(self.ranked.get(group, [])), *self.references]
@@ -115,7 +119,7 @@ def summarise(
         "schema_version": beside.version,
         "claim": asdict(claim) if claim else None,
         "attacks": attacked.get(smallest, {}),
-        "exposure": {str(group): _exposure(rows, secrets[0]) for group, rows in secrets.items() if group},
+        "exposure": {str(group): _exposure(*_sides(rows, secrets.get(0))) for group, rows in secrets.items() if group},
         "extraction": {str(group): attacks.extraction(rows) for group, rows in scored.groups.items()},
         "sampling": extraction.summary(tokens.secrets(), _ranked(scores, beside)) if tokens is not None else None,
         "epsilon_lower_bound": {**bound.to_json(), "method": _method(settings, tokens), "slope": scored.slope},
@@ -148,16 +152,16 @@ def _sorted(scores: Sequence[CanaryScores], tokens: TokenTable | None, beside: B
     groups = by_group(scores)
     groups.pop(0, [])
     ranked = by_group(_ranked(scores, beside))
-    if not (references := ranked.pop(0, [])):
+    if not (references := ranked.pop(0, [])) and not beside.labels:
         raise ConfigError("the score table has no references, so nothing can be ranked; run dpllm audit again.")
-    by_token = {}
-    if tokens is not None:
+    by_token, pairs = {}, tokens is not None and tokens.of_pairs
+    if tokens is not None and not pairs:  # they read one text
         known = {name for name in attacks.TOKEN_ATTACKS if attacks.SINCE.get(name, 1) <= beside.version}
         found = {name: attack(tokens).tolist() for name, attack in attacks.TOKEN_ATTACKS.items() if name in known}
         by_token = {name: dict(zip(tokens.canary_ids, values, strict=True)) for name, values in found.items()}
-    pairs = tokens is not None and tokens.of_pairs  # a reward is log p less log p of the reference, whole
+    # A reward is log p less log p of the reference, whole.
     slope = 1.0 if pairs else attacks.slope(row for rows in groups.values() for row in rows)
-    return _Scored(groups, ranked, references, by_token, slope)
+    return _Scored(groups, ranked, references, by_token, slope, pairs)
 
 
 def _tests(scored: _Scored, claim: Claim | None, settings: AuditSettings) -> tuple[OneRunBound, dict[int, GroupTest]]:
@@ -245,7 +249,8 @@ def _attacks(scored: _Scored, group: int, limits: Mapping[str, float] | None) ->
     control = statistics.auc(attacks.base_loss(inside), attacks.base_loss(outside), CONFIDENCE)
     scores = {PRIMARY_ATTACK: (scored.calibrated(inside), scored.calibrated(outside))}
     scores |= {name: (attack(inside), attack(outside)) for name, attack in attacks.ATTACKS.items()}
-    scores["rmia"] = (attacks.rmia_base(inside, scored.references), attacks.rmia_base(outside, scored.references))
+    if scored.references and not scored.pairs:
+        scores["rmia"] = (attacks.rmia_base(inside, scored.references), attacks.rmia_base(outside, scored.references))
     for name, found in scored.by_token.items():
         positive, negative = (np.array([found[row.canary_id] for row in side]) for side in (inside, outside))
         scores[name] = (positive, negative)
@@ -267,6 +272,13 @@ def separation(positives: Floats, negatives: Floats) -> Json:
         rate = statistics.tpr_at_fpr(positives, negatives, fpr, CONFIDENCE)
         values |= shown(f"tpr_at_{name}_fpr", rate)
     return values
+
+
+def _sides(
+    rows: Sequence[CanaryScores], references: Sequence[CanaryScores] | None
+) -> tuple[Sequence[CanaryScores], Sequence[CanaryScores]]:
+    """A group and its references; where there are none, its own left-out rows, which are then not ranked among themselves."""
+    return (rows, references) if references else (attacks.members(rows), attacks.held_out(rows))
 
 
 def _exposure(rows: Sequence[CanaryScores], references: Sequence[CanaryScores]) -> Json:

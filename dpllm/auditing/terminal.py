@@ -74,10 +74,6 @@ def _columns(*header: str) -> Table:
 
 def _more(report: Summary) -> Iterator[Row]:
     """What the card leaves out."""
-    if report.claim and report.claim.unit == "label":
-        yield Row(
-            "Coins", "labels.", "Every pair was planted; planted here says that the coin preferred the first answer."
-        )
     for group in by_number(report.repeated):
         seen = report.repeated[group]
         if seen.test and seen.claim:
@@ -90,6 +86,13 @@ def _more(report: Summary) -> Iterator[Row]:
             yield Row(f"Samples for an even chance, {_times(group)}", f"{_attempts(needed.inserted)};", others)
     if not isinstance(report, AuditRecord):
         return
+    if report.claim and not report.published and not report.canaries.references:
+        yield Row(
+            "Coins",
+            "labels.",
+            "Every pair was planted; planted here says that the coin preferred the first answer. Each was flipped as the "
+            "record's epsilon says; that the labels of the data were is the author's word.",
+        )
     if report.shadows:
         yield from _shadows(report.shadows)
     yield Row("Audits of this run so far", str(report.audits_run), "")

@@ -85,6 +85,10 @@ def audit_outside_canaries(
         ConfigError: See ``dpllm.model.elsewhere``; no manifest, a canary that the model cannot read whole, or infinite scores.
     """
     planned = read_manifest(manifest)
+    if any(canary.rejected for canary in planned.canaries):
+        raise ConfigError(
+            f"{manifest}: its canaries are preference pairs, which the audit of their own run compares. Type: dpllm audit RUN"
+        )
     models, described = load_outside(path, base)
     everyone, longest = (*planned.canaries, *planned.references), positions(models.tuned) or MAX_LENGTH
     rows, tokens = score_encoded(models, everyone, [_encode(one, fmt, models.tokenizer, longest) for one in everyone])

@@ -33,6 +33,7 @@ transformers.utils.logging.disable_progress_bar()
 warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.* is deprecated", category=FutureWarning)
 
 SHRUNKEN_BLOCKS, SHRUNKEN_VOCABULARY = 2, 256
+_REFERENCE = "reference"  # the adapter from which training on pairs started
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -47,8 +48,12 @@ class ScoringModels:
 
     @contextlib.contextmanager
     def base(self) -> Iterator[nn.Module]:
-        """The base model: the adapter switched off, or the base checkpoint for frozen-layer runs."""
-        if isinstance(self.tuned, PeftModel):
+        """The base model: the adapter switched off, or the base checkpoint for frozen-layer runs; of pairs, their reference."""
+        if isinstance(self.tuned, PeftModel) and _REFERENCE in self.tuned.peft_config:
+            self.tuned.set_adapter(_REFERENCE)
+            yield self.tuned
+            self.tuned.set_adapter("default")
+        elif isinstance(self.tuned, PeftModel):
             with self.tuned.disable_adapter():
                 yield self.tuned
         else:
@@ -255,6 +260,12 @@ def load_for_scoring(config: RunConfig, export: Path, device: torch.device) -> S
     tokenizer = load_tokenizer(config.model)
     if isinstance(config.adapter, LoraConfig):
         tuned: Any = PeftModel.from_pretrained(load_base(config.model, device), str(export))
+        if config.train.pairs and config.model.adapter is not None:
+            if not Path(config.model.adapter).is_dir():
+                raise ConfigError(
+                    f"model.adapter {config.model.adapter}: is not here, and rewards are gains over it. Put it back."
+                )
+            tuned.load_adapter(config.model.adapter, _REFERENCE)
     else:
         tuned = transformers.AutoModelForCausalLM.from_pretrained(str(export), dtype=torch.float32).to(device)
     check_finite(tuned, str(export))

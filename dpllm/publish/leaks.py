@@ -70,7 +70,7 @@ def in_rows(run: RunDir, path: Path, statement: PrivacyRecord) -> Iterator[str]:
     rows = [json.loads(line) for line in read_bytes(path).splitlines()]
     text = "\n".join(strings(rows))
     drawn = canaries.load(run.canaries).canaries if run.canaries.exists() else ()
-    told = [(canary.inserted, canary.secret.strip() in text) for canary in drawn]
+    told = [(canary.inserted, any(one.secret.strip() in text for one in canary.answers)) for canary in drawn]
     planted, others = ([hit for inserted, hit in told if inserted is which] for which in (True, False))
     yield f"canary secrets in the rows: {sum(planted)} of {len(planted)} planted and {sum(others)} of {len(others)} left out."
     if not statement.guarantee:
@@ -114,7 +114,7 @@ def _canaries(run: RunDir, texts: dict[str, str], folder: Path) -> Iterator[str]
         yield "canary texts: none were planted, or private/ is not here."
         return
     plan = canaries.load(run.canaries)
-    planted = [*plan.canaries, *plan.references]
+    planted = [answer for canary in (*plan.canaries, *plan.references) for answer in canary.answers]
     secrets = {secret for canary in planted if len(secret := canary.secret.strip()) >= 6}
     hits = set(_matches([(None, f"{canary.carrier} {canary.secret}") for canary in planted], texts))
     for file, text in texts.items():

@@ -71,9 +71,7 @@ class Recorder:
         known: dict[str, float | None] = {name: kept.get(name) for name in figures[::2]}
         self._figures = names
         self._summary = {**dict.fromkeys(figures), "eval_tokens": 0, **known}
-        # Private, as all lengths are: how many units have a row that fills max_length, as every row does that was cut.
-        units, longest = prepared.units, prepared.config.data.max_length
-        self._full = sum(sizes_of(units, slot)[1] == longest for slot in range(len(units))) if main else 0
+        self._full = units_at_max_length(prepared) if main else 0
         self._saved: int | None = None
         self._finite = True  # the loss of the last step
         self._not_finite = 0  # steps with a gradient that is not
@@ -283,6 +281,17 @@ class Recorder:
         )
         write_json(prepared.run.run, record.to_json())
         write_json(self._kept, {**summary, **cost, "units_at_max_length": self._full})
+
+
+def units_at_max_length(prepared: Prepared) -> int:
+    """How many units have a row that fills max_length, cut or not, or a pair of which none is left; private, as all lengths."""
+    units, longest = prepared.units, prepared.config.data.max_length
+    full = {slot for slot in range(len(units)) if sizes_of(units, slot)[1] == longest}
+    if prepared.pairs:
+        full |= {
+            slot for slot, unit in enumerate(units) if unit and not all(any(one.loss_mask) for one in unit.sequences)
+        }
+    return len(full)
 
 
 def grown(notes: Sequence[str], before: Sequence[str]) -> list[str]:

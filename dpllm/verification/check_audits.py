@@ -203,7 +203,8 @@ def _rows(terms: Terms, table: tuple[CanaryScores, ...], tokens: TokenTable, rep
     slots += report.gradient.canaries if report.gradient else 0
     if terms.sampling.canary_slots != slots:
         raise Wrong(f"canary_slots is not the {slots} slots that the scored canaries hold. {AUDIT_AGAIN}")
-    return verified("audit: scores", f"{len(table)} canaries and references, each the sum of its tokens.")
+    of_pairs = " (of a pair, those of its chosen answer less the others)" * tokens.of_pairs
+    return verified("audit: scores", f"{len(table)} canaries and references, each the sum of its tokens{of_pairs}.")
 
 
 def _gradient(folder: Path, terms: Terms, steps: Steps, report: AuditRecord) -> GradientTable | None:

@@ -231,10 +231,14 @@ def _coins(found: Published, run: RunDir, audit: Audit) -> Check:
     if plan.commitment != audit.commitment:
         raise Wrong(f"the card commits to canaries other than those in private/canaries.json. {_AGAIN}")
     coins = {canary.canary_id: (canary.group, canary.inserted) for canary in plan.canaries}
-    table, _ = check_audits.tables(found.directory / "audit")
+    table, tokens = check_audits.tables(found.directory / "audit")
     scored = {row.canary_id: (row.group, row.inserted) for row in table if row.group}
     references = {row.canary_id for row in table if not row.group}
-    if scored != coins or references != {reference.canary_id for reference in plan.references}:
+    if (
+        tokens.of_pairs != plan.pairs
+        or scored != coins
+        or references != {reference.canary_id for reference in plan.references}
+    ):
         raise Wrong("the audit's coins or canaries are not those committed to before training. Audit again.")
     if plan.gradient_coins and audit.gradient:
         promise = read_plan(run)

@@ -10,10 +10,13 @@ import pytest
 import tiny
 
 from dpllm.auditing import attacks
-from dpllm.auditing.table import TokenTable, read_scores, sum_up, write_tokens
+from dpllm.auditing.bounds import Claim
+from dpllm.auditing.summary import Beside, summarise
+from dpllm.auditing.table import CanaryScores, TokenTable, read_scores, sum_up, write_tokens
 from dpllm.canaries.canaries import encode_secret, plan_canaries
 from dpllm.errors import ConfigError
-from dpllm.recipe.audit import CanaryConfig
+from dpllm.recipe.audit import AuditConfig, CanaryConfig
+from dpllm.statement.run_files import AuditSettings
 from dpllm.text import data
 
 
@@ -87,3 +90,20 @@ def test_what_is_scored_is_what_trains(template: str | None) -> None:
         assert [(one.input_ids, one.loss_mask) for one in scored] == [
             (one.input_ids, one.loss_mask) for one in unit.sequences
         ]
+
+
+def test_a_label_audit_compares_each_group_with_its_own_other_answers() -> None:
+    """A mutant takes the pairs of all groups: one that trained eight times is so low that an idle group seems remembered."""
+    above = 0
+    for seed in range(20):
+        rng, rows = np.random.default_rng(seed), []
+        for number in range(400):
+            group, coin, noise = (1 if number < 200 else 16), bool(rng.random() < 0.5), rng.normal()
+            gain = noise + (0.0 if group == 1 else 10.0 * (coin - 0.5))
+            rows.append(CanaryScores(f"c{number:05d}", group, coin, 4, gain, 0.0, False, False))
+        settings = AuditSettings.pick(AuditConfig(canaries=CanaryConfig(groups={1: 200, 16: 200})).fixed())
+        found = summarise(rows, Claim(1.0, 0.0, "label"), settings, beside=Beside(labels=True))
+        above += found.attacks["ratio"].auc_interval[0] > 0.5  # type: ignore[index]
+        assert found.repeated["16"].attacks["ratio"].auc > 0.99  # type: ignore[operator]
+        assert found.exposure["1"].held_out_mean is None
+    assert above <= 4  # of 20, at 1/40 each

@@ -386,3 +386,25 @@ def test_labels_of_canaries_falsify_the_claim_only_where_they_were_not_flipped(
     found = audited_labels(*flipped, *MEMORISES)
     assert (found["verdict"] == "falsified") is not flips
     assert found["repeated"]["16"]["attacks"]["ratio"]["auc"] > 0.5
+
+
+def test_what_a_label_audit_cannot_be_is_one_line(flipped: tuple[Place, Path]) -> None:
+    place, output = flipped
+    plain = ("--privacy.enabled", "false", "--data.public", "true", *trained_on(output), "--data.max_length", "128")
+    done("train", place.recipe, *plain, "--audit.canaries", "{groups: {1: 40}}")
+    assert "canaries are labels" in dpllm_("audit", place.run, "--shadows", "2").err
+    private = place.root / "private-run"
+    done(
+        "train",
+        place.recipe,
+        *trained_on(output),
+        *plain[-2:],
+        "--audit.canaries",
+        "{groups: {1: 40}}",
+        "--output_dir",
+        private,
+    )
+    done("audit", place.run)
+    assert "its canaries are labels" in " ".join(dpllm_("audit", private, "--twin", place.run).err.split())
+    done("train", place.recipe, *plain, "--audit.canaries", "{groups: {1: 1}}", "--overwrite")
+    assert "prefer the same answer" in " ".join(dpllm_("audit", place.run).err.split())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +16,16 @@ import tiny
 import torch
 from running import Place, charged, done, dpllm_, fails_in_step
 
+from dpllm.auditing import attacks
+from dpllm.auditing.record import read_audit
+from dpllm.auditing.summary import Beside, summarise
+from dpllm.auditing.table import TokenTable, read_scores, sum_up, write_tokens
+from dpllm.errors import Refused
 from dpllm.model.rewards import Referenced
 from dpllm.privacy.engine import StepEngine
 from dpllm.privacy.preference import PairLoss
 from dpllm.privacy.schedule import TokenSequence, Unit
+from dpllm.publish import leaks
 from dpllm.run import references
 from dpllm.run.directory import RunDir
 
@@ -224,8 +231,88 @@ def test_an_audit_with_canary_pairs_is_published_and_verifies(asked: Place) -> N
     assert not any(pair["carrier"] in one for one in told)
 
 
-@pytest.mark.parametrize(("longest", "count"), [(12, 40), (128, 0)])
+@pytest.mark.parametrize(("longest", "count"), [(12, 40), (4, 40), (128, 0)])
 def test_units_with_answers_that_were_cut_are_counted_in_private(asked: Place, longest: int, count: int) -> None:
-    done("train", asked.recipe, "--data.max_length", str(longest))
+    done("train", asked.recipe, "--data.max_length", str(longest))  # of 4, a prompt has no room for an answer
     assert asked.json("private/summary.json")["units_at_max_length"] == count
     assert "units_at_max_length" not in (asked.run / "run.json").read_text()
+
+
+def test_rewards_in_an_audit_are_gains_over_the_adapter_that_the_run_started_from(asked: Place) -> None:
+    """A mutant compares with the base, from which the starting adapter had moved."""
+    texts = tiny.write_rows(asked.root / "data" / "texts.jsonl", [{"text": tiny.sentence(n)} for n in range(40)])
+    start = asked.root / "start"
+    learned = (
+        "--train.objective",
+        "likelihood",
+        "--data.train",
+        texts,
+        "--data.public",
+        "true",
+        "--privacy.enabled",
+        "false",
+    )
+    learned = (*learned, "--data.eval", "null", "--data.format", "text")
+    done("train", asked.recipe, *learned, "--output_dir", start, "--train.learning_rate", "0.05", "--train.steps", "30")
+    still = ("--model.adapter", str(start / "export"), "--train.learning_rate", "1e-9")
+    audited(asked, "{1: 20}", *still)
+    scores = asked.run / "export" / "audit"
+    found = np.abs(attacks.ratio(attacks.of_whole_rows(*read_scores(scores))))
+    assert found.max() < 1e-3
+    (start / "export").rename(start / "away")
+    assert "Put it back" in dpllm_("audit", asked.run).err
+
+
+def test_leaks_of_either_answer_are_found(asked: Place) -> None:
+    """A mutant looks for chosen answers alone."""
+    done(
+        "train",
+        asked.recipe,
+        "--audit.canaries",
+        "{groups: {1: 20}, references: 100, digits: 12}",
+        "--data.max_length",
+        "128",
+    )
+    pair = json.loads((asked.run / "private" / "canaries.json").read_text())["canaries"][0]
+    for secret in (pair["secret"], pair["rejected"]):
+        (asked.run / "export" / "note.md").write_text(f"See {secret} there.")
+        with pytest.raises(Refused, match="canary texts"):
+            leaks.search(RunDir(asked.run), ["note.md"])
+
+
+def test_half_of_every_pair_is_not_what_was_committed_to(asked: Place) -> None:
+    """Scores of chosen answers alone, in an audit that is made anew."""
+    found = audited(asked, "{1: 20}")
+    folder = asked.run / "export" / "audit"
+    _, tokens = read_scores(folder)
+    whole = {one.name: getattr(tokens, one.name) for one in dataclasses.fields(tokens)}
+    kept_S = np.array([not name.endswith("-") for name in tokens.canary_ids])
+    kept_N = kept_S[tokens.sequence_N]
+    for name, value in whole.items():
+        if isinstance(value, tuple):
+            whole[name] = tuple(one for one, kept in zip(value, kept_S, strict=True) if kept)
+        else:
+            whole[name] = value[kept_N if name.endswith("_N") else kept_S]
+    whole["sequence_N"] = (np.cumsum(kept_S) - 1)[whole["sequence_N"]]
+    whole["word_N"] = np.unique(whole["word_N"], return_inverse=True)[1]
+    chosen = TokenTable(**whole)
+    report, promise = read_audit(folder / "audit.json"), asked.json("plan.json")
+    assert report.claim
+    words = report.controls.words.to_json() if report.controls.words else None
+    made = summarise(
+        sum_up(chosen),
+        report.claim,
+        report.settings,
+        tokens=chosen,
+        beside=Beside(promise, words, report.controls.twin),
+    )
+    write_tokens(chosen, folder / "tokens.parquet")
+    (folder / "audit.json").write_text(json.dumps({**found, **made.to_json()}))
+    assert "not those committed to" in " ".join(dpllm_("card", asked.run).err.split())
+
+
+def test_pairs_are_audited_by_their_own_run_alone(asked: Place) -> None:
+    audited(asked, "{1: 20}")
+    answer = dpllm_("audit", asked.run / "export", "--canaries", asked.run / "private" / "canaries.json")
+    assert answer.code != 0
+    assert "are preference pairs" in " ".join(answer.err.split())
