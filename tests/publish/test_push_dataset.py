@@ -13,6 +13,7 @@ import tiny
 from hub_stand_in import Hub
 from written_rows import make_data_set, make_run, released
 
+from dpllm.canaries.canaries import Canary
 from dpllm.errors import Refused
 from dpllm.files import BLOCK, read_json
 from dpllm.publish import leaks, push
@@ -68,7 +69,10 @@ def test_a_guarantee_needs_its_ledger(tmp_path: Path, hub: Hub) -> None:
 
 
 def test_secrets_in_rows_are_counted_and_nothing_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = [SimpleNamespace(inserted=True, secret="2026-11-03"), SimpleNamespace(inserted=False, secret="81818181")]
+    told = [
+        Canary("c00000", 1, "It is", "2026-11-03", inserted=True),
+        Canary("c00001", 1, "It is", "8181", inserted=False),
+    ]
     monkeypatch.setattr(leaks.canaries, "load", lambda path: SimpleNamespace(canaries=told))
     run = make_run(folder.parent.parent / "other", "clinic-without-privacy")
     run.private.mkdir()
