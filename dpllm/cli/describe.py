@@ -136,14 +136,15 @@ def _release(known: argparse.Namespace, offered: AbstractContextManager[Offer], 
     with offered as offer:
         found = offer.statistics if known.dry_run else offer.release(output)
     told = f"Together epsilon {found.epsilon:.4f} at delta {found.delta:g} per {found.unit} of {found.dataset}"
-    column, end = "released (95% error)", f", charged to the ledger; all of it is in {output}."
+    tried = [f" Accuracy {one.held_out.words()}." for one in found.releases if one.held_out]
+    column, end = "released (95% error)", f", charged to the ledger; all of it is in {output}.{''.join(tried)}"
     if known.dry_run:
         column = "95% error"
         end = f"; the ledger holds {offer.spent:.4f} and would hold {offer.after:.4f}. Nothing was spent."
     table = Table("statistic", column, "mechanism", "epsilon")
     for one in found.releases:
         table.add_row(one.statistic, one.words(), one.mechanism, one.cost)
-    show(known, found.to_json() if known.json else table, told + end, *(offer.notes if known.dry_run else ()))
+    show(known, found.to_json() if known.json else table, *offer.notes, told + end)
     if known.dry_run and offer.refusal:
         raise offer.refusal
     return 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import hashlib
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -120,6 +121,16 @@ def positions(net: Any) -> int | None:
     """How many tokens a model can read at once; None where its configuration does not say, or says -1, as XLNet's."""
     longest = getattr(net.config.get_text_config(), "max_position_embeddings", None)
     return longest if isinstance(longest, int) and longest > 1 else None
+
+
+def digest(model: Any, tokenizer: Any) -> str:
+    """SHA-256 of a model's weights, as float32, of its vocabulary, and of how the tokenizer reads that as one text."""
+    known = sorted(tokenizer.get_vocab().items())
+    text = "\n".join(tokenizer.batch_decode([[number] for _, number in known]))  # so that every merge is of use
+    found = hashlib.sha256(repr((known, tokenizer(text, verbose=False)["input_ids"])).encode())
+    for tensor in model.parameters():
+        found.update(repr(tensor.shape).encode() + tensor.detach().float().cpu().numpy().tobytes())
+    return found.hexdigest()
 
 
 def check_length(config: RunConfig, net: Any) -> None:

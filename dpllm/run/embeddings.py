@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import safetensors.numpy
 import torch
+from numpy.typing import NDArray
 
 from dpllm.errors import ConfigError
 from dpllm.files import CARD, read_json, scratch, whole_directory, write_json, write_whole
@@ -38,7 +39,7 @@ from dpllm.progress import tell
 from dpllm.recipe import names
 from dpllm.recipe.config import DataConfig, ModelConfig, RunConfig
 from dpllm.run.describe import MOST_DELTA, Charge, Offer, Opened, opened, relation_of, without_evaluation
-from dpllm.statement.released import RECORD, VECTORS, Statistics, page, read_vectors
+from dpllm.statement.released import RECORD, VECTORS, HeldOut, Statistics, page, read_vectors
 from dpllm.text import data
 from dpllm.text.asked import text_of
 from dpllm.text.data import value_name
@@ -101,7 +102,9 @@ def offered(
         ConfigError: More clusters than the public number of units bears, no public texts, an unsuitable epsilon.
         Refused: The encoder was tuned on these data, or cannot be read in batches.
     """
-    columns, config = [asked.column] if asked.column else [], without_evaluation(config)
+    columns, held_out = [asked.column] if asked.column else [], config.data.eval if asked.column else None
+    if not (held_out and config.data.eval_public):
+        config = without_evaluation(config)
     public = _lines(asked.texts) if asked.texts else None
     with opened(config, delta, columns, most=MOST_DELTA, create=create) as source:
         source.refuse_tuned(config)
@@ -134,6 +137,10 @@ def offered(
             notes = [
                 f"Of as many random vectors, {noisy:.0%} of labels are found with this noise and {exact:.0%} without."
             ]
+            if held_out and not config.data.eval:
+                notes += [
+                    "data.eval is not declared public, so no accuracy on it: if it is, type --data.eval_public true."
+                ]
         event = embedded.event_of(asked.kind, sigma, asked.rounds)
         versions = environment.versions()
         software = {name: versions[name] for name in ("torch", "transformers")}
@@ -156,6 +163,7 @@ class Encoder:
         self._model = loading.load_base(model, torch.device("cuda" if torch.cuda.is_available() else "cpu")).eval()
         loading.check_outliers(self._model)
         loading.check_vocabulary(self._model, self._tokenizer)
+        self.digest = loading.digest(self._model, self._tokenizer)
         self._width = min(max_length, (loading.positions(self._model) or max_length + 2) - 2)  # a start, and padding
 
     def of_rows(self, rows: Groups, fields: Sequence[str], around: Callable[[Floats], Floats]) -> Floats:
@@ -226,9 +234,19 @@ class _Job:
         rows = source.units.each_alone()
         self._rows_RP = encoder.of_rows(rows, FIELDS[source.table.format], around)
         self._units_R = np.repeat(np.arange(len(source.units)), [len(unit) for unit in source.units])
-        told = (value_name(row.get(asked.column)) for [row] in rows) if asked.column else ()
-        numbers = {value: number for number, value in enumerate(asked.values)}
-        self._labels_R = np.array([numbers.get(value, len(numbers)) for value in told], dtype=np.int64)
+        self._labels_R, self._digest, self._tried = self._numbers(rows), encoder.digest, None
+        if config.data.eval:  # declared public
+            with scratch() as cache:
+                table = data.load_table(config.data.eval, config.data, config.data.eval_split, cache)
+                data.check_columns([asked.column], table.rows, table.name)
+                tried = each_row(table.rows)
+                self._tried = encoder.of_rows(tried, FIELDS[table.format], around), self._numbers(tried)
+
+    def _numbers(self, rows: Groups) -> NDArray[np.int64]:
+        """Of the label of each row, of which the last is other."""
+        numbers = {value: number for number, value in enumerate(self._asked.values)}
+        told = (value_name(row.get(self._asked.column)) for [row] in rows) if numbers else ()
+        return np.array([numbers.get(value, len(numbers)) for value in told], dtype=np.int64)
 
     def draw(self, sigma: float, charge: Charge) -> dict[str, Any]:
         """Draws it, and keeps what goes into its files."""
@@ -243,7 +261,19 @@ class _Job:
         return {
             "value": dict(zip(named, map(int, sizes), strict=True)),
             "vectors": hashlib.sha256(self._file).hexdigest(),
+            "encoder": self._digest,
+            "held_out": self._held_out(vectors),
         }
+
+    def _held_out(self, weights_QC: Floats) -> HeldOut | None:
+        """How the classifier does on public rows: a function of what was released and of them."""
+        if self._tried is None:
+            return None
+        rows_RP, labels_R = self._tried
+        right = (embedded.scores(rows_RP, weights_QC).argmax(axis=1) == labels_R) & rows_RP.any(axis=1)
+        many, commonest = len(labels_R), int(np.bincount(labels_R).max())
+        source = names.public_name(self._config.data.eval or "")
+        return HeldOut(source=source, rows=many, right=int(right.sum()), commonest=commonest)
 
     def _named(self, centres_KP: Floats) -> list[str]:
         """Each cluster by its number and the public texts nearest to its centre."""
@@ -294,10 +324,10 @@ def classify(folder: Path, source: str, encoder: str | None) -> Iterator[str | N
     with scratch() as cache:
         table = data.load_table(config.train, config, config.train_split, cache)
         reader = Encoder(model, config.max_length)
-        if (width := reader.of_public(["a"]).shape[1]) != len(centre_D):
+        if reader.digest != release.encoder or reader.of_public(["a"]).shape[1] != len(centre_D):
             raise ConfigError(
-                f"{model.name_or_path}: has vectors of {width} numbers, and {folder} is of an encoder with {len(centre_D)}. Type "
-                f"--encoder with the place of {declared.encoder}."
+                f"{model.name_or_path}: has other weights or another vocabulary than the encoder of {folder}, so its vectors "
+                f"mean something else. Type --encoder with the place of that {declared.encoder}."
             )
         around = Projection(centre_D, int(declared.dimensions or 1))
         read_RP = reader.of_rows(each_row(table.rows), FIELDS[table.format], around)

@@ -15,7 +15,7 @@ from pydantic import Field
 from dpllm.errors import ConfigError
 from dpllm.privacy.events import Composed, PureDP, compose, mechanism_of
 from dpllm.statement import formatting
-from dpllm.statement.fields import AtLeast1, Between0And1, NotNegative, Number, Record, Sha256, Share, Text
+from dpllm.statement.fields import AtLeast1, Between0And1, Count, NotNegative, Number, Record, Sha256, Share, Text
 from dpllm.statement.stored_events import ReleaseEvent
 
 RECORD, VECTORS = "describe.json", "vectors.safetensors"
@@ -45,6 +45,24 @@ class Declared(Record):
     """Public number of units."""
 
 
+class HeldOut(Record):
+    """How a classifier did on rows that are declared public, which cost nothing."""
+
+    source: Text
+    """Whose rows they are."""
+    rows: AtLeast1
+    """How many; one without text counts as wrong."""
+    right: Count
+    """How many have the label that the classifier gives them."""
+    commonest: AtLeast1
+    """How many have the commonest label, which is what guessing finds."""
+
+    def words(self) -> str:
+        """For people."""
+        found, guessed = self.right / self.rows, self.commonest / self.rows
+        return f"{found:.1%} on {self.rows:,} public rows ({self.source}), where the commonest label alone gives {guessed:.1%}"
+
+
 class Release(Record):
     """One statistic, released once."""
 
@@ -65,6 +83,10 @@ class Release(Record):
     """Its entry in the ledger; null before it was drawn."""
     vectors: Sha256 | None = None
     """Of the file with the centres or weights that were released with it."""
+    encoder: Sha256 | None = None
+    """Of the encoder's weights and vocabulary."""
+    held_out: HeldOut | None = None
+    """Of a classifier, where the recipe names public held-out rows."""
 
     def counts(self) -> list[tuple[str, float]]:
         """Each declared value and "other", or each cluster, with its noisy count."""
