@@ -158,6 +158,7 @@ def clustered() -> Json:
         "value": {"01 cough, chest": 410, "02 letter": 233},
         "entry": other["entry"],
         "vectors": "0" * 64,
+        "encoder": "0" * 64,
     }
     alone = epsilon(compose([read(one["event"]), SUMS]), described()["delta"], "zero_out")
     return described(releases=[one, clusters], epsilon=alone)
