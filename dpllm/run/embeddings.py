@@ -1,8 +1,8 @@
 """Clusters of private texts, and classifiers of them, by their vectors from a public encoder: cost, reservation, then the draws.
 
 Comes in: the recipe, whose model is the encoder, what is asked, an epsilon. Goes out: an ``Offer``, as of ``run.describe``; of
-one, a folder with describe.json, vectors.safetensors and README.md; of such a folder, the label of each row of a file. Must not
-draw noise (``privacy.embedded``), nor run a model (``model.reading``).
+one, a folder with describe.json, vectors.safetensors, README.md and sizes.svg; of such a folder, the label of each row of a file.
+Must not draw noise (``privacy.embedded``), nor run a model (``model.reading``).
 
 Guarantee:
     That of ``privacy.embedded``, and of ``run.describe``: each round is charged before it is drawn, and a crash leaves all
@@ -39,7 +39,7 @@ from dpllm.progress import tell
 from dpllm.recipe import names
 from dpllm.recipe.config import DataConfig, ModelConfig, RunConfig
 from dpllm.run.describe import MOST_DELTA, Charge, Offer, Opened, opened, relation_of, without_evaluation
-from dpllm.statement.released import RECORD, VECTORS, HeldOut, Statistics, page, read_vectors
+from dpllm.statement.released import FIGURE, RECORD, VECTORS, HeldOut, Statistics, figure, page, read_vectors
 from dpllm.text import data
 from dpllm.text.asked import text_of
 from dpllm.text.data import value_name
@@ -292,6 +292,7 @@ class _Job:
             write_whole(part / VECTORS, self._file)
             write_json(part / RECORD, released.to_json())
             write_whole(part / CARD, page(released))
+            write_whole(part / FIGURE, figure(released))
 
 
 def _lines(path: Path) -> list[str]:

@@ -143,6 +143,7 @@ def test_what_was_changed_afterwards_fails(folder: Path, capsys: pytest.CaptureF
             (folder / name).write_bytes(content)
     for name, content in {
         "README.md": b"# safe",
+        "sizes.svg": (folder / "sizes.svg").read_bytes().replace(b"H", b"h"),
         "more.txt": b"",
         "vectors.safetensors": b"odd",
         "describe.json": b"{}",
