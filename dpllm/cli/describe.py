@@ -54,7 +54,9 @@ def add_commands(add: AddCommand) -> None:
     group.add_argument("--clusters", type=int, default=0, metavar="K", help="sizes and centres of K clusters")
     group.add_argument("--predict", default="", metavar="COLUMN", help="a linear classifier of a column's values")
     group.add_argument("--values", default="", metavar="A,B", help="values to tell apart; others are other")
-    group.add_argument("--encoder", metavar="MODEL", help="model that reads the texts (default: the recipe's)")
+    group.add_argument(
+        "--encoder", metavar="MODEL", help="model or sentence encoder that reads the texts (default: the recipe's)"
+    )
     group.add_argument("--rounds", type=int, default=5, help="of k-means; each costs (default: 5)")
     group.add_argument("--words", type=Path, metavar="FILE", help="public texts, one a line, to centre on and name by")
     take_data(parser)

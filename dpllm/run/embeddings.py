@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import safetensors.numpy
 import torch
+import transformers
 from numpy.typing import NDArray
 
 from dpllm.errors import ConfigError
@@ -160,15 +161,22 @@ class Encoder:
             Refused: Its 8-bit products couple rows.
         """
         self._tokenizer = loading.load_tokenizer(model)
-        self._model = loading.load_base(model, torch.device("cuda" if torch.cuda.is_available() else "cpu")).eval()
+        self._pooling = loading.pooling_of(model)
+        kind = transformers.AutoModel if self._pooling else transformers.AutoModelForCausalLM
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._model = loading.load_base(model, device, kind=kind).eval()
         loading.check_outliers(self._model)
         loading.check_vocabulary(self._model, self._tokenizer)
-        self.digest = loading.digest(self._model, self._tokenizer)
-        self._width = min(max_length, (loading.positions(self._model) or max_length + 2) - 2)  # a start, and padding
+        self.digest = loading.digest(self._model, self._tokenizer, self._pooling)
+        most, around = (
+            loading.positions(self._model),
+            self._tokenizer.num_special_tokens_to_add() if self._pooling else 0,
+        )
+        self._width = min(max_length, most - 2 - around if most else max_length)  # a start, and padding
 
     def of_rows(self, rows: Groups, fields: Sequence[str], around: Callable[[Floats], Floats]) -> Floats:
         """Shape (R, P): of private rows, each alone, at a public width and height."""
-        embedder, found = Embedder(self._model, self._tokenizer, self._width), []
+        embedder, found = self._embedder(self._width), []
         for start in range(0, len(rows), embedder.height):
             tell("Reading texts", start, len(rows))
             part = rows[start : start + embedder.height]
@@ -179,7 +187,10 @@ class Encoder:
     def of_public(self, texts: Sequence[str]) -> Floats:
         """Shape (R, D): of public texts, at the width of the longest."""
         longest = max(map(len, self._tokenizer(list(texts), add_special_tokens=False)["input_ids"]))
-        return Embedder(self._model, self._tokenizer, max(1, min(longest, self._width))).vectors(texts)
+        return self._embedder(max(1, min(longest, self._width))).vectors(texts)
+
+    def _embedder(self, width: int) -> Embedder:
+        return Embedder(self._model, self._tokenizer, width, self._pooling)
 
     def around(self, public: Sequence[str] | None, dimensions: int) -> Projection:
         """Centred on the mean of public texts; without any, of texts of random words of the vocabulary."""
@@ -190,11 +201,14 @@ class Encoder:
     def words(self) -> list[str]:
         """Common words of its vocabulary, which is public, in its order."""
         found = self._tokenizer.convert_ids_to_tokens(range(len(self._tokenizer)))
-        whole = (token[1:] for token in found if token[:1] in ("\u0120", "\u2581"))  # a space, as tokenizers write it
-        words = [word for word in whole if len(word) > 3 and word.isascii() and word.isalpha() and word.islower()]
+        whole = [token[1:] for token in found if token[:1] in ("\u0120", "\u2581")]  # a space, as tokenizers write it
+        # WordPiece marks the others, by letters that are none.
+        words = [
+            word for word in whole or found if len(word) > 3 and word.isascii() and word.isalpha() and word.islower()
+        ]
         if len(words) < 2:
             raise ConfigError(
-                "the encoder's vocabulary has no words that begin with a space, to centre on and to name clusters by. Type "
+                "the encoder's vocabulary has no whole words in small letters, to centre on and to name clusters by. Type "
                 "--words FILE, with public texts, one a line."
             )
         return words[:WORDS]

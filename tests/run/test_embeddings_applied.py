@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
+import sentence_encoders
 import tiny
 from released_folders import CLUSTERS, PREDICT, WORDS, Json, Say, ledger, released, rows, verdicts, write
 
@@ -80,6 +81,19 @@ def test_held_out_rows_that_are_private_or_training_rows_give_no_accuracy(say: S
         code, _, error = say(*PREDICT, "--data.eval", "held.jsonl", *public)
         assert (code in (2, 3), told in error, len(ledger().runs("notes"))) == (True, True, 1), error
     assert say(*CLUSTERS, "--data.eval", "nowhere.jsonl", *public)[0] == 0, "clusters have no accuracy"
+
+
+def test_a_sentence_encoder_releases_and_classifies(say: Say, capsys: pytest.CaptureFixture[str]) -> None:
+    path = sentence_encoders.save(Path("sentences"), pooling="mean_tokens", normalize="")
+    write([{**row, "text": row["text"].replace("a letter for", "visit, letter")} for row in rows()])
+    code, _, error = say(*PREDICT, "--encoder", path)
+    assert code == 0, error
+    assert "failed" not in verdicts(capsys, "classifier", "--ledger", "l.sqlite").values()
+    write([{"text": "pain, chest, worse, meals"}, {"text": "visit letter employer, asked"}, {"text": ""}], "new.jsonl")
+    assert main(["classify", "classifier", "new.jsonl", "--encoder", str(path)]) == 0
+    assert [json.loads(line)["label"] for line in capsys.readouterr().out.splitlines()] == ["yes", "no", None]
+    (path / "modules.json").write_text((path / "modules.json").read_text().replace("1_Pooling", "2_Normalize"))
+    assert main(["classify", "classifier", "new.jsonl", "--encoder", str(path)]) == 2
 
 
 def test_clusters_are_named_by_public_texts_and_assign_a_file(say: Say, capsys: pytest.CaptureFixture[str]) -> None:

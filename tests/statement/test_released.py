@@ -32,14 +32,15 @@ def clusters(sigma: float = 8.0, sizes: dict[str, int] | None = None) -> Statist
     return Statistics.pick({**about, **cost, "releases": [release]})
 
 
-def test_bars_and_errors_lie_where_the_numbers_do() -> None:
+@pytest.mark.parametrize("sizes", [SIZES, {"01 a": 500, "02 letter": 900}])
+def test_bars_and_errors_lie_where_the_numbers_do(sizes: dict[str, int]) -> None:
     """Bars begin at 0, end at the count; errors reach as far on both sides; numbers are written out."""
-    text, error = figure(clusters()), embedded.error_of(8.0)
+    text, error = figure(clusters(sizes=sizes)), embedded.error_of(8.0)
     zero = float(re.findall(r'<line x1="([\d.]+)"', text)[0])
     bars = [(float(x), float(width)) for x, width in re.findall(r'<rect x="([\d.]+)" y="\d+" width="([\d.]+)"', text)]
     ends = [(float(low), float(high)) for low, high in re.findall(r'<path d="M([\d.]+) \d+H([\d.]+)M', text)]
     scale = (bars[1][0] + bars[1][1] - zero) / 900
-    for (x, width), (low, high), size in zip(bars, ends, SIZES.values(), strict=True):
+    for (x, width), (low, high), size in zip(bars, ends, sizes.values(), strict=True):
         assert (x, x + width) == pytest.approx(sorted((zero, zero + size * scale)), abs=0.2)
         assert (low, high) == pytest.approx((zero + (size - error) * scale, zero + (size + error) * scale), abs=0.2)
         assert f">{size}</text>" in text
