@@ -319,38 +319,44 @@ def _lines(path: Path) -> list[str]:
     return found
 
 
-def classify(folder: Path, source: str, encoder: str | None) -> Iterator[str | None]:
-    """The label or cluster of each row of a file, by what was released; None for a row without text.
+class Applied:
+    """What was released, as it labels rows."""
 
-    Args:
-        folder: As ``Offer.release`` wrote it.
-        source: File, glob, directory or Hub id.
-        encoder: Where it lies, if it is no longer at the place that describe.json names.
+    def __init__(self, folder: Path, encoder: str | None) -> None:
+        """Reads a folder as ``Offer.release`` wrote it; ``encoder`` says where that lies, if not where describe.json names it.
 
-    Raises:
-        ConfigError: The folder is damaged, or of another encoder.
-        DataError: The file has no text.
-    """
-    release = Statistics.pick(read_json(folder / RECORD)).releases[0]
-    centre_D, vectors = read_vectors(folder / VECTORS, release)
-    declared = release.declared
-    model = ModelConfig(name_or_path=encoder or str(declared.encoder))
-    config = DataConfig(train=source, max_length=declared.max_length or 2)
-    with scratch() as cache:
-        table = data.load_table(config.train, config, config.train_split, cache)
-        reader = Encoder(model, config.max_length)
-        if reader.digest != release.encoder or reader.of_public(["a"]).shape[1] != len(centre_D):
+        Raises:
+            ConfigError: The folder is damaged, or of another encoder.
+        """
+        self.statistics = Statistics.pick(read_json(folder / RECORD))
+        self.release = self.statistics.releases[0]
+        centre_D, self._vectors = read_vectors(folder / VECTORS, self.release)
+        declared = self.release.declared
+        model = ModelConfig(name_or_path=encoder or str(declared.encoder))
+        self._encoder = Encoder(model, declared.max_length or 2)
+        if self._encoder.digest != self.release.encoder or self._encoder.of_public(["a"]).shape[1] != len(centre_D):
             raise ConfigError(
                 f"{model.name_or_path}: has other weights or another vocabulary than the encoder of {folder}, so its vectors "
                 f"mean something else. Type --encoder with the place of that {declared.encoder}."
             )
-        around = Projection(centre_D, int(declared.dimensions or 1))
-        read_RP = reader.of_rows(each_row(table.rows), FIELDS[table.format], around)
+        self._around = Projection(centre_D, int(declared.dimensions or 1))
+
+    def labels(self, rows: Groups, fields: Sequence[str]) -> Iterator[str | None]:
+        """The label or cluster of each row; None for one without text."""
+        read_RP, declared = self._encoder.of_rows(rows, fields, self._around), self.release.declared
         if declared.clusters:
-            labels = sorted(release.value or {})
-            chosen = embedded.nearest(embedded.lattice(read_RP), vectors)
+            labels = sorted(self.release.value or {})
+            chosen = embedded.nearest(embedded.lattice(read_RP), self._vectors)
         else:
             labels = [*(declared.values or ()), OTHER]
-            chosen = embedded.scores(read_RP, vectors).argmax(axis=1)
+            chosen = embedded.scores(read_RP, self._vectors).argmax(axis=1)
         for read_P, one in zip(read_RP, chosen, strict=True):
             yield labels[one] if read_P.any() else None
+
+
+def classify(folder: Path, source: str, encoder: str | None) -> Iterator[str | None]:
+    """The label or cluster of each row of a file, glob, directory or Hub id, see ``Applied``; a DataError without text."""
+    applied, config = Applied(folder, encoder), DataConfig(train=source)
+    with scratch() as cache:
+        table = data.load_table(config.train, config, config.train_split, cache)
+        yield from applied.labels(each_row(table.rows), FIELDS[table.format])
