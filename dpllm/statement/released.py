@@ -166,6 +166,8 @@ class BesideRun(Statistics):
 
     with_run: NotNegative | None
     """Epsilon of the run and these releases together, at the run's delta; null where the run gives no guarantee."""
+    with_all: NotNegative | None = None
+    """The same with the models before the run on the same data, where there are some, beside Gaussian sums; absent elsewhere."""
 
 
 def page(shown: Statistics) -> str:

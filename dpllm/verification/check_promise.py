@@ -229,10 +229,12 @@ def check_statistics(found: Published) -> Iterator[Check]:
     shown, terms = found.record.statistics, found.record.terms
     if shown is not None:
         size = terms.sampling.dataset_size - terms.sampling.canary_slots if terms else 1
-        yield from check_beside(shown, terms, size, found.record.guarantee)
+        yield from check_beside(shown, terms, size, found.record.guarantee, found.record.lineage)
 
 
-def check_beside(shown: BesideRun, terms: Promised | None, size: int, guarantee: bool) -> Iterator[Check]:
+def check_beside(
+    shown: BesideRun, terms: Promised | None, size: int, guarantee: bool, lineage: Lineage | None = None
+) -> Iterator[Check]:
     """Statistics beside a run, or beside texts, of so many units."""
     if terms is None or (shown.unit, shown.neighbouring_relation) != (terms.unit, terms.neighbouring_relation):
         raise Wrong(f"the statistics protect another unit, or use another relation. {again(terms)}")
@@ -245,10 +247,16 @@ def check_beside(shown: BesideRun, terms: Promised | None, size: int, guarantee:
         raise Wrong(f"the statistics were not drawn, or have an epsilon above {costs.LARGE:g}. {again(terms)}")
     for one in shown.releases:
         check_release(one, shown.max_examples_per_unit, again(terms))
-    alone, both = costs.together([shown.event()], shown.delta, relation), None
-    if guarantee:
-        both = state.beside_run(shown, terms, True).with_run
-    if not (close(shown.epsilon, alone, slack) and close(shown.with_run, both, slack)):
+    alone = costs.together([shown.event()], shown.delta, relation)
+    for event in (one.event for one in (lineage.base, *lineage.ancestors) if one.event) if lineage else ():
+        costs.bounded(event)
+    due = state.beside_run(shown, terms, guarantee, lineage)
+    both = due.with_run
+    if not (
+        close(shown.epsilon, alone, slack)
+        and close(shown.with_run, both, slack)
+        and close(shown.with_all, due.with_all, slack)
+    ):
         raise Wrong(f"statistics cost {alone:.6g}, with all else {both}, but other figures are stated. {again(terms)}")
     with_run = "" if both is None else f", with all else {both:.6g} at delta {terms.delta:g}"
     yield verified(name, f"{len(shown.releases)} releases cost epsilon {alone:.6g} at delta {shown.delta:g}{with_run}.")
