@@ -17,6 +17,7 @@ from dpllm.auditing import echo
 from dpllm.canaries import canaries
 from dpllm.card import dataset_card
 from dpllm.cli import main
+from dpllm.errors import ConfigError
 from dpllm.publish import quality
 from dpllm.recipe.config import RunConfig
 from dpllm.run.directory import RunDir
@@ -359,3 +360,18 @@ def test_a_card_with_such_a_classifier_says_that_its_epsilon_comes_on_top() -> N
         pages.append(macro(formatting, asked, *dataset_card.tables(asked).values()))
     assert "comes on top" not in pages[0]
     assert "the ε in its name is not part of any other here, and comes on top" in pages[1]
+
+
+def test_the_command_measures_with_the_classifier_and_encoder_that_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def stop(embedding: str | None, tell: Any, baseline: Any) -> Any:
+        seen.append((embedding, baseline))
+        raise ConfigError("seen")
+
+    monkeypatch.setattr("dpllm.run.embeddings.Applied", lambda *given: given)
+    monkeypatch.setattr(quality, "writer", stop)
+    for typed in (["run"], ["rows.jsonl", "--by", "inference", "--model", "builtin:tiny", "--epsilon", "8"]):
+        for more in ([], ["--baseline", "classifier", "--encoder", "here"]):
+            assert main(["synthesize", *typed, "--rows", "1", *more]) == 2
+    assert seen == [(None, None), (None, (Path("classifier"), "here"))] * 2
