@@ -23,7 +23,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
-pytest_plugins = ("ledger_fixtures",)
+pytest_plugins = ("ledger_fixtures", "released_folders")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

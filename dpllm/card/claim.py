@@ -7,7 +7,6 @@ an epsilon as a guarantee where there is none.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 from dpllm.auditing.bounds import Claim
@@ -175,11 +174,6 @@ def _released(describe: Json, terms: Terms | None, record: RunRecord) -> Statist
         raise ConfigError(
             f"describe.json is about dataset {one.dataset!r} per {one.unit!r} under {one.neighbouring_relation!r}, and the run "
             "was charged for other data, another unit or relation, so that the two do not add. Name the file of these data."
-        )
-    if one.pure == math.inf and record.lineage and record.lineage.composed:
-        raise ConfigError(
-            "describe.json is about Gaussian sums, and the models before this run are added as epsilons, so no figure covers "
-            "both. Leave it out: clusters and classifiers have a card of their own."
         )
     return one
 

@@ -198,7 +198,12 @@ def reads(figure: str) -> set[str]:
     what, _, side = figure.rpartition(": ")
     if side in SIDES:
         return {side, "evaluation"} if what.startswith("Frechet distance") else {side}
-    ends = {" by TSTR": "evaluation", " by the commonest value": "evaluation", " as asked": "training"}
+    ends = {
+        " by TSTR": "evaluation",
+        " by the commonest value": "evaluation",
+        " without any text": "evaluation",
+        " as asked": "training",
+    }
     ends |= {f" of any {rows} row": rows for rows in ("training", "evaluation")}
     return next(({rows} for end, rows in ends.items() if (what or figure).endswith(end)), {*SIDES})
 

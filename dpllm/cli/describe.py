@@ -54,7 +54,9 @@ def add_commands(add: AddCommand) -> None:
     group.add_argument("--clusters", type=int, default=0, metavar="K", help="sizes and centres of K clusters")
     group.add_argument("--predict", default="", metavar="COLUMN", help="a linear classifier of a column's values")
     group.add_argument("--values", default="", metavar="A,B", help="values to tell apart; others are other")
-    group.add_argument("--encoder", metavar="MODEL", help="model that reads the texts (default: the recipe's)")
+    group.add_argument(
+        "--encoder", metavar="MODEL", help="model or sentence encoder that reads the texts (default: the recipe's)"
+    )
     group.add_argument("--rounds", type=int, default=5, help="of k-means; each costs (default: 5)")
     group.add_argument("--words", type=Path, metavar="FILE", help="public texts, one a line, to centre on and name by")
     take_data(parser)
@@ -136,14 +138,15 @@ def _release(known: argparse.Namespace, offered: AbstractContextManager[Offer], 
     with offered as offer:
         found = offer.statistics if known.dry_run else offer.release(output)
     told = f"Together epsilon {found.epsilon:.4f} at delta {found.delta:g} per {found.unit} of {found.dataset}"
-    column, end = "released (95% error)", f", charged to the ledger; all of it is in {output}."
+    tried = [f" Accuracy {one.held_out.words()}." for one in found.releases if one.held_out]
+    column, end = "released (95% error)", f", charged to the ledger; all of it is in {output}.{''.join(tried)}"
     if known.dry_run:
         column = "95% error"
         end = f"; the ledger holds {offer.spent:.4f} and would hold {offer.after:.4f}. Nothing was spent."
     table = Table("statistic", column, "mechanism", "epsilon")
     for one in found.releases:
         table.add_row(one.statistic, one.words(), one.mechanism, one.cost)
-    show(known, found.to_json() if known.json else table, told + end, *(offer.notes if known.dry_run else ()))
+    show(known, found.to_json() if known.json else table, *offer.notes, told + end)
     if known.dry_run and offer.refusal:
         raise offer.refusal
     return 0

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import hashlib
+import json
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
 from peft import PeftModel
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
+from transformers.utils.hub import cached_file
 
 from dpllm.errors import ConfigError, Refused
 from dpllm.model import adapters, environment, memory, processes, sharding
@@ -34,6 +37,8 @@ warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.* is depr
 
 SHRUNKEN_BLOCKS, SHRUNKEN_VOCABULARY = 2, 256
 _REFERENCE = "reference"  # the adapter from which training on pairs started
+Pooling = Literal["mean", "cls"]
+"""Of a sentence encoder: the mean of the states of all tokens, or the state of the first."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -92,13 +97,58 @@ def load_tokenizer(model: ModelConfig) -> Any:
     return tokenizer
 
 
+def pooling_of(model: ModelConfig) -> Pooling | None:
+    """How a sentence encoder makes a vector of its states; None: a model is none, but a causal language model.
+
+    One is a folder or Hub id as sentence-transformers writes it (modules.json; a pooling of means or first tokens, and lengths
+    of 1), or an encoder of transformers that was trained with masks, whose states are averaged.
+
+    Raises:
+        ConfigError: It has modules of another kind, which would be left out.
+    """
+    silent: dict[str, Any] = {
+        f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors")
+    }
+
+    def read(file: str) -> Any:
+        with asking_hub(model.name_or_path):
+            found = cached_file(source(model.name_or_path), file, revision=model.revision, **silent)
+        return json.loads(Path(found).read_text("utf-8")) if found else None
+
+    try:
+        if (modules := read("modules.json")) is None:
+            config = transformers.AutoConfig.from_pretrained(
+                source(model.name_or_path), revision=model.revision, trust_remote_code=False
+            )
+            masked = type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING and not config.is_encoder_decoder
+            causal = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in config.architectures or ())
+            return "mean" if masked and not causal else None
+        kinds = {one["type"].rpartition(".")[2]: one["path"] for one in modules}
+        settings = read(f"{kinds['Pooling']}/config.json") if "Pooling" in kinds else {"pooling_mode_mean_tokens": True}
+        chosen = [name for name, value in settings.items() if name.startswith("pooling_mode_") and value]
+    except Exception as error:  # as of a tokenizer
+        raise _not_found(model, "configuration", error) from None
+    poolings: dict[str, Pooling] = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
+    if kinds.keys() - {"Transformer", "Pooling", "Normalize"} or len(chosen) != 1 or chosen[0] not in poolings:
+        raise ConfigError(
+            f"{model.name_or_path}: is a sentence encoder with other parts than a transformer, a pooling by mean or first token "
+            "and a length of 1, so that its vectors would be others here. Use one of those."
+        )
+    return poolings[chosen[0]]
+
+
 def load_base(
-    model: ModelConfig, device: torch.device, *, force_float32: bool = False, stay_on_cpu: bool = False
+    model: ModelConfig,
+    device: torch.device,
+    *,
+    force_float32: bool = False,
+    stay_on_cpu: bool = False,
+    kind: Any = transformers.AutoModelForCausalLM,
 ) -> Any:
     """The base model on its device, with nothing trainable; on the CPU, but of the device's type, with ``stay_on_cpu``.
 
     Raises:
-        ConfigError: It cannot be found, is no causal language model or does not fit, or quantization has no library.
+        ConfigError: It cannot be found, is not of its ``kind`` or does not fit, or quantization has no library.
     """
     if model.dtype != "auto":
         dtype: Any = DTYPES[model.dtype]
@@ -111,20 +161,32 @@ def load_base(
         arguments["device_map"] = {"": device}
     try:
         with asking_hub(model.name_or_path):
-            base: Any = transformers.AutoModelForCausalLM.from_pretrained(source(model.name_or_path), **arguments)
+            base: Any = kind.from_pretrained(source(model.name_or_path), **arguments)
         base.requires_grad_(False)
         _keep_layout(base)
         return base if model.quantization or stay_on_cpu else base.to(device)
     except Exception as error:
         if memory.out_of_memory(error):
             raise memory.base_does_not_fit(model) from None
-        raise _not_found(model, "causal language model", error) from None
+        what = "causal language model" if kind is transformers.AutoModelForCausalLM else "encoder"
+        raise _not_found(model, what, error) from None
 
 
 def positions(net: Any) -> int | None:
     """How many tokens a model can read at once; None where its configuration does not say, or says -1, as XLNet's."""
     longest = getattr(net.config.get_text_config(), "max_position_embeddings", None)
     return longest if isinstance(longest, int) and longest > 1 else None
+
+
+def digest(model: Any, tokenizer: Any, pooling: Pooling | None) -> str:
+    """SHA-256 of a model's weights, as float32, of its vocabulary, how the tokenizer reads that as one text, and its pooling."""
+    known = sorted(tokenizer.get_vocab().items())
+    text = "\n".join(tokenizer.batch_decode([[number] for _, number in known]))  # so that every merge is of use
+    found = hashlib.sha256(repr((known, tokenizer(text, verbose=False)["input_ids"], pooling)).encode())
+    # transformers draws a pooler at random where a checkpoint has none, and no state goes through it.
+    for tensor in (one for name, one in model.named_parameters() if "pooler" not in name):
+        found.update(repr(tensor.shape).encode() + tensor.detach().float().cpu().numpy().tobytes())
+    return found.hexdigest()
 
 
 def check_length(config: RunConfig, net: Any) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from dpllm.errors import Refused
 from dpllm.model.evaluate import contiguous_head
+from dpllm.model.loading import Pooling
 from dpllm.privacy.embedded import unit_length
 from dpllm.privacy.selfcheck import has_experts
 
@@ -34,17 +35,28 @@ Rows = Sequence[Sequence[int]]
 class Reader:
     """Reads rows of at most ``width`` tokens, and then the same tokens behind all of them."""
 
-    def __init__(self, model: Any, width: int, filler: Sequence[int], rows: int, *, states: bool = False) -> None:
+    def __init__(
+        self,
+        model: Any,
+        width: int,
+        filler: Sequence[int],
+        rows: int,
+        *,
+        states: Pooling | Literal["causal"] | None = None,
+    ) -> None:
         """Takes a model in eval mode, a row that fills physical batches up, and how many rows there usually are.
 
-        With ``states``, in place of logits the mean in float64 of a row's last hidden states is read, without that of its first
-        token, which takes most of the attention and says little; a row of one token has none. Nothing is kept to go on with.
+        With ``states``, in place of logits the mean in float64 of a row's last hidden states is read, and nothing is kept to go
+        on with: of all tokens or the first alone; of a causal model all but the first, which takes most of the attention and says
+        little, so that a row of one token has none. Rows of an encoder stand on the left, where it counts places from.
 
         Raises:
             Refused: The model keeps no cache of keys and values, or takes no mask or positions.
         """
         known = inspect.signature(model.forward).parameters
-        if missing := {"attention_mask", "position_ids", "past_key_values"} - known.keys():
+        self._left = states not in (None, "causal")
+        needed = {"attention_mask"} if self._left else {"attention_mask", "position_ids", "past_key_values"}
+        if missing := needed - known.keys():
             raise Refused(
                 f"{type(model).__name__} takes no {', '.join(sorted(missing))}, so that padded rows cannot be read together. Use "
                 "a transformer with a cache of keys and values."
@@ -52,6 +64,8 @@ class Reader:
         self._model, self._filler, self._states = model, list(filler), states
         self._width = width + 1  # so that no mask is all ones
         self._device = next(model.parameters()).device
+        # RoBERTa counts its places by tokens that are no padding.
+        self._padding = (getattr(model.config, "pad_token_id", None) or 0) if self._left else 0
         self._only_last = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
         self._state: list[tuple[Any, Tensor]] = []
         self.height = max(1, min(rows, MOST_TOKENS // self._width))
@@ -63,11 +77,12 @@ class Reader:
         for start in range(0, len(rows), self.height):
             part = [*rows[start : start + self.height]]
             part += [self._filler] * (self.height - len(part))
-            ids_HW = torch.zeros(self.height, self._width, dtype=torch.long)
+            ids_HW = torch.full((self.height, self._width), self._padding, dtype=torch.long)
             mask_HW = torch.zeros_like(ids_HW)
             for place, row in enumerate(part):
-                ids_HW[place, self._width - len(row) :] = torch.tensor(row)
-                mask_HW[place, self._width - len(row) :] = 1
+                first = 0 if self._left else self._width - len(row)
+                ids_HW[place, first : first + len(row)] = torch.tensor(row)
+                mask_HW[place, first : first + len(row)] = 1
             found.append(self._pass(ids_HW, mask_HW, None))
         return np.concatenate(found)[: len(rows)]
 
@@ -85,8 +100,11 @@ class Reader:
         given = {"input_ids": ids, "attention_mask": mask_HW, "position_ids": places}
         moved = {name: value.to(self._device) for name, value in given.items()}
         if self._states:
-            out = self._model.base_model(**moved, use_cache=False)
-            kept_HW1 = (moved["position_ids"] > 0).unsqueeze(2)
+            if self._left:
+                del moved["position_ids"]
+            out = self._model.base_model(**moved, **({} if self._left else {"use_cache": False}))
+            kept_HW = {"causal": places > 0, "mean": mask_HW > 0, "cls": (places == 0) & (mask_HW > 0)}[self._states]
+            kept_HW1 = kept_HW.to(self._device).unsqueeze(2)
             states_HWD = out.last_hidden_state.double().masked_fill(~kept_HW1, 0.0)
             mean_HD: NDArray[np.float64] = (states_HWD.sum(dim=1) / kept_HW1.sum(dim=1)).cpu().numpy()
             return mean_HD
@@ -120,26 +138,38 @@ class Reader:
 
 
 class Embedder:
-    """One vector of length 1 for each text: the mean of its last hidden states.
+    """One vector of length 1 for each text: the mean of its last hidden states, or a sentence encoder's pooling of them.
 
     Guarantee:
         A text's vector has the same bits whatever the other texts. What has no text, or no finite mean, has zeros.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, width: int) -> None:
-        """Takes a model in eval mode, its tokenizer, and of how many tokens a text is read.
+    def __init__(self, model: Any, tokenizer: Any, width: int, pooling: Pooling | None = None) -> None:
+        """Takes a model in eval mode, its tokenizer, of how many tokens a text is read, and a sentence encoder's pooling.
 
         Raises:
             Refused: See ``Reader``.
         """
         first = (tokenizer.bos_token_id, tokenizer.eos_token_id, 0)
-        self._start = next(token for token in first if token is not None)
+        start = [next(token for token in first if token is not None)]
+        before, after = self._around = _template(tokenizer) if pooling else (start, [])
         self._tokenizer, self._width = tokenizer, width
-        self._reader = Reader(model, width + 1, [self._start], MOST_TOKENS, states=True)
+        self._reader = Reader(
+            model, width + len(before + after), [*before, *after] or [0], MOST_TOKENS, states=pooling or "causal"
+        )
         self._reader.lower_in_company(len(tokenizer))
         self.height: int = self._reader.height
 
     def vectors(self, texts: Sequence[str]) -> NDArray[np.float64]:
         """Of one text or more, shape (R, D)."""
         ids = self._tokenizer([text.strip() for text in texts], add_special_tokens=False, verbose=False)["input_ids"]
-        return unit_length(self._reader.read([[self._start, *one[: self._width]] for one in ids]))
+        before, after = self._around
+        found_RD = self._reader.read([[*before, *one[: self._width], *after] for one in ids])
+        return unit_length(found_RD * np.array([[bool(one)] for one in ids]))
+
+
+def _template(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """What a tokenizer puts before and behind each text, which is what it puts around one token."""
+    bare, whole = ([*tokenizer("a", add_special_tokens=more, verbose=False)["input_ids"]] for more in (False, True))
+    start = next(n for n in range(len(whole)) if whole[n : n + len(bare)] == bare)
+    return whole[:start], whole[start + len(bare) :]

@@ -33,7 +33,9 @@ from dpllm.publish.leaks import MOST_ROWS, WORDS, grams, spread, text_of, words
 from dpllm.recipe.config import DataConfig, ModelConfig, RunConfig
 from dpllm.recipe.names import public_name
 from dpllm.run.directory import RunDir
+from dpllm.run.embeddings import Applied
 from dpllm.statement.fields import Json
+from dpllm.statement.formatting import bound
 from dpllm.statement.privacy_record import PrivacyRecord
 from dpllm.statement.released import Statistics
 from dpllm.statement.run_files import AuditSettings
@@ -107,7 +109,9 @@ class Beside:
             self.tables[side] = table
 
 
-def writer(embedding: str | None = None, tell: Callable[[str], None] = lambda line: None) -> Measure:
+def writer(
+    embedding: str | None = None, tell: Callable[[str], None] = lambda line: None, baseline: Applied | None = None
+) -> Measure:
     """``measure``, once it is sure that there is such an embedding; ``tell`` is called with what could not be measured.
 
     What is private goes to quality.json in the folder that it is called with.
@@ -116,7 +120,7 @@ def writer(embedding: str | None = None, tell: Callable[[str], None] = lambda li
         loading.load_tokenizer(ModelConfig(name_or_path=embedding))
 
     def write(rows: Sequence[dict[str, str]], beside: Beside, folder: Path) -> Quality:
-        public, private = measure(rows, beside, embedding=embedding)
+        public, private = measure(rows, beside, embedding=embedding, baseline=baseline)
         missing = private["not_measured"]
         try:
             write_json(folder / "quality.json", {"public": public.to_json(), **private}, mode=0o600)
@@ -157,7 +161,7 @@ def of_run(run: RunDir, config: RunConfig, statement: PrivacyRecord) -> Beside:
 
 
 def measure(
-    rows: Sequence[dict[str, str]], beside: Beside, *, embedding: str | None = None
+    rows: Sequence[dict[str, str]], beside: Beside, *, embedding: str | None = None, baseline: Applied | None = None
 ) -> tuple[Quality, dict[str, Any]]:
     """Measures rows that were written.
 
@@ -165,14 +169,15 @@ def measure(
         rows: With the columns of the format and those of data.control.
         beside: What else is read.
         embedding: A transformers model, by name or path, whose mean-pooled last states are compared; None: none.
+        baseline: A released classifier of a control column, which shows what is known without any text; None: none.
 
     Returns:
         What may be published, and what may not: ``figures`` by name, ``membership`` (None: no canaries), and ``not_measured``,
         which says what is not at hand or cannot be read, and changes no figure that does not read it.
 
     Guarantee:
-        The first part is a function of ``rows``, ``beside.released``, the recipe and the tokenizer; and of real rows only where
-        ``beside.declared`` has their side.
+        The first part is a function of ``rows``, ``beside.released``, ``baseline``, the recipe and the tokenizer; and of real
+        rows only where ``beside.declared`` has their side.
     """
     data, missing, membership = beside.data, [*beside.missing], None
     fmt: Format = next((fmt for fmt, fields in FIELDS.items() if rows and {*fields} <= rows[0].keys()), "text")
@@ -187,6 +192,8 @@ def measure(
         figures |= part
     with _told(f"Frechet distance by {embedding}", missing):
         figures |= _embedded(sides, embedding) if embedding else {}
+    with _told("the classifier without any text", missing):
+        figures |= _without_text(baseline, beside, sides) if baseline else {}
     public = {name: value for name, value in figures.items() if reads(name) <= beside.declared}
     private = {name: value for name, value in figures.items() if name not in public}
     sources = {TRAINING: data.train, EVALUATION: data.eval}
@@ -270,6 +277,19 @@ def _labels(sides: Mapping[str, Side], column: str) -> Figures:
             found[f"{name}: rows"] = float(min(most, LEARNED, len(train.texts)))
             found |= _scored(name, _predict(train, column, most, held), truth)
     return found
+
+
+def _without_text(baseline: Applied, beside: Beside, sides: Mapping[str, Side]) -> Figures:
+    """What a classifier that was released before finds on the rows of TSTR: what rows have to beat."""
+    column, found = baseline.release.statistic.removeprefix("classifier of "), baseline.statistics
+    held = sides.get(EVALUATION)
+    if held is None or column not in held.labels:
+        raise DataError(f"there are no evaluation rows, or {column} is no column of data.control")
+    table = beside.tables[EVALUATION]
+    rows = each_row([table.rows[number] for number in spread(len(table.rows), MOST_ROWS)])
+    said = [label or "" for label in baseline.labels(rows, FIELDS[table.format])]
+    cost = f"epsilon {bound(found.epsilon)} and delta {found.delta:g}"
+    return _scored(f"{column} by a classifier of {cost}, without any text", said, held.labels[column])
 
 
 def _predict(learned: Side, column: str, most: int, asked: Side) -> list[str] | None:

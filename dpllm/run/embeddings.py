@@ -1,8 +1,8 @@
 """Clusters of private texts, and classifiers of them, by their vectors from a public encoder: cost, reservation, then the draws.
 
 Comes in: the recipe, whose model is the encoder, what is asked, an epsilon. Goes out: an ``Offer``, as of ``run.describe``; of
-one, a folder with describe.json, vectors.safetensors and README.md; of such a folder, the label of each row of a file. Must not
-draw noise (``privacy.embedded``), nor run a model (``model.reading``).
+one, a folder with describe.json, vectors.safetensors, README.md and sizes.svg; of such a folder, the label of each row of a file.
+Must not draw noise (``privacy.embedded``), nor run a model (``model.reading``).
 
 Guarantee:
     That of ``privacy.embedded``, and of ``run.describe``: each round is charged before it is drawn, and a crash leaves all
@@ -25,6 +25,8 @@ from typing import Any
 import numpy as np
 import safetensors.numpy
 import torch
+import transformers
+from numpy.typing import NDArray
 
 from dpllm.errors import ConfigError
 from dpllm.files import CARD, read_json, scratch, whole_directory, write_json, write_whole
@@ -38,7 +40,7 @@ from dpllm.progress import tell
 from dpllm.recipe import names
 from dpllm.recipe.config import DataConfig, ModelConfig, RunConfig
 from dpllm.run.describe import MOST_DELTA, Charge, Offer, Opened, opened, relation_of, without_evaluation
-from dpllm.statement.released import RECORD, VECTORS, Statistics, page, read_vectors
+from dpllm.statement.released import FIGURE, RECORD, VECTORS, HeldOut, Statistics, figure, page, read_vectors
 from dpllm.text import data
 from dpllm.text.asked import text_of
 from dpllm.text.data import value_name
@@ -101,7 +103,9 @@ def offered(
         ConfigError: More clusters than the public number of units bears, no public texts, an unsuitable epsilon.
         Refused: The encoder was tuned on these data, or cannot be read in batches.
     """
-    columns, config = [asked.column] if asked.column else [], without_evaluation(config)
+    columns, held_out = [asked.column] if asked.column else [], config.data.eval if asked.column else None
+    if not (held_out and config.data.eval_public):
+        config = without_evaluation(config)
     public = _lines(asked.texts) if asked.texts else None
     with opened(config, delta, columns, most=MOST_DELTA, create=create) as source:
         source.refuse_tuned(config)
@@ -134,6 +138,10 @@ def offered(
             notes = [
                 f"Of as many random vectors, {noisy:.0%} of labels are found with this noise and {exact:.0%} without."
             ]
+            if held_out and not config.data.eval:
+                notes += [
+                    "data.eval is not declared public, so no accuracy on it: if it is, type --data.eval_public true."
+                ]
         event = embedded.event_of(asked.kind, sigma, asked.rounds)
         versions = environment.versions()
         software = {name: versions[name] for name in ("torch", "transformers")}
@@ -153,14 +161,22 @@ class Encoder:
             Refused: Its 8-bit products couple rows.
         """
         self._tokenizer = loading.load_tokenizer(model)
-        self._model = loading.load_base(model, torch.device("cuda" if torch.cuda.is_available() else "cpu")).eval()
+        self._pooling = loading.pooling_of(model)
+        kind = transformers.AutoModel if self._pooling else transformers.AutoModelForCausalLM
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._model = loading.load_base(model, device, kind=kind).eval()
         loading.check_outliers(self._model)
         loading.check_vocabulary(self._model, self._tokenizer)
-        self._width = min(max_length, (loading.positions(self._model) or max_length + 2) - 2)  # a start, and padding
+        self.digest = loading.digest(self._model, self._tokenizer, self._pooling)
+        most, around = (
+            loading.positions(self._model),
+            self._tokenizer.num_special_tokens_to_add() if self._pooling else 0,
+        )
+        self._width = min(max_length, most - 2 - around if most else max_length)  # a start, and padding
 
     def of_rows(self, rows: Groups, fields: Sequence[str], around: Callable[[Floats], Floats]) -> Floats:
         """Shape (R, P): of private rows, each alone, at a public width and height."""
-        embedder, found = Embedder(self._model, self._tokenizer, self._width), []
+        embedder, found = self._embedder(self._width), []
         for start in range(0, len(rows), embedder.height):
             tell("Reading texts", start, len(rows))
             part = rows[start : start + embedder.height]
@@ -171,7 +187,10 @@ class Encoder:
     def of_public(self, texts: Sequence[str]) -> Floats:
         """Shape (R, D): of public texts, at the width of the longest."""
         longest = max(map(len, self._tokenizer(list(texts), add_special_tokens=False)["input_ids"]))
-        return Embedder(self._model, self._tokenizer, max(1, min(longest, self._width))).vectors(texts)
+        return self._embedder(max(1, min(longest, self._width))).vectors(texts)
+
+    def _embedder(self, width: int) -> Embedder:
+        return Embedder(self._model, self._tokenizer, width, self._pooling)
 
     def around(self, public: Sequence[str] | None, dimensions: int) -> Projection:
         """Centred on the mean of public texts; without any, of texts of random words of the vocabulary."""
@@ -182,11 +201,14 @@ class Encoder:
     def words(self) -> list[str]:
         """Common words of its vocabulary, which is public, in its order."""
         found = self._tokenizer.convert_ids_to_tokens(range(len(self._tokenizer)))
-        whole = (token[1:] for token in found if token[:1] in ("\u0120", "\u2581"))  # a space, as tokenizers write it
-        words = [word for word in whole if len(word) > 3 and word.isascii() and word.isalpha() and word.islower()]
+        whole = [token[1:] for token in found if token[:1] in ("\u0120", "\u2581")]  # a space, as tokenizers write it
+        # WordPiece marks the others, by letters that are none.
+        words = [
+            word for word in whole or found if len(word) > 3 and word.isascii() and word.isalpha() and word.islower()
+        ]
         if len(words) < 2:
             raise ConfigError(
-                "the encoder's vocabulary has no words that begin with a space, to centre on and to name clusters by. Type "
+                "the encoder's vocabulary has no whole words in small letters, to centre on and to name clusters by. Type "
                 "--words FILE, with public texts, one a line."
             )
         return words[:WORDS]
@@ -226,9 +248,19 @@ class _Job:
         rows = source.units.each_alone()
         self._rows_RP = encoder.of_rows(rows, FIELDS[source.table.format], around)
         self._units_R = np.repeat(np.arange(len(source.units)), [len(unit) for unit in source.units])
-        told = (value_name(row.get(asked.column)) for [row] in rows) if asked.column else ()
-        numbers = {value: number for number, value in enumerate(asked.values)}
-        self._labels_R = np.array([numbers.get(value, len(numbers)) for value in told], dtype=np.int64)
+        self._labels_R, self._digest, self._tried = self._numbers(rows), encoder.digest, None
+        if config.data.eval:  # declared public
+            with scratch() as cache:
+                table = data.load_table(config.data.eval, config.data, config.data.eval_split, cache)
+                data.check_columns([asked.column], table.rows, table.name)
+                tried = each_row(table.rows)
+                self._tried = encoder.of_rows(tried, FIELDS[table.format], around), self._numbers(tried)
+
+    def _numbers(self, rows: Groups) -> NDArray[np.int64]:
+        """Of the label of each row, of which the last is other."""
+        numbers = {value: number for number, value in enumerate(self._asked.values)}
+        told = (value_name(row.get(self._asked.column)) for [row] in rows) if numbers else ()
+        return np.array([numbers.get(value, len(numbers)) for value in told], dtype=np.int64)
 
     def draw(self, sigma: float, charge: Charge) -> dict[str, Any]:
         """Draws it, and keeps what goes into its files."""
@@ -243,7 +275,19 @@ class _Job:
         return {
             "value": dict(zip(named, map(int, sizes), strict=True)),
             "vectors": hashlib.sha256(self._file).hexdigest(),
+            "encoder": self._digest,
+            "held_out": self._held_out(vectors),
         }
+
+    def _held_out(self, weights_QC: Floats) -> HeldOut | None:
+        """How the classifier does on public rows: a function of what was released and of them."""
+        if self._tried is None:
+            return None
+        rows_RP, labels_R = self._tried
+        right = (embedded.scores(rows_RP, weights_QC).argmax(axis=1) == labels_R) & rows_RP.any(axis=1)
+        many, commonest = len(labels_R), int(np.bincount(labels_R).max())
+        source = names.public_name(self._config.data.eval or "")
+        return HeldOut(source=source, rows=many, right=int(right.sum()), commonest=commonest)
 
     def _named(self, centres_KP: Floats) -> list[str]:
         """Each cluster by its number and the public texts nearest to its centre."""
@@ -262,6 +306,7 @@ class _Job:
             write_whole(part / VECTORS, self._file)
             write_json(part / RECORD, released.to_json())
             write_whole(part / CARD, page(released))
+            write_whole(part / FIGURE, figure(released))
 
 
 def _lines(path: Path) -> list[str]:
@@ -274,38 +319,44 @@ def _lines(path: Path) -> list[str]:
     return found
 
 
-def classify(folder: Path, source: str, encoder: str | None) -> Iterator[str | None]:
-    """The label or cluster of each row of a file, by what was released; None for a row without text.
+class Applied:
+    """What was released, as it labels rows."""
 
-    Args:
-        folder: As ``Offer.release`` wrote it.
-        source: File, glob, directory or Hub id.
-        encoder: Where it lies, if it is no longer at the place that describe.json names.
+    def __init__(self, folder: Path, encoder: str | None) -> None:
+        """Reads a folder as ``Offer.release`` wrote it; ``encoder`` says where that lies, if not where describe.json names it.
 
-    Raises:
-        ConfigError: The folder is damaged, or of another encoder.
-        DataError: The file has no text.
-    """
-    release = Statistics.pick(read_json(folder / RECORD)).releases[0]
-    centre_D, vectors = read_vectors(folder / VECTORS, release)
-    declared = release.declared
-    model = ModelConfig(name_or_path=encoder or str(declared.encoder))
-    config = DataConfig(train=source, max_length=declared.max_length or 2)
-    with scratch() as cache:
-        table = data.load_table(config.train, config, config.train_split, cache)
-        reader = Encoder(model, config.max_length)
-        if (width := reader.of_public(["a"]).shape[1]) != len(centre_D):
+        Raises:
+            ConfigError: The folder is damaged, or of another encoder.
+        """
+        self.statistics = Statistics.pick(read_json(folder / RECORD))
+        self.release = self.statistics.releases[0]
+        centre_D, self._vectors = read_vectors(folder / VECTORS, self.release)
+        declared = self.release.declared
+        model = ModelConfig(name_or_path=encoder or str(declared.encoder))
+        self._encoder = Encoder(model, declared.max_length or 2)
+        if self._encoder.digest != self.release.encoder or self._encoder.of_public(["a"]).shape[1] != len(centre_D):
             raise ConfigError(
-                f"{model.name_or_path}: has vectors of {width} numbers, and {folder} is of an encoder with {len(centre_D)}. Type "
-                f"--encoder with the place of {declared.encoder}."
+                f"{model.name_or_path}: has other weights or another vocabulary than the encoder of {folder}, so its vectors "
+                f"mean something else. Type --encoder with the place of that {declared.encoder}."
             )
-        around = Projection(centre_D, int(declared.dimensions or 1))
-        read_RP = reader.of_rows(each_row(table.rows), FIELDS[table.format], around)
+        self._around = Projection(centre_D, int(declared.dimensions or 1))
+
+    def labels(self, rows: Groups, fields: Sequence[str]) -> Iterator[str | None]:
+        """The label or cluster of each row; None for one without text."""
+        read_RP, declared = self._encoder.of_rows(rows, fields, self._around), self.release.declared
         if declared.clusters:
-            labels = sorted(release.value or {})
-            chosen = embedded.nearest(embedded.lattice(read_RP), vectors)
+            labels = sorted(self.release.value or {})
+            chosen = embedded.nearest(embedded.lattice(read_RP), self._vectors)
         else:
             labels = [*(declared.values or ()), OTHER]
-            chosen = embedded.scores(read_RP, vectors).argmax(axis=1)
+            chosen = embedded.scores(read_RP, self._vectors).argmax(axis=1)
         for read_P, one in zip(read_RP, chosen, strict=True):
             yield labels[one] if read_P.any() else None
+
+
+def classify(folder: Path, source: str, encoder: str | None) -> Iterator[str | None]:
+    """The label or cluster of each row of a file, glob, directory or Hub id, see ``Applied``; a DataError without text."""
+    applied, config = Applied(folder, encoder), DataConfig(train=source)
+    with scratch() as cache:
+        table = data.load_table(config.train, config, config.train_split, cache)
+        yield from applied.labels(each_row(table.rows), FIELDS[table.format])

@@ -9,19 +9,21 @@ import hashlib
 import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from xml.sax.saxutils import escape
 
 from pydantic import Field
 
 from dpllm.errors import ConfigError
 from dpllm.privacy.events import Composed, PureDP, compose, mechanism_of
 from dpllm.statement import formatting
-from dpllm.statement.fields import AtLeast1, Between0And1, NotNegative, Number, Record, Sha256, Share, Text
+from dpllm.statement.fields import AtLeast1, Between0And1, Count, NotNegative, Number, Record, Sha256, Share, Text
 from dpllm.statement.stored_events import ReleaseEvent
 
-RECORD, VECTORS = "describe.json", "vectors.safetensors"
+RECORD, VECTORS, FIGURE = "describe.json", "vectors.safetensors", "sizes.svg"
 """Files of a folder of clusters, or of a classifier, beside its card."""
 MOST_VECTORS = 2**24
-"""Bytes of the latter."""
+"""Bytes of the vectors."""
+_NAMED = 42  # letters of a name in the figure
 
 
 class Declared(Record):
@@ -45,6 +47,24 @@ class Declared(Record):
     """Public number of units."""
 
 
+class HeldOut(Record):
+    """How a classifier did on rows that are declared public, which cost nothing."""
+
+    source: Text
+    """Whose rows they are."""
+    rows: AtLeast1
+    """How many; one without text counts as wrong."""
+    right: Count
+    """How many have the label that the classifier gives them."""
+    commonest: AtLeast1
+    """How many have the commonest label, which is what guessing finds."""
+
+    def words(self) -> str:
+        """For people."""
+        found, guessed = self.right / self.rows, self.commonest / self.rows
+        return f"{found:.1%} on {self.rows:,} public rows ({self.source}), where the commonest label alone gives {guessed:.1%}"
+
+
 class Release(Record):
     """One statistic, released once."""
 
@@ -65,6 +85,10 @@ class Release(Record):
     """Its entry in the ledger; null before it was drawn."""
     vectors: Sha256 | None = None
     """Of the file with the centres or weights that were released with it."""
+    encoder: Sha256 | None = None
+    """Of the encoder's weights and vocabulary."""
+    held_out: HeldOut | None = None
+    """Of a classifier, where the recipe names public held-out rows."""
 
     def counts(self) -> list[tuple[str, float]]:
         """Each declared value and "other", or each cluster, with its noisy count."""
@@ -142,13 +166,33 @@ class BesideRun(Statistics):
 
     with_run: NotNegative | None
     """Epsilon of the run and these releases together, at the run's delta; null where the run gives no guarantee."""
+    with_all: NotNegative | None = None
+    """The same with the models before the run on the same data, where there are some, beside Gaussian sums; absent elsewhere."""
 
 
 def page(shown: Statistics) -> str:
     """The card of a folder of clusters, or of a classifier: README.md."""
     [one] = shown.releases
     sizes = {name: f"{count:,}" for name, count in one.counts()}
-    return formatting.template("embedded.md.j2").render(w=formatting, s=shown, one=one, sizes=sizes)
+    return formatting.template("embedded.md.j2").render(w=formatting, s=shown, one=one, sizes=sizes, figure=FIGURE)
+
+
+def figure(shown: Statistics) -> str:
+    """The sizes with their 95% errors as SVG, on a white ground with a frame; equal statistics give equal text."""
+    [one] = shown.releases
+    named = ((formatting.visible(name), count) for name, count in one.counts())
+    rows = [
+        (name if len(name) <= _NAMED else f"{name[: _NAMED - 1]}…", count, count - one.error_95, count + one.error_95)
+        for name, count in named
+    ]
+    least, most = min(0.0, *(low for *_, low, _ in rows)), max(1.0, *(high for *_, high in rows))
+    return formatting.template("sizes.svg.j2").render(
+        title=f"Units {'in each cluster' if one.declared.clusters else 'with each label'}",
+        footer=f"± {formatting.measured(one.error_95, 0)} units with 95% probability",
+        rows=rows,
+        place=lambda count: (count - least) / (most - least),
+        escape=escape,
+    )
 
 
 def read_vectors(path: Path, release: Release) -> tuple[Any, Any]:

@@ -22,7 +22,17 @@ from dpllm.privacy.accounting import compose, finite, stated
 from dpllm.privacy.events import step_of
 from dpllm.privacy.privacy_loss import attacker_limits_of
 from dpllm.statement import formatting, lineage, privacy_record
-from dpllm.statement.fields import CRYPTOGRAPHIC, DEFINITION, Composed, Generator, Json, Lattice, Sampling, Terms
+from dpllm.statement.fields import (
+    CRYPTOGRAPHIC,
+    DEFINITION,
+    Composed,
+    Generator,
+    Json,
+    Lattice,
+    Lineage,
+    Sampling,
+    Terms,
+)
 from dpllm.statement.inference import Inference, Promised, whole
 from dpllm.statement.privacy_record import Audit, PrivacyRecord
 from dpllm.statement.released import BesideRun, Statistics
@@ -96,7 +106,11 @@ def state(
         "date": record.started_at[:10],
         "files": dict(sorted(files.items())),
         **({"labels": record.labels.to_json()} if record.labels else {}),
-        **({"statistics": beside_run(statistics, terms, reason is None).to_json()} if statistics else {}),
+        **(
+            {"statistics": beside_run(statistics, terms, reason is None, record.lineage).to_json()}
+            if statistics
+            else {}
+        ),
     }
     return privacy_record.read(block)
 
@@ -209,13 +223,19 @@ def composed(ledger: LedgerRecord, delta: float | None) -> Composed:
     )
 
 
-def beside_run(released: Statistics, terms: Promised | None, guarantee: bool) -> BesideRun:
-    """What was released about the training data, and what it comes to together with the run."""
-    with_run = None
+def beside_run(
+    released: Statistics, terms: Promised | None, guarantee: bool, models: Lineage | None = None
+) -> BesideRun:
+    """What was released about the training data, and what it comes to together with the run, and the models before it."""
+    with_run, more = None, {}
     if terms is not None and guarantee:
         event = compose([terms.event, released.event()])
         with_run = finite(stated(event, terms.delta, terms.neighbouring_relation)[0])
-    return BesideRun.pick(released.to_json(), with_run=with_run)
+        if models and models.composed and released.pure == math.inf:
+            mine = [one for one in (models.base, *models.ancestors) if one.dataset == models.dataset]
+            total, _ = lineage.together(mine, lineage.Own(event, terms.delta, terms.unit, terms.neighbouring_relation))
+            more = {"with_all": total.epsilon if total else None}
+    return BesideRun.pick(released.to_json(), with_run=with_run, **more)
 
 
 def not_covered(unit: str, relation: str) -> tuple[str, ...]:

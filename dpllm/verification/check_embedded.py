@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dpllm.files import CARD, SCHEMA_VERSION
-from dpllm.statement.released import MOST_VECTORS, RECORD, VECTORS, Statistics, page, read_vectors
+from dpllm.statement.released import FIGURE, MOST_VECTORS, RECORD, VECTORS, Statistics, figure, page, read_vectors
 from dpllm.verification import check_export, check_ledger, costs
 from dpllm.verification.check_dataset import MOST_CARD, of_folder, record_of
 from dpllm.verification.check_promise import check_release, quick_epsilon
@@ -27,13 +27,14 @@ def check(directory: Path, ledger: str | None) -> Iterator[Check]:
 
     def files(found: Statistics) -> Iterator[Check]:
         names, problems = check_export.regular_files(directory, strict=False)
-        if problems or set(names) != {CARD, RECORD, VECTORS}:
-            raise Wrong(f"the folder holds other files than {CARD}, {RECORD} and {VECTORS}. {_AGAIN}")
+        if problems or set(names) != {CARD, RECORD, VECTORS, FIGURE}:
+            raise Wrong(f"the folder holds other files than {CARD}, {RECORD}, {VECTORS} and {FIGURE}. {_AGAIN}")
         with regular(directory / VECTORS, MOST_VECTORS):
             read_vectors(directory / VECTORS, found.releases[0])
-        if read_text(directory / CARD, MOST_CARD) != page(found):
-            raise Wrong(f"{CARD} is not the page that {RECORD} gives. {_AGAIN}")
-        yield verified("files", f"{VECTORS} has the stated hash and shapes, and {CARD} follows from {RECORD}.")
+        for name, due in ((CARD, page(found)), (FIGURE, figure(found))):
+            if read_text(directory / name, MOST_CARD) != due:
+                raise Wrong(f"{name} is not what {RECORD} gives. {_AGAIN}")
+        yield verified("files", f"{VECTORS} has the stated hash and shapes; {CARD} and {FIGURE} follow from {RECORD}.")
 
     def paid(found: Statistics) -> Iterator[Check]:
         if ledger is None:
@@ -66,4 +67,5 @@ def _promise(found: Statistics) -> Iterator[Check]:
     if found.epsilon < epsilon * (1 - TOLERANCE) or not close(found.epsilon, epsilon, costs.OTHER_VERSION):
         raise Wrong(f"epsilon is {epsilon:.6g} by its event, and another is stated. {_AGAIN}")
     yield verified("promise", f"{one.cost} are epsilon {epsilon:.6g} at delta {found.delta:g}, below 1/N.")
-    yield asserted("author's word", "that the numbers were drawn from these data, by this encoder, of so many units.")
+    tried = f" So is its accuracy: {one.held_out.words()}." if one.held_out else ""
+    yield asserted("author's word", f"that the numbers are of these data, by this encoder, of so many units.{tried}")

@@ -229,10 +229,12 @@ def check_statistics(found: Published) -> Iterator[Check]:
     shown, terms = found.record.statistics, found.record.terms
     if shown is not None:
         size = terms.sampling.dataset_size - terms.sampling.canary_slots if terms else 1
-        yield from check_beside(shown, terms, size, found.record.guarantee)
+        yield from check_beside(shown, terms, size, found.record.guarantee, found.record.lineage)
 
 
-def check_beside(shown: BesideRun, terms: Promised | None, size: int, guarantee: bool) -> Iterator[Check]:
+def check_beside(
+    shown: BesideRun, terms: Promised | None, size: int, guarantee: bool, lineage: Lineage | None = None
+) -> Iterator[Check]:
     """Statistics beside a run, or beside texts, of so many units."""
     if terms is None or (shown.unit, shown.neighbouring_relation) != (terms.unit, terms.neighbouring_relation):
         raise Wrong(f"the statistics protect another unit, or use another relation. {again(terms)}")
@@ -245,10 +247,16 @@ def check_beside(shown: BesideRun, terms: Promised | None, size: int, guarantee:
         raise Wrong(f"the statistics were not drawn, or have an epsilon above {costs.LARGE:g}. {again(terms)}")
     for one in shown.releases:
         check_release(one, shown.max_examples_per_unit, again(terms))
-    alone, both = costs.together([shown.event()], shown.delta, relation), None
-    if guarantee:
-        both = state.beside_run(shown, terms, True).with_run
-    if not (close(shown.epsilon, alone, slack) and close(shown.with_run, both, slack)):
+    alone = costs.together([shown.event()], shown.delta, relation)
+    for event in (one.event for one in (lineage.base, *lineage.ancestors) if one.event) if lineage else ():
+        costs.bounded(event)
+    due = state.beside_run(shown, terms, guarantee, lineage)
+    both = due.with_run
+    if not (
+        close(shown.epsilon, alone, slack)
+        and close(shown.with_run, both, slack)
+        and close(shown.with_all, due.with_all, slack)
+    ):
         raise Wrong(f"statistics cost {alone:.6g}, with all else {both}, but other figures are stated. {again(terms)}")
     with_run = "" if both is None else f", with all else {both:.6g} at delta {terms.delta:g}"
     yield verified(name, f"{len(shown.releases)} releases cost epsilon {alone:.6g} at delta {shown.delta:g}{with_run}.")
@@ -276,13 +284,14 @@ def check_release(one: Release, rows: int, again: str) -> None:
         or asked.name != one.statistic
         or any(differences(stated, told(asked, rows, one.event.epsilon)))
         or not _possible(asked, one.value)
+        or one.held_out
     ):
         raise Wrong(f"{one.statistic} is no statistic of dpllm, by that mechanism and with that error. {again}")
 
 
 def _check_embedded(one: Release, count: int, again: str) -> None:
     """Clusters, or a classifier: as many sums as its mechanism has, the error of their noise, a whole count for each name."""
-    declared, names = one.declared, [*(one.value or {})]
+    declared, names, tried = one.declared, [*(one.value or {})], one.held_out
     kind: embedded.Kind = "clusters" if declared.clusters else "classifier"
     event = embedded.event_of(kind, one.noise_multiplier, count)
     stated = one.mechanism, one.error_95, one.error_of
@@ -293,11 +302,14 @@ def _check_embedded(one: Release, count: int, again: str) -> None:
         right = [name[:3] for name in sorted(names)] == [f"{number:02} " for number in range(1, declared.clusters + 1)]
         right &= one.statistic == "clusters of texts"
     right &= declared.model_dump(exclude_none=True).keys() == public and all(map(str.isprintable, names))
+    if tried:
+        right &= not declared.clusters and tried.right <= tried.rows
+        right &= tried.commonest <= tried.rows <= tried.commonest * len(names)
     if (
         one.event != event
         or any(differences(stated, due))
         or not all(float(count).is_integer() for count in (one.value or {}).values())
-        or not (right and one.vectors)
+        or not (right and one.vectors and one.encoder)
     ):
         raise Wrong(f"{one.statistic} is no release of dpllm, by that mechanism and with that error. {again}")
 

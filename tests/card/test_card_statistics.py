@@ -27,8 +27,9 @@ from dpllm.errors import ConfigError
 from dpllm.files import write_json
 from dpllm.privacy import embedded
 from dpllm.privacy.accounting import compose, epsilon
-from dpllm.privacy.events import PureDP, read
-from dpllm.statement import privacy_record, section, synthetic, tradeoff_figure
+from dpllm.privacy.events import Gaussian, PureDP, SelfComposed, read
+from dpllm.statement import privacy_record, section, state, synthetic, tradeoff_figure
+from dpllm.statement.formatting import bound
 from dpllm.verification import check_promise
 from dpllm.verification.values import Published, Wrong
 
@@ -158,6 +159,7 @@ def clustered() -> Json:
         "value": {"01 cough, chest": 410, "02 letter": 233},
         "entry": other["entry"],
         "vectors": "0" * 64,
+        "encoder": "0" * 64,
     }
     alone = epsilon(compose([read(one["event"]), SUMS]), described()["delta"], "zero_out")
     return described(releases=[one, clusters], epsilon=alone)
@@ -196,6 +198,37 @@ def test_gaussian_sums_have_no_epsilon_at_a_delta_of_0() -> None:
         update={"epsilon": synthetic.epsilon(statement), "limits": None, "trade_off": None}
     )
     assert synthetic.recognised(statement) == tradeoff_figure.recognised(terms)
+
+
+def test_gaussian_sums_and_the_models_before_the_run_are_composed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their events, since their epsilons do not add; mutants forget the models, the sums, or to compute it again."""
+    before = SelfComposed(50, Gaussian(12.0))
+    account = {"dataset": record()["ledger"]["dataset"], "entry": "0" * 16, "head": "0" * 64, "files_digest": "0" * 64}
+    terms = {"delta": 1e-5, "unit": plan()["unit"], "neighbouring_relation": "zero_out"}
+    cost = epsilon(before, 1e-5, "zero_out")
+    base = {"name": "first", "guarantee": True, "epsilon": cost, "event": before.to_json(), **terms, **account}
+    both = epsilon(compose([read(plan()["event"]), before]), 1e-5, "zero_out")
+    total = {"epsilon": both, "delta": 1e-5, "accountant": "dp-accounting PLD"}
+    line = {"base": base, "ancestors": [], "same_dataset": True, "dataset": account["dataset"], "composed": total}
+    after = record(lineage={**line, "reason": None, "excepted": None})
+    text, block = render_card(config(), plan(), after, audit(), statistics=clustered())
+    all_of_it = epsilon(compose([read(plan()["event"]), PureDP(0.25), SUMS, before]), 1e-5, "zero_out")
+    assert block["statistics"]["with_all"] == pytest.approx(all_of_it)
+    assert all_of_it > max(block["statistics"]["with_run"], both)
+    statement = privacy_record.read(block)
+    assert synthetic.epsilon(statement) == block["statistics"]["with_all"]
+    assert f"with the models before this one on the same dataset too, ε = {bound(all_of_it)}" in text
+    block = json.loads(json.dumps(block))
+    assert verified(block)["statistics"] == "verified"
+    for wrong in (None, all_of_it * 0.99, both):
+        with pytest.raises(Wrong):
+            verified(forged(block, with_all=wrong))
+    pure = render_card(config(), plan(), after, audit(), statistics=described())[1]
+    assert "with_all" not in pure["statistics"]
+    block["lineage"]["base"]["event"] = SelfComposed(10**9, Gaussian(12.0)).to_json()
+    monkeypatch.setattr(state, "beside_run", lambda *_: pytest.fail("an event that takes hours was composed"))
+    with pytest.raises(Wrong, match="steps"):
+        verified(block)
 
 
 @pytest.mark.parametrize(("delta", "good"), [(0.9, False), (1 / 640, False), (1 / 641, True)])

@@ -123,7 +123,7 @@ TEXTS = [
 def test_a_text_has_the_mean_of_its_last_states_at_length_1(embedder: Embedder) -> None:
     model, words = embedder._reader._model, embedder._tokenizer
     for text, found in zip(TEXTS[:4], embedder.vectors(TEXTS[:4]), strict=True):
-        ids = [embedder._start, *words(text, add_special_tokens=False)["input_ids"][:40]]
+        ids = [*embedder._around[0], *words(text, add_special_tokens=False)["input_ids"][:40]]
         with torch.inference_mode():
             mean = model.base_model(torch.tensor([ids])).last_hidden_state[0, 1:].double().mean(dim=0).numpy()
         assert found == pytest.approx(mean / np.linalg.norm(mean), abs=1e-5)

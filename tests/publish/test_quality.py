@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,17 @@ import tiny
 from dpllm.auditing import echo
 from dpllm.canaries import canaries
 from dpllm.card import dataset_card
+from dpllm.cli import main
+from dpllm.errors import ConfigError
 from dpllm.publish import quality
 from dpllm.recipe.config import RunConfig
 from dpllm.run.directory import RunDir
-from dpllm.statement import privacy_record
+from dpllm.run.embeddings import Applied
+from dpllm.statement import formatting, privacy_record
+from dpllm.statement.formatting import bound
 from dpllm.text.data import load_table
 from dpllm.text.prompts import keep_rows
+from dpllm.text.rows import each_row
 
 Json = dict[str, Any]
 WORDS = {"home": "garden stairs kettle blanket", "clinic": "waiting corridor queue reception"}
@@ -293,3 +299,79 @@ def test_the_statement_decides_what_is_public_and_a_name_tells_it(
     assert len(found.figures) + len(private["figures"]) > 60
     if not (public and eval_public):
         assert all(dataset_card.reads(name) > sides for name in ("MAUVE", "share of x: people", ""))
+
+
+@pytest.fixture
+def baseline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Applied:
+    """A classifier of visits, released before; the encoder lies elsewhere than its folder says."""
+    from dpllm.text import builtin
+
+    shutil.copytree(builtin.path("builtin:tiny"), tmp_path / "encoder")
+    source, folder = str(tiny.write_rows(tmp_path / "private.jsonl", rows(400, 11))), str(tmp_path / "classifier")
+    asked = ["describe", source, "--predict", "visit", "--values", "home,clinic", "--epsilon", "50", "--output", folder]
+    asked += ["--encoder", str(tmp_path / "encoder"), "--ledger", str(tmp_path / "l.sqlite"), "--data.max_length", "48"]
+    assert main(asked) == 0, capsys.readouterr().err
+    capsys.readouterr()
+    return Applied(Path(folder), str(tmp_path / "encoder"))
+
+
+def test_a_released_classifier_is_tested_on_the_rows_of_tstr_and_says_its_epsilon(
+    tmp_path: Path, baseline: Applied
+) -> None:
+    """It is public where evaluation rows are, and follows from no row that was written or trained on."""
+    name = (
+        f"visit by a classifier of epsilon {bound(baseline.statistics.epsilon)} and delta {baseline.statistics.delta:g}"
+    )
+    name += ", without any text: accuracy"
+    found = []
+    for place, train, made, public in (("a", TRAIN, MADE, True), ("b", OTHER, OTHER, True), ("c", TRAIN, MADE, False)):
+        run, config = a_run(tmp_path / place, train, HELD, eval_public=public)
+        figures, private = measure(run, config, made, statement({"eval_public": public}), baseline=baseline)
+        among = figures.figures if public else private["figures"]
+        assert name not in (private["figures"] if public else figures.figures)
+        found.append([among[name], among[f"{name}, low"], among[f"{name}, high"]])
+    assert found[0] == found[1] == found[2]
+    table = load_table(str(tmp_path / "a" / "eval.jsonl"), config.data, "train", tmp_path)
+    right = [
+        one == row["visit"] for one, row in zip(baseline.labels(each_row(table.rows), ["text"]), HELD, strict=True)
+    ]
+    assert found[0][0] == sum(right) / len(HELD) > 0.6
+    assert dataset_card.reads(name) == {"evaluation"}
+
+
+def test_a_classifier_of_nothing_that_is_measured_is_named_and_nothing_is_lost(
+    tmp_path: Path, baseline: Applied
+) -> None:
+    for place, held, control in (("a", None, ["visit"]), ("b", [{**row, "kind": "x"} for row in HELD], ["kind"])):
+        train = [{**row, "kind": "x"} for row in TRAIN]
+        run, config = a_run(tmp_path / place, train, held, eval_public=True, control=control)
+        made = [{**row, "kind": "x"} for row in MADE]
+        figures, private = measure(run, config, made, statement({"eval_public": True}), baseline=baseline)
+        assert [line.split(":")[0] for line in private["not_measured"]][-1] == "the classifier without any text"
+        assert not [name for name in figures.figures if "without any text" in name]
+
+
+def test_a_card_with_such_a_classifier_says_that_its_epsilon_comes_on_top() -> None:
+    """And no other card has a word of it."""
+    pages = []
+    for more in ({}, {"visit by a classifier of epsilon 1 and delta 1e-05, without any text: accuracy": 0.6}):
+        asked = quality.Quality(figures={"visit by TSTR: accuracy": 0.7, **more}, evaluation="eval.jsonl")
+        macro = formatting.template("macros.md.j2").module.quality
+        pages.append(macro(formatting, asked, *dataset_card.tables(asked).values()))
+    assert "comes on top" not in pages[0]
+    assert "the ε in its name is not part of any other here, and comes on top" in pages[1]
+
+
+def test_the_command_measures_with_the_classifier_and_encoder_that_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def stop(embedding: str | None, tell: Any, baseline: Any) -> Any:
+        seen.append((embedding, baseline))
+        raise ConfigError("seen")
+
+    monkeypatch.setattr("dpllm.run.embeddings.Applied", lambda *given: given)
+    monkeypatch.setattr(quality, "writer", stop)
+    for typed in (["run"], ["rows.jsonl", "--by", "inference", "--model", "builtin:tiny", "--epsilon", "8"]):
+        for more in ([], ["--baseline", "classifier", "--encoder", "here"]):
+            assert main(["synthesize", *typed, "--rows", "1", *more]) == 2
+    assert seen == [(None, None), (None, (Path("classifier"), "here"))] * 2

@@ -1,100 +1,24 @@
-"""Clusters and classifiers of private texts: what they cost, when it is charged, what nobody sees, and how they are applied."""
+"""Clusters and classifiers of private texts: what they cost, when it is charged, what nobody sees, and bad input."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-import pickle
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import safetensors.numpy
 import tiny
+from released_folders import CLUSTERS, PREDICT, UNITS, Say, entries, ledger, released, rows, verdicts, write
 
 from dpllm.cli import main
-from dpllm.ledger import Budget, RunRequest, budgets, open_ledger
+from dpllm.ledger import Budget, budgets, open_ledger
 from dpllm.model import loading
 from dpllm.privacy import embedded, renyi
 from dpllm.privacy.events import Gaussian, SelfComposed
 from dpllm.recipe.config import ModelConfig
 from dpllm.run import embeddings
-from dpllm.statement.released import Statistics
-
-Json = dict[str, Any]
-Say = Callable[..., tuple[int, str, str]]
-PREDICT = ["--predict", "label", "--values", "yes,no"]
-CLUSTERS = ["--clusters", "2", "--rounds", "3"]
-UNITS = 40
-WORDS = ["the pain is worse after meals", "he asked for a letter", "the boat and the dog", "seen at home on Monday"]
-
-
-def rows(units: int = UNITS) -> list[Json]:
-    texts = ("pain in the chest, worse after meals", "a letter for the employer is asked for")
-    return [
-        {
-            "text": f"{texts[unit % 2]}, patient {unit}, visit {number}",
-            "who": f"p{unit}",
-            "label": ("yes", "no")[unit % 2],
-        }
-        for unit in range(units)
-        for number in range(2)
-    ]
-
-
-def write(found: list[Json], name: str = "rows.jsonl") -> None:
-    Path(name).write_text("".join(json.dumps(row) + "\n" for row in found), encoding="utf-8")
-
-
-@pytest.fixture
-def say(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Say:
-    """Types ``dpllm describe`` on rows; returns exit code and what was printed."""
-    monkeypatch.setenv("COLUMNS", "250")
-    monkeypatch.chdir(tmp_path)
-    write(rows())
-    Path("public.txt").write_text("\n".join(WORDS))
-
-    def typed(*words: object, epsilon: float = 20.0) -> tuple[int, str, str]:
-        fixed = [
-            "rows.jsonl",
-            "--unit",
-            "who",
-            "--max-examples-per-unit",
-            4,
-            "--dataset",
-            "notes",
-            "--ledger",
-            "l.sqlite",
-        ]
-        fixed += ["--epsilon", epsilon, "--encoder", "builtin:tiny", "--data.max_length", 16, "--words", "public.txt"]
-        code = main(["describe", *map(str, [*fixed, *words])])
-        return code, *capsys.readouterr()
-
-    return typed
-
-
-def ledger() -> Any:
-    return open_ledger("l.sqlite")
-
-
-def entries() -> int:
-    book = ledger()
-    return len(book.history()) if book else 0
-
-
-def released(folder: str) -> Statistics:
-    return Statistics.pick(json.loads((Path(folder) / "describe.json").read_text()))
-
-
-def verdicts(capsys: pytest.CaptureFixture[str], folder: str, *more: str) -> dict[str, str]:
-    capsys.readouterr()
-    main(["verify", folder, "--json", *more])
-    return {check["name"]: check["status"] for check in json.loads(capsys.readouterr().out)["checks"]}
+from dpllm.text import builtin
 
 
 @pytest.mark.parametrize(("asked", "folder", "steps"), [(PREDICT, "classifier", 2), (CLUSTERS, "clusters", 3)])
@@ -129,33 +53,6 @@ def test_a_release_is_charged_round_by_round_and_verifies(
     code, _, error = say(*asked)
     assert (code, len(ledger().runs("notes"))) == (2, 1)
     assert "holds an earlier release" in error
-
-
-def test_a_classifier_tells_labels_apart_and_classifies_a_file(say: Say, capsys: pytest.CaptureFixture[str]) -> None:
-    assert say(*PREDICT)[0] == 0
-    write(
-        [{"text": "pain in the chest, worse"}, {"text": "  "}, {"text": "a letter is asked for"}, {"text": ""}],
-        "new.jsonl",
-    )
-    assert main(["classify", "classifier", "new.jsonl"]) == 0
-    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert found == [{"row": n, "label": one} for n, one in enumerate(("yes", None, "no", None), 1)]
-    write([{"number": 1}], "bare.jsonl")
-    code = main(["classify", "classifier", "bare.jsonl"])
-    assert (code, capsys.readouterr().err.count("\n")) == (2, 1)
-
-
-def test_clusters_are_named_by_public_texts_and_assign_a_file(say: Say, capsys: pytest.CaptureFixture[str]) -> None:
-    assert say(*CLUSTERS)[0] == 0
-    names = sorted(released("clusters").releases[0].value or {})
-    assert [name[:3] for name in names] == ["01 ", "02 "]
-    assert {name[3:] for name in names} <= set(WORDS)
-    write([*rows(2), {"text": ""}], "new.jsonl")
-    assert main(["classify", "clusters", "new.jsonl"]) == 0
-    found = [json.loads(line)["label"] for line in capsys.readouterr().out.splitlines()]
-    assert found[-1] is None
-    assert found[0] == found[1] != found[2] == found[3]
-    assert set(found[:-1]) == set(names)
 
 
 def test_without_public_texts_words_of_the_vocabulary_name_clusters(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,8 +186,6 @@ def test_an_encoder_that_couples_rows_or_learned_these_data_is_refused(
 
 def test_a_file_of_code_is_no_encoder(say: Say) -> None:
     """Its class would come from elsewhere."""
-    from dpllm.text import builtin
-
     shutil.copytree(builtin.path("builtin:tiny"), "own")
     settings = json.loads(Path("own/config.json").read_text())
     settings |= {"auto_map": {"AutoModelForCausalLM": "code.Odd"}, "model_type": "odd"}
@@ -299,107 +194,6 @@ def test_a_file_of_code_is_no_encoder(say: Say) -> None:
     code, _, error = say(*PREDICT, "--encoder", "own")
     assert (code, error.count("\n"), Path("ran").exists()) == (2, 1, False)
     assert ledger().runs("notes") == []
-
-
-@pytest.fixture
-def folder(say: Say) -> Path:
-    assert say(*PREDICT)[0] == 0
-    return Path("classifier")
-
-
-def edited(folder: Path, **changes: Any) -> None:
-    """describe.json of another release, with the page that it gives."""
-    from dpllm.statement.released import page
-
-    stated = json.loads((folder / "describe.json").read_text())
-    of_release = {name: changes.pop(name) for name in list(changes) if name in stated["releases"][0]}
-    stated = {**stated, **changes, "releases": [{**stated["releases"][0], **of_release}]}
-    (folder / "describe.json").write_text(json.dumps(stated))
-    (folder / "README.md").write_text(page(Statistics.pick(stated)))
-
-
-def test_what_was_changed_afterwards_fails(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    one = released("classifier").releases[0]
-    event = {"type": "self_composed", "count": 2, "event": {"type": "gaussian", "noise_multiplier": 9.0}}
-    changes: list[Json] = [
-        {"epsilon": 1.0},
-        {"delta": 0.5},
-        {"event": event},
-        {"event": {**event, "count": 1}},
-        {"event": {"type": "pure_dp", "epsilon": 1.0}},
-        {"error_95": 0.1},
-        {"epsilon": released("classifier").epsilon * 0.9995},
-        {"statistic": "exact sizes"},
-        {"declared": {**one.declared.to_json(), "quantile": 0.5}},
-        {"mechanism": "none"},
-        {"value": {**(one.value or {}), "yes": 3.5}},
-        {"value": {"yes": 3}},
-        {"vectors": "0" * 64},
-        {"entry": "0" * 16},
-        {"dataset": "other"},
-        {"unit": "example"},
-        {"neighbouring_relation": "add_or_remove_one"},
-        {"declared": {**one.declared.to_json(), "units": 200_000}},
-        {"declared": {**one.declared.to_json(), "values": ["yes"]}},
-        {"declared": {**one.declared.to_json(), "dimensions": 3}},
-    ]
-    keep = {path.name: path.read_bytes() for path in folder.iterdir()}
-    for change in changes:
-        edited(folder, **change)
-        assert "failed" in verdicts(capsys, "classifier", "--ledger", "l.sqlite").values(), change
-        for name, content in keep.items():
-            (folder / name).write_bytes(content)
-    for name, content in {
-        "README.md": b"# safe",
-        "more.txt": b"",
-        "vectors.safetensors": b"odd",
-        "describe.json": b"{}",
-    }.items():
-        (folder / name).write_bytes(content)
-        assert "failed" in verdicts(capsys, "classifier").values(), name
-        (folder / name).unlink()
-        for kept, old in keep.items():
-            (folder / kept).write_bytes(old)
-    assert "failed" not in verdicts(capsys, "classifier", "--ledger", "l.sqlite").values()
-
-
-def test_an_entry_that_was_reserved_and_not_charged_pays_for_nothing(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    one = released("classifier")
-    claim = ledger().reserve(
-        "notes", RunRequest(one.releases[0].event, one.delta, 2, one.unit, one.neighbouring_relation)
-    )
-    edited(folder, entry=claim.entry)
-    checks = verdicts(capsys, "classifier", "--ledger", "l.sqlite")
-    assert checks["ledger"] == "failed"
-    ledger().charge(claim.entry, 1)
-    assert verdicts(capsys, "classifier", "--ledger", "l.sqlite")["ledger"] == "failed", "half of it is not all"
-
-
-@pytest.mark.parametrize("odd", ["nan", "shape", "half", "pickle", "missing", "dry"])
-def test_a_file_that_is_not_what_was_released_classifies_nothing(
-    folder: Path, capsys: pytest.CaptureFixture[str], odd: str
-) -> None:
-    """No pickle is read, and shapes and numbers are looked at even where somebody made the hash fit."""
-    path = folder / "vectors.safetensors"
-    tensors = safetensors.numpy.load(path.read_bytes())
-    if odd == "nan":
-        tensors["vectors"][0, 0] = np.nan
-    elif odd == "shape":
-        tensors["vectors"] = tensors["vectors"][:, :1].copy()
-    elif odd == "half":
-        tensors["centre"] = tensors["centre"].astype(np.float16)
-    elif odd == "missing":
-        del tensors["centre"]
-    content = pickle.dumps(tensors) if odd == "pickle" else safetensors.numpy.save(tensors)
-    path.write_bytes(content)
-    edited(folder, vectors=hashlib.sha256(content).hexdigest(), **({"value": None} if odd == "dry" else {}))
-    assert main(["classify", "classifier", "rows.jsonl"]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert "vectors.safetensors" in error
-    assert "failed" in verdicts(capsys, "classifier").values()
 
 
 def test_a_budget_that_is_used_up_refuses_before_the_texts_are_read(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -412,12 +206,6 @@ def test_a_budget_that_is_used_up_refuses_before_the_texts_are_read(say: Say, mo
     assert "notes" in error
 
 
-def test_verify_of_a_folder_loads_no_torch(folder: Path) -> None:
-    program = "import sys; from dpllm.cli import main; code = main(['verify', 'classifier']); print(code, 'torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.splitlines()[-1] == "0 False"
-
-
 def test_a_planned_budget_admits_what_a_dry_run_sealed(say: Say) -> None:
     with open_ledger("l.sqlite") as book:
         budgets.set_budget(book, "notes", Budget(25.0, 1e-6, "who", "zero_out", by="a", reason="b"))
@@ -428,11 +216,6 @@ def test_a_planned_budget_admits_what_a_dry_run_sealed(say: Say) -> None:
     assert main(seal) == 0
     assert say(*CLUSTERS)[0] == 0
     assert say(*CLUSTERS, "--output", "more")[0] == 3
-
-
-def test_another_encoder_classifies_nothing(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["classify", str(folder), "rows.jsonl", "--encoder", str(tiny.save_model(tmp_path / "tiny"))]) == 2
-    assert "is of an encoder with" in capsys.readouterr().err
 
 
 def test_a_tokenizer_with_more_tokens_than_its_model_is_refused_whatever_the_texts(say: Say) -> None:

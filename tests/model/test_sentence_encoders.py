@@ -1,0 +1,104 @@
+"""Encoders that read in both directions: their own pooling and places, and the same bits in any company."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+import torch
+import transformers
+from sentence_encoders import FAMILIES, POSITIONS, save
+
+from dpllm.errors import ConfigError
+from dpllm.model import loading
+from dpllm.recipe.config import ModelConfig
+from dpllm.run.embeddings import Encoder
+
+TEXTS = ["pain in the chest", "letter", "a visit, worse " * 20, "patient 7 asked", "", "  ", "boat meals " * 5]
+
+
+def encoder(path: Path, width: int = 1000) -> Encoder:
+    return Encoder(ModelConfig(name_or_path=str(path)), width)
+
+
+def alone(path: Path, text: str, pooling: str, tokens: int) -> np.ndarray:
+    """Its vector by transformers alone, without padding."""
+    model, words = (
+        transformers.AutoModel.from_pretrained(path).eval(),
+        loading.load_tokenizer(ModelConfig(name_or_path=str(path))),
+    )
+    ids = words(text, truncation=True, max_length=tokens, return_tensors="pt")["input_ids"]
+    with torch.inference_mode():
+        states_TD = model(ids, attention_mask=torch.ones_like(ids)).last_hidden_state[0].double().numpy()
+    found_D = states_TD.mean(axis=0) if pooling == "mean" else states_TD[0]
+    return np.asarray(found_D / np.linalg.norm(found_D))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+def test_a_vector_is_that_of_the_text_alone_without_padding(tmp_path: Path, family: str, pooling: str) -> None:
+    """Mutants: padding on the left or with another token, pooling over padding, without [CLS] and [SEP]."""
+    path = save(tmp_path / "m", family, pooling={"mean": "mean_tokens", "cls": "cls_token"}[pooling], normalize="")
+    texts = [text for text in TEXTS if text.strip()]
+    for text, found in zip(texts, encoder(path)._embedder(POSITIONS - 4).vectors(texts), strict=True):
+        assert found == pytest.approx(alone(path, text, pooling, POSITIONS - 2), abs=1e-5)
+    assert encoder(path)._width == POSITIONS - 4, "two marks, padding, and what RoBERTa leaves out"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_text_has_the_same_bits_in_any_company_and_at_any_place(tmp_path: Path, family: str) -> None:
+    """Mutants: a width of the longest text at hand, a height of how many there are."""
+    reads = encoder(save(tmp_path / "m", family), 12)._embedder(12)
+    assert reads.height > 1
+    shapes = set()
+    reads._reader._model.register_forward_pre_hook(
+        lambda _, __, given: shapes.add(tuple(given["input_ids"].shape)), with_kwargs=True
+    )
+    together = reads.vectors(TEXTS * 60)
+    for place, text in enumerate(TEXTS):
+        mine = reads.vectors([text])[0]
+        assert {one.tobytes() for one in together[place :: len(TEXTS)]} == {mine.tobytes()}
+        assert mine.any() == bool(text.strip()), "marks alone are no text"
+    assert shapes == {(reads.height, 12 + 2 + 1)}
+
+
+def test_what_an_encoder_is_follows_from_its_files(tmp_path: Path) -> None:
+    def pooling(path: Path) -> Any:
+        return loading.pooling_of(ModelConfig(name_or_path=str(path)))
+
+    masked, causal = transformers.AutoModelForMaskedLM, transformers.AutoModelForCausalLM
+    assert pooling(save(tmp_path / "a")) == "mean"
+    assert pooling(save(tmp_path / "b", "roberta", masked)) == "mean"
+    assert pooling(save(tmp_path / "c", "bert", causal)) is None
+    assert pooling(tiny.save_model(tmp_path / "d")) is None
+    assert loading.pooling_of(ModelConfig(name_or_path="builtin:tiny")) is None
+    assert pooling(save(tmp_path / "e", pooling="cls_token")) == "cls"
+    assert pooling(save(tmp_path / "f", normalize="")) == "mean"
+    for number, modules in enumerate(({"pooling": "max_tokens"}, {"pooling": "mean_tokens cls_token"}, {"dense": ""})):
+        path = save(tmp_path / str(number), **modules)
+        with pytest.raises(ConfigError, match="other parts"):
+            pooling(path)
+    (tmp_path / "e" / "modules.json").write_text("{")
+    with pytest.raises(ConfigError, match="no configuration"):
+        pooling(tmp_path / "e")
+
+
+def test_an_encoder_has_one_digest_whatever_transformers_draws_for_it(tmp_path: Path) -> None:
+    """A checkpoint that was trained with masks has no pooler; mutants count that, or leave the pooling out."""
+    path = save(tmp_path / "m", kind=transformers.AutoModelForMaskedLM)
+    model = ModelConfig(name_or_path=str(path))
+    first, second = encoder(path), encoder(path)
+    assert not torch.equal(first._model.pooler.dense.weight, second._model.pooler.dense.weight)
+    assert first.digest == second.digest
+    net, words = (
+        loading.load_base(model, torch.device("cpu"), kind=transformers.AutoModel),
+        loading.load_tokenizer(model),
+    )
+    assert first.digest == loading.digest(net, words, "mean") != loading.digest(net, words, "cls")
+
+
+def test_whole_words_of_wordpiece_name_clusters(tmp_path: Path) -> None:
+    assert encoder(save(tmp_path / "m")).words()[:3] == ["pain", "chest", "letter"]

@@ -1,0 +1,237 @@
+"""Folders of clusters and classifiers: what they say of other rows, and what verification and classification refuse."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import sentence_encoders
+import tiny
+from released_folders import CLUSTERS, PREDICT, WORDS, Json, Say, ledger, released, rows, verdicts, write
+
+from dpllm.cli import main
+from dpllm.ledger import RunRequest
+from dpllm.statement.released import HeldOut, Statistics
+from dpllm.text import builtin
+
+
+def test_a_classifier_tells_labels_apart_and_classifies_a_file(say: Say, capsys: pytest.CaptureFixture[str]) -> None:
+    assert say(*PREDICT)[0] == 0
+    write(
+        [{"text": "pain in the chest, worse"}, {"text": "  "}, {"text": "a letter is asked for"}, {"text": ""}],
+        "new.jsonl",
+    )
+    assert main(["classify", "classifier", "new.jsonl"]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert found == [{"row": n, "label": one} for n, one in enumerate(("yes", None, "no", None), 1)]
+    write([{"number": 1}], "bare.jsonl")
+    code = main(["classify", "classifier", "bare.jsonl"])
+    assert (code, capsys.readouterr().err.count("\n")) == (2, 1)
+
+
+def test_public_held_out_rows_give_an_accuracy_and_cost_nothing(say: Say, capsys: pytest.CaptureFixture[str]) -> None:
+    """A label that is not declared, and a row without text, are wrong unless the classifier says so."""
+    held = [{"text": text, "label": label} for text, label in zip(WORDS, ("yes", "no", "maybe", None), strict=True)]
+    held += [
+        {"text": " ", "label": "no"},
+        {"text": "", "label": "yes"},
+        *({**row, "text": row["text"].replace("patient", "case")} for row in rows(3)),
+    ]
+    write(held, "held.jsonl")
+    assert say(*PREDICT, "--output", "bare")[0] == 0
+    spent = ledger().spent("notes", 1e-6)
+    code, printed, error = say(*PREDICT, "--data.eval", "held.jsonl", "--data.eval_public", "true")
+    assert code == 0, error
+    assert main(["classify", "classifier", "held.jsonl"]) == 0
+    said = [json.loads(line)["label"] for line in capsys.readouterr().out.splitlines()]
+    truth = ["yes", "no", "other", "other", "no", "yes", "yes", "yes", "no", "no", "yes", "yes"]
+    right = sum(one == other for one, other in zip(said, truth, strict=True))
+    one = released("classifier").releases[0].held_out
+    assert one == HeldOut(source="held.jsonl", rows=12, right=right, commonest=6)
+    assert 6 <= right < 11, "the six of the two texts, and never the rows without text"
+    told = f"{right / 12:.1%} on 12 public rows (held.jsonl), where the commonest label alone gives 50.0%"
+    assert printed.splitlines()[-1].endswith(f"Accuracy {told}.")
+    assert f"| Accuracy | {told} |" in (Path("classifier") / "README.md").read_text()
+    assert ledger().runs("notes")[1].event == ledger().runs("notes")[0].event
+    assert ledger().spent("notes", 1e-6) > spent
+    capsys.readouterr()
+    assert main(["verify", "classifier", "--ledger", "l.sqlite"]) == 0
+    assert told in next(line for line in capsys.readouterr().out.splitlines() if line.startswith("asserted"))
+
+
+def test_held_out_rows_that_are_private_or_training_rows_give_no_accuracy(say: Say) -> None:
+    """A mutant reads what nobody declared public."""
+    write([{"text": "never read", "label": "yes"}], "held.jsonl")
+    code, _, _ = say(*PREDICT, "--data.eval", "held.jsonl", "--json")
+    assert (code, released("classifier").releases[0].held_out) == (0, None)
+    _, printed, _ = say(*PREDICT, "--data.eval", "held.jsonl", "--dry-run")
+    assert "type --data.eval_public true" in printed
+    public = ["--data.eval_public", "true", "--output", "more"]
+    for held, told in ((rows(9), "shares records with"), ([{"text": "new", "labels": "yes"}], "no row has a column")):
+        write(held, "held.jsonl")
+        code, _, error = say(*PREDICT, "--data.eval", "held.jsonl", *public)
+        assert (code in (2, 3), told in error, len(ledger().runs("notes"))) == (True, True, 1), error
+    assert say(*CLUSTERS, "--data.eval", "nowhere.jsonl", *public)[0] == 0, "clusters have no accuracy"
+
+
+def test_a_sentence_encoder_releases_and_classifies(say: Say, capsys: pytest.CaptureFixture[str]) -> None:
+    path = sentence_encoders.save(Path("sentences"), pooling="mean_tokens", normalize="")
+    write([{**row, "text": row["text"].replace("a letter for", "visit, letter")} for row in rows()])
+    code, _, error = say(*PREDICT, "--encoder", path)
+    assert code == 0, error
+    assert "failed" not in verdicts(capsys, "classifier", "--ledger", "l.sqlite").values()
+    write([{"text": "pain, chest, worse, meals"}, {"text": "visit letter employer, asked"}, {"text": ""}], "new.jsonl")
+    assert main(["classify", "classifier", "new.jsonl", "--encoder", str(path)]) == 0
+    assert [json.loads(line)["label"] for line in capsys.readouterr().out.splitlines()] == ["yes", "no", None]
+    (path / "modules.json").write_text((path / "modules.json").read_text().replace("1_Pooling", "2_Normalize"))
+    assert main(["classify", "classifier", "new.jsonl", "--encoder", str(path)]) == 2
+
+
+def test_clusters_are_named_by_public_texts_and_assign_a_file(say: Say, capsys: pytest.CaptureFixture[str]) -> None:
+    assert say(*CLUSTERS)[0] == 0
+    names = sorted(released("clusters").releases[0].value or {})
+    assert [name[:3] for name in names] == ["01 ", "02 "]
+    assert {name[3:] for name in names} <= set(WORDS)
+    write([*rows(2), {"text": ""}], "new.jsonl")
+    assert main(["classify", "clusters", "new.jsonl"]) == 0
+    found = [json.loads(line)["label"] for line in capsys.readouterr().out.splitlines()]
+    assert found[-1] is None
+    assert found[0] == found[1] != found[2] == found[3]
+    assert set(found[:-1]) == set(names)
+
+
+def edited(folder: Path, **changes: Any) -> None:
+    """describe.json of another release, with the page that it gives."""
+    from dpllm.statement.released import page
+
+    stated = json.loads((folder / "describe.json").read_text())
+    of_release = {name: changes.pop(name) for name in list(changes) if name in stated["releases"][0]}
+    stated = {**stated, **changes, "releases": [{**stated["releases"][0], **of_release}]}
+    (folder / "describe.json").write_text(json.dumps(stated))
+    (folder / "README.md").write_text(page(Statistics.pick(stated)))
+
+
+def test_what_was_changed_afterwards_fails(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = released("classifier").releases[0]
+    event = {"type": "self_composed", "count": 2, "event": {"type": "gaussian", "noise_multiplier": 9.0}}
+    counts = ((10, 11, 5), (10, 5, 11), (10, 5, 3))  # rows, right, commonest: of three labels one has a third
+    bad = [dict(zip(("rows", "right", "commonest"), one, strict=True)) for one in counts]
+    changes: list[Json] = [
+        {"epsilon": 1.0},
+        {"delta": 0.5},
+        {"event": event},
+        {"event": {**event, "count": 1}},
+        {"event": {"type": "pure_dp", "epsilon": 1.0}},
+        {"error_95": 0.1},
+        {"epsilon": released("classifier").epsilon * 0.9995},
+        {"statistic": "exact sizes"},
+        {"declared": {**one.declared.to_json(), "quantile": 0.5}},
+        {"mechanism": "none"},
+        {"value": {**(one.value or {}), "yes": 3.5}},
+        {"value": {"yes": 3}},
+        {"vectors": "0" * 64},
+        {"encoder": None},
+        *({"held_out": {"source": "x", **zip_of}} for zip_of in bad),
+        {"entry": "0" * 16},
+        {"dataset": "other"},
+        {"unit": "example"},
+        {"neighbouring_relation": "add_or_remove_one"},
+        {"declared": {**one.declared.to_json(), "units": 200_000}},
+        {"declared": {**one.declared.to_json(), "values": ["yes"]}},
+        {"declared": {**one.declared.to_json(), "dimensions": 3}},
+    ]
+    keep = {path.name: path.read_bytes() for path in folder.iterdir()}
+    for change in changes:
+        edited(folder, **change)
+        assert "failed" in verdicts(capsys, "classifier", "--ledger", "l.sqlite").values(), change
+        for name, content in keep.items():
+            (folder / name).write_bytes(content)
+    for name, content in {
+        "README.md": b"# safe",
+        "sizes.svg": (folder / "sizes.svg").read_bytes().replace(b"H", b"h"),
+        "more.txt": b"",
+        "vectors.safetensors": b"odd",
+        "describe.json": b"{}",
+    }.items():
+        (folder / name).write_bytes(content)
+        assert "failed" in verdicts(capsys, "classifier").values(), name
+        (folder / name).unlink()
+        for kept, old in keep.items():
+            (folder / kept).write_bytes(old)
+    assert "failed" not in verdicts(capsys, "classifier", "--ledger", "l.sqlite").values()
+
+
+def test_an_entry_that_was_reserved_and_not_charged_pays_for_nothing(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = released("classifier")
+    claim = ledger().reserve(
+        "notes", RunRequest(one.releases[0].event, one.delta, 2, one.unit, one.neighbouring_relation)
+    )
+    edited(folder, entry=claim.entry)
+    checks = verdicts(capsys, "classifier", "--ledger", "l.sqlite")
+    assert checks["ledger"] == "failed"
+    ledger().charge(claim.entry, 1)
+    assert verdicts(capsys, "classifier", "--ledger", "l.sqlite")["ledger"] == "failed", "half of it is not all"
+
+
+@pytest.mark.parametrize("odd", ["nan", "shape", "half", "pickle", "missing", "dry"])
+def test_a_file_that_is_not_what_was_released_classifies_nothing(
+    folder: Path, capsys: pytest.CaptureFixture[str], odd: str
+) -> None:
+    """No pickle is read, and shapes and numbers are looked at even where somebody made the hash fit."""
+    path = folder / "vectors.safetensors"
+    tensors = safetensors.numpy.load(path.read_bytes())
+    if odd == "nan":
+        tensors["vectors"][0, 0] = np.nan
+    elif odd == "shape":
+        tensors["vectors"] = tensors["vectors"][:, :1].copy()
+    elif odd == "half":
+        tensors["centre"] = tensors["centre"].astype(np.float16)
+    elif odd == "missing":
+        del tensors["centre"]
+    content = pickle.dumps(tensors) if odd == "pickle" else safetensors.numpy.save(tensors)
+    path.write_bytes(content)
+    edited(folder, vectors=hashlib.sha256(content).hexdigest(), **({"value": None} if odd == "dry" else {}))
+    assert main(["classify", "classifier", "rows.jsonl"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "vectors.safetensors" in error
+    assert "failed" in verdicts(capsys, "classifier").values()
+
+
+def test_verify_of_a_folder_loads_no_torch(folder: Path) -> None:
+    program = "import sys; from dpllm.cli import main; code = main(['verify', 'classifier']); print(code, 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.splitlines()[-1] == "0 False"
+
+
+def test_another_encoder_classifies_nothing(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["classify", str(folder), "rows.jsonl", "--encoder", str(tiny.save_model(tmp_path / "tiny"))]) == 2
+    assert "has other weights" in capsys.readouterr().err
+    shutil.copytree(builtin.path("builtin:tiny"), "tuned")
+    capsys.readouterr()
+    assert main(["classify", str(folder), "rows.jsonl", "--encoder", "tuned"]) == 0, "the same elsewhere"
+    for changed in ("weights", "words"):
+        shutil.copytree(builtin.path("builtin:tiny"), "tuned", dirs_exist_ok=True)
+        if changed == "weights":
+            path = Path("tuned/model.safetensors")
+            tensors = safetensors.numpy.load(path.read_bytes())
+            next(one for one in tensors.values() if one.ndim == 1)[0] += 1e-3
+            path.write_bytes(safetensors.numpy.save(tensors, {"format": "pt"}))
+        else:
+            path = Path("tuned/tokenizer.json")
+            words = json.loads(path.read_text())
+            words["model"]["merges"] = words["model"]["merges"][:-1]
+            path.write_text(json.dumps(words))
+        assert main(["classify", str(folder), "rows.jsonl", "--encoder", "tuned"]) == 2, changed
+        assert "has other weights or another vocabulary" in capsys.readouterr().err
