@@ -294,6 +294,7 @@ def synthesize(
     by: str = "training",
     quality: bool = True,
     embedding: str | None = None,
+    baseline: str | os.PathLike[str] | None = None,
     **settings: Any,
 ) -> Path:
     """Writes a data set: with a tuned model, which costs no privacy, or by private inference, which does. Returns its folder.
@@ -307,6 +308,7 @@ def synthesize(
         quality: Whether to measure the rows: what may be published stands on their card, the rest in the run's private/, or in
             OUTPUT-private. Warns of what cannot be measured.
         embedding: A transformers model by whose states rows are compared too; None: none.
+        baseline: A classifier of a control column that ``dpllm describe --predict`` released, tested beside TSTR; None: none.
         settings: Further options of the command with _ for -, as ``temperature`` or ``min_words``: fields of
             ``dpllm.publish.synthesize.Order``; by inference those of ``dpllm.publish.ordered.Order``, its filters, ``model``,
             ``unit``, ``max_examples_per_unit``, ``dataset``, ``ledger``, and keys of a recipe, as ``**{"data.control": [...]}``.
@@ -320,7 +322,12 @@ def synthesize(
 
     if by not in ("training", "inference"):
         raise ConfigError(f"by: is {by!r}. Type training or inference.")
-    measure = writer(embedding, lambda line: warnings.warn(f"not measured: {line}", stacklevel=4)) if quality else None
+    measure = None
+    if quality:
+        from dpllm.run.embeddings import Applied
+
+        beside = Applied(Path(baseline), None) if baseline else None
+        measure = writer(embedding, lambda line: warnings.warn(f"not measured: {line}", stacklevel=4), beside)
     place = Path(output) if output else None
     if by == "inference":
         return _infer(source, rows, place or Path("synthetic"), measure, settings)

@@ -34,7 +34,7 @@ ROOMS = (  # from top to bottom: a room may import only rooms below it
 # Of a room: lines. A limit rises only together with a line in docs/decisions.md that says what users got for it: at most 550
 # lines for one feature. It falls with what it limits.
 LIMITS = {
-    "front door": 362,
+    "front door": 369,
     "cli": 2_201,
     "lab": 1_049,
     "comparison": 2_170,
@@ -64,7 +64,7 @@ LIMITS = {
     "upward arrows": 0,
     "rooms in cycles": 0,
 }
-MOST_LINES = 40_581  # of all rooms together; 31,000 is aimed at, and never above 33,500 after that
+MOST_LINES = 40_588  # of all rooms together; 31,000 is aimed at, and never above 33,500 after that
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 

@@ -13,6 +13,7 @@ import cards
 import pytest
 import tiny
 
+import dpllm
 from dpllm.auditing import echo
 from dpllm.canaries import canaries
 from dpllm.card import dataset_card
@@ -362,7 +363,9 @@ def test_a_card_with_such_a_classifier_says_that_its_epsilon_comes_on_top() -> N
     assert "the ε in its name is not part of any other here, and comes on top" in pages[1]
 
 
-def test_the_command_measures_with_the_classifier_and_encoder_that_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_and_function_measure_with_the_classifier_and_encoder_that_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     seen: list[Any] = []
 
     def stop(embedding: str | None, tell: Any, baseline: Any) -> Any:
@@ -375,3 +378,7 @@ def test_the_command_measures_with_the_classifier_and_encoder_that_are_named(mon
         for more in ([], ["--baseline", "classifier", "--encoder", "here"]):
             assert main(["synthesize", *typed, "--rows", "1", *more]) == 2
     assert seen == [(None, None), (None, (Path("classifier"), "here"))] * 2
+    for given in ({}, {"baseline": "classifier"}):
+        with pytest.raises(ConfigError, match="seen"):
+            dpllm.synthesize("run", 1, **given)
+    assert seen[4:] == [(None, None), (None, (Path("classifier"), None))]
