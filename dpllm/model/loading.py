@@ -36,6 +36,13 @@ transformers.utils.logging.disable_progress_bar()
 warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.* is deprecated", category=FutureWarning)
 
 SHRUNKEN_BLOCKS, SHRUNKEN_VOCABULARY = 2, 256
+_NO_PART = {
+    "_name_or_path",
+    "architectures",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+}  # in what a model computes
 _REFERENCE = "reference"  # the adapter from which training on pairs started
 Pooling = Literal["mean", "cls"]
 """Of a sentence encoder: the mean of the states of all tokens, or the state of the first."""
@@ -86,7 +93,9 @@ def load_tokenizer(model: ModelConfig) -> Any:
     """The base model's tokenizer; one that cannot be found, or is not fast, is a ConfigError."""
     try:
         with asking_hub(model.name_or_path):
-            tokenizer = transformers.AutoTokenizer.from_pretrained(source(model.name_or_path), revision=model.revision)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(
+                source(model.name_or_path), revision=model.revision, trust_remote_code=False
+            )
     except Exception as error:  # transformers raises OSError, ValueError, KeyError and Hub errors here
         raise _not_found(model, "tokenizer", error) from None
     if not tokenizer.is_fast:
@@ -123,13 +132,17 @@ def pooling_of(model: ModelConfig) -> Pooling | None:
             masked = type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING and not config.is_encoder_decoder
             causal = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in config.architectures or ())
             return "mean" if masked and not causal else None
-        kinds = {one["type"].rpartition(".")[2]: one["path"] for one in modules}
-        settings = read(f"{kinds['Pooling']}/config.json") if "Pooling" in kinds else {"pooling_mode_mean_tokens": True}
-        chosen = [name for name, value in settings.items() if name.startswith("pooling_mode_") and value]
+        kinds = [one["type"].removeprefix("sentence_transformers.models.") for one in modules]
+        settings: dict[str, Any] = {"pooling_mode_mean_tokens": True}
+        if kinds[1:2] == ["Pooling"]:
+            settings = read(f"{modules[1]['path']}/config.json")
+        chosen = [name for name, value in settings.items() if name.startswith("pooling_mode_") and value is not False]
+        usual = kinds in (["Transformer", *some] for some in ([], ["Pooling"], ["Pooling", "Normalize"], ["Normalize"]))
+        usual &= modules[0]["path"] == "" and [settings.get(name) for name in chosen] == [True]
     except Exception as error:  # as of a tokenizer
         raise _not_found(model, "configuration", error) from None
     poolings: dict[str, Pooling] = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
-    if kinds.keys() - {"Transformer", "Pooling", "Normalize"} or len(chosen) != 1 or chosen[0] not in poolings:
+    if not usual or chosen[0] not in poolings:
         raise ConfigError(
             f"{model.name_or_path}: is a sentence encoder with other parts than a transformer, a pooling by mean or first token "
             "and a length of 1, so that its vectors would be others here. Use one of those."
@@ -179,10 +192,12 @@ def positions(net: Any) -> int | None:
 
 
 def digest(model: Any, tokenizer: Any, pooling: Pooling | None) -> str:
-    """SHA-256 of a model's weights, as float32, of its vocabulary, how the tokenizer reads that as one text, and its pooling."""
+    """SHA-256 of weights and configuration, of the vocabulary, how a tokenizer reads that as one text, and of the pooling."""
     known = sorted(tokenizer.get_vocab().items())
     text = "\n".join(tokenizer.batch_decode([[number] for _, number in known]))  # so that every merge is of use
-    found = hashlib.sha256(repr((known, tokenizer(text, verbose=False)["input_ids"], pooling)).encode())
+    ids, settings = tokenizer(text, verbose=False)["input_ids"], model.config.to_diff_dict()
+    settings = {name: value for name, value in sorted(settings.items()) if name not in _NO_PART}
+    found = hashlib.sha256(repr((known, ids, pooling, json.dumps(settings, sort_keys=True, default=str))).encode())
     # transformers draws a pooler at random where a checkpoint has none, and no state goes through it.
     for tensor in (one for name, one in model.named_parameters() if "pooler" not in name):
         found.update(repr(tensor.shape).encode() + tensor.detach().float().cpu().numpy().tobytes())

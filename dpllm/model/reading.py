@@ -120,11 +120,17 @@ class Reader:
             return True
         if self.height == 1:
             return False
-        draw, last = np.random.default_rng(0), self.height - 1
-        one = draw.integers(0, vocabulary, self._width // 2).tolist()
-        seen = set()
+        if any(self._differs(vocabulary, length) for length in {self._width // 2, min(2, self._width - 1)}):
+            self.height = 1
+        return self.height == 1
+
+    def _differs(self, vocabulary: int, length: int) -> bool:
+        """Whether a row of this length has other bits in other company; the longest row decides where rope_type is longrope."""
+        draw, last, seen = np.random.default_rng(0), self.height - 1, set[tuple[bytes, ...]]()
+        one = draw.integers(0, vocabulary, length).tolist()
         for places in ([0], [last], range(self.height)):  # beside others, and beside itself at every place
             lengths = draw.integers(1, self._width, self.height)
+            lengths[self.height // 2] = self._width - 1
             rows = [draw.integers(0, vocabulary, length).tolist() for length in lengths]
             rows[::2] = [row[:1] * len(row) for row in rows[::2]]  # one token again and again
             for place in places:
@@ -132,8 +138,6 @@ class Reader:
             further = () if self._states else range(STEPS)
             logits = [self.read(rows), *(self.go_on(7 + step, self.height) for step in further)]
             seen |= {tuple(part[place].tobytes() for part in logits) for place in places}
-        if len(seen) > 1:
-            self.height = 1
         return len(seen) > 1
 
 
@@ -171,5 +175,9 @@ class Embedder:
 def _template(tokenizer: Any) -> tuple[list[int], list[int]]:
     """What a tokenizer puts before and behind each text, which is what it puts around one token."""
     bare, whole = ([*tokenizer("a", add_special_tokens=more, verbose=False)["input_ids"]] for more in (False, True))
+    if not bare:
+        raise Refused(
+            "the encoder's tokenizer reads nothing in the letter a, so texts cannot be put in place. Use another."
+        )
     start = next(n for n in range(len(whole)) if whole[n : n + len(bare)] == bare)
     return whole[:start], whole[start + len(bare) :]

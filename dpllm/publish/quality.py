@@ -289,7 +289,7 @@ def _without_text(baseline: Applied, beside: Beside, sides: Mapping[str, Side]) 
     rows = each_row([table.rows[number] for number in spread(len(table.rows), MOST_ROWS)])
     said = [label or "" for label in baseline.labels(rows, FIELDS[table.format])]
     cost = f"epsilon {bound(found.epsilon)} and delta {found.delta:g}"
-    return _scored(f"{column} by a classifier of {cost}, without any text", said, held.labels[column])
+    return _scored(f"{column} by a classifier of {cost} per {found.unit}, without any text", said, held.labels[column])
 
 
 def _predict(learned: Side, column: str, most: int, asked: Side) -> list[str] | None:
@@ -365,7 +365,7 @@ def _embedded(sides: Mapping[str, Side], name: str) -> Figures:
     from transformers import AutoModel
 
     tokenizer = loading.load_tokenizer(ModelConfig(name_or_path=name))
-    model = AutoModel.from_pretrained(loading.source(name)).eval()
+    model = AutoModel.from_pretrained(loading.source(name), trust_remote_code=False).eval()
     longest = min(512, getattr(model.config, "max_position_embeddings", 512))
     texts = {side: [text for text in one.texts if text.strip()] for side, one in sides.items()}
     fewest = min(len(texts[SYNTHETIC]), len(texts.get(EVALUATION, ())))

@@ -34,6 +34,7 @@ from dpllm.model import environment, loading
 from dpllm.model.reading import Embedder
 from dpllm.privacy import embedded
 from dpllm.privacy.accounting import calibrate_noise_multiplier
+from dpllm.privacy.accounting import stated as cost_of
 from dpllm.privacy.embedded import DIMENSIONS, NAMES, Floats, Kind, Projection, unit_length
 from dpllm.privacy.releases import OTHER
 from dpllm.progress import tell
@@ -157,9 +158,11 @@ class Encoder:
         """Loads a model that reads so many tokens of a text.
 
         Raises:
-            ConfigError: It cannot be found, or brings code along.
+            ConfigError: It cannot be found, brings code along, has no vocabulary, or no row of it can be read beside others.
             Refused: Its 8-bit products couple rows.
         """
+        # As whoever applies what is released loads it, wherever and from whichever recipe.
+        model = model.model_copy(update={"dtype": "float32", "quantization": None})
         self._tokenizer = loading.load_tokenizer(model)
         self._pooling = loading.pooling_of(model)
         kind = transformers.AutoModel if self._pooling else transformers.AutoModelForCausalLM
@@ -173,6 +176,19 @@ class Encoder:
             self._tokenizer.num_special_tokens_to_add() if self._pooling else 0,
         )
         self._width = min(max_length, most - 2 - around if most else max_length)  # a start, and padding
+        one, other, none = self._tokenizer(["one", "two", ""], add_special_tokens=False)["input_ids"]
+        if one in (other, none):
+            raise ConfigError(
+                f"{model.name_or_path}: its tokenizer reads all words alike, so texts of one length would be the same. Restore "
+                "its tokenizer.json."
+            )
+        try:
+            self.of_public(["one"])
+        except (ValueError, RuntimeError, TypeError) as error:
+            raise ConfigError(
+                f"{model.name_or_path}: cannot read rows beside each other ({type(error).__name__}), so it is no encoder for "
+                "this. Use another."
+            ) from None
 
     def of_rows(self, rows: Groups, fields: Sequence[str], around: Callable[[Floats], Floats]) -> Floats:
         """Shape (R, P): of private rows, each alone, at a public width and height."""
@@ -331,7 +347,11 @@ class Applied:
         self.statistics = Statistics.pick(read_json(folder / RECORD))
         self.release = self.statistics.releases[0]
         centre_D, self._vectors = read_vectors(folder / VECTORS, self.release)
-        declared = self.release.declared
+        declared, stated = self.release.declared, self.statistics
+        due = [*declared.values, OTHER] if declared.values else [*(self.release.value or ())]
+        cost, _ = cost_of(stated.event(), stated.delta, stated.neighbouring_relation)
+        if not due or sorted(due) != sorted(self.release.value or ()) or not cost <= stated.epsilon * (1 + 1e-3):
+            raise ConfigError(f"{folder}: is not as it was released. Type dpllm verify {folder}, which says why.")
         model = ModelConfig(name_or_path=encoder or str(declared.encoder))
         self._encoder = Encoder(model, declared.max_length or 2)
         if self._encoder.digest != self.release.encoder or self._encoder.of_public(["a"]).shape[1] != len(centre_D):

@@ -185,7 +185,7 @@ def figure(shown: Statistics) -> str:
         (name if len(name) <= _NAMED else f"{name[: _NAMED - 1]}…", count, count - one.error_95, count + one.error_95)
         for name, count in named
     ]
-    least, most = min(0.0, *(low for *_, low, _ in rows)), max(1.0, *(high for *_, high in rows))
+    least, most = min([0.0, *(low for *_, low, _ in rows)]), max([1.0, *(high for *_, high in rows)])
     return formatting.template("sizes.svg.j2").render(
         title=f"Units {'in each cluster' if one.declared.clusters else 'with each label'}",
         footer=f"± {formatting.measured(one.error_95, 0)} units with 95% probability",

@@ -308,7 +308,7 @@ def _check_embedded(one: Release, count: int, again: str) -> None:
     if (
         one.event != event
         or any(differences(stated, due))
-        or not all(float(count).is_integer() for count in (one.value or {}).values())
+        or not all(float(count).is_integer() and abs(count) < 2.0**52 for count in (one.value or {}).values())
         or not (right and one.vectors and one.encoder)
     ):
         raise Wrong(f"{one.statistic} is no release of dpllm, by that mechanism and with that error. {again}")
@@ -360,7 +360,7 @@ def lineage_of(lineage: Lineage | None, own: Promised | None, account: Composed 
     if lineage.composed is not None:
         yield _total(own, lineage.composed, mine)
         return
-    if mine and own is not None and not lineage.reason:
+    if mine and own is not None and (not lineage.reason or together(mine, own)[0] is not None):
         raise Wrong(f"earlier models were trained on the same dataset, but no total is stated. {_AGAIN}")
     yield asserted("lineage", f"{listed([parent.name for parent in parents])}: no total is stated ({lineage.reason}).")
 

@@ -225,6 +225,11 @@ def test_gaussian_sums_and_the_models_before_the_run_are_composed(monkeypatch: p
             verified(forged(block, with_all=wrong))
     pure = render_card(config(), plan(), after, audit(), statistics=described())[1]
     assert "with_all" not in pure["statistics"]
+    hidden = json.loads(json.dumps(block))
+    hidden["lineage"] |= {"composed": None, "reason": "the author says so"}
+    shown = privacy_record.read(hidden)
+    with pytest.raises(Wrong, match="no total is stated"):
+        list(check_promise.lineage_of(shown.lineage, shown.terms, shown.composed))
     block["lineage"]["base"]["event"] = SelfComposed(10**9, Gaussian(12.0)).to_json()
     monkeypatch.setattr(state, "beside_run", lambda *_: pytest.fail("an event that takes hours was composed"))
     with pytest.raises(Wrong, match="steps"):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import sentence_encoders
 import tiny
 import torch
 import transformers
@@ -102,3 +104,58 @@ def test_an_encoder_has_one_digest_whatever_transformers_draws_for_it(tmp_path: 
 
 def test_whole_words_of_wordpiece_name_clusters(tmp_path: Path) -> None:
     assert encoder(save(tmp_path / "m")).words()[:3] == ["pain", "chest", "letter"]
+
+
+def test_a_short_row_beside_a_long_one_is_read_alone_where_the_longest_decides(tmp_path: Path) -> None:
+    """A mutant looks at rows of half the width alone, which are long already."""
+    words = sentence_encoders.tokenizer(0)
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [1.5, 2.0, 3.0, 4.0]}
+    config = transformers.Phi3Config(
+        vocab_size=len(words),
+        **sentence_encoders.SIZES,
+        max_position_embeddings=256,
+        original_max_position_embeddings=16,
+        rope_parameters={**rope, "original_max_position_embeddings": 16},
+        pad_token_id=0,
+        bos_token_id=2,
+        eos_token_id=3,
+    )
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    words.save_pretrained(tmp_path)
+    reads = encoder(tmp_path, 64)._embedder(64)
+    assert reads.height == 1
+    short, long = "pain chest letter", "pain chest " * 30
+    assert reads.vectors([short, long])[0].tobytes() == reads.vectors([short])[0].tobytes()
+
+
+def test_code_of_a_tokenizer_never_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers asks at a terminal whether to run it."""
+    path = save(tmp_path / "m")
+    config = json.loads((path / "config.json").read_text())
+    foreign = {"model_type": "foreign", "auto_map": {"AutoConfig": "x.Z", "AutoModel": "x.Y"}}
+    (path / "config.json").write_text(json.dumps({**config, **foreign}))
+    (path / "x.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    (path / "tokenizer_config.json").unlink()
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    with pytest.raises(ConfigError):
+        encoder(path)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda listed: [{**listed[0], "type": "evil.code.Transformer"}, *listed[1:]],
+        lambda listed: [{**listed[0], "path": "0_Transformer"}, *listed[1:]],
+        lambda listed: listed[::-1],
+        lambda listed: [*listed, listed[1]],
+        lambda listed: [],
+    ],
+)
+def test_modules_that_would_be_read_otherwise_are_refused(tmp_path: Path, change: Any) -> None:
+    path = save(tmp_path / "m", pooling="mean_tokens", normalize="")
+    listed = change(json.loads((path / "modules.json").read_text()))
+    (path / "modules.json").write_text(json.dumps(listed))
+    with pytest.raises(ConfigError):
+        loading.pooling_of(ModelConfig(name_or_path=str(path)))

@@ -323,7 +323,7 @@ def test_a_released_classifier_is_tested_on_the_rows_of_tstr_and_says_its_epsilo
     name = (
         f"visit by a classifier of epsilon {bound(baseline.statistics.epsilon)} and delta {baseline.statistics.delta:g}"
     )
-    name += ", without any text: accuracy"
+    name += f" per {baseline.statistics.unit}, without any text: accuracy"
     found = []
     for place, train, made, public in (("a", TRAIN, MADE, True), ("b", OTHER, OTHER, True), ("c", TRAIN, MADE, False)):
         run, config = a_run(tmp_path / place, train, HELD, eval_public=public)

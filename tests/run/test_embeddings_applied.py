@@ -16,7 +16,7 @@ import pytest
 import safetensors.numpy
 import sentence_encoders
 import tiny
-from released_folders import CLUSTERS, PREDICT, WORDS, Json, Say, ledger, released, rows, verdicts, write
+from released_folders import CLUSTERS, PREDICT, WORDS, Json, Say, entries, ledger, released, rows, verdicts, write
 
 from dpllm.cli import main
 from dpllm.ledger import RunRequest
@@ -235,3 +235,48 @@ def test_another_encoder_classifies_nothing(folder: Path, tmp_path: Path, capsys
             path.write_text(json.dumps(words))
         assert main(["classify", str(folder), "rows.jsonl", "--encoder", "tuned"]) == 2, changed
         assert "has other weights or another vocabulary" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("change", [{"epsilon": 0.01}, {"delta": 1e-12}, {"releases": {"value": {}}}])
+def test_a_folder_that_was_edited_is_applied_to_nothing(
+    folder: Path, change: Json, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its epsilon would stand in the name of a figure."""
+    record = json.loads((folder / "describe.json").read_text())
+    for name, value in change.items():
+        if isinstance(value, dict):
+            record[name][0] |= value
+        else:
+            record[name] = value
+    (folder / "describe.json").write_text(json.dumps(record))
+    assert main(["classify", str(folder), "rows.jsonl"]) == 2
+    error = capsys.readouterr().err
+    assert ("not as it was released" in error or "releases" in change, error.count("\n")) == (True, 1)
+
+
+def test_what_a_recipe_says_of_precision_changes_no_vector(say: Say, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whoever classifies does not know the recipe."""
+    assert say(*PREDICT, "--model.dtype", "bfloat16")[0] == 0
+    assert main(["classify", "classifier", "rows.jsonl"]) == 0
+
+
+def test_an_encoder_with_another_configuration_classifies_nothing(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(builtin.path("builtin:tiny"), "tuned")
+    for name, value in (("rms_norm_eps", 0.5), ("hidden_act", "relu"), ("transformers_version", "1.0")):
+        config = json.loads((builtin.path("builtin:tiny") / "config.json").read_text())
+        Path("tuned/config.json").write_text(json.dumps({**config, name: value}))
+        assert main(["classify", str(folder), "rows.jsonl", "--encoder", "tuned"]) == (0 if "version" in name else 2), (
+            name
+        )
+
+
+def test_an_encoder_without_its_tokenizer_is_refused_before_anything_is_paid(say: Say, tmp_path: Path) -> None:
+    """transformers makes one of five tokens, by which texts of one length are the same."""
+    path = sentence_encoders.save(tmp_path / "m")
+    for file in path.glob("tokenizer*"):
+        file.unlink()
+    code, _, error = say(*PREDICT, "--encoder", path)
+    assert (code, error.count("\n")) == (2, 1)
+    assert entries() == 0
