@@ -324,10 +324,7 @@ def synthesize(
         raise ConfigError(f"by: is {by!r}. Type training or inference.")
     measure = None
     if quality:
-        from dpllm.run.embeddings import Applied
-
-        beside = Applied(Path(baseline), None) if baseline else None
-        measure = writer(embedding, lambda line: warnings.warn(f"not measured: {line}", stacklevel=4), beside)
+        measure = writer(embedding, lambda line: warnings.warn(f"not measured: {line}", stacklevel=4), baseline)
     place = Path(output) if output else None
     if by == "inference":
         return _infer(source, rows, place or Path("synthetic"), measure, settings)

@@ -34,21 +34,21 @@ ROOMS = (  # from top to bottom: a room may import only rooms below it
 # Of a room: lines. A limit rises only together with a line in docs/decisions.md that says what users got for it: at most 550
 # lines for one feature. It falls with what it limits.
 LIMITS = {
-    "front door": 369,
-    "cli": 2_201,
+    "front door": 366,
+    "cli": 2_198,
     "lab": 1_049,
     "comparison": 2_170,
-    "publish": 2_543,
+    "publish": 2_550,
     "verification": 2_698,
     "card": 771,
-    "auditing": 4_231,
+    "auditing": 4_230,
     "forecast": 1_007,
     "run": 4_245,
     "telemetry": 801,
     "statement": 3_066,
     "ledger": 2_624,
     "canaries": 739,
-    "model": 2_101,
+    "model": 2_098,
     "text": 2_020,
     "recipe": 1_585,
     "privacy": 5_968,
@@ -64,7 +64,7 @@ LIMITS = {
     "upward arrows": 0,
     "rooms in cycles": 0,
 }
-MOST_LINES = 40_631  # of all rooms together; 31,000 is aimed at, and never above 33,500 after that
+MOST_LINES = 40_628  # of all rooms together; 31,000 is aimed at, and never above 33,500 after that
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 

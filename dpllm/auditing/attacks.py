@@ -106,9 +106,8 @@ def of_whole_rows(table: Iterable[CanaryScores], tokens: TokenTable | None) -> l
         "num_tokens": dict(zip(tokens.canary_ids, tokens.lengths().tolist(), strict=True)),
         **{f"{model}_log_prob": tokens.by_canary(tokens.sums(values_N)) for model, values_N in log_probs.items()},
     }
-    if (
-        not tokens.of_pairs
-    ):  # whose rejected answers have the same words: two noises would be added where one is taken off
+    # The rejected answers of pairs have the same words: two noises would be added where one is taken off.
+    if not tokens.of_pairs:
         columns |= {
             f"{model}_left": tokens.by_canary(unexplained(tokens, values_N)) for model, values_N in log_probs.items()
         }

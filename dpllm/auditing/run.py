@@ -340,7 +340,7 @@ def _twin(config: RunConfig, twin: RunDir) -> tuple[str, bool]:
         raise ConfigError(f"{path}: is about other weights than {twin.root} has now. Type: dpllm audit {twin.root}")
     if report.claim is not None:
         raise ConfigError(
-            f"{path}: its canaries are labels, because the recipe names data.label_record, and those of {config.output_dir} are "
+            f"{path}: its canaries are labels that were flipped (data.label_record), so it shows nothing of canaries that are "
             "planted or left out. Audit without --twin."
         )
     controls = report.controls

@@ -133,12 +133,9 @@ def _measure(known: argparse.Namespace) -> Measure | None:
 
     if known.no_quality:
         return None
-    baseline = None
-    if known.baseline:
-        from dpllm.run.embeddings import Applied
-
-        baseline = Applied(known.baseline, known.encoder)
-    return writer(known.embedding, lambda line: print(f"not measured: {line}", file=sys.stderr), baseline)
+    return writer(
+        known.embedding, lambda line: print(f"not measured: {line}", file=sys.stderr), known.baseline, known.encoder
+    )
 
 
 def _say_measured(private: Path) -> None:

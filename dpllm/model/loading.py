@@ -36,13 +36,8 @@ transformers.utils.logging.disable_progress_bar()
 warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.* is deprecated", category=FutureWarning)
 
 SHRUNKEN_BLOCKS, SHRUNKEN_VOCABULARY = 2, 256
-_NO_PART = {
-    "_name_or_path",
-    "architectures",
-    "dtype",
-    "torch_dtype",
-    "transformers_version",
-}  # in what a model computes
+# Of a configuration, what has no part in what a model computes.
+_NO_PART = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version"}
 _REFERENCE = "reference"  # the adapter from which training on pairs started
 Pooling = Literal["mean", "cls"]
 """Of a sentence encoder: the mean of the states of all tokens, or the state of the first."""
@@ -63,8 +58,10 @@ class ScoringModels:
         """The base model: the adapter switched off, or the base checkpoint for frozen-layer runs; of pairs, their reference."""
         if isinstance(self.tuned, PeftModel) and _REFERENCE in self.tuned.peft_config:
             self.tuned.set_adapter(_REFERENCE)
-            yield self.tuned
-            self.tuned.set_adapter("default")
+            try:
+                yield self.tuned
+            finally:
+                self.tuned.set_adapter("default")
         elif isinstance(self.tuned, PeftModel):
             with self.tuned.disable_adapter():
                 yield self.tuned

@@ -10,6 +10,7 @@ A figure is public where all that it reads beside the synthetic rows is declared
 from __future__ import annotations
 
 import contextlib
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -110,17 +111,23 @@ class Beside:
 
 
 def writer(
-    embedding: str | None = None, tell: Callable[[str], None] = lambda line: None, baseline: Applied | None = None
+    embedding: str | None = None,
+    tell: Callable[[str], None] = lambda line: None,
+    baseline: str | os.PathLike[str] | None = None,
+    encoder: str | None = None,
 ) -> Measure:
-    """``measure``, once it is sure that there is such an embedding; ``tell`` is called with what could not be measured.
+    """``measure``, once it is sure that there is such an embedding and baseline, a folder whose encoder may lie elsewhere.
+
+    ``tell`` is called with what could not be measured.
 
     What is private goes to quality.json in the folder that it is called with.
     """
     if embedding is not None:
         loading.load_tokenizer(ModelConfig(name_or_path=embedding))
+    applied = Applied(Path(baseline), encoder) if baseline else None
 
     def write(rows: Sequence[dict[str, str]], beside: Beside, folder: Path) -> Quality:
-        public, private = measure(rows, beside, embedding=embedding, baseline=baseline)
+        public, private = measure(rows, beside, embedding=embedding, baseline=applied)
         missing = private["not_measured"]
         try:
             write_json(folder / "quality.json", {"public": public.to_json(), **private}, mode=0o600)

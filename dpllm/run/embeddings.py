@@ -356,8 +356,8 @@ class Applied:
         self._encoder = Encoder(model, declared.max_length or 2)
         if self._encoder.digest != self.release.encoder or self._encoder.of_public(["a"]).shape[1] != len(centre_D):
             raise ConfigError(
-                f"{model.name_or_path}: has other weights or another vocabulary than the encoder of {folder}, so its vectors "
-                f"mean something else. Type --encoder with the place of that {declared.encoder}."
+                f"{model.name_or_path}: has other weights, configuration or vocabulary than the encoder of {folder}, so its "
+                f"vectors mean something else. Type --encoder with the place of that {declared.encoder}."
             )
         self._around = Projection(centre_D, int(declared.dimensions or 1))
 

@@ -86,7 +86,7 @@ class Release(Record):
     vectors: Sha256 | None = None
     """Of the file with the centres or weights that were released with it."""
     encoder: Sha256 | None = None
-    """Of the encoder's weights and vocabulary."""
+    """Of the encoder's weights, configuration and vocabulary."""
     held_out: HeldOut | None = None
     """Of a classifier, where the recipe names public held-out rows."""
 

@@ -14,8 +14,9 @@ import torch
 import transformers
 from sentence_encoders import FAMILIES, POSITIONS, save
 
-from dpllm.errors import ConfigError
-from dpllm.model import loading
+from dpllm.errors import ConfigError, Refused
+from dpllm.model import loading, reading
+from dpllm.model.reading import Embedder
 from dpllm.recipe.config import ModelConfig
 from dpllm.run.embeddings import Encoder
 
@@ -159,3 +160,20 @@ def test_modules_that_would_be_read_otherwise_are_refused(tmp_path: Path, change
     (path / "modules.json").write_text(json.dumps(listed))
     with pytest.raises(ConfigError):
         loading.pooling_of(ModelConfig(name_or_path=str(path)))
+
+
+@pytest.mark.parametrize("error", [ValueError, RuntimeError, TypeError])
+def test_a_model_that_cannot_read_rows_beside_each_other_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    def fails(*_: Any) -> Any:
+        raise error("shapes")
+
+    monkeypatch.setattr(Embedder, "vectors", fails)
+    with pytest.raises(ConfigError, match="cannot read rows beside each other"):
+        encoder(save(tmp_path / "m"))
+
+
+def test_a_tokenizer_that_reads_no_letter_has_no_place_for_texts() -> None:
+    with pytest.raises(Refused, match="letter a"):
+        reading._template(lambda *_, **__: {"input_ids": []})

@@ -72,13 +72,14 @@ def test_secrets_in_rows_are_counted_and_nothing_is_refused(folder: Path, monkey
     told = [
         Canary("c00000", 1, "It is", "2026-11-03", inserted=True),
         Canary("c00001", 1, "It is", "8181", inserted=False),
+        Canary("c00002", 1, "It is", "8282", inserted=True, rejected="2026-11-03"),
     ]
     monkeypatch.setattr(leaks.canaries, "load", lambda path: SimpleNamespace(canaries=told))
     run = make_run(folder.parent.parent / "other", "clinic-without-privacy")
     run.private.mkdir()
     run.canaries.write_text("{}")
     statement = privacy_record.read(read_json(run.export / BLOCK))
-    assert any("1 of 1 planted and 0 of 1 left out" in line for line in leaks.in_rows(run, folder / ROWS, statement))
+    assert any("2 of 2 planted and 0 of 1 left out" in line for line in leaks.in_rows(run, folder / ROWS, statement))
 
 
 NOTE = "Astrid Lindqvist was seen on the {} of May for a fracture of the left wrist."

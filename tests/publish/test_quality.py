@@ -364,21 +364,30 @@ def test_a_card_with_such_a_classifier_says_that_its_epsilon_comes_on_top() -> N
 
 
 def test_command_and_function_measure_with_the_classifier_and_encoder_that_are_named(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     seen: list[Any] = []
 
-    def stop(embedding: str | None, tell: Any, baseline: Any) -> Any:
-        seen.append((embedding, baseline))
+    def stop(embedding: str | None, tell: Any, *baseline: Any) -> Any:
+        seen.append(baseline)
         raise ConfigError("seen")
 
-    monkeypatch.setattr("dpllm.run.embeddings.Applied", lambda *given: given)
-    monkeypatch.setattr(quality, "writer", stop)
-    for typed in (["run"], ["rows.jsonl", "--by", "inference", "--model", "builtin:tiny", "--epsilon", "8"]):
-        for more in ([], ["--baseline", "classifier", "--encoder", "here"]):
-            assert main(["synthesize", *typed, "--rows", "1", *more]) == 2
-    assert seen == [(None, None), (None, (Path("classifier"), "here"))] * 2
-    for given in ({}, {"baseline": "classifier"}):
+    def measured(rows: Any, beside: Any, **more: Any) -> Any:
+        seen.append(more)
+        raise ConfigError("seen")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(quality, "writer", stop)
+        for typed in (["run"], ["rows.jsonl", "--by", "inference", "--model", "builtin:tiny", "--epsilon", "8"]):
+            for more in ([], ["--baseline", "classifier", "--encoder", "here"]):
+                assert main(["synthesize", *typed, "--rows", "1", *more]) == 2
+        for given in ({}, {"baseline": "classifier"}):
+            with pytest.raises(ConfigError, match="seen"):
+                dpllm.synthesize("run", 1, **given)
+    assert seen == [(None, None), (Path("classifier"), "here")] * 2 + [(None,), ("classifier",)]
+    monkeypatch.setattr(quality, "Applied", lambda *given: given)
+    monkeypatch.setattr(quality, "measure", measured)
+    for baseline, applied in (((), None), (("classifier", "here"), (Path("classifier"), "here"))):
         with pytest.raises(ConfigError, match="seen"):
-            dpllm.synthesize("run", 1, **given)
-    assert seen[4:] == [(None, None), (None, (Path("classifier"), None))]
+            quality.writer(None, print, *baseline)([], None, tmp_path)
+        assert seen[-1] == {"embedding": None, "baseline": applied}

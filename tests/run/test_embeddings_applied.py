@@ -110,14 +110,15 @@ def test_clusters_are_named_by_public_texts_and_assign_a_file(say: Say, capsys: 
 
 
 def edited(folder: Path, **changes: Any) -> None:
-    """describe.json of another release, with the page that it gives."""
-    from dpllm.statement.released import page
+    """describe.json of another release, with the page and the picture that it gives."""
+    from dpllm.statement.released import figure, page
 
     stated = json.loads((folder / "describe.json").read_text())
     of_release = {name: changes.pop(name) for name in list(changes) if name in stated["releases"][0]}
     stated = {**stated, **changes, "releases": [{**stated["releases"][0], **of_release}]}
     (folder / "describe.json").write_text(json.dumps(stated))
     (folder / "README.md").write_text(page(Statistics.pick(stated)))
+    (folder / "sizes.svg").write_text(figure(Statistics.pick(stated)))
 
 
 def test_what_was_changed_afterwards_fails(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,6 +139,7 @@ def test_what_was_changed_afterwards_fails(folder: Path, capsys: pytest.CaptureF
         {"mechanism": "none"},
         {"value": {**(one.value or {}), "yes": 3.5}},
         {"value": {"yes": 3}},
+        {"value": {**(one.value or {}), "yes": 1e300}},
         {"vectors": "0" * 64},
         {"encoder": None},
         *({"held_out": {"source": "x", **zip_of}} for zip_of in bad),
@@ -234,7 +236,7 @@ def test_another_encoder_classifies_nothing(folder: Path, tmp_path: Path, capsys
             words["model"]["merges"] = words["model"]["merges"][:-1]
             path.write_text(json.dumps(words))
         assert main(["classify", str(folder), "rows.jsonl", "--encoder", "tuned"]) == 2, changed
-        assert "has other weights or another vocabulary" in capsys.readouterr().err
+        assert "has other weights, configuration or vocabulary" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("change", [{"epsilon": 0.01}, {"delta": 1e-12}, {"releases": {"value": {}}}])
