@@ -41,8 +41,8 @@ def matrix_rate(device: Any, dtype: Any, rows: int, inner: int, columns: int, se
     """
     import torch
 
-    left = torch.ones(rows, inner, device=device, dtype=dtype)
-    right = torch.ones(inner, columns, device=device, dtype=dtype)
+    left = torch.randn(rows, inner, device=device, dtype=dtype)
+    right = torch.randn(inner, columns, device=device, dtype=dtype)
     out = torch.empty(rows, columns, device=device, dtype=dtype)
     cuda = out.is_cuda
     clock, threads = (time.perf_counter, 1) if cuda else (time.process_time, torch.get_num_threads())

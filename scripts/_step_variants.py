@@ -28,7 +28,8 @@ from dpllm.privacy.loss import sequence_losses
 from dpllm.privacy.noise import GaussianNoise
 from dpllm.privacy.plan import Plan, Schedule
 from dpllm.privacy.rules import Form, Mode
-from dpllm.privacy.sampling import PhysicalBatch, collate
+from dpllm.privacy.sampling import PhysicalBatch, collate, physical_batches
+from dpllm.privacy.schedule import shapes_of
 from dpllm.recipe.config import FrozenConfig
 from dpllm.text.data import TokenSequence, Unit
 
@@ -36,6 +37,7 @@ warnings.filterwarnings("ignore", message="Full backward hook is firing when gra
 warnings.filterwarnings("ignore", message="`gradient_checkpointing_")  # renamed within transformers 5
 
 BATCH_SIZE, MAX_GRAD_NORM, SIGMA = 8, 1.0, 1.0
+FIXED_TOKENS = 2048  # as dpllm.model.memory has it of GPUs
 LEARNING_RATE = 1e-6  # the variants share the weights, which should stay where they are
 KEYS = ("num_hidden_layers", "hidden_size", "intermediate_size")
 KEYS += ("num_attention_heads", "num_key_value_heads", "vocab_size")
@@ -90,15 +92,35 @@ def build(shape: str, method: str, device: torch.device) -> Bench:
     return Bench(model, torch.optim.AdamW(trains, lr=LEARNING_RATE), device, autocast, plan)
 
 
-def random_batches(shape: str, rows: int, length: int, count: int, device: torch.device) -> list[PhysicalBatch]:
-    """Full rows of random tokens, learned from the second on."""
-    generator, vocabulary = torch.Generator().manual_seed(length), SHAPES[shape]["vocab_size"]
+Batches = tuple[list[PhysicalBatch], list[PhysicalBatch]]  # for every variant but dpllm, and for dpllm
 
-    def unit() -> Unit:
+
+def random_batches(shape: str, rows: int, length: int, count: int, device: torch.device) -> Batches:
+    """Full rows of random tokens, the same for all."""
+    units = random_units(shape, [length] * (rows * count))
+    batches = [collate(units[start : start + rows], pad_id=0).to(device) for start in range(0, len(units), rows)]
+    return batches, batches
+
+
+def mixed_batches(shape: str, rows: int, length: int, number: int, device: torch.device) -> Batches:
+    """Rows of an eighth of the length and more: sorted, in batches padded to their longest row; and in dpllm's own shapes."""
+    units = random_units(
+        shape, [length // 8 + (length - length // 8) * place // (number - 1) for place in range(number)]
+    )
+    plain = [collate(units[start : start + rows], pad_id=0) for start in range(0, number, rows)]
+    ours = physical_batches(range(number), units, shapes_of(rows, number, length, fixed=FIXED_TOKENS), 0)
+    return [batch.to(device) for batch in plain], [batch.to(device) for batch in ours]
+
+
+def random_units(shape: str, lengths: Sequence[int]) -> list[Unit]:
+    """Random tokens, learned from the second on."""
+    generator, vocabulary = torch.Generator().manual_seed(len(lengths)), SHAPES[shape]["vocab_size"]
+
+    def unit(length: int) -> Unit:
         ids = torch.randint(0, vocabulary, (length,), generator=generator).tolist()
         return Unit((TokenSequence(tuple(ids), (False,) + (True,) * (length - 1), length - 1),))
 
-    return [collate([unit() for _ in range(rows)], pad_id=0).to(device) for _ in range(count)]
+    return [unit(length) for length in lengths]
 
 
 def losses(bench: Bench, batch: PhysicalBatch) -> Tensor:

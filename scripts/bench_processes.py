@@ -43,7 +43,7 @@ def work(request: dict[str, Any]) -> None:
         distributed.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world)
     torch.set_float32_matmul_precision("highest")
     bench = build(request["shape"], "lora", torch.device("cpu"))
-    batches = random_batches(request["shape"], request["rows"], request["length"], request["batches"], bench.device)
+    batches, _ = random_batches(request["shape"], request["rows"], request["length"], request["batches"], bench.device)
     with with_engine(bench, "auto") as step:
         for _ in sys.stdin:  # one line for each step
             cpu, start = time.process_time(), time.perf_counter()

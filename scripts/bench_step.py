@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
+import itertools
 import json
 import math
 import os
@@ -42,6 +43,7 @@ from _step_variants import (
     Step,
     attached,
     build,
+    mixed_batches,
     random_batches,
 )
 from rich.console import Console
@@ -68,6 +70,8 @@ NOTES = {
     "is fastDP as it comes, which trains no RMSNorm, adds noise in float32 and does not stop a gradient that is not finite.",
     "checkpointing": "Non-reentrant for non_private, hf_loss and dpllm. Opacus refuses that, so its variants run reentrant with "
     "enable_input_require_grads.",
+    "mixed": "Rows of T / 8 to T tokens, evenly spread. Every variant but dpllm gets them sorted, padded to the longest of a "
+    "physical batch (grouped by length); dpllm gets its own shapes, each of at most as many rows.",
     "memory": "Weights and optimizer state included. CUDA: largest torch.cuda.max_memory_allocated of a step. CPU: VmHWM of a "
     "second step in a process of its own, less what the process held before the model was built.",
     "allocator": "CPU: timed with MALLOC_MMAP_MAX_=0 and no trimming (scripts/bench_step sets it), so that freed memory stays "
@@ -78,7 +82,8 @@ NOTES = {
 }
 
 
-TOKENS = {"tiny": 64, "cpu": 1024, "body": 1024, "1b": 4096, "8b": 2048}  # of a physical batch
+TOKENS = {"tiny": 64, "cpu": 1024, "body": 1024, "1b": 16_384, "8b": 4096}  # of a physical batch
+MIXED_ROWS = {"1b": 64}  # of a logical batch, else 32
 METHODS = ("lora", "frozen")
 RAW = ("time_s", "cpu_time_s", "peak_memory_bytes")
 
@@ -100,8 +105,13 @@ def timed(step: Step, batches: Sequence[PhysicalBatch], device: torch.device) ->
 def measure(bench: Bench, case: dict[str, Any], options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Interleaved repetitions of one configuration; the first, a warm-up, is dropped."""
     names, shape = options.variants, options.shape
-    batches = random_batches(shape, case["rows"], case["length"], options.physical_batches, bench.device)
-    warm_up = random_batches(shape, 1, 8, 1, bench.device)
+    if case["mixed"]:
+        names = [name for name in names if not name.startswith("opacus")]
+        number = MIXED_ROWS.get(shape, 32)
+        plain, ours = mixed_batches(shape, case["rows"], case["length"], number, bench.device)
+    else:
+        plain, ours = random_batches(shape, case["rows"], case["length"], options.physical_batches, bench.device)
+    warm_up, _ = random_batches(shape, 1, 8, 1, bench.device)
     found: dict[str, dict[str, Any]] = {name: {"error": None, **{raw: [] for raw in RAW}} for name in names}
     for repetition in range(options.repetitions + 1):
         if repetition > 1 and time.monotonic() > options.deadline:
@@ -112,24 +122,30 @@ def measure(bench: Bench, case: dict[str, Any], options: argparse.Namespace) -> 
                 continue
             try:
                 with attached(bench, name, checkpointing=case["checkpointing"], warm_up=warm_up) as step:
-                    seen = timed(step, batches, bench.device)
+                    seen = timed(step, ours if name.startswith("dpllm") else plain, bench.device)
             except Exception as error:  # a variant that cannot do it is a result too
                 why = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
                 found[name] = {"error": why, **{raw: [] for raw in RAW}}
                 continue
+            print(f"{repetition}: {name} {seen['time_s']:.3f} s", file=sys.stderr, flush=True)
             for key, value in seen.items():
                 found[name][key] += [value] if repetition else []
     if bench.device.type == "cpu" and options.memory:
         for name in names:
             if not found[name]["error"]:
                 found[name].update(memory_alone(case | {"variant": name}, options))
+    tokens = sum(real_tokens(batch) for batch in plain)
     for values in found.values():
         values["median_s"] = statistics.median(values["time_s"]) if values["time_s"] else None
-        tokens = options.physical_batches * case["rows"] * case["length"]
         values["tokens_per_s"] = tokens / values["median_s"] if values["time_s"] else None
         for short, raw in zip(("time", "cpu_time", "memory"), RAW, strict=True):
-            values[f"{short}_ratio"] = ratio(values, found["non_private"], raw)
+            values[f"{short}_ratio"] = ratio(values, found[names[0]], raw)
     return found
+
+
+def real_tokens(batch: PhysicalBatch) -> int:
+    """Of all its rows, without padding: the first of a row and its targets."""
+    return int(batch.loss_mask_RT.sum()) + batch.num_units
 
 
 def memory_alone(case: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
@@ -161,7 +177,7 @@ def memory_child(request: dict[str, Any]) -> int:
         malloc_trim(0)
         before = status("VmRSS")
         bench = build(shape, request["method"], torch.device("cpu"))
-        batches = random_batches(shape, rows, length, request["physical_batches"], bench.device)
+        batches, _ = random_batches(shape, rows, length, request["physical_batches"], bench.device)
         how: Any = {"checkpointing": request["checkpointing"], "warm_up": batches}
         with attached(bench, request["variant"], **how) as step:
             gc.collect()
@@ -200,7 +216,10 @@ def bars(result: dict[str, Any], *, memory: bool) -> list[dict[str, Any]]:
         ("dpllm", "non_private", "peak_memory_bytes", "<=", 1.10),
         ("opacus_ghost", "dpllm", "time_s", ">=", 1.5 if result["length"] < 1024 else 2.0),
     ]
-    for over, under, raw, sign, limit in wanted if lora else wanted[:2]:
+    if result["mixed"]:
+        wanted = [("dpllm", "non_private", "time_s", "<=", 1.10)]
+    wanted += [("dpllm", "hf_loss", *row[2:]) for row in wanted if row[1] == "non_private"]
+    for over, under, raw, sign, limit in wanted if lora else [row for row in wanted if row[0] == "dpllm"]:
         if not {over, under} <= result["variants"].keys() or (raw == RAW[2] and not memory):
             continue  # not asked for
         sides = [result["variants"][name] for name in (over, under)]
@@ -213,7 +232,8 @@ def bars(result: dict[str, Any], *, memory: bool) -> list[dict[str, Any]]:
 
 def label(case: dict[str, Any]) -> str:
     on = "on" if case["checkpointing"] else "off"
-    return f"{case['method']} T={case['length']} R={case['rows']} checkpointing {on}"
+    upto = "<" if case["mixed"] else ""
+    return f"{case['method']} T={upto}{case['length']} R={case['rows']} checkpointing {on}"
 
 
 def number(value: float | None, digits: int = 3) -> str:
@@ -260,6 +280,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--lengths", nargs="+", type=int, help="tokens of a row (default: 256 1024)")
     parser.add_argument("--rows", type=int, help="rows of a physical batch (default: what fills the shape's tokens)")
+    parser.add_argument(
+        "--rows-of",
+        nargs="+",
+        choices=("equal", "mixed"),
+        default=["equal"],
+        help="lengths (default: equal; see notes)",
+    )
     parser.add_argument("--checkpointing", nargs="+", choices=("off", "on"), default=["off", "on"])
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     modes = [name.removeprefix("dpllm_") for name in MODES]
@@ -284,7 +311,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     options.deadline = time.monotonic() + options.limit
     options.lengths = options.lengths or ([16, 32] if options.shape == "tiny" else [256, 1024])
-    extra = ["non_private", *options.variants, *(f"dpllm_{mode}" for mode in options.modes)]
+    # What ratios are over runs first; on a GPU it is what Trainer computes, since losses by chunks are slower there.
+    extra = [
+        "hf_loss" if options.device == "cuda" else "non_private",
+        *options.variants,
+        *(f"dpllm_{mode}" for mode in options.modes),
+    ]
     if options.fastdp:
         sys.path.append(str(options.fastdp.resolve()))
         extra += PEERS
@@ -293,7 +325,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(options: argparse.Namespace) -> int:
-    started = datetime.now(UTC)
+    started, begun = datetime.now(UTC), time.perf_counter()
     torch.set_float32_matmul_precision("highest")  # as dpllm.run.loop
     console = Console(width=None if sys.stdout.isatty() else 120)
     device = torch.device(options.device)
@@ -315,13 +347,26 @@ def main(options: argparse.Namespace) -> int:
     console.print(f"{options.shape} on {device}, {torch.get_num_threads()} threads, torch {torch.__version__}")
     for method in options.methods:
         bench = build(options.shape, method, device)
+        print(f"model built after {time.perf_counter() - begun:.0f} s", file=sys.stderr, flush=True)
         for length in options.lengths:
-            for on in options.checkpointing:
+            for on, kind in itertools.product(options.checkpointing, options.rows_of):
+                if report["results"] and time.monotonic() > options.deadline:
+                    print(
+                        f"not measured for lack of time: rows of {kind} length, T {length}", file=sys.stderr, flush=True
+                    )
+                    continue
                 rows = options.rows or max(1, TOKENS[options.shape] // length)
-                case = {"method": method, "length": length, "rows": rows, "checkpointing": on == "on"}
-                before = limit(bench, case, options) if method == "lora" else {}
+                case = {
+                    "method": method,
+                    "length": length,
+                    "rows": rows,
+                    "checkpointing": on == "on",
+                    "mixed": kind == "mixed",
+                }
+                counted = method == "lora" and kind == "equal"
+                before = limit(bench, case, options) if counted else {}
                 result = {**case, "variants": measure(bench, case, options), **before}
-                if method == "lora":
+                if counted:
                     result = min(result, {**result, **limit(bench, case, options)}, key=lambda one: one["limit_s"])
                 report["results"].append(result)
                 report["bars"] += bars(result, memory=options.memory or device.type == "cuda")

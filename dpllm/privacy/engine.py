@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
+from peft.helpers import disable_input_dtype_casting
 from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
@@ -111,6 +112,11 @@ class StepEngine:
         self._model, self._optimizer, self._schedule, self._plan = model, optimizer, schedule, plan
         self._scale, self._device, self._form = loss_scale, noise.device, form
         self._noise = BandedNoise(noise, plan.coefficients) if plan and plan.coefficients else noise
+        self._while_open = contextlib.ExitStack()
+        with autocast():
+            rounded = torch.is_autocast_enabled(self._device.type)
+        if rounded:  # adapters would keep their inputs in float32, twice the size, which autocast rounds again
+            self._while_open.enter_context(disable_input_dtype_casting(model))
         self._token_losses = TokenLosses(model, self._device, autocast)
         # C of the next step: the Plan's, or with adaptive clipping what earlier releases made of it. Public.
         self.max_grad_norm = self._first_norm = plan.max_grad_norm if plan else float("inf")
@@ -322,6 +328,7 @@ class StepEngine:
             self._clipper.close()
         if self._guard is not None:
             self._guard.remove()
+        self._while_open.close()
 
     def self_check(
         self,

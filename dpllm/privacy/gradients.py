@@ -18,13 +18,14 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from dpllm.privacy.rules import Dense, Part, Product, Rows
+from dpllm.privacy.rules import Dense, Part, Product, Rows, multiplied
 
 ROUNDING = 2.0**-53  # of float64
 TOKENS = 2**20  # of a physical batch; a constant, so that no unit's bound follows how many the others have
 GRAM_PRECISION = 1e-8  # of a squared norm, beyond which Gram products are not relied on
 CHUNK = 2**21  # float64 numbers of a temporary: 16 MiB
-TOGETHER = CHUNK // 16  # of one that stays in a processor's cache
+TOGETHER = {"cpu": CHUNK // 16}  # of one that stays in a processor's cache
+TOGETHER_ELSEWHERE = 4 * CHUNK  # a GPU would spend its time on starting kernels
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ class UnitGradients:
             columns = bool(self._rows) and self._rows[0].columns
             products, self._products, self._rows = self._products, [], []
             for item in products:
-                self.add(Dense(item.left_RTi.float().transpose(1, 2) @ item.right_RTj.float()))
+                self.add(Dense(multiplied(item.left_RTi, item.right_RTj)))
             if looked_up:
                 if self._dense_U is None:
                     shape = (self.owners.places, *self.parameter.shape)
@@ -169,7 +170,7 @@ class UnitGradients:
         if not all(counted):  # 0 * nan is nan: one bad unit would poison everybody's sum
             dense_U[[unit for unit, good in enumerate(counted) if not good]] = 0
         total_P, dense_UP = sum_.view(-1), dense_U.flatten(1)
-        size = max(1, TOGETHER // dense_UP.shape[0])
+        size = max(1, added_at_once(dense_U.device) // dense_UP.shape[0])
         for start in range(0, total_P.shape[0], size):
             part_UP = dense_UP[:, start : start + size].double().mul_(factor_U[:, None]).round_()
             total_P[start : start + size].add_(part_UP.sum(dim=0))
@@ -219,8 +220,9 @@ def add_all(each: list[tuple[UnitGradients, Tensor]], factor_U: Tensor, counted:
         gradient, sum_ = each.pop()
         dense_U, offset, base = gradient._dense_U, int(sum_.storage_offset()), sum_._base
         whole = base is not None and base.dim() == 1 and base.storage_offset() == 0 and sum_.is_contiguous()
-        small = dense_U is not None and whole and dense_U.numel() <= TOGETHER // 2
-        if not small or base is not vector or offset != stop or held > TOGETHER // 2:
+        most = added_at_once(sum_.device) // 2
+        small = dense_U is not None and whole and dense_U.numel() <= most
+        if not small or base is not vector or offset != stop or held > most:
             add_together()
             start = stop = offset
             vector, held = base, 0
@@ -230,6 +232,11 @@ def add_all(each: list[tuple[UnitGradients, Tensor]], factor_U: Tensor, counted:
         together.append(gradient)
         stop, held = stop + sum_.numel(), held + dense_U.numel()
     add_together()
+
+
+def added_at_once(device: torch.device) -> int:
+    """Numbers of materialised gradients that are added at once; the sums are exact, so that it decides nothing but speed."""
+    return TOGETHER.get(device.type, TOGETHER_ELSEWHERE)
 
 
 def _upper_bound(left_Ni: Tensor, right_Nj: Tensor, looked_up: tuple[Tensor, Tensor] | None, all_tokens: int) -> Tensor:

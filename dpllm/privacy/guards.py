@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 ROUTED = frozenset({"experts", "router", "gate"})  # parts of a name
+# torch reads it once, when the process multiplies on a GPU for the first time, and refuses products afterwards if it was not set.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def check_model(model: nn.Module) -> None:
@@ -65,8 +67,11 @@ def deterministic(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first product runs
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    filled, torch.utils.deterministic.fill_uninitialized_memory = (
+        torch.utils.deterministic.fill_uninitialized_memory,
+        False,  # what nobody reads would be written, in every kernel
+    )
     torch.use_deterministic_algorithms(True)  # warn_only would leave the backward pass of attention as it is
     try:
         yield
@@ -79,3 +84,4 @@ def deterministic(device: torch.device) -> Iterator[None]:
         ) from None
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.utils.deterministic.fill_uninitialized_memory = filled

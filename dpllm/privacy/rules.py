@@ -78,7 +78,17 @@ def product(left_RTi: Tensor, right_RTj: Tensor, form: Form) -> Part:
     """
     if form.mode == "ghost" or (form.mode == "auto" and _factors_pay(left_RTi, right_RTj, form.max_length)):
         return Product(left_RTi, right_RTj)
-    return Dense(left_RTi.float().transpose(1, 2) @ right_RTj.float())
+    return Dense(multiplied(left_RTi, right_RTj))
+
+
+def multiplied(left_RTi: Tensor, right_RTj: Tensor) -> Tensor:
+    """left[r].T @ right[r] of every row, accumulated and returned in float32."""
+    low = left_RTi.dtype == right_RTj.dtype and left_RTi.dtype in (torch.bfloat16, torch.float16)
+    if (
+        low and left_RTi.is_cuda
+    ):  # products of such numbers are exact in float32: nothing is gained by widening them first
+        return torch.bmm(left_RTi.transpose(1, 2), right_RTj, out_dtype=torch.float32)
+    return left_RTi.float().transpose(1, 2) @ right_RTj.float()
 
 
 def linear(

@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-CUDA = torch.device("cuda")
+CUDA = torch.device("cuda", 0)
 TOKENS, VOCABULARY = 256, 32_000
 ROOM = 3 * 2**29  # bytes that a test leaves to itself
 

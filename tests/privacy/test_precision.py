@@ -12,10 +12,11 @@ import torch
 from cases import BF16, FP16, MODES, built, generated
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.nn import functional
 
-from dpllm.privacy import gradients
+from dpllm.privacy import clipping, gradients
 from dpllm.privacy.gradients import Owners, UnitGradients
 from dpllm.privacy.loss import sequence_losses
 from dpllm.privacy.rules import Dense, Product, Rows
@@ -158,7 +159,7 @@ def test_parameters_that_are_added_together_get_the_bits_of_each_alone(
     for sum_, gradient_U in zip(expected, dense, strict=True):
         for unit, good in enumerate(counted):
             sum_ += (gradient_U[unit].double() * factor_U[unit]).round() if good else 0
-    monkeypatch.setattr(gradients, "TOGETHER", together)
+    monkeypatch.setitem(gradients.TOGETHER, "cpu", together)
     held = [UnitGradients(nn.Parameter(torch.zeros(shape)), owners) for shape in shapes]
     for one, gradient_U in zip(held, dense, strict=True):
         one.add(Dense(gradient_U.clone()))
@@ -201,3 +202,31 @@ def test_tf32_is_refused_however_it_was_switched_on(place: str, precision: str) 
         checks.tf32_refused(lambda: setattr(PRODUCTS[place], "fp32_precision", precision))
     else:
         checks.tf32_refused(lambda: torch.set_float32_matmul_precision(precision))
+
+
+def test_adapters_keep_their_inputs_in_the_precision_of_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits as with peft's cast to float32, which autocast rounds again; peft casts again once the engine is closed."""
+    found, kept = [], set[torch.dtype]()
+
+    net = lowered(tm.build("llama", tm.LORA), torch.bfloat16)
+    monkeypatch.setattr(clipping.PerUnitClipper, "_receive", _looking(clipping.PerUnitClipper._receive, kept))
+    for cast in (True, False):
+        engine = tm.make_engine(net, tm.plan(0.05), autocast=BF16)
+        if cast:
+            engine._while_open.close()
+        found.append(engine.clipped_sum(tm.batches(tm.units(tm.RAGGED)))[0])
+        assert kept == {torch.float32, torch.bfloat16} if cast else kept == {torch.bfloat16}
+        kept.clear()
+        engine.close()
+    assert torch.equal(*found)
+    layers = [module for module in net.modules() if isinstance(module, BaseTunerLayer)]
+    assert layers
+    assert all(layer.cast_input_dtype_enabled for layer in layers)
+
+
+def _looking(receive: Any, kept: set[torch.dtype]) -> Any:
+    def look(self: Any, layer: Any, name: str, rule: Any, input: torch.Tensor, backprop: torch.Tensor) -> None:
+        kept.add(input.dtype)
+        receive(self, layer, name, rule, input, backprop)
+
+    return look
