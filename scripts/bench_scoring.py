@@ -21,6 +21,7 @@ import torch
 from _machine import machine, versions
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+import dpllm
 from dpllm.auditing import scores
 from dpllm.text.data import TokenSequence
 
@@ -104,7 +105,7 @@ def main() -> None:
                 "device": torch.cuda.get_device_name() if known.device == "cuda" else "cpu",
                 "threads": torch.get_num_threads(),
                 "machine": machine(),
-                "versions": versions("dpllm", "torch", "transformers"),
+                "versions": versions("torch", "transformers") | {"dpllm": dpllm.__version__},
                 "bar": 0.9,
                 "cases": cases,
             },
