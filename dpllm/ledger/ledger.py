@@ -91,9 +91,11 @@ class Ledger:
         extends: str | None = None,
         records: Fingerprint | None = None,
         derived_from: str | None = None,
+        once: bool = False,
     ) -> Reservation:
         """Charges a whole run before it starts, or refuses it and writes nothing; see ``reserving.reserve_all``."""
-        return reserve_all(self, dataset, [request], extends=extends, records=records, derived_from=derived_from)[0]
+        more = {"extends": extends, "records": records, "derived_from": derived_from, "once": once}
+        return reserve_all(self, dataset, [request], **more)[0]  # type: ignore[arg-type]
 
     def outdated(self, seen: int, *datasets: str) -> bool:
         """Whether what decides about these datasets was entered after the first ``seen`` links."""

@@ -85,6 +85,7 @@ class Decision:
     refusals: tuple[DpllmError, ...] = ()
     # SHA-256 of the weights of model.adapter that were judged, which must be those that load.
     weights: str | None = None
+    labels_before: tuple[Labels, ...] = ()  # draws of labels that taught the models before
 
     @property
     def exit_code(self) -> int:
@@ -132,6 +133,8 @@ class Decision:
             lines.append(self.shrunk)
         if (loss := derived.flipped_labels(self.config)) is not None:
             lines.append(loss)
+        if (labels := self.labels) is not None and labels.account_epsilon not in (None, labels.unit_epsilon):
+            lines.append(f"Labels: {labels.dataset} holds epsilon {labels.account_epsilon:g} for one {labels.unit}")
         if self.ledger is not None:
             lines.append(f"Ledger: {self.ledger}")
         if self.subject and self.subject.reads:
@@ -234,10 +237,11 @@ def decide(
         base = found.attempt(parents.of_base, config, fetch=fetch)
         if resumed and not found.errors:
             found.attempt(same_lineage, base, config, run)
-        about = {"dataset": dataset, "derived_from": parent, "book": ledger, "plan": plan}
+        labels = lineage.of_labels(subject.labels, base, ledger)
+        about = {"dataset": dataset, "derived_from": parent, "book": ledger, "plan": plan, "labels": labels}
         ancestry = found.attempt(lineage.compose_with_base, base, config, **about)
-        weights = base.weights if base else None
-        return Decision(config, subject, schedule, plan, seen, ancestry, resumed, tuple(found.errors), weights)
+        subject, about_base = replace(subject, labels=labels), (base.weights, base.labels) if base else (None, ())
+        return Decision(config, subject, schedule, plan, seen, ancestry, resumed, tuple(found.errors), *about_base)
 
 
 def read_subject(config: RunConfig, cache: Path | None = None) -> Subject:
