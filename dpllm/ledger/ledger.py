@@ -91,11 +91,9 @@ class Ledger:
         extends: str | None = None,
         records: Fingerprint | None = None,
         derived_from: str | None = None,
-        once: bool = False,
     ) -> Reservation:
         """Charges a whole run before it starts, or refuses it and writes nothing; see ``reserving.reserve_all``."""
-        more = {"extends": extends, "records": records, "derived_from": derived_from, "once": once}
-        return reserve_all(self, dataset, [request], **more)[0]  # type: ignore[arg-type]
+        return reserve_all(self, dataset, [request], extends=extends, records=records, derived_from=derived_from)[0]
 
     def outdated(self, seen: int, *datasets: str) -> bool:
         """Whether what decides about these datasets was entered after the first ``seen`` links."""
@@ -278,7 +276,7 @@ class Ledger:
                 raise Refused(
                     f"dataset {dataset!r} is accounted per {past['unit']!r} under "
                     f"{past['relation']!r}; epsilon per {unit!r} under {relation!r} is another "
-                    "quantity and does not add to it. Set data.unit and data.public_size as "
+                    "quantity and does not add to it. Set data.unit (--unit) and data.public_size as "
                     "in its earlier runs.",
                     dataset=dataset,
                     reason="other_unit",

@@ -164,15 +164,12 @@ class Records:
 
     def refuse_released(self, records: Fingerprint) -> None:
         """Refuses records of an account that has a run, whatever became of it: one that died may have released all."""
-        accounts = dict.fromkeys(map(self.account_name, self.overlaps(records)))
-        for name in accounts:
+        for name in map(self.account_name, self.overlaps(records)):
             if self._chain.of(name, "reserve"):
-                raise Refused(
-                    f"some of these records were released before ({name} in the ledger), and a second time costs as much again. "
-                    "Use what was released then.",
-                    dataset=name,
-                    reason="again",
+                why = (
+                    f"some of these records were released before ({name} in the ledger), and would cost as much again."
                 )
+                raise Refused(f"{why} Use what was released then.", dataset=name, reason="again")
 
     def conflict(self, dataset: str, records: Fingerprint, derived_from: str | None) -> Refused | None:
         """Why these records may not be charged to ``dataset``; None if they may.

@@ -17,6 +17,7 @@ from dpllm.errors import ConfigError, DataError, Refused
 from dpllm.files import alone, read_json, scratch, sha256, write_json, write_whole
 from dpllm.ledger import Ledger, Reservation, RunRequest, open_ledger
 from dpllm.ledger.records import HASH_BYTES, fingerprint
+from dpllm.ledger.reserving import reserve_all
 from dpllm.ledger.values import LABELS, OPEN, label_account
 from dpllm.privacy.events import PureDP, number
 from dpllm.privacy.labels import Below, flip_probability, flipped
@@ -54,8 +55,7 @@ def randomize(
     Raises:
         ConfigError: ``output`` is there already.
         DataError: The pairs cannot be read, or one unit has more labels.
-        Refused: A draw of some of these labels was begun before, whatever became of it, or the ledger has no room; nothing is
-            spent.
+        Refused: A draw of some of these labels was begun before, or the ledger has no room; nothing is spent.
 
     Guarantee:
         The new file is epsilon-differentially private under a change of one label, and max_labels epsilon under a change of all
@@ -140,22 +140,20 @@ def _charge(ledger: Ledger, config: RunConfig, table: data.Table, epsilon: float
     event = PureDP((config.data.max_examples_per_unit or 1) * epsilon)
     request = RunRequest(event, _DELTA, 1, config.data.unit, "label_changed", "randomize-labels")
     known = ledger.records.overlaps(records)
-    named = config.privacy.dataset
-    name = label_account(named or (known[0] if known else data.dataset_name(config.data)))
+    name = config.privacy.dataset or (known[0] if known else data.dataset_name(config.data))
     try:
-        claim = ledger.reserve(name, request, records=records, once=not again)
+        claim = reserve_all(ledger, label_account(name), [request], records=records, once=not again)[0]
     except Refused as error:
         if error.reason == "again":
             raise _drawn(ledger, table.name, error.dataset, event) from None
-        if error.reason in ("overlap", "renamed"):
-            fix = f"--dataset {error.dataset.removeprefix(LABELS)!r}"
-            raise Refused(
-                f"{table.name}: some of these labels are of {error.dataset} in the ledger, and under another name they would "
-                f"have a second account. To charge them to the same people, type {fix}.",
-                dataset=error.dataset,
-                reason=error.reason,
-            ) from None
-        raise
+        if error.reason not in ("overlap", "renamed"):
+            raise
+        raise Refused(
+            f"{table.name}: some of these labels are of {error.dataset} in the ledger, and elsewhere they would have a second "
+            f"account. To charge them to the same people, type --dataset {error.dataset.removeprefix(LABELS)!r}.",
+            dataset=error.dataset,
+            reason=error.reason,
+        ) from None
     ledger.charge(claim.entry, 1)
     return claim
 
@@ -164,7 +162,7 @@ def _drawn(ledger: Ledger, table: str, dataset: str, event: PureDP) -> Refused:
     """Why labels are drawn once, and what another draw would cost."""
     account = ledger.account(dataset)
     held, unit = added(*account.events()), account.runs[0].reservation.unit
-    died = "" if all(run.state not in OPEN for run in account.runs) else "One never ended, and may have been written. "
+    died = "" if all(run.state not in OPEN for run in account.runs) else "One never ended, and its file may be there. "
     return Refused(
         f"{table}: some of these labels were randomised before ({dataset} in the ledger). {died}Another draw costs epsilon "
         f"{event.epsilon:g} more for one {unit}, {held + event.epsilon:g} in all, since two files tell a label better than one. "

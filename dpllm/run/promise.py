@@ -133,8 +133,6 @@ class Decision:
             lines.append(self.shrunk)
         if (loss := derived.flipped_labels(self.config)) is not None:
             lines.append(loss)
-        if (labels := self.labels) is not None and labels.account_epsilon not in (None, labels.unit_epsilon):
-            lines.append(f"Labels: {labels.dataset} holds epsilon {labels.account_epsilon:g} for one {labels.unit}")
         if self.ledger is not None:
             lines.append(f"Ledger: {self.ledger}")
         if self.subject and self.subject.reads:

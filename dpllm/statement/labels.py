@@ -39,8 +39,7 @@ class Labels(Record):
     date: Annotated[str, Field(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}$")]
     """Day on which they were flipped, in UTC."""
     account_epsilon: Positive | None = None
-    """Of one unit, for all that the account was known to hold: this draw, those before it, and those that taught the models
-    before this one. Absent where nothing says it."""
+    """Of one unit, for all that the account was known to hold, this draw among it; absent where nothing says it."""
 
     @property
     def coherent(self) -> bool:
@@ -52,11 +51,9 @@ class Labels(Record):
         return same and (self.unit != "example" or self.max_labels == 1)
 
     def with_account(self, held: float = 0.0, before: Sequence[Labels] = ()) -> Self:
-        """The same with the largest total of its account that is known; without one where models before it count other units.
+        """The same with the largest total of its account that is known: in a ledger, or with draws of models ``before``.
 
-        Args:
-            held: Epsilon of it in the ledger; 0 where that is not known.
-            before: Draws that taught the models before.
+        It has none where those count other units.
         """
         mine: list[Labels] = [self, *(one for one in before if one.dataset == self.dataset)]
         draws = math.fsum({one.entry: one.unit_epsilon for one in mine}.values())  # who uses one twice pays once

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import tiny
-from running import Place, as_trained, done, dpllm_
+from running import Place, done, dpllm_
 from test_label_runs import trained_on
 from test_preference_runs import asked, pairs  # noqa: F401
 
@@ -29,31 +27,28 @@ def drawn(place: Place, name: str, start: int, *more: object) -> Path:
     return output
 
 
-@pytest.fixture
-def two(asked: Place) -> tuple[Place, Path]:  # noqa: F811
-    """A run on three labels of each annotator, and three others of each; the run's card is written before these are drawn."""
-    done("train", asked.recipe, *trained_on(drawn(asked, "first", 0)), *PLAIN)
-    done("card", asked.run)
-    return asked, drawn(asked, "second", 1000)
+def trained(place: Place, run: Path, *more: object) -> Json:
+    """A run with a card that verifies; its block."""
+    done("train", place.recipe, *PLAIN, "--output_dir", run, *more)
+    done("card", run)
+    block: Json = json.loads((run / "export" / "privacy.json").read_text())
+    return block
 
 
-def from_first(place: Place, data: Path, *more: object) -> tuple[object, ...]:
-    start = ("--model.adapter", place.run / "export", "--output_dir", place.root / "second")
-    return "train", place.recipe, *trained_on(data), *PLAIN, *start, *more
+def test_models_on_labels_of_the_same_people_state_all_of_them(asked: Place) -> None:  # noqa: F811
+    first, second, third = (asked.root / name for name in ("run", "second", "third"))
+    old = drawn(asked, "first", 0)
+    trained(asked, first, *trained_on(old))
+    assert "charged exactly this" in done("verify", first).out
+    new = drawn(asked, "second", 1000)
+    assert json.loads(record_of(new).read_text())["account_epsilon"] == 9.0
+    # The first card is of the time before the second draw.
+    for path in (first, record_of(old)):
+        shown = done("verify", path, "--ledger", asked.ledger).out
+        assert "charged exactly this" not in shown
+        assert re.search(r"asserted  labels: ledger: .* charged 4.5 for this draw, .* holds 9 in all", shown)
 
-
-def block_of(run: Path) -> Json:
-    found: Json = json.loads((run / "export" / "privacy.json").read_text())
-    return found
-
-
-def test_a_model_made_from_a_model_on_labels_of_the_same_people_states_both(two: tuple[Place, Path]) -> None:
-    place, data = two
-    assert json.loads(record_of(data).read_text())["account_epsilon"] == 9.0
-    done(*from_first(place, data))
-    second = place.root / "second"
-    done("card", second)
-    block = block_of(second)
+    block = trained(asked, second, *trained_on(new), "--model.adapter", first / "export")
     assert (block["labels"]["unit_epsilon"], block["labels"]["account_epsilon"]) == (4.5, 9.0)
     assert [one["unit_epsilon"] for one in block["labels_before"]] == [4.5]
     assert "labels of notes, whose total" in block["lineage"]["reason"]
@@ -64,93 +59,14 @@ def test_a_model_made_from_a_model_on_labels_of_the_same_people_states_both(two:
     shown = done("verify", second).out
     assert re.search(r"verified  labels: ledger: .* charged 4.5 for this draw, and its account holds 9 in all", shown)
     assert "charged exactly this" not in shown
-    # The third generation learned nothing of labels, and knows of both draws.
-    done("train", place.recipe, *PLAIN, "--data.train", tiny.write_rows(place.root / "third.jsonl", pairs(40, 3000)),
-         "--model.adapter", second / "export", "--output_dir", place.root / "third")  # fmt: skip
-    done("card", place.root / "third")
-    assert [one["account_epsilon"] for one in block_of(place.root / "third")["labels_before"]] == [9.0, 4.5]
-    assert "those that taught the models before this one" in (place.root / "third" / "export" / "README.md").read_text()
-    assert "0 failed" in done("verify", place.root / "third").out
 
-
-def test_an_account_that_has_grown_is_not_verified_as_charged_exactly(two: tuple[Place, Path]) -> None:
-    """Nor as the total that is stated: the first run's card is of the time before the second draw."""
-    place, _ = two
-    for path in (place.run, record_of(place.root / "data" / "first.flipped.jsonl")):
-        shown = done("verify", path, "--ledger", place.ledger).out
-        assert "charged exactly this" not in shown
-        assert re.search(r"asserted  labels: ledger: .* charged 4.5 for this draw, .* holds 9 in all", shown)
-    # A run that begins now knows it, and plan says it.
-    more = (place.recipe, *trained_on(place.root / "data" / "first.flipped.jsonl"), *PLAIN)
-    assert "labels of notes holds epsilon 9 for one who" in " ".join(done("plan", *more).out.split())
-    done("train", *more, "--overwrite")
-    assert place.json("run.json")["labels"]["account_epsilon"] == 9.0
-
-
-def test_the_same_draw_is_paid_once_and_needs_no_ledger_to_be_added(two: tuple[Place, Path]) -> None:
-    """Whoever trains elsewhere has the records and the first model's card."""
-    place, data = two
-    elsewhere = ("--privacy.ledger", place.root / "elsewhere.sqlite")
-    first = place.root / "data" / "first.flipped.jsonl"
-    done(*from_first(place, first, *elsewhere))
-    record = json.loads((place.root / "second" / "run.json").read_text())
-    assert record["labels"]["account_epsilon"] == 4.5
-    told = json.loads(record_of(data).read_text())
-    record_of(data).write_text(json.dumps({k: v for k, v in told.items() if k != "account_epsilon"}))  # an older version
-    done(*from_first(place, data, *elsewhere, "--overwrite"))
-    record = json.loads((place.root / "second" / "run.json").read_text())
-    assert record["labels"]["account_epsilon"] == 9.0
-
-
-def test_models_whose_labels_count_other_units_have_no_total(two: tuple[Place, Path]) -> None:
-    place, data = two
-    told = json.loads(record_of(data).read_text())
-    other = {**told, "unit": "team"}
-    record_of(data).write_text(json.dumps(other))
-    done(*from_first(place, data, "--privacy.ledger", place.root / "elsewhere.sqlite"))
-    second = place.root / "second"
-    done("card", second)
-    assert "account_epsilon" not in block_of(second)["labels"]
-    assert "no total of the account is stated" in (second / "export" / "README.md").read_text()
-    assert "0 failed" in done("verify", second).out
-
-
-def forgets_the_first(record: Json) -> None:
-    record["labels"]["account_epsilon"] = 4.5
-
-
-def says_no_total(record: Json) -> None:
-    del record["labels"]["account_epsilon"]
-
-
-def makes_the_first_cheap(record: Json) -> None:
-    record["labels_before"][0]["unit_epsilon"] = 0.1
-
-
-def hides_the_first(record: Json) -> None:
-    del record["labels_before"]
-    record["labels"]["account_epsilon"] = 4.5
-
-
-@pytest.mark.parametrize("lie", [forgets_the_first, says_no_total, makes_the_first_cheap, hides_the_first])
-def test_a_statement_that_states_less_does_not_verify(
-    two: tuple[Place, Path], lie: Callable[[Json], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import dpllm.verification.verify as verification
-
-    place, data = two
-    done(*from_first(place, data))
-    second = place.root / "second"
-    record = json.loads((second / "run.json").read_text())
-    lie(record)
-    (second / "run.json").write_text(json.dumps(record))
-    as_trained(second)
-    with pytest.MonkeyPatch.context() as patch:  # a card that does not verify is not even written
-        patch.setattr(verification, "insist", lambda *given: None)
-        done("card", second)
-    answer = dpllm_("verify", second)
-    assert answer.code == 4
-    assert "failed    labels" in answer.out
+    # A third one learns nothing of labels, and knows of both draws.
+    data = tiny.write_rows(asked.root / "third.jsonl", pairs(40, 3000))
+    block = trained(asked, third, "--data.train", data, "--model.adapter", second / "export")
+    assert "labels" not in block
+    assert [one["account_epsilon"] for one in block["labels_before"]] == [9.0, 4.5]
+    assert "those that taught the models before this one" in (third / "export" / "README.md").read_text()
+    assert "0 failed" in done("verify", third).out
 
 
 def test_budgets_of_labels_by_command(asked: Place) -> None:  # noqa: F811

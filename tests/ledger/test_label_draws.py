@@ -13,8 +13,9 @@ import pytest
 from ledger_stores import Place
 
 from dpllm.errors import BudgetExceeded, ConfigError, DpllmError, Refused
-from dpllm.ledger import Budget, Ledger, RunRequest, budgets
+from dpllm.ledger import Budget, Ledger, Reservation, RunRequest, budgets
 from dpllm.ledger.records import Fingerprint, fingerprint
+from dpllm.ledger.reserving import reserve_all
 from dpllm.ledger.values import label_account
 from dpllm.privacy.events import Imported, PureDP
 from dpllm.privacy.parts import added
@@ -52,7 +53,13 @@ def request(epsilon: float = 1.0, unit: str = "example") -> RunRequest:
     return RunRequest(PureDP(epsilon), 1e-9, 1, unit, "label_changed", "a draw")
 
 
-@pytest.mark.parametrize("named", [lambda n: "labels of notes", lambda n: f"labels of {n}"], ids=["one", "each its own"])
+def reserve(ledger: Ledger, name: str, records: Fingerprint) -> Reservation:
+    return reserve_all(ledger, name, [request()], records=records, once=True)[0]
+
+
+@pytest.mark.parametrize(
+    "named", [lambda n: "labels of notes", lambda n: f"labels of {n}"], ids=["one", "each its own"]
+)
 def test_of_many_draws_at_once_one_is_admitted(place: Place, named: Callable[[int], str]) -> None:
     """A mutant looks before the lock alone; a copy under another name must not be a second account either."""
     place.open().close()
@@ -63,7 +70,7 @@ def test_of_many_draws_at_once_one_is_admitted(place: Place, named: Callable[[in
             records = hashed(ledger, pairs(20)[number:])  # each lacks other rows
             ready.wait()
             try:
-                said[number] = ledger.reserve(named(number), request(), records=records, once=True).entry
+                said[number] = reserve(ledger, named(number), records).entry
             except Refused as error:
                 said[number] = error.reason
 
@@ -82,7 +89,7 @@ def test_whatever_became_of_a_draw_there_is_no_other(place: Place, end: str) -> 
     """A mutant asks for completed ones alone."""
     with place.open() as ledger:
         records = hashed(ledger, pairs(8))
-        claim = ledger.reserve("labels of notes", request(), records=records, once=True)
+        claim = reserve(ledger, "labels of notes", records)
         if end not in ("reserved", "reconciled"):
             ledger.charge(claim.entry, 1)
         if end == "reconciled":
@@ -91,9 +98,9 @@ def test_whatever_became_of_a_draw_there_is_no_other(place: Place, end: str) -> 
             ledger.finish(claim.entry, end)
         for rows in (pairs(8), pairs(3), pairs(40), pairs(9, start=7)):  # whole, part, more than it, one in common
             with pytest.raises(Refused) as refused:
-                ledger.reserve("labels of notes", request(), records=hashed(ledger, rows), once=True)
+                reserve(ledger, "labels of notes", hashed(ledger, rows))
             assert (refused.value.reason, refused.value.dataset) == ("again", "labels of notes")
-        ledger.reserve("labels of notes", request(), records=hashed(ledger, pairs(9, start=100)), once=True)
+        reserve(ledger, "labels of notes", hashed(ledger, pairs(9, start=100)))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
@@ -119,10 +126,10 @@ def test_a_second_draw_says_what_it_costs_and_is_charged_to_the_same_people(tmp_
         "who,prompt,chosen,rejected\n" + "".join(f"p{n % 5},q{n},no {n},yes  {n}\n" for n in range(9))
     )
     part, output = tmp_path / "part.csv", tmp_path / "part.out.jsonl"
-    with pytest.raises(Refused, match="costs epsilon 4 more for one who, 8 in all.*type --again"):
+    with pytest.raises(Refused, match=r"costs epsilon 4 more for one who, 8 in all.*type --again"):
         draw(part, ledger, output=output, **told)
     assert not output.exists()
-    with pytest.raises(Refused, match="type --dataset '.*pairs'"):
+    with pytest.raises(Refused, match=r"type --dataset '.*pairs'"):
         draw(part, ledger, output=output, again=True, **told, **{"privacy.dataset": "others"})
     second = draw(part, ledger, output=output, again=True, **told)
     assert (second.dataset, second.unit_epsilon, second.account_epsilon) == (first.dataset, 4.0, 8.0)
