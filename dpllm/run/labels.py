@@ -139,10 +139,10 @@ def _charge(ledger: Ledger, config: RunConfig, table: data.Table, epsilon: float
         )
     event = PureDP((config.data.max_examples_per_unit or 1) * epsilon)
     request = RunRequest(event, _DELTA, 1, config.data.unit, "label_changed", "randomize-labels")
-    known = ledger.records.overlaps(records)
-    name = config.privacy.dataset or (known[0] if known else data.dataset_name(config.data))
+    known = ledger.records.overlaps(records) or [data.dataset_name(config.data)]
+    name = label_account(config.privacy.dataset or known[0])
     try:
-        claim = reserve_all(ledger, label_account(name), [request], records=records, once=not again)[0]
+        claim = reserve_all(ledger, name, [request], records=records, once=not again)[0]
     except Refused as error:
         if error.reason == "again":
             raise _drawn(ledger, table.name, error.dataset, event) from None

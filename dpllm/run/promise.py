@@ -194,8 +194,7 @@ def decide(
         config: The recipe.
         start: How it would begin; None: no run directory is looked at.
         subject: What is known of the data already; None: they are read.
-        terms: What a budget leaves to the run, one of several that are reserved together, so that the ledger is not asked
-            about this one alone; None: what the ledger says.
+        terms: What a budget leaves to the run, one of several that are reserved together; None: what the ledger says.
         fetch: Whether the base model's statement may be downloaded.
         cache: Where the rows that are read are kept, for whoever trains on them; None: nowhere.
     """
@@ -235,11 +234,11 @@ def decide(
         base = found.attempt(parents.of_base, config, fetch=fetch)
         if resumed and not found.errors:
             found.attempt(same_lineage, base, config, run)
-        labels = lineage.of_labels(subject.labels, base, ledger)
-        about = {"dataset": dataset, "derived_from": parent, "book": ledger, "plan": plan, "labels": labels}
+        subject = replace(subject, labels=found.attempt(lineage.of_labels, subject.labels, base, ledger))
+        about = {"dataset": dataset, "derived_from": parent, "book": ledger, "plan": plan, "labels": subject.labels}
         ancestry = found.attempt(lineage.compose_with_base, base, config, **about)
-        subject, about_base = replace(subject, labels=labels), (base.weights, base.labels) if base else (None, ())
-        return Decision(config, subject, schedule, plan, seen, ancestry, resumed, tuple(found.errors), *about_base)
+        of_base = (base.weights, base.labels) if base else ()
+        return Decision(config, subject, schedule, plan, seen, ancestry, resumed, tuple(found.errors), *of_base)
 
 
 def read_subject(config: RunConfig, cache: Path | None = None) -> Subject:

@@ -51,10 +51,7 @@ class Labels(Record):
         return same and (self.unit != "example" or self.max_labels == 1)
 
     def with_account(self, held: float = 0.0, before: Sequence[Labels] = ()) -> Self:
-        """The same with the largest total of its account that is known: in a ledger, or with draws of models ``before``.
-
-        It has none where those count other units.
-        """
+        """The same with the largest total known of its account, in a ledger or by models ``before``; none for other units."""
         mine: list[Labels] = [self, *(one for one in before if one.dataset == self.dataset)]
         draws = math.fsum({one.entry: one.unit_epsilon for one in mine}.values())  # who uses one twice pays once
         total = max(held, draws, *(one.account_epsilon or 0.0 for one in mine))

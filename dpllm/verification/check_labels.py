@@ -81,9 +81,8 @@ def _entry(shown: Labels, where: str | None) -> Check:
     name = "labels: ledger"
     if where is None:
         total = f", which holds {shown.account_epsilon:g}," if shown.account_epsilon else ""
-        return asserted(
-            name, f"entry {shown.entry} of {shown.dataset}{total} is what the author says. To check: --ledger FILE."
-        )
+        told = f"entry {shown.entry} of {shown.dataset}{total}"
+        return asserted(name, f"{told} is what the author says. To check: --ledger FILE.")
     chain = chain_at(where, None)
     mine = [e for e in chain.entries if e.kind == "reserve" and e.facts["entry"] == shown.entry]
     stated = shown.dataset, shown.unit, shown.neighbouring_relation, PureDP(shown.unit_epsilon)
