@@ -17,6 +17,7 @@ from dpllm.ledger import Budget, Ledger, Reservation, RunRequest, budgets
 from dpllm.ledger.records import Fingerprint, fingerprint
 from dpllm.ledger.reserving import reserve_all
 from dpllm.ledger.values import label_account
+from dpllm.privacy import renyi
 from dpllm.privacy.events import Imported, PureDP
 from dpllm.privacy.parts import added
 from dpllm.recipe.config import RunConfig, around
@@ -202,3 +203,10 @@ def test_data_of_a_budget_are_labels_and_no_texts(tmp_path: Path) -> None:
     assert draw(data, tmp_path / "l.sqlite").dataset == "labels of study"
     with pytest.raises(DpllmError):
         draw(data, tmp_path / "l.sqlite", again=True, output=tmp_path / "more.jsonl")
+
+
+def test_the_order_of_sums_costs_a_release_its_epsilon_to_the_bit() -> None:
+    """A mutant computes the divergence there, where rounding hides a part."""
+    for epsilon in (0.1, 0.3, 1.7, 4.5, 9.3):
+        assert renyi.rdp(PureDP(epsilon), renyi.SUM) == epsilon
+        assert renyi.allowance(epsilon, 1e-9, renyi.SUM) == epsilon
