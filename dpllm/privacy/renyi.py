@@ -37,7 +37,7 @@ ORDERS = tuple(n / 10 for n in range(11, 110)) + tuple(float(n) for n in range(1
 MIN_NOISE_MULTIPLIER, MAX_NOISE_MULTIPLIER = 0.05, 1e4  # what calibration considers
 MAX_STEPS = 10**9
 BELOW_ONE = math.nextafter(1.0, 0.0)
-SUM = 1e18  # an order at which a release of known epsilon costs that epsilon, and the conversion nothing
+SUM = 1e30  # an order at which a release of known epsilon costs that epsilon, and the conversion nothing
 
 
 @dataclass(frozen=True)
