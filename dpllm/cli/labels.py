@@ -21,6 +21,7 @@ def add_commands(add: AddCommand) -> None:
     parser.add_argument("--unit", help="column that says whose label it is (default: each label is somebody else's)")
     parser.add_argument("--max-labels", type=int, metavar="K", help="with --unit: most labels of one unit, K epsilon")
     parser.add_argument("--dataset", help="name of the data in the ledger, whose labels get an account of their own")
+    parser.add_argument("--again", action="store_true", help="draw labels once more, at the same cost once more")
     take_ledger(parser)
     text = "the new file, with its record beside it (default: NAME.randomized.jsonl beside a local file)"
     parser.add_argument("--output", type=Path, help=text)
@@ -41,12 +42,12 @@ def randomize(known: argparse.Namespace, rest: list[str]) -> int:
     path = Path(known.data)
     folder = path.parent if path.exists() else Path()
     output = known.output or folder / f"{path.name.partition('.')[0].replace(':', '-')}.randomized.jsonl"
-    found = flip(config, known.epsilon, output)
+    found = flip(config, known.epsilon, output, again=known.again)
     whole = f", and {found.unit_epsilon:g} for each {found.unit} of up to {found.max_labels}" if known.unit else ""
     told = (
         f"{output}: each label was flipped with probability {found.probability:.4g}, which is epsilon {found.epsilon:g} for "
-        f"one label{whole}. Charged to {found.dataset}, which is added to nothing else. Prompts and answers are as they were, "
-        "and not protected by this.",
+        f"one label{whole}. Charged to {found.dataset}, which now holds epsilon {found.account_epsilon:g} for one {found.unit} "
+        "and is added to nothing else. Prompts and answers are as they were, and not protected by this.",
         f"To train on it: --data.train {output} --data.label_record {record_of(output)}",
     )
     return show(known, found.to_json() if known.json else told[0], *told[1:])

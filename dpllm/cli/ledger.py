@@ -52,9 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         made[name].add_argument("--reason", required=True, help="why")
     for name, said in (("init", ""), ("import", "that of the budget, or else ")):
         unit, relation = (None, None) if said else ("example", "zero_out")
-        relations = ["zero_out", "add_or_remove_one"]
+        relations = ["zero_out", "add_or_remove_one", "label_changed"]
         made[name].add_argument("--unit", default=unit, help=f"privacy unit (default: {said}example)")
-        text = f"neighbouring relation (default: {said}zero_out)"
+        text = f"neighbouring relation (default: {said}zero_out); label_changed is of the labels of the dataset"
         made[name].add_argument("--relation", default=relation, choices=relations, help=text)
     init = made["init"]
     init.add_argument("--epsilon", type=float, required=True, help="of all runs together")
@@ -88,13 +88,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(known: argparse.Namespace, rest: list[str]) -> int:
     """Does one action."""
     from dpllm.ledger import default_path, open_ledger
-    from dpllm.ledger.values import check_person
+    from dpllm.ledger.values import check_person, label_account
 
     if known.action == "verify" and known.file:
         return _verify(None, known)
     if "by" in known:
         known.by = by_this_user("an entry needs one") if known.by is None else known.by
         check_person("an entry is made", known.by, known.reason)
+    if getattr(known, "relation", None) == "label_changed":
+        known.dataset = label_account(known.dataset)
     if known.action == "init":  # nothing is made for a budget that cannot be
         known.wanted = _wanted(known)
     ledger = open_ledger(known.ledger, create=known.action in ("init", "except", "import"))
@@ -135,7 +137,8 @@ def _init(ledger: Ledger, known: argparse.Namespace) -> int:
     from dpllm.privacy.plan import auto_delta, check_delta
 
     sources = [known.data] if known.data else [name for name in known.planned or [] if not name.endswith(".json")]
-    records, units = dataset_policy.records_of(sources[0], ledger, known.unit) if sources else (None, None)
+    asked = ledger, known.unit, known.relation == "label_changed"
+    records, units = dataset_policy.records_of(sources[0], *asked) if sources else (None, None)
     if units is not None:
         check_delta(known.delta, units, "--delta", f"Type --delta {auto_delta(units):g} or less.")
         if known.delta * units > 0.1 * (1 + 1e-9):
@@ -156,6 +159,8 @@ def _init(ledger: Ledger, known: argparse.Namespace) -> int:
         print(
             f"{remaining}, for a list that is not sealed yet: dpllm ledger seal; or else one run, after which none follows."
         )
+    elif budget.relation == "label_changed":
+        print(f"{remaining} for draws of labels, whose epsilons add up.")
     elif budget.gate == "adaptive":
         print(
             f"{remaining} for runs in any order, since the filter of such a budget takes a part once; dpllm plan RECIPE says how "

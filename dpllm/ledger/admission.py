@@ -103,6 +103,11 @@ def _over_filter(account: Account, budget: Budget, runs: Sequence[RunRequest]) -
     together = math.fsum(costs)
     if together <= left.allowance:
         return None
+    if order == renyi.SUM:
+        return (
+            f"{whose}: this costs epsilon {together:g}; {whole - left.allowance:g} is spent and {left.allowance:g} remains of "
+            f"{whole:g}. Ask for a smaller epsilon or fewer labels of one {budget.unit}."
+        )
     if math.isinf(left.allowance):
         return (
             f"{whose}: what was spent before its budget became adaptive has no Renyi divergence at order "

@@ -15,6 +15,7 @@ from dpllm.ledger.records import Fingerprint
 from dpllm.ledger.values import Account, Budget, Gate, Sealed, check_name, check_person, seal_content
 from dpllm.privacy import renyi
 from dpllm.privacy.accounting import Event, Relation, count_releases, stated
+from dpllm.privacy.parts import imported_delta
 
 
 def set_budget(ledger: Ledger, dataset: str, budget: Budget, *, records: Fingerprint | None = None) -> Budget:
@@ -49,6 +50,8 @@ def set_budget(ledger: Ledger, dataset: str, budget: Budget, *, records: Fingerp
                 wanted = _after_results(used, wanted)
             if wanted.gate == "adaptive" and wanted.order is None:
                 order = renyi.filter_order(wanted.epsilon, admission.conversion_delta(wanted))
+                if wanted.relation == "label_changed":  # whose epsilons are known, and add up whatever is chosen
+                    order = renyi.SUM
                 wanted = replace(wanted, order=order)
                 if admission.filter_allowance(wanted) <= 0 and not (used.runs or used.imports):
                     raise ConfigError(
@@ -153,6 +156,8 @@ def import_run(
     check_name(dataset)
     if not unit.strip() or relation not in get_args(Relation):
         raise ConfigError(f"an import needs a unit, and one of the relations {', '.join(get_args(Relation))}.")
+    if relation == "label_changed" and imported_delta(event):
+        raise ConfigError("epsilons of labels add up where none has a delta. Enter one that holds with --delta 0.")
     stated(event, 1e-5, relation)  # refuses what is malformed, and what no accountant can add up later
     ledger.refuse_if_tampered()
     with ledger.chain.writing():

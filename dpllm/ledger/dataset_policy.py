@@ -129,8 +129,8 @@ def _check_evaluation(config: RunConfig, source: Source, table: Table, ledger: L
         )
 
 
-def records_of(source: str, ledger: Ledger, unit: str) -> tuple[Fingerprint, int]:
-    """The records of a data file, or of the training data of a recipe, for a budget that is about to be set on them.
+def records_of(source: str, ledger: Ledger, unit: str, labels: bool = False) -> tuple[Fingerprint, int]:
+    """The records of a data file, or of the training data of a recipe, or their ``labels``, for a budget about to be set.
 
     Returns:
         The records, and the number of units: distinct values of the column ``unit``, or rows where it is "example".
@@ -149,4 +149,7 @@ def records_of(source: str, ledger: Ledger, unit: str) -> tuple[Fingerprint, int
         )
     by_unit = wanted.model_copy(update={"unit": unit, "max_examples_per_unit": 1})
     units = len(data.group_rows(table, by_unit))
-    return fingerprint(table.rows, FIELDS[table.format], ledger.records.key()), units
+    if labels and table.format != "preference":
+        raise ConfigError(f"{source}: is {table.reads}, and labels are of pairs. Name the pairs, or leave out --data.")
+    key = ledger.records.label_key() if labels else ledger.records.key()
+    return fingerprint(table.rows, FIELDS[table.format], key), units

@@ -103,6 +103,10 @@ class Records:
         """The secret of this ledger's fingerprints."""
         return bytes.fromhex(self._store.rows("SELECT value FROM meta WHERE key = 'fingerprint_key'")[0][0])
 
+    def label_key(self) -> bytes:
+        """That of labels: those of a dataset are no copy of its texts, which have another account."""
+        return hashlib.blake2b(b"labels", key=self.key(), digest_size=32).digest()
+
     def account_name(self, dataset: str) -> str:
         """The dataset that ``dataset`` derives from, however far back; itself where it derives from none."""
         with self._chain.moment():
@@ -157,6 +161,15 @@ class Records:
         for name, hashes in self._store.rows("SELECT dataset, hashes FROM records JOIN entries USING (seq)"):
             shares[name] = max(share_in_common(bytes(hashes), records.hashes), shares.get(name, 0.0))
         return sorted((name for name in shares if shares[name] >= LEAST_SHARE), key=lambda name: -shares[name])
+
+    def refuse_released(self, records: Fingerprint) -> None:
+        """Refuses records of an account that has a run, whatever became of it: one that died may have released all."""
+        for name in map(self.account_name, self.overlaps(records)):
+            if self._chain.of(name, "reserve"):
+                why = (
+                    f"some of these records were released before ({name} in the ledger), and would cost as much again."
+                )
+                raise Refused(f"{why} Use what was released then.", dataset=name, reason="again")
 
     def conflict(self, dataset: str, records: Fingerprint, derived_from: str | None) -> Refused | None:
         """Why these records may not be charged to ``dataset``; None if they may.

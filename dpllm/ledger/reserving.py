@@ -42,12 +42,13 @@ def reserve_all(
     extends: str | None = None,
     records: Fingerprint | None = None,
     derived_from: str | None = None,
+    once: bool = False,
 ) -> list[Reservation]:
     """Charges whole runs before the first of them starts, or refuses them all and writes nothing.
 
     All have one unit and relation; without a ``group`` there is one of them, which may make up the lost steps of a reservation
     that it ``extends``. The name ``dataset`` stands for ``records``; a subset or a changed copy is charged to the dataset that
-    it is ``derived_from``.
+    it is ``derived_from``. With ``once``, they must be the first to be charged for any of these ``records``.
 
     Raises:
         BudgetExceeded: The gate does not admit all of them.
@@ -65,6 +66,8 @@ def reserve_all(
     ledger.refuse_if_tampered()
 
     def admitting() -> Account:
+        if once and records is not None:
+            ledger.records.refuse_released(records)
         account = ledger.account(ledger.records.charged_to(dataset, derived_from))
         ledger.same_unit(account.dataset, unit, relation)
         _check_place(ledger, account, group, extends)
@@ -77,7 +80,7 @@ def reserve_all(
     with ledger.chain.moment() as seen:
         account = admitting()
     with ledger.chain.writing():
-        if ledger.outdated(seen, account.dataset, dataset):
+        if once or ledger.outdated(seen, account.dataset, dataset):  # copies have other names
             account = admitting()
         claims = [_claim(account, one, cost, group, extends) for one, cost in zip(requests, costs, strict=True)]
         if account.budget and account.budget.gate == "planned" and account.sealed is None:

@@ -20,6 +20,7 @@ from dpllm.ledger.chain import Entry
 from dpllm.ledger.ledger import Ledger
 from dpllm.ledger.reserving import group_total
 from dpllm.ledger.values import OPEN
+from dpllm.privacy import renyi
 
 Json = dict[str, Any]
 
@@ -95,13 +96,12 @@ def totals(ledger: Ledger, dataset: str) -> list[str]:
             whole = admission.filter_allowance(budget)
             spent = max(0.0, whole - left.allowance)
             share = f"{spent / whole:.1%}" if whole > 0 else "all"
-            lines.append(
-                f"Renyi filter at order {left.order:g}: {share} of its allowance is spent ({spent:.4f} of "
-                f"{whole:.4f}). This figure gates."
-            )
-            lines.append(
-                f"As a guarantee for all so far, that is epsilon {stated:.3f}, which grows fast at first and slowly later."
-            )
+            rule = "Sum of epsilons" if left.order == renyi.SUM else f"Renyi filter at order {left.order:g}"
+            lines.append(f"{rule}: {share} of its allowance is spent ({spent:.4f} of {whole:.4f}). This figure gates.")
+            if left.order != renyi.SUM:
+                lines.append(
+                    f"As a guarantee for all so far, that is epsilon {stated:.3f}, which grows fast at first and slowly later."
+                )
         elif account.sealed is not None:
             lines.append(
                 f"Sealed list: {len(account.sealed)} runs, of which {len(account.runs)} reserved; together with what was "

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dpllm.errors import ConfigError
 from dpllm.ledger.chain import Entry
-from dpllm.privacy import events
+from dpllm.privacy import events, renyi
 from dpllm.privacy.accounting import Relation
 from dpllm.privacy.events import Event
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 Gate = Literal["planned", "adaptive"]
 State = Literal["reserved", "running", "completed", "interrupted", "refused", "reconciled"]
+LABELS = "labels of "  # before the name of a dataset: the account of its labels
 OPEN = ("reserved", "running")  # states of a run that is not finished: no step yet; its process charges steps
 
 
@@ -40,6 +41,8 @@ class Budget:
 
     def __str__(self) -> str:
         gate = "planned" if self.gate == "planned" else f"adaptive at order {self.order:g}"
+        if self.order == renyi.SUM:
+            gate = "adaptive by the sum of epsilons"
         who = f", set by {self.by} ({self.reason})" if self.by else ""
         return f"epsilon {self.epsilon:g} at delta {self.delta:g} per {self.unit} under {self.relation}, {gate}{who}"
 
@@ -248,6 +251,11 @@ class Outlook:
         if self.budget is None:
             return f"{words}; no budget limits it"
         return f"{words}; of the budget of {self.budget.epsilon:g}, {self.remaining or 0:.3f} then remains"
+
+
+def label_account(name: str) -> str:
+    """The account of the labels of a dataset, by the name of either."""
+    return name if name.startswith(LABELS) else LABELS + name
 
 
 def check_name(dataset: str) -> None:

@@ -6,6 +6,7 @@ accountant before one is needed.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -130,6 +131,11 @@ def without_delta(event: Event) -> Event:
 def imported_delta(event: Event) -> float:
     """The sum of the deltas that `event` imports, which come off the delta at which anything else is stated."""
     return sum(part.delta * part.times for part in parts_of(event).bounds)
+
+
+def added(*some: Event) -> float:
+    """What releases of known epsilon and no delta cost together, however each was chosen: the sum."""
+    return math.fsum(part.epsilon * part.times for event in some for part in parts_of(event).bounds)
 
 
 def accountants(event: Event) -> frozenset[str]:

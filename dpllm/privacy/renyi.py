@@ -37,6 +37,7 @@ ORDERS = tuple(n / 10 for n in range(11, 110)) + tuple(float(n) for n in range(1
 MIN_NOISE_MULTIPLIER, MAX_NOISE_MULTIPLIER = 0.05, 1e4  # what calibration considers
 MAX_STEPS = 10**9
 BELOW_ONE = math.nextafter(1.0, 0.0)
+SUM = 1e30  # an order at which a release of known epsilon costs that epsilon, and the conversion nothing
 
 
 @dataclass(frozen=True)
@@ -179,6 +180,8 @@ def _others(parts: Parts, order: float) -> float:
 
 def _pure(epsilon: float, order: float) -> float:
     """The divergence of randomised response, which no (epsilon, 0)-DP mechanism exceeds; at most eps and alpha eps^2/2."""
+    if order == SUM:
+        return epsilon  # which the terms below would round
     # log(p^a (1-p)^(1-a) + (1-p)^a p^(1-a)) / (a - 1), with p = e^eps / (1 + e^eps)
     log_p, log_rest = -math.log1p(math.exp(-epsilon)), -epsilon - math.log1p(math.exp(-epsilon))
     one = order * log_p + (1 - order) * log_rest

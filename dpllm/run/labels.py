@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from hashlib import blake2b
 from hashlib import sha256 as sha256_of
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,11 @@ from dpllm.errors import ConfigError, DataError, Refused
 from dpllm.files import alone, read_json, scratch, sha256, write_json, write_whole
 from dpllm.ledger import Ledger, Reservation, RunRequest, open_ledger
 from dpllm.ledger.records import HASH_BYTES, fingerprint
+from dpllm.ledger.reserving import reserve_all
+from dpllm.ledger.values import LABELS, OPEN, label_account
 from dpllm.privacy.events import PureDP, number
 from dpllm.privacy.labels import Below, flip_probability, flipped
+from dpllm.privacy.parts import added
 from dpllm.recipe.config import DataConfig, RunConfig
 from dpllm.statement.labels import LabelRecord
 from dpllm.text import data
@@ -29,7 +31,6 @@ from dpllm.text.sources import expand
 
 SUFFIX = ".labels.json"
 _FIELDS, _DELTA = FIELDS["preference"], 1e-9  # of the ledger's figure alone: the event has none
-_ACCOUNT = "labels of "  # before the name of the dataset
 
 
 def record_of(path: Path) -> Path:
@@ -37,7 +38,9 @@ def record_of(path: Path) -> Path:
     return path.with_name(path.name.removesuffix(".jsonl") + SUFFIX)
 
 
-def randomize(config: RunConfig, epsilon: float, output: Path, below: Below = secrets.randbelow) -> LabelRecord:
+def randomize(
+    config: RunConfig, epsilon: float, output: Path, below: Below = secrets.randbelow, *, again: bool = False
+) -> LabelRecord:
     """Flips each label once, writes pairs and record, and charges the account of these labels.
 
     Of a row, the new file has its prompt, its answers and its unit: a score or a rating would tell the label.
@@ -47,11 +50,12 @@ def randomize(config: RunConfig, epsilon: float, output: Path, below: Below = se
         epsilon: Of one label, above 0.001 and at most 50.
         output: The new file, of JSON lines; its record lies beside it.
         below: As of ``labels.flipped``.
+        again: Also where some of these labels were drawn before, which costs as much once more.
 
     Raises:
         ConfigError: ``output`` is there already.
         DataError: The pairs cannot be read, or one unit has more labels.
-        Refused: They were randomised before, or the ledger has no room; nothing is spent.
+        Refused: A draw of some of these labels was begun before, or the ledger has no room; nothing is spent.
 
     Guarantee:
         The new file is epsilon-differentially private under a change of one label, and max_labels epsilon under a change of all
@@ -67,7 +71,7 @@ def randomize(config: RunConfig, epsilon: float, output: Path, below: Below = se
             raise ConfigError(f"{found}: is there already, and would be lost. Type another --output.")
         table = _checked(config.data, cache)
         with open_ledger(config.privacy.ledger) as ledger:  # type: ignore[union-attr]
-            claim = _charge(ledger, config, table, epsilon)
+            claim = _charge(ledger, config, table, epsilon, again)
             unit, most = config.data.unit, config.data.max_examples_per_unit or 1
             text = "".join(_flipped(row, unit, epsilon, below) for row in table.rows).encode()
             record = LabelRecord.pick(
@@ -84,7 +88,7 @@ def randomize(config: RunConfig, epsilon: float, output: Path, below: Below = se
                 entry=claim.entry,
                 date=time.strftime("%Y-%m-%d", time.gmtime()),
                 file_sha256=sha256_of(text).hexdigest(),
-            )
+            ).with_account(added(*ledger.account(claim.dataset).events()))
             write_json(
                 record_of(output), record.to_json(), mode=0o600
             )  # first: a file without it would be taken as true
@@ -125,41 +129,47 @@ def _randomised(wanted: DataConfig) -> Path | None:
     return next((path for path in paths if record_of(path) != path and record_of(path).exists()), None)
 
 
-def _charge(ledger: Ledger, config: RunConfig, table: data.Table, epsilon: float) -> Reservation:
+def _charge(ledger: Ledger, config: RunConfig, table: data.Table, epsilon: float, again: bool) -> Reservation:
     """Pays for a coin for each label, in the account of these labels, before the first is tossed."""
-    # Under a key of its own: the labels of a dataset are no copy of its texts, which have another account.
-    key = blake2b(b"labels", key=ledger.records.key(), digest_size=32).digest()
-    records = fingerprint(table.rows, _FIELDS, key)
+    records = fingerprint(table.rows, _FIELDS, ledger.records.label_key())
     if config.data.unit == "example" and len(records.hashes) // HASH_BYTES < records.num_records:
         raise DataError(
             f"{table.name}: some pairs stand there twice, and their label would be flipped twice for one payment. Drop them, or "
             "type --unit and --max-labels."
         )
-    known = ledger.records.known_as(records)
-    # Where a draw was paid and the process died before its end, another one is paid again: the account has both.
-    if known and any(run.state == "completed" for run in ledger.runs(known)):
-        raise Refused(
-            f"{table.name}: these labels were randomised before ({known} in the ledger), and a second draw costs epsilon "
-            f"{epsilon:g} more. Train on the file of that time.",
-            dataset=known,
-            reason="labels_again",
-        )
     event = PureDP((config.data.max_examples_per_unit or 1) * epsilon)
     request = RunRequest(event, _DELTA, 1, config.data.unit, "label_changed", "randomize-labels")
-    name = config.privacy.dataset or data.dataset_name(config.data)
+    known = ledger.records.overlaps(records) or [data.dataset_name(config.data)]
+    name = label_account(config.privacy.dataset or known[0])
     try:
-        claim = ledger.reserve(_ACCOUNT + name, request, records=records)
+        claim = reserve_all(ledger, name, [request], records=records, once=not again)[0]
     except Refused as error:
-        if error.reason != "overlap" or not error.dataset:
+        if error.reason == "again":
+            raise _drawn(ledger, table.name, error.dataset, event) from None
+        if error.reason not in ("overlap", "renamed"):
             raise
         raise Refused(
-            f"{table.name}: some of these labels were randomised before ({error.dataset} in the ledger). To charge it to the "
-            f"same people, type --dataset {error.dataset.removeprefix(_ACCOUNT)!r}.",
+            f"{table.name}: some of these labels are of {error.dataset} in the ledger, and elsewhere they would have a second "
+            f"account. To charge them to the same people, type --dataset {error.dataset.removeprefix(LABELS)!r}.",
             dataset=error.dataset,
             reason=error.reason,
         ) from None
     ledger.charge(claim.entry, 1)
     return claim
+
+
+def _drawn(ledger: Ledger, table: str, dataset: str, event: PureDP) -> Refused:
+    """Why labels are drawn once, and what another draw would cost."""
+    account = ledger.account(dataset)
+    held, unit = added(*account.events()), account.runs[0].reservation.unit
+    died = "" if all(run.state not in OPEN for run in account.runs) else "One never ended, and its file may be there. "
+    return Refused(
+        f"{table}: some of these labels were randomised before ({dataset} in the ledger). {died}Another draw costs epsilon "
+        f"{event.epsilon:g} more for one {unit}, {held + event.epsilon:g} in all, since two files tell a label better than one. "
+        "Train on the file of that time, or type --again to pay for another.",
+        dataset=dataset,
+        reason="labels_again",
+    )
 
 
 def _flipped(row: Row, unit: str, epsilon: float, below: Below) -> str:

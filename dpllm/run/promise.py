@@ -85,6 +85,7 @@ class Decision:
     refusals: tuple[DpllmError, ...] = ()
     # SHA-256 of the weights of model.adapter that were judged, which must be those that load.
     weights: str | None = None
+    labels_before: tuple[Labels, ...] = ()  # draws of labels that taught the models before
 
     @property
     def exit_code(self) -> int:
@@ -193,8 +194,7 @@ def decide(
         config: The recipe.
         start: How it would begin; None: no run directory is looked at.
         subject: What is known of the data already; None: they are read.
-        terms: What a budget leaves to the run, one of several that are reserved together, so that the ledger is not asked
-            about this one alone; None: what the ledger says.
+        terms: What a budget leaves to the run, one of several that are reserved together; None: what the ledger says.
         fetch: Whether the base model's statement may be downloaded.
         cache: Where the rows that are read are kept, for whoever trains on them; None: nowhere.
     """
@@ -234,10 +234,11 @@ def decide(
         base = found.attempt(parents.of_base, config, fetch=fetch)
         if resumed and not found.errors:
             found.attempt(same_lineage, base, config, run)
-        about = {"dataset": dataset, "derived_from": parent, "book": ledger, "plan": plan}
+        subject = replace(subject, labels=found.attempt(lineage.of_labels, subject.labels, base, ledger))
+        about = {"dataset": dataset, "derived_from": parent, "book": ledger, "plan": plan, "labels": subject.labels}
         ancestry = found.attempt(lineage.compose_with_base, base, config, **about)
-        weights = base.weights if base else None
-        return Decision(config, subject, schedule, plan, seen, ancestry, resumed, tuple(found.errors), weights)
+        of_base = (base.weights, base.labels) if base else ()
+        return Decision(config, subject, schedule, plan, seen, ancestry, resumed, tuple(found.errors), *of_base)
 
 
 def read_subject(config: RunConfig, cache: Path | None = None) -> Subject:

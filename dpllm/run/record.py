@@ -260,6 +260,7 @@ class Recorder:
             ledger=prepared.payment.to_json(prepared.plan.delta if prepared.plan else None),
             lineage=prepared.decision.lineage,
             **({"labels": labels} if (labels := prepared.decision.labels) else {}),
+            **({"labels_before": before} if (before := prepared.decision.labels_before) else {}),
             versions=environment.versions(),
             hardware=environment.hardware(),
             model=ModelRecord(

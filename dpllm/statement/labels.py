@@ -5,7 +5,9 @@ Comes in: JSON. Goes out: typed records. Must not know how a label is flipped or
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import math
+from collections.abc import Sequence
+from typing import Annotated, Literal, Self
 
 from pydantic import Field
 
@@ -36,6 +38,8 @@ class Labels(Record):
     """Its entry there."""
     date: Annotated[str, Field(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}$")]
     """Day on which they were flipped, in UTC."""
+    account_epsilon: Positive | None = None
+    """Of one unit, for all that the account was known to hold, this draw among it; absent where nothing says it."""
 
     @property
     def coherent(self) -> bool:
@@ -43,7 +47,16 @@ class Labels(Record):
         whole = self.max_labels * self.epsilon
         same = abs(self.probability - flip_probability(self.epsilon)) <= 1e-12
         same &= abs(self.unit_epsilon - whole) <= 1e-9 * whole
+        same &= self.account_epsilon is None or self.account_epsilon >= whole * (1 - 1e-9)
         return same and (self.unit != "example" or self.max_labels == 1)
+
+    def with_account(self, held: float = 0.0, before: Sequence[Labels] = ()) -> Self:
+        """The same with the largest total known of its account, in a ledger or by models ``before``; none for other units."""
+        mine: list[Labels] = [self, *(one for one in before if one.dataset == self.dataset)]
+        draws = math.fsum({one.entry: one.unit_epsilon for one in mine}.values())  # who uses one twice pays once
+        total = max(held, draws, *(one.account_epsilon or 0.0 for one in mine))
+        told = {key: value for key, value in self.to_json().items() if key != "account_epsilon"}
+        return self.checked(told | ({"account_epsilon": total} if {one.unit for one in mine} == {self.unit} else {}))
 
 
 class LabelRecord(Labels):

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from dpllm.errors import ConfigError, Refused
 from dpllm.privacy import accounting
 from dpllm.privacy.events import Imported
+from dpllm.privacy.parts import added
 from dpllm.recipe import derived
 from dpllm.recipe.config import RunConfig
 from dpllm.statement.fields import Ancestor, ComposedLineage, Lineage
+from dpllm.statement.labels import Labels
 from dpllm.statement.parents import Base
 
 if TYPE_CHECKING:
@@ -43,6 +45,7 @@ def compose_with_base(
     derived_from: str | None,
     book: Ledger | None,
     plan: Plan | Own | None,
+    labels: Labels | None = None,
 ) -> Lineage | None:
     """Judges a run by its base model's statement, and composes the two where they are about the same data.
 
@@ -52,6 +55,7 @@ def compose_with_base(
         dataset: The name of its data in the ledger.
         derived_from: The dataset that is charged instead, where the recipe declares one.
         book: The ledger that the recipe names; None where there is none yet.
+        labels: Of its own pairs, where they were flipped at the source.
         plan: The promise; None without differential privacy, or where only refusals are asked for.
 
     Returns:
@@ -80,6 +84,8 @@ def compose_with_base(
     composed, reason = together(mine, plan, derived.deviations(config)[0])
     if base.statement.dataset is None:
         reason = f"nothing says on which data {base.statement.name} was trained"
+    elif not mine and labels and labels.dataset in (one.dataset for one in base.labels):
+        reason = f"their pairs are different data, of the same {labels.dataset}, whose total stands beside the labels"
     return Lineage(
         base=base.statement,
         ancestors=base.ancestors,
@@ -89,6 +95,16 @@ def compose_with_base(
         reason=reason,
         excepted=excepted,
     )
+
+
+def of_labels(labels: Labels | None, base: Base | None, book: Ledger | None) -> Labels | None:
+    """The labels of a run with the total of their account: what the ledger, their record and the models before it know."""
+    if labels is None:
+        return None
+    held = 0.0
+    if book and (run := _held(book, labels.entry)) and run.reservation.dataset == labels.dataset:
+        held = added(*book.account(labels.dataset).events())
+    return labels.with_account(held, base.labels if base else ())
 
 
 def why_not(lineage: Lineage | None) -> str | None:

@@ -22,6 +22,7 @@ from dpllm.recipe.config import LoraConfig, RunConfig
 from dpllm.recipe.names import is_builtin
 from dpllm.statement import privacy_record
 from dpllm.statement.fields import Ancestor, Lineage
+from dpllm.statement.labels import Labels
 from dpllm.statement.privacy_record import PrivacyRecord
 
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors")  # as peft names them
@@ -46,6 +47,7 @@ class Base:
         budgeted: Whether its dataset had a budget in its ledger.
         whole_event: Whether the ledger's entry alone pays for the event.
         weights: Of an adapter, the SHA-256 of its weights.
+        labels: Draws of labels that taught it and the models before it, the latest first.
     """
 
     statement: Ancestor
@@ -53,6 +55,7 @@ class Base:
     budgeted: bool
     whole_event: bool
     weights: str | None = None
+    labels: tuple[Labels, ...] = ()
 
 
 def of_base(config: RunConfig, *, fetch: bool = True) -> Base | None:
@@ -124,8 +127,11 @@ def _of_adapter(config: RunConfig, path: Path, base: Base | None) -> Base:
     if record is not None:
         found = replace(_base(_public(path), record, adapter=True), weights=record.files[ADAPTER[1]])
         adapters = takewhile(lambda one: one.adapter, found.ancestors)
+        if base is None:
+            return found
         # Of the base what itself says, which the adapter's block may tell otherwise.
-        return replace(found, ancestors=(*adapters, base.statement, *base.ancestors)) if base else found
+        labels = dict.fromkeys((*found.labels, *base.labels))
+        return replace(found, ancestors=(*adapters, base.statement, *base.ancestors), labels=tuple(labels))
     nothing = dict.fromkeys((*_PROMISED, "dataset", "entry", "head"))
     files = {name: _sha256(path / name) for name in ADAPTER}
     return Base(
@@ -281,4 +287,5 @@ def _base(name: str, record: PrivacyRecord, *, adapter: bool = False) -> Base:
         () if before is None else (before.base, *before.ancestors),
         budgeted=account is not None and account.budget is not None,
         whole_event=account is None or not account.made_up_by,
+        labels=(*((record.labels,) if record.labels else ()), *record.labels_before),
     )

@@ -285,6 +285,8 @@ class _Statement(Record):
     merged_from: MergedFrom | None = None
     statistics: BesideRun | None = None
     labels: Labels | None = None
+    labels_before: tuple[Labels, ...] = ()
+    """Draws of labels that taught the models before this one, the latest first; absent where there are none."""
     template: str | None = None
     """How prompt and completion became one text, of a recipe that says so; `dpllm generate` writes prompts by it."""
 

@@ -183,6 +183,8 @@ class RunRecord(Record):
     metrics: Metrics
     labels: Labels | None = None
     """Of the training pairs, where they were flipped at the source."""
+    labels_before: tuple[Labels, ...] = ()
+    """Draws of labels that taught the models before it."""
     started_at: str  # in UTC
     finished_at: str | None = None  # this and what follows, see COST: only where all rows are public
     duration_seconds: Number | None = None

@@ -106,6 +106,7 @@ def state(
         "date": record.started_at[:10],
         "files": dict(sorted(files.items())),
         **({"labels": record.labels.to_json()} if record.labels else {}),
+        **({"labels_before": [one.to_json() for one in record.labels_before]} if record.labels_before else {}),
         **(
             {"statistics": beside_run(statistics, terms, reason is None, record.lineage).to_json()}
             if statistics

@@ -14,6 +14,7 @@ from dpllm.files import sha256
 from dpllm.ledger.values import event_of
 from dpllm.privacy.events import PureDP
 from dpllm.privacy.labels import flip_probability
+from dpllm.privacy.parts import added
 from dpllm.run.labels import SUFFIX
 from dpllm.statement.fields import NotAStatement
 from dpllm.statement.labels import LabelRecord, Labels
@@ -26,12 +27,17 @@ _MOST_RECORD, _MOST_DATA = 2**16, 2**34
 
 def check(found: Published) -> Iterator[Check]:
     """What a statement says of its training labels."""
-    shown = found.record.labels
+    shown, before = found.record.labels, found.record.labels_before
     if found.run is not None:
         wanted = found.run.load_config().data.label_epsilon
         if wanted != (shown.epsilon if shown else None):
             raise Wrong(f"the loss was made for labels of epsilon {wanted}, and the statement says another. {_AGAIN}")
+    if not all(one.coherent for one in before):
+        raise Wrong(f"of labels before these, a probability or a cost is not that of their epsilon. {_AGAIN}")
     if shown is not None:
+        stated, due = shown.account_epsilon, shown.with_account(before=before).account_epsilon
+        if stated != due and (before or stated is not None):  # earlier versions stated none
+            raise Wrong(f"{shown.dataset} holds {due} with the models before; {stated} is stated. {_AGAIN}")
         where = found.ledger if found.ledger is not None else ledger_of(found)
         yield from _stated(shown, where)
 
@@ -74,9 +80,9 @@ def _entry(shown: Labels, where: str | None) -> Check:
     """An entry of their own in the ledger, of their own relation."""
     name = "labels: ledger"
     if where is None:
-        return asserted(
-            name, f"entry {shown.entry} of {shown.dataset} is what the author says. To check: --ledger FILE."
-        )
+        total = f", which holds {shown.account_epsilon:g}," if shown.account_epsilon else ""
+        told = f"entry {shown.entry} of {shown.dataset}{total}"
+        return asserted(name, f"{told} is what the author says. To check: --ledger FILE.")
     chain = chain_at(where, None)
     mine = [e for e in chain.entries if e.kind == "reserve" and e.facts["entry"] == shown.entry]
     stated = shown.dataset, shown.unit, shown.neighbouring_relation, PureDP(shown.unit_epsilon)
@@ -84,4 +90,14 @@ def _entry(shown: Labels, where: str | None) -> Check:
         stated
     ] or not chain.steps.get(shown.entry):
         raise Wrong(f"{chain.where} has no entry {shown.entry} of {shown.dataset} that paid for these labels. {_AGAIN}")
-    return verified(name, f"{chain.where} charged exactly this, in an account that no other epsilon is added to.")
+    account = [e for e in chain.entries if e.dataset == shown.dataset and e.kind in ("reserve", "import")]
+    events, known = [event_of(e) for e in account], shown.account_epsilon
+    now, least = added(*events), added(*events[: account.index(mine[0]) + 1])
+    told = f"{chain.where} charged {shown.unit_epsilon:g} for this draw, and its account holds {now:g} in all"
+    if known is not None and known < least * (1 - 1e-9):
+        raise Wrong(f"{told}, {least:g} at the time; {known:g} is stated. {_AGAIN}")
+    if len(events) == 1:
+        return verified(name, f"{chain.where} charged exactly this, in an account that no other epsilon is added to.")
+    if known is not None and now <= known * (1 + 1e-9):
+        return verified(name, f"{told}, as is stated.")
+    return asserted(name, f"{told}, more than is stated: whoever sees all draws learns that much.")

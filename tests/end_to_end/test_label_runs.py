@@ -60,9 +60,10 @@ def test_the_record_holds_no_coin_and_is_verified(flipped: tuple[Place, Path]) -
     assert record.pop("probability") == pytest.approx(1 / (1 + math.e))
     assert record.keys() == {
         *("schema_version", "mechanism", "neighbouring_relation", "epsilon", "unit", "max_labels", "unit_epsilon"),
-        *("dataset", "entry", "date", "file_sha256"),
+        *("dataset", "entry", "date", "file_sha256", "account_epsilon"),
     }
     assert (record["epsilon"], record["max_labels"], record["unit_epsilon"]) == (1.0, 4, 4.0)
+    assert record["account_epsilon"] == 4.0
     told = done("verify", record_of(output), "--ledger", place.ledger).out
     assert "epsilon 1, 4 for the 4 of one unit" in told
     assert "4 verified" not in told
@@ -209,7 +210,7 @@ def test_labels_are_randomised_once(flipped: tuple[Place, Path]) -> None:
         assert len(ledger.runs("labels of notes")) == 1
 
 
-def test_a_draw_that_died_is_paid_and_can_be_made_again(
+def test_a_draw_that_died_is_paid_and_its_labels_are_drawn_again_only_at_a_second_price(
     flipped: tuple[Place, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place, _ = flipped
@@ -223,7 +224,8 @@ def test_a_draw_that_died_is_paid_and_can_be_made_again(
         patch.setattr(labels, "flipped", dies)
         assert dpllm_(*command).code == 1
     assert not (place.root / "own.randomized.jsonl").exists()
-    done(*command)
+    refused(3, "One never ended", *command)
+    done(*command, "--again")
     with Ledger(place.ledger) as ledger:
         assert [run.event for run in ledger.runs("labels of own")] == [PureDP(1.0)] * 2
     refused(3, "were randomised before", *command, "--output", place.root / "third.jsonl")
@@ -314,9 +316,10 @@ def test_a_part_of_labels_that_were_drawn_is_charged_to_the_same_people(tmp_path
         "--output",
         tmp_path / "part.flipped.jsonl",
     )
-    advice = re.search(r"type --dataset '(.*?)'", " ".join(dpllm_(*told).err.split()))
+    assert "type --again" in " ".join(dpllm_(*told).err.split())
+    advice = re.search(r"type --dataset '(.*?)'", " ".join(dpllm_(*told, "--again", "--dataset", "other").err.split()))
     assert advice
-    done(*told, "--dataset", advice[1])
+    done(*told, "--again", "--dataset", advice[1])
 
 
 def test_units_and_outputs_that_cannot_be_are_refused(tmp_path: Path) -> None:
