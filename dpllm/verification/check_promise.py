@@ -201,7 +201,7 @@ def _attackers(terms: Terms) -> Check:
         wrong += differences(stated[key], fresh[key], key, rounding(terms, OTHER_RDP, same))
     if wrong:
         raise Wrong(f"{listed(wrong)} does not follow from the event{by(terms)}. {_AGAIN}")
-    return verified(name, "limits and curve, to six digits, and trade_off follow from the event.")
+    return verified(name, "limits and curve, to five digits, and trade_off follow from the event.")
 
 
 def _shuffled(record: PrivacyRecord, terms: Terms) -> Check:
