@@ -40,7 +40,7 @@ from dpllm.verification.values import (
     verified,
 )
 
-MOST_ROWS, MOST_TOKENS, MOST_UNPACKED, MOST_TABLE = 200_000, 10_000_000, 2**29, 2**24
+MOST_ROWS, MOST_TOKENS, MOST_UNPACKED = 200_000, 10_000_000, 2**29
 _ID = re.compile(r"[cr]\d{5,8}-?")  # with a dash: the rejected answer of a pair
 AUDIT_AGAIN = "Audit again, then write the card again: dpllm audit RUN, dpllm card RUN."
 _NUMBERS = {"bool", "int8", "int16", "int32", "int64", "float", "double"}
@@ -81,7 +81,7 @@ def check(found: Published) -> Iterator[Check]:
 def published_audit(folder: Path) -> AuditRecord:
     """audit.json of a folder; ``Wrong`` says which field is damaged."""
     try:
-        return parse_audit(read_object(folder / "audit.json", MOST_TABLE), "audit.json")
+        return parse_audit(read_object(folder / "audit.json"), "audit.json")
     except ConfigError as error:
         raise Wrong(str(error)) from None
 
