@@ -23,6 +23,7 @@ from typing import Any
 from dpllm.errors import ConfigError
 
 CARD, BLOCK, SIGNATURE = "README.md", "privacy.json", "privacy.json.sig"
+SETTINGS = ("adapter_config.json", "config.json")
 UNHASHED = frozenset({CARD, BLOCK, SIGNATURE})
 """Files of export/ whose hashes the block cannot hold: the card, the block itself and its signature."""
 
@@ -48,6 +49,11 @@ _WORDS = {
 none of which can name code."""
 _NAMES_CODE = frozenset({"auto_map", "custom_pipelines"})
 _ELSEWHERE = re.compile(r"[/\\]|--.*\.")
+
+
+def of_model(names: Iterable[str]) -> list[str]:
+    """Those of some files in export/ that decide what the model computes: its weights, and the settings that apply them."""
+    return sorted(name for name in names if name.endswith(".safetensors") or name in SETTINGS)
 
 
 def unknown(names: Iterable[str]) -> list[str]:

@@ -22,6 +22,7 @@ from dpllm.auditing.summary import Beside, summarise
 from dpllm.auditing.table import CanaryScores, TokenTable, by_group, read_scores
 from dpllm.card import claim
 from dpllm.errors import ConfigError, DpllmError
+from dpllm.files import SETTINGS, of_model
 from dpllm.statement.fields import Steps, Terms
 from dpllm.statement.privacy_record import Audit, CanaryGroup, PrivacyRecord
 from dpllm.statement.run_files import AuditSettings
@@ -88,10 +89,12 @@ def published_audit(folder: Path) -> AuditRecord:
 
 def _belongs(found: Published, terms: Terms, report: AuditRecord) -> Check:
     """Weights, canaries and claim are those of the block."""
-    weights = {name: value for name, value in found.hashes.items() if name.endswith(".safetensors")}
     merged = found.record.merged_from
-    if merged:
-        weights = {name: value for name, value in merged.files.items() if name.endswith(".safetensors")}
+    hashes = merged.files if merged else found.hashes
+    names = of_model(hashes)
+    # Audits of earlier versions named no settings; one that left them out would look the same.
+    silent = [name for name in names if name in SETTINGS and name not in report.weights]
+    weights = {name: hashes[name] for name in names if name not in silent}
     if not weights or report.weights != weights:
         raise Wrong(f"audit.json is about other weights than these. {AUDIT_AGAIN}")
     tested = report.claim
@@ -102,6 +105,9 @@ def _belongs(found: Published, terms: Terms, report: AuditRecord) -> Check:
         raise Wrong("audit.json reports on other, private runs and must not be published. Delete it, and audit again.")
     if merged:
         return asserted("audit: weights", "it is about the adapter; that these weights contain it is asserted.")
+    if silent:
+        said = f"it is about {listed(sorted(weights))}, and does not name {listed(silent)}, which says how they are applied"
+        return asserted("audit: weights", f"{said}: that this was the same is the author's word.")
     return verified("audit: weights", f"it is about {listed(sorted(weights))} and about the epsilon that is stated.")
 
 
