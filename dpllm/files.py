@@ -307,7 +307,7 @@ def check_shape(content: bytes, most: int) -> None:
     if inside or brackets != b"{%b}" % brackets[1:-1]:
         raise ValueError("no object")
     if inner:
-        raise ValueError("nested without end")
+        raise ValueError(f"brackets that do not pair, or are nested deeper than {MOST_LEVELS} levels")
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -217,7 +217,17 @@ def test_blocks_are_read_as_they_are_written() -> None:
 
 def build_site(folder: Path, config: Path = ROOT / "mkdocs.yml") -> None:
     # Not --quiet: it drops the warnings before --strict counts them.
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(config), "--site-dir", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--config-file",
+        str(config),
+        "--site-dir",
+        str(folder),
+    ]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     said = done.stdout + done.stderr

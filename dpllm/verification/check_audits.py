@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, fields
@@ -33,15 +34,18 @@ from dpllm.verification.values import (
     Published,
     Wrong,
     asserted,
+    bounded_memory,
     close,
     differences,
     listed,
-    read_bytes,
     read_object,
+    regular,
     verified,
 )
 
-MOST_ROWS, MOST_TOKENS, MOST_UNPACKED = 200_000, 10_000_000, 2**29
+MOST_ROWS, MOST_CANARIES, MOST_TOKENS = 100_000, 25_000, 400_000
+MOST_FOOTER, MOST_UNPACKED, MOST_MEMORY = 2**20, 2**27, 2**29
+"""Bytes of a table: of what describes it, of all its columns by what that says, and of memory while it is read, which may be more."""
 _ID = re.compile(r"[cr]\d{5,8}-?")  # with a dash: the rejected answer of a pair
 AUDIT_AGAIN = "Audit again, then write the card again: dpllm audit RUN, dpllm card RUN."
 _NUMBERS = {"bool", "int8", "int16", "int32", "int64", "float", "double"}
@@ -125,10 +129,10 @@ def _in_block(block: PrivacyRecord, part: Audit, report: AuditRecord) -> Check:
 def tables(folder: Path) -> tuple[tuple[CanaryScores, ...], TokenTable]:
     """The scores of an audit, whose files are read once they are known to be small; ``Wrong`` says what is wrong with them."""
     path = folder / "tokens.parquet"
-    read_bytes(path)
     try:
-        _only_numbers(path)
-        return _read_tables(folder, path.stat().st_size, path.stat().st_mtime_ns)
+        with bounded_memory(MOST_MEMORY):
+            _only_numbers(path)
+            return _read_tables(folder, path.stat().st_size, path.stat().st_mtime_ns)
     except DpllmError as error:
         raise Wrong(str(error).replace(f"{folder}/", "")) from None
 
@@ -136,7 +140,7 @@ def tables(folder: Path) -> tuple[tuple[CanaryScores, ...], TokenTable]:
 @lru_cache(maxsize=8)
 def _read_tables(folder: Path, size: int, changed: int) -> tuple[tuple[CanaryScores, ...], TokenTable]:
     table, tokens = read_scores(folder)
-    if len(table) > MOST_ROWS:
+    if len(table) > MOST_CANARIES:
         raise Wrong(f"it scored {len(table):,} canaries, more than any audit of dpllm. {AUDIT_AGAIN}")
     return table, tokens
 
@@ -151,7 +155,7 @@ def _only_numbers(path: Path) -> None:
     names = parquet.read_table(path, columns=["canary_id"], read_dictionary=["canary_id"], use_threads=False)[
         "canary_id"
     ]
-    if sum(len(chunk.dictionary) for chunk in names.chunks) > 2 * MOST_ROWS:
+    if sum(len(chunk.dictionary) for chunk in names.chunks) > MOST_TOKENS:
         raise Wrong(f"{path.name} names more canaries than any audit of dpllm. {AUDIT_AGAIN}")
     if any(len(str(name)) > 10 for chunk in names.chunks for name in chunk.dictionary):
         raise Wrong(f"{path.name} has a canary name that dpllm never writes. {AUDIT_AGAIN}")
@@ -161,7 +165,13 @@ def described(path: Path, wanted: set[str], most: int) -> None:
     """Refuses a parquet file with other columns, with text beside them, or with more rows, before any of it is unpacked."""
     from pyarrow import ArrowException, parquet
 
+    with regular(path) as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 8))
+        footer = int.from_bytes(file.read(4), "little")
     try:
+        if footer > min(size, MOST_FOOTER):
+            raise ArrowException
         found = parquet.read_metadata(path)
     except (ArrowException, OSError):
         raise Wrong(f"{path.name} is not a parquet file. {AUDIT_AGAIN}") from None
@@ -220,7 +230,6 @@ def _gradient(folder: Path, terms: Terms, steps: Steps, report: AuditRecord) -> 
         if path.exists():
             raise Wrong(f"gradient.parquet is there, but audit.json names no gradient canaries. {AUDIT_AGAIN}")
         return None
-    read_bytes(path)
     described(path, COLUMNS, MOST_ROWS)
     lattice = terms.randomness.lattice
     if lattice is None:

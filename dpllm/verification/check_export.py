@@ -284,7 +284,8 @@ def _hashes(found: Published, names: list[str]) -> Check:
             found.hashes[name] = _sha256(found.directory / name) if name in stated else _UNLISTED
     unread = {name for name, digest in found.hashes.items() if digest == _UNREAD}
     differing = {
-        "changed": {name for name in stated.keys() & found.hashes.keys() if stated[name] != found.hashes[name]} - unread,
+        "changed": {name for name in stated.keys() & found.hashes.keys() if stated[name] != found.hashes[name]}
+        - unread,
         "larger than they can be, and not read": unread,
         "missing": stated.keys() - found.hashes.keys(),
         "not listed, and not read": found.hashes.keys() - stated.keys(),

@@ -39,7 +39,7 @@ MOST |= {".safetensors": 2**43, ".parquet": MOST_BYTES, ".npy": MOST_BYTES, ".cs
 MOST_OTHER = 2**20
 BYTES_OF_VALUE = 16
 """Of JSON: a file holds at most one value for so many of the bytes that it may have."""
-MOST_MEMORY = 3 * 2**30
+MOST_MEMORY = 2**30
 WRITE_AGAIN = "Write the card again: dpllm card RUN."
 _RESTORE = "Take the file from where the model was published, or write the card again: dpllm card RUN."
 
@@ -215,8 +215,8 @@ def listed(names: Sequence[object], most: int = 4) -> str:
 
 
 @contextmanager
-def bounded_memory() -> Iterator[None]:
-    """Lets this process take ``MOST_MEMORY`` more than it holds, where Linux says what that is: sizes that a file states may lie.
+def bounded_memory(more: int | None = None) -> Iterator[None]:
+    """Lets this process take ``more``, or ``MOST_MEMORY``, than it holds, where Linux says what that is: sizes that a file states may lie.
 
     An allocation beyond it is an error, and so a failed check.
     """
@@ -225,7 +225,7 @@ def bounded_memory() -> Iterator[None]:
         yield
         return
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    most = int(held.read_text().split()[5]) * resource.getpagesize() + MOST_MEMORY
+    most = int(held.read_text().split()[5]) * resource.getpagesize() + (more or MOST_MEMORY)
     try:
         least = min([most, *(one for one in before if one != resource.RLIM_INFINITY)])
         resource.setrlimit(resource.RLIMIT_DATA, (least, before[1]))
