@@ -39,7 +39,15 @@ def verify(path: Path, **options: Any) -> dict[str, Any]:
         child.join()
     if isinstance(answer, DpllmError):
         raise answer
-    return answer or _one_line(path, seconds)
+    if answer is None:
+        from dpllm.verification.values import Verification, failed
+
+        detail = (
+            f"these files ended the process that read them, or kept it busy for {seconds:,.0f} seconds, which no files of dpllm "
+            "do. Do not open them with another program, and ask whoever sent them."
+        )
+        answer = Verification(str(path), (failed("end", detail),)).to_json()
+    return dict(answer)
 
 
 def _answer(there: Connection, path: Path, options: dict[str, Any]) -> None:
@@ -50,13 +58,3 @@ def _answer(there: Connection, path: Path, options: dict[str, Any]) -> None:
         there.send(check_all(path, **options).to_json())
     except DpllmError as error:
         there.send(error)
-
-
-def _one_line(path: Path, seconds: float) -> dict[str, Any]:
-    detail = (
-        f"these files ended the process that read them, or kept it busy for {seconds:,.0f} seconds, which no files of dpllm do. "
-        "Do not open them with another program, and ask whoever sent them."
-    )
-    check = {"name": "end", "status": "failed", "detail": detail}
-    counts = {"verified": 0, "asserted": 0, "failed": 1}
-    return {"path": str(path), "failed": True, "counts": counts, "checks": [check]}

@@ -45,7 +45,7 @@ from dpllm.verification.values import (
 
 MOST_ROWS, MOST_CANARIES, MOST_TOKENS = 100_000, 25_000, 400_000
 MOST_FOOTER, MOST_UNPACKED, MOST_MEMORY = 2**20, 2**27, 2**29
-"""Bytes of a table: of what describes it, of all its columns by what that says, and of memory while it is read, which may be more."""
+"""Bytes of a table: of its description, of its columns by what that says, and of memory while it is read."""
 _ID = re.compile(r"[cr]\d{5,8}-?")  # with a dash: the rejected answer of a pair
 AUDIT_AGAIN = "Audit again, then write the card again: dpllm audit RUN, dpllm card RUN."
 _NUMBERS = {"bool", "int8", "int16", "int32", "int64", "float", "double"}

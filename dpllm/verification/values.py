@@ -35,7 +35,7 @@ MOST_BYTES = 64 * 2**20
 MOST = {"README.md": 2**22, "config.yaml": 2**16, "tokenizer.json": MOST_BYTES, "tokenizer_config.json": 2**23}
 MOST |= {"model.safetensors.index.json": 2**24, "canaries.json": 2**24, "audits.jsonl": 2**24, ".png": 2**24}
 MOST |= {".safetensors": 2**43, ".parquet": MOST_BYTES, ".npy": MOST_BYTES, ".csv": MOST_BYTES}
-"""Bytes of a file of that name, or else of that kind, that are read or hashed: some times what the largest one has that is known."""
+"""Bytes of a file of that name, or else of that kind: some times what the largest one has that is known."""
 MOST_OTHER = 2**20
 BYTES_OF_VALUE = 16
 """Of JSON: a file holds at most one value for so many of the bytes that it may have."""
@@ -216,7 +216,7 @@ def listed(names: Sequence[object], most: int = 4) -> str:
 
 @contextmanager
 def bounded_memory(more: int | None = None) -> Iterator[None]:
-    """Lets this process take ``more``, or ``MOST_MEMORY``, than it holds, where Linux says what that is: sizes that a file states may lie.
+    """Lets this process take ``more`` than it holds (None: ``MOST_MEMORY``), where Linux says what that is: stated sizes may lie.
 
     An allocation beyond it is an error, and so a failed check.
     """

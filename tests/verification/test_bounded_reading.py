@@ -123,7 +123,7 @@ def test_a_file_that_is_not_listed_is_not_read(run: RunDir, monkeypatch: pytest.
     (run.export / "special_tokens_map.json").write_text("{}", encoding="utf-8")
     read = check_export._content
     monkeypatch.setattr(
-        check_export, "_content", lambda path, of: pytest.fail() if "special" in path.name else read(path, of)
+        check_export, "_content", lambda path, of: pytest.fail("read") if "special" in path.name else read(path, of)
     )
     assert "not listed, and not read: special_tokens_map.json" in check_of(run.export, "files").detail
 
