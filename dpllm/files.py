@@ -23,6 +23,7 @@ from typing import Any
 from dpllm.errors import ConfigError
 
 CARD, BLOCK, SIGNATURE = "README.md", "privacy.json", "privacy.json.sig"
+SETTINGS = ("adapter_config.json", "config.json")
 UNHASHED = frozenset({CARD, BLOCK, SIGNATURE})
 """Files of export/ whose hashes the block cannot hold: the card, the block itself and its signature."""
 
@@ -48,6 +49,11 @@ _WORDS = {
 none of which can name code."""
 _NAMES_CODE = frozenset({"auto_map", "custom_pipelines"})
 _ELSEWHERE = re.compile(r"[/\\]|--.*\.")
+
+
+def of_model(names: Iterable[str]) -> list[str]:
+    """Those of some files in export/ that decide what the model computes: its weights, and the settings that apply them."""
+    return sorted(name for name in names if name.endswith(".safetensors") or name in SETTINGS)
 
 
 def unknown(names: Iterable[str]) -> list[str]:
@@ -118,6 +124,11 @@ def sha256(path: Path, *, follow: bool = True) -> str:
 
 
 SCHEMA_VERSION = 1
+MOST_LEVELS = 60
+"""Of objects and lists in one another, in any JSON that dpllm reads from others."""
+_PIECE = 2**20
+_OF_JSON = b"[]{},:+-.0123456789eEtrufalsn \t\r\n"  # outside quotes
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
 def write_whole(path: Path, content: str | bytes, *, mode: int = 0o666) -> None:
@@ -268,6 +279,35 @@ def as_json(value: Any) -> Any:
 def digest(value: dict[str, Any]) -> str:
     """SHA-256 of a JSON object, the same however it is laid out."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def check_shape(content: bytes, most: int) -> None:
+    """Refuses, before it is parsed, what is no JSON object of at most ``most`` values, or is nested deeper than ``MOST_LEVELS``.
+
+    A byte of JSON may take a hundred bytes of memory, and a library in Rust that runs out of memory ends the process.
+
+    Raises:
+        ValueError: It is such a text.
+    """
+    text = content.replace(b"\\\\", b"").replace(b'\\"', b"")  # so that every quote begins or ends a text
+    brackets, values, inside = b"", 0, 0
+    for start in range(0, len(text), _PIECE):
+        parts = text[start : start + _PIECE].split(b'"')
+        outside = b"".join(parts[inside::2])
+        inside ^= (len(parts) + 1) % 2
+        brackets += outside.translate(None, _NO_BRACKETS)
+        values += outside.count(b",")
+        if values + len(brackets) // 2 > most:
+            raise ValueError(f"it has more than {most:,} values")
+        if outside.translate(None, _OF_JSON):
+            raise ValueError("not valid")
+    inner = brackets[1:-1]
+    for _ in range(MOST_LEVELS):
+        inner = inner.replace(b"[]", b"").replace(b"{}", b"")
+    if inside or brackets != b"{%b}" % brackets[1:-1]:
+        raise ValueError("no object")
+    if inner:
+        raise ValueError(f"brackets that do not pair, or are nested deeper than {MOST_LEVELS} levels")
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -215,17 +215,29 @@ def test_blocks_are_read_as_they_are_written() -> None:
 # --- the site --------------------------------------------------------------------------------------------------------
 
 
+def build_site(folder: Path, config: Path = ROOT / "mkdocs.yml") -> None:
+    # Not --quiet: it drops the warnings before --strict counts them.
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--config-file",
+        str(config),
+        "--site-dir",
+        str(folder),
+    ]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    said = done.stdout + done.stderr
+    assert (done.returncode, "WARNING" in said) == (0, False), said
+
+
 @pytest.fixture(scope="session")
 def site(once: Once) -> Path:
     pytest.importorskip("mkdocs", reason="the extra docs is not installed")
-
-    def build(folder: Path) -> None:
-        command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
-        environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stdout + done.stderr
-
-    return once("site", build)
+    return once("site", build_site)
 
 
 def test_the_site_builds_without_a_warning(site: Path) -> None:
@@ -233,6 +245,21 @@ def test_the_site_builds_without_a_warning(site: Path) -> None:
     written = {path.relative_to(ROOT / "docs").with_suffix("") for path in (ROOT / "docs").rglob("*.md")}
     assert written <= pages
     assert (site / "search" / "search_index.json").is_file()
+
+
+@pytest.mark.parametrize("broken", ["[a page](nowhere.md)", "[a part](index.md#nowhere)", "[a file](../mkdocs.yml)"])
+def test_a_site_with_a_broken_link_does_not_build(broken: str, tmp_path: Path) -> None:
+    """The same command and validation, on one page."""
+    pytest.importorskip("mkdocs", reason="the extra docs is not installed")
+    validation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nvalidation:\n")[1].split("\n\n")[0]
+    config, page = tmp_path / "mkdocs.yml", tmp_path / "docs" / "index.md"
+    config.write_text(f"site_name: one page\ntheme: null\nplugins: []\nvalidation:\n{validation}\n", encoding="utf-8")
+    page.parent.mkdir()
+    page.write_text("# A page\n\n[itself](index.md)\n", encoding="utf-8")
+    build_site(tmp_path / "whole", config)
+    page.write_text(f"# A page\n\n{broken}\n", encoding="utf-8")
+    with pytest.raises(AssertionError, match=r"WARNING .*(nowhere|mkdocs\.yml)"):
+        build_site(tmp_path / "site", config)
 
 
 def test_docstrings_reach_the_reference(site: Path) -> None:

@@ -265,7 +265,7 @@ class AuditRecord(Summary):
     canaries: Canaries
     settings: AuditSettings
     weights: dict[Text, Sha256]
-    """SHA-256 of the weight files that were attacked."""
+    """SHA-256 of the weight files that were attacked, and of the settings that say how they are applied."""
     audits_run: AtLeast1
     """How many audits of this run directory were made, this one included."""
     published: bool

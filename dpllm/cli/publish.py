@@ -114,7 +114,7 @@ def _dataset_card(directory: Path, known: argparse.Namespace) -> int:
 
 def verify(known: argparse.Namespace, rest: list[str]) -> int:
     """Prints every check, and how many there are of each kind; exit code 4 where one failed."""
-    from dpllm.verification.verify import verify as check_all
+    from dpllm.verification.apart import verify as check_all
 
     with ExitStack() as stack:
         path = Path(known.path)
@@ -125,14 +125,14 @@ def verify(known: argparse.Namespace, rest: list[str]) -> int:
             raise ConfigError(f"--revision {known.revision}: {known.path} is not a Hub id. Leave it out.")
         found = check_all(path, ledger=known.ledger, signers=Path(known.signers) if known.signers else None)
     if known.json:
-        show(known, found.to_json())
+        show(known, found)
     else:
-        for check in found.checks:
-            print(f"{check.status:<8}  {check.name}: {check.detail}")
-        counts = found.to_json()["counts"]
+        for check in found["checks"]:
+            print(f"{check['status']:<8}  {check['name']}: {check['detail']}")
+        counts = found["counts"]
         print(f"{counts['verified']} verified, {counts['asserted']} asserted, {counts['failed']} failed")
-    if found.failed:
-        names = ", ".join(check.name for check in found.checks if check.status == "failed")
+    if found["failed"]:
+        names = ", ".join(check["name"] for check in found["checks"] if check["status"] == "failed")
         raise AuditContradiction(f"{known.path}: does not verify ({names}). Do not rely on its card.")
     return 0
 

@@ -67,7 +67,7 @@ def in_rows(run: RunDir, path: Path, statement: PrivacyRecord) -> Iterator[str]:
     if path.stat().st_size > MOST_BYTES:
         yield "private text in the rows: they are too large to be searched."
         return
-    rows = [json.loads(line) for line in read_bytes(path).splitlines()]
+    rows = [json.loads(line) for line in read_bytes(path, MOST_BYTES).splitlines()]
     text = "\n".join(strings(rows))
     drawn = canaries.load(run.canaries).canaries if run.canaries.exists() else ()
     told = [(canary.inserted, any(one.secret.strip() in text for one in canary.answers)) for canary in drawn]
@@ -91,7 +91,7 @@ def _text(path: Path) -> str:
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
             raw = file.read(min(int.from_bytes(file.read(8), "little"), _LARGE))
     else:
-        raw = read_bytes(path)
+        raw = read_bytes(path, MOST_BYTES)
     text = raw.replace(b"\0", b"").decode("utf-8", errors="replace")
     try:
         return "\n".join([*strings(json.loads(text)), text]) if path.suffix in (".json", _TENSORS) else text

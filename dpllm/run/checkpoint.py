@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from dpllm.errors import ConfigError, Refused
-from dpllm.files import keep_publishable, sha256, whole_directory
+from dpllm.files import keep_publishable, of_model, sha256, whole_directory
 from dpllm.run.directory import RunDir
 
 SCHEMA_VERSION = 2
@@ -59,8 +59,10 @@ def export(model: Any, tokenizer: Any, run: RunDir) -> None:
 
 
 def weight_hashes(directory: Path) -> dict[str, str]:
-    """SHA-256 of each safetensors file, by name."""
-    return {path.name: sha256(path) for path in sorted(directory.glob("*.safetensors"))}
+    """SHA-256 of each safetensors file and of the settings that say how it is applied, by name; empty without weights."""
+    if not any(directory.glob("*.safetensors")):
+        return {}
+    return {name: sha256(directory / name) for name in of_model(path.name for path in directory.iterdir())}
 
 
 def save_resume(run: RunDir, model: nn.Module, optimizer: torch.optim.Optimizer, state: State) -> None:

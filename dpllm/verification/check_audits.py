@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, fields
@@ -22,6 +23,7 @@ from dpllm.auditing.summary import Beside, summarise
 from dpllm.auditing.table import CanaryScores, TokenTable, by_group, read_scores
 from dpllm.card import claim
 from dpllm.errors import ConfigError, DpllmError
+from dpllm.files import SETTINGS, of_model
 from dpllm.statement.fields import Steps, Terms
 from dpllm.statement.privacy_record import Audit, CanaryGroup, PrivacyRecord
 from dpllm.statement.run_files import AuditSettings
@@ -32,15 +34,18 @@ from dpllm.verification.values import (
     Published,
     Wrong,
     asserted,
+    bounded_memory,
     close,
     differences,
     listed,
-    read_bytes,
     read_object,
+    regular,
     verified,
 )
 
-MOST_ROWS, MOST_TOKENS, MOST_UNPACKED, MOST_TABLE = 200_000, 10_000_000, 2**29, 2**24
+MOST_ROWS, MOST_CANARIES, MOST_TOKENS = 100_000, 25_000, 400_000
+MOST_FOOTER, MOST_UNPACKED, MOST_MEMORY = 2**20, 2**27, 2**29
+"""Bytes of a table: of its description, of its columns by what that says, and of memory while it is read."""
 _ID = re.compile(r"[cr]\d{5,8}-?")  # with a dash: the rejected answer of a pair
 AUDIT_AGAIN = "Audit again, then write the card again: dpllm audit RUN, dpllm card RUN."
 _NUMBERS = {"bool", "int8", "int16", "int32", "int64", "float", "double"}
@@ -81,17 +86,19 @@ def check(found: Published) -> Iterator[Check]:
 def published_audit(folder: Path) -> AuditRecord:
     """audit.json of a folder; ``Wrong`` says which field is damaged."""
     try:
-        return parse_audit(read_object(folder / "audit.json", MOST_TABLE), "audit.json")
+        return parse_audit(read_object(folder / "audit.json"), "audit.json")
     except ConfigError as error:
         raise Wrong(str(error)) from None
 
 
 def _belongs(found: Published, terms: Terms, report: AuditRecord) -> Check:
     """Weights, canaries and claim are those of the block."""
-    weights = {name: value for name, value in found.hashes.items() if name.endswith(".safetensors")}
     merged = found.record.merged_from
-    if merged:
-        weights = {name: value for name, value in merged.files.items() if name.endswith(".safetensors")}
+    hashes = merged.files if merged else found.hashes
+    names = of_model(hashes)
+    # Audits of earlier versions named no settings; one that left them out would look the same.
+    silent = [name for name in names if name in SETTINGS and name not in report.weights]
+    weights = {name: hashes[name] for name in names if name not in silent}
     if not weights or report.weights != weights:
         raise Wrong(f"audit.json is about other weights than these. {AUDIT_AGAIN}")
     tested = report.claim
@@ -102,6 +109,9 @@ def _belongs(found: Published, terms: Terms, report: AuditRecord) -> Check:
         raise Wrong("audit.json reports on other, private runs and must not be published. Delete it, and audit again.")
     if merged:
         return asserted("audit: weights", "it is about the adapter; that these weights contain it is asserted.")
+    if silent:
+        said = f"it is about {listed(sorted(weights))}, and does not name {listed(silent)}, which says how they are applied"
+        return asserted("audit: weights", f"{said}: that this was the same is the author's word.")
     return verified("audit: weights", f"it is about {listed(sorted(weights))} and about the epsilon that is stated.")
 
 
@@ -119,10 +129,10 @@ def _in_block(block: PrivacyRecord, part: Audit, report: AuditRecord) -> Check:
 def tables(folder: Path) -> tuple[tuple[CanaryScores, ...], TokenTable]:
     """The scores of an audit, whose files are read once they are known to be small; ``Wrong`` says what is wrong with them."""
     path = folder / "tokens.parquet"
-    read_bytes(path)
     try:
-        _only_numbers(path)
-        return _read_tables(folder, path.stat().st_size, path.stat().st_mtime_ns)
+        with bounded_memory(MOST_MEMORY):
+            _only_numbers(path)
+            return _read_tables(folder, path.stat().st_size, path.stat().st_mtime_ns)
     except DpllmError as error:
         raise Wrong(str(error).replace(f"{folder}/", "")) from None
 
@@ -130,7 +140,7 @@ def tables(folder: Path) -> tuple[tuple[CanaryScores, ...], TokenTable]:
 @lru_cache(maxsize=8)
 def _read_tables(folder: Path, size: int, changed: int) -> tuple[tuple[CanaryScores, ...], TokenTable]:
     table, tokens = read_scores(folder)
-    if len(table) > MOST_ROWS:
+    if len(table) > MOST_CANARIES:
         raise Wrong(f"it scored {len(table):,} canaries, more than any audit of dpllm. {AUDIT_AGAIN}")
     return table, tokens
 
@@ -145,7 +155,7 @@ def _only_numbers(path: Path) -> None:
     names = parquet.read_table(path, columns=["canary_id"], read_dictionary=["canary_id"], use_threads=False)[
         "canary_id"
     ]
-    if sum(len(chunk.dictionary) for chunk in names.chunks) > 2 * MOST_ROWS:
+    if sum(len(chunk.dictionary) for chunk in names.chunks) > MOST_TOKENS:
         raise Wrong(f"{path.name} names more canaries than any audit of dpllm. {AUDIT_AGAIN}")
     if any(len(str(name)) > 10 for chunk in names.chunks for name in chunk.dictionary):
         raise Wrong(f"{path.name} has a canary name that dpllm never writes. {AUDIT_AGAIN}")
@@ -155,7 +165,13 @@ def described(path: Path, wanted: set[str], most: int) -> None:
     """Refuses a parquet file with other columns, with text beside them, or with more rows, before any of it is unpacked."""
     from pyarrow import ArrowException, parquet
 
+    with regular(path) as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 8))
+        footer = int.from_bytes(file.read(4), "little")
     try:
+        if footer > min(size, MOST_FOOTER):
+            raise ArrowException
         found = parquet.read_metadata(path)
     except (ArrowException, OSError):
         raise Wrong(f"{path.name} is not a parquet file. {AUDIT_AGAIN}") from None
@@ -214,7 +230,6 @@ def _gradient(folder: Path, terms: Terms, steps: Steps, report: AuditRecord) -> 
         if path.exists():
             raise Wrong(f"gradient.parquet is there, but audit.json names no gradient canaries. {AUDIT_AGAIN}")
         return None
-    read_bytes(path)
     described(path, COLUMNS, MOST_ROWS)
     lattice = terms.randomness.lattice
     if lattice is None:

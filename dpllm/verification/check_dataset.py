@@ -7,7 +7,6 @@ regular files of bounded size only, follows no link, and keeps no row.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,9 +28,10 @@ from dpllm.verification.values import (
     Wrong,
     asserted,
     failed,
+    fit,
     guarded,
     listed,
-    no_key_twice,
+    parsed,
     read_bytes,
     read_object,
     read_text,
@@ -39,7 +39,6 @@ from dpllm.verification.values import (
     verified,
 )
 
-MOST_CARD, MOST_RECORD, MOST_CONFIG = 2**22, 2**19, 2**18
 MOST_BYTES, MOST_LINE, MOST_ROWS = 2**32, 2**22, 5_000_000
 """Of data/train.jsonl; five million rows take half a minute."""
 _OF_AUTHOR = {"license", "license_name", "license_link", "language", "pretty_name"}
@@ -100,7 +99,7 @@ def of_folder(
 
 def record_of(path: Path, read: Callable[[Json], Found], again: str) -> Found:
     """A record, which follows its schema."""
-    stated = read_object(path, MOST_RECORD)
+    stated = read_object(path)
     try:
         return read(stated)
     except NotAStatement as error:
@@ -117,13 +116,12 @@ def _said(found: DataSet) -> Iterator[Check]:
 
 def _read(directory: Path, ledger: str | None) -> DataSet:
     record = record_of(directory / RECORD, synthetic.read, _AGAIN)
-    block, page = read_object(directory / MODEL_BLOCK, MOST_RECORD), read_text(directory / MODEL_CARD, MOST_CARD)
+    block, page = read_object(directory / MODEL_BLOCK), read_text(directory / MODEL_CARD)
     if (run := run_of(directory)) is not None:
         for path in (run.config, run.run):
-            with regular(path, MOST_CONFIG):
-                pass  # what reads it later waits for no pipe, and follows no link
+            fit(path)
     model = Published((directory / MODEL_BLOCK).parent, block, page, run, ledger)
-    return DataSet(directory, record, read_text(directory / CARD, MOST_CARD), model)
+    return DataSet(directory, record, read_text(directory / CARD), model)
 
 
 def _files(found: DataSet) -> Iterator[Check]:
@@ -150,7 +148,7 @@ def hashed_files(
         raise Wrong(f"{listed(problems)}. {again}")
     changed = []
     for name in hashed:
-        with regular(directory / name, MOST_BYTES):
+        with regular(directory / name, MOST_BYTES if name == ROWS else None):
             changed += [name] if sha256(directory / name, follow=False) != stated[name] else []
     if changed:
         raise Wrong(f"{listed(changed)} changed since the card was written. {again}")
@@ -172,12 +170,12 @@ def rows(directory: Path, record: Written, asked: set[str] | None, again: str) -
                     f"line {number} of {ROWS} exceeds the stated rows, {MOST_ROWS:,} or {MOST_LINE:,} bytes. {again}"
                 )
             try:
-                row = json.loads(line.decode("utf-8"), object_pairs_hook=no_key_twice)
-                right = isinstance(row, dict) and list(row) == columns and all(isinstance(v, str) for v in row.values())
+                row = parsed(line, len(columns))
+                right = list(row) == columns and all(isinstance(v, str) for v in row.values())
                 right = right and (
                     asked is None or control.SEPARATOR.join(row.get(code, "") for code in codes) in asked
                 )
-            except (ValueError, RecursionError):
+            except ValueError:
                 right = False
             if not right:
                 raise Wrong(f"line {number} of {ROWS} is not text in {', '.join(columns)}, as asked for. {again}")
@@ -246,7 +244,7 @@ def _run(found: DataSet) -> Iterator[Check]:
     if (run := found.model.run) is None:
         return
     for mine, name in synthetic.of_run(found.model.record).items():
-        if read_bytes(run.export / name, MOST_CARD) != read_bytes(found.directory / mine, MOST_CARD):
+        if read_bytes(run.export / name) != read_bytes(found.directory / mine):
             raise Wrong(f"{mine} is not the run's current {name}. Write the card again: dpllm card RUN/synthetic.")
     yield verified("run", "run/ holds the card and the statement that the run has now, byte for byte.")
 

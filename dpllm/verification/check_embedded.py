@@ -12,7 +12,7 @@ from pathlib import Path
 from dpllm.files import CARD, SCHEMA_VERSION
 from dpllm.statement.released import FIGURE, MOST_VECTORS, RECORD, VECTORS, Statistics, figure, page, read_vectors
 from dpllm.verification import check_export, check_ledger, costs
-from dpllm.verification.check_dataset import MOST_CARD, of_folder, record_of
+from dpllm.verification.check_dataset import of_folder, record_of
 from dpllm.verification.check_promise import check_release, quick_epsilon
 from dpllm.verification.values import TOLERANCE, Check, Wrong, asserted, close, read_text, regular, verified
 
@@ -32,7 +32,7 @@ def check(directory: Path, ledger: str | None) -> Iterator[Check]:
         with regular(directory / VECTORS, MOST_VECTORS):
             read_vectors(directory / VECTORS, found.releases[0])
         for name, due in ((CARD, page(found)), (FIGURE, figure(found))):
-            if read_text(directory / name, MOST_CARD) != due:
+            if read_text(directory / name) != due:
                 raise Wrong(f"{name} is not what {RECORD} gives. {_AGAIN}")
         yield verified("files", f"{VECTORS} has the stated hash and shapes; {CARD} and {FIGURE} follow from {RECORD}.")
 

@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import dpllm
-from dpllm.files import BLOCK, UNHASHED, publishable, sha256, unknown
+from dpllm.files import BLOCK, UNHASHED, check_shape, publishable, sha256, unknown
 from dpllm.statement import privacy_record, section, tradeoff_figure
 from dpllm.statement.fields import NotAStatement
 from dpllm.verification.values import (
+    BYTES_OF_VALUE,
+    MOST_BYTES,
     WRITE_AGAIN,
     Check,
     Published,
@@ -28,7 +30,8 @@ from dpllm.verification.values import (
     asserted,
     failed,
     listed,
-    no_key_twice,
+    parsed,
+    read_bytes,
     read_object,
     read_text,
     regular,
@@ -37,9 +40,10 @@ from dpllm.verification.values import (
 
 MOST_FILES = 10_000
 _FORMAT = {"format": "pt"}
-MOST_HEADER, MOST_WEIGHTS, MOST_AXES = 100 * 2**20, 2**43, 8
+MOST_HEADER, MOST_AXES = 2**24, 8  # bytes of a header: 13 million for 100,000 tensors
 _BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2}
 _BYTES |= {"U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8}
+_UNLISTED, _UNREAD = "not listed", "not read"  # in place of a hash
 OF_THE_HUB = (".gitattributes", ".git", ".cache")
 """What the Hub, git and a download add at the top of a repository; dpllm never writes them and never uploads them."""
 _TRAINING_STATE = re.compile(
@@ -223,7 +227,9 @@ def files(found: Published) -> Iterator[Check]:
     strange = set(unknown(names))
     yield _hashes(found, names)
     for name in names:
-        why = "does not belong in an export" if name in strange else _content(found.directory / name, found)
+        why = "does not belong in an export" if name in strange else ""
+        if not why and found.hashes.get(name) != _UNLISTED:
+            why = _content(found.directory / name, found)
         problems += [f"{name} {why}"] if why else []
     if problems:
         detail = (
@@ -272,12 +278,17 @@ def regular_files(directory: Path, *, strict: bool) -> tuple[list[str], list[str
 
 
 def _hashes(found: Published, names: list[str]) -> Check:
-    found.hashes.update({name: sha256(found.directory / name, follow=False) for name in names if name not in UNHASHED})
     stated = found.record.files
+    for name in names:
+        if name not in UNHASHED:
+            found.hashes[name] = _sha256(found.directory / name) if name in stated else _UNLISTED
+    unread = {name for name, digest in found.hashes.items() if digest == _UNREAD}
     differing = {
-        "changed": {name for name in stated.keys() & found.hashes.keys() if stated[name] != found.hashes[name]},
+        "changed": {name for name in stated.keys() & found.hashes.keys() if stated[name] != found.hashes[name]}
+        - unread,
+        "larger than they can be, and not read": unread,
         "missing": stated.keys() - found.hashes.keys(),
-        "not listed": found.hashes.keys() - stated.keys(),
+        "not listed, and not read": found.hashes.keys() - stated.keys(),
     }
     problems = [f"{what}: {listed(sorted(which))}" for what, which in differing.items() if which]
     weights = sorted(name for name in found.hashes if name.endswith(".safetensors"))
@@ -294,13 +305,26 @@ def _hashes(found: Published, names: list[str]) -> Check:
     return verified("files", f"SHA-256 of {len(stated)} files, with {listed(weights)}; none missing, none extra.")
 
 
+def _sha256(path: Path) -> str:
+    """Of a file that is no larger than its name, or its own header, allows; else ``_UNREAD``."""
+    try:
+        if path.suffix == ".safetensors" and path.lstat().st_size > MOST_BYTES:
+            _tensors(path)
+        with regular(path):
+            return sha256(path, follow=False)
+    except Wrong:
+        return _UNREAD
+
+
 def _content(path: Path, found: Published) -> str:
     """What is wrong with a file of a known name; empty where nothing."""
     try:
         if path.suffix == ".safetensors":
             state = any(map(_TRAINING_STATE.search, _tensors(path)))
             return "holds tensors of the optimizer or of the generator" if state else ""
-        if path.suffix == ".json":
+        if path.name == "tokenizer.json":  # has no settings, and too many values to be parsed
+            check_shape(read_bytes(path), MOST_BYTES // BYTES_OF_VALUE)
+        elif path.suffix == ".json":
             settings = read_object(path)
             kept = publishable(path.name, settings)
             if more := sorted(key for key in settings if key not in kept or kept[key] != settings[key]):
@@ -308,8 +332,12 @@ def _content(path: Path, found: Published) -> str:
             base, other = found.record.base_model, (settings.get("base_model_name_or_path"), settings.get("revision"))
             if path.name == "adapter_config.json" and other not in ((base.name, None), (base.name, base.revision)):
                 return f"does not name {base.name}, the base model in privacy.json"
-        elif path.suffix not in (".png", ".parquet"):
+        elif path.suffix in (".png", ".parquet"):
+            read_bytes(path)
+        else:
             read_text(path)
+    except ValueError:
+        return "is not JSON"
     except Wrong as error:
         return str(error).removeprefix(f"{path.name} ").partition(". ")[0]
     return ""
@@ -317,11 +345,11 @@ def _content(path: Path, found: Published) -> str:
 
 def _tensors(path: Path) -> dict[str, Any]:
     """What the header of a safetensors file says of each tensor; they lie one behind the other, to the last byte of the file."""
-    with regular(path, MOST_WEIGHTS) as file:
+    with regular(path) as file:
         size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
         text = file.read(min(length, MOST_HEADER))
     try:
-        found, end = dict(json.loads(text, object_pairs_hook=no_key_twice)), 0
+        found, end = parsed(text, MOST_HEADER // BYTES_OF_VALUE), 0
         if found.pop("__metadata__", _FORMAT) != _FORMAT:
             raise ValueError("a text that may say anything")
         parts = sorted((*one["data_offsets"], one["shape"], one["dtype"]) for one in found.values())
@@ -330,7 +358,7 @@ def _tensors(path: Path) -> dict[str, Any]:
             if not whole or len(shape) > MOST_AXES or (begin, then - begin) != (end, _BYTES[kind] * math.prod(shape)):
                 raise ValueError("other bytes than it has, a gap, or one over another")
             end = then
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+    except (ValueError, TypeError, LookupError, AttributeError):
         raise Wrong(f"{path.name} is not a safetensors file. {WRITE_AGAIN}") from None
     if size != 8 + length + end:
         raise Wrong(f"{path.name} is shorter or longer than its header says. {WRITE_AGAIN}")

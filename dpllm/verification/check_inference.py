@@ -20,7 +20,6 @@ from dpllm.statement.inference import RECORD, Inference
 from dpllm.statement.synthetic import ROWS
 from dpllm.text import control
 from dpllm.verification import check_dataset, check_export, check_ledger, check_promise, costs
-from dpllm.verification.check_dataset import MOST_CARD
 from dpllm.verification.values import (
     Check,
     Wrong,
@@ -59,7 +58,7 @@ def check(directory: Path, ledger: str | None) -> Iterator[Check]:
 
     def look() -> Folder:
         record = check_dataset.record_of(directory / RECORD, inference.read, _AGAIN)
-        return Folder(directory, record, read_text(directory / CARD, MOST_CARD), ledger)
+        return Folder(directory, record, read_text(directory / CARD), ledger)
 
     yield from check_dataset.of_folder(RECORD, look, _CHECKS)
 

@@ -22,7 +22,7 @@ from dpllm.verification.check_ledger import chain_at, ledger_of
 from dpllm.verification.values import Check, Published, Wrong, asserted, guarded, read_object, regular, verified
 
 _AGAIN = "Take the record of the time when the labels were randomised, and write the card again: dpllm card RUN."
-_MOST_RECORD, _MOST_DATA = 2**16, 2**34
+_MOST_DATA = 2**34
 
 
 def check(found: Published) -> Iterator[Check]:
@@ -49,7 +49,7 @@ def check_record(path: Path, where: str | None) -> Iterator[Check]:
 
 def _beside(path: Path, where: str | None) -> Iterator[Check]:
     try:
-        record = LabelRecord.checked(read_object(path, _MOST_RECORD))
+        record = LabelRecord.checked(read_object(path))
     except NotAStatement as error:
         raise Wrong(f"{path.name} is no record of randomised labels: {error.problems[0]}.") from None
     yield from _stated(record.public(), where)

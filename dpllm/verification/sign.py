@@ -18,7 +18,6 @@ from dpllm.verification.values import Check, Wrong, asserted, failed, plain, rea
 NAMESPACE = "dpllm-card"
 """A signature made for another purpose with the same key does not count here."""
 _NAME = "signature"
-_MOST_BYTES = 2**20
 _SECONDS = 60.0  # a key on a token waits for a touch
 
 
@@ -74,7 +73,7 @@ def _check(directory: Path, signers: Path | None) -> Check:
         return asserted(
             _NAME, "unsigned: integrity, not authenticity. Whoever made these files could have made others."
         )
-    read_bytes(path, _MOST_BYTES)
+    read_bytes(path)
     signed = read_bytes(directory / BLOCK)
     if signers is not None and not signers.is_file():
         raise Wrong(f"--signers {signers}: no such file. Name a file of allowed signers.")

@@ -12,13 +12,14 @@ import os
 import resource
 import stat
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, TypeVar
 
 from dpllm.errors import DpllmError
+from dpllm.files import check_shape
 from dpllm.run.directory import RunDir
 from dpllm.statement import privacy_record
 from dpllm.statement.fields import Json, NotAStatement
@@ -31,9 +32,14 @@ TOLERANCE = 1e-9
 LONGEST = 400
 _MOST_VALUE = 40
 MOST_BYTES = 64 * 2**20
-"""Of a file that is read as a whole: the largest tokenizer.json has about 35 MB."""
-MOST_MEMORY = 3 * 2**30
-MOST_LEVELS = 60
+MOST = {"README.md": 2**22, "config.yaml": 2**16, "tokenizer.json": MOST_BYTES, "tokenizer_config.json": 2**23}
+MOST |= {"model.safetensors.index.json": 2**24, "canaries.json": 2**24, "audits.jsonl": 2**24, ".png": 2**24}
+MOST |= {".safetensors": 2**43, ".parquet": MOST_BYTES, ".npy": MOST_BYTES, ".csv": MOST_BYTES}
+"""Bytes of a file of that name, or else of that kind: some times what the largest one has that is known."""
+MOST_OTHER = 2**20
+BYTES_OF_VALUE = 16
+"""Of JSON: a file holds at most one value for so many of the bytes that it may have."""
+MOST_MEMORY = 2**30
 WRITE_AGAIN = "Write the card again: dpllm card RUN."
 _RESTORE = "Take the file from where the model was published, or write the card again: dpllm card RUN."
 
@@ -209,8 +215,8 @@ def listed(names: Sequence[object], most: int = 4) -> str:
 
 
 @contextmanager
-def bounded_memory() -> Iterator[None]:
-    """Lets this process take ``MOST_MEMORY`` more than it holds, where Linux says what that is: sizes that a file states may lie.
+def bounded_memory(more: int | None = None) -> Iterator[None]:
+    """Lets this process take ``more`` than it holds (None: ``MOST_MEMORY``), where Linux says what that is: stated sizes may lie.
 
     An allocation beyond it is an error, and so a failed check.
     """
@@ -219,7 +225,7 @@ def bounded_memory() -> Iterator[None]:
         yield
         return
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    most = int(held.read_text().split()[5]) * resource.getpagesize() + MOST_MEMORY
+    most = int(held.read_text().split()[5]) * resource.getpagesize() + (more or MOST_MEMORY)
     try:
         least = min([most, *(one for one in before if one != resource.RLIM_INFINITY)])
         resource.setrlimit(resource.RLIMIT_DATA, (least, before[1]))
@@ -229,22 +235,39 @@ def bounded_memory() -> Iterator[None]:
 
 
 @contextmanager
-def regular(path: Path, most: int = MOST_BYTES) -> Iterator[BinaryIO]:
-    """A regular file of bounded size, open for reading.
+def regular(path: Path, most: int | None = None) -> Iterator[BinaryIO]:
+    """A regular file, open for reading, of at most so many bytes, or of those that ``MOST`` allows for its name.
 
     Raises:
-        Wrong: It is missing, a link, no file, too large or not readable.
+        Wrong: It is missing, a link, no file, too large, mostly a hole, or not readable.
     """
     try:
         # A link could lead anywhere, and opening a pipe would wait for ever.
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(handle, "rb") as file:
-            check_regular(os.fstat(file.fileno()), path, most)
+            status = os.fstat(handle)
+            check_regular(status, path, most_bytes(path) if most is None else most)
+            if status.st_size > MOST_BYTES and 2 * 512 * status.st_blocks < status.st_size and _has_hole(handle):
+                raise Wrong(f"{path.name} has {status.st_size:,} bytes, most of which were never written. {_RESTORE}")
             yield file
     except FileNotFoundError:
         raise Wrong(f"{path.name} is missing. {_RESTORE}") from None
     except OSError as error:
         raise Wrong(f"{path.name} cannot be read ({error.strerror}). {_RESTORE}") from None
+
+
+def most_bytes(path: Path) -> int:
+    """What ``MOST`` allows for a file of that name."""
+    return MOST.get(path.name, MOST.get(path.suffix, MOST_OTHER))
+
+
+def _has_hole(handle: int) -> bool:
+    """Whether a part of a file is on no disk, where the file system tells: terabytes of zeros cost their sender nothing."""
+    with suppress(OSError):
+        hole, end = os.lseek(handle, 0, os.SEEK_HOLE), os.lseek(handle, 0, os.SEEK_END)
+        os.lseek(handle, 0, os.SEEK_SET)
+        return hole < end
+    return False
 
 
 def check_regular(status: os.stat_result, path: Path, most: int) -> None:
@@ -255,13 +278,13 @@ def check_regular(status: os.stat_result, path: Path, most: int) -> None:
         raise Wrong(f"{path.name} has {status.st_size:,} bytes, more than {most:,}. {_RESTORE}")
 
 
-def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
+def read_bytes(path: Path, most: int | None = None) -> bytes:
     """What such a file holds."""
     with regular(path, most) as file:
-        return file.read(most + 1)
+        return file.read()
 
 
-def read_text(path: Path, most: int = MOST_BYTES) -> str:
+def read_text(path: Path, most: int | None = None) -> str:
     """A file of UTF-8.
 
     Raises:
@@ -273,24 +296,35 @@ def read_text(path: Path, most: int = MOST_BYTES) -> str:
         raise Wrong(f"{path.name} is not UTF-8 text. {_RESTORE}") from None
 
 
-def read_object(path: Path, most: int = MOST_BYTES) -> dict[str, Any]:
-    """A JSON object: no key twice, no NaN, no number beyond a float, no depth without end.
+def fit(path: Path) -> None:
+    """Refuses a file of a run that code which trusts its files will read: one that is a pipe, a link, too large or no JSON."""
+    if path.suffix == ".json":
+        read_object(path)
+    else:
+        with regular(path):
+            pass
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object: no key twice, no NaN, no number beyond a float, no more values or levels than such a file needs.
 
     Raises:
         Wrong: It is none.
     """
-    text = read_text(path, most)
     try:
-        value = json.loads(text, parse_constant=_finite, parse_float=_finite, object_pairs_hook=no_key_twice)
-        if not isinstance(value, dict):
-            raise ValueError("no object")
-        _limit_depth(value)
-    except RecursionError:
-        raise Wrong(f"{path.name} is nested too deeply. {_RESTORE}") from None
+        return parsed(read_bytes(path), most_bytes(path) // BYTES_OF_VALUE)
     except ValueError as error:
         reason = error.args[0] if error.args and not isinstance(error, json.JSONDecodeError) else "not valid"
         raise Wrong(f"{path.name} is not a JSON object that dpllm writes ({reason}). {_RESTORE}") from None
-    return value
+
+
+def parsed(content: bytes, most: int) -> dict[str, Any]:
+    """A JSON object of at most ``most`` values, of whose size nothing was parsed before; a ValueError where it is none."""
+    check_shape(content, most)
+    value = json.loads(
+        content.decode("utf-8"), parse_constant=_finite, parse_float=_finite, object_pairs_hook=_no_key_twice
+    )
+    return dict(value)
 
 
 def _finite(text: str) -> float:
@@ -299,19 +333,9 @@ def _finite(text: str) -> float:
     return value
 
 
-def no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object of JSON; a ValueError where a key stands twice."""
     value = dict(pairs)
     if len(value) != len(pairs):
         raise ValueError("a key stands twice")
     return value
-
-
-def _limit_depth(value: Any) -> None:
-    level = [value]
-    for _ in range(MOST_LEVELS):
-        inner = [each for outer in level for each in (outer.values() if isinstance(outer, dict) else outer)]
-        level = [each for each in inner if isinstance(each, dict | list)]
-        if not level:
-            return
-    raise ValueError("nested without end")

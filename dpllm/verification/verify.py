@@ -43,7 +43,6 @@ from dpllm.verification import (
 )
 from dpllm.verification.check_inference import check as check_inference
 from dpllm.verification.values import (
-    MOST_BYTES,
     WRITE_AGAIN,
     Check,
     Published,
@@ -53,11 +52,11 @@ from dpllm.verification.values import (
     bounded_memory,
     differences,
     failed,
+    fit,
     guarded,
     listed,
     read_object,
     read_text,
-    regular,
     tried,
     verified,
 )
@@ -68,7 +67,6 @@ _AGAIN = (
 _OF_WEIGHTS = ("files", "audit", "run")
 """What needs files that lie beside weights, and not beside a copy of their statement."""
 _WRITTEN = (CARD, BLOCK, SIGNATURE, tradeoff_figure.FILE, synthetic.RECORD, inference.RECORD, "describe.json")
-_MOST_CARD, _MOST_BLOCK = 2**22, 2**19
 
 
 @bounded_memory()
@@ -101,12 +99,9 @@ def verify(path: Path, *, ledger: str | None = None, signers: Path | None = None
     directory, run = _subject(path)
     checks: list[Check] = []
     try:
-        block = read_object(directory / BLOCK, _MOST_BLOCK)
-        card = read_text(directory / CARD, _MOST_CARD)
-        for beside, most in _files_of(run) if run else ():
-            if os.path.lexists(beside):
-                with regular(beside, most):
-                    pass  # what reads it later waits for no pipe, and follows no link
+        block, card = read_object(directory / BLOCK), read_text(directory / CARD)
+        for beside in _files_of(run) if run else ():
+            fit(beside)
     except Wrong as error:
         return Verification(str(path), (failed("card", str(error)),))
     checks.append(verified("card", "README.md and privacy.json exist and can be read."))
@@ -167,11 +162,10 @@ def _subject(path: Path) -> tuple[Path, RunDir | None]:
     return run.export, run
 
 
-def _files_of(run: RunDir) -> Iterator[tuple[Path, int]]:
-    """What is read of a run beside its export, and how long each may be."""
-    yield run.config, 2**18  # YAML is slow to read
-    yield run.projections, 2**30
-    yield from ((path, MOST_BYTES) for path in (run.plan, run.run, run.describe, run.canaries, run.groups, run.audits))
+def _files_of(run: RunDir) -> Iterator[Path]:
+    """What is read of a run beside its export, where it is there."""
+    files = (run.config, run.plan, run.run, run.describe, run.canaries, run.groups, run.audits, run.projections)
+    return filter(os.path.lexists, files)
 
 
 def _has_card(directory: Path) -> bool:

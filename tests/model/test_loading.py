@@ -411,10 +411,10 @@ def test_a_stranger_loads_the_export_and_gets_the_same_logits(
     hashes = checkpoint.weight_hashes(run.export)
     if adapter["method"] == "lora":
         loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(bases[family]), str(run.export))
-        assert set(hashes) == {"adapter_model.safetensors"}
+        assert set(hashes) == {"adapter_model.safetensors", "adapter_config.json"}
     else:
         loaded = AutoModelForCausalLM.from_pretrained(str(run.export))
-        assert set(hashes) == {"model.safetensors"}
+        assert set(hashes) == {"model.safetensors", "config.json"}
     expected = logits(net)
     torch.testing.assert_close(logits(loaded), expected)
     assert not torch.allclose(logits(loading.load_base(config.model, CPU)), expected, atol=1e-3)

@@ -294,7 +294,10 @@ def test_everything_is_flushed_before_it_has_its_name_and_the_name_after(
     assert happened[3:] == ["directory new", "rename step-00000008", "directory resume"]
 
 
-def test_weight_hashes_are_of_the_weight_files_alone(tmp_path: Path) -> None:
+def test_weight_hashes_are_of_the_weight_files_and_the_settings_that_apply_them(tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_text("{}")
+    assert weight_hashes(tmp_path) == {}, "settings without weights"
     (tmp_path / "model.safetensors").write_bytes(b"weights")
-    (tmp_path / "config.json").write_text("{}")
-    assert weight_hashes(tmp_path) == {"model.safetensors": hashlib.sha256(b"weights").hexdigest()}
+    digests = {name: hashlib.sha256(content).hexdigest() for name, content in ((1, b"weights"), (2, b"{}"))}
+    assert weight_hashes(tmp_path) == {"model.safetensors": digests[1], "config.json": digests[2]}

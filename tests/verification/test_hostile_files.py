@@ -46,7 +46,7 @@ TOKENS |= {"canary_id": "c00001", "zlib_bytes": 1, "group": 1, "inserted": True,
 def test_a_small_table_that_unpacks_to_gigabytes_is_not_unpacked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(check_audits, "MOST_TOKENS", 2_000_000)  # a table above the true bound would be large to write
+    monkeypatch.setattr(check_audits, "MOST_TOKENS", 2_000_000)
     bomb(tmp_path / "tokens.parquet", 3_000_000, TOKENS)
     assert (tmp_path / "tokens.parquet").stat().st_size < 2**18
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

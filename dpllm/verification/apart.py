@@ -1,0 +1,60 @@
+"""``dpllm verify`` in a process of its own: whatever a stranger's file does to that process, this one has lines to print.
+
+Comes in: what ``verify`` takes. Goes out: what ``Verification.to_json`` gives; one failed line where the process was killed, was
+aborted by a library, or did not end. It forks before numpy is imported, whose threads a fork would lose.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from contextlib import suppress
+from itertools import islice
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from dpllm.errors import DpllmError
+
+SECONDS, BYTES_A_SECOND = 300, 10**7
+"""How long it may take, and how many bytes of the files it reads in a second at least."""
+_MOST_FILES = 10_000
+
+
+def verify(path: Path, **options: Any) -> dict[str, Any]:
+    """See ``dpllm.verification.verify.verify``, whose arguments and errors these are."""
+    files = islice(path.rglob("*") if path.is_dir() else path.parent.glob("*"), _MOST_FILES)
+    seconds = SECONDS + sum(512 * file.lstat().st_blocks for file in files) / BYTES_A_SECOND
+    fork = multiprocessing.get_context("fork")
+    here, there = fork.Pipe(duplex=False)
+    child = fork.Process(target=_answer, args=(there, path, options))
+    child.start()
+    there.close()
+    answer = None
+    try:
+        with suppress(EOFError):  # it died
+            answer = here.recv() if here.poll(seconds) else None
+    finally:
+        child.kill()
+        child.join()
+    if isinstance(answer, DpllmError):
+        raise answer
+    if answer is None:
+        from dpllm.verification.values import Verification, failed
+
+        detail = (
+            f"these files ended the process that read them, or kept it busy for {seconds:,.0f} seconds, which no files of dpllm "
+            "do. Do not open them with another program, and ask whoever sent them."
+        )
+        answer = Verification(str(path), (failed("end", detail),)).to_json()
+    return dict(answer)
+
+
+def _answer(there: Connection, path: Path, options: dict[str, Any]) -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what a library says before it aborts
+    from dpllm.verification.verify import verify as check_all
+
+    try:
+        there.send(check_all(path, **options).to_json())
+    except DpllmError as error:
+        there.send(error)
