@@ -140,7 +140,9 @@ def import_config(path: Path) -> Imported:
     raw = {key: value for key, value in read_recipe(path).items() if value is not None}
     draft = Imported(path, _tool(path, raw))
     try:
-        loss = raw.get("loss_type") if draft.tool == "TRL" else None
+        keys, silent = raw.keys(), TABLES["defaults"]["TRL DPO"]["loss_type"]
+        is_silent = keys & set(TABLES["pair_keys"].split()) and not keys & set(TABLES["supervised_keys"].split())
+        loss = raw.get("loss_type", silent if is_silent else None) if draft.tool == "TRL" else None
         loss = loss[0] if isinstance(loss, list) and len(loss) == 1 else loss
         draft.pairs = isinstance(loss, str) and loss in TABLES["pair_losses"]
         known = {*TABLES["TRL DPO"], "max_prompt_length", "precompute_ref_log_probs"} if draft.pairs else set()
@@ -267,6 +269,10 @@ def _objective(draft: Imported, loss: str) -> None:
     soft = loss == "sigmoid" and draft.found.get("train.label_smoothing", 0) > 0
     draft.carry("@loss", "train.objective", "cdpo" if soft else TABLES["pair_losses"][loss])
     draft.found["data.format"] = "preference"
+    if "default" in draft.said["@loss"]:
+        draft.left.append(
+            "loss_type: not given; KTO and ORPO leave it out too, so check that this is a configuration of DPO."
+        )
     if loss == "ipo":
         draft.left.append("loss_type: ipo compares sums of log-likelihoods here, and TRL their means over tokens.")
 

@@ -7,6 +7,7 @@ lie under private/. Only the main process writes anything; in the others every c
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import shutil
@@ -35,7 +36,6 @@ from dpllm.run.screen import Screen, only_seen, summary, summary_table
 from dpllm.statement import lineage
 from dpllm.statement.run_files import COST, Guarantee, Metrics, ModelRecord, RunRecord, read_plan, read_run
 from dpllm.telemetry import EpsilonSpent, Telemetry
-from dpllm.text.chats import digest_of
 from dpllm.text.prompts import printable
 
 Status = Literal["completed", "interrupted"]
@@ -270,7 +270,11 @@ class Recorder:
                 trainable_parameters=sum(tensor.numel() for tensor in prepared.engine.parameters.values()),
                 total_parameters=sum(tensor.numel() for tensor in prepared.model.parameters()),
                 dropout_off=prepared.dropout_off,
-                **({"chat_template": digest_of(template)} if (template := prepared.config.data.chat_template) else {}),
+                **(
+                    {"chat_template": hashlib.sha256(template.encode()).hexdigest()}
+                    if (template := prepared.config.data.chat_template)
+                    else {}
+                ),
             ),
             artifacts=files.hashes(prepared.run.export) if unfinished is None else {},
             generator=self._generator,

@@ -224,38 +224,37 @@ def converted(row: Row, place: str, layout: Layout) -> tuple[Row, bytes]:
 
 
 def _beside(row: Row, place: str) -> bytes:
-    """Makes values of what ``BESIDE`` names, which many files hold as JSON in a text, and returns them as bytes."""
+    """Makes values of the columns of ``BESIDE``, which many files hold as JSON in a text, and returns them as bytes."""
     fields = b""
     for column, kind in zip(BESIDE, (list, dict), strict=True):
-        if (value := row.get(column)) is None:
-            continue
+        value = row.get(column)
         with contextlib.suppress(ValueError, RecursionError):
-            value = json.loads(value) if isinstance(value, str) and value.strip() else value or None
-        if value is not None and (type(value) is not kind or not all(isinstance(one, dict | str) for one in value)):
+            value = json.loads(value) if isinstance(value, str) else value
+        if value and not (isinstance(value, kind) and all(isinstance(one, dict | str) for one in value)):
             raise DataError(
                 f"{place} has no {'list of tools' if kind is list else 'names with values'} in column {column!r}, which a chat "
                 f"template reads. Fix or drop the row, or type --data.columns '{{{column}: null}}' to ignore the column."
             )
-        row[column] = _filled(value, keep="") or None
-        if row[column]:
+        if value:
+            row[column] = _filled(value, keep="")
             fields += packed(row[column], place, column)
+        else:
+            row.pop(column, None)
     return fields
 
 
 def _check_contents(turns: Sequence[Mapping[str, Any]], place: str) -> None:
     """Refuses messages that say nothing, or something that is no text."""
     for turn in turns:
-        content = turn.get("content")
+        content, wrong = turn.get("content"), ""
         if content is None and not turn.keys() - {"role", "content", "weight", "name"}:
-            raise DataError(
-                f"{place} has a message whose content is null, so there is nothing to read or to learn. Write its text, an empty one "
-                "if nothing was said, or drop the row."
-            )
-        if isinstance(content, list) and not all(isinstance(one, dict) and one.get("type") == "text" for one in content):
-            raise DataError(
-                f"{place} has a message with content in parts, of which one is no text (an image?), and nothing else is read here. "
-                "Write the content as one text, or drop the row."
-            )
+            wrong = "whose content is null"
+        elif isinstance(content, list) and not all(
+            isinstance(one, dict) and one.get("type") == "text" for one in content
+        ):
+            wrong = "with content in parts, of which one is no text (an image?)"
+        if wrong:
+            raise DataError(f"{place} has a message {wrong}, so it cannot be read. Write its text, or drop the row.")
 
 
 def _check(value: Any, place: str, column: str, layout: Layout) -> None:
@@ -284,7 +283,9 @@ def sides(row: Row) -> list[tuple[Format, Row]]:
     """The two texts of a preference pair, the chosen one first, as rows of another format; of a prompt nothing is learned."""
     line = {name: row[name] for name in (control.LINE, *BESIDE) if name in row}
     if isinstance(row["prompt"], list):
-        return [("messages", {**line, **_of_chats({**row, "completion": row[side]})}) for side in FIELDS["preference"][1:]]
+        return [
+            ("messages", {**line, **_of_chats({**row, "completion": row[side]})}) for side in FIELDS["preference"][1:]
+        ]
     return [
         ("prompt_completion", {**line, "prompt": row["prompt"], "completion": row[side]})
         for side in FIELDS["preference"][1:]
@@ -333,7 +334,10 @@ def in_words(layout: Layout, columns: Mapping[str, str | None], codes: Sequence[
 
     parts = []
     for target, sources in layout.reads.items():
-        made_of = " + ".join(told(source) for source in sources) or "what both answers begin with"
+        made_of = (
+            " + ".join(told(source) for source in sources if columns.get(source, source))
+            or "what both answers begin with"
+        )
         parts.append(made_of if made_of == target else f"{made_of} -> {target}")
     behind = f", behind a line with {', '.join(codes)}" if codes else ""
     return f"read as {layout.name}: {', '.join(parts)}{behind}"

@@ -50,14 +50,13 @@ def read_prompts(path: Path) -> list[Prompt]:
         except (ValueError, RecursionError):
             row = None
         found = row.get("prompt", row.get("messages")) if isinstance(row, dict) else row
+        if isinstance(row, dict) and any(row.get(column) for column in BESIDE):
+            raise DataError(
+                f"{path}: line {number} has {' or '.join(BESIDE)}, which no prompt here shows the model. Remove them."
+            )
         if not isinstance(found, str) and not (isinstance(found, list) and all(isinstance(m, dict) for m in found)):
             raise DataError(
                 f'{path}: line {number} holds no prompt. Write {{"prompt": "..."}}, or {{"messages": [...]}} for a conversation.'
-            )
-        if isinstance(row, dict) and any(row.get(column) for column in BESIDE):
-            raise DataError(
-                f"{path}: line {number} has {' or '.join(BESIDE)}, which no prompt here can show the model. Remove them, or write the "
-                "text of the prompt as the chat template would, with --no-chat."
             )
         prompts.append(found)
     if not prompts:

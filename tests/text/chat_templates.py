@@ -54,4 +54,7 @@ PICKY = (  # as Gemma's: no system, roles alternate
     "<start_of_turn>{{ 'model' if m.role == 'assistant' else 'user' }}\n{{ m.content + '<end_of_turn>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
 )
-TOOLED = "{% if tools %}<tools>{{ tools | tojson }}</tools>\n{% endif %}{% if style is defined %}<{{ style }}>{% endif %}" + CHATML
+TOOLED = (
+    "{% if tools %}<tools>{{ tools | tojson }}</tools>\n{% endif %}{% if style is defined %}<{{ style }}>{% endif %}"
+    + CHATML
+)
