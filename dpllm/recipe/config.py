@@ -195,10 +195,11 @@ class DataConfig(Section):
     @classmethod
     def _columns_of_text(cls, value: dict[str, str | None]) -> dict[str, str | None]:
         texts = "text", "prompt", "completion", "messages", "instruction", "input", "output", "conversations", "system"
-        if wrong := sorted(value.keys() - {*texts, "chosen", "rejected", "tools", "chat_template_kwargs"}):
+        beside = "chosen", "rejected", "tools", "chat_template_kwargs"
+        if wrong := sorted(value.keys() - {*texts, *beside}):
             raise ValueError(
                 f"{wrong[0]!r} is not a text column of any format, and renaming the column of a unit would change who is "
-                f"protected. Rename only {', '.join(texts)}, chosen, rejected, tools, chat_template_kwargs; name the unit's own column in data.unit."
+                f"protected. Rename only {', '.join((*texts, *beside))}; name the unit's own column in data.unit."
             )
         return value
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,8 +20,7 @@ from dpllm.text.layouts import KWARGS, TOOLS, learned
 Message = Mapping[str, Any]
 Spans = list[tuple[int, int]]
 _SIGN = "\ue0d1\ue0d2"  # for private use: stands in for what a message says
-_OTHER = "Fix or drop the row, set data.chat_template to a template that takes it, or use prompt_completion."
-_FAILS = {
+_FAILS: dict[type, str] = {
     list: "does not read content that is written in parts (a list); write it as one text",
     type(None): "does not read a message without content (null), as many calls of tools are; write an empty text there",
 }
@@ -78,7 +76,8 @@ def render(row: Mapping[str, Any], tokenizer: Any) -> tuple[str, Spans]:
 
 
 def _refusal(why: str) -> DataError:
-    return DataError(f"the chat template {why}. {_OTHER}")
+    fix = "Fix or drop the row, set data.chat_template to a template that takes it, or use prompt_completion."
+    return DataError(f"the chat template {why}. {fix}")
 
 
 def _template(tokenizer: Any, messages: Sequence[Message], more: Mapping[str, Any]) -> str:
@@ -155,7 +154,7 @@ def _begun(head: str, turn: str) -> tuple[int, int]:
     """Where ``head`` ends with the beginning of a turn, of which a piece may be left out, and how far it is the same; or -1."""
     for gone in range(len(turn) or 1):
         start = len(head) - len(turn) + gone
-        same = len(os.path.commonprefix([head[start:], turn]))
+        same = _alike(head[start:], turn)
         if start >= 0 and (same or not turn) and head[start + same :] == turn[same + gone :]:
             return start, same
     return -1, 0
@@ -174,14 +173,20 @@ def _shared(one: str, other: str, tokenizer: Any) -> int:
 
     Not up to a letter: "<|end|>" and "<|user|>" begin alike.
     """
-    same = len(os.path.commonprefix([one, other]))
+    same = _alike(one, other)
     if same in (len(one), len(other)):
         return same
     special = set(tokenizer.get_added_vocab().values())
     encoded = tokenizer(one, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     pieces = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
     ends = [high for token, (_, high) in pieces if token in special and high <= same]
-    return max([0, *ends, *(space.end() for space in re.finditer(r"\s", one[:same]))])
+    return max([0, *map(int, ends), *(space.end() for space in re.finditer(r"\s", one[:same]))])
+
+
+def _alike(one: str, other: str) -> int:
+    return next(
+        (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+    )
 
 
 def _why(messages: Sequence[Message], shown: Callable[..., str], error: Exception) -> str:
@@ -193,5 +198,5 @@ def _why(messages: Sequence[Message], shown: Callable[..., str], error: Exceptio
             shown([{**one, "content": "a"} if isinstance(one.get("content"), kind) else one for one in messages])
             return why
     if type(error) is TemplateError:  # of raise_exception in a template
-        return "refuses a role in a row's messages, or their order; some take no system or tool, or want user and assistant in turn"
+        return "refuses a role in a row's messages, or their order: some take no system, some want user and assistant in turn"
     return f"fails on a row's messages ({type(error).__name__}); each needs role and content"

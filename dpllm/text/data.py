@@ -115,7 +115,7 @@ def _check_control(data: DataConfig, layout: Layout, place: str) -> None:
             f"{place} reads as {layout.name}, and data.control cannot add its line there, because the chat template fixes the "
             "place of every token. Use rows with text, or with prompt and completion, or remove data.control."
         )
-    texts = {*layout.columns(), *FIELDS[layout.format], *data.columns.values()}
+    texts = {*layout.columns(), *FIELDS[layout.format], *filter(None, data.columns.values())}
     if both := sorted(texts & set(data.control)):
         raise DataError(
             f"{place}: column {both[0]!r} is listed in data.control but holds the text itself. Name columns with few distinct "

@@ -73,8 +73,6 @@ OPTIONAL = {"input", "system", *BESIDE}
 def renamed(raw: Row, place: str, columns: Mapping[str, str | None]) -> Row:
     """The row with the columns that ``data.columns`` names under the names of a format, under which nothing else is read.
 
-    Where ``data.columns`` names nothing (null), there is no such column.
-
     Raises:
         DataError: One is missing, and is not ``OPTIONAL``; it is named.
     """
@@ -83,9 +81,7 @@ def renamed(raw: Row, place: str, columns: Mapping[str, str | None]) -> Row:
             f"{place} has no column {missing[0]!r}, which data.columns names. Check the spelling in data.columns, or fix or "
             "drop the row."
         )
-    ignored = {to for to, column in columns.items() if column is None}
-    named = {to: raw.get(column) for to, column in columns.items() if column is not None}
-    return {**{column: value for column, value in raw.items() if column not in ignored}, **named}
+    return {**raw, **{to: raw.get(column or "") for to, column in columns.items()}}  # null: as if nothing stood there
 
 
 def _of_alpaca(row: Row) -> Row:

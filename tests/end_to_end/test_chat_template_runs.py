@@ -13,7 +13,7 @@ import transformers
 import yaml
 from running import done, dpllm_, make_place
 
-from dpllm.errors import ConfigError
+from dpllm.errors import ConfigError, Refused
 from dpllm.model.loading import load_tokenizer
 from dpllm.recipe import names
 from dpllm.recipe.config import DataConfig, ModelConfig, load_config
@@ -76,7 +76,7 @@ def test_the_named_template_is_trained_on_recorded_and_exported(tmp_path: Path) 
     done("verify", place.run)
     assert done("generate", place.run, "--prompt", "Who?", "--max-new-tokens", "2").code == 0
     same_recipe(load_config(place.recipe, {"data.chat_template": OTHER}), RunDir(place.run))
-    with pytest.raises(ConfigError, match=r"data\.chat_template differs from the run to resume"):
+    with pytest.raises(Refused, match=r"data\.chat_template differs from the run to resume"):
         same_recipe(load_config(place.recipe, {"data.chat_template": "{{ messages }}"}), RunDir(place.run))
 
 
