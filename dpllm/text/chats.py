@@ -19,6 +19,7 @@ from dpllm.text.layouts import KWARGS, TOOLS, learned
 
 Message = Mapping[str, Any]
 Spans = list[tuple[int, int]]
+Show = Callable[..., str]
 _SIGN = "\ue0d1\ue0d2"  # for private use: stands in for what a message says
 _FAILS: dict[type, str] = {
     list: "does not read content that is written in parts (a list); write it as one text",
@@ -35,16 +36,19 @@ def read_template(named: str | None) -> str | None:
     """
     if named is None or "{%" in named or "{{" in named:
         return named
-    file = Path(named) / "chat_template.jinja" if Path(named).is_dir() else Path(named)
+    path, found = Path(named), None
+    beside = path / "chat_template.jinja"
     with contextlib.suppress(OSError, UnicodeDecodeError):
-        old = file.with_name("tokenizer_config.json")
-        found = file.read_text("utf-8") if file.is_file() or not old.exists() else read_json(old).get("chat_template")
-        if isinstance(found, str) and found.strip():
-            return found
-    raise ConfigError(
-        f"data.chat_template {named}: is no text of a chat template, nor a file or a tokenizer's folder that holds one, so messages "
-        "cannot be read. Name a file such as chat.jinja."
-    )
+        if path.is_dir() and not beside.exists():
+            found = read_json(path / "tokenizer_config.json").get("chat_template")
+        else:
+            found = (beside if path.is_dir() else path).read_text("utf-8")
+    if not isinstance(found, str) or not found.strip():
+        raise ConfigError(
+            f"data.chat_template {named}: is no template, nor a file or a tokenizer's folder that holds one, so messages cannot "
+            "be read. Name a file such as chat.jinja."
+        )
+    return found
 
 
 def render(row: Mapping[str, Any], tokenizer: Any) -> tuple[str, Spans]:
@@ -56,13 +60,12 @@ def render(row: Mapping[str, Any], tokenizer: Any) -> tuple[str, Spans]:
         DataError: There is no template, it refuses the row or does not read something in it, or the turns cannot be found.
     """
     messages, more = row["messages"], {TOOLS: row.get(TOOLS), **(row.get(KWARGS) or {})}
-    template = _template(tokenizer, messages, more)
 
     def shown(some: Sequence[Message], *, asked: bool = False) -> str:
         return str(tokenizer.apply_chat_template(some, tokenize=False, add_generation_prompt=asked, **more))
 
     try:
-        text = shown(messages)
+        template, text = _template(tokenizer, messages, more), shown(messages)
         if any(isinstance(one.get("content"), list) and str(one["content"]) in text for one in messages):
             raise _refusal(_FAILS[list])  # printed as Python writes a list
         if re.search(r"\{%[-+]?\s*generation\b", template):
@@ -92,10 +95,8 @@ def _template(tokenizer: Any, messages: Sequence[Message], more: Mapping[str, An
     calls = ["tool_calls"] if any(one.get("tool_calls") for one in messages) else []
     for name in [*calls, *(name for name in more if name != TOOLS or more[TOOLS])]:
         if name in own or not re.search(rf"\b{re.escape(name)}\b", template):
-            what = name if name in (TOOLS, "tool_calls") else KWARGS
-            fix = (
-                f"type --data.columns '{{{what}: null}}' to ignore them" if what in (TOOLS, KWARGS) else "drop the row"
-            )
+            what = name if name in (TOOLS, *calls) else KWARGS
+            fix = "drop the row" if name in calls else f"type --data.columns '{{{what}: null}}' to ignore them"
             raise DataError(
                 f"the chat template does not read {what} as a row has them, so the model would not see them. Set "
                 f"data.chat_template to a template that does, or {fix}."
@@ -114,21 +115,19 @@ def _by_marks(messages: Sequence[Message], template: str, more: Mapping[str, Any
     turns = [learned(one) for one in messages if one["role"] == "assistant"]
     if not all(turns) and len(spans) != len(turns):  # some have weight 0
         raise _refusal("marks parts of turns, so that one that is not to be learned cannot be left out")
-    wanted = turns if len(spans) == len(turns) else [True] * len(spans)
-    return text, [span for span, want in zip(spans, wanted, strict=True) if want and span[0] < span[1]]
+    wanted = (span for place, span in enumerate(spans) if all(turns) or turns[place])
+    return text, [(low, high) for low, high in wanted if low < high]
 
 
-def _turn(
-    text: str, messages: Sequence[Message], place: int, shown: Callable[..., str], tokenizer: Any
-) -> tuple[int, int]:
+def _turn(text: str, messages: Sequence[Message], place: int, shown: Show, tokenizer: Any) -> tuple[int, int]:
     """Where the assistant's turn at ``place`` begins, behind what asks for it, and where it ends, its end token included.
 
-    A template may write a turn otherwise once others follow it: Qwen3 takes the thoughts out, Phi-3 moves the end of the text. So a
-    sign replaces what the turn says, and shows what stands around it: in the whole row, and in the row that ends there.
+    A template may write a turn otherwise once others follow it: Qwen3 takes the thoughts out, Phi-3 moves the end of the text.
+    So a sign replaces what the turn says, and shows what stands around it: in the whole row, and in the row that ends there.
     """
     if not place:
         raise DataError(
-            "a row begins with the assistant, where no prompt asks for its turn. Put a user's turn before it."
+            "a row begins with the assistant, and no prompt asks for its turn. Put a user's turn before it."
         )
     before, after = shown(messages[:place], asked=True), shown(messages[: place + 1])
     if text.startswith(before) and text.startswith(after):
@@ -189,7 +188,7 @@ def _alike(one: str, other: str) -> int:
     )
 
 
-def _why(messages: Sequence[Message], shown: Callable[..., str], error: Exception) -> str:
+def _why(messages: Sequence[Message], shown: Show, error: Exception) -> str:
     """What of a row a template fails on, found by writing something else."""
     from jinja2 import TemplateError
 
