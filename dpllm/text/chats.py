@@ -141,7 +141,7 @@ def _turn(text: str, messages: Sequence[Message], place: int, shown: Show, token
     begun, kept = _begun(head, early[silent:])
     low = begun + min(kept, asked - silent)
     fits = found and 0 < silent <= asked and text.startswith(head[:low]) and text.endswith(rest)
-    if not fits or begun < 0 or _SIGN in text:
+    if not fits or begun < 0:
         raise _refusal(_LOST)
     most = len(rest)
     if place < len(messages) - 1:

@@ -78,6 +78,12 @@ def test_the_assistants_turns_with_their_ends_are_learned_and_nothing_else(name:
     assert learned(reader(getattr(of, name), special=special), messages) == expected(name, ["Anna", "Bo", "Eva"])
 
 
+def test_signs_that_are_words_to_the_tokenizer_are_not_cut_where_they_begin_alike() -> None:
+    words = of.ENDS.replace("<|{{ m.role }}|>", "<|of {{ m.role }}|>").replace("<|assistant|>", "<|of assistant|>")
+    plain = reader(words.replace("{{ eos_token }}", "<|over|>"), special=False)
+    assert learned(plain, talk("Who?", "Anna", "And?", "Bo")) == ["Anna<|end|>\n", "Bo<|end|>\n<|over|>"]
+
+
 SAID = st.text("ab<|>:#?\n", min_size=1, max_size=9).map(lambda text: f"x{text}y") | st.sampled_from(
     [
         "<|im_end|>",
