@@ -151,6 +151,11 @@ def test_turns_are_found_where_earlier_ones_are_written_otherwise(what: str) -> 
     assert learned(reader(of.THINKS), messages, **beside) == pieces
 
 
+def test_a_call_beside_which_no_words_are_shown_is_found_by_its_name() -> None:
+    silent = of.THINKS.replace("{{ said }}", "{{ '' if m.tool_calls else said }}")
+    assert learned(reader(silent), THINKING["calls of tools, earlier"][0]) == THINKING["calls of tools, earlier"][2]
+
+
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_turn_of_no_weight_is_left_out(name: str) -> None:
     messages = talk("Who?", "Anna", "And?", "Bo")
@@ -234,6 +239,7 @@ def test_a_template_that_reads_parts_gets_them() -> None:
         turn("assistant", [{"type": "text", "text": "An"}, {"type": "text", "text": "na"}]),
     ]
     assert learned(reader(joins), messages) == ["Anna<|im_end|>\n"]
+    joins = of.CHATML.replace("{{ m.content }}", "{% for one in m.content %}{{ one.text }}{% endfor %}")
     ends = joins.replace("{% if add", "{% if not add_generation_prompt %}</s>{% endif %}{% if add")
     assert learned(reader(ends), [*messages, *messages]) == ["Anna<|im_end|>\n", "Anna<|im_end|>\n</s>"]
 
