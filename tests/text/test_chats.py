@@ -327,7 +327,7 @@ def test_tables_give_tools_without_the_keys_of_others(tmp_path: Path) -> None:
     from dpllm.recipe.config import DataConfig
     from dpllm.text.data import load_table
 
-    other = [{"type": "function", "function": {"name": "add", "parameters": {"content": {"of": "x"}, "strict": True}}}]
+    other = [{"type": "function", "function": {"name": "add", "parameters": {"strict": True}}}]
     parquet.write_table(
         pa.Table.from_pylist([{**CHAT, "tools": TOOLS[:1]}, {**CHAT, "tools": other}]), tmp_path / "rows.parquet"
     )
