@@ -262,7 +262,10 @@ def test_a_file_with_a_message_that_says_nothing_names_its_row(tmp_path: Path, m
 # --- columns beside messages ------------------------------------------------------------------------------------------
 
 TOOLS = [
-    {"type": "function", "function": {"name": "look_up", "description": "Looks up.", "parameters": {"content": {}}}}
+    {
+        "type": "function",
+        "function": {"name": "look_up", "description": "Looks up.", "parameters": {"content": {"of": "x"}}},
+    }
 ]
 CHAT: Json = {"messages": talk("Who?", "Anna")}
 
