@@ -135,7 +135,7 @@ def _with_rows(recipe: Recipe, folder: Path | None = None, **rows: Any) -> RunCo
     from dpllm.text.in_memory import write_rows
 
     data, root = config.data, Path(config.output_dir)
-    named = {data.unit, *data.control, *data.columns.values()}
+    named = {data.unit, *data.control, *filter(None, data.columns.values())}
     place = folder or Path(f"{root}-rows")
     paths = {name: str(write_rows(held, named, place, name)) for name, held in given.items()}
     return config.model_copy(update={"data": data.model_copy(update=paths)})

@@ -115,7 +115,7 @@ def _source(config: RunConfig, run: RunDir) -> ModelSource | None:
         fmt = data.load_table(config.data.train, config.data, config.data.train_split, run.private / "cache").format
         config = config.model_copy(update={"data": config.data.model_copy(update={"format": fmt})})
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return ModelSource(config, loading.load_tokenizer(config.model), device)
+    return ModelSource(config, loading.load_tokenizer(config.model, config.data), device)
 
 
 def _table(found: dict[str, Any]) -> Table:

@@ -27,8 +27,9 @@ from dpllm.errors import ConfigError, Refused
 from dpllm.model import adapters, environment, memory, processes, sharding
 from dpllm.progress import tell
 from dpllm.recipe import names
-from dpllm.recipe.config import FrozenConfig, LoraConfig, ModelConfig, RunConfig, TrainConfig
+from dpllm.recipe.config import DataConfig, FrozenConfig, LoraConfig, ModelConfig, RunConfig, TrainConfig
 from dpllm.text import builtin
+from dpllm.text.chats import read_template
 from dpllm.text.sources import asking_hub
 
 transformers.utils.logging.disable_progress_bar()
@@ -86,8 +87,8 @@ def precision_of(train: TrainConfig, device: torch.device) -> torch.dtype | None
     return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[train.precision]
 
 
-def load_tokenizer(model: ModelConfig) -> Any:
-    """The base model's tokenizer; one that cannot be found, or is not fast, is a ConfigError."""
+def load_tokenizer(model: ModelConfig, data: DataConfig | None = None) -> Any:
+    """The base model's tokenizer, with the chat template of ``data``; one that is not found, or not fast, is a ConfigError."""
     try:
         with asking_hub(model.name_or_path):
             tokenizer = transformers.AutoTokenizer.from_pretrained(
@@ -100,6 +101,8 @@ def load_tokenizer(model: ModelConfig) -> Any:
             f"{model.name_or_path}: has no fast tokenizer, whose offsets are needed to mask tokens. Use a model with a "
             "tokenizer.json."
         )
+    if data and (template := read_template(data.chat_template)) is not None:
+        tokenizer.chat_template = template
     return tokenizer
 
 
@@ -331,7 +334,7 @@ def load_for_scoring(config: RunConfig, export: Path, device: torch.device) -> S
     """
     if not any(export.glob("*.safetensors")):
         raise ConfigError(f"{export}: holds no weights; the run did not finish. Run dpllm train again, or resume it.")
-    tokenizer = load_tokenizer(config.model)
+    tokenizer = load_tokenizer(config.model, config.data)
     if isinstance(config.adapter, LoraConfig):
         tuned: Any = PeftModel.from_pretrained(load_base(config.model, device), str(export))
         if config.train.pairs and config.model.adapter is not None:

@@ -158,7 +158,9 @@ class _Job:
         released = Statistics.pick(read_json(Path(order.describe))) if order.describe else None
         shares = _shares(released, config, source, made)
         before = with_base(order, made, config, source.policy, source.ledger)
-        return cls(config, order, source, made, shares, released, before, loading.load_tokenizer(config.model))
+        return cls(
+            config, order, source, made, shares, released, before, loading.load_tokenizer(config.model, config.data)
+        )
 
     def pay(self, path: Path) -> None:
         """Reserves and charges, or goes on with what was paid for."""

@@ -149,9 +149,12 @@ class DataConfig(Section):
     """What `dpllm randomize-labels` wrote beside data.train: labels are private at the source, and the loss knows how much."""
     label_epsilon: float | None = Field(default=None, gt=0)
     """Of data.label_record, which sets it: the epsilon of one label."""
-    columns: dict[str, str] = Field(default_factory=dict)
-    """Your names for the text columns, as in {prompt: meaning_representation}; every row must have them (input and system: at
-    least one row)."""
+    columns: dict[str, str | None] = Field(default_factory=dict)
+    """Your names for the text columns, as in {prompt: meaning_representation}; every row must have them (input, system, tools and
+    chat_template_kwargs: at least one row). null: the column of that name is ignored, as in {messages: null}."""
+    chat_template: str | None = None
+    """Chat template in place of the model's, for messages: a file such as chat.jinja, a folder with a tokenizer that has one, or
+    the template itself. config.yaml holds its text, run.json its SHA-256, and export/ the tokenizer with it."""
     unit: str = "example"
     """The privacy unit: example, or the name of a column that says whose row it is. Values that differ only in surrounding or
     invisible spaces, in Unicode form, or as 1 and 1.0 do, are one unit; case matters."""
@@ -190,12 +193,13 @@ class DataConfig(Section):
 
     @field_validator("columns")
     @classmethod
-    def _columns_of_text(cls, value: dict[str, str]) -> dict[str, str]:
+    def _columns_of_text(cls, value: dict[str, str | None]) -> dict[str, str | None]:
         texts = "text", "prompt", "completion", "messages", "instruction", "input", "output", "conversations", "system"
-        if wrong := sorted(value.keys() - {*texts, "chosen", "rejected"}):
+        beside = "chosen", "rejected", "tools", "chat_template_kwargs"
+        if wrong := sorted(value.keys() - {*texts, *beside}):
             raise ValueError(
                 f"{wrong[0]!r} is not a text column of any format, and renaming the column of a unit would change who is "
-                f"protected. Rename only {', '.join(texts)}, chosen, rejected; name the unit's own column in data.unit."
+                f"protected. Rename only {', '.join((*texts, *beside))}; name the unit's own column in data.unit."
             )
         return value
 

@@ -140,8 +140,7 @@ def import_config(path: Path) -> Imported:
     raw = {key: value for key, value in read_recipe(path).items() if value is not None}
     draft = Imported(path, _tool(path, raw))
     try:
-        loss = raw.get("loss_type") if draft.tool == "TRL" else None
-        loss = loss[0] if isinstance(loss, list) and len(loss) == 1 else loss
+        loss = _loss(raw) if draft.tool == "TRL" else None
         draft.pairs = isinstance(loss, str) and loss in TABLES["pair_losses"]
         known = {*TABLES["TRL DPO"], "max_prompt_length", "precompute_ref_log_probs"} if draft.pairs else set()
         for key, value in raw.items():
@@ -168,6 +167,13 @@ def import_config(path: Path) -> Imported:
     draft.left = list(dict.fromkeys(draft.left))
     draft.recipe = _to_yaml(draft)
     return draft
+
+
+def _loss(raw: Json) -> Any:
+    """TRL's loss_type; where a configuration of DPO names none, its default."""
+    pairs, supervised = (set(TABLES[keys].split()) & raw.keys() for keys in ("pair_keys", "supervised_keys"))
+    loss = raw.get("loss_type", TABLES["defaults"]["TRL DPO"]["loss_type"] if pairs and not supervised else None)
+    return loss[0] if isinstance(loss, list) and len(loss) == 1 else loss
 
 
 def _carry(draft: Imported, key: str, value: Any, note: str) -> None:
@@ -267,6 +273,10 @@ def _objective(draft: Imported, loss: str) -> None:
     soft = loss == "sigmoid" and draft.found.get("train.label_smoothing", 0) > 0
     draft.carry("@loss", "train.objective", "cdpo" if soft else TABLES["pair_losses"][loss])
     draft.found["data.format"] = "preference"
+    if "default" in draft.said["@loss"]:
+        draft.left.append(
+            "loss_type: not given; KTO and ORPO leave it out too, so check that this is a configuration of DPO."
+        )
     if loss == "ipo":
         draft.left.append("loss_type: ipo compares sums of log-likelihoods here, and TRL their means over tokens.")
 

@@ -107,6 +107,7 @@ def digest(config: RunConfig) -> str:
         ("train", "momentum"),
         ("data", "control"),
         ("data", "template"),
+        ("data", "chat_template"),
         ("data", "label_record"),
         ("data", "label_epsilon"),
     ):

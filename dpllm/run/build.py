@@ -197,7 +197,7 @@ def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, 
     decision: Decision = _here(shared(decided.without_rows() if decided else None), config)
     config, plan, resumed = decision.config, decision.plan, decision.resumed
     console.print(str(decision), markup=False)
-    tokenizer = loading.load_tokenizer(config.model)
+    tokenizer = loading.load_tokenizer(config.model, config.data)
     plants = main and config.audit.plants
     planted = shared(_canaries(config, run, start.resume, tokenizer, device) if plants else None)
     promise = _promise(decision, planted)
@@ -252,7 +252,7 @@ def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, 
 
 def _here(decision: Decision, config: RunConfig) -> Decision:
     """Rank 0's decision with places of this machine, and what was found in the data."""
-    found = {name: getattr(decision.config.data, name) for name in ("format", "label_epsilon")}
+    found = {name: getattr(decision.config.data, name) for name in ("format", "label_epsilon", "chat_template")}
     return replace(decision, config=config.model_copy(update={"data": config.data.model_copy(update=found)}))
 
 

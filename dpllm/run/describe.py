@@ -160,7 +160,7 @@ def offered(
     if any(one.kind == "lengths" for group in asked for one in group):
         from dpllm.model.loading import load_tokenizer
 
-        tokenizer = load_tokenizer(config.model)
+        tokenizer = load_tokenizer(config.model, config.data)
     columns = (name for group in asked for one in group for name in columns_of(one))
     with opened(without_evaluation(config), delta, columns, most=DELTA, create=create) as source:
         exact = partial(exact_values, units=source.units, table=source.table, data=config.data, tokenizer=tokenizer)

@@ -29,7 +29,7 @@ from dpllm.statement import lineage, parents
 from dpllm.statement.fields import Lineage
 from dpllm.statement.formatting import html_table
 from dpllm.statement.labels import Labels
-from dpllm.text import builtin, data, layouts
+from dpllm.text import builtin, chats, data, layouts
 from dpllm.text.prompts import read_prompts
 from dpllm.text.rows import Groups
 
@@ -199,6 +199,7 @@ def decide(
         cache: Where the rows that are read are kept, for whoever trains on them; None: nowhere.
     """
     found, run = Refusals(), RunDir(Path(config.output_dir))
+    config = _update(config, "data", chat_template=found.attempt(chats.read_template, config.data.chat_template))
     found.attempt(derived.check_modes, config)
     if start is not None:
         found.attempt(check_directory, config, run, resume=start.resume, overwrite=start.overwrite)
@@ -333,10 +334,10 @@ def _check_machine(config: RunConfig, start: Start | None) -> None:
     beside = any((folder / file).exists() for file in ("chat_template.jinja", "additional_chat_templates"))
     if config.data.format != "messages" or beside or not settings.exists():  # without a tokenizer, it can be planned
         return
-    if not read_json(settings).get("chat_template"):
+    if not (read_json(settings).get("chat_template") or config.data.chat_template):
         raise ConfigError(
-            f"model.name_or_path {name}: has no chat template (most base models have none), so messages cannot be read. Name a "
-            "model with a chat template, or use rows with prompt and completion."
+            f"model.name_or_path {name}: has no chat template (most base models have none), so messages cannot be read. Set "
+            "data.chat_template, name a model with a chat template, or use rows with prompt and completion."
         )
 
 

@@ -7,6 +7,7 @@ lie under private/. Only the main process writes anything; in the others every c
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import shutil
@@ -270,6 +271,11 @@ class Recorder:
                 trainable_parameters=sum(tensor.numel() for tensor in prepared.engine.parameters.values()),
                 total_parameters=sum(tensor.numel() for tensor in prepared.model.parameters()),
                 dropout_off=prepared.dropout_off,
+                **(
+                    {"chat_template": hashlib.sha256(template.encode()).hexdigest()}
+                    if (template := prepared.config.data.chat_template)
+                    else {}
+                ),
             ),
             artifacts=files.hashes(prepared.run.export) if unfinished is None else {},
             generator=self._generator,

@@ -128,6 +128,8 @@ class ModelRecord(Record):
     total_parameters: int
     dropout_off: dict[str, Number] | None = None
     """Rates of the base model that were set to zero; None without differential privacy, where they hold."""
+    chat_template: str | None = None
+    """SHA-256 of the chat template that the recipe named in place of the model's; None where it named none."""
 
 
 class Metrics(Record):

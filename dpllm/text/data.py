@@ -24,8 +24,8 @@ from dpllm.privacy.schedule import TokenSequence as TokenSequence
 from dpllm.privacy.schedule import Unit as Unit
 from dpllm.recipe import names
 from dpllm.recipe.config import DataConfig, Source
-from dpllm.text import control
-from dpllm.text.layouts import FIELDS, Format, Layout, converted, in_words, joined, layout_of, learned, packed, renamed
+from dpllm.text import chats, control
+from dpllm.text.layouts import FIELDS, Format, Layout, converted, in_words, joined, layout_of, packed, renamed
 from dpllm.text.layouts import sides as sides_of
 from dpllm.text.rows import Groups, Row, StoredRows, each_row
 from dpllm.text.sources import files, read_rows, unpacked
@@ -81,13 +81,13 @@ def load_table(source: Source, data: DataConfig, split: str, cache_dir: Path) ->
     """
     rows, layout, content = StoredRows(cache_dir), None, hashlib.blake2b(digest_size=32)
     sizes: list[tuple[str, int]] = []
-    told = ", ".join(names.listed(source))
+    told, named = ", ".join(names.listed(source)), [column for column in data.columns.values() if column is not None]
     for name in files(source, data, split, cache_dir):
         number = 0
         for number, raw in enumerate(read_rows(name, data, split, cache_dir), start=1):
             place = f"{name}: row {number}"
             row = renamed(raw, place, data.columns)
-            layout = layout_of(row, place, data.format, layout, data.columns.values())
+            layout = layout_of(row, place, data.format, layout, named)
             row, fields = converted(row, place, layout)
             row.pop(control.LINE, None)  # no source has a say in it
             if data.template is not None and (layout.lists or "prompt" not in FIELDS[layout.format]):
@@ -104,7 +104,7 @@ def load_table(source: Source, data: DataConfig, split: str, cache_dir: Path) ->
         sizes.append((name, number))
     if layout is None:
         raise DataError(f"{told}: holds no rows. Check data.train and its split.")
-    check_columns([*data.control, *data.columns.values()], rows, told)
+    check_columns([*data.control, *named], rows, told)
     read = in_words(layout, data.columns, data.control)
     return Table(told, rows, layout.format, content.hexdigest(), read, tuple(sizes))
 
@@ -115,7 +115,7 @@ def _check_control(data: DataConfig, layout: Layout, place: str) -> None:
             f"{place} reads as {layout.name}, and data.control cannot add its line there, because the chat template fixes the "
             "place of every token. Use rows with text, or with prompt and completion, or remove data.control."
         )
-    texts = {*layout.columns(), *FIELDS[layout.format], *data.columns.values()}
+    texts = {*layout.columns(), *FIELDS[layout.format], *filter(None, data.columns.values())}
     if both := sorted(texts & set(data.control)):
         raise DataError(
             f"{place}: column {both[0]!r} is listed in data.control but holds the text itself. Name columns with few distinct "
@@ -331,28 +331,7 @@ def _render(example: Mapping[str, Any], fmt: Format, tokenizer: Any, template: s
     if fmt == "prompt_completion":
         masked, after = joined(line + example["prompt"], example["completion"], template)
         return _Rendered(masked + after, [(len(masked), len(masked + after))], False)
-    messages = example["messages"]
-    try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False)
-        spans = []
-        for index, message in enumerate(messages):
-            if not learned(message):
-                continue
-            before = tokenizer.apply_chat_template(messages[:index], tokenize=False, add_generation_prompt=True)
-            after = tokenizer.apply_chat_template(messages[: index + 1], tokenize=False)
-            if not (text.startswith(before) and text.startswith(after)):
-                raise DataError(
-                    "the chat template rewrites earlier turns, so the assistant's turns cannot be located. Set another "
-                    "template on the tokenizer, or use format prompt_completion."
-                )
-            spans.append((len(before), len(after)))
-    except DataError:
-        raise
-    except Exception as error:
-        raise DataError(
-            f"the tokenizer's chat template rejects a row's messages ({type(error).__name__}). Each message needs role and "
-            "content, and the tokenizer needs a chat template; base models often have none: use prompt_completion."
-        ) from None
+    text, spans = chats.render(example, tokenizer)
     if any(later[0] < earlier[1] for earlier, later in pairwise(spans)):
         raise DataError("the chat template produces overlapping turns. Use format prompt_completion.")
     return _Rendered(text, spans, True)
@@ -375,7 +354,13 @@ def _tokenise(rendered: Sequence[_Rendered], tokenizer: Any) -> Iterator[tuple[l
         mask_T = np.zeros(len(ids), dtype=bool)
         for low, high in one.spans:
             mask_T |= (offset_T2[:, 0] < high) & (low < offset_T2[:, 1])
-        yield list(ids), mask_T.tolist()
+        first = int(begins_twice(ids, tokenizer))
+        yield list(ids)[first:], mask_T.tolist()[first:]
+
+
+def begins_twice(ids: Sequence[int], tokenizer: Any) -> bool:
+    """Whether a text brought the token with which the tokenizer begins every text: a chat template had written it before."""
+    return tokenizer.bos_token_id is not None and list(ids[:2]) == [tokenizer.bos_token_id] * 2
 
 
 def _cut(

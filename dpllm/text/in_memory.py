@@ -18,7 +18,7 @@ from typing import Any
 
 from dpllm.errors import DataError
 from dpllm.files import locked
-from dpllm.text.layouts import LAYOUTS
+from dpllm.text.layouts import BESIDE, LAYOUTS
 from dpllm.text.sources import ROWS_AT_ONCE
 
 _DECLARED = re.compile(r"object|str|(large_)?string(\[.*\])?|U?Int(8|16|32|64)|boolean")
@@ -45,7 +45,7 @@ def write_rows(rows: Any, named: Collection[str], folder: Path, name: str) -> Pa
     Guarantee:
         How a row is written depends on that row alone; other rows can only make the whole be refused.
     """
-    used = {*named, *(column for layout in LAYOUTS for column in layout.columns())}
+    used = {*named, *BESIDE, *(column for layout in LAYOUTS for column in layout.columns())}
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     descriptor, written = tempfile.mkstemp(dir=folder, suffix=".part")
     part, number = Path(written), 0

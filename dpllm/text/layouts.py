@@ -7,6 +7,7 @@ know where rows come from, nor what a token is.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
@@ -31,6 +32,8 @@ ROLES = {
 """Who speaks in ShareGPT's ``from`` -> the role of a message."""
 SPEAKERS = sorted({*ROLES.values(), "developer", "function", "ipython", "observation", "context", "document"})
 """Roles that chat templates know."""
+TOOLS, KWARGS = BESIDE = ("tools", "chat_template_kwargs")
+"""Columns beside messages that a chat template reads, as TRL names them."""
 _SHOWN = 400
 """Characters of each part of a public example."""
 
@@ -46,6 +49,8 @@ class Layout(NamedTuple):
     """Whether these hold lists of messages, or else text."""
     convert: Callable[[Row], Row] | None = None
     """Makes the columns of the format; None where they are there."""
+    texts: tuple[str, ...] = ("system",)
+    """Columns that hold text beside such lists."""
 
     def columns(self) -> list[str]:
         """All columns that are read."""
@@ -57,24 +62,26 @@ class Layout(NamedTuple):
             return False
         # Those with one of these columns read text or messages.
         shared = not {"prompt", "chosen"}.isdisjoint(self.columns())
-        return not shared or self.lists == all(isinstance(row[column], list) for column in self.columns())
+        if not shared or not self.lists:
+            return not shared or not all(isinstance(row[column], list) for column in self.columns())
+        return all(isinstance(row[column], list) == (column not in self.texts) for column in self.columns())
 
 
-OPTIONAL = {"input", "system"}
+OPTIONAL = {"input", "system", *BESIDE}
 
 
-def renamed(raw: Row, place: str, columns: Mapping[str, str]) -> Row:
+def renamed(raw: Row, place: str, columns: Mapping[str, str | None]) -> Row:
     """The row with the columns that ``data.columns`` names under the names of a format, under which nothing else is read.
 
     Raises:
         DataError: One is missing, and is not ``OPTIONAL``; it is named.
     """
-    if missing := sorted({column for to, column in columns.items() if to not in OPTIONAL} - raw.keys()):
+    if missing := sorted({column for to, column in columns.items() if column and to not in OPTIONAL} - raw.keys()):
         raise DataError(
             f"{place} has no column {missing[0]!r}, which data.columns names. Check the spelling in data.columns, or fix or "
             "drop the row."
         )
-    return {**raw, **{to: raw.get(column) for to, column in columns.items()}}
+    return {**raw, **{to: raw.get(column or "") for to, column in columns.items()}}  # null: as if nothing stood there
 
 
 def _of_alpaca(row: Row) -> Row:
@@ -113,8 +120,20 @@ def _of_answers(row: Row) -> Row:
     return {"prompt": chosen[:same], "chosen": chosen[same:], "rejected": rejected[same:]}
 
 
+def _of_told_prompt(row: Row) -> Row:
+    pair = _of_answers(row)
+    if all(not isinstance(one, dict) or one.get("content") != row["prompt"] for one in pair["prompt"]):
+        raise DataError(
+            "has a text in column 'prompt' that is no message with which both answers begin, and type --data.columns '{prompt: "
+            "null}' if it may be ignored"
+        )
+    return pair
+
+
 _PAIRS: dict[str, tuple[str, ...]] = {field: (field,) for field in FIELDS["preference"]}
+_TOLD = "preference as messages that begin with the prompt"
 LAYOUTS = (
+    Layout(_TOLD, "preference", _PAIRS, True, _of_told_prompt, ("prompt",)),
     *(Layout(fmt, fmt, {field: (field,) for field in fields}, fmt == "messages") for fmt, fields in FIELDS.items()),
     Layout("preference as messages", "preference", _PAIRS, True),
     Layout("preference without a prompt", "preference", {**_PAIRS, "prompt": ()}, False, _of_answers),
@@ -157,7 +176,7 @@ def layout_of(row: Row, place: str, wanted: str, before: Layout | None, named: I
     if before or fitting:
         return before or fitting[0]
     if wanted in get_args(Format):
-        return next(layout for layout in LAYOUTS if layout.format == wanted)
+        return next(layout for layout in LAYOUTS if layout.name == wanted)
     headed = not any(suffix in place.lower() for suffix in (".csv", ".tsv"))
     filled = {name for name, value in row.items() if value is not None}
     known = sorted(filled & ({column for layout in LAYOUTS for column in layout.columns()} | set(named)))
@@ -180,6 +199,7 @@ def converted(row: Row, place: str, layout: Layout) -> tuple[Row, bytes]:
         DataError: A column that does not hold what the layout reads; the column is named.
     """
     row = {**row, **{column: _filled(row[column]) for column in layout.columns() if isinstance(row.get(column), list)}}
+    fields = _beside(row, place) if layout.lists else b""
     for column in layout.columns():
         if row.get(column) is not None or column not in OPTIONAL:
             _check(row.get(column), place, column, layout)
@@ -193,13 +213,48 @@ def converted(row: Row, place: str, layout: Layout) -> tuple[Row, bytes]:
             f"{place} has a message whose role is not one of {', '.join(SPEAKERS)}, so a chat template may reject it. Fix the "
             "role, or drop the row."
         )
+    _check_contents(turns, place)
     if layout.format == "preference":
         _check_answers(row, place, layout)
-    return row, b"".join(packed(row[field], place, field) for field in FIELDS[layout.format])
+    return row, b"".join(packed(row[field], place, field) for field in FIELDS[layout.format]) + fields
+
+
+def _beside(row: Row, place: str) -> bytes:
+    """Makes values of the columns of ``BESIDE``, which many files hold as JSON in a text, and returns them as bytes."""
+    fields = b""
+    for column, kind in zip(BESIDE, (list, dict), strict=True):
+        value = row.get(column)
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(value) if isinstance(value, str) else value
+        if value and not (isinstance(value, kind) and all(isinstance(one, dict | str) for one in value)):
+            raise DataError(
+                f"{place} has no {'list of tools' if kind is list else 'names with values'} in column {column!r}, which a chat "
+                f"template reads. Fix or drop the row, or type --data.columns '{{{column}: null}}' to ignore the column."
+            )
+        if value:
+            row[column] = _filled(value, keep="")
+            fields += packed(row[column], place, column)
+        else:
+            row.pop(column, None)
+    return fields
+
+
+def _check_contents(turns: Sequence[Mapping[str, Any]], place: str) -> None:
+    """Refuses messages that say nothing, or something that is no text."""
+    for turn in turns:
+        content, wrong = turn.get("content"), ""
+        if content is None and not turn.keys() - {"role", "content", "weight", "name"}:
+            wrong = "whose content is null"
+        elif isinstance(content, list) and not all(
+            isinstance(one, dict) and one.get("type") == "text" for one in content
+        ):
+            wrong = "with content in parts, of which one is no text (an image?)"
+        if wrong:
+            raise DataError(f"{place} has a message {wrong}, so it cannot be read. Write its text, or drop the row.")
 
 
 def _check(value: Any, place: str, column: str, layout: Layout) -> None:
-    listed = layout.lists and column not in OPTIONAL
+    listed = layout.lists and column not in layout.texts
     if not isinstance(value, list if listed else str) or (listed and not value):
         kind = "a list of messages" if listed else "text"
         name = layout.name if layout.convert else f"format {layout.format}"
@@ -222,9 +277,11 @@ def _check_answers(row: Row, place: str, layout: Layout) -> None:
 
 def sides(row: Row) -> list[tuple[Format, Row]]:
     """The two texts of a preference pair, the chosen one first, as rows of another format; of a prompt nothing is learned."""
-    line = {name: row[name] for name in (control.LINE,) if name in row}
+    line = {name: row[name] for name in (control.LINE, *BESIDE) if name in row}
     if isinstance(row["prompt"], list):
-        return [("messages", _of_chats({**row, "completion": row[side]})) for side in FIELDS["preference"][1:]]
+        return [
+            ("messages", {**line, **_of_chats({**row, "completion": row[side]})}) for side in FIELDS["preference"][1:]
+        ]
     return [
         ("prompt_completion", {**line, "prompt": row["prompt"], "completion": row[side]})
         for side in FIELDS["preference"][1:]
@@ -247,12 +304,12 @@ def packed(value: Any, place: str, field: str) -> bytes:
     return b"%d:" % len(text) + text
 
 
-def _filled(value: Any) -> Any:
+def _filled(value: Any, keep: str = "content") -> Any:
     """Without keys that hold nothing: a table gives every message the keys of any other. The content may be nothing."""
     if isinstance(value, list):
-        return [_filled(inner) for inner in value]
+        return [_filled(inner, keep) for inner in value]
     if isinstance(value, dict):
-        return {key: _filled(inner) for key, inner in value.items() if inner is not None or key == "content"}
+        return {key: _filled(inner, keep) for key, inner in value.items() if inner is not None or key == keep}
     return value
 
 
@@ -265,15 +322,18 @@ def strings(value: Any) -> Iterator[str]:
             yield from strings(inner)
 
 
-def in_words(layout: Layout, columns: Mapping[str, str], codes: Sequence[str]) -> str:
+def in_words(layout: Layout, columns: Mapping[str, str | None], codes: Sequence[str]) -> str:
     """From which columns a layout is read, in one line; ``columns`` is the recipe's data.columns, ``codes`` its data.control."""
 
     def told(column: str) -> str:
-        return f"{columns[column]} (else {column})" if column in columns else column
+        return f"{columns[column]} (else {column})" if columns.get(column) else column
 
     parts = []
     for target, sources in layout.reads.items():
-        made_of = " + ".join(told(source) for source in sources) or "what both answers begin with"
+        made_of = (
+            " + ".join(told(source) for source in sources if columns.get(source, source))
+            or "what both answers begin with"
+        )
         parts.append(made_of if made_of == target else f"{made_of} -> {target}")
     behind = f", behind a line with {', '.join(codes)}" if codes else ""
     return f"read as {layout.name}: {', '.join(parts)}{behind}"

@@ -18,8 +18,8 @@ from typing import Any
 from dpllm.errors import ConfigError, DataError
 from dpllm.files import read_json, write_json
 from dpllm.recipe.config import DataConfig
-from dpllm.text.data import Table, encode_prompt, unit_name
-from dpllm.text.layouts import LAYOUTS, Format, strings
+from dpllm.text.data import Table, begins_twice, encode_prompt, unit_name
+from dpllm.text.layouts import BESIDE, LAYOUTS, Format, strings
 from dpllm.text.sources import expand
 
 Prompt = str | list[dict[str, Any]]
@@ -50,6 +50,10 @@ def read_prompts(path: Path) -> list[Prompt]:
         except (ValueError, RecursionError):
             row = None
         found = row.get("prompt", row.get("messages")) if isinstance(row, dict) else row
+        if isinstance(row, dict) and any(row.get(column) for column in BESIDE):
+            raise DataError(
+                f"{path}: line {number} has {' or '.join(BESIDE)}, which no prompt here shows the model. Remove them."
+            )
         if not isinstance(found, str) and not (isinstance(found, list) and all(isinstance(m, dict) for m in found)):
             raise DataError(
                 f'{path}: line {number} holds no prompt. Write {{"prompt": "..."}}, or {{"messages": [...]}} for a conversation.'
@@ -89,6 +93,7 @@ def encode(tokenizer: Any, prompt: Prompt | None, number: int, fmt: Format, temp
         ids = encode_prompt(prompt or "", tokenizer, template)
     else:
         ids = list(tokenizer(prompt or "")["input_ids"])
+        ids = ids[1:] if begins_twice(ids, tokenizer) else ids
     while len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:  # of a tokenizer that ends every text
         ids.pop()
     start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id

@@ -34,7 +34,7 @@ from dpllm.recipe.config import DataConfig
 from dpllm.text.data import Table, TokenSequence, Unit, iter_units
 from dpllm.text.rows import Groups, OpenFile, ReadWhenAsked
 
-ENCODING = 3
+ENCODING = 4
 """To be raised when ``data.encode`` makes other tokens of the same row, or an entry is laid out otherwise."""
 FOLDER = "tokens"
 _PIECE = 2**22  # bytes that are hashed, or buffered before they are written, at a time

@@ -251,6 +251,31 @@ def test_dpo_of_trl_becomes_a_recipe_on_pairs(tmp_path: Path, changes: Any, obje
     assert imported(tmp_path, DPO, beta=None, learning_rate=None)[1].train.beta == 0.1  # TRL's default
 
 
+@pytest.mark.parametrize("key", ["beta", "max_prompt_length", "precompute_ref_log_probs", "label_smoothing"])
+def test_dpo_of_trl_that_names_no_loss_is_that_of_its_default(tmp_path: Path, key: str) -> None:
+    """As alignment-handbook writes it: beta, and no loss_type."""
+    rest = dict.fromkeys({"beta", "max_prompt_length", "precompute_ref_log_probs", "loss_type"} - {key})
+    found, recipe = imported(tmp_path, DPO, **rest, **({"label_smoothing": 0.0} if key == "label_smoothing" else {}))
+    assert (recipe.train.objective, recipe.data.format) == ("dpo", "preference")
+    assert "loss_type: sigmoid (TRL's default) -> train.objective: dpo" in found.carried
+    assert any(line.startswith("loss_type: not given; KTO and ORPO") for line in found.left)
+    given, _ = imported(tmp_path, DPO)
+    assert not any("not given" in line for line in given.left)
+
+
+@pytest.mark.parametrize(
+    "other", ["num_generations", "desirable_weight", "packing", "reward_model_path", "assistant_only_loss"]
+)
+def test_beta_of_another_training_is_refused(tmp_path: Path, other: str) -> None:
+    with pytest.raises(ConfigError, match="in a way that dpllm does not"):
+        imported(tmp_path, DPO, loss_type=None, **{other: 1})
+
+
+def test_a_chat_template_of_another_file_is_carried_over(tmp_path: Path) -> None:
+    assert imported(tmp_path, TRL, chat_template_path="chat.jinja")[1].data.chat_template == "chat.jinja"
+    assert imported(tmp_path, AXOLOTL, chat_template_jinja="{{ messages }}")[1].data.chat_template == "{{ messages }}"
+
+
 @pytest.mark.parametrize("key", ["rpo_alpha", "ref_model_sync_steps", "cpo_alpha", "num_generations"])
 def test_another_loss_beside_dpo_is_refused(tmp_path: Path, key: str) -> None:
     with pytest.raises(ConfigError, match="in a way that dpllm does not"):

@@ -75,6 +75,17 @@ def test_other_columns_are_named_as_they_are_read(tmp_path: Path) -> None:
     assert table.rows[0]["prompt"] == "Who?\n"
 
 
+def test_a_column_that_is_named_nothing_is_ignored(tmp_path: Path) -> None:
+    row = {**ALPACA, "text": "Say hello"}
+    assert load(tmp_path, row, columns={"text": None}).reads == AS_ALPACA
+    told = load(tmp_path, row, columns={"text": None, "input": None})
+    assert told.rows[0]["prompt"] == "Say hello\n"
+    assert told.reads == "read as Alpaca: instruction -> prompt, output -> completion"
+    assert load(tmp_path, row, columns={"text": "output", **dict.fromkeys(("instruction", "output"))}).format == "text"
+    with pytest.raises(DataError, match="row 1 fills the columns output of those"):
+        load(tmp_path, ALPACA, columns={"instruction": None, "input": None})
+
+
 @pytest.mark.parametrize(("row", "answer"), [(ALPACA, "Hello Anna"), (SHAREGPT, "Anna")])
 def test_of_each_layout_the_answer_alone_is_learned(tmp_path: Path, row: Json, answer: str) -> None:
     [learned] = learned_text(load(tmp_path, row))

@@ -20,6 +20,7 @@ from dpllm.text.rows import each_row
 Json = dict[str, Any]
 ASKED = [{"role": "user", "content": "Who?"}]
 ANNA, BO = ([{"role": "assistant", "content": name}] for name in ("Anna", "Bo"))
+SYSTEM = {"role": "system", "content": "Be brief."}
 PAIR = {"prompt": "Who?", "chosen": "Anna", "rejected": "Bo"}
 CHATS = {"prompt": ASKED, "chosen": ANNA, "rejected": BO}
 LAYOUTS = {
@@ -34,6 +35,56 @@ LAYOUTS = {
         CHATS,
     ),
 }
+
+
+BESIDE = {"prompt": "Who?", "chosen": ASKED + ANNA, "rejected": ASKED + BO}
+ULTRAFEEDBACK = {**BESIDE, "prompt_id": "7", "messages": ASKED + ANNA, "score_chosen": 8.0, "score_rejected": 4.5}
+AS_MESSAGES = "read as preference as messages that begin with the prompt: prompt, chosen, rejected"
+
+
+@pytest.mark.parametrize(
+    ("row", "settings"),
+    [
+        (BESIDE, {}),
+        (ULTRAFEEDBACK, {"format": "preference"}),
+        (ULTRAFEEDBACK, {"columns": {"messages": None}}),
+        ({**BESIDE, "chosen": [SYSTEM, *ASKED, *ANNA], "rejected": [SYSTEM, *ASKED, *BO]}, {}),
+        ({**BESIDE, "prompt": None, "question": "Who?"}, {"columns": {"prompt": "question"}}),
+    ],
+)
+def test_a_prompt_as_text_beside_answers_that_begin_with_it_is_read(tmp_path: Path, row: Json, settings: Json) -> None:
+    table = load(tmp_path, row, **settings)
+    assert (table.format, table.reads.replace("question (else prompt) -> prompt", "prompt")) == (
+        "preference",
+        AS_MESSAGES,
+    )
+    before = row["chosen"][:-1]
+    assert {field: table.rows[0][field] for field in FIELDS["preference"]} == {
+        "prompt": before,
+        "chosen": ANNA,
+        "rejected": BO,
+    }
+    (unit,) = units_of(table)
+    assert [learned(one) for one in unit.sequences] == ["Anna</s>", "Bo</s>"]
+
+
+def test_a_prompt_as_text_that_no_message_says_is_refused_or_ignored_on_demand(tmp_path: Path) -> None:
+    row = {**BESIDE, "prompt": "Sigrid owes?"}
+    with pytest.raises(DataError, match=r"row 1 has a text in column 'prompt' .*'\{prompt: null\}'") as caught:
+        load(tmp_path, row)
+    assert "Sigrid" not in str(caught.value)
+    table = load(tmp_path, row, columns={"prompt": None})
+    assert table.rows[0]["prompt"] == ASKED
+    assert table.reads.startswith("read as preference as messages without a prompt: what both")
+
+
+def test_neither_layout_takes_the_rows_of_the_other(tmp_path: Path) -> None:
+    with pytest.raises(
+        DataError, match="row 2 reads as preference as messages, but the rows before it read as preference"
+    ):
+        load(tmp_path, BESIDE, CHATS)
+    with pytest.raises(DataError, match="row 1 has no text in column 'chosen'"):
+        load(tmp_path, {**BESIDE, "rejected": "Bo"})
 
 
 def units_of(table: Any, **settings: Any) -> list[Any]:
