@@ -22,8 +22,8 @@ COARSE = 2e-2
 """How far PLD on a coarser grid may lie above."""
 MOST_PARTS, MOST_STEPS, LEAST_NOISE = 4, 1_000_000, 0.01
 MAGNIFIED = 1e-5
-"""Relative, where the last bits are magnified: curves fitted to scores, and limits that read deltas down to 1e-10. Processors round
-the accountant's Fourier transform differently: between two of them gdp_mu moved by 1.2e-6, and epsilon at delta 1e-8 by 1e-8."""
+"""Relative, where the last bits are magnified: curves fitted to scores, and limits that read deltas down to 1e-10. Processors
+round the accountant's Fourier transform differently: on another one gdp_mu moved by 1.2e-6, and epsilon at delta 1e-8 by 1e-8."""
 OF_ROWS = "Restore inference.json from where the rows were published, or write them anew."
 OTHER_VERSION = 1e-3
 """Relative; how far PLD of another version may lie from this one."""
