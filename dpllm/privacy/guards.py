@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dpllm.errors import Refused
 
@@ -68,10 +68,9 @@ def deterministic(device: torch.device) -> Iterator[None]:
         yield
         return
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    filled, torch.utils.deterministic.fill_uninitialized_memory = (
-        torch.utils.deterministic.fill_uninitialized_memory,
-        False,  # what nobody reads would be written, in every kernel
-    )
+    settings: Any = torch.utils.deterministic
+    filled = settings.fill_uninitialized_memory
+    settings.fill_uninitialized_memory = False  # every kernel would write what nobody reads
     torch.use_deterministic_algorithms(True)  # warn_only would leave the backward pass of attention as it is
     try:
         yield
@@ -84,4 +83,4 @@ def deterministic(device: torch.device) -> Iterator[None]:
         ) from None
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        torch.utils.deterministic.fill_uninitialized_memory = filled
+        settings.fill_uninitialized_memory = filled
