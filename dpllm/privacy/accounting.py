@@ -267,7 +267,7 @@ def _calibrate(
 ) -> float:
     """Secant steps in log sigma on a coarse PLD, then in whole numbers of 1e-4 on the fine one, both within brackets."""
     due, tried = time.monotonic() + PROGRESS_SECONDS, 0
-    too_weak = "A guarantee that weak protects nobody: lower privacy.epsilon or privacy.delta."
+    too_weak = "A guarantee that weak protects nobody: lower epsilon or delta."
 
     def refuse(fix: str) -> NoReturn:
         raise ConfigError(
@@ -292,7 +292,7 @@ def _calibrate(
     if q < 1 and -math.expm1(num_steps * group_size * math.log1p(-q)) <= delta:
         refuse(too_weak)
     if not rough and cost(MAX_NOISE_MULTIPLIER) > target:
-        refuse("Raise privacy.epsilon or privacy.delta, or train fewer steps.")
+        refuse("Raise epsilon or delta, or take fewer steps.")
     # Start from the central limit theorem: mu of the Gaussian mechanism, then its sigma. A group of k is taken for one
     # thing at distance k q / (1 - (1 - q)^k) that is sampled with the probability that any of it is.
     any_of_it = -math.expm1(group_size * math.log1p(-q)) if q < 1 else 1.0

@@ -50,7 +50,7 @@ def privacy_loss(parts: Parts, relation: Relation, interval: float) -> PrivacyLo
         OverflowError: the loss of hardly any noise does not fit a float.
     """
     if max((part.times for some in (parts.sampled, parts.draws) for part in some), default=0) > MAX_STEPS:
-        raise ConfigError(f"over {MAX_STEPS} steps or draws take too long to compose. Lower train.steps or --tokens.")
+        raise ConfigError(f"over {MAX_STEPS} steps or draws take too long to compose. Take fewer.")
     from dp_accounting.pld import common
     from dp_accounting.pld import privacy_loss_distribution as pld
 
