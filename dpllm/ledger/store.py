@@ -76,14 +76,14 @@ def default_path() -> Path:
 
 def check_place(path: Path) -> None:
     """Refuses, with a ConfigError, a path at which no file of SQLite is or could be made."""
-    there = next(place for place in (path, *path.absolute().parents) if place.exists())
+    there = next(place for place in (path, *path.absolute().parents) if os.path.exists(place))
     folder = there if there != path else path.absolute().parent
     why = ""
-    if path.is_dir():
+    if os.path.isdir(path):
         why = f"is a directory; name a file in it, such as {path / 'ledger.sqlite'}"
     elif not folder.is_dir():
         why = f"{folder} is a file, and nothing can lie under it"
-    elif there == path and not path.is_file():
+    elif there == path and not os.path.isfile(path):
         why = "is not a regular file"
     elif not os.access(there, os.R_OK | os.W_OK) or not os.access(folder, os.W_OK | os.X_OK):
         why = "this user may not write there"
@@ -97,7 +97,7 @@ def check_place(path: Path) -> None:
 def _unusable(path: object, why: object) -> ConfigError:
     return ConfigError(
         f"ledger {path}: {why}. Without it no budget can be kept, so nothing runs. Name a ledger of dpllm, or a new file, on "
-        "a local disk."
+        "a local disk, as privacy.ledger or --ledger."
     )
 
 

@@ -62,8 +62,8 @@ class _Value:
                 case "probability":
                     if number("sampling_rate", value, 0.0, 1.0) < LEAST_RATE:
                         raise ConfigError(
-                            f"sampling_rate is {value:g}, so small that a float cannot hold the loss of a step, and epsilon would "
-                            f"be stated too small. Sample with {LEAST_RATE:g} or more: a larger batch, or fewer units."
+                            f"sampling_rate is {value:g}, so small that a float cannot hold the loss of a step, and epsilon "
+                            f"would be too small. Sample with {LEAST_RATE:g} or more: a larger batch, or fewer units."
                         )
                 case "group_size":
                     integer(name, value, 1, MAX_GROUP_SIZE)

@@ -33,7 +33,9 @@ MIXTURE_ELEMENTS = 1_000_000
 FPRS = (0.001, 0.01)
 SMALLEST_DELTA = 1e-10  # below it, round-off in a composed distribution is as large as delta
 ROUND_OFF = 2.0**-52  # of a delta, for each step: three times what Fourier transforms were seen to lose
-MOST_EXPONENT = 500.0  # beyond, products of a float probability with e^-epsilon have too few digits, and e^epsilon overflows
+MOST_EXPONENT = (
+    500.0  # beyond, products of a float probability with e^-epsilon have too few digits, and e^epsilon overflows
+)
 INTERVAL = 1e-3  # of the privacy loss: wider than for a stated epsilon, and an upper bound all the same
 NUM_EPSILONS = 512
 
@@ -130,7 +132,10 @@ def _interval(parts: Parts, interval: float) -> float:
     weak = any(part.noise_multiplier / part.group_size < 0.3 for part in parts.sampled)
     # About how often a unit takes part, times what each time may cost: quick, and large wherever epsilon is.
     often = ((part, part.times * part.probability) for part in parts.sampled)
-    if weak or sum((n + 6 * math.sqrt(n) + 6) * (part.group_size / part.noise_multiplier) ** 2 for part, n in often) > 250:
+    if (
+        weak
+        or sum((n + 6 * math.sqrt(n) + 6) * (part.group_size / part.noise_multiplier) ** 2 for part, n in often) > 250
+    ):
         # A millionth of the whole is fine enough. k rows together have about k times the loss.
         size = max(part.group_size for part in parts.sampled)
         alone = Parts(tuple(part._replace(group_size=1) for part in parts.sampled))

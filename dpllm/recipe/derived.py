@@ -31,7 +31,7 @@ def public_units(data: DataConfig, counted: int, delta: float | str = "auto", na
     """N without canaries: declared, or counted in the data.
 
     Raises:
-        Refused: Over twice as many were counted as are declared, or ``delta`` (called ``name``) is no guarantee for those counted.
+        Refused: Over twice as many were counted as are declared, or ``delta`` (called ``name``) is no guarantee for all.
             Neither says how many there are.
     """
     if (declared := data.public_size) is None:
