@@ -75,7 +75,7 @@ def default_path() -> Path:
 
 
 def check_place(path: Path) -> None:
-    """Refuses, with a ConfigError, a path at which no file of SQLite is or could be made."""
+    """Refuses, with a ConfigError, a path at which no file can be; reading one here would end the locks of SQLite."""
     there = next(place for place in (path, *path.absolute().parents) if os.path.exists(place))
     folder = there if there != path else path.absolute().parent
     why = ""
@@ -87,17 +87,14 @@ def check_place(path: Path) -> None:
         why = "is not a regular file"
     elif not os.access(there, os.R_OK | os.W_OK) or not os.access(folder, os.W_OK | os.X_OK):
         why = "this user may not write there"
-    elif there == path and path.stat().st_size:
-        with path.open("rb") as file:
-            why = "" if file.read(16) == b"SQLite format 3\0" else "is a file of something else than SQLite"
     if why:
         raise _unusable(path, why)
 
 
 def _unusable(path: object, why: object) -> ConfigError:
     return ConfigError(
-        f"ledger {path}: {why}. Without it no budget can be kept, so nothing runs. Name a ledger of dpllm, or a new file, on "
-        "a local disk, as privacy.ledger or --ledger."
+        f"ledger {path}: {why}. Without it no budget can be kept, so nothing runs. Set privacy.ledger to a ledger of dpllm, or a "
+        "new file, on a local disk."
     )
 
 

@@ -35,7 +35,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("text/ledger.sqlite", "text is a file, and nothing can lie under it"),
         ("text/a/b/ledger.sqlite", "text is a file, and nothing can lie under it"),
         ("pipe", "is not a regular file"),
-        ("text", "is a file of something else than SQLite"),
+        ("text", "file is not a database"),
     ],
 )
 def test_a_path_that_can_hold_no_ledger_is_refused_whether_or_not_it_is_to_be_made(
@@ -45,7 +45,7 @@ def test_a_path_that_can_hold_no_ledger_is_refused_whether_or_not_it_is_to_be_ma
         open_ledger(path, create=create)
     assert str(error.value).startswith(f"ledger {path}: ")
     assert told in str(error.value)
-    assert "nothing runs. Name a ledger of dpllm" in str(error.value)
+    assert "nothing runs. Set privacy.ledger to a ledger of dpllm" in str(error.value)
     assert Path("text").read_text() == "some text that is no ledger"
 
 
