@@ -33,9 +33,7 @@ MIXTURE_ELEMENTS = 1_000_000
 FPRS = (0.001, 0.01)
 SMALLEST_DELTA = 1e-10  # below it, round-off in a composed distribution is as large as delta
 ROUND_OFF = 2.0**-52  # of a delta, for each step: three times what Fourier transforms were seen to lose
-MOST_EXPONENT = (
-    500.0  # beyond, products of a float probability with e^-epsilon have too few digits, and e^epsilon overflows
-)
+MOST_EXPONENT = 500.0  # beyond, probabilities times e^-epsilon have too few digits, and e^epsilon overflows
 INTERVAL = 1e-3  # of the privacy loss: wider than for a stated epsilon, and an upper bound all the same
 NUM_EPSILONS = 512
 
