@@ -19,7 +19,7 @@ from dpllm.ledger import admission, place
 from dpllm.ledger.chain import Chain, Entry
 from dpllm.ledger.records import Fingerprint, Records
 from dpllm.ledger.reserving import reserve_all
-from dpllm.ledger.store import Postgres, SQLite, Store, default_path
+from dpllm.ledger.store import Postgres, SQLite, Store, check_place, default_path
 from dpllm.ledger.values import (
     Account,
     Budget,
@@ -53,7 +53,10 @@ def open_ledger(location: str | os.PathLike[str] | None, *, create: bool = True)
             "postgresql:// URL."
         )
     path = Path(location) if location else default_path()
-    return Ledger(path) if create or os.path.lexists(path) else None
+    if create or os.path.lexists(path):
+        return Ledger(path)
+    check_place(path)  # before anything is loaded, which would be for nothing
+    return None
 
 
 class Ledger:

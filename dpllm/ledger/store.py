@@ -74,6 +74,30 @@ def default_path() -> Path:
     return Path(base) / "dpllm" / "ledger.sqlite"
 
 
+def check_place(path: Path) -> None:
+    """Refuses, with a ConfigError, a path at which no file can be; reading one here would end the locks of SQLite."""
+    there = next(place for place in (path, *path.absolute().parents) if os.path.exists(place))
+    folder = there if there != path else path.absolute().parent
+    why = ""
+    if os.path.isdir(path):
+        why = f"is a directory; name a file in it, such as {path / 'ledger.sqlite'}"
+    elif not folder.is_dir():
+        why = f"{folder} is a file, and nothing can lie under it"
+    elif there == path and not os.path.isfile(path):
+        why = "is not a regular file"
+    elif not os.access(there, os.R_OK | os.W_OK) or not os.access(folder, os.W_OK | os.X_OK):
+        why = "this user may not write there"
+    if why:
+        raise _unusable(path, why)
+
+
+def _unusable(path: object, why: object) -> ConfigError:
+    return ConfigError(
+        f"ledger {path}: {why}. Without it no budget can be kept, so nothing runs. Set privacy.ledger to a ledger of dpllm, or a "
+        "new file, on a local disk."
+    )
+
+
 def _create(tables: Iterable[str], **types: str) -> list[str]:
     """Statements for tables of a new ledger, for the key of its fingerprints and for its version."""
     made = [f"CREATE TABLE {table} ({TABLES[table].format(**types)})" for table in tables]
@@ -105,6 +129,7 @@ class SQLite:
         if read_only:
             self._open_read_only(path)
             return
+        check_place(path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             make_lockable(path)
@@ -232,10 +257,7 @@ class SQLite:
 
     def unusable(self, why: object) -> ConfigError:
         """The error for a ledger that cannot be used."""
-        return ConfigError(
-            f"ledger {self.location}: {why}. Without it no budget can be kept, so nothing runs. Set "
-            "privacy.ledger to a ledger of dpllm, or a new file, on a local disk."
-        )
+        return _unusable(self.location, why)
 
     def close(self) -> None:
         """Closes the file."""

@@ -23,7 +23,7 @@ from dpllm.errors import ConfigError, Refused
 from dpllm.files import digest, write_whole
 from dpllm.privacy.events import Event, compose, count_releases, dp_sgd_event, number
 from dpllm.privacy.parts import Parts, accountants, parts_of, require
-from dpllm.privacy.privacy_loss import Relation, privacy_loss
+from dpllm.privacy.privacy_loss import Relation, epsilon_at, privacy_loss
 from dpllm.privacy.renyi import BELOW_ONE, MAX_NOISE_MULTIPLIER, MIN_NOISE_MULTIPLIER, rdp_epsilon
 
 __all__ = ["beside", "calibrate_noise_multiplier", "cross_check", "curve", "epsilon", "finite", "stated", "versions"]
@@ -54,9 +54,9 @@ def epsilon(
         Refused: no accountant knows every part of the event.
 
     Guarantee:
-        An upper bound, up to floating-point round-off (two decimals are sure at delta < 1e-10), on the smallest
-        epsilon for which doing all of `event` is (epsilon, delta)-DP, if what is done was fixed without looking at
-        the results. PLD takes the worse of both directions.
+        An upper bound on the smallest epsilon for which doing all of `event` is (epsilon, delta)-DP, if what is done was fixed
+        without looking at the results, up to a thousandth of it by round-off. PLD takes the worse of both directions, and is
+        infinite where delta is smaller than the round-off of so many steps, 2e-16 for each.
 
     References:
         pld: Doroshenko et al. 2022, "Connect the Dots: Tighter Discrete Approximations of Privacy Loss Distributions". rdp:
@@ -92,7 +92,7 @@ def epsilon(
 @lru_cache(maxsize=1024)
 def _pld(parts: Parts, delta: float, relation: Relation, interval: float) -> float:
     try:
-        return float(privacy_loss(parts, relation, interval).get_epsilon_for_delta(delta))
+        return epsilon_at(delta, privacy_loss(parts, relation, interval), parts)
     except OverflowError:  # the loss of hardly any noise does not fit a float
         return math.inf
 
@@ -267,7 +267,7 @@ def _calibrate(
 ) -> float:
     """Secant steps in log sigma on a coarse PLD, then in whole numbers of 1e-4 on the fine one, both within brackets."""
     due, tried = time.monotonic() + PROGRESS_SECONDS, 0
-    too_weak = "A guarantee that weak protects nobody: lower privacy.epsilon or privacy.delta."
+    too_weak = "A guarantee that weak protects nobody: lower epsilon or delta."
 
     def refuse(fix: str) -> NoReturn:
         raise ConfigError(
@@ -292,7 +292,7 @@ def _calibrate(
     if q < 1 and -math.expm1(num_steps * group_size * math.log1p(-q)) <= delta:
         refuse(too_weak)
     if not rough and cost(MAX_NOISE_MULTIPLIER) > target:
-        refuse("Raise privacy.epsilon or privacy.delta, or train fewer steps.")
+        refuse("Raise epsilon or delta, or take fewer steps.")
     # Start from the central limit theorem: mu of the Gaussian mechanism, then its sigma. A group of k is taken for one
     # thing at distance k q / (1 - (1 - q)^k) that is sampled with the probability that any of it is.
     any_of_it = -math.expm1(group_size * math.log1p(-q)) if q < 1 else 1.0

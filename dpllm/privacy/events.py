@@ -41,6 +41,7 @@ from dpllm.errors import ConfigError
 
 SHAPES = {"geometric": 1.0, "logarithmic": 0.0, "poisson": float("inf")}  # of the truncated negative binomial
 LEAST_NOISE, MOST_NOISE = 1e-6, 1e9  # an accountant's squares of others do not fit a float
+LEAST_RATE = 1e-12  # below, 1 - q has too few digits left for the loss of a step: at 1e-17 none, and epsilon would be 0
 MOST_RANGE = 100.0
 MAX_GROUP_SIZE, MOST_COUNT = 1024, 10**12  # counts are added up in floating point
 MAX_DEPTH = 32
@@ -59,7 +60,11 @@ class _Value:
                 case "noise_multiplier" | "gradient_noise_multiplier" | "count_noise_multiplier":
                     number(name, value, LEAST_NOISE, MOST_NOISE, including=True)
                 case "probability":
-                    number("sampling_rate", value, 0.0, 1.0)
+                    if number("sampling_rate", value, 0.0, 1.0) < LEAST_RATE:
+                        raise ConfigError(
+                            f"sampling_rate is {value:g}, so small that a float cannot hold the loss of a step, and epsilon "
+                            f"would be too small. Sample with {LEAST_RATE:g} or more: a larger batch, or fewer units."
+                        )
                 case "group_size":
                     integer(name, value, 1, MAX_GROUP_SIZE)
                 case "bands":

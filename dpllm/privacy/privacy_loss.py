@@ -32,6 +32,8 @@ CHUNK_OF_DRAWS = 500  # whose curve takes a second
 MIXTURE_ELEMENTS = 1_000_000
 FPRS = (0.001, 0.01)
 SMALLEST_DELTA = 1e-10  # below it, round-off in a composed distribution is as large as delta
+ROUND_OFF = 2.0**-52  # of a delta, for each step: three times what Fourier transforms were seen to lose
+MOST_EXPONENT = 500.0  # beyond, probabilities times e^-epsilon have too few digits, and e^epsilon overflows
 INTERVAL = 1e-3  # of the privacy loss: wider than for a stated epsilon, and an upper bound all the same
 NUM_EPSILONS = 512
 
@@ -48,7 +50,7 @@ def privacy_loss(parts: Parts, relation: Relation, interval: float) -> PrivacyLo
         OverflowError: the loss of hardly any noise does not fit a float.
     """
     if max((part.times for some in (parts.sampled, parts.draws) for part in some), default=0) > MAX_STEPS:
-        raise ConfigError(f"over {MAX_STEPS} steps or draws take too long to compose. Lower train.steps or --tokens.")
+        raise ConfigError(f"over {MAX_STEPS} steps or draws take too long to compose. Take fewer.")
     from dp_accounting.pld import common
     from dp_accounting.pld import privacy_loss_distribution as pld
 
@@ -76,6 +78,39 @@ def privacy_loss(parts: Parts, relation: Relation, interval: float) -> PrivacyLo
     return whole
 
 
+def epsilon_at(delta: float, loss: PrivacyLossDistribution, parts: Parts) -> float:
+    """The smallest epsilon at ``delta`` of parts with such a ``privacy_loss``; infinite where delta is within the round-off.
+
+    Round-off comes off delta where it is more than a hundredth of it. A smaller one moves less than a thousandth of epsilon, and
+    leaves published figures as they are.
+    """
+    steps = sum(part.times for part in parts.sampled if part.probability < 1)
+    lost = ROUND_OFF * (steps + sum(draws.times / CHUNK_OF_DRAWS for draws in parts.draws))
+    return _inverse(loss, delta - lost if lost > delta / 100 else delta)
+
+
+def _inverse(loss: PrivacyLossDistribution, delta: float) -> float:
+    """The epsilon of a delta; by halving where dp-accounting's sums of e^-epsilon would underflow."""
+    if delta < 0 or float(loss.get_delta_for_epsilon(math.inf)) > delta:
+        return math.inf
+    if float(loss.get_delta_for_epsilon(MOST_EXPONENT)) <= delta:
+        return float(loss.get_epsilon_for_delta(delta))
+    low, high = MOST_EXPONENT, 2 * MOST_EXPONENT
+    while float(loss.get_delta_for_epsilon(high)) > delta:
+        low, high = high, 2 * high
+    while high - low > 1e-9 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if float(loss.get_delta_for_epsilon(middle)) > delta else (low, middle)
+    return high
+
+
+def _deltas_at(loss: PrivacyLossDistribution, epsilons: Sequence[float]) -> list[float]:
+    """Delta at rising epsilons: dp-accounting's way for many at once multiplies by e^epsilon, which overflows."""
+    near = [epsilon for epsilon in epsilons if epsilon <= MOST_EXPONENT]
+    deltas = [*loss.get_delta_for_epsilon(near), *map(loss.get_delta_for_epsilon, epsilons[len(near) :])]
+    return [min(1.0, max(0.0, float(delta))) for delta in deltas]
+
+
 def _of_draws(draws: Draws, interval: float) -> PrivacyLossDistribution:
     """Of the pair of distributions whose divergences are the curve that bounds them, in both directions."""
     import numpy as np
@@ -92,11 +127,18 @@ def _interval(parts: Parts, interval: float) -> float:
     """The interval asked for, or a wider one where losses of thousands would need gigabytes."""
     from dpllm.privacy.renyi import rdp_epsilon
 
-    if any(part.noise_multiplier / part.group_size < 0.3 for part in parts.sampled):
+    weak = any(part.noise_multiplier / part.group_size < 0.3 for part in parts.sampled)
+    # About how often a unit takes part, times what each time may cost: quick, and large wherever epsilon is.
+    often = ((part, part.times * part.probability) for part in parts.sampled)
+    if (
+        weak
+        or sum((n + 6 * math.sqrt(n) + 6) * (part.group_size / part.noise_multiplier) ** 2 for part, n in often) > 250
+    ):
         # A millionth of the whole is fine enough. k rows together have about k times the loss.
         size = max(part.group_size for part in parts.sampled)
         alone = Parts(tuple(part._replace(group_size=1) for part in parts.sampled))
-        interval = max(interval, 1e-6 * size * rdp_epsilon(alone, 1e-5))
+        wider = 1e-6 * size * rdp_epsilon(alone, 1e-5)
+        interval = max(interval, wider) if weak or wider > 5e-4 else interval
     for some in (parts.bounds, parts.draws):
         interval = max(interval, 1e-6 * sum(part[0] * part.times for part in some))
     for part in parts.sampled:
@@ -276,9 +318,11 @@ def profile(event: Event, relation: Relation) -> tuple[list[float], list[float]]
     require(event, "pld")
     try:
         loss = privacy_loss(parts_of(event), relation, INTERVAL)
-        far = _far(lambda delta: float(loss.get_epsilon_for_delta(delta)))
+        far = _far(lambda delta: _inverse(loss, delta))
+        if far > MOST_EXPONENT:  # a 50,000th of it is fine enough, and quick
+            loss = privacy_loss(parts_of(event), relation, far * INTERVAL / 50)
         epsilons = [far * i / (NUM_EPSILONS - 1) for i in range(NUM_EPSILONS)]
-        return epsilons, [min(1.0, max(0.0, float(delta))) for delta in loss.get_delta_for_epsilon(epsilons)]
+        return epsilons, _deltas_at(loss, epsilons)
     except OverflowError:
         return [0.0], [1.0]
 

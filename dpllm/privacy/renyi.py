@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 ORDERS = tuple(n / 10 for n in range(11, 110)) + tuple(float(n) for n in range(11, 65))
 MIN_NOISE_MULTIPLIER, MAX_NOISE_MULTIPLIER = 0.05, 1e4  # what calibration considers
 MAX_STEPS = 10**9
+LEAST = 2.0**-40  # divergence of one sampled sum: beside 1, a float has few digits of less, and none at q below 1e-8
 BELOW_ONE = math.nextafter(1.0, 0.0)
 SUM = 1e30  # an order at which a release of known epsilon costs that epsilon, and the conversion nothing
 
@@ -152,8 +153,9 @@ def _sampled(part: SampledSums, order: float) -> float:
 
     with _quiet():
         found = float(RdpAccountant([order]).compose(dp_event_of(Parts((part,)))).rdp[0])
+    found = max(found, LEAST if part.probability < 1 else 0.0)
     if float(order).is_integer():
-        return max(0.0, found)
+        return found
     below = math.floor(order)
     moments = [(whole - 1) * _sampled(part, float(whole)) if whole > 1 else 0.0 for whole in (below, below + 1)]
     line = ((below + 1 - order) * moments[0] + (order - below) * moments[1]) / (order - 1)
@@ -168,6 +170,7 @@ def _curve(parts: Parts, orders: tuple[float, ...]) -> NDArray[np.float64]:
 
     with _quiet():
         curve: NDArray[np.float64] = RdpAccountant(orders).compose(dp_event_of(parts._replace(bounds=(), draws=()))).rdp
+    curve = np.maximum(curve, LEAST * sum(part.times for part in parts.sampled if part.probability < 1))
     curve = curve + np.array([_others(parts, order) for order in orders])
     return curve
 

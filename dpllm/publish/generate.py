@@ -198,7 +198,7 @@ def _base(export: Path, config: RunConfig | None, base: str | None) -> ModelConf
     named = base or read_json(export / "adapter_config.json").get("base_model_name_or_path")
     if not isinstance(named, str):
         raise ConfigError(
-            f"{export}: the adapter does not name its base model. Type --base with its name or directory."
+            f"{export}: the adapter does not name its base model. Name it there, or type dpllm generate RUN --base NAME."
         )
     revision = None
     if base is None and (export / BLOCK).exists():
@@ -209,8 +209,8 @@ def _base(export: Path, config: RunConfig | None, base: str | None) -> ModelConf
         loading.load_tokenizer(wanted)
     except ConfigError:
         raise ConfigError(
-            f"{export}: its base model {named!r} was not found; an adapter stores only the last part of a local path. Type "
-            "--base with its Hub id or directory."
+            f"{export}: its base model {named!r} was not found; an adapter stores only the last part of a local path. Write "
+            "its place there, or type dpllm generate RUN --base with its Hub id or directory."
         ) from None
     return wanted
 

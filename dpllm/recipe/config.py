@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -28,6 +29,10 @@ RETIRED = {
     "audit.canaries.kind: synthetic": "synthetic is retired: its secrets could not be counted; use random_tokens or digits",
     "audit.canaries.prompt": "is retired with the kind synthetic, which alone read it; leave the key out",
     "audit.canaries.temperature": "is retired with the kind synthetic, which alone read it; leave the key out",
+    **dict.fromkeys(
+        ("version", "schema_version", "dpllm", "dpllm_version"),
+        "a recipe has no version: it is read by the dpllm that runs, whose keys dpllm plan --keys lists; leave the key out",
+    ),
     "privacy.grad_sample_mode: opacus_ghost": "opacus_ghost is retired, its clipping bound was never proven; set auto or ghost",
 }
 
@@ -364,7 +369,10 @@ def make_config(raw: dict[str, Any], overrides: Mapping[str, Any] | None, where:
     try:
         return RunConfig.model_validate(raw)
     except ValidationError as error:
-        raise ConfigError("\n".join(f"{where}: {line}" for line in explain(error, RunConfig, RETIRED))) from None
+        lines = explain(error, RunConfig, RETIRED)
+        if any("unknown key; known keys" in line for line in lines):  # not a slip of the keyboard
+            lines.append(f"is perhaps of another version: this is dpllm {metadata.version('dpllm')}, see its CHANGELOG")
+        raise ConfigError("\n".join(f"{where}: {line}" for line in lines)) from None
 
 
 def dump_config(config: RunConfig) -> str:

@@ -123,6 +123,10 @@ def read_recipe(path: Path) -> dict[str, Any]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}" if mark else ""
+        if mark and mark.buffer and mark.buffer[mark.pointer : mark.pointer + 1] == "\t":
+            raise ConfigError(
+                f"{path}: has a tab{where}, which YAML does not take for spaces. Type spaces there."
+            ) from None
         raise ConfigError(f"{path}: is not valid YAML{where}.") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: a recipe is a mapping of sections (model, adapter, data, privacy, train, ...).")

@@ -33,6 +33,7 @@ from dpllm.privacy.events import Event, PureDP, count_releases, number
 from dpllm.privacy.plan import auto_delta, resolved_delta
 from dpllm.privacy.releases import OTHER, Measurement, Statistic, measurement
 from dpllm.recipe.config import RunConfig
+from dpllm.recipe.derived import public_units
 from dpllm.statement import parents
 from dpllm.statement.released import Statistics
 from dpllm.text import data
@@ -258,9 +259,11 @@ def opened(
         policy = dataset_policy.find_policy(owner, table, ledger)
         account = ledger.records.charged_to(policy.dataset, policy.derived_from) if ledger else policy.dataset
         budget = ledger.budget(account) if ledger else None
-        size = config.data.public_size or len(units if config.data.sampling == "unit" else units.each_alone())
+        counted = len(units if config.data.sampling == "unit" else units.each_alone())
+        size = public_units(config.data, counted)
         wanted = delta if delta is not None else budget.delta if budget else min(most, auto_delta(size))
         found = resolved_delta(wanted, budget.delta if budget else 1.0, size, "--delta")
+        public_units(config.data, counted, found, "--delta")
         yield Opened(table, units, ledger, policy, account, found)
 
 

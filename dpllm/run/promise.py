@@ -282,6 +282,8 @@ def _read_subject(config: RunConfig, ledger: Ledger | None, found: Refusals, cac
         units = found.attempt(data.sampled_rows, table, config.data)
     if units is None:
         return None
+    delta = config.privacy.delta if config.privacy.enabled else "auto"
+    found.attempt(derived.public_units, config.data, len(units), delta)
     fmt = table.format
     return Subject(
         config.data.public_size or len(units),

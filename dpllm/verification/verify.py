@@ -12,6 +12,7 @@ Guarantee:
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -147,7 +148,9 @@ def undone_unless_verified(root: Path) -> Iterator[None]:
 def _subject(path: Path) -> tuple[Path, RunDir | None]:
     """The export directory, and the run directory where there is one."""
     if not path.is_dir():
-        what = "is a file" if path.exists() else "no such directory"
+        near = difflib.get_close_matches(path.name, [one.name for one in path.parent.glob("*/")], 1)
+        what = "no such directory" + (f" (did you mean {near[0]}?)" if near else "")
+        what = "is a file" if path.exists() else what
         raise ConfigError(f"{path}: {what}, so nothing can be verified. Type a run or export directory, or a Hub id.")
     run = RunDir(path)
     # A card at the top is the one that a reader sees, whatever lies below it.

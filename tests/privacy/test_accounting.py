@@ -431,7 +431,7 @@ def test_groups_of_every_size_have_an_epsilon(rate: float) -> None:
 
 @pytest.mark.parametrize(
     ("rate", "sigma", "steps", "delta"),
-    [(0.02, 1.0, 1000, 1e-13), (0.005, 0.6, 3000, 1e-12), (0.25, 0.1, 10, 1e-3), (0.02, 1.0, 1000, 1e-14)],
+    [(0.02, 1.0, 1000, 1e-12), (0.005, 0.6, 3000, 1e-12), (0.25, 0.1, 10, 1e-3), (0.02, 1.0, 1000, 1e-11)],
 )
 def test_round_off_and_large_epsilons_are_no_contradiction(rate: float, sigma: float, steps: int, delta: float) -> None:
     event = dp_sgd_event(rate, sigma, steps)

@@ -126,6 +126,7 @@ def test_many_releases_cost_less_than_their_sum(say: Callable[..., Any]) -> None
 
 def test_a_large_delta_makes_no_release_more_exact(say: Callable[..., Any]) -> None:
     """A release has no delta to spend: at 0.99 of a public N of 1 it cost seven times what was asked for."""
+    write(rows(1))
     assert say("--units", "--delta", "0.99", "--data.public_size", "1")[0] == 0
     (release,) = released().releases
     assert release.event.epsilon < 1.01
@@ -267,6 +268,8 @@ def test_an_epsilon_that_promises_nothing_or_buys_nothing_is_refused(say: Callab
         (str(1 / 30), [], 3),
         ("0.012", ["--data.sampling", "example", "--data.max_examples_per_unit", "3"], 3),
         ("0.001", ["--data.public_size", "1000"], 3),
+        ("0.04", ["--data.public_size", "20"], 3),
+        ("0.04", ["--data.public_size", "14"], 3),
         *((bad, [], 2) for bad in ("nan", "inf", "0", "-1e-9", "1.5", "few")),
     ],
 )

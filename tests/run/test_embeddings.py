@@ -143,7 +143,7 @@ def test_odd_texts_and_a_unit_of_a_thousand_rows_are_no_error(say: Say) -> None:
         ([*CLUSTERS, "--words", "none.txt"], "--words none.txt"),
         ([*CLUSTERS, "--encoder", "builtin:none"], "builtin"),
         ([*CLUSTERS, "--max-examples-per-unit", "10000"], "--max-examples-per-unit"),
-        ([*CLUSTERS, "--data.public_size", "1"], "too few for 2 clusters"),
+        ([*CLUSTERS, "--data.public_size", "1"], "data.public_size 1 is wrong"),
         ([*CLUSTERS, "--delta", "0.5"], "delta"),
         ([*CLUSTERS, "--output", "/dev/null/x"], "cannot be written to"),
         ([*CLUSTERS, "--model.adapter", "somewhere"], "model.adapter"),

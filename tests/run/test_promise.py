@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,35 @@ def test_chats_need_a_template(tmp_path: Path, kept: str) -> None:
     found = messages(config)
     assert len(found) == (kept == "none")
     assert all("has no chat template" in message for message in found)
+
+
+@pytest.mark.parametrize(
+    ("declared", "delta", "told"),
+    [
+        (2, 0.49, "data.public_size 2 is wrong"),
+        (2, "auto", "data.public_size 2 is wrong"),
+        (ROWS // 2 - 1, 1e-4, "data.public_size 24 is wrong"),
+        (ROWS // 2, 0.03, "privacy.delta 0.03 is not below 1/N of the units in data.train"),
+        (ROWS // 2, 1 / ROWS, "privacy.delta 0.02 is not below 1/N of the units in data.train"),
+        (ROWS // 2, 0.019, None),
+        (ROWS // 2, "auto", None),
+        (20 * ROWS, "auto", None),
+    ],
+)
+def test_a_declared_size_that_hides_most_of_the_data_is_refused_without_telling_their_number(
+    tmp_path: Path, declared: int, delta: Any, told: str | None
+) -> None:
+    """At 2 declared beside 400 units, a delta of .49 stood on the card."""
+    config = recipe(tmp_path, data__public_size=declared, privacy__delta=delta, train__batch_size=2)
+    found = messages(config)
+    assert [message[: len(told or "")] for message in found] == [told] * (told is not None)
+    assert not any(re.search(rf"\b{ROWS}\b", message) for message in found)
+
+
+def test_a_sampling_rate_that_floats_do_not_bear_is_refused_by_plan_too(tmp_path: Path) -> None:
+    found = messages(recipe(tmp_path, data__public_size=10**13, train__batch_size=1))
+    assert len(found) == 1
+    assert "sampling_rate is 1e-13" in found[0]
 
 
 def test_all_guards_are_found_at_once(tmp_path: Path) -> None:
