@@ -31,6 +31,7 @@ __all__ += ["FINE_INTERVAL", "Event", "Relation", "accountants", "compose", "cou
 
 FINE_INTERVAL = 1e-4  # discretisation of the privacy loss, for every epsilon that is stated
 PRV_MAX_POINTS = 4_000_000  # about 0.8 GB
+LEAST_EPSILON = 1e-6  # of whatever reads data: 0 would be read as no loss, where delta alone holds it
 LEAST_COMPARED = 1e-10  # delta, below which round-off is larger than the gap between accountants
 PRV_GAP = 0.05  # how far PRV may lie above PLD: its own error bound is 0.01
 FORMAT = 2  # of what is calibrated and how: a change of either makes older answers unread
@@ -85,8 +86,10 @@ def epsilon(
         )
     require(event, accountant)
     if accountant == "rdp":
-        return rdp_epsilon(parts, delta)
-    return _pld(parts, delta, relation, interval) if accountant == "pld" else _prv(parts, delta)
+        found = rdp_epsilon(parts, delta)
+    else:
+        found = _pld(parts, delta, relation, interval) if accountant == "pld" else _prv(parts, delta)
+    return max(found, LEAST_EPSILON)
 
 
 @lru_cache(maxsize=1024)
