@@ -76,8 +76,8 @@ def held_out_loss(
     """Loss and accuracy over the target tokens of all sequences, ``batch_size`` of them in one forward pass.
 
     Of ``world`` processes each scores its share. All make the same number of forward passes, because a sharded model is
-    gathered by all of them in each. The model is put into eval mode and back. A sequence has the same loss in any company, but for
-    rounding: where the longest of a batch would decide about the others, each is read alone.
+    gathered by all of them in each. The model is put into eval mode and back. A sequence has the same loss in any company, but
+    for rounding: where the longest of a batch would decide about the others, each is read alone.
     """
     mine = sorted(sequences[rank::world], key=lambda sequence: len(sequence.input_ids))
     sums_3 = torch.zeros(3, dtype=torch.float64)

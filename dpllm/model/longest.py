@@ -18,8 +18,8 @@ _STEADY = {"default", "linear", "yarn", "llama3", "proportional", "axial"}
 _SCALES = {"llama_4_scaling_beta", "long_mscale"}  # of attention, by position
 _ENDS = ("original_max_position_embeddings", "max_position_embeddings")
 # After how many tokens attention is masked or scaled in another way.
-_WINDOWS = ("sliding_window", "sliding_window_size", "window_size", "attention_window", "attention_window_size")
-_WINDOWS += ("local_attention", "attention_chunk_size", "floor_scale")
+_WINDOWS = {"sliding_window", "sliding_window_size", "window_size", "attention_window", "attention_window_size"}
+_WINDOWS |= {"local_attention", "attention_chunk_size", "floor_scale"}
 
 
 def rows_at_once(model: nn.Module, rows: int, tokens: int, *, windows: bool = False) -> int:
