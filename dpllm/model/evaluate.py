@@ -82,7 +82,7 @@ def held_out_loss(
     mine = sorted(sequences[rank::world], key=lambda sequence: len(sequence.input_ids))
     sums_3 = torch.zeros(3, dtype=torch.float64)
     token_losses = TokenLosses(model, device, autocast)
-    batch_size = rows_at_once(model, batch_size, max(len(sequence.input_ids) for sequence in sequences))
+    batch_size = rows_at_once(model, batch_size, max(map(len, (one.input_ids for one in sequences)), default=0))
     longest_share = math.ceil(len(sequences) / world)
     with in_eval_mode(model):
         for start in range(0, longest_share, batch_size):

@@ -62,6 +62,7 @@ def _as_new(rope: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
     """Of the kind of layer that is asked for alone: what another has just taken is still to be seen (``selfcheck``)."""
     layer = named.get("layer_type", inputs[2] if len(inputs) > 2 else None)
     kind = f"{layer}_" if layer else ""
-    first, now = (getattr(rope, f"{kind}{name}") for name in ("original_inv_freq", "inv_freq"))
-    setattr(rope, f"{kind}inv_freq", first.to(now.device).clone())
-    setattr(rope, f"{kind}max_seq_len_cached", rope.original_max_seq_len)
+    if (grown := getattr(rope, f"{kind}max_seq_len_cached", None)) is not None and grown != rope.original_max_seq_len:
+        first, now = (getattr(rope, f"{kind}{name}") for name in ("original_inv_freq", "inv_freq"))
+        setattr(rope, f"{kind}inv_freq", first.to(now.device).clone())
+        setattr(rope, f"{kind}max_seq_len_cached", rope.original_max_seq_len)

@@ -89,11 +89,7 @@ class Reader:
                 first = 0 if self._left else total - len(row)
                 ids_HW[place, first : first + len(row)] = torch.tensor(row)
                 mask_HW[place, first : first + len(row)] = 1
-            logits_HV = self._pass(ids_HW[:, : self._width], mask_HW[:, : self._width], None)
-            for place in range(self._width, total, self._width):  # in parts, as no pass is wider
-                upto, (cache, _) = place + self._width, self._state.pop()
-                logits_HV = self._pass(ids_HW[:, place:upto], mask_HW[:, :upto], cache)
-            found.append(logits_HV)
+            found.append(self._pass(ids_HW, mask_HW, None))
         return np.concatenate(found)[: len(rows)]
 
     def go_on(self, token: int, rows: int) -> NDArray[np.float32]:
