@@ -23,6 +23,7 @@ from transformers import Cache, DynamicCache, GenerationConfig
 from dpllm.auditing import extraction
 from dpllm.canaries.canaries import Canary, CanaryPlan, encode_secret
 from dpllm.model.evaluate import contiguous_head
+from dpllm.model.longest import rows_at_once
 from dpllm.recipe.config import DataConfig
 from dpllm.text.layouts import Format
 
@@ -190,6 +191,7 @@ def write(model: nn.Module, config: GenerationConfig, prompts_ids: Sequence[Sequ
         while order:
             width = len(prompts_ids[order[0]])
             size = max(1, _TOKENS_PER_BATCH // (beams * (width + num_tokens)))
+            size = rows_at_once(inner, size, width + num_tokens)
             rows, order = order[:size], order[size:]
             ids_BT = torch.full((len(rows), width), int(config.pad_token_id), dtype=torch.long)
             real_BT = torch.zeros(len(rows), width, dtype=torch.long)

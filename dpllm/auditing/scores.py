@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from dpllm.auditing.table import TOP_K, CanaryScores, TokenTable, sum_up
 from dpllm.canaries.canaries import Canary, CanaryPlan, encode_secret
 from dpllm.errors import ConfigError
+from dpllm.model.longest import rows_at_once
 from dpllm.recipe.config import DataConfig
 from dpllm.text.data import TokenSequence
 from dpllm.text.layouts import Format
@@ -67,7 +68,7 @@ def score(
     """Log-probability and greedy match of every masked token.
 
     The result does not depend on which sequences share a batch: rows are padded on the right, where a causal model's
-    earlier positions cannot see.
+    earlier positions cannot see; and each is read alone where the longest would decide about the others.
 
     Args:
         model: In eval mode; called as ``model(input_ids=, attention_mask=).logits``.
@@ -80,9 +81,11 @@ def score(
     """
     device = next(model.parameters()).device
     results: list[TokenScores | None] = [None] * len(sequences)
-    order = sorted(range(len(sequences)), key=lambda index: (len(sequences[index].input_ids), index))
+    lengths = [len(sequence.input_ids) for sequence in sequences]
+    order = sorted(range(len(sequences)), key=lambda index: (lengths[index], index))
+    budget = rows_at_once(model, token_budget, max(lengths, default=0))
     with torch.inference_mode():
-        for rows in _batches(order, [len(sequence.input_ids) for sequence in sequences], token_budget):
+        for rows in _batches(order, lengths, budget):
             width = len(sequences[rows[-1]].input_ids)
             ids_BT = torch.zeros(len(rows), width, dtype=torch.long)
             real_BT = torch.zeros(len(rows), width, dtype=torch.long)

@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from dpllm.model import processes
+from dpllm.model.longest import rows_at_once
 from dpllm.privacy.loss import Autocast, TokenLosses
 from dpllm.privacy.sampling import collate
 from dpllm.progress import tell
@@ -75,11 +76,13 @@ def held_out_loss(
     """Loss and accuracy over the target tokens of all sequences, ``batch_size`` of them in one forward pass.
 
     Of ``world`` processes each scores its share. All make the same number of forward passes, because a sharded model is
-    gathered by all of them in each. The model is put into eval mode and back.
+    gathered by all of them in each. The model is put into eval mode and back. A sequence has the same loss in any company, but
+    for rounding: where the longest of a batch would decide about the others, each is read alone.
     """
     mine = sorted(sequences[rank::world], key=lambda sequence: len(sequence.input_ids))
     sums_3 = torch.zeros(3, dtype=torch.float64)
     token_losses = TokenLosses(model, device, autocast)
+    batch_size = rows_at_once(model, batch_size, max(map(len, (one.input_ids for one in sequences)), default=0))
     longest_share = math.ceil(len(sequences) / world)
     with in_eval_mode(model):
         for start in range(0, longest_share, batch_size):

@@ -25,6 +25,7 @@ from transformers.utils.hub import cached_file
 
 from dpllm.errors import ConfigError, Refused
 from dpllm.model import adapters, environment, memory, processes, sharding
+from dpllm.model.longest import without_memory
 from dpllm.progress import tell
 from dpllm.recipe import names
 from dpllm.recipe.config import DataConfig, FrozenConfig, LoraConfig, ModelConfig, RunConfig, TrainConfig
@@ -177,6 +178,7 @@ def load_base(
             base: Any = kind.from_pretrained(source(model.name_or_path), **arguments)
         base.requires_grad_(False)
         _keep_layout(base)
+        without_memory(base)
         return base if model.quantization or stay_on_cpu else base.to(device)
     except Exception as error:
         if memory.out_of_memory(error):

@@ -6,7 +6,8 @@ hidden states. Must not know whose rows they are.
 Every forward pass has a shape that follows public numbers alone: rows are padded on the left to one width, and read in physical
 batches of one height, filled up with a row that is given. The mask is always passed, and is never all ones: transformers leaves
 out one that is, and takes another kernel. ``lower_in_company`` shows on synthetic rows that what is read of a row has the same
-bits in any company and at any place; where it has not, the height is 1.
+bits in any company and at any place, as it is read first and when it has grown as long as it can; where it has not, or where the
+longest row decides anything (``model.longest``), the height is 1.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import Tensor
 from dpllm.errors import Refused
 from dpllm.model.evaluate import contiguous_head
 from dpllm.model.loading import Pooling
+from dpllm.model.longest import rows_at_once
 from dpllm.privacy.embedded import unit_length
 from dpllm.privacy.selfcheck import has_experts
 
@@ -43,8 +45,11 @@ class Reader:
         rows: int,
         *,
         states: Pooling | Literal["causal"] | None = None,
+        further: int = STEPS,
     ) -> None:
         """Takes a model in eval mode, a row that fills physical batches up, and how many rows there usually are.
+
+        Behind them ``further`` tokens are read, at most.
 
         With ``states``, in place of logits the mean in float64 of a row's last hidden states is read, and nothing is kept to go
         on with: of all tokens or the first alone; of a causal model all but the first, which takes most of the attention and says
@@ -63,6 +68,7 @@ class Reader:
             )
         self._model, self._filler, self._states = model, list(filler), states
         self._width = width + 1  # so that no mask is all ones
+        self._further = 0 if states else further
         self._device = next(model.parameters()).device
         # RoBERTa counts its places by tokens that are no padding.
         self._padding = (getattr(model.config, "pad_token_id", None) or 0) if self._left else 0
@@ -71,16 +77,16 @@ class Reader:
         self.height = max(1, min(rows, MOST_TOKENS // self._width))
         contiguous_head(model)
 
-    def read(self, rows: Rows) -> NDArray[Any]:
-        """The logits behind each row, shape (R, V); or their mean states, shape (R, D)."""
-        found, self._state = [], []
+    def read(self, rows: Rows, longer: int = 0) -> NDArray[Any]:
+        """The logits behind each row, shape (R, V); or their mean states, shape (R, D). Rows may have ``longer`` more tokens."""
+        found, self._state, total = [], [], self._width + longer
         for start in range(0, len(rows), self.height):
             part = [*rows[start : start + self.height]]
             part += [self._filler] * (self.height - len(part))
-            ids_HW = torch.full((self.height, self._width), self._padding, dtype=torch.long)
+            ids_HW = torch.full((self.height, total), self._padding, dtype=torch.long)
             mask_HW = torch.zeros_like(ids_HW)
             for place, row in enumerate(part):
-                first = 0 if self._left else self._width - len(row)
+                first = 0 if self._left else total - len(row)
                 ids_HW[place, first : first + len(row)] = torch.tensor(row)
                 mask_HW[place, first : first + len(row)] = 1
             found.append(self._pass(ids_HW, mask_HW, None))
@@ -115,30 +121,38 @@ class Reader:
 
     def lower_in_company(self, vocabulary: int) -> bool:
         """Lowers the height to 1 where a row's bits follow its company or its place; whether it did. Rows are synthetic."""
-        if self.height > 1 and has_experts(self._model):  # whose rounding follows routing, which no few rows can show
+        before = self.height
+        # The rounding of experts follows routing, which no few rows can show.
+        if has_experts(self._model) or rows_at_once(self._model, 2, self._width + self._further, windows=True) < 2:
             self.height = 1
-            return True
-        if self.height == 1:
-            return False
-        if any(self._differs(vocabulary, length) for length in {self._width // 2, min(2, self._width - 1)}):
+        if self.height > 1 and self._differs(vocabulary):
             self.height = 1
-        return self.height == 1
+        return self.height < before
 
-    def _differs(self, vocabulary: int, length: int) -> bool:
-        """Whether a row of this length has other bits in other company; the longest row decides where rope_type is longrope."""
-        draw, last, seen = np.random.default_rng(0), self.height - 1, set[tuple[bytes, ...]]()
+    def _differs(self, vocabulary: int) -> bool:
+        """Whether a row has other bits in other company: short ones beside the longest too, which may decide about them."""
+        steps, last = min(STEPS, self._further), self.height - 1
+        ends = 0 if self._further <= steps else self._further - steps
+        beside = ([0], [last], range(self.height))  # others, and itself at every place
+        near = [(length, 0, beside) for length in sorted({self._width // 2, min(2, self._width - 1)})]
+        # At the end of the last text, where the longest has all its tokens, and the short one those of the steps alone.
+        far = [(min(2, self._width - 1), ends, beside[1:])] * bool(ends)
+        return any(self._bits(vocabulary, *one, steps) > 1 for one in (*near, *far))
+
+    def _bits(self, vocabulary: int, length: int, longer: int, beside: Sequence[Sequence[int]], steps: int) -> int:
+        """How many different bits are read of a row of this length in different company."""
+        draw, seen, longest = np.random.default_rng(0), set[tuple[bytes, ...]](), self._width - 1 + longer
         one = draw.integers(0, vocabulary, length).tolist()
-        for places in ([0], [last], range(self.height)):  # beside others, and beside itself at every place
-            lengths = draw.integers(1, self._width, self.height)
-            lengths[self.height // 2] = self._width - 1
+        for places in beside:
+            lengths = draw.integers(1, longest + 1, self.height)
+            lengths[0 if places[0] else -1] = longest
             rows = [draw.integers(0, vocabulary, length).tolist() for length in lengths]
             rows[::2] = [row[:1] * len(row) for row in rows[::2]]  # one token again and again
             for place in places:
                 rows[place] = one
-            further = () if self._states else range(STEPS)
-            logits = [self.read(rows), *(self.go_on(7 + step, self.height) for step in further)]
+            logits = [self.read(rows, longer), *(self.go_on(7 + step, self.height) for step in range(steps))]
             seen |= {tuple(part[place].tobytes() for part in logits) for place in places}
-        return len(seen) > 1
+        return len(seen)
 
 
 class Embedder:

@@ -19,6 +19,7 @@ from torch import nn
 
 from dpllm.model import processes
 from dpllm.model.evaluate import HeldOut, in_eval_mode
+from dpllm.model.longest import without_memory
 from dpllm.privacy import guards
 from dpllm.privacy.loss import Autocast, TokenLosses
 from dpllm.privacy.preference import PairLoss
@@ -63,6 +64,7 @@ class Rewards:
         self, model: nn.Module, shapes: Sequence[Shape], pad_id: int, device: torch.device, autocast: Autocast
     ) -> None:
         """``shapes`` are those of the physical batches in training, in which no row rounds by its company."""
+        without_memory(model)
         self._model, self._shapes, self._pad_id, self._device, self._autocast = model, shapes, pad_id, device, autocast
 
     def surprises(self, units: Sequence[Unit | None], rank: int = 0, world: int = 1) -> Floats:

@@ -149,7 +149,7 @@ class _Job:
     model: Any = None
     drawn: Any = None
     payment: Payment = field(default_factory=Payment)
-    readers: dict[int, Reader] = field(default_factory=dict)
+    reader: Any = None
     ends: set[int] = field(default_factory=set)
 
     @classmethod
@@ -239,7 +239,7 @@ class _Job:
         most, tokens = self.order.tokens, [token for token in before if token is not None]
         left = most - len(before) if self.ends.isdisjoint(tokens) else 0
         if left:
-            reader, prompts, first = self._reader(line), self._prompts(line), []
+            reader, prompts, first = self.reader, self._prompts(line), []
             for unit in batch:
                 first.append([prompts(self._record(row)) for row in unit])
             rows = [prompts([]), *(row for unit in first for row in unit)]
@@ -319,7 +319,8 @@ class _Job:
         if not self.ends and filters.UNFINISHED in tests:
             raise ConfigError("the model has no end token, so that all texts would be dropped. Type --keep-unfinished.")
         lines = [control.line(self.config.data.control, values) for values in self.shares] or [""]
-        width, most = max(map(self._width, lines)), loading.positions(self.model)
+        longest = max((self._prompts(line)([]) for line in lines), key=len)
+        width, most = len(longest) + self.config.data.max_length, loading.positions(self.model)  # public
         if most is not None and width + self.order.tokens > most:
             raise ConfigError(
                 f"a prompt of {width} tokens and {self.order.tokens} new ones exceed the {most} that the model reads. "
@@ -327,20 +328,9 @@ class _Job:
             )
         for place in range(len(self.source.units)):
             deque(map(self._record, self.source.units[place]), maxlen=0)
-        self._reader(lines[0])
-
-    def _width(self, line: str) -> int:
-        """Public: of a record as long as any may be."""
-        return len(self._prompts(line)([])) + self.config.data.max_length
-
-    def _reader(self, line: str) -> Reader:
-        """One for all texts behind lines of one length, with one cache at a time."""
-        width = self._width(line)
-        if width not in self.readers:
-            rows = 1 + self.made.ballot.batch_size * (self.config.data.max_examples_per_unit or 1)
-            self.readers = {width: Reader(self.model, width, self._prompts(line)([]), rows)}
-            self.readers[width].lower_in_company(len(self.tokenizer))
-        return self.readers[width]
+        rows = 1 + self.made.ballot.batch_size * (self.config.data.max_examples_per_unit or 1)
+        self.reader = Reader(self.model, width, longest, rows, further=self.order.tokens)  # for all texts
+        self.reader.lower_in_company(len(self.tokenizer))
 
 
 def _shares(

@@ -1,0 +1,182 @@
+"""What a model decides by the longest row of a batch, or by passes before, changes nothing of what is read of a row.
+
+For each place where rows are read together: private inference, embeddings, evaluation, preference pairs, audits and training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import numpy as np
+import pytest
+import switching
+import tiny
+import tiny_models as tm
+import torch
+
+from dpllm.auditing import generation
+from dpllm.auditing.scores import score
+from dpllm.errors import Refused
+from dpllm.model import reading
+from dpllm.model.evaluate import held_out_loss
+from dpllm.model.longest import rows_at_once, without_memory
+from dpllm.model.reading import Embedder, Reader
+from dpllm.model.rewards import Rewards
+from dpllm.privacy.loss import TokenLosses
+from dpllm.privacy.sampling import collate
+from dpllm.privacy.schedule import Shape
+from dpllm.text.data import TokenSequence, Unit
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ROPES = ["longrope", "dynamic", "by layer"]
+WIDTH, FURTHER = 10, 16
+ONE, SHORT, LONG = [5, 6, 7], [8, 9], list(range(20, 30))
+
+
+def bits(reader: Reader, rows: list[list[int]]) -> bytes:
+    """All that is read of the first row while 16 tokens are written."""
+    found = [reader.read(rows), *(reader.go_on(40 + step, len(rows)) for step in range(FURTHER - 1))]
+    return b"".join(logits[0].tobytes() for logits in found)
+
+
+@pytest.mark.parametrize(
+    ("kind", "after"), [("longrope", 5), ("longrope", 24), ("dynamic", 12), ("dynamic", 24), ("by layer", 18)]
+)
+def test_private_inference_reads_a_record_alike_beside_the_longest(kind: str, after: int) -> None:
+    """Mutants: what is read first alone is looked at, or three tokens more; types in layers are not; memory is kept."""
+    reader = Reader(switching.model(kind, after), WIDTH, [1], 4, further=FURTHER)
+    assert reader.lower_in_company(300)
+    assert reader.height == 1
+    assert bits(reader, [ONE, SHORT, SHORT, SHORT]) == bits(reader, [ONE, LONG, SHORT, SHORT])
+
+
+@pytest.mark.parametrize("kind", ["longrope", "window"])
+def test_where_nothing_switches_records_are_read_together(kind: str) -> None:
+    reader = Reader(switching.model(kind, 64), WIDTH, [1], 4, further=FURTHER)
+    assert not reader.lower_in_company(300)
+    assert bits(reader, [ONE, SHORT, SHORT, SHORT]) == bits(reader, [ONE, LONG, SHORT, SHORT])
+
+
+@pytest.mark.parametrize(("kind", "after"), [("longrope", 7), ("longrope", 15), ("longrope", 24), ("dynamic", 24)])
+def test_bits_show_a_switch_that_no_configuration_tells(kind: str, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mutant looks beside rows that have grown as much as the short one."""
+    monkeypatch.setattr(reading, "rows_at_once", lambda model, rows, *_, **__: rows)
+    model = switching.model(kind, after)
+    without_memory(model)
+    assert Reader(model, WIDTH, [1], 4, further=FURTHER).lower_in_company(300)
+
+
+@pytest.mark.parametrize("after", [7, 24])
+def test_a_window_or_a_scale_of_attention_inside_what_is_read_is_read_alone(after: int) -> None:
+    reader = Reader(switching.model("window", after), WIDTH, [1], 4, further=FURTHER)
+    assert reader.lower_in_company(300)
+    assert bits(reader, [ONE, SHORT]) == bits(reader, [ONE, LONG])
+    scaled = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "llama_4_scaling_beta": 0.1}
+    scaled["original_max_position_embeddings"] = after
+    net = tiny.model("llama")
+    net.config.rope_parameters = scaled  # as Ministral has it
+    assert rows_at_once(net, 4, 40) == 1
+    assert rows_at_once(net, 4, after) == 4
+
+
+def test_a_rotary_embedding_of_an_unknown_type_is_read_alone() -> None:
+    """Whatever transformers adds may look at lengths."""
+    net = tiny.model("llama")
+    net.config.rope_parameters = {"rope_type": "tomorrow", "rope_theta": 1e4}
+    assert rows_at_once(net, 4, 129) == 1
+    net.config.rope_parameters = {"rope_type": "yarn", "rope_theta": 1e4, "original_max_position_embeddings": 8}
+    assert rows_at_once(net, 4, 129) == 4
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_a_text_has_the_same_vector_beside_a_long_one_and_behind_it(kind: str) -> None:
+    reads = Embedder(switching.model(kind, 20), tiny.tokenizer(), 40)
+    assert reads.height == 1
+    some, long = ["Anna has a red boat.", "seven plums and two letters " * 5], "the old key " * 30
+    first = reads.vectors(some)
+    assert reads.vectors([long, *some[::-1], long])[2:0:-1].tobytes() == first.tobytes()
+
+
+def rows(*lengths: int) -> list[TokenSequence]:
+    return [one for unit in tm.units([(length,) for length in lengths]) for one in unit.sequences]
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_evaluation_reads_a_row_as_it_is_read_alone(kind: str) -> None:
+    made, alone = rows(40, 5, 30, 21, 9), []
+    model = switching.model(kind, 20, vocab_size=tm.VOCABULARY)
+    for one in made:
+        net = switching.model(kind, 20, vocab_size=tm.VOCABULARY)  # which has read nothing
+        alone.append(held_out_loss(net, [one], 1, tm.CPU, contextlib.nullcontext))
+    found = held_out_loss(model, made, 8, tm.CPU, contextlib.nullcontext)
+    nats = sum(one.loss * one.tokens for one in alone)
+    assert found.loss * found.tokens == pytest.approx(nats, rel=1e-6)
+    assert held_out_loss(model, made[2:3], 1, tm.CPU, contextlib.nullcontext) == alone[2]  # behind 40 tokens, 30
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_an_audit_scores_and_completes_a_row_as_alone(kind: str) -> None:
+    """The base model is scored by the same weights behind the tuned one, so what that has read may not matter either."""
+    made, masks = rows(40, 5, 30, 21, 9), [[False] + [True] * (length - 1) for length in (40, 5, 30, 21, 9)]
+    model = switching.model(kind, 20, vocab_size=tm.VOCABULARY)
+    together, again = (score(model, made, masks, 4096) for _ in range(2))
+    prompts = [one.input_ids[:7] for one in made]
+    written = generation.complete(model, tiny.tokenizer(), prompts, 25, ends=False)
+    for place, (one, mask) in enumerate(zip(made, masks, strict=True)):
+        net = switching.model(kind, 20, vocab_size=tm.VOCABULARY)
+        (alone,) = score(net, [one], [mask], 4096)
+        np.testing.assert_allclose(together[place].log_prob, alone.log_prob, rtol=0, atol=1e-5)
+        np.testing.assert_array_equal(together[place].log_prob, again[place].log_prob)
+        assert generation.complete(net, tiny.tokenizer(), [prompts[place]], 25, ends=False) == [written[place]]
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_pairs_are_read_by_their_own_shape_alone(kind: str) -> None:
+    """Dynamic types keep what a longer pair asked for, and a pair of the next round would be read by it."""
+    model = switching.model(kind, 8, vocab_size=tm.VOCABULARY)
+    shapes = [Shape(16, 2), Shape(32, 2)]
+    short, long = (Unit(tuple(rows(length, length))) for length in (12, 30))
+    rewards = Rewards(model, shapes, 0, tm.CPU, contextlib.nullcontext)
+    first = rewards.surprises([short])
+    rewards.surprises([long])
+    assert rewards.surprises([short]).tobytes() == first.tobytes() == rewards.surprises([short, long])[:2].tobytes()
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_training_refuses_a_switch_inside_the_lengths_that_train(kind: str) -> None:
+    for after, refused in ((20, True), (47, True), (48, False)):
+        net = tm.adapters.attach(switching.model(kind, after, vocab_size=tm.VOCABULARY), tm.recipe(adapter=tm.LORA))
+        without_memory(net)  # as loaded
+        net.train()
+        with pytest.raises(Refused, match="inv_freq") if refused else contextlib.nullcontext():
+            tm.make_engine(net).self_check(tm.VOCABULARY, tm.shapes(48))
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_in_training_the_public_length_decides_and_no_other_row(kind: str) -> None:
+    """Rows are padded to it, and positions are counted over the padding."""
+    model = switching.model(kind, 20, vocab_size=tm.VOCABULARY)
+    without_memory(model)
+    losses, one, seen = TokenLosses(model, tm.CPU), tm.unit((14,), 1), set[Any]()
+    for other, length in ((4, 32), (30, 32), (4, 16), (30, 64), (16, 32)):
+        nll_RT = losses(collate([one, tm.unit((other,), 2)], 0, 4, length)).nll_RT
+        seen |= {nll_RT[0].detach().numpy().tobytes()} if length == 32 else set()
+    assert len(seen) == 1
+    short = losses(collate([one], 0, 4, 16)).nll_RT[0]
+    long = losses(collate([one], 0, 4, 32)).nll_RT[0, :16]
+    assert not torch.allclose(short, long, atol=1e-3)  # or the test shows nothing
+
+
+def test_what_one_kind_of_layer_took_is_still_seen_when_another_asks() -> None:
+    """A mutant lets all kinds begin anew, so that the self-check sees no buffer move; transformers asks in any order."""
+    model = switching.model("by layer", 20)
+    without_memory(model)
+    rope, states = model.model.rotary_emb, torch.zeros(1, 40, 16)
+    first = rope.full_attention_inv_freq.clone()
+    for layer in ("full_attention", "sliding_attention"):
+        rope(states, torch.arange(40)[None], layer)
+        assert not torch.equal(rope.full_attention_inv_freq, first)
+    rope(states[:, :5], torch.arange(5)[None], layer_type="full_attention")
+    assert torch.equal(rope.full_attention_inv_freq, first)
