@@ -8,6 +8,8 @@ still be computed beside one is. Must not import torch, read weights or write to
 from __future__ import annotations
 
 import contextlib
+import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -211,6 +213,7 @@ def decide(
             return Decision(config, refusals=tuple(found.errors))
         config, resumed = _update(config, "data", **subject.found), None
         found.attempt(_check_machine, config, start)
+        found.attempt(_check_words, config, subject.dataset)
         dataset, parent = subject.dataset, config.privacy.derived_from if subject.policy else None
         if start and start.resume:
             if subject.policy:
@@ -304,6 +307,16 @@ def _check_objective(config: RunConfig, table: data.Table) -> None:
         raise ConfigError(
             f"{table.name}: is {table.reads}, from which train.objective: {config.train.objective} does not learn. Set "
             f"train.objective: {fix}, or name other data."
+        )
+
+
+def _check_words(config: RunConfig, dataset: str) -> None:
+    """Refuses, with a ConfigError, a name or a text that no card can hold, before anything is charged."""
+    told = json.dumps([dataset, names.publishable(config).model_dump(mode="json")])
+    if re.search("<!-- /?dpllm:", told):
+        raise ConfigError(
+            "a name or a text in the recipe, or the name of the data, holds <!-- dpllm: or <!-- /dpllm:, which marks the parts "
+            "of a card, so that no card could be read back. Rename the file or folder, or change the text."
         )
 
 

@@ -27,8 +27,9 @@ from dpllm.recipe.config import DataConfig, Source
 from dpllm.text import control
 from dpllm.text.layouts import FIELDS, Format, Layout, converted, in_words, joined, layout_of, learned, packed, renamed
 from dpllm.text.layouts import sides as sides_of
+from dpllm.text.parsers import unpacked
 from dpllm.text.rows import Groups, Row, StoredRows, each_row
-from dpllm.text.sources import files, read_rows, unpacked
+from dpllm.text.sources import files, read_rows
 
 AT_ONCE = 2**18
 """Characters that a tokenizer gets in one call."""
@@ -233,7 +234,7 @@ def _dataset_name(source: str) -> str:
     if names.is_builtin(source) or not (Path(source).exists() or glob.has_magic(source)):
         return source
     path = Path(source).resolve()
-    return f"{path.parent.name}/{Path(unpacked(path.name)).stem}"
+    return names.shown(f"{path.parent.name}/{Path(unpacked(path.name)).stem}")
 
 
 def encode_units(

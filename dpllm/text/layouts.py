@@ -51,9 +51,22 @@ class Layout(NamedTuple):
         """All columns that are read."""
         return [column for columns in self.reads.values() for column in columns]
 
+    def needed(self) -> list[str]:
+        """Those without which nothing can be read."""
+        return [column for column in self.columns() if column not in OPTIONAL]
+
+    @property
+    def may_be_empty(self) -> bool:
+        """Whether null is the empty text here: csv has no other word for it, and pandas none for the empty cell of a csv file."""
+        return not self.lists and self.format in ("text", "prompt_completion")
+
+    def holds(self, row: Row) -> bool:
+        """Whether a row that fits has something to learn in one of its columns."""
+        return any(row[column] for column in self.needed() if column not in ("prompt", "instruction"))
+
     def fits(self, row: Row) -> bool:
-        """Whether every column that is needed holds something; in a table, a column that only another row fills is null."""
-        if any(row.get(column) is None for column in self.columns() if column not in OPTIONAL):
+        """Whether every column that is needed is there; in a table, a column that only another row fills is null."""
+        if any(column not in row or (row[column] is None and not self.may_be_empty) for column in self.needed()):
             return False
         # Those with one of these columns read text or messages.
         shared = not {"prompt", "chosen"}.isdisjoint(self.columns())
@@ -143,6 +156,7 @@ def layout_of(row: Row, place: str, wanted: str, before: Layout | None, named: I
         DataError: Several formats, another layout than before, or none; the columns are named.
     """
     fitting = [layout for layout in LAYOUTS if wanted in ("auto", layout.format) and layout.fits(row)]
+    fitting = [layout for layout in fitting if layout.holds(row)] or fitting
     if len({layout.format for layout in fitting}) > 1:
         names = " and as ".join(layout.name for layout in fitting)
         raise DataError(
@@ -180,6 +194,8 @@ def converted(row: Row, place: str, layout: Layout) -> tuple[Row, bytes]:
         DataError: A column that does not hold what the layout reads; the column is named.
     """
     row = {**row, **{column: _filled(row[column]) for column in layout.columns() if isinstance(row.get(column), list)}}
+    if layout.may_be_empty:
+        row |= {column: "" for column in layout.needed() if column in row and row[column] is None}
     for column in layout.columns():
         if row.get(column) is not None or column not in OPTIONAL:
             _check(row.get(column), place, column, layout)
