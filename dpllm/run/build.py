@@ -38,7 +38,7 @@ from dpllm.privacy.selfcheck import Checked
 from dpllm.privacy.stream import os_entropy
 from dpllm.recipe.config import RunConfig, dump_config
 from dpllm.recipe.derived import pairs_of, shapes_for
-from dpllm.run import checkpoint, verdict
+from dpllm.run import checkpoint, lengths, verdict
 from dpllm.run.directory import RunDir
 from dpllm.run.mechanism import Autocast, build_model, check_in_float32, check_rows, is_low, make_engine, make_optimizer
 from dpllm.run.payment import Payment, pay
@@ -202,6 +202,7 @@ def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, 
     planted = shared(_canaries(config, run, start.resume, tokenizer, device) if plants else None)
     promise = _promise(decision, planted)
     table, units = _units(decision, rows, tokenizer, planted, run)
+    lengths.tell(units.lengths, config, console)
     evaluation, held_out = _held_out(config, tokenizer, cache)
     samples = Samples.of(config, tokenizer, main=main)  # before anything is reserved
     digests = {"training": units.digest, "held-out": repr(held_out)}
@@ -364,6 +365,7 @@ def _units(
         rows = table, data.sampled_rows(table, settings)
     table, groups = rows
     units = tokens.make_units(table, groups, tokenizer, settings, cache)
+    units.lengths.check(settings)
     if planted is not None:
         for candidate in (*planted.canaries, *planted.references):  # found by the audit, it would be paid for
             for answer in candidate.answers:

@@ -237,6 +237,34 @@ def _dataset_name(source: str) -> str:
     return names.shown(f"{path.parent.name}/{Path(unpacked(path.name)).stem}")
 
 
+@dataclass
+class Lengths:
+    """What became of texts (rows, or answers of pairs) at ``data.max_length``; private, as all lengths."""
+
+    texts: int = 0
+    lost: int = 0  # of which nothing is learned
+    short: int = 0  # these, and those that lost their end
+    full: int = 0  # units with a text that fills max_length, cut or not
+
+    def check(self, data: DataConfig) -> None:
+        """Refuses, with a DataError, data from which nothing is learned; that they are not such data is the one bit it tells."""
+        if self.lost == self.texts:
+            raise DataError(
+                f"data.train: no row has a token left to learn, so a run would be charged and learn nothing: {self._cause(data)}"
+            )
+
+    def told(self, data: DataConfig) -> str:
+        """What to say, on a terminal alone, where more than half of the texts are lost or cut; else nothing."""
+        what = "have nothing left to learn" if 2 * self.lost > self.texts else "lose their ends, which nobody learns"
+        return f"More than half of the rows {what}: {self._cause(data)}" if 2 * self.short > self.texts else ""
+
+    def _cause(self, data: DataConfig) -> str:
+        return (
+            f"a prompt alone fills data.max_length ({data.max_length} tokens), a row is longer, or a chat has no turn of the "
+            "assistant. Raise data.max_length, shorten the rows, or set data.long_examples: chunk."
+        )
+
+
 def encode_units(
     groups: Iterable[Sequence[Row]], fmt: Format, tokenizer: Any, data: DataConfig, *, name: str | None = None
 ) -> list[Unit]:
@@ -249,19 +277,35 @@ def encode_units(
 
 
 def iter_units(
-    groups: Iterable[Sequence[Row]], fmt: Format, tokenizer: Any, data: DataConfig, *, name: str | None = None
+    groups: Iterable[Sequence[Row]],
+    fmt: Format,
+    tokenizer: Any,
+    data: DataConfig,
+    *,
+    name: str | None = None,
+    lengths: Lengths | None = None,
 ) -> Iterator[Unit]:
-    """The same, one unit after the other; ``AT_ONCE`` characters go to the tokenizer in one call, which shares them out."""
-    source = name or ", ".join(names.listed(data.train))
+    """The same, one unit after the other; ``AT_ONCE`` characters go to the tokenizer in one call, which shares them out.
+
+    ``lengths`` counts what became of the units that were made.
+    """
+    source, seen = name or ", ".join(names.listed(data.train)), lengths or Lengths()
 
     def finished(waiting: dict[int, list[_Rendered]]) -> Iterator[Unit]:
         encoded = iter(_tokenise([one for unit in waiting.values() for one in unit], tokenizer))
         for number, unit in waiting.items():
             sequences: list[TokenSequence] = []
             try:
+                longest = 0
                 for one in unit:
-                    cut = _cut(one, *next(encoded), tokenizer.eos_token_id, data.max_length, data.long_examples)
+                    ids, mask = _ended(one, *next(encoded), tokenizer.eos_token_id)
+                    cut = _cut(ids, mask, data.max_length, data.long_examples)
                     sequences += cut or ([NOTHING] if fmt == "preference" else [])
+                    longest = max(longest, len(ids))
+                    seen.texts += 1
+                    seen.lost += not cut
+                    seen.short += not cut or (len(ids) > data.max_length and data.long_examples == "truncate")
+                seen.full += longest >= data.max_length
             except DataError as error:
                 raise DataError(f"{source}: unit {number}: {error}") from None
             yield Unit(tuple(sequences))
@@ -292,7 +336,7 @@ def encode(example: Mapping[str, Any], fmt: Format, tokenizer: Any, data: DataCo
     """
     rendered = _render(example, fmt, tokenizer, data.template)
     ((ids, mask),) = _tokenise([rendered], tokenizer)
-    return _cut(rendered, ids, mask, tokenizer.eos_token_id, data.max_length, data.long_examples)
+    return _cut(*_ended(rendered, ids, mask, tokenizer.eos_token_id), data.max_length, data.long_examples)
 
 
 def encode_prompt(prompt: str, tokenizer: Any, template: str | None) -> list[int]:
@@ -379,15 +423,17 @@ def _tokenise(rendered: Sequence[_Rendered], tokenizer: Any) -> Iterator[tuple[l
         yield list(ids), mask_T.tolist()
 
 
-def _cut(
-    one: _Rendered, ids: list[int], mask: list[bool], eos: int | None, max_length: int, long_examples: str
-) -> list[TokenSequence]:
-    """The sequences of one text."""
-    # Where a text ends is learned too; a chat template says itself where turns end.
+def _ended(one: _Rendered, ids: list[int], mask: list[bool], eos: int | None) -> tuple[list[int], list[bool]]:
+    """With the end of the text, which is learned too; a chat template says itself where turns end."""
     if not one.template and eos is not None:
         if not ids or ids[-1] != eos:
             ids, mask = [*ids, eos], [*mask, True]
         mask[-1] = True
+    return ids, mask
+
+
+def _cut(ids: list[int], mask: list[bool], max_length: int, long_examples: str) -> list[TokenSequence]:
+    """The sequences of one text."""
     if len(ids) > max_length and long_examples == "refuse":
         raise DataError(
             f"a row is longer than data.max_length ({max_length} tokens) and data.long_examples is refuse. "
