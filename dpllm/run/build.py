@@ -38,7 +38,7 @@ from dpllm.privacy.selfcheck import Checked
 from dpllm.privacy.stream import os_entropy
 from dpllm.recipe.config import RunConfig, dump_config
 from dpllm.recipe.derived import pairs_of, shapes_for
-from dpllm.run import checkpoint, lengths, verdict
+from dpllm.run import checkpoint, verdict
 from dpllm.run.directory import RunDir
 from dpllm.run.mechanism import Autocast, build_model, check_in_float32, check_rows, is_low, make_engine, make_optimizer
 from dpllm.run.payment import Payment, pay
@@ -47,6 +47,7 @@ from dpllm.run.promise import Decision, Start, decide
 from dpllm.run.references import Pairs, referenced
 from dpllm.run.resume import ResumeState, flat
 from dpllm.run.samples import Samples
+from dpllm.run.screen import tell_lengths
 from dpllm.statement.run_files import PlanRecord, read_plan
 from dpllm.text import data, prompts, tokens
 from dpllm.text.rows import Groups, each_row
@@ -202,7 +203,8 @@ def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, 
     planted = shared(_canaries(config, run, start.resume, tokenizer, device) if plants else None)
     promise = _promise(decision, planted)
     table, units = _units(decision, rows, tokenizer, planted, run)
-    lengths.tell(units.lengths, config, console)
+    units.lengths.check(config.data)
+    tell_lengths(units.lengths, config, console)
     evaluation, held_out = _held_out(config, tokenizer, cache)
     samples = Samples.of(config, tokenizer, main=main)  # before anything is reserved
     digests = {"training": units.digest, "held-out": repr(held_out)}
@@ -365,7 +367,6 @@ def _units(
         rows = table, data.sampled_rows(table, settings)
     table, groups = rows
     units = tokens.make_units(table, groups, tokenizer, settings, cache)
-    units.lengths.check(settings)
     if planted is not None:
         for candidate in (*planted.canaries, *planted.references):  # found by the audit, it would be paid for
             for answer in candidate.answers:

@@ -313,10 +313,10 @@ def _check_objective(config: RunConfig, table: data.Table) -> None:
 def _check_words(config: RunConfig, dataset: str) -> None:
     """Refuses, with a ConfigError, a name or a text that no card can hold, before anything is charged."""
     told = json.dumps([dataset, names.publishable(config).model_dump(mode="json")])
-    if re.search("<!-- /?dpllm:", told):
+    if re.search("<!-- /?dpllm:", told) or re.search("<[a-z/!?]", dataset, re.IGNORECASE):
         raise ConfigError(
-            "a name or a text in the recipe, or the name of the data, holds <!-- dpllm: or <!-- /dpllm:, which marks the parts "
-            "of a card, so that no card could be read back. Rename the file or folder, or change the text."
+            f"a text in the recipe, or the name of the data ({dataset!r}), holds a mark of a card's parts or of HTML, with which no "
+            "card would verify. Change the text, or type --privacy.dataset NAME."
         )
 
 

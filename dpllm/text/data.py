@@ -1,8 +1,7 @@
 """Rows of text become tokenised units: whose text it is, which tokens are learned, and by what they are divided.
 
 Comes in: a data source, its format, a tokenizer. Goes out: ``Unit`` values, one for each privacy unit. This module reads
-private text; its errors name files, rows and columns and never the text of a row. It must not know the model or the
-Plan, nor how sources are read (``dpllm.text.sources``) or units are kept on disk (``dpllm.text.tokens``).
+private text; its errors name files, rows and columns and never the text of a row. It must not know the model or the Plan.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from dpllm.recipe.config import DataConfig, Source
 from dpllm.text import control
 from dpllm.text.layouts import FIELDS, Format, Layout, converted, in_words, joined, layout_of, learned, packed, renamed
 from dpllm.text.layouts import sides as sides_of
+from dpllm.text.lengths import Lengths
 from dpllm.text.parsers import unpacked
 from dpllm.text.rows import Groups, Row, StoredRows, each_row
 from dpllm.text.sources import files, read_rows
@@ -237,34 +237,6 @@ def _dataset_name(source: str) -> str:
     return names.shown(f"{path.parent.name}/{Path(unpacked(path.name)).stem}")
 
 
-@dataclass
-class Lengths:
-    """What became of texts (rows, or answers of pairs) at ``data.max_length``; private, as all lengths."""
-
-    texts: int = 0
-    lost: int = 0  # of which nothing is learned
-    short: int = 0  # these, and those that lost their end
-    full: int = 0  # units with a text that fills max_length, cut or not
-
-    def check(self, data: DataConfig) -> None:
-        """Refuses, with a DataError, data from which nothing is learned; that they are not such data is the one bit it tells."""
-        if self.lost == self.texts:
-            raise DataError(
-                f"data.train: no row has a token left to learn, so a run would be charged and learn nothing: {self._cause(data)}"
-            )
-
-    def told(self, data: DataConfig) -> str:
-        """What to say, on a terminal alone, where more than half of the texts are lost or cut; else nothing."""
-        what = "have nothing left to learn" if 2 * self.lost > self.texts else "lose their ends, which nobody learns"
-        return f"More than half of the rows {what}: {self._cause(data)}" if 2 * self.short > self.texts else ""
-
-    def _cause(self, data: DataConfig) -> str:
-        return (
-            f"a prompt alone fills data.max_length ({data.max_length} tokens), a row is longer, or a chat has no turn of the "
-            "assistant. Raise data.max_length, shorten the rows, or set data.long_examples: chunk."
-        )
-
-
 def encode_units(
     groups: Iterable[Sequence[Row]], fmt: Format, tokenizer: Any, data: DataConfig, *, name: str | None = None
 ) -> list[Unit]:
@@ -285,27 +257,20 @@ def iter_units(
     name: str | None = None,
     lengths: Lengths | None = None,
 ) -> Iterator[Unit]:
-    """The same, one unit after the other; ``AT_ONCE`` characters go to the tokenizer in one call, which shares them out.
-
-    ``lengths`` counts what became of the units that were made.
-    """
-    source, seen = name or ", ".join(names.listed(data.train)), lengths or Lengths()
+    """The same, one unit after the other, each counted in ``lengths``; the tokenizer gets ``AT_ONCE`` characters in one call."""
+    source = name or ", ".join(names.listed(data.train))
 
     def finished(waiting: dict[int, list[_Rendered]]) -> Iterator[Unit]:
         encoded = iter(_tokenise([one for unit in waiting.values() for one in unit], tokenizer))
         for number, unit in waiting.items():
-            sequences: list[TokenSequence] = []
+            sequences, sizes = list[TokenSequence](), list[tuple[int, bool]]()
             try:
-                longest = 0
                 for one in unit:
                     ids, mask = _ended(one, *next(encoded), tokenizer.eos_token_id)
                     cut = _cut(ids, mask, data.max_length, data.long_examples)
                     sequences += cut or ([NOTHING] if fmt == "preference" else [])
-                    longest = max(longest, len(ids))
-                    seen.texts += 1
-                    seen.lost += not cut
-                    seen.short += not cut or (len(ids) > data.max_length and data.long_examples == "truncate")
-                seen.full += longest >= data.max_length
+                    sizes.append((len(ids), bool(cut)))
+                (lengths or Lengths()).add(sizes, data)
             except DataError as error:
                 raise DataError(f"{source}: unit {number}: {error}") from None
             yield Unit(tuple(sequences))
@@ -344,8 +309,8 @@ def encode_prompt(prompt: str, tokenizer: Any, template: str | None) -> list[int
 
     Encoded alone, a prompt may end in other ones: two line ends are one token of GPT-2's, and two before a letter.
     """
-    rendered = _render({"prompt": prompt, "completion": "A"}, "prompt_completion", tokenizer, template)
-    ((ids, mask),) = _tokenise([rendered], tokenizer)
+    row = {"prompt": prompt, "completion": "A"}
+    ((ids, mask),) = _tokenise([_render(row, "prompt_completion", tokenizer, template)], tokenizer)
     return ids[: mask.index(True)]
 
 
