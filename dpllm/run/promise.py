@@ -27,7 +27,7 @@ from dpllm.recipe.config import RunConfig
 from dpllm.run.directory import RunDir, check_directory
 from dpllm.run.labels import read_labels
 from dpllm.run.resume import ResumeState, check_promise, read_resume_state, same_lineage, same_recipe
-from dpllm.statement import lineage, parents
+from dpllm.statement import lineage, parents, section
 from dpllm.statement.fields import Lineage
 from dpllm.statement.formatting import html_table
 from dpllm.statement.labels import Labels
@@ -312,11 +312,13 @@ def _check_objective(config: RunConfig, table: data.Table) -> None:
 
 def _check_words(config: RunConfig, dataset: str) -> None:
     """Refuses, with a ConfigError, a name or a text that no card can hold, before anything is charged."""
-    told = json.dumps([dataset, names.publishable(config).model_dump(mode="json")])
-    if re.search("<!-- /?dpllm:", told) or re.search("<[a-z/!?]", dataset, re.IGNORECASE):
+    told = names.publishable(config)
+    outside = dataset, told.output_dir, told.model.name_or_path, told.card.title, told.card.description
+    marks = re.search("<!-- /?dpllm:", json.dumps([dataset, told.model_dump(mode="json")]))
+    if marks or any(section.HIDING.search(f" {text or ''}") for text in outside):
         raise ConfigError(
-            f"a text in the recipe, or the name of the data ({dataset!r}), holds a mark of a card's parts or of HTML, with which no "
-            "card would verify. Change the text, or type --privacy.dataset NAME."
+            f"a text in the recipe, or the name of the data ({dataset!r}), holds a mark of a card's parts, HTML that could hide "
+            "them, or style= or class=, with which no card would verify. Change it, or type --privacy.dataset NAME."
         )
 
 

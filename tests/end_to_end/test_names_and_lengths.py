@@ -50,7 +50,9 @@ def test_what_no_card_can_hold_is_refused_by_plan(place: Place, key: str) -> Non
     assert not place.ledger.exists()
 
 
-@pytest.mark.parametrize("name", ["two\nlines", "\u202eturned", "/home/alice/notes", "~/notes", "<script>"])
+@pytest.mark.parametrize(
+    "name", ["two\nlines", "\u202eturned", "/home/alice/notes", "~/notes", "<script>", "class=1/notes"]
+)
 def test_a_name_that_the_ledger_or_a_card_cannot_show_is_refused_by_plan(place: Place, name: str) -> None:
     answer = dpllm_("plan", place.write({"privacy.dataset": name}))
     assert (answer.code, "name" in answer.err) == (2, True)
