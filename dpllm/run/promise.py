@@ -213,7 +213,6 @@ def decide(
             return Decision(config, refusals=tuple(found.errors))
         config, resumed = _update(config, "data", **subject.found), None
         found.attempt(_check_machine, config, start)
-        found.attempt(_check_words, config, subject.dataset)
         dataset, parent = subject.dataset, config.privacy.derived_from if subject.policy else None
         if start and start.resume:
             if subject.policy:
@@ -284,11 +283,13 @@ def _read_subject(config: RunConfig, ledger: Ledger | None, found: Refusals, cac
     if units is None:
         return None
     fmt = table.format
+    # Where the policy refuses, the declared name is shown: what the ledger holds under it is no secret from its owner.
+    name = policy.dataset if policy else config.privacy.dataset or data.dataset_name(config.data)
+    found.attempt(_check_words, config, name)
     return Subject(
         config.data.public_size or len(units),
         fmt,
-        # Where the policy refuses, the declared name is shown: what the ledger holds under it is no secret from its owner.
-        policy.dataset if policy else config.privacy.dataset or data.dataset_name(config.data),
+        name,
         policy,
         table.digest,
         table.reads,

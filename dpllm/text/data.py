@@ -31,8 +31,7 @@ from dpllm.text.parsers import unpacked
 from dpllm.text.rows import Groups, Row, StoredRows, each_row
 from dpllm.text.sources import files, read_rows
 
-AT_ONCE = 2**18
-"""Characters that a tokenizer gets in one call."""
+AT_ONCE = 2**18  # characters that a tokenizer gets in one call
 
 
 @dataclass(frozen=True)
