@@ -95,7 +95,6 @@ def test_a_run_that_learns_nothing_is_refused_before_it_is_reserved_and_leaves_n
     changes = {
         "data.max_length": 64,
         "data.public": public,
-        "audit.canaries": {"groups": {1: 4}, "references": 8, "digits": 4},
     }
     terms = ("--epsilon", 9, "--delta", 1e-2, "--by", "alice", "--reason", "a test", "--ledger", place.ledger)
     done("ledger", "init", "notes", *terms)
