@@ -48,10 +48,10 @@ def find_policy(config: RunConfig, table: Table, ledger: Ledger | None) -> Datas
     name = config.privacy.dataset or known or data.dataset_name(config.data)
     parent = config.privacy.derived_from
     check_name(name)  # before anything is charged under it
-    if config.privacy.dataset and names.is_absolute(name):
+    if names.is_absolute(name):
         raise ConfigError(
-            f"privacy.dataset: {name!r} says where data lie on this machine, and every card of them would publish it. Type a "
-            "name, such as notes."
+            f"privacy.dataset: {name!r} says where data lie on this machine, so no card can hold it, and none could be written "
+            "after the run is charged. Type a name, such as notes."
         )
     if parent is not None and ledger is None:
         raise ConfigError(f"privacy.derived_from: there is no ledger yet that knows {parent!r}. Remove the key.")

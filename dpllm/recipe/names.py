@@ -50,20 +50,23 @@ def is_absolute(name: str) -> bool:
 
 
 def shown(name: str) -> str:
-    """The name of a file with _ for what cannot be shown on one line, such as a line end or half a character."""
-    return "".join(letter if letter.isprintable() else "_" for letter in name)
+    """The name of a file with _ for what cannot be shown on one line, such as a line end, and before what looks like a place."""
+    visible = "".join(letter if letter.isprintable() else "_" for letter in name)
+    return f"_{visible}" if is_absolute(visible) else visible
 
 
 def without_paths(value: Any) -> Any:
     """The same JSON value with every absolute local path in its strings cut to its last part.
 
-    The name of a ``dataset`` stays: the ledger knows the account by no other, and a folder named " " makes it look like a path.
+    The name of a ``dataset`` that is no such path stays as it is: the ledger knows the account by no other.
     """
     if isinstance(value, str):
         return _ABSOLUTE_PATH.sub(lambda match: last_part(match[0]), value)
     if isinstance(value, dict):
         return {
-            without_paths(key): inner if key == "dataset" and isinstance(inner, str) else without_paths(inner)
+            without_paths(key): inner
+            if key == "dataset" and isinstance(inner, str) and not is_absolute(inner)
+            else without_paths(inner)
             for key, inner in value.items()
         }
     if isinstance(value, list | tuple):
