@@ -111,8 +111,11 @@ def load_recipe(recipe: Recipe, overrides: Mapping[str, Any] | None = None) -> R
     )
 
 
-def _with_rows(recipe: Recipe, folder: Path | None = None, **rows: Any) -> RunConfig:
-    """The recipe, which reads the rows that a program holds from files in ``folder``; None: beside its output_dir."""
+def _with_rows(recipe: Recipe, folder: Path | None = None, resume: bool = False, **rows: Any) -> RunConfig:
+    """The recipe, which reads the rows that a program holds from files in ``folder``; None: beside its output_dir.
+
+    With ``resume`` the files of the run that goes on are taken, if they hold these rows.
+    """
     given = {name: held for name, held in rows.items() if held is not None}
     if not given:
         return load_recipe(recipe)
@@ -137,7 +140,12 @@ def _with_rows(recipe: Recipe, folder: Path | None = None, **rows: Any) -> RunCo
     data, root = config.data, Path(config.output_dir)
     named = {data.unit, *data.control, *filter(None, data.columns.values())}
     place = folder or Path(f"{root}-rows")
-    paths = {name: str(write_rows(held, named, place, name)) for name, held in given.items()}
+    began = root / "config.yaml"
+    before = load_recipe(began).data if resume and began.exists() else None
+    paths = {}
+    for name, held in given.items():
+        file = getattr(before, name, None)
+        paths[name] = str(write_rows(held, named, place, name, Path(file) if isinstance(file, str) else None))
     return config.model_copy(update={"data": data.model_copy(update=paths)})
 
 
@@ -194,7 +202,7 @@ def train(
     from dpllm.run.directory import Run, RunDir
     from dpllm.run.promise import Start
 
-    config = _with_rows(recipe, train=train, eval=eval)
+    config = _with_rows(recipe, resume=resume, train=train, eval=eval)
     record = loop.train(config, Start(resume, make_up_lost_steps, overwrite), callbacks=callbacks)
     return Run(RunDir(Path(config.output_dir)), record)
 

@@ -134,7 +134,7 @@ def compose(config: RunConfig, record: RunRecord, statement: PrivacyRecord) -> s
         record=record,
         description=section.escaped(config.card.description or ""),
         base_model=hub_base,
-        base_name=base if is_builtin(base) else names.last_part(base),
+        base_name=base if is_builtin(base) else section.escaped(names.shown(names.last_part(base))),
     )
 
 

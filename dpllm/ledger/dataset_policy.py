@@ -15,7 +15,9 @@ from dpllm.files import scratch
 from dpllm.ledger.admission import filter_left
 from dpllm.ledger.ledger import Ledger
 from dpllm.ledger.records import LEAST_SHARE, Fingerprint, fingerprint, rows_among, share_in_common
+from dpllm.ledger.values import check_name
 from dpllm.privacy.renyi import Fit
+from dpllm.recipe import names
 from dpllm.recipe.config import DataConfig, RunConfig, Source, load_config
 from dpllm.text import data
 from dpllm.text.data import Table
@@ -39,12 +41,18 @@ def find_policy(config: RunConfig, table: Table, ledger: Ledger | None) -> Datas
         Refused: Training without differential privacy on data that are not declared public, or that have a budget, or with
             ``insecure_seed`` on data with a budget, and no exception of its owner; records that are another dataset of the
             ledger; evaluation data that train, or that are declared public and are not.
-        ConfigError: ``privacy.derived_from`` names no dataset of the ledger.
+        ConfigError: ``privacy.derived_from`` names no dataset of the ledger, or the name of the data cannot be published.
     """
     records = fingerprint(table.rows, FIELDS[table.format], ledger.records.key()) if ledger else None
     known = ledger.records.known_as(records) if ledger and records else None
     name = config.privacy.dataset or known or data.dataset_name(config.data)
     parent = config.privacy.derived_from
+    check_name(name)  # before anything is charged under it
+    if names.is_absolute(name):
+        raise ConfigError(
+            f"privacy.dataset: {name!r} says where data lie on this machine, so no card can hold it, and none could be written "
+            "after the run is charged. Type a name, such as notes."
+        )
     if parent is not None and ledger is None:
         raise ConfigError(f"privacy.derived_from: there is no ledger yet that knows {parent!r}. Remove the key.")
     account = None

@@ -16,8 +16,8 @@ from dpllm.recipe.config import CardConfig, RunConfig, Source, TelemetryConfig
 
 DATA_SUFFIXES = {".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt", ".gz", ".bz2", ".xz", ".zst"}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-# Not part of a URL or of a relative path, and at least one directory deep.
-_ABSOLUTE_PATH = re.compile(r"(?<![\w.:/\\-])(?:file://)?(?:~|[A-Za-z]:)?[/\\][^\s'\"`,;:()]+")
+# At least one directory deep, and behind what may stand before a path: "data (1)/notes" is a relative one, like a part of a URL.
+_ABSOLUTE_PATH = re.compile(r"(?<![^\s'\"`(\[{<>=,;|])(?:file://)?(?:~|[A-Za-z]:)?[/\\][^\s'\"`,;:()]+")
 
 
 def is_hub_id(name: str) -> bool:
@@ -44,12 +44,31 @@ def last_part(path: str) -> str:
     return re.split(r"[/\\]", path.rstrip("/\\"))[-1]
 
 
+def is_absolute(name: str) -> bool:
+    """Whether a name says where something lies on this machine."""
+    return _ABSOLUTE_PATH.match(name) is not None
+
+
+def shown(name: str) -> str:
+    """The name of a file with _ for what cannot be shown on one line, such as a line end, and before what looks like a place."""
+    visible = "".join(letter if letter.isprintable() else "_" for letter in name)
+    return f"_{visible}" if is_absolute(visible) else visible
+
+
 def without_paths(value: Any) -> Any:
-    """The same JSON value with every absolute local path in its strings cut to its last part."""
+    """The same JSON value with every absolute local path in its strings cut to its last part.
+
+    The name of a ``dataset`` that is no such path stays as it is: the ledger knows the account by no other.
+    """
     if isinstance(value, str):
         return _ABSOLUTE_PATH.sub(lambda match: last_part(match[0]), value)
     if isinstance(value, dict):
-        return {without_paths(key): without_paths(inner) for key, inner in value.items()}
+        return {
+            without_paths(key): inner
+            if key == "dataset" and isinstance(inner, str) and not is_absolute(inner)
+            else without_paths(inner)
+            for key, inner in value.items()
+        }
     if isinstance(value, list | tuple):
         return [without_paths(inner) for inner in value]
     return value

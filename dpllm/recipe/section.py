@@ -7,6 +7,7 @@ which sections there are.
 from __future__ import annotations
 
 import difflib
+import os
 import textwrap
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
@@ -150,11 +151,19 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
             if not rest or rest[0].startswith("--"):
                 raise ConfigError(f"--{key} needs a value: type --{key} VALUE")
             text = rest.pop(0)
-        try:
-            overrides[key.replace("-", "_")] = read_yaml(text)
-        except yaml.YAMLError:
-            overrides[key.replace("-", "_")] = text
+        overrides[key.replace("-", "_")] = _value(text)
     return overrides
+
+
+def _value(text: str) -> Any:
+    """What a word of the command line says; a name stays as it was typed, where YAML would read "notes #1" as notes."""
+    try:
+        value = read_yaml(text)
+    except yaml.YAMLError:
+        return text
+    plain = isinstance(value, str) and text[:1] not in "'\"!|>"
+    file = value is not None and not isinstance(value, bool | str) and os.path.exists(text)
+    return text if plain or file else value
 
 
 def describe(section: type[Section], prefix: str = "") -> str:

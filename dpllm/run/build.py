@@ -47,6 +47,7 @@ from dpllm.run.promise import Decision, Start, decide
 from dpllm.run.references import Pairs, referenced
 from dpllm.run.resume import ResumeState, flat
 from dpllm.run.samples import Samples
+from dpllm.run.screen import tell_lengths
 from dpllm.statement.run_files import PlanRecord, read_plan
 from dpllm.text import data, prompts, tokens
 from dpllm.text.rows import Groups, each_row
@@ -202,6 +203,8 @@ def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, 
     planted = shared(_canaries(config, run, start.resume, tokenizer, device) if plants else None)
     promise = _promise(decision, planted)
     table, units = _units(decision, rows, tokenizer, planted, run)
+    units.lengths.check(config.data)
+    tell_lengths(units.lengths, config, console)
     evaluation, held_out = _held_out(config, tokenizer, cache)
     samples = Samples.of(config, tokenizer, main=main)  # before anything is reserved
     digests = {"training": units.digest, "held-out": repr(held_out)}

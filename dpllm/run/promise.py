@@ -8,6 +8,8 @@ still be computed beside one is. Must not import torch, read weights or write to
 from __future__ import annotations
 
 import contextlib
+import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,7 +27,7 @@ from dpllm.recipe.config import RunConfig
 from dpllm.run.directory import RunDir, check_directory
 from dpllm.run.labels import read_labels
 from dpllm.run.resume import ResumeState, check_promise, read_resume_state, same_lineage, same_recipe
-from dpllm.statement import lineage, parents
+from dpllm.statement import lineage, parents, section
 from dpllm.statement.fields import Lineage
 from dpllm.statement.formatting import html_table
 from dpllm.statement.labels import Labels
@@ -285,11 +287,13 @@ def _read_subject(config: RunConfig, ledger: Ledger | None, found: Refusals, cac
     delta = config.privacy.delta if config.privacy.enabled else "auto"
     found.attempt(derived.public_units, config.data, len(units), delta)
     fmt = table.format
+    # Where the policy refuses, the declared name is shown: what the ledger holds under it is no secret from its owner.
+    name = policy.dataset if policy else config.privacy.dataset or data.dataset_name(config.data)
+    found.attempt(_check_words, config, name)
     return Subject(
         config.data.public_size or len(units),
         fmt,
-        # Where the policy refuses, the declared name is shown: what the ledger holds under it is no secret from its owner.
-        policy.dataset if policy else config.privacy.dataset or data.dataset_name(config.data),
+        name,
         policy,
         table.digest,
         table.reads,
@@ -308,6 +312,18 @@ def _check_objective(config: RunConfig, table: data.Table) -> None:
         raise ConfigError(
             f"{table.name}: is {table.reads}, from which train.objective: {config.train.objective} does not learn. Set "
             f"train.objective: {fix}, or name other data."
+        )
+
+
+def _check_words(config: RunConfig, dataset: str) -> None:
+    """Refuses, with a ConfigError, a name or a text that no card can hold, before anything is charged."""
+    told = names.publishable(config)
+    outside = dataset, told.output_dir, told.model.name_or_path, told.card.title, told.card.description
+    marks = re.search("<!-- /?dpllm:", json.dumps([dataset, told.model_dump(mode="json")]))
+    if marks or any(section.HIDING.search(f" {text or ''}") for text in outside):
+        raise ConfigError(
+            f"a text in the recipe, or the name of the data ({dataset!r}), holds a mark of a card's parts, HTML that could hide "
+            "them, or style= or class=, with which no card would verify. Change it, or type --privacy.dataset NAME."
         )
 
 

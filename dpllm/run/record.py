@@ -25,7 +25,6 @@ from dpllm.model import environment, loading, memory
 from dpllm.model.evaluate import HeldOut
 from dpllm.privacy.clipping import layers_of
 from dpllm.privacy.engine import Diagnostics
-from dpllm.privacy.sampling import sizes_of
 from dpllm.recipe import derived, names
 from dpllm.recipe.config import RunConfig
 from dpllm.run import checkpoint
@@ -72,7 +71,6 @@ class Recorder:
         known: dict[str, float | None] = {name: kept.get(name) for name in figures[::2]}
         self._figures = names
         self._summary = {**dict.fromkeys(figures), "eval_tokens": 0, **known}
-        self._full = units_at_max_length(prepared) if main else 0
         self._saved: int | None = None
         self._finite = True  # the loss of the last step
         self._not_finite = 0  # steps with a gradient that is not
@@ -287,18 +285,7 @@ class Recorder:
             started_at=datetime.fromtimestamp(self._started, UTC).isoformat(timespec="seconds"),
         )
         write_json(prepared.run.run, record.to_json())
-        write_json(self._kept, {**summary, **cost, "units_at_max_length": self._full})
-
-
-def units_at_max_length(prepared: Prepared) -> int:
-    """How many units have a row that fills max_length, cut or not, or a pair of which none is left; private, as all lengths."""
-    units, longest = prepared.units, prepared.config.data.max_length
-    full = {slot for slot in range(len(units)) if sizes_of(units, slot)[1] == longest}
-    if prepared.pairs:
-        full |= {
-            slot for slot, unit in enumerate(units) if unit and not all(any(one.loss_mask) for one in unit.sequences)
-        }
-    return len(full)
+        write_json(self._kept, {**summary, **cost, "units_at_max_length": prepared.units.lengths.full})
 
 
 def grown(notes: Sequence[str], before: Sequence[str]) -> list[str]:

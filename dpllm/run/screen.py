@@ -8,6 +8,7 @@ follows from their number.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import shlex
 import sys
@@ -21,10 +22,16 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from dpllm.files import RunPaths
+from dpllm.errors import DpllmError
+from dpllm.files import RunPaths, scratch
 from dpllm.model import memory
+from dpllm.model.loading import load_tokenizer
 from dpllm.privacy.engine import STEP
+from dpllm.recipe.config import RunConfig
 from dpllm.statement.run_files import RunRecord
+from dpllm.text import data
+from dpllm.text.lengths import Lengths
+from dpllm.text.rows import each_row
 
 LINES = 20  # of a log, about
 LONG = 5.0  # seconds after which a log says what takes them, and a terminal how far a step is
@@ -38,6 +45,22 @@ def only_seen(console: Console) -> bool:
     file = console.file
     copied = file not in (sys.__stdout__, sys.__stderr__) or "write" in getattr(file, "__dict__", {})
     return file.isatty() and not copied and getattr(sys.modules.get("wandb"), "run", None) is None
+
+
+def tell_lengths(lengths: Lengths, config: RunConfig, console: Console) -> None:
+    """Warns of rows that are cut or lost; of private ones on a terminal alone."""
+    if (words := lengths.told(config.data)) and (config.data.public or only_seen(console)):
+        console.print(f"Beware: {words}", markup=False, highlight=False, soft_wrap=True)
+
+
+def tell_lengths_of_some(config: RunConfig, console: Console) -> None:
+    """The same of a thousand rows, before there are tokens, where a terminal shows it; silent without tokenizer or data."""
+    with contextlib.suppress(DpllmError), scratch() as folder:
+        table, lengths = data.load_table(config.data.train, config.data, config.data.train_split, folder), Lengths()
+        some, tokenizer = each_row(table.rows[:: len(table.rows) // 1000 + 1]), load_tokenizer(config.model)
+        for _ in data.iter_units(some, table.format, tokenizer, config.data, lengths=lengths):
+            pass
+        tell_lengths(lengths, config, console)
 
 
 class Screen:

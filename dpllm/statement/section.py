@@ -33,6 +33,10 @@ _TAG = re.compile(r"<(?!https?://|[^\s<>@]+@[^\s<>]+>)(?=[a-z/!?])", re.IGNORECA
 _MATTER = re.compile(r"\A---[ \t]*\n(.*?\n)---[ \t]*(?:\n|$)", re.DOTALL)
 _OTHERWISE = re.compile(r"^(?:---|\.\.\.|\s*#)", re.MULTILINE)
 _MOST_MATTER = 2**19  # letters; YAML takes ten seconds for a million
+HIDING = re.compile(
+    r"<(?:style|script|link|iframe|object|embed|meta|base|dialog)\b|[\s\"'/](?:style|class)\s*=", re.IGNORECASE
+)
+"""What could hide a part of a card, if it stood outside of them."""
 _MOST_LEVELS = 60
 _MOST_PLAIN = 10_000  # letters of a word without quotes, which may be a number
 

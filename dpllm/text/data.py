@@ -1,8 +1,7 @@
 """Rows of text become tokenised units: whose text it is, which tokens are learned, and by what they are divided.
 
 Comes in: a data source, its format, a tokenizer. Goes out: ``Unit`` values, one for each privacy unit. This module reads
-private text; its errors name files, rows and columns and never the text of a row. It must not know the model or the
-Plan, nor how sources are read (``dpllm.text.sources``) or units are kept on disk (``dpllm.text.tokens``).
+private text; its errors name files, rows and columns and never the text of a row. It must not know the model or the Plan.
 """
 
 from __future__ import annotations
@@ -27,11 +26,12 @@ from dpllm.recipe.config import DataConfig, Source
 from dpllm.text import chats, control
 from dpllm.text.layouts import FIELDS, Format, Layout, converted, in_words, joined, layout_of, packed, renamed
 from dpllm.text.layouts import sides as sides_of
+from dpllm.text.lengths import Lengths
+from dpllm.text.parsers import unpacked
 from dpllm.text.rows import Groups, Row, StoredRows, each_row
-from dpllm.text.sources import files, read_rows, unpacked
+from dpllm.text.sources import files, read_rows
 
-AT_ONCE = 2**18
-"""Characters that a tokenizer gets in one call."""
+AT_ONCE = 2**18  # characters that a tokenizer gets in one call
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,8 @@ def load_table(source: Source, data: DataConfig, split: str, cache_dir: Path) ->
         sizes.append((name, number))
     if layout is None:
         raise DataError(f"{told}: holds no rows. Check data.train and its split.")
-    check_columns([*data.control, *named], rows, told)
+    ignored = {name for name, column in data.columns.items() if column is None}
+    check_columns([*data.control, *(set(named) - ignored)], rows, told)
     read = in_words(layout, data.columns, data.control)
     return Table(told, rows, layout.format, content.hexdigest(), read, tuple(sizes))
 
@@ -233,7 +234,7 @@ def _dataset_name(source: str) -> str:
     if names.is_builtin(source) or not (Path(source).exists() or glob.has_magic(source)):
         return source
     path = Path(source).resolve()
-    return f"{path.parent.name}/{Path(unpacked(path.name)).stem}"
+    return names.shown(f"{path.parent.name}/{Path(unpacked(path.name)).stem}")
 
 
 def encode_units(
@@ -248,19 +249,28 @@ def encode_units(
 
 
 def iter_units(
-    groups: Iterable[Sequence[Row]], fmt: Format, tokenizer: Any, data: DataConfig, *, name: str | None = None
+    groups: Iterable[Sequence[Row]],
+    fmt: Format,
+    tokenizer: Any,
+    data: DataConfig,
+    *,
+    name: str | None = None,
+    lengths: Lengths | None = None,
 ) -> Iterator[Unit]:
-    """The same, one unit after the other; ``AT_ONCE`` characters go to the tokenizer in one call, which shares them out."""
+    """The same, one unit after the other, each counted in ``lengths``; the tokenizer gets ``AT_ONCE`` characters in one call."""
     source = name or ", ".join(names.listed(data.train))
 
     def finished(waiting: dict[int, list[_Rendered]]) -> Iterator[Unit]:
         encoded = iter(_tokenise([one for unit in waiting.values() for one in unit], tokenizer))
         for number, unit in waiting.items():
-            sequences: list[TokenSequence] = []
+            sequences, sizes = list[TokenSequence](), list[tuple[int, bool]]()
             try:
                 for one in unit:
-                    cut = _cut(one, *next(encoded), tokenizer.eos_token_id, data.max_length, data.long_examples)
+                    ids, mask = _ended(one, *next(encoded), tokenizer.eos_token_id)
+                    cut = _cut(ids, mask, data.max_length, data.long_examples)
                     sequences += cut or ([NOTHING] if fmt == "preference" else [])
+                    sizes.append((len(ids), bool(cut)))
+                (lengths or Lengths()).add(sizes, data)
             except DataError as error:
                 raise DataError(f"{source}: unit {number}: {error}") from None
             yield Unit(tuple(sequences))
@@ -291,7 +301,7 @@ def encode(example: Mapping[str, Any], fmt: Format, tokenizer: Any, data: DataCo
     """
     rendered = _render(example, fmt, tokenizer, data.template)
     ((ids, mask),) = _tokenise([rendered], tokenizer)
-    return _cut(rendered, ids, mask, tokenizer.eos_token_id, data.max_length, data.long_examples)
+    return _cut(*_ended(rendered, ids, mask, tokenizer.eos_token_id), data.max_length, data.long_examples)
 
 
 def encode_prompt(prompt: str, tokenizer: Any, template: str | None) -> list[int]:
@@ -299,8 +309,8 @@ def encode_prompt(prompt: str, tokenizer: Any, template: str | None) -> list[int
 
     Encoded alone, a prompt may end in other ones: two line ends are one token of GPT-2's, and two before a letter.
     """
-    rendered = _render({"prompt": prompt, "completion": "A"}, "prompt_completion", tokenizer, template)
-    ((ids, mask),) = _tokenise([rendered], tokenizer)
+    row = {"prompt": prompt, "completion": "A"}
+    ((ids, mask),) = _tokenise([_render(row, "prompt_completion", tokenizer, template)], tokenizer)
     return ids[: mask.index(True)]
 
 
@@ -363,15 +373,17 @@ def begins_twice(ids: Sequence[int], tokenizer: Any) -> bool:
     return tokenizer.bos_token_id is not None and list(ids[:2]) == [tokenizer.bos_token_id] * 2
 
 
-def _cut(
-    one: _Rendered, ids: list[int], mask: list[bool], eos: int | None, max_length: int, long_examples: str
-) -> list[TokenSequence]:
-    """The sequences of one text."""
-    # Where a text ends is learned too; a chat template says itself where turns end.
+def _ended(one: _Rendered, ids: list[int], mask: list[bool], eos: int | None) -> tuple[list[int], list[bool]]:
+    """With the end of the text, which is learned too; a chat template says itself where turns end."""
     if not one.template and eos is not None:
         if not ids or ids[-1] != eos:
             ids, mask = [*ids, eos], [*mask, True]
         mask[-1] = True
+    return ids, mask
+
+
+def _cut(ids: list[int], mask: list[bool], max_length: int, long_examples: str) -> list[TokenSequence]:
+    """The sequences of one text."""
     if len(ids) > max_length and long_examples == "refuse":
         raise DataError(
             f"a row is longer than data.max_length ({max_length} tokens) and data.long_examples is refuse. "

@@ -7,19 +7,18 @@ errors name columns and rows and never what is in them. Imports neither pandas n
 from __future__ import annotations
 
 import filecmp
-import itertools
 import json
 import os
 import re
+import secrets
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from dpllm.errors import DataError
-from dpllm.files import locked
 from dpllm.text.layouts import BESIDE, LAYOUTS
-from dpllm.text.sources import ROWS_AT_ONCE
+from dpllm.text.parsers import ROWS_AT_ONCE
 
 _DECLARED = re.compile(r"object|str|(large_)?string(\[.*\])?|U?Int(8|16|32|64)|boolean")
 """Types of text, and those that pandas never chooses by itself: 007 is read as int64 if all others are numbers too."""
@@ -28,16 +27,18 @@ _LEAVES = re.compile(r"Value\('(?!(large_)?string'|u?int\d|bool)")
 """In a nested column's type, what everybody's rows decide, such as a float, or JSON has no word for."""
 
 
-def write_rows(rows: Any, named: Collection[str], folder: Path, name: str) -> Path:
-    """Writes rows to ``folder``/``name``-NUMBER.jsonl, which only its owner can read; equal rows have the same file.
+def write_rows(rows: Any, named: Collection[str], folder: Path, name: str, before: Path | None = None) -> Path:
+    """Writes rows to ``folder``/``name``-RANDOM.jsonl, which only its owner can read.
 
-    A card names the file, so no hash of the rows is in its name: whoever guesses them could check it.
+    A card names the file, so its name has no hash of the rows, which whoever guesses them could check, and no number, which would
+    tell whether they are those of an earlier call.
 
     Args:
         rows: Dicts, one after the other; a ``pandas.DataFrame``; a ``datasets.Dataset``.
         named: Columns that the recipe names; these and those of every format are written, and no others.
         folder: Is made.
         name: Such as ``train``; errors name it.
+        before: The file of the run that goes on, which is taken if it holds the same rows.
 
     Raises:
         DataError: No rows, a row that is no dict or that JSON cannot hold, or a column whose type depends on other rows.
@@ -58,13 +59,9 @@ def write_rows(rows: Any, named: Collection[str], folder: Path, name: str) -> Pa
                 file.write(_line(row, used, f"{name}: row {number}", table=table, numbers=numbers))
         if not number:
             raise DataError(f"{name}: holds no rows. Give at least one.")
-        with locked(folder / ".lock"):  # several processes of one run give the same rows
-            for path in (folder / f"{name}-{place}.jsonl" for place in itertools.count(1)):
-                if not path.exists():
-                    return part.rename(path)
-                if filecmp.cmp(path, part, shallow=False):
-                    return path
-        raise AssertionError  # itertools.count has no end
+        if before is not None and before.is_file() and filecmp.cmp(before, part, shallow=False):
+            return before
+        return part.rename(folder / f"{name}-{secrets.token_hex(8)}.jsonl")
     finally:
         part.unlink(missing_ok=True)
 

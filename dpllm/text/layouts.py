@@ -56,9 +56,22 @@ class Layout(NamedTuple):
         """All columns that are read."""
         return [column for columns in self.reads.values() for column in columns]
 
+    def needed(self) -> list[str]:
+        """Those without which nothing can be read."""
+        return [column for column in self.columns() if column not in OPTIONAL]
+
+    @property
+    def may_be_empty(self) -> bool:
+        """Whether null is the empty text here: csv has no other word for it, and pandas none for the empty cell of a csv file."""
+        return not self.lists and self.format in ("text", "prompt_completion")
+
+    def holds(self, row: Row) -> bool:
+        """Whether a row that fits has something to learn in one of its columns."""
+        return any(row[column] for column in self.needed() if column not in ("prompt", "instruction"))
+
     def fits(self, row: Row) -> bool:
-        """Whether every column that is needed holds something; in a table, a column that only another row fills is null."""
-        if any(row.get(column) is None for column in self.columns() if column not in OPTIONAL):
+        """Whether every column that is needed is there; in a table, a column that only another row fills is null."""
+        if any(column not in row or (row[column] is None and not self.may_be_empty) for column in self.needed()):
             return False
         # Those with one of these columns read text or messages.
         shared = not {"prompt", "chosen"}.isdisjoint(self.columns())
@@ -81,7 +94,8 @@ def renamed(raw: Row, place: str, columns: Mapping[str, str | None]) -> Row:
             f"{place} has no column {missing[0]!r}, which data.columns names. Check the spelling in data.columns, or fix or "
             "drop the row."
         )
-    return {**raw, **{to: raw.get(column or "") for to, column in columns.items()}}  # null: as if nothing stood there
+    row = {**raw, **{to: raw.get(column) for to, column in columns.items() if column}}
+    return {name: value for name, value in row.items() if columns.get(name, name)}  # null: as if the column were not there
 
 
 def _of_alpaca(row: Row) -> Row:
@@ -162,6 +176,7 @@ def layout_of(row: Row, place: str, wanted: str, before: Layout | None, named: I
         DataError: Several formats, another layout than before, or none; the columns are named.
     """
     fitting = [layout for layout in LAYOUTS if wanted in ("auto", layout.format) and layout.fits(row)]
+    fitting = [layout for layout in fitting if layout.holds(row)] or fitting
     if len({layout.format for layout in fitting}) > 1:
         names = " and as ".join(layout.name for layout in fitting)
         raise DataError(
@@ -199,6 +214,8 @@ def converted(row: Row, place: str, layout: Layout) -> tuple[Row, bytes]:
         DataError: A column that does not hold what the layout reads; the column is named.
     """
     row = {**row, **{column: _filled(row[column]) for column in layout.columns() if isinstance(row.get(column), list)}}
+    if layout.may_be_empty:
+        row |= {column: "" for column in layout.needed() if column in row and row[column] is None}
     fields = _beside(row, place) if layout.lists else b""
     for column in layout.columns():
         if row.get(column) is not None or column not in OPTIONAL:

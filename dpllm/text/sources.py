@@ -10,14 +10,9 @@ column from the rows of all people (007 becomes 7 until one person is called x),
 
 from __future__ import annotations
 
-import bz2
-import codecs
 import contextlib
 import csv
 import glob
-import gzip
-import itertools
-import json
 import lzma
 import re
 import socket
@@ -26,22 +21,17 @@ import urllib.request
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 from dpllm.errors import DataError
-from dpllm.files import resolved
+from dpllm.files import resolved, scratch
 from dpllm.recipe import names
-from dpllm.recipe.config import CsvConfig, DataConfig, Source
+from dpllm.recipe.config import DataConfig, Source
 from dpllm.text import builtin
+from dpllm.text.parsers import READERS, ROWS_AT_ONCE, read_csv, suffix_of, unpacked
 from dpllm.text.rows import Row
 
-PACKED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
-ROWS_AT_ONCE = 1000
-"""Rows of a table that are Python objects at a time."""
-_MORE = "\0more fields than the header line"
 _VALUES = ValueError, ArithmeticError, NotImplementedError  # pyarrow's, and Python's of a date that it does not have
-MOST_LEVELS = 100
-"""Of lists and objects in one another in a row of JSON."""
 KNOWN = (
     "a jsonl, json, csv, parquet or arrow file (the first three also as .gz, .bz2 or .xz), a glob, a directory of files or "
     "datasets, a Hub id, or a list of them"
@@ -58,12 +48,18 @@ def expand(source: Source) -> list[str]:
     for part in names.listed(source):
         matched = [part]
         if glob.has_magic(part) and not Path(part).exists():
-            matched = sorted(glob.glob(part, recursive=True))
+            matched = sorted(glob.glob(_pattern(part), recursive=True))
         if not matched:
             raise DataError(f"{part}: no file matches. Check data.train and data.eval.")
         below = {str(parent) for name in matched for parent in Path(name).parents}
         found += matched if matched == [part] else [name for name in matched if str(Path(name)) not in below]
     return _once(found)
+
+
+def _pattern(name: str) -> str:
+    """A glob in which the folders that are there stand for themselves: "notes [2024]/*.jsonl" means that very folder."""
+    folder = next(parent for parent in Path(name).parents if parent.is_dir())
+    return str(Path(glob.escape(str(folder))) / Path(name).relative_to(folder)) if glob.has_magic(str(folder)) else name
 
 
 def _once(found: list[str]) -> list[str]:
@@ -102,7 +98,7 @@ def files(source: Source, data: DataConfig, split: str, cache_dir: Path) -> list
 
 
 def _is_hub(name: str) -> bool:
-    return not Path(name).exists() and _suffix(Path(name)) not in READERS and name.count("/") == 1
+    return not Path(name).exists() and suffix_of(Path(name)) not in READERS and name.count("/") == 1
 
 
 def is_here(source: Source) -> bool:
@@ -123,7 +119,7 @@ def read_rows(source: str, data: DataConfig, split: str, cache_dir: Path) -> Ite
         path = builtin.path(source) if names.is_builtin(source) else Path(source)
     except KeyError as error:
         raise DataError(str(error.args[0])) from None
-    suffix = _suffix(path)
+    suffix = suffix_of(path)
     read = READERS.get(suffix)
     if read and path.is_file():
         try:
@@ -134,7 +130,7 @@ def read_rows(source: str, data: DataConfig, split: str, cache_dir: Path) -> Ite
             if isinstance(error, UnicodeError | LookupError):
                 fix = (
                     " Name its encoding in data.csv.encoding, such as cp1252."
-                    if read is _read_csv
+                    if read is read_csv
                     else " JSON is UTF-8."
                 )
             raise DataError(f"{source}: cannot be read as {suffix} ({type(error).__name__}).{fix}") from None
@@ -145,151 +141,12 @@ def read_rows(source: str, data: DataConfig, split: str, cache_dir: Path) -> Ite
         raise DataError(f"{source}: {reason}. data.train and data.eval accept {KNOWN}.")
 
 
-def unpacked(name: str) -> str:
-    """The name of a file without what says that it is compressed."""
-    return name[: -len(Path(name).suffix)] if Path(name).suffix.lower() in PACKED else name
-
-
-def _suffix(path: Path) -> str:
-    """In lower case; of a compressed file of text, the one before .gz."""
-    inner = Path(unpacked(path.name)).suffix.lower()
-    return path.suffix.lower() if inner == ".parquet" else inner
-
-
-def _open(path: Path, encoding: str) -> IO[str]:
-    opened: Any = PACKED.get(path.suffix.lower(), open)
-    return cast("IO[str]", opened(path, "rt", encoding=encoding, newline=""))
-
-
-def _read_json(path: Path, _: CsvConfig) -> Iterator[Row]:
-    """One object a line, or one list of objects, which is held in memory."""
-    with _open(path, "utf-8-sig") as file:
-        lines = ((number, line) for number, line in enumerate(file, start=1) if line.strip())
-        first = next(lines, (0, ""))
-        if first[1].lstrip().startswith("["):
-            records = _parsed(first[1] + file.read(), f"{path}: its list", "one list of objects")
-            for number, record in enumerate(records, start=1):
-                yield _object(record, f"{path}: record {number}", "a list of objects")
-            return
-        for number, line in itertools.chain([first] if first[0] else [], lines):
-            where, wanted = f"{path}: line {number}", "one object a line"
-            yield _object(_parsed(line, where, wanted), where, wanted)
-
-
-def _parsed(text: str, where: str, wanted: str) -> Any:
-    try:
-        value = json.loads(text)
-        _limit_depth(value, MOST_LEVELS + (wanted == "one list of objects"))
-    except RecursionError:
-        raise DataError(f"{where} is nested more than {MOST_LEVELS} levels deep. Flatten or drop the row.") from None
-    except ValueError:
-        raise DataError(f"{where} is not valid JSON; {wanted} is expected.") from None
-    return value
-
-
-def _object(value: Any, where: str, wanted: str) -> Row:
-    if not isinstance(value, dict):
-        raise DataError(f"{where} is not a JSON object; {wanted} is expected.")
-    return value
-
-
-def _limit_depth(value: Any, levels: int = MOST_LEVELS) -> None:
-    """Raises the same error that json raises, but at a depth that no later reader of the row minds."""
-    if not levels:
-        raise RecursionError
-    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        _limit_depth(inner, levels - 1)
-
-
-def _read_csv(path: Path, settings: CsvConfig) -> Iterator[Row]:
-    with _open(path, settings.encoding or _encoding(path)) as file:
-        header = file.readline()
-        delimiter = settings.delimiter or _delimiter(header, ".tsv" in path.suffixes)
-        lines = _unambiguous(itertools.chain([header], file), re.escape(delimiter))
-        rows = csv.DictReader(lines, delimiter=delimiter, strict=True, restkey=_MORE)
-        csv.field_size_limit(2**31 - 1)
-        number = 0
-        try:
-            for number, row in enumerate(rows, start=1):
-                if any(row.pop(_MORE, ())):
-                    raise DataError(
-                        f"{path}: row {number} has more fields than the header line, so its columns may be shifted and the row "
-                        "assigned to the wrong owner. Quote fields that contain the delimiter, or fix the row."
-                    )
-                yield row
-        except csv.Error:
-            raise DataError(
-                f"{path}: row {number + 1} has an unclosed or undoubled quote, which could swallow the rows after it, or the "
-                'delimiter is not data.csv.delimiter. Quote the whole field, and write "" inside it.'
-            ) from None
-
-
-def _unambiguous(lines: Iterator[str], mark: str) -> Iterator[str]:
-    """The same lines, if each quote begins a field, ends one or is doubled in one.
-
-    Elsewhere csv takes it for a letter, so that a row with a quote too many would end at the letter of somebody else.
-    """
-    text = '(?:[^"]|"")*+'
-    field = f'(?:"{text}"|[^"{mark}]*+)'
-    more = f"(?:{mark}{field})*+"
-    closed = re.compile(field + more), re.compile(f'{text}"{more}')  # by whether the line begins in a quoted field
-    opened = re.compile(f'(?:{field}{mark})*+"{text}'), re.compile(f'(?:{text}"{more}(?<={mark})")?{text}')
-    inside = False
-    for line in lines:
-        if '"' in line:
-            row = line.rstrip("\r\n")
-            still = bool(opened[inside].fullmatch(row))
-            if not still and not closed[inside].fullmatch(row):
-                raise csv.Error
-            inside = still
-        yield line
-
-
-def _encoding(path: Path) -> str:
-    opened: Any = PACKED.get(path.suffix.lower(), open)
-    with opened(path, "rb") as file:
-        return "utf-16" if file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "utf-8-sig"
-
-
-def _delimiter(header: str, tabs: bool) -> str:
-    """Of the header line alone, which nobody's row is: what people wrote decides nothing."""
-    unquoted = re.sub(r'"[^"]*"', "", header)
-    return "\t" if tabs else next((mark for mark in ",;\t|" if mark in unquoted), ",")
-
-
-def _read_parquet(path: Path, _: CsvConfig) -> Iterator[Row]:
-    from pyarrow import parquet
-
-    with parquet.ParquetFile(path) as table:
-        for batch in table.iter_batches(batch_size=ROWS_AT_ONCE):
-            yield from batch.to_pylist()
-
-
-def _read_arrow(path: Path, _: CsvConfig) -> Iterator[Row]:
-    """A stream, as ``datasets`` writes it, or a file of batches."""
-    from pyarrow import ipc, memory_map
-
-    with memory_map(str(path)) as content:
-        whole = content.read(6) == b"ARROW1"
-        content.seek(0)
-        table = ipc.open_file(content) if whole else ipc.open_stream(content)
-        for batch in map(table.get_batch, range(table.num_record_batches)) if whole else table:
-            for start in range(0, len(batch), ROWS_AT_ONCE):
-                yield from batch.slice(start, ROWS_AT_ONCE).to_pylist()
-
-
-READERS = {
-    **dict.fromkeys((".jsonl", ".ndjson", ".json"), _read_json),
-    **dict.fromkeys((".csv", ".tsv"), _read_csv),
-    ".parquet": _read_parquet,
-    ".arrow": _read_arrow,  # datasets would read all files of a directory by the types of the first
-}
 DECLARED = {".txt"}
 """Of files that ``datasets`` reads without a guess: a line is text."""
 
 
 def _check_kinds(path: Path) -> None:
-    kinds = {suffix for file in path.rglob("*") if (suffix := _suffix(file)) in READERS}
+    kinds = {suffix for file in path.rglob("*") if (suffix := suffix_of(file)) in READERS}
     if len(kinds) > 1 and not _is_saved(path) and not _has_configs(path / "README.md"):
         raise DataError(
             f"{path}: holds {' and '.join(sorted(kinds))} files, and datasets would read one type and ignore the others. Name "
@@ -319,16 +176,33 @@ def _told(path: Path) -> Iterator[None]:
         raise DataError(f"{path}: cannot be read as a directory of datasets ({type(error).__name__}).") from None
 
 
+@contextlib.contextmanager
+def _plain(path: Path) -> Iterator[Path]:
+    """A folder, or where ``datasets`` would take its name for a pattern or an address, a folder of links to its files."""
+    if re.fullmatch(r"[\w./ -]+", str(path.resolve())):
+        yield path
+        return
+    with scratch() as folder:
+        for file in (found for found in path.rglob("*") if found.is_file()):
+            link = folder / file.relative_to(path)
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(file.resolve())
+        yield folder
+
+
 def _of_split(path: Path, split: str, cache_dir: Path) -> list[str]:
     """The files of a split, of which no row is read; the directory itself where ``datasets`` reads them by declared types."""
     if _is_saved(path):
         return [str(path)]
     import datasets
 
-    with _told(path):
-        found = datasets.load_dataset_builder(str(path), cache_dir=str(cache_dir)).config.data_files
-        splits = {str(name): sorted({str(file) for file in of_it}) for name, of_it in (found or {}).items()}
-    kinds = {_suffix(Path(file)) for file in _one(splits, split, path)}
+    with _told(path), _plain(path) as folder:
+        found = datasets.load_dataset_builder(str(folder), cache_dir=str(cache_dir)).config.data_files
+        names_of = {
+            name: {Path(file).relative_to(folder.resolve()) for file in of_it} for name, of_it in (found or {}).items()
+        }
+        splits = {str(name): sorted(str(path / file) for file in of_it) for name, of_it in names_of.items()}
+    kinds = {suffix_of(Path(file)) for file in _one(splits, split, path)}
     if kinds <= READERS.keys():
         return splits[split]
     if kinds <= DECLARED:
@@ -350,11 +224,11 @@ def _read_directory(path: Path, split: str, cache_dir: Path) -> Iterator[Row]:
 
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its messages quote rows
-    with _told(path):
+    with _told(path), _plain(path) as folder:
         loaded = (
-            datasets.load_from_disk(str(path))
+            datasets.load_from_disk(str(folder))
             if _is_saved(path)
-            else datasets.load_dataset(str(path), cache_dir=str(cache_dir))
+            else datasets.load_dataset(str(folder), cache_dir=str(cache_dir))
         )
         if isinstance(loaded, dict):
             loaded = _one(loaded, split, path)

@@ -7,7 +7,7 @@ An entry of the cache is a directory, private/cache/tokens/KEY, with
     tokens.bin  unit after unit, sequence after sequence: two int32 (tokens, denominator), int32 ids, the loss mask
                 in bits; integers in this machine's byte order
     index.npy   int64, one row a unit: its first byte in tokens.bin, its sequences, the tokens of the longest
-    meta.json   the digest of both, and how many bytes and units they hold
+    meta.json   the digest of both, how many bytes and units they hold, and what became of long rows
 It is written elsewhere and renamed, so that whatever has its name is whole.
 
 Shape suffixes: U units, T tokens.
@@ -21,6 +21,7 @@ import os
 import shutil
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from dpllm.files import locked, whole_directory
 from dpllm.progress import tell
 from dpllm.recipe.config import DataConfig
 from dpllm.text.data import Table, TokenSequence, Unit, iter_units
+from dpllm.text.lengths import Lengths
 from dpllm.text.rows import Groups, OpenFile, ReadWhenAsked
 
 ENCODING = 4
@@ -47,13 +49,20 @@ class Units(ReadWhenAsked[Unit | None]):
         path: The entry of the cache.
         digest: Of all tokens, masks and denominators in their order; equal in two processes that train on the same units.
             Private: a hash of a short text tells whoever guesses it.
+        lengths: What became of the rows on disk, at data.max_length.
     """
 
     def __init__(
-        self, path: Path, digest: str, index_U3: NDArray[np.int64], file: OpenFile, slots: Sequence[Unit | None] = ()
+        self,
+        path: Path,
+        digest: str,
+        index_U3: NDArray[np.int64],
+        file: OpenFile,
+        lengths: Lengths,
+        slots: Sequence[Unit | None] = (),
     ) -> None:
         """Made by ``make_units``; ``file`` is tokens.bin."""
-        self.path, self.digest = path, digest
+        self.path, self.digest, self.lengths = path, digest, lengths
         self._index_U3, self._file, self._slots = index_U3, file, slots
         self._on_disk = len(index_U3) - 1
 
@@ -78,7 +87,7 @@ class Units(ReadWhenAsked[Unit | None]):
         digest = hashlib.blake2b(self.digest.encode(), digest_size=32)
         for slot in slots:
             digest.update(b"none" if slot is None else b"unit" + _pack(slot))
-        return Units(self.path, digest.hexdigest(), self._index_U3, self._file, (*self._slots, *slots))
+        return Units(self.path, digest.hexdigest(), self._index_U3, self._file, self.lengths, (*self._slots, *slots))
 
 
 def make_units(table: Table, groups: Groups, tokenizer: Any, data: DataConfig, cache_dir: Path) -> Units:
@@ -105,8 +114,9 @@ def make_units(table: Table, groups: Groups, tokenizer: Any, data: DataConfig, c
                 for left in path.parent.glob(".*.*"):  # of a process that was killed
                     shutil.rmtree(left, ignore_errors=True)
                 with whole_directory(path, mode=0o700) as part:
-                    made = iter_units(groups, table.format, tokenizer, data, name=table.name)
-                    _write(part, _told(made, len(groups)))
+                    lengths = Lengths()
+                    made = iter_units(groups, table.format, tokenizer, data, name=table.name, lengths=lengths)
+                    _write(part, _told(made, len(groups)), lengths)
                 found = _open(path)
     except OSError as error:
         raise DataError(
@@ -151,7 +161,7 @@ def _told(units: Iterable[Unit], total: int) -> Iterator[Unit]:
         yield unit
 
 
-def _write(part: Path, units: Iterable[Unit]) -> None:
+def _write(part: Path, units: Iterable[Unit], lengths: Lengths) -> None:
     index, position = array("q"), 0
     digest = hashlib.blake2b(digest_size=32)
     with open(part / "tokens.bin", "wb", buffering=_PIECE) as file:
@@ -165,7 +175,7 @@ def _write(part: Path, units: Iterable[Unit]) -> None:
     index_U3 = np.frombuffer(index, np.int64).reshape(-1, 3)
     np.save(part / "index.npy", index_U3)
     digest.update(index_U3.tobytes())
-    meta = {"digest": digest.hexdigest(), "bytes": position, "units": len(index_U3) - 1}
+    meta = {"digest": digest.hexdigest(), "bytes": position, "units": len(index_U3) - 1, "lengths": asdict(lengths)}
     (part / "meta.json").write_text(json.dumps(meta, sort_keys=True), encoding="utf-8")
 
 
@@ -181,7 +191,9 @@ def _open(path: Path) -> Units | None:
         digest.update(index_U3.tobytes())
         fits = index_U3.shape == (meta["units"] + 1, 3) and size == meta["bytes"] == index_U3[-1, 0]
         return (
-            Units(path, digest.hexdigest(), index_U3, file) if fits and digest.hexdigest() == meta["digest"] else None
+            Units(path, digest.hexdigest(), index_U3, file, Lengths(**meta["lengths"]))
+            if fits and digest.hexdigest() == meta["digest"]
+            else None
         )
     except (OSError, ValueError, KeyError, TypeError, EOFError):
         return None

@@ -49,9 +49,6 @@ OF_THE_HUB = (".gitattributes", ".git", ".cache")
 _TRAINING_STATE = re.compile(
     r"exp_avg|momentum_buffer|optimizer|rng|grad_sample|summed_grad|\bmoments?\b", re.IGNORECASE
 )
-_HIDING = re.compile(
-    r"<(?:style|script|link|iframe|object|embed|meta|base|dialog)\b|[\s\"'/](?:style|class)\s*=", re.IGNORECASE
-)
 _KEYS = {"base_model", "library_name", "pipeline_tag", "tags", "license", "language", "datasets", "privacy"}
 _KEYS |= {"license_name", "license_link"}
 """Of the front matter: what dpllm writes, and two that the Hub asks for beside a licence of one's own."""
@@ -182,7 +179,7 @@ def page(card: str, expected: Mapping[str, str], source: str, again: str) -> Ite
     beside = card
     for part in parts.values():
         beside = beside.replace(part, "")
-    if hiding := _HIDING.search(beside):
+    if hiding := section.HIDING.search(beside):
         yield failed(
             "what could hide it", f"{hiding[0].strip()} outside the marked parts can hide the statement. Remove it."
         )

@@ -231,9 +231,9 @@ def test_an_audit_with_canary_pairs_is_published_and_verifies(asked: Place) -> N
     assert not any(pair["carrier"] in one for one in told)
 
 
-@pytest.mark.parametrize(("longest", "count"), [(12, 40), (4, 40), (128, 0)])
+@pytest.mark.parametrize(("longest", "count"), [(12, 40), (128, 0)])
 def test_units_with_answers_that_were_cut_are_counted_in_private(asked: Place, longest: int, count: int) -> None:
-    done("train", asked.recipe, "--data.max_length", str(longest))  # of 4, a prompt has no room for an answer
+    done("train", asked.recipe, "--data.max_length", str(longest))
     assert asked.json("private/summary.json")["units_at_max_length"] == count
     assert "units_at_max_length" not in (asked.run / "run.json").read_text()
 

@@ -240,7 +240,7 @@ def test_noise_whose_squares_fit_no_float_is_refused(noise: float) -> None:
 
 
 def test_more_steps_than_can_be_composed_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"too long to compose\. Lower"):
+    with pytest.raises(ConfigError, match=r"too long to compose\. Take fewer"):
         epsilon(dp_sgd_event(0.01, 1.0, 10**7), 1e-5, "zero_out")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,14 +29,17 @@ def written(rows: Any, tmp_path: Path, named: tuple[str, ...] = ("who",)) -> lis
 @pytest.mark.parametrize("kind", [list, iter, pd.DataFrame, datasets.Dataset.from_list])
 def test_every_kind_of_rows_is_written_alike(kind: Any, tmp_path: Path) -> None:
     assert written(kind(ROWS), tmp_path) == ROWS
-    first = write_rows(kind(ROWS), ("who",), tmp_path / "rows", "train")
-    other = write_rows(kind(ROWS[1:]), ("who",), tmp_path / "rows", "train")
-    again = write_rows(kind(ROWS), ("who",), tmp_path / "rows", "train")
-    assert (first.name, other.name, again) == (
-        "train-1.jsonl",
-        "train-2.jsonl",
-        first,
-    )  # a card shows it: no hash of rows
+
+
+def test_the_name_of_rows_tells_nothing_of_them_and_a_run_that_goes_on_keeps_its_own(tmp_path: Path) -> None:
+    """Numbers would tell a reader of two cards whether the rows were those of the call before."""
+    calls = [write_rows(rows, ("who",), tmp_path / "rows", "train") for rows in (ROWS, ROWS, ROWS[1:])]
+    assert len({path.name for path in calls}) == 3
+    assert all(re.fullmatch(r"train-[0-9a-f]{16}\.jsonl", path.name) for path in calls)
+    assert write_rows(ROWS, ("who",), tmp_path / "rows", "train", calls[1]) == calls[1]
+    for before in (calls[2], tmp_path / "gone.jsonl"):
+        assert write_rows(ROWS, ("who",), tmp_path / "rows", "train", before) != before
+    assert all(path.suffix != ".part" for path in (tmp_path / "rows").iterdir())
 
 
 NAMED = [["7", "8"], ["7", None]]

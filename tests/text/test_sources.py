@@ -28,7 +28,8 @@ from dpllm.errors import DataError
 from dpllm.recipe.config import DataConfig
 from dpllm.text import sources
 from dpllm.text.data import count_units, dataset_name, load_table
-from dpllm.text.sources import _unambiguous, expand, is_here, unpacked
+from dpllm.text.parsers import _unambiguous, unpacked
+from dpllm.text.sources import expand, is_here
 
 PACK = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
 SENTINEL = "Sigrid Forsberg owes 4711"
