@@ -34,28 +34,28 @@ ROOMS = (  # from top to bottom: a room may import only rooms below it
 # Of a room: lines. A limit rises only together with a line in docs/decisions.md that says what users got for it: at most 550
 # lines for one feature. It falls with what it limits.
 LIMITS = {
-    "front door": 366,
-    "cli": 2_198,
+    "front door": 374,
+    "cli": 2_209,
     "lab": 1_049,
     "comparison": 2_170,
-    "publish": 2_550,
-    "verification": 2_698,
+    "publish": 2_542,
+    "verification": 2_831,
     "card": 771,
-    "auditing": 4_230,
+    "auditing": 4_235,
     "forecast": 1_007,
-    "run": 4_245,
+    "run": 4_304,
     "telemetry": 801,
-    "statement": 3_066,
-    "ledger": 2_624,
+    "statement": 3_113,
+    "ledger": 2_694,
     "canaries": 739,
-    "model": 2_098,
-    "text": 2_020,
-    "recipe": 1_585,
-    "privacy": 5_968,
-    "files": 331,
+    "model": 2_190,
+    "text": 2_417,
+    "recipe": 1_662,
+    "privacy": 6_061,
+    "files": 371,
     "progress": 38,
     "errors": 74,
-    "modules": 201,
+    "modules": 206,
     "longest module": 417,
     "longest function": 60,
     "most parameters": 8,
@@ -64,7 +64,7 @@ LIMITS = {
     "upward arrows": 0,
     "rooms in cycles": 0,
 }
-MOST_LINES = 40_628  # of all rooms together; 31,000 is aimed at, and never above 33,500 after that
+MOST_LINES = 41_652  # of all rooms together; 31,000 is aimed at, and never above 33,500 after that
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 

@@ -181,6 +181,11 @@ class Refusals:
             return None
 
 
+def _refusal_of(seen: Outlook) -> Refused:
+    kind = BudgetExceeded if seen.reason == "over_budget" else Refused
+    return kind(seen.refusal, dataset=seen.dataset, reason=seen.reason)
+
+
 def decide(
     config: RunConfig,
     start: Start | None = None,
@@ -230,8 +235,7 @@ def decide(
             if ledger and plan and terms is None and not (start and start.entry):
                 seen = found.attempt(ledger.outlook, dataset, RunRequest.of(plan), parent)
             if seen and seen.refusal:
-                kind = BudgetExceeded if seen.reason == "over_budget" else Refused
-                found.add(kind(seen.refusal, dataset=seen.dataset, reason=seen.reason))
+                found.add(_refusal_of(seen))
             elif over:
                 found.add(over)
         base = found.attempt(parents.of_base, config, fetch=fetch)
