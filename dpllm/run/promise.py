@@ -183,7 +183,7 @@ class Refusals:
 
 def _refusal_of(seen: Outlook) -> Refused:
     kind = BudgetExceeded if seen.reason == "over_budget" else Refused
-    return kind(seen.refusal, dataset=seen.dataset, reason=seen.reason)
+    return kind(seen.refusal or "", dataset=seen.dataset, reason=seen.reason)
 
 
 def decide(
