@@ -16,7 +16,7 @@ from typing import Any
 
 from dpllm.errors import DpllmError
 
-SECONDS, BYTES_A_SECOND = 300, 10**7
+SECONDS, BYTES_A_SECOND = 120, 10**7
 """How long it may take, and how many bytes of the files it reads in a second at least."""
 _MOST_FILES = 10_000
 
