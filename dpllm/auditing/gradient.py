@@ -227,7 +227,8 @@ def read_gradient(path: Path, sampling_rate: float, noise: float, bands: int = 1
     from pyarrow import parquet
 
     try:
-        read = parquet.read_table(path, use_threads=False)
+        with open(path, "rb") as file:  # pyarrow opens no name that is not UTF-8
+            read = parquet.read_table(file, use_threads=False)
         if set(read.column_names) != COLUMNS or not read.num_rows:
             raise ValueError("other columns")
         score_M, squares_M, total_M = (read[name].cast(pyarrow.float64()).to_numpy() for name in list(_ARRAYS)[1:])

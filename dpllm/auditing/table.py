@@ -198,7 +198,8 @@ def read_tokens(path: Path) -> TokenTable:
     from pyarrow import parquet
 
     try:
-        read = parquet.read_table(path, use_threads=False)
+        with open(path, "rb") as file:  # pyarrow opens no name that is not UTF-8
+            read = parquet.read_table(file, use_threads=False)
         names_N = np.array(read["canary_id"].to_pylist(), dtype=object)
         first_N = np.append(True, names_N[1:] != names_N[:-1])
         ids = tuple(str(name) for name in names_N[first_N])

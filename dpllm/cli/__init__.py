@@ -8,6 +8,7 @@ does it. Heavy imports happen inside these functions, so that ``dpllm --help`` s
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import sys
@@ -37,6 +38,11 @@ RETIRED = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; 1 where nobody reads any more what it prints, as before ``| head -1``."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(
+                errors="backslashreplace"
+            )  # a stranger's file may have a name that this terminal cannot write
     try:
         try:
             return _run(list(sys.argv[1:] if argv is None else argv))

@@ -290,6 +290,7 @@ def _import(ledger: Ledger, known: argparse.Namespace) -> int:
     from dpllm.files import read_json
     from dpllm.ledger import budgets
     from dpllm.ledger.chain import event_of, read_export
+    from dpllm.ledger.values import LABELS
     from dpllm.privacy.events import Imported, read
     from dpllm.privacy.parts import imported_delta
 
@@ -319,6 +320,8 @@ def _import(ledger: Ledger, known: argparse.Namespace) -> int:
             f"--import-delta {delta:g}, with the rest as before; or enter its accounting event (--event, --from)."
         )
     unit = known.unit or (budget.unit if budget else "example")
+    if known.dataset.startswith(LABELS):
+        known.relation = "label_changed"
     relation = known.relation or (budget.relation if budget else "zero_out")
     who = {"by": known.by, "reason": known.reason}
     budgets.import_run(ledger, known.dataset, event=event, run=known.run, unit=unit, relation=relation, **who)

@@ -16,9 +16,11 @@ from typing import Any
 
 from dpllm.errors import ConfigError, Refused
 from dpllm.ledger.chain import Chain
+from dpllm.ledger.values import LABELS
 
 HASH_BYTES = 8  # of a record in the overlap check: among 10^6 times 10^6 pairs one collision in 10^7
 LEAST_SHARE = 0.01  # of the smaller dataset: below it, common records are taken for chance (short texts, formulas)
+ANY = 0.0  # of labels, each of which is drawn once: no common one is chance
 # Entries of an account of its own: a dataset with one of them derives from none.
 OWN = ("budget", "seal", "reserve", "reconcile", "import")
 
@@ -155,16 +157,17 @@ class Records:
         with self._chain.moment():
             return {digest for name, digest in rows if self.account_name(name) == account}
 
-    def overlaps(self, records: Fingerprint) -> list[str]:
-        """Datasets with at least ``LEAST_SHARE`` of the records in common, those with most first."""
+    def overlaps(self, records: Fingerprint, least: float = LEAST_SHARE) -> list[str]:
+        """Datasets with some of the records in common, and at least that share of them, those with most first."""
         shares: dict[str, float] = {}
         for name, hashes in self._store.rows("SELECT dataset, hashes FROM records JOIN entries USING (seq)"):
             shares[name] = max(share_in_common(bytes(hashes), records.hashes), shares.get(name, 0.0))
-        return sorted((name for name in shares if shares[name] >= LEAST_SHARE), key=lambda name: -shares[name])
+        common = (name for name in shares if shares[name] > 0 and shares[name] >= least)
+        return sorted(common, key=lambda name: -shares[name])
 
     def refuse_released(self, records: Fingerprint) -> None:
-        """Refuses records of an account that has a run, whatever became of it: one that died may have released all."""
-        for name in map(self.account_name, self.overlaps(records)):
+        """Refuses a single record of an account that has a run, whatever became of it: one that died may have released all."""
+        for name in map(self.account_name, self.overlaps(records, ANY)):
             if self._chain.of(name, "reserve"):
                 why = (
                     f"some of these records were released before ({name} in the ledger), and would cost as much again."
@@ -187,7 +190,8 @@ class Records:
                 dataset=known,
                 reason="renamed",
             )
-        other = next((name for name in self.overlaps(records) if self.account_name(name) != account), None)
+        least = ANY if account.startswith(LABELS) else LEAST_SHARE
+        other = next((name for name in self.overlaps(records, least) if self.account_name(name) != account), None)
         if other is None:
             return None
         fix = f"Set privacy.derived_from: {other}."

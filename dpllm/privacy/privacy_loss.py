@@ -84,7 +84,7 @@ def epsilon_at(delta: float, loss: PrivacyLossDistribution, parts: Parts) -> flo
     Round-off comes off delta where it is more than a hundredth of it. A smaller one moves less than a thousandth of epsilon, and
     leaves published figures as they are.
     """
-    steps = sum(part.times for part in parts.sampled if part.probability < 1)
+    steps = sum(part.times for part in parts.sampled if part.probability < 1) + sum(part.times for part in parts.bounds)
     lost = ROUND_OFF * (steps + sum(draws.times / CHUNK_OF_DRAWS for draws in parts.draws))
     return _inverse(loss, delta - lost if lost > delta / 100 else delta)
 

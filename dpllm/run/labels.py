@@ -16,7 +16,7 @@ from typing import Any
 from dpllm.errors import ConfigError, DataError, Refused
 from dpllm.files import alone, read_json, scratch, sha256, write_json, write_whole
 from dpllm.ledger import Ledger, Reservation, RunRequest, open_ledger
-from dpllm.ledger.records import HASH_BYTES, fingerprint
+from dpllm.ledger.records import ANY, HASH_BYTES, fingerprint
 from dpllm.ledger.reserving import reserve_all
 from dpllm.ledger.values import LABELS, OPEN, label_account
 from dpllm.privacy.events import PureDP, number
@@ -139,7 +139,7 @@ def _charge(ledger: Ledger, config: RunConfig, table: data.Table, epsilon: float
         )
     event = PureDP((config.data.max_examples_per_unit or 1) * epsilon)
     request = RunRequest(event, _DELTA, 1, config.data.unit, "label_changed", "randomize-labels")
-    known = ledger.records.overlaps(records) or [data.dataset_name(config.data)]
+    known = ledger.records.overlaps(records, ANY) or [data.dataset_name(config.data)]
     name = label_account(config.privacy.dataset or known[0])
     try:
         claim = reserve_all(ledger, name, [request], records=records, once=not again)[0]

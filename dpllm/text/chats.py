@@ -69,9 +69,14 @@ def render(row: Mapping[str, Any], tokenizer: Any) -> tuple[str, Spans]:
         if any(isinstance(one.get("content"), list) and str(one["content"]) in text for one in messages):
             raise _refusal(_FAILS[list])  # printed as Python writes a list
         if re.search(r"\{%[-+]?\s*generation\b", template):
-            return _by_marks(messages, template, {**tokenizer.special_tokens_map, **more})
-        turns = (place for place, one in enumerate(messages) if learned(one))
-        return text, [_turn(text, messages, place, shown, tokenizer) for place in turns]
+            found = _by_marks(messages, template, {**tokenizer.special_tokens_map, **more})
+        else:
+            turns = (place for place, one in enumerate(messages) if learned(one))
+            found = text, [_turn(text, messages, place, shown, tokenizer) for place in turns]
+        said = [one for one in messages if one["role"] != "system" and one.get("content")]
+        if shown([_signed(one) for one in messages]).count(_SIGN) < len(said):
+            raise _refusal("leaves out what a message says, so nothing of it would be read or learned")
+        return found
     except DataError:
         raise
     except Exception as error:  # whatever a template raises
@@ -113,10 +118,21 @@ def _by_marks(messages: Sequence[Message], template: str, more: Mapping[str, Any
         [plain], chat_template=template, return_assistant_tokens_mask=True, **more
     )
     turns = [learned(one) for one in messages if one["role"] == "assistant"]
-    if not all(turns) and len(spans) != len(turns):  # some have weight 0
+    if not all(turns) and _marks(plain, template, more) != list(range(1, len(turns) + 1)):  # some have weight 0
         raise _refusal("marks parts of turns, so that one that is not to be learned cannot be left out")
     wanted = (span for place, span in enumerate(spans) if all(turns) or turns[place])
     return text, [(low, high) for low, high in wanted if low < high]
+
+
+def _marks(plain: Sequence[Message], template: str, more: Mapping[str, Any]) -> list[int]:
+    """How many marks there are up to the end of each turn of the assistant."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    ends = [place + 1 for place, one in enumerate(plain) if one["role"] == "assistant"]
+    chats = [plain[:end] for end in ends]
+    return list(
+        map(len, render_jinja_template(chats, chat_template=template, return_assistant_tokens_mask=True, **more)[1])
+    )
 
 
 def _turn(text: str, messages: Sequence[Message], place: int, shown: Show, tokenizer: Any) -> tuple[int, int]:

@@ -261,7 +261,9 @@ def _check_contents(turns: Sequence[Mapping[str, Any]], place: str) -> None:
     """Refuses messages that say nothing, or something that is no text."""
     for turn in turns:
         content, wrong = turn.get("content"), ""
-        if content is None and not turn.keys() - {"role", "content", "weight", "name"}:
+        if not isinstance(content, str | list | None):
+            wrong = "whose content is neither text nor a list of parts"
+        elif content is None and not turn.keys() - {"role", "content", "weight", "name"}:
             wrong = "whose content is null"
         elif isinstance(content, list) and not all(
             isinstance(one, dict) and one.get("type") == "text" for one in content

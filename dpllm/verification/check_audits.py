@@ -152,9 +152,9 @@ def _only_numbers(path: Path) -> None:
     scored = {field.name.removesuffix("_N") for field in fields(TokenTable) if field.name.startswith(("tuned", "base"))}
     described(path, {"canary_id", "zlib_bytes", "group", "inserted", "secret", "word"} | scored, MOST_TOKENS)
     # As a dictionary: a few bytes can stand for any number of long names.
-    names = parquet.read_table(path, columns=["canary_id"], read_dictionary=["canary_id"], use_threads=False)[
-        "canary_id"
-    ]
+    with path.open("rb") as file:
+        table = parquet.read_table(file, columns=["canary_id"], read_dictionary=["canary_id"], use_threads=False)
+    names = table["canary_id"]
     if sum(len(chunk.dictionary) for chunk in names.chunks) > MOST_TOKENS:
         raise Wrong(f"{path.name} names more canaries than any audit of dpllm. {AUDIT_AGAIN}")
     if any(len(str(name)) > 10 for chunk in names.chunks for name in chunk.dictionary):
@@ -172,7 +172,8 @@ def described(path: Path, wanted: set[str], most: int) -> None:
     try:
         if footer > min(size, MOST_FOOTER):
             raise ArrowException
-        found = parquet.read_metadata(path)
+        with path.open("rb") as file:  # whose name may be no text
+            found = parquet.read_metadata(file)
     except (ArrowException, OSError):
         raise Wrong(f"{path.name} is not a parquet file. {AUDIT_AGAIN}") from None
     names = set(found.schema.names)

@@ -36,7 +36,7 @@ def check(found: Published) -> Iterator[Check]:
         raise Wrong(f"of labels before these, a probability or a cost is not that of their epsilon. {_AGAIN}")
     if shown is not None:
         stated, due = shown.account_epsilon, shown.with_account(before=before).account_epsilon
-        if stated != due and (before or stated is not None):  # earlier versions stated none
+        if stated != due:
             raise Wrong(f"{shown.dataset} holds {due} with the models before; {stated} is stated. {_AGAIN}")
         where = found.ledger if found.ledger is not None else ledger_of(found)
         yield from _stated(shown, where)
@@ -52,6 +52,8 @@ def _beside(path: Path, where: str | None) -> Iterator[Check]:
         record = LabelRecord.checked(read_object(path))
     except NotAStatement as error:
         raise Wrong(f"{path.name} is no record of randomised labels: {error.problems[0]}.") from None
+    if record.account_epsilon is None:
+        raise Wrong(f"{path.name} does not state what the account of these labels holds. {_AGAIN}")
     yield from _stated(record.public(), where)
     data = path.with_name(path.name.removesuffix(SUFFIX) + ".jsonl")
     if not data.exists():
@@ -94,10 +96,10 @@ def _entry(shown: Labels, where: str | None) -> Check:
     events, known = [event_of(e) for e in account], shown.account_epsilon
     now, least = added(*events), added(*events[: account.index(mine[0]) + 1])
     told = f"{chain.where} charged {shown.unit_epsilon:g} for this draw, and its account holds {now:g} in all"
-    if known is not None and known < least * (1 - 1e-9):
-        raise Wrong(f"{told}, {least:g} at the time; {known:g} is stated. {_AGAIN}")
+    if known is None or known < least * (1 - 1e-9):
+        raise Wrong(f"{told}, {least:g} at the time; {known or 'nothing'} is stated. {_AGAIN}")
     if len(events) == 1:
         return verified(name, f"{chain.where} charged exactly this, in an account that no other epsilon is added to.")
-    if known is not None and now <= known * (1 + 1e-9):
+    if now <= known * (1 + 1e-9):
         return verified(name, f"{told}, as is stated.")
     return asserted(name, f"{told}, more than is stated: whoever sees all draws learns that much.")

@@ -8,10 +8,12 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 from threading import Barrier, Thread
+from typing import Any
 
 import pytest
 from ledger_stores import Place
 
+from dpllm.cli import main
 from dpllm.errors import BudgetExceeded, ConfigError, DpllmError, Refused
 from dpllm.ledger import Budget, Ledger, Reservation, RunRequest, budgets
 from dpllm.ledger.records import Fingerprint, fingerprint
@@ -42,7 +44,7 @@ def recipe(data: Path, ledger: object, **more: object) -> RunConfig:
     return around(str(data), {**keys, "privacy.ledger": str(ledger), **more}, "tests")
 
 
-def draw(data: Path, ledger: object, *, again: bool = False, output: Path | None = None, **more: object) -> object:
+def draw(data: Path, ledger: object, *, again: bool = False, output: Path | None = None, **more: object) -> Any:
     return labels.randomize(recipe(data, ledger, **more), 1.0, output or data.with_suffix(".out.jsonl"), again=again)
 
 
@@ -210,3 +212,25 @@ def test_the_order_of_sums_costs_a_release_its_epsilon_to_the_bit() -> None:
     for epsilon in (0.1, 0.3, 1.7, 4.5, 9.3):
         assert renyi.rdp(PureDP(epsilon), renyi.SUM) == epsilon
         assert renyi.allowance(epsilon, 1e-9, renyi.SUM) == epsilon
+
+
+def test_one_label_in_a_thousand_others_is_not_drawn_again(tmp_path: Path) -> None:
+    """A file of fresh pairs around known ones would give these a second coin, in an account of its own."""
+    ledger, first = tmp_path / "ledger.sqlite", written(tmp_path / "first.jsonl", pairs(40))
+    name = draw(first, ledger).dataset
+    around_one = written(tmp_path / "second.jsonl", [*pairs(1, 7), *pairs(300, 1000)])
+    with pytest.raises(Refused, match=r"costs epsilon 1 more .* 2 in all"):
+        draw(around_one, ledger)
+    assert draw(around_one, ledger, again=True).dataset == name
+    with Ledger(ledger) as book:
+        assert len(book.runs(name)) == 2
+        with pytest.raises(Refused):
+            reserve_all(book, label_account("third"), [request()], records=hashed(book, [*pairs(1), *pairs(500, 9000)]))
+
+
+def test_an_import_into_an_account_of_labels_is_of_labels(tmp_path: Path) -> None:
+    ledger = ["--ledger", str(tmp_path / "ledger.sqlite"), "--by", "alice", "--reason", "study 7"]
+    assert main(["ledger", "import", "labels of notes", "--run", "r", "--epsilon", "1", "--delta", "0", *ledger]) == 0
+    with Ledger(tmp_path / "ledger.sqlite") as book:
+        [entry] = (entry for entry in book.history("labels of notes") if entry.kind == "import")
+        assert entry.facts["relation"] == "label_changed"

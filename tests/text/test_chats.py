@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from test_layouts import load
 
 from dpllm.errors import DataError
-from dpllm.text import prompts
+from dpllm.text import chats, prompts
 from dpllm.text.data import encode, encode_units
 from dpllm.text.rows import each_row
 
@@ -382,3 +382,32 @@ def test_a_rendered_prompt_begins_once(fmt: Any) -> None:
     ids = prompts.encode(tiny.tokenizer(), "<s><|user|>Who?", 0, fmt, "{prompt}{completion}")
     assert ids == prompts.encode(tiny.tokenizer(), "<|user|>Who?", 0, fmt, "{prompt}{completion}")
     assert ids.count(0) == 1
+
+
+DROPS_PARTS = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content if m.content is string else '' }}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def test_a_template_that_drops_what_is_said_is_refused() -> None:
+    """Qwen3's writes nothing for content in parts: a run would be charged and learn the ends of turns alone."""
+    parts = [{"role": role, "content": [{"type": "text", "text": "Hello"}]} for role in ("user", "assistant")]
+    texts = [{"role": role, "content": "Hello"} for role in ("user", "assistant")]
+    tokenizer = tiny.tokenizer(chat_template=DROPS_PARTS)
+    assert chats.render({"messages": texts}, tokenizer)[1]
+    with pytest.raises(DataError, match="leaves out what a message says"):
+        chats.render({"messages": parts}, tokenizer)
+
+
+def test_thoughts_of_a_turn_that_is_left_out_are_not_learned_by_marks() -> None:
+    """Two marks a turn, each where something stands: one count for two turns says nothing of whose they are."""
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{% for part in [m.get('reasoning_content'), m.content] %}{% if part %}"
+        "{% generation %}{{ part }}{% endgeneration %}{% endif %}{% endfor %}{% endfor %}"
+    )
+    ask = {"role": "user", "content": "What?"}
+    left_out = {"role": "assistant", "content": "cat", "weight": 0, "reasoning_content": "hmm"}
+    rows = [ask, {"role": "assistant", "content": ""}, ask, left_out]
+    with pytest.raises(DataError, match="marks parts of turns"):
+        chats.render({"messages": rows}, tiny.tokenizer(chat_template=template))
