@@ -24,7 +24,6 @@ from dpllm.verification.values import (
     Check,
     Wrong,
     asserted,
-    differences,
     guarded,
     listed,
     read_text,
@@ -153,7 +152,7 @@ def _limits(record: Inference) -> Check:
         return asserted(name, "none are stated besides those that follow from epsilon and delta.")
     fresh = attacker_limits_of(inference.whole(record.event, record.statistics), record.neighbouring_relation)
     slack = costs.rounding(record, check_promise.OTHER_RDP, costs.MAGNIFIED)
-    if wrong := list(differences(record.limits.to_json(), fresh, "limits", slack)):
+    if wrong := costs.wrong_limits(record.limits.to_json(), fresh, slack):
         raise Wrong(f"{listed(wrong)} does not follow from the event{costs.by(record)}. {_AGAIN}")
     return verified(name, "follow from the event, with the statistics.")
 

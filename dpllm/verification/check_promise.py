@@ -197,8 +197,10 @@ def _attackers(terms: Terms) -> Check:
     wrong: list[object] = [
         key for key in ("curve", "trade_off") if [at for at, _ in stated[key]] != [at for at, _ in fresh[key]]
     ]
-    for key, same in (("limits", costs.MAGNIFIED), ("curve", costs.MAGNIFIED), ("trade_off", 0.0)):
-        wrong += differences(stated[key], fresh[key], key, rounding(terms, OTHER_RDP, same))
+    slack = rounding(terms, OTHER_RDP, costs.MAGNIFIED)
+    wrong += costs.wrong_limits(stated["limits"], fresh["limits"], slack)
+    wrong += differences(stated["curve"], fresh["curve"], "curve", slack)
+    wrong += differences(stated["trade_off"], fresh["trade_off"], "trade_off", rounding(terms, OTHER_RDP, 0.0))
     if wrong:
         raise Wrong(f"{listed(wrong)} does not follow from the event{by(terms)}. {_AGAIN}")
     return verified(name, "limits and curve, to five digits, and trade_off follow from the event.")

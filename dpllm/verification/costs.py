@@ -5,6 +5,7 @@ Comes in: events and terms of a stranger. Goes out: numbers as JSON has them. Op
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -14,7 +15,7 @@ from dpllm.privacy.events import Event
 from dpllm.privacy.parts import parts_of
 from dpllm.statement import tradeoff_figure
 from dpllm.statement.inference import Inference, Promised
-from dpllm.verification.values import TOLERANCE, Wrong
+from dpllm.verification.values import TOLERANCE, Difference, Wrong, differences
 
 LARGE = 500.0
 """Epsilon by RDP beyond which PLD has a coarser grid: such an epsilon promises nothing, and would take gigabytes."""
@@ -24,6 +25,8 @@ MOST_PARTS, MOST_STEPS, LEAST_NOISE = 4, 1_000_000, 0.01
 MAGNIFIED = 1e-5
 """Relative, where the last bits are magnified: curves fitted to scores, and limits that read deltas down to 1e-10. Processors
 round the accountant's Fourier transform differently: on another one gdp_mu moved by 1.2e-6, and epsilon at delta 1e-8 by 1e-8."""
+OF_SUMMARY = 1e-3
+"""Relative, of gdp_mu alone: near deltas of 1e-10 the transform's noise is most of it, and another processor moved it by 5e-4."""
 OF_ROWS = "Restore inference.json from where the rows were published, or write them anew."
 OTHER_VERSION = 1e-3
 """Relative; how far PLD of another version may lie from this one."""
@@ -91,6 +94,13 @@ def attackers(event: Event, relation: Relation) -> dict[str, Any]:
         ],
         "trade_off": tradeoff_figure.trade_off(event, relation),
     }
+
+
+def wrong_limits(stated: Mapping[str, Any], fresh: Mapping[str, Any], slack: float) -> list[Difference]:
+    """Which limits of attackers are not those of the event."""
+    mu, found = ({"gdp_mu": limits.get("gdp_mu")} for limits in (stated, fresh))
+    rest, others = ({key: limits[key] for key in limits if key != "gdp_mu"} for limits in (stated, fresh))
+    return [*differences(rest, others, "limits", slack), *differences(mu, found, "limits", max(slack, OF_SUMMARY))]
 
 
 def together(composed: list[Event], delta: float, relation: Relation) -> float:
