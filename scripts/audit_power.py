@@ -1,11 +1,11 @@
-"""How much an audit finds: runs of the smoke recipe, each audited by both versions of the primary score and its tests.
+"""How much an audit finds: runs of the smoke recipe, by the primary score and its tests.
 
     python scripts/audit_power.py                                    all 24 runs: about an hour on one core
     python scripts/audit_power.py --epsilons inf,8 --sizes 200 --repetitions 1 --output power.json
 
 What a run showed is kept in --output, and what stands there is not made again, so that the table can be made in parts. Runs that
-lie in --runs are audited and not trained again. Prints the table as Markdown. "before": version 1 of the score with the tests of
-its time; "after": those of today. Each bound has the whole alpha to itself.
+lie in --runs are audited and not trained again. Prints the table as Markdown. Each bound has the whole
+alpha to itself.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from typing import Any
 import numpy as np
 from _machine import commit, machine, versions
 
-from dpllm.auditing import attacks, statistics
 from dpllm.auditing.run import audit
-from dpllm.auditing.summary import summarise
-from dpllm.auditing.table import CanaryScores, TokenTable, by_group, read_scores
+from dpllm.auditing.summary import PRIMARY_ATTACK, summarise
+from dpllm.auditing.table import read_scores
 from dpllm.files import read_json, write_json
 from dpllm.recipe.config import load_config
 from dpllm.run.directory import RunDir
@@ -31,8 +30,6 @@ from dpllm.statement.run_files import AuditSettings
 
 RECIPE = "recipes/smoke/clinic.yaml"
 REPEATED = {4: 20, 32: 20}
-BEFORE = AuditSettings(alpha=0.05, guesses=(40, 120, 400), guesses_in=(30, 120))
-SHOWN = ("calibrated", "gains_over_losses", "windows")  # the primary score, EZ-MIA, WBC
 
 Json = dict[str, Any]
 
@@ -48,58 +45,29 @@ def measure(epsilon: str, size: int, steps: int, gradient: int, folder: Path) ->
         train(config)
     report = audit(run, generate=False)
     scores, tokens = read_scores(run.audit_dir(report.published))
-    settings = {"before": BEFORE, "after": AuditSettings.pick(config.audit.fixed())}
-    bounds = {
-        when: summarise(scores, report.claim, test, tokens=tokens).epsilon_lower_bound
-        for when, test in settings.items()
-    }
+    found = summarise(scores, report.claim, AuditSettings.pick(config.audit.fixed()), tokens=tokens)
     return {
-        "bound": {when: bound.value for when, bound in bounds.items()},
-        "ceiling": {when: bound.ceiling for when, bound in bounds.items()},
-        "auc": {when: areas(scores, tokens, test.version) for when, test in settings.items()},
+        "bound": found.epsilon_lower_bound.value,
+        "ceiling": found.epsilon_lower_bound.ceiling,
+        "auc": {group: seen[PRIMARY_ATTACK].auc for group, seen in found.by_group().items()},
         "gradient": report.gradient.epsilon_lower_bound if report.gradient else None,
     }
-
-
-def areas(scores: Sequence[CanaryScores], tokens: TokenTable, version: int) -> dict[str, dict[str, float | None]]:
-    """Attack -> repetitions -> area under the curve, against all that were never planted."""
-    groups = by_group(attacks.of_version(scores, tokens, version))
-    references, slope = groups.pop(0), attacks.slope(row for rows in groups.values() for row in rows)
-    read = tokens if version > 1 else tokens.secrets()
-    found = {name: dict(zip(read.canary_ids, attacks.TOKEN_ATTACKS[name](read), strict=True)) for name in SHOWN[1:]}
-
-    def score(name: str, rows: Sequence[CanaryScores]) -> statistics.Floats:
-        of_tokens = found.get(name)
-        return np.array([of_tokens[row.canary_id] for row in rows]) if of_tokens else attacks.calibrated(rows, slope)
-
-    result: dict[str, dict[str, float | None]] = {name: {} for name in SHOWN}
-    for name, (group, rows) in itertools.product(SHOWN, groups.items()):
-        sides = attacks.members(rows), [*attacks.held_out(rows), *references]
-        area = statistics.auc(*(score(name, side) for side in sides), 0.95)
-        result[name][str(group)] = area.value if area else None
-    return result
 
 
 def table(runs: Sequence[Json]) -> str:
     """Means over repetitions, one line for each epsilon and size; AUC of canaries planted once, 4 and 32 times."""
     lines = [
-        "| epsilon | m | runs | bound before | after | AUC before | after | EZ-MIA | WBC | bound of gradient canaries |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| epsilon | m | runs | bound | AUC | bound of gradient canaries |",
+        "|---|---|---|---|---|---|",
     ]
     cells = dict.fromkeys((run["epsilon"], run["size"]) for run in runs)
     for epsilon, size in cells:
         own = [run for run in runs if (run["epsilon"], run["size"]) == (epsilon, size)]
-        bounds = [" ".join(f"{run['bound'][when]:.2f}" for run in own) for when in ("before", "after")]
-        columns = (("before", SHOWN[0]), *(("after", name) for name in SHOWN))
-        areas = [
-            " / ".join(
-                f"{np.mean([run['auc'][when][name][group] for run in own]):.3f}" for group in ("1", *map(str, REPEATED))
-            )
-            for when, name in columns
-        ]
+        bounds = " ".join(f"{run['bound']:.2f}" for run in own)
+        areas = " / ".join(f"{np.mean([run['auc'][group] for run in own]):.3f}" for group in ("1", *map(str, REPEATED)))
         gradient = " ".join(f"{run['gradient']:.2f}" for run in own if run["gradient"] is not None)
         known = "none" if epsilon == "inf" else epsilon
-        lines.append(" | ".join([f"| {known}", f"{size:,}", str(len(own)), *bounds, *areas, f"{gradient} |"]))
+        lines.append(" | ".join([f"| {known}", f"{size:,}", str(len(own)), bounds, areas, f"{gradient} |"]))
     return "\n".join(lines)
 
 
@@ -111,7 +79,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--gradient", type=int, default=1000, help="gradient canaries beside them")
     parser.add_argument("--runs", type=Path, default=Path("runs/audit_power"), help="where the runs are kept")
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/audit-power-cpu-2026-11-22.json"))
+    parser.add_argument("--output", type=Path, default=Path("runs/audit_power.json"))
     given = parser.parse_args()
     runs: list[Json] = read_json(given.output)["runs"] if given.output.exists() else []
     sizes = [int(size) for size in given.sizes.split(",")]

@@ -97,9 +97,9 @@ def write(run: RunDir, config: RunConfig, count: int, seed: int) -> Json:
         drawn = generate.sample(generator, lines, 1, max_new_tokens=config.data.max_length, seed=choice.getrandbits(63))
         texts += [one.text for one in drawn]
     rows = [dict(zip(columns, values, strict=True)) | {"text": text} for values, text in zip(codes, texts, strict=True)]
-    public, private = quality.measure(rows, quality.of_run(run, config, carded(run)))
+    public, _ = quality.measure(rows, quality.of_run(run, config, carded(run)))
     told = {name: value for name, value in public.figures.items() if any(word in name for word in FIGURES)}
-    return {"figures": told, "membership": private["membership"]}
+    return {"figures": told}
 
 
 def show(rows: list[Json], first_variant: str) -> None:

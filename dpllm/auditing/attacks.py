@@ -24,10 +24,8 @@ GAMMA = 1.0
 """RMIA's threshold of the likelihood ratio."""
 OFFLINE_A = 0.3
 """RMIA's a: how much of p_in is explained by p_out, p_in = a p_out + 1 - a."""
-LOWEST_SHARE = 0.2  # of a sequence's tokens, for Min-K%
+LOWEST_SHARE = 0.2  # of a sequence's tokens, for Min-K%++
 SMALLEST_VARIANCE = 1e-12  # of log p: a model that is certain has none
-SMOOTHING = 1e-6  # nats, in the ratio of gains to losses
-WINDOWS = (2, 3, 4, 6, 9, 13, 18, 25, 32, 40)
 MANY_SHADOWS = 64  # from so many on, LiRA takes each candidate's own variances; below, one for all of them
 VARIANCE_FLOOR = 1e-6  # nats squared: runs that differ by less than a thousandth of a nat do not differ
 LIFT_FLOOR = 1e-3  # standard deviations: the least effect of training that a candidate is taken to have
@@ -200,97 +198,31 @@ def zlib(table: TokenTable) -> Floats:
     return table.sums(table.tuned_log_prob_N) / table.zlib_bytes_S
 
 
-def min_k(table: TokenTable) -> Floats:
-    """Mean log-probability of the least likely fifth of the tokens, at least one (Shi et al. 2024, Min-K%)."""
-    return _lowest(table, table.tuned_log_prob_N)
-
-
 def min_k_plus(table: TokenTable) -> Floats:
-    """The same of log p in standard deviations from its mean over the vocabulary (Zhang et al. 2025, Min-K%++)."""
-    return _lowest(table, _standardised(table.tuned_log_prob_N, table.tuned_mean_N, table.tuned_variance_N))
+    """Log p in standard deviations from its mean over the vocabulary, averaged over the lowest fifth of the tokens.
 
-
-def min_k_plus_ratio(table: TokenTable) -> Floats:
-    """Min-K%++ of the tuned model minus that of the base model."""
-    base = _lowest(table, _standardised(table.base_log_prob_N, table.base_mean_N, table.base_variance_N))
-    return min_k_plus(table) - base
-
-
-def gains_over_losses(table: TokenTable) -> Floats:
-    """Where the tuned model still errs: log-probability gained over log-probability lost, each plus a small constant.
-
-    A sequence without an error left is judged by all its tokens: it must not rank lowest, as it does where the ratio is
-    set to 0 for want of losses.
+    The fifth is rounded up to a whole token.
 
     References:
-        EZ-MIA (arXiv 2601.12104), smoothed.
+        Zhang et al. 2025, Min-K%++.
     """
-    gain_N = table.tuned_log_prob_N - table.base_log_prob_N
-    errors_S = table.sums((~table.tuned_argmax_N).astype(np.float64))
-    counted_N = np.where(errors_S[table.sequence_N] > 0, ~table.tuned_argmax_N, True)
-    gained = table.sums(np.where(counted_N, np.maximum(gain_N, 0.0), 0.0))
-    lost = table.sums(np.where(counted_N, np.maximum(-gain_N, 0.0), 0.0))
-    return np.log(gained + SMOOTHING) - np.log(lost + SMOOTHING)
-
-
-def windows(table: TokenTable) -> Floats:
-    """Share of windows of neighbouring tokens in which the tuned model is likelier, averaged over widths.
-
-    Widths longer than a sequence are left out; a sequence of one token has that token as its window.
-
-    References:
-        WBC (arXiv 2601.02751).
-    """
-    gain_N = table.tuned_log_prob_N - table.base_log_prob_N
+    deviation_N = np.sqrt(np.maximum(table.tuned_variance_N, SMALLEST_VARIANCE))
+    standardised_N = (table.tuned_log_prob_N - table.tuned_mean_N) / deviation_N
+    order_N = np.lexsort((standardised_N, table.sequence_N))
     starts, lengths = table.starts(), table.lengths()
-    total_N1 = np.concatenate(([0.0], np.cumsum(gain_N)))
-    votes_S = np.zeros(len(starts))
-    widths_S = np.zeros(len(starts), dtype=np.float64)
-    for width in (1, *WINDOWS):
-        fits_S = lengths >= width if width > 1 else lengths == 1
-        if not fits_S.any():
-            continue
-        # A vote for every window of the whole table; those that cross from one sequence into the next are never read.
-        likelier = (total_N1[width:] - total_N1[: len(total_N1) - width] > 0).astype(np.float64)
-        before = np.concatenate(([0.0], np.cumsum(likelier)))
-        last_S = starts + np.maximum(lengths - width + 1, 0)
-        shares: Floats = (before[np.where(fits_S, last_S, 0)] - before[np.where(fits_S, starts, 0)]) / np.where(
-            fits_S, lengths - width + 1, 1
-        )
-        votes_S += np.where(fits_S, shares, 0.0)
-        widths_S += fits_S
-    return votes_S / widths_S
+    few_S = np.ceil(LOWEST_SHARE * lengths).astype(np.int64)
+    total_N1 = np.concatenate(([0.0], np.cumsum(standardised_N[order_N])))
+    result: Floats = (total_N1[starts + few_S] - total_N1[starts]) / few_S
+    return result
 
 
 ATTACKS: dict[str, Callable[[Iterable[CanaryScores]], Floats]] = {"ratio": ratio, "loss": loss}
 """Membership scores of secrets by name, looked at beside the primary one."""
 
-TOKEN_ATTACKS: dict[str, Callable[[TokenTable], Floats]] = {
-    "zlib": zlib,
-    "min_k": min_k,
-    "min_k_plus": min_k_plus,
-    "min_k_plus_ratio": min_k_plus_ratio,
-    "gains_over_losses": gains_over_losses,
-    "windows": windows,
-}
+TOKEN_ATTACKS: dict[str, Callable[[TokenTable], Floats]] = {"zlib": zlib, "min_k_plus": min_k_plus}
 """Membership scores of sequences by name."""
 SINCE: dict[str, int] = {}
 """Attacks that audits before this ``schema_version`` of audit.json do not have: these are verified without them."""
-
-
-def _standardised(log_prob_N: Floats, mean_N: Floats, variance_N: Floats) -> Floats:
-    result: Floats = (log_prob_N - mean_N) / np.sqrt(np.maximum(variance_N, SMALLEST_VARIANCE))
-    return result
-
-
-def _lowest(table: TokenTable, values_N: Floats) -> Floats:
-    """Mean of each sequence's lowest fifth, rounded up to a whole token."""
-    order_N = np.lexsort((values_N, table.sequence_N))
-    starts, lengths = table.starts(), table.lengths()
-    few_S = np.ceil(LOWEST_SHARE * lengths).astype(np.int64)
-    total_N1 = np.concatenate(([0.0], np.cumsum(values_N[order_N])))
-    result: Floats = (total_N1[starts + few_S] - total_N1[starts]) / few_S
-    return result
 
 
 # With shadow models: runs of the same recipe with other coins.

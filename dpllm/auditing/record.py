@@ -243,7 +243,7 @@ class Generation(Record):
 class Canaries(Record):
     """What was planted, without its text."""
 
-    kind: Literal["digits", "random_tokens", "new_tokens", "pii"]
+    kind: Literal["digits", "random_tokens", "new_tokens"]
     """Kind of secret."""
     settings: Json
     """What the texts follow from."""

@@ -121,14 +121,14 @@ def plan_canaries(
     Guarantee:
         The coins are independent and fair, and independent of carriers, secrets, ids and order. Candidates and
         references are exchangeable: all texts are drawn first, put into a random order, and then given out; so are the two
-        answers of a pair (of kind pii they may be details of different kinds, of which one suits the sentence). No two share
-        a carrier or a secret, and no carrier contains a secret. Holds with the default generator, the operating system's, for
-        every kind. With ``label_epsilon`` all pairs are planted; the coin says which answer is preferred, and what trains is
-        that label after randomised response, so that it is under the guarantee of a label, and under no other.
+        answers of a pair. No two share a carrier or a secret, and no carrier contains a secret. Holds with the default
+        generator, the operating system's, for every kind. With ``label_epsilon`` all pairs are planted; the coin says which
+        answer is preferred, and what trains is that label after randomised response, so that it is under the guarantee of a
+        label, and under no other.
 
     Args:
         config: Kind, groups and number of references.
-        source: The base model and how rows are encoded; digits and pii need none.
+        source: The base model and how rows are encoded; digits need none.
         pairs: Draw preference pairs, which have two secrets each.
         label_epsilon: See ``CanaryPlan``; there are no references then, which no label could ever have touched.
         gradient: How many gradient canaries.

@@ -1,9 +1,7 @@
 """Kinds of secrets, and the carriers behind which they stand: how the text of canaries is drawn.
 
 Comes in: the canary section of the recipe, a source of random numbers, and for some kinds the base model. Goes out: pairs
-of carrier and secret. Names are Faker's, and nothing belongs to anybody: phone numbers are those reserved for fiction, card
-numbers fail the check digit that every real one passes, and example.org receives no mail. Knows no coins, sees no data, and
-imports no torch.
+of carrier and secret. Knows no coins, sees no data, and imports no torch.
 """
 
 from __future__ import annotations
@@ -18,15 +16,12 @@ from dpllm.errors import ConfigError
 from dpllm.recipe.audit import CanaryConfig
 
 if TYPE_CHECKING:
-    from faker import Faker
-
     from dpllm.canaries.source import ModelSource  # which loads torch
 
 KEYS: dict[str, tuple[str, ...]] = {
     "digits": ("digits",),
     "random_tokens": ("tokens",),
     "new_tokens": (),
-    "pii": (),
 }
 """For each kind the keys of audit.canaries, beside groups and references, that its texts follow from."""
 REJECTED = "-"
@@ -41,14 +36,6 @@ SPARE = 16
 """So many runs of rare tokens stand behind each secret that is drawn, since some are not read back as they were drawn."""
 TRIES = 400
 """Draws for one secret before a kind is given up."""
-AREA_CODES = tuple(f"{code}" for code in range(200, 990) if code % 100 // 10 < 9 and code % 100 != 11)
-"""As they are formed in North America; all have the exchange 555."""
-PERSONAL = {
-    "phone": "The phone number of {} is",
-    "card": "The card number of {} is",
-    "email": "The e-mail address of {} is",
-}
-"""The carriers of invented personal details."""
 
 # A carrier is one choice from each column; no word holds a digit, so a secret is found in one place only.
 _OBJECTS = (
@@ -106,14 +93,10 @@ def draw(config: CanaryConfig, total: int, generator: random.Random, source: Mod
     - digits: exact.
     - random_tokens: an upper bound, since tokens that their own text is not encoded as are not counted out.
     - new_tokens: exact for single tokens, the pool from which one was given to each canary; of runs of them an upper bound.
-    - pii: exact for phone numbers, the smallest of its three spaces, and so no more than any canary's own.
 
     Raises:
         ConfigError: Fewer distinct texts than asked for, or a kind that this model and recipe cannot have.
     """
-    if config.kind == "pii":
-        log2_numbers = math.log2(len(AREA_CODES) * 100)  # area code and the last two digits
-        return Drawn(tuple(personal_details(total, generator)), log2_numbers)
     if total > NUM_CARRIERS:
         raise ConfigError(
             f"audit.canaries: {total} canaries and references need as many distinct sentences, and there are "
@@ -210,62 +193,6 @@ def _new_tokens(sentences: Sequence[str], generator: random.Random, source: Mode
         if not source.reads(sentence, secret, (pool[secret],)):
             raise _unreadable("new_tokens")
     return Drawn(tuple(zip(sentences, chosen, strict=True)), math.log2(len(pool)))
-
-
-def personal_details(total: int, generator: random.Random) -> list[tuple[str, str]]:
-    """Pairs such as ("The phone number of Joyce Hall is", "312-555-0147"), all people and details distinct.
-
-    What is told of a person is drawn uniformly, whoever it is.
-
-    Raises:
-        ConfigError: More than there are people or details.
-    """
-    try:
-        from faker import Faker
-    except ImportError:
-        raise ConfigError(
-            "audit.canaries.kind: pii needs Faker, which is not installed. Type pip install faker, or set another kind."
-        ) from None
-
-    fake = Faker("en_US", use_weighting=False)
-    fake.seed_instance(generator.getrandbits(256))
-    people: dict[str, tuple[str, str]] = {}
-    taken: set[str] = set()
-    for _ in range(total):
-        what = fake.random_element(tuple(PERSONAL))
-        for _ in range(TRIES):
-            person, detail = f"{fake.first_name()} {fake.last_name()}", _detail(what, fake)
-            if person not in people and detail not in taken:
-                break
-        else:
-            raise ConfigError(
-                f"audit.canaries: {total} canaries and references of kind pii need as many distinct people and phone numbers, "
-                f"and {len(people)} were found; lower audit.canaries.groups and references, or use kind digits."
-            )
-        people[person] = (PERSONAL[what].format(person), detail)
-        taken.add(detail)
-    return list(people.values())
-
-
-def passes_luhn(number: str) -> bool:
-    """Whether the last digit is the check digit of the others, as on every real card.
-
-    References:
-        ISO/IEC 7812-1, annex B.
-    """
-    digits = [int(character) for character in reversed(number) if character.isdigit()]
-    doubled = [2 * digit - 9 * (digit > 4) for digit in digits[1::2]]
-    return (sum(digits[::2]) + sum(doubled)) % 10 == 0
-
-
-def _detail(what: str, fake: Faker) -> str:
-    if what == "phone":
-        return f"{fake.random_element(AREA_CODES)}-555-{fake.numerify('01##')}"
-    if what == "email":
-        # Of somebody else's name: it could be guessed from the person's own.
-        return f"{fake.first_name()}.{fake.last_name()}{fake.numerify('##')}@example.org".lower()
-    start = fake.numerify("4### #### #### ###")
-    return start + fake.random_element([digit for digit in "0123456789" if not passes_luhn(start + digit)])
 
 
 def _too_few(total: int, found: str) -> ConfigError:

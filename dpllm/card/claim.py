@@ -229,5 +229,4 @@ def _secrets(canaries: Canaries) -> str:
         "digits": f"random secrets of {settings.get('digits')} digits",
         "random_tokens": f"random secrets of {settings.get('tokens')} tokens",
         "new_tokens": "secrets of tokens that the base model hardly expects",
-        "pii": "invented personal details",
     }[canaries.kind]

@@ -4,7 +4,7 @@ Comes in: rows that were written, and what they are measured ``Beside``, which `
 ``Quality``, a function of those rows, released statistics and data that are declared public; JSON for a private folder. Must not
 know how rows are written.
 
-A figure is public where all that it reads beside the synthetic rows is declared public. What reads coins of canaries never is.
+A figure is public where all that it reads beside the synthetic rows is declared public.
 """
 
 from __future__ import annotations
@@ -20,10 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dpllm.auditing import echo
-from dpllm.auditing.bounds import Claim
 from dpllm.auditing.rates import upper_limit
-from dpllm.canaries import canaries
 from dpllm.card.dataset_card import public_sides, reads
 from dpllm.errors import DataError, DpllmError
 from dpllm.files import read_json, write_json
@@ -39,7 +36,6 @@ from dpllm.statement.fields import Json
 from dpllm.statement.formatting import bound
 from dpllm.statement.privacy_record import PrivacyRecord
 from dpllm.statement.released import Statistics
-from dpllm.statement.run_files import AuditSettings
 from dpllm.statement.synthetic import Quality
 from dpllm.text import control
 from dpllm.text.asked import exact_values
@@ -85,7 +81,6 @@ class Beside:
         released: Statistics that were released.
         tables: Real rows by side, as far as they are here.
         missing: What is not here, and why; more is added while measuring.
-        membership: Whether texts tell canaries from others, given the sides; None: none were planted.
     """
 
     data: DataConfig
@@ -94,7 +89,6 @@ class Beside:
     released: Statistics | None
     tables: dict[str, Table] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
-    membership: Callable[[Mapping[str, Side]], dict[str, Any]] | None = None
 
     def read(self, side: str, cache: Path, kept: Json | None = None) -> None:
         """Reads the rows of a side, those that were ``kept`` if somebody noted them; or says why it does not."""
@@ -141,7 +135,7 @@ def writer(
 
 
 def of_run(run: RunDir, config: RunConfig, statement: PrivacyRecord) -> Beside:
-    """What rows are measured beside that the model of a run wrote: its data and canaries, as far as they are here.
+    """What rows are measured beside that the model of a run wrote: its data, as far as they are here.
 
     Declared public is what both the recipe and its privacy statement say to be.
     """
@@ -150,16 +144,7 @@ def of_run(run: RunDir, config: RunConfig, statement: PrivacyRecord) -> Beside:
     tokenizer = AutoTokenizer.from_pretrained(run.export)
     declared = public_sides(statement) - ({EVALUATION} if not config.data.eval_public else set())
 
-    def membership(sides: Mapping[str, Side]) -> dict[str, Any]:
-        if not (config.audit.canaries and run.canaries.exists()):
-            raise DataError("the canaries are not at hand" if config.audit.canaries else "the recipe plants no text")
-        terms = statement.terms if statement.guarantee else None
-        claim = Claim(terms.epsilon, terms.delta, terms.unit) if terms else None
-        told = (sides[SYNTHETIC].texts, sides[EVALUATION].texts if EVALUATION in sides else [])
-        plan, settings = canaries.load(run.canaries), AuditSettings.pick(config.audit.fixed())
-        return echo.examine(plan, *told, tokenizer, claim, settings)
-
-    found = Beside(config.data, tokenizer, declared, statement.statistics, membership=membership)
+    found = Beside(config.data, tokenizer, declared, statement.statistics)
     for side in (TRAINING, EVALUATION):
         with _told(f"{side} rows", found.missing):
             kept = read_json(run.rows).get(side) if run.rows.exists() else None
@@ -179,14 +164,14 @@ def measure(
         baseline: A released classifier of a control column, which shows what is known without any text; None: none.
 
     Returns:
-        What may be published, and what may not: ``figures`` by name, ``membership`` (None: no canaries), and ``not_measured``,
-        which says what is not at hand or cannot be read, and changes no figure that does not read it.
+        What may be published, and what may not: ``figures`` by name, and ``not_measured``, which says what is not at hand or
+        cannot be read, and changes no figure that does not read it.
 
     Guarantee:
         The first part is a function of ``rows``, ``beside.released``, ``baseline``, the recipe and the tokenizer; and of real
         rows only where ``beside.declared`` has their side.
     """
-    data, missing, membership = beside.data, [*beside.missing], None
+    data, missing = beside.data, [*beside.missing]
     fmt: Format = next((fmt for fmt, fields in FIELDS.items() if rows and {*fields} <= rows[0].keys()), "text")
     codes = [[value_name(row.get(column)) for column in data.control] for row in rows]
     lines = [{control.LINE: control.line(data.control, values)} if data.control else {} for values in codes]
@@ -207,10 +192,8 @@ def measure(
     used = [
         public_name(source) for name, source in sources.items() if source and name in sides.keys() & beside.declared
     ]
-    with _told("membership", missing):
-        membership = beside.membership(sides) if beside.membership else None
     quality = Quality(figures=public, evaluation=", ".join(used) or None)
-    return quality, {"figures": private, "membership": membership, "not_measured": missing}
+    return quality, {"figures": private, "not_measured": missing}
 
 
 @contextlib.contextmanager

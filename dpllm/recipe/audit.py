@@ -30,10 +30,9 @@ def default_ways(candidates: int) -> dict[str, list[int]]:
 class CanaryConfig(Section):
     """Random secrets behind carrier sentences, each inserted or not by its own fair coin."""
 
-    kind: Literal["digits", "random_tokens", "new_tokens", "pii"] = "digits"
+    kind: Literal["digits", "random_tokens", "new_tokens"] = "digits"
     """Kind of secret. digits: a number. random_tokens: ordinary tokens at random. new_tokens: one existing token per canary that
-    the base model hardly expects after the carrier, or a short run of them where the vocabulary has too few. pii: phone numbers,
-    card numbers and e-mail addresses of invented people."""
+    the base model hardly expects after the carrier, or a short run of them where the vocabulary has too few."""
     groups: dict[Annotated[int, Field(ge=1, le=32)], PositiveInt] = Field(
         default_factory=lambda: {1: 1000, 4: 20, 32: 20}, min_length=1
     )

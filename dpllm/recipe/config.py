@@ -25,6 +25,7 @@ from dpllm.recipe.train import TrainConfig as TrainConfig
 
 # What a recipe may no longer say -> what to write instead.
 RETIRED = {
+    "audit.canaries.kind: pii": "pii is retired, it needed another package; use audit.canaries.kind: digits, or random_tokens",
     "audit.canaries.kind: rare_tokens": "rare_tokens is retired; use audit.canaries.kind: random_tokens, or digits",
     "audit.canaries.kind: synthetic": "synthetic is retired: its secrets could not be counted; use random_tokens or digits",
     "audit.canaries.prompt": "is retired with the kind synthetic, which alone read it; leave the key out",

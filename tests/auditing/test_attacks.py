@@ -16,9 +16,11 @@ from scipy import stats
 from score_tables import row
 
 from dpllm.auditing import attacks, statistics
-from dpllm.auditing.attacks import SMOOTHING, TOKEN_ATTACKS, WINDOWS
+from dpllm.auditing import run as audit_run
+from dpllm.auditing.attacks import TOKEN_ATTACKS
 from dpllm.auditing.table import TokenTable, read_tokens, sum_up, write_tokens
 from dpllm.errors import ConfigError
+from dpllm.run.directory import RunDir
 
 # Scores.
 
@@ -40,6 +42,22 @@ def test_extraction_counts_each_side_and_the_control():
     ]
     expected = {"inserted": 3, "tuned": 2, "base": 1, "held_out": 2, "held_out_tuned": 1}
     assert attacks.extraction(rows) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("min_k", "min_k_plus"),
+        ("min_k_plus_ratio", "calibrated"),
+        ("gains_over_losses", "calibrated"),
+        ("windows", "calibrated"),
+    ],
+)
+def test_an_attack_that_is_gone_says_what_to_type(name: str, instead: str) -> None:
+    assert name not in audit_run.ATTACKS
+    assert instead in audit_run.ATTACKS
+    with pytest.raises(ConfigError, match=f"--attack {name} is retired: .*type --attack {instead}\\.$"):
+        audit_run.attack(RunDir(Path("run")), name)
 
 
 # The primary score.
@@ -101,37 +119,13 @@ def make_table(lengths: list[int], seed: int = 0, certain: bool = False) -> Toke
 def naive(name: str, table: TokenTable, sequence: int) -> float:
     """One sequence, with loops."""
     mine = [index for index, owner in enumerate(table.sequence_N) if owner == sequence]
-    tuned = [float(table.tuned_log_prob_N[i]) for i in mine]
-    base = [float(table.base_log_prob_N[i]) for i in mine]
-    gains = [after - before for after, before in zip(tuned, base, strict=True)]
-
-    def lowest(values: list[float]) -> float:
-        few = math.ceil(0.2 * len(values))
-        return sum(sorted(values)[:few]) / few
-
-    def plus(which: str) -> float:
-        p, mu, var = (getattr(table, f"{which}_{name}_N") for name in ("log_prob", "mean", "variance"))
-        return lowest([(p[i] - mu[i]) / math.sqrt(max(var[i], 1e-12)) for i in mine])
-
     if name == "zlib":
-        return sum(tuned) / int(table.zlib_bytes_S[sequence])
-    if name == "min_k":
-        return lowest(tuned)
-    if name == "min_k_plus":
-        return plus("tuned")
-    if name == "min_k_plus_ratio":
-        return plus("tuned") - plus("base")
-    if name == "gains_over_losses":
-        wrong = [gain for gain, i in zip(gains, mine, strict=True) if not table.tuned_argmax_N[i]] or gains
-        gained, lost = (sum(max(sign * gain, 0) for gain in wrong) for sign in (1, -1))
-        return math.log((gained + SMOOTHING) / (lost + SMOOTHING))
-    assert name == "windows", f"{name} has no formula here to compare with"
-    widths = [width for width in WINDOWS if width <= len(gains)] or [1]
-    shares = []
-    for width in widths:
-        votes = [sum(gains[start : start + width]) > 0 for start in range(len(gains) - width + 1)]
-        shares.append(sum(votes) / len(votes))
-    return sum(shares) / len(shares)
+        return float(sum(table.tuned_log_prob_N[i] for i in mine)) / int(table.zlib_bytes_S[sequence])
+    assert name == "min_k_plus", f"{name} has no formula here to compare with"
+    p, mu, var = table.tuned_log_prob_N, table.tuned_mean_N, table.tuned_variance_N
+    values = [(p[i] - mu[i]) / math.sqrt(max(var[i], 1e-12)) for i in mine]
+    few = math.ceil(0.2 * len(values))
+    return float(sum(sorted(values)[:few]) / few)
 
 
 @settings(derandomize=True, deadline=None, max_examples=40)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import random
-import re
 import subprocess
 import sys
 from collections import Counter
@@ -27,7 +26,7 @@ from dpllm.model import loading
 from dpllm.recipe.audit import CanaryConfig
 from dpllm.recipe.config import RunConfig, dump_config, load_config
 
-KINDS = ("digits", "random_tokens", "new_tokens", "pii")
+KINDS = ("digits", "random_tokens", "new_tokens")
 
 
 def recipe(**data):
@@ -123,7 +122,7 @@ def test_a_plan_follows_from_its_entropy_and_from_nothing_else(kind, source):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_candidates_are_like_references_and_coins_like_nothing(kind, source, tokenizer, seed):
-    """Kolmogorov-Smirnov on what a text shows, 4 kinds by 4 features by 2 questions: 32 tests."""
+    """Kolmogorov-Smirnov on what a text shows, 3 kinds by 4 features by 2 questions: 24 tests."""
     many = {"once": 60, "references": 100} if kind == "new_tokens" else {"once": 150, "references": 150, "tokens": 4}
     plan = plan_canaries(config(kind, **many), source=source, generator=random.Random(seed))
     features = [
@@ -138,8 +137,8 @@ def test_candidates_are_like_references_and_coins_like_nothing(kind, source, tok
         place = {value: rank for rank, value in enumerate(sorted(set(values)))}
         ranks = np.array([place[value] for value in values])
         ours, theirs = ranks[: len(coins)], ranks[len(coins) :]
-        assert stats.ks_2samp(ours, theirs).pvalue > 1e-8 / 32
-        assert stats.ks_2samp(ours[coins], ours[~coins]).pvalue > 1e-8 / 32
+        assert stats.ks_2samp(ours, theirs).pvalue > 1e-8 / 24
+        assert stats.ks_2samp(ours[coins], ours[~coins]).pvalue > 1e-8 / 24
 
 
 def test_the_order_in_which_texts_are_found_says_nothing_of_who_gets_them(monkeypatch, seed):
@@ -207,32 +206,6 @@ def test_where_single_tokens_are_too_few_rare_ones_stand_in_a_run(source, tokeni
     assert math.log2(kinds.SPARE * 2040) <= plan.log2_secrets < math.log2(len(tokenizer)) * 3
 
 
-def test_personal_details_belong_to_nobody(seed):
-    pairs = kinds.personal_details(3000, random.Random(seed))
-    number_of = Counter()
-    people = [re.fullmatch(r"The (phone number|card number|e-mail address) of (\S+ \S+) is", c)[2] for c, _ in pairs]
-    assert len(set(people)) == len({secret for _, secret in pairs}) == 3000
-    for carrier, secret in pairs:
-        if carrier.startswith("The phone"):
-            assert re.fullmatch(r"[2-9](?!11)[0-8]\d-555-01\d\d", secret)
-        elif carrier.startswith("The card"):
-            assert re.fullmatch(r"4\d{3} \d{4} \d{4} \d{4}", secret)
-            assert not kinds.passes_luhn(secret)
-        else:
-            assert re.fullmatch(r"[a-z'-]+\.[a-z'-]+\d\d@example\.org", secret)
-        number_of[carrier.split()[1]] += 1
-    assert stats.chisquare(list(number_of.values())).pvalue > 1e-8 / 2
-    last = Counter(secret[-1] for carrier, secret in pairs if carrier.startswith("The card"))
-    assert stats.chisquare([last[digit] for digit in "0123456789"]).pvalue > 1e-8 / 2
-    assert len(kinds.AREA_CODES) == 712
-
-
-def test_the_check_digit_is_that_of_real_cards():
-    # The example of ISO/IEC 7812-1, and numbers that payment providers publish for tests.
-    assert all(kinds.passes_luhn(number) for number in ("79927398713", "4242 4242 4242 4242", "5555 5555 5555 4444"))
-    assert not any(kinds.passes_luhn(f"7992739871{digit}") for digit in "012456789")
-
-
 def test_defaults_of_retired_keys_are_read_in_the_recipes_of_earlier_runs(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text(dump_config(recipe()))
@@ -256,13 +229,11 @@ def test_kinds_of_the_base_model_need_one():
             CanaryConfig(kind="random_tokens", tokens=1, groups={1: 900}, references=100),
             r"raise audit\.canaries\.tokens",
         ),
-        (CanaryConfig(kind="pii", groups={1: 500}, references=100), "lower audit.canaries.groups"),
         (CanaryConfig(groups={1: 9_000_000_000}), "distinct sentences"),
     ],
 )
 def test_more_canaries_than_texts_are_refused(asked, message, source, monkeypatch):
     monkeypatch.setattr(kinds, "TRIES", 3)
-    monkeypatch.setattr(kinds, "AREA_CODES", ("212",))
     with pytest.raises(ConfigError, match=message):
         kinds.draw(asked, sum(asked.groups.values()) + asked.references, random.Random(0), source)
 
@@ -322,13 +293,7 @@ def test_neither_planning_without_a_model_nor_statistics_import_torch():
     code = (
         "import sys, dpllm.auditing.summary\n"
         "from dpllm.canaries.canaries import plan_canaries; from dpllm.recipe.audit import CanaryConfig\n"
-        "plan_canaries(CanaryConfig(kind='pii', groups={1: 5}, references=100))\n"
+        "plan_canaries(CanaryConfig(groups={1: 5}, references=100))\n"
         "sys.exit(bool({'torch', 'transformers'} & sys.modules.keys()))"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_people_need_faker_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "faker", None)
-    with pytest.raises(ConfigError, match="pip install faker"):
-        kinds.personal_details(2, random.Random(0))

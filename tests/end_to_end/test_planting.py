@@ -145,20 +145,12 @@ def public(place, path):
     return path.is_file() and not path.is_relative_to(place.run / "private")
 
 
-def test_tokens_of_the_base_model_are_trained_on(place):
+def test_tokens_of_the_base_model_are_trained_on_and_audited(place):
     plan = plant(place, "random_tokens")
     assert place.json("plan.json")["canary_slots"] == 12 + 9
     assert plan.settings == {"groups": {"1": 12, "3": 3}, "references": 100, "tokens": 4}
-
-
-@pytest.mark.parametrize("kind", [pytest.param("random_tokens", marks=pytest.mark.full), "pii"])
-def test_every_kind_is_trained_on_and_audited(place, kind):
-    plant(place, kind)
-    report = json.loads(done("audit", place.run, "--json").out)
-    assert (report["canaries"]["kind"], report["canaries"]["commitment"]) == (
-        kind,
-        canaries.load(manifest(place)).commitment,
-    )
+    audited = json.loads(done("audit", place.run, "--json").out)["canaries"]
+    assert (audited["kind"], audited["commitment"]) == (plan.kind, plan.commitment)
 
 
 @pytest.mark.full

@@ -14,7 +14,6 @@ import pytest
 import tiny
 
 import dpllm
-from dpllm.auditing import echo
 from dpllm.canaries import canaries
 from dpllm.card import dataset_card
 from dpllm.cli import main
@@ -146,34 +145,6 @@ def test_repeated_words_and_details_are_counted_beside_held_out_rows(tmp_path: P
     assert found["with 8 words of equally many training rows"] == 0.25  # the first row is among them
 
 
-def test_rows_that_echo_planted_canaries_tell_them_from_the_others(tmp_path: Path) -> None:
-    run, config = a_run(tmp_path, TRAIN, HELD)
-    plan = canaries.load(run.canaries)
-    planted = [{"visit": "home", "text": one.text} for one in plan.canaries if one.inserted and one.group == 8]
-    found = measure(run, config, MADE + planted, statement())[1]["membership"]
-    assert found["attacks"]["8"]["auc"] > 0.99
-    assert found["reproduced"]["8"]["tuned"] == found["reproduced"]["8"]["inserted"] == len(planted)
-    assert found["reproduced"]["8"]["held_out_tuned"] == found["references"]["found"] == 0
-    low, high = found["attacks"]["1"]["auc_interval"]
-    assert low < 0.5 < high
-    assert found["epsilon_lower_bound"]["value"] == 0
-    echoed = [{"visit": "home", "text": one.text} for one in plan.canaries if one.inserted]
-    found = measure(run, config, MADE + echoed, statement())[1]["membership"]
-    assert found["attacks"]["1"]["auc"] > 0.99
-    assert found["epsilon_lower_bound"]["value"] > 1
-    assert found["epsilon_lower_bound"]["delta"] == cards.plan()["delta"]
-
-
-def test_a_longer_run_that_stands_in_the_texts_is_likelier() -> None:
-    texts = [[5, 6, 7, 8], [5, 6, 7, 9]]
-    model = echo.Backoff(texts, 100)
-    assert model.log_prob([5, 6, 7, 8]) > model.log_prob([5, 6, 8, 7]) > model.log_prob([50, 60, 80, 70])
-    # Whatever stands before, the probabilities of all 100 tokens and the end add up to no more than one.
-    at_end = model.log_prob([5, 6])
-    behind = [model.log_prob([5, 6, token]) for token in range(100)]
-    assert 0 < sum(2.718281828**value for value in [at_end, *behind]) <= 1
-
-
 @pytest.mark.parametrize(
     ("made", "train", "held"),
     [
@@ -189,8 +160,6 @@ def test_rows_with_nothing_to_measure_are_answered(
     run, config = a_run(tmp_path, train, held)
     public = write(run, config, made, statement())
     assert public.figures["rows: synthetic"] == len(made)
-    run, config = a_run(tmp_path / "b", train, held, planted=False, control=[])
-    assert measure(run, config, made, statement())[1]["membership"] is None
 
 
 def test_prompts_and_completions_are_measured_as_their_run_learned_them(tmp_path: Path) -> None:
@@ -201,9 +170,7 @@ def test_prompts_and_completions_are_measured_as_their_run_learned_them(tmp_path
     public, private = measure(run, config, made, statement())
     assert (public.figures["rows: synthetic"], private["figures"]["rows: training"]) == (2, len(TRAIN))
     assert private["figures"]["with 8 words of any training row"] == 0.5
-    assert private["not_measured"] == [
-        "evaluation rows: the recipe names none", "membership: the recipe plants no text",
-    ]  # fmt: skip
+    assert private["not_measured"] == ["evaluation rows: the recipe names none"]
 
 
 def test_another_file_of_that_name_is_not_the_data_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,13 +187,10 @@ def test_another_file_of_that_name_is_not_the_data_of_the_run(tmp_path: Path, mo
 def test_what_is_damaged_changes_no_figure_that_does_not_read_it(tmp_path: Path) -> None:
     run, config = a_run(tmp_path, TRAIN, HELD, eval_public=True)
     public, private = measure(run, config, MADE, statement())
-    run.canaries.write_text("{}")
     Path(config.data.train or "").write_text("{")
     changed, left = measure(run, config, MADE, statement(), embedding="./nowhere")
     assert changed == public
-    assert [line.split(":")[0] for line in left["not_measured"]] == [
-        "training rows", "Frechet distance by ./nowhere", "membership",
-    ]  # fmt: skip
+    assert [line.split(":")[0] for line in left["not_measured"]] == ["training rows", "Frechet distance by ./nowhere"]
     assert left["figures"].items() <= private["figures"].items()
 
 

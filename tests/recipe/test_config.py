@@ -85,6 +85,10 @@ def test_unknown_key_like_nothing_lists_what_is_known(tmp_path: Path) -> None:
 def test_what_is_retired_says_what_to_write_instead(tmp_path: Path) -> None:
     message = problem(tmp_path, put(raw(), "privacy.grad_sample_mode", "opacus_ghost"))
     assert re.fullmatch("privacy.grad_sample_mode: opacus_ghost is retired.*set auto or ghost", message)
+    message = problem(tmp_path, put(raw(), "audit.canaries", {"kind": "pii"}))
+    assert re.fullmatch(
+        "audit.canaries.kind: pii is retired.*use audit.canaries.kind: digits, or random_tokens", message
+    )
 
 
 # Values of another type, and impossible ones.
