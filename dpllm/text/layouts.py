@@ -95,7 +95,9 @@ def renamed(raw: Row, place: str, columns: Mapping[str, str | None]) -> Row:
             "drop the row."
         )
     row = {**raw, **{to: raw.get(column) for to, column in columns.items() if column}}
-    return {name: value for name, value in row.items() if columns.get(name, name)}  # null: as if the column were not there
+    return {
+        name: value for name, value in row.items() if columns.get(name, name)
+    }  # null: as if the column were not there
 
 
 def _of_alpaca(row: Row) -> Row:
