@@ -104,7 +104,7 @@ def record(**changes: Any) -> Json:
             "total_parameters": 126799104,
         },
         "artifacts": {"adapter_model.safetensors": HASH, "tokenizer.json": hashlib.sha256(TOKENIZER).hexdigest()},
-        "metrics": {"public": {}, "released": {}},
+        "metrics": {"public": {}},
         "started_at": "2026-11-21T02:30:11+00:00",
         "finished_at": "2026-11-21T02:51:40+00:00",
         "duration_seconds": 1289.123,

@@ -12,7 +12,6 @@ from scipy import stats
 from torch import Tensor, nn
 
 from dpllm.errors import Refused
-from dpllm.privacy.plan import AdaptiveClipping, adaptive_clipping
 from dpllm.privacy.sampling import PhysicalBatch, collate
 from dpllm.text.data import Unit
 
@@ -339,89 +338,19 @@ def layers(net: nn.Module) -> list[slice]:
     return list(places.values())
 
 
-def by_hand(clipping: str, net: nn.Module, gradient_UP: Tensor, bound: float) -> Tensor:
+def by_hand(clipping: str, gradient_UP: Tensor, bound: float) -> Tensor:
     """contribution_UP of each clipping function, as its paper writes it."""
     norm_U = gradient_UP.norm(dim=1, keepdim=True)
     if clipping == "automatic":
         return bound * gradient_UP / (norm_U + 0.01)
-    if clipping == "per_layer":
-        places = layers(net)
-        clipped = [by_hand("flat", net, gradient_UP[:, place], bound / len(places) ** 0.5) for place in places]
-        return torch.cat(clipped, dim=1)
     return (bound / norm_U).clamp(max=1.0) * gradient_UP
 
 
 def function(
     clipping: str, net: nn.Module, some: Sequence[Unit], exact_UP: Tensor, bound: float, **arguments: Any
 ) -> None:
-    """The clipped sum is the one by hand; no unit adds more than C, and per layer no layer more than C / sqrt(G)."""
+    """The clipped sum is the one by hand, and no unit adds more than C."""
     engine = tm.make_engine(net, tm.plan(bound, clipping=clipping), **arguments)
     found_P = tm.clipped_sum(engine, some, 3)
-    assert apart(found_P, by_hand(clipping, net, exact_UP, bound).sum(dim=0)) <= EXACT
+    assert apart(found_P, by_hand(clipping, exact_UP, bound).sum(dim=0)) <= EXACT
     bounded(engine, some)
-    if clipping == "per_layer":
-        places = layers(net)
-        for one in some:
-            alone_P = tm.clipped_sum(engine, [one])
-            worst = max(float(alone_P[place].norm()) for place in places)
-            assert worst <= bound / len(places) ** 0.5 * BOUND
-
-
-def noise_split(sigma: float, batch: int, wanted: float | None) -> None:
-    """1/sigma^2 = 1/sigma_g^2 + 1/(2 sigma_b)^2, or a refusal where the count alone costs more."""
-    if wanted is not None and 2 * wanted <= sigma:
-        refused(lambda: adaptive_clipping(sigma, batch, 0.5, 0.2, wanted), "alone would spend the budget")
-        return
-    made = adaptive_clipping(sigma, batch, 0.5, 0.2, wanted)
-    both = made.gradient_noise_multiplier**-2 + (2 * made.count_noise_multiplier) ** -2
-    assert abs(both * sigma**2 - 1) < 1e-9
-    if wanted is None:
-        assert made.count_noise_multiplier == max(batch / 20, 2 * sigma)
-        assert made.gradient_noise_multiplier <= sigma * 1.04
-
-
-def adaptive_engine(
-    adaptive: AdaptiveClipping, bound: float = C, sigma: float = SIGMA, net: nn.Module | None = None, **arguments: Any
-) -> Any:
-    """A Toy, or another model, whose C adapts."""
-    return tm.make_engine(net or tm.Toy(bias=True), tm.plan(bound, sigma, adaptive=adaptive), **arguments)
-
-
-def count(engine: Any, some: Sequence[Unit | None], size: int = 64) -> float:
-    """The coordinate of the un-noised sum that counts."""
-    return float(engine.clipped_sum(tm.batches(some, size))[0][-1])
-
-
-def counts(mode: str = "auto") -> None:
-    """Nobody counts 0, a unit no longer than C +1/2, a longer one -1/2: once, however many rows and batches it has."""
-    net, some = tm.build("llama"), [tm.unit((9, 4, 6, 3, 5), 1), tm.unit((7,), 2)]
-    norm_U = tm.brute_force(net, some).norm(dim=1).tolist()
-    for bound in (0.5 * min(norm_U), 0.5 * sum(norm_U), 2 * max(norm_U)):
-        engine = adaptive_engine(adaptive_clipping(SIGMA, 10, 0.5, 0.2), bound, net=net, grad_sample_mode=mode)
-        halves = [0.5 if norm <= bound else -0.5 for norm in norm_U]
-        for size in (1, 2, 3, 64):
-            assert count(engine, [some[0]], size) == halves[0]
-            assert count(engine, [None, some[1]], size) == halves[1]
-            assert count(engine, some, size) == sum(halves)
-        assert count(engine, [None, None]) == 0.0
-        assert float(engine.clipped_sum([])[0].abs().sum()) == 0.0
-
-
-def adaptive_noise(some: Sequence[Unit], steps: int, seed: int) -> None:
-    """Of gradients sigma_g C_t with the C_t of the step, of the count sigma_b; C follows the released share alone."""
-    adaptive = adaptive_clipping(SIGMA, 10, 0.5, 0.3, 1.3)
-    engine = adaptive_engine(adaptive, noise_entropy=2**80 + seed)
-    of_gradients, of_counts, norms = [], [], []
-    for _ in range(steps):
-        exact_P, before = engine.clipped_sum(tm.batches(some))[0], engine.max_grad_norm
-        found_P = tm.released(engine, tm.batches(some))
-        of_gradients.append((found_P - exact_P[:-1]) / (adaptive.gradient_noise_multiplier * before))
-        of_counts.append(((engine.noisy_fraction - 0.5) * 10 - float(exact_P[-1])) / 1.3)
-        norms.append(before)
-        after = before * np.exp(-0.3 * (engine.noisy_fraction - 0.5))
-        assert abs(engine.max_grad_norm / after - 1) < 1e-9
-    assert max(norms) / min(norms) > 2  # it moves
-    standard_normal(torch.stack(of_gradients))
-    standard_normal(torch.tensor(of_counts)[:, None])
-    both = np.corrcoef(np.array(of_counts), torch.stack(of_gradients).mean(dim=1).numpy())[0, 1]
-    assert 2 * stats.norm.sf(abs(both) * steps**0.5) > ALARM

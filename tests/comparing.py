@@ -111,7 +111,7 @@ def make_run(
             "model": {**cards.record()["model"], "name_or_path": "builtin:tiny", "commit": None},
             "artifacts": weights(root),
             "ledger": ledger if enabled else None,
-            "metrics": {"public": evaluated if config.data.eval_public else {}, "released": {}},
+            "metrics": {"public": evaluated if config.data.eval_public else {}},
             "steps_planned": 100,
             "steps_taken": 100,
             "duration_seconds": 61.5,

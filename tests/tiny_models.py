@@ -23,7 +23,7 @@ from dpllm.model import adapters
 from dpllm.privacy.engine import StepEngine
 from dpllm.privacy.loss import sequence_losses
 from dpllm.privacy.noise import GaussianNoise
-from dpllm.privacy.plan import AdaptiveClipping, Plan, Schedule
+from dpllm.privacy.plan import Plan, Schedule
 from dpllm.privacy.rules import Form
 from dpllm.privacy.sampling import PhysicalBatch, collate, physical_batches
 from dpllm.privacy.schedule import Shape
@@ -65,7 +65,6 @@ def plan(
     of: Schedule | None = None,
     *,
     clipping: str = "flat",
-    adaptive: AdaptiveClipping | None = None,
 ) -> Plan:
     """A Plan with chosen C and sigma; its epsilon is not computed, because no test of the engine reads it."""
     return Plan(
@@ -74,14 +73,13 @@ def plan(
         max_examples_per_unit=None,
         neighbouring_relation="zero_out",
         noise_multiplier=noise_multiplier,
-        clipping="adaptive" if adaptive else clipping,
+        clipping=clipping,
         max_grad_norm=max_grad_norm,
         delta=1e-3,
         epsilon=8.0,
         target_epsilon=8.0,
         accountant={},
         event={},
-        adaptive=adaptive,
         sampling="unit",
         accountants={},
         limits={},

@@ -21,6 +21,7 @@ from dpllm.errors import ConfigError, DpllmError, EndedElsewhere
 
 # What a command no longer takes -> what to type instead.
 RETIRED = {
+    "plan --after": "adaptive clipping is retired, whose figures it read; privacy.clipping automatic needs no C to be tuned",
     "plan --compare": "it gave no guarantee; dpllm plan --json has epsilon by each accountant, as `accountants`",
     "plan --figure": "plan prints and draws nothing; --json has every figure of the table",
     "plan --sweep": "it planned what several dpllm plan commands plan; type one for each value, as --privacy.epsilon 3",

@@ -73,7 +73,6 @@ def add_commands(add: AddCommand) -> None:
         action="store_true",
         help="epsilon of the recipe without text canaries and its audit twin together",
     )
-    option("--after", metavar="RUN", help="an earlier run, whose released clip fraction informs the advice")
     option = trained.add_argument
     option("--resume", action="store_true", help="go on with the interrupted run in output_dir")
     option(
@@ -160,15 +159,13 @@ def plan(known: argparse.Namespace, rest: list[str]) -> int:
     config = points[0].config if known.twin else load_recipe(known, rest)
     if known.device and not known.model:
         raise ConfigError("--device says for which GPU --model counts memory. Type both.")
-    from dpllm.forecast.advice import advise, released_by
-    from dpllm.run.directory import RunDir
+    from dpllm.forecast.advice import advise
     from dpllm.run.promise import Refusals
 
-    released = released_by(RunDir(Path(known.after))) if known.after else None
     seen, found = _decided(known, config), Refusals()
     found.errors += seen.refusals
     needs = _footprint(config, seen, found.errors, known.device) if known.model else None
-    advice = advise(config, seen.plan, released) if seen.plan else []
+    advice = advise(config, seen.plan) if seen.plan else []
     both = found.attempt(together, points) if known.twin else None
     if known.json:
         print(dump(_json(seen, needs, advice, found.errors) | ({"twin": both} if both else {})))

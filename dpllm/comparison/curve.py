@@ -52,7 +52,7 @@ def draw(run: RunPaths) -> tuple[Path, int]:
     if plan is not None:
         share: Series = {step: 100 * line["clipped"] / line["units"] for step, line in steps.items()}
         norms = {step: line.get("norm") for step, line in steps.items()}  # earlier versions wrote none
-        bounds = {step: line["released"].get("max_grad_norm", plan.max_grad_norm) for step, line in steps.items()}
+        bounds: Series = dict.fromkeys(steps, plan.max_grad_norm)
         known["Units whose gradient is longer than C, %"] = (share, {}, "", "")
         known["Norm of a unit's gradient before clipping"] = (norms, bounds, "--", "C")
     panels = {title: panel for title, panel in known.items() if _points(panel[0])}

@@ -1,15 +1,14 @@
 """Advice: settings that are allowed and likely to hurt, each with its reason and what to type.
 
-Comes in: the recipe, its Plan, and what an earlier run released with noise. Goes out: sentences, none for a good recipe; and
-noise per unit of signal, with the batch size that a compute budget is best spent on. Heuristics for planning: they refuse
-nothing and are no part of any guarantee. Must not see data, and must not import torch.
+Comes in: the recipe and its Plan. Goes out: sentences, none for a good recipe; and noise per unit of signal, with the batch
+size that a compute budget is best spent on. Heuristics for planning: they refuse nothing and are no part of any guarantee.
+Must not see data, and must not import torch.
 """
 
 from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from dpllm.errors import ConfigError
@@ -18,16 +17,12 @@ from dpllm.privacy.events import CyclicPoisson, Gaussian, RunEvent, step_of
 from dpllm.privacy.plan import Plan, auto_delta, noise_multiplier_for
 from dpllm.recipe import derived
 from dpllm.recipe.config import RunConfig
-from dpllm.run.directory import RunDir
 from dpllm.run.promise import accounting_cache
-from dpllm.statement.run_files import read_run
 
 TOO_NOISY = 1.5  # times the least noise per unit of signal that the same compute allows
 NOT_REWARDED = 1.10  # less noise than this factor for twice the steps
 WEAK_EPSILON = 10.0
 WEAK_NOISE = 0.5
-FAR_FROM_HALF = 0.2  # of a clip fraction; its own noise is a twentieth where the noise on the count is left alone
-FAR_FROM_C = 2.0
 WIDEST = 1e-3  # of PLD's intervals: an answer takes a twentieth of a second, and errs on the safe side
 MANY_CANARIES = 0.1  # of N
 LARGE_RATE = 0.3  # of AdamW
@@ -35,37 +30,17 @@ MIN_STEPS = 50  # fewer updates than this give an optimizer little to work with,
 NEAR_BEST = 1.10
 
 
-def advise(config: RunConfig, plan: Plan, released: Mapping[str, float] | None = None) -> list[str]:
+def advise(config: RunConfig, plan: Plan) -> list[str]:
     """What is likely to hurt, why, and what to type: sentences, the gravest first, and none for a good recipe.
-
-    ``released`` is of ``released_by``; without it nothing is known of the gradients.
 
     References:
         Ponomareva et al. 2023, How to DP-fy ML: A Practical Guide to Machine Learning with Differential Privacy (tiers of
-        epsilon; batch size and steps); Andrew et al. 2021, Differentially Private Learning with Adaptive Clipping (the
-        median as a target of C).
+        epsilon; batch size and steps).
     """
     found = [_epsilon(plan), _delta(plan), _noise(plan), _batch(plan), _steps(plan), _bands(config, plan)]
     found.append(_canaries(config, plan))
     found.append(_learning_rate(config))
-    found.append(_clipping(config, released) if released else None)
     return [text for text in found if text]
-
-
-def released_by(run: RunDir) -> dict[str, float]:
-    """What an earlier run released with noise, ``unclipped_fraction`` and ``max_grad_norm``, to be read at no further cost.
-
-    Raises:
-        ConfigError: No run there, or it released nothing under its guarantee.
-    """
-    record = read_run(run)
-    released = record.metrics.released
-    if not record.guarantee.holds or not {"unclipped_fraction", "max_grad_norm"} <= released.keys():
-        raise ConfigError(
-            f"{run.root}: released no noised clip fraction, and the exact one is private. Name a completed run with "
-            "privacy.clipping: adaptive."
-        )
-    return {name: float(released[name]) for name in ("unclipped_fraction", "max_grad_norm")}
 
 
 def _epsilon(plan: Plan) -> str | None:
@@ -196,32 +171,6 @@ def effect_of(config: RunConfig, plan: Plan) -> banded.Effect | None:
         return None
     rate_T = banded.rates(derived.learning_rate_of(config.train), plan.schedule.num_steps)
     return banded.effect(plan.coefficients, rate_T, plan.noise_multiplier, sigma)
-
-
-def _clipping(config: RunConfig, released: Mapping[str, float]) -> str | None:
-    fraction, norm = 1 - released["unclipped_fraction"], released["max_grad_norm"]
-    wanted = 1 - config.privacy.adaptive.quantile
-    shown = min(max(fraction, 0.0), 1.0)
-    chosen = "It was chosen after seeing that run's result, so the two runs fit a ledger's adaptive gate, not one list."
-    if abs(fraction - wanted) > FAR_FROM_HALF:
-        side = (
-            "too small: it shortens most gradients"
-            if fraction > wanted
-            else ("too large: it adds noise and clips few gradients")
-        )
-        return (
-            f"C was {side}: the earlier run ended with a noised clip fraction of {shown:.2f} at C {norm:.3g}, where {wanted:.2g} "
-            f"is the aim. Type --privacy.clipping adaptive --privacy.max_grad_norm {norm:.2g}, with more steps or a larger "
-            f"--privacy.adaptive.learning_rate, so that C arrives. {chosen}"
-        )
-    ratio = config.privacy.max_grad_norm / norm
-    if not 1 / FAR_FROM_C <= ratio <= FAR_FROM_C:
-        effect = "adds noise that no gradient needs" if ratio > 1 else "shortens most gradients"
-        return (
-            f"C {config.privacy.max_grad_norm:g} is {ratio:.2g} times the {norm:.3g} at which the earlier run's noised clip "
-            f"fraction was {shown:.2f}, so it {effect}. Type --privacy.max_grad_norm {norm:.2g}. {chosen}"
-        )
-    return None
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,7 @@ def footprint(config: RunConfig, schedule: Schedule, plan: Plan | None, gpu: str
     refusals.attempt(loading.check_length, config, net)
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in net.parameters()]
     trainable = sum(size for size, trains in sizes if trains)
-    sigma = plan.gradient_noise_multiplier if plan else None
+    sigma = plan.noise_multiplier if plan else None
     noise = sigma * plan.max_grad_norm / schedule.expected_batch_size if plan and sigma else None
     bands = plan.bands if plan else 1
     if noise and plan and bands > 1:  # of a step that takes back the noise of as many as it can

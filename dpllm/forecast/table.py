@@ -53,12 +53,8 @@ def plan_table(seen: Decision, title: str) -> Table:
     elif seen.subject is not None:
         rows["public size"] = f"{seen.subject.num_units} without canary slots"
     if plan:
-        split, sigma = plan.adaptive, f"{plan.noise_multiplier:g}"
-        if split:
-            shares = f"{split.gradient_noise_multiplier:.5g} on gradients, {split.count_noise_multiplier:.5g}"
-            sigma += f": {shares} on the count that moves C"
-        rows["clipping"] = f"{plan.clipping}, {'first C' if split else 'C'} = {plan.max_grad_norm:g}"
-        rows["noise multiplier sigma"] = sigma
+        rows["clipping"] = f"{plan.clipping}, C = {plan.max_grad_norm:g}"
+        rows["noise multiplier sigma"] = f"{plan.noise_multiplier:g}"
         if effect := effect_of(seen.config, plan):
             rows["banded noise"] = _banded(plan, effect)
         rows["ledger"] = _ledger(seen)

@@ -158,7 +158,7 @@ def gradient_leakage(
     raw_GD = _rows(gradient, layers)
     clipped_GD, noised_GD = (_rows(_split(vector_P, gradient), layers) for vector_P in (clipped_P, released_P))
     tokens, candidates, found = _find_tokens(net, layers[0], sequences, (raw_GD, clipped_GD, noised_GD), generator)
-    sigma = plan.gradient_noise_multiplier
+    sigma = plan.noise_multiplier
     return LeakageReport(
         tuple(layers),
         tokens=tokens,
@@ -191,8 +191,7 @@ def _step(net: nn.Module, plan: Plan, batch: PhysicalBatch, form: Form, noise: G
             lambda *_: released.extend(p.grad.flatten() for p in trained if p.grad is not None)
         )
         engine.step([batch])
-    released_P = torch.cat(released).double()
-    return summed_P[: len(released_P)], released_P  # behind it the count of adaptive clipping
+    return summed_P, torch.cat(released).double()
 
 
 def reconstruction_bound(plan: Plan, prior: float) -> Reconstruction:

@@ -38,7 +38,7 @@ from dpllm.run.loop import train
 from dpllm.run.promise import read_subject
 from dpllm.statement.run_files import read_plan, read_run
 
-MECHANISM = ("event", "delta", "dataset_size", "expected_batch_size", "max_grad_norm", "clipping", "adaptive")
+MECHANISM = ("event", "delta", "dataset_size", "expected_batch_size", "max_grad_norm", "clipping")
 """Of plan.json: what two runs of one recipe and one mechanism have in common, beside the coefficients of banded noise."""
 SAME = 1e-5  # up to which a coefficient is the same: processors round the search for it differently, by about 1e-7
 

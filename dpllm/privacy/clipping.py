@@ -3,13 +3,12 @@
 Comes in: a function from a physical batch to its losses. Goes out: the sum over units of each unit's gradient, clipped.
 ``Taps`` are Opacus' hooks, extended so that one backward pass hands over what every layer rule needs, exactly once a call.
 
-Shape suffixes: R rows of a physical batch, U units, L trainable parameters, G groups of them that are clipped together.
+Shape suffixes: R rows of a physical batch, U units, L trainable parameters, G layers that own them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -33,7 +32,7 @@ Receive = Callable[[nn.Module, str, Rule, Tensor, Tensor], None]
 
 
 def layers_of(parameters: Iterable[str]) -> list[str]:
-    """The modules that own the named parameters, each once and in their order: what per_layer clipping clips by itself."""
+    """The modules that own the named parameters, each once and in their order."""
     return list(dict.fromkeys(name.rpartition(".")[0] for name in parameters))
 
 
@@ -66,7 +65,6 @@ class PerUnitClipper:
         self._parameters, self._form, self._function = parameters, form, FUNCTIONS[clipping]
         layers = layers_of(parameters)
         self._layer_L = [layers.index(name.rpartition(".")[0]) for name in parameters]
-        self._group_L = self._layer_L if clipping == "per_layer" else [0] * len(parameters)
         self._long: Tensor | None = None  # see clipped_by_layer
         self._gradients: dict[int, UnitGradients] = {}
         self._unfinished: list[Tensor] = []  # the gradient so far of a unit that goes on in the next physical batch
@@ -84,7 +82,7 @@ class PerUnitClipper:
     def clipped_by_layer(self) -> tuple[int, ...]:
         """For each of G layers, how many units of the logical batch had a gradient there that was longer than C / sqrt(G).
 
-        With per_layer clipping, those that were clipped; with another, those whose gradient is long in that layer. Un-noised.
+        Un-noised.
         """
         return tuple(self._long.tolist()) if self._long is not None else (0,) * (max(self._layer_L) + 1)
 
@@ -137,16 +135,13 @@ class PerUnitClipper:
             self._unfinished = [gradient.dense()[0].clone() for gradient in gradients.values()]
             return loss_R.detach(), loss_R.new_zeros(0, dtype=torch.float64)
         square_LU = torch.stack([gradient.square_norm() for gradient in gradients.values()])
-        group_L = torch.tensor(self._group_L, device=square_LU.device)
-        square_GU = torch.stack([square_LU[group_L == group].sum(dim=0) for group in range(max(self._group_L) + 1)])
-        norm_GU, norm_U = square_GU.sqrt_() / loss_scale, square_LU.sum(dim=0).sqrt_() / loss_scale
+        norm_U = square_LU.sum(dim=0).sqrt_() / loss_scale
         self._count_long(square_LU[:, : batch.num_units], max_grad_norm * loss_scale)
         # What is not finite, and what is no unit, has the factor 0 and is left out of the sum as well: 0 * nan would be nan.
         counted_U = torch.isfinite(norm_U) & (torch.arange(len(norm_U), device=norm_U.device) < batch.num_units)
-        factor_GU = self._function(norm_GU, max_grad_norm).where(counted_U, 0.0) / (loss_scale * spacing)
-        counted, named = counted_U.tolist(), zip(self._group_L, self._parameters.items(), strict=True)
-        for group, members in itertools.groupby(named, key=lambda one: one[0]):
-            add_all([(gradients.pop(id(p)), sums[name]) for _, (name, p) in members], factor_GU[group], counted)
+        factor_U = self._function(norm_U, max_grad_norm).where(counted_U, 0.0) / (loss_scale * spacing)
+        parts = [(gradients.pop(id(p)), sums[name]) for name, p in self._parameters.items()]
+        add_all(parts, factor_U, counted_U.tolist())
         return loss_R.detach(), norm_U[: batch.num_units]
 
     def _count_long(self, square_LU: Tensor, max_grad_norm: float) -> None:

@@ -71,11 +71,10 @@ class StepEngine:
         sum on its lattice (``noise_scale``), so the release is a post-processing of the Gaussian mechanism (``GaussianNoise``;
         with the Plan's ``coefficients``, ``BandedNoise``). B is the Plan's public expected batch size, never the realised one.
         On several ranks rank 0 adds the noise, once, to its own sum; the all-reduce is exact, so the total has the same bits for
-        any number of ranks. With adaptive clipping the count of unclipped units is one more coordinate of that vector, with noise
-        of its own (``AdaptiveClipping``), and C follows it. Without a Plan: none.
+        any number of ranks. Without a Plan: none.
 
     References:
-        Abadi et al. 2016, algorithm 1; Andrew et al. 2021, algorithm 1.
+        Abadi et al. 2016, algorithm 1.
     """
 
     def __init__(
@@ -118,10 +117,7 @@ class StepEngine:
         if rounded:  # adapters would keep their inputs in float32, twice the size, which autocast rounds again
             self._while_open.enter_context(disable_input_dtype_casting(model))
         self._token_losses = TokenLosses(model, self._device, autocast)
-        # C of the next step: the Plan's, or with adaptive clipping what earlier releases made of it. Public.
-        self.max_grad_norm = self._first_norm = plan.max_grad_norm if plan else float("inf")
-        # With adaptive clipping, the last step's released share of unclipped gradients.
-        self.noisy_fraction: float | None = None
+        self.max_grad_norm = plan.max_grad_norm if plan else float("inf")  # C
         self.generator = noise.generator  # where the noise comes from
         self.canaries: GradientCanaries | None = None  # planted in the sum; only on the rank that adds noise
         self.pairs: PairLoss | None = (
@@ -137,19 +133,13 @@ class StepEngine:
         self._guard = optimizer.register_step_pre_hook(self._only_released) if plan else None
 
     def _check_exact(self, plan: Plan) -> None:
-        """Refuses noise that could not be added exactly to a sum, or to a count of halves."""
+        """Refuses noise that could not be added exactly to a sum."""
         batch = self._schedule.expected_batch_size
         largest = 2 * batch + 400  # beyond it lies no Poisson draw but with a probability below 1e-40
         if largest * plan.max_grad_norm > EXACT * self._spacing():
             raise Refused(
                 f"a noise multiplier of {plan.noise_multiplier:g} is too small for batches of {batch} units: the noise could "
                 "not be added to their sum exactly. Raise the noise, or lower train.batch_size."
-            )
-        count = plan.adaptive.count_noise_multiplier if plan.adaptive else 1.0
-        if spacing_of(count) > 0.5 or largest / 2 > EXACT * spacing_of(count):
-            raise Refused(
-                f"privacy.adaptive.count_noise_multiplier {count:g} is outside the range in which noise is added to the count "
-                "exactly. Set it to null, which chooses one."
             )
 
     def _make_clipper(self) -> PerUnitClipper | None:
@@ -159,7 +149,7 @@ class StepEngine:
 
     def _noise_scale(self) -> float:
         assert self._plan is not None
-        return noise_scale(self._plan.gradient_noise_multiplier, self.max_grad_norm, self.size)
+        return noise_scale(self._plan.noise_multiplier, self.max_grad_norm, self.size)
 
     def _spacing(self) -> float:
         return spacing_of(self._noise_scale()) if self._plan is not None else 1.0
@@ -173,12 +163,11 @@ class StepEngine:
         """This rank's flat clipped sum over a logical batch and the gradient canaries in it, before noise: private.
 
         Returns:
-            sum_P, if it was clipped in float64 and in multiples of the lattice's spacing, and diagnostics. With adaptive
-            clipping one more coordinate: the units no longer than C minus half of all.
+            sum_P, if it was clipped in float64 and in multiples of the lattice's spacing, and diagnostics.
         """
-        clipper, counted = self._clipper, int(self._plan is not None and self._plan.adaptive is not None)
+        clipper = self._clipper
         dtype = torch.float32 if clipper is None else torch.float64
-        flat_P = torch.zeros(self.size + counted, dtype=dtype, device=self._device)
+        flat_P = torch.zeros(self.size, dtype=dtype, device=self._device)
         sums = self._views(flat_P)
         loss, units, clipped, norms, spacing = 0.0, 0, 0, 0.0, self._spacing()
         if clipper is not None:
@@ -203,16 +192,14 @@ class StepEngine:
             norms += float(norm_U.sum())
             units += len(norm_U)
         if self.canaries is not None:
-            self.canaries.add_to(flat_P[: self.size], canaries, self.max_grad_norm, spacing)
+            self.canaries.add_to(flat_P, canaries, self.max_grad_norm, spacing)
         flat_P *= spacing  # whole numbers until here
-        if counted:
-            flat_P[-1] = units / 2 - clipped
         return flat_P, Diagnostics(loss, units, clipped, norms, clipper.clipped_by_layer() if clipper else ())
 
     def rehearse(self, batches: Sequence[PhysicalBatch]) -> None:
         """Holds what a step over these synthetic batches holds at its peak, and changes nothing: to measure memory.
 
-        Parameters, optimizer, noise, C and the global random state are afterwards as they were, also after an error.
+        Parameters, optimizer, noise and the global random state are afterwards as they were, also after an error.
 
         Raises:
             torch.OutOfMemoryError: They do not fit.
@@ -262,23 +249,17 @@ class StepEngine:
         return diagnostics
 
     def _release(self, flat_P: Tensor) -> Tensor:
-        """Adds noise once and the ranks together, exactly; divides by the public batch size and moves C: a post-processing."""
-        rank, adaptive = _rank(), self._plan.adaptive if self._plan else None
+        """Adds noise once and the ranks together, exactly; divides by the public batch size: a post-processing."""
+        rank = _rank()
         # Before the ranks are added up: each holds the sum of its own units only, and no process the whole one without noise.
         if self._plan is not None and rank in (None, 0):
-            self._noise.add_to(flat_P[: self.size], self._noise_scale())
-            if adaptive:  # halves, which are multiples of the count's own lattice
-                self._noise.add_to(flat_P[self.size :], adaptive.count_noise_multiplier)
+            self._noise.add_to(flat_P, self._noise_scale())
         if rank is not None:
             distributed.all_reduce(flat_P)
         if self.canaries is not None:
-            self.projections = self.canaries.project(flat_P[: self.size]) / self.max_grad_norm
+            self.projections = self.canaries.project(flat_P) / self.max_grad_norm
         released_P = flat_P.float()
         released_P /= self._schedule.expected_batch_size
-        if adaptive:
-            self.noisy_fraction = float(released_P[-1]) + 0.5
-            self.max_grad_norm = adaptive.next_norm(self.max_grad_norm, self.noisy_fraction, self._first_norm)
-            released_P = released_P[:-1]
         return released_P
 
     def forget_noise(self) -> None:
@@ -311,12 +292,6 @@ class StepEngine:
                 "optimizer.step() was called outside the engine, with gradients that were neither clipped nor noised. Call "
                 "engine.step()."
             )
-
-    def released(self) -> dict[str, float]:
-        """Values of the last step that carry noise and are accounted, and may be published: of adaptive clipping."""
-        if self.noisy_fraction is None:
-            return {}
-        return {"unclipped_fraction": self.noisy_fraction, "max_grad_norm": self.max_grad_norm}
 
     def lattice(self) -> dict[str, float]:
         """What the card says of the noise: the coordinates that train, and its standard deviation over C."""

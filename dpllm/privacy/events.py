@@ -4,8 +4,8 @@ Comes in: numbers; JSON of plan.json, the ledger and published statements, read 
 JSON. Knows no epsilon, no model and no data; ``parts`` adds events up.
 
 An event is stored in plan.json and in the ledger, to be accounted again years later, as {"type": ..., and its fields}: fields
-are exact and meanings never change. Gaussians and pairs of them are mechanisms: noisy sums to which a unit adds a vector of norm
-at most the sensitivity, with noise in units of it. The others say what was done with a mechanism, or with an event.
+are exact and meanings never change. A Gaussian is a noisy sum to which a unit adds a vector of norm at most the sensitivity, with
+noise in units of it. The others say what was done with such a sum, or with an event.
 
 Guarantee:
     ``poisson_sampled_group`` bounds what changes if up to ``group_size`` rows are taken out, each clipped on its own: the
@@ -30,11 +30,9 @@ References:
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from decimal import ROUND_DOWN, Context, Decimal
 from typing import Any, ClassVar, TypeGuard
 
 from dpllm.errors import ConfigError
@@ -45,7 +43,6 @@ LEAST_RATE = 1e-12  # below, 1 - q has too few digits left for the loss of a ste
 MOST_RANGE = 100.0
 MAX_GROUP_SIZE, MOST_COUNT = 1024, 10**12  # counts are added up in floating point
 MAX_DEPTH = 32
-_SPLIT = Context(prec=60)
 
 
 class _Value:
@@ -57,7 +54,7 @@ class _Value:
         """Refuses values from which no guarantee follows, with a ConfigError."""
         for name, value in vars(self).items():
             match name:
-                case "noise_multiplier" | "gradient_noise_multiplier" | "count_noise_multiplier":
+                case "noise_multiplier":
                     number(name, value, LEAST_NOISE, MOST_NOISE, including=True)
                 case "probability":
                     if number("sampling_rate", value, 0.0, 1.0) < LEAST_RATE:
@@ -99,34 +96,17 @@ class Gaussian(_Value):
 
 
 @dataclass(frozen=True)
-class GaussianPair(_Value):
-    """The two sums of adaptive clipping, over C and of (b - 1/2), b 0 or 1, released together (Andrew et al. 2021)."""
-
-    type = "adaptive_clipping"
-    gradient_noise_multiplier: float
-    count_noise_multiplier: float
-
-    @property
-    def noise_multiplier(self) -> float:
-        """Of the Gaussian of equal cost: (gradient^-2 + (2 count)^-2)^-1/2."""
-        return joint_noise_multiplier(self.gradient_noise_multiplier, self.count_noise_multiplier)
-
-
-Mechanism = Gaussian | GaussianPair
-
-
-@dataclass(frozen=True)
 class PoissonSampled(_Value):
-    """A mechanism over a fresh Poisson sample, for ``group_size`` rows or units together, each joining by its own coin."""
+    """A noisy sum over a fresh Poisson sample, for ``group_size`` rows or units together, each joining by its own coin."""
 
     type = "poisson_sampled"
     probability: float
-    event: Mechanism
+    event: Gaussian
     group_size: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _refuse_within(self, Mechanism)
+        _refuse_within(self)
 
     def to_json(self) -> dict[str, Any]:
         """Groups have a type of their own, so that no reader who knows single things alone takes one for the other."""
@@ -149,7 +129,7 @@ class CyclicPoisson(_Value):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _refuse_within(self, Gaussian)  # adaptive clipping's noise would be taken back at another C
+        _refuse_within(self)
 
 
 @dataclass(frozen=True)
@@ -227,7 +207,7 @@ class BoundedRange(_Value):
 
 
 Event = (
-    Mechanism
+    Gaussian
     | PoissonSampled
     | CyclicPoisson
     | SelfComposed
@@ -241,7 +221,7 @@ RunEvent = SelfComposed | CyclicPoisson
 """What a run of dpllm executes: ``count`` steps."""
 
 _KINDS: dict[str, Any] = {
-    **{kind.type: kind for kind in (Gaussian, GaussianPair, CyclicPoisson, SelfComposed, Composed, RepeatAndSelect)},
+    **{kind.type: kind for kind in (Gaussian, CyclicPoisson, SelfComposed, Composed, RepeatAndSelect)},
     **{kind.type: kind for kind in (Imported, PureDP, BoundedRange, PoissonSampled)},
     "poisson_sampled_group": PoissonSampled,
 }
@@ -293,7 +273,7 @@ def compose(events: Sequence[Event]) -> Composed:
 def count_releases(event: Event) -> int:
     """How many noisy sums, draws or pure_dp releases a run may execute on the strength of `event`; others pay for none."""
     match event:
-        case Gaussian() | GaussianPair() | PoissonSampled() | PureDP():
+        case Gaussian() | PoissonSampled() | PureDP():
             return 1
         case CyclicPoisson() | BoundedRange():
             return event.count
@@ -311,12 +291,12 @@ def divisible(event: Event) -> TypeGuard[RunEvent]:
     What was imported or selected ran elsewhere, and no count of steps says how much of it.
     """
     return isinstance(event, CyclicPoisson) or (
-        isinstance(event, SelfComposed) and isinstance(event.event, Gaussian | GaussianPair | PoissonSampled)
+        isinstance(event, SelfComposed) and isinstance(event.event, Gaussian | PoissonSampled)
     )
 
 
 def step_of(event: Event) -> PoissonSampled | CyclicPoisson:
-    """One of a run's steps, with its probability and mechanism; of cyclic_poisson, all of them. ConfigError for other events."""
+    """One of a run's steps, with its probability and noisy sum; of cyclic_poisson, all of them. ConfigError for other events."""
     match event:
         case CyclicPoisson():
             return event
@@ -325,38 +305,11 @@ def step_of(event: Event) -> PoissonSampled | CyclicPoisson:
     raise ConfigError(f"{event.type!r} is not an event of Poisson-sampled steps. Use the event of a run's Plan.")
 
 
-def mechanism_of(event: Event) -> Mechanism | None:
+def mechanism_of(event: Event) -> Gaussian | None:
     """The noisy sum inside; None where there is none, or are several."""
     while isinstance(event, PoissonSampled | CyclicPoisson | SelfComposed | RepeatAndSelect):
         event = event.event
-    return event if isinstance(event, Gaussian | GaussianPair) else None
-
-
-def joint_noise_multiplier(gradient: float, count: float) -> float:
-    """The noise multiplier of adaptive clipping's two sums together, rounded down at the twelfth digit.
-
-    Rounded down, it never states too small an epsilon; to twelve digits, it gives back the noise multiplier that
-    ``gradient_noise_multiplier`` split, so that what was calibrated still meets its target to the last bit.
-    """
-    exact = _SPLIT.power(_inverse_square(gradient) + _inverse_square(2 * count), Decimal("-0.5"))
-    # A float may lie below the decimal number that it stands for, by half of its last bit.
-    return float(Context(prec=12, rounding=ROUND_DOWN).plus(_SPLIT.multiply(exact, 1 + Decimal(2) ** -52)))
-
-
-def gradient_noise_multiplier(joint: float, count: float) -> float:
-    """The noise on the gradients, rounded up, which with noise `count` on the count gives `joint` for both.
-
-    To the last bit: noise rounded down could cost more than the joint noise that was calibrated.
-
-    Raises:
-        ConfigError: the count alone has less noise than both together may have.
-    """
-    left = _inverse_square(joint) - _inverse_square(2 * count)
-    if left <= 0:
-        raise ConfigError(f"count_noise_multiplier {count:g} is at most half of {joint:g}. Set a larger one.")
-    exact = _SPLIT.power(left, Decimal("-0.5"))
-    rounded = float(exact)
-    return rounded if Decimal(rounded) >= exact else math.nextafter(rounded, math.inf)
+    return event if isinstance(event, Gaussian) else None
 
 
 def number(name: str, value: Any, above: float, most: float = sys.float_info.max, *, including: bool = False) -> float:
@@ -389,10 +342,6 @@ def check_events(*parts: Event) -> None:
             )
 
 
-def _refuse_within(outer: PoissonSampled | CyclicPoisson, allowed: Any) -> None:
-    if not isinstance(outer.event, allowed):
+def _refuse_within(outer: PoissonSampled | CyclicPoisson) -> None:
+    if not isinstance(outer.event, Gaussian):
         raise ConfigError(f"{outer.event.type!r} within {outer.type} has no known cost. Use gaussian.")
-
-
-def _inverse_square(value: float) -> Decimal:
-    return _SPLIT.power(Decimal(value), Decimal(-2))

@@ -55,7 +55,7 @@ class GradientCanaries:
             )
         signs = np.random.Generator(np.random.Philox(key=key)).integers(0, 2, self._each * self._width, dtype=np.int8)
         self._sign_KM = torch.from_numpy(2 * signs - 1).view(self._each, self._width).to(device)
-        self._clip = FUNCTIONS["flat" if clipping == "per_layer" else clipping]  # one vector over all layers
+        self._clip = FUNCTIONS[clipping]
 
     def add_to(self, sum_P: Tensor, drawn: Sequence[int], max_grad_norm: float, spacing: float) -> None:
         """Adds those of the drawn canaries whose coins said in to ``sum_P``, float64 multiples of ``spacing``, in units of it."""

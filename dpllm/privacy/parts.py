@@ -80,7 +80,7 @@ def _parts_of(event: Event) -> Parts:
 
     def walk(part: Event, times: int) -> None:
         match part:
-            case events.Gaussian() | events.GaussianPair():
+            case events.Gaussian():
                 sampled[(1.0, float(part.noise_multiplier), 1)] += times
             case events.PoissonSampled():
                 rate, sigma, size = float(part.probability), float(part.event.noise_multiplier), part.group_size
@@ -114,10 +114,10 @@ def _parts_of(event: Event) -> Parts:
 
 
 def changed(event: Event, leaf: Callable[[Any], Any]) -> Event:
-    """The same event with each mechanism, import and pure_dp release in it as `leaf` gives it back."""
+    """The same event with each noisy sum, import and pure_dp release in it as `leaf` gives it back."""
     match event:
         case events.PoissonSampled() | events.CyclicPoisson() | events.SelfComposed() | events.RepeatAndSelect():
-            return replace(event, event=changed(event.event, leaf))  # type: ignore[arg-type]  # a mechanism stays one
+            return replace(event, event=changed(event.event, leaf))  # type: ignore[arg-type]  # a noisy sum stays one
         case events.Composed():
             return compose([changed(part, leaf) for part in event.events])
     return leaf(event)  # type: ignore[no-any-return]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from dpllm.errors import BudgetExceeded, ConfigError, Refused
 from dpllm.privacy import accounting, banded, events, privacy_loss, renyi
@@ -20,8 +20,6 @@ from dpllm.privacy.banded import LearningRate
 from dpllm.privacy.events import (
     CyclicPoisson,
     Gaussian,
-    GaussianPair,
-    Mechanism,
     PoissonSampled,
     RunEvent,
     SelfComposed,
@@ -29,51 +27,19 @@ from dpllm.privacy.events import (
 from dpllm.privacy.renyi import Fit
 from dpllm.privacy.schedule import Schedule, group_rate
 
-__all__ = ["CURVE_DELTAS", "RELATION_IN_WORDS", "AdaptiveClipping", "Plan", "Schedule", "Settings"]
-__all__ += ["adaptive_clipping", "auto_delta", "check_delta", "make_plan", "noise_multiplier_for", "resolved_delta"]
+__all__ = ["CURVE_DELTAS", "RELATION_IN_WORDS", "Plan", "Schedule", "Settings"]
+__all__ += ["auto_delta", "check_delta", "make_plan", "noise_multiplier_for", "resolved_delta"]
 
 CURVE_DELTAS = (1e-4, 1e-5, 1e-6, 1e-7, 1e-8)
 CONSTANT = LearningRate(shape="constant")
 LATTICE_BITS = 30  # the noise's standard deviation is 2^30 to 2^31 times the spacing of the lattice
 SLACK = 1e-6  # of C, by which rounding may make a clipped gradient longer; see ``clipping.PerUnitClipper``
-RANGE = math.log(1e6)  # how far adaptive clipping may move C from the first, in factors of e
 
 RELATION_IN_WORDS: dict[Relation, str] = {
     "zero_out": "two datasets of the same public size are neighbours if one becomes the other when the data of one "
     "privacy unit are replaced by nothing",
     "add_or_remove_one": "two datasets are neighbours if one becomes the other when one privacy unit is added or removed",
 }
-
-
-@dataclass(frozen=True)
-class AdaptiveClipping:
-    """How C moves, and what noise the count carries.
-
-    Each step releases two sums over one Poisson sample: the gradients clipped at C_t, with noise sigma_g C_t, and the count of
-    (b - 1/2), b = 1 for a gradient no longer than C_t, with noise sigma_b. One unit moves the first by at most C_t and the second
-    by at most 1/2.
-
-    Guarantee:
-        Both together are one Gaussian sum of sensitivity 1 and noise multiplier sigma, 1/sigma^2 = 1/sigma_g^2 +
-        1/(2 sigma_b)^2, subsampled once. C_t is computed from earlier releases alone, so it is public; it is never 0.
-
-    References:
-        Andrew et al. 2021, Differentially Private Learning with Adaptive Clipping, theorem 1 and algorithm 1.
-    """
-
-    quantile: float  # gamma in (0, 1), the share of gradients that should not be clipped
-    learning_rate: float  # eta_C > 0 of the geometric update
-    count_noise_multiplier: float  # sigma_b, the standard deviation of the noise on the count of units
-    gradient_noise_multiplier: float  # sigma_g, the standard deviation of the noise on the gradients over C_t
-
-    def next_norm(self, max_grad_norm: float, noisy_fraction: float, first_norm: float) -> float:
-        """C_{t+1} = C_t exp(-eta_C (noisy fraction of unclipped gradients - gamma)), within 1e-6 to 1e6 of the first C.
-
-        At C = 0 there would be no noise, and beyond the range of floating point no guarantee.
-        """
-        exponent = -self.learning_rate * (noisy_fraction - self.quantile)
-        moved = max_grad_norm * math.exp(min(max(exponent, -RANGE), RANGE))
-        return min(max(moved, first_norm * math.exp(-RANGE)), first_norm * math.exp(RANGE))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,10 +50,7 @@ class Settings:
     delta: float | Literal["auto"] = "auto"
     noise_multiplier: float | None = None  # None: calibrated to epsilon
     max_grad_norm: float = 1.0  # C
-    clipping: str = "flat"  # flat, automatic, per_layer or adaptive
-    quantile: float = 0.5  # of adaptive clipping, as the next two
-    norm_learning_rate: float = 0.2
-    count_noise_multiplier: float | None = None
+    clipping: str = "flat"  # flat or automatic
     banded: bool = False
     bands: int | Literal["auto"] = 1
     learning_rate: LearningRate = CONSTANT  # which banded noise suits
@@ -120,9 +83,9 @@ class Plan:
         ``neighbouring_relation``, if T = num_steps steps run as ``schedule`` says, the contribution to a summed gradient of
         each thing that is sampled has L2 norm at most ``max_grad_norm``, and N(0, (noise_multiplier * max_grad_norm)^2) is
         added to every coordinate of each sum. With ``sampling`` example, rows are sampled and clipped one by one, and the
-        guarantee is for a unit of up to ``max_examples_per_unit`` rows together. With ``adaptive``, it covers the released
-        counts too (see ``AdaptiveClipping``). With ``coefficients``, steps sample groups in turn and the noise of a step takes
-        back a part of earlier noise: ``dpllm.privacy.banded`` has the assumptions and the proof.
+        guarantee is for a unit of up to ``max_examples_per_unit`` rows together. With ``coefficients``, steps sample groups in
+        turn and the noise of a step takes back a part of earlier noise: ``dpllm.privacy.banded`` has the assumptions and the
+        proof.
     """
 
     schedule: Schedule
@@ -130,14 +93,13 @@ class Plan:
     max_examples_per_unit: int | None  # rows that one unit may bring; None for example
     neighbouring_relation: Relation  # zero_out (N was counted and is published) or add_or_remove_one (N was declared)
     noise_multiplier: float  # sigma, the noise's standard deviation over max_grad_norm
-    clipping: str  # flat, automatic, per_layer or adaptive
-    max_grad_norm: float  # C; with adaptive clipping the first one, which later releases move
+    clipping: str  # flat or automatic
+    max_grad_norm: float  # C
     delta: float  # below 1/N
     epsilon: float  # stated by the accountant for the event
     target_epsilon: float  # what was asked for; at least epsilon, unless steps were added to make up lost ones
     accountant: dict[str, Any]  # name, version and discretisation interval
     event: RunEvent  # the mechanism as a value, from which anyone can recompute epsilon
-    adaptive: AdaptiveClipping | None = None
     sampling: Literal["unit", "example"] = "unit"  # what is drawn and clipped as a whole; example is a single row
     coefficients: tuple[float, ...] = ()  # c_0, ..., c_{b-1} of banded noise, of squares that add up to at most 1
     accountants: dict[str, float | None] = field(default_factory=dict)  # epsilon by each that knows the event
@@ -173,11 +135,6 @@ class Plan:
                 "the coefficients of banded noise are not a strategy with columns of norm at most 1, so there would be less "
                 "noise than the accounting assumes. plan.json was edited: start anew with --overwrite."
             )
-
-    @property
-    def gradient_noise_multiplier(self) -> float:
-        """The noise on the gradients alone, over max_grad_norm."""
-        return self.adaptive.gradient_noise_multiplier if self.adaptive else self.noise_multiplier
 
     @property
     def bands(self) -> int:
@@ -227,9 +184,9 @@ def make_plan(
     delta = resolved_delta(settings.delta, largest_delta, schedule.dataset_size)
     coefficients = _coefficients(settings, schedule, delta, cache_dir) if coefficients is None else coefficients
     bands = max(1, len(coefficients))
-    sigma, mechanism, adaptive = _mechanism(settings, schedule, delta, cache_dir, fit, bands)
+    sigma = _noise(settings, schedule, delta, cache_dir, fit, bands)
     schedule = replace(schedule, num_steps=schedule.num_steps + extra_steps)
-    event = steps_event(mechanism, schedule, schedule.num_steps, settings.group_size, bands)
+    event = steps_event(sigma, schedule, schedule.num_steps, settings.group_size, bands)
     return Plan(
         schedule=schedule,
         unit=settings.unit,
@@ -244,7 +201,6 @@ def make_plan(
         target_epsilon=settings.epsilon,
         accountant={**accounting.versions(), "name": "dp-accounting PLD", "interval": accounting.FINE_INTERVAL},
         event=event,
-        adaptive=adaptive,
         coefficients=coefficients,
         accountants={
             name: accounting.finite(value) for name, value in accounting.beside(event, delta, relation).items()
@@ -331,60 +287,33 @@ def noise_multiplier_for(
     )
 
 
-def steps_event(mechanism: Mechanism, schedule: Schedule, num_steps: int, group_size: int, bands: int) -> RunEvent:
+def steps_event(noise_multiplier: float, schedule: Schedule, num_steps: int, group_size: int, bands: int) -> RunEvent:
     """The event of steps on a schedule: its groups take turns where there are bands."""
-    if bands > 1:  # the event refuses the pair of sums of adaptive clipping
-        return CyclicPoisson(bands, num_steps, group_rate(schedule, bands), cast(Gaussian, mechanism))
-    return SelfComposed(num_steps, PoissonSampled(schedule.sampling_rate, mechanism, group_size))
+    noise = Gaussian(noise_multiplier)
+    if bands > 1:
+        return CyclicPoisson(bands, num_steps, group_rate(schedule, bands), noise)
+    return SelfComposed(num_steps, PoissonSampled(schedule.sampling_rate, noise, group_size))
 
 
-def _mechanism(
+def _noise(
     settings: Settings, schedule: Schedule, delta: float, cache_dir: Path | None, fit: Fit | None, bands: int
-) -> tuple[float, Mechanism, AdaptiveClipping | None]:
-    """The noise that keeps the recipe's promise, one noisy sum of it as an event, and how it is split if C adapts."""
+) -> float:
+    """The noise multiplier that keeps the recipe's promise."""
     group, steps, relation = settings.group_size, schedule.num_steps, settings.relation
     sigma = settings.noise_multiplier or noise_multiplier_for(
         settings.epsilon, delta, schedule, relation, bands, cache_dir, group_size=group
     )
     if fit is not None and settings.noise_multiplier is None:
-        sigma = _fitting(sigma, lambda s, n: steps_event(Gaussian(s), schedule, n, group, bands), steps, fit)
-    mechanism: Mechanism = Gaussian(sigma)
-    split = None
-    if settings.clipping == "adaptive":
-        more = settings.quantile, settings.norm_learning_rate, settings.count_noise_multiplier
-        split = adaptive_clipping(sigma, schedule.expected_batch_size, *more)
-        mechanism = GaussianPair(split.gradient_noise_multiplier, split.count_noise_multiplier)
-    epsilon = accounting.epsilon(steps_event(mechanism, schedule, steps, group, bands), delta, relation)
+        sigma = _fitting(sigma, lambda s, n: steps_event(s, schedule, n, group, bands), steps, fit)
+    epsilon = accounting.epsilon(steps_event(sigma, schedule, steps, group, bands), delta, relation)
     if epsilon > settings.epsilon and settings.noise_multiplier is None and cache_dir is not None:
-        return _mechanism(settings, schedule, delta, None, fit, bands)  # somebody changed the remembered noise
+        return _noise(settings, schedule, delta, None, fit, bands)  # somebody changed the remembered noise
     if epsilon > settings.epsilon:
         raise Refused(
             f"privacy.noise_multiplier {sigma:g} gives epsilon {epsilon:.3f}, above the target privacy.epsilon "
             f"{settings.epsilon:g}. Set privacy.noise_multiplier: null to calibrate it, or raise privacy.epsilon."
         )
-    return sigma, mechanism, split
-
-
-def adaptive_clipping(
-    noise_multiplier: float,
-    expected_batch_size: int,
-    quantile: float,
-    learning_rate: float,
-    count_noise_multiplier: float | None = None,
-) -> AdaptiveClipping:
-    """Splits the noise between gradients and count; Refused where the count alone would cost more than both may.
-
-    ``count_noise_multiplier`` None: the larger of B / 20 (Andrew et al.) and 2 sigma, with which the gradients' noise grows
-    by 3.3% at most.
-    """
-    sigma_b = count_noise_multiplier or max(expected_batch_size / 20, 2 * noise_multiplier)
-    if noise_multiplier**-2 <= (2 * sigma_b) ** -2:
-        raise Refused(
-            f"privacy.adaptive.count_noise_multiplier {sigma_b:g} is not above half the noise multiplier {noise_multiplier:g}, "
-            "so the count of clipped gradients alone would spend the budget. Set it to null."
-        )
-    sigma_g = events.gradient_noise_multiplier(noise_multiplier, sigma_b)
-    return AdaptiveClipping(quantile, learning_rate, sigma_b, sigma_g)
+    return sigma
 
 
 def noise_scale(noise_multiplier: float, max_grad_norm: float, coordinates: int) -> float:

@@ -34,6 +34,9 @@ RETIRED = {
         ("version", "schema_version", "dpllm", "dpllm_version"),
         "a recipe has no version: it is read by the dpllm that runs, whose keys dpllm plan --keys lists; leave the key out",
     ),
+    "privacy.adaptive": "adaptive clipping is retired; leave the key out, and set privacy.clipping: flat or automatic",
+    "privacy.clipping: adaptive": "adaptive is retired; automatic has no threshold to tune, and flat takes max_grad_norm",
+    "privacy.clipping: per_layer": "per_layer is retired; use flat, or automatic",
     "privacy.grad_sample_mode: opacus_ghost": "opacus_ghost is retired, its clipping bound was never proven; set auto or ghost",
 }
 

@@ -13,19 +13,6 @@ from dpllm.privacy.clipping_functions import Clipping
 from dpllm.recipe.section import Section, number_or_auto
 
 
-class AdaptiveConfig(Section):
-    """Adaptive clipping (Andrew et al. 2021)."""
-
-    quantile: float = Field(default=0.5, gt=0, lt=1)
-    """Target share of gradients that are not clipped."""
-    learning_rate: float = Field(default=0.2, gt=0, le=10)
-    """How fast C adapts: each step multiplies it by exp(-learning_rate (noisy share of unclipped gradients - quantile)), within
-    1e-6 to 1e6 times the first C."""
-    count_noise_multiplier: float | None = Field(default=None, gt=0)
-    """Standard deviation of the noise on the count of unclipped units; null: the larger of batch_size / 20 and twice the
-    noise multiplier."""
-
-
 class PrivacyConfig(Section):
     """The promise, and where it is booked."""
 
@@ -49,8 +36,6 @@ class PrivacyConfig(Section):
     the least noise in the last weights, or 1 (independent noise) where the gain is below 5%."""
     clipping: Clipping = "flat"
     """The clipping function, part of the Plan; docs/concepts/engine.md describes each."""
-    adaptive: AdaptiveConfig = AdaptiveConfig()
-    """Settings of clipping: adaptive."""
     grad_sample_mode: Literal["auto", "per_sample", "ghost"] = "auto"
     """How the clipped sum is computed, not part of the Plan. auto chooses for each layer, from max_length, between materialised
     per-example gradients (per_sample forces them) and ghost norms (ghost forces them). All need one backward pass and give the
@@ -81,9 +66,4 @@ class PrivacyConfig(Section):
     def _banded(self) -> Self:
         if self.noise == "independent" and self.bands != "auto":
             raise ValueError("privacy.bands needs banded noise; set privacy.noise: banded, or leave privacy.bands out")
-        if self.noise == "banded" and self.clipping == "adaptive":
-            raise ValueError(
-                "banded noise cancels noise of earlier steps, which adaptive clipping drew for another C, and no accountant "
-                "covers that; set privacy.clipping: flat, automatic or per_layer, or privacy.noise: independent"
-            )
         return self

@@ -224,7 +224,6 @@ def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, 
     if resumed:
         saved: checkpoint.State = shared(checkpoint.load_resume(run, net, optimizer) if main else None)
         processes.replicate(optimizer, list(checkpoint.kept(net).values()))
-        engine.max_grad_norm = saved.max_grad_norm
         notes = list(dict.fromkeys([*notes, *resumed.notes, *_new_notes(saved, resumed, start, console)]))
     payment = pay(config, decision, start, run, table) if main else Payment()
     claims = shared(payment.claims)

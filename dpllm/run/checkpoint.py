@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import shutil
 from dataclasses import asdict, dataclass, replace
@@ -34,7 +33,6 @@ class State:
 
     step: int  # executed so far, as the ledger counts them; the learning rate follows from it alone
     entry: str | None = None  # the ledger's reservation, which a resumed run goes on with
-    max_grad_norm: float = math.inf  # C of the next step, which adaptive clipping moves: a function of released values
     head: dict[str, Any] | None = None  # the ledger's by now, which the ledger of a resumed run must contain
     event: dict[str, Any] | None = None  # of the steps that were executed
     reserved: int = 0  # steps reserved by now, those included that make up lost ones
@@ -137,8 +135,7 @@ def load_resume(run: RunDir, model: nn.Module, optimizer: torch.optim.Optimizer)
 
 def _text(state: State, files: dict[str, str]) -> bytes:
     """state.json: the state, the digests of the files beside it, and one over all of it."""
-    # JSON has no word for the C of a run without differential privacy; checkpoints of before do not say that none were lost.
-    absent = {"notes", *(["max_grad_norm"] * (state.max_grad_norm == math.inf)), *(["lost"] * (not state.lost))}
+    absent = {"notes", *(["lost"] * (not state.lost))}  # checkpoints of before do not say that none were lost
     value = {**asdict(state), "schema_version": SCHEMA_VERSION, "files": files}
     value = {name: one for name, one in value.items() if name not in absent}
     digest = hashlib.sha256(_dump(value)).hexdigest()

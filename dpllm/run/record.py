@@ -114,12 +114,12 @@ class Recorder:
         self._not_finite += self._prepared.plan is not None and not math.isfinite(seen.norm_sum)
         loss, norm = (value if math.isfinite(value) else None for value in (seen.loss, seen.norm))
         private = {"step": step, "loss": loss, "units": seen.units, "clipped": seen.clipped, "norm": norm}
-        released, by_layer = engine.released(), list(seen.clipped_by_layer)
+        by_layer = list(seen.clipped_by_layer)
         layers = {"clipped_by_layer": by_layer} if by_layer else {}
         if self._main and by_layer and step == self._prepared.first_step + 1:  # there can be hundreds
             write_json(self._prepared.run.layers, {"layers": layers_of(engine.parameters)})
-        self._log({**private, **layers, "released": released})
-        self._telemetry.step(step, self._epsilon_after(step), rate, released, private)
+        self._log({**private, **layers})
+        self._telemetry.step(step, self._epsilon_after(step), rate, private)
         if self._main:
             self._screen.step(step, self._epsilon_after.words(step), positions, seen.loss if seen.units else None)
 
@@ -166,7 +166,6 @@ class Recorder:
             state = checkpoint.State(
                 step=self._step,
                 entry=prepared.payment.entry,
-                max_grad_norm=prepared.engine.max_grad_norm,
                 head=prepared.payment.ledger.head() if prepared.payment.ledger else None,
                 event=plan.event_after(self._step).to_json() if plan else None,
                 reserved=sum(size for _, size in prepared.payment.claims),
@@ -279,8 +278,7 @@ class Recorder:
             generator=self._generator,
             lattice=prepared.engine.lattice() if prepared.plan else None,
             metrics=Metrics(
-                public=summary if summary["eval_loss_after"] is not None and may_publish_figures(prepared) else {},
-                released=prepared.engine.released(),
+                public=summary if summary["eval_loss_after"] is not None and may_publish_figures(prepared) else {}
             ),
             started_at=datetime.fromtimestamp(self._started, UTC).isoformat(timespec="seconds"),
         )

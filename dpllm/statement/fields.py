@@ -116,19 +116,6 @@ class Record(BaseModel):
         return copy
 
 
-class Adaptive(Record):
-    """How adaptive clipping moves C and splits the noise; absent for the other clipping functions."""
-
-    count_noise_multiplier: Positive
-    """Standard deviation of the noise on the count of unclipped gradients."""
-    gradient_noise_multiplier: Positive
-    """Standard deviation of the noise on the sum of gradients, over C."""
-    learning_rate: Positive
-    """How fast C moves."""
-    quantile: Between0And1
-    """Share of the gradients that should not be clipped."""
-
-
 class Banded(Record):
     """How noise reaches back and groups take turns; absent where the noise of each step is independent of the others'."""
 
@@ -235,10 +222,9 @@ class Promise(Record):
     clipping: Clipping
     """The clipping function."""
     max_grad_norm: Positive
-    """C, the L2 norm to which the gradient of each thing that is sampled is clipped; with adaptive clipping the first one."""
+    """C, the L2 norm to which the gradient of each thing that is sampled is clipped."""
     noise_multiplier: Positive
-    """Standard deviation of the noise over C; with adaptive clipping, of the one Gaussian release that a step amounts to."""
-    adaptive: Adaptive | None = None
+    """Standard deviation of the noise over C."""
     accountant: Accountant
     cross_check: CrossCheck | None
     accountants: dict[Annotated[str, Field(pattern=r"^[a-z]+$")], NotNegative | None] | None = None

@@ -15,7 +15,7 @@ from pydantic import ConfigDict, Field, ValidationError
 
 from dpllm.errors import ConfigError
 from dpllm.files import RunPaths, digest, read_json
-from dpllm.privacy.plan import AdaptiveClipping, Plan, Schedule
+from dpllm.privacy.plan import Plan, Schedule
 from dpllm.statement.fields import (
     Between0And1,
     Charged,
@@ -91,8 +91,7 @@ class PlanRecord(Promise, Drawn):
         values = self.to_json()
         schedule = Schedule(**{field.name: values[field.name] for field in fields(Schedule)})
         own = {field.name: values[field.name] for field in fields(Plan) if field.name in values}
-        adaptive = AdaptiveClipping(**values["adaptive"]) if values.get("adaptive") else None
-        own |= {"schedule": schedule, "adaptive": adaptive, "coefficients": self.coefficients, "event": self.event}
+        own |= {"schedule": schedule, "coefficients": self.coefficients, "event": self.event}
         return Plan(**own)
 
 
@@ -137,8 +136,6 @@ class Metrics(Record):
 
     public: dict[str, Number | None] = Field(default={})
     """Held-out figures of public rows: nats per token, shares, tokens."""
-    released: dict[str, Number] = Field(default={})
-    """Values with noise, which are accounted."""
 
 
 class RunRecord(Record):

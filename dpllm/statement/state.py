@@ -136,7 +136,7 @@ def terms_of(
         trade_off: Of the event, see ``tradeoff_figure.trade_off``; None: left out.
     """
     more = spent is not None and spent > plan.epsilon
-    left_out = {name for name in ("adaptive", *_OF_THE_PLAN) if not getattr(plan, name)}
+    left_out = {name for name in _OF_THE_PLAN if not getattr(plan, name)}
     left_out |= {*_OF_THE_PLAN} if more else set()
     coefficients = plan.coefficients
     found: Json = {

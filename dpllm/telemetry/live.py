@@ -109,23 +109,17 @@ class Telemetry:
             self._tell(error)
         self._show()
 
-    def step(
-        self, step: int, epsilon: float | None, rate: float, released: Mapping[str, float], private: Mapping[str, Any]
-    ) -> None:
-        """Shows a step: ``released`` values carry noise and are accounted.
-
-        ``private`` ones (units, clipped, loss) do not, and are read with private metrics only.
-        """
+    def step(self, step: int, epsilon: float | None, rate: float, private: Mapping[str, Any]) -> None:
+        """Shows a step; ``private`` values (units, clipped, loss) carry no noise, and are read with private metrics only."""
         if self._values is None:
             return
         if not self._promised:  # nothing was released with noise that protects anybody
-            epsilon, released = None, {}
+            epsilon = None
         seen: dict[str, float | None] = {}
         if self._config.telemetry.private_metrics:
             seen = metrics.unnoised(private, clips=self._values.noise_multiplier is not None)
-        fraction = metrics.clip_fraction(released)
-        self._values = replace(self._values, step=step, epsilon_consumed=epsilon, clip_fraction=fraction, **seen)  # type: ignore[arg-type]
-        told = {"epsilon_consumed": epsilon, "learning_rate": rate, **released, **seen}
+        self._values = replace(self._values, step=step, epsilon_consumed=epsilon, **seen)  # type: ignore[arg-type]
+        told = {"epsilon_consumed": epsilon, "learning_rate": rate, **seen}
         if self._trackers:
             self._trackers.log(told, step)
         self.callbacks.step(step, told)

@@ -92,11 +92,6 @@ class RunValues:
     noise_multiplier: float | None = _gauge(
         "dp_noise_multiplier", "Standard deviation of the noise over the clipping norm."
     )
-    clip_fraction: float | None = _gauge(
-        "dp_gradient_clip_fraction",
-        "Share of gradients longer than the clipping norm in the last step: noised and accounted, with adaptive clipping; "
-        "without noise only where the recipe allows private metrics.",
-    )
     step: int = _gauge("dp_training_step", "Logical batches executed.", 0)
     steps_planned: int = _gauge("dp_training_steps_planned", "Logical batches planned.", 0)
     accuracy_delta: float | None = _gauge(*ACCURACY_DELTA)
@@ -106,7 +101,10 @@ class RunValues:
         "dp_training_private_loss",
         "Training loss of the last step without noise, in nats per token; outside the guarantee.",
     )
-    private_clip_fraction: float | None = None
+    private_clip_fraction: float | None = _gauge(
+        "dp_gradient_clip_fraction",
+        "Share of gradients longer than the clipping norm in the last step, without noise; outside the guarantee.",
+    )
 
 
 GAUGES = {one.name: one.metadata["gauge"] for kind in (RunValues, AuditFigures) for one in fields(kind) if one.metadata}
@@ -124,8 +122,6 @@ def gauge(name: str, meaning: str, samples: Iterable[tuple[Mapping[str, str], fl
 
 def run_families(run: RunValues) -> list[Metric]:
     """The metrics of a run; one that has no value is left out."""
-    if run.clip_fraction is None:
-        run = replace(run, clip_fraction=run.private_clip_fraction)
     model = {"model": run.model}
     names = {**model, "dataset": run.dataset, "run_id": run.run_id}
     states = [({**model, "state": name}, float(name == run.state)) for name in STATES]
@@ -189,14 +185,7 @@ def of_record(
         epsilon_consumed=_consumed(plan, record),
         stated_epsilon=plan.epsilon,
         delta=plan.delta,
-        clip_fraction=clip_fraction(record.metrics.released),
     )
-
-
-def clip_fraction(released: Mapping[str, Any]) -> float | None:
-    """The noised share of clipped gradients, moved into [0, 1], which reads nothing but what was released."""
-    unclipped = released.get("unclipped_fraction")
-    return None if unclipped is None else min(1.0, max(0.0, 1.0 - unclipped))
 
 
 def unnoised(step: Mapping[str, Any], *, clips: bool) -> Json:

@@ -54,7 +54,7 @@ _KEYS |= {"license_name", "license_link"}
 """Of the front matter: what dpllm writes, and two that the Hub asks for beside a licence of one's own."""
 ASSERTED = {
     "training": (
-        "optimizer clipping max_grad_norm adaptive neighbouring_relation randomness banded status steps.taken steps.lost",
+        "optimizer clipping max_grad_norm neighbouring_relation randomness banded status steps.taken steps.lost",
         "the author's word that these steps ran with this sampler, this clipping and noise from the operating system",
     ),
     "data": (

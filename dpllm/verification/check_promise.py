@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import cast, get_args
 
 from dpllm.privacy import accounting, banded, embedded
-from dpllm.privacy.events import Gaussian, GaussianPair, Mechanism, PureDP, SelfComposed
+from dpllm.privacy.events import PureDP, SelfComposed
 from dpllm.privacy.plan import noise_scale, steps_event
 from dpllm.privacy.privacy_loss import Relation
 from dpllm.privacy.releases import OTHER, Kind, Statistic, tidy, told
@@ -87,26 +87,21 @@ def check_epsilon(terms: Promised, exact: bool) -> Check:
 
 def _again(record: PrivacyRecord, terms: Terms) -> Terms:
     """The terms that follow from sizes, noise and clipping, without what accountants say of the event."""
-    sampling, adaptive, planned = terms.sampling, terms.adaptive, record.steps.planned
+    sampling, planned = terms.sampling, record.steps.planned
     size, batch = sampling.dataset_size, sampling.expected_batch_size
     coefficients = terms.banded.coefficients if terms.banded else ()
-    noise: Mechanism = Gaussian(terms.noise_multiplier)
-    if adaptive:
-        noise = GaussianPair(adaptive.gradient_noise_multiplier, adaptive.count_noise_multiplier)
     schedule = Schedule(size, sampling.canary_slots, batch, batch / size, planned)
     plan = PlanRecord.pick(
         {**Terms.pick(terms.to_json()).to_json(), **asdict(schedule)},
         sampling=sampling.of,
-        event=steps_event(noise, schedule, planned, terms.group_size, max(1, len(coefficients))),
-        noise_multiplier=noise.noise_multiplier,
+        event=steps_event(terms.noise_multiplier, schedule, planned, terms.group_size, max(1, len(coefficients))),
         coefficients=coefficients,
         target_epsilon=terms.epsilon,
         canary_commitment=None,
     )
     random, lattice = terms.randomness, terms.randomness.lattice
     if lattice:
-        sigma = adaptive.gradient_noise_multiplier if adaptive else terms.noise_multiplier
-        scale = noise_scale(sigma, 1.0, lattice.coordinates)
+        scale = noise_scale(terms.noise_multiplier, 1.0, lattice.coordinates)
         lattice = Lattice(coordinates=lattice.coordinates, noise_over_max_grad_norm=scale)
     return state.terms_of(plan, optimizer=terms.optimizer, generator=random.generator, rounded=lattice)
 
@@ -122,10 +117,8 @@ def _sizes(record: PrivacyRecord, terms: Terms) -> Check:
     )
     rules = {
         "banded.coefficients are not the best of any schedule": best,
-        "banded noise is for whole units and a C that does not move": not turns
-        or (terms.sampling.of == "unit" and terms.adaptive is None),
+        "banded noise is for whole units": not turns or terms.sampling.of == "unit",
         "max_examples_per_unit belongs to another unit": terms.unit != "example" or terms.max_examples_per_unit is None,
-        "clipping is not what the event is about": (terms.clipping == "adaptive") == (terms.adaptive is not None),
         "canary_slots do not fit into dataset_size": terms.sampling.canary_slots < size and batch <= size,
         "delta is not below 1/N, so that publishing one record outright would satisfy it": delta * size < 1,
         "steps.taken is more than planned": taken <= planned,
@@ -135,7 +128,7 @@ def _sizes(record: PrivacyRecord, terms: Terms) -> Check:
     wrong: list[object] = [problem for problem, good in rules.items() if not good]
     if not wrong:
         stated, follows = ({**one.to_json(), **one.randomness.to_json()} for one in (terms, _again(record, terms)))
-        for name in ("event", "sampling", "noise_multiplier", "mechanism", "banded", "lattice"):
+        for name in ("event", "sampling", "mechanism", "banded", "lattice"):
             wrong += differences(stated.get(name), follows.get(name), name, 1e-12)
     if wrong:
         raise Wrong(f"{listed(wrong)}. {_AGAIN}")

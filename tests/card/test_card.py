@@ -238,7 +238,7 @@ def test_nothing_private_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("public", [False, True])
 def test_held_out_loss_only_of_public_evaluation_data(tmp_path: Path, public: bool) -> None:
     figures = {"eval_loss_before": 8.5, "eval_loss_after": HELD_OUT, "eval_accuracy_before": 0.1}
-    metrics = {"public": {**figures, "eval_accuracy_after": 0.4321}, "released": {}}
+    metrics = {"public": {**figures, "eval_accuracy_after": 0.4321}}
     for root, recipe, the_record in (
         (tmp_path / "dp", config(data={"eval_public": public}), record(metrics=metrics)),
         (tmp_path / "base", baseline(data={"public": True, "eval_public": public}), baseline_record(metrics=metrics)),

@@ -8,14 +8,12 @@ import os
 from pathlib import Path
 from typing import Any
 
-import cards
 import pytest
 import tiny
 from commands import fresh, write_recipe
 
 from dpllm.cli import main
 from dpllm.cli.plan import dump
-from dpllm.files import write_json
 from dpllm.ledger import Budget, open_ledger
 from dpllm.ledger.budgets import set_budget
 from dpllm.ledger.store import default_path
@@ -182,17 +180,6 @@ def test_advice_is_shown_and_refuses_nothing(recipe: Path, capsys: pytest.Captur
     assert any("below 0.5" in text for text in value(capsys, 0, recipe, *weak)["advice"])
 
 
-def test_advice_after_a_run(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    earlier = RunDir(recipe.parent / "earlier")
-    released = {"unclipped_fraction": 0.5, "max_grad_norm": 0.01}
-    write_json(earlier.run, cards.record(metrics={"released": released}))
-    out, _ = answer(capsys, 0, recipe, "--after", earlier.root)
-    assert "Type --privacy.max_grad_norm 0.01" in out
-    assert "released no noised clip fraction" not in out
-    write_json(earlier.run, cards.record(guarantee={"holds": False, "reason": "x"}, metrics={"released": released}))
-    assert "released no noised clip fraction" in answer(capsys, 2, recipe, "--after", earlier.root)[1]
-
-
 # --- model ----------------------------------------------------------------------------------------------------
 
 
@@ -276,7 +263,7 @@ def test_what_is_decided_beside_the_model_has_its_exit_code(
         (["--sweep=train.steps=1,2"], "--sweep is retired: it planned"),
         (["--figure", "a.png"], "--figure is retired: plan prints"),
         (["--compare"], "--compare is retired: it gave no guarantee"),
-        (["--after", "absent"], "missing"),
+        (["--after", "runs/a"], "--after is retired: adaptive clipping is retired"),
         (["--device", "h100"], "Type both"),
     ],
 )

@@ -18,10 +18,10 @@ from dpllm.files import RunPaths
 
 def run_of(root: Path, steps: int, *, epsilon: float = 3.0, **values: Any) -> RunPaths:
     run = make_run(root, epsilon, audit=False)
-    line = {"units": 4, "clipped": 3, "loss": 2.5, "norm": 1.5, "released": {}, **values}
+    line = {"units": 4, "clipped": 3, "loss": 2.5, "norm": 1.5, **values}
     lines = [json.dumps({**line, "step": step}) for step in range(1, steps + 1)]
     # A step that drew nobody, a held-out loss, and a line that a killed process left.
-    lines += ['{"step": 9, "units": 0, "clipped": 0, "loss": null, "norm": null, "released": {}}', '{"step": 1, "lo']
+    lines += ['{"step": 9, "units": 0, "clipped": 0, "loss": null, "norm": null}', '{"step": 1, "lo']
     run.metrics.write_text("\n".join(['{"step": 1, "eval_loss": 2.0, "eval_accuracy": 0.5}', *lines]))
     return run
 
@@ -30,7 +30,7 @@ def run_of(root: Path, steps: int, *, epsilon: float = 3.0, **values: Any) -> Ru
     ("panels", "steps", "epsilon", "values"),
     [
         (3, 1, 3.0, {}),
-        (3, 60, 3.0, {"released": {"max_grad_norm": 0.7}}),
+        (3, 60, 3.0, {}),
         (2, 5, 3.0, {"norm": None}),  # of an earlier version
         (1, 5, math.inf, {"norm": None}),  # without clipping
         (2, 5, 3.0, {"loss": None}),  # diverged

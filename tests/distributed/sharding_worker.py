@@ -100,7 +100,7 @@ def run(name: str, folder: Path, rank: int, world: int) -> dict[str, Any]:
         results["small"] = tm.make_engine(small, promise).self_check(64, tm.shapes(32)).error
     if rank == 0:  # alone, as a run does: a collective in here would wait for ever
         checkpoint.export(net, Unsaved(), RunDir(folder / f"{name}{world}"))
-        state = checkpoint.State(STEPS, max_grad_norm=C)
+        state = checkpoint.State(STEPS)
         checkpoint.save_resume(RunDir(folder / f"{name}{world}"), net, engine._optimizer, state)
     prompt = torch.tensor([[5, 9, 20 + rank]]) if world > 1 else torch.tensor([[5, 9, 20], [5, 9, 21]])
     tokens = net.eval().generate(

@@ -35,8 +35,7 @@ PUBLIC = {
     *("dp_training_info", "dp_training_state", "dp_training_epsilon_consumed", "dp_training_step"),
     *("dp_training_steps_planned", "dp_stated_epsilon", "dp_stated_delta", "dp_noise_multiplier"),
 }
-RELEASED = {"dp_gradient_clip_fraction"}
-TAGS = {"epsilon_consumed", "learning_rate", "unclipped_fraction", "max_grad_norm"}
+TAGS = {"epsilon_consumed", "learning_rate"}
 
 
 class Watched:
@@ -81,8 +80,8 @@ class Watched:
 
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory: pytest.TempPathFactory, base: Path, data_home: Path) -> Watched:
-    """A private run with adaptive clipping, whose noised share of clipped gradients may be shown."""
-    return Watched(tmp_path_factory.mktemp("watched"), base, **{"privacy.clipping": "adaptive", "train.eval_every": 2})
+    """A private run, which keeps its figures to itself."""
+    return Watched(tmp_path_factory.mktemp("watched"), base, **{"train.eval_every": 2})
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +121,7 @@ def test_nothing_unnoised_is_shown(watched: Watched) -> None:
     known = {"run", "tiny-base", "notes", run_id, "running", "completed", "interrupted"}
     for text in (*watched.scraped, *watched.files().values()):
         found = series(text)
-        assert {name for name, _ in found} <= PUBLIC | RELEASED
+        assert {name for name, _ in found} <= PUBLIC
         assert {label for _, pairs in found for _, label in pairs} <= known
         for (name, _), number in found.items():
             assert not any(math.isclose(number, secret, rel_tol=1e-3) for secret in SECRETS), name
@@ -131,12 +130,6 @@ def test_nothing_unnoised_is_shown(watched: Watched) -> None:
     for tag, numbers in watched.tracked().items():
         for number in numbers:
             assert not any(math.isclose(number, secret, rel_tol=1e-3) for secret in SECRETS), tag
-
-
-def test_the_share_of_clipped_gradients_that_is_shown_is_the_released_one(watched: Watched) -> None:
-    released = watched.place.json("run.json")["metrics"]["released"]["unclipped_fraction"]
-    last = series("".join(watched.files().values()))
-    assert value(last, "dp_gradient_clip_fraction") == min(1.0, max(0.0, 1 - released))
 
 
 def test_files_of_trackers_are_private_and_name_no_path(watched: Watched) -> None:

@@ -225,7 +225,7 @@ RECOMPUTED = {
     "sizes": [
         *("noise_multiplier", "max_examples_per_unit", "event/event/probability", "event/event/event/noise_multiplier"),
         *("sampling/sampling_rate", "sampling/expected_batch_size", "sampling/dataset_size", "steps/planned", "steps/taken"),
-        *("delta", 'clipping="adaptive"', 'steps={"planned": 5, "taken": 5}'),
+        *("delta", 'steps={"planned": 5, "taken": 5}'),
     ],
     "terms": ["randomness/secure_noise"],
     "without amplification": ["without_amplification"],
@@ -285,7 +285,7 @@ def _others(where: published.Where, value: object) -> list[object]:
         # A part in a million of what reads deltas in the tail, a part in a hundred million of the rest.
         step = 3e-6 if where[0] in ("curve", "limits") and where[-1] != 0 else 1e-8
         return [value * (1 + step), value * (1 - step), value + 1] if value else [1e-9]
-    words = {"optimizer": "sgd", "clipping": "per_layer", "neighbouring_relation": "add_or_remove_one"}
+    words = {"optimizer": "sgd", "clipping": "automatic", "neighbouring_relation": "add_or_remove_one"}
     if isinstance(value, str):
         turned = value[:-1] + ("1" if value[-1:] == "0" else "0")
         return [f"{value}x", turned, words.get(field, "")]
@@ -323,11 +323,10 @@ def test_every_field_is_computed_again_or_printed_as_asserted(export: Path, fini
     for field in fields - {
         "unit",
         "max_examples_per_unit",
-        "adaptive",
         "banded",
         "steps.lost",
         "template",
-    }:  # the last four: not here
+    }:  # the last three: not here
         forged = honest
         for name, value in _TOGETHER.get(field, {}).items():
             forged = changed(forged, tuple(name.split("/")), lambda _, new=value: new)
@@ -338,7 +337,7 @@ def test_the_command_prints_asserted_beside_each_field_that_nobody_can_check(exp
     lines = [line for line in dpllm_("verify", export).out.splitlines() if line.startswith("asserted  ")]
     for field in ("software", "hardware", "date", "tuning", "contact", "optimizer", "max_grad_norm", "randomness"):
         assert any(field in line for line in lines), field
-    assert not any(field in line for line in lines for field in ("epsilon,", "trade_off", "adaptive"))
+    assert not any(field in line for line in lines for field in ("epsilon,", "trade_off"))
 
 
 @pytest.mark.parametrize("where", ["trade_off/3/1", "without_amplification"])
@@ -407,7 +406,7 @@ def test_a_guarantee_cannot_be_put_on_a_run_without_one(baseline: Place, tmp_pat
 @pytest.mark.parametrize(
     ("where", "value"),
     [
-        (("optimizer",), "sgd"), (("clipping",), "per_layer"), (("max_grad_norm",), 0.5), (("data_public",), True),
+        (("optimizer",), "sgd"), (("clipping",), "automatic"), (("max_grad_norm",), 0.5), (("data_public",), True),
         (("contact",), "x@y.z"), (("software", "torch"), "9"), (("not_covered",), ["nothing"]),
         (("neighbouring_relation",), "add_or_remove_one"), (("recipe_digest",), "0" * 64), (("date",), "2020-01-01"),
     ],

@@ -100,13 +100,6 @@ def test_noise_is_that_of_the_averaged_gradient(tmp_path: Path) -> None:
     assert found.noise_total == pytest.approx(found.noise_per_coordinate * math.sqrt(found.trainable))
 
 
-def test_adaptive_clipping_counts_the_noise_on_gradients(tmp_path: Path) -> None:
-    config = recipe(only_config(tmp_path), privacy__clipping="adaptive")
-    adaptive = plan(config).adaptive
-    assert adaptive is not None
-    assert needs(config).noise_per_coordinate == pytest.approx(adaptive.gradient_noise_multiplier * 0.5 / 20)
-
-
 def test_without_privacy_there_is_no_noise(tmp_path: Path) -> None:
     config = recipe(only_config(tmp_path))
     found = footprint(config, plan(config).schedule, None)

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from dpllm.errors import ConfigError, Refused
 from dpllm.model import memory, processes
-from dpllm.privacy.plan import AdaptiveClipping
 from dpllm.privacy.sampling import PhysicalBatch
 from dpllm.recipe import names
 from dpllm.recipe.config import RunConfig
@@ -234,8 +233,7 @@ CASES: dict[str, dict[str, Any]] = {
     "lora": {},
     "frozen": {"adapter": tm.FROZEN},
     "ghost": {"mode": "ghost"},
-    "adaptive": {"promise": tm.plan(adaptive=AdaptiveClipping(0.5, 0.2, 1.1, 10.0))},
-    "per layer": {"promise": tm.plan(clipping="per_layer")},
+    "automatic": {"promise": tm.plan(clipping="automatic")},
 }
 
 
@@ -251,7 +249,7 @@ def everything(engine: Any) -> list[Any]:
         {name: tensor.clone() for name, tensor in net.state_dict().items()},
         [(p.requires_grad, p.grad) for p in net.parameters()],
         copy.deepcopy(engine._optimizer.state_dict()),
-        (engine.max_grad_norm, engine.noisy_fraction),
+        engine.max_grad_norm,
         (torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()),
     ]
 

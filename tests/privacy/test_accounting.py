@@ -20,7 +20,7 @@ from scipy.stats import binom, norm
 from dpllm.errors import ConfigError, Refused
 from dpllm.privacy import accounting, privacy_loss
 from dpllm.privacy.accounting import beside, compose, cross_check, curve, dp_sgd_event, epsilon, stated
-from dpllm.privacy.events import Gaussian, GaussianPair, Imported, PoissonSampled, RepeatAndSelect, SelfComposed
+from dpllm.privacy.events import Gaussian, Imported, RepeatAndSelect, SelfComposed
 from dpllm.privacy.parts import SampledSums, dp_event_of, parts_of
 from dpllm.privacy.privacy_loss import Relation
 
@@ -110,13 +110,6 @@ def test_zero_out_costs_what_adding_costs_and_no_other_relation_is_known() -> No
         assert epsilon(RUN, 1e-5, "zero_out", accountant) == epsilon(RUN, 1e-5, "add_or_remove_one", accountant)
     with pytest.raises(ConfigError, match="'replace_one' is unknown"):
         epsilon(RUN, 1e-5, "replace_one")  # type: ignore[arg-type]
-
-
-def test_adaptive_clipping_costs_its_joint_gaussian() -> None:
-    both = GaussianPair(1.0, 0.5)
-    for accountant in ("pld", "rdp", "prv"):
-        joint = epsilon(SelfComposed(50, PoissonSampled(0.02, both)), 1e-5, "zero_out", accountant)
-        assert joint == pytest.approx(epsilon(dp_sgd_event(0.02, 2**-0.5, 50), 1e-5, "zero_out", accountant), rel=1e-6)
 
 
 # Several rows of a unit, each drawn and clipped on its own (q .01, sigma 1.5, T 300, delta 1e-5).
@@ -404,7 +397,7 @@ def test_accounting_and_calibration_never_import_torch() -> None:
     code = """
 import sys
 from dpllm.privacy import accounting, privacy_loss, renyi
-from dpllm.privacy.events import Gaussian, GaussianPair, Imported, RepeatAndSelect, SelfComposed
+from dpllm.privacy.events import Gaussian, Imported, RepeatAndSelect, SelfComposed
 assert not {"torch", "dp_accounting", "scipy", "numpy"} & sys.modules.keys()
 sigma = accounting.calibrate_noise_multiplier(1.0, 1e-5, 0.2, 100, "zero_out")
 event = accounting.dp_sgd_event(0.2, sigma, 100)

@@ -282,7 +282,6 @@ def test_what_it_is_not_accounted_for_is_refused(sections: dict[str, Any], words
 @pytest.mark.parametrize(
     ("privacy", "words"),
     [
-        ({"clipping": "adaptive"}, "privacy.clipping: flat"),
         ({"noise": "independent", "bands": 4}, "privacy.noise: banded"),
         ({"bands": 0}, "1 or more, or auto"),
         ({"bands": "many"}, "1 or more, or auto"),
@@ -300,13 +299,6 @@ def test_coefficients_are_those_of_before_whatever_the_rate_is() -> None:
     assert found == banded.strategy(banded.LearningRate(1e-5, "linear", 0.1), 38, 4)
     before = (0.7171054053011602, 0.47267975299455106, 0.3919318804647438, 0.32973184540204553)
     assert found == pytest.approx(before, abs=1e-9)
-
-
-def test_coefficients_that_are_given_take_no_adaptive_clipping() -> None:
-    """As where plan.json was edited."""
-    config = recipe(privacy={"noise": "independent", "bands": "auto", "clipping": "adaptive"})
-    with pytest.raises(ConfigError, match="has no known cost"):
-        plan_of(config, UNITS, coefficients=(0.9, 0.4))
 
 
 def test_a_noise_multiplier_of_the_recipe_is_judged_with_its_bands() -> None:

@@ -62,10 +62,9 @@ def test_clipping_is_counted_and_losses_are_means_over_units() -> None:
     assert engine.clipped_sum([])[1].units == 0
 
 
-@pytest.mark.parametrize("clipping", ["flat", "per_layer"])
 @pytest.mark.parametrize("mode", ["auto", "ghost"])
-def test_long_gradients_are_counted_by_layer(clipping: str, mode: str) -> None:
-    """Each unit once, however many rows and batches it has; with per_layer clipping, what was clipped."""
+def test_long_gradients_are_counted_by_layer(mode: str) -> None:
+    """Each unit once, however many rows and batches it has."""
     some = tm.units([(5,), (9, 4, 6), (7,), (12,)])
     net = tm.build("llama")
     gradient_UP = tm.brute_force(net, some)
@@ -73,7 +72,7 @@ def test_long_gradients_are_counted_by_layer(clipping: str, mode: str) -> None:
     bound = float(norm_GU.median()) * len(norm_GU) ** 0.5 * 1.001
     expected = tuple((norm_GU > bound / len(norm_GU) ** 0.5).sum(dim=1).tolist())
     assert 0 < sum(expected) < norm_GU.numel()
-    engine = tm.make_engine(net, tm.plan(bound, clipping=clipping), grad_sample_mode=mode, loss_scale=1024.0)
+    engine = tm.make_engine(net, tm.plan(bound), grad_sample_mode=mode, loss_scale=1024.0)
     for size in (1, 64):
         assert engine.clipped_sum(tm.batches(some, size))[1].clipped_by_layer == expected
     assert engine.clipped_sum([])[1].clipped_by_layer == (0,) * len(expected)

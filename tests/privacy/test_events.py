@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from decimal import Decimal
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from dpllm.errors import ConfigError, Refused
 from dpllm.privacy import events
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.events import (
     Gaussian,
-    GaussianPair,
     Imported,
     PoissonSampled,
     PureDP,
@@ -25,8 +21,6 @@ from dpllm.privacy.events import (
     compose,
     count_releases,
     dp_sgd_event,
-    gradient_noise_multiplier,
-    joint_noise_multiplier,
     read,
 )
 from dpllm.privacy.parts import (
@@ -42,12 +36,11 @@ from dpllm.privacy.parts import (
 
 RUN = dp_sgd_event(0.02, 0.8, 150)
 GROUP = dp_sgd_event(0.02, 0.8, 150, 4)
-PAIR = SelfComposed(10, PoissonSampled(0.02, GaussianPair(1.2, 5.0)))
 BEST = RepeatAndSelect(RUN, 10, "geometric")
 ONCE, PURE = Imported(1.0, 1e-6), PureDP(0.25)
 BANDED = events.CyclicPoisson(4, 30, 0.2, Gaussian(1.0))
-ALL = compose([RUN, GROUP, PAIR, BEST, ONCE, PURE, BANDED, Gaussian(2.0)])
-GAUSSIAN, ADAPTIVE, IMPORTED = Gaussian(1.0).to_json(), GaussianPair(1.2, 5.0).to_json(), ONCE.to_json()
+ALL = compose([RUN, GROUP, BEST, ONCE, PURE, BANDED, Gaussian(2.0)])
+GAUSSIAN, IMPORTED = Gaussian(1.0).to_json(), ONCE.to_json()
 
 
 def test_an_event_is_stored_as_plain_json_and_read_back() -> None:
@@ -75,7 +68,7 @@ def test_an_event_is_changed_everywhere_inside() -> None:
     seen: list[Any] = []
     assert changed(ALL, lambda leaf: (seen.append(leaf), leaf)[1]) == ALL
     assert [type(leaf).__name__ for leaf in seen] == [
-        *("Gaussian", "Gaussian", "GaussianPair", "Gaussian", "Imported", "PureDP", "Gaussian", "Gaussian")
+        *("Gaussian", "Gaussian", "Gaussian", "Imported", "PureDP", "Gaussian", "Gaussian")
     ]
     assert imported_delta(without_delta(SelfComposed(3, ONCE))) == 0.0
 
@@ -84,7 +77,6 @@ def test_releases_are_counted_where_this_run_pays_for_them() -> None:
     assert count_releases(compose([RUN, RUN, dp_sgd_event(0.5, 3.0, 7)])) == 307
     assert count_releases(GROUP) == 150
     assert count_releases(compose([PURE, RUN, SelfComposed(3, PURE)])) == 154
-    assert count_releases(PAIR) == 10
     assert count_releases(BEST) == count_releases(ONCE) == 0
     assert count_releases(compose([RUN, BEST, ONCE])) == 150
 
@@ -113,10 +105,6 @@ def test_releases_are_counted_where_this_run_pays_for_them() -> None:
         {"type": "poisson_sampled_group", "probability": 0.5, "group_size": True, "event": GAUSSIAN},
         {"type": "poisson_sampled_group", "probability": 0.5, "group_size": 10**6, "event": GAUSSIAN},
         {"type": "poisson_sampled_group", "probability": 0.5, "group_size": 2, "event": BEST.to_json()},
-        {"type": "adaptive_clipping", "gradient_noise_multiplier": 1.0},
-        {**ADAPTIVE, "gradient_noise_multiplier": 0.0},
-        {**ADAPTIVE, "count_noise_multiplier": -1.0},
-        {**ADAPTIVE, "count_noise_multiplier": math.nan},
         {**BEST.to_json(), "distribution": "fixed"},
         {**BEST.to_json(), "distribution": ["geometric"]},
         {**BEST.to_json(), "mean": 0.5},
@@ -139,7 +127,7 @@ def test_releases_are_counted_where_this_run_pays_for_them() -> None:
         {**BANDED.to_json(), "bands": 2.0},
         {**BANDED.to_json(), "count": -1},
         {**BANDED.to_json(), "probability": 1.5},
-        {**BANDED.to_json(), "event": ADAPTIVE},
+        {**BANDED.to_json(), "event": PURE.to_json()},
         {**BANDED.to_json(), "event": IMPORTED},
         {**BANDED.to_json(), "more": 1},
         "gaussian",
@@ -164,36 +152,10 @@ def test_a_group_of_one_is_one_and_a_group_in_every_batch_is_a_larger_gaussian()
     assert parts_of(PoissonSampled(1.0, Gaussian(1.0), 4)) == parts_of(Gaussian(0.25))
 
 
-def test_adaptive_clipping_is_the_gaussian_of_both_sums() -> None:
-    """Sensitivities 1 and 1/2 over their noises add in squares."""
-    [part] = parts_of(GaussianPair(1.2, 5.0)).sampled
-    assert part.noise_multiplier == pytest.approx((1.2**-2 + (2 * 5.0) ** -2) ** -0.5, rel=1e-11)
-    exact = (Decimal("1.2") ** -2 + (2 * Decimal(5)) ** -2) ** Decimal("-0.5")
-    assert exact * (1 - Decimal("1e-11")) < Decimal(part.noise_multiplier) < exact  # rounded down, never up
-    assert parts_of(PoissonSampled(0.02, GaussianPair(1.2, 5.0), 3)).sampled[0].group_size == 3
-
-
-@settings(max_examples=300, deadline=None, derandomize=True)
-@given(st.integers(500, 10**8), st.floats(1.0000001, 1e6))
-def test_splitting_calibrated_noise_gives_it_back_to_the_last_bit(grid: int, ratio: float) -> None:
-    """So that the epsilon of the joint event is the one calibrated, and never above the target."""
-    sigma = grid / 1e4
-    count = sigma / 2 * ratio
-    gradient = gradient_noise_multiplier(sigma, count)
-    assert joint_noise_multiplier(gradient, count) == sigma
-    assert gradient > sigma
-
-
-def test_a_count_that_costs_more_than_both_may_is_refused() -> None:
-    with pytest.raises(ConfigError, match="count_noise_multiplier"):
-        gradient_noise_multiplier(1.0, 0.5)
-
-
 @pytest.mark.parametrize(
     ("event", "known"),
     [
         (RUN, {"pld", "rdp", "prv"}),
-        (PAIR, {"pld", "rdp", "prv"}),
         (dp_sgd_event(0.02, 1.0, 10, 1), {"pld", "rdp", "prv"}),
         (compose([]), {"pld", "rdp", "prv"}),
         (GROUP, {"pld"}),
@@ -297,13 +259,6 @@ def test_events_lie_in_each_other_only_so_deep() -> None:
             deep = {"type": "composed", "events": [deep]}
         with pytest.raises(ConfigError, match="nested"):
             read(deep)
-
-
-def test_a_pair_of_sums_is_what_its_numbers_say() -> None:
-    pair = GaussianPair(1.2, 5.0)
-    with pytest.raises(AttributeError):
-        pair.noise_multiplier = 100.0  # type: ignore[misc]
-    assert pair.noise_multiplier == joint_noise_multiplier(1.2, 5.0)
 
 
 def test_composed_events_cannot_change() -> None:

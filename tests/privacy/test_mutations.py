@@ -23,12 +23,11 @@ from cases import HEAD, TIED
 from tiny_models import FROZEN, LORA, Toy
 from torch import Tensor, nn
 
-from dpllm.privacy import clipping, engine, gradients, guards, plan, rules, selfcheck
+from dpllm.privacy import clipping, engine, gradients, guards, rules, selfcheck
 from dpllm.privacy.clipping import FUNCTIONS, PerUnitClipper, Taps
 from dpllm.privacy.engine import StepEngine
 from dpllm.privacy.gradients import Owners, UnitGradients
 from dpllm.privacy.noise import GaussianNoise
-from dpllm.privacy.plan import AdaptiveClipping
 from dpllm.privacy.sampling import PhysicalBatch, PoissonSampler
 
 
@@ -69,14 +68,6 @@ def poisson() -> None:
         row_N[sampler.draw()] = 1
     checks.joined_at(joined_DN, 0.15)
     checks.sizes_vary(joined_DN, 0.15)
-
-
-def adaptive_noise() -> None:
-    checks.adaptive_noise(tm.units([(9, 4), (7,)]), 300, seed=0)
-
-
-def per_layer() -> None:
-    checks.function("per_layer", net(), tm.units(tm.RAGGED), reference(), 0.05)
 
 
 def checkpointed() -> None:
@@ -132,34 +123,6 @@ def noise_drawn_once(patch: pytest.MonkeyPatch) -> None:
 def slightly_less_noise(patch: pytest.MonkeyPatch) -> None:
     draw = GaussianNoise.draw
     patch.setattr(GaussianNoise, "draw", lambda self, size: 0.93 * draw(self, size))
-
-
-def no_noise_on_the_count(patch: pytest.MonkeyPatch) -> None:
-    draw = GaussianNoise.draw
-    patch.setattr(GaussianNoise, "draw", lambda self, size: draw(self, size) * float(size > 1))
-
-
-def c_follows_the_exact_share(patch: pytest.MonkeyPatch) -> None:
-    release = StepEngine._release
-
-    def leaking(self: StepEngine, flat_P: Tensor) -> Tensor:
-        share, before = float(flat_P[-1]) / self._schedule.expected_batch_size + 0.5, self.max_grad_norm
-        released_P = release(self, flat_P)
-        self.max_grad_norm = self._plan.adaptive.next_norm(before, share, before)
-        return released_P
-
-    patch.setattr(StepEngine, "_release", leaking)
-
-
-def count_from_zero_to_one(patch: pytest.MonkeyPatch) -> None:
-    summed = StepEngine.clipped_sum
-
-    def counted(self: StepEngine, *batches: Any) -> Any:
-        flat_P, seen = summed(self, *batches)
-        flat_P[-1] = seen.units - seen.clipped
-        return flat_P, seen
-
-    patch.setattr(StepEngine, "clipped_sum", counted)
 
 
 def stale(patch: pytest.MonkeyPatch) -> None:
@@ -301,10 +264,6 @@ MUTATIONS: dict[str, tuple[Change, Callable[[], None]]] = {
     "no clipping: bound": (function("flat", lambda norm, bound: torch.ones_like(norm)), bounded),
     "max instead of min": (function("flat", lambda norm, bound: (bound / norm).clamp(min=1.0)), exact),
     "clipping to 1.001 C": (function("flat", lambda norm, bound: (1.001 * bound / norm).clamp(max=1.0)), bounded),
-    "layers clipped to C": (function("per_layer", lambda norm, bound: (bound / norm).clamp(max=1.0)), per_layer),
-    "layers clipped to C / G": (
-        function("per_layer", lambda norm, bound: (bound / len(norm) / norm).clamp(max=1.0)), per_layer,
-    ),
     "float32 Gram": (attribute(gradients, "_upper_bound", ghost_in_float32), partial(checks.cancelling, "ghost", 1e5)),
     "Gram products relied on, no slack for rounding": (no_slack, partial(checks.cancelling, "ghost", 1e7)),
     "no cross term of a tied head": (no_cross_term, partial(exact, "tied", "ghost")),
@@ -331,14 +290,6 @@ MUTATIONS: dict[str, tuple[Change, Callable[[], None]]] = {
     "noise on half of what trains": (half_of_the_noise, noise),
     "noise drawn once": (noise_drawn_once, noise),
     "7% less noise": (slightly_less_noise, noise),
-    "7% less noise on either, adaptive": (slightly_less_noise, adaptive_noise),
-    "C follows the exact share": (c_follows_the_exact_share, adaptive_noise),
-    "the count costs nothing": (
-        attribute(plan, "AdaptiveClipping", lambda *a: AdaptiveClipping(*a[:3], 0.99 * a[3])),
-        partial(checks.noise_split, 1.5, 100, 2.0),
-    ),
-    "no noise on the count": (no_noise_on_the_count, adaptive_noise),
-    "counted from 0 to 1": (count_from_zero_to_one, checks.counts),
     "foreign gradients before an empty batch": (no_foreign_guard, lambda: checks.foreign_gradients_refused([])),
     "foreign gradients before a batch": (
         no_foreign_guards_at_all, lambda: checks.foreign_gradients_refused(tm.units([(5,)])),

@@ -66,7 +66,7 @@ def test_knobs_that_are_no_part_of_the_mechanism_leave_the_plan_equal(base: Plan
         {"data": {"public_size": N + 1}},
         {"data": {"unit": "author", "max_examples_per_unit": 4}},
         {"data": {"unit": "author", "max_examples_per_unit": 2, "sampling": "example"}},
-        {"privacy": {"clipping": "adaptive"}},
+        {"privacy": {"clipping": "automatic"}},
         {"audit": {"canaries": {"groups": {1: 20}}}},
         {"num_units": N + 1},
     ],
@@ -197,26 +197,6 @@ def test_what_is_counted_is_what_is_sampled(tmp_path: Path) -> None:
     assert counted == {"unit": 3, "example": 4 + 2 + 1}
 
 
-def test_adaptive_clipping_is_recorded_as_its_joint_event() -> None:
-    made = plan(privacy={**CALIBRATED, "clipping": "adaptive"})
-    assert made.adaptive is not None
-    pair = events.GaussianPair(made.adaptive.gradient_noise_multiplier, made.adaptive.count_noise_multiplier)
-    assert events.mechanism_of(made.event) == pair
-    plain = plan(privacy=CALIBRATED)
-    assert made.noise_multiplier == plain.noise_multiplier < made.adaptive.gradient_noise_multiplier
-    assert made.epsilon == plain.epsilon <= made.target_epsilon
-    assert events.step_of(made.event_after(3)) == events.step_of(made.event)
-
-
-@settings(max_examples=3, deadline=None, derandomize=True)
-@given(epsilon=st.floats(0.5, 8.0), batch=st.integers(2, N), count=st.one_of(st.none(), st.floats(30.0, 500.0)))
-def test_splitting_the_noise_never_refuses_a_calibrated_run(epsilon: float, batch: int, count: float | None) -> None:
-    adaptive = {"count_noise_multiplier": count}
-    privacy = {"noise_multiplier": None, "epsilon": epsilon, "clipping": "adaptive", "adaptive": adaptive}
-    made = plan(privacy=privacy, train={"batch_size": batch, "steps": 3})
-    assert made.epsilon <= epsilon
-
-
 def test_the_plan_says_what_an_attacker_can_do_and_what_other_accountants_and_deltas_say(base: Plan) -> None:
     stored = json.loads(json.dumps(base.to_json(), allow_nan=False))
     assert stored["accountants"] == accounting.beside(base.event, base.delta, base.neighbouring_relation)
@@ -245,9 +225,8 @@ def filter_with(share: float) -> Fit:
     return Fit(ORDER, share * renyi.rdp(plan(privacy=CALIBRATED).event, ORDER))
 
 
-@pytest.mark.parametrize("clipping", ["flat", "adaptive"])
-def test_noise_is_the_larger_of_what_meets_the_target_and_what_fits_the_filter(clipping: str) -> None:
-    config = recipe(privacy={**CALIBRATED, "clipping": clipping})
+def test_noise_is_the_larger_of_what_meets_the_target_and_what_fits_the_filter() -> None:
+    config = recipe(privacy=CALIBRATED)
     usual = plan_of(config, N)
     roomy, tight = filter_with(1.5), filter_with(0.6)
     assert plan_of(config, N, fit=roomy) == usual

@@ -39,7 +39,7 @@ def pair(seed: int, *, names: tuple[str, ...] = ("a", "b")) -> tuple[nn.Module, 
 
 
 def save(run: RunDir, seed: int, step: int, **changes: Any) -> None:
-    arguments = {"entry": "entry-1", "max_grad_norm": 0.3, "head": HEAD, "event": EVENT} | changes
+    arguments = {"entry": "entry-1", "head": HEAD, "event": EVENT} | changes
     save_resume(run, *pair(seed), State(step, **arguments))
 
 
@@ -69,7 +69,7 @@ def test_what_is_saved_comes_back(run: RunDir) -> None:
     frozen = net["a"].bias.clone()
     state = load_resume(run, net, optimizer)
     assert (run.checkpoints()[0], state) == newest(run)
-    assert (state.step, state.entry, state.max_grad_norm) == (7, "entry-1", 0.3)
+    assert (state.step, state.entry) == (7, "entry-1")
     assert (state.head, state.notes) == (HEAD, ())
     for (name, old), new in zip(saved.named_parameters(), net.parameters(), strict=True):
         assert torch.equal(old, new) == (name != "a.bias")
@@ -180,7 +180,6 @@ def test_a_checkpoint_holds_no_seed_and_no_generator_state(run: RunDir) -> None:
             "files",
             "units",
             "groups",  # a digest
-            "max_grad_norm",
             "digest",
         }
         assert set(read_json(place / "state.json")) == known
@@ -190,15 +189,13 @@ def test_a_checkpoint_holds_no_seed_and_no_generator_state(run: RunDir) -> None:
 
 
 def test_two_generations_are_kept(run: RunDir) -> None:
-    save(run, 4, 9, entry=None, max_grad_norm=float("inf"), head=None, event=None)
+    save(run, 4, 9, entry=None, head=None, event=None)
     assert [path.name for path in run.checkpoints()] == ["step-00000009", "step-00000007"]
     assert sorted(path.name for path in run.resume.iterdir()) == ["step-00000007", "step-00000009"]
     assert [path.name for path in run.private.iterdir()] == ["resume"]
     state = load_resume(run, *pair(2))
     assert (state.step, state.event) == (9, None)
-    written = read_json(run.checkpoints()[0] / "state.json")
-    assert "max_grad_norm" not in written  # a run without differential privacy clips at no norm
-    assert "notes" not in written
+    assert "notes" not in read_json(run.checkpoints()[0] / "state.json")
 
 
 def test_the_generation_that_is_kept_is_an_intact_one(run: RunDir) -> None:

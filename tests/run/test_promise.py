@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
-import cards
 import pytest
 import tiny
 
 from dpllm.errors import BudgetExceeded, ConfigError, DataError
-from dpllm.files import write_json
-from dpllm.forecast.advice import released_by
 from dpllm.ledger import Budget, open_ledger
 from dpllm.ledger.budgets import set_budget
 from dpllm.recipe.config import RunConfig
 from dpllm.recipe.derived import plan_of
-from dpllm.run.directory import RunDir
 from dpllm.run.promise import Start, decide, read_subject
 
 ROWS = 50
@@ -250,21 +245,3 @@ def test_a_spent_filter_is_refused_and_the_plan_shown(tmp_path: Path) -> None:
     seen = decide(config, Start())
     assert seen.exit_code == 3
     assert seen.plan is not None
-
-
-def test_only_figures_inside_a_guarantee_are_read_of_an_earlier_run(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
-    released = {"unclipped_fraction": 0.4, "max_grad_norm": 0.2}
-
-    def record(holds: bool, values: dict[str, float]) -> None:
-        write_json(run.run, cards.record(guarantee={"holds": holds, "reason": None}, metrics={"released": values}))
-
-    record(True, released)
-    assert released_by(run) == released
-    for holds, values in ((False, released), (True, {})):
-        record(holds, values)
-        with pytest.raises(ConfigError, match="released no noised clip fraction"):
-            released_by(run)
-    with pytest.raises(ConfigError, match="missing"):
-        released_by(RunDir(tmp_path / "absent"))
-    assert json.loads(run.run.read_text())["guarantee"]["holds"] is True

@@ -90,7 +90,7 @@ CHANGES: dict[str, Callable[[pytest.MonkeyPatch], str | None]] = {
     "layout": of_model(lambda net: setattr((p := next(net.parameters())), "data", p.data.t().contiguous().t())),
     "a layer": of_model(lambda net: net.add_module("more", torch.nn.Identity())),
     "rank": lambda _: key(config=tm.recipe(adapter={"method": "lora", "r": 3})),
-    "clipping": lambda _: key(config=tm.recipe(privacy={"clipping": "per_layer"})),
+    "clipping": lambda _: key(config=tm.recipe(privacy={"clipping": "automatic"})),
     "form": lambda _: key(config=tm.recipe(privacy={"grad_sample_mode": "ghost"})),
     "longest row": lambda _: key(config=tm.recipe(data={"max_length": 31})),
     "autocast": lambda _: key(precision="torch.bfloat16"),

@@ -36,7 +36,6 @@ from dpllm.statement.run_files import RunRecord
 CLAIM = "> **Differential privacy guarantee: ε = 2.998, δ = 1e-05 for each `patient_id`.**"
 NONE = "> **No differential privacy guarantee: "
 ROWS: Json = {"data": {"unit": "example", "max_examples_per_unit": None}}
-SPLIT = {"quantile": 0.5, "learning_rate": 0.2, "count_noise_multiplier": 3.2, "gradient_noise_multiplier": 0.9268}
 HASH = "5a" * 32
 
 
@@ -125,11 +124,6 @@ STATES = {
         ("Rows are drawn and clipped one by one", "64 rows expected"),
         config(data={"sampling": "example"}),
         plan(sampling="example"),
-    ),
-    "adaptive clipping": State(
-        ("0.9268 C_t", "one unit moves it by at most 1/2"),
-        config(privacy={"clipping": "adaptive"}),
-        plan(clipping="adaptive", adaptive=SPLIT),
     ),
     "adaptive budget": State(
         ("ε = 5.5 at δ = 1e-05 for all runs", "| Composition | by a Renyi filter at order 3.2"),

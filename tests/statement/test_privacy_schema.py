@@ -116,7 +116,7 @@ MAPS = {"files", "software", "hardware", "attacks", "exposure", "extraction", "g
 
 
 def test_a_field_too_many_or_too_few_is_a_problem(block: Json) -> None:
-    optional = {"adaptive", "accountants", "limits", "curve", "trade_off", "merged_from", "statistics", "template"}
+    optional = {"accountants", "limits", "curve", "trade_off", "merged_from", "statistics", "template"}
     for at in objects(block):
         name = "../odd key" if at[-1:] == ("attacks",) else "Unknown"
         assert problems(changed(block, at, lambda value, more=name: {**value, more: {}})), at

@@ -162,7 +162,7 @@ def shown(p: SimpleNamespace) -> Series:
 
 def a_step(telemetry: Telemetry, number: int, **changes: Any) -> None:
     private = {"step": number, "loss": 765.4321, "units": 1000, "clipped": 987, **changes}
-    telemetry.step(number, 0.5, 1e-3, {}, private)
+    telemetry.step(number, 0.5, 1e-3, private)
 
 
 def test_a_run_that_is_killed_leaves_its_last_file(prepared: SimpleNamespace, stub: type[Stub]) -> None:
@@ -235,7 +235,7 @@ def test_a_run_without_a_guarantee_states_no_epsilon(
     telemetry = Telemetry(prepared.config.model_copy(update={"privacy": privacy}), prepared.run)
     telemetry.begin(0, 0.0, base_holds=base_holds)
     telemetry._due = 0.0
-    telemetry.step(1, 0.5, 1e-3, {"unclipped_fraction": 0.25}, {"step": 1, "loss": 1.0, "units": 8, "clipped": 6})
+    telemetry.step(1, 0.5, 1e-3, {"step": 1, "loss": 1.0, "units": 8, "clipped": 6})
     names = {name for name, _ in shown(prepared)}
     assert not names & {"dp_stated_epsilon", "dp_training_epsilon_consumed", "dp_gradient_clip_fraction"}
     assert "dp_noise_multiplier" in names

@@ -35,7 +35,7 @@ from dpllm.telemetry.metrics import AuditFigures, RunValues, dataset_families, e
 AUDITED = AuditFigures(auc=0.53, auc_lower=0.49, auc_upper=0.57, auc_allowed=0.95, epsilon_lower_bound=0.2)
 VALUES = RunValues(
     model="notes-lora", base_model="openai-community/gpt2", dataset="notes", run_id="0f0f", state="running", step=3,
-    steps_planned=9, epsilon_consumed=1.25, stated_epsilon=3.0, delta=1e-5, noise_multiplier=0.8, clip_fraction=0.4,
+    steps_planned=9, epsilon_consumed=1.25, stated_epsilon=3.0, delta=1e-5, noise_multiplier=0.8, private_clip_fraction=0.4,
     accuracy_delta=0.02, audited=AUDITED,
 )  # fmt: skip
 
@@ -83,18 +83,15 @@ def test_what_metrics_can_show_of_a_run_is_this_list() -> None:
     public |= {"stated_epsilon", "delta", "noise_multiplier", "accuracy_delta"}
     audited = {"auc", "auc_lower", "auc_upper", "auc_allowed", "epsilon_lower_bound"}
     private = {"private_loss", "private_clip_fraction"}
-    assert {field.name for field in fields(RunValues)} == public | {"audited", "clip_fraction"} | private
+    assert {field.name for field in fields(RunValues)} == public | {"audited"} | private
     assert {field.name for field in fields(AuditFigures)} == audited
 
 
-def test_a_share_without_noise_is_shown_only_where_there_is_none_with() -> None:
-    key = ("dp_gradient_clip_fraction", (("model", "notes-lora"),))
-    private = {"private_loss": 2.5, "private_clip_fraction": 0.9}
-    noisy = series(exposition(run_families(replace(VALUES, **private))))
-    assert noisy[key] == 0.4
-    assert noisy["dp_training_private_loss", (("model", "notes-lora"),)] == 2.5
-    assert series(exposition(run_families(replace(VALUES, clip_fraction=None, **private))))[key] == 0.9
-    quiet = series(exposition(run_families(replace(VALUES, clip_fraction=None))))
+def test_figures_without_noise_are_shown_only_where_they_are_given() -> None:
+    open_ = series(exposition(run_families(replace(VALUES, private_loss=2.5))))
+    assert open_["dp_gradient_clip_fraction", (("model", "notes-lora"),)] == 0.4
+    assert open_["dp_training_private_loss", (("model", "notes-lora"),)] == 2.5
+    quiet = series(exposition(run_families(replace(VALUES, private_clip_fraction=None))))
     assert not {name for name, _ in quiet} & {"dp_gradient_clip_fraction", "dp_training_private_loss"}
 
 
