@@ -154,7 +154,7 @@ def _turn(text: str, messages: Sequence[Message], place: int, shown: Show, token
     ended = shown(signed[: place + 1], asked=True).partition(_SIGN)[2]
     silent = _shared(before, shown(messages[:place]), tokenizer)
     asked = _shared(early, before, tokenizer)
-    begun, kept = _begun(head, early[silent:])
+    begun, kept = _begun(head, early[silent:], tokenizer)
     low = begun + min(kept, asked - silent)
     fits = found and 0 < silent <= asked and text.startswith(head[:low]) and text.endswith(rest)
     if not fits or begun < 0:
@@ -165,14 +165,20 @@ def _turn(text: str, messages: Sequence[Message], place: int, shown: Show, token
     return low, len(text) - len(rest) + most
 
 
-def _begun(head: str, turn: str) -> tuple[int, int]:
-    """Where ``head`` ends with the beginning of a turn, of which a piece may be left out, and how far it is the same; or -1."""
+def _begun(head: str, turn: str, tokenizer: Any) -> tuple[int, int]:
+    """Where ``head`` ends with the beginning of a turn, of which a piece may be left out, and how far it is the same; or -1.
+
+    A whole token that is the same counts before letters that are: the end of the turn before begins as this one does ("<|").
+    """
+    first = -1, 0
     for gone in range(len(turn) or 1):
         start = len(head) - len(turn) + gone
         same = _alike(head[start:], turn)
         if start >= 0 and (same or not turn) and head[start + same :] == turn[same + gone :]:
-            return start, same
-    return -1, 0
+            if not turn or _shared(head[start:], turn, tokenizer):
+                return start, same
+            first = first if first[0] >= 0 else (start, same)
+    return first
 
 
 def _signed(one: Message) -> Message:

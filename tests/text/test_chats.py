@@ -411,3 +411,21 @@ def test_thoughts_of_a_turn_that_is_left_out_are_not_learned_by_marks() -> None:
     rows = [ask, {"role": "assistant", "content": ""}, ask, left_out]
     with pytest.raises(DataError, match="marks parts of turns"):
         chats.render({"messages": rows}, tiny.tokenizer(chat_template=template))
+
+
+CHANNELS = (  # as gpt-oss: thoughts have a message of their own, which stands in the last turn alone
+    "{% for m in messages %}<|start|>{{ m.role }}{% if m.role == 'assistant' %}"
+    "{% if m.reasoning_content and loop.last %}<|channel|>analysis<|message|>{{ m.reasoning_content }}<|end|><|start|>assistant"
+    "{% endif %}<|channel|>final{% endif %}<|message|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+
+
+def test_the_end_of_the_users_turn_is_not_taken_for_the_beginning_of_the_assistants() -> None:
+    """Both begin with the same two letters, and the thoughts between them are left out of a turn that others follow."""
+    thinking = [turn("assistant", one, reasoning_content=f"hmm {one}") for one in ("cat one", "cat two")]
+    pieces = learned(reader(CHANNELS), [turn("user", "q1"), thinking[0], turn("user", "q2"), thinking[1]])
+    assert pieces == [
+        "<|channel|>final<|message|>cat one<|end|>",
+        "<|channel|>analysis<|message|>hmm cat two<|end|><|start|>assistant<|channel|>final<|message|>cat two<|end|>",
+    ]
