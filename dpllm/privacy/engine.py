@@ -12,11 +12,12 @@ import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
-from peft.helpers import disable_input_dtype_casting
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
@@ -111,11 +112,9 @@ class StepEngine:
         self._model, self._optimizer, self._schedule, self._plan = model, optimizer, schedule, plan
         self._scale, self._device, self._form = loss_scale, noise.device, form
         self._noise = BandedNoise(noise, plan.coefficients) if plan and plan.coefficients else noise
-        self._while_open = contextlib.ExitStack()
-        with autocast():
-            rounded = torch.is_autocast_enabled(self._device.type)
-        if rounded:  # adapters would keep their inputs in float32, twice the size, which autocast rounds again
-            self._while_open.enter_context(disable_input_dtype_casting(model))
+        self._adapters = [layer for layer in model.modules() if isinstance(layer, BaseTunerLayer)]
+        for layer in self._adapters:
+            layer._cast_input_dtype = partial(_cast_outside_autocast, layer)
         self._token_losses = TokenLosses(model, self._device, autocast)
         self.max_grad_norm = plan.max_grad_norm if plan else float("inf")  # C
         self.generator = noise.generator  # where the noise comes from
@@ -303,7 +302,8 @@ class StepEngine:
             self._clipper.close()
         if self._guard is not None:
             self._guard.remove()
-        self._while_open.close()
+        for layer in self._adapters:
+            vars(layer).pop("_cast_input_dtype", None)
 
     def self_check(
         self,
@@ -348,6 +348,14 @@ class StepEngine:
             raise
         self._clipper = self._make_clipper()
         return checked
+
+
+def _cast_outside_autocast(layer: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """What an adapter reads: under autocast, which rounds it again, it would keep a copy in float32, of twice the size."""
+    if torch.is_autocast_enabled(x.device.type):
+        return x
+    cast: Tensor = type(layer)._cast_input_dtype(layer, x, dtype)
+    return cast
 
 
 def _rank() -> int | None:

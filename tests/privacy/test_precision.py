@@ -209,19 +209,23 @@ def test_adapters_keep_their_inputs_in_the_precision_of_autocast(monkeypatch: py
     found, kept = [], set[torch.dtype]()
 
     net = lowered(tm.build("llama", tm.LORA), torch.bfloat16)
+    layers = [module for module in net.modules() if isinstance(module, BaseTunerLayer)]
+    assert layers
     monkeypatch.setattr(clipping.PerUnitClipper, "_receive", _looking(clipping.PerUnitClipper._receive, kept))
     for cast in (True, False):
         engine = tm.make_engine(net, tm.plan(0.05), autocast=BF16)
         if cast:
-            engine._while_open.close()
+            for layer in layers:
+                del layer._cast_input_dtype
         found.append(engine.clipped_sum(tm.batches(tm.units(tm.RAGGED)))[0])
         assert kept == {torch.float32, torch.bfloat16} if cast else kept == {torch.bfloat16}
+        assert (
+            net(tm.batches(tm.units(tm.RAGGED))[0].input_ids_RT).logits.dtype == torch.bfloat16
+        )  # without autocast too
         kept.clear()
         engine.close()
     assert torch.equal(*found)
-    layers = [module for module in net.modules() if isinstance(module, BaseTunerLayer)]
-    assert layers
-    assert all(layer.cast_input_dtype_enabled for layer in layers)
+    assert not any("_cast_input_dtype" in vars(layer) for layer in layers)
 
 
 def _looking(receive: Any, kept: set[torch.dtype]) -> Any:
