@@ -39,12 +39,12 @@ RETIRED = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; 1 where nobody reads any more what it prints, as before ``| head -1``."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(
-                errors="backslashreplace"
-            )  # a stranger's file may have a name that this terminal cannot write
     try:
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(
+                stream, io.TextIOWrapper
+            ):  # a stranger's file may have a name that this terminal cannot write
+                stream.reconfigure(errors="backslashreplace")
         try:
             return _run(list(sys.argv[1:] if argv is None else argv))
         finally:

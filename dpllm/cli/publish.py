@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import sys
 from contextlib import ExitStack
@@ -120,7 +119,7 @@ def verify(known: argparse.Namespace, rest: list[str]) -> int:
     with ExitStack() as stack:
         path = Path(known.path)
         here = len(path.parts) > 1 and path.parent.is_dir()  # then what is not in it is misspelled, and no Hub id
-        if not os.path.exists(path) and not here and _HUB_ID.fullmatch(known.path):
+        if not path.exists() and not here and _HUB_ID.fullmatch(known.path):
             path = Path(stack.enter_context(TemporaryDirectory()))
             _download(known.path, known.revision, path)
         elif known.revision is not None:

@@ -93,7 +93,7 @@ def check_place(path: Path) -> None:
 
 def _unusable(path: object, why: object) -> ConfigError:
     return ConfigError(
-        f"ledger {path}: {why}. Without it no budget can be kept, so nothing runs. Set privacy.ledger (--ledger) to a ledger of "
+        f"ledger {path}: {why}. Without it no budget can be kept, so nothing runs. Set privacy.ledger to a ledger of "
         "dpllm, or a new file, on a local disk."
     )
 

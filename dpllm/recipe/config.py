@@ -373,9 +373,13 @@ def make_config(raw: dict[str, Any], overrides: Mapping[str, Any] | None, where:
     try:
         return RunConfig.model_validate(raw)
     except ValidationError as error:
+        other = (
+            f"; the recipe is perhaps of another version: this is dpllm {metadata.version('dpllm')}, see its CHANGELOG"
+        )
         lines = explain(error, RunConfig, RETIRED)
-        if any("unknown key; known keys" in line for line in lines):  # not a slip of the keyboard
-            lines.append(f"is perhaps of another version: this is dpllm {metadata.version('dpllm')}, see its CHANGELOG")
+        lines = [
+            line + other if "unknown key; known keys" in line else line for line in lines
+        ]  # no slip of the keyboard
         raise ConfigError("\n".join(f"{where}: {line}" for line in lines)) from None
 
 
