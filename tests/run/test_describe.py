@@ -246,7 +246,7 @@ def test_a_row_that_no_template_takes_is_refused_before_anything_is_charged(
     asked = ["--units", "--lengths", "8,16", "--tokenizer", "words"]
     code, _, error = say(*asked)
     assert (code, entries(), error.count("\n")) == (2, 0, 1)
-    assert f"unit {bad + 1}: the tokenizer's chat template rejects a row's messages" in error
+    assert f"unit {bad + 1}: the chat template refuses a role in a row's messages" in error
     assert not Path("describe.json").exists()
     write([{"messages": turn, "who": f"p{number}"} for number, turn in enumerate(turns) if number != bad])
     assert say(*asked)[0] == 0
