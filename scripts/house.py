@@ -39,19 +39,19 @@ LIMITS = {
     "lab": 1_048,
     "comparison": 2_170,
     "publish": 2_525,
-    "verification": 2_856,
+    "verification": 2_857,
     "card": 770,
     "auditing": 4_072,
     "forecast": 952,
-    "run": 4_298,
+    "run": 4_303,
     "telemetry": 784,
-    "statement": 3_096,
+    "statement": 3_098,
     "ledger": 2_698,
     "canaries": 666,
     "model": 2_190,
-    "text": 2_442,
-    "recipe": 1_647,
-    "privacy": 5_898,
+    "text": 2_443,
+    "recipe": 1_646,
+    "privacy": 5_897,
     "files": 371,
     "progress": 38,
     "errors": 74,
@@ -64,7 +64,7 @@ LIMITS = {
     "upward arrows": 0,
     "rooms in cycles": 0,
 }
-MOST_LINES = 41_185  # of all rooms together; 31,000 is aimed at, and never above 33,500 after that
+MOST_LINES = 41_192  # of all rooms together; 31,000 is aimed at, and never above 33,500 after that
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 

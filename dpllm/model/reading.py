@@ -136,8 +136,8 @@ class Reader:
         beside = ([0], [last], range(self.height))  # others, and itself at every place
         near = [(length, 0, beside) for length in sorted({self._width // 2, min(2, self._width - 1)})]
         # At the end of the last text, where the longest has all its tokens, and the short one those of the steps alone.
-        far = [(min(2, self._width - 1), ends, beside[1:])] * bool(ends)
-        return any(self._bits(vocabulary, *one, steps) > 1 for one in (*near, *far))
+        far = [(min(2, self._width - 1), ends, beside[1:])] if ends else []
+        return any(self._bits(vocabulary, *case, steps) > 1 for case in (*near, *far))
 
     def _bits(self, vocabulary: int, length: int, longer: int, beside: Sequence[Sequence[int]], steps: int) -> int:
         """How many different bits are read of a row of this length in different company."""

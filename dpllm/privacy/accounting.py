@@ -86,10 +86,10 @@ def epsilon(
         )
     require(event, accountant)
     if accountant == "rdp":
-        found = rdp_epsilon(parts, delta)
+        cost = rdp_epsilon(parts, delta)
     else:
-        found = _pld(parts, delta, relation, interval) if accountant == "pld" else _prv(parts, delta)
-    return max(found, LEAST_EPSILON)
+        cost = _pld(parts, delta, relation, interval) if accountant == "pld" else _prv(parts, delta)
+    return max(cost, LEAST_EPSILON)
 
 
 @lru_cache(maxsize=1024)

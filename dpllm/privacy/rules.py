@@ -84,9 +84,8 @@ def product(left_RTi: Tensor, right_RTj: Tensor, form: Form) -> Part:
 def multiplied(left_RTi: Tensor, right_RTj: Tensor) -> Tensor:
     """left[r].T @ right[r] of every row, accumulated and returned in float32."""
     low = left_RTi.dtype == right_RTj.dtype and left_RTi.dtype in (torch.bfloat16, torch.float16)
-    if (
-        low and left_RTi.is_cuda
-    ):  # products of such numbers are exact in float32: nothing is gained by widening them first
+    # Products of such numbers are exact in float32, so nothing is gained by widening them first.
+    if low and left_RTi.is_cuda:
         return torch.bmm(left_RTi.transpose(1, 2), right_RTj, out_dtype=torch.float32)
     return left_RTi.float().transpose(1, 2) @ right_RTj.float()
 

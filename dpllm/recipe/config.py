@@ -373,13 +373,12 @@ def make_config(raw: dict[str, Any], overrides: Mapping[str, Any] | None, where:
     try:
         return RunConfig.model_validate(raw)
     except ValidationError as error:
-        other = (
-            f"; the recipe is perhaps of another version: this is dpllm {metadata.version('dpllm')}, see its CHANGELOG"
-        )
+        version = metadata.version("dpllm")
+        other = f"; the recipe is perhaps of another version: this is dpllm {version}, see its CHANGELOG"
         lines = explain(error, RunConfig, RETIRED)
-        lines = [
-            line + other if "unknown key; known keys" in line else line for line in lines
-        ]  # no slip of the keyboard
+        for place, line in enumerate(lines):
+            if "unknown key; known keys" in line:  # like none that there is, and so no slip of the keyboard
+                lines[place] = line + other
         raise ConfigError("\n".join(f"{where}: {line}" for line in lines)) from None
 
 

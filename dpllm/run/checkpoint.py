@@ -135,7 +135,9 @@ def load_resume(run: RunDir, model: nn.Module, optimizer: torch.optim.Optimizer)
 
 def _text(state: State, files: dict[str, str]) -> bytes:
     """state.json: the state, the digests of the files beside it, and one over all of it."""
-    absent = {"notes", *(["lost"] * (not state.lost))}  # checkpoints of before do not say that none were lost
+    absent = {"notes"}
+    if not state.lost:
+        absent.add("lost")  # checkpoints of before do not say that none were lost
     value = {**asdict(state), "schema_version": SCHEMA_VERSION, "files": files}
     value = {name: one for name, one in value.items() if name not in absent}
     digest = hashlib.sha256(_dump(value)).hexdigest()

@@ -57,7 +57,10 @@ def tell_lengths_of_some(config: RunConfig, console: Console) -> None:
     """The same of a thousand rows, before there are tokens, where a terminal shows it; silent without tokenizer or data."""
     with contextlib.suppress(DpllmError), scratch() as folder:
         table, lengths = data.load_table(config.data.train, config.data, config.data.train_split, folder), Lengths()
-        some, tokenizer = each_row(table.rows[:: len(table.rows) // 1000 + 1]), load_tokenizer(config.model)
+        some, tokenizer = (
+            each_row(table.rows[:: len(table.rows) // 1000 + 1]),
+            load_tokenizer(config.model, config.data),
+        )
         for _ in data.iter_units(some, table.format, tokenizer, config.data, lengths=lengths):
             pass
         tell_lengths(lengths, config, console)

@@ -52,11 +52,13 @@ class Labels(Record):
 
     def with_account(self, held: float = 0.0, before: Sequence[Labels] = ()) -> Self:
         """The same with the largest total known of its account, in a ledger or by models ``before``; none for other units."""
-        mine: list[Labels] = [self, *(one for one in before if one.dataset == self.dataset)]
-        draws = math.fsum({one.entry: one.unit_epsilon for one in mine}.values())  # who uses one twice pays once
-        total = max(held, draws, *(one.account_epsilon or 0.0 for one in mine))
-        told = {key: value for key, value in self.to_json().items() if key != "account_epsilon"}
-        return self.checked(told | ({"account_epsilon": total} if {one.unit for one in mine} == {self.unit} else {}))
+        draws: list[Labels] = [self, *(draw for draw in before if draw.dataset == self.dataset)]
+        paid = math.fsum({draw.entry: draw.unit_epsilon for draw in draws}.values())  # who uses one twice pays once
+        total = max(held, paid, *(draw.account_epsilon or 0.0 for draw in draws))
+        fields = {key: value for key, value in self.to_json().items() if key != "account_epsilon"}
+        if {draw.unit for draw in draws} == {self.unit}:
+            fields["account_epsilon"] = total
+        return self.checked(fields)
 
 
 class LabelRecord(Labels):

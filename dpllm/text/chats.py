@@ -36,19 +36,19 @@ def read_template(named: str | None) -> str | None:
     """
     if named is None or "{%" in named or "{{" in named:
         return named
-    path, found = Path(named), None
+    path, template = Path(named), None
     beside = path / "chat_template.jinja"
     with contextlib.suppress(OSError, UnicodeDecodeError):
         if path.is_dir() and not beside.exists():
-            found = read_json(path / "tokenizer_config.json").get("chat_template")
+            template = read_json(path / "tokenizer_config.json").get("chat_template")
         else:
-            found = (beside if path.is_dir() else path).read_text("utf-8")
-    if not isinstance(found, str) or not found.strip():
+            template = (beside if path.is_dir() else path).read_text("utf-8")
+    if not isinstance(template, str) or not template.strip():
         raise ConfigError(
             f"data.chat_template {named}: is no template, nor a file or a tokenizer's folder that holds one, so messages cannot "
             "be read. Name a file such as chat.jinja."
         )
-    return found
+    return template
 
 
 def render(row: Mapping[str, Any], tokenizer: Any) -> tuple[str, Spans]:
@@ -69,14 +69,14 @@ def render(row: Mapping[str, Any], tokenizer: Any) -> tuple[str, Spans]:
         if any(isinstance(one.get("content"), list) and str(one["content"]) in text for one in messages):
             raise _refusal(_FAILS[list])  # printed as Python writes a list
         if re.search(r"\{%[-+]?\s*generation\b", template):
-            found = _by_marks(messages, template, {**tokenizer.special_tokens_map, **more})
+            rendered = _by_marks(messages, template, {**tokenizer.special_tokens_map, **more})
         else:
-            turns = (place for place, one in enumerate(messages) if learned(one))
-            found = text, [_turn(text, messages, place, shown, tokenizer) for place in turns]
+            turns = (place for place, message in enumerate(messages) if learned(message))
+            rendered = text, [_turn(text, messages, place, shown, tokenizer) for place in turns]
         said = [one for one in messages if one["role"] != "system" and one.get("content")]
         if shown([_signed(one) for one in messages]).count(_SIGN) < len(said):
             raise _refusal("leaves out what a message says, so nothing of it would be read or learned")
-        return found
+        return rendered
     except DataError:
         raise
     except Exception as error:  # whatever a template raises
@@ -177,7 +177,8 @@ def _begun(head: str, turn: str, tokenizer: Any) -> tuple[int, int]:
         if start >= 0 and (same or not turn) and head[start + same :] == turn[same + gone :]:
             if not turn or _shared(head[start:], turn, tokenizer):
                 return start, same
-            first = first if first[0] >= 0 else (start, same)
+            if first[0] < 0:
+                first = start, same
     return first
 
 

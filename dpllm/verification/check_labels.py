@@ -93,11 +93,12 @@ def _entry(shown: Labels, where: str | None) -> Check:
     ] or not chain.steps.get(shown.entry):
         raise Wrong(f"{chain.where} has no entry {shown.entry} of {shown.dataset} that paid for these labels. {_AGAIN}")
     account = [e for e in chain.entries if e.dataset == shown.dataset and e.kind in ("reserve", "import")]
-    events, known = [event_of(e) for e in account], shown.account_epsilon
+    # Without a total (of models before, some counted other units) what is stated is this draw alone.
+    events, known = [event_of(e) for e in account], shown.account_epsilon or shown.unit_epsilon
     now, least = added(*events), added(*events[: account.index(mine[0]) + 1])
     told = f"{chain.where} charged {shown.unit_epsilon:g} for this draw, and its account holds {now:g} in all"
-    if known is None or known < least * (1 - 1e-9):
-        raise Wrong(f"{told}, {least:g} at the time; {known or 'nothing'} is stated. {_AGAIN}")
+    if known < least * (1 - 1e-9):
+        raise Wrong(f"{told}, {least:g} at the time; {known:g} is stated. {_AGAIN}")
     if len(events) == 1:
         return verified(name, f"{chain.where} charged exactly this, in an account that no other epsilon is added to.")
     if now <= known * (1 + 1e-9):

@@ -98,9 +98,9 @@ def attackers(event: Event, relation: Relation) -> dict[str, Any]:
 
 def wrong_limits(stated: Mapping[str, Any], fresh: Mapping[str, Any], slack: float) -> list[Difference]:
     """Which limits of attackers are not those of the event."""
-    mu, found = ({"gdp_mu": limits.get("gdp_mu")} for limits in (stated, fresh))
-    rest, others = ({key: limits[key] for key in limits if key != "gdp_mu"} for limits in (stated, fresh))
-    return [*differences(rest, others, "limits", slack), *differences(mu, found, "limits", max(slack, OF_SUMMARY))]
+    differing = differences(stated, fresh, "limits", slack)
+    coarse = {one.field for one in differences(stated, fresh, "limits", max(slack, OF_SUMMARY))}
+    return [one for one in differing if one.field != "limits.gdp_mu" or one.field in coarse]
 
 
 def together(composed: list[Event], delta: float, relation: Relation) -> float:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +16,8 @@ from torch import nn
 from dpllm.errors import Refused
 from dpllm.privacy.guards import check_model
 from dpllm.recipe.derived import check_modes, deviations
+
+ROOT = Path(__file__).parents[2]
 
 
 class Net(nn.Module):
@@ -79,3 +85,13 @@ def test_private_evaluation_is_named_and_leaves_the_guarantee() -> None:
     assert reason is None
     assert len(notes) == 1
     assert deviations(recipe(data={"train": "a.jsonl", "eval": "b.jsonl", "eval_public": True})) == (None, [])
+
+
+def test_importing_the_guards_sets_what_cublas_reads_once() -> None:
+    """Where somebody has chosen another workspace, it stays."""
+    command = [sys.executable, "-c", "import dpllm.privacy.guards, os; print(os.environ['CUBLAS_WORKSPACE_CONFIG'])"]
+    for chosen, due in ((None, ":4096:8"), (":16:8", ":16:8")):
+        env = {name: value for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"}
+        env |= {"CUBLAS_WORKSPACE_CONFIG": chosen} if chosen else {}
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=True, cwd=ROOT)
+        assert done.stdout.strip() == due

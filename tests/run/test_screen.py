@@ -9,6 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tiny
+import tiny_models as tm
 from rich.console import Console
 
 from dpllm.privacy.engine import STEP
@@ -201,3 +203,14 @@ def test_the_summary_of_a_run_without_a_guarantee_states_no_epsilon(tmp_path: Pa
     assert found["next"][0] == f"dpllm train {run.config} --overwrite"
     run.resume.mkdir()
     assert screen.summary(record(status="interrupted"), run, held_out=True)["next"][0].endswith("--resume")
+
+
+def test_the_lengths_that_plan_tells_are_those_of_the_recipes_own_chat_template(tmp_path: Path) -> None:
+    """The base model has none, as most have; by it no row could be counted."""
+    base = tiny.save_model(tmp_path / "base", chat_template=None)
+    chat = [{"role": "user", "content": "Who? " * 30}, {"role": "assistant", "content": "Anna"}]
+    rows = tiny.write_rows(tmp_path / "rows.jsonl", [{"messages": chat}] * 5)
+    data = {"train": str(rows), "public": True, "max_length": 16, "chat_template": tiny.CHAT}
+    config, shown = tm.recipe(model={"name_or_path": str(base)}, data=data), io.StringIO()
+    screen.tell_lengths_of_some(config, Console(file=shown))
+    assert "no row has a token left to learn" in " ".join(shown.getvalue().split())
