@@ -1,9 +1,8 @@
-"""``dpllm audit``: attacks on a finished run, on a model trained elsewhere, or on one gradient of a recipe."""
+"""``dpllm audit``: attacks on a finished run, or on a model trained elsewhere."""
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,9 +14,6 @@ from dpllm.files import CARD
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from dpllm.privacy.plan import Plan
-    from dpllm.recipe.config import RunConfig
-
 ELSEWHERE = ("base", "canaries", "non_members", "format", "epsilon", "delta", "unit", "output")
 
 
@@ -25,7 +21,7 @@ def add_commands(add: AddCommand) -> None:
     """The command and what it takes."""
     parser = add("audit", run, "attack a run: canary exposure, extraction, membership, an epsilon lower bound")
     option = parser.add_argument
-    option("run", help="run directory; a recipe with --leakage; a model trained elsewhere")
+    option("run", help="run directory; a model trained elsewhere")
     option("--attack", metavar="NAME", help="run only this attack; nothing is written, no bound is computed")
     option(
         "--twin",
@@ -42,7 +38,6 @@ def add_commands(add: AddCommand) -> None:
         help="membership inference on real rows: the run's own training and evaluation data, or FILE; private",
     )
     option("--non-members", metavar="FILE", help="with --members FILE: rows that were not trained on")
-    option("--leakage", action="store_true", help="what the gradient of one step reveals, raw and clipped with noise")
     option = parser.add_argument_group("a model trained elsewhere (PEFT adapter or model directory)").add_argument
     option("--base", metavar="NAME", help="its base model")
     option("--canaries", metavar="FILE", help="which canaries were planted in it")
@@ -61,8 +56,6 @@ def run(known: argparse.Namespace, rest: list[str]) -> int:
     """Prints what was found; exit code 4 where it contradicts the stated guarantee."""
     path = Path(known.run)
     _check_options(known)
-    if known.leakage:
-        return _leakage(known, rest)
     if rest and path.is_dir():
         raise ConfigError(f"{rest[0]}: a finished run is audited as it was trained. Leave the key out.")
     is_run = (path / "config.yaml").exists()
@@ -81,7 +74,7 @@ def run(known: argparse.Namespace, rest: list[str]) -> int:
 
 def _check_options(known: argparse.Namespace) -> None:
     """Options of two audits at once, one of which would be left out without a word."""
-    alone = [name for name in ("leakage", "attack", "canaries") if getattr(known, name)]
+    alone = [name for name in ("attack", "canaries") if getattr(known, name)]
     alone += ["members"] if known.members is not None else []
     added = [name for name in ("twin", "shadows", "scores_only") if getattr(known, name)]
     if len(alone) > 1 or (alone and added):
@@ -101,7 +94,7 @@ def _no_run(path: Path) -> str:
     if not path.exists():
         return f"no such file or directory below {Path.cwd()}. Type the output_dir of a run."
     if path.suffix in (".yaml", ".yml") and path.name != "config.yaml":
-        return "is a recipe. Type the output_dir of its run, or add --leakage, which needs none."
+        return "is a recipe. Type the output_dir of its run."
     if not path.is_dir():
         return f"is a file. Type the directory of the run: dpllm audit {path.parent}"
     if (path / "private" / "canaries.json").exists():
@@ -175,30 +168,6 @@ def _elsewhere(known: argparse.Namespace, path: Path) -> int:
         table = terminal.members_table(report)
     kept = [f"Private: {outside.write_outside(report, Path(known.output), path)}"] if known.output else []
     return _show(known, report, table, *kept)
-
-
-def _leakage(known: argparse.Namespace, rest: list[str]) -> int:
-    """What one gradient gives away."""
-    from dpllm.lab import leakage
-
-    leaked = leakage.audit_leakage(*_recipe(Path(known.run), rest))
-    return _show(known, asdict(leaked), leakage.table(leaked))
-
-
-def _recipe(path: Path, rest: list[str]) -> tuple[RunConfig, Plan | None]:
-    """A recipe, or that of a run with its Plan."""
-    from dpllm.recipe.config import load_config
-    from dpllm.recipe.section import parse_overrides
-    from dpllm.run.directory import RunDir
-    from dpllm.statement.run_files import read_plan
-
-    if not path.is_dir():
-        return load_config(path, parse_overrides(rest)), None
-    if rest:
-        raise ConfigError(f"{rest[0]}: a run is audited as it was planned. Leave the key out.")
-    run = RunDir(path)
-    config = run.load_config()
-    return config, read_plan(run).to_plan() if config.privacy.enabled else None
 
 
 def _show(known: argparse.Namespace, report: dict[str, Any], table: RenderableType, *lines: str) -> int:

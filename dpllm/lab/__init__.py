@@ -1,1 +1,1 @@
-"""Experiments outside a normal run: shadow models, models trained elsewhere, gradient leakage. Only dpllm.cli imports it."""
+"""Experiments outside a normal run: shadow models, models trained elsewhere. Only dpllm.cli imports it."""

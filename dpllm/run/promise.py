@@ -264,13 +264,6 @@ def read_subject(config: RunConfig, cache: Path | None = None) -> Subject:
     return subject
 
 
-def plan_before_any_run(config: RunConfig) -> Plan:
-    """The promise of a recipe with ``privacy.enabled`` alone: what a ledger leaves for it is not asked."""
-    with scratch() as folder:
-        num_units = config.data.public_size or data.count_units(config.data, folder)
-    return derived.plan_of(config, num_units, accounting_cache())
-
-
 def accounting_cache() -> Path:
     """Where calibrations are remembered; they depend on public numbers only."""
     return default_path().parent / "calibration"

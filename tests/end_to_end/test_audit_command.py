@@ -40,23 +40,6 @@ def test_an_attack_runs_alone(finished: Place, name: str) -> None:
     assert contents(finished.run) == before
 
 
-@pytest.mark.parametrize("which", ["recipe", "run"])
-def test_leakage_is_about_artificial_sentences(finished: Place, which: str) -> None:
-    before = contents(finished.run)
-    found = json.loads(done("audit", getattr(finished, which), "--leakage", "--json").out)
-    # Noise is the operating system's here: that it hides tokens is shown by seeded tests of the attack itself.
-    assert 0 < found["gradient_rank"] <= found["rank_limit"] < found["candidates"]
-    assert 0 < found["noised"]["span_auc"] < 1
-    assert found["signal_to_noise"] > 0
-    assert "federated" in found["statement"]
-    assert contents(finished.run) == before
-
-
-def test_keys_of_a_recipe_can_be_overridden_before_training(finished: Place) -> None:
-    message = refused(finished.recipe, "--leakage", "--adapter.method", "frozen", "--adapter.r", "null")
-    assert "adapter" in message
-
-
 def test_real_rows_are_scored_in_private(copy: Place) -> None:
     tiny.write_rows(copy.train, rows(60))
     tiny.write_rows(copy.root / "data" / "eval.jsonl", rows(60, start=500))
@@ -85,9 +68,8 @@ def test_real_rows_are_scored_in_private(copy: Place) -> None:
         (["--twin", "nowhere"], "holds no run"),
         (["--attack", "loss", "--members"], "two separate audits"),
         (["--attack", "loss", "--twin", "run"], "two separate audits"),
-        (["--leakage", "--members"], "two separate audits"),
         (["--members", "--shadows", "2"], "two separate audits"),
-        (["--leakage", "--scores-only"], "two separate audits"),
+        (["--leakage"], "--leakage is retired"),
     ],
 )
 def test_mistakes_with_a_run_are_one_message(finished: Place, arguments: list[str], words: str) -> None:
