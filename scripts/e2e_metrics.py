@@ -1,24 +1,44 @@
-"""Scores the same texts with dpllm and with the E2E challenge's own scripts, which need Java and their requirements.txt.
+"""BLEU, NIST, ROUGE-L and CIDEr of texts as the E2E challenge defines them, beside what its own scripts say of the same texts.
 
     git clone https://github.com/tuetschek/e2e-metrics
     python scripts/e2e_metrics.py e2e-metrics eval.jsonl train.jsonl
 
+Its scripts need Java and their requirements.txt. BLEU is what ``dpllm compare --tasks`` computes; the others are computed here.
+
 Comes in: a clone, and files of rows with prompt and completion. Of every prompt with two references or more, the first is
 taken out as the text of a system; a second system drops words of it and shuffles some texts. Goes out: a line of each, a table.
+
+References:
+    Dusek, Novikova and Rieser 2020, "Evaluating the state-of-the-art of end-to-end natural language generation", section 3.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from functools import reduce
+from operator import or_
 from pathlib import Path
 
-from dpllm.comparison import text_scores
+from sacrebleu.tokenizers.tokenizer_13a import Tokenizer13a
+
 from dpllm.comparison.tasks import by_prompt
+from dpllm.comparison.text_scores import bleu
+
+Tokens = list[str]
+
+_PENALTY = math.log(0.5) / math.log(1.5) ** 2  # of NIST: a text of two thirds of the length counts half
+_BETA = 1.2  # of ROUGE-L in MS-COCO: how much more recall counts than precision
+_SIGMA = 6.0  # of CIDEr in MS-COCO: words, of the penalty for a difference in length
+# What the Penn treebank counts as words, without punctuation: "it doesn't cost £20-25." is it, does, n't, cost, £, 20-25.
+_WORDS = re.compile(r"n't\b|'(?:s|m|d|re|ve|ll)\b|[^\W_]+?(?=n't\b)|[^\W_]+(?:[-./&][^\W_]+|(?<=\d),\d+)*|[£$€%&]")
 
 
 def worse(text: str, generator: random.Random) -> str:
@@ -42,10 +62,107 @@ def official(clone: Path, texts: list[str], references: list[list[str]]) -> list
 
 
 def own(texts: list[str], references: list[list[str]]) -> list[float]:
-    """The same by dpllm, in the scripts' units."""
-    bleu, nist = (score(texts, references)["value"] for score in (text_scores.bleu, text_scores.nist))
-    rouge, cider = (score(texts, references) for score in (text_scores.rouge_l, text_scores.cider))
-    return [bleu / 100, nist, sum(rouge) / len(rouge), sum(cider) / len(cider)]
+    """The same computed here, in the scripts' units."""
+    rouge, likeness = rouge_l(texts, references), cider(texts, references)
+    return [
+        bleu(texts, references)["value"] / 100,
+        nist(texts, references),
+        sum(rouge) / len(rouge),
+        sum(likeness) / len(likeness),
+    ]
+
+
+def nist(texts: Sequence[str], references: Sequence[Sequence[str]]) -> float:
+    """Corpus NIST of up to five words: an n-gram counts by how rare its last word is behind the others in the references.
+
+    References:
+        Doddington 2002, "Automatic evaluation of machine translation quality using n-gram co-occurrence statistics".
+    """
+    split = Tokenizer13a()
+    written = [split(text).lower().split() for text in texts]
+    answers = [[split(answer).lower().split() for answer in row] for row in references]
+    known: Counter[tuple[str, ...]] = Counter()
+    for row in answers:
+        for answer in row:
+            for n in range(6):  # of no words: one for each word, behind which it stands
+                known.update(_ngrams(answer, n))
+
+    hits, counts, length, wanted = [0.0] * 5, [0] * 5, 0, 0.0
+    for text, row in zip(written, answers, strict=True):
+        length, wanted = length + len(text), wanted + sum(map(len, row)) / len(row)
+        for n in range(1, 6):
+            own = _ngrams(text, n)
+            shared = own & reduce(or_, (_ngrams(answer, n) for answer in row))
+            hits[n - 1] += sum(count * math.log2(known[gram[:-1]] / known[gram]) for gram, count in shared.items())
+            counts[n - 1] += own.total()
+    ratio = min(1.0, length / wanted) if wanted else 0.0
+    found = sum(hit / max(count, 1) for hit, count in zip(hits, counts, strict=True))
+    return found * math.exp(_PENALTY * math.log(ratio) ** 2) if ratio else 0.0
+
+
+def rouge_l(texts: Sequence[str], references: Sequence[Sequence[str]]) -> list[float]:
+    """ROUGE-L of each text, 0..1: the best precision and the best recall over its references, recall weighed by 1.2.
+
+    References:
+        Lin 2004, "ROUGE: A Package for Automatic Evaluation of Summaries"; Chen et al. 2015 (arXiv 1504.00325), 3.3.
+    """
+    scores = []
+    for text, row in zip(texts, references, strict=True):
+        own, answers = words(text), [words(answer) for answer in row]
+        common = [_common(own, answer) for answer in answers]
+        precision = max(common) / max(1, len(own))
+        recall = max(length / max(1, len(answer)) for length, answer in zip(common, answers, strict=True))
+        below = recall + _BETA**2 * precision
+        scores.append((1 + _BETA**2) * precision * recall / below if below else 0.0)
+    return scores
+
+
+def cider(texts: Sequence[str], references: Sequence[Sequence[str]]) -> list[float]:
+    """CIDEr of each text, 0..10: likeness to each reference in n-grams that the references of few other prompts have.
+
+    References:
+        Vedantam et al. 2015, "CIDEr: Consensus-based Image Description Evaluation", with clipping and the penalty for length of
+        its section 7 (CIDEr-D), which MS-COCO's scripts compute.
+    """
+    answers = [[words(answer) for answer in row] for row in references]
+    among: Counter[tuple[str, ...]] = Counter()  # prompts
+    for row in answers:
+        among.update({gram for answer in row for n in range(1, 5) for gram in _ngrams(answer, n)})
+
+    def weighed(tokens: Tokens, n: int) -> dict[tuple[str, ...], float]:
+        return {gram: count * math.log(len(texts) / max(1, among[gram])) for gram, count in _ngrams(tokens, n).items()}
+
+    def alike(text: Tokens, answer: Tokens, n: int) -> float:
+        own, other = weighed(text, n), weighed(answer, n)
+        product = sum(min(value, other[gram]) * other[gram] for gram, value in own.items() if gram in other)
+        return product / (math.hypot(*own.values()) * math.hypot(*other.values())) if product else 0.0
+
+    scores = []
+    for text, row in zip(map(words, texts), answers, strict=True):
+        near = [math.exp(-((len(text) - len(answer)) ** 2) / (2 * _SIGMA**2)) for answer in row]
+        each = [sum(alike(text, answer, n) for n in range(1, 5)) / 4 for answer in row]
+        scores.append(10 * sum(a * b for a, b in zip(near, each, strict=True)) / len(row))
+    return scores
+
+
+def words(text: str) -> Tokens:
+    """Words in lower case, without punctuation."""
+    return _WORDS.findall(text.lower().replace("\u2019", "'"))
+
+
+def _ngrams(tokens: Tokens, n: int) -> Counter[tuple[str, ...]]:
+    """How often each stands in a text; of no words at all, as often as there are words."""
+    return Counter(zip(*(tokens[start:] for start in range(n)), strict=False)) if n else Counter({(): len(tokens)})
+
+
+def _common(one: Tokens, other: Tokens) -> int:
+    """Length of the longest common subsequence."""
+    row = [0] * (len(other) + 1)
+    for token in one:
+        above, row = row, [0]
+        for place, wanted in enumerate(other):
+            row.append(above[place] + 1 if token == wanted else max(row[place], above[place + 1]))
+    return row[-1]
 
 
 def main(clone: Path, files: list[Path]) -> None:
@@ -59,7 +176,7 @@ def main(clone: Path, files: list[Path]) -> None:
     print(f"{len(references)} prompts, {sum(map(len, references))} references")
     print("| text | BLEU | NIST | ROUGE-L | CIDEr |\n|---|---|---|---|---|")
     for name, texts in systems.items():
-        for who, scores in (("official", official(clone, texts, references)), ("dpllm", own(texts, references))):
+        for who, scores in (("official", official(clone, texts, references)), ("here", own(texts, references))):
             print(f"| {name}: {who} | " + " | ".join(f"{score:.4f}" for score in scores) + " |")
 
 

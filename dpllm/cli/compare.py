@@ -24,7 +24,7 @@ def add_commands(add: AddCommand) -> None:
     swept.add_argument("--resume", action="store_true", help="go on with the sweep in output_dir; finished runs stay")
     swept.add_argument("--by", help="who is responsible for the list of runs in the ledger (default: this user)")
     for parser in (compared, swept):
-        text = "BLEU and similar metrics on N evaluation prompts (extra: tasks)"
+        text = "BLEU on N evaluation prompts (extra: tasks)"
         parser.add_argument("--tasks", type=int, default=0, metavar="N", help=text)
     compared.add_argument("--no-intervals", action="store_true", help="load no model: held-out figures as recorded")
     drawn = add("curve", curve, "loss, clipped share and gradient norms of a run's steps, as a private picture", None)

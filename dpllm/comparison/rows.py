@@ -199,7 +199,7 @@ def caption(figures: Figures) -> list[str]:
             lines.append(f"{side.name} is {side.record.status}.")
     if scored := figures.scored:
         lines.append(
-            f"BLEU, NIST, ROUGE-L and CIDEr as in the E2E challenge, without regard to case: {count(scored['prompts'])} prompts, "
+            f"BLEU as in the E2E challenge, without regard to case: {count(scored['prompts'])} prompts, "
             f"each with all its references ({count(scored['references'])} in all); a beam search of "
             f"{scored['protocol']['beams']} for at most {scored['num_tokens']} tokens."
         )

@@ -1,4 +1,4 @@
-"""What a tuned model does on held-out rows: losses by example, and scores of what it writes against references.
+"""What a tuned model does on held-out rows: losses by example, and BLEU of what it writes against references.
 
 Comes in: finished runs. Goes out: ``private/held_out.json`` and ``private/tasks.json`` of each, from which comparisons take
 their intervals. They hold numbers by example of evaluation data, which is why they stay private; no text is kept. A figure that
@@ -11,8 +11,8 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dpllm.comparison import text_scores
 from dpllm.comparison.compared_runs import HELD_OUT, PROTOCOL, TASKS, cached
+from dpllm.comparison.text_scores import bleu
 from dpllm.errors import ConfigError, DpllmError
 from dpllm.files import read_json, write_json
 from dpllm.recipe.config import RunConfig
@@ -33,9 +33,9 @@ Json = dict[str, Any]
 
 
 def measure(runs: Sequence[RunDir], *, rows: int = 0, losses: bool = True, console: Console | None = None) -> None:
-    """Computes what is not known yet of runs that are about to be compared: losses by example, scores of what they write.
+    """Computes what is not known yet of runs that are about to be compared: losses by example, BLEU of what they write.
 
-    The base model is asked once for all of them. Scores are of the first ``rows`` evaluation prompts. A run for which
+    The base model is asked once for all of them. BLEU is of the first ``rows`` evaluation prompts. A run for which
     there can be no losses, say because its base model is not at hand, is left as it is, and ``console`` says why.
 
     Raises:
@@ -134,7 +134,7 @@ def _by_example(model: Any, units: Sequence[data.Unit]) -> Json:
 
 
 def _written(run: RunDir, config: RunConfig, base: bool, rows: int) -> Json:
-    """Scores of completions against all references of each prompt, see ``PROTOCOL``."""
+    """BLEU of completions against all references of each prompt, see ``PROTOCOL``."""
     from dpllm.auditing.generation import complete, until_end
     from dpllm.auditing.run import load_models
 
@@ -152,8 +152,7 @@ def _written(run: RunDir, config: RunConfig, base: bool, rows: int) -> Json:
         decode: Callable[..., str] = models.tokenizer.decode
         written = complete(model, models.tokenizer, prompts, num_tokens, PROTOCOL["beams"], ends=True)
         texts = [decode(until_end(tokens, models.tokenizer), skip_special_tokens=True).strip() for tokens in written]
-        answers = list(references.values())
-        return {name: getattr(text_scores, name)(texts, answers) for name in PROTOCOL["scores"]}
+        return {"bleu": bleu(texts, list(references.values()))}
 
     counts = {"asked": rows, "prompts": len(references), "references": sum(map(len, references.values()))}
     return {

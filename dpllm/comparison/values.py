@@ -46,9 +46,6 @@ UTILITY = {
     "reward_accuracy": Measure("Chosen answer rewarded more (%)", 1, 100.0, ("Reward accuracy", "%", "{:.1f}")),
     "reward_margin": Measure("Margin of rewards", 3),
     "bleu": Measure("BLEU", 2, panel=("BLEU", "", "{:.1f}")),
-    "nist": Measure("NIST", 2),
-    "rouge_l": Measure("ROUGE-L (%)", 1, 100.0, ("ROUGE-L", "%", "{:.1f}")),
-    "cider": Measure("CIDEr", 2),
 }
 _BOUND = {"value", "ceiling", "alpha", "delta"}
 _ATTACK = {"group", "auc", "auc_interval", "tpr_at_1_percent_fpr", "tpr_at_1_percent_fpr_interval"}
@@ -214,10 +211,7 @@ def _utility(side: Side, moment: str, which: str) -> Utility:
         limits = loss.interval and (_exp(loss.interval[0]), _exp(loss.interval[1]))
         found["perplexity"] = Figure(value=_exp(loss.value), interval=limits)
     for name, scores in ((side.tasks or {}).get(which) or {}).items():
-        if isinstance(scores, list):  # one for each text
-            found[name] = Figure(value=sum(scores) / len(scores), interval=ratio(scores, [1.0] * len(scores)))
-        else:
-            found[name] = Figure.pick(scores)
+        found[name] = Figure.pick(scores)
     return found
 
 

@@ -36,7 +36,7 @@ def plant(run: RunDir) -> None:
         run.private / "summary.json", {"eval_loss_before": SECRET, "eval_loss_after": SECRET, "eval_tokens": 15023}
     )
     write_held_out(run, SECRET, base=None)
-    scores = {"bleu": {"value": 100 * SECRET, "interval": None}, "rouge_l": [SECRET, SECRET]}
+    scores = {"bleu": {"value": 100 * SECRET, "interval": None}}
     counts = {"num_tokens": 100, "prompts": 2, "references": 9, "asked": 2}
     tasks = {"weights": weights(run.root), "protocol": PROTOCOL, **counts, "tuned": scores, "base": None}
     write_json(run.private / "tasks.json", tasks)
