@@ -66,7 +66,7 @@ def add_commands(add: AddCommand) -> None:
         take_recipe(parser, f"{name} RECIPE")
         parser.add_argument("--keys", action="store_true", help="list every key of a recipe, and stop")
     option = planned.add_argument
-    option("--model", action="store_true", help="trained layers, noise, memory and time, from the model's config only")
+    option("--model", action="store_true", help="trained layers, noise and memory, from the model's config only")
     option("--device", metavar="GPU", help="with --model: for an a100 or h100 of 80 GB, not for this machine")
     option(
         "--twin",

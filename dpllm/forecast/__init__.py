@@ -1,1 +1,1 @@
-"""What a run will need and what may hurt: memory, time and advice for ``dpllm plan``, before anything runs."""
+"""What a run will need and what may hurt: memory and advice for ``dpllm plan``, before anything runs."""

@@ -1,20 +1,18 @@
-"""What a run needs: trainable parameters, noise, memory and time, from the base model's configuration alone.
+"""What a run needs: trainable parameters, noise and memory, from the base model's configuration alone.
 
 Comes in: the recipe and its Plan. Goes out: a ``Footprint``. The model is built on torch's meta device, where tensors have
 shapes and no content: no weights are read. Must not see data.
 
 How far off, against steps that really ran (a builtin model of 0.8 million parameters and a Llama of 6 blocks and width 512,
-LoRA and frozen layers, float32, one thread of a shared CPU that also did much other work, 2026-11-22): memory 0.93 to 1.23 times
-what was measured, time 0.6 to 1.4 times. On a GPU it was not compared. Command, which prints the ratios:
+LoRA and frozen layers, float32, one thread of a shared CPU that also did much other work, 2026-11-22): 0.93 to 1.23 times what
+was measured. On a GPU it was not compared. Command, which prints the ratios:
 
-    pytest --full -s -n 0 tests/forecast/test_footprint.py -k real_steps
+    pytest --full -s -n 0 tests/forecast/test_footprint.py -k real_step
 """
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,23 +28,11 @@ from dpllm.privacy.loss import TokenLosses
 from dpllm.privacy.plan import Plan, Schedule
 from dpllm.privacy.sampling import PhysicalBatch
 from dpllm.recipe.config import LoraConfig, RunConfig
-from dpllm.recipe.derived import rows_of_one
 from dpllm.run.promise import Refusals
 from dpllm.text.sources import asking_hub
 
-UNCOUNTED = "this architecture's shapes depend on values, so memory and time cannot be estimated without weights"
-SECONDS = 0.15  # for each of the two measurements of the device
+UNCOUNTED = "this architecture's shapes depend on values, so memory cannot be estimated without weights"
 GPU_MEMORY = dict.fromkeys(("a100", "h100"), int(80e9))  # bytes, of the larger modules
-
-
-@dataclass(frozen=True)
-class Speed:
-    """What a device does in a second: FLOP of a product of the model's width, bytes moved by adding two large vectors."""
-
-    device: str
-    dtype: str
-    flops: float
-    bandwidth: float
 
 
 @dataclass(frozen=True)
@@ -87,12 +73,7 @@ class Footprint:
     # The same times sqrt(d): the length of the noise vector, beside a signal of length C at most.
     noise_total: float | None
     memory: Memory | None  # at the peak of a step of one process; None where the model cannot be run on shapes alone
-    flops: int | None  # of a step of B units at full length; None likewise
-    # FLOP over the rate of products, plus what others move over the bandwidth; None also for a GPU that is elsewhere.
-    seconds_per_step: float | None
-    seconds: float | None  # the same for all T steps
-    speed: Speed | None  # on which the seconds rest, measured on this machine
-    physical_batch_size: int | None  # R, the sequences in one forward pass that memory and time are counted for
+    physical_batch_size: int | None  # R, the sequences in one forward pass that memory is counted for
     found: bool  # R is what would fit on this machine, since the recipe says auto
     basis: str  # in words
     refusals: tuple[DpllmError, ...]  # what the model itself would refuse
@@ -125,14 +106,8 @@ def footprint(config: RunConfig, schedule: Schedule, plan: Plan | None, gpu: str
     if noise and plan and bands > 1:  # of a step that takes back the noise of as many as it can
         noise *= banded.step_noise(plan.coefficients, schedule.num_steps)
     rows, counted, found = _rows(config, net, device, GPU_MEMORY[gpu] if gpu else None, bands)
-    memory, flops, seconds, speed = None, None, None, None
-    if counted is not None and rows is not None:
-        share = schedule.expected_batch_size * rows_of_one(config) / rows
-        memory = _memory(config, net, counted, rows, device, bands)
-        flops = round(counted.flops * share)
-        if not gpu:
-            speed = measure(device, dtype, rows * config.data.max_length, net)
-            seconds = counted.flops * share / speed.flops + (counted.moved * share + 60 * trainable) / speed.bandwidth
+    memory = _memory(config, net, counted, rows, device, bands) if counted is not None and rows is not None else None
+    basis = f"estimates: one process, every sequence {config.data.max_length} tokens long" if memory else UNCOUNTED
     return Footprint(
         kinds=tuple(adapters.trainable_table(net)),
         trainable=trainable,
@@ -140,13 +115,9 @@ def footprint(config: RunConfig, schedule: Schedule, plan: Plan | None, gpu: str
         noise_per_coordinate=noise,
         noise_total=noise * math.sqrt(trainable) if noise else None,
         memory=memory,
-        flops=flops,
-        seconds_per_step=seconds,
-        seconds=seconds * schedule.num_steps if seconds else None,
-        speed=speed,
         physical_batch_size=rows,
         found=config.train.physical_batch_size == "auto",
-        basis=(_basis(config, speed) if memory else UNCOUNTED) + found,
+        basis=basis + found,
         refusals=tuple(refusals.errors),
     )
 
@@ -176,8 +147,6 @@ def skeleton(config: RunConfig, dtype: torch.dtype) -> Any:
 
 @dataclass(frozen=True)
 class _Counts:
-    flops: int
-    moved: int
     activations: int
     logits: int
 
@@ -185,7 +154,7 @@ class _Counts:
 def _rows(
     config: RunConfig, net: Any, device: torch.device, memory: int | None, bands: int
 ) -> tuple[int | None, _Counts | None, str]:
-    """The sequences of a physical batch, what one computes, and, where a run finds the number at its start, a word on that."""
+    """The sequences of a physical batch, what one holds, and, where a run finds the number at its start, a word on that."""
     named = config.train.physical_batch_size
     if named != "auto":
         return named, _count(config, net, named), ""
@@ -226,7 +195,7 @@ def _count(config: RunConfig, net: Any, rows: int) -> _Counts | None:
         return None
     finally:
         net.zero_grad(set_to_none=True)
-    return _Counts(counted.flops, counted.moved, held, counted.peak - held)
+    return _Counts(held, counted.peak - held)
 
 
 def _memory(config: RunConfig, net: Any, counted: _Counts, rows: int, device: torch.device, bands: int) -> Memory:
@@ -263,46 +232,3 @@ def _stored_bytes(config: RunConfig, net: Any, device: torch.device) -> int:
     if device.type != "cuda" or not isinstance(config.adapter, LoraConfig):
         return 4
     return int(saved.itemsize) if isinstance(saved, torch.dtype) else 4
-
-
-def measure(device: torch.device, dtype: torch.dtype, tokens: int, net: Any) -> Speed:
-    """Times a matrix product of so many tokens by the model's width, and an addition of long vectors."""
-    tokens = min(tokens, 4096 if device.type == "cuda" else 256)  # a CPU is busy with few; more take seconds
-    width = max((min(p.shape) for p in net.parameters() if p.dim() == 2 and not p.requires_grad), default=256)
-    left = torch.ones((tokens, width), device=device, dtype=dtype)
-    right = torch.ones((width, width), device=device, dtype=dtype)
-    first, second = torch.ones(2, 2**24, device=device)
-    out = torch.empty_like(first)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    return Speed(
-        name,
-        str(dtype).removeprefix("torch."),
-        _repeat(lambda: left @ right, device) * 2 * tokens * width * width,
-        _repeat(lambda: torch.add(first, second, out=out), device) * 12 * len(out),
-    )
-
-
-def _repeat(call: Callable[[], object], device: torch.device) -> float:
-    """How often ``call`` runs in a second."""
-
-    def clock() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter()
-
-    call()
-    times, start = 0, clock()
-    while (now := clock()) - start < SECONDS:
-        call()
-        times += 1
-    return times / (now - start)
-
-
-def _basis(config: RunConfig, speed: Speed | None) -> str:
-    counted = f"estimates: one process, every sequence {config.data.max_length} tokens long"
-    if speed is None:
-        return counted
-    return (
-        f"{counted}, matrix products at {speed.flops / 1e9:,.0f} GFLOP/s ({speed.dtype}) and other operations at "
-        f"{speed.bandwidth / 1e9:.1f} GB/s, both measured just now on this machine ({speed.device})"
-    )

@@ -1,4 +1,4 @@
-"""Counts what a forward and backward pass computes, moves and holds, on tensors that have shapes and no content.
+"""Counts what a forward and backward pass holds, on tensors that have shapes and no content.
 
 Comes in: operations, as torch dispatches them on its meta device. Goes out: counts. Must not see weights or data.
 """
@@ -6,22 +6,19 @@ Comes in: operations, as torch dispatches them on its meta device. Goes out: cou
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 
 class Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """What has been computed inside.
+    """What is held of what was computed inside.
 
     Attributes:
-        flops: Two for each multiplication of a matrix product, 2 m k n.
-        moved: Bytes read and written by all other operations but views.
         live: Bytes of tensors made inside that are still held.
         peak: The largest ``live`` so far.
     """
@@ -29,7 +26,7 @@ class Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         """All counts start at zero."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self.flops, self.moved, self.live, self.peak = 0, 0, 0, 0
+        self.live, self.peak = 0, 0
         self._held: dict[int, Any] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -38,13 +35,8 @@ class Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return 1  # transformers asks whether a mask is all ones, and it is
         out = func(*args, **(kwargs or {}))
         inputs = [*_tensors(args), *_tensors((kwargs or {}).values())]
-        outputs = [*_tensors((out,))]
         known = {leaf.untyped_storage()._cdata for leaf in inputs}
-        if of_product := flop_registry.get(func.overloadpacket):
-            self.flops += of_product(*args, **(kwargs or {}), out_val=out)
-        elif any(leaf.untyped_storage()._cdata not in known for leaf in outputs) or not func.is_view:
-            self.moved += sum(leaf.numel() * leaf.element_size() for leaf in (*inputs, *outputs))
-        for leaf in outputs:
+        for leaf in _tensors((out,)):
             storage = leaf.untyped_storage()
             if storage._cdata not in known and storage._cdata not in self._held:
                 self._hold(storage)
@@ -76,34 +68,28 @@ class _Attention(torch.autograd.Function):
     """Attention that keeps what a fused kernel keeps: queries, keys, values and the output, no table of T^2 weights."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, count: Callable[[int], None]) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         out = query.new_empty((*query.shape[:-1], value.shape[-1]))
         ctx.save_for_backward(query, key, value, out)
-        ctx.count, ctx.products = count, 2 * query.numel() * key.shape[-2] * 2
-        count(ctx.products)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         query, key, value, _ = ctx.saved_tensors
-        ctx.count(5 * ctx.products // 2)  # the weights once more, and the four products of their gradients
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
 @contextmanager
 def tally() -> Iterator[Tally]:
-    """Counts everything inside, attention as a fused kernel does it.
+    """Counts everything inside, attention as a fused kernel holds it.
 
     scaled_dot_product_attention is replaced meanwhile: on the meta device it falls back to a table of T^2 weights. A mode of
     torch.overrides would be tidier, and is not active when a checkpointed block is computed again.
     """
     counted = Tally()
 
-    def count(flops: int) -> None:
-        counted.flops += flops
-
     def attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Any:
-        return _Attention.apply(query, key, value, count)  # type: ignore[no-untyped-call]
+        return _Attention.apply(query, key, value)  # type: ignore[no-untyped-call]
 
     functional: Any = torch.nn.functional
     fused = functional.scaled_dot_product_attention

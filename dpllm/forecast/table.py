@@ -125,7 +125,7 @@ def _ledger(seen: Decision) -> str:
 
 
 def footprint_tables(needs: Footprint) -> list[Table | str]:
-    """What trains; and what noise, memory and time a step takes."""
+    """What trains; and what noise a step adds and what memory it takes."""
     from dpllm.model.adapters import trainable_text
 
     rows = {}
@@ -139,12 +139,9 @@ def footprint_tables(needs: Footprint) -> list[Table | str]:
         )
         counted = f", with {needs.physical_batch_size} sequences in one forward pass" if needs.found else ""
         rows["memory"] = f"about {size_text(needs.memory.total)}{counted}: {parts}"
-    if needs.seconds_per_step is not None and needs.seconds is not None and needs.flops is not None:
-        step, whole = _time(needs.seconds_per_step), _time(needs.seconds)
-        rows["time"] = f"about {step} a step, {whole} in all ({needs.flops:.2e} FLOP a step)"
     rows["basis"] = needs.basis
     trains = trainable_text(needs.kinds, needs.total)
-    return [trains, _two_columns("Noise, and estimates of memory and time", rows)]
+    return [trains, _two_columns("Noise, and an estimate of memory", rows)]
 
 
 def size_text(size: int) -> str:
@@ -153,12 +150,6 @@ def size_text(size: int) -> str:
         if size >= factor:
             return f"{size / factor:.3g} {unit}"
     return f"{size} B"
-
-
-def _time(seconds: float) -> str:
-    if seconds < 100:
-        return f"{seconds:.2g} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
 def _number(value: float | None) -> str:

@@ -14,7 +14,7 @@ from programs import run_program
 from torch import nn
 
 from dpllm.errors import ConfigError, Refused
-from dpllm.forecast.footprint import footprint, measure, skeleton
+from dpllm.forecast.footprint import footprint, skeleton
 from dpllm.forecast.meta_tensor_counter import tally
 from dpllm.model import adapters, loading
 from dpllm.privacy.plan import Plan
@@ -106,7 +106,7 @@ def test_without_privacy_there_is_no_noise(tmp_path: Path) -> None:
     assert (found.noise_per_coordinate, found.noise_total) == (None, None)
 
 
-def test_memory_and_time_grow_with_what_they_are_made_of(tmp_path: Path) -> None:
+def test_memory_grows_with_what_it_is_made_of(tmp_path: Path) -> None:
     only_config(tmp_path)
     one, wide, long, twice, sgd = (
         needs(recipe(tmp_path, **changes))
@@ -119,13 +119,10 @@ def test_memory_and_time_grow_with_what_they_are_made_of(tmp_path: Path) -> None
         )
     )
     assert wide.memory.activations == pytest.approx(2 * one.memory.activations, rel=0.01)
-    assert wide.flops == one.flops  # of a logical step
     assert long.memory.activations > 1.9 * one.memory.activations
-    assert twice.flops == 2 * one.flops
     assert twice.memory == one.memory
     assert (one.memory.optimizer, sgd.memory.optimizer) == (8 * one.trainable, 0)
     assert one.memory.total == sum(vars(one.memory).values())
-    assert one.seconds == pytest.approx(10 * one.seconds_per_step)
 
 
 def test_auto_is_planned_with_what_this_machine_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +132,6 @@ def test_auto_is_planned_with_what_this_machine_has(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("dpllm.model.memory.free_memory", lambda device: math.ceil(1.1 * four.memory.total / 0.9))
     found = needs(recipe(tmp_path, train__physical_batch_size="auto"))
     assert (found.physical_batch_size, found.found, found.memory) == (4, True, four.memory)
-    assert found.flops == four.flops
     assert "measured when training starts, and would be about 4 on this machine" in found.basis
     assert "auto" not in four.basis
     monkeypatch.setattr("dpllm.model.memory.free_memory", lambda device: 1000)  # planned elsewhere than it will run
@@ -143,16 +139,14 @@ def test_auto_is_planned_with_what_this_machine_has(tmp_path: Path, monkeypatch:
     assert (small.physical_batch_size, small.memory) == (1, one.memory)
 
 
-def test_a_gpu_is_planned_for_from_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its memory alone: every machine says the same, and none a time."""
-    monkeypatch.setattr("dpllm.forecast.footprint.measure", lambda *_: pytest.fail("this machine was measured"))
+def test_a_gpu_is_planned_for_from_elsewhere(tmp_path: Path) -> None:
+    """By its memory alone: every machine says the same."""
     config = recipe(only_config(tmp_path), train__physical_batch_size="auto", data__max_length=128)
     made = plan(config)
     a100, h100 = (footprint(config, made.schedule, made, gpu) for gpu in ("a100", "h100"))
     assert h100 == a100
     assert h100.physical_batch_size == 34  # as many as a batch of 20 draws, within 80 GB
     assert "34 on such a GPU" in h100.basis
-    assert (h100.seconds_per_step, h100.seconds, h100.speed) == (None, None, None)
     kept = [
         footprint(recipe(tmp_path, train__precision=name), made.schedule, made, "h100").memory.activations
         for name in ("auto", "bf16", "fp32")
@@ -160,14 +154,6 @@ def test_a_gpu_is_planned_for_from_elsewhere(tmp_path: Path, monkeypatch: pytest
     assert kept[0] == kept[1] < kept[2]
     with pytest.raises(ConfigError, match="Type one of a100, h100"):
         footprint(config, made.schedule, made, "tpu")
-
-
-def test_a_cpu_is_measured_in_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A product of thousands of tokens by the width of an 8B model alone takes a second or more of one thread."""
-    monkeypatch.setattr("dpllm.forecast.footprint._repeat", lambda *_: 1.0)
-    with torch.device("meta"):
-        net = nn.Linear(4096, 4096).requires_grad_(False)
-    assert measure(torch.device("cpu"), torch.float32, 8192, net).flops <= 1e10
 
 
 def test_auto_without_a_count_of_memory(tmp_path: Path) -> None:
@@ -188,11 +174,10 @@ def test_logits_of_a_frozen_head_are_a_chunk(tmp_path: Path) -> None:
     assert whole > 4 * (4 * 128 * 200_000)
 
 
-def test_checkpointing_trades_memory_for_time(tmp_path: Path) -> None:
+def test_checkpointing_saves_memory(tmp_path: Path) -> None:
     only_config(tmp_path, num_hidden_layers=8)
     whole, again = (needs(recipe(tmp_path, model__gradient_checkpointing=on)) for on in (False, True))
     assert again.memory.activations < whole.memory.activations / 2
-    assert again.flops > 1.2 * whole.flops
 
 
 def test_what_the_model_would_refuse_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +194,7 @@ def test_an_architecture_that_computes_from_values_is_counted_without_memory(tmp
     attention = {"method": "lora", "target_modules": ["q_proj", "v_proj"]}
     found = needs(recipe(only_config(tmp_path, "mixtral"), attention))
     assert found.trainable > 0
-    assert (found.memory, found.seconds) == (None, None)
+    assert found.memory is None
     assert "without weights" in found.basis
 
 
@@ -222,26 +207,16 @@ def test_a_model_that_is_not_there_is_a_wrong_recipe(name: str) -> None:
 # --- the tally -------------------------------------------------------------------------------------------------------
 
 
-def test_the_tally_counts_products_as_defined() -> None:
+def test_the_tally_holds_gradients_alone_after_a_backward_pass() -> None:
     with torch.device("meta"):
         layers = nn.Sequential(nn.Linear(30, 50), nn.Linear(50, 20, bias=False))
         rows = torch.empty(7, 30)
     with tally() as counted:
         out = layers(rows)
-        assert counted.flops == 2 * 7 * (30 * 50 + 50 * 20)
         out.sum().backward()
-    assert counted.flops == 2 * 7 * ((30 * 50 + 50 * 20) + (30 * 50 + 2 * 50 * 20))  # rows need no gradient
     gradients = sum(parameter.numel() for parameter in layers.parameters())
     del out
     assert counted.live == 4 * gradients  # and nothing else is held
-
-
-def test_the_tally_counts_products_into_a_given_tensor() -> None:
-    with torch.device("meta"):
-        left, right, out = torch.empty(7, 30), torch.empty(30, 50), torch.empty(7, 50)
-    with tally() as counted:
-        torch.mm(left, right, out=out)
-    assert counted.flops == 2 * 7 * 30 * 50
 
 
 def test_the_tally_counts_what_is_held() -> None:
@@ -259,17 +234,15 @@ def test_the_tally_counts_what_is_held() -> None:
         assert counted.peak == 8000
 
 
-def test_attention_counts_as_a_fused_kernel() -> None:
+def test_attention_holds_what_a_fused_kernel_holds() -> None:
     before = nn.functional.scaled_dot_product_attention
     with torch.device("meta"):
         parts = [torch.empty(2, 3, 64, 8, requires_grad=True) for _ in range(3)]
     with tally() as counted:
         out = nn.functional.scaled_dot_product_attention(*parts)
         assert out.shape == (2, 3, 64, 8)
-        assert counted.flops == 2 * 2 * (2 * 3 * 64 * 64 * 8)
         assert counted.live < 4 * (2 * 3 * 64 * 64)  # no table of weights
         out.sum().backward()
-    assert counted.flops == (2 + 5) * 2 * (2 * 3 * 64 * 64 * 8)
     assert nn.functional.scaled_dot_product_attention is before
 
 
