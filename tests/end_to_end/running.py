@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import itertools
 import json
 import os
 import re
@@ -79,16 +78,18 @@ def python(code: str, *arguments: object, **environment: str) -> subprocess.Comp
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
 
 
-def fails_in_step(patch: pytest.MonkeyPatch, number: int) -> None:
-    """The engine's so-manyth step ends in an error, once it is charged; steps of later runs are counted too."""
-    step, begun = StepEngine.step, itertools.count(1)
+def fails_in_step(patch: pytest.MonkeyPatch, number: int) -> list[int]:
+    """The engine's so-manyth step ends in an error, once it is charged; returns the steps begun, later runs' too."""
+    step, begun = StepEngine.step, list[int]()
 
     def begin(engine: StepEngine, *batches: Any) -> Any:
-        if next(begun) == number:
+        begun.append(len(begun) + 1)
+        if begun[-1] == number:
             raise RuntimeError
         return step(engine, *batches)
 
     patch.setattr(StepEngine, "step", begin)
+    return begun
 
 
 def as_trained(run: Path) -> None:

@@ -137,8 +137,9 @@ def test_the_report_names_what_it_is_about(memorised):
     assert report["canaries"]["commitment"] == plan.commitment
     assert report["canaries"]["groups"]["1"]["candidates"] == 120
     assert report["canaries"]["groups"]["1"]["inserted"] == sum(c.inserted for c in plan.canaries if c.group == 1)
-    weights = run.export / "model.safetensors"
-    assert report["weights"] == {"model.safetensors": hashlib.sha256(weights.read_bytes()).hexdigest()}
+    names = ("config.json", "model.safetensors")
+    hashes = {name: hashlib.sha256((run.export / name).read_bytes()).hexdigest() for name in names}
+    assert report["weights"] == hashes
     written = json.loads((run.export / "audit" / "audit.json").read_text())
     assert written == {"schema_version": written["schema_version"], **report}
 

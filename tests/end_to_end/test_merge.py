@@ -164,7 +164,7 @@ def test_the_statement_is_the_same_but_for_the_files(finished: Place, merged: Pa
     for name in before["files"].keys() - adapter:
         assert after["files"][name] == before["files"][name], name
     audit = json.loads((merged / "audit" / "audit.json").read_text())
-    assert audit["weights"] == {"adapter_model.safetensors": before["files"]["adapter_model.safetensors"]}
+    assert audit["weights"] == after["merged_from"]["files"]
 
 
 def test_the_card_is_that_of_a_plain_model(finished: Place, merged: Path) -> None:

@@ -282,8 +282,9 @@ def _others(where: published.Where, value: object) -> list[object]:
     if isinstance(value, int):
         return [value + 1, float(value)]
     if isinstance(value, float):
-        # A part in a million of what reads deltas in the tail, a part in a hundred million of the rest.
-        step = 3e-6 if where[0] in ("curve", "limits") and where[-1] != 0 else 1e-8
+        # What reads deltas in the tail rounds by the processor: three times what may differ; a part in 1e8 of the rest.
+        step = 3e-5 if where[0] in ("curve", "limits") and where[-1] != 0 else 1e-8
+        step = 3e-3 if where == ("limits", "gdp_mu") else step
         return [value * (1 + step), value * (1 - step), value + 1] if value else [1e-9]
     words = {"optimizer": "sgd", "clipping": "automatic", "neighbouring_relation": "add_or_remove_one"}
     if isinstance(value, str):

@@ -80,7 +80,7 @@ def refusal(path, base):
 
 def test_an_adapter_is_scored_beside_its_own_base(adapter, base):
     models, described = load_outside(adapter, None)
-    assert list(described.pop("weights")) == ["adapter_model.safetensors"]
+    assert list(described.pop("weights")) == ["adapter_config.json", "adapter_model.safetensors"]
     assert described == {"kind": "LORA adapter", "name": "adapter", "base": "tiny-base", "base_matches_name": True}
     plain = logits(AutoModelForCausalLM.from_pretrained(base))
     with models.base() as before:
@@ -276,7 +276,7 @@ def test_members_come_from_files_of_every_kind(adapter, tmp_path):
     assert found[0] == found[1]
     assert (found[0]["members"], found[0]["non_members"], found[0]["unit"]) == (60, 60, "row")
     assert found[0]["model"]["base"] == "tiny-base"
-    assert list(found[0]["model"]["weights"]) == ["adapter_model.safetensors"]
+    assert list(found[0]["model"]["weights"]) == ["adapter_config.json", "adapter_model.safetensors"]
     assert len(found[0]["assumed"]) == 2
     text = json.dumps(found[0], allow_nan=False)
     assert "has 7" not in text
