@@ -28,6 +28,7 @@ RETIRED = {
     "epsilon --select": "it belonged to --trials, which is retired too; let the ledger charge every run",
     "audit --mechanism": "every run checks its engine before it starts; set audit.gradient_canaries: 500, then audit the run",
     "audit --leakage": "it attacked a gradient, which a released model does not show; examples/gradient_leakage.py does it",
+    "train --make-up-lost-steps": "steps that a crash lost stay lost, and the card counts them; leave the option out",
     "synthesize --engine": "vLLM was never tested with it; leave it out, and transformers draws the texts, 64 at a time",
     "ledger open": "a budget stays planned or adaptive; dpllm ledger init can change it before the first run",
     "ledger --gate": "a budget is adaptive unless dpllm ledger init has --planned",
