@@ -18,7 +18,7 @@ RETIRED = {
     "privacy.adaptive": "adaptive clipping is retired; leave the key out, and set privacy.clipping: flat or automatic",
     "privacy.clipping: adaptive": "adaptive is retired; automatic has no threshold to tune, and flat takes max_grad_norm",
     "privacy.clipping: per_layer": "per_layer is retired; use flat, or automatic",
-    "privacy.grad_sample_mode: opacus_ghost": "opacus_ghost is retired, its clipping bound was never proven; set auto or ghost",
+    "privacy.grad_sample_mode": "is retired: the form of each gradient follows from public shapes alone; leave the key out",
     # Options and actions of a command.
     "plan --after": "adaptive clipping is retired, whose figures it read; privacy.clipping automatic needs no C to be tuned",
     "plan --compare": "it gave no guarantee; dpllm plan --json has epsilon by each accountant, as `accountants`",

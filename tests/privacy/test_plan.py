@@ -43,8 +43,6 @@ def base() -> Plan:
         {"train": {"eval_every": 2, "checkpoint_every": 1}},
         {"train": {"learning_rate": 0.5, "optimizer": "sgd", "lr_scheduler": "cosine", "warmup": 0.3}},
         {"model": {"gradient_checkpointing": True, "dtype": "bfloat16", "quantization": "4bit"}},
-        {"privacy": {"grad_sample_mode": "per_sample"}},
-        {"privacy": {"grad_sample_mode": "ghost"}},
         {"privacy": {"ledger": "elsewhere", "dataset": "other"}},
         {"data": {"max_length": 32, "long_examples": "chunk"}},
         {"adapter": {"method": "frozen", "last_blocks": 1}},
