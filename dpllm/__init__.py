@@ -175,7 +175,6 @@ def train(
     callbacks: Sequence[TrainerCallback] = (),
     resume: bool = False,
     overwrite: bool = False,
-    make_up_lost_steps: bool = False,
 ) -> Run:
     """Runs a recipe from data to export/; also from a notebook.
 
@@ -189,7 +188,6 @@ def train(
             released, and may stop the run by ``control.should_training_stop``.
         resume: Go on with the interrupted run in ``output_dir``.
         overwrite: Replace a run that lies there. What it spent stays in the ledger.
-        make_up_lost_steps: With ``resume``: reserve and repeat the steps that were charged and lost in a crash.
 
     Returns:
         The run; look at its ``status``.
@@ -203,7 +201,7 @@ def train(
     from dpllm.run.promise import Start
 
     config = _with_rows(recipe, resume=resume, train=train, eval=eval)
-    record = loop.train(config, Start(resume, make_up_lost_steps, overwrite), callbacks=callbacks)
+    record = loop.train(config, Start(resume, overwrite), callbacks=callbacks)
     return Run(RunDir(Path(config.output_dir)), record)
 
 

@@ -152,7 +152,7 @@ def plain(bench: Bench, *, loss_of_transformers: bool) -> Iterator[Step]:
 
 @contextlib.contextmanager
 def with_engine(bench: Bench, mode: str) -> Iterator[Step]:
-    how: Any = {"form": Form(cast(Mode, mode), 512), "noise": GaussianNoise(2**100 + 7, bench.device)}
+    how: Any = {"form": Form(512, cast(Mode, mode)), "noise": GaussianNoise(2**100 + 7, bench.device)}
     engine = StepEngine(bench.model, bench.optimizer, bench.plan.schedule, bench.plan, autocast=bench.autocast, **how)
     try:
         yield engine.step

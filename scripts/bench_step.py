@@ -65,7 +65,7 @@ MALLOC = {
     "MALLOC_ARENA_MAX": "1",
 }
 NOTES = {
-    "variants": "non_private and hf_loss are plain PyTorch; dpllm is Engine with grad_sample_mode auto; opacus_hooks and "
+    "variants": "non_private and hf_loss are plain PyTorch; dpllm is Engine with mode auto; opacus_hooks and "
     "opacus_ghost are stock Opacus (hooks and optimizers), not Engine, which would add float64 sums and checks to them; fastdp "
     "is fastDP as it comes, which trains no RMSNorm, adds noise in float32 and does not stop a gradient that is not finite.",
     "checkpointing": "Non-reentrant for non_private, hf_loss and dpllm. Opacus refuses that, so its variants run reentrant with "
@@ -290,7 +290,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--checkpointing", nargs="+", choices=("off", "on"), default=["off", "on"])
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     modes = [name.removeprefix("dpllm_") for name in MODES]
-    parser.add_argument("--modes", nargs="+", choices=modes, default=[], help="other grad_sample_modes of dpllm to add")
+    parser.add_argument(
+        "--modes", nargs="+", choices=modes, default=[], help="other forms of gradients in dpllm to add"
+    )
     parser.add_argument(
         "--fastdp", type=Path, metavar="DIR", help="a checkout of awslabs/fast-differential-privacy to add"
     )

@@ -92,7 +92,6 @@ def record(**changes: Any) -> Json:
             "spent_epsilon": 4.25,
             "filter_epsilon": None,
             "imported": 0,
-            "made_up_by": [],
         },
         "versions": {"dpllm": "0.1.0", "torch": "2.9.1", "opacus": "1.6.0"},
         "hardware": {"device": "NVIDIA H200", "processes": 1, "cache": f"{HOME}/cache"},

@@ -40,7 +40,7 @@ def exact(net: nn.Module, some: Sequence[Unit], exact_UP: Tensor, mode: str = "a
     """Norms and clipped sums, at a C that clips some units and not others, are those of the reference."""
     norm_U = exact_UP.norm(dim=1)
     bound = float(norm_U.median()) * 1.01
-    engine = tm.make_engine(net, tm.plan(bound), grad_sample_mode=mode)
+    engine = tm.make_engine(net, tm.plan(bound), mode=mode)
     seen_U = tm.norms(engine, collate(some, pad_id=0))
     torch.testing.assert_close(seen_U.double(), norm_U, rtol=EXACT, atol=0)
     for size in sizes:
@@ -75,7 +75,7 @@ def cancelling(mode: str, scale: float, bound: float = 1e-4, **arguments: Any) -
     """
     some = [tm.alternating_unit(length) for length in (5, 9, 17, 32, 65)]
     for hidden in (4, 64):
-        engine = tm.make_engine(tm.Cancelling(scale, hidden), tm.plan(bound), grad_sample_mode=mode, **arguments)
+        engine = tm.make_engine(tm.Cancelling(scale, hidden), tm.plan(bound), mode=mode, **arguments)
         bounded(engine, some)
         summed_P, seen = engine.clipped_sum(tm.batches(some))
         assert float(summed_P.norm()) <= seen.units * bound * BOUND
@@ -84,7 +84,7 @@ def cancelling(mode: str, scale: float, bound: float = 1e-4, **arguments: Any) -
 def own_rounding(mode: str, scale: float) -> None:
     """A long unit beside forty whose terms cancel moves the sum by at most C: their rounding does not follow it."""
     some = [*[tm.alternating_unit(9)] * 40, tm.alternating_unit(40)]
-    engine = tm.make_engine(tm.Cancelling(scale, 64), tm.plan(1e-4), grad_sample_mode=mode)
+    engine = tm.make_engine(tm.Cancelling(scale, 64), tm.plan(1e-4), mode=mode)
     moved = float((tm.clipped_sum(engine, some) - tm.clipped_sum(engine, some[:-1])).norm())
     assert moved <= 1e-4 * BOUND, moved / 1e-4
 
@@ -94,7 +94,7 @@ def whole_units(net: nn.Module, mode: str = "auto") -> None:
     one, short = tm.unit((5, 9, 3, 8, 6), 4), tm.unit((7,), 5)
     exact_UP = tm.brute_force(net, [one, short])
     bound = float(exact_UP.norm(dim=1).min()) * 0.9
-    engine = tm.make_engine(net, tm.plan(bound), grad_sample_mode=mode)
+    engine = tm.make_engine(net, tm.plan(bound), mode=mode)
     pieces = tm.batches([one, short], 2)
     assert [piece.goes_on for piece in pieces] == [True, True, False, False]
     for size in (1, 2, 64):
@@ -114,7 +114,7 @@ def with_infinite_dummies(batch: PhysicalBatch) -> PhysicalBatch:
 def dummy_rows(net: nn.Module, mode: str = "auto") -> None:
     """Padding rows add nothing, beside units and alone, even where their gradient is not finite, and are not counted."""
     some = tm.units(tm.RAGGED)
-    engine = tm.make_engine(net, tm.plan(0.3), grad_sample_mode=mode)
+    engine = tm.make_engine(net, tm.plan(0.3), mode=mode)
     expected_P, counted = engine.clipped_sum([collate(some, 0)])
     assert float(expected_P.norm()) > 0
     for dummies in (1, 3):
@@ -136,7 +136,7 @@ def not_finite(mode: str = "auto", adapter: Any = tm.FROZEN, bad: float = float(
         net.get_input_embeddings().weight[tm.VOCABULARY - 1] = bad
     some = tm.units(tm.RAGGED)
     poisoned = Unit((tm.replace_token(some[1].sequences[0], 8, tm.VOCABULARY - 1),))
-    engine = tm.make_engine(net, tm.plan(0.3), grad_sample_mode=mode)
+    engine = tm.make_engine(net, tm.plan(0.3), mode=mode)
     with_it_P = tm.clipped_sum(engine, [some[0], poisoned, *some[2:]])
     assert apart(with_it_P, tm.clipped_sum(engine, without(some, 1))) <= 1e-6
     assert not bool(tm.clipped_sum(engine, [poisoned]).any())
@@ -164,12 +164,12 @@ def checkpointed(kind: str, adapter: Any, exact_UP: Tensor, mode: str = "auto", 
     """Gradient checkpointing changes nothing."""
     net = tm.build("llama", adapter, checkpointing=kind, **changes)
     exact(net, tm.units(tm.RAGGED), exact_UP, mode)
-    assert tm.make_engine(net, grad_sample_mode=mode).self_check(tm.VOCABULARY, tm.shapes(32)).error <= EXACT
+    assert tm.make_engine(net, mode=mode).self_check(tm.VOCABULARY, tm.shapes(32)).error <= EXACT
 
 
 def no_weight_gradients(net: nn.Module, mode: str = "auto") -> None:
     """In the engine's backward pass no parameter requires a gradient, so that autograd computes none."""
-    engine = tm.make_engine(net, grad_sample_mode=mode)
+    engine = tm.make_engine(net, mode=mode)
     receive, calls = engine._clipper._taps._receive, []
 
     def look(*arguments: Any) -> None:

@@ -119,10 +119,10 @@ def build(
 def engine_of(
     net: nn.Module, optimizer: torch.optim.Optimizer, of: Schedule, promise: Plan | None, **arguments: Any
 ) -> StepEngine:
-    """An engine; arguments beside its own: grad_sample_mode, max_length, noise_entropy, device."""
+    """An engine; arguments beside its own: mode, max_length, noise_entropy, device."""
     given: dict[str, Any] = {"noise_entropy": 2**100 + 7, "device": CPU, **arguments}
     noise = GaussianNoise(given.pop("noise_entropy"), given.pop("device"))
-    form = Form(given.pop("grad_sample_mode", "auto"), given.pop("max_length", 512))
+    form = Form(given.pop("max_length", 512), given.pop("mode", "auto"))
     return StepEngine(net, optimizer, of, promise, form=form, noise=noise, **given)
 
 

@@ -34,6 +34,7 @@ from dpllm.errors import ConfigError
 from dpllm.files import write_json
 from dpllm.model import loading
 from dpllm.recipe.config import RunConfig
+from dpllm.recipe.retired import RETIRED
 from dpllm.run import checkpoint
 from dpllm.run.directory import RunDir
 from dpllm.run.projections import read_projections, read_turns
@@ -53,15 +54,6 @@ PARTS = {
 """Attacks by the parts of the report that they are; all others are scores, under ``attacks`` and ``repeated``."""
 Shadows = Callable[[RunDir, RunConfig, CanaryPlan, Sequence[CanaryScores], float], dict[str, Any]]
 ATTACKS = (PRIMARY_ATTACK, *attacks.ATTACKS, "rmia", *attacks.TOKEN_ATTACKS, *PARTS)
-RETIRED = {
-    "untargeted": "a secret is extracted sooner from its own beginning than without a prompt; type --attack extraction",
-    "min_k": "Min-K%++ is the same of standardised log-probabilities; type --attack min_k_plus",
-    "min_k_plus_ratio": "calibrated takes off what the base model knows; type --attack calibrated",
-    "gains_over_losses": "calibrated separated better without privacy and at epsilon 8; type --attack calibrated",
-    "windows": "calibrated separated better without privacy and at epsilon 8; type --attack calibrated",
-    "personal": "extraction counts the samples that a detail takes; type --attack extraction",
-}
-"""What there is no more -> why, and what to type instead."""
 
 
 def audit(
@@ -157,7 +149,7 @@ def attack(run: RunDir, name: str) -> dict[str, Any]:
     Raises:
         ConfigError: No such attack; and see ``audit``.
     """
-    if why := RETIRED.get(name):
+    if why := RETIRED.get(f"audit --attack {name}"):
         raise ConfigError(f"--attack {name} is retired: {why}.")
     if name not in ATTACKS:
         near = difflib.get_close_matches(name, ATTACKS, 1)

@@ -18,24 +18,7 @@ import dpllm
 from dpllm.cli import audit, canaries, compare, describe, epsilon, labels, ledger, plan, publish, synthesize
 from dpllm.cli.plan import Call, take_json
 from dpllm.errors import ConfigError, DpllmError, EndedElsewhere
-
-# What a command no longer takes -> what to type instead.
-RETIRED = {
-    "plan --after": "adaptive clipping is retired, whose figures it read; privacy.clipping automatic needs no C to be tuned",
-    "plan --compare": "it gave no guarantee; dpllm plan --json has epsilon by each accountant, as `accountants`",
-    "plan --figure": "plan prints and draws nothing; --json has every figure of the table",
-    "plan --sweep": "it planned what several dpllm plan commands plan; type one for each value, as --privacy.epsilon 3",
-    "epsilon --trials": "the epsilon of one run does not cover choosing the best of several; let the ledger charge every run",
-    "epsilon --select": "it belonged to --trials, which is retired too; let the ledger charge every run",
-    "audit --mechanism": "every run checks its engine before it starts; set audit.gradient_canaries: 500, then audit the run",
-    "audit --leakage": "it attacked a gradient, which a released model does not show; examples/gradient_leakage.py does it",
-    "synthesize --engine": "vLLM was never tested with it; leave it out, and transformers draws the texts, 64 at a time",
-    "ledger open": "a budget stays planned or adaptive; dpllm ledger init can change it before the first run",
-    "ledger --gate": "a budget is adaptive unless dpllm ledger init has --planned",
-    "ledger --reference": "the filter's order follows from --epsilon and --delta; leave it out",
-    "ledger --runs": "type --planned RECIPE ...",
-    "ledger plot": "it had no effect; dpllm ledger show says what is left, and dpllm ledger metrics tells Prometheus",
-}
+from dpllm.recipe.retired import RETIRED
 
 
 def main(argv: Sequence[str] | None = None) -> int:

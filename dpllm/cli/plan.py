@@ -75,11 +75,6 @@ def add_commands(add: AddCommand) -> None:
     )
     option = trained.add_argument
     option("--resume", action="store_true", help="go on with the interrupted run in output_dir")
-    option(
-        "--make-up-lost-steps",
-        action="store_true",
-        help="with --resume: reserve and repeat steps that were charged but lost in a crash",
-    )
     option("--overwrite", action="store_true", help="replace the run in output_dir")
     option("--fresh-check", action="store_true", help="run the whole self-check even if an earlier start passed it")
     text = "turn a LLaMA-Factory, axolotl or TRL configuration into a recipe"
@@ -122,8 +117,6 @@ def train(known: argparse.Namespace, rest: list[str]) -> int:
         return _show_keys()
     if known.resume and known.overwrite:
         raise ConfigError("--resume goes on with a run, and --overwrite replaces it. Type one of the two.")
-    if known.make_up_lost_steps and not known.resume:
-        raise ConfigError("--make-up-lost-steps belongs to --resume. Type both.")
     config = load_recipe(known, rest)
     from dpllm.run.directory import RunDir
     from dpllm.run.loop import train as run
@@ -131,7 +124,7 @@ def train(known: argparse.Namespace, rest: list[str]) -> int:
     from dpllm.run.screen import summary
 
     main = os.environ.get("RANK", "0") == "0"
-    start = Start(known.resume, known.make_up_lost_steps, known.overwrite, known.fresh_check)
+    start = Start(known.resume, known.overwrite, known.fresh_check)
     record = run(config, start, console=plain_console(stderr=known.json, quiet=not main))
     if known.json and main:
         print(dump(summary(record, RunDir(Path(config.output_dir)), held_out=config.data.eval is not None)))

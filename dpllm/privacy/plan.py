@@ -97,7 +97,7 @@ class Plan:
     max_grad_norm: float  # C
     delta: float  # below 1/N
     epsilon: float  # stated by the accountant for the event
-    target_epsilon: float  # what was asked for; at least epsilon, unless steps were added to make up lost ones
+    target_epsilon: float  # what was asked for, at least epsilon
     accountant: dict[str, Any]  # name, version and discretisation interval
     event: RunEvent  # the mechanism as a value, from which anyone can recompute epsilon
     sampling: Literal["unit", "example"] = "unit"  # what is drawn and clipped as a whole; example is a single row
@@ -158,20 +158,17 @@ def make_plan(
     *,
     fit: Fit | None = None,
     largest_delta: float = 1.0,
-    extra_steps: int = 0,
     coefficients: tuple[float, ...] | None = None,
 ) -> Plan:
     """Builds the promise, calibrating the noise where the recipe does not set it.
 
     Args:
         settings: What is asked.
-        schedule: Of the run, without extra steps.
+        schedule: Of the run.
         cache_dir: Where calibrations are remembered.
         fit: What is left of a Renyi filter that the run must fit: calibrated noise is then the larger of what meets the
             target epsilon and what fits. Noise that the settings name is left as it is, for the ledger to judge.
         largest_delta: Of the dataset's budget, if it has one: ``privacy.delta: auto`` is at most that. Below 1/N itself.
-        extra_steps: Steps beyond the recipe's, to make up lost ones: at the noise of the recipe's steps, so that the
-            stated epsilon, which is that of all steps, may exceed the target.
         coefficients: Of the run that goes on; None: they are optimised for the recipe's steps.
 
     Raises:
@@ -185,7 +182,6 @@ def make_plan(
     coefficients = _coefficients(settings, schedule, delta, cache_dir) if coefficients is None else coefficients
     bands = max(1, len(coefficients))
     sigma = _noise(settings, schedule, delta, cache_dir, fit, bands)
-    schedule = replace(schedule, num_steps=schedule.num_steps + extra_steps)
     event = steps_event(sigma, schedule, schedule.num_steps, settings.group_size, bands)
     return Plan(
         schedule=schedule,

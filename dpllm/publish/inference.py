@@ -192,7 +192,7 @@ class _Job:
             )
         if not one.steps:
             ledger.charge(entry, 1)
-        self.payment = Payment(((entry, 1),), ledger)
+        self.payment = Payment(entry, ledger)
 
     def write(self, tests: Mapping[str, filters.Test], told: Told) -> tuple[list[dict[str, str]], Counter[str]]:
         """Texts until there are enough rows, or no batch is left."""

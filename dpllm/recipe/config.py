@@ -23,23 +23,6 @@ from dpllm.recipe.privacy import PrivacyConfig
 from dpllm.recipe.section import Section, explain, read_recipe
 from dpllm.recipe.train import TrainConfig as TrainConfig
 
-# What a recipe may no longer say -> what to write instead.
-RETIRED = {
-    "audit.canaries.kind: pii": "pii is retired, it needed another package; use audit.canaries.kind: digits, or random_tokens",
-    "audit.canaries.kind: rare_tokens": "rare_tokens is retired; use audit.canaries.kind: random_tokens, or digits",
-    "audit.canaries.kind: synthetic": "synthetic is retired: its secrets could not be counted; use random_tokens or digits",
-    "audit.canaries.prompt": "is retired with the kind synthetic, which alone read it; leave the key out",
-    "audit.canaries.temperature": "is retired with the kind synthetic, which alone read it; leave the key out",
-    **dict.fromkeys(
-        ("version", "schema_version", "dpllm", "dpllm_version"),
-        "a recipe has no version: it is read by the dpllm that runs, whose keys dpllm plan --keys lists; leave the key out",
-    ),
-    "privacy.adaptive": "adaptive clipping is retired; leave the key out, and set privacy.clipping: flat or automatic",
-    "privacy.clipping: adaptive": "adaptive is retired; automatic has no threshold to tune, and flat takes max_grad_norm",
-    "privacy.clipping: per_layer": "per_layer is retired; use flat, or automatic",
-    "privacy.grad_sample_mode: opacus_ghost": "opacus_ghost is retired, its clipping bound was never proven; set auto or ghost",
-}
-
 
 class ModelConfig(Section):
     """The base model. Its pretraining data are not covered by any guarantee of the run."""
@@ -375,7 +358,7 @@ def make_config(raw: dict[str, Any], overrides: Mapping[str, Any] | None, where:
     except ValidationError as error:
         version = metadata.version("dpllm")
         other = f"; the recipe is perhaps of another version: this is dpllm {version}, see its CHANGELOG"
-        lines = explain(error, RunConfig, RETIRED)
+        lines = explain(error, RunConfig)
         for place, line in enumerate(lines):
             if "unknown key; known keys" in line:  # like none that there is, and so no slip of the keyboard
                 lines[place] = line + other

@@ -36,10 +36,6 @@ class PrivacyConfig(Section):
     the least noise in the last weights, or 1 (independent noise) where the gain is below 5%."""
     clipping: Clipping = "flat"
     """The clipping function, part of the Plan; docs/concepts/engine.md describes each."""
-    grad_sample_mode: Literal["auto", "per_sample", "ghost"] = "auto"
-    """How the clipped sum is computed, not part of the Plan. auto chooses for each layer, from max_length, between materialised
-    per-example gradients (per_sample forces them) and ghost norms (ghost forces them). All need one backward pass and give the
-    same sum."""
     ledger: str | None = None
     """Path of the ledger, or a postgresql:// URL; null: one file in the user's data directory."""
     dataset: str | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 import textwrap
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, ValidatorFunctionWr
 from pydantic_core import PydanticCustomError
 
 from dpllm.errors import ConfigError
+from dpllm.recipe.retired import RETIRED
 
 
 class Section(BaseModel):
@@ -187,11 +188,8 @@ def sections_of(annotation: Any) -> list[type[Section]]:
     return [section for inner in get_args(annotation) for section in sections_of(inner)]
 
 
-def explain(error: ValidationError, recipe: type[Section], retired: Mapping[str, str]) -> list[str]:
-    """One line for each problem of a recipe: key, what is wrong, the nearest right spelling.
-
-    ``retired`` holds a "key", or a "key: value", that earlier versions read -> what to write instead.
-    """
+def explain(error: ValidationError, recipe: type[Section]) -> list[str]:
+    """One line for each problem of a recipe: key, what is wrong, the nearest right spelling."""
     lines = []
     for problem in error.errors(include_url=False):
         *parents, last = [str(part) for part in problem["loc"]] or ["recipe"]
@@ -207,7 +205,7 @@ def explain(error: ValidationError, recipe: type[Section], retired: Mapping[str,
         if last in known or kind in ("extra_forbidden", "missing"):
             shown.append(last)
         key, got = ".".join(shown) or "recipe", problem.get("input")
-        if fix := retired.get(key) or retired.get(f"{key}: {got}"):
+        if fix := RETIRED.get(key) or RETIRED.get(f"{key}: {got}"):
             lines.append(f"{key}: {fix}")
         elif kind == "extra_forbidden":
             near = difflib.get_close_matches(last, known, n=1, cutoff=0.5)

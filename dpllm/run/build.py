@@ -222,11 +222,13 @@ def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, 
     pairs = referenced(decision, run, rewards, units, held_out) if engine.pairs else None
     notes = [*decision.policy.deviations]
     if resumed:
-        saved: checkpoint.State = shared(checkpoint.load_resume(run, net, optimizer) if main else None)
+        if main:
+            checkpoint.load_resume(run, net, optimizer)
         processes.replicate(optimizer, list(checkpoint.kept(net).values()))
-        notes = list(dict.fromkeys([*notes, *resumed.notes, *_new_notes(saved, resumed, start, console)]))
+        notes = list(dict.fromkeys([*notes, *resumed.noted, *resumed.notes]))
+        for note in resumed.notes:
+            console.print(f"Resumed: {note}.", markup=False, highlight=False, soft_wrap=True)
     payment = pay(config, decision, start, run, table) if main else Payment()
-    claims = shared(payment.claims)
     prepared = Prepared(
         decision=decision,
         run=run,
@@ -240,7 +242,7 @@ def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, 
         engine=engine,
         autocast=autocast,
         sampler=sampler,
-        payment=payment if main else Payment(claims),
+        payment=payment,
         shapes=shapes,
         checked=checked,
         notes=notes,
@@ -277,18 +279,6 @@ def _canaries(config: RunConfig, run: RunDir, resume: bool, tokenizer: Any, devi
     # Its base model, which some kinds load, is gone before the one that trains is built.
     source, gradient = ModelSource(config, tokenizer, device), settings.gradient_canaries
     return canaries.plan_canaries(settings.texts, source=source, gradient=gradient, **pairs_of(config))
-
-
-def _new_notes(saved: checkpoint.State, resumed: ResumeState, start: Start, console: Console) -> list[str]:
-    """Says and returns what is to be noted of the checkpoint, and of charged steps that it does not have."""
-    notes = [*saved.notes]
-    if resumed.to_make_up:
-        made_up = resumed.plan is not None and start.make_up_lost_steps
-        became = "and were made up by as many more" if made_up else "before the checkpoint and were not repeated"
-        notes.append(f"{resumed.to_make_up} charged steps were lost {became}")
-    for note in notes:
-        console.print(f"Resumed: {note}.", markup=False, highlight=False, soft_wrap=True)
-    return notes
 
 
 def _write(
@@ -339,15 +329,14 @@ def _groups_key(config: RunConfig, run: RunDir, plan: Plan | None, resumed: Resu
 
 def _promise(decision: Decision, planted: CanaryPlan | None) -> PlanRecord | None:
     """plan.json: the Plan, a second accountant's word, and what the audit may not choose later."""
-    plan, resumed = decision.plan, decision.resumed
+    plan = decision.plan
     if plan is None:
         return None
-    before = resumed.plan if resumed else None
-    if before is not None and before.num_steps == plan.schedule.num_steps:
-        return PlanRecord.pick(before.to_json(), **plan.to_json())
+    if decision.resumed:
+        return decision.resumed.plan
     fixed = {"canary_commitment": planted.commitment if planted else None, "audit": decision.config.audit.fixed()}
     second = accounting.cross_check(plan.event, plan.delta, plan.neighbouring_relation, plan.epsilon)
-    return PlanRecord.pick(before.to_json() if before else fixed, **plan.to_json(), cross_check=second)
+    return PlanRecord.pick(fixed, **plan.to_json(), cross_check=second)
 
 
 def _units(
@@ -375,7 +364,7 @@ def _units(
             examples = [canary.example(table.format) for canary in slot]
             slots += data.encode_units([examples], table.format, tokenizer, settings) if examples else [None]
         units = units.with_slots([*slots, *[None] * len(planted.gradient_coins)])
-    if decision.resumed and decision.resumed.units not in (None, units.digest):
+    if decision.resumed and decision.resumed.units != units.digest:
         raise Refused(
             f"{run.root}: data.train now holds other units than the run began with (their rows, owners or order), so its steps "
             "would be charged to the wrong people. Restore the file, or start anew."

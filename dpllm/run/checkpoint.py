@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import shutil
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from dpllm.errors import ConfigError, Refused
 from dpllm.files import keep_publishable, of_model, sha256, whole_directory
 from dpllm.run.directory import RunDir
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 STATE, WEIGHTS, MOMENTS = "state.json", "trainable.safetensors", "optimizer.pt"
 
 
@@ -34,12 +34,9 @@ class State:
     step: int  # executed so far, as the ledger counts them; the learning rate follows from it alone
     entry: str | None = None  # the ledger's reservation, which a resumed run goes on with
     head: dict[str, Any] | None = None  # the ledger's by now, which the ledger of a resumed run must contain
-    event: dict[str, Any] | None = None  # of the steps that were executed
-    reserved: int = 0  # steps reserved by now, those included that make up lost ones
-    units: str | None = None  # digest of all tokens and of which unit they are
+    units: str = ""  # digest of all tokens and of which unit they are
     groups: str | None = None  # digest of the groups of banded noise
     lost: int = 0  # of its steps, how many were charged to earlier attempts and are in no weights
-    notes: tuple[str, ...] = ()  # sentences for run.json about a newer checkpoint that was damaged; not written
 
 
 def export(model: Any, tokenizer: Any, run: RunDir) -> None:
@@ -107,19 +104,18 @@ def newest(run: RunDir) -> tuple[Path, State]:
         raise ConfigError(f"{run.root}: holds no checkpoint to resume from. Start anew, with --overwrite if need be.")
     for place in found:
         if state := _intact(place):
-            damaged = f"the newest checkpoint was damaged; the one before it, of step {state.step}, was used"
-            return place, state if place == found[0] else replace(state, notes=(damaged,))
+            return place, state
     raise Refused(f"{run.resume}: the checkpoint is truncated or was edited. Start anew with --overwrite.")
 
 
-def load_resume(run: RunDir, model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
+def load_resume(run: RunDir, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Restores the newest intact checkpoint into model and optimizer.
 
     Raises:
         ConfigError: There is no checkpoint.
         Refused: All are truncated or edited, or it is of another model.
     """
-    place, state = newest(run)
+    place, _ = newest(run)
     saved = load_file(place / WEIGHTS)
     current = kept(model)
     if set(saved) != set(current):
@@ -130,16 +126,11 @@ def load_resume(run: RunDir, model: nn.Module, optimizer: torch.optim.Optimizer)
         for name, tensor in saved.items():
             current[name].copy_(tensor)
     optimizer.load_state_dict(torch.load(place / MOMENTS, weights_only=True))
-    return state
 
 
 def _text(state: State, files: dict[str, str]) -> bytes:
     """state.json: the state, the digests of the files beside it, and one over all of it."""
-    absent = {"notes"}
-    if not state.lost:
-        absent.add("lost")  # checkpoints of before do not say that none were lost
     value = {**asdict(state), "schema_version": SCHEMA_VERSION, "files": files}
-    value = {name: one for name, one in value.items() if name not in absent}
     digest = hashlib.sha256(_dump(value)).hexdigest()
     return _dump({**value, "digest": digest})
 

@@ -100,7 +100,7 @@ def make_engine(
         optimizer,
         schedule,
         decision.plan,
-        form=Form(privacy.grad_sample_mode, decision.config.data.max_length),
+        form=Form(decision.config.data.max_length),
         noise=GaussianNoise(noise_key, device, secure=privacy.secure_noise),
         autocast=autocast,
         loss_scale=FP16_LOSS_SCALE if precision == torch.float16 else 1.0,
@@ -187,7 +187,7 @@ def check_in_float32(config: RunConfig, net: Any, plan: Plan, device: torch.devi
         make_optimizer(config.train, small),
         plan.schedule,
         plan,
-        form=Form(config.privacy.grad_sample_mode, config.data.max_length),
+        form=Form(config.data.max_length),
         noise=GaussianNoise(0, device),  # it draws none
     )
     engine.pairs = derived.pair_loss(config)

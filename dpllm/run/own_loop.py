@@ -142,7 +142,7 @@ class Engine:
         self._pad_id = getattr(model.config, "pad_token_id", None) or 0
         torch.set_float32_matmul_precision("highest")
         device = next(model.parameters()).device
-        form, noise = Form("auto", max_length), GaussianNoise(os_entropy(), device)
+        form, noise = Form(max_length), GaussianNoise(os_entropy(), device)
         self._engine = StepEngine(model, optimizer, schedule, plan, form=form, noise=noise)
         try:
             fixed, batch = memory.fixed_tokens(device, model), schedule.expected_batch_size

@@ -10,7 +10,6 @@ import secrets
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dpllm.errors import Refused
 from dpllm.ledger import Ledger, RunRequest, admission, dataset_policy, open_ledger
 from dpllm.ledger.reserving import group_total, use_reservation
 from dpllm.privacy.accounting import finite
@@ -22,34 +21,25 @@ from dpllm.text import data
 
 @dataclass(frozen=True)
 class Payment:
-    """The reservations of one run: its own, then those that make up lost steps.
+    """The reservation of one run.
 
     Without differential privacy, and in other processes than the first, there is no ledger, and calls do nothing.
     """
 
-    claims: tuple[tuple[str, int], ...] = ()  # their entries and steps, in the order in which they are charged
+    entry: str | None = None
     ledger: Ledger | None = None
-
-    @property
-    def entry(self) -> str | None:
-        """Of the run's own reservation."""
-        return self.claims[0][0] if self.claims else None
 
     def charge(self, step: int) -> None:
         """Writes down that step ``step``, counted from 1, is about to be taken; refuses what was not reserved, or is taken."""
-        if self.ledger is None:
-            return
-        for entry, size in self.claims:
-            if step <= size:
-                return self.ledger.charge(entry, step)
-            step -= size
-        raise Refused("this step was not reserved. Reserve a new run for more steps.")
+        if self.ledger is not None and self.entry is not None:
+            self.ledger.charge(self.entry, step)
 
     def finish(self, status: Literal["completed", "interrupted"]) -> None:
-        """Closes the reservations, but for what a process closed that was killed before it wrote run.json."""
-        for entry, _ in self.claims if self.ledger else ():
-            if self.ledger and self.ledger.run(entry).state != "completed":
-                self.ledger.finish(entry, status)
+        """Closes the reservation, unless a process did that was killed before it wrote run.json."""
+        if self.ledger is None or self.entry is None:
+            return
+        if self.ledger.run(self.entry).state != "completed":
+            self.ledger.finish(self.entry, status)
 
     def close(self) -> None:
         """Closes the ledger."""
@@ -69,7 +59,6 @@ class Payment:
         return {
             "dataset": claim.dataset,
             "entry": claim.entry,
-            "made_up_by": [entry for entry, _ in self.claims[1:]],
             "head": ledger.head(),
             "budget": {name: getattr(budget, name) for name in ("epsilon", "delta", "gate", "order")}
             if budget
@@ -85,39 +74,36 @@ def pay(config: RunConfig, decision: Decision, start: Start, run: RunDir, table:
     """Reserves what a run will spend, or goes on with what was reserved for it.
 
     Raises:
-        BudgetExceeded: The budget has no room for the run, or for the steps to be made up.
+        BudgetExceeded: The budget has no room for the run.
         Refused: The reservation that was made before is of another run.
 
     Guarantee:
         What is returned covers every step that the Plan has, and nothing was written if this raises.
     """
-    plan, resumed = decision.plan, decision.resumed
+    plan = decision.plan
     if plan is None:
         return Payment()
-    policy, steps = decision.policy, plan.schedule.num_steps
+    policy = decision.policy
     with contextlib.ExitStack() as stack:
         ledger = open_ledger(config.privacy.ledger)  # the first reservation makes the file; a refusal makes none
         assert ledger is not None
         stack.enter_context(ledger)
         if policy.records is None:  # there was no ledger to tell the data by
             policy = dataset_policy.find_policy(config, table, ledger)
-        claims = resumed.claims if resumed else ()
-        if resumed is not None:
-            steps = resumed.to_make_up if start.make_up_lost_steps else 0
-        if resumed is None and start.entry is not None:
+        steps = plan.schedule.num_steps
+        if decision.resumed is not None:
+            entry = decision.resumed.entry
+        elif start.entry is not None:
             account = ledger.records.charged_to(policy.dataset, policy.derived_from)
-            claim = use_reservation(
+            entry = use_reservation(
                 ledger, start.entry, dataset=account, event=plan.event, num_steps=steps, records=policy.records
-            )
-            claims = ((claim.entry, claim.num_steps),)
-        elif steps:
-            claim = ledger.reserve(
+            ).entry
+        else:
+            entry = ledger.reserve(
                 policy.dataset,
                 RunRequest.of(plan, f"{run.root.name}-{secrets.token_hex(4)}", steps, decision.flaw),
-                extends=claims[0][0] if claims else None,
                 records=policy.records,
                 derived_from=policy.derived_from,
-            )
-            claims += ((claim.entry, claim.num_steps),)
+            ).entry
         stack.pop_all()  # stays open
-        return Payment(claims, ledger)
+        return Payment(entry, ledger)

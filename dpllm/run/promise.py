@@ -44,7 +44,6 @@ class Start:
     """How a run begins."""
 
     resume: bool = False  # go on with the interrupted run in ``output_dir``: same reservation, fresh noise
-    make_up_lost_steps: bool = False  # with ``resume``: reserve and repeat the charged steps that a crash lost
     overwrite: bool = False  # replace a run that lies in ``output_dir``
     fresh_check: bool = False  # what an earlier start showed of rounding is shown again
     entry: str | None = None  # a reservation that was made for this run before, as one of a tuning group
@@ -227,7 +226,7 @@ def decide(
                 return Decision(config, subject, resumed=resumed, refusals=tuple(found.errors))
         schedule, plan, seen = found.attempt(derived.schedule_of, config, subject.num_units), None, None
         if start and resumed and schedule and config.privacy.enabled:
-            plan = found.attempt(_resumed_plan, config, subject.num_units, resumed, start)
+            plan = found.attempt(_resumed_plan, config, subject.num_units, resumed)
             schedule = plan.schedule if plan else schedule
         elif config.privacy.enabled:
             left = terms or found.attempt(dataset_policy.terms, ledger, dataset, parent)
@@ -381,18 +380,15 @@ def _plan(
     return replace(plan, target_epsilon=config.privacy.epsilon), over
 
 
-def _resumed_plan(config: RunConfig, num_units: int, resumed: ResumeState, start: Start) -> Plan:
+def _resumed_plan(config: RunConfig, num_units: int, resumed: ResumeState) -> Plan:
     """The same promise once more: its noise was calibrated to what was left of the budget then."""
     before, cache = resumed.plan, accounting_cache()
     assert before is not None
     again = _update(config, "privacy", noise_multiplier=before.noise_multiplier, delta=before.delta)
     coefficients = before.coefficients  # no other machine's last bits
-    plan = derived.plan_of(again, num_units, cache, extra_steps=resumed.extra_steps, coefficients=coefficients)
-    check_promise(plan, resumed)
-    steps = resumed.extra_steps + (resumed.to_make_up if start.make_up_lost_steps else 0)
-    if steps == resumed.extra_steps:
-        return plan
-    return derived.plan_of(again, num_units, cache, extra_steps=steps, coefficients=coefficients)
+    plan = derived.plan_of(again, num_units, cache, coefficients=coefficients)
+    check_promise(plan, before)
+    return plan
 
 
 def _update(config: RunConfig, section: str, **values: Any) -> RunConfig:

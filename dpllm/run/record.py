@@ -167,8 +167,6 @@ class Recorder:
                 step=self._step,
                 entry=prepared.payment.entry,
                 head=prepared.payment.ledger.head() if prepared.payment.ledger else None,
-                event=plan.event_after(self._step).to_json() if plan else None,
-                reserved=sum(size for _, size in prepared.payment.claims),
                 units=prepared.units.digest,
                 groups=read_groups(prepared.run.groups).digest if plan and plan.coefficients else None,
                 lost=self._lost,

@@ -1,17 +1,17 @@
 """Where a stopped run goes on: what the ledger charged, what the checkpoint holds, and whether it is the same run.
 
 Comes in: the recipe, the run directory, the ledger. Goes out: a ``ResumeState``, or a refusal. Steps that were charged and
-whose update no checkpoint has are lost: they are repeated only if as many more are reserved.
+whose update no checkpoint has are lost: they stay charged, are not repeated, and are stated.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from dpllm.errors import ConfigError, Refused
-from dpllm.ledger import Ledger, Reservation, default_path
+from dpllm.ledger import Ledger, Run, default_path
 from dpllm.ledger.dataset_policy import DatasetPolicy
 from dpllm.privacy.plan import Plan
 from dpllm.recipe.config import RunConfig
@@ -22,7 +22,6 @@ from dpllm.statement.run_files import PlanRecord, read_plan, read_run
 TRAIN_MAY_CHANGE = {"physical_batch_size", "eval_every", "checkpoint_every", "process_timeout"}
 TRAIN_MAY_CHANGE |= {"sample_prompts", "sample_every"}
 MAY_CHANGE = {"card", "telemetry", *(f"train.{key}" for key in TRAIN_MAY_CHANGE)}
-WITH_STEPS = {"num_steps", "event", "epsilon", "accountants", "curve", "limits"}  # of plan.json: what grows with them
 
 
 @dataclass(frozen=True)
@@ -30,14 +29,13 @@ class ResumeState:
     """A stopped run."""
 
     plan: PlanRecord | None  # None without differential privacy
-    claims: tuple[tuple[str, int], ...]  # its reservations and their steps, in the order in which they are charged
+    entry: str | None  # its reservation
     charged: int  # steps that may have been released, by the ledger
-    extra_steps: int  # beyond the recipe's, reserved by earlier resumes to make up lost ones
-    to_make_up: int  # of the charged steps that the checkpoint does not have, how many none of these stand for
-    notes: tuple[str, ...]  # what earlier resumes noted for run.json
-    units: str | None  # digest of the units on which the checkpoint was trained; None in one that does not say
-    groups: str | None = None  # digest of the groups of banded noise
-    lost: int = 0  # of the charged steps, how many are in no weights, also of those that others make up
+    lost: int  # of these, how many are in no weights
+    noted: tuple[str, ...]  # by earlier resumes, for run.json
+    notes: tuple[str, ...]  # by this one: a damaged checkpoint, and the steps lost since the one that is used
+    units: str  # digest of the units on which the checkpoint was trained
+    groups: str | None  # digest of the groups of banded noise
 
 
 def read_resume_state(config: RunConfig, run: RunDir, ledger: Ledger | None, policy: DatasetPolicy) -> ResumeState:
@@ -49,78 +47,64 @@ def read_resume_state(config: RunConfig, run: RunDir, ledger: Ledger | None, pol
     """
     from dpllm.run import checkpoint  # which imports torch
 
-    _, saved = checkpoint.newest(run)
-    record = read_run(run) if run.run.exists() else None
-    notes = record.resumes if record else ()
+    place, saved = checkpoint.newest(run)
+    record = read_run(run)
+    notes = []
+    if place != run.checkpoints()[0]:
+        notes.append(f"the newest checkpoint was damaged; the one before it, of step {saved.step}, was used")
     if not config.privacy.enabled:
-        return ResumeState(None, (), saved.step, 0, 0, notes, saved.units)
+        return ResumeState(None, None, saved.step, 0, record.resumes, tuple(notes), saved.units, None)
     if ledger is None:
         where = config.privacy.ledger or default_path()
         raise ConfigError(
             f"{run.root}: its ledger, {where}, is missing, so nothing says which steps were released. Restore the ledger that "
             "the run was started with."
         )
-    if record is None or record.generator is None:
-        raise Refused(
-            f"{run.root}: run.json is missing, or the run began with an older dpllm with different noise, so no statement holds "
-            "for all its steps. Start anew with --overwrite; the ledger keeps what it spent."
-        )
     plan = read_plan(run)
     if problems := ledger.verify(saved.head):
         raise _cut(run, problems[0])
     assert saved.entry is not None
-    claims = _reservations(run, saved.entry, ledger, policy)
-    charged = sum(ledger.run(claim.entry).steps for claim in claims)
-    if charged < saved.step:
-        raise _cut(run, f"it charged {charged} steps to this run, whose checkpoint is of step {saved.step}.")
-    for claim in claims:
-        if ledger.run(claim.entry).event != replace(plan.event, count=claim.num_steps):
-            raise Refused(
-                f"{run.plan} has another accounting event than the run reserved, so its steps would be accounted wrongly. Start "
-                "anew with --overwrite."
-            )
-    if saved.event != replace(plan.event, count=saved.step).to_json():
+    own = ledger.run(saved.entry)
+    _check_reservation(run, own, ledger, policy)
+    if own.steps < saved.step:
+        raise _cut(run, f"it charged {own.steps} steps to this run, whose checkpoint is of step {saved.step}.")
+    if own.event != plan.event:
         raise Refused(
-            f"{run.resume}: the checkpoint was trained under another accounting event than plan.json has, so its steps would be "
-            "accounted wrongly. Start anew with --overwrite."
+            f"{run.plan} has another accounting event than the run reserved, so its steps would be accounted wrongly. Start "
+            "anew with --overwrite."
         )
-    sizes = [claim.num_steps for claim in claims]
-    since = sum(sizes) - saved.reserved  # the checkpoint stands on steps made up before it
-    left = max(0, charged - saved.step - since)
-    entries = tuple((claim.entry, claim.num_steps) for claim in claims)
-    lost = saved.lost + charged - saved.step
-    return ResumeState(plan, entries, charged, sum(sizes[1:]), left, notes, saved.units, saved.groups, lost)
+    if lost := own.steps - saved.step:
+        notes.append(f"{lost} charged steps were lost in a crash and are not repeated")
+    return ResumeState(
+        plan, saved.entry, own.steps, saved.lost + lost, record.resumes, tuple(notes), saved.units, saved.groups
+    )
 
 
-def _reservations(run: RunDir, entry: str, ledger: Ledger, policy: DatasetPolicy) -> list[Reservation]:
-    """The run's own reservation, which is for these data, and those that made up lost steps."""
-    own, dataset = ledger.run(entry), policy.dataset
-    first = own.reservation
+def _check_reservation(run: RunDir, own: Run, ledger: Ledger, policy: DatasetPolicy) -> None:
+    """Refuses a reservation that was closed, or is for other data."""
+    account, dataset = own.reservation.dataset, policy.dataset
     if own.state == "reconciled":
         raise Refused(
             f"{run.root}: its reservation was closed (dpllm ledger history says by whom), and its unused steps may have gone to "
             "other runs. Start anew with --overwrite."
         )
-    if first.dataset != ledger.records.charged_to(dataset, policy.derived_from):
+    if account != ledger.records.charged_to(dataset, policy.derived_from):
         raise Refused(
-            f"{run.root}: the run reserved for dataset {first.dataset!r}, and data.train is dataset {dataset!r}. Resume with "
+            f"{run.root}: the run reserved for dataset {account!r}, and data.train is dataset {dataset!r}. Resume with "
             f"{run.config} and the original data."
         )
-    registered = ledger.records.of_account(first.dataset)
+    registered = ledger.records.of_account(account)
     if policy.records and registered and policy.records.digest not in registered:
         raise Refused(
             f"{run.root}: data.train no longer holds the records that the run reserved for, so its steps would be charged to "
             "other people's data. Restore the file, or start anew."
         )
-    return [first, *(r.reservation for r in ledger.runs(first.dataset) if r.reservation.extends == first.entry)]
 
 
-def check_promise(plan: Plan, resumed: ResumeState) -> None:
+def check_promise(plan: Plan, before: PlanRecord) -> None:
     """Refuses, with Refused, a recipe that promises something else than plan.json does."""
-    promised, before = json.loads(json.dumps(plan.to_json())), resumed.plan.to_json() if resumed.plan else {}
-    # Steps that were reserved to make up lost ones may not have reached plan.json yet.
-    fixed = promised.keys() - (WITH_STEPS if resumed.extra_steps else set())
-    if changed := sorted(key for key in fixed if before.get(key) != promised[key]):
+    promised, stated = json.loads(json.dumps(plan.to_json())), before.to_json()
+    if changed := sorted(key for key in promised if stated.get(key) != promised[key]):
         raise Refused(
             f"the recipe now has another {changed[0]} than the run to resume, whose guarantee is already reserved and partly "
             "spent. Resume with the config.yaml of the run directory."
@@ -145,9 +129,7 @@ def same_recipe(config: RunConfig, run: RunDir) -> None:
 
 def same_lineage(base: Base | None, config: RunConfig, run: RunDir) -> None:
     """Refuses, with Refused, a base or adapter whose files or statement are not what the run started from, or cannot be read."""
-    record = read_run(run) if run.run.exists() else None
-    if record is None or "lineage" not in record.model_fields_set:  # of an older version
-        return
+    record = read_run(run)
     before = (record.lineage.base, *record.lineage.ancestors) if record.lineage else ()
     if before != ((base.statement, *base.ancestors) if base else ()):
         gone = " (none is found now: it was removed, or the Hub cannot be reached)" if base is None else ""

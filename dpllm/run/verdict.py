@@ -71,7 +71,7 @@ def key_of(config: RunConfig, model: nn.Module, shapes: Sequence[Shape], **more:
         "sources": [_dpllm(), *map(sha256, sorted({Path(inspect.getfile(k)) for k in kinds if _package(k) in KNOWN}))],
         "versions": [environment.versions(), torch.__config__.show(), torch.version.git_version, _kernel_packages()],
         "recipe": config.model_dump(mode="json", include={"adapter": True, "model": True, "privacy": {"clipping"}}),
-        "form": [config.privacy.grad_sample_mode, config.data.max_length, config.train.precision],
+        "form": [config.data.max_length, config.train.precision],
         "configuration": [str(settings), attention, str(getattr(settings, "quantization_config", None))],
         "model": [[name, type(module).__qualname__, module.training] for name, module in model.named_modules()],
         "checkpointing": [name for name, m in model.named_modules() if getattr(m, "gradient_checkpointing", False)],

@@ -313,8 +313,6 @@ class Charged(Record):
     """Epsilon of all runs by the Renyi filter, which holds where later runs were chosen after earlier results; else null."""
     imported: Count
     """How many entries are for runs made elsewhere, as somebody stated them."""
-    made_up_by: tuple[str | int, ...]
-    """Entries that paid for repeating steps lost in a crash."""
     entry: str | int
     """This run's entry."""
     group: Group | None

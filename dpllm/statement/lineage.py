@@ -139,7 +139,7 @@ def _refuse_contradictions(base: Base, book: Ledger | None) -> None:
     if (run := _held(book, parent.entry)) is None:
         return
     other_data = run.reservation.dataset != parent.dataset
-    if other_data or (base.whole_event and parent.event is not None and run.event != parent.event):
+    if other_data or (parent.event is not None and run.event != parent.event):
         raise Refused(
             f"the privacy block of {parent.name} names entry {parent.entry} of the ledger, which is about "
             f"{'another dataset' if other_data else 'another event'}: one of the two was changed. Take a copy that dpllm verify "

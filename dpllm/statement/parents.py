@@ -45,7 +45,6 @@ class Base:
         statement: What it says.
         ancestors: The same of the models before it, the nearest first.
         budgeted: Whether its dataset had a budget in its ledger.
-        whole_event: Whether the ledger's entry alone pays for the event.
         weights: Of an adapter, the SHA-256 of its weights.
         labels: Draws of labels that taught it and the models before it, the latest first.
     """
@@ -53,7 +52,6 @@ class Base:
     statement: Ancestor
     ancestors: tuple[Ancestor, ...]
     budgeted: bool
-    whole_event: bool
     weights: str | None = None
     labels: tuple[Labels, ...] = ()
 
@@ -138,7 +136,6 @@ def _of_adapter(config: RunConfig, path: Path, base: Base | None) -> Base:
         Ancestor(name=_public(path), guarantee=False, **nothing, files_digest=digest(files), adapter=True),
         (),
         budgeted=False,
-        whole_event=True,
         weights=files[ADAPTER[1]],
     )
 
@@ -286,6 +283,5 @@ def _base(name: str, record: PrivacyRecord, *, adapter: bool = False) -> Base:
         statement,
         () if before is None else (before.base, *before.ancestors),
         budgeted=account is not None and account.budget is not None,
-        whole_event=account is None or not account.made_up_by,
         labels=(*((record.labels,) if record.labels else ()), *record.labels_before),
     )

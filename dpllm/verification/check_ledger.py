@@ -11,7 +11,7 @@ import os
 import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from dpllm.ledger.reserving import group_total
 from dpllm.ledger.store import Postgres, SQLite, Store, default_path
 from dpllm.ledger.values import account_of, event_of
 from dpllm.privacy import accounting
-from dpllm.privacy.events import Event, RunEvent, compose, count_releases
+from dpllm.privacy.events import RunEvent, count_releases
 from dpllm.privacy.parts import parts_of
 from dpllm.statement import state
 from dpllm.statement.fields import Budget, Composed, Json
@@ -175,27 +175,20 @@ def _read(store: Store) -> Json:
 
 
 def _entry(chain: _Chain, composed: Composed, terms: Promised, taken: int) -> Check:
-    """The run's own entries pay for its event."""
-    names = [str(name) for name in (composed.entry, *composed.made_up_by)]
+    """The run's own entry pays for its event."""
+    name = str(composed.entry)
     found = {e.facts["entry"]: e for e in chain.entries[: composed.entries] if e.kind == "reserve"}
-    missing = [name for name in names if name not in found or found[name].dataset != composed.dataset]
-    if missing:
+    if name not in found or found[name].dataset != composed.dataset:
         raise Wrong(
-            f"{chain.where} has no entry {listed(missing)} of dataset {composed.dataset} before the stated head, so it "
-            "was charged to another ledger. Name that one."
+            f"{chain.where} has no entry {name} of dataset {composed.dataset} before the stated head, so it was charged to "
+            "another ledger. Name that one."
         )
-    own = [found[name].facts for name in names]
-    reserved = [event_of(found[name]) for name in names]
-    paid: Event = compose(reserved)
-    counts = [event.count for event in reserved if isinstance(event, RunEvent)]
-    if isinstance(terms.event, RunEvent) and reserved == [replace(terms.event, count=count) for count in counts]:
-        paid = replace(terms.event, count=sum(counts))  # of banded noise, whose rounds the parts share
-    if parts_of(paid) != parts_of(terms.event):
-        raise Wrong(f"entry {composed.entry} of {chain.where} was reserved for an event other than the card's.")
-    for facts in own:
-        if (facts["unit"], facts["relation"]) != (terms.unit, terms.neighbouring_relation):
-            raise Wrong(f"entry {facts['entry']} of {chain.where} is about a unit or relation other than the card's.")
-    executed = sum(chain.steps.get(name, 0) for name in names)
+    facts = found[name].facts
+    if parts_of(event_of(found[name])) != parts_of(terms.event):
+        raise Wrong(f"entry {name} of {chain.where} was reserved for an event other than the card's.")
+    if (facts["unit"], facts["relation"]) != (terms.unit, terms.neighbouring_relation):
+        raise Wrong(f"entry {name} of {chain.where} is about a unit or relation other than the card's.")
+    executed = chain.steps.get(name, 0)
     if executed < taken:
         raise Wrong(f"{chain.where} charged {executed} steps for this run, but the card states more.")
     steps = f"; {executed} steps were charged" if isinstance(terms.event, RunEvent) else ""

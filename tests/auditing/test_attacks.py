@@ -16,11 +16,9 @@ from scipy import stats
 from score_tables import row
 
 from dpllm.auditing import attacks, statistics
-from dpllm.auditing import run as audit_run
 from dpllm.auditing.attacks import TOKEN_ATTACKS
 from dpllm.auditing.table import TokenTable, read_tokens, sum_up, write_tokens
 from dpllm.errors import ConfigError
-from dpllm.run.directory import RunDir
 
 # Scores.
 
@@ -42,22 +40,6 @@ def test_extraction_counts_each_side_and_the_control():
     ]
     expected = {"inserted": 3, "tuned": 2, "base": 1, "held_out": 2, "held_out_tuned": 1}
     assert attacks.extraction(rows) == expected
-
-
-@pytest.mark.parametrize(
-    ("name", "instead"),
-    [
-        ("min_k", "min_k_plus"),
-        ("min_k_plus_ratio", "calibrated"),
-        ("gains_over_losses", "calibrated"),
-        ("windows", "calibrated"),
-    ],
-)
-def test_an_attack_that_is_gone_says_what_to_type(name: str, instead: str) -> None:
-    assert name not in audit_run.ATTACKS
-    assert instead in audit_run.ATTACKS
-    with pytest.raises(ConfigError, match=f"--attack {name} is retired: .*type --attack {instead}\\.$"):
-        audit_run.attack(RunDir(Path("run")), name)
 
 
 # The primary score.

@@ -92,7 +92,10 @@ def test_overrides_may_stand_anywhere(recipe: Path, capsys: pytest.CaptureFixtur
         (["plan", "RECIPE", "more"], "unknown argument more"),
         (["audit", "run", "--train.steps", "3"], "no such file or directory"),
         (["train", "RECIPE", "--resume", "--overwrite"], "one of the two"),
-        (["train", "RECIPE", "--make-up-lost-steps"], "belongs to --resume"),
+        (
+            ["train", "RECIPE", "--make-up-lost-steps"],
+            "--make-up-lost-steps is retired: steps that a crash lost stay lost",
+        ),
         (["plan", "RECIPE", "--train.steps"], "--train.steps needs a value"),
         (["plan", "absent.yaml"], "no such recipe"),
     ],

@@ -244,8 +244,6 @@ def main(root: Path, base: Path, kills: int, seed: int) -> None:
         done("plan", place.recipe)  # remembers the calibration, for the children too
         shutil.rmtree(place.run, ignore_errors=True)
         while (typed := command(place)) is not None:
-            if "--resume" in typed and len(attempts) > 1 and draw.random() < 0.3:
-                typed.append("--make-up-lost-steps")
             attempts.append(Attempt(folder.name, typed, next_aim(attempts, typed, kills, draw)))
             attempt_once(len(attempts) - 1, attempts[-1], folder, draw, lasts)
             if len(attempts) > 3 * kills + 40:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,7 @@ from remembered import Once
 from running import Place, charged, contents, done, dpllm_, fails_in_step, make_place, python, rows
 from safetensors.torch import load_file
 
-from dpllm.ledger import Budget, Ledger
-from dpllm.privacy import renyi
+from dpllm.ledger import Ledger
 from dpllm.run.directory import RunDir
 
 TOTAL = 6
@@ -117,7 +115,7 @@ def test_a_terminated_run_is_consistent_and_says_so(terminated: tuple[Place, int
     assert any("outside the guarantee" in note for note in record["deviations"])
     assert (place.run / "export" / "adapter_model.safetensors").exists()
     state = json.loads((newest(place) / "state.json").read_text())
-    assert (state["step"], state["event"]) == (3, {**plan["event"], "count": 3})
+    assert (state["step"], state["lost"]) == (3, 0)
     with Ledger(place.ledger) as ledger:
         assert ledger.verify(state["head"]) == []
     assert charged(place) == (1, 3)
@@ -155,12 +153,6 @@ def test_resuming_twice_draws_other_noise(terminated: tuple[Place, int, str], tm
     assert all(not value.equal(weights[1][name]) for name, value in weights[0].items())
 
 
-def of_an_older_version(place: Place) -> None:
-    """Its first steps had noise of another kind, which no card could say."""
-    record = {key: value for key, value in place.json("run.json").items() if key != "generator"}
-    (place.run / "run.json").write_text(json.dumps(record))
-
-
 def without_a_ledger(place: Place) -> None:
     for path in place.root.glob("ledger.sqlite*"):
         path.unlink()
@@ -187,13 +179,11 @@ def head(place: Place) -> Any:
 REFUSED: dict[str, tuple[Callable[[Place], object], tuple[Any, ...], int, str]] = {
     "another recipe": (lambda place: None, ("--train.steps", TOTAL + 2), 3, "train.steps"),
     "two wishes": (lambda place: None, ("--overwrite",), 2, "one of the two"),
-    "an older version": (of_an_older_version, (), 3, "began with an older dpllm"),
     "other data": (lambda place: tiny.write_rows(place.train, rows(50)), (), 3, "no longer holds the records"),
     "no ledger": (without_a_ledger, (), 2, "is missing, so nothing says"),
     "damaged": (with_damaged_checkpoints, (), 3, "truncated or was edited"),
     "no checkpoint": (lambda place: shutil.rmtree(place.run / "private" / "resume"), (), 2, "holds no checkpoint"),
     "reconciled": (reconciled, (), 3, "was closed"),
-    "reconciled, made up": (reconciled, ("--make-up-lost-steps",), 3, "was closed"),
 }
 
 
@@ -246,7 +236,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before_it(
     weights.write_bytes(weights.read_bytes()[:-4])
     answer = done("train", place.recipe, "--resume")
     assert "Resumed: the newest checkpoint was damaged; the one before it, of step 2, was used." in answer.out
-    assert "Resumed: 1 charged steps were lost before the checkpoint and were not repeated." in answer.out
+    assert "Resumed: 1 charged steps were lost in a crash and are not repeated." in answer.out
     assert f"{TOTAL - 1} of {TOTAL}; 1 more were charged and lost" in answer.out
     record = place.json("run.json")
     assert (record["steps_taken"], record["steps_lost"]) == (TOTAL, 1)
@@ -292,27 +282,6 @@ def test_steps_that_were_charged_and_lost_are_not_repeated(killed: tuple[Place, 
     assert "failed    run: steps.lost" in dpllm_("verify", place.run).out
 
 
-def test_lost_steps_can_be_made_up_and_are_paid_for(killed: tuple[Place, int, str], tmp_path: Path) -> None:
-    place = copy(killed[0], tmp_path / "copy")
-    before = place.json("plan.json")
-    done("train", place.recipe, "--resume", "--make-up-lost-steps")
-    record, plan = place.json("run.json"), place.json("plan.json")
-    assert (record["status"], record["steps_taken"], record["steps_planned"]) == ("completed", TOTAL + 1, TOTAL + 1)
-    assert (plan["num_steps"], plan["event"]["count"]) == (TOTAL + 1, TOTAL + 1)
-    assert plan["noise_multiplier"] == before["noise_multiplier"]
-    assert record["epsilon_spent"] == plan["epsilon"] > before["epsilon"]
-    assert plan["cross_check"]["epsilon"] > before["cross_check"]["epsilon"]
-    assert any("made up by as many more" in note for note in record["deviations"])
-    assert record["steps_lost"] == 1
-    with Ledger(place.ledger) as ledger:
-        runs = ledger.runs("notes")
-        assert [(run.steps, run.state) for run in runs] == [(TOTAL, "completed"), (1, "completed")]
-        assert runs[1].reservation.extends == runs[0].reservation.entry
-        assert ledger.spent("notes") == pytest.approx(plan["epsilon"])
-    lines = [json.loads(line) for line in (place.run / "private" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2, 4, 5, 6, 7]  # step 3 was lost; TOTAL updates in all
-
-
 KILLED_AT_ONCE = """
 import os, signal, sys
 from dpllm.cli import main
@@ -323,35 +292,16 @@ main(["train", *sys.argv[1:]])
 
 
 @pytest.mark.full
-def test_lost_steps_are_made_up_once_however_often_the_resumed_run_dies(
-    killed: tuple[Place, int, str], tmp_path: Path
-) -> None:
+def test_steps_that_are_lost_in_several_crashes_are_all_counted(killed: tuple[Place, int, str], tmp_path: Path) -> None:
     place = copy(killed[0], tmp_path / "copy")
     for _ in range(2):  # each charges one step and dies in it, so that one more is lost
-        assert python(KILLED_AT_ONCE, place.recipe, "--resume", "--make-up-lost-steps").returncode == -9
-    done("train", place.recipe, "--resume", "--make-up-lost-steps")
-    with Ledger(place.ledger) as ledger:
-        assert [(run.steps, run.reservation.num_steps) for run in ledger.runs("notes")] == [(TOTAL, TOTAL)] + 3 * [
-            (1, 1)
-        ]
-    record = place.json("run.json")
-    assert (record["status"], record["steps_taken"], record["steps_lost"]) == ("completed", TOTAL + 3, 3)
+        assert python(KILLED_AT_ONCE, place.recipe, "--resume").returncode == -9
+    done("train", place.recipe, "--resume")
+    assert charged(place) == (1, TOTAL)
+    record, plan = place.json("run.json"), place.json("plan.json")
+    assert (record["status"], record["steps_taken"], record["steps_lost"]) == ("completed", TOTAL, 3)
     assert record["guarantee"]["holds"] is True
-
-
-def test_made_up_steps_of_a_run_whose_own_steps_were_finished_are_finished(
-    killed: tuple[Place, int, str], tmp_path: Path
-) -> None:
-    place = copy(killed[0], tmp_path / "copy")
-    saved = copy(killed[0], tmp_path / "saved")
-    done("train", place.recipe, "--resume")  # all of the reservation; then the checkpoint comes back from a backup
-    for part in ("private/resume", "run.json"):
-        source, target = saved.run / part, place.run / part
-        shutil.copytree(source, target) if source.is_dir() else shutil.copy(source, target)
-    done("train", place.recipe, "--resume", "--make-up-lost-steps")
-    with Ledger(place.ledger) as ledger:
-        assert [run.state for run in ledger.runs("notes")] == ["completed", "completed"]
-    assert place.json("run.json")["status"] == "completed"
+    assert record["epsilon_spent"] == plan["epsilon"]  # as if none had been lost
 
 
 def test_one_process_trains_in_a_run_directory(killed: tuple[Place, int, str], tmp_path: Path) -> None:
@@ -364,23 +314,6 @@ def test_one_process_trains_in_a_run_directory(killed: tuple[Place, int, str], t
     assert contents(place.run).keys() - before.keys() <= {".lock"}
     done("train", place.recipe, "--resume")
     assert not (place.run / ".lock").exists()
-
-
-def test_lost_steps_that_the_budget_does_not_hold_are_refused(killed: tuple[Place, int, str], tmp_path: Path) -> None:
-    place = copy(killed[0], tmp_path / "copy")
-    with Ledger(place.ledger) as ledger:  # an adaptive budget that is just what the run took
-        claim = ledger.runs("notes")[0].reservation
-        spent = renyi.rdp(ledger.run(claim.entry).event, 2.0)
-        wanted = Budget(1.0, claim.delta, claim.unit, claim.relation, "adaptive", 2.0, by="x", reason="y")
-        budget = replace(wanted, epsilon=renyi.to_epsilon(spent, claim.delta, 2.0) + 1e-9)
-        with ledger.chain.writing():  # as if it had been set before the run
-            ledger.chain.append("budget", "notes", asdict(budget))
-    answer = dpllm_("train", place.recipe, "--resume", "--make-up-lost-steps")
-    assert answer.code == 3
-    assert "dataset 'notes'" in answer.err
-    assert charged(place) == (1, 3)
-    done("train", place.recipe, "--resume")
-    assert charged(place) == (1, TOTAL)
 
 
 # --- in this process -------------------------------------------------------------------------------------------------

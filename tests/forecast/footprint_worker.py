@@ -53,7 +53,7 @@ def main(folder: str, rows: int, tokens: int, count: int, method: str) -> int:
     trains = [p for p in net.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trains, lr=1e-6)
     noise = GaussianNoise(7, torch.device("cpu"))
-    engine = StepEngine(net, optimizer, plan.schedule, plan, form=Form("auto", tokens), noise=noise)
+    engine = StepEngine(net, optimizer, plan.schedule, plan, form=Form(tokens), noise=noise)
     generator = torch.Generator().manual_seed(1)
 
     def unit() -> Unit:

@@ -68,7 +68,7 @@ def test_clipped_sum_is_that_of_float64_autograd(
     norm_U = exact_UP.norm(dim=1)
     bound = float(norm_U.median()) * 1.01
     expected_P = (bound / norm_U).clamp(max=1.0) @ exact_UP
-    engine = tm.make_engine(net, tm.plan(bound), device=CUDA, grad_sample_mode=mode)
+    engine = tm.make_engine(net, tm.plan(bound), device=CUDA, mode=mode)
     assert engine.self_check(tm.VOCABULARY, tm.shapes(32)).error <= 1e-3
     for size in (1, 64):
         assert float((tm.clipped_sum(engine, some, size) - expected_P).norm()) <= 1e-5 * float(expected_P.norm())
@@ -101,7 +101,7 @@ def test_emptying_a_unit_moves_the_sum_by_at_most_c(autocast: Any) -> None:
 @pytest.mark.parametrize("autocast", [None, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("adapter", [LORA, FROZEN], ids=["lora", "frozen"])
 def test_every_mode_bounds_a_unit_alone(adapter: dict[str, Any], autocast: Any, mode: str) -> None:
-    arguments = {"grad_sample_mode": mode, **({"autocast": autocast} if autocast else {})}
+    arguments = {"mode": mode, **({"autocast": autocast} if autocast else {})}
     engine = engine_on_cuda("llama", adapter, 0.01, **arguments)
     for one in tm.units(RAGGED):
         assert float(tm.clipped_sum(engine, [one]).norm()) <= 0.01 * BOUND
@@ -112,7 +112,7 @@ def test_every_mode_bounds_a_unit_alone(adapter: dict[str, Any], autocast: Any, 
 def test_a_gradient_whose_terms_cancel_is_bounded(scale: float, mode: str) -> None:
     """In float32 the Gram sum loses the norm altogether."""
     net = tm.Cancelling(scale, 64).to(CUDA)
-    engine = tm.make_engine(net, tm.plan(1e-4), device=CUDA, grad_sample_mode=mode)
+    engine = tm.make_engine(net, tm.plan(1e-4), device=CUDA, mode=mode)
     for length in (9, 17, 33, 65):
         assert float(tm.clipped_sum(engine, [tm.alternating_unit(length)]).norm()) <= 1e-4 * BOUND
 

@@ -239,7 +239,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 def engine_of(adapter: Any = tm.LORA, mode: str = "auto", promise: Any = None, **changes: Any) -> Any:
     net = tm.build("llama", adapter, attention_dropout=0.1, **changes)
-    return tm.make_engine(net, promise, grad_sample_mode=mode)
+    return tm.make_engine(net, promise, mode=mode)
 
 
 def everything(engine: Any) -> list[Any]:

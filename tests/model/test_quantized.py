@@ -67,7 +67,7 @@ def test_a_private_step_on_four_bits(mode: str, checkpointing: bool, folder: Pat
     packed = [p for p in net.parameters() if p.dtype == torch.uint8]
     assert len(packed) == 2 * 7  # every linear layer of both blocks, and nothing else
     before = [p.data.clone() for p in packed]
-    engine = engine_of(net, grad_sample_mode=mode)
+    engine = engine_of(net, mode=mode)
     # Products are in float32 on a CPU.
     assert engine.self_check(VOCABULARY, tm.shapes(32), low_precision=True).error < 1e-5
     weights = torch.cat([p.detach().flatten() for p in engine.parameters.values()])

@@ -60,7 +60,7 @@ def test_a_small_copy_of_every_model_passes_the_self_check(name: str) -> None:
     for mode in ("auto", "ghost"):
         experts = family in tiny.MIXED or "num_local_experts" in tiny.FAMILIES[family]
         rows = 1 if experts else 8  # experts compute on as many tokens as chose them: their shapes follow other rows
-        error = tm.make_engine(small, grad_sample_mode=mode).self_check(vocabulary, tm.shapes(32, rows)).error
+        error = tm.make_engine(small, mode=mode).self_check(vocabulary, tm.shapes(32, rows)).error
         assert error <= 1e-5
 
 

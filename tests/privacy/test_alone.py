@@ -58,7 +58,7 @@ def added(engine: Any, some: list[Any], size: int) -> Tensor:
 def test_a_sum_is_the_sum_of_what_each_unit_adds_by_itself(name: str, mode: str, autocast: Any) -> None:
     """Also in bf16, where a row that brought a longer shape once moved the sum over 1,023 others by 7.92 C."""
     some = tm.units(MIXED)
-    engine = tm.make_engine(built(name), tm.plan(0.05), grad_sample_mode=mode, autocast=autocast)
+    engine = tm.make_engine(built(name), tm.plan(0.05), mode=mode, autocast=autocast)
     alone = sum(added(engine, [one], 4) for one in some)
     whole = added(engine, some, 4)
     assert bool(whole.any())
@@ -213,7 +213,7 @@ def test_clipped_sums_are_multiples_of_the_spacing_and_no_longer_than_stated(nam
 
 def on_lattice(net: nn.Module, mode: str = "auto") -> None:
     bound, sigma = 0.05, 0.7
-    engine = tm.make_engine(net, tm.plan(bound, sigma), grad_sample_mode=mode)
+    engine = tm.make_engine(net, tm.plan(bound, sigma), mode=mode)
     scale = noise_scale(sigma, bound, engine.size)
     for one in tm.units(MIXED):
         sum_P = added(engine, [one], 4)

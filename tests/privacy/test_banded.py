@@ -49,7 +49,6 @@ def test_a_list_for_any_schedule_is_told_from_others(shape: str, steps: int, ban
     for warmup in (0.0, 0.05, 0.3, 0.6, 0.99):
         c = banded._strategy(banded.LearningRate(shape=shape, warmup=warmup), steps, bands)
         assert banded.near_best(c, steps)
-        assert banded.near_best(c, steps + steps // 10)  # steps that make up lost ones
         shorter, signs = [one * 0.999 for one in c], [one * (-1) ** lag for lag, one in enumerate(c)]
         others = [c[::-1], (1.0, *[0.0] * (bands - 1)), (c[1], c[0], *c[2:]), shorter, signs]
         assert not any(banded.near_best(one, steps) for one in others)
@@ -333,6 +332,6 @@ def test_more_bands_than_are_planned_are_refused_in_three_parts() -> None:
 
 def test_a_plan_of_a_run_that_goes_on_keeps_its_coefficients(tmp_path: Path) -> None:
     first = plan()
-    again = plan_of(recipe(), UNITS, extra_steps=6, coefficients=first.coefficients)
+    again = plan_of(recipe(), UNITS, coefficients=first.coefficients)
     assert again.coefficients == first.coefficients
-    assert again.event == first.event_after(36)
+    assert again.event == first.event

@@ -72,7 +72,7 @@ def test_opacus_ghost_agrees_on_lora() -> None:
     some, net = tm.units([(9,), (4,), (17,), (12,)]), tm.build("llama", LORA)
     expected = tm.opacus_ghost_sum(net, some, 0.5)
     for mode in ("auto", "per_sample", "ghost"):
-        found = tm.clipped_sum(tm.make_engine(net, tm.plan(0.5), grad_sample_mode=mode), some, 3)
+        found = tm.clipped_sum(tm.make_engine(net, tm.plan(0.5), mode=mode), some, 3)
         assert float((found - expected).norm()) <= 1e-4 * float(expected.norm())
 
 
@@ -90,7 +90,7 @@ def test_gradients_of_a_low_precision_pass_are_summed_in_float32(rule: Any) -> N
     layer = nn.Linear(8, 8) if rule is linear else Conv1D(8, 8)
     generator = torch.Generator().manual_seed(2)
     x_RTd, g_RTp = (torch.randn(3, 50, 8, generator=generator).bfloat16() for _ in range(2))
-    parts = rule(layer, x_RTd, g_RTp, lambda _: True, Form("per_sample", 50))
+    parts = rule(layer, x_RTd, g_RTp, lambda _: True, Form(50, "per_sample"))
     found = {parameter: part.gradient_R for parameter, part in parts}
     exact_Rpd = torch.einsum("rtp,rtd->rpd", g_RTp.double(), x_RTd.double())
     exact_Rpd = exact_Rpd if rule is linear else exact_Rpd.transpose(1, 2)

@@ -60,7 +60,7 @@ def test_any_norms_are_brought_within_c(clipping: str, log_norms: list[float], l
 @pytest.mark.parametrize("clipping", ["flat", "automatic"])
 def test_clipped_sums_are_those_by_hand(clipping: str, name: str, mode: str) -> None:
     for bound in (0.05, 1.0):
-        checks.function(clipping, built(name), tm.units(tm.RAGGED), reference(name), bound, grad_sample_mode=mode)
+        checks.function(clipping, built(name), tm.units(tm.RAGGED), reference(name), bound, mode=mode)
 
 
 @settings(parent=generated, max_examples=10)
@@ -77,7 +77,7 @@ def test_any_unit_moves_the_sum_by_at_most_c(
     clipping: str, name: str, mode: str, lengths: Any, size: int, log_bound: float, seed: int
 ) -> None:
     promise = tm.plan(10**log_bound, clipping=clipping)
-    engine = tm.make_engine(built(name), promise, grad_sample_mode=mode)
+    engine = tm.make_engine(built(name), promise, mode=mode)
     checks.neighbours(engine, tm.units(lengths, seed), size)
 
 

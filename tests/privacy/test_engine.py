@@ -72,7 +72,7 @@ def test_long_gradients_are_counted_by_layer(mode: str) -> None:
     bound = float(norm_GU.median()) * len(norm_GU) ** 0.5 * 1.001
     expected = tuple((norm_GU > bound / len(norm_GU) ** 0.5).sum(dim=1).tolist())
     assert 0 < sum(expected) < norm_GU.numel()
-    engine = tm.make_engine(net, tm.plan(bound), grad_sample_mode=mode, loss_scale=1024.0)
+    engine = tm.make_engine(net, tm.plan(bound), mode=mode, loss_scale=1024.0)
     for size in (1, 64):
         assert engine.clipped_sum(tm.batches(some, size))[1].clipped_by_layer == expected
     assert engine.clipped_sum([])[1].clipped_by_layer == (0,) * len(expected)

@@ -186,7 +186,7 @@ def test_any_batch_is_clipped_exactly(
 ) -> None:
     net, some, bound = any_case(case), tm.units(lengths, seed), 10**log_bound
     expected_P = checks.clip(tm.brute_force(net, some), bound)
-    engine = tm.make_engine(net, tm.plan(bound), grad_sample_mode=mode)
+    engine = tm.make_engine(net, tm.plan(bound), mode=mode)
     found_P = engine.clipped_sum([padded(batch, padding) for batch in tm.batches(some, size)])[0]
     assert checks.apart(found_P, expected_P) <= checks.EXACT
     checks.neighbours(engine, some, size)
@@ -266,7 +266,7 @@ class Unknown(Toy):
 def test_a_weight_that_is_used_in_several_calls_is_exact(kind: type[Toy], mode: str) -> None:
     net = kind()
     checks.exact(net, ragged(), tm.brute_force(net, ragged()), mode)
-    assert tm.make_engine(net, grad_sample_mode=mode).self_check(tm.VOCABULARY, tm.shapes(32)).error <= checks.EXACT
+    assert tm.make_engine(net, mode=mode).self_check(tm.VOCABULARY, tm.shapes(32)).error <= checks.EXACT
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -288,7 +288,7 @@ def test_a_wide_head_makes_no_gradient_of_every_row(tied: bool) -> None:
         net.head.requires_grad_(True)
         if tied:
             net.embed.weight = net.head.weight
-        engine = tm.make_engine(net, tm.plan(0.1), grad_sample_mode=mode)
+        engine = tm.make_engine(net, tm.plan(0.1), mode=mode)
         with Shapes() as seen:
             engine.clipped_sum(tm.batches([tm.unit((tokens,), number) for number in range(rows)], rows))
         largest[mode] = seen.largest
@@ -327,7 +327,7 @@ def test_the_form_of_a_gradient_follows_public_numbers_alone(monkeypatch: pytest
 def test_adapters_are_materialised_and_factors_only_where_they_are_asked_for(
     mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = tm.make_engine(built("llama, all-linear"), grad_sample_mode=mode)
+    engine = tm.make_engine(built("llama, all-linear"), mode=mode)
     seen = parts_of(engine, ragged(), monkeypatch)
     assert set().union(*seen.values()) == {Product if mode == "ghost" else Dense}
 
@@ -337,11 +337,11 @@ def test_adapters_are_materialised_and_factors_only_where_they_are_asked_for(
 def test_factors_are_kept_where_they_are_cheaper_to_measure_and_to_hold(tokens: int, i: int, j: int, low: bool) -> None:
     dtype = torch.bfloat16 if low else torch.float32
     left, right = (torch.empty(2, tokens, width, dtype=dtype, device="meta") for width in (i, j))
-    kept = isinstance(rules.product(left, right, rules.Form("auto", tokens)), Product)
+    kept = isinstance(rules.product(left, right, rules.Form(tokens)), Product)
     numbers = tokens * (i + j) * dtype.itemsize
     if kept:
         assert 2 * tokens**2 <= i * j
         assert numbers < 4 * i * j / 2
     elif tokens**2 * 10 <= i * j:
         assert 2 * (numbers + 16 * tokens**2) > 4 * i * j
-    assert isinstance(rules.product(left[:, :1, :1], right[:, :1, :1], rules.Form("ghost", tokens)), Product)
+    assert isinstance(rules.product(left[:, :1, :1], right[:, :1, :1], rules.Form(tokens, "ghost")), Product)

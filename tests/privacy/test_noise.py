@@ -51,8 +51,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "bf16": {"autocast": BF16},
     "several physical batches": {"size": 1},
     "several physical batches, bf16": {"size": 1, "autocast": BF16},
-    "ghost": {"grad_sample_mode": "ghost"},
-    "per_sample": {"grad_sample_mode": "per_sample"},
+    "ghost": {"mode": "ghost"},
+    "per_sample": {"mode": "per_sample"},
 }
 
 

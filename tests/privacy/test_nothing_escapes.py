@@ -26,7 +26,7 @@ def test_autograd_multiplies_no_weight_gradient() -> None:
     """An ordinary backward pass has one product of the shape of each weight; the engine's has none."""
     net, some = tm.build("llama", FROZEN, intermediate_size=29), tm.units([(9,), (5,)])
     weights = {tuple(p.shape) for p in tm.trainable(net).values() if p.dim() == 2}
-    engine = tm.make_engine(net, grad_sample_mode="per_sample")
+    engine = tm.make_engine(net, mode="per_sample")
     with Shapes() as ordinary:
         engine.losses(collate(some, 0)).sum().backward()
     net.zero_grad()

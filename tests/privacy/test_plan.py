@@ -43,8 +43,6 @@ def base() -> Plan:
         {"train": {"eval_every": 2, "checkpoint_every": 1}},
         {"train": {"learning_rate": 0.5, "optimizer": "sgd", "lr_scheduler": "cosine", "warmup": 0.3}},
         {"model": {"gradient_checkpointing": True, "dtype": "bfloat16", "quantization": "4bit"}},
-        {"privacy": {"grad_sample_mode": "per_sample"}},
-        {"privacy": {"grad_sample_mode": "ghost"}},
         {"privacy": {"ledger": "elsewhere", "dataset": "other"}},
         {"data": {"max_length": 32, "long_examples": "chunk"}},
         {"adapter": {"method": "frozen", "last_blocks": 1}},
@@ -206,15 +204,6 @@ def test_the_plan_says_what_an_attacker_can_do_and_what_other_accountants_and_de
     assert [value for _, value in stored["curve"]] == sorted(value for _, value in stored["curve"])
     for delta, value in stored["curve"]:
         assert value == accounting.epsilon(base.event, delta, base.neighbouring_relation)
-
-
-def test_more_steps_than_the_recipe_has_cost_more_at_the_same_noise() -> None:
-    usual, longer = plan(privacy=CALIBRATED), plan_of(recipe(privacy=CALIBRATED), N, extra_steps=3)
-    assert longer.noise_multiplier == usual.noise_multiplier
-    assert longer.schedule.num_steps == usual.schedule.num_steps + 3 == accounting.count_releases(longer.event)
-    assert longer.target_epsilon == 4.0 >= usual.epsilon
-    assert longer.epsilon > 4.0
-    assert longer.epsilon == accounting.epsilon(longer.event, longer.delta, longer.neighbouring_relation)
 
 
 ORDER = 3.0

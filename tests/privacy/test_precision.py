@@ -45,7 +45,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 )
 def test_one_unit_moves_the_sum_by_at_most_c(name: str, precision: str, mode: str) -> None:
     some = tm.units(((9, 4), (16,), (5,), (40,), (2,)), seed=1)
-    engine = tm.make_engine(built(name), tm.plan(0.02), grad_sample_mode=mode, **PRECISIONS[precision])
+    engine = tm.make_engine(built(name), tm.plan(0.02), mode=mode, **PRECISIONS[precision])
     checks.neighbours(engine, some)
     for one in some:
         assert float(tm.clipped_sum(engine, [one]).norm()) >= 0.02 * (1 - 1e-6)  # bounded, and not lost
@@ -56,7 +56,7 @@ def test_one_unit_moves_the_sum_by_at_most_c(name: str, precision: str, mode: st
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_adapters_on_a_base_of_low_precision_are_bounded(family: str, dtype: torch.dtype, mode: str) -> None:
     net = lowered(tm.build(family), dtype)
-    engine = tm.make_engine(net, tm.plan(0.02), grad_sample_mode=mode)
+    engine = tm.make_engine(net, tm.plan(0.02), mode=mode)
     checks.bounded(engine, tm.units(((9, 4), (16,), (5,), (40,)), seed=1))
     assert engine.self_check(tm.VOCABULARY, tm.shapes(32), low_precision=True).error <= 5e-2
 

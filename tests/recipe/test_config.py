@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -80,29 +79,6 @@ def test_unknown_key_gets_the_nearest_spelling(tmp_path: Path, key: str, nearest
 def test_unknown_key_like_nothing_lists_what_is_known(tmp_path: Path) -> None:
     message = problem(tmp_path, put(raw(), "privacy.zzz", 1))
     assert message.startswith("privacy.zzz: unknown key; known keys: enabled, epsilon, delta")
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "fix"),
-    [
-        ("clipping", "adaptive", "adaptive is retired; automatic has no threshold to tune"),
-        ("clipping", "per_layer", "per_layer is retired; use flat, or automatic"),
-        ("adaptive", {"quantile": 0.3}, "leave the key out, and set privacy.clipping: flat or automatic"),
-    ],
-)
-def test_clipping_that_is_retired_says_what_to_write_instead(tmp_path: Path, key: str, value: Any, fix: str) -> None:
-    message = problem(tmp_path, put(raw(), f"privacy.{key}", value))
-    assert message.startswith(f"privacy.{key}: ")
-    assert fix in message
-
-
-def test_what_is_retired_says_what_to_write_instead(tmp_path: Path) -> None:
-    message = problem(tmp_path, put(raw(), "privacy.grad_sample_mode", "opacus_ghost"))
-    assert re.fullmatch("privacy.grad_sample_mode: opacus_ghost is retired.*set auto or ghost", message)
-    message = problem(tmp_path, put(raw(), "audit.canaries", {"kind": "pii"}))
-    assert re.fullmatch(
-        "audit.canaries.kind: pii is retired.*use audit.canaries.kind: digits, or random_tokens", message
-    )
 
 
 # Values of another type, and impossible ones.

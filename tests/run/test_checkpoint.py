@@ -17,12 +17,10 @@ from torch import nn
 
 from dpllm.errors import ConfigError, Refused
 from dpllm.files import read_json
-from dpllm.privacy.accounting import dp_sgd_event
 from dpllm.run import checkpoint
 from dpllm.run.checkpoint import State, load_resume, newest, save_resume, weight_hashes
 from dpllm.run.directory import RunDir
 
-EVENT = dp_sgd_event(0.1, 1.2, 7).to_json()
 HEAD = {"hash": "ab" * 32, "count": 3}
 FILES = ["optimizer.pt", "state.json", "trainable.safetensors"]
 
@@ -39,7 +37,7 @@ def pair(seed: int, *, names: tuple[str, ...] = ("a", "b")) -> tuple[nn.Module, 
 
 
 def save(run: RunDir, seed: int, step: int, **changes: Any) -> None:
-    arguments = {"entry": "entry-1", "head": HEAD, "event": EVENT} | changes
+    arguments = {"entry": "entry-1", "head": HEAD} | changes
     save_resume(run, *pair(seed), State(step, **arguments))
 
 
@@ -67,10 +65,9 @@ def test_what_is_saved_comes_back(run: RunDir) -> None:
     saved, moments = pair(3)
     net, optimizer = pair(2)
     frozen = net["a"].bias.clone()
-    state = load_resume(run, net, optimizer)
-    assert (run.checkpoints()[0], state) == newest(run)
-    assert (state.step, state.entry) == (7, "entry-1")
-    assert (state.head, state.notes) == (HEAD, ())
+    load_resume(run, net, optimizer)
+    place, state = newest(run)
+    assert (place, state.step, state.entry, state.head) == (run.checkpoints()[0], 7, "entry-1", HEAD)
     for (name, old), new in zip(saved.named_parameters(), net.parameters(), strict=True):
         assert torch.equal(old, new) == (name != "a.bias")
     assert torch.equal(net["a"].bias, frozen)
@@ -80,12 +77,9 @@ def test_what_is_saved_comes_back(run: RunDir) -> None:
 # --- damage ----------------------------------------------------------------------------------------------------------
 
 
-def test_lost_steps_are_kept_and_a_state_without_any_is_as_it_was(run: RunDir) -> None:
+def test_lost_steps_are_kept(run: RunDir) -> None:
     save(run, 1, 8, lost=2)
-    assert checkpoint.newest(run)[1].lost == 2
-    save(run, 2, 9)
-    assert "lost" not in (checkpoint.newest(run)[0] / "state.json").read_text()
-    assert checkpoint.newest(run)[1].lost == 0
+    assert newest(run)[1].lost == 2
 
 
 def damage(path: Path, how: str) -> None:
@@ -100,12 +94,11 @@ def damage(path: Path, how: str) -> None:
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("how", ["truncated", "edited", "removed", "empty", "longer"])
 def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_is_used(run: RunDir, name: str, how: str) -> None:
-    newest, before = run.checkpoints()
-    damage(newest / name, how)
+    last, before = run.checkpoints()
+    damage(last / name, how)
     net, optimizer = pair(2)
-    state = load_resume(run, net, optimizer)
-    assert (state.step, is_of(net, 1)) == (6, True)
-    assert state.notes == ("the newest checkpoint was damaged; the one before it, of step 6, was used",)
+    load_resume(run, net, optimizer)
+    assert (newest(run)[1].step, is_of(net, 1)) == (6, True)
     damage(before / name, how)
     untouched = weights(net)
     with pytest.raises(Refused, match=r"truncated or was edited.*--overwrite"):
@@ -175,8 +168,7 @@ def test_a_checkpoint_holds_no_seed_and_no_generator_state(run: RunDir) -> None:
             "step",
             "entry",
             "head",
-            "event",
-            "reserved",
+            "lost",
             "files",
             "units",
             "groups",  # a digest
@@ -189,13 +181,11 @@ def test_a_checkpoint_holds_no_seed_and_no_generator_state(run: RunDir) -> None:
 
 
 def test_two_generations_are_kept(run: RunDir) -> None:
-    save(run, 4, 9, entry=None, head=None, event=None)
+    save(run, 4, 9, entry=None, head=None)
     assert [path.name for path in run.checkpoints()] == ["step-00000009", "step-00000007"]
     assert sorted(path.name for path in run.resume.iterdir()) == ["step-00000007", "step-00000009"]
     assert [path.name for path in run.private.iterdir()] == ["resume"]
-    state = load_resume(run, *pair(2))
-    assert (state.step, state.event) == (9, None)
-    assert "notes" not in read_json(run.checkpoints()[0] / "state.json")
+    assert newest(run)[1].step == 9
 
 
 def test_the_generation_that_is_kept_is_an_intact_one(run: RunDir) -> None:
@@ -210,7 +200,8 @@ def test_a_damaged_checkpoint_of_the_same_step_is_replaced(run: RunDir) -> None:
     (run.checkpoints()[0] / "stray").write_text("x")
     save(run, 4, 7)
     net, optimizer = pair(2)
-    assert (load_resume(run, net, optimizer).step, is_of(net, 4)) == (7, True)
+    load_resume(run, net, optimizer)
+    assert (newest(run)[1].step, is_of(net, 4)) == (7, True)
     assert sorted(path.name for path in run.checkpoints()[0].iterdir()) == FILES
     assert [path.name for path in run.checkpoints()] == ["step-00000007", "step-00000006"]
     assert [path.name for path in run.private.iterdir()] == ["resume"]
@@ -259,8 +250,9 @@ def test_a_save_that_dies_anywhere_leaves_the_former_checkpoint(run: RunDir, mon
                 died += 1
             monkeypatch.setattr(module, name, real)
             net, optimizer = pair(2)
-            state = load_resume(run, net, optimizer)
-            assert state.notes == ()
+            load_resume(run, net, optimizer)
+            place, state = newest(run)
+            assert place == run.checkpoints()[0]
             assert is_of(net, {7: 3, 8: 4}[state.step])
             shutil.rmtree(run.private)
             run.make()

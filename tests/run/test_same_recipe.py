@@ -46,7 +46,6 @@ def test_speed_may_change(interrupted: RunDir, key: str) -> None:
         ("privacy__insecure_seed", None),  # the record would forget that the noise can be regenerated
         ("privacy__epsilon", 3.0),
         ("privacy__max_grad_norm", 0.25),
-        ("privacy__grad_sample_mode", "ghost"),
         ("privacy__dataset", "another"),  # the steps would be charged to one dataset and reported of another
         ("privacy__ledger", "elsewhere.sqlite"),
         ("data__train", "other.jsonl"),

@@ -91,7 +91,6 @@ CHANGES: dict[str, Callable[[pytest.MonkeyPatch], str | None]] = {
     "a layer": of_model(lambda net: net.add_module("more", torch.nn.Identity())),
     "rank": lambda _: key(config=tm.recipe(adapter={"method": "lora", "r": 3})),
     "clipping": lambda _: key(config=tm.recipe(privacy={"clipping": "automatic"})),
-    "form": lambda _: key(config=tm.recipe(privacy={"grad_sample_mode": "ghost"})),
     "longest row": lambda _: key(config=tm.recipe(data={"max_length": 31})),
     "autocast": lambda _: key(precision="torch.bfloat16"),
     "rows": lambda _: key(shapes=(Shape(8, 6), Shape(32, 5))),

@@ -194,7 +194,7 @@ EVERYTHING = State(
     plan(limits={"tpr_at_fpr_0.001": 0.02, "tpr_at_fpr_0.01": 0.1, "auc": 0.7, "gdp_mu": 1.5}, curve=[[1e-4, 2.3]]),
     record(
         lineage=lineage(ancestors=[parent(name="older"), parent(name="oldest")]),
-        ledger={**record()["ledger"], "group": GROUP, "made_up_by": ["e7"], "imported": 2, "filter_epsilon": 5.5,
+        ledger={**record()["ledger"], "group": GROUP, "imported": 2, "filter_epsilon": 5.5,
                 "budget": FILTER},
         lattice={"coordinates": 10, "noise_over_max_grad_norm": 0.9184},
         deviations=["the run was interrupted and resumed", "telemetry of un-noised figures was on"],

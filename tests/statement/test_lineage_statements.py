@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -71,7 +70,7 @@ def unprotected(**changes: Any) -> Ancestor:
 
 
 def base(*before: Ancestor, budgeted: bool = False, **changes: Any) -> Base:
-    return Base(statement(**changes), before, budgeted=budgeted, whole_event=True)
+    return Base(statement(**changes), before, budgeted=budgeted)
 
 
 def settle(parent: Base | None, config: RunConfig | None = None, **changes: Any) -> Lineage:
@@ -126,8 +125,8 @@ def test_each_generation_on_the_same_data_costs_more(generations: list[float]) -
     """Two ancestors with the same noise count twice: nothing is composed once that was spent twice."""
     own = plan()
     parents = [statement(event=plan(sigma).event, epsilon=plan(sigma).epsilon) for sigma in generations]
-    found = settle(Base(parents[0], tuple(parents[1:]), budgeted=False, whole_event=True))
-    shorter = settle(Base(parents[0], tuple(parents[1:-1]), budgeted=False, whole_event=True)).composed.epsilon
+    found = settle(Base(parents[0], tuple(parents[1:]), budgeted=False))
+    shorter = settle(Base(parents[0], tuple(parents[1:-1]), budgeted=False)).composed.epsilon
     total = found.composed.epsilon
     assert own.epsilon < total <= own.epsilon + sum(parent.epsilon for parent in parents) + 1e-3
     assert total > shorter or len(parents) == 1
@@ -172,7 +171,7 @@ def test_what_pld_does_not_know_is_composed_by_another_accountant() -> None:
 
 
 def test_a_base_without_a_guarantee_on_other_data_is_named_and_taints_nothing_else() -> None:
-    found = settle(Base(unprotected(dataset="letters"), (), budgeted=False, whole_event=True))
+    found = settle(Base(unprotected(dataset="letters"), (), budgeted=False))
     assert lineage.why_not(found) is None
     (note,) = lineage.deviations(found)
     assert "parent, from which this model was made, states no differential privacy guarantee" in note
@@ -265,8 +264,6 @@ def test_a_block_that_its_ledger_contradicts_is_refused(book: Ledger) -> None:
     for changes in ({"dataset": "letters"}, {"event": plan(2.0).event}):
         with pytest.raises(Refused, match="one of the two was changed"):
             settle(base(entry=entry, **changes), book=book)
-    longer = replace(base(entry=entry, event=plan(steps=24).event), whole_event=False)  # steps were made up
-    assert settle(longer, book=book).composed
 
 
 def test_derived_data_are_their_parents(book: Ledger) -> None:

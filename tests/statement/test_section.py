@@ -221,7 +221,7 @@ LATER = ("neighbouring_relation", "entry", "head", "event", "files_digest")
 def test_every_field_that_people_read_is_worded() -> None:
     limits = {"tpr_at_fpr_0.001": 0.02, "tpr_at_fpr_0.01": 0.1, "auc": 0.7, "gdp_mu": 1.5}
     group = {"name": "sweep-1", "runs": 3, "epsilon": 4.2001, "delta": 1e-5}
-    ledger = {**record()["ledger"], "group": group, "made_up_by": ["e7"]}
+    ledger = {**record()["ledger"], "group": group}
     changes = {"lineage": lineage(ancestors=[parent(name="older")]), "ledger": ledger, "deviations": ["a thing"]}
     promise = plan(limits=limits, curve=[[1e-4, 2.3]], accountants={"pld": 2.99})
     block = render_card(config(), promise, record(**changes), audit())[1]

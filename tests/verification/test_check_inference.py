@@ -257,7 +257,7 @@ def charged(place: Path, event: BoundedRange = EVENT) -> Json:
     claim = RunRequest(event=event, delta=1e-5, unit="example", relation="zero_out", num_steps=event.count, run="texts")
     with Ledger(place) as ledger:
         entry = ledger.reserve("notes", claim).entry
-        facts = {"dataset": "notes", "entry": entry, "made_up_by": [], "head": ledger.head(), "budget": None}
+        facts = {"dataset": "notes", "entry": entry, "head": ledger.head(), "budget": None}
         facts |= {"spent_epsilon": ledger.spent("notes", 1e-5), "filter_epsilon": None, "imported": 0, "group": None}
     return composed(LedgerRecord.pick(facts), 1e-5).to_json()
 

@@ -1,0 +1,45 @@
+"""What dpllm no longer takes, and in one line what to type instead.
+
+Comes in: a key of a recipe, its value, a command with an option or an action. Goes out: the answer. A module that refuses one of
+them reads it here, so that an answer stands nowhere else.
+"""
+
+RETIRED = {
+    # Keys of a recipe, and values of one.
+    "audit.canaries.kind: pii": "pii is retired, it needed another package; use audit.canaries.kind: digits, or random_tokens",
+    "audit.canaries.kind: rare_tokens": "rare_tokens is retired; use audit.canaries.kind: random_tokens, or digits",
+    "audit.canaries.kind: synthetic": "synthetic is retired: its secrets could not be counted; use random_tokens or digits",
+    "audit.canaries.prompt": "is retired with the kind synthetic, which alone read it; leave the key out",
+    "audit.canaries.temperature": "is retired with the kind synthetic, which alone read it; leave the key out",
+    **dict.fromkeys(
+        ("version", "schema_version", "dpllm", "dpllm_version"),
+        "a recipe has no version: it is read by the dpllm that runs, whose keys dpllm plan --keys lists; leave the key out",
+    ),
+    "privacy.adaptive": "adaptive clipping is retired; leave the key out, and set privacy.clipping: flat or automatic",
+    "privacy.clipping: adaptive": "adaptive is retired; automatic has no threshold to tune, and flat takes max_grad_norm",
+    "privacy.clipping: per_layer": "per_layer is retired; use flat, or automatic",
+    "privacy.grad_sample_mode": "is retired: the form of each gradient follows from public shapes alone; leave the key out",
+    # Options and actions of a command.
+    "plan --after": "adaptive clipping is retired, whose figures it read; privacy.clipping automatic needs no C to be tuned",
+    "plan --compare": "it gave no guarantee; dpllm plan --json has epsilon by each accountant, as `accountants`",
+    "plan --figure": "plan prints and draws nothing; --json has every figure of the table",
+    "plan --sweep": "it planned what several dpllm plan commands plan; type one for each value, as --privacy.epsilon 3",
+    "epsilon --trials": "the epsilon of one run does not cover choosing the best of several; let the ledger charge every run",
+    "epsilon --select": "it belonged to --trials, which is retired too; let the ledger charge every run",
+    "audit --mechanism": "every run checks its engine before it starts; set audit.gradient_canaries: 500, then audit the run",
+    "audit --leakage": "it attacked a gradient, which a released model does not show; examples/gradient_leakage.py does it",
+    "train --make-up-lost-steps": "steps that a crash lost stay lost, and the card counts them; leave the option out",
+    "synthesize --engine": "vLLM was never tested with it; leave it out, and transformers draws the texts, 64 at a time",
+    "ledger open": "a budget stays planned or adaptive; dpllm ledger init can change it before the first run",
+    "ledger --gate": "a budget is adaptive unless dpllm ledger init has --planned",
+    "ledger --reference": "the filter's order follows from --epsilon and --delta; leave it out",
+    "ledger --runs": "type --planned RECIPE ...",
+    "ledger plot": "it had no effect; dpllm ledger show says what is left, and dpllm ledger metrics tells Prometheus",
+    # Attacks of dpllm audit --attack.
+    "audit --attack untargeted": "a secret is extracted sooner from its own beginning; type --attack extraction",
+    "audit --attack min_k": "Min-K%++ is the same of standardised log-probabilities; type --attack min_k_plus",
+    "audit --attack min_k_plus_ratio": "calibrated takes off what the base model knows; type --attack calibrated",
+    "audit --attack gains_over_losses": "calibrated separated better without privacy and at epsilon 8; type --attack calibrated",
+    "audit --attack windows": "calibrated separated better without privacy and at epsilon 8; type --attack calibrated",
+    "audit --attack personal": "extraction counts the samples that a detail takes; type --attack extraction",
+}

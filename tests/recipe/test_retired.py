@@ -1,0 +1,45 @@
+"""What dpllm no longer takes is answered in one line that says what to type instead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dpllm import cli
+from dpllm.auditing import run as audit_run
+from dpllm.errors import ConfigError
+from dpllm.recipe.config import make_config
+from dpllm.recipe.retired import RETIRED
+from dpllm.run.directory import RunDir
+
+ATTACK = "audit --attack "
+ATTACKS = [name for name in RETIRED if name.startswith(ATTACK)]
+COMMANDS = [name for name in RETIRED if name.partition(" ")[0].isalpha() and " " in name and name not in ATTACKS]
+KEYS = [name for name in RETIRED if name not in {*ATTACKS, *COMMANDS}]
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_a_key_of_a_recipe(name: str) -> None:
+    key, _, value = name.partition(": ")
+    overrides = {"model.name_or_path": "gpt2", "data.train": "rows.jsonl", "privacy.epsilon": 3.0, "train.steps": 10}
+    with pytest.raises(ConfigError) as caught:
+        make_config({"output_dir": "runs/a"}, {**overrides, key: value or "something"}, "recipe.yaml")
+    assert str(caught.value) == f"recipe.yaml: {key}: {RETIRED[name]}"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_an_option_or_action_of_a_command(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command, option = name.split()
+    assert cli.main([command, option]) == 2
+    assert capsys.readouterr().err == f"dpllm {command}: {option} is retired: {RETIRED[name]}.\n"
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_an_attack(name: str) -> None:
+    attack = name.removeprefix(ATTACK)
+    assert attack not in audit_run.ATTACKS
+    assert RETIRED[name].rpartition(" ")[2] in audit_run.ATTACKS
+    with pytest.raises(ConfigError) as caught:
+        audit_run.attack(RunDir(Path("run")), attack)
+    assert str(caught.value) == f"--attack {attack} is retired: {RETIRED[name]}."
