@@ -1,4 +1,4 @@
-"""What the two gates of a budget cost: the tables and the figure of docs/budgets.md.
+"""What runs in any order cost beside one final reservation: the tables and the figure of docs/budgets.md.
 
     python scripts/figure_gates.py            prints the tables, writes docs/figures/gates.png (about two minutes)
     python scripts/figure_gates.py --orders   prints what powers of the order in ``renyi.filter_order`` cost (about ten)
@@ -27,21 +27,21 @@ def event(noise_multiplier: float, runs: int = 1) -> dict:
 
 
 def equal_runs(budget: float, runs: int) -> tuple[float, float]:
-    """Noise of each of equal runs that take the whole budget: sealed as a list, and under the filter."""
-    planned = calibrate_noise_multiplier(budget, DELTA, RATE, runs * STEPS, "zero_out")
+    """Noise of each of equal runs that take the whole budget: as one final group, and in any order, by the filter."""
+    exact = calibrate_noise_multiplier(budget, DELTA, RATE, runs * STEPS, "zero_out")
     order = filter_order(budget, DELTA)
-    return planned, smallest_noise_multiplier(event, Fit(order, allowance(budget, DELTA, order) / runs))
+    return exact, smallest_noise_multiplier(event, Fit(order, allowance(budget, DELTA, order) / runs))
 
 
 def many_runs(budget: float) -> tuple[int, int, int]:
-    """How many runs of noise 0.8 a budget admits: by sums of epsilons, by the filter, sealed."""
+    """How many runs of noise 0.8 a budget admits: by sums of epsilons, by the filter, as one final group."""
     alone = stated(event(NOISE), DELTA, "zero_out")[0]
     order = filter_order(budget, DELTA)
     by_filter = int(allowance(budget, DELTA, order) / rdp(event(NOISE), order))
-    sealed = 0
-    while stated(event(NOISE, sealed + 1), DELTA, "zero_out")[0] <= budget:
-        sealed += 1
-    return int(budget / alone), by_filter, sealed
+    final = 0
+    while stated(event(NOISE, final + 1), DELTA, "zero_out")[0] <= budget:
+        final += 1
+    return int(budget / alone), by_filter, final
 
 
 def orders() -> None:
@@ -72,22 +72,22 @@ def main() -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    print("| budget ε | runs | noise, planned | noise, adaptive | more |")
+    print("| budget ε | runs | noise, final | noise, in any order | more |")
     print("|---|---|---|---|---|")
     noise = {(budget, 1): equal_runs(budget, 1) for budget in BUDGETS}
     for budget in SHOWN:
         for number in RUNS:
-            planned, adaptive = noise.setdefault((budget, number), equal_runs(budget, number))
-            print(f"| {budget} | {number} | {planned:.4f} | {adaptive:.4f} | {adaptive / planned - 1:.1%} |")
+            exact, filtered = noise.setdefault((budget, number), equal_runs(budget, number))
+            print(f"| {budget} | {number} | {exact:.4f} | {filtered:.4f} | {filtered / exact - 1:.1%} |")
     runs = [many_runs(budget) for budget in BUDGETS]
-    print("| budget ε | order | runs by sums | runs, adaptive | runs, planned |")
+    print("| budget ε | order | runs by sums | runs in any order | runs, final |")
     print("|---|---|---|---|---|")
-    for budget, (sums, filtered, sealed) in zip(BUDGETS, runs, strict=True):
-        print(f"| {budget} | {filter_order(budget, DELTA):g} | {sums} | {filtered} | {sealed} |")
+    for budget, (sums, filtered, final) in zip(BUDGETS, runs, strict=True):
+        print(f"| {budget} | {filter_order(budget, DELTA):g} | {sums} | {filtered} | {final} |")
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.4), layout="constrained", facecolor="white")
-    left.plot(BUDGETS, [noise[budget, 1][0] for budget in BUDGETS], "o-", color=PLD, label="planned")
-    left.plot(BUDGETS, [noise[budget, 1][1] for budget in BUDGETS], "s-", color=FILTER, label="adaptive")
+    left.plot(BUDGETS, [noise[budget, 1][0] for budget in BUDGETS], "o-", color=PLD, label="final")
+    left.plot(BUDGETS, [noise[budget, 1][1] for budget in BUDGETS], "s-", color=FILTER, label="in any order")
     left.set_xscale("log", base=2)
     left.set_xticks(BUDGETS, map(str, BUDGETS))
     left.minorticks_off()
@@ -97,8 +97,8 @@ def main() -> None:
     places = range(len(BUDGETS))
     for shift, column, color, label in (
         (-0.27, 0, SUM, "sums of ε"),
-        (0, 1, FILTER, "adaptive"),
-        (0.27, 2, PLD, "planned"),
+        (0, 1, FILTER, "in any order"),
+        (0.27, 2, PLD, "one final group"),
     ):
         right.bar([place + shift for place in places], [row[column] for row in runs], 0.25, color=color, label=label)
     right.set_xticks(places, map(str, BUDGETS))

@@ -123,7 +123,7 @@ def metric_families() -> list[tuple[str, str, str]]:
         refusals=lambda: {("c", "over_budget"): 1},
         datasets=lambda: ["c"],
         budget=lambda name: SimpleNamespace(epsilon=1.0),
-        remaining=lambda name: 1.0,
+        used=lambda name: 0.5,
         runs=lambda name: [entry],
     )
     with tempfile.TemporaryDirectory() as served:

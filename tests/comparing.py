@@ -98,7 +98,7 @@ def make_run(
     evaluated = {"eval_loss_before": 3.912, "eval_loss_after": after, "eval_tokens": 15023, **(summary or {})}
     ledger = {
         "dataset": "notes", "entry": "ab" * 8, "head": {"hash": "0" * 64, "count": 3}, "budget": None,
-        "spent_epsilon": 1.17 * epsilon, "filter_epsilon": None, "imported": 0,
+        "spent_epsilon": 1.17 * epsilon, "used": None, "final": False, "imported": 0,
         "group": {"name": group, "runs": 2, "epsilon": 9.1, "delta": 1e-5} if group else None,
     }  # fmt: skip
     write_json(

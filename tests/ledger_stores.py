@@ -22,7 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from dpllm.ledger import Budget, Ledger, RunRequest, budgets, open_ledger
+from dpllm.privacy import renyi
 from dpllm.privacy.accounting import compose, dp_sgd_event, epsilon
+from dpllm.privacy.events import Event
 
 ADMIN = "tester"
 START_SECONDS = 60
@@ -37,7 +39,7 @@ def request(**changes: Any) -> RunRequest:
 
 
 def reserve(ledger: Ledger, dataset: str = "notes", **changes: Any):
-    options = {name: changes.pop(name) for name in ("extends", "records", "derived_from") if name in changes}
+    options = {name: changes.pop(name) for name in ("records", "derived_from") if name in changes}
     return ledger.reserve(dataset, request(**changes), **options)
 
 
@@ -45,8 +47,19 @@ def budget(value: float, **changes: Any) -> Budget:
     return Budget(value, **{"delta": DELTA, **TERMS, "by": "alice", "reason": "study 7", **changes})
 
 
-def adaptive(value: float, order: float = 3.2, **changes: Any) -> Budget:
-    return budget(value, gate="adaptive", order=order, **changes)
+def room_for(runs: int, event: Event = EVENT) -> Budget:
+    """A budget that holds so many runs in any order, and not one more."""
+
+    def fit(value: float) -> float:
+        order = renyi.filter_order(value, DELTA)
+        return renyi.allowance(value, DELTA, order) / renyi.rdp(event, order)
+
+    low, high = 1e-3, 100.0
+    while high - low > 1e-6:
+        middle = (low + high) / 2
+        low, high = (middle, high) if fit(middle) < runs + 0.5 else (low, middle)
+    assert int(fit(high)) == runs
+    return budget(high)
 
 
 def adopt(path: Path) -> None:
@@ -104,7 +117,6 @@ def start(place: Place, code: str, *arguments: object) -> subprocess.Popen[str]:
 import os, sys
 from dpllm.errors import BudgetExceeded, ConfigError, Refused
 from dpllm.ledger import Budget, RunRequest, open_ledger, budgets
-from dpllm.ledger.values import Sealed
 from dpllm.privacy.events import Gaussian, PoissonSampled, SelfComposed
 location, arguments = sys.argv[1], sys.argv[2:]
 claim = RunRequest(event={EVENT!r}, delta={DELTA}, unit="patient", relation="zero_out", num_steps=4, run="child")

@@ -71,6 +71,8 @@ def _run(arguments: list[str]) -> int:
                 "a launcher started several processes, and each would do all the work and write the same files. Type dpllm "
                 f"{known.command} without a launcher."
             )
+        if getattr(known, "final", False):
+            overrides += ["--privacy.final", "true"]
         call: Call = known.call
         return call(known, overrides)
     except EndedElsewhere as error:

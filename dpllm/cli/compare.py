@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from dpllm.cli.plan import AddCommand, by_this_user, parse_recipe, plain_console, show, take_recipe
+from dpllm.cli.plan import AddCommand, parse_recipe, plain_console, show, take_final, take_recipe
 from dpllm.errors import ConfigError
 
 
@@ -19,10 +19,10 @@ def add_commands(add: AddCommand) -> None:
     swept = add("sweep", sweep, "train a recipe at several epsilons as one tuning group, and compare")
     text = "; its output_dir gets one directory for each epsilon"
     take_recipe(swept, "sweep RECIPE --privacy.epsilon 1,3,8,inf", text)
+    take_final(swept)
     text = "instead: train it without canaries of text, to be published, and an audit twin with them, as one group"
     swept.add_argument("--twin", action="store_true", help=text)
     swept.add_argument("--resume", action="store_true", help="go on with the sweep in output_dir; finished runs stay")
-    swept.add_argument("--by", help="who is responsible for the list of runs in the ledger (default: this user)")
     for parser in (compared, swept):
         text = "BLEU on N evaluation prompts (extra: tasks)"
         parser.add_argument("--tasks", type=int, default=0, metavar="N", help=text)
@@ -62,11 +62,10 @@ def sweep(known: argparse.Namespace, rest: list[str]) -> int:
 
     path, overrides = parse_recipe(known, rest)
     _check_tasks(known)
-    by = known.by or by_this_user("the list of runs needs one who answers")
     console = plain_console(stderr=known.json)
     if known.twin:
-        return _twins(known, path, overrides, by)
-    comparison = train_all(path, overrides, by=by, resume=known.resume, tasks=known.tasks, console=console)
+        return _twins(known, path, overrides)
+    comparison = train_all(path, overrides, resume=known.resume, tasks=known.tasks, console=console)
     root = comparison.output.parent
     values, table = public_comparison([RunDir(root / run["name"]) for run in comparison.values["runs"]])
     return show(known, values if known.json else table, f"With private figures: written to {comparison.output}")
@@ -82,7 +81,7 @@ def curve(known: argparse.Namespace, rest: list[str]) -> int:
     return 0
 
 
-def _twins(known: argparse.Namespace, path: str, overrides: dict[str, Any], by: str) -> int:
+def _twins(known: argparse.Namespace, path: str, overrides: dict[str, Any]) -> int:
     from dpllm.comparison.sweep import trained
     from dpllm.comparison.twin import twins
     from dpllm.statement.run_files import read_run
@@ -90,7 +89,7 @@ def _twins(known: argparse.Namespace, path: str, overrides: dict[str, Any], by: 
     if known.tasks:
         raise ConfigError("--tasks compares runs, but a run and its twin are not compared. Leave it out.")
     points, root = twins(path, overrides)
-    with trained(points, root, by=by, resume=known.resume, console=plain_console(stderr=known.json)) as runs:
+    with trained(points, root, resume=known.resume, console=plain_console(stderr=known.json)) as runs:
         record = read_run(runs[0])
     assert record.ledger is not None
     group = record.ledger.group

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpllm.cli.plan import AddCommand, show, take_ledger
+from dpllm.cli.plan import AddCommand, show, take_final, take_ledger
 from dpllm.errors import ConfigError
-from dpllm.files import scratch
 from dpllm.privacy.releases import OPTIONS
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from dpllm.ledger.values import Sealed
     from dpllm.recipe.config import RunConfig
     from dpllm.run.describe import Offer
 
@@ -60,6 +57,7 @@ def add_commands(add: AddCommand) -> None:
     group.add_argument("--rounds", type=int, default=5, help="of k-means; each costs (default: 5)")
     group.add_argument("--words", type=Path, metavar="FILE", help="public texts, one a line, to centre on and name by")
     take_data(parser)
+    take_final(parser)
     parser.add_argument("--tokenizer", metavar="MODEL", help="model whose tokens are counted (default: the recipe's)")
     text = "a file, or for clusters and classifiers a folder (default: describe.json, clusters, classifier)"
     parser.add_argument("--output", type=Path, help=text)
@@ -142,13 +140,13 @@ def _release(known: argparse.Namespace, offered: AbstractContextManager[Offer], 
     column, end = "released (95% error)", f", charged to the ledger; all of it is in {output}.{''.join(tried)}"
     if known.dry_run:
         column = "95% error"
-        end = f"; the ledger holds {offer.spent:.4f} and would hold {offer.after:.4f}. Nothing was spent."
+        end = f". Ledger: {offer.seen or 'none there yet'}. Nothing was spent."
     table = Table("statistic", column, "mechanism", "epsilon")
     for one in found.releases:
         table.add_row(one.statistic, one.words(), one.mechanism, one.cost)
     show(known, found.to_json() if known.json else table, *offer.notes, told + end)
-    if known.dry_run and offer.refusal:
-        raise offer.refusal
+    if known.dry_run and offer.seen and offer.seen.error:
+        raise offer.seen.error
     return 0
 
 
@@ -167,52 +165,3 @@ def _config(known: argparse.Namespace, rest: list[str]) -> RunConfig:
     if not recipe and "model.name_or_path" not in keys and any(kind == "lengths" for kind, _ in known.asked):
         raise ConfigError("--lengths counts tokens and needs a tokenizer. Type --tokenizer MODEL, or a recipe.")
     return around(known.data, keys if recipe else {"model.name_or_path": "none", **keys}, "dpllm describe")
-
-
-def listed(names: Sequence[str], dataset: str | None, unit: str | None, largest_delta: float) -> list[Sealed]:
-    """The list that a planned budget seals: what recipes plan, and what dry runs of describe or synthesize printed (.json)."""
-    from dpllm.files import read_json
-    from dpllm.ledger.values import Sealed
-    from dpllm.privacy import events
-    from dpllm.statement.released import Statistics
-
-    def runs(name: str) -> list[Sealed]:
-        if not name.endswith(".json"):
-            return [_run_of(name, dataset, unit, largest_delta)]
-        if not Path(name).is_file():
-            raise ConfigError(
-                f"{name}: no such file, so what it releases cannot be sealed. Type first: dpllm describe (or synthesize) ... "
-                f"--dry-run --json > {name}"
-            )
-        planned = read_json(Path(name))
-        if "event" in planned:
-            return [Sealed(events.read(planned["event"]), 1)]
-        return [Sealed(one.event, events.count_releases(one.event)) for one in Statistics.pick(planned).releases]
-
-    return [run for name in names for run in runs(name)]
-
-
-def _run_of(recipe: str, dataset: str | None, unit: str | None, largest_delta: float) -> Sealed:
-    """The run that a recipe plans."""
-    from dpllm.ledger.values import Sealed
-    from dpllm.recipe.config import load_config
-    from dpllm.run.promise import Subject, decide
-    from dpllm.text.data import count_units, dataset_name
-
-    config = load_config(recipe)
-    if not config.privacy.enabled:
-        raise ConfigError(f"{recipe}: privacy.enabled is false, so it has no privacy cost to seal.")
-    if dataset is not None and config.privacy.dataset not in (None, dataset):
-        raise ConfigError(f"{recipe}: privacy.dataset is {config.privacy.dataset!r}, not {dataset!r}.")
-    if unit is not None and config.data.unit != unit:
-        raise ConfigError(
-            f"{recipe}: data.unit is {config.data.unit!r}, and the budget counts per {unit!r}, so its runs could not be "
-            "charged to it. Type --unit, or set data.unit."
-        )
-    with scratch() as folder:
-        size = config.data.public_size or count_units(config.data, folder)
-    # Whose records they are is asked when the run starts, of the ledger that it names.
-    subject = Subject(size, "text", dataset or config.privacy.dataset or dataset_name(config.data), None)
-    plan = decide(config, subject=subject, terms={"fit": None, "largest_delta": largest_delta}).obeyed().plan
-    assert plan is not None
-    return Sealed(plan.event, plan.schedule.num_steps)

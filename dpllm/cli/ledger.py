@@ -9,20 +9,18 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpllm.cli.describe import listed
 from dpllm.cli.plan import by_this_user, show, take_json, take_ledger, writing
-from dpllm.errors import ConfigError, LedgerContradiction, Refused
+from dpllm.errors import ConfigError, LedgerContradiction
 
 if TYPE_CHECKING:
     from dpllm.ledger import Ledger
-    from dpllm.ledger.values import Budget, Sealed
+    from dpllm.ledger.values import Budget
     from dpllm.privacy.events import Event
 
 ACTIONS = {
     "init": "set a dataset's budget, once",
-    "seal": "fix the list of runs of a planned budget, before the first of them",
     "except": "permit training without differential privacy on a dataset; every later card will say so",
-    "show": "what every dataset has spent, and which figure decides on new runs",
+    "show": "how much of each dataset's budget is used",
     "history": "list every entry of the chain",
     "verify": "detect edits, cuts and reordering (exit code 4)",
     "reconcile": "close a run that will not go on",
@@ -41,13 +39,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action = actions.add_parser(name, help=text, description=text.capitalize() + ".", allow_abbrev=False)
         take_ledger(action)
         made[name] = action
-    for name in ("init", "seal", "except", "import"):
+    for name in ("init", "except", "import"):
         made[name].add_argument("dataset", help="name of the dataset")
     for name in ("show", "history", "verify"):
         take_json(made[name])
     for name in ("show", "history"):
         made[name].add_argument("dataset", nargs="?", help="name of the dataset (default: all)")
-    for name in ("init", "seal", "except", "reconcile", "adopt", "import"):
+    for name in ("init", "except", "reconcile", "adopt", "import"):
         made[name].add_argument("--by", help="who is responsible for it (default: this user)")
         made[name].add_argument("--reason", required=True, help="why")
     for name, said in (("init", ""), ("import", "that of the budget, or else ")):
@@ -59,15 +57,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     init = made["init"]
     init.add_argument("--epsilon", type=float, required=True, help="of all runs together")
     init.add_argument("--delta", type=float, required=True, help="of all runs together, well below 1/N")
-    text = "admit only the runs of a list, sealed now or later by seal (default: any runs until the budget is spent)"
-    init.add_argument("--planned", nargs="*", metavar="RECIPE", help=text)
-    text = "part of delta set aside for imported runs; not with --planned"
+    text = "part of delta set aside for imported runs"
     init.add_argument("--import-delta", type=float, default=0.0, help=text)
     init.add_argument(
         "--data", help="a data file, or a recipe that names its columns: copies are recognised from now on"
     )
-    text = "one recipe per run; for statistics or texts, what dpllm describe or synthesize --dry-run --json prints"
-    made["seal"].add_argument("runs", nargs="+", metavar="RECIPE", help=text)
     verify = made["verify"]
     verify.add_argument("--head", help="a head that was copied elsewhere, as HASH:COUNT, or the path of a run.json")
     verify.add_argument("--file", help="verify an exported chain instead")
@@ -120,25 +114,28 @@ def _wanted(known: argparse.Namespace) -> Budget:
     from dpllm.ledger.values import Budget
 
     budget = Budget(
-        known.epsilon, known.delta, known.unit, known.relation, "adaptive" if known.planned is None else "planned",
-        import_delta=known.import_delta, by=known.by, reason=known.reason,
-    )  # fmt: skip
+        known.epsilon,
+        known.delta,
+        known.unit,
+        known.relation,
+        import_delta=known.import_delta,
+        by=known.by,
+        reason=known.reason,
+    )
     check_budget(known.dataset, budget)
-    if known.planned is not None and known.import_delta:
-        raise ConfigError("--import-delta belongs to a budget without --planned, whose list covers imports already.")
-    for name in [known.data, *(known.planned or [])]:
-        if name is not None and not os.path.exists(name) and not name.startswith("builtin:") and name.count("/") != 1:
-            raise ConfigError(f"{name}: no such file. Check the spelling.")
+    name = known.data
+    if name is not None and not os.path.exists(name) and not name.startswith("builtin:") and name.count("/") != 1:
+        raise ConfigError(f"{name}: no such file. Check the spelling.")
     return budget
 
 
 def _init(ledger: Ledger, known: argparse.Namespace) -> int:
-    from dpllm.ledger import budgets, dataset_policy
+    from dpllm.ledger import admission, budgets, dataset_policy
+    from dpllm.ledger.values import used_in_words
     from dpllm.privacy.plan import auto_delta, check_delta
 
-    sources = [known.data] if known.data else [name for name in known.planned or [] if not name.endswith(".json")]
     asked = ledger, known.unit, known.relation == "label_changed"
-    records, units = dataset_policy.records_of(sources[0], *asked) if sources else (None, None)
+    records, units = dataset_policy.records_of(known.data, *asked) if known.data else (None, None)
     if units is not None:
         check_delta(known.delta, units, "--delta", f"Type --delta {auto_delta(units):g} or less.")
         if known.delta * units > 0.1 * (1 + 1e-9):
@@ -146,42 +143,20 @@ def _init(ledger: Ledger, known: argparse.Namespace) -> int:
                 f"Beware: delta {known.delta:g} is more than a tenth of 1/N = {1 / units:.2g}, so close that single records "
                 "could be published outright."
             )
-    sealed = listed(known.planned or [], known.dataset, known.unit, known.delta)
     before = ledger.budget(known.dataset)
     budget = budgets.set_budget(ledger, known.dataset, known.wanted, records=records)
     print(f"{known.dataset}: {budget}, in {ledger.location}")
     if before is not None:
         print("It has this budget already." if budget == before else f"It replaces: {before}.")
-    if sealed:
-        return _seal(ledger, known, sealed)
-    remaining = f"Epsilon {ledger.remaining(known.dataset):.4g} remains"
-    if budget.gate == "planned" and ledger.account(known.dataset).sealed is None:
-        print(
-            f"{remaining}, for a list that is not sealed yet: dpllm ledger seal; or else one run, after which none follows."
-        )
+    share = ledger.used(known.dataset) or 0.0
+    if admission.filter_allowance(budget) <= 0:
+        print("It is too small for runs in any order: only one run or sweep that is --final can use it.")
     elif budget.relation == "label_changed":
-        print(f"{remaining} for draws of labels, whose epsilons add up.")
-    elif budget.gate == "adaptive":
-        print(
-            f"{remaining} for runs in any order, since the filter of such a budget takes a part once; dpllm plan RECIPE says how "
-            "many like it fit."
-        )
+        print(f"{used_in_words(share, budget)}; the epsilons of draws add up.")
+    else:
+        print(f"{used_in_words(share, budget)}; dpllm plan RECIPE says how many runs like it fit.")
     if records is None:
         print("Until the first run the data are known only by name. Type --data FILE to recognise copies from now on.")
-    return 0
-
-
-def _seal(ledger: Ledger, known: argparse.Namespace, runs: list[Sealed] | None = None) -> int:
-    from dpllm.ledger import budgets
-
-    budget = ledger.budget(known.dataset)
-    largest_delta, unit = (budget.delta, budget.unit) if budget else (1.0, None)
-    runs = runs or listed(known.runs, known.dataset, unit, largest_delta)
-    together = budgets.seal(ledger, known.dataset, runs, known.by, known.reason)
-    limit = f"{budget.epsilon:g} at delta {budget.delta:g}" if budget else ""
-    print(
-        f"{known.dataset}: {len(runs)} runs sealed, epsilon {together:.4f} together, of {limit}. No other run can follow."
-    )
     return 0
 
 
@@ -270,10 +245,9 @@ def _head(text: str | None) -> dict[str, Any] | None:
 def _reconcile(ledger: Ledger, known: argparse.Namespace) -> int:
     closed = ledger.reconcile(known.entry, known.by, known.reason)
     claim = closed.reservation
-    budget = ledger.budget(claim.dataset)
     kept = "its whole reservation stays in the total, which is composed as if fixed in advance"
-    if budget is not None and budget.gate == "adaptive":
-        kept = "the steps that never ran are returned to the budget's filter"
+    if ledger.used(claim.dataset) is not None:
+        kept = "the steps that never ran are returned to the budget"
     print(f"{claim.dataset}: run {claim.run} closed after {closed.steps} of {claim.num_steps} steps; {kept}.")
     return 0
 
@@ -288,7 +262,7 @@ def _adopt(ledger: Ledger, known: argparse.Namespace) -> int:
 
 def _import(ledger: Ledger, known: argparse.Namespace) -> int:
     from dpllm.files import read_json
-    from dpllm.ledger import budgets
+    from dpllm.ledger import budgets, tables
     from dpllm.ledger.chain import event_of, read_export
     from dpllm.ledger.values import LABELS
     from dpllm.privacy.events import Imported, read
@@ -312,8 +286,8 @@ def _import(ledger: Ledger, known: argparse.Namespace) -> int:
     else:
         event = Imported(known.epsilon, known.delta)
     account, delta = ledger.account(known.dataset), imported_delta(event)
-    budget, unused = account.budget, not (account.runs or account.imports)  # its owner can still correct it
-    if budget and budget.gate == "adaptive" and unused and delta > budget.import_delta:
+    budget = account.budget
+    if budget and not account.used and delta > budget.import_delta:  # its owner can still correct it
         raise ConfigError(
             f"the budget of {known.dataset} sets aside a delta of {budget.import_delta:g} for imports, and this one has "
             f"{delta:g}, so that no run would be admitted after it. Type first: dpllm ledger init {known.dataset} "
@@ -325,13 +299,9 @@ def _import(ledger: Ledger, known: argparse.Namespace) -> int:
     relation = known.relation or (budget.relation if budget else "zero_out")
     who = {"by": known.by, "reason": known.reason}
     budgets.import_run(ledger, known.dataset, event=event, run=known.run, unit=unit, relation=relation, **who)
-    try:
-        print(f"{known.dataset}: entered; the total is now epsilon {ledger.spent(known.dataset):.4f}")
-    except Refused as error:  # a fact is entered all the same
-        print(f"{known.dataset}: entered. {error}")
-        return 0
-    if budget is not None and not ledger.remaining(known.dataset):
-        print(f"That leaves nothing of the budget of {budget.epsilon:g}: every further run will be refused.")
+    print(f"{known.dataset}: entered. {tables.totals(ledger, known.dataset)[0]}")
+    if (ledger.used(known.dataset) or 0) >= 1:
+        print("That leaves nothing of the budget: every further run will be refused.")
     return 0
 
 

@@ -56,6 +56,12 @@ def take_ledger(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ledger", help="path or postgresql:// URL (default: a file in the user's data directory)")
 
 
+def take_final(parser: argparse.ArgumentParser) -> None:
+    """Declares --final, which sets ``privacy.final`` of the recipe."""
+    text = "the first and last reservation on the dataset, by its exact epsilon: no run can follow (privacy.final)"
+    parser.add_argument("--final", action="store_true", help=text)
+
+
 def add_commands(add: AddCommand) -> None:
     """The commands and their arguments."""
     text = "the guarantee of a recipe and what the ledger would say; needs no weights, no GPU"
@@ -64,6 +70,7 @@ def add_commands(add: AddCommand) -> None:
     trained = add("train", train, text, "the summary (the rest goes to stderr)")
     for name, parser in (("plan", planned), ("train", trained)):
         take_recipe(parser, f"{name} RECIPE")
+        take_final(parser)
         parser.add_argument("--keys", action="store_true", help="list every key of a recipe, and stop")
     option = planned.add_argument
     option("--model", action="store_true", help="trained layers, noise and memory, from the model's config only")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpllm.cli.describe import OF_DATA, take_data
-from dpllm.cli.plan import AddCommand, show
+from dpllm.cli.plan import AddCommand, show, take_final
 from dpllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -98,6 +98,7 @@ def _add_inference(group: Any) -> None:
     option("--prompt", metavar="TEXT", help="in which a record stands at {text}; without it, the public prompt")
     option("--describe", metavar="FILE", type=Path, help="released shares of data.control, of dpllm describe")
     take_data(group)
+    take_final(group)
     option("--dry-run", action="store_true", default=None, help="show what it would promise, and spend nothing")
 
 

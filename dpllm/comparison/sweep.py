@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from dpllm import ledger
 from dpllm.comparison.compare import Comparison, compare
-from dpllm.errors import AuditContradiction, BudgetExceeded, ConfigError, DpllmError, Refused
+from dpllm.errors import AuditContradiction, ConfigError, DpllmError, Refused
 from dpllm.files import digest, read_json, write_json
-from dpllm.ledger import RunRequest, admission, dataset_policy, reserving
+from dpllm.ledger import RunRequest, dataset_policy, reserving
 from dpllm.privacy import guards
 from dpllm.privacy.plan import Plan
-from dpllm.privacy.renyi import Fit
 from dpllm.recipe import derived
 from dpllm.recipe.config import RunConfig, load_config
 from dpllm.run.directory import RunDir, check_directory
@@ -68,7 +67,6 @@ def sweep(
     recipe: str | Path,
     overrides: Mapping[str, Any],
     *,
-    by: str,
     resume: bool = False,
     tasks: int = 0,
     console: Console,
@@ -78,7 +76,6 @@ def sweep(
     Args:
         recipe: YAML file.
         overrides: Dotted key -> value; ``privacy.epsilon`` holds the list, and ``output_dir`` names the sweep's directory.
-        by: Who answers for the list of runs, which a planned budget seals.
         resume: Go on with the sweep in ``output_dir``; runs that are finished are kept.
         tasks: Evaluation prompts for scores of what is written; 0: none.
         console: Where progress goes.
@@ -97,12 +94,12 @@ def sweep(
         together they have the epsilon that the ledger states for the group.
     """
     points, root = _read_points(recipe, overrides)
-    with trained(points, root, by=by, resume=resume, console=console) as runs:
+    with trained(points, root, resume=resume, console=console) as runs:
         return compare(runs, root / "compare", tasks=tasks, losses=True, console=console)
 
 
 @contextlib.contextmanager
-def trained(points: Sequence[Point], root: Path, *, by: str, resume: bool, console: Console) -> Iterator[list[RunDir]]:
+def trained(points: Sequence[Point], root: Path, *, resume: bool, console: Console) -> Iterator[list[RunDir]]:
     """Runs that were reserved as one group, trained and audited, and have cards; see ``sweep``."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError(
@@ -111,7 +108,7 @@ def trained(points: Sequence[Point], root: Path, *, by: str, resume: bool, conso
         )
     with RunDir(root).locked():
         state = _state_of(points, root, resume)
-        points, entries = _fix(points, root, state, by)
+        points, entries = _fix(points, root, state)
         console.print(f"Group {state['group']}: {', '.join(point.name for point in points)} in {root}")
         for point in points:
             _train(point, entries.get(point.name), console)
@@ -201,13 +198,11 @@ def _state_of(points: Sequence[Point], root: Path, resume: bool) -> dict[str, An
             )
         for point in points:
             check_directory(point.config, point.run, resume=False, overwrite=False)
-        return {**ours, "group": f"{root.name}-{secrets.token_hex(4)}", "pinned": {}}
+        return {**ours, "group": f"{root.name}-{secrets.token_hex(4)}"}
     if not path.exists():
         raise ConfigError(f"{root}: holds no sweep to resume (no {STATE}). Leave --resume out.")
     state = read_json(path)
-    pinned, terms = state.get("pinned"), {"noise_multiplier", "delta"}
-    whole = isinstance(pinned, dict) and all(isinstance(one, dict) and one.keys() == terms for one in pinned.values())
-    if not (whole and isinstance(state.get("group"), str)):
+    if not isinstance(state.get("group"), str):
         raise ConfigError(
             f"{path}: is not the state of a sweep; the file is damaged. Restore it, or type another --output_dir for a new "
             "sweep."
@@ -221,7 +216,7 @@ def _state_of(points: Sequence[Point], root: Path, resume: bool) -> dict[str, An
     return state
 
 
-def _fix(points: Sequence[Point], root: Path, state: dict[str, Any], by: str) -> tuple[list[Point], dict[str, str]]:
+def _fix(points: Sequence[Point], root: Path, state: dict[str, Any]) -> tuple[list[Point], dict[str, str]]:
     """Decides on and reserves every run, unless an earlier start did; returns them, and their reservations by name."""
     config = points[0].config  # the smallest epsilon: with differential privacy
     book = ledger.open_ledger(config.privacy.ledger, create=False)
@@ -233,11 +228,7 @@ def _fix(points: Sequence[Point], root: Path, state: dict[str, Any], by: str) ->
             return _as_fixed(points, state), held
         plans = plans_of(points, subject, book)
         _check_model(config)
-        adaptive = dataset_policy.terms(book, subject.dataset, config.privacy.derived_from)["fit"] is not None
-    if adaptive:  # whose noise rests on what was left of the budget now
-        terms = {name: {"noise_multiplier": plan.noise_multiplier, "delta": plan.delta} for name, plan in plans.items()}
-        state["pinned"] = terms
-    write_json(root / STATE, {**state, "by": by})
+    write_json(root / STATE, state)
     book, flaw = ledger.open_ledger(config.privacy.ledger), derived.deviations(config)[0]
     assert book is not None
     try:
@@ -254,8 +245,11 @@ def _fix(points: Sequence[Point], root: Path, state: dict[str, Any], by: str) ->
             reserving.reserve_all(
                 book,
                 policy.dataset,
-                [RunRequest.of(plan, f"{state['group']}/{name}", flaw=flaw) for name, plan in plans.items()],
-                group=reserving.Group(state["group"], by),
+                [
+                    RunRequest.of(plan, f"{state['group']}/{name}", flaw=flaw, final=config.privacy.final)
+                    for name, plan in plans.items()
+                ],
+                group=state["group"],
                 records=policy.records,
                 derived_from=policy.derived_from,
             )
@@ -266,25 +260,19 @@ def _fix(points: Sequence[Point], root: Path, state: dict[str, Any], by: str) ->
 
 
 def plans_of(points: Sequence[Point], subject: Subject, book: ledger.Ledger | None) -> dict[str, Plan]:
-    """The promise of each run with differential privacy; under an adaptive budget within what those before it leave."""
+    """The promise of each run with differential privacy."""
+    if points[0].config.privacy.fit_budget:
+        raise ConfigError(
+            "privacy.fit_budget lowers the epsilon of one run, and a group has the epsilons that were typed. Leave it out."
+        )
     terms = dataset_policy.terms(book, subject.dataset, points[0].config.privacy.derived_from)
     plans = {}
     for point in points:
-        try:
-            # Whether the data may be used without differential privacy is another question.
-            known = subject if point.config.privacy.enabled else None
-            plan = decide(point.config, subject=known, terms=terms, fetch=True).obeyed().plan
-        except BudgetExceeded as error:
-            raise BudgetExceeded(
-                f"{point.name}, after the runs of the sweep before it: {error}",
-                dataset=subject.dataset,
-                reason="over_budget",
-            ) from None
-        if plan is None:
-            continue
-        plans[point.name] = plan
-        if (fit := terms["fit"]) is not None:
-            terms["fit"] = Fit(fit.order, fit.allowance - admission.divergence(plan.event, fit.order))
+        # Whether the data may be used without differential privacy is another question.
+        known = subject if point.config.privacy.enabled else None
+        plan = decide(point.config, subject=known, terms=terms, fetch=True).obeyed().plan
+        if plan is not None:
+            plans[point.name] = plan
     return plans
 
 
@@ -311,13 +299,12 @@ def _entries(
 
 
 def _as_fixed(points: Sequence[Point], state: dict[str, Any]) -> list[Point]:
-    """The runs with the noise that was planned for them, and with what their cards say about the choice among them."""
+    """The runs with what their cards say about the choice among them."""
     fixed = []
     for point in points:
         said = f"{point.said}, fixed together before the first as tuning group {state['group']} of the ledger."
-        privacy = point.config.privacy.model_copy(update=state["pinned"].get(point.name, {}))
         card = point.config.card.model_copy(update={"tuning": point.config.card.tuning or said})
-        fixed.append(replace(point, config=point.config.model_copy(update={"privacy": privacy, "card": card})))
+        fixed.append(replace(point, config=point.config.model_copy(update={"card": card})))
     return fixed
 
 

@@ -51,7 +51,7 @@ def together(points: Sequence[Point]) -> dict[str, float]:
         subject = read_subject(config)
         plans = plans_of(points, subject, book)
         account = book.account(book.records.charged_to(subject.dataset, config.privacy.derived_from)) if book else None
-        asked = [RunRequest.of(plan, name) for name, plan in plans.items()]
+        asked = [RunRequest.of(plan, name, final=config.privacy.final) for name, plan in plans.items()]
         if account and (why := admission.refusal(account, asked)):
             raise BudgetExceeded(why, dataset=account.dataset, reason="over_budget")
     delta = account.budget.delta if account and account.budget else max(one.delta for one in asked)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dpllm.forecast.advice import effect_of
-from dpllm.ledger.admission import filter_allowance
 from dpllm.privacy.banded import Effect
 from dpllm.privacy.plan import RELATION_IN_WORDS, Plan
 from dpllm.privacy.schedule import Schedule, Shape, group_rate, physical_batches_expected
@@ -37,7 +36,7 @@ def plan_table(seen: Decision, title: str) -> Table:
     """Everything of a decision that could be computed."""
     rows = {"REFUSED": "this run would not start; the reasons are below"} if seen.refusals else {}
     rows |= _promise(seen.plan) if seen.plan else {}
-    rows |= {"beware": seen.shrunk} if seen.shrunk else {}
+    rows |= {"beware": seen.lowered} if seen.lowered else {}
     schedule, plan = seen.schedule, seen.plan
     if schedule:
         sizes = batches_of(seen.config, schedule)
@@ -57,7 +56,7 @@ def plan_table(seen: Decision, title: str) -> Table:
         rows["noise multiplier sigma"] = f"{plan.noise_multiplier:g}"
         if effect := effect_of(seen.config, plan):
             rows["banded noise"] = _banded(plan, effect)
-        rows["ledger"] = _ledger(seen)
+        rows["ledger"] = str(seen.ledger or "no ledger there yet: nothing is spent, and no budget is set")
     if seen.subject and seen.subject.reads:
         rows["data"] = seen.subject.reads
         rows["first example" if seen.config.data.public else "an example"] = seen.subject.example
@@ -100,28 +99,6 @@ def _physical(sizes: Batches) -> str:
         f"about {sizes.physical_expected:.0f} a step, of at most {sizes.physical_size} sequences, if lengths are spread evenly; "
         f"padding rows that fill them up: about {sizes.padding_rows:.0f} ({share:.1%}); one process, {sizes.assumption}"
     )
-
-
-def _ledger(seen: Decision) -> str:
-    held = seen.ledger
-    if held is None:
-        return "no ledger there yet: nothing is spent, and no budget is set"
-    budget = held.budget
-    words = f"{held.dataset}: spent {held.spent:.3f}, after this run {held.after:.3f} at delta {held.delta:g}"
-    if held.filter_spent is not None and held.filter_after is not None:
-        words += (
-            f" (PLD, if fixed in advance); by the Renyi filter {held.filter_spent:.3f}, after {held.filter_after:.3f}"
-        )
-    if budget is None:
-        return f"{words}; no budget set, so nothing limits it"
-    decides = "the Renyi filter" if held.gate == "adaptive" else "the sealed list of runs, composed by PLD"
-    verdict = "this run fits; after it" if held.refusal is None else "THIS RUN WOULD BE REFUSED;"
-    follow, share = f"{held.could_follow} {'more like it' if held.gate == 'adaptive' else 'runs of the list'}", ""
-    if held.gate == "adaptive" and held.remaining:
-        share = f" ({min(1.0, held.remaining / filter_allowance(budget)):.0%} of the filter's allowance)"
-    words += f"; budget {budget.epsilon:g}, gate {held.gate}: {decides} decides; {verdict}"
-    sums = ": runs add up to less than their sum" if held.gate == "adaptive" and held.could_follow else ""
-    return f"{words} epsilon {held.remaining:.3f}{share} remains, and {follow} could follow{sums}"
 
 
 def footprint_tables(needs: Footprint) -> list[Table | str]:

@@ -1,4 +1,4 @@
-"""What people enter into the ledger: budgets, sealed lists, exceptions, and runs that were made elsewhere.
+"""What people enter into the ledger: budgets, exceptions, and runs that were made elsewhere.
 
 Comes in: a ledger, and who wants what, and why. Goes out: entries of the chain. Each of them is made once and stays.
 """
@@ -8,137 +8,87 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import get_args
 
-from dpllm.errors import BudgetExceeded, ConfigError, Refused
+from dpllm.errors import ConfigError, Refused
 from dpllm.ledger import admission
 from dpllm.ledger.ledger import Ledger
 from dpllm.ledger.records import Fingerprint
-from dpllm.ledger.values import Account, Budget, Gate, Sealed, check_name, check_person, seal_content
-from dpllm.privacy import renyi
-from dpllm.privacy.accounting import Event, Relation, count_releases, stated
+from dpllm.ledger.values import Account, Budget, check_name, check_person
+from dpllm.privacy.accounting import Event, Relation, stated
 from dpllm.privacy.parts import imported_delta
 
 
 def set_budget(ledger: Ledger, dataset: str, budget: Budget, *, records: Fingerprint | None = None) -> Budget:
-    """Fixes what all runs on ``dataset`` may spend; its owner may correct it as long as nothing is sealed or spent.
+    """Fixes what all runs on ``dataset`` may spend; its owner may correct it as long as nothing is spent.
 
-    With ``records``, what the name stands for, it protects copies from now on. Its order is as wanted where nothing of the
-    dataset has been released yet; otherwise, and where none is wanted, it follows from epsilon and delta.
+    With ``records``, what the name stands for, it protects copies from now on. Its order follows from its other values, so that
+    no result can have chosen it.
 
     Raises:
         ConfigError: A value is out of range.
-        Refused: Another budget is set, by somebody else or with something sealed or spent; runs with another unit or relation
-            are reserved; a planned budget where runs came first; or the data are those of another dataset.
+        Refused: Another budget is set, by somebody else or with something spent; runs with another unit or relation are
+            reserved, or a final one; or the data are those of another dataset.
     """
-    wanted = replace(budget, epsilon=float(budget.epsilon), delta=float(budget.delta))
+    wanted = replace(budget, epsilon=float(budget.epsilon), delta=float(budget.delta), order=None)
     check_budget(dataset, wanted)
     ledger.refuse_if_tampered()
     with ledger.chain.writing():
-        used = ledger.account(dataset)
-        if used.dataset != dataset:
+        account = ledger.account(dataset)
+        if account.dataset != dataset:
             raise Refused(
-                f"dataset {dataset!r} derives from {used.dataset!r}, whose budget it is charged to. Set the budget of "
-                f"{used.dataset!r}.",
+                f"dataset {dataset!r} derives from {account.dataset!r}, whose budget it is charged to. Set the budget of "
+                f"{account.dataset!r}.",
                 dataset=dataset,
                 reason="derived",
             )
-        if used.budget is None:
+        if account.budget is None:
             ledger.same_unit(dataset, wanted.unit, wanted.relation)
+            wanted = _beside_imports(account, wanted)
         else:
-            wanted = _corrected(used, used.budget, wanted)
-        if wanted != used.budget:
-            if used.runs or used.imports:
-                wanted = _after_results(used, wanted)
-            if wanted.gate == "adaptive" and wanted.order is None:
-                order = renyi.filter_order(wanted.epsilon, admission.conversion_delta(wanted))
-                if wanted.relation == "label_changed":  # whose epsilons are known, and add up whatever is chosen
-                    order = renyi.SUM
-                wanted = replace(wanted, order=order)
-                if admission.filter_allowance(wanted) <= 0 and not (used.runs or used.imports):
-                    raise ConfigError(
-                        f"epsilon {wanted.epsilon:g} at delta {wanted.delta:g} is less than a Renyi filter can promise, so that "
-                        "it would admit nothing. Type --planned RECIPE ..., or a larger --epsilon."
-                    )
+            wanted = _corrected(account, account.budget, wanted)
+        if wanted != account.budget:
+            wanted = replace(wanted, order=admission.order_of(wanted))
             ledger.chain.append("budget", dataset, asdict(wanted))
         if records is not None:
             ledger.records.register(dataset, records, None)
     return wanted
 
 
-def _corrected(used: Account, present: Budget, wanted: Budget) -> Budget:
+def _corrected(account: Account, present: Budget, wanted: Budget) -> Budget:
     """The budget that there is where the wish is the same, or the wish where its owner may still correct it."""
     # What init chooses by itself does not make the same wish another budget.
     asked = replace(wanted, by=present.by, reason=present.reason, order=present.order)
-    if (used.runs or used.imports) and asked.import_delta <= present.import_delta:
+    if account.used and asked.import_delta <= present.import_delta:
         asked = replace(asked, import_delta=present.import_delta)
     if asked == present:
         return present
-    if wanted.by != present.by or used.runs or used.imports or used.sealed is not None:
+    if wanted.by != present.by or account.used:
         raise Refused(
-            f"dataset {used.dataset!r} has a budget already: {present}. Only "
-            f"{present.by or 'its owner'} may correct it, and nobody once a run is sealed, reserved or imported: a "
-            "budget that can be raised limits nothing. Keep it, or keep new data under a new name.",
-            dataset=used.dataset,
+            f"dataset {account.dataset!r} has a budget already: {present}. Only {present.by or 'its owner'} may correct it, and "
+            "nobody once a run is reserved or imported: a budget that can be raised limits nothing. Keep it, or keep new data "
+            "under a new name.",
+            dataset=account.dataset,
             reason="budget_set",
         )
     return wanted
 
 
-def _after_results(used: Account, wanted: Budget) -> Budget:
-    """A budget that is set when runs or imports came first: adaptive, at an order that no result can have chosen."""
-    if wanted.gate == "planned":
+def _beside_imports(account: Account, wanted: Budget) -> Budget:
+    """A budget of an account that may have runs or imports, whose delta it sets aside."""
+    if account.final:
         raise Refused(
-            f"dataset {used.dataset!r} has runs already, and a run planned after seeing their results needs another "
-            "rule than a list sealed in advance. Leave out --planned.",
-            dataset=used.dataset,
-            reason="late",
+            f"dataset {account.dataset!r} was closed for good by a final run, so there is nothing left to limit.",
+            dataset=account.dataset,
+            reason="closed",
         )
-    imported = admission.delta_imported(used)
+    imported = admission.delta_imported(account)
     if not imported < wanted.delta:
         raise Refused(
-            f"dataset {used.dataset!r}: imported runs spent a delta of {imported:g}, and {wanted.delta:g} for everything "
+            f"dataset {account.dataset!r}: imported runs spent a delta of {imported:g}, and {wanted.delta:g} for everything "
             "together leaves no room beside it. Set a larger --delta, or use other data.",
-            dataset=used.dataset,
+            dataset=account.dataset,
             reason="over_budget",
         )
-    wanted = replace(wanted, import_delta=max(wanted.import_delta, imported))
-    return replace(wanted, order=None)
-
-
-def seal(ledger: Ledger, dataset: str, runs: list[Sealed], by: str, reason: str) -> float:
-    """Fixes the list of all runs of a planned budget, before the first of them; returns ``admission.planned_epsilon``.
-
-    Raises:
-        Refused: No planned budget, a list or a run is there already, or the list exceeds the budget.
-        ConfigError: The list is empty, an event is malformed, or nobody is named.
-    """
-    check_person("a list of runs is sealed", by, reason)
-    if not runs:
-        raise ConfigError("a list without runs would admit none. Name the recipes of all runs.")
-    if not all(0 < run.num_steps <= count_releases(run.event) for run in runs):
-        raise ConfigError("a sealed run needs steps, and an event that pays for them. Build both from one Plan.")
-    ledger.refuse_if_tampered()
-    while True:  # composed outside the lock, as in reserving.py
-        with ledger.chain.moment() as seen:
-            account = ledger.account(dataset)
-        budget, name = account.budget, account.dataset
-        if budget is None or budget.gate != "planned" or account.sealed is not None or account.runs:
-            why = "has its list already" if account.sealed is not None else "has runs already, which are its list"
-            if budget is None:
-                why = "has no budget"
-            elif budget.gate != "planned":
-                why = "has an adaptive budget, which needs no list"
-            raise Refused(
-                f"dataset {name!r} {why}, so no list can be sealed. dpllm ledger show {name} says what is.",
-                dataset=name,
-                reason="sealed",
-            )
-        if over := admission.over_plan(account, budget, runs):
-            raise BudgetExceeded(over, dataset=name, reason="over_budget")
-        with ledger.chain.writing():
-            if ledger.outdated(seen, name, dataset):
-                continue
-            ledger.chain.append("seal", name, seal_content(runs, by, reason))
-        return admission.planned_epsilon(account, budget, runs)
+    return replace(wanted, import_delta=max(wanted.import_delta, imported))
 
 
 def import_run(
@@ -206,11 +156,9 @@ def check_budget(dataset: str, budget: Budget) -> None:
     """Refuses a budget that limits nothing."""
     check_name(dataset)
     bounded = 0 < budget.epsilon < float("inf") and 0 < budget.delta < 1 and 0 <= budget.import_delta < budget.delta
-    known = budget.relation in get_args(Relation) and budget.gate in get_args(Gate)
-    ordered = budget.order is None or 1 < budget.order < float("inf")
-    if not (budget.unit.strip() and bounded and known and ordered):
+    if not (budget.unit.strip() and bounded and budget.relation in get_args(Relation)):
         raise ConfigError(
             f"a budget of epsilon {budget.epsilon:g} at delta {budget.delta:g} (for imports {budget.import_delta:g}) per "
-            f"{budget.unit!r} under {budget.relation!r}, gate {budget.gate!r}, bounds nothing. Give epsilon > 0, 0 <= import "
-            f"delta < delta < 1, a unit, one of the relations {', '.join(get_args(Relation))}, and the gate planned or adaptive."
+            f"{budget.unit!r} under {budget.relation!r} bounds nothing. Give epsilon > 0, 0 <= import delta < delta < 1, a unit, "
+            f"and one of the relations {', '.join(get_args(Relation))}."
         )

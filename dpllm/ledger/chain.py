@@ -24,9 +24,8 @@ _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=Fal
 BUDGET = {"epsilon", "delta", "unit", "relation"}
 # Every kind of entry, and what its payload must say.
 KINDS = {
-    "budget": BUDGET,
-    "seal": {"runs"},
-    "reserve": BUDGET | {"entry", "run", "num_steps", "event"},
+    "budget": BUDGET | {"order"},
+    "reserve": BUDGET | {"entry", "run", "num_steps", "event", "final"},
     "commit": {"entry", "steps", "status"},
     "reconcile": {"entry", "steps", "by", "reason"},
     "import": {"run", "event", "unit", "relation"},
@@ -80,17 +79,15 @@ def _current(entry: Entry) -> Entry:
     """The link, unless an earlier version wrote what this one does not read.
 
     Raises:
-        Refused: A budget whose filter's order was chosen after results, whose share of delta would be forgotten; version 1.
+        Refused: A list of runs, another budget than that of a Renyi filter, or a run that does not say whether it is final.
     """
-    what = "opens a budget for what was left (kind gate)" if entry.kind == "gate" else None
+    earlier = entry.kind in ("gate", "seal")
     with suppress(Refused, TypeError):  # no text, as ``broken`` says
-        if entry.kind in ("budget", "reserve") and entry.facts.keys() >= BUDGET:
-            if entry.facts.get("late", False) is not False:
-                what = "says late: true, for an order that was chosen after seeing results"
-            elif "gate" not in entry.facts:
-                what = "is of version 1, which knew no gate"
-    if what:
-        raise Refused(f"entry {entry.seq} of the ledger {what}, and {NOT_READ}")
+        if entry.kind in ("budget", "reserve"):
+            names = entry.facts.keys()
+            earlier = names >= BUDGET and ("gate" in names or not names >= KINDS[entry.kind])
+    if earlier:
+        raise Refused(f"entry {entry.seq} of the ledger is of an earlier version, and {NOT_READ}")
     return entry
 
 

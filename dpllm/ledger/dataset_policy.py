@@ -74,12 +74,13 @@ class Terms(TypedDict):
     largest_delta: float
 
 
-def terms(ledger: Ledger | None, dataset: str, derived_from: str | None) -> Terms:
-    """What is left of an adaptive budget, and the largest delta that a budget leaves to ``privacy.delta: auto``."""
+def terms(ledger: Ledger | None, dataset: str, derived_from: str | None, *, fit_budget: bool = False) -> Terms:
+    """What is left of a budget where the run is to fit it, and the largest delta that it leaves to ``privacy.delta: auto``."""
     if ledger is None:
         return {"fit": None, "largest_delta": 1.0}
     account = ledger.account(ledger.records.charged_to(dataset, derived_from))
-    return {"fit": filter_left(account), "largest_delta": account.budget.delta if account.budget else 1.0}
+    fit = filter_left(account) if fit_budget else None
+    return {"fit": fit, "largest_delta": account.budget.delta if account.budget else 1.0}
 
 
 def _refuse_without_privacy(config: RunConfig, name: str, budgeted: bool) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -34,7 +34,7 @@ from dpllm.ledger.values import (
 from dpllm.privacy.accounting import Relation, compose, stated
 
 # What decides whether a run fits; a rival's entry of one of these kinds makes a check stale.
-DECIDING = ("budget", "seal", "reserve", "reconcile", "import", "data")
+DECIDING = ("budget", "reserve", "reconcile", "import", "data")
 
 
 def open_ledger(location: str | os.PathLike[str] | None, *, create: bool = True) -> Ledger | None:
@@ -91,12 +91,11 @@ class Ledger:
         dataset: str,
         request: RunRequest,
         *,
-        extends: str | None = None,
         records: Fingerprint | None = None,
         derived_from: str | None = None,
     ) -> Reservation:
         """Charges a whole run before it starts, or refuses it and writes nothing; see ``reserving.reserve_all``."""
-        return reserve_all(self, dataset, [request], extends=extends, records=records, derived_from=derived_from)[0]
+        return reserve_all(self, dataset, [request], records=records, derived_from=derived_from)[0]
 
     def outdated(self, seen: int, *datasets: str) -> bool:
         """Whether what decides about these datasets was entered after the first ``seen`` links."""
@@ -154,8 +153,8 @@ class Ledger:
     def reconcile(self, entry: str, by: str, reason: str) -> Run:
         """Closes a run that will not go on. Its executed steps stay charged.
 
-        Under an adaptive budget the steps that were never executed are given back. Otherwise they stay charged, because a
-        list that is composed as if fixed in advance may not be cut short afterwards.
+        A budget's filter gets back the steps that were never executed. Of a final run they stay charged, because what is composed
+        as if fixed in advance may not be cut short afterwards.
 
         For ``entry``, the start of it will do where only one begins so, and so will the run's name.
 
@@ -218,49 +217,51 @@ class Ledger:
         """Each reservation of ``dataset`` and what became of it, oldest first."""
         return list(self.account(dataset).runs)
 
-    def spent(self, dataset: str, delta: float | None = None, planned: RunRequest | None = None) -> float:
-        """Epsilon of everything ever reserved or imported, and of ``planned``, composed by PLD as if fixed in advance.
+    def spent(self, dataset: str, delta: float | None = None, wanted: Sequence[RunRequest] = ()) -> float:
+        """Epsilon of everything ever reserved or imported, and of what is ``wanted``, by PLD as if fixed in advance.
 
         It is that at ``delta``: by default the budget's, or else the largest that a run stated.
         """
         account = self.account(dataset)
-        events = account.events() + ([planned.event] if planned else [])
+        events = account.events() + [one.event for one in wanted]
         if not events:
             return 0.0
         if delta is None:
             known = (run.reservation.delta for run in account.runs)
             delta = account.budget.delta if account.budget else max(known, default=1e-5)
         said = self.chain.of(account.dataset, "budget", "reserve", "import")
-        return stated(compose(events), delta, planned.relation if planned else said[-1].facts["relation"])[0]
+        return stated(compose(events), delta, wanted[0].relation if wanted else said[-1].facts["relation"])[0]
 
-    def remaining(self, dataset: str) -> float | None:
-        """What further runs may add; see ``admission.remaining``."""
-        return admission.remaining(self.account(dataset))
+    def used(self, dataset: str) -> float | None:
+        """The share of its budget that is used; see ``admission.used``."""
+        return admission.used(self.account(dataset))
 
-    def outlook(self, dataset: str, request: RunRequest, derived_from: str | None = None) -> Outlook:
-        """What the ledger holds, what it would hold after a run, and whether it would admit it. Writes nothing."""
+    def outlook(self, dataset: str, requests: Sequence[RunRequest], derived_from: str | None = None) -> Outlook:
+        """What the ledger holds, what it would hold after a reservation, and whether it would admit it. Writes nothing."""
         account = self.account(self.records.charged_to(dataset, derived_from))
         name, budget = account.dataset, account.budget
-        delta = budget.delta if budget else request.delta
+        delta = budget.delta if budget else max(one.delta for one in requests)
         why, reason = None, "over_budget"
         try:
             self.refuse_if_tampered()
-            self.same_unit(name, request.unit, request.relation)
-            why = admission.refusal(account, [request])
+            self.same_unit(name, requests[0].unit, requests[0].relation)
+            why = admission.refusal(account, requests)
         except Refused as error:
             why, reason = str(error), error.reason
-        then = account if why else account.after(request)
+        final, events = account.final or any(one.final for one in requests), [one.event for one in requests]
+        exactly, could_follow = budget is None or final, admission.how_many(account, *events)
+        if could_follow and why is None:  # one of them is this
+            could_follow = 0 if final else could_follow - 1
         return Outlook(
             dataset=name,
-            gate=budget.gate if budget else "none",
             budget=budget,
+            final=final,
+            used=None if exactly else admission.used(account),
+            used_after=None if exactly else admission.used(account, *events),
+            could_follow=could_follow,
+            spent=self.spent(name, delta) if exactly else None,
+            after=self.spent(name, delta, requests) if exactly else None,
             delta=delta,
-            spent=self.spent(name, delta),
-            after=self.spent(name, delta, request),
-            filter_spent=admission.filter_epsilon(account),
-            filter_after=admission.filter_epsilon(account, request.event),
-            remaining=admission.remaining(then),
-            could_follow=admission.could_follow(then, request),
             refusal=why,
             reason=reason if why else "",
         )

@@ -22,7 +22,7 @@ HASH_BYTES = 8  # of a record in the overlap check: among 10^6 times 10^6 pairs 
 LEAST_SHARE = 0.01  # of the smaller dataset: below it, common records are taken for chance (short texts, formulas)
 ANY = 0.0  # of labels, each of which is drawn once: no common one is chance
 # Entries of an account of its own: a dataset with one of them derives from none.
-OWN = ("budget", "seal", "reserve", "reconcile", "import")
+OWN = ("budget", "reserve", "reconcile", "import")
 
 
 @dataclass(frozen=True)

@@ -9,28 +9,21 @@ released. A choice by an un-noised figure of private evaluation data is outside 
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from dpllm.errors import BudgetExceeded, ConfigError, Refused
 from dpllm.ledger import admission
 from dpllm.ledger.records import Fingerprint
-from dpllm.ledger.values import Account, Reservation, RunRequest, Sealed, check_name, seal_content
-from dpllm.privacy.accounting import Event, compose, count_releases, stated
+from dpllm.ledger.values import Account, Reservation, RunRequest, check_name
+from dpllm.privacy.accounting import Event, compose, count_releases, finite, stated
 
 if TYPE_CHECKING:
     from dpllm.ledger.ledger import Ledger
-
-
-@dataclass(frozen=True)
-class Group:
-    """The runs of one sweep, fixed together before the first; ``by`` answers for the list that they seal."""
-
-    name: str
-    by: str
 
 
 def reserve_all(
@@ -38,31 +31,30 @@ def reserve_all(
     dataset: str,
     requests: Sequence[RunRequest],
     *,
-    group: Group | None = None,
-    extends: str | None = None,
+    group: str | None = None,
     records: Fingerprint | None = None,
     derived_from: str | None = None,
     once: bool = False,
 ) -> list[Reservation]:
     """Charges whole runs before the first of them starts, or refuses them all and writes nothing.
 
-    All have one unit and relation; without a ``group`` there is one of them, which may make up the lost steps of a reservation
-    that it ``extends``. The name ``dataset`` stands for ``records``; a subset or a changed copy is charged to the dataset that
-    it is ``derived_from``. With ``once``, they must be the first to be charged for any of these ``records``.
+    All have one unit and relation; ``group`` names those of a sweep. Where one asks to be ``final``, all of them are together.
+    The name ``dataset`` stands for ``records``; a subset or a changed copy is charged to the dataset that it is ``derived_from``.
+    With ``once``, they must be the first to be charged for any of these ``records``.
 
     Raises:
-        BudgetExceeded: The gate does not admit all of them.
+        BudgetExceeded: The budget does not admit all of them, or the account is closed by a final reservation.
         Refused: Another unit or relation than before, or a chain that was tampered with.
         ConfigError: An event is malformed or pays for too few steps, or the group has runs already.
 
     Guarantee:
         The check and the charge are one transaction: however many processes reserve at once, what they reserve together
-        is within the budget, and of a group either every run has its place or none has.
+        is within the budget, nothing joins a final reservation, and of a group either every run has its place or none has.
     """
     check_name(dataset)
     [(unit, relation)] = {(one.unit, one.relation) for one in requests}
     costs = [_cost(dataset, one) for one in requests]
-    listed = [Sealed(one.event, one.num_steps) for one in requests]
+    requests = [replace(one, final=any(one.final for one in requests)) for one in requests]
     ledger.refuse_if_tampered()
 
     def admitting() -> Account:
@@ -70,8 +62,11 @@ def reserve_all(
             ledger.records.refuse_released(records)
         account = ledger.account(ledger.records.charged_to(dataset, derived_from))
         ledger.same_unit(account.dataset, unit, relation)
-        _check_place(ledger, account, group, extends)
-        if why := admission.refusal(account, requests, extends=extends is not None):
+        if group in account.groups():
+            raise ConfigError(
+                f"tuning group {group!r} has its runs already, and they were fixed together. Resume the sweep, or start another."
+            )
+        if why := admission.refusal(account, requests):
             raise BudgetExceeded(why, dataset=account.dataset, reason="over_budget")
         return account
 
@@ -82,10 +77,7 @@ def reserve_all(
     with ledger.chain.writing():
         if once or ledger.outdated(seen, account.dataset, dataset):  # copies have other names
             account = admitting()
-        claims = [_claim(account, one, cost, group, extends) for one, cost in zip(requests, costs, strict=True)]
-        if account.budget and account.budget.gate == "planned" and account.sealed is None:
-            by, reason = (group.by, f"tuning group {group.name}") if group else ("the run itself", "a list of one")
-            ledger.chain.append("seal", account.dataset, seal_content(listed, by, reason))
+        claims = [_claim(account, one, cost, group) for one, cost in zip(requests, costs, strict=True)]
         ledger.records.register(dataset, records, derived_from)
         for claim, one in zip(claims, requests, strict=True):
             _enter(ledger, dataset, claim, one)
@@ -98,7 +90,7 @@ def _enter(ledger: Ledger, dataset: str, claim: Reservation, one: RunRequest) ->
     ledger.store.rows("INSERT INTO progress VALUES (?, ?, 0, ?)", claim.entry, seq, time.time())
 
 
-def _claim(account: Account, one: RunRequest, cost: float, group: Group | None, extends: str | None) -> Reservation:
+def _claim(account: Account, one: RunRequest, cost: float, group: str | None) -> Reservation:
     return Reservation(
         entry=secrets.token_hex(8),  # random, so that an entry means no other run in another ledger
         dataset=account.dataset,
@@ -108,10 +100,9 @@ def _claim(account: Account, one: RunRequest, cost: float, group: Group | None, 
         delta=one.delta,
         unit=one.unit,
         relation=one.relation,
-        extends=extends,
-        gate=account.budget.gate if account.budget else None,
-        group=group.name if group else None,
+        group=group,
         flaw=one.flaw,
+        final=one.final,
     )
 
 
@@ -158,6 +149,21 @@ def group_total(account: Account, name: str) -> dict[str, Any]:
     return {"name": name, "runs": len(runs), "epsilon": epsilon, "delta": delta}
 
 
+def comes_to(account: Account, spent: float, group: str | None) -> dict[str, Any]:
+    """What run.json and the card say of an account whose runs come to epsilon ``spent`` by PLD, and of a group of them."""
+    budget, share = account.budget, admission.used(account)
+    if account.flaws():
+        share, spent = None, math.inf
+    return {
+        "budget": {"epsilon": budget.epsilon, "delta": budget.delta, "order": budget.order} if budget else None,
+        "final": account.final,
+        "used": None if share is None else finite(share),
+        "spent_epsilon": finite(spent),
+        "imported": len(account.imports),
+        "group": group_total(account, group) if group is not None else None,
+    }
+
+
 def _cost(dataset: str, one: RunRequest) -> float:
     """What a run costs alone, at its own delta."""
     paid = count_releases(one.event)
@@ -167,26 +173,9 @@ def _cost(dataset: str, one: RunRequest) -> float:
             "what runs must be what is accounted. Build both from one Plan."
         )
     alone = stated(one.event, one.delta, one.relation)[0]
-    if alone == float("inf"):
+    if math.isinf(alone):
         raise Refused(
             f"no finite epsilon can be certified at delta {one.delta:g}, so nothing can be charged."
             " Raise privacy.delta or privacy.noise_multiplier."
         )
     return alone
-
-
-def _check_place(ledger: Ledger, account: Account, group: Group | None, extends: str | None) -> None:
-    first = ledger.run(extends).reservation if extends is not None else None
-    if first and first.dataset != account.dataset:
-        raise ConfigError(
-            f"reservation {extends!r} is not charged to {account.dataset!r}, so no lost steps of it can be made up."
-        )
-    if first and first.group is not None:
-        raise Refused(
-            f"run {first.run!r} is one of tuning group {first.group!r}, whose runs were fixed together before the first, and the "
-            "cards of the others state what all of them come to: lost steps cannot be made up. Resume without them."
-        )
-    if group and group.name in account.groups():
-        raise ConfigError(
-            f"tuning group {group.name!r} has its runs already, and they were fixed together. Resume the sweep, or start another."
-        )

@@ -22,7 +22,7 @@ from dpllm.errors import ConfigError, Refused
 from dpllm.files import make_lockable
 from dpllm.ledger.place import Spot
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 TABLES = {  # table -> columns
     "meta": "key TEXT PRIMARY KEY, value TEXT NOT NULL",
     "entries": "seq {integer} PRIMARY KEY, kind TEXT NOT NULL, dataset TEXT NOT NULL, payload TEXT NOT NULL, "
@@ -107,8 +107,8 @@ def _create(tables: Iterable[str], **types: str) -> list[str]:
 
 def _check_version(store: Store) -> None:
     found = [value for (value,) in store.rows("SELECT value FROM meta WHERE key = 'schema_version'")]
-    if found == ["1"]:
-        raise Refused(f"ledger {store.location} is of version 1, and {NOT_READ}")
+    if found in (["1"], ["2"]):
+        raise Refused(f"ledger {store.location} is of version {found[0]}, and {NOT_READ}")
     if found != [str(SCHEMA_VERSION)]:
         raise store.unusable(f"its schema version is {found}, and this dpllm knows {SCHEMA_VERSION}")
 
@@ -123,7 +123,7 @@ class SQLite:
 
         Raises:
             ConfigError: The path cannot be written, or holds something other than a ledger.
-            Refused: It is a ledger of version 1.
+            Refused: It is a ledger of an earlier version.
         """
         self.location = str(path)
         if read_only:

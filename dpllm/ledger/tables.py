@@ -5,6 +5,7 @@ Comes in: a ledger. Goes out: JSON values, rich tables of the same. Must not dec
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -19,14 +20,13 @@ from dpllm.ledger import admission
 from dpllm.ledger.chain import Entry
 from dpllm.ledger.ledger import Ledger
 from dpllm.ledger.reserving import group_total
-from dpllm.ledger.values import OPEN
-from dpllm.privacy import renyi
+from dpllm.ledger.values import OPEN, used_in_words
 
 Json = dict[str, Any]
 
 
 def overview_values(ledger: Ledger, datasets: Sequence[str]) -> Json:
-    """Runs, imports and totals of each dataset, and which figure gates, in the sentences of ``says``."""
+    """Runs, imports and what is used of each dataset's budget, in the sentences of ``says`` too."""
     found = {}
     for name in datasets:
         account, imports = ledger.account(name), [entry.facts for entry in ledger.chain.of(name, "import")]
@@ -37,7 +37,7 @@ def overview_values(ledger: Ledger, datasets: Sequence[str]) -> Json:
                 | {key: getattr(run.reservation, key) for key in ("entry", "run", "num_steps", "epsilon", "delta")}
                 for run in account.runs
             ],
-            "remaining": ledger.remaining(name),
+            "used": admission.used(account),
             "imports": [{"run": facts["run"], "event": facts["event"]} for facts in imports],
             "says": totals(ledger, name),
         }
@@ -72,53 +72,31 @@ def overview(found: Json) -> Group:
 
 
 def totals(ledger: Ledger, dataset: str) -> list[str]:
-    """What a dataset has spent by each rule, which of them gates, and the sum of epsilons beside them."""
+    """How much of a dataset's budget is used, or without one or after a final run what all runs come to; then the rest."""
     account = ledger.account(dataset)
-    budget = account.budget
-    try:
-        planned = f"{ledger.spent(dataset):.3f}"
-    except Refused:  # imports may be of kinds that no accountant knows together
-        planned = "unknown, as no accountant knows all of them together"
-    composed, lines = f"All runs as reserved, composed by PLD: epsilon {planned}.", []
-    if budget is None:
-        lines.append(f"{composed} No budget is set: runs are charged without a limit.")
+    budget, share = account.budget, admission.used(account)
+    lines = []
+    if budget is not None and share is not None:
+        fit = ""
+        if account.runs:
+            last = account.runs[-1]
+            fit = f"; {admission.how_many(account, last.event)} more like run {last.reservation.run} fit"
+        lines.append(f"{used_in_words(share, budget)}{fit}.")
     else:
-        left = admission.filter_left(account)
-        lines.append(
-            f"Budget: epsilon {budget.epsilon:g} at delta {budget.delta:g} per {budget.unit} ({budget.relation}), set by "
-            f"{budget.by or 'an unnamed person'}: {budget.reason or 'no reason given'}."
-        )
-        gates_now = budget.gate == "planned" and account.sealed is None
-        gate = "gates" if gates_now else "is shown for comparison: it holds for runs fixed in advance"
-        lines.append(f"{composed} This figure {gate}.")
-        if left is not None:
-            stated = admission.filter_epsilon(account) or 0.0
-            whole = admission.filter_allowance(budget)
-            spent = max(0.0, whole - left.allowance)
-            share = f"{spent / whole:.1%}" if whole > 0 else "all"
-            rule = "Sum of epsilons" if left.order == renyi.SUM else f"Renyi filter at order {left.order:g}"
-            lines.append(f"{rule}: {share} of its allowance is spent ({spent:.4f} of {whole:.4f}). This figure gates.")
-            if left.order != renyi.SUM:
-                lines.append(
-                    f"As a guarantee for all so far, that is epsilon {stated:.3f}, which grows fast at first and slowly later."
-                )
-        elif account.sealed is not None:
-            lines.append(
-                f"Sealed list: {len(account.sealed)} runs, of which {len(account.runs)} reserved; together with what was "
-                f"imported epsilon {admission.planned_epsilon(account, budget, account.sealed):.3f}. This figure gates."
-            )
-        lines.append(f"Further runs may add epsilon {admission.remaining(account):.3f}.")
+        try:
+            spent = ledger.spent(dataset)
+            total = f"epsilon {spent:.4f}"
+        except Refused:  # imports may be of kinds that no accountant knows together
+            spent, total = math.inf, "no epsilon that an accountant knows"
+        how = "closed by a final reservation: exactly" if account.final else "as if fixed in advance:"
+        exceeds = ", which exceeds the budget" if budget and spent > budget.epsilon else ""
+        lines.append(f"All runs, {how} {total}{exceeds}.")
+    lines.append(f"Budget: {budget}." if budget else "No budget is set: runs are charged without a limit.")
     for name, runs in account.groups().items():
         found, done = group_total(account, name), sum(run.state == "completed" for run in runs)
         lines.append(
             f"Tuning group {name}: {found['runs']} runs fixed together, {done} completed; all of them come to epsilon "
             f"{found['epsilon']:.3f} at delta {found['delta']:g}."
-        )
-    if len(account.runs) + len(account.imports) > 1:
-        total = sum(run.reservation.epsilon for run in account.runs)
-        outside = " (without what was imported)" if account.imports else ""
-        lines.append(
-            f"The sum of their epsilons{outside} would be {total:.3f}; it is no bound at one delta, and shown to compare."
         )
     return lines + [f"Exception: {line}." for line in account.deviations()]
 
@@ -156,15 +134,14 @@ def _age(heartbeat: float) -> str:
 def _what(kind: str, content: Mapping[str, Any]) -> str:
     who = f", by {content['by']}: {content.get('reason')}" if content.get("by") else ""
     if kind == "budget":
-        return f"epsilon {content['epsilon']:g} at delta {content['delta']:g}, {content['gate']}{who}"
+        return f"epsilon {content['epsilon']:g} at delta {content['delta']:g}{who}"
     if kind == "reserve":
         group = f", tuning group {content['group']}" if content.get("group") else ""
         size = f"{content['num_steps']} steps, epsilon {content['epsilon']:.3f}"
-        return f"{content['run']}: {size}, entry {content['entry']}{group}"
+        final = ", final" if content["final"] else ""
+        return f"{content['run']}: {size}, entry {content['entry']}{group}{final}"
     if kind in ("commit", "reconcile"):
         return f"{content['entry']}: {content.get('status', 'closed')} after {content['steps']} steps{who}"
-    if kind == "seal":
-        return f"{len(content['runs'])} runs{who}"
     if kind == "data":
         parent = f", derived from {content['derived_from']}" if content["derived_from"] else ""
         return f"{content['records']} records{parent}"

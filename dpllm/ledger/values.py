@@ -5,21 +5,21 @@ Frozen values without behaviour beyond their own arithmetic.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
-from dpllm.errors import ConfigError
+from dpllm.errors import BudgetExceeded, ConfigError, Refused
 from dpllm.ledger.chain import Entry
-from dpllm.privacy import events, renyi
+from dpllm.privacy import events
 from dpllm.privacy.accounting import Relation
 from dpllm.privacy.events import Event
 
 if TYPE_CHECKING:
     from dpllm.privacy.plan import Plan
 
-Gate = Literal["planned", "adaptive"]
 State = Literal["reserved", "running", "completed", "interrupted", "refused", "reconciled"]
 LABELS = "labels of "  # before the name of a dataset: the account of its labels
 OPEN = ("reserved", "running")  # states of a run that is not finished: no step yet; its process charges steps
@@ -27,24 +27,20 @@ OPEN = ("reserved", "running")  # states of a run that is not finished: no step 
 
 @dataclass(frozen=True)
 class Budget:
-    """What all runs on one dataset may spend together, and how that is decided."""
+    """What all runs on one dataset may spend together: whatever runs come, by a Renyi filter at one order."""
 
     epsilon: float  # of everything together, > 0
     delta: float  # of everything together; deltas of single runs do not matter here
     unit: str
     relation: Relation
-    gate: Gate = "planned"  # planned: a list of runs sealed before the first; adaptive: a Renyi filter
-    order: float | None = None  # of the filter; None under planned
-    import_delta: float = 0.0  # part of delta that is set aside for imported runs; adaptive only
+    import_delta: float = 0.0  # part of delta that is set aside for imported runs
+    order: float | None = None  # of the filter; None in a wish: it follows from epsilon, delta and relation
     by: str = ""  # who set it
     reason: str = ""
 
     def __str__(self) -> str:
-        gate = "planned" if self.gate == "planned" else f"adaptive at order {self.order:g}"
-        if self.order == renyi.SUM:
-            gate = "adaptive by the sum of epsilons"
         who = f", set by {self.by} ({self.reason})" if self.by else ""
-        return f"epsilon {self.epsilon:g} at delta {self.delta:g} per {self.unit} under {self.relation}, {gate}{who}"
+        return f"epsilon {self.epsilon:g} at delta {self.delta:g} per {self.unit} under {self.relation}{who}"
 
 
 @dataclass(frozen=True)
@@ -58,12 +54,13 @@ class RunRequest:
     relation: Relation
     run: str = ""  # its name, for people
     flaw: str | None = None  # why it gives no guarantee; None: it gives one
+    final: bool = False  # ask for the exact total of this reservation, after which the account is closed for good
 
     @classmethod
-    def of(cls, plan: Plan, run: str = "", num_steps: int | None = None, flaw: str | None = None) -> RunRequest:
-        """What a Plan asks for, in all or for some of its steps."""
-        steps = plan.schedule.num_steps if num_steps is None else num_steps
-        return cls(plan.event_after(steps), plan.delta, steps, plan.unit, plan.neighbouring_relation, run, flaw)
+    def of(cls, plan: Plan, run: str = "", flaw: str | None = None, *, final: bool = False) -> RunRequest:
+        """What a Plan asks for."""
+        steps = plan.schedule.num_steps
+        return cls(plan.event, plan.delta, steps, plan.unit, plan.neighbouring_relation, run, flaw, final)
 
 
 @dataclass(frozen=True)
@@ -78,10 +75,9 @@ class Reservation:
     delta: float
     unit: str
     relation: Relation
-    extends: str | None = None  # the reservation whose lost steps this one makes up
-    gate: Gate | None = None  # by which it was admitted; None without a budget
     group: str | None = None  # the tuning group with whose runs it was fixed; None for a single run
-    flaw: str | None = None  # why the run gives no guarantee; None: it gives one, or an earlier version did not say
+    flaw: str | None = None  # why the run gives no guarantee; None: it gives one
+    final: bool = False  # it was admitted by its exact total, and closed the account for good
 
     @property
     def mark(self) -> int:
@@ -101,25 +97,11 @@ class Run:
 
     @property
     def kept(self) -> Event:
-        """What an adaptive gate still counts: the executed part of a reconciled run, all of any other."""
+        """What the filter still counts: the executed part of a reconciled run, all of any other."""
         # An interrupted run may go on, so all of it counts until somebody closes it, after which no step can be charged.
         if self.state != "reconciled" or not events.divisible(self.event):
             return self.event
         return replace(self.event, count=min(self.steps, self.event.count))
-
-
-@dataclass(frozen=True)
-class Sealed:
-    """One run of the list that was sealed under the gate ``planned``."""
-
-    event: Event
-    num_steps: int
-
-
-def seal_content(runs: Sequence[Sealed], by: str, reason: str) -> dict[str, Any]:
-    """The payload of a seal."""
-    listed = [{"event": run.event.to_json(), "num_steps": run.num_steps} for run in runs]
-    return {"runs": listed, "by": by, "reason": reason}
 
 
 @dataclass(frozen=True)
@@ -128,23 +110,26 @@ class Account:
 
     dataset: str
     budget: Budget | None
-    sealed: tuple[Sealed, ...] | None
     runs: tuple[Run, ...]
     imports: tuple[Event, ...]
     # Who permitted training without differential privacy, when and why; also before there was a budget.
     exceptions: tuple[Mapping[str, Any], ...] = ()
 
     @property
+    def final(self) -> bool:
+        """Whether its first reservation closed it for good."""
+        return any(run.reservation.final for run in self.runs)
+
+    @property
+    def used(self) -> bool:
+        """Whether anything was ever reserved or imported, whatever became of it."""
+        return bool(self.runs or self.imports)
+
+    @property
     def permission(self) -> Mapping[str, Any] | None:
         """The last exception that holds: by the owner of the budget, where there is one."""
         valid = [entry for entry in self.exceptions if self.budget is None or entry["by"] == self.budget.by]
         return valid[-1] if valid else None
-
-    def after(self, one: RunRequest) -> Account:
-        """The same once such a run is reserved."""
-        claim = Reservation("", self.dataset, one.run, one.num_steps, 0.0, one.delta, one.unit, one.relation)
-        run, sealed = Run(claim, one.event, 0, "reserved", 0.0), self.sealed or (Sealed(one.event, one.num_steps),)
-        return replace(self, runs=(*self.runs, run), sealed=sealed)
 
     def flaws(self) -> list[str]:
         """Runs that give no guarantee: whatever the others cost, no epsilon covers all runs together."""
@@ -177,14 +162,12 @@ class Account:
 
 def account_of(dataset: str, entries: Iterable[Entry], progress: Mapping[str, tuple[int, float]]) -> Account:
     """What the links of a dataset, oldest first, say of it; ``progress`` has the steps and the heartbeat of each run."""
-    budget, sealed, imports, exceptions, reserved = None, None, [], [], []
+    budget, imports, exceptions, reserved = None, [], [], []
     ended: dict[str, tuple[State, int]] = {}
     for entry in entries:
         facts = entry.facts
         if entry.kind == "budget":
             budget = Budget(**_fields(entry, Budget))
-        elif entry.kind == "seal":
-            sealed = _sealed(entry)
         elif entry.kind == "import":
             imports.append(event_of(entry))
         elif entry.kind == "exception":
@@ -200,7 +183,7 @@ def account_of(dataset: str, entries: Iterable[Entry], progress: Mapping[str, tu
         # Of a closed run the chain says how many steps it had; a row beside it could be changed.
         steps = final if state in ("completed", "reconciled") else steps
         runs.append(Run(reservation_of(entry), event_of(entry), steps, state, heartbeat))
-    return Account(dataset, budget, sealed, tuple(runs), tuple(imports), tuple(exceptions))
+    return Account(dataset, budget, tuple(runs), tuple(imports), tuple(exceptions))
 
 
 @lru_cache(maxsize=65_536)
@@ -215,11 +198,6 @@ def event_of(entry: Entry) -> Event:
     return events.read(entry.facts["event"])
 
 
-@lru_cache(maxsize=64)
-def _sealed(entry: Entry) -> tuple[Sealed, ...]:
-    return tuple(Sealed(events.read(run["event"]), run["num_steps"]) for run in entry.facts["runs"])
-
-
 def _fields(entry: Entry, kind: Any) -> dict[str, Any]:
     facts = {**entry.facts, "dataset": entry.dataset}
     return {name: facts[name] for name in kind.__dataclass_fields__ if name in facts}
@@ -227,30 +205,54 @@ def _fields(entry: Entry, kind: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Outlook:
-    """What the ledger holds for a dataset, and would hold after one more run; epsilons are given at ``delta``."""
+    """What the ledger holds for a dataset, and would hold after one more reservation."""
 
     dataset: str
-    gate: Literal["none", "planned", "adaptive"]  # which of the two figures below decides; none: no budget
     budget: Budget | None
+    final: bool  # the reservation asks to be the final one, or the account is closed by one
+    used: float | None  # share of the budget that is used; None without a budget, and where ``final``
+    used_after: float | None  # the same with the reservation
+    could_follow: int | None  # how many more like it would fit after it; None without a budget
+    # Epsilon of all that is reserved at ``delta``, composed by PLD as if fixed in advance; None where ``used`` is not.
+    spent: float | None
+    after: float | None  # the same with the reservation
     delta: float
-    spent: float  # epsilon of all that is reserved, composed by PLD as if fixed in advance
-    after: float  # the same with the run
-    filter_spent: float | None  # epsilon that the Renyi filter states for what is reserved; None unless adaptive
-    filter_after: float | None
-    remaining: float | None  # epsilon that further runs may add: after the run, or as it is where that is refused
-    # How many runs could follow it: such ones of an adaptive budget, those that wait of a sealed list; None without a budget.
-    could_follow: int | None
-    refusal: str | None  # with which words the run would be refused; None if it fits
+    refusal: str | None  # with which words it would be refused; None if it fits
     reason: str  # in one word, by which refusals are counted
 
+    @property
+    def error(self) -> Refused | None:
+        """The refusal as an error; None where it fits."""
+        if self.refusal is None:
+            return None
+        kind = BudgetExceeded if self.reason == "over_budget" else Refused
+        return kind(self.refusal, dataset=self.dataset, reason=self.reason)
+
     def __str__(self) -> str:
-        """What was spent, and what this run would leave."""
-        words = (
-            f"{self.dataset} has spent {self.spent:.3f}, and {self.after:.3f} after this run, at delta {self.delta:g}"
-        )
-        if self.budget is None:
-            return f"{words}; no budget limits it"
-        return f"{words}; of the budget of {self.budget.epsilon:g}, {self.remaining or 0:.3f} then remains"
+        """What is used, and what would be."""
+        if self.budget is not None and self.used is not None:
+            words = f"{self.dataset}: {used_in_words(self.used, self.budget)}"
+            if self.refusal is not None or self.used_after is None:
+                return f"{words}; this run is refused"
+            return f"{words}, {percent(self.used_after)} with this run; {self.could_follow} more like it fit"
+        words = f"{self.dataset}: epsilon {self.spent:.4f} at delta {self.delta:g}, {self.after:.4f} with this run"
+        if self.refusal is not None:
+            return f"{words}, which is refused"
+        if self.final:
+            return f"{words}, exactly; it is final, so that none can follow"
+        return f"{words}, if all is fixed in advance; no budget limits it"
+
+
+def percent(share: float) -> str:
+    """A share of a budget in three digits; above the whole never shown as the whole."""
+    if math.isinf(share):
+        return "more than all"
+    return f"{math.ceil(1000 * share) / 10 if share > 1 else float(f'{100 * share:.3g}'):g}%"
+
+
+def used_in_words(share: float, budget: Budget) -> str:
+    """The one number of a budget."""
+    return f"{percent(share)} of epsilon {budget.epsilon:g} used"
 
 
 def label_account(name: str) -> str:

@@ -166,7 +166,7 @@ def make_plan(
         settings: What is asked.
         schedule: Of the run.
         cache_dir: Where calibrations are remembered.
-        fit: What is left of a Renyi filter that the run must fit: calibrated noise is then the larger of what meets the
+        fit: What is left of a Renyi filter that the run is to fit: calibrated noise is then the larger of what meets the
             target epsilon and what fits. Noise that the settings name is left as it is, for the ledger to judge.
         largest_delta: Of the dataset's budget, if it has one: ``privacy.delta: auto`` is at most that. Below 1/N itself.
         coefficients: Of the run that goes on; None: they are optimised for the recipe's steps.
@@ -174,7 +174,7 @@ def make_plan(
     Raises:
         Refused: delta >= 1/N, the run's or the budget's; the given noise_multiplier exceeds the target epsilon; the filter cannot
             count the event; or banded noise has no room (``banded.check``).
-        BudgetExceeded: Nothing is left of the filter, or fitting it takes more than twice the noise of the target.
+        BudgetExceeded: No noise makes the run fit.
         ConfigError: The target epsilon cannot be reached.
     """
     relation = settings.relation
@@ -209,7 +209,7 @@ def make_plan(
 def resolved_delta(wanted: float | str, largest_delta: float, size: int, name: str = "privacy.delta") -> float:
     """The delta that is stated, which is below 1/N, as is that of the dataset's budget; errors call it ``name``."""
     if largest_delta < 1.0:
-        correct = "Its owner can correct it with dpllm ledger init as long as nothing is sealed or spent"
+        correct = "Its owner can correct it with dpllm ledger init as long as nothing is spent"
         check_delta(largest_delta, size, "the delta of the dataset's budget,", f"{correct}; or bring more data.")
     delta = min(auto_delta(size), largest_delta) if wanted == "auto" else events.number(name, wanted, 0.0, 1.0)
     check_delta(delta, size, name)
@@ -225,29 +225,19 @@ def check_delta(delta: float, dataset_size: int, name: str = "privacy.delta", fi
         )
 
 
-def _fitting(sigma: float, event_of: Callable[[float, int], RunEvent], steps: int, fit: Fit) -> float:
+def _fitting(sigma: float, event_of: Callable[[float], RunEvent], fit: Fit) -> float:
     """The noise multiplier that meets the target and fits the filter."""
-    if fit.allowance <= 0:
-        raise BudgetExceeded(
-            "this dataset's budget (a Renyi filter) is spent, so no amount of noise makes a run fit. Train on other data, or "
-            "ask the budget's owner for another budget."
-        )
-    if "rdp" not in accounting.accountants(event_of(sigma, steps)):
+    if "rdp" not in accounting.accountants(event_of(sigma)):
         raise Refused(
-            "data.sampling: example is accounted by a mixture of Gaussians, whose Renyi divergence is not known, so an "
-            "adaptive budget cannot count it. Set data.sampling: unit, or use a dataset with a planned budget."
+            "data.sampling: example is accounted by a mixture of Gaussians, whose Renyi divergence is not known, so the budget "
+            "cannot say what fits. Set data.sampling: unit, or privacy.fit_budget: false and privacy.final: true."
         )
-    fits = renyi.smallest_noise_multiplier(lambda s: event_of(s, steps), fit)
-    if fits <= 2 * sigma:
-        return max(sigma, fits)
-    most = renyi.largest_num_steps(lambda n: event_of(sigma, n), fit)
-    needed = f"a noise multiplier of {fits:g}" if math.isfinite(fits) else "more noise than dpllm considers"
-    raise BudgetExceeded(
-        f"what is left of this dataset's Renyi filter ({fit.allowance:.4g} at order {fit.order:g}) is too little: "
-        f"{steps} steps would need {needed}, more than twice the {sigma:g} that privacy.epsilon asks for; at {sigma:g}, "
-        f"{most} steps would fit. Train fewer steps, lower privacy.epsilon or the sampling rate, or set "
-        "privacy.noise_multiplier yourself."
-    )
+    fits = renyi.smallest_noise_multiplier(event_of, fit)
+    if math.isinf(fits):
+        raise BudgetExceeded(
+            "privacy.fit_budget: this dataset's budget is used up, so no amount of noise makes a run fit. Train on other data."
+        )
+    return max(sigma, fits)
 
 
 def _coefficients(settings: Settings, schedule: Schedule, delta: float, cache_dir: Path | None) -> tuple[float, ...]:
@@ -300,7 +290,7 @@ def _noise(
         settings.epsilon, delta, schedule, relation, bands, cache_dir, group_size=group
     )
     if fit is not None and settings.noise_multiplier is None:
-        sigma = _fitting(sigma, lambda s, n: steps_event(s, schedule, n, group, bands), steps, fit)
+        sigma = _fitting(sigma, lambda s: steps_event(s, schedule, steps, group, bands), fit)
     epsilon = accounting.epsilon(steps_event(sigma, schedule, steps, group, bands), delta, relation)
     if epsilon > settings.epsilon and settings.noise_multiplier is None and cache_dir is not None:
         return _noise(settings, schedule, delta, None, fit, bands)  # somebody changed the remembered noise

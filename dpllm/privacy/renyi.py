@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import math
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 # 1.1 to 11 in tenths, then whole numbers: what filter_order considers.
 ORDERS = tuple(n / 10 for n in range(11, 110)) + tuple(float(n) for n in range(11, 65))
 MIN_NOISE_MULTIPLIER, MAX_NOISE_MULTIPLIER = 0.05, 1e4  # what calibration considers
-MAX_STEPS = 10**9
 LEAST = 2.0**-40  # divergence of one sampled sum: beside 1, a float has few digits of less, and none at q below 1e-8
 BELOW_ONE = math.nextafter(1.0, 0.0)
 SUM = 1e30  # an order at which a release of known epsilon costs that epsilon, and the conversion nothing
@@ -89,13 +88,6 @@ def filter_order(epsilon: float, delta: float) -> float:
     ``scripts/figure_gates.py`` tries, its largest cost beside an order chosen in hindsight is the least.
     """
     return max(ORDERS, key=lambda order: max(0.0, allowance(epsilon, delta, order)) / order**1.8)
-
-
-def largest_num_steps(event_of: Callable[[int], Event], fit: Fit) -> int:
-    """The most steps whose event fits; 0 where none does, 1e9 where it ends looking. Cost never falls with steps."""
-    if fit.allowance <= 0:
-        return 0
-    return bisect_right(range(1, MAX_STEPS + 1), fit.allowance, key=lambda steps: rdp(event_of(steps), fit.order))
 
 
 def smallest_noise_multiplier(event_of: Callable[[float], Event], fit: Fit) -> float:

@@ -37,11 +37,11 @@ from dpllm.privacy.releases import OTHER
 from dpllm.publish import filters
 from dpllm.publish.drawn import Drawn
 from dpllm.publish.generate import Sample
-from dpllm.publish.ordered import DELTA, FIELD, FILTERS, TEXTS, Offer, Order, offer, with_base
+from dpllm.publish.ordered import DELTA, FIELD, FILTERS, Offer, Order, offer, with_base
 from dpllm.publish.quality import EVALUATION, TRAINING, Beside, Measure
 from dpllm.recipe import names
 from dpllm.recipe.config import RunConfig
-from dpllm.run.describe import Opened, opened, refusal, refuse_adapter, without_evaluation
+from dpllm.run.describe import Opened, opened, refuse_adapter, without_evaluation
 from dpllm.run.payment import Payment
 from dpllm.statement import state
 from dpllm.statement.fields import Lineage
@@ -62,7 +62,7 @@ def offer_of(config: RunConfig, order: Order) -> tuple[Offer, Lineage | None, Re
         made = _offer(config, order, source)
         request = _request(config, order, made)
         before = with_base(order, made, config, source.policy, source.ledger)
-        return made, before, refusal(source.ledger, source.account, [request], TEXTS) if source.ledger else None
+        return made, before, source.ledger.outlook(source.account, [request]).error if source.ledger else None
 
 
 def _offer(config: RunConfig, order: Order, source: Opened) -> Offer:
@@ -73,7 +73,8 @@ def _offer(config: RunConfig, order: Order, source: Opened) -> Offer:
 
 def _request(config: RunConfig, order: Order, made: Offer) -> RunRequest:
     event = made.ballot.event(order.tokens)
-    return RunRequest(event, made.delta, 1, config.data.unit, made.relation, "synthesize: inference")
+    final = config.privacy.final
+    return RunRequest(event, made.delta, 1, config.data.unit, made.relation, "synthesize: inference", final=final)
 
 
 def private_of(output: Path) -> Path:
@@ -178,8 +179,6 @@ class _Job:
         request = _request(self.config, order, self.made)
 
         def begin() -> dict[str, Any]:
-            if said := refusal(ledger, source.account, [request], TEXTS):
-                raise said
             whose = source.policy
             claim = ledger.reserve(whose.dataset, request, records=whose.records, derived_from=whose.derived_from)
             return {"entry": claim.entry, "codes": secrets.randbits(256), "coins": secrets.randbits(256)}

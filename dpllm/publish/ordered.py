@@ -27,10 +27,6 @@ FIELD = "{text}"
 PROMPT = f"Here is one text of a collection:\n\n{FIELD}\n\nWrite another text of this collection. Answer with the text alone."
 DELTA = 1e-5
 MOST_CLIP = 4.0  # of the temperature: a larger vote is hardly ever cast
-TEXTS = (
-    "seal a list that has both: dpllm synthesize ... --dry-run --json > texts.json with the budget's --delta, then dpllm ledger "
-    "seal NAME RECIPE texts.json"
-)
 FILTERS = {"keep_unfinished": False, "min_words": None, "max_words": None, "schema": None, "no_details": False}
 
 

@@ -129,6 +129,8 @@ def digest(config: RunConfig) -> str:
         ("data", "chat_template"),
         ("data", "label_record"),
         ("data", "label_epsilon"),
+        ("privacy", "fit_budget"),
+        ("privacy", "final"),
     ):
         if not recipe[section][key]:
             del recipe[section][key]

@@ -44,6 +44,11 @@ class PrivacyConfig(Section):
     derived_from: str | None = None
     """Name of the ledger's dataset of which data.train is a subset, an extended or a re-tokenised copy; that dataset is
     charged."""
+    fit_budget: bool = False
+    """true: where the dataset's budget has no room for epsilon, lower it to the largest that fits, and say so; false: refuse."""
+    final: bool = False
+    """true: the first and last reservation on the dataset, admitted by its exact epsilon: no other run can follow. `--final` sets
+    it. Only so can a budget admit `data.sampling: example`."""
     secure_noise: bool = False
     """true: noise comes from AES, a cryptographic generator on the CPU, also when a GPU trains. Slower; meant for adapters."""
     insecure_seed: int | None = Field(default=None, ge=0, lt=2**128)

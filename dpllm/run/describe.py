@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import dpllm
-from dpllm.errors import BudgetExceeded, ConfigError, Refused
+from dpllm.errors import ConfigError, Refused
 from dpllm.files import alone, scratch, write_json
-from dpllm.ledger import Ledger, RunRequest, admission, dataset_policy, open_ledger
+from dpllm.ledger import Ledger, Outlook, RunRequest, dataset_policy, open_ledger
 from dpllm.ledger.reserving import reserve_all
 from dpllm.privacy.accounting import Relation, compose, stated
 from dpllm.privacy.events import Event, PureDP, count_releases, number
@@ -62,16 +62,12 @@ class Offer:
 
     Attributes:
         statistics: Costs and errors, without values.
-        spent: Epsilon that the ledger holds for the dataset, by PLD at delta.
-        after: The same with these releases.
-        refusal: Why the ledger would refuse them.
+        seen: What the ledger holds for the dataset, and would hold; None where there is none yet.
         notes: What the noise does, for people.
     """
 
     statistics: Statistics
-    spent: float
-    after: float
-    refusal: Refused | None
+    seen: Outlook | None
     notes: tuple[str, ...]
     _source: Opened
     _ready: Callable[[], object]  # what may fail because of a row, while it is free
@@ -89,18 +85,9 @@ class Offer:
         notes: tuple[str, ...] = (),
     ) -> Offer:
         """What the ledger says of ``found``, and would say."""
-        ledger, dataset = source.ledger, source.account
-        spent, after, said = 0.0, found.epsilon, None
-        if ledger is not None:
-            steps = count_releases(found.event())
-            all_of_it = RunRequest(found.event(), source.delta, steps, found.unit, found.neighbouring_relation)
-            spent, after = ledger.spent(dataset, source.delta), ledger.spent(dataset, source.delta, all_of_it)
-            sealed = (
-                "seal a list that holds both: dpllm describe ... --dry-run --json > statistics.json, then "
-                f"dpllm ledger seal {dataset} RECIPE statistics.json"
-            )
-            said = refusal(ledger, dataset, _requests(found), sealed)
-        return cls(found, spent, after, said, notes, source, ready, draws, write)
+        ledger = source.ledger
+        seen = ledger.outlook(source.account, _requests(found, source.final)) if ledger else None
+        return cls(found, seen, notes, source, ready, draws, write)
 
     def release(self, output: Path) -> Statistics:
         """Reserves, draws and writes; within ``offered`` with ``create``.
@@ -116,9 +103,10 @@ class Offer:
                     f"--output {output}: holds an earlier release, which would be lost, and releasing it again costs again. "
                     "Type another."
                 )
-            if self.refusal:
-                raise self.refusal
-            ledger, whose, releases, requests = self._source.ledger, self._source.policy, [], _requests(self.statistics)
+            if self.seen and self.seen.error:
+                raise self.seen.error
+            ledger, whose, releases = self._source.ledger, self._source.policy, []
+            requests = _requests(self.statistics, self._source.final)
             assert ledger is not None
             self._ready()
             claims = reserve_all(
@@ -207,6 +195,7 @@ class Opened:
     policy: dataset_policy.DatasetPolicy
     account: str
     delta: float
+    final: bool  # nothing can follow what is released
 
     def facts(self, config: RunConfig, event: Event, **software: str) -> dict[str, Any]:
         """What ``Statistics`` says of the data, the day and the cost of ``event``."""
@@ -264,7 +253,7 @@ def opened(
         wanted = delta if delta is not None else budget.delta if budget else min(most, auto_delta(size))
         found = resolved_delta(wanted, budget.delta if budget else 1.0, size, "--delta")
         public_units(config.data, counted, found, "--delta")
-        yield Opened(table, units, ledger, policy, account, found)
+        yield Opened(table, units, ledger, policy, account, found, config.privacy.final)
 
 
 def _priced(
@@ -310,23 +299,10 @@ def _costs(shares: Sequence[float], epsilon: float, delta: float, relation: Rela
     return found
 
 
-def _requests(asked: Statistics) -> list[RunRequest]:
+def _requests(asked: Statistics, final: bool) -> list[RunRequest]:
     whose = asked.unit, asked.neighbouring_relation
     steps = ((one, count_releases(one.event)) for one in asked.releases)
-    return [RunRequest(one.event, asked.delta, many, *whose, f"describe: {one.statistic}") for one, many in steps]
-
-
-def refusal(ledger: Ledger, dataset: str, requests: Sequence[RunRequest], without_list: str) -> Refused | None:
-    """What the ledger would say; of a planned budget without a sealed list, ``without_list``, since they would be all of it."""
-    account = ledger.account(dataset)
-    try:
-        ledger.same_unit(dataset, requests[0].unit, requests[0].relation)
-    except Refused as error:
-        return error
-    why = admission.refusal(account, requests)
-    if account.budget and account.budget.gate == "planned" and account.sealed is None:
-        why = (
-            f"dataset {dataset!r} has a planned budget without a sealed list, and these would be all of it, so that nothing "
-            f"could be trained; {without_list}."
-        )
-    return BudgetExceeded(why, dataset=dataset, reason="over_budget") if why else None
+    return [
+        RunRequest(one.event, asked.delta, many, *whose, f"describe: {one.statistic}", final=final)
+        for one, many in steps
+    ]

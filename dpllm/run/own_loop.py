@@ -110,6 +110,7 @@ class Engine:
         dataset: str,
         max_length: int,
         physical_batch_size: int = 8,
+        final: bool = False,
     ) -> None:
         """Checks everything, then reserves.
 
@@ -122,6 +123,7 @@ class Engine:
             dataset: The name of the data in it.
             max_length: Tokens of the longest row allowed; public.
             physical_batch_size: Rows in one forward pass, at most.
+            final: Whether it is the first and last run on the data, admitted by its exact epsilon.
 
         Raises:
             ConfigError: There are not N different units, or a row cannot be trained on.
@@ -152,7 +154,8 @@ class Engine:
             self._optimizer, self._digest, self._seen = optimizer, self._weights(), _seen(model, optimizer)
             self._ledger = ledger
             with ledger.counting():
-                self.entry = ledger.reserve(dataset, RunRequest.of(plan, f"own-loop-{secrets.token_hex(4)}")).entry
+                name = f"own-loop-{secrets.token_hex(4)}"
+                self.entry = ledger.reserve(dataset, RunRequest.of(plan, name, final=final)).entry
         except BaseException:
             self._engine.close()  # the model is the caller's again
             raise

@@ -10,9 +10,8 @@ import secrets
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dpllm.ledger import Ledger, RunRequest, admission, dataset_policy, open_ledger
-from dpllm.ledger.reserving import group_total, use_reservation
-from dpllm.privacy.accounting import finite
+from dpllm.ledger import Ledger, RunRequest, dataset_policy, open_ledger
+from dpllm.ledger.reserving import comes_to, use_reservation
 from dpllm.recipe.config import RunConfig
 from dpllm.run.directory import RunDir
 from dpllm.run.promise import Decision, Start
@@ -51,22 +50,13 @@ class Payment:
         if self.ledger is None or delta is None or self.entry is None:
             return None
         ledger, claim = self.ledger, self.ledger.run(self.entry).reservation
-        budget, account = ledger.budget(claim.dataset), ledger.account(claim.dataset)
-        spent: float | None = ledger.spent(claim.dataset, None if budget else delta)
-        filtered = admission.filter_epsilon(account)
-        if account.flaws():
-            filtered = spent = None
+        account = ledger.account(claim.dataset)
+        spent = ledger.spent(claim.dataset, None if account.budget else delta)
         return {
             "dataset": claim.dataset,
             "entry": claim.entry,
             "head": ledger.head(),
-            "budget": {name: getattr(budget, name) for name in ("epsilon", "delta", "gate", "order")}
-            if budget
-            else None,
-            "spent_epsilon": None if spent is None else finite(spent),
-            "filter_epsilon": None if filtered is None else finite(filtered),
-            "imported": len(account.imports),
-            "group": group_total(account, claim.group) if claim.group is not None else None,
+            **comes_to(account, spent, claim.group),
         }
 
 
@@ -101,7 +91,9 @@ def pay(config: RunConfig, decision: Decision, start: Start, run: RunDir, table:
         else:
             entry = ledger.reserve(
                 policy.dataset,
-                RunRequest.of(plan, f"{run.root.name}-{secrets.token_hex(4)}", steps, decision.flaw),
+                RunRequest.of(
+                    plan, f"{run.root.name}-{secrets.token_hex(4)}", decision.flaw, final=config.privacy.final
+                ),
                 records=policy.records,
                 derived_from=policy.derived_from,
             ).entry

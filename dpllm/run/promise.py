@@ -1,7 +1,7 @@
 """The one decision: may this run happen, and what does it promise?
 
 Comes in: a recipe, and how the run would begin. Goes out: a ``Decision``. ``dpllm plan`` prints it, training obeys it, and
-sweeps, shadow runs and ``dpllm ledger seal`` take from it what they need. Refusals are collected, not raised, so that what can
+sweeps and shadow runs take from it what they need. Refusals are collected, not raised, so that what can
 still be computed beside one is. Must not import torch, read weights or write to the ledger.
 """
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from dpllm.errors import BudgetExceeded, ConfigError, DpllmError, Refused
+from dpllm.errors import BudgetExceeded, ConfigError, DpllmError
 from dpllm.files import read_json, scratch
 from dpllm.ledger import Ledger, Outlook, RunRequest, dataset_policy, default_path, open_ledger
 from dpllm.ledger.dataset_policy import DatasetPolicy
@@ -104,16 +104,15 @@ class Decision:
         return self.subject.labels if self.subject else None
 
     @property
-    def shrunk(self) -> str:
-        """Says that the budget has no room for the epsilon that was asked for; empty where it has."""
-        plan, held = self.plan, self.ledger
-        if plan is None or held is None or held.filter_after is None or self.config.privacy.noise_multiplier:
-            return ""
-        if held.refusal or plan.epsilon > 0.99 * plan.target_epsilon:
+    def lowered(self) -> str:
+        """Says that ``privacy.fit_budget`` lowered the epsilon that was asked for; empty where it did not."""
+        plan = self.plan
+        asked = self.config.privacy.fit_budget and self.config.privacy.noise_multiplier is None
+        if plan is None or not asked or plan.epsilon > 0.99 * plan.target_epsilon:
             return ""
         return (
-            f"The budget has room for epsilon {plan.epsilon:.3f} and not for the {plan.target_epsilon:g} asked for, so the noise "
-            "is raised to fit, and next to nothing is left for other runs. Type a smaller --privacy.epsilon to keep some."
+            f"privacy.fit_budget: epsilon is lowered to {plan.epsilon:.3f} from the {plan.target_epsilon:g} asked for, the most "
+            "that the budget has room for, so next to nothing is left for other runs."
         )
 
     @property
@@ -130,8 +129,8 @@ class Decision:
             lines.insert(0, f"Plan: {self.plan}")
         elif self.schedule is not None and not self.config.privacy.enabled:
             lines.insert(0, f"No differential privacy: {self.schedule.num_steps} steps")
-        if self.shrunk:
-            lines.append(self.shrunk)
+        if self.lowered:
+            lines.append(self.lowered)
         if (loss := derived.flipped_labels(self.config)) is not None:
             lines.append(loss)
         if self.ledger is not None:
@@ -145,7 +144,7 @@ class Decision:
     def _repr_html_(self) -> str:
         """The same as a table, in a notebook."""
         rows = self.plan.in_words() if self.plan else {}
-        more = {"ledger": self.ledger, "beware": self.shrunk or None, "data": self.subject and self.subject.reads}
+        more = {"ledger": self.ledger, "beware": self.lowered or None, "data": self.subject and self.subject.reads}
         return html_table("Plan", {**rows, **more, "refused": "; ".join(map(str, self.refusals)) or None})
 
     def without_rows(self) -> Self:
@@ -178,11 +177,6 @@ class Refusals:
         except DpllmError as error:
             self.add(error)
             return None
-
-
-def _refusal_of(seen: Outlook) -> Refused:
-    kind = BudgetExceeded if seen.reason == "over_budget" else Refused
-    return kind(seen.refusal or "", dataset=seen.dataset, reason=seen.reason)
 
 
 def decide(
@@ -229,12 +223,14 @@ def decide(
             plan = found.attempt(_resumed_plan, config, subject.num_units, resumed)
             schedule = plan.schedule if plan else schedule
         elif config.privacy.enabled:
-            left = terms or found.attempt(dataset_policy.terms, ledger, dataset, parent)
+            fitting = config.privacy.fit_budget and config.privacy.noise_multiplier is None
+            left = terms or found.attempt(dataset_policy.terms, ledger, dataset, parent, fit_budget=fitting)
             plan, over = _plan(config, subject.num_units, schedule, left or dataset_policy.terms(None, "", None), found)
             if ledger and plan and terms is None and not (start and start.entry):
-                seen = found.attempt(ledger.outlook, dataset, RunRequest.of(plan), parent)
-            if seen and seen.refusal:
-                found.add(_refusal_of(seen))
+                asked = RunRequest.of(plan, final=config.privacy.final)
+                seen = found.attempt(ledger.outlook, dataset, [asked], parent)
+            if seen and seen.error:
+                found.add(seen.error)
             elif over:
                 found.add(over)
         base = found.attempt(parents.of_base, config, fetch=fetch)
@@ -358,7 +354,7 @@ def _check_machine(config: RunConfig, start: Start | None) -> None:
 def _plan(
     config: RunConfig, num_units: int, schedule: Schedule | None, terms: dataset_policy.Terms, found: Refusals
 ) -> tuple[Plan | None, BudgetExceeded | None]:
-    """The Plan, and what is to be said where an adaptive budget leaves too little for its noise to be calibrated."""
+    """The Plan, and what is to be said where the budget leaves too little for its noise to be calibrated."""
     cache, over = accounting_cache(), None
     if schedule is None:  # delta can be judged all the same: by one step of one unit, with noise that meets any target
         one = _update(config, "train", batch_size=1, steps=1, epochs=None)

@@ -276,16 +276,14 @@ class Steps(Record):
 
 
 class Budget(Record):
-    """The budget that was set for the dataset; null: none, it is charged without limit."""
+    """The budget that was set for the dataset, by a Renyi filter; null: none, it is charged without limit."""
 
     delta: Between0And1
     """Its delta."""
     epsilon: NotNegative
     """Its epsilon."""
-    gate: str
-    """planned: runs of a list sealed before the first of them; adaptive: a Renyi filter."""
-    order: Number | None
-    """Order of the Renyi filter; null for a planned budget."""
+    order: Number
+    """Order of its filter."""
 
 
 class Group(Record):
@@ -309,8 +307,11 @@ class Charged(Record):
     budget: Budget | None
     spent_epsilon: NotNegative | None
     """Epsilon of all runs together, as if fixed in advance; null where one gives no guarantee or none can be computed."""
-    filter_epsilon: NotNegative | None
-    """Epsilon of all runs by the Renyi filter, which holds where later runs were chosen after earlier results; else null."""
+    used: NotNegative | None
+    """Share of the budget that all runs use, whatever runs come; null without a budget, for a final run, and where none covers
+    all."""
+    final: bool
+    """Whether the first reservation was admitted by its exact total, spent_epsilon, and closed the dataset for good."""
     imported: Count
     """How many entries are for runs made elsewhere, as somebody stated them."""
     entry: str | int
@@ -321,10 +322,6 @@ class Charged(Record):
 class Composed(Charged):
     """The total over all runs on the dataset, as the ledger had it after this one; null where no ledger kept the run."""
 
-    gate: str | None
-    """Gate of the budget."""
-    order: Number | None
-    """Order of its Renyi filter."""
     delta: Number | None
     """Delta of these epsilons."""
     entries: Count

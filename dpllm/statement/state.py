@@ -215,8 +215,6 @@ def composed(ledger: LedgerRecord, delta: float | None) -> Composed:
     budget = ledger.budget
     return Composed.pick(
         ledger.to_json(),
-        gate=budget.gate if budget else None,
-        order=budget.order if budget else None,
         delta=budget.delta if budget else delta,
         entries=ledger.head.count,
         head=ledger.head.hash,

@@ -256,12 +256,13 @@ def dataset_families(ledger: Ledger, names: Iterable[str]) -> list[Metric]:
         Refused: The chain is broken.
         ConfigError: The ledger cannot be read.
     """
-    budget, remaining, reservations, heartbeat = [], [], [], []
+    budget, used, reservations, heartbeat = [], [], [], []
     for name in names:
         known, dataset, runs = ledger.budget(name), {"dataset": label(name)}, ledger.runs(name)
         if known is not None:
             budget.append((dataset, known.epsilon))
-            remaining.append((dataset, ledger.remaining(name) or 0.0))
+            share = ledger.used(name)
+            used.append((dataset, 1.0 if share is None else share))
         states = Counter(run.state for run in runs)
         reservations += [({**dataset, "state": state}, states[state]) for state in get_args(State)]
         alive = [(run.reservation.entry, run) for run in runs if run.state in OPEN]
@@ -269,9 +270,9 @@ def dataset_families(ledger: Ledger, names: Iterable[str]) -> list[Metric]:
     return [
         *gauge("dp_training_budget", "Epsilon that all runs on the dataset together may spend.", budget),
         *gauge(
-            "dp_training_budget_remaining",
-            "Epsilon that further runs may add, by the figure that decides whether one fits.",
-            remaining,
+            "dp_training_budget_used",
+            "Share of the budget that is used; 1 where a final run has closed it.",
+            used,
         ),
         *gauge("dp_ledger_reservations", "Reservations in each state.", reservations),
         *gauge(

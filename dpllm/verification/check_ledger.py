@@ -18,11 +18,11 @@ from typing import Any
 from dpllm.errors import DpllmError
 from dpllm.ledger import admission
 from dpllm.ledger.chain import Chain, Entry, read_export, verify_export
-from dpllm.ledger.reserving import group_total
+from dpllm.ledger.reserving import comes_to
 from dpllm.ledger.store import Postgres, SQLite, Store, default_path
 from dpllm.ledger.values import account_of, event_of
-from dpllm.privacy import accounting
-from dpllm.privacy.events import RunEvent, count_releases
+from dpllm.privacy import renyi
+from dpllm.privacy.events import Event, RunEvent, count_releases
 from dpllm.privacy.parts import parts_of
 from dpllm.statement import state
 from dpllm.statement.fields import Budget, Composed, Json
@@ -111,15 +111,25 @@ def _coherent(composed: Composed, terms: Promised) -> Check:
     """What has to hold whatever the ledger says."""
     problems: list[object] = []
     problems += differences(composed.to_json(), _of_facts(composed, terms).to_json(), tolerance=0.0)
-    if composed.filter_epsilon is not None and composed.gate != "adaptive":
-        problems.append("filter_epsilon belongs to an adaptive budget")
+    budget, spent, used = composed.budget, composed.spent_epsilon, composed.used
+    if used is not None and (budget is None or composed.final):
+        problems.append("used belongs to a budget without a final run")
     # One run alone cannot cost more than all of them.
-    spent = composed.spent_epsilon
     if composed.delta == terms.delta and spent is not None and spent < terms.epsilon * (1 - 1e-3):
         problems.append("the total is less than this entry alone")
+    if budget is not None and used is not None and used < _least_share(budget, terms.event) * (1 - 1e-3):
+        problems.append("the share of the budget is less than this entry uses alone")
     if problems:
         raise Wrong(f"{listed(problems)}. {costs.again(terms)}")
     return verified("ledger: total", "is not less than this entry alone, and is consistent with the stated budget.")
+
+
+def _least_share(budget: Budget, event: Event) -> float:
+    """What an event alone uses of a budget of which nothing is set aside for imports."""
+    whole = renyi.allowance(budget.epsilon, budget.delta, budget.order)
+    if whole <= 0 or "rdp" not in costs.bounded(event):
+        return math.inf
+    return admission.divergence(event, budget.order) / whole
 
 
 def ledger_of(found: Published) -> str | None:
@@ -220,23 +230,12 @@ def _released(chain: _Chain, shown: Statistics) -> Check:
 def _total(chain: _Chain, composed: Composed, terms: Promised) -> Check:
     """The total as it was at the stated head."""
     mine = [entry for entry in chain.entries[: composed.entries] if entry.dataset == composed.dataset]
-    # No figure depends on lists and on runs that ended, and steps matter of reconciled runs only: the chain has those.
-    account = account_of(composed.dataset, [entry for entry in mine if entry.kind not in ("seal", "commit")], {})
-    budget, relation = account.budget, terms.neighbouring_relation
+    # No figure depends on runs that ended, and steps matter of reconciled runs only: the chain has those.
+    account = account_of(composed.dataset, [entry for entry in mine if entry.kind != "commit"], {})
     delta = composed.budget.delta if composed.budget else terms.delta
-    spent = math.inf if account.flaws() else costs.together(account.events(), delta, relation)
-    filtered = admission.filter_epsilon(account)
-    filtered = None if filtered == math.inf or account.flaws() else filtered
+    spent = math.inf if account.flaws() else costs.together(account.events(), delta, terms.neighbouring_relation)
     own = next(run.reservation for run in account.runs if run.reservation.entry == composed.entry)
-    fresh = _of_facts(
-        composed,
-        terms,
-        spent_epsilon=accounting.finite(spent),
-        filter_epsilon=filtered,
-        budget={name: getattr(budget, name) for name in Budget.model_fields} if budget else None,
-        imported=len(account.imports),
-        group=group_total(account, own.group) if own.group is not None else None,
-    )
+    fresh = _of_facts(composed, terms, **comes_to(account, spent, own.group))
     problems = [
         *differences(composed.to_json(), fresh.to_json(), tolerance=rounding(terms)),
         *differences(composed.to_json()["budget"], fresh.to_json()["budget"], "budget", 0.0),

@@ -132,26 +132,18 @@ def test_spent_at_another_delta_is_refused() -> None:
 
 
 def test_budget_is_stated_or_its_absence() -> None:
-    ledger = record()["ledger"]
-    text, _ = render_card(config(), plan(), record(), None)
+    text, block = render_card(config(), plan(), record(), None)
     assert "ε = 4.25 at δ = 1e-05 for all runs on this dataset" in text
-    assert (
-        "if all were fixed in advance. The budget is ε = 10 at δ = 1e-05; any run that is not on a list sealed" in text
-    )
-    text, block = render_card(config(), plan(), record(ledger={**ledger, "budget": None}), None)
-    assert "No budget is set: the dataset is charged without limit." in text
+    assert "if all were fixed in advance. No budget is set: the dataset is charged without limit." in text
     assert block["composed"]["budget"] is None
-
-
-def test_under_an_adaptive_budget_the_figure_of_its_rule_is_the_total() -> None:
-    budget = {"epsilon": 10.0, "delta": 1e-5, "gate": "adaptive", "order": 3.2}
-    ledger = {**record()["ledger"], "budget": budget, "filter_epsilon": 5.5, "imported": 2}
-    text, block = render_card(config(), plan(), record(ledger=ledger), None)
-    assert "ε = 5.5 at δ = 1e-05 for all runs" in text
-    assert "by a Renyi filter at order 3.2" in text.partition("## Appendix")[2]
-    assert "as if all had been fixed in advance, the total would be 4.25" in text
+    budget = {"epsilon": 10.0, "delta": 1e-5, "order": 3.2}
+    text, block = render_card(
+        config(), plan(), record(ledger={**record()["ledger"], "budget": budget, "used": 0.1, "imported": 2}), None
+    )
+    assert "within a budget of ε = 10 at δ = 1e-05, whatever runs come; 10% of it is used" in text
+    assert "4.25" not in text  # one number
     assert "2 of them were made elsewhere" in text
-    assert (block["composed"]["gate"], block["composed"]["filter_epsilon"]) == ("adaptive", 5.5)
+    assert block["composed"]["used"] == 0.1
 
 
 def test_no_card_calls_a_model_private_or_free_of_memorisation() -> None:

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import yaml
 from commands import write_recipe
-from ledger_stores import EVENT, TERMS, Place, budget, reserve
+from ledger_stores import EVENT, TERMS, Place, budget, request, reserve
 
 from dpllm.cli import main
-from dpllm.errors import Refused
 from dpllm.ledger import Ledger, budgets
-from dpllm.ledger.values import Sealed
 from dpllm.privacy.accounting import dp_sgd_event
 
 BUDGET = ["--epsilon", "8", "--delta", "1e-5", "--unit", "patient", "--by", "alice", "--reason", "study 7"]
 WHO = ["--by", "bob", "--reason", "because"]
-PLANNED = [*BUDGET, "--planned"]
 
 
 @pytest.fixture
@@ -46,46 +41,51 @@ def recipe(tmp_path: Path) -> Path:
     return write_recipe(tmp_path, noise_multiplier=4.0, ledger=None)
 
 
-def test_the_way_of_a_planned_budget(say, place: Place):
-    code, out = say("init", "notes", *PLANNED)
+def test_the_way_of_a_budget(say, place: Place):
+    code, out = say("init", "notes", *BUDGET)
     assert code == 0
-    assert "epsilon 8 at delta 1e-05 per patient under zero_out, planned, set by alice (study 7)" in out
-    assert "after which none follows" in out
+    assert "epsilon 8 at delta 1e-05 per patient under zero_out, set by alice (study 7)" in out
+    assert "0% of epsilon 8 used; dpllm plan RECIPE says how many runs like it fit." in out
+    assert "It replaces: epsilon 8 at" in say("init", "notes", *BUDGET, "--epsilon", "9")[1]  # nothing was spent
+    assert "It replaces: epsilon 9 at" in say("init", "notes", *BUDGET)[1]
     with place.open() as ledger:
-        entry = reserve(ledger).entry
+        entry = reserve(ledger, run="first-run").entry
         ledger.charge(entry, 1)
+        used = f"{100 * ledger.used('notes'):.3g}% of epsilon 8 used; "
+        more = ledger.outlook("notes", [request()]).could_follow
     _, out = say("show", "notes")
+    assert f"{used}{more + 1} more like run first-run fit." in out
     assert "1/4" in out
     assert "chain unbroken" in out
-    assert "This figure gates" in out
-    assert "Sealed list: 1 runs, of which 1 reserved" in out
-    assert "has this budget already" in say("init", "notes", *PLANNED)[1]
-    assert say("init", "notes", *BUDGET)[0] == 3  # a budget that was used keeps its kind
-    assert say("init", "notes", *PLANNED, "--epsilon", "9")[0] == 3
-    code, out = say("reconcile", entry[:8], *WHO)
-    assert (code, "stays in the total" in out) == (0, True)
-    assert say("reconcile", entry, *WHO)[0] == 3
+    assert "has this budget already" in say("init", "notes", *BUDGET)[1]
+    assert say("init", "notes", *BUDGET, "--epsilon", "9")[0] == 3
+    code, out = say("reconcile", "first-run", *WHO)  # by the name of the run, or the start of its entry
+    assert (code, "returned to the budget" in out) == (0, True)
+    assert say("reconcile", entry[:8], *WHO)[0] == 3
+    code, out = say("import", "notes", "--epsilon", "0.5", "--unit", "patient", *WHO)
+    assert (code, "entered. " in out, "% of epsilon 8 used" in out) == (0, True, True)
+    code, out = say("import", "notes", "--epsilon", "9", "--unit", "patient", *WHO)
+    assert "every further run will be refused" in out
     _, out = say("show")
-    assert "is shown for comparison" in out
-    assert "Refused: notes: budget_set 2" in out
+    assert "Refused: notes: budget_set 1" in out
+    assert "(imported)" in out
     code, out = say("history", "notes")
-    assert [word for word in ("budget", "seal", "reserve", "reconcile") if word not in out] == []
+    assert [word for word in ("budget", "reserve", "reconcile", "import") if word not in out] == []
     assert "by bob: because" in out
 
 
-def test_what_is_sealed_and_waits_is_shown(say, place: Place):
-    say("init", "notes", *PLANNED)
+def test_the_way_of_a_final_run(say, place: Place):
+    assert "only one run or sweep that is --final" in say("init", "notes", *BUDGET, "--epsilon", "0.05")[1]
     with place.open() as ledger:
-        runs = [Sealed(EVENT, 4), Sealed(dp_sgd_event(0.5, 30.0, 3), 3)]
-        together = budgets.seal(ledger, "notes", runs, "alice", "two")
-        reserve(ledger, run="first-run")
-        with pytest.raises(Refused, match=r"1 have not run: q 0\.5, sigma 30, 3 steps"):
-            reserve(ledger, event=dp_sgd_event(0.5, 29.0, 3), num_steps=3)
-    _, out = say("show")
-    assert (
-        f"2 runs, of which 1 reserved; together with what was imported epsilon {together:.3f}. This figure gates" in out
-    )
-    assert say("reconcile", "first-run", *WHO)[0] == 0  # by the name of the run
+        entry = reserve(ledger, event=dp_sgd_event(1.0, 400.0, 4), final=True).entry
+        spent = ledger.spent("notes")
+    assert f"closed by a final reservation: exactly epsilon {spent:.4f}" in say("show", "notes")[1]
+    assert ", final" in say("history", "notes")[1]
+    code, out = say("import", "notes", "--epsilon", "0.1", *WHO)
+    assert (code, "which exceeds the budget" in out) == (0, True)
+    code, out = say("reconcile", entry, *WHO)
+    assert (code, "stays in the total" in out) == (0, True)
+    assert say("init", "notes", *BUDGET)[0] == 3
 
 
 def test_an_import_is_in_the_unit_of_the_budget_and_must_be_countable(say, tmp_path: Path):
@@ -125,50 +125,6 @@ def test_nothing_is_made_for_a_budget_that_cannot_be(tmp_path: Path, capsys: pyt
         assert main(["ledger", "init", "notes", *BUDGET, *map(str, wrong), "--ledger", str(ledger)]) == 2
         assert "Budget(" not in capsys.readouterr().err
         assert not ledger.exists()
-
-
-def test_the_way_of_an_adaptive_budget(say, place: Place):
-    code, out = say("init", "notes", *BUDGET)
-    assert code == 0
-    assert "adaptive at order 3.2" in out
-    assert re.search(r"Epsilon [1-7]\.\d+ remains for runs in any order", out)
-    assert "It replaces: epsilon 8 at" in say("init", "notes", *PLANNED)[1]  # nothing was spent
-    assert "It replaces: epsilon 8 at" in say("init", "notes", *BUDGET)[1]
-    with place.open() as ledger:
-        entry = reserve(ledger).entry
-    code, out = say("reconcile", entry, *WHO)
-    assert (code, "returned to the budget" in out) == (0, True)
-    code, out = say("import", "notes", "--epsilon", "0.5", "--unit", "patient", *WHO)
-    assert (code, "the total is now epsilon" in out) == (0, True)
-    code, out = say("import", "notes", "--epsilon", "9", "--unit", "patient", *WHO)
-    assert "every further run will be refused" in out
-    _, out = say("show")
-    assert "This figure gates." in out
-    assert "(imported)" in out
-
-
-def test_recipes_are_sealed_and_their_data_recognised(say, place: Place, recipe: Path):
-    code, out = say("init", "notes", *BUDGET, "--unit", "example", "--planned", recipe, recipe)
-    assert (code, "2 runs sealed" in out) == (0, True)
-    with place.open() as ledger:
-        assert len(ledger.account("notes").sealed) == 2
-        assert [entry.kind for entry in ledger.history()] == ["budget", "data", "seal"]
-    assert say("seal", "notes", recipe, *WHO)[0] == 3
-    code, out = say("init", "copy", *BUDGET, "--unit", "example", "--data", recipe.parent / "rows.jsonl")
-    assert (code, "these very records" in out) == (3, True)
-    code, out = say("seal", "other", recipe, *WHO)
-    assert (code, "privacy.dataset is 'notes'" in out) == (2, True)
-
-
-def test_sealing_asks_nothing_that_only_a_run_can_know(say, place: Place, recipe: Path):
-    """Evaluation data may lie on another machine, and a parent in the ledger that is named, not in the default one."""
-    text = yaml.safe_load(recipe.read_text("utf-8"))
-    text["data"]["eval"] = "elsewhere.jsonl"
-    text["privacy"] |= {"derived_from": "notes", "dataset": None, "ledger": None}
-    recipe.write_text(yaml.safe_dump(text), encoding="utf-8")
-    say("init", "notes", *PLANNED, "--unit", "example")
-    code, out = say("seal", "notes", recipe, *WHO)
-    assert (code, "1 runs sealed" in out) == (0, True)
 
 
 def test_what_is_shown_is_one_object(say):
@@ -245,11 +201,11 @@ def test_an_edit_is_exit_code_4_for_verify_and_3_for_everything_else(say, place:
     assert say("export")[0] == 0
 
 
-def test_a_late_order_is_one_line_whatever_is_typed(say, place: Place):
+def test_a_budget_of_an_earlier_version_is_one_line_whatever_is_typed(say, place: Place):
     say("init", "notes", *BUDGET)
     with place.open() as ledger, ledger.chain.writing():
         (first,) = ledger.chain.of("notes", "budget")
-        ledger.chain.append("budget", "notes", {**first.facts, "late": True})
+        ledger.chain.append("budget", "notes", {**first.facts, "gate": "adaptive"})
     who = (
         ["init", "more", *BUDGET],
         ["reconcile", "a", *WHO],
@@ -258,7 +214,7 @@ def test_a_late_order_is_one_line_whatever_is_typed(say, place: Place):
     )
     for words in (["show"], ["history"], ["verify"], ["export"], ["metrics"], *who):
         code, out = say(*words)
-        assert (code, "late: true" in out) == (3, True), words
+        assert (code, "of an earlier version" in out) == (3, True), words
 
 
 HOSTILE = "[/b] $x_{ [red]*?"
@@ -289,9 +245,8 @@ BAD = {
     "delta 1": (["init", "n", *BUDGET, "--delta", "1"], 2, "bounds nothing"),
     "delta inf": (["init", "n", *BUDGET, "--delta", "inf"], 2, "delta"),
     "import delta": (["init", "n", *BUDGET, "--import-delta", "1e-5"], 2, "delta"),
-    "import delta alone": (["init", "n", *BUDGET, "--planned", "--import-delta", "1e-6"], 2, "--planned"),
-    "too small for a filter": (["init", "n", *BUDGET, "--epsilon", "0.01"], 2, "--planned"),
-    "absent recipe": (["init", "n", *BUDGET, "--planned", "absent.yaml"], 2, "absent.yaml"),
+    "a planned budget": (["init", "n", *BUDGET, "--planned", "absent.yaml"], 2, "type --final on train or sweep"),
+    "a list of runs": (["seal", "n", "absent.yaml", *WHO], 2, "type --final on train or sweep"),
     "absent data": (["init", "n", *BUDGET, "--data", "absent.jsonl"], 2, "absent.jsonl"),
     "empty name": (["init", " ", *BUDGET], 2, "dataset name"),
     "name of two lines": (["init", "a\nb", *BUDGET], 2, "dataset name"),
@@ -299,7 +254,6 @@ BAD = {
     "empty unit": (["init", "n", *BUDGET, "--unit", ""], 2, "unit"),
     "nobody": (["init", "n", *BUDGET, "--by", " "], 2, "named person"),
     "no reason": (["except", "n", "--by", "a", "--reason", ""], 2, "named person"),
-    "nothing to seal": (["seal", "known", "absent.yaml", *WHO], 2, "absent.yaml"),
     "no such entry": (["reconcile", "nothing", *WHO], 2, "no reservation"),
     "import of nothing": (["import", "known", *WHO], 2, "what was spent"),
     "import of two": (["import", "known", "--epsilon", "1", "--event", "x", *WHO], 2, "what was spent"),

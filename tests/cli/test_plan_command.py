@@ -17,7 +17,6 @@ from dpllm.cli.plan import dump
 from dpllm.ledger import Budget, open_ledger
 from dpllm.ledger.budgets import set_budget
 from dpllm.ledger.store import default_path
-from dpllm.ledger.values import Gate
 from dpllm.run.directory import RunDir
 
 
@@ -37,11 +36,11 @@ def value(capsys: pytest.CaptureFixture[str], code: int, *arguments: object) -> 
     return dict(json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON")))
 
 
-def give_budget(root: Path, epsilon: float, gate: Gate = "planned") -> None:
+def give_budget(root: Path, epsilon: float) -> None:
     book = open_ledger(str(root / "ledger.sqlite"))
     assert book is not None
     with book:
-        set_budget(book, "notes", Budget(epsilon, 1e-3, "example", "zero_out", gate))
+        set_budget(book, "notes", Budget(epsilon, 1e-3, "example", "zero_out"))
 
 
 # --- quick and light -------------------------------------------------------------------------------------------------
@@ -56,7 +55,7 @@ LIGHT = {
 
 @pytest.mark.parametrize("how", LIGHT)
 def test_plan_loads_no_torch(recipe: Path, how: str) -> None:
-    give_budget(recipe.parent, 8.0)
+    give_budget(recipe.parent, 30.0)
     run, loaded, seconds = fresh("plan", recipe, *LIGHT[how])
     assert (run.returncode, loaded) == (0, []), run.stderr
     assert seconds < 6.0  # of processor time; twice the bar of three seconds, for a busy machine
@@ -89,7 +88,7 @@ def test_names_are_printed_as_they_are(tmp_path: Path, capsys: pytest.CaptureFix
     tiny.write_rows(place / "rows.jsonl", [{"text": f"[/b] {tiny.sentence(number)}"} for number in range(50)])
     give_budget(place, 8.0)  # of other data: what a ledger holds of these is named
     out, _ = answer(capsys, 0, path)
-    assert "[/] :bug:: spent" in out
+    assert "[/] :bug:: epsilon 0.0000 at delta" in out
     assert "[/]/recipe.yaml" in out.replace(" ", "")
     assert "[/b]" in answer(capsys, 0, place / "recipe.yaml", "--data.public=true")[0]
 
@@ -115,24 +114,17 @@ def test_people_and_machines_are_told_the_same(recipe: Path, capsys: pytest.Capt
     assert err == ""
 
 
-def test_the_ledger_is_shown_and_says_who_decides(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    give_budget(recipe.parent, 5.0)
-    plan = value(capsys, 0, recipe)
-    assert (plan["ledger"]["gate"], plan["ledger"]["spent"]) == ("planned", 0.0)
-    out, _ = answer(capsys, 0, recipe)
-    assert f"notes: spent 0.000, after this run {plan['ledger']['after']:.3f} at delta 0.001" in out
-    assert "budget 5, gate planned: the sealed list of runs, composed by PLD decides; this run fits" in out
-    assert "after it epsilon 0.000 remains, and 0 runs of the list could follow" in out
-    assert (plan["ledger"]["remaining"], plan["ledger"]["could_follow"]) == (0.0, 0)  # of a list of one
-
-
-def test_what_an_adaptive_budget_leaves_is_shown(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    give_budget(recipe.parent, 30.0, "adaptive")
+def test_the_one_number_of_a_budget_is_shown(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    give_budget(recipe.parent, 30.0)
     found = value(capsys, 0, recipe)["ledger"]
+    assert (found["used"], found["spent"]) == (0.0, None)
     assert found["could_follow"] > 1
     out, _ = answer(capsys, 0, recipe)
-    assert f"after it epsilon {found['remaining']:.3f} (" in out
-    assert f"remains, and {found['could_follow']} more like it could follow" in out
+    assert f"notes: 0% of epsilon 30 used, {100 * found['used_after']:.3g}% with this run" in out
+    assert f"{found['could_follow']} more like it fit" in out
+    last = value(capsys, 0, recipe, "--final")["ledger"]
+    assert (last["used"], last["final"]) == (None, True)
+    assert "it is final, so that none can follow" in answer(capsys, 0, recipe, "--final")[0]
 
 
 def test_a_refusal_comes_after_everything_that_could_be_computed(
@@ -141,7 +133,7 @@ def test_a_refusal_comes_after_everything_that_could_be_computed(
     give_budget(recipe.parent, 0.01)
     out, err = answer(capsys, 3, recipe)
     assert "noise multiplier sigma 2" in out
-    assert "THIS RUN WOULD BE REFUSED" in out
+    assert "0% of epsilon 0.01 used; this run is refused" in out
     assert err.startswith("dpllm plan: ")
     assert err.count("\n") == 1
     plan = value(capsys, 3, recipe)

@@ -22,7 +22,7 @@ SECRET = 1.98765  # of all figures that must not show
 MARKS = ("1.98765", "1.9876", "1.9877", "1.988", "7.2984", "7.298", "198.77")
 PRIVATE = {"data": {"train": "notes.jsonl", "eval": "held-out.jsonl", "public": False, "eval_public": False}}
 PUBLIC_EVALUATION = {"data": {"train": "notes.jsonl", "eval": "held-out.jsonl", "public": False, "eval_public": True}}
-BUDGET = {"epsilon": 20.0, "delta": 1e-5, "gate": "planned", "order": None}
+BUDGET = {"epsilon": 20.0, "delta": 1e-5, "order": 3.2}
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,12 @@ from dpllm.privacy import renyi
 from dpllm.privacy.events import Gaussian
 
 BANDS, STEPS, ROUNDS, RATE = 3, 8, 3, 3 * 8 / 40
-BANDED = {"privacy.noise": "banded", "privacy.bands": BANDS, "train.steps": STEPS}
+BANDED = {
+    "privacy.noise": "banded",
+    "privacy.bands": BANDS,
+    "train.steps": STEPS,
+    "privacy.fit_budget": True,
+}
 AUDITED = {"audit.canaries": {"groups": {1: 28}, "references": 100, "digits": 12}, "audit.gradient_canaries": 40}
 TERMS = ("--epsilon", 8, "--delta", 1e-3, "--reason", "a test", "--by", "Ada")
 TORCHLESS = """
@@ -36,9 +41,9 @@ def rounds(sigma: float, count: int, rate: float = RATE) -> dp.DpEvent:
 
 
 @pytest.fixture(scope="module")
-def adaptive(tmp_path_factory: pytest.TempPathFactory, base: Path, data_home: Path) -> Place:
-    """A finished run that takes a whole adaptive budget, with a card; read only."""
-    place = make_place(tmp_path_factory.mktemp("adaptive"), base, BANDED | AUDITED)
+def whole(tmp_path_factory: pytest.TempPathFactory, base: Path, data_home: Path) -> Place:
+    """A finished run that takes a whole budget, with a card; read only."""
+    place = make_place(tmp_path_factory.mktemp("whole"), base, BANDED | AUDITED)
     init(place, "--data", place.train)
     done("train", place.recipe)
     done("audit", place.run)
@@ -46,44 +51,44 @@ def adaptive(tmp_path_factory: pytest.TempPathFactory, base: Path, data_home: Pa
     return place
 
 
-def test_its_noise_fits_what_the_filter_allows(adaptive: Place) -> None:
-    plan = adaptive.json("plan.json")
+def test_its_noise_fits_what_the_filter_allows(whole: Place) -> None:
+    plan = whole.json("plan.json")
     event, sigma = plan["event"], plan["noise_multiplier"]
     rate, size = event["probability"], plan["dataset_size"]  # with the slots of canaries
     assert (event["type"], event["bands"], event["count"]) == ("cyclic_poisson", BANDS, STEPS)
     assert rate == pytest.approx(BANDS * 8 / size)
-    with Ledger(adaptive.ledger) as book:
+    with Ledger(whole.ledger) as book:
         (run,), budget = book.runs("notes"), book.budget("notes")
-        spent, stated = book.spent("notes"), admission.filter_epsilon(book.account("notes"))
+        spent, used = book.spent("notes"), book.used("notes")
     assert budget is not None
     assert budget.order is not None
-    assert (run.event.to_json(), run.steps, run.state, run.reservation.gate) == (event, STEPS, "completed", "adaptive")
+    assert (run.event.to_json(), run.steps, run.state) == (event, STEPS, "completed")
     # dp-accounting knows nothing of bands: so many Poisson-sampled Gaussian rounds at the rate of one group.
     exact = PLDAccountant(dp.NeighboringRelation.REPLACE_SPECIAL, value_discretization_interval=1e-4)
     assert spent == pytest.approx(exact.compose(rounds(sigma, ROUNDS, rate)).get_epsilon(1e-3), rel=1e-3)
     filtered = RdpAccountant([budget.order], dp.NeighboringRelation.REPLACE_SPECIAL)
-    assert stated == pytest.approx(filtered.compose(rounds(sigma, ROUNDS, rate)).get_epsilon(1e-3), rel=1e-3)
-    assert stated <= budget.epsilon
-    whole = renyi.allowance(budget.epsilon, budget.delta, budget.order)
+    stated = filtered.compose(rounds(sigma, ROUNDS, rate)).get_epsilon(1e-3)
+    assert (used, stated) == (pytest.approx(1, abs=2e-3), pytest.approx(budget.epsilon, rel=2e-3))
+    allowed = renyi.allowance(budget.epsilon, budget.delta, budget.order)
     smaller = replace(run.event, event=Gaussian(sigma - 1e-3))
-    assert renyi.rdp(run.event, budget.order) <= whole < renyi.rdp(smaller, budget.order)
+    assert renyi.rdp(run.event, budget.order) <= allowed < renyi.rdp(smaller, budget.order)
 
 
-def test_the_next_run_is_refused(adaptive: Place) -> None:
-    answer = dpllm_("train", adaptive.recipe, "--output_dir", adaptive.root / "second")
+def test_the_next_run_is_refused(whole: Place) -> None:
+    answer = dpllm_("train", whole.recipe, "--output_dir", whole.root / "second")
     assert answer.code == 3
-    assert all(word in answer.err for word in ("this run requests epsilon", "is spent", "remains", "Ask for a smaller"))
-    with Ledger(adaptive.ledger) as book:
+    assert "% of epsilon 8 used, and this run would use" in answer.err
+    with Ledger(whole.ledger) as book:
         assert len(book.runs("notes")) == 1
         assert book.refusals() == {("notes", "over_budget"): 1}
 
 
-def test_its_card_verifies_where_no_torch_is(adaptive: Place) -> None:
+def test_its_card_verifies_where_no_torch_is(whole: Place) -> None:
     """Also the groups of its gradient canaries, which are found again from a secret."""
-    answer = python(TORCHLESS, adaptive.run, "--ledger", adaptive.ledger)
+    answer = python(TORCHLESS, whole.run, "--ledger", whole.ledger)
     assert answer.returncode == 0, answer.stdout + answer.stderr
     assert "0 failed" in answer.stdout
-    block = adaptive.json("export/privacy.json")
+    block = whole.json("export/privacy.json")
     assert (block["guarantee"], block["mechanism"]) == (True, "dp-bandmf")
     assert block["audit"]["gradient"]["steps"] == STEPS
 
@@ -112,22 +117,13 @@ def test_an_early_stop_counts_the_rounds_that_were_begun(place: Place, monkeypat
     ask = ("--output_dir", place.root / "next", "--privacy.noise_multiplier", sigma)
     answer = dpllm_("train", place.recipe, *ask, "--train.steps", 3)
     assert answer.code == 3
-    assert "remains of the" in answer.err  # an interrupted run stays charged in full
+    assert "and this run would use" in answer.err  # an interrupted run stays charged in full
     with Ledger(place.ledger) as book:
         (entry,) = [run.reservation.entry for run in book.runs("notes")]
     done("ledger", "reconcile", entry, "--ledger", place.ledger, *TERMS[4:])
     assert left()[1] == pytest.approx(2, rel=1e-6)
     answer = dpllm_("train", place.recipe, *ask, "--train.steps", 4)
     assert answer.code == 3
-    assert "this run requests epsilon" in answer.err  # of four steps, the last begins a round of its own
+    assert "and this run would use" in answer.err  # of four steps, the last begins a round of its own
     done("train", place.recipe, *ask, "--train.steps", 3)
     assert left()[1] == pytest.approx(3, rel=1e-6)
-
-
-def test_a_planned_budget_says_which_bands_it_was_sealed_for(place: Place) -> None:
-    place.write({**BANDED, "privacy.noise_multiplier": 2.0})
-    init(place, "--planned", place.recipe)
-    answer = dpllm_("train", place.recipe, "--privacy.bands", 2)
-    assert answer.code == 3
-    assert f"q' {RATE:.4g} in 3 bands, sigma 2, {STEPS} steps" in " ".join(answer.err.split())
-    done("train", place.recipe)

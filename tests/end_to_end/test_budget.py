@@ -35,54 +35,62 @@ def another(place: Place, name: str) -> tuple[str, Path]:
     return "--output_dir", place.root / name
 
 
-def test_a_planned_budget_admits_one_run_unless_a_longer_list_was_sealed(place: Place) -> None:
-    place.write({"privacy.epsilon": 2.0})
-    init(place, "--planned", "--data", place.train)
-    done("train", place.recipe)
-    record = place.json("run.json")
-    assert record["ledger"]["budget"]["gate"] == "planned"
-    message = refused(place, *another(place, "second"))
-    assert "list of 1 sealed runs (1 reserved) is spent" in message
-    assert "Use other data" in message
-    with Ledger(place.ledger) as book:
-        assert book.refusals() == {("notes", "over_budget"): 1}
-        assert book.verify(record["ledger"]["head"]) == []
-
-
-def test_a_sealed_list_admits_its_runs_in_any_order_and_nothing_else(place: Place) -> None:
-    first = place.write({"privacy.epsilon": 2.0})
-    other = place.root / "other.yaml"
-    other.write_text(first.read_text().replace("epsilon: 2.0", "epsilon: 3.0"))
-    init(place, "--planned", first, other)
-    done("train", other, *another(place, "a"))
-    refused(place, "--privacy.epsilon", 4, *another(place, "b"))
-    done("train", first, *another(place, "c"))
-    assert "is spent" in refused(place, *another(place, "d"))
-
-
-def test_under_an_adaptive_budget_the_noise_is_calibrated_to_what_is_left(place: Place) -> None:
+def test_a_final_run_takes_the_whole_budget_and_none_follows(place: Place) -> None:
+    place.write({"privacy.epsilon": 8.0})
     init(place, "--data", place.train)
-    done("train", place.recipe)
+    assert "type --final" in refused(place)
+    done("train", place.recipe, "--final")
+    record, card = place.json("run.json"), done("card", place.run)
+    told = record["ledger"]
+    assert (told["final"], told["used"]) == (True, None)
+    assert 7.9 < told["spent_epsilon"] <= 8
+    assert card.code == 0
+    assert "the exact total of what was fixed in advance" in (place.run / "export" / "README.md").read_text("utf-8")
+    assert "0 failed" in done("verify", place.run, "--ledger", place.ledger).out
+    for more in ((), ("--final",), ("--privacy.epsilon", 0.1)):
+        assert "closed for good" in refused(place, *more, *another(place, "second"))
+    with Ledger(place.ledger) as book:
+        assert book.refusals() == {("notes", "over_budget"): 4}
+        assert book.verify(told["head"]) == []
+    done("ledger", "import", "notes", "--epsilon", 1, "--ledger", place.ledger, "--by", "Ada", "--reason", "found")
+    assert "which exceeds the budget" in done("ledger", "show", "--ledger", place.ledger).out  # a fact is not refused
+
+
+def test_rows_drawn_one_by_one_need_a_final_run(place: Place) -> None:
+    place.write({"data.sampling": "example", "data.unit": "who", "data.max_examples_per_unit": 8})
+    init(place, "--data", place.train, "--unit", "who", epsilon=20.0)
+    assert "knows no Renyi divergence" in refused(place)
+    done("train", place.recipe, "--final")
+
+
+def test_a_run_above_its_budget_is_refused_or_lowered_where_the_recipe_says_so(place: Place) -> None:
+    init(place, "--data", place.train)
+    assert "privacy.fit_budget: true" in refused(place)
+    place.write({"privacy.fit_budget": True})
+    answer = done("train", place.recipe)
     plan = place.json("plan.json")
+    assert f"epsilon is lowered to {plan['epsilon']:.3f} from the 8 asked for" in " ".join(
+        (answer.out + answer.err).split()
+    )
     with Ledger(place.ledger) as book:
         budget = book.budget("notes")
         assert budget is not None
         assert budget.order is not None
         whole = renyi.allowance(budget.epsilon, budget.delta, budget.order)
-        assert renyi.rdp(read(plan["event"]), budget.order) <= whole  # although it was planned for the whole budget
+        assert renyi.rdp(read(plan["event"]), budget.order) <= whole
         smaller = json.loads(json.dumps(plan["event"]))
         smaller["event"]["event"]["noise_multiplier"] -= 1e-3
         assert renyi.rdp(read(smaller), budget.order) > whole
     assert plan["epsilon"] < 7.9
-    message = refused(place, *another(place, "second"))
-    assert all(word in message for word in ("this run requests epsilon", "is spent", "remains", "Ask for a smaller"))
+    refused(place, *another(place, "second"))
     with Ledger(place.ledger) as book:
-        assert book.refusals() == {("notes", "over_budget"): 1}
+        assert book.refusals() == {("notes", "over_budget"): 2}
 
 
-def test_resuming_under_an_adaptive_budget_keeps_the_noise(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("more", [{"privacy.fit_budget": True}, {"privacy.final": True}], ids=str)
+def test_resuming_keeps_noise_and_reservation(place: Place, more: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     init(place)
-    place.write({"train.checkpoint_every": 1})
+    place.write({"train.checkpoint_every": 1, **more})
     fails_in_step(monkeypatch, 3)
     with pytest.raises(RuntimeError):
         dpllm_("train", place.recipe)

@@ -205,29 +205,23 @@ def test_what_cannot_be_is_refused_before_anything_is_spent(place: Place, more: 
     assert not place.ledger.exists() or not place.runs()
 
 
-@pytest.mark.parametrize("gate", [(), ("--planned",)])
-def test_a_budget_is_asked_first(place: Place, gate: tuple[str, ...]) -> None:
-    """One too small; and a planned one without a list, of which the texts would be all."""
-    epsilon = 9 if gate else 0.5
-    who = ("--by", "ada", "--reason", "test", "--unit", "example", *gate)
-    done("ledger", "init", "notes", "--epsilon", epsilon, "--delta", 1e-3, "--ledger", place.ledger, *who)
-    for more in (("--dry-run",), ()):
+WHO = ("--by", "ada", "--reason", "test", "--unit", "example")
+
+
+def test_a_budget_is_asked_first(place: Place) -> None:
+    done("ledger", "init", "notes", "--epsilon", 0.5, "--delta", 1e-3, "--ledger", place.ledger, *WHO)
+    for more in (("--dry-run",), (), ("--final",)):
         answer = dpllm_(*place.words(*more))
         assert answer.code == 3, answer.err
-        assert ("seal a list" in answer.err) == bool(gate)
     assert place.runs() == []
     assert not place.draft().exists()
 
 
-def test_a_sealed_list_admits_the_texts_that_it_names_and_no_others(place: Place) -> None:
-    texts = place.root / "texts.json"
-    texts.write_text(done(*place.words("--dry-run", "--json", "--delta", 1e-3)).out, encoding="utf-8")
-    who = ("--by", "ada", "--reason", "test", "--unit", "example", "--ledger", place.ledger)
-    done("ledger", "init", "notes", "--epsilon", 9, "--delta", 1e-3, *who, "--planned", texts)
-    assert dpllm_(*place.words("--tokens", TOKENS + 1)).code == 3
-    done(*place.words())
-    assert dpllm_(*place.words("--output", place.root / "again")).code == 3
-    assert [one.event.to_json() for one in place.runs()] == [json.loads(texts.read_text("utf-8"))["event"]]
+def test_texts_may_be_final(place: Place) -> None:
+    done("ledger", "init", "notes", "--epsilon", 9, "--delta", 1e-3, "--ledger", place.ledger, *WHO)
+    done(*place.words("--final"))
+    assert [one.reservation.final for one in place.runs()] == [True]
+    assert "closed for good" in dpllm_(*place.words("--output", place.root / "again")).err
 
 
 def rewrite(place: Place, **changes: Any) -> None:

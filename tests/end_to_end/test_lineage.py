@@ -254,7 +254,7 @@ def test_a_base_that_lies_is_refused(place: Place, name: str) -> None:
 
 def test_a_budget_is_not_spent_in_another_ledger(place: Place) -> None:
     block = json.loads((place.base / "privacy.json").read_text("utf-8"))
-    budget = {"epsilon": 9.0, "delta": 1e-3, "gate": "planned", "order": None}
+    budget = {"epsilon": 9.0, "delta": 1e-3, "order": 3.2}
     block["composed"] |= {"budget": budget}
     (place.base / "privacy.json").write_text(json.dumps(block))
     said = refused(place, "--privacy.ledger", place.root / "other.sqlite")

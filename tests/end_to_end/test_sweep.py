@@ -18,7 +18,6 @@ from dpllm.errors import DpllmError, Refused
 from dpllm.ledger import Ledger
 from dpllm.ledger.reserving import group_total
 from dpllm.privacy.banded import LearningRate
-from dpllm.privacy.events import mechanism_of
 
 CANARIES = {"groups": {1: 20, 4: 4}, "references": 100, "digits": 12}
 SWEEP = "[/]sweep"  # a name that rich would read as markup
@@ -46,7 +45,7 @@ def place(tmp_path: Path, base: Path) -> Place:
 
 
 def swept_to(place: Place, epsilons: str, *more: object) -> Answer:
-    return dpllm_("sweep", place.recipe, "--privacy.epsilon", epsilons, "--by", "tester", *more)
+    return dpllm_("sweep", place.recipe, "--privacy.epsilon", epsilons, *more)
 
 
 def budget(place: Place, epsilon: float, *terms: object) -> None:
@@ -173,52 +172,6 @@ def untouched(place: Place) -> bool:
         return not left and all(book.account(name).runs == () for name in ("notes", *book.datasets()))
 
 
-def test_a_budget_for_one_of_two_refuses_the_sweep(place: Place) -> None:
-    budget(place, 8.01, "--planned")
-    answer = swept_to(place, "2,8")
-    assert answer.code == REFUSED
-    assert "these 2 runs request epsilon" in answer.err
-    assert untouched(place)
-    with Ledger(place.ledger) as book:
-        assert book.account("notes").sealed is None
-        assert book.refusals() == {("notes", "over_budget"): 1}
-
-
-def test_under_an_adaptive_budget_the_rest_for_each_is_what_the_others_leave(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    budget(place, 7)
-    answer = swept_to(place, "2,6,8")
-    assert answer.code == REFUSED, answer.err
-    assert "eps-8, after the runs of the sweep before it" in answer.err
-    assert untouched(place)
-    seen = []
-    monkeypatch.setattr("dpllm.comparison.sweep._train", lambda point, entry, console: seen.append((point, entry)))
-    monkeypatch.setattr("dpllm.comparison.sweep._audit", lambda points, console: [])
-    assert swept_to(place, "2,6").code == WRONG  # nothing was trained, so nothing can be compared
-    state = json.loads((place.root / SWEEP / "sweep.json").read_text())
-    with Ledger(place.ledger) as book:
-        runs = book.account("notes").groups()[state["group"]]
-        assert [entry for _, entry in seen] == [run.reservation.entry for run in runs]
-    for (point, _), run in zip(seen, runs, strict=True):
-        assert point.config.privacy.noise_multiplier == state["pinned"][point.name]["noise_multiplier"]
-        assert point.config.privacy.noise_multiplier == mechanism_of(run.event).noise_multiplier
-
-
-@pytest.mark.full
-def test_runs_under_an_adaptive_budget_train_with_the_noise_that_was_reserved(place: Place) -> None:
-    budget(place, 7)
-    answer = swept_to(place, "2,6")
-    assert answer.code == 0, answer.err
-    with Ledger(place.ledger) as book:
-        runs = book.account("notes").runs
-        assert [run.state for run in runs] == ["completed", "completed"]
-        for name, run in zip(("eps-2", "eps-6"), runs, strict=True):
-            plan = json.loads((place.root / SWEEP / name / "plan.json").read_text())
-            assert plan["event"] == run.event.to_json()
-        assert book.verify() == []
-
-
 def test_without_privacy_only_public_data_are_swept(tmp_path: Path, base: Path) -> None:
     place = make(tmp_path / "place", base, **{"data.public": False})
     answer = swept_to(place, "2,inf")
@@ -304,7 +257,7 @@ def test_several_processes_do_not_each_sweep(place: Place, monkeypatch: pytest.M
 
 def test_an_interrupted_sweep_goes_on_with_what_was_reserved(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C in the second run: the first is kept, the second goes on from its checkpoint, and nothing is reserved again."""
-    budget(place, 9, "--planned")
+    budget(place, 9)
     rate, calls = LearningRate.at, []
 
     def interrupt(settings, step, num_steps):
@@ -315,16 +268,16 @@ def test_an_interrupted_sweep_goes_on_with_what_was_reserved(place: Place, monke
 
     with monkeypatch.context() as patch:
         patch.setattr(LearningRate, "at", interrupt)
-        answer = swept_to(place, "2,8")
+        answer = swept_to(place, "2,8", "--final")
     assert answer.code == 1
     assert "eps-8 was interrupted after 2 steps" in answer.err
     assert "stopping after this step" in answer.err
     first = contents(place.root / SWEEP / "eps-2")
     with Ledger(place.ledger) as book:
         reserved = [run.reservation.entry for run in book.account("notes").runs]
-        sealed = book.account("notes").sealed
-    assert len(reserved) == len(sealed or ()) == 2
-    answer = swept_to(place, "2,8", "--resume")
+        assert book.account("notes").final
+    assert len(reserved) == 2
+    answer = swept_to(place, "2,8", "--resume", "--final")
     assert answer.code == 0, answer.err
     assert "finished before" in answer.out
     after = contents(place.root / SWEEP / "eps-2")
@@ -334,7 +287,6 @@ def test_an_interrupted_sweep_goes_on_with_what_was_reserved(place: Place, monke
         runs = book.runs("notes")
         assert [run.reservation.entry for run in runs] == reserved
         assert [(run.state, run.steps) for run in runs] == [("completed", STEPS)] * 2
-        assert book.account("notes").sealed == sealed
         assert record(place, "eps-8")["ledger"]["group"] == group_total(
             book.account("notes"), book.run(reserved[1]).reservation.group
         )
@@ -405,7 +357,7 @@ def test_other_peoples_rows_are_not_trained_on_what_was_reserved(place: Place, m
 
 @pytest.mark.parametrize(
     "change",
-    [{"group": 5}, {"pinned": [1]}, {"pinned": {"eps-2": {"enabled": False}}}, {"pinned": {"eps-8": None}}],
+    [{"group": 5}, {"epsilons": None}],
 )
 def test_a_damaged_state_is_not_trained_from(
     place: Place, monkeypatch: pytest.MonkeyPatch, change: dict[str, object]

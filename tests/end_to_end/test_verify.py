@@ -241,7 +241,7 @@ RECOMPUTED = {
         *("audit/verdict", "audit/epsilon_lower_bound/value", "audit/attacks/calibrated/auc", "audit/exposure/1/mean"),
         *("audit/commitment", "audit/audits_run", "sampling/canary_slots", "unit"),
     ],
-    "ledger": ["composed/delta", "composed/gate", "composed/spent_epsilon=1.0"],
+    "ledger": ["composed/delta", "composed/used=0.1", "composed/spent_epsilon=1.0"],
 }  # fmt: skip
 
 

@@ -1,176 +1,150 @@
-"""What the two gates admit, and what their refusals say."""
+"""What a budget admits: runs in any order by its filter, or one reservation that is final; and what refusals say."""
 
 import math
+import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ledger_stores import DELTA, EVENT, TERMS, Place, adaptive, budget, cost_of, request, reserve
+from ledger_stores import DELTA, EVENT, TERMS, Place, budget, cost_of, request, reserve, room_for
 
-from dpllm.errors import BudgetExceeded, ConfigError, Refused
+from dpllm.errors import BudgetExceeded, Refused
 from dpllm.ledger import Ledger, admission, budgets
-from dpllm.ledger.reserving import Group, reserve_all
-from dpllm.ledger.values import Account, Reservation, Run, Sealed
+from dpllm.ledger.reserving import reserve_all
+from dpllm.ledger.values import Account, Reservation, Run
 from dpllm.privacy import renyi
 from dpllm.privacy.accounting import compose, dp_sgd_event, epsilon
-from dpllm.privacy.events import Imported, RepeatAndSelect, SelfComposed
+from dpllm.privacy.events import Imported, PureDP, RepeatAndSelect, SelfComposed
 from dpllm.privacy.parts import imported_delta
 
 RUN = dp_sgd_event(0.02, 0.8, 150)  # the reference run: epsilon 2.96 alone
-LIST = [Sealed(dp_sgd_event(1.0, sigma, 2), 2) for sigma in (40.0, 50.0, 60.0)]
+ROWS = dp_sgd_event(0.02, 4.0, 5, 3)  # of data.sampling: example, whose Renyi divergence nobody knows
+WHO = {"by": "bob", "reason": "paper"}
 
 
-# --- planned -----------------------------------------------------------------------------------------------------------
+# --- runs in any order -------------------------------------------------------------------------------------------------
 
 
-def test_the_first_run_seals_a_list_of_one(ledger: Ledger):
-    budgets.set_budget(ledger, "notes", budget(100.0))
-    reserve(ledger)
-    assert [entry.kind for entry in ledger.history("notes")] == ["budget", "seal", "reserve"]
-    for again in ({}, {"event": dp_sgd_event(1.0, 400.0, 1), "num_steps": 1}):
-        with pytest.raises(BudgetExceeded, match="list of 1 sealed runs") as refusal:
-            reserve(ledger, **again)
-        assert "Use other data" in str(refusal.value)
-    assert ledger.budget("notes").gate == "planned"  # never relabelled silently
-    assert len(ledger.runs("notes")) == 1
-
-
-def test_a_sealed_list_admits_exactly_its_runs_in_any_order(ledger: Ledger):
-    budgets.set_budget(ledger, "notes", budget(100.0))
-    together = budgets.seal(ledger, "notes", [*LIST, LIST[0]], "alice", "the study")
-    assert together == epsilon(compose([run.event for run in [*LIST, LIST[0]]]), DELTA, "zero_out")
-    with pytest.raises(Refused, match="no list can be sealed"):
-        budgets.seal(ledger, "notes", LIST, "alice", "again")
-    strangers = [
-        {"event": EVENT, "num_steps": 4},
-        {"event": LIST[0].event, "num_steps": 1},  # fewer steps than were sealed
-        {"event": dp_sgd_event(1.0, 40.0, 3), "num_steps": 2},  # pays for more than was sealed
-        {"event": dp_sgd_event(1.0, 41.0, 2), "num_steps": 2},
-    ]
-    for position in (2, 0, 1, 0):
-        for other in strangers:
-            with pytest.raises(BudgetExceeded, match="does not hold this run"):
-                reserve(ledger, **other)
-        reserve(ledger, event=LIST[position].event, num_steps=2)
-    with pytest.raises(BudgetExceeded, match="is spent"):
-        reserve(ledger, event=LIST[0].event, num_steps=2)
-    assert ledger.spent("notes") == together
-
-
-def test_lost_steps_of_a_planned_run_cannot_be_made_up(ledger: Ledger):
-    budgets.set_budget(ledger, "notes", budget(100.0))
-    budgets.seal(ledger, "notes", [Sealed(EVENT, 4)] * 2, "alice", "two")
-    first = reserve(ledger)
-    with pytest.raises(BudgetExceeded, match="lost steps cannot be made up"):
-        reserve(ledger, extends=first.entry)
-
-
-def test_a_list_that_exceeds_the_budget_is_not_sealed(ledger: Ledger):
-    budgets.set_budget(ledger, "notes", budget((cost_of(3) + cost_of(4)) / 2))
-    head = ledger.head()
-    with pytest.raises(BudgetExceeded, match="these 4 runs request"):
-        budgets.seal(ledger, "notes", [Sealed(EVENT, 4)] * 4, "alice", "x")
-    for wrong in ([], [Sealed(EVENT, 5)], [Sealed(EVENT, 0)]):
-        with pytest.raises(ConfigError):
-            budgets.seal(ledger, "notes", wrong, "alice", "x")
-    with pytest.raises(ConfigError):
-        budgets.seal(ledger, "notes", LIST, " ", "x")
-    assert ledger.head() == head
-    budgets.seal(ledger, "notes", [Sealed(EVENT, 4)] * 3, "alice", "x")
-
-
-def test_what_is_imported_after_the_seal_counts(ledger: Ledger):
-    budgets.set_budget(ledger, "notes", budget(cost_of(2)))
-    budgets.seal(ledger, "notes", [Sealed(EVENT, 4)] * 2, "alice", "x")
-    reserve(ledger)
-    budgets.import_run(ledger, "notes", event=EVENT, run="x", by="bob", reason="paper", **TERMS)
-    with pytest.raises(BudgetExceeded, match="together they come to"):
-        reserve(ledger)
-    assert ledger.spent("notes") == cost_of(2)
-
-
-def test_a_run_that_costs_exactly_the_budget_fits_at_the_budgets_own_delta(ledger: Ledger):
-    budgets.set_budget(ledger, "a", budget(cost_of(1)))
-    reserve(ledger, "a")
-    budgets.set_budget(ledger, "b", budget(math.nextafter(cost_of(1), 0)))
-    with pytest.raises(BudgetExceeded):
-        reserve(ledger, "b")
-    budgets.set_budget(ledger, "c", budget((cost_of(1, 1e-8) + cost_of(1)) / 2, delta=1e-8))
-    with pytest.raises(BudgetExceeded):
-        reserve(ledger, "c", delta=1e-3)
-
-
-def test_a_planned_refusal_says_what_is_asked_for_and_what_is_left(ledger: Ledger):
-    limit = 2.5
-    budgets.set_budget(ledger, "notes", budget(limit))
-    budgets.import_run(ledger, "notes", event=EVENT, run="x", by="bob", reason="paper", **TERMS)
-    before = ledger.head()
+def test_the_filter_admits_as_many_runs_as_fit_and_says_so(ledger: Ledger):
+    found = budgets.set_budget(ledger, "notes", budget(8.0))
+    assert found.order == renyi.filter_order(8.0, DELTA)
+    assert math.floor(8.0 / epsilon(RUN, DELTA, "zero_out")) == 2  # sums of epsilons
+    admitted, wanted = 0, [request(event=RUN, num_steps=150)]
+    share = renyi.rdp(RUN, found.order) / renyi.allowance(8.0, DELTA, found.order)
+    while (seen := ledger.outlook("notes", wanted)).refusal is None:
+        assert seen.used == pytest.approx(admitted * share)
+        assert seen.used_after == pytest.approx((admitted + 1) * share)
+        reserve(ledger, event=RUN, num_steps=150)
+        admitted += 1
+        assert seen.could_follow == math.floor(1 / share) - admitted
+        assert ledger.used("notes") == seen.used_after <= 1
+    assert admitted == math.floor(1 / share) > 2
     with pytest.raises(BudgetExceeded) as refusal:
         reserve(ledger, event=RUN, num_steps=150)
-    said = str(refusal.value)
-
-    def cost(*parts):
-        return epsilon(compose(parts), DELTA, "zero_out")
-
-    for number in (cost(RUN), cost(EVENT), limit - cost(EVENT), limit, cost(EVENT, RUN)):
-        assert f"{number:.4f}" in said
-    assert "Ask for a smaller epsilon" in said
-    assert ledger.head() == before
+    assert str(refusal.value) == seen.refusal
+    assert seen.could_follow == 0
 
 
-# --- adaptive ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("order", "admitted"), [(3.2, 8), (4.0, 7), (5.0, 3), (10.0, 0)])
-def test_the_filter_admits_as_many_runs_as_its_order_allows(ledger: Ledger, order, admitted):
-    budgets.set_budget(ledger, "notes", adaptive(8.0, order))
-    for _ in range(admitted):
-        reserve(ledger, event=RUN, num_steps=150)
-    with pytest.raises(BudgetExceeded):
-        reserve(ledger, event=RUN, num_steps=150)
-    assert len(ledger.runs("notes")) == admitted
-    alone = epsilon(RUN, DELTA, "zero_out")
-    assert math.floor(8.0 / alone) == 2  # sums of epsilons
-    if order == 3.2:
-        account = ledger.account("notes")
-        assert admission.filter_epsilon(account) <= 8.0 < admission.filter_epsilon(account, RUN)
-        assert ledger.remaining("notes") == pytest.approx(8.0 - admission.filter_epsilon(account))
-
-
-def test_events_without_renyi_divergence_are_refused(ledger: Ledger):
-    budgets.set_budget(ledger, "notes", adaptive(8.0))
-    with pytest.raises(BudgetExceeded, match="has none"):
-        reserve(ledger, event=dp_sgd_event(0.02, 4.0, 5, 3), num_steps=5)
-    assert ledger.runs("notes") == []
-
-
-def test_an_adaptive_refusal_says_what_is_asked_for_and_what_is_left(ledger: Ledger):
-    budgets.set_budget(ledger, "notes", adaptive(5.0))
+def test_a_refusal_says_what_is_used_what_the_run_would_use_and_what_to_type(ledger: Ledger):
+    budgets.set_budget(ledger, "notes", budget(5.0))
     reserve(ledger, event=RUN, num_steps=150)
-    whole, one = renyi.allowance(5.0, DELTA, 3.2), renyi.rdp(RUN, 3.2)
-    long = dp_sgd_event(0.02, 0.8, 1500)
+    large = dp_sgd_event(0.02, 0.8, 1500)
     with pytest.raises(BudgetExceeded) as refusal:
-        reserve(ledger, event=long, num_steps=1500)
-    said = str(refusal.value)
-    for number in (epsilon(long, DELTA, "zero_out"), renyi.rdp(long, 3.2), one, max(0.0, whole - one), max(0.0, whole)):
-        assert f"{number:.4f}" in said
+        reserve(ledger, event=large, num_steps=1500)
+    said, used = str(refusal.value), ledger.used("notes")
+    assert f"{100 * used:.3g}% of epsilon 5 used, and this run would use" in said
     assert "Ask for a smaller epsilon" in said
+    assert "privacy.fit_budget: true" in said
+    assert "--final" not in said  # it would be refused too
 
 
-def test_a_group_that_is_refused_hears_which_run_is_too_large_alone(ledger: Ledger):
-    budgets.set_budget(ledger, "notes", adaptive(3.0, 8.0))
-    small = [request(run=name) for name in ("first", "second")]
-    for large in (dp_sgd_event(1.0, 1.0, 4), dp_sgd_event(0.02, 4.0, 5, 3)):
-        group = [small[0], request(run="the large one", event=large, num_steps=4), small[1]]
-        with pytest.raises(BudgetExceeded, match="'the large one'") as refusal:
-            reserve_all(ledger, "notes", group, group=Group("g", "alice"))
-        assert "'first'" not in str(refusal.value)
+def test_final_is_advised_where_a_run_fits_only_as_the_last_one(ledger: Ledger):
+    exact = epsilon(RUN, DELTA, "zero_out")
+    for name, value, advised in (("fits", exact + 0.1, True), ("no", exact - 0.1, False)):
+        budgets.set_budget(ledger, name, budget(value))
+        with pytest.raises(BudgetExceeded) as refusal:
+            reserve(ledger, name, event=RUN, num_steps=150)
+        assert ("type --final" in str(refusal.value)) is advised
+    budgets.import_run(ledger, "fits", event=PureDP(1e-3), run="x", **TERMS, **WHO)
+    with pytest.raises(BudgetExceeded) as refusal:
+        reserve(ledger, "fits", event=RUN, num_steps=150)
+    assert "--final" not in str(refusal.value)
+
+
+def test_a_group_costs_the_sum_of_its_runs(ledger: Ledger):
+    budgets.set_budget(ledger, "notes", room_for(3))
+    wanted = [request(run=name) for name in "abcd"]
+    with pytest.raises(BudgetExceeded, match="these 4 runs would use"):
+        reserve_all(ledger, "notes", wanted, group="g")
     assert ledger.runs("notes") == []
-    with pytest.raises(BudgetExceeded, match="these 200 runs request") as refusal:  # none of them alone
-        reserve_all(ledger, "notes", small * 100, group=Group("g", "alice"))
-    assert "on its own" not in str(refusal.value)
-    reserve_all(ledger, "notes", small, group=Group("g", "alice"))
+    reserve_all(ledger, "notes", wanted[:2], group="g")
+    alone = admission.divergence(EVENT, ledger.budget("notes").order)
+    assert admission.filter_spent(ledger.account("notes"), ledger.budget("notes").order) == pytest.approx(2 * alone)
+    reserve(ledger)
+    with pytest.raises(BudgetExceeded):
+        reserve(ledger)
+
+
+def own_divergence(q: float, sigma: float, order: float) -> float:
+    """Renyi divergence of one Poisson-sampled Gaussian sum, the larger of both directions, by quadrature."""
+    x = np.linspace(-40 * sigma, 40 * sigma + 1, 400_001)
+    zero = -(x**2) / (2 * sigma**2) - math.log(sigma * math.sqrt(2 * math.pi))
+    mixed = zero + np.logaddexp(math.log1p(-q) if q < 1 else -np.inf, math.log(q) + (2 * x - 1) / (2 * sigma**2))
+    both = []
+    for p, r in ((mixed, zero), (zero, mixed)):
+        exponent = order * p + (1 - order) * r
+        top = exponent.max()
+        both.append((top + math.log(np.trapezoid(np.exp(exponent - top), x))) / (order - 1))
+    return max(both)
+
+
+def own_pure(value: float, order: float) -> float:
+    """Renyi divergence of randomised response."""
+    p = 1 / (1 + math.exp(-value))
+    return math.log(p**order * (1 - p) ** (1 - order) + (1 - p) ** order * p ** (1 - order)) / (order - 1)
+
+
+@pytest.mark.parametrize(("value", "delta"), [(8.0, 1e-5), (1.0, 1e-6), (30.0, 1e-9)])
+def test_random_adaptive_sequences_stay_below_the_budget_by_an_accountant_of_their_own(
+    tmp_path_factory, value: float, delta: float, seed: int
+):
+    """200 admissions: runs, groups, statistics; some closed early; each chosen after seeing what became of those before."""
+    draw = random.Random(f"{seed} {value}")
+    with Ledger(tmp_path_factory.mktemp("budget") / "ledger.sqlite") as ledger:
+        order = budgets.set_budget(ledger, "notes", budget(value, delta=delta)).order
+        own_allowance = value - math.log1p(-1 / order) + math.log(delta * order) / (order - 1)
+        own = {}  # entry -> by the test's own accountant
+        admitted = refused = 0
+        while admitted < 200 or not refused:
+            left = (own_allowance - sum(own.values())) / own_allowance
+            if draw.random() < 0.2:
+                event, steps = PureDP(0.05 * left + 0.01), 1
+                price = own_pure(event.epsilon, order)
+            else:
+                # The more is left, the more is asked for: a choice by what came before.
+                q, sigma = draw.choice([(1.0, 60.0), (0.02, 2.0), (0.1, 4.0)])
+                one = own_divergence(q, sigma, order)
+                steps = max(1, int(draw.choice([0.002, 0.01, 0.02]) * max(left, 0.01) * own_allowance / one))
+                event, price = dp_sgd_event(q, sigma, steps), steps * one
+            if not admitted % 20 and refused < 3:
+                event, steps, price = dp_sgd_event(1.0, 0.3, 4), 4, math.inf
+            wanted = [request(event=event, num_steps=steps, delta=delta)] * draw.choice([1, 1, 1, 2])
+            try:
+                claims = reserve_all(ledger, "notes", wanted)
+            except BudgetExceeded:
+                refused += 1
+                continue
+            admitted += len(claims)
+            own |= {claim.entry: price for claim in claims}
+            assert sum(own.values()) <= own_allowance * (1 + 1e-9)
+            if draw.random() < 0.1 and steps > 1:
+                ledger.charge(claims[0].entry, 1)
+                ledger.reconcile(claims[0].entry, "alice", "stopped")
+                own[claims[0].entry] = price / steps
+        assert ledger.used("notes") == pytest.approx(sum(own.values()) / own_allowance, rel=0.02)
+        assert sum(own.values()) > 0.5 * own_allowance  # so that a filter that admits twice as much would be seen
 
 
 STEPS = st.sampled_from([1, 3, 10, 30, 60, 100, 150, 200])  # few events, which the accountant is asked for once
@@ -178,10 +152,9 @@ STEPS = st.sampled_from([1, 3, 10, 30, 60, 100, 150, 200])  # few events, which 
 
 @settings(derandomize=True, deadline=None, max_examples=25)
 @given(runs=st.lists(st.tuples(STEPS, st.sampled_from([0.8, 1.0, 2.0])), min_size=3, max_size=12))
-def test_whatever_order_runs_come_in_an_adaptive_budget_is_never_exceeded(runs, tmp_path_factory):
-    """A run that was refused charges nothing, and a smaller one may still come."""
+def test_a_run_that_was_refused_charges_nothing_and_a_smaller_one_may_still_come(runs, tmp_path_factory):
     with Ledger(tmp_path_factory.mktemp("budget") / "ledger.sqlite") as ledger:
-        found = budgets.set_budget(ledger, "notes", budget(4.0, gate="adaptive"))
+        found = budgets.set_budget(ledger, "notes", budget(4.0))
         admitted = []
         for steps, sigma in runs:
             event = dp_sgd_event(0.02, sigma, steps)
@@ -194,41 +167,36 @@ def test_whatever_order_runs_come_in_an_adaptive_budget_is_never_exceeded(runs, 
                 assert fits
                 admitted.append(event)
         assert len(ledger.runs("notes")) == len(admitted) > 0
-        assert admission.filter_epsilon(ledger.account("notes")) <= 4.0
 
 
 def test_what_a_closed_run_gave_back_is_the_chains_to_say(ledger: Ledger, place: Place):
     """Its counter of steps lies beside the chain, where it could be set to none."""
-    budgets.set_budget(ledger, "notes", adaptive(8.0))
+    budgets.set_budget(ledger, "notes", budget(8.0))
     claim = reserve(ledger, event=RUN, num_steps=150)
     for step in (1, 2):
         ledger.charge(claim.entry, step)
     ledger.reconcile(claim.entry, "alice", "crashed")
-    left = admission.filter_left(ledger.account("notes")).allowance
+    used = ledger.used("notes")
     place.edit("UPDATE progress SET steps = 0")
     (run,) = ledger.runs("notes")
     assert run.steps == 2
-    assert admission.filter_left(ledger.account("notes")).allowance == left
+    assert ledger.used("notes") == used
 
 
-def test_reconciling_gives_back_what_never_ran_under_adaptive_only(ledger: Ledger):
-    one = renyi.rdp(RUN, 3.2)
-    budgets.set_budget(ledger, "notes", adaptive(8.0))
-    budgets.set_budget(ledger, "fixed", budget(8.0))
+def test_reconciling_gives_back_what_never_ran_unless_it_was_final(ledger: Ledger):
     for dataset in ("notes", "fixed"):
-        claim = reserve(ledger, dataset, event=RUN, num_steps=150)
+        budgets.set_budget(ledger, dataset, budget(8.0))
+        claim = reserve(ledger, dataset, event=RUN, num_steps=150, final=dataset == "fixed")
         for step in range(1, 31):
             ledger.charge(claim.entry, step)
-        before = ledger.account(dataset)
+        before = ledger.used(dataset)
         ledger.reconcile(claim.entry, "alice", "crashed")
-        after = ledger.account(dataset)
         assert ledger.spent(dataset) == epsilon(RUN, DELTA, "zero_out")
         if dataset == "notes":
-            assert admission.filter_spent(before, 3.2) == pytest.approx(one)
-            assert admission.filter_spent(after, 3.2) == pytest.approx(one / 5)
+            assert ledger.used(dataset) == pytest.approx(before / 5)
         else:
-            with pytest.raises(BudgetExceeded):
-                reserve(ledger, dataset, event=RUN, num_steps=150)
+            with pytest.raises(BudgetExceeded, match="closed for good"):
+                reserve(ledger, dataset)
 
 
 def _closed(event, steps: int, num_steps: int = 0) -> Run:
@@ -253,30 +221,124 @@ def test_what_ran_elsewhere_is_never_given_back():
 )
 def test_the_filter_counts_no_less_than_every_executed_step(runs, order):
     closed = tuple(_closed(dp_sgd_event(0.1, s, n), int(n * part), n) for n, s, part in runs)
-    account = Account("notes", adaptive(8.0, order), None, closed, ())
+    account = Account("notes", budget(8.0, order=order), closed, ())
     executed = compose([dp_sgd_event(0.1, s, int(n * part)) for n, s, part in runs])
     assert admission.filter_spent(account, order) == pytest.approx(renyi.rdp(executed, order), rel=1e-12)
-    held = Account("notes", adaptive(8.0, order), None, tuple(replace(run, state="interrupted") for run in closed), ())
+    held = replace(account, runs=tuple(replace(run, state="interrupted") for run in closed))
     whole = compose([dp_sgd_event(0.1, s, n) for n, s, _ in runs])
     assert admission.filter_spent(held, order) == pytest.approx(renyi.rdp(whole, order), rel=1e-12)
 
 
 def test_delta_hidden_in_a_runs_event_is_not_free(ledger: Ledger):
-    budgets.set_budget(ledger, "notes", adaptive(8.0))
+    budgets.set_budget(ledger, "notes", budget(8.0))
     hidden = compose([EVENT, Imported(0.0, 0.5)])
     with pytest.raises(Refused):
         reserve(ledger, event=hidden, delta=0.9)
     assert imported_delta(hidden) == 0.5
-    assert admission.filter_epsilon(ledger.account("notes"), hidden) == math.inf
+    assert admission.used(ledger.account("notes"), hidden) == math.inf
 
 
-def test_a_budget_that_comes_after_runs_is_adaptive_at_an_order_of_its_own(ledger: Ledger):
+def test_a_budget_that_comes_after_runs_counts_them_at_an_order_of_its_own(ledger: Ledger):
     reserve(ledger, event=RUN, num_steps=150)
-    with pytest.raises(Refused, match="Leave out --planned"):
-        budgets.set_budget(ledger, "notes", budget(8.0))
-    found = budgets.set_budget(ledger, "notes", adaptive(8.0, 3.7))
-    assert found.order == renyi.filter_order(8.0, DELTA) != 3.7  # not what was asked for when results were known
+    found = budgets.set_budget(ledger, "notes", budget(8.0, order=3.7))
+    assert found.order == renyi.filter_order(8.0, DELTA) != 3.7  # nobody chooses it
     assert found == ledger.budget("notes")
-    assert budgets.set_budget(ledger, "notes", adaptive(8.0, 5.1)) == found
+    assert budgets.set_budget(ledger, "notes", budget(8.0, order=5.1)) == found
     left = renyi.allowance(8.0, DELTA, found.order) - renyi.rdp(RUN, found.order)
     assert admission.filter_left(ledger.account("notes")) == renyi.Fit(found.order, left)
+
+
+# --- final -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_final_run_that_costs_exactly_the_budget_fits_at_the_budgets_own_delta(ledger: Ledger):
+    budgets.set_budget(ledger, "a", budget(cost_of(1)))
+    assert reserve(ledger, "a", final=True).final
+    budgets.set_budget(ledger, "b", budget(math.nextafter(cost_of(1), 0)))
+    with pytest.raises(BudgetExceeded, match="the exact total would be epsilon"):
+        reserve(ledger, "b", final=True)
+    budgets.set_budget(ledger, "c", budget((cost_of(1, 1e-8) + cost_of(1)) / 2, delta=1e-8))
+    with pytest.raises(BudgetExceeded):
+        reserve(ledger, "c", delta=1e-3, final=True)
+    assert ledger.runs("b") == ledger.runs("c") == []
+
+
+def test_a_budget_too_small_for_the_filter_admits_a_final_run_alone(ledger: Ledger):
+    found = budgets.set_budget(ledger, "notes", budget(0.05))
+    assert admission.filter_allowance(found) <= 0
+    tiny = dp_sgd_event(1.0, 400.0, 4)
+    with pytest.raises(BudgetExceeded, match="type --final"):
+        reserve(ledger, event=tiny)
+    assert ledger.used("notes") == 0
+    reserve(ledger, event=tiny, final=True)
+
+
+@pytest.mark.parametrize("limited", [True, False])
+def test_a_final_reservation_closes_the_account_for_good(ledger: Ledger, limited: bool):
+    if limited:
+        budgets.set_budget(ledger, "notes", budget(100.0))
+    wanted = [request(run=name, final=name == "a") for name in "ab"]
+    claims = reserve_all(ledger, "notes", wanted, group="g")  # one asks, and the group is
+    assert [claim.final for claim in claims] == [True, True]
+    head = ledger.head()
+    for _ in range(2):
+        for changes in ({}, {"final": True}, {"event": dp_sgd_event(1.0, 4000.0, 1), "num_steps": 1}):
+            with pytest.raises(BudgetExceeded, match="closed for good by run 'a'"):
+                reserve(ledger, **changes)
+            with pytest.raises(BudgetExceeded, match="closed for good by run 'a'"):
+                reserve(ledger, "part", derived_from="notes", **changes)
+        with pytest.raises(BudgetExceeded, match="closed for good"):
+            reserve_all(ledger, "notes", [request(run="c"), request(run="d")], group="h")
+        seen = ledger.outlook("notes", [request()])
+        assert (seen.final, seen.used, seen.spent, bool(seen.refusal)) == (True, None, cost_of(2), True)
+        if ledger.head() == head:
+            for claim in claims:  # what becomes of them changes nothing
+                ledger.reconcile(claim.entry, "alice", "never ran")
+    with pytest.raises(Refused):
+        budgets.set_budget(ledger, "notes", budget(200.0))
+    assert len(ledger.runs("notes")) == 2
+
+
+@pytest.mark.parametrize("before", ["reserved", "completed", "refused", "reconciled", "import", "derived"])
+def test_nothing_is_final_after_any_run_or_import(ledger: Ledger, before: str):
+    budgets.set_budget(ledger, "notes", budget(100.0))
+    if before == "import":
+        budgets.import_run(ledger, "notes", event=EVENT, run="x", **TERMS, **WHO)
+    elif before == "derived":
+        reserve(ledger, "part", derived_from="notes")
+    else:
+        claim = reserve(ledger)
+        if before in ("completed", "refused"):
+            ledger.finish(claim.entry, before)
+        if before == "reconciled":
+            ledger.reconcile(claim.entry, "alice", "never ran")
+    head = ledger.head()
+    with pytest.raises(BudgetExceeded, match="only the first reservation may be final"):
+        reserve(ledger, final=True)
+    with pytest.raises(BudgetExceeded, match="only the first reservation may be final"):
+        reserve_all(ledger, "notes", [request(run="a", final=True), request(run="b")], group="g")
+    assert ledger.head() == head
+    reserve(ledger)  # in any order they may go on
+
+
+def test_what_is_imported_after_a_final_run_is_entered_and_shown_as_exceeding(ledger: Ledger):
+    from dpllm.ledger.reserving import comes_to
+
+    budgets.set_budget(ledger, "notes", budget(cost_of(1)))
+    claim = reserve(ledger, final=True)
+    budgets.import_run(ledger, "notes", event=EVENT, run="x", **TERMS, **WHO)
+    assert ledger.spent("notes") == cost_of(2) > ledger.budget("notes").epsilon
+    told = comes_to(ledger.account("notes"), ledger.spent("notes"), claim.group)
+    assert (told["final"], told["used"], told["spent_epsilon"], told["imported"]) == (True, None, cost_of(2), 1)
+
+
+def test_an_event_without_renyi_divergence_is_admitted_as_final_alone(ledger: Ledger):
+    budgets.set_budget(ledger, "notes", budget(8.0))
+    with pytest.raises(BudgetExceeded, match=r"knows no Renyi divergence.*type --final") as refusal:
+        reserve(ledger, event=ROWS, num_steps=5)
+    assert "data.sampling: unit" in str(refusal.value)
+    reserve(ledger)
+    with pytest.raises(BudgetExceeded, match="use other data"):
+        reserve(ledger, event=ROWS, num_steps=5)
+    budgets.set_budget(ledger, "others", budget(8.0))
+    reserve(ledger, "others", event=ROWS, num_steps=5, final=True)

@@ -4,13 +4,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from ledger_stores import DELTA, EVENT, TERMS, adaptive, budget, cost_of, reserve
+from ledger_stores import DELTA, EVENT, TERMS, budget, cost_of, reserve
 
 from dpllm.errors import BudgetExceeded, ConfigError, LedgerContradiction, Refused
 from dpllm.ledger import Budget, Ledger, admission, budgets
 from dpllm.ledger.chain import event_of, read_export
 from dpllm.ledger.records import fingerprint
-from dpllm.ledger.values import Sealed
 from dpllm.privacy import renyi
 from dpllm.privacy.accounting import dp_sgd_event, epsilon
 from dpllm.privacy.events import Imported, SelfComposed
@@ -21,38 +20,36 @@ ELSEWHERE = Imported(0.5, 1e-6)
 
 def test_a_budget_is_set_once(ledger: Ledger):
     assert ledger.budget("notes") is None
-    assert ledger.remaining("notes") is None
-    wanted = budget(3.0)
-    assert budgets.set_budget(ledger, "notes", wanted) == wanted
+    assert ledger.used("notes") is None
+    wanted = budgets.set_budget(ledger, "notes", budget(3.0))
+    assert wanted == budget(3.0, order=renyi.filter_order(3.0, DELTA))
     assert budgets.set_budget(ledger, "notes", budget(3, by="carol", reason="again")) == wanted
     assert ledger.budget("notes") == wanted
-    others = [budget(4.0), budget(3.0, delta=1e-4), budget(3.0, unit="visit"), adaptive(3.0)]
+    others = [budget(4.0), budget(3.0, delta=1e-4), budget(3.0, unit="visit")]
     others.append(budget(3.0, relation="add_or_remove_one"))
-    budgets.set_budget(ledger, "more", adaptive(8.0, import_delta=1e-6))
+    budgets.set_budget(ledger, "more", budget(8.0, import_delta=1e-6))
     for other in [*others, budget(4.0, by="carol")]:
         with pytest.raises(Refused, match="has a budget already"):
             budgets.set_budget(ledger, "notes", replace(other, by="carol"))
     with pytest.raises(Refused, match="has a budget already"):
-        budgets.set_budget(ledger, "more", adaptive(8.0, import_delta=2e-6, by="carol"))
+        budgets.set_budget(ledger, "more", budget(8.0, import_delta=2e-6, by="carol"))
     assert ledger.head()["count"] == 2
-    assert ledger.remaining("notes") == 3.0
+    assert ledger.used("notes") == 0.0
     content = ledger.history("notes")[0].facts
-    assert (content["by"], content["reason"], content["gate"]) == ("alice", "study 7", "planned")
+    assert (content["by"], content["reason"], content["order"]) == ("alice", "study 7", wanted.order)
 
 
-@pytest.mark.parametrize("use", ["run", "import", "seal"])
+@pytest.mark.parametrize("use", ["run", "import"])
 def test_its_owner_may_correct_a_budget_until_it_is_used(ledger: Ledger, use: str):
     budgets.set_budget(ledger, "notes", budget(3.0, unit="patien"))
-    wanted = budget(4.0)
-    assert budgets.set_budget(ledger, "notes", wanted) == ledger.budget("notes") == wanted
+    wanted = budgets.set_budget(ledger, "notes", budget(4.0))
+    assert wanted == ledger.budget("notes")
     assert [entry.facts["epsilon"] for entry in ledger.history("notes")] == [3.0, 4.0]  # both are on record
     if use == "run":
         reserve(ledger)
-    elif use == "import":
-        budgets.import_run(ledger, "notes", event=EVENT, run="x", by="bob", reason="paper", **TERMS)
     else:
-        budgets.seal(ledger, "notes", [Sealed(EVENT, 4)], "alice", "one")
-    with pytest.raises(Refused, match="nobody once a run is sealed, reserved or imported"):
+        budgets.import_run(ledger, "notes", event=EVENT, run="x", by="bob", reason="paper", **TERMS)
+    with pytest.raises(Refused, match="nobody once a run is reserved or imported"):
         budgets.set_budget(ledger, "notes", budget(5.0))
     assert ledger.budget("notes") == wanted
 
@@ -69,10 +66,8 @@ BOUNDLESS = [
     *({"epsilon": value} for value in (0.0, -1.0, NAN, INF)),
     *({"delta": value} for value in (0.0, 1.0, NAN)),
     *({"import_delta": value} for value in (-1e-9, 1e-5, NAN)),
-    *({"gate": "adaptive", "order": value} for value in (1.0, INF)),
     {"unit": ""},
     {"relation": "replace_one"},
-    {"gate": "none"},
 ]
 
 
@@ -86,11 +81,11 @@ def test_a_budget_that_bounds_nothing_is_refused(ledger: Ledger, changes):
     assert ledger.head()["count"] == 0
 
 
-def test_an_import_counts_by_pld_and_may_exceed_the_budget(ledger: Ledger):
-    budgets.set_budget(ledger, "notes", budget(0.4))
+def test_an_import_may_exceed_the_budget(ledger: Ledger):
+    budgets.set_budget(ledger, "notes", budget(0.4, import_delta=1e-6))
     budgets.import_run(ledger, "notes", event=ELSEWHERE, run="x", **TERMS, **WHO)
     assert ledger.spent("notes") == pytest.approx(0.5, abs=0.01)
-    assert ledger.remaining("notes") == 0.0
+    assert ledger.used("notes") > 1
     with pytest.raises(BudgetExceeded):
         reserve(ledger)
     assert [entry.kind for entry in ledger.history("notes")] == ["budget", "import"]
@@ -158,19 +153,19 @@ def test_what_is_no_export_is_one_clear_error(tmp_path: Path, damage):
         read_export(damage(value), tmp_path)
 
 
-def test_imported_delta_is_set_aside_from_an_adaptive_budget(ledger: Ledger):
-    budgets.set_budget(ledger, "notes", adaptive(8.0, import_delta=2e-6))
-    assert admission.filter_left(ledger.account("notes")).allowance == renyi.allowance(8.0, DELTA - 2e-6, 3.2)
+def test_imported_delta_is_set_aside_from_a_budget(ledger: Ledger):
+    order = budgets.set_budget(ledger, "notes", budget(8.0, import_delta=2e-6)).order
+    whole = renyi.allowance(8.0, DELTA - 2e-6, order)
+    assert admission.filter_left(ledger.account("notes")) == renyi.Fit(order, whole)
     budgets.import_run(ledger, "notes", event=ELSEWHERE, run="x", **TERMS, **WHO)
     pure = replace(ELSEWHERE, delta=0.0)
-    left = renyi.allowance(8.0, DELTA - 2e-6, 3.2) - renyi.rdp(pure, 3.2)
-    assert admission.filter_left(ledger.account("notes")).allowance == pytest.approx(left)
+    assert ledger.used("notes") == pytest.approx(renyi.rdp(pure, order) / whole)
     reserve(ledger)
     budgets.import_run(ledger, "notes", event=replace(ELSEWHERE, delta=1.1e-6), run="x", **TERMS, **WHO)
     with pytest.raises(BudgetExceeded, match="set aside"):
         reserve(ledger)
-    assert ledger.remaining("notes") == 0.0
-    budgets.set_budget(ledger, "strict", adaptive(8.0))
+    assert ledger.used("notes") == INF
+    budgets.set_budget(ledger, "strict", budget(8.0))
     budgets.import_run(ledger, "strict", event=ELSEWHERE, run="x", **TERMS, **WHO)
     with pytest.raises(BudgetExceeded, match="set aside"):
         reserve(ledger, "strict")
@@ -179,17 +174,18 @@ def test_imported_delta_is_set_aside_from_an_adaptive_budget(ledger: Ledger):
 def test_a_late_budget_sets_aside_what_was_imported(ledger: Ledger):
     budgets.import_run(ledger, "notes", event=ELSEWHERE, run="x", **TERMS, **WHO)
     with pytest.raises(Refused, match="leaves no room"):
-        budgets.set_budget(ledger, "notes", adaptive(8.0, delta=1e-6))
-    found = budgets.set_budget(ledger, "notes", adaptive(8.0))
+        budgets.set_budget(ledger, "notes", budget(8.0, delta=1e-6))
+    found = budgets.set_budget(ledger, "notes", budget(8.0))
     assert found.import_delta == 1e-6
-    assert admission.conversion_delta(found) == DELTA - 1e-6
+    assert admission.filter_allowance(found) == renyi.allowance(8.0, DELTA - 1e-6, found.order)
     reserve(ledger)
-    assert budgets.set_budget(ledger, "notes", adaptive(8.0)) == found
+    assert budgets.set_budget(ledger, "notes", budget(8.0)) == found
 
 
 def test_what_no_renyi_divergence_bounds_leaves_a_late_budget_nothing(ledger: Ledger):
     reserve(ledger, event=dp_sgd_event(0.02, 4.0, 5, 3), num_steps=5)
-    budgets.set_budget(ledger, "notes", adaptive(8.0))
+    budgets.set_budget(ledger, "notes", budget(8.0))
+    assert ledger.used("notes") == INF
     with pytest.raises(BudgetExceeded, match="no Renyi divergence"):
         reserve(ledger)
 
@@ -220,7 +216,6 @@ def test_what_is_entered_for_a_derived_dataset_is_entered_for_its_parent(ledger:
     budgets.set_budget(ledger, "notes", budget(8.0))
     with pytest.raises(BudgetExceeded):
         reserve(ledger, "sub", derived_from="notes", event=dp_sgd_event(1.0, 0.5, 4))
-    budgets.seal(ledger, "notes", [Sealed(EVENT, 4)] * 2, "alice", "two")
     reserve(ledger, "sub", derived_from="notes")
     assert ledger.records.account_name("sub") == "notes"
     with pytest.raises(Refused, match="derives from 'notes'"):

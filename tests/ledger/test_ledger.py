@@ -8,18 +8,15 @@ from dataclasses import FrozenInstanceError
 from pathlib import Path
 
 import pytest
-from ledger_stores import DELTA, EVENT, TERMS, Place, adaptive, budget, cost_of, outputs, request, reserve, start
+from ledger_stores import DELTA, EVENT, TERMS, Place, budget, cost_of, outputs, request, reserve, room_for, start
 
 from dpllm.errors import BudgetExceeded, ConfigError, Refused
 from dpllm.ledger import Ledger, admission, budgets, store
-from dpllm.ledger.values import Sealed
-from dpllm.privacy import renyi
-from dpllm.privacy.accounting import dp_sgd_event, epsilon
+from dpllm.privacy.accounting import dp_sgd_event
 
 
 def test_every_state_of_a_run_counts_in_full(ledger: Ledger):
-    budgets.set_budget(ledger, "notes", budget(cost_of(4)))
-    budgets.seal(ledger, "notes", [Sealed(EVENT, 4)] * 4, "alice", "all runs")
+    budgets.set_budget(ledger, "notes", room_for(4))
     for status, steps in (("completed", 4), ("interrupted", 1), ("refused", 0)):
         claim = reserve(ledger)
         for step in range(1, steps + 1):
@@ -27,7 +24,6 @@ def test_every_state_of_a_run_counts_in_full(ledger: Ledger):
         ledger.finish(claim.entry, status)
     reserve(ledger)
     assert ledger.spent("notes") == cost_of(4)
-    assert ledger.remaining("notes") == 0.0
     with pytest.raises(BudgetExceeded):
         reserve(ledger)
     assert [run.state for run in ledger.runs("notes")] == ["completed", "interrupted", "refused", "reserved"]
@@ -49,13 +45,13 @@ def test_a_reservation_remembers_what_it_was_made_of(ledger: Ledger, place: Plac
 def test_datasets_do_not_share_a_budget(ledger: Ledger):
     names = ["a", "b", "Robert'); DROP TABLE entries;--", "100 % öffentlich?"]
     for dataset in names:
-        budgets.set_budget(ledger, dataset, budget(cost_of(1)))
+        budgets.set_budget(ledger, dataset, room_for(1))
         reserve(ledger, dataset)
         with pytest.raises(BudgetExceeded):
             reserve(ledger, dataset)
     assert ledger.datasets() == sorted(names)
-    assert [entry.kind for entry in ledger.history("a")] == ["budget", "seal", "reserve"]
-    assert len(ledger.history()) == 3 * len(names)
+    assert [entry.kind for entry in ledger.history("a")] == ["budget", "reserve"]
+    assert len(ledger.history()) == 2 * len(names)
 
 
 def test_epsilons_of_different_units_or_relations_never_add(ledger: Ledger):
@@ -70,19 +66,19 @@ def test_epsilons_of_different_units_or_relations_never_add(ledger: Ledger):
             with pytest.raises(Refused, match="another quantity"):
                 budgets.import_run(ledger, dataset, event=EVENT, run="x", by="a", reason="b", **terms)
     with pytest.raises(Refused, match="another quantity"):
-        budgets.set_budget(ledger, "free", adaptive(100.0, unit="visit"))
+        budgets.set_budget(ledger, "free", budget(100.0, unit="visit"))
     assert ledger.head()["count"] == 3
 
 
 def test_without_a_budget_runs_are_charged_without_limit_and_count_when_one_is_set(ledger: Ledger):
     assert ledger.spent("notes") == 0.0
-    assert ledger.remaining("notes") is None
+    assert ledger.used("notes") is None
     reserve(ledger, delta=1e-6)
     reserve(ledger, delta=DELTA)
     assert ledger.spent("notes") == cost_of(2)
     assert ledger.spent("notes", 1e-8) == cost_of(2, 1e-8)
-    budgets.set_budget(ledger, "notes", adaptive(0.1))
-    assert ledger.remaining("notes") == 0.0
+    budgets.set_budget(ledger, "notes", budget(0.2))
+    assert ledger.used("notes") > 1
     with pytest.raises(BudgetExceeded):
         reserve(ledger)
 
@@ -116,7 +112,7 @@ def test_steps_are_charged_one_by_one_and_never_beyond_the_reservation(ledger: L
 
 
 def test_steps_that_are_set_back_are_found(ledger: Ledger, place: Place):
-    budgets.set_budget(ledger, "notes", adaptive(8.0))
+    budgets.set_budget(ledger, "notes", budget(8.0))
     claim = reserve(ledger, event=dp_sgd_event(1.0, 400.0, 100), num_steps=100)
     for step in range(1, 53):
         ledger.charge(claim.entry, step)
@@ -196,19 +192,10 @@ def test_a_reservation_of_another_ledger_is_unknown(ledger: Ledger, tmp_path):
         lambda: ledger.run(entry),
         lambda: ledger.finish(entry, "refused"),
         lambda: ledger.reconcile(entry, "alice", "gone"),
-        lambda: reserve(ledger, extends=entry),
     )
     for use in uses:
         with pytest.raises(ConfigError, match="no reservation"):
             use()
-
-
-def test_lost_steps_are_made_up_for_on_the_same_account_only(ledger: Ledger):
-    budgets.set_budget(ledger, "notes", adaptive(8.0))
-    first, other = reserve(ledger), reserve(ledger, "other")
-    assert reserve(ledger, extends=first.entry).extends == first.entry
-    with pytest.raises(ConfigError, match="not charged to 'notes'"):
-        reserve(ledger, extends=other.entry)
 
 
 @pytest.fixture
@@ -232,29 +219,33 @@ def meanwhile(place: Place, monkeypatch):
     return lets
 
 
-@pytest.mark.parametrize("what", ["planned run", "adaptive run", "import", "seal", "budget"])
-def test_whatever_is_entered_during_the_composition_is_seen(ledger: Ledger, meanwhile, what):
-    event = EVENT if what.endswith("run") else dp_sgd_event(1.0, 4.0, 4)
-    room = budget(epsilon(event, DELTA, "zero_out"))
-    if what == "adaptive run":
-        room = adaptive(renyi.to_epsilon(1.5 * admission.divergence(EVENT, 3.2), DELTA, 3.2))
+def _import(rival: Ledger) -> None:
+    budgets.import_run(rival, "notes", event=EVENT, run="x", by="bob", reason="meanwhile", **TERMS)
+
+
+MEANWHILE = {
+    "run": reserve,
+    "import": _import,
+    "final run": lambda rival: reserve(rival, final=True),
+    "budget": lambda rival: budgets.set_budget(rival, "notes", budget(0.01)),
+}
+
+
+@pytest.mark.parametrize("final", [False, True])
+@pytest.mark.parametrize("what", MEANWHILE)
+def test_whatever_is_entered_during_the_composition_is_seen(ledger: Ledger, meanwhile, what: str, final: bool):
+    """Also by a final reservation, whose exact total holds for what comes first and alone."""
     if what != "budget":
-        budgets.set_budget(ledger, "notes", room)
-    who = {"by": "bob", "reason": "meanwhile"}
-    enter = {
-        "import": lambda rival: budgets.import_run(rival, "notes", event=EVENT, run="x", **TERMS, **who),
-        "seal": lambda rival: budgets.seal(rival, "notes", [Sealed(EVENT, 4)], **who),
-        "budget": lambda rival: budgets.set_budget(rival, "notes", budget(0.01)),
-    }.get(what, reserve)
-    done = meanwhile(enter)
+        budgets.set_budget(ledger, "notes", room_for(1))
+    done = meanwhile(MEANWHILE[what])
     with pytest.raises(BudgetExceeded):
-        reserve(ledger, event=event)
+        reserve(ledger, final=final)
     assert done
-    assert len(ledger.runs("notes")) == (1 if enter is reserve else 0)
+    assert len(ledger.runs("notes")) == (1 if "run" in what else 0)
 
 
 def test_a_name_that_is_derived_meanwhile_charges_the_parent(ledger: Ledger, meanwhile):
-    budgets.set_budget(ledger, "notes", adaptive(8.0))
+    budgets.set_budget(ledger, "notes", budget(8.0))
     meanwhile(lambda rival: reserve(rival, "sub", derived_from="notes"))
     assert reserve(ledger, "sub").dataset == "notes"
     assert [run.reservation.dataset for run in ledger.runs("notes")] == ["notes", "notes"]
@@ -279,7 +270,7 @@ with open_ledger(location) as ledger:
 
 
 def test_a_crashed_run_stays_charged_and_can_be_resumed(ledger: Ledger, place: Place):
-    budgets.set_budget(ledger, "notes", budget(cost_of(1)))
+    budgets.set_budget(ledger, "notes", room_for(1))
     code = """
 ledger = open_ledger(location)
 entry = ledger.reserve("notes", claim).entry
@@ -331,9 +322,9 @@ def test_a_failure_while_writing_leaves_nothing_half_done(ledger: Ledger):
 
 
 def test_refusals_are_counted_once_and_looking_counts_nothing(ledger: Ledger):
-    budgets.set_budget(ledger, "notes", budget(cost_of(1)))
+    budgets.set_budget(ledger, "notes", room_for(1))
     reserve(ledger)
-    ledger.outlook("notes", request())
+    ledger.outlook("notes", [request()])
     ledger.verify()
     assert ledger.refusals() == {}
     for _ in range(2):
@@ -353,45 +344,27 @@ def test_a_ledger_that_cannot_count_still_refuses(ledger: Ledger, place: Place):
 
 
 def test_outlook_says_what_reserve_would(ledger: Ledger):
-    seen = ledger.outlook("notes", request())
-    assert (seen.gate, seen.spent, seen.after, seen.refusal) == ("none", 0.0, cost_of(1), None)
-    budgets.set_budget(ledger, "notes", budget(cost_of(1)))
-    assert ledger.outlook("notes", request()).refusal is None
+    seen = ledger.outlook("notes", [request()])
+    assert (seen.budget, seen.used, seen.spent, seen.after, seen.refusal) == (None, None, 0.0, cost_of(1), None)
+    assert "no budget limits it" in str(seen)
+    budgets.set_budget(ledger, "notes", room_for(2))
+    assert ledger.outlook("notes", [request()] * 3).refusal is not None
+    seen = ledger.outlook("notes", [request()])
+    assert (seen.used, seen.used_after, seen.could_follow, seen.spent) == (0.0, pytest.approx(0.4), 1, None)
+    assert str(seen).endswith("used, 40% with this run; 1 more like it fit")
+    exact = ledger.outlook("notes", [request(final=True)])
+    assert (exact.used, exact.spent, exact.after, exact.refusal) == (None, 0.0, cost_of(1), None)
+    assert "it is final" in str(exact)
     head = ledger.head()
-    reserve(ledger)
-    seen = ledger.outlook("notes", request())
-    assert (seen.gate, seen.spent, seen.after) == ("planned", cost_of(1), cost_of(2))
+    for _ in range(2):
+        reserve(ledger)
+    seen = ledger.outlook("notes", [request()])
     with pytest.raises(BudgetExceeded) as refusal:
         reserve(ledger)
-    assert seen.refusal == str(refusal.value)
+    assert seen.refusal == str(refusal.value) == str(seen.error)
+    assert str(seen).endswith("this run is refused")
     assert ledger.head()["count"] == head["count"] + 2
-    assert "another quantity" in ledger.outlook("notes", request(unit="visit")).refusal
-
-
-@pytest.mark.parametrize("gate", ["planned", "a list of one", "adaptive"])
-def test_outlook_says_what_remains_and_how_many_runs_could_follow(ledger: Ledger, gate: str):
-    budgets.set_budget(ledger, "notes", adaptive(4.35) if gate == "adaptive" else budget(1.0))
-    if gate == "planned":
-        budgets.seal(ledger, "notes", [Sealed(EVENT, 4)] * 3, "alice", "three")
-    seen = ledger.outlook("notes", request())
-    reserve(ledger)
-    assert seen.remaining == ledger.remaining("notes")
-    assert seen.could_follow == {"planned": 2, "a list of one": 0}.get(gate, seen.could_follow)
-    for _ in range(seen.could_follow):
-        assert ledger.outlook("notes", request()).refusal is None
-        assert ledger.remaining("notes") > 0
-        reserve(ledger)
-    with pytest.raises(BudgetExceeded):
-        reserve(ledger)
-    last = ledger.outlook("notes", request())
-    assert last.refusal is not None
-    assert last.could_follow == 0
-    if gate == "adaptive":
-        assert seen.could_follow > 1
-        account = ledger.account("notes")
-        assert last.remaining == pytest.approx(4.35 - admission.filter_epsilon(account))
-    else:
-        assert last.remaining == 0.0  # although the list came to less than the budget
+    assert "another quantity" in ledger.outlook("notes", [request(unit="visit")]).refusal
 
 
 def test_child_processes_see_no_more_than_the_ledger(place: Place):

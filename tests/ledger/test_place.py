@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from ledger_stores import Place, adaptive, budget, request, reserve
+from ledger_stores import Place, budget, request, reserve
 
 from dpllm.cli import main
 from dpllm.errors import ConfigError, Refused
@@ -20,7 +20,7 @@ from dpllm.ledger import Ledger, budgets
 def original(tmp_path: Path) -> Path:
     path = tmp_path / "ledger.sqlite"
     with Ledger(path) as ledger:
-        budgets.set_budget(ledger, "notes", adaptive(8.0))
+        budgets.set_budget(ledger, "notes", budget(8.0))
         reserve(ledger)
     return path
 
@@ -34,7 +34,7 @@ def test_a_copy_is_refused_until_it_is_adopted_by_name(original: Path, capsys: p
                 write(ledger)
         with pytest.raises(Refused, match="is a copy"):
             ledger.charge(ledger.runs("notes")[0].reservation.entry, 1)
-        assert "is a copy" in (ledger.outlook("notes", request()).refusal or "")  # so says the plan of a run
+        assert "is a copy" in (ledger.outlook("notes", [request()]).refusal or "")  # so says the plan of a run
         assert ledger.head() == head
         assert ledger.verify() == []
     for reading in ("show", "history", "verify", "export"):
@@ -107,7 +107,7 @@ def test_a_ledger_of_before_is_bound_at_its_first_write(original: Path) -> None:
     ],
 )
 def test_what_is_the_same_place(ledger: Ledger, place: Place, changes: dict[str, str], copied: bool) -> None:
-    budgets.set_budget(ledger, "notes", adaptive(8.0))
+    budgets.set_budget(ledger, "notes", budget(8.0))
     bound = {**ledger.store.spot, **changes}
     place.edit(f"UPDATE meta SET value = '{json.dumps(bound)}' WHERE key = 'place'")
     with place.open() as again:
@@ -137,7 +137,7 @@ def test_a_database_that_was_copied_to_another_machine_is_a_copy(
     ledger: Ledger, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both call themselves localhost."""
-    budgets.set_budget(ledger, "notes", adaptive(8.0))
+    budgets.set_budget(ledger, "notes", budget(8.0))
     bound = {**ledger.store.spot, "file": "0"}
     place.edit(f"UPDATE meta SET value = '{json.dumps(bound)}' WHERE key = 'place'")
     monkeypatch.setattr(platform, "node", lambda: "another machine")

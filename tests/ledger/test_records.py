@@ -7,7 +7,7 @@ import unicodedata
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ledger_stores import Place, adaptive, budget, outputs, request, reserve, start
+from ledger_stores import Place, budget, outputs, request, reserve, start
 
 from dpllm.errors import ConfigError, Refused
 from dpllm.ledger import Ledger, budgets
@@ -58,7 +58,7 @@ def test_repetitions_count_in_the_digest_and_not_in_the_overlap():
 def test_a_renamed_copy_is_the_same_dataset(ledger: Ledger):
     budgets.set_budget(ledger, "notes", budget(8.0), records=of(ledger, ROWS))
     reserve(ledger, records=of(ledger, ROWS))
-    assert [entry.kind for entry in ledger.history("notes")] == ["budget", "data", "seal", "reserve"]
+    assert [entry.kind for entry in ledger.history("notes")] == ["budget", "data", "reserve"]
     copy = of(ledger, [{"a": row["text"].upper().lower()} for row in ROWS[::-1]], ["a"])
     assert ledger.records.known_as(copy) == "notes"
     with pytest.raises(Refused, match="these very records are dataset 'notes'") as refusal:
@@ -106,7 +106,7 @@ def test_the_same_name_may_grow(ledger: Ledger):
 
 
 def test_derived_data_charge_the_parent_and_grandparents(ledger: Ledger):
-    budgets.set_budget(ledger, "notes", adaptive(8.0), records=of(ledger, ROWS))
+    budgets.set_budget(ledger, "notes", budget(8.0), records=of(ledger, ROWS))
     for dataset, parent, rows in (("sub", "notes", ROWS[:100]), ("subsub", "sub", ROWS[:50])):
         claim = reserve(ledger, dataset, records=of(ledger, rows), derived_from=parent)
         assert claim.dataset == ledger.records.account_name(dataset) == "notes"
@@ -182,7 +182,7 @@ def test_nothing_of_the_records_leaves_the_ledger(ledger: Ledger, place: Place):
         said.append(str(refusal.value))
     reserve(ledger, records=of(ledger, ROWS))
     shown = json.dumps(ledger.chain.export()) + "".join(said) + "".join(entry.payload for entry in ledger.history())
-    shown += repr(ledger.outlook("notes", request()))
+    shown += repr(ledger.outlook("notes", [request()]))
     [(digest, nonce, hashes)] = place.raw("SELECT fingerprint, nonce, hashes FROM records")
     key = ledger.records.key().hex()
     hashes = bytes(hashes)

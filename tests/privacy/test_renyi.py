@@ -19,7 +19,6 @@ from dpllm.privacy.renyi import (
     Fit,
     allowance,
     filter_order,
-    largest_num_steps,
     rdp,
     smallest_noise_multiplier,
     to_epsilon,
@@ -153,15 +152,6 @@ def test_the_order_of_a_filter_costs_little_beside_one_chosen_in_hindsight(eps: 
 
 
 FIT = Fit(3.2, allowance(8.0, 1e-5, 3.2) - 7 * rdp(RUN, 3.2))  # after seven runs
-
-
-def test_the_largest_number_of_steps_fits_and_one_more_does_not() -> None:
-    most = largest_num_steps(lambda steps: dp_sgd_event(0.02, 0.8, steps), FIT)
-    assert rdp(dp_sgd_event(0.02, 0.8, most), 3.2) <= FIT.allowance < rdp(dp_sgd_event(0.02, 0.8, most + 1), 3.2)
-    assert most == 200
-    assert largest_num_steps(lambda steps: dp_sgd_event(0.02, 0.8, steps), Fit(3.2, 0.0)) == 0
-    assert largest_num_steps(lambda steps: dp_sgd_event(1.0, 0.1, steps), FIT) == 0
-    assert largest_num_steps(lambda steps: compose([]), FIT) == 10**9
 
 
 def test_the_smallest_noise_fits_and_a_grid_step_less_does_not() -> None:

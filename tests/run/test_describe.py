@@ -16,9 +16,8 @@ from dp_accounting.pld import privacy_loss_distribution as pld
 from dpllm.cli import main
 from dpllm.files import alone
 from dpllm.ledger import Budget, Ledger, RunRequest, budgets, open_ledger
-from dpllm.privacy import releases, renyi
+from dpllm.privacy import releases
 from dpllm.privacy.accounting import dp_sgd_event
-from dpllm.privacy.events import PureDP
 from dpllm.run import describe
 from dpllm.statement.released import Statistics
 
@@ -155,16 +154,10 @@ def test_a_crash_between_reservation_and_release_stays_charged(
     assert ledger().spent("notes", 1e-9) == pytest.approx(1.0, abs=1e-3)
 
 
-@pytest.mark.parametrize("gate", ["planned", "adaptive"])
-def test_an_exhausted_budget_refuses_and_nothing_is_spent(say: Callable[..., Any], gate: Any) -> None:
-    order = renyi.filter_order(1.5, 1e-6) if gate == "adaptive" else None
+def test_an_exhausted_budget_refuses_and_nothing_is_spent(say: Callable[..., Any]) -> None:
     with ledger() as book:
-        budgets.set_budget(book, "notes", Budget(1.5, 1e-6, "who", "zero_out", gate, order, **WHO))
-        if gate == "planned":
-            from dpllm.ledger.values import Sealed
-
-            budgets.seal(book, "notes", [Sealed(PureDP(0.9), 1)], "alice", "all of it")
-    assert say("--units", epsilon=0.9 if gate == "planned" else 0.4)[0] == 0
+        budgets.set_budget(book, "notes", Budget(1.5, 1e-6, "who", "zero_out", **WHO))
+    assert say("--units", epsilon=0.4)[0] == 0
     assert released().delta == 1e-6, "that of the budget"
     before = entries()
     for words in ([], ["--dry-run"]):
@@ -174,20 +167,14 @@ def test_an_exhausted_budget_refuses_and_nothing_is_spent(say: Callable[..., Any
         assert (entries(), Path("more.json").exists()) == (before, False)
 
 
-def test_a_planned_budget_without_a_list_is_not_used_up_by_statistics(say: Callable[..., Any]) -> None:
+def test_statistics_of_a_final_call_are_admitted_together_and_are_the_last(say: Callable[..., Any]) -> None:
     with ledger() as book:
-        budgets.set_budget(book, "notes", Budget(2.0, 1e-6, "who", "zero_out", **WHO))
-    before = entries()
-    code, _, error = say("--units")
-    assert (code, entries()) == (3, before)
-    assert "dpllm ledger seal notes RECIPE statistics.json" in error
-    seal = ["ledger", "seal", "notes", "statistics.json", "--ledger", "l.sqlite", "--by", "a", "--reason", "b"]
-    assert main(seal) == 2  # it is not there yet, and what is wrong says what writes it
-    code, printed, _ = say("--units", "--dry-run", "--json")
-    assert code == 3
-    Path("statistics.json").write_text(printed)
-    assert main(seal) == 0
-    assert say("--units")[0] == 0
+        budgets.set_budget(book, "notes", Budget(0.5, 1e-6, "who", "zero_out", **WHO))
+    code, printed, _ = say("--units", "--dry-run", "--final", epsilon=0.5)
+    assert (code, "it is final" in printed.replace("\n", " ")) == (0, True)
+    assert say("--units", "--final", epsilon=0.5)[0] == 0
+    code, _, error = say("--units", "--output", "more.json", epsilon=0.01)
+    assert (code, "closed for good" in error) == (3, True)
 
 
 @pytest.mark.parametrize(
@@ -305,11 +292,11 @@ def test_delta_is_below_one_in_n(say: Callable[..., Any], words: list[str], delt
 
 def test_the_delta_of_a_budget_bounds_auto_and_is_below_one_in_n_itself(say: Callable[..., Any]) -> None:
     with ledger() as book:
-        budgets.set_budget(book, "notes", Budget(2.0, 1e-6, "who", "zero_out", "adaptive", 8.0, **WHO))
+        budgets.set_budget(book, "notes", Budget(2.0, 1e-6, "who", "zero_out", **WHO))
     assert Statistics.pick(json.loads(say("--units", "--delta", "auto", "--dry-run", "--json")[1])).delta == 1e-6
     Path("l.sqlite").unlink()
     with ledger() as book:
-        budgets.set_budget(book, "notes", Budget(2.0, 0.5, "who", "zero_out", "adaptive", 8.0, **WHO))
+        budgets.set_budget(book, "notes", Budget(2.0, 0.5, "who", "zero_out", **WHO))
     before = entries()
     for words in ([], ["--delta", "1e-6"], ["--delta", "auto"]):
         code, _, error = say("--units", *words)

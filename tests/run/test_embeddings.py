@@ -14,7 +14,7 @@ from released_folders import CLUSTERS, PREDICT, UNITS, Say, entries, ledger, rel
 from dpllm.cli import main
 from dpllm.ledger import Budget, budgets, open_ledger
 from dpllm.model import loading
-from dpllm.privacy import embedded, renyi
+from dpllm.privacy import embedded
 from dpllm.privacy.events import Gaussian, SelfComposed
 from dpllm.recipe.config import ModelConfig
 from dpllm.run import embeddings
@@ -198,24 +198,11 @@ def test_a_file_of_code_is_no_encoder(say: Say) -> None:
 
 def test_a_budget_that_is_used_up_refuses_before_the_texts_are_read(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_ledger("l.sqlite") as book:
-        order = renyi.filter_order(2.0, 1e-6)
-        budgets.set_budget(book, "notes", Budget(2.0, 1e-6, "who", "zero_out", "adaptive", order, by="a", reason="b"))
+        budgets.set_budget(book, "notes", Budget(2.0, 1e-6, "who", "zero_out", by="a", reason="b"))
     monkeypatch.setattr(embeddings, "Encoder", lambda *_: pytest.fail("the texts were read"))
     code, _, error = say(*PREDICT)
     assert code == 3
     assert "notes" in error
-
-
-def test_a_planned_budget_admits_what_a_dry_run_sealed(say: Say) -> None:
-    with open_ledger("l.sqlite") as book:
-        budgets.set_budget(book, "notes", Budget(25.0, 1e-6, "who", "zero_out", by="a", reason="b"))
-    code, printed, _ = say(*CLUSTERS, "--dry-run", "--json")
-    assert code == 3
-    Path("plan.json").write_text(printed)
-    seal = ["ledger", "seal", "notes", "plan.json", "--ledger", "l.sqlite", "--by", "a", "--reason", "b"]
-    assert main(seal) == 0
-    assert say(*CLUSTERS)[0] == 0
-    assert say(*CLUSTERS, "--output", "more")[0] == 3
 
 
 def test_a_tokenizer_with_more_tokens_than_its_model_is_refused_whatever_the_texts(say: Say) -> None:

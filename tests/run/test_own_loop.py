@@ -112,13 +112,14 @@ def test_what_cannot_hold_is_refused_before_anything_is_spent(model: nn.Module, 
     with pytest.raises(Refused, match="batch norm"):
         engine(model, ledger)
     del model.transformer.h[1].norm
-    set_budget(ledger, "letters", Budget(0.5, 1e-3, "example", "zero_out", "planned", None))
+    set_budget(ledger, "letters", Budget(0.5, 1e-3, "example", "zero_out"))
     with pytest.raises(BudgetExceeded):
         engine(model, ledger)
     assert not ledger.account("letters").runs
     assert ledger.refusals() == {("letters", "over_budget"): 1}
-    with engine(model, ledger, dataset="others") as made:  # the model is its owner's again
+    with engine(model, ledger, dataset="others", final=True) as made:  # the model is its owner's again
         made.step()
+    assert ledger.account("others").final
     with pytest.raises(Refused, match="float32"):
         engine(model.bfloat16(), ledger)
 

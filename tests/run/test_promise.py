@@ -42,11 +42,11 @@ def messages(config: RunConfig) -> list[str]:
     return [str(error) for error in decide(config, Start()).refusals]
 
 
-def give_budget(config: RunConfig, epsilon: float, gate: str = "planned", order: float | None = None) -> None:
+def give_budget(config: RunConfig, epsilon: float) -> None:
     ledger = open_ledger(config.privacy.ledger)
     assert ledger is not None
     with ledger:
-        set_budget(ledger, "notes", Budget(epsilon, 1e-3, "example", "zero_out", gate, order))  # type: ignore[arg-type]
+        set_budget(ledger, "notes", Budget(epsilon, 1e-3, "example", "zero_out"))
 
 
 def test_a_good_recipe_meets_no_guard(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_a_package_that_is_not_installed_is_refused_before_anything_is_reserved(
     assert isinstance(found, ConfigError)
     assert told in str(found)
     assert f"{missing}, which is not installed" in str(found)
-    assert decide(config).refusals == (), "a list can be sealed where nothing will train"
+    assert decide(config).refusals == (), "without a run, no package is needed"
 
 
 def test_prompts_that_cannot_be_read_are_refused_by_plan_too(tmp_path: Path) -> None:
@@ -206,9 +206,12 @@ def test_the_ledger_says_what_it_holds_and_would_hold(tmp_path: Path) -> None:
     seen = decide(config, Start())
     assert seen.ledger is not None
     assert seen.plan is not None
-    assert (seen.ledger.gate, seen.ledger.spent) == ("planned", 0.0)
-    assert seen.ledger.after == pytest.approx(seen.plan.epsilon, abs=1e-6)
-    assert seen.refusals == ()
+    assert (seen.ledger.used, seen.refusals) == (0.0, ())
+    assert 0 < (seen.ledger.used_after or 0) < 1
+    last = decide(recipe(tmp_path, privacy__delta=1e-3, privacy__final=True), Start()).ledger
+    assert last is not None
+    assert (last.final, last.used, last.spent) == (True, None, 0.0)
+    assert last.after == pytest.approx(seen.plan.epsilon, abs=1e-6)
 
 
 def test_a_budget_refuses_with_the_words_of_the_ledger(tmp_path: Path) -> None:
@@ -224,24 +227,35 @@ def test_a_budget_refuses_with_the_words_of_the_ledger(tmp_path: Path) -> None:
     assert (tmp_path / "ledger.sqlite").read_bytes() == before
 
 
-def test_noise_is_calibrated_to_what_is_left_of_a_filter(tmp_path: Path) -> None:
-    config = recipe(tmp_path, privacy__noise_multiplier=None, privacy__epsilon=3.0, privacy__delta=1e-3)
+def test_a_run_above_its_budget_is_refused_or_lowered_where_the_recipe_says_so(tmp_path: Path) -> None:
+    """A mutant lowers it unasked."""
+    asked = {"privacy__noise_multiplier": None, "privacy__epsilon": 3.0, "privacy__delta": 1e-3}
+    config = recipe(tmp_path, **asked)
     alone = decide(config, Start()).plan
-    give_budget(config, 3.0, "adaptive", 4.0)
+    assert alone is not None
+    give_budget(config, 3.0)
+    seen = decide(config, Start())
+    assert [type(error) for error in seen.refusals] == [BudgetExceeded]
+    assert "privacy.fit_budget: true" in str(seen.refusals[0])
+    assert "type --final" in str(seen.refusals[0])
+    assert (seen.plan, seen.lowered) == (alone, "")
+    config = recipe(tmp_path, **asked, privacy__fit_budget=True)
     for directory in (False, True):
         seen = decide(config, Start() if directory else None, subject=read_subject(config))
         assert seen.refusals == ()
         assert seen.plan is not None
-        assert alone is not None
         assert seen.plan.noise_multiplier > alone.noise_multiplier
+        assert f"epsilon is lowered to {seen.plan.epsilon:.3f} from the 3 asked for" in seen.lowered
+        assert seen.lowered in str(seen)
         assert seen.ledger is not None
-        assert seen.ledger.filter_after is not None
-        assert seen.ledger.filter_after <= 3.0
+        assert seen.ledger.used_after == pytest.approx(1, abs=1e-3)
+        assert seen.ledger.used_after <= 1
 
 
 def test_a_spent_filter_is_refused_and_the_plan_shown(tmp_path: Path) -> None:
-    config = recipe(tmp_path, privacy__noise_multiplier=None, privacy__epsilon=8.0, privacy__delta=1e-3)
-    give_budget(config, 0.05, "adaptive", 64.0)
+    asked = {"privacy__noise_multiplier": None, "privacy__epsilon": 8.0, "privacy__delta": 1e-3}
+    config = recipe(tmp_path, **asked, privacy__fit_budget=True)
+    give_budget(config, 0.05)
     seen = decide(config, Start())
     assert seen.exit_code == 3
     assert seen.plan is not None

@@ -109,7 +109,7 @@ GRADIENT = {
 }  # fmt: skip
 BANDED = {**plan()["event"], "count": 50}
 BANDED["event"] = {**BANDED["event"], "probability": 2 * BANDED["event"]["probability"]}
-FILTER = {"epsilon": 10.0, "delta": 1e-5, "gate": "adaptive", "order": 3.2}
+FILTER = {"epsilon": 10.0, "delta": 1e-5, "order": 3.2}
 GROUP = {"name": "sweep-1", "runs": 3, "epsilon": 4.2001, "delta": 1e-5}
 STATES = {
     "guarantee": State(("none; the guarantee does not rest on an audit",)),
@@ -125,9 +125,33 @@ STATES = {
         config(data={"sampling": "example"}),
         plan(sampling="example"),
     ),
-    "adaptive budget": State(
-        ("ε = 5.5 at δ = 1e-05 for all runs", "| Composition | by a Renyi filter at order 3.2"),
-        record=of_ledger(filter_epsilon=5.5, budget=FILTER),
+    "budget": State(
+        (
+            "within a budget of ε = 10 at δ = 1e-05, whatever runs come; 10.3% of it is used by all runs",
+            "A run that would exceed the budget is refused.",
+            "| Composition | by a Renyi filter at order 3.2",
+        ),
+        record=of_ledger(used=0.1023, budget=FILTER),
+    ),
+    "budget that an import exceeds": State(
+        ("120% of it would be used by all runs", "That exceeds the budget, through what was made elsewhere."),
+        record=of_ledger(used=1.2, budget=FILTER, imported=1),
+    ),
+    "budget that cannot be counted": State(
+        ("no ε covers all runs on this dataset", "A run that would exceed the budget is refused."),
+        record=of_ledger(used=None, budget=FILTER, imported=1),
+    ),
+    "final run": State(
+        (
+            "ε = 4.25 at δ = 1e-05 for all runs on this dataset that the ledger holds up to this one: the exact total",
+            "No run can follow, and the budget was ε = 10 at δ = 1e-05.",
+            "| Composition | exact, by PLD: the first reservation was the final one",
+        ),
+        record=of_ledger(final=True, budget=FILTER),
+    ),
+    "final run and an import": State(
+        ("ε = 11 at δ = 1e-05", "That exceeds the budget of ε = 10, through what was made elsewhere."),
+        record=of_ledger(final=True, budget=FILTER, imported=1, spent_epsilon=11.0),
     ),
     "tuning group": State(
         ("| Tuning group | `sweep-1`: 3 runs", "together ε = 4.201 at δ = 1e-05"),
@@ -194,7 +218,7 @@ EVERYTHING = State(
     plan(limits={"tpr_at_fpr_0.001": 0.02, "tpr_at_fpr_0.01": 0.1, "auc": 0.7, "gdp_mu": 1.5}, curve=[[1e-4, 2.3]]),
     record(
         lineage=lineage(ancestors=[parent(name="older"), parent(name="oldest")]),
-        ledger={**record()["ledger"], "group": GROUP, "imported": 2, "filter_epsilon": 5.5,
+        ledger={**record()["ledger"], "group": GROUP, "imported": 2, "used": 0.55,
                 "budget": FILTER},
         lattice={"coordinates": 10, "noise_over_max_grad_norm": 0.9184},
         deviations=["the run was interrupted and resumed", "telemetry of un-noised figures was on"],

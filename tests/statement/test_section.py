@@ -210,7 +210,7 @@ def test_names_stay_in_their_cells() -> None:
 MACHINE_ONLY = (
     "schema_version", "definition", "holds_for", "trust_model", "mechanism", "sampling.scheme", "sampling.of", "status",
     "sampling.implemented_as_accounted", "randomness.generator", "accountants", "trade_off", "event", "base_model.covered",
-    "composed.budget.order", "composed.gate", "composed.order", "lineage.dataset", "lineage.reason", "audit.canaries",
+    "composed.budget.order", "composed.final", "lineage.dataset", "lineage.reason", "audit.canaries",
     "audit.weights", "software", "hardware", "recipe_digest", "files",
 )  # fmt: skip
 """Constants, what is worded together with another field, and what no sentence could hold; the digest covers them."""

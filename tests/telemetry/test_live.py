@@ -13,19 +13,16 @@ from unittest.mock import Mock
 import cards
 import pytest
 from accelerate import tracking
-from ledger_stores import budget
 from metrics_text import Series, series
 from tiny_models import recipe
 
-from dpllm.errors import Refused
 from dpllm.files import write_json
-from dpllm.ledger import Ledger, admission, budgets
 from dpllm.recipe.config import TelemetryConfig
 from dpllm.recipe.derived import plan_of
 from dpllm.run.directory import RunDir
 from dpllm.telemetry import Telemetry, live, metrics, publish_audit
 from dpllm.telemetry.live import Trackers
-from dpllm.telemetry.metrics import dataset_families, exposition, label
+from dpllm.telemetry.metrics import label
 
 
 def settings_of(tmp_path: Path, **telemetry: Any) -> Any:
@@ -262,18 +259,6 @@ def test_datasets_of_two_places_are_two_series() -> None:
     assert "alice" not in one
     assert one.startswith("notes-")
     assert label("notes") == "notes"
-
-
-def test_remaining_is_nothing_where_no_accountant_knows_the_total(
-    prepared: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with Ledger(prepared.run.root / "other.sqlite") as book:
-        budgets.set_budget(book, "notes", budget(8.0))
-        monkeypatch.setattr(
-            admission, "filter_left", Mock(side_effect=Refused("no accountant knows all of them together"))
-        )
-        found = series(exposition(dataset_families(book, ["notes"])))
-        assert found["dp_training_budget_remaining", (("dataset", "notes"),)] == 0.0
 
 
 def test_a_damaged_record_ends_nothing(prepared: SimpleNamespace, stub: type[Stub], capsys: Any) -> None:

@@ -63,7 +63,7 @@ def test_names_and_labels_are_those_that_dashboards_were_built_on(tmp_path: Path
     )
     wanted = {f"dp_{name}": {"model"} for name in of_model} | {
         "dp_training_epsilon_consumed": {"model", "dataset", "run_id"},
-        "dp_training_budget_remaining": {"dataset"},
+        "dp_training_budget_used": {"dataset"},
         "dp_training_budget": {"dataset"},
         "dp_ledger_refused_total": {"reason"},
         "dp_ledger_reservations": {"dataset", "state"},
@@ -148,7 +148,7 @@ def test_the_ledger_in_both_stores(ledger: Ledger) -> None:
     assert found["dp_ledger_refused_total", (("reason", "tampered"),)] == 1
     assert found["dp_ledger_entries", ()] == len(ledger.history())
     assert found["dp_ledger_chain_valid", ()] == 1
-    assert found["dp_training_budget_remaining", (("dataset", "notes"),)] == ledger.remaining("notes")
+    assert found["dp_training_budget_used", (("dataset", "notes"),)] == ledger.used("notes")
     states = {pairs[1][1]: value for (name, pairs), value in found.items() if name == "dp_ledger_reservations"}
     assert {state: number for state, number in states.items() if number} == {"running": 1}
     beat = (("dataset", "notes"), ("run_id", first.entry), ("state", "running"))

@@ -258,7 +258,13 @@ def charged(place: Path, event: BoundedRange = EVENT) -> Json:
     with Ledger(place) as ledger:
         entry = ledger.reserve("notes", claim).entry
         facts = {"dataset": "notes", "entry": entry, "head": ledger.head(), "budget": None}
-        facts |= {"spent_epsilon": ledger.spent("notes", 1e-5), "filter_epsilon": None, "imported": 0, "group": None}
+        facts |= {
+            "spent_epsilon": ledger.spent("notes", 1e-5),
+            "used": None,
+            "final": False,
+            "imported": 0,
+            "group": None,
+        }
     return composed(LedgerRecord.pick(facts), 1e-5).to_json()
 
 

@@ -126,18 +126,25 @@ def test_a_trigger_of_a_stranger_never_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["file", "export"])
-def test_a_late_order_is_refused_by_name_and_no_total_is_stated_without_its_delta(tmp_path: Path, name: str) -> None:
+def test_a_ledger_of_an_earlier_version_is_refused_by_name(tmp_path: Path, name: str) -> None:
     path = tmp_path / "ledger.sqlite"
-    late = {"epsilon": 8.0, "delta": 1e-5, "unit": "example", "relation": "zero_out", "gate": "adaptive", "order": 3.2}
+    earlier = {
+        "epsilon": 8.0,
+        "delta": 1e-5,
+        "unit": "example",
+        "relation": "zero_out",
+        "gate": "planned",
+        "order": None,
+    }
     with Ledger(path) as ledger:
         with ledger.chain.writing():
-            ledger.chain.append("budget", "notes", late | {"late": True})
+            ledger.chain.append("budget", "notes", earlier)
         value = {"kind": "dpllm ledger", "entries": [one._asdict() for one in ledger.chain._links], "progress": {}}
         value["head"] = ledger.head()
     if name == "export":
         path.unlink()
         path.write_text(json.dumps(value), encoding="utf-8")
-    with pytest.raises(Wrong, match=r"the ledger cannot be read .*late: true"):
+    with pytest.raises(Wrong, match=r"the ledger cannot be read .*of an earlier version"):
         last(published(tmp_path / "run", str(path)))
 
 
