@@ -21,6 +21,7 @@ from dpllm.errors import ConfigError, DpllmError, EndedElsewhere
 
 # What a command no longer takes -> what to type instead.
 RETIRED = {
+    "curve": "type pandas.read_json('RUN/private/metrics.jsonl', lines=True).plot('step', 'loss') in a notebook, for your eyes alone",
     "plan --after": "adaptive clipping is retired, whose figures it read; privacy.clipping automatic needs no C to be tuned",
     "plan --compare": "it gave no guarantee; dpllm plan --json has epsilon by each accountant, as `accountants`",
     "plan --figure": "plan prints and draws nothing; --json has every figure of the table",
@@ -58,9 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    if fix := RETIRED.get(" ".join(arguments[:2])):  # an action that the parser does not know
-        print(f"dpllm {arguments[0]}: {arguments[1]} is retired: {fix}.", file=sys.stderr)
-        return 2
+    for name in (" ".join(arguments[:1]), " ".join(arguments[:2])):  # a command or an action that the parser does not know
+        if fix := RETIRED.get(name):
+            print(f"dpllm {name} is retired: {fix}.", file=sys.stderr)
+            return 2
     parser = _parser()
     arguments, overrides = _split(arguments)
     known, unknown = parser.parse_known_args(arguments)

@@ -1,4 +1,4 @@
-"""``dpllm compare``, ``sweep`` and ``curve``: runs side by side, runs made to be, and how one run went."""
+"""``dpllm compare`` and ``sweep``: runs side by side, and runs made to be."""
 
 from __future__ import annotations
 
@@ -27,8 +27,6 @@ def add_commands(add: AddCommand) -> None:
         text = "BLEU on N evaluation prompts (extra: tasks)"
         parser.add_argument("--tasks", type=int, default=0, metavar="N", help=text)
     compared.add_argument("--no-intervals", action="store_true", help="load no model: held-out figures as recorded")
-    drawn = add("curve", curve, "loss, clipped share and gradient norms of a run's steps, as a private picture", None)
-    drawn.add_argument("run", metavar="RUN", help="run directory")
 
 
 def _check_tasks(known: argparse.Namespace) -> None:
@@ -70,16 +68,6 @@ def sweep(known: argparse.Namespace, rest: list[str]) -> int:
     root = comparison.output.parent
     values, table = public_comparison([RunDir(root / run["name"]) for run in comparison.values["runs"]])
     return show(known, values if known.json else table, f"With private figures: written to {comparison.output}")
-
-
-def curve(known: argparse.Namespace, rest: list[str]) -> int:
-    """Draws how a run went and says where; no figure is printed, since a log may keep it."""
-    from dpllm.comparison.curve import draw
-    from dpllm.run.directory import RunDir
-
-    path, steps = draw(RunDir(Path(known.run)))
-    print(f"{path}: {steps} steps, from figures without noise, which no guarantee covers. Keep it private.")
-    return 0
 
 
 def _twins(known: argparse.Namespace, path: str, overrides: dict[str, Any], by: str) -> int:
