@@ -21,7 +21,8 @@ from dpllm.errors import ConfigError, DpllmError, EndedElsewhere
 
 # What a command no longer takes -> what to type instead.
 RETIRED = {
-    "curve": "type pandas.read_json('RUN/private/metrics.jsonl', lines=True).plot('step', 'loss') in a notebook, for your eyes alone",
+    "compare --no-intervals": "no losses of single examples are computed any more, so compare loads no model; leave it out",
+    "curve": "type pandas.read_json('RUN/private/metrics.jsonl', lines=True).plot('step', 'loss') in a notebook",
     "plan --after": "adaptive clipping is retired, whose figures it read; privacy.clipping automatic needs no C to be tuned",
     "plan --compare": "it gave no guarantee; dpllm plan --json has epsilon by each accountant, as `accountants`",
     "plan --figure": "plan prints and draws nothing; --json has every figure of the table",
@@ -59,7 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    for name in (" ".join(arguments[:1]), " ".join(arguments[:2])):  # a command or an action that the parser does not know
+    for name in (
+        " ".join(arguments[:1]),
+        " ".join(arguments[:2]),
+    ):  # a command or an action that the parser does not know
         if fix := RETIRED.get(name):
             print(f"dpllm {name} is retired: {fix}.", file=sys.stderr)
             return 2
@@ -85,7 +89,7 @@ def _run(arguments: list[str]) -> int:
             if fix := RETIRED.get(f"{known.command} {name}"):
                 raise ConfigError(f"{name} is retired: {fix}.")
             raise ConfigError(f"unknown argument {wrong[0]}. Type dpllm {known.command} --help.")
-        if known.command not in {"train", "sweep", "env"} and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if known.command not in {"train", "env"} and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ConfigError(
                 "a launcher started several processes, and each would do all the work and write the same files. Type dpllm "
                 f"{known.command} without a launcher."
