@@ -87,7 +87,7 @@ def test_each_figure_stands_in_its_own_column(runs: list[RunDir]) -> None:
         "Seconds in all": ["-", "61.5", "61.5"],
     }  # and no memory, which was not recorded
     assert "with 95% confidence" in " ".join(shown.notes(result.values))
-    assert json.loads((result.output / "comparison.json").read_text()) == result.values
+    assert json.loads((result.output / "comparison.json").read_text()) == {"schema_version": 1, **result.values}
     assert "![Held-out loss over epsilon](comparison.png)" in (result.output / "comparison.md").read_text()
 
 
