@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
     from dpllm.auditing.record import AuditRecord
     from dpllm.comparison.compare import Comparison
-    from dpllm.comparison.compare import DPComparison as DPComparison
     from dpllm.ledger import Ledger as Ledger
     from dpllm.publish.generate import Sample
     from dpllm.publish.quality import Measure
@@ -48,7 +47,6 @@ __version__ = "0.2.0"
 # bitsandbytes up to 0.50.2 warns at each import that it has no kernel for 4-bit weights on a CPU; its other warnings stay.
 logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(lambda record: "gemm_4bit_forward" not in str(record.msg))
 __all__ = [
-    "DPComparison",
     "Engine",
     "Ledger",
     "TokenSequence",
@@ -67,7 +65,6 @@ __all__ = [
 ]
 
 _LAZY = {
-    "DPComparison": ("dpllm.comparison.compare", "DPComparison"),
     "Engine": ("dpllm.run.own_loop", "Engine"),
     "Ledger": ("dpllm.ledger", "Ledger"),
     "TokenSequence": ("dpllm.text.data", "TokenSequence"),
@@ -226,11 +223,11 @@ def audit(run: Run | str | os.PathLike[str], *, generate: bool = True) -> AuditR
 def compare(
     runs: Sequence[Run | str | os.PathLike[str]], output: str | os.PathLike[str] | None = None, *, public: bool = False
 ) -> Comparison:
-    """Runs side by side, the baseline first; see ``DPComparison`` for two.
+    """Runs side by side: their figures as ``values``, and a ``table()``.
 
     Args:
         runs: Two or more runs, or their directories.
-        output: Where table and pictures go; None: beside the first run.
+        output: Where table and picture go; None: beside the first run.
         public: Leave out what may not be published.
 
     Raises:

@@ -29,8 +29,7 @@ from pathlib import Path
 
 from sacrebleu.tokenizers.tokenizer_13a import Tokenizer13a
 
-from dpllm.comparison.tasks import by_prompt
-from dpllm.comparison.text_scores import bleu
+from dpllm.comparison.tasks import bleu, by_prompt
 
 Tokens = list[str]
 

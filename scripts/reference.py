@@ -129,7 +129,6 @@ def metric_families() -> list[tuple[str, str, str]]:
     with tempfile.TemporaryDirectory() as served:
         found = [
             *metrics.run_families(run),
-            *metrics.baseline_families("a", "b", 0.5),
             *metrics.ledger_families(book)[0],
             *metrics.dataset_families(book, ["c"]),
             *metrics.served_families(book, ["c"], [Path(served)]),

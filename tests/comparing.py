@@ -9,6 +9,7 @@ from typing import Any
 
 import cards
 
+from dpllm.comparison.compared_runs import PROTOCOL
 from dpllm.files import read_json, write_json
 from dpllm.privacy.accounting import dp_sgd_event
 from dpllm.recipe.config import RunConfig, dump_config
@@ -85,7 +86,6 @@ def make_run(
     summary: Json | None = None,
     *,
     audit: bool = True,
-    held_out: bool = False,
     group: str | None = None,
 ) -> RunDir:
     """One run; ``epsilon`` infinite: without differential privacy."""
@@ -126,8 +126,6 @@ def make_run(
         write_json(run.plan, promise)
     if audit:
         write_json(run.audit_dir(enabled) / "audit.json", measured_audit(epsilon, weights(root)))
-    if held_out:
-        write_held_out(run, after)
     return run
 
 
@@ -142,27 +140,19 @@ def change_audit(run: RunDir, every: Json | None = None, **changes: Any) -> None
     )
 
 
-def write_held_out(run: RunDir, loss: float, **changes: Any) -> None:
-    """Losses of 400 examples whose mean by token is ``loss``."""
-    tokens = [8 + number % 5 for number in range(400)]
-    parts = {
-        name: {
-            "loss": [(value + 0.5 * (1 if number % 2 else -1)) * count for number, count in enumerate(tokens)],
-            "tokens": tokens,
-            "correct": [count // 2 for count in tokens],
-        }
-        for name, value in (("tuned", loss), ("base", 3.912))
-    }
-    write_json(run.private / "held_out.json", {"weights": weights(run.root), **parts, **changes})
+def write_tasks(run: RunDir, tuned: Json, base: Json | None = None, **changes: Any) -> None:
+    """Scores of what these weights write behind two prompts with nine references."""
+    counts = {"num_tokens": 100, "prompts": 2, "references": 9, "asked": 2}
+    scores = {"tuned": {"bleu": tuned}, "base": {"bleu": base} if base else None}
+    found = {"weights": weights(run.root), "protocol": PROTOCOL, **counts, **scores, **changes}
+    write_json(run.private / "tasks.json", found)
 
 
 def without_pictures(monkeypatch: Any) -> None:
     """Drawing takes most of the time of a comparison, and has tests of its own."""
 
-    def draw(figures: Any, folder: Path) -> list[str]:
-        names = ["comparison.png", "utility.png", "leakage.png"]
-        for name in names:
-            (folder / name).write_bytes(b"a picture")
-        return names
+    def draw(values: Json, path: Path) -> bool:
+        path.write_bytes(b"a picture")
+        return True
 
-    monkeypatch.setattr("dpllm.comparison.figures.draw", draw)
+    monkeypatch.setattr("dpllm.comparison.shown.draw", draw)

@@ -41,9 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    if fix := RETIRED.get(" ".join(arguments[:2])):  # an action that the parser does not know
-        print(f"dpllm {arguments[0]}: {arguments[1]} is retired: {fix}.", file=sys.stderr)
-        return 2
+    for words in (arguments[:1], arguments[:2]):  # a command or an action that the parser does not know
+        if fix := RETIRED.get(" ".join(words)):
+            print(f"dpllm {' '.join(words)} is retired: {fix}.", file=sys.stderr)
+            return 2
     parser = _parser()
     arguments, overrides = _split(arguments)
     known, unknown = parser.parse_known_args(arguments)
@@ -66,7 +67,7 @@ def _run(arguments: list[str]) -> int:
             if fix := RETIRED.get(f"{known.command} {name}"):
                 raise ConfigError(f"{name} is retired: {fix}.")
             raise ConfigError(f"unknown argument {wrong[0]}. Type dpllm {known.command} --help.")
-        if known.command not in {"train", "sweep", "env"} and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if known.command not in {"train", "env"} and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ConfigError(
                 "a launcher started several processes, and each would do all the work and write the same files. Type dpllm "
                 f"{known.command} without a launcher."

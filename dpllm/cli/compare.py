@@ -1,13 +1,12 @@
-"""``dpllm compare``, ``sweep`` and ``curve``: runs side by side, runs made to be, and how one run went."""
+"""``dpllm compare`` and ``sweep``: runs side by side, and runs made to be."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from dpllm.cli.plan import AddCommand, parse_recipe, plain_console, show, take_final, take_recipe
-from dpllm.errors import ConfigError
+from dpllm.errors import AuditContradiction, ConfigError
 
 
 def add_commands(add: AddCommand) -> None:
@@ -26,14 +25,6 @@ def add_commands(add: AddCommand) -> None:
     for parser in (compared, swept):
         text = "BLEU on N evaluation prompts (extra: tasks)"
         parser.add_argument("--tasks", type=int, default=0, metavar="N", help=text)
-    compared.add_argument("--no-intervals", action="store_true", help="load no model: held-out figures as recorded")
-    drawn = add("curve", curve, "loss, clipped share and gradient norms of a run's steps, as a private picture", None)
-    drawn.add_argument("run", metavar="RUN", help="run directory")
-
-
-def _check_tasks(known: argparse.Namespace) -> None:
-    if known.tasks < 0:
-        raise ConfigError(f"--tasks {known.tasks}: cannot be negative. Type 1 or more.")
 
 
 def compare(known: argparse.Namespace, rest: list[str]) -> int:
@@ -42,59 +33,49 @@ def compare(known: argparse.Namespace, rest: list[str]) -> int:
     from dpllm.run.directory import RunDir
 
     _check_tasks(known)
-    comparison = side_by_side(
-        [RunDir(Path(path)) for path in known.runs],
-        Path(known.output) if known.output else None,
-        public=known.public,
-        tasks=known.tasks,
-        losses=not known.no_intervals,
-        console=plain_console(stderr=True),
-    )
+    output = Path(known.output) if known.output else None
+    runs, console = [RunDir(Path(path)) for path in known.runs], plain_console(stderr=True)
+    comparison = side_by_side(runs, output, public=known.public, tasks=known.tasks, console=console)
     found = comparison.values if known.json else comparison.table()
     return show(known, found, f"Written to {comparison.output}")
 
 
 def sweep(known: argparse.Namespace, rest: list[str]) -> int:
-    """Trains a recipe at several epsilons and prints what may stand in a job's log."""
-    from dpllm.comparison.compare import public_comparison
-    from dpllm.comparison.sweep import sweep as train_all
-    from dpllm.run.directory import RunDir
+    """Trains a group of runs and prints what may stand in a job's log."""
+    from dpllm.comparison import shown
+    from dpllm.comparison.compare import compare as side_by_side
+    from dpllm.comparison.compare import look
+    from dpllm.comparison.sweep import at_epsilons, train_group, twins
+    from dpllm.statement.run_files import read_run
 
-    path, overrides = parse_recipe(known, rest)
+    recipe = parse_recipe(known, rest)
     _check_tasks(known)
     console = plain_console(stderr=known.json)
-    if known.twin:
-        return _twins(known, path, overrides)
-    comparison = train_all(path, overrides, resume=known.resume, tasks=known.tasks, console=console)
-    root = comparison.output.parent
-    values, table = public_comparison([RunDir(root / run["name"]) for run in comparison.values["runs"]])
-    return show(known, values if known.json else table, f"With private figures: written to {comparison.output}")
-
-
-def curve(known: argparse.Namespace, rest: list[str]) -> int:
-    """Draws how a run went and says where; no figure is printed, since a log may keep it."""
-    from dpllm.comparison.curve import draw
-    from dpllm.run.directory import RunDir
-
-    path, steps = draw(RunDir(Path(known.run)))
-    print(f"{path}: {steps} steps, from figures without noise, which no guarantee covers. Keep it private.")
+    points = twins(*recipe) if known.twin else at_epsilons(*recipe)
+    contradictions = train_group(points, resume=known.resume, console=console)
+    runs = [point.run for point in points]
+    if known.twin:  # whose canaries differ, so that nothing could be compared
+        charged = read_run(runs[0]).ledger
+        assert charged is not None
+        assert charged.group is not None
+        told = f"Together epsilon {charged.group.epsilon:.4f} at delta {charged.group.delta:g}."
+        both = {"runs": [str(run.root) for run in runs], "together": charged.group.to_json()}
+        show(known, both if known.json else told, f"Publish {runs[0].export}; keep {runs[1].root}.")
+    else:
+        comparison = side_by_side(runs, runs[0].root.parent / "compare", tasks=known.tasks, console=console)
+        public, _ = look(runs, public=True)
+        show(
+            known,
+            public if known.json else shown.table(public),
+            f"With private figures: written to {comparison.output}",
+        )
+    if contradictions:
+        raise AuditContradiction("; ".join(contradictions))
     return 0
 
 
-def _twins(known: argparse.Namespace, path: str, overrides: dict[str, Any]) -> int:
-    from dpllm.comparison.sweep import trained
-    from dpllm.comparison.twin import twins
-    from dpllm.statement.run_files import read_run
-
-    if known.tasks:
+def _check_tasks(known: argparse.Namespace) -> None:
+    if known.tasks < 0:
+        raise ConfigError(f"--tasks {known.tasks}: cannot be negative. Type 1 or more.")
+    if known.tasks and known.command == "sweep" and known.twin:
         raise ConfigError("--tasks compares runs, but a run and its twin are not compared. Leave it out.")
-    points, root = twins(path, overrides)
-    with trained(points, root, resume=known.resume, console=plain_console(stderr=known.json)) as runs:
-        record = read_run(runs[0])
-    assert record.ledger is not None
-    group = record.ledger.group
-    assert group is not None
-    told = (
-        f"Together epsilon {group.epsilon:.4f} at delta {group.delta:g}. Publish {runs[0].export}; keep {runs[1].root}."
-    )
-    return show(known, {"runs": [str(run.root) for run in runs], "together": group.to_json()} if known.json else told)

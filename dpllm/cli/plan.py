@@ -153,9 +153,9 @@ def plan(known: argparse.Namespace, rest: list[str]) -> int:
     if known.recipe and (Path(known.recipe) / "config.yaml").is_file():  # the directory of a run
         known.recipe = str(Path(known.recipe) / "config.yaml")
     if known.twin:
-        from dpllm.comparison.twin import together, twins
+        from dpllm.comparison.sweep import together, twins
 
-        points, _ = twins(*parse_recipe(known, rest))
+        points = twins(*parse_recipe(known, rest))
     config = points[0].config if known.twin else load_recipe(known, rest)
     if known.device and not known.model:
         raise ConfigError("--device says for which GPU --model counts memory. Type both.")

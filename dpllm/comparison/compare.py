@@ -1,32 +1,36 @@
 """Runs side by side: what privacy cost in utility, and what it bought.
 
 Comes in: two or more run directories, in any order: at most one without differential privacy, and any number with it. Goes out:
-a table, and JSON, Markdown and pictures. They are private, because the audit and the held-out figures of a run without
-differential privacy are un-noised, unless a public comparison was asked for, which leaves out whatever may not be published.
+their figures as one JSON value, and of it a table, a page and a picture. They are private, because the audit and the held-out
+figures of a run without differential privacy are un-noised, unless a public comparison was asked for, which leaves out whatever
+may not be published.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from dpllm.comparison import compared_runs, rows, values
-from dpllm.comparison.rows import Row
+from dpllm.auditing.summary import PRIMARY_ATTACK
+from dpllm.comparison import compared_runs, shown
+from dpllm.comparison.compared_runs import Side
 from dpllm.errors import ConfigError
-from dpllm.files import resolved, write_json, write_whole
+from dpllm.files import as_json, resolved, write_json, write_whole
+from dpllm.recipe import names
 from dpllm.run.directory import RunDir
 from dpllm.statement.fields import Json
-from dpllm.telemetry import publish_baseline
+from dpllm.statement.privacy_record import Audit
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-FILES = ("comparison.json", "comparison.md", "comparison.png", "utility.png", "leakage.png")
+FILES = ("comparison.json", "comparison.md", "comparison.png")
+HELD_OUT = ("loss", "accuracy", "reward_accuracy", "reward_margin")
+"""What a run records of its evaluation rows, before and after training."""
 
 
 @dataclass(frozen=True)
@@ -34,36 +38,21 @@ class Comparison:
     """Runs that differ in privacy, adapter or training alone.
 
     Attributes:
-        figures: Every figure.
+        values: Every figure, as comparison.json holds it.
         output: Where the files lie.
         files: What was written there.
     """
 
-    figures: values.Figures
+    values: Json
     output: Path
     files: tuple[Path, ...]
 
     def __repr__(self) -> str:
         return f"Comparison in {self.output}: {', '.join(path.name for path in self.files)}"
 
-    @property
-    def rows(self) -> tuple[Row, ...]:
-        """The figures as text, in the order of the table."""
-        return rows.rows(self.figures)
-
-    @property
-    def values(self) -> Json:
-        """Every figure, as comparison.json holds it."""
-        return self.figures.to_json()
-
-    @property
-    def differences(self) -> dict[str, dict[str, Any]]:
-        """What else differs: dotted key -> run -> value."""
-        return dict(self.values["differences"])
-
     def table(self) -> Table:
-        """The measures as a table for the terminal."""
-        return rows.table(self.figures)
+        """The figures as a table for the terminal."""
+        return shown.table(self.values)
 
 
 def compare(
@@ -72,10 +61,9 @@ def compare(
     *,
     public: bool = False,
     tasks: int = 0,
-    losses: bool = False,
     console: Console | None = None,
 ) -> Comparison:
-    """Compares runs and writes ``comparison.json``, ``comparison.md``, up to three pictures, and metrics where a recipe asks.
+    """Compares runs and writes ``comparison.json``, ``comparison.md`` and the loss over epsilon as ``comparison.png``.
 
     Args:
         runs: Two or more, on the same model, data, evaluation and canaries: at most one with ``privacy.enabled: false``.
@@ -84,87 +72,23 @@ def compare(
         public: Write what may be published: figures of public evaluation data and released weights, audits of runs with
             differential privacy, and of the run without only what was trained on public data. What is left out is said.
         tasks: Evaluation prompts for scores of what is written, see ``tasks.measure``; 0: as they were measured before.
-        losses: Compute the losses by example that intervals rest on, where they are not known; likewise.
         console: Where to say what is computed.
 
     Raises:
         ConfigError: The runs cannot be compared, see ``compared_runs.read`` and ``compared_runs.differences``; or ``output``
             lies in a directory that is published as it was verified.
     """
-    if tasks or losses:
+    found, target = look(runs, output, public=public)
+    if tasks:
         from dpllm.comparison.tasks import measure
 
-        with _readable(runs):
-            _checked(runs, output, public)  # refused before anything long is computed
-        measure(runs, rows=tasks, losses=losses, console=console)
-    with _readable(runs):
-        sides, differences, target = _checked(runs, output, public)
-        found = values.figures(sides, differences, public=public)
-        if any(side.config.telemetry.textfile for side in sides):
-            _publish_accuracy(sides if public else compared_runs.read(runs, public=True))
-        return Comparison(found, target, _write(found, target))
+        measure(runs, tasks, console)
+        found, target = look(runs, output, public=public)
+    return Comparison(found, target, _write(found, target))
 
 
-def public_comparison(runs: Sequence[RunDir]) -> tuple[Json, Table]:
-    """Figures and table of a public comparison, without writing one: for standard output, which goes into job logs.
-
-    Raises:
-        ConfigError: See ``compare``.
-    """
-    with _readable(runs):
-        sides, differences, _ = _checked(runs, None, True)
-        found = values.figures(sides, differences, public=True)
-        return found.to_json(), rows.table(found)
-
-
-class DPComparison:
-    """Runs with differential privacy beside the one without, for notebooks and scripts.
-
-    Args:
-        baseline_dir: Run directory without differential privacy; None: there is none.
-        dp_dir: Run directory with differential privacy, or several.
-        public: Leave out what may not be published.
-    """
-
-    def __init__(
-        self,
-        baseline_dir: str | os.PathLike[str] | None = None,
-        dp_dir: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
-        *,
-        public: bool = False,
-    ) -> None:
-        """Nothing is read yet."""
-        several = [dp_dir] if isinstance(dp_dir, str | os.PathLike) else list(dp_dir)
-        first = [] if baseline_dir is None else [baseline_dir]
-        self.runs = [RunDir(Path(path)) for path in (*first, *several)]
-        self.public = public
-
-    def compare(self, output: str | os.PathLike[str] | None = None) -> Comparison:
-        """The comparison; see ``compare``."""
-        return compare(self.runs, None if output is None else Path(output), public=self.public)
-
-    def generate_report(self, output: str | os.PathLike[str] | None = None) -> tuple[Path, ...]:
-        """Writes JSON, Markdown and pictures, and returns the files; see ``compare``."""
-        return self.compare(output).files
-
-
-@contextlib.contextmanager
-def _readable(runs: Sequence[RunDir]) -> Iterator[None]:
-    """Files that lack a key, or hold another kind of value than dpllm writes, are somebody else's."""
-    try:
-        yield
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{', '.join(str(run.root) for run in runs)}: a file of one of them does not have the form that this version writes "
-            f"({type(error).__name__}: {error}), so they cannot be compared. It is damaged, or of another version: train or "
-            "audit that run again."
-        ) from error
-
-
-def _checked(
-    runs: Sequence[RunDir], output: Path | None, public: bool
-) -> tuple[list[compared_runs.Side], dict[str, list[Any]], Path]:
-    """The runs, what else differs between them, and where the result goes."""
+def look(runs: Sequence[RunDir], output: Path | None = None, *, public: bool) -> tuple[Json, Path]:
+    """All figures of a comparison, and where they go; nothing is written. See ``compare``."""
     sides = compared_runs.read(runs, public=public)
     run = sides[0].run  # the one without differential privacy comes last
     target = output or (run.root / "comparison" if public else run.private / "compare")
@@ -174,33 +98,86 @@ def _checked(
                 f"{target}: lies in export/, which is published as verified, while a comparison shows other runs too. Choose a "
                 "directory outside export/."
             )
-    return sides, compared_runs.differences(sides, public=public), target
+    base: Json = {"name": sides[0].record.model.name_or_path}
+    for side in reversed(sides):  # one base model, and not every run knows all of it
+        base |= _utility(side, "before", "base")
+    scored = ("protocol", "num_tokens", "prompts", "references")
+    found = {
+        "public": public,
+        "base": base,
+        "runs": [_figures(side) for side in sides],
+        "group": _group(sides),
+        "scored": next(({key: side.tasks[key] for key in scored} for side in sides if side.tasks), None),
+        "differences": compared_runs.differences(sides),
+        "left_out": [line for side in sides for line in side.left_out],
+    }
+    return as_json(names.without_paths(found) if public else found), target
 
 
-def _publish_accuracy(sides: Sequence[compared_runs.Side]) -> None:
-    """Writes for each run with privacy what its accuracy is more than the baseline's, of figures that may be published."""
-    accuracy = [(side, side.evaluation.get("eval_accuracy_after")) for side in sides]
-    *private, (baseline, before) = accuracy  # the one without differential privacy comes last
-    for side, after in private:
-        if not baseline.private and before is not None and after is not None:
-            publish_baseline(side.run, side.config, baseline.run, after - before)
+def _figures(side: Side) -> Json:
+    """Of one run; epsilon and delta are None where it gives no guarantee."""
+    statement, record = side.statement, side.record
+    terms = statement.terms if statement.guarantee else None
+    return {
+        "name": side.name,
+        "status": record.status,
+        "private": side.private,
+        "no_guarantee": None if statement.guarantee else statement.reason,
+        "epsilon": terms.epsilon if terms else None,
+        "delta": terms.delta if terms else None,
+        **_utility(side, "after", "tuned"),
+        **(_leakage(statement.audit) if statement.audit else {}),
+        "steps": record.steps_taken,
+        "seconds": record.duration_seconds,
+        "peak_memory_bytes": record.peak_memory_bytes,
+        "hardware": record.hardware,
+    }
 
 
-def _write(found: values.Figures, target: Path) -> tuple[Path, ...]:
-    from dpllm.comparison import figures
+def _utility(side: Side, moment: str, which: str) -> Json:
+    """Held-out figures as the run recorded them, and scores of what is written."""
+    found = {name: side.evaluation.get(f"eval_{name}_{moment}") for name in HELD_OUT}
+    loss = found["loss"]
+    found["perplexity"] = math.exp(loss) if loss is not None and loss < 700 else None
+    scores = (side.tasks or {}).get(which) or {}
+    return {name: value for name, value in found.items() if value is not None} | scores
 
-    shown = [{**vars(row), "cells": [cell.line() for cell in row.cells]} for row in rows.rows(found)]
-    whole = {**found.to_json(), "columns": rows.headings(found.sides), "rows": shown}
+
+def _leakage(audit: Audit) -> Json:
+    """What the audit found; each measure with its interval, or its ceiling and confidence, beside it."""
+    attack, bound = audit.attacks.get(PRIMARY_ATTACK), audit.epsilon_lower_bound
+    groups = audit.extraction.values()
+    return {
+        "verdict": audit.verdict,
+        "epsilon_lower_bound": bound.value if bound.num_canaries else None,
+        "epsilon_lower_bound_ceiling": bound.ceiling,
+        "epsilon_lower_bound_confidence": 1 - bound.alpha,
+        "auc": attack.auc if attack else None,
+        "auc_interval": attack.auc_interval if attack else None,
+        "canaries_extracted": sum(group.tuned for group in groups),
+        "canaries_planted": sum(group.inserted for group in groups) or None,
+    }
+
+
+def _group(sides: Sequence[Side]) -> Json | None:
+    """The tuning group of all runs with a guarantee, and what its runs come to, as the ledger says; None: there is none."""
+    totals = [side.statement.composed for side in sides if side.statement.guarantee]
+    groups = [total.group if total else None for total in totals]
+    first = groups[0] if groups else None
+    return first.to_json() if first and all(group == first for group in groups) else None
+
+
+def _write(found: Json, target: Path) -> tuple[Path, ...]:
     try:
-        target.mkdir(mode=0o755 if found.public else 0o700, parents=True, exist_ok=True)
+        target.mkdir(mode=0o755 if found["public"] else 0o700, parents=True, exist_ok=True)
         for name in FILES:  # of an earlier comparison
             (target / name).unlink(missing_ok=True)
-        write_json(target / "comparison.json", whole)
-        pictures = figures.draw(found, target)
-        write_whole(target / "comparison.md", rows.markdown(found, pictures))
+        write_json(target / "comparison.json", found)
+        picture = shown.draw(found, target / "comparison.png")
+        write_whole(target / "comparison.md", shown.page(found, picture))
         files = tuple(target / name for name in FILES if (target / name).exists())
         for path in files:
-            path.chmod(0o644 if found.public else 0o600)
+            path.chmod(0o644 if found["public"] else 0o600)
     except OSError as error:
         raise ConfigError(f"{target}: cannot be written to ({error.strerror}). Type another --output.") from None
     return files

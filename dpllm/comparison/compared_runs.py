@@ -16,26 +16,24 @@ from dpllm.auditing.record import AuditRecord, read_audit
 from dpllm.card.claim import statement_of
 from dpllm.errors import ConfigError
 from dpllm.files import read_json, resolved
-from dpllm.recipe import names
 from dpllm.recipe.config import RunConfig
 from dpllm.run.directory import RunDir
+from dpllm.run.resume import flat
 from dpllm.statement.fields import Json
 from dpllm.statement.privacy_record import PrivacyRecord
 from dpllm.statement.run_files import COST, RunRecord, read_plan, read_run
 
-HELD_OUT, TASKS = "held_out.json", "tasks.json"
-"""Under private/: figures by example that ``dpllm.comparison.tasks`` computes once and that no report shows by themselves."""
+TASKS = "tasks.json"
+"""Under private/: scores of texts, which ``dpllm.comparison.tasks`` computes once."""
 PROTOCOL: Json = {"beams": 5, "num_tokens": 100, "scores": ["bleu"], "version": 1}
 """Of Li et al. 2021: how what stands in ``TASKS`` was written and scored. Figures of another protocol are not compared."""
 
-SAME = ("model.", "data.", "audit.canaries.")
+SAME = ("model.", "data.", "audit.canaries")
 # Of these sections, flags that say what may be published, how large the data are declared to be, or how fast a step runs: they
 # change neither the rows that train nor those that are evaluated.
 DECLARATIONS = {"model.gradient_checkpointing", "data.public", "data.eval_public", "data.public_size"}
-# They change no figure that is compared.
-BESIDE = ("card.", "telemetry.", "output_dir")
-# Names of places, which a public report has no use for.
-PLACES = {"privacy.ledger", "privacy.dataset", "privacy.derived_from"}
+# They change no figure that is compared, or name places.
+BESIDE = ("card.", "telemetry.", "output_dir", "privacy.ledger", "privacy.dataset", "privacy.derived_from")
 
 
 @dataclass(frozen=True)
@@ -43,11 +41,10 @@ class Side:
     """One run.
 
     Attributes:
-        name: Of its directory; of two that are alike, with the one above.
+        name: Of its directory; of several that are alike, with its number among those that were named.
         statement: What its card says, without what may not be shown; also the audit of a run without differential privacy.
         evaluation: ``eval_loss_before``, ``eval_loss_after`` and the like; empty where they may not be shown.
-        held_out: Losses by evaluation example of these weights; None where there are none, or they may not be shown.
-        tasks: Scores of what these weights write, likewise.
+        tasks: Scores of what these weights write; None where there are none, or they may not be shown.
         left_out: What may not be published of this run, and why, in sentences.
     """
 
@@ -57,7 +54,6 @@ class Side:
     record: RunRecord
     statement: PrivacyRecord
     evaluation: Json
-    held_out: Json | None
     tasks: Json | None
     left_out: tuple[str, ...]
 
@@ -65,16 +61,6 @@ class Side:
     def private(self) -> bool:
         """Whether it trained with differential privacy, with a guarantee or without."""
         return self.config.privacy.enabled
-
-    @property
-    def epsilon(self) -> float | None:
-        """What it guarantees; None without a guarantee."""
-        return self.statement.terms.epsilon if self.statement.guarantee else None
-
-    @property
-    def no_guarantee(self) -> str | None:
-        """Why it gives none; None where it gives one."""
-        return None if self.statement.guarantee else self.statement.reason
 
 
 def read(runs: Sequence[RunDir], *, public: bool) -> list[Side]:
@@ -86,9 +72,6 @@ def read(runs: Sequence[RunDir], *, public: bool) -> list[Side]:
     """
     if len(runs) < 2:
         raise ConfigError("a comparison needs at least two runs. Type: dpllm compare BASELINE RUN RUN.")
-    again = [str(path) for path, number in Counter(resolved(run.root) for run in runs).items() if number > 1]
-    if again:
-        raise ConfigError(f"{again[0]}: is named twice. Name each run once.")
     configs = [run.load_config() for run in runs]
     free = [run.root for run, config in zip(runs, configs, strict=True) if not config.privacy.enabled]
     if len(free) > 1:
@@ -112,24 +95,19 @@ def read(runs: Sequence[RunDir], *, public: bool) -> list[Side]:
 
 
 def _refuse_copies(runs: Sequence[RunDir], records: Sequence[RunRecord]) -> None:
-    """A copy of a run would count as another that agrees with it."""
+    """A run that is named twice, or a copy of one, would count as another that agrees with it."""
     known: dict[str, RunDir] = {}
     for run, record in zip(runs, records, strict=True):
-        weights = {name: digest for name, digest in record.artifacts.items() if name.endswith(".safetensors")}
-        key = repr(sorted(weights.items()))
-        if weights and key in known:
-            raise ConfigError(
-                f"{run.root}: has the same weights as {known[key].root}, so they are one run. Name each run once."
-            )
-        known[key] = run
+        weights = [digest for name, digest in sorted(record.artifacts.items()) if name.endswith(".safetensors")]
+        first = known.setdefault(repr(weights or resolved(run.root)), run)
+        if first is not run:
+            raise ConfigError(f"{run.root}: has the same weights as {first.root}, so they are one run. Name each once.")
 
 
 def _names(runs: Sequence[RunDir]) -> list[str]:
-    names = [resolved(run.root).name for run in runs]
-    if len(set(names)) < len(names):
-        names = ["/".join(resolved(run.root).parts[-2:]) for run in runs]
-    seen = Counter(names)
-    return [name if seen[name] == 1 else f"{name} ({number})" for number, name in enumerate(names, start=1)]
+    found = [resolved(run.root).name for run in runs]
+    seen = Counter(found)
+    return [name if seen[name] == 1 else f"{name} ({number})" for number, name in enumerate(found, start=1)]
 
 
 def _side(
@@ -140,8 +118,7 @@ def _side(
         summary = read_json(run.private / "summary.json")
         record = record.model_copy(update={key: summary[key] for key in COST if key in summary})
     elif not open_data or (config.data.eval is not None and not evaluation_public):
-        # An older version wrote it down all the same.
-        record = record.model_copy(update=dict.fromkeys(COST))
+        record = record.model_copy(update=dict.fromkeys(COST))  # it depends on the longest row
     unprotected = "gives no guarantee" if private else "was trained without differential privacy"
     unprotected += ", on data that are not public"
     left_out: list[str] = []
@@ -152,7 +129,7 @@ def _side(
         audit = _audit(run, private, public and not open_data)
     statement = statement_of(config, read_plan(run) if private else None, record, audit)
     evaluation: Json = {}
-    held_out, tasks = None, None
+    tasks = None
     if config.data.eval is not None and public and not evaluation_public:
         left_out.append(f"{name}: held-out figures, because not every run declares its evaluation data public.")
     elif config.data.eval is not None and public and not (open_data or statement.guarantee):  # weights are not released
@@ -160,8 +137,8 @@ def _side(
     elif config.data.eval is not None:
         # What run.json says it says in public.
         evaluation = record.metrics.public if public else read_json(run.private / "summary.json")
-        held_out, tasks = cached(run, HELD_OUT, record), cached(run, TASKS, record)
-    return Side(name, run, config, record, statement, evaluation, held_out, tasks, tuple(left_out))
+        tasks = cached_tasks(run, record)
+    return Side(name, run, config, record, statement, evaluation, tasks, tuple(left_out))
 
 
 def _audit(run: RunDir, private: bool, published: bool) -> AuditRecord:
@@ -178,18 +155,16 @@ def _audit(run: RunDir, private: bool, published: bool) -> AuditRecord:
     return audit
 
 
-def cached(run: RunDir, name: str, record: RunRecord) -> Json | None:
-    """Figures of exactly these weights, by today's protocol; None where there are none."""
-    path = run.private / name
-    if not path.exists():
-        return None
-    found = read_json(path)
+def cached_tasks(run: RunDir, record: RunRecord) -> Json | None:
+    """Scores of what exactly these weights write, by today's protocol; None where there are none."""
+    path = run.private / TASKS
+    found = read_json(path) if path.exists() else {}
     weights = found.get("weights") or {}
     fresh = weights and all(record.artifacts.get(file) == digest for file, digest in weights.items())
-    return found if fresh and (name != TASKS or found.get("protocol") == PROTOCOL) else None
+    return found if fresh and found.get("protocol") == PROTOCOL else None
 
 
-def differences(sides: Sequence[Side], *, public: bool) -> dict[str, list[Any]]:
+def differences(sides: Sequence[Side]) -> dict[str, list[Any]]:
     """Every other setting that differs: dotted key -> a value for each run.
 
     Raises:
@@ -197,15 +172,11 @@ def differences(sides: Sequence[Side], *, public: bool) -> dict[str, list[Any]]:
     """
     settings = [_settings(side) for side in sides]
     found: dict[str, list[Any]] = {}
-    for key in sorted({key for flat in settings for key in flat}):
-        values = [flat.get(key) for flat in settings]
-        if key == "data.eval_tokens":  # of runs whose figures are left out it is not known
-            known = [value for value in values if value is not None]
-            values = values if len(set(known)) > 1 else known
-        elif key.startswith("privacy.") and key != "privacy.enabled":
-            theirs = [value for side, value in zip(sides, values, strict=True) if side.private]
-            values = values if any(value != theirs[0] for value in theirs) else theirs
-        if all(value == values[0] for value in values) or key.startswith(BESIDE):
+    for key in sorted({key for one in settings for key in one if not key.startswith(BESIDE)}):
+        values = [one.get(key) for one in settings]
+        # What nothing read without privacy, or is left out, differs from nothing.
+        known = [one[key] for one in settings if key in one] if key.startswith(("privacy.", "data.")) else values
+        if all(value == known[0] for value in known):
             continue
         if key.startswith(SAME) and key not in DECLARATIONS:
             other = next(index for index, value in enumerate(values) if value != values[0])
@@ -213,28 +184,18 @@ def differences(sides: Sequence[Side], *, public: bool) -> dict[str, list[Any]]:
                 f"{key} differs: {values[0]!r} in {sides[0].name}, {values[other]!r} in {sides[other].name}, so a difference "
                 "between them would say nothing about privacy. Train all with the same model, data, evaluation and canaries."
             )
-        if not (public and key in PLACES):
-            found[key] = names.without_paths(values) if public else values
+        found[key] = values
     return found
 
 
 def _settings(side: Side) -> dict[str, Any]:
-    """The recipe by dotted keys, and what the run found; without privacy nothing read the keys of that section."""
-    flat = _flat(side.config.model_dump(mode="json"))
+    """The recipe by dotted keys, as far as it was read, and what the run found."""
+    keys = flat(side.config.model_dump(mode="json"))
     if not side.private:
-        flat = {key: value for key, value in flat.items() if not key.startswith("privacy.")} | {
+        keys = {key: value for key, value in keys.items() if not key.startswith("privacy.")} | {
             "privacy.enabled": False
         }
-    return flat | {
-        "model.commit": side.record.model.commit,
-        "data.eval_tokens": side.evaluation.get("eval_tokens"),
-    }
-
-
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(value, dict) or (prefix and not value):
-        return {prefix: value}
-    flat: dict[str, Any] = {}
-    for key, inner in value.items():
-        flat |= _flat(inner, f"{prefix}.{key}" if prefix else str(key))
-    return flat
+    keys["model.commit"] = side.record.model.commit
+    if tokens := side.evaluation.get("eval_tokens"):
+        keys["data.eval_tokens"] = tokens
+    return keys

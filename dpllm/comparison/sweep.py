@@ -1,33 +1,32 @@
-"""A sweep: one recipe at several epsilons, as one tuning group of the ledger.
+"""Runs that are reserved as one group of the ledger, then trained: a recipe at several epsilons, or a run and its audit twin.
 
-Comes in: a recipe, its overrides, the epsilons. Goes out: a directory with one run for each, audited and with a card, and
-their comparison. Every run is planned and reserved before the first one starts, all of them or none, so that a sweep never
-ends half-way for lack of budget. Training itself is run/loop.py's.
+Comes in: a recipe and its overrides. Goes out: a directory with one run for each, audited and with a card. Every run is planned
+and reserved before the first one starts, all of them or none, so that a group never ends half-way for lack of budget. Training
+itself is run/loop.py's.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-import os
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpllm import ledger
-from dpllm.comparison.compare import Comparison, compare
-from dpllm.errors import AuditContradiction, ConfigError, DpllmError, Refused
+from dpllm.errors import BudgetExceeded, ConfigError, DpllmError, Refused
 from dpllm.files import digest, read_json, write_json
-from dpllm.ledger import RunRequest, dataset_policy, reserving
+from dpllm.ledger import RunRequest, admission, dataset_policy, reserving
 from dpllm.privacy import guards
+from dpllm.privacy.accounting import compose, stated
 from dpllm.privacy.plan import Plan
-from dpllm.recipe import derived
+from dpllm.recipe import derived, names
+from dpllm.recipe.audit import CanaryConfig
 from dpllm.recipe.config import RunConfig, load_config
 from dpllm.run.directory import RunDir, check_directory
 from dpllm.run.promise import Start, Subject, decide, read_subject
-from dpllm.run.resume import TRAIN_MAY_CHANGE
 from dpllm.statement.run_files import read_status
 
 if TYPE_CHECKING:
@@ -36,25 +35,17 @@ if TYPE_CHECKING:
     from dpllm.auditing.record import AuditRecord
 
 STATE = "sweep.json"
-"""In the sweep's directory: what was asked for, and the name of its tuning group; public values only."""
+"""In the group's directory: a digest of what was asked for, and the group's name; public values only."""
 EXAMPLE = "--privacy.epsilon 1,3,8,inf"
-# Beside the epsilons, which are compared by themselves: what a resumed run may change too.
-MAY_CHANGE: dict[str, Any] = {
-    "privacy": {"epsilon"},
-    "train": TRAIN_MAY_CHANGE,
-    "card": True,
-    "telemetry": True,
-    "output_dir": True,
-}
 
 
 @dataclass(frozen=True)
 class Point:
-    """One run of a sweep: its recipe, and its target, which is infinite for the run without differential privacy."""
+    """One run of a group: its recipe, and its target, which is infinite for the run without differential privacy."""
 
     epsilon: float
     config: RunConfig
-    name: str  # of its directory below the sweep's, and of its run in the ledger below the group's
+    name: str  # of its directory below the group's, and of its run in the ledger below the group's
     said: str  # on its card, before the group's name
 
     @property
@@ -63,79 +54,21 @@ class Point:
         return RunDir(Path(self.config.output_dir))
 
 
-def sweep(
-    recipe: str | Path,
-    overrides: Mapping[str, Any],
-    *,
-    resume: bool = False,
-    tasks: int = 0,
-    console: Console,
-) -> Comparison:
-    """Trains, audits, cards and compares a recipe at several epsilons.
+def at_epsilons(recipe: str | Path, overrides: Mapping[str, Any]) -> list[Point]:
+    """A recipe at each epsilon of a list, the smallest first; nothing is read but the recipe.
 
     Args:
         recipe: YAML file.
-        overrides: Dotted key -> value; ``privacy.epsilon`` holds the list, and ``output_dir`` names the sweep's directory.
-        resume: Go on with the sweep in ``output_dir``; runs that are finished are kept.
-        tasks: Evaluation prompts for scores of what is written; 0: none.
-        console: Where progress goes.
-
-    Returns:
-        The comparison, which lies in ``compare/`` of the sweep's directory and is private.
+        overrides: Dotted key -> value; ``privacy.epsilon`` holds the list, and ``output_dir`` names the group's directory.
 
     Raises:
-        ConfigError: The list is none, another key is swept, or the directory holds something else.
-        Refused: A guard refuses one of the runs, or the budget does not hold all of them; nothing is then reserved.
-        AuditContradiction: An audit contradicts the guarantee of a run; the others were trained and compared all the same.
-        DpllmError: A run was interrupted.
-
-    Guarantee:
-        All runs with differential privacy are reserved in one transaction before the first gradient of any of them, and
-        together they have the epsilon that the ledger states for the group.
+        ConfigError: The list is none, or the recipe has one epsilon whatever the list says.
     """
-    points, root = _read_points(recipe, overrides)
-    with trained(points, root, resume=resume, console=console) as runs:
-        return compare(runs, root / "compare", tasks=tasks, losses=True, console=console)
-
-
-@contextlib.contextmanager
-def trained(points: Sequence[Point], root: Path, *, resume: bool, console: Console) -> Iterator[list[RunDir]]:
-    """Runs that were reserved as one group, trained and audited, and have cards; see ``sweep``."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError(
-            "a launcher started several processes, and each would reserve its own group. Type dpllm sweep alone; for several "
-            "GPUs train each epsilon with accelerate launch."
-        )
-    with RunDir(root).locked():
-        state = _state_of(points, root, resume)
-        points, entries = _fix(points, root, state)
-        console.print(f"Group {state['group']}: {', '.join(point.name for point in points)} in {root}")
-        for point in points:
-            _train(point, entries.get(point.name), console)
-        contradictions = _audit(points, console)
-        yield [point.run for point in points]
-    if contradictions:
-        raise AuditContradiction("; ".join(contradictions))
-
-
-def _read_points(recipe: str | Path, overrides: Mapping[str, Any]) -> tuple[list[Point], Path]:
-    """The runs of a sweep, and its directory. Nothing is read but the recipe."""
     rest = {key: value for key, value in overrides.items() if key != "privacy.epsilon"}
     if "privacy.epsilon" not in overrides:
         raise ConfigError(f"a sweep needs a list of epsilons. Type {EXAMPLE}")
     epsilons = _parse_epsilons(overrides["privacy.epsilon"])
-    try:
-        config = load_config(recipe, rest)
-    except ConfigError as error:
-        lists = [
-            key for key, value in rest.items() if isinstance(value, str) and "," in value and f"{key}:" in str(error)
-        ]
-        if not lists:
-            raise
-        raise ConfigError(
-            f"--{lists[0]} {rest[lists[0]]}: a sweep varies only privacy.epsilon, because each run costs budget. Give "
-            f"{lists[0]} one value; dpllm plan {recipe} --{lists[0]} VALUE plans another and spends nothing."
-        ) from None
+    config = load_config(recipe, rest)
     if not config.privacy.enabled:
         raise ConfigError(
             f"{recipe}: privacy.enabled is false, so no run of the sweep would have differential privacy. Set it to true, and "
@@ -145,60 +78,116 @@ def _read_points(recipe: str | Path, overrides: Mapping[str, Any]) -> tuple[list
         raise ConfigError(
             f"{recipe}: privacy.noise_multiplier is set, so every run would have the same epsilon. Set it to null."
         )
-    root, several = Path(config.output_dir), ", ".join(f"{epsilon:g}" for epsilon in epsilons)
+    several = ", ".join(f"{epsilon:g}" for epsilon in epsilons)
     said = f"One of {len(epsilons)} runs that differ in privacy.epsilon alone ({several})"
     points = []
     for epsilon in epsilons:
         terms: dict[str, Any] = {"epsilon": epsilon} if math.isfinite(epsilon) else {"enabled": False}
         name = f"eps-{epsilon:g}"
-        privacy, place = config.privacy.model_copy(update=terms), str(root / name)
+        privacy, place = config.privacy.model_copy(update=terms), str(Path(config.output_dir) / name)
         points.append(Point(epsilon, config.model_copy(update={"privacy": privacy, "output_dir": place}), name, said))
-    return points, root
+    return points
 
 
 def _parse_epsilons(value: Any) -> list[float]:
-    """Two or more different epsilons, such as "1,3,8,inf" or a list of numbers, from the smallest to the largest."""
+    """Two or more epsilons, such as "1,3,8,inf" or a list of numbers, from the smallest to the largest."""
     words = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
-    found = []
-    for word in words:
-        try:
-            number = float("nan") if isinstance(word, bool) else float(word)
-        except (TypeError, ValueError):
-            number = float("nan")
-        if not number > 0:
-            raise ConfigError(
-                f"--privacy.epsilon {value}: {str(word).strip()!r} is not an epsilon. Every run needs one above 0, or inf for "
-                f"no differential privacy. Type {EXAMPLE}"
-            )
-        found.append(number)
-    if len({f"{number:g}" for number in found}) < len(found):
+    try:
+        found = {f"{float(word):g}": float(word) for word in words if not isinstance(word, bool)}
+    except (TypeError, ValueError):
+        found = {}
+    if len(found) < max(2, len(words)) or not all(epsilon > 0 for epsilon in found.values()):
         raise ConfigError(
-            f"--privacy.epsilon {value}: has a value twice, so two runs would share a directory. Type each once."
+            f"--privacy.epsilon {value}: is no list of two or more different epsilons, each above 0, or inf for no differential "
+            f"privacy. Type {EXAMPLE}"
         )
-    if len(found) < 2:
-        raise ConfigError(
-            f"--privacy.epsilon {value}: a sweep needs at least two values. Type more, as in {EXAMPLE}; or dpllm train."
-        )
-    return sorted(found)
+    return sorted(found.values())
+
+
+def twins(recipe: str | Path, overrides: Mapping[str, Any]) -> list[Point]:
+    """The recipe without canaries of text, to be published, and its audit twin, with its own or where it has none the usual ones.
+
+    The twin trains on the same people again, so it is paid for, and its weights hold the canaries' text.
+    """
+    config = load_config(recipe, overrides)
+    if not config.privacy.enabled:
+        raise ConfigError(f"{recipe}: privacy.enabled is false, so a twin has no guarantee to test. Leave --twin out.")
+    most, usual = config.data.max_examples_per_unit or 32, CanaryConfig()
+    groups = {copies: number for copies, number in usual.groups.items() if copies <= most}
+    texts = config.audit.canaries or usual.model_copy(update={"groups": groups})
+    points = []
+    for name, said, canaries in (
+        ("production", "Trained beside an audit twin with canaries of text, which is not published", None),
+        ("twin", "The audit twin of a run without canaries of text, and not to be published", texts),
+    ):
+        audit = config.audit.model_copy(update={"canaries": canaries})
+        one = config.model_copy(update={"audit": audit, "output_dir": str(Path(config.output_dir) / name)})
+        points.append(Point(config.privacy.epsilon, one, name, said))
+    return points
+
+
+def together(points: Sequence[Point]) -> dict[str, float]:
+    """What all promise together, at the budget's delta or else the largest that one of them states. Writes nothing.
+
+    Raises:
+        BudgetExceeded: The budget does not hold all of them.
+        Refused: A guard refuses one of them.
+    """
+    config = points[0].config
+    with ledger.open_ledger(config.privacy.ledger, create=False) or contextlib.nullcontext() as book:
+        subject = read_subject(config)
+        plans = plans_of(points, subject, book)
+        account = book.account(book.records.charged_to(subject.dataset, config.privacy.derived_from)) if book else None
+        asked = [RunRequest.of(plan, name, final=config.privacy.final) for name, plan in plans.items()]
+        if account and (why := admission.refusal(account, asked)):
+            raise BudgetExceeded(why, dataset=account.dataset, reason="over_budget")
+    delta = account.budget.delta if account and account.budget else max(one.delta for one in asked)
+    return {"epsilon": stated(compose([one.event for one in asked]), delta, asked[0].relation)[0], "delta": delta}
+
+
+def train_group(points: Sequence[Point], *, resume: bool = False, console: Console) -> list[str]:
+    """Reserves runs as one group, then trains and audits each and writes its card.
+
+    Args:
+        points: The runs, the first with differential privacy.
+        resume: Go on with the group in its directory; runs that are finished are kept.
+        console: Where progress goes.
+
+    Returns:
+        Which promises an audit contradicts, in sentences.
+
+    Raises:
+        ConfigError: The directory holds something else.
+        Refused: A guard refuses one of the runs, or the budget does not hold all of them; nothing is then reserved.
+        DpllmError: A run was interrupted.
+
+    Guarantee:
+        All runs with differential privacy are reserved in one transaction before the first gradient of any of them, and
+        together they have the epsilon that the ledger states for the group.
+    """
+    root = points[0].run.root.parent
+    with RunDir(root).locked():
+        state = _state_of(points, root, resume)
+        points, entries = _reserve(points, root, state)
+        console.print(f"Group {state['group']}: {', '.join(point.name for point in points)} in {root}")
+        console.print("Where one of them stops, all keep their places in the ledger: type --resume to go on.")
+        for point in points:
+            _train(point, entries.get(point.name), console)
+        return _audit(points, console)
 
 
 def _state_of(points: Sequence[Point], root: Path, resume: bool) -> dict[str, Any]:
-    """What the sweep in this directory is; a new one gets its name here."""
+    """What the group in this directory is; a new one gets its name here."""
     path = root / STATE
-    first = points[0].config.model_dump(mode="json", exclude=MAY_CHANGE)
-    ours = {"recipe": digest(first), "epsilons": [f"{point.epsilon:g}" for point in points]}
+    asked = digest({point.name: names.of_training(point.config) for point in points})
     if not resume:
         if path.exists():
             raise ConfigError(
                 f"{root}: already holds a sweep. Type --resume to go on with it, or another --output_dir."
             )
-        if (root / "config.yaml").exists():
-            raise ConfigError(
-                f"{root}: holds a run, but a sweep needs a directory of its own. Type another --output_dir."
-            )
         for point in points:
             check_directory(point.config, point.run, resume=False, overwrite=False)
-        return {**ours, "group": f"{root.name}-{secrets.token_hex(4)}"}
+        return {"asked": asked, "group": f"{root.name}-{secrets.token_hex(4)}"}
     if not path.exists():
         raise ConfigError(f"{root}: holds no sweep to resume (no {STATE}). Leave --resume out.")
     state = read_json(path)
@@ -207,53 +196,48 @@ def _state_of(points: Sequence[Point], root: Path, resume: bool) -> dict[str, An
             f"{path}: is not the state of a sweep; the file is damaged. Restore it, or type another --output_dir for a new "
             "sweep."
         )
-    for key, what in (("epsilons", "list of epsilons"), ("recipe", "recipe")):
-        if state.get(key) != ours[key]:
-            raise ConfigError(
-                f"{root}: its sweep has another {what}, and its runs were fixed before the first one. Type the same again, or "
-                "another --output_dir for a new sweep."
-            )
+    if state.get("asked") != asked:
+        raise ConfigError(
+            f"{root}: its sweep has another recipe or other epsilons, and its runs were fixed before the first one. Type the "
+            "same again, or another --output_dir for a new sweep."
+        )
     return state
 
 
-def _fix(points: Sequence[Point], root: Path, state: dict[str, Any]) -> tuple[list[Point], dict[str, str]]:
+def _reserve(points: Sequence[Point], root: Path, state: dict[str, Any]) -> tuple[list[Point], dict[str, str]]:
     """Decides on and reserves every run, unless an earlier start did; returns them, and their reservations by name."""
-    config = points[0].config  # the smallest epsilon: with differential privacy
+    config, group = points[0].config, state["group"]
     book = ledger.open_ledger(config.privacy.ledger, create=False)
     with book or contextlib.nullcontext(), book.counting() if book else contextlib.nullcontext():
         subject = read_subject(config)
-        policy = subject.policy
-        assert policy is not None
-        if book is not None and (held := _entries(book, policy, state["group"], points)):
+        if book is not None and (held := _entries(book, subject, group, points)):
             return _as_fixed(points, state), held
         plans = plans_of(points, subject, book)
         _check_model(config)
     write_json(root / STATE, state)
-    book, flaw = ledger.open_ledger(config.privacy.ledger), derived.deviations(config)[0]
+    flaw, final = derived.deviations(config)[0], config.privacy.final
+    requests = [RunRequest.of(plan, f"{group}/{name}", flaw=flaw, final=final) for name, plan in plans.items()]
+    book = ledger.open_ledger(config.privacy.ledger)
     assert book is not None
     try:
         with book, book.counting():
-            if policy.records is None:  # there was no ledger to tell the data by
-                again = read_subject(config)
-                if again.digest != subject.digest:
-                    raise Refused(
-                        f"data.train ({config.data.train}) changed while the sweep was planned, so its runs would be reserved "
-                        "for other records than were counted. Start again, and do not change the file meanwhile."
-                    )
-                policy = again.policy
-                assert policy is not None
+            again = read_subject(config)  # where there was no ledger, none could tell the data
+            policy = again.policy
+            assert policy is not None
+            if again.digest != subject.digest:
+                raise Refused(
+                    f"data.train ({config.data.train}) changed while the sweep was planned, so its runs would be reserved for "
+                    "other records than were counted. Start again, and do not change the file meanwhile."
+                )
             reserving.reserve_all(
                 book,
                 policy.dataset,
-                [
-                    RunRequest.of(plan, f"{state['group']}/{name}", flaw=flaw, final=config.privacy.final)
-                    for name, plan in plans.items()
-                ],
-                group=state["group"],
+                requests,
+                group=group,
                 records=policy.records,
                 derived_from=policy.derived_from,
             )
-            return _as_fixed(points, state), _entries(book, policy, state["group"], points)
+            return _as_fixed(points, state), _entries(book, again, group, points)
     except Refused:  # nothing was reserved, so there is no sweep to resume
         (root / STATE).unlink(missing_ok=True)
         raise
@@ -289,11 +273,9 @@ def _check_model(config: RunConfig) -> None:
     check_length(config, net)
 
 
-def _entries(
-    book: ledger.Ledger, policy: dataset_policy.DatasetPolicy, group: str, points: Sequence[Point]
-) -> dict[str, str]:
+def _entries(book: ledger.Ledger, subject: Subject, group: str, points: Sequence[Point]) -> dict[str, str]:
     """The reservations of the group, by the names of their runs."""
-    account = book.records.charged_to(policy.dataset, policy.derived_from)
+    account = book.records.charged_to(subject.dataset, points[0].config.privacy.derived_from)
     found = {run.reservation.run: run.reservation.entry for run in book.account(account).groups().get(group, [])}
     return {point.name: found[f"{group}/{point.name}"] for point in points if f"{group}/{point.name}" in found}
 
@@ -312,52 +294,27 @@ def _train(point: Point, entry: str | None, console: Console) -> None:
     """Trains one run, goes on with it, or keeps it where it is finished."""
     from dpllm.run.loop import train
 
-    run = point.run
-    if read_status(run) == "completed":
+    if read_status(point.run) == "completed":
         console.print(f"{point.name}: finished before")
         return
-    goes_on = bool(run.checkpoints())
-    if goes_on:
-        entry = None
-    elif entry is not None:
-        _refuse_lost(point, entry)
     console.print(point.name)
-    try:
-        start = Start(resume=goes_on, overwrite=not goes_on, entry=entry)
-        record = train(point.config, start, console=console)
-    except DpllmError:
-        console.print("The other runs keep their places in the ledger: type --resume to go on with the sweep.")
-        raise
+    goes_on = bool(point.run.checkpoints())
+    start = Start(resume=True) if goes_on else Start(overwrite=True, entry=entry)
+    record = train(point.config, start, console=console)
     if record.status != "completed":
-        raise DpllmError(
-            f"{point.name} was interrupted after {record.steps_taken} steps, so there is nothing to compare yet. Type the "
-            "same command with --resume: the runs of the sweep keep their places in the ledger."
-        )
-
-
-def _refuse_lost(point: Point, entry: str) -> None:
-    """Steps that were charged and whose update no checkpoint has: the run cannot be had for what was reserved."""
-    with ledger.open_ledger(point.config.privacy.ledger, create=False) or contextlib.nullcontext() as book:
-        seen = book.run(entry) if book else None
-    if seen and seen.steps:
-        closed = seen.state in ("completed", "reconciled")
-        close = "" if closed else f"Close it: dpllm ledger reconcile {entry} --reason WHY. "
-        raise Refused(
-            f"{point.name} was stopped after {seen.steps} charged steps without a checkpoint, so its place in the group is used "
-            f"up. {close}Start another sweep, with train.checkpoint_every to have checkpoints."
-        )
+        raise DpllmError(f"{point.name} was interrupted after {record.steps_taken} steps. Type --resume to go on.")
 
 
 def _audit(points: Sequence[Point], console: Console) -> list[str]:
-    """Audits what has canaries and writes every card; says which promises an audit contradicts."""
+    """Audits what has canaries, the run without privacy first, and writes every card; returns which promises it contradicts."""
     from dpllm.card.card import write_card
     from dpllm.verification.verify import undone_unless_verified
 
-    twin = next((point.run for point in points if math.isinf(point.epsilon)), None)
+    control = next((point.run for point in points if math.isinf(point.epsilon)), None)
     contradictions = []
-    for point in sorted(points, key=lambda point: -point.epsilon):  # the twin first
+    for point in sorted(points, key=lambda point: -point.epsilon):
         if point.config.audit.plants:
-            report = _audit_one(point, twin if point.config.privacy.enabled else None)
+            report = _audit_one(point, control if point.config.privacy.enabled else None)
             console.print(f"{point.name} audited: {report.verdict}")
             if report.verdict == "falsified":
                 contradictions.append(f"{point.name}: {report.verdict_reason}")
@@ -366,14 +323,14 @@ def _audit(points: Sequence[Point], console: Console) -> list[str]:
     return contradictions
 
 
-def _audit_one(point: Point, twin: RunDir | None) -> AuditRecord:
+def _audit_one(point: Point, control: RunDir | None) -> AuditRecord:
     from dpllm.auditing.record import read_audit
     from dpllm.auditing.run import audit
 
     path = point.run.audit_dir(point.config.privacy.enabled) / "audit.json"
     if path.exists():  # of an earlier start; another audit would count as one more
         return read_audit(path)
-    with contextlib.suppress(ConfigError):  # a twin whose own controls failed shows nothing
-        if twin is not None:
-            return audit(point.run, twin=twin)
+    with contextlib.suppress(ConfigError):  # a control that itself shows nothing
+        if control is not None:
+            return audit(point.run, twin=control)
     return audit(point.run)

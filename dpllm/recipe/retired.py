@@ -19,7 +19,9 @@ RETIRED = {
     "privacy.clipping: adaptive": "adaptive is retired; automatic has no threshold to tune, and flat takes max_grad_norm",
     "privacy.clipping: per_layer": "per_layer is retired; use flat, or automatic",
     "privacy.grad_sample_mode": "is retired: the form of each gradient follows from public shapes alone; leave the key out",
-    # Options and actions of a command.
+    # Options and actions of a command, and commands.
+    "compare --no-intervals": "no losses of single examples are computed any more, so compare loads no model; leave it out",
+    "curve": "type pandas.read_json('RUN/private/metrics.jsonl', lines=True).plot('step', 'loss') in a notebook",
     "plan --after": "adaptive clipping is retired, whose figures it read; privacy.clipping automatic needs no C to be tuned",
     "plan --compare": "it gave no guarantee; dpllm plan --json has epsilon by each accountant, as `accountants`",
     "plan --figure": "plan prints and draws nothing; --json has every figure of the table",

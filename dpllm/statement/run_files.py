@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -15,7 +14,6 @@ from pydantic import ConfigDict, Field, ValidationError
 
 from dpllm.errors import ConfigError
 from dpllm.files import RunPaths, digest, read_json
-from dpllm.privacy.plan import Plan, Schedule
 from dpllm.statement.fields import (
     Between0And1,
     Charged,
@@ -85,14 +83,6 @@ class PlanRecord(Promise, Drawn):
     def digest(self) -> str:
         """SHA-256 of the file's content."""
         return digest(self.to_json())
-
-    def to_plan(self) -> Plan:
-        """The Plan that was written."""
-        values = self.to_json()
-        schedule = Schedule(**{field.name: values[field.name] for field in fields(Schedule)})
-        own = {field.name: values[field.name] for field in fields(Plan) if field.name in values}
-        own |= {"schedule": schedule, "coefficients": self.coefficients, "event": self.event}
-        return Plan(**own)
 
 
 class Guarantee(Record):

@@ -5,7 +5,7 @@ format, and calls of trackers. Must not know a row, a canary or a gradient; un-n
 ``telemetry.private_metrics`` asks for them, and nowhere else. A failure here never ends a training run.
 """
 
-from dpllm.telemetry.live import EpsilonSpent, Telemetry, publish_audit, publish_baseline
+from dpllm.telemetry.live import EpsilonSpent, Telemetry, publish_audit
 from dpllm.telemetry.metrics import AuditFigures
 
-__all__ = ["AuditFigures", "EpsilonSpent", "Telemetry", "publish_audit", "publish_baseline"]
+__all__ = ["AuditFigures", "EpsilonSpent", "Telemetry", "publish_audit"]

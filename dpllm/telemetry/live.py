@@ -217,18 +217,6 @@ def publish_audit(run: RunPaths, config: RunConfig, audited: AuditFigures | None
         _tell(error)
 
 
-def publish_baseline(run: RunPaths, config: RunConfig, baseline: RunPaths, accuracy_delta: float) -> None:
-    """Writes what a run's accuracy is more than its baseline's, if its recipe has a textfile; likewise."""
-    if not config.telemetry.textfile:
-        return
-    model, beside = run.root.resolve().name, baseline.root.resolve().name
-    try:
-        path = metrics.file_of(Path(config.telemetry.textfile), "baseline", model)
-        metrics.write(path, metrics.baseline_families(model, beside, accuracy_delta))
-    except OSError as error:
-        _tell(error)
-
-
 def _tell(error: Exception) -> None:
     """One line on standard error."""
     why = error.strerror if isinstance(error, OSError) else str(error)

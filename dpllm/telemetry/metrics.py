@@ -38,13 +38,6 @@ STATES = ("running", "completed", "interrupted")
 LEDGER = "dpllm-ledger.prom"
 INTERVAL = 5e-3  # of PLD's discretisation: ten times faster than the stated epsilon's, and larger rather than smaller
 
-ACCURACY_DELTA = (
-    "dp_training_accuracy_delta",
-    "Next-token accuracy after training less before, or less that of the run that the label baseline names, on an evaluation "
-    "set declared public.",
-)
-"""Name and meaning of one metric in two files, which must agree on it."""
-
 Json = dict[str, Any]
 
 
@@ -94,7 +87,10 @@ class RunValues:
     )
     step: int = _gauge("dp_training_step", "Logical batches executed.", 0)
     steps_planned: int = _gauge("dp_training_steps_planned", "Logical batches planned.", 0)
-    accuracy_delta: float | None = _gauge(*ACCURACY_DELTA)
+    accuracy_delta: float | None = _gauge(
+        "dp_training_accuracy_delta",
+        "Next-token accuracy after training less before, on an evaluation set declared public.",
+    )
     audited: AuditFigures | None = None
     # Un-noised, outside any guarantee: None, unless the recipe sets telemetry.private_metrics.
     private_loss: float | None = _gauge(
@@ -139,11 +135,6 @@ def run_families(run: RunValues) -> list[Metric]:
         if value is not None and math.isfinite(value):
             families += gauge(metric, meaning, [(names if key == "epsilon_consumed" else model, value)])
     return families
-
-
-def baseline_families(model: str, baseline: str, accuracy_delta: float) -> list[Metric]:
-    """What privacy cost in accuracy, beside a run without it."""
-    return gauge(*ACCURACY_DELTA, [({"model": model, "baseline": baseline}, accuracy_delta)])
 
 
 # --- from the record of a run ----------------------------------------------------------------------------------------
@@ -337,8 +328,8 @@ def write(path: Path, families: Iterable[Metric]) -> None:
     path.chmod(0o644)
 
 
-def file_of(directory: Path, kind: Literal["run", "baseline", "dataset"], name: str) -> Path:
-    """The file of a run, of its comparison with a baseline, or of a dataset's account; another name has another file.
+def file_of(directory: Path, kind: Literal["run", "dataset"], name: str) -> Path:
+    """The file of a run, or of a dataset's account; another name has another file.
 
     What has the same name shares a file, because its series are the same; the latest counts.
     """

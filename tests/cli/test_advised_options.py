@@ -20,10 +20,9 @@ RECIPES = ("plan", "train")
 PRINTED_BY: dict[str, tuple[str, ...]] = {
     "auditing": ("audit",),
     "comparison/compare.py": ("compare",),
-    "comparison/rows.py": ("compare",),
+    "comparison/shown.py": ("compare",),
     "comparison/sweep.py": ("sweep",),
     "comparison/tasks.py": ("compare",),
-    "comparison/twin.py": ("sweep",),
     "forecast": ("plan",),
     "lab": ("audit",),
     "ledger/budgets.py": ("ledger init",),

@@ -216,13 +216,21 @@ def test_every_kind_of_error_has_its_code(
     assert capsys.readouterr().err == "dpllm env: what, why, and what to type\n"
 
 
+@pytest.mark.parametrize("arguments", [["curve", "RUN"], ["ledger", "plot"]])
+def test_what_is_retired_says_what_to_type_instead(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert "is retired: " in said
+    assert said.count("\n") == 1
+
+
 def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     assert "usage: dpllm" in capsys.readouterr().out
 
 
 # What prints a sentence or a path, or has a format of its own.
-NO_TABLE = {"card", "curve", "import-config", "merge"} | {
+NO_TABLE = {"card", "import-config", "merge"} | {
     f"ledger {action}" for action in ["init", "seal", "adopt", "except", "reconcile", "import", "export", "metrics"]
 }
 

@@ -227,7 +227,7 @@ def test_without_canaries_of_text_the_mechanism_is_audited_and_the_weights_hold_
     assert "works where it should: None" not in card
     assert dpllm_("audit", alone.run, "--attack", "exposure").code == 2
     assert figures(read_audit(alone.run / "export" / "audit" / "audit.json")).epsilon_lower_bound is None
-    assert done("compare", alone.run, alone.run.parent / "again", "--no-intervals").code == 0
+    assert done("compare", alone.run, alone.run.parent / "again").code == 0
 
 
 def test_without_canaries_of_text_a_wrong_mechanism_is_still_falsified(alone: Place, tmp_path: Path) -> None:

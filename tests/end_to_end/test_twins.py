@@ -84,10 +84,10 @@ def test_a_budget_for_one_of_them_admits_neither(tmp_path: Path, base: Path) -> 
 
 
 def test_a_recipe_without_canaries_gets_the_usual_ones_in_its_twin(tmp_path: Path, base: Path) -> None:
-    from dpllm.comparison.twin import twins
+    from dpllm.comparison.sweep import twins
 
     place = make_place(tmp_path / "place", base, {"audit.canaries": None})
-    (first, second), _ = twins(place.recipe, {"data.unit": "who", "data.max_examples_per_unit": 8})
+    first, second = twins(place.recipe, {"data.unit": "who", "data.max_examples_per_unit": 8})
     assert first.config.audit.canaries is None
     assert second.config.audit.canaries is not None
     assert second.config.audit.canaries.groups == {1: 1000, 4: 20}

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from dpllm.comparison.text_scores import bleu
+from dpllm.comparison.tasks import bleu
 
 
 @pytest.fixture(autouse=True)
