@@ -52,12 +52,13 @@ PARTS = {
 }
 """Attacks by the parts of the report that they are; all others are scores, under ``attacks`` and ``repeated``."""
 Shadows = Callable[[RunDir, RunConfig, CanaryPlan, Sequence[CanaryScores], float], dict[str, Any]]
-ATTACKS = (PRIMARY_ATTACK, *attacks.ATTACKS, "rmia", *attacks.TOKEN_ATTACKS, *PARTS)
+ATTACKS = (PRIMARY_ATTACK, *attacks.ATTACKS, *attacks.TOKEN_ATTACKS, *PARTS)
 RETIRED = {
     "untargeted": "a secret is extracted sooner from its own beginning than without a prompt; type --attack extraction",
     "min_k": "Min-K%++ is the same of standardised log-probabilities; type --attack min_k_plus",
     "min_k_plus_ratio": "calibrated takes off what the base model knows; type --attack calibrated",
     "gains_over_losses": "calibrated separated better without privacy and at epsilon 8; type --attack calibrated",
+    "rmia": "with the base model as its only reference it orders canaries as loss does; type --attack calibrated",
     "windows": "calibrated separated better without privacy and at epsilon 8; type --attack calibrated",
     "personal": "extraction counts the samples that a detail takes; type --attack extraction",
 }

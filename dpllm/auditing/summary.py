@@ -72,8 +72,6 @@ class _Scored:
     by_token: Mapping[str, Mapping[str, float]]
     """The attacks that need tokens: name -> canary -> score."""
     slope: float
-    pairs: bool
-    """Whether the candidates are preference pairs."""
 
     def negatives(self, group: int) -> list[CanaryScores]:
         return [*attacks.held_out(self.ranked.get(group, [])), *self.references]
@@ -161,7 +159,7 @@ def _sorted(scores: Sequence[CanaryScores], tokens: TokenTable | None, beside: B
         by_token = {name: dict(zip(tokens.canary_ids, values, strict=True)) for name, values in found.items()}
     # A reward is log p less log p of the reference, whole.
     slope = 1.0 if pairs else attacks.slope(row for rows in groups.values() for row in rows)
-    return _Scored(groups, ranked, references, by_token, slope, pairs)
+    return _Scored(groups, ranked, references, by_token, slope)
 
 
 def _tests(scored: _Scored, claim: Claim | None, settings: AuditSettings) -> tuple[OneRunBound, dict[int, GroupTest]]:
@@ -249,8 +247,6 @@ def _attacks(scored: _Scored, group: int, limits: Mapping[str, float] | None) ->
     control = statistics.auc(attacks.base_loss(inside), attacks.base_loss(outside), CONFIDENCE)
     scores = {PRIMARY_ATTACK: (scored.calibrated(inside), scored.calibrated(outside))}
     scores |= {name: (attack(inside), attack(outside)) for name, attack in attacks.ATTACKS.items()}
-    if scored.references and not scored.pairs:
-        scores["rmia"] = (attacks.rmia_base(inside, scored.references), attacks.rmia_base(outside, scored.references))
     for name, found in scored.by_token.items():
         positive, negative = (np.array([found[row.canary_id] for row in side]) for side in (inside, outside))
         scores[name] = (positive, negative)

@@ -29,7 +29,7 @@ def add_commands(add: AddCommand) -> None:
         help="audited run of the same recipe without privacy, on which the attack should succeed",
     )
     option("--scores-only", action="store_true", help="only what one scoring pass shows; no generation")
-    option("--shadows", type=int, metavar="K", help="train K shadow runs for LiRA and RMIA (public data)")
+    option("--shadows", type=int, metavar="K", help="train K shadow runs for LiRA (public data)")
     option(
         "--members",
         nargs="?",
