@@ -120,7 +120,7 @@ def whole_audit(parts: Json) -> Json:
         "base_control_auc",
         "base_control_auc_interval",
     )
-    nothing: Json = dict.fromkeys(("sampling", "attacker_limits", "roc_limit", "generation"))
+    nothing: Json = dict.fromkeys(("sampling", "attacker_limits", "roc_limit"))
     whole: Json = {"schema_version": 4, "repeated": {}, "published": True, **nothing, **parts}
     whole["attacks"] = {name: {**dict.fromkeys(("limits", *rates)), **one} for name, one in parts["attacks"].items()}
     whole["exposure"] = {

@@ -149,8 +149,8 @@ def prepare(root: Path, shown: Mapping[str, str], *, every_page: bool) -> Path:
         for line in (
             "train recipes/lora/e2e.yaml",
             "train recipes/baseline/e2e.yaml",
-            "audit runs/e2e-baseline --scores-only",
-            "audit runs/e2e-lora --scores-only",
+            "audit runs/e2e-baseline",
+            "audit runs/e2e-lora",
             "card runs/e2e-baseline",
             "card runs/e2e-lora",
             *(f"plan {name}" for name in (shown if every_page else ())),

@@ -22,7 +22,6 @@ import torch
 from dpllm.auditing import attacks
 from dpllm.auditing.blind import words_control
 from dpllm.auditing.bounds import Claim
-from dpllm.auditing.generation import generate_attacks
 from dpllm.auditing.gradient import GradientTable, tabulate, write_gradient
 from dpllm.auditing.record import AuditRecord, Summary, read_audit
 from dpllm.auditing.scores import score_canaries
@@ -48,7 +47,6 @@ if TYPE_CHECKING:
 PARTS = {
     "exposure": ("exposure",),
     "extraction": ("extraction", "sampling"),
-    "completion": ("generation",),
 }
 """Attacks by the parts of the report that they are; all others are scores, under ``attacks`` and ``repeated``."""
 Shadows = Callable[[RunDir, RunConfig, CanaryPlan, Sequence[CanaryScores], float], dict[str, Any]]
@@ -60,14 +58,13 @@ RETIRED = {
     "gains_over_losses": "calibrated separated better without privacy and at epsilon 8; type --attack calibrated",
     "rmia": "with the base model as its only reference it orders canaries as loss does; type --attack calibrated",
     "windows": "calibrated separated better without privacy and at epsilon 8; type --attack calibrated",
+    "completion": "extraction counts the secrets that greedy decoding completes; type --attack extraction",
     "personal": "extraction counts the samples that a detail takes; type --attack extraction",
 }
 """What there is no more -> why, and what to type instead."""
 
 
-def audit(
-    run: RunDir, *, twin: RunDir | None = None, shadows: Shadows | None = None, generate: bool = True
-) -> AuditRecord:
+def audit(run: RunDir, *, twin: RunDir | None = None, shadows: Shadows | None = None) -> AuditRecord:
     """Scores the canaries of a finished run and writes what follows from them.
 
     Args:
@@ -76,7 +73,6 @@ def audit(
             both are of the same public data this report stays in private/, because it tells something of that run, and one
             without the twin is published.
         shadows: What trains shadow runs and compares with them, as ``lab.shadows`` does.
-        generate: Let the models complete as well; else only what one pass of scoring shows.
 
     Returns:
         What audit.json holds. A falsified claim is said in ``verdict``, not raised.
@@ -90,7 +86,7 @@ def audit(
     if shadows and plan.label_epsilon:
         raise ConfigError(f"{run.root}: its canaries are labels, which shadow runs do not know. Leave --shadows out.")
     seen, public = _twin(config, twin) if twin else (None, True)
-    examined = _examine(run, config, plan, claim, generate=generate)
+    examined = _examine(run, config, plan, claim)
     given = {}
     if shadows:
         scored = attacks.of_whole_rows(examined.table, examined.tokens)
@@ -121,15 +117,14 @@ def _write(run: RunDir, report: AuditRecord, examined: _Examined) -> AuditRecord
 
 
 def _keep(report: AuditRecord, path: Path) -> AuditRecord:
-    """With parts of the audit before that this one left out: they follow from the same weights and canaries."""
+    """With the shadows of the audit before if this one looked at none: they follow from the same weights and canaries."""
     before = None
     if path.exists():
         with contextlib.suppress(ConfigError):  # a damaged one is replaced
             before = read_audit(path)
     if before is None or (before.weights, before.canaries) != (report.weights, report.canaries):
         return report
-    kept = {"generation": report.generation or before.generation, "shadows": report.shadows or before.shadows}
-    return report.model_copy(update=kept)
+    return report.model_copy(update={"shadows": report.shadows or before.shadows})
 
 
 def figures(report: AuditRecord) -> AuditFigures:
@@ -170,13 +165,9 @@ def attack(run: RunDir, name: str) -> dict[str, Any]:
             f"{run.root}: no canaries of text were planted, which --attack {name} looks for. Leave --attack out, and the "
             f"gradient canaries are audited. {_twin_of(run)}"
         )
-    parts = PARTS.get(name, ())
-    examined = _examine(run, config, plan, claim, generate="generation" in parts)
-    if "generation" in parts:
-        return {name: examined.beside["generation"][name]}
-    summary = _summary(examined, None)
-    if parts:
-        return {part: summary.to_json()[part] for part in parts}
+    summary = _summary(_examine(run, config, plan, claim), None)
+    if name in PARTS:
+        return {part: summary.to_json()[part] for part in PARTS[name]}
     return {group: seen[name].to_json() for group, seen in summary.by_group().items() if name in seen}
 
 
@@ -205,7 +196,7 @@ class _Examined:
     """Parts of the report beside the summary."""
 
 
-def _examine(run: RunDir, config: RunConfig, plan: CanaryPlan, claim: Claim | None, *, generate: bool) -> _Examined:
+def _examine(run: RunDir, config: RunConfig, plan: CanaryPlan, claim: Claim | None) -> _Examined:
     models = load_models(run, config)
     fmt = _format(run, config)
     table, tokens = score_canaries(models, plan, fmt, config.data)
@@ -219,7 +210,6 @@ def _examine(run: RunDir, config: RunConfig, plan: CanaryPlan, claim: Claim | No
         gradient=_gradient(run, plan) if promise and plan.gradient_coins else None,
         settings=AuditSettings.pick(promise["audit"] if promise else config.audit.fixed()),
         beside={
-            "generation": generate_attacks(models, plan, fmt, config.data) if generate else None,
             "canaries": _describe(plan),
             "weights": checkpoint.weight_hashes(run.export),
         },

@@ -28,6 +28,7 @@ RETIRED = {
     "epsilon --trials": "the epsilon of one run does not cover choosing the best of several; let the ledger charge every run",
     "epsilon --select": "it belonged to --trials, which is retired too; let the ledger charge every run",
     "audit --mechanism": "every run checks its engine before it starts; set audit.gradient_canaries: 500, then audit the run",
+    "audit --scores-only": "an audit is one scoring pass since nothing is generated any more; leave it out",
     "audit --leakage": "it attacked a gradient, which a released model does not show; examples/gradient_leakage.py does it",
     "synthesize --engine": "vLLM was never tested with it; leave it out, and transformers draws the texts, 64 at a time",
     "ledger open": "a budget stays planned or adaptive; dpllm ledger init can change it before the first run",

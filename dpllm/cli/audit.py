@@ -28,7 +28,6 @@ def add_commands(add: AddCommand) -> None:
         metavar="RUN",
         help="audited run of the same recipe without privacy, on which the attack should succeed",
     )
-    option("--scores-only", action="store_true", help="only what one scoring pass shows; no generation")
     option("--shadows", type=int, metavar="K", help="train K shadow runs for LiRA (public data)")
     option(
         "--members",
@@ -76,7 +75,7 @@ def _check_options(known: argparse.Namespace) -> None:
     """Options of two audits at once, one of which would be left out without a word."""
     alone = [name for name in ("attack", "canaries") if getattr(known, name)]
     alone += ["members"] if known.members is not None else []
-    added = [name for name in ("twin", "shadows", "scores_only") if getattr(known, name)]
+    added = [name for name in ("twin", "shadows") if getattr(known, name)]
     if len(alone) > 1 or (alone and added):
         first, second = (f"--{name.replace('_', '-')}" for name in (*alone, *added)[:2])
         raise ConfigError(f"{first} and {second} ask for two separate audits. Type one of the two.")
@@ -138,7 +137,7 @@ def _run(known: argparse.Namespace, path: Path) -> int:
 
         may_train(run, run.load_config())
         shadows = partial(audit_shadows, num_shadows=known.shadows, console=plain_console(stderr=True))
-    report = audits.audit(run, twin=twin, shadows=shadows, generate=not known.scores_only)
+    report = audits.audit(run, twin=twin, shadows=shadows)
     told = f"Written to {run.audit_dir(report.published)}"
     if (run.export / CARD).exists() and report.published:
         told += f". The card states the audit before this one: type dpllm card {known.run}"

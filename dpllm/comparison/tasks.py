@@ -135,8 +135,8 @@ def _by_example(model: Any, units: Sequence[data.Unit]) -> Json:
 
 def _written(run: RunDir, config: RunConfig, base: bool, rows: int) -> Json:
     """BLEU of completions against all references of each prompt, see ``PROTOCOL``."""
-    from dpllm.auditing.generation import complete, until_end
     from dpllm.auditing.run import load_models
+    from dpllm.model.generation import complete, until_end
 
     table = _evaluation(run, config)
     if table.format != "prompt_completion":

@@ -1,7 +1,7 @@
 """The audits: that they are about these weights, and that their numbers follow from the published scores.
 
-Comes in: export/audit/. Goes out: checks. What the models wrote when they were asked cannot be asked again without
-them, and is asserted.
+Comes in: export/audit/. Goes out: checks. What shadow runs showed cannot be seen
+again without them, and is asserted.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def check(found: Published) -> Iterator[Check]:
     gradient = _gradient(folder, stated.terms, stated.steps, report)
     yield _rows(stated.terms, table, tokens, report)
     yield _statistics(stated.terms, report, table, tokens, gradient)
-    left = [name for name in ("generation", "shadows") if getattr(report, name)]
+    left = ["shadows"] if report.shadows else []
     if report.controls.words:
         left.append("the control by words")
     if report.controls.twin:

@@ -52,6 +52,7 @@ def test_extraction_counts_each_side_and_the_control():
         ("gains_over_losses", "calibrated"),
         ("windows", "calibrated"),
         ("rmia", "calibrated"),
+        ("completion", "extraction"),
     ],
 )
 def test_an_attack_that_is_gone_says_what_to_type(name: str, instead: str) -> None:
