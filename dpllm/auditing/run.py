@@ -234,7 +234,7 @@ def _gradient(run: RunDir, plan: CanaryPlan) -> GradientTable:
 
 def _summary(examined: _Examined, twin: str | None) -> Summary:
     of_labels = examined.claim is not None and examined.promise is None
-    beside = Beside(examined.promise, examined.words, twin, labels=of_labels, gradient=examined.gradient)
+    beside = Beside(examined.promise, examined.words, twin, own_references=of_labels, gradient=examined.gradient)
     return summarise(examined.table, examined.claim, examined.settings, tokens=examined.tokens, beside=beside)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -45,8 +45,7 @@ class Beside:
             mechanism; None: it is not looked at.
         words: What the classifier found that sees words and no model; its ``succeeds`` decides.
         twin: Where else the attack was seen to work, in words; empty: it was looked at, and not seen there either.
-        stand_ins: Canaries that were left out stand in for references, where a stranger's manifest has none.
-        labels: Coins are labels: nothing was left out, and a group's references are its pairs whose coins say the other answer.
+        own_references: There are no references, and a group's own canaries whose coins say out, or the other answer, stand in.
         gradient: Of the gradient canaries; None: there were none.
         version: Of audit.json: it decides which attacks it has, see ``attacks.SINCE``.
     """
@@ -54,8 +53,7 @@ class Beside:
     promise: Mapping[str, Any] | None = None
     words: Mapping[str, Any] | None = None
     twin: str | None = None
-    stand_ins: bool = False
-    labels: bool = False
+    own_references: bool = False
     version: int = SCHEMA_VERSION
     gradient: GradientTable | None = None
 
@@ -66,15 +64,13 @@ class _Scored:
 
     groups: Mapping[int, Sequence[CanaryScores]]
     """Candidates by repetitions, with their coins."""
-    ranked: Mapping[int, Sequence[CanaryScores]]
-    """Those that are not references, see ``_ranked``."""
     references: Sequence[CanaryScores]
     by_token: Mapping[str, Mapping[str, float]]
     """The attacks that need tokens: name -> canary -> score."""
     slope: float
 
     def negatives(self, group: int) -> list[CanaryScores]:
-        return [*attacks.held_out(self.ranked.get(group, [])), *self.references]
+        return [*attacks.held_out(self.groups[group]), *self.references]
 
     def calibrated(self, rows: Sequence[CanaryScores]) -> Floats:
         return attacks.calibrated(rows, self.slope)
@@ -112,14 +108,14 @@ def summarise(
     controls, tried = _controls(scored, attacked, beside, settings)
     once = len(attacks.members(scored.groups.get(1, [])))
     word, reason = judge(claim, bound, tests, once, controls, gradient, tried=tried)
-    smallest, secrets = min(scored.groups, default=1), by_group(_ranked(scores, beside))
+    smallest, secrets = min(scored.groups, default=1), by_group(scores)
     values = {
         "schema_version": beside.version,
         "claim": asdict(claim) if claim else None,
         "attacks": attacked.get(smallest, {}),
         "exposure": {str(group): _exposure(*_sides(rows, secrets.get(0))) for group, rows in secrets.items() if group},
         "extraction": {str(group): attacks.extraction(rows) for group, rows in scored.groups.items()},
-        "sampling": extraction.summary(tokens.secrets(), _ranked(scores, beside)) if tokens is not None else None,
+        "sampling": extraction.summary(tokens.secrets(), scores) if tokens is not None else None,
         "epsilon_lower_bound": {**bound.to_json(), "method": _method(settings, tokens), "slope": scored.slope},
         **({"gradient": gradient} if gradient else {}),
         "repeated": {
@@ -136,21 +132,10 @@ def summarise(
     return Summary.pick(values)
 
 
-def _ranked(rows: Sequence[CanaryScores], beside: Beside) -> Sequence[CanaryScores]:
-    """The rows as scores are ranked among them.
-
-    A canary that stands in for a reference is counted once: as a candidate too, it would be two observations.
-    """
-    if not beside.stand_ins:
-        return rows
-    return [row if row.inserted else replace(row, group=0, inserted=None) for row in rows]
-
-
 def _sorted(scores: Sequence[CanaryScores], tokens: TokenTable | None, beside: Beside) -> _Scored:
     groups = by_group(scores)
-    groups.pop(0, [])
-    ranked = by_group(_ranked(scores, beside))
-    if not (references := ranked.pop(0, [])) and not beside.labels:
+    references = groups.pop(0, [])
+    if not references and not beside.own_references:
         raise ConfigError("the score table has no references, so nothing can be ranked; run dpllm audit again.")
     by_token, pairs = {}, tokens is not None and tokens.of_pairs
     if tokens is not None and not pairs:  # they read one text
@@ -159,7 +144,7 @@ def _sorted(scores: Sequence[CanaryScores], tokens: TokenTable | None, beside: B
         by_token = {name: dict(zip(tokens.canary_ids, values, strict=True)) for name, values in found.items()}
     # A reward is log p less log p of the reference, whole.
     slope = 1.0 if pairs else attacks.slope(row for rows in groups.values() for row in rows)
-    return _Scored(groups, ranked, references, by_token, slope)
+    return _Scored(groups, references, by_token, slope)
 
 
 def _tests(scored: _Scored, claim: Claim | None, settings: AuditSettings) -> tuple[OneRunBound, dict[int, GroupTest]]:

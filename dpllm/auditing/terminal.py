@@ -127,16 +127,15 @@ def _attempts(value: float | None) -> str:
 def members_table(report: Json) -> Table:
     """Membership of real rows."""
     result = Table(
-        *("score", "AUC", "the same on the base model", "caught at 1 % false alarms"),
+        *("score", "AUC", "caught at 1 % false alarms"),
         title=f"Members and others: {report['word']}",
         caption=f"{report['reason']} {report['note']}",
     )
     for name, seen in report["scores"].items():
-        base, rate = seen["base_auc"], seen["tpr_at_1_percent_fpr"]
+        rate = seen["tpr_at_1_percent_fpr"]
         result.add_row(
             name,
             estimate(seen["auc"], seen["auc_interval"]),
-            "it compares both" if base is None else estimate(base, seen["base_auc_interval"]),
             "too few others" if rate is None else estimate(rate, seen["tpr_at_1_percent_fpr_interval"], 3),
         )
     result.add_section()
@@ -144,7 +143,7 @@ def members_table(report: Json) -> Table:
     controlled = {"base model": controls["base_model"], "words alone, no model": controls["blind"]}
     for name, seen in controlled.items():
         if seen:
-            result.add_row(f"control: {name}", estimate(seen["auc"], seen["auc_interval"]), "", "")
+            result.add_row(f"control: {name}", estimate(seen["auc"], seen["auc_interval"]), "")
     return result
 
 

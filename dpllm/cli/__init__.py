@@ -29,6 +29,8 @@ RETIRED = {
     "epsilon --select": "it belonged to --trials, which is retired too; let the ledger charge every run",
     "audit --mechanism": "every run checks its engine before it starts; set audit.gradient_canaries: 500, then audit the run",
     "audit --scores-only": "an audit is one scoring pass since nothing is generated any more; leave it out",
+    "audit --non-members": "rows that trained elsewhere are not compared any more; plant canaries, and type --canaries FILE",
+    "audit --output": "a report on a model trained elsewhere is printed; type --json > FILE to keep it",
     "audit --leakage": "it attacked a gradient, which a released model does not show; examples/gradient_leakage.py does it",
     "synthesize --engine": "vLLM was never tested with it; leave it out, and transformers draws the texts, 64 at a time",
     "ledger open": "a budget stays planned or adaptive; dpllm ledger init can change it before the first run",
@@ -80,9 +82,9 @@ def _run(arguments: list[str]) -> int:
             else []
         )
         if wrong:
-            name = wrong[0].partition("=")[0]
-            if fix := RETIRED.get(f"{known.command} {name}"):
-                raise ConfigError(f"{name} is retired: {fix}.")
+            for name in (argument.partition("=")[0] for argument in wrong):
+                if fix := RETIRED.get(f"{known.command} {name}"):
+                    raise ConfigError(f"{name} is retired: {fix}.")
             raise ConfigError(f"unknown argument {wrong[0]}. Type dpllm {known.command} --help.")
         if known.command not in {"train", "sweep", "env"} and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ConfigError(

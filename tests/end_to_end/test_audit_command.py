@@ -59,7 +59,8 @@ def test_real_rows_are_scored_in_private(copy: Place) -> None:
     ("arguments", "words"),
     [
         (["--shadows", "0"], "--shadows 0"),
-        (["--members", "rows.jsonl"], "Type --members alone"),
+        (["--members", "rows.jsonl", "--non-members", "others.jsonl"], "--non-members is retired"),
+        (["--output", "reports"], "--output is retired"),
         (["--base", "gpt2"], "--base is for a model trained elsewhere"),
         (["--epsilon", "3"], "--epsilon is for a model trained elsewhere"),
         (["--attack", "losss"], "Did you mean loss?"),
@@ -79,11 +80,10 @@ def test_mistakes_with_a_run_are_one_message(finished: Place, arguments: list[st
 
 def test_mistakes_without_a_run_are_one_message(finished: Place, tmp_path: Path) -> None:
     assert "holds no run" in refused(tmp_path)
-    assert "Type --members FILE --non-members FILE" in refused(tmp_path, "--members")
     planted = tmp_path / "planted.jsonl"
     planted.write_text('{"coins": "independent"}\n')
     assert "two separate audits" in refused(tmp_path, "--canaries", planted, "--attack", "loss")
-    assert "two separate audits" in refused(tmp_path, "--canaries", planted, "--members", planted)
+    assert "two separate audits" in refused(tmp_path, "--canaries", planted, "--members")
     assert "no such file or directory" in refused(tmp_path / "absent")
     assert "is a recipe" in refused(finished.recipe)
     assert "is a part of a run" in refused(finished.run / "export")
