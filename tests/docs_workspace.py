@@ -35,7 +35,6 @@ STANDS_FOR = {"RUN": "runs/e2e-lora", "BASELINE": "runs/e2e-baseline", "RECIPE":
 SMALL: Json = {
     "model": {"name_or_path": "models/gpt2", "revision": None},
     "train": {"batch_size": 8, "physical_batch_size": 8, "steps": 2, "epochs": None},
-    "audit": {"guesses": [5, 10], "guesses_in": [5]},
 }
 SMALL_DATA: Json = {
     "train": "data/train.jsonl",

@@ -21,10 +21,11 @@ from dpllm.auditing.rates import event_trade_off
 from dpllm.auditing.record import SCHEMA_VERSION, Controls, GroupTest, Summary
 from dpllm.auditing.statistics import Floats, shown
 from dpllm.auditing.table import CanaryScores, TokenTable, by_group
-from dpllm.auditing.verdict import grid, group_test, judge, levels
+from dpllm.auditing.verdict import group_test, judge, levels
 from dpllm.errors import ConfigError
 from dpllm.privacy.events import read
 from dpllm.privacy.privacy_loss import attacker_limits
+from dpllm.recipe.audit import default_ways
 from dpllm.statement.privacy_record import GradientAudit
 from dpllm.statement.run_files import AuditSettings
 
@@ -116,7 +117,7 @@ def summarise(
         "exposure": {str(group): _exposure(*_sides(rows, secrets.get(0))) for group, rows in secrets.items() if group},
         "extraction": {str(group): attacks.extraction(rows) for group, rows in scored.groups.items()},
         "sampling": extraction.summary(tokens.secrets(), scores) if tokens is not None else None,
-        "epsilon_lower_bound": {**bound.to_json(), "method": _method(settings, tokens), "slope": scored.slope},
+        "epsilon_lower_bound": {**bound.to_json(), "method": _method(tokens), "slope": scored.slope},
         **({"gradient": gradient} if gradient else {}),
         "repeated": {
             str(group): _repeated(group, claim, seen, tests.get(group))
@@ -154,27 +155,26 @@ def _tests(scored: _Scored, claim: Claim | None, settings: AuditSettings) -> tup
         return epsilon_lower_bound(scored.calibrated(rows), [bool(row.inserted) for row in rows], **test)
 
     sizes = {group: len(rows) for group, rows in scored.groups.items()}
-    level = levels(sizes, claim, settings) if claim else {1: settings.alpha}
+    level = levels(sizes, claim, settings.alpha) if claim else {1: settings.alpha}
     delta = claim.delta if claim else DELTA_WITHOUT_CLAIM
-    ways = settings.model_dump(include={"guesses", "guesses_in", "falling", "falling_in"})
-    once = bound(scored.groups.get(1, []), delta=delta, alpha=level[1], **ways)
+    fixed = {"falling": settings.falling, "falling_in": settings.falling_in}
+    once = bound(scored.groups.get(1, []), delta=delta, alpha=level[1], **fixed)
     tests = {}
     for group, own_level in level.items():
         if group > 1 and claim:
-            target, ways = claim.of(group), grid(sizes[group], settings)
+            target, ways = claim.of(group), default_ways(sizes[group])
             tests[group] = group_test(target, bound(scored.groups[group], delta=target.delta, alpha=own_level, **ways))
     return once, tests
 
 
-def _method(settings: AuditSettings, tokens: TokenTable | None) -> str:
+def _method(tokens: TokenTable | None) -> str:
     """How the bound is computed."""
     score = "of every token that entered the loss, less what its words explain"
     if tokens is not None and tokens.of_pairs:
         score = "of pairs, the margin of their implicit rewards"
-    weights, parts = (", with weights that fall with the rank", "tests") if settings.falling else ("", "guess counts")
     return (
-        f"one training run, guesses on both sides and on one{weights} (Steinke, Nasr and Jagielski 2023), once-inserted "
-        f"canaries, score '{PRIMARY_ATTACK}' {score}, alpha divided by the number of {parts}"
+        "one training run, guesses on both sides and on one, with weights that fall with the rank (Steinke, Nasr and Jagielski "
+        f"2023), once-inserted canaries, score '{PRIMARY_ATTACK}' {score}, alpha divided by the number of tests"
     )
 
 

@@ -66,12 +66,6 @@ class AuditConfig(Section):
     whatever its coin says."""
     alpha: float = Field(default=0.05, gt=0, lt=0.5)
     """Probability that the epsilon lower bound exceeds the truth."""
-    guesses: list[PositiveInt] | None = Field(default=None, min_length=1)
-    """Numbers of equally weighted guesses that the one-run bound tries, half of them in and half out; alpha is divided by how
-    many numbers there are, those of guesses_in included. Without either, weights fall with the rank, over a number of guesses
-    that suits the number of canaries. All of it is fixed before training, in plan.json."""
-    guesses_in: list[PositiveInt] | None = None
-    """The same for guesses that all say in: stronger where only some canaries are memorised."""
 
     @property
     def plants(self) -> bool:
@@ -85,7 +79,5 @@ class AuditConfig(Section):
 
     def fixed(self) -> dict[str, Any]:
         """What of the test has to be fixed before training, as plan.json commits to it."""
-        ways = {"guesses": self.guesses or [], "guesses_in": self.guesses_in or [], "falling": [], "falling_in": []}
-        if not (self.guesses or self.guesses_in):
-            ways |= default_ways(self.canaries.groups.get(1, 0) if self.canaries else 0)
+        ways = default_ways(self.canaries.groups.get(1, 0) if self.canaries else 0)
         return {"alpha": self.alpha, **ways, "score": "calibrated", "version": 2, "control_level": 0.001}

@@ -31,6 +31,10 @@ RETIRED = {
     "audit.canaries.prompt": "is retired with the kind synthetic, which alone read it; leave the key out",
     "audit.canaries.temperature": "is retired with the kind synthetic, which alone read it; leave the key out",
     **dict.fromkeys(
+        ("audit.guesses", "audit.guesses_in"),
+        "the tests of an audit follow from the number of its canaries, with weights that fall with the rank; leave the key out",
+    ),
+    **dict.fromkeys(
         ("version", "schema_version", "dpllm", "dpllm_version"),
         "a recipe has no version: it is read by the dpllm that runs, whose keys dpllm plan --keys lists; leave the key out",
     ),

@@ -136,6 +136,7 @@ def digest(config: RunConfig) -> str:
         del recipe["train"]["objective"], recipe["train"]["beta"], recipe["train"]["label_smoothing"]
     if not any(recipe["data"]["csv"].values()):
         del recipe["data"]["csv"]
+    recipe["audit"] |= {"guesses": None, "guesses_in": None}
     recipe["privacy"]["adaptive"] = {"quantile": 0.5, "learning_rate": 0.2, "count_noise_multiplier": None}
     if recipe["privacy"]["noise"] == "independent":
         del recipe["privacy"]["noise"], recipe["privacy"]["bands"]

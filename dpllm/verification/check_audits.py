@@ -259,7 +259,7 @@ def _statistics(
     stated_terms = terms.to_json()
     promise = {key: stated_terms[key] for key in ("event", "neighbouring_relation", "limits") if key in stated_terms}
     canaries, controls, settings = report.canaries, report.controls, report.settings
-    tests = max(map(len, (settings.guesses, settings.guesses_in, settings.falling, settings.falling_in)))
+    tests = max(len(settings.falling), len(settings.falling_in))
     if settings.control_level != CONTROL_LEVEL or tests > _MOST_TESTS:
         raise Wrong(f"audit.json has another level of controls, or more tests, than any audit of dpllm. {AUDIT_AGAIN}")
     if canaries.kind == "digits" and not close(

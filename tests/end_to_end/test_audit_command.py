@@ -110,7 +110,7 @@ def test_an_audit_keeps_what_shadows_showed_of_the_same_weights(copy: Place) -> 
 
 @pytest.mark.parametrize(
     "edit",
-    [{"epsilon": 99.0}, {"audit": None}, {"audit": {"version": 2, "alpha": 1e-9, "guesses": [40], "guesses_in": []}}],
+    [{"epsilon": 99.0}, {"audit": None}, {"audit": {"version": 2, "alpha": 1e-9, "falling": [40], "falling_in": []}}],
 )
 def test_a_promise_that_was_edited_is_not_tested(copy: Place, edit: dict[str, object]) -> None:
     path = copy.run / "plan.json"

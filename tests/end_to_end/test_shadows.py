@@ -27,7 +27,7 @@ from dpllm.model.loading import load_for_scoring
 from dpllm.run.directory import RunDir
 
 CANARIES = {"groups": {1: 12, 4: 4}, "references": 100, "digits": 12}
-QUICK = {"train.steps": 2, "data.public": True, "audit.canaries": CANARIES, "audit.guesses": [5, 10]}
+QUICK = {"train.steps": 2, "data.public": True, "audit.canaries": CANARIES}
 QUIET = Console(quiet=True)
 CPU = torch.device("cpu")
 

@@ -60,7 +60,7 @@ def record(place: Place, name: str) -> dict[str, object]:
 def swept(tmp_path_factory: pytest.TempPathFactory, base: Path, data_home: Path) -> tuple[Place, Answer]:
     root = tmp_path_factory.mktemp("swept")
     evaluation = tiny.write_rows(root / "data" / "eval.jsonl", rows(8, 500))
-    place = make(root, base, **{"data.eval": str(evaluation), "audit.canaries": CANARIES, "audit.guesses": [5, 10]})
+    place = make(root, base, **{"data.eval": str(evaluation), "audit.canaries": CANARIES})
     answer = swept_to(place, "8,inf,2", "--tasks", 3)
     assert answer.code == 0, answer.err
     return place, answer
