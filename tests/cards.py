@@ -120,8 +120,7 @@ def whole_audit(parts: Json) -> Json:
         "base_control_auc",
         "base_control_auc_interval",
     )
-    nothing: Json = dict.fromkeys(("sampling", "attacker_limits", "roc_limit"))
-    whole: Json = {"schema_version": 4, "repeated": {}, "published": True, **nothing, **parts}
+    whole: Json = {"schema_version": 4, "repeated": {}, "published": True, "sampling": None, **parts}
     whole["attacks"] = {name: {**dict.fromkeys(("limits", *rates)), **one} for name, one in parts["attacks"].items()}
     whole["exposure"] = {
         group: {"held_out_mean": 1.44, "largest_possible": 9.97, **seen} for group, seen in parts["exposure"].items()

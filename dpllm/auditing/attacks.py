@@ -151,5 +151,3 @@ ATTACKS: dict[str, Callable[[Iterable[CanaryScores]], Floats]] = {"ratio": ratio
 
 TOKEN_ATTACKS: dict[str, Callable[[TokenTable], Floats]] = {"zlib": zlib, "min_k_plus": min_k_plus}
 """Membership scores of sequences by name."""
-SINCE: dict[str, int] = {}
-"""Attacks that audits before this ``schema_version`` of audit.json do not have: these are verified without them."""

@@ -30,7 +30,7 @@ from dpllm.statement.fields import (
     Text,
 )
 from dpllm.statement.formatting import bound, html_table, measured
-from dpllm.statement.privacy_record import AttackLimits, CanaryGroup, Extraction, GradientAudit
+from dpllm.statement.privacy_record import CanaryGroup, Extraction, GradientAudit
 from dpllm.statement.run_files import AuditSettings
 
 SCHEMA_VERSION = 4
@@ -167,10 +167,6 @@ class Summary(Record):
     repeated: ByCopies[Repeated]
     """The other groups."""
     gradient: GradientAudit | None = None
-    attacker_limits: AttackLimits | None
-    """What the claim allows any attack on one unit."""
-    roc_limit: tuple[tuple[Share, Share], ...] | None
-    """Pairs of a false-positive rate and the largest true-positive rate that the mechanism allows at it."""
     controls: Controls
 
     verdict: Literal["falsified", "consistent", "inconclusive", "no_claim"]

@@ -12,7 +12,7 @@ import contextlib
 import difflib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -101,8 +101,7 @@ def audit(run: RunDir, *, twin: RunDir | None = None, shadows: Shadows | None = 
 
 
 def _record(examined: _Examined, twin: str | None, **given: Any) -> AuditRecord:
-    parts = {"settings": examined.settings, **examined.beside, **given}
-    return AuditRecord.pick(_summary(examined, twin).to_json(), **parts)
+    return AuditRecord.pick(_summary(examined, twin).to_json(), **examined.parts, **given)
 
 
 def _write(run: RunDir, report: AuditRecord, examined: _Examined) -> AuditRecord:
@@ -110,8 +109,8 @@ def _write(run: RunDir, report: AuditRecord, examined: _Examined) -> AuditRecord
     report = _keep(report, folder / "audit.json")
     folder.mkdir(parents=True, exist_ok=True)
     write_tokens(examined.tokens, folder / "tokens.parquet")
-    if examined.gradient is not None:
-        write_gradient(examined.gradient, folder / "gradient.parquet")
+    if examined.beside.gradient is not None:
+        write_gradient(examined.beside.gradient, folder / "gradient.parquet")
     write_json(folder / "audit.json", report.to_json())
     return report
 
@@ -188,32 +187,25 @@ class _Examined:
     table: tuple[CanaryScores, ...]
     tokens: TokenTable
     claim: Claim | None
-    promise: dict[str, Any] | None
-    words: dict[str, Any] | None
-    gradient: GradientTable | None
     settings: AuditSettings
-    beside: dict[str, Any]
-    """Parts of the report beside the summary."""
+    beside: Beside
+    parts: dict[str, Any]
+    """Of the report, beside the summary."""
 
 
 def _examine(run: RunDir, config: RunConfig, plan: CanaryPlan, claim: Claim | None) -> _Examined:
     models = load_models(run, config)
-    fmt = _format(run, config)
-    table, tokens = score_canaries(models, plan, fmt, config.data)
+    table, tokens = score_canaries(models, plan, _format(run, config), config.data)
     promise = read_plan(run).to_json() if config.privacy.enabled else None
-    return _Examined(
-        table,
-        tokens,
-        claim,
-        promise=promise,
+    settings = AuditSettings.pick(promise["audit"] if promise else config.audit.fixed())
+    beside = Beside(
+        limits=promise["limits"] if promise else None,
         words=words_control(plan.canaries),
+        own_references=plan.label_epsilon is not None,
         gradient=_gradient(run, plan) if promise and plan.gradient_coins else None,
-        settings=AuditSettings.pick(promise["audit"] if promise else config.audit.fixed()),
-        beside={
-            "canaries": _describe(plan),
-            "weights": checkpoint.weight_hashes(run.export),
-        },
     )
+    parts = {"settings": settings, "canaries": _describe(plan), "weights": checkpoint.weight_hashes(run.export)}
+    return _Examined(table, tokens, claim, settings, beside, parts)
 
 
 def _gradient(run: RunDir, plan: CanaryPlan) -> GradientTable:
@@ -233,8 +225,7 @@ def _gradient(run: RunDir, plan: CanaryPlan) -> GradientTable:
 
 
 def _summary(examined: _Examined, twin: str | None) -> Summary:
-    of_labels = examined.claim is not None and examined.promise is None
-    beside = Beside(examined.promise, examined.words, twin, own_references=of_labels, gradient=examined.gradient)
+    beside = replace(examined.beside, twin=twin)
     return summarise(examined.table, examined.claim, examined.settings, tokens=examined.tokens, beside=beside)
 
 

@@ -17,14 +17,11 @@ from dpllm.auditing import attacks, extraction, statistics
 from dpllm.auditing import gradient as gradient_canaries
 from dpllm.auditing.bounds import Claim, OneRunBound, epsilon_lower_bound
 from dpllm.auditing.gradient import GradientTable
-from dpllm.auditing.rates import event_trade_off
 from dpllm.auditing.record import SCHEMA_VERSION, Controls, GroupTest, Summary
 from dpllm.auditing.statistics import Floats, shown
 from dpllm.auditing.table import CanaryScores, TokenTable, by_group
 from dpllm.auditing.verdict import group_test, judge, levels
 from dpllm.errors import ConfigError
-from dpllm.privacy.events import read
-from dpllm.privacy.privacy_loss import attacker_limits
 from dpllm.recipe.audit import default_ways
 from dpllm.statement.privacy_record import GradientAudit
 from dpllm.statement.run_files import AuditSettings
@@ -33,7 +30,6 @@ CONFIDENCE = 0.95
 PRIMARY_ATTACK = "calibrated"
 """The score behind the lower bound, chosen here once so that nobody picks the best of several afterwards."""
 DELTA_WITHOUT_CLAIM = 1e-5
-ROC_GRID = tuple(float(tpr) for tpr in np.geomspace(1e-3, 1.0, 61))
 Json = dict[str, Any]
 
 
@@ -42,20 +38,17 @@ class Beside:
     """What goes into a summary beside tables, claim and settings.
 
     Attributes:
-        promise: plan.json or privacy.json, whose event and neighbouring relation give the trade-off curve of the configured
-            mechanism; None: it is not looked at.
+        limits: What the whole mechanism allows any attack on one unit, see ``Claim.limits``; None: not known.
         words: What the classifier found that sees words and no model; its ``succeeds`` decides.
         twin: Where else the attack was seen to work, in words; empty: it was looked at, and not seen there either.
         own_references: There are no references, and a group's own canaries whose coins say out, or the other answer, stand in.
         gradient: Of the gradient canaries; None: there were none.
-        version: Of audit.json: it decides which attacks it has, see ``attacks.SINCE``.
     """
 
-    promise: Mapping[str, Any] | None = None
+    limits: Mapping[str, float | None] | None = None
     words: Mapping[str, Any] | None = None
     twin: str | None = None
     own_references: bool = False
-    version: int = SCHEMA_VERSION
     gradient: GradientTable | None = None
 
 
@@ -102,16 +95,15 @@ def summarise(
     if gradient:  # which took its part
         settings = settings.model_copy(update={"alpha": settings.alpha * (1 - gradient_canaries.SHARE_OF_ALPHA)})
     bound, tests = _tests(scored, claim, settings)
-    whole = (beside.promise or {}).get("limits")
     attacked = {
-        group: _attacks(scored, group, claim.limits(group, whole) if claim else None) for group in scored.groups
+        group: _attacks(scored, group, claim.limits(group, beside.limits) if claim else None) for group in scored.groups
     }
     controls, tried = _controls(scored, attacked, beside, settings)
     once = len(attacks.members(scored.groups.get(1, [])))
     word, reason = judge(claim, bound, tests, once, controls, gradient, tried=tried)
     smallest, secrets = min(scored.groups, default=1), by_group(scores)
     values = {
-        "schema_version": beside.version,
+        "schema_version": SCHEMA_VERSION,
         "claim": asdict(claim) if claim else None,
         "attacks": attacked.get(smallest, {}),
         "exposure": {str(group): _exposure(*_sides(rows, secrets.get(0))) for group, rows in secrets.items() if group},
@@ -124,8 +116,6 @@ def summarise(
             for group, seen in attacked.items()
             if group != smallest
         },
-        "attacker_limits": attacker_limits(claim.epsilon, claim.delta) if claim else None,
-        "roc_limit": _roc_limit(beside.promise or {}),
         "controls": controls,
         "verdict": word,
         "verdict_reason": reason,
@@ -140,8 +130,7 @@ def _sorted(scores: Sequence[CanaryScores], tokens: TokenTable | None, beside: B
         raise ConfigError("the score table has no references, so nothing can be ranked; run dpllm audit again.")
     by_token, pairs = {}, tokens is not None and tokens.of_pairs
     if tokens is not None and not pairs:  # they read one text
-        known = {name for name in attacks.TOKEN_ATTACKS if attacks.SINCE.get(name, 1) <= beside.version}
-        found = {name: attack(tokens).tolist() for name, attack in attacks.TOKEN_ATTACKS.items() if name in known}
+        found = {name: attack(tokens).tolist() for name, attack in attacks.TOKEN_ATTACKS.items()}
         by_token = {name: dict(zip(tokens.canary_ids, values, strict=True)) for name, values in found.items()}
     # A reward is log p less log p of the reference, whole.
     slope = 1.0 if pairs else attacks.slope(row for rows in groups.values() for row in rows)
@@ -190,13 +179,6 @@ def _repeated(group: int, claim: Claim | None, attacked: Json, test: GroupTest |
         "attacks": {name: attacked[name] for name in (PRIMARY_ATTACK, *attacks.ATTACKS)},
         "test": test,
     }
-
-
-def _roc_limit(promise: Mapping[str, Any]) -> list[list[float]] | None:
-    if not promise.get("event"):
-        return None
-    trade_off = event_trade_off(read(promise["event"]), promise["neighbouring_relation"])
-    return [[trade_off(tpr), tpr] for tpr in ROC_GRID]
 
 
 def _controls(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt
 
 from dpllm.recipe.section import Section
 
@@ -43,15 +43,6 @@ class CanaryConfig(Section):
     """With kind: random_tokens: length of the secret, in tokens of the base model."""
     references: int = Field(default=1000, ge=100)
     """Number of candidates that are never inserted, against which exposure is ranked (at most log2 of this number, in bits)."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_unread_keys(cls, values: Any) -> Any:
-        """Earlier runs wrote every default into config.yaml, also of the keys that the kind synthetic alone read."""
-        unread = {"prompt": "", "temperature": 1.0}
-        if not isinstance(values, dict):
-            return values
-        return {key: value for key, value in values.items() if key not in unread or value != unread[key]}
 
 
 class AuditConfig(Section):

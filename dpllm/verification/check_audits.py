@@ -255,9 +255,6 @@ def _statistics(
     gradient: GradientTable | None,
 ) -> Check:
     """Everything that the summary of an audit says, computed again from the tables."""
-    costs.bounded(terms.event)
-    stated_terms = terms.to_json()
-    promise = {key: stated_terms[key] for key in ("event", "neighbouring_relation", "limits") if key in stated_terms}
     canaries, controls, settings = report.canaries, report.controls, report.settings
     tests = max(len(settings.falling), len(settings.falling_in))
     if settings.control_level != CONTROL_LEVEL or tests > _MOST_TESTS:
@@ -270,10 +267,9 @@ def _statistics(
         "claim": asdict(report.claim) if report.claim else None,
         "settings": report.settings.to_json(),
         "beside": {
-            "promise": promise,
+            "limits": terms.limits.to_json() if terms.limits else None,
             "words": controls.words.to_json() if controls.words else None,
             "twin": controls.twin,
-            "version": report.schema_version,
         },
     }
     fresh = _summary(table, tokens, json.dumps(fixed, sort_keys=True), gradient)

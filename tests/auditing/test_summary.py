@@ -24,8 +24,6 @@ from dpllm.canaries.canaries import CanaryConfig
 from dpllm.card import claim
 from dpllm.errors import ConfigError
 from dpllm.files import read_json
-from dpllm.privacy.accounting import dp_sgd_event
-from dpllm.privacy.privacy_loss import attacker_limits_of
 from dpllm.recipe.audit import default_ways
 from dpllm.statement import privacy_record
 from dpllm.statement.run_files import AuditSettings
@@ -245,19 +243,6 @@ def test_the_limit_of_single_units_is_that_of_the_whole_mechanism_where_it_is_lo
     assert people.limits(4, whole) == {**pair, "auc": 0.6}
 
 
-def test_the_line_in_the_roc_is_the_limit_of_the_whole_mechanism(seed):
-    event = dp_sgd_event(0.1, 1.0, 20)
-    promise = {"event": event.to_json(), "neighbouring_relation": "add_or_remove_one"}
-    rows = make_table(np.random.default_rng([seed, 14]), 0.0, ((1, 40),))
-    fpr, tpr = np.array(
-        summarised(rows, CLAIM, alpha=0.05, falling=(40,), beside=Beside(promise=promise))["roc_limit"]
-    ).T
-    assert (np.diff(fpr) >= 0).all()
-    for at in (0.01, 0.001):
-        limit = attacker_limits_of(event, "add_or_remove_one")[f"tpr_at_fpr_{at}"]
-        assert np.interp(at, fpr, tpr) == pytest.approx(limit, rel=0.02)
-
-
 # The summary.
 
 
@@ -285,7 +270,7 @@ def test_repeated_canaries_do_not_speak_about_the_claim(seed):
 
 def test_without_a_claim_the_bound_states_its_delta(seed):
     report = summarised(make_table(np.random.default_rng([seed, 7]), 3.0), None, alpha=0.05, falling=(10, 50))
-    assert (report["claim"], report["attacker_limits"], report["verdict"]) == (None, None, "no_claim")
+    assert (report["claim"], report["attacks"]["ratio"]["limits"], report["verdict"]) == (None, None, "no_claim")
     assert report["epsilon_lower_bound"]["delta"] == 1e-5
     assert report["epsilon_lower_bound"]["value"] > 0
 
