@@ -310,7 +310,9 @@ def test_a_bound_by_falling_weights_is_computed_again(tmp_path):
     rows, tokens = read_scores(card / "audit")
     stated = privacy_record.read(block)
     gradient = check_audits._gradient(card / "audit", stated.terms, stated.steps, parse_audit(report, "audit.json"))
-    beside = Beside(block, report["controls"]["words"], report["controls"]["twin"], gradient=gradient)
+    beside = Beside(
+        stated.terms.limits.to_json(), report["controls"]["words"], report["controls"]["twin"], gradient=gradient
+    )
     fresh = summarised(rows, Claim(**report["claim"]), tokens=tokens, beside=beside, **DEFAULT)
     settings = {"alpha": 0.05, **{name: list(ways) for name, ways in DEFAULT.items()}}
     report = {**report, **fresh, "settings": {**report["settings"], **settings}}

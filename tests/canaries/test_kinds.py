@@ -24,7 +24,7 @@ from dpllm.canaries.source import ModelSource
 from dpllm.errors import ConfigError
 from dpllm.model import loading
 from dpllm.recipe.audit import CanaryConfig
-from dpllm.recipe.config import RunConfig, dump_config, load_config
+from dpllm.recipe.config import RunConfig
 
 KINDS = ("digits", "random_tokens", "new_tokens")
 
@@ -204,13 +204,6 @@ def test_where_single_tokens_are_too_few_rare_ones_stand_in_a_run(source, tokeni
     rare = np.quantile(expected[source.ordinary_ids], kinds.RAREST)
     assert max(expected[ids[1:]].max() for ids in used) <= rare
     assert math.log2(kinds.SPARE * 2040) <= plan.log2_secrets < math.log2(len(tokenizer)) * 3
-
-
-def test_defaults_of_retired_keys_are_read_in_the_recipes_of_earlier_runs(tmp_path):
-    path = tmp_path / "recipe.yaml"
-    path.write_text(dump_config(recipe()))
-    earlier = {"audit.canaries.temperature": 1.0, "audit.canaries.prompt": ""}
-    assert load_config(path, earlier).audit.canaries == CanaryConfig()
 
 
 def test_kinds_of_the_base_model_need_one():

@@ -304,7 +304,7 @@ def test_half_of_every_pair_is_not_what_was_committed_to(asked: Place) -> None:
         report.claim,
         report.settings,
         tokens=chosen,
-        beside=Beside(promise, words, report.controls.twin),
+        beside=Beside(promise["limits"], words, report.controls.twin),
     )
     write_tokens(chosen, folder / "tokens.parquet")
     (folder / "audit.json").write_text(json.dumps({**found, **made.to_json()}))
