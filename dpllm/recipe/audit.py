@@ -32,7 +32,7 @@ class CanaryConfig(Section):
 
     kind: Literal["digits", "random_tokens", "new_tokens"] = "digits"
     """Kind of secret. digits: a number. random_tokens: ordinary tokens at random. new_tokens: one existing token per canary that
-    the base model hardly expects after the carrier, or a short run of them where the vocabulary has too few."""
+    the base model hardly expects after the carrier."""
     groups: dict[Annotated[int, Field(ge=1, le=32)], PositiveInt] = Field(
         default_factory=lambda: {1: 1000, 4: 20, 32: 20}, min_length=1
     )
