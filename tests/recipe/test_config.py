@@ -103,6 +103,8 @@ def test_what_is_retired_says_what_to_write_instead(tmp_path: Path) -> None:
     assert re.fullmatch(
         "audit.canaries.kind: pii is retired.*use audit.canaries.kind: digits, or random_tokens", message
     )
+    for key in ("audit.guesses", "audit.guesses_in"):
+        assert "weights that fall with the rank; leave the key out" in problem(tmp_path, put(raw(), key, [40]))
 
 
 # Values of another type, and impossible ones.
