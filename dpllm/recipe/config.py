@@ -32,7 +32,7 @@ RETIRED = {
     "audit.canaries.temperature": "is retired with the kind synthetic, which alone read it; leave the key out",
     **dict.fromkeys(
         ("audit.guesses", "audit.guesses_in"),
-        "the tests of an audit follow from the number of its canaries, with weights that fall with the rank; leave the key out",
+        "is retired: tests follow from the number of canaries, with weights that fall with the rank; leave the key out",
     ),
     **dict.fromkeys(
         ("version", "schema_version", "dpllm", "dpllm_version"),
