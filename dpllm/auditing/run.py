@@ -199,7 +199,7 @@ def _examine(run: RunDir, config: RunConfig, plan: CanaryPlan, claim: Claim | No
     promise = read_plan(run).to_json() if config.privacy.enabled else None
     settings = AuditSettings.pick(promise["audit"] if promise else config.audit.fixed())
     beside = Beside(
-        limits=promise["limits"] if promise else None,
+        limits=promise.get("limits") if promise else None,
         words=words_control(plan.canaries),
         own_references=plan.label_epsilon is not None,
         gradient=_gradient(run, plan) if promise and plan.gradient_coins else None,

@@ -40,8 +40,8 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Stranger:
         {"carrier": f"Gate {n}:", "secret": f"{draw.randrange(10**8):08d}", "inserted": draw.random() < 0.5, "group": 1}
         for n in range(56)
     ]
-    rows = [f"{draw.choice(tiny.NAMES)} owes {draw.randrange(10**6)}." for _ in range(60)]
-    texts = rows + [f"{one['carrier']} {one['secret']}" for one in canaries if one["inserted"]]
+    rows = [f"{draw.choice(tiny.NAMES)} owes {draw.randrange(10**6)}." for _ in range(120)]
+    texts = rows[:60] + [f"{one['carrier']} {one['secret']}" for one in canaries if one["inserted"]]
     base = str(builtin.path("builtin:tiny"))
     tokenizer = AutoTokenizer.from_pretrained(base)
     torch.manual_seed(0)
