@@ -202,12 +202,11 @@ def train(
     return Run(RunDir(Path(config.output_dir)), record)
 
 
-def audit(run: Run | str | os.PathLike[str], *, generate: bool = True) -> AuditRecord:
+def audit(run: Run | str | os.PathLike[str]) -> AuditRecord:
     """Attacks a finished run by its canaries; see ``dpllm audit``.
 
     Args:
         run: A run, or its directory.
-        generate: Let the models complete and sample as well; else only what one pass of scoring shows.
 
     Returns:
         What audit.json holds; its ``to_json()`` is that. A falsified claim is said in ``verdict``, not raised.
@@ -217,7 +216,7 @@ def audit(run: Run | str | os.PathLike[str], *, generate: bool = True) -> AuditR
     """
     from dpllm.auditing.run import audit as attack
 
-    return attack(_directory(run), generate=generate)
+    return attack(_directory(run))
 
 
 def compare(

@@ -43,7 +43,7 @@ def measure(epsilon: str, size: int, steps: int, gradient: int, folder: Path) ->
     config, run = load_config(RECIPE, wanted), RunDir(folder / "run")
     if not run.export.exists():
         train(config)
-    report = audit(run, generate=False)
+    report = audit(run)
     scores, tokens = read_scores(run.audit_dir(report.published))
     found = summarise(scores, report.claim, AuditSettings.pick(config.audit.fixed()), tokens=tokens)
     return {

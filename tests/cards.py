@@ -24,7 +24,7 @@ HASH = hashlib.sha256(WEIGHTS).hexdigest()
 SECRET_SEED = 918273645
 HELD_OUT = 7.654321
 EPSILON = 2.9973841290312
-SETTINGS = {"version": 2, "alpha": 0.05, "guesses": [10, 50], "guesses_in": [10]}
+SETTINGS = {"version": 2, "alpha": 0.05, "falling": [10, 50], "falling_in": [10]}
 HOME = "/home/alice/secret-project"
 
 
@@ -120,18 +120,18 @@ def whole_audit(parts: Json) -> Json:
         "base_control_auc",
         "base_control_auc_interval",
     )
-    nothing: Json = dict.fromkeys(("sampling", "attacker_limits", "roc_limit", "generation"))
-    whole: Json = {"schema_version": 4, "repeated": {}, "published": True, **nothing, **parts}
+    whole: Json = {"schema_version": 4, "repeated": {}, "published": True, "sampling": None, **parts}
     whole["attacks"] = {name: {**dict.fromkeys(("limits", *rates)), **one} for name, one in parts["attacks"].items()}
     whole["exposure"] = {
         group: {"held_out_mean": 1.44, "largest_possible": 9.97, **seen} for group, seen in parts["exposure"].items()
     }
     bound = {
-        "guesses": [10, 20, 50, 100, 200],
-        "guesses_in": [],
+        "falling": [10, 20, 50, 100, 200],
+        "falling_in": [],
         "best_guesses": 50,
-        "best_side": "both",
+        "best_side": "falling",
         "correct": 34,
+        "weight": 170,
     }
     whole["epsilon_lower_bound"] = {**bound, "num_canaries": 200, "slope": 0.5, **parts["epsilon_lower_bound"]}
     whole["controls"] = {"twin": None, "level": 0.001, **parts["controls"]}

@@ -35,7 +35,6 @@ STANDS_FOR = {"RUN": "runs/e2e-lora", "BASELINE": "runs/e2e-baseline", "RECIPE":
 SMALL: Json = {
     "model": {"name_or_path": "models/gpt2", "revision": None},
     "train": {"batch_size": 8, "physical_batch_size": 8, "steps": 2, "epochs": None},
-    "audit": {"guesses": [5, 10], "guesses_in": [5]},
 }
 SMALL_DATA: Json = {
     "train": "data/train.jsonl",
@@ -149,8 +148,8 @@ def prepare(root: Path, shown: Mapping[str, str], *, every_page: bool) -> Path:
         for line in (
             "train recipes/lora/e2e.yaml",
             "train recipes/baseline/e2e.yaml",
-            "audit runs/e2e-baseline --scores-only",
-            "audit runs/e2e-lora --scores-only",
+            "audit runs/e2e-baseline",
+            "audit runs/e2e-lora",
             "card runs/e2e-baseline",
             "card runs/e2e-lora",
             *(f"plan {name}" for name in (shown if every_page else ())),

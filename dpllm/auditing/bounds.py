@@ -4,9 +4,9 @@ Comes in: one score for each canary of a repetition group, and the coins; or how
 number that exceeds the true epsilon with probability at most alpha, and the claim that repeated canaries are under.
 Knows neither models nor texts.
 
-A guess has a weight from 1 to K, and a test looks at W, the weights of all right guesses together. "both" and "in" give every
-guess the weight 1. "falling" and "falling_in" give large weights to the most extreme scores and smaller ones to the next: they
-add up K tests of weight 1, of which the second guesses twice as many canaries as the first, and the last one r.
+A guess has a weight from 1 to K, and a test looks at W, the weights of all right guesses together: large ones of the most extreme
+scores, smaller ones of the next. It adds up K tests of weight 1, of which the second guesses twice as many canaries as the first,
+and the last one r.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import fft, optimize
-from scipy.special import gammaln
 
 from dpllm.privacy.privacy_loss import attacker_limits
 from dpllm.statement.fields import AtLeast1, Between0And1, Count, Number, Record, Share
@@ -32,9 +31,8 @@ LARGEST_EPSILON = 64.0
 _TOLERANCE = 1e-9
 _WEIGHTS = 8  # K: twice as many find 0.5% more, and take twice as long
 
-Side = Literal["both", "in", "falling", "falling_in"]
-"""Guesses on both ends of the ranking, half of them "in", or "in" for the highest scores alone; with equal weights, or with
-falling ones."""
+Side = Literal["falling", "falling_in"]
+"""Guesses on both ends of the ranking, half of them "in"; or "in" for the highest scores alone. Weights fall with the rank."""
 
 
 class Outcome(NamedTuple):
@@ -55,13 +53,9 @@ class OneRunBound(Record):
     """Probability that it exceeds the truth."""
     delta: Share
     """Delta at which it is stated."""
-    guesses: tuple[AtLeast1, ...]
-    """Numbers of guesses on both sides."""
-    guesses_in: tuple[AtLeast1, ...]
-    """Numbers of guesses on the highest scores alone."""
-    falling: tuple[AtLeast1, ...] = ()
+    falling: tuple[AtLeast1, ...]
     """Numbers of guesses on both sides, with weights that fall with the rank."""
-    falling_in: tuple[AtLeast1, ...] = ()
+    falling_in: tuple[AtLeast1, ...]
     """The same on the highest scores alone."""
     best_guesses: AtLeast1 | None
     """Guesses of the best of the tests; null where none could be played."""
@@ -69,8 +63,8 @@ class OneRunBound(Record):
     """Of which kind it was."""
     correct: Count | None
     """How many of its guesses were right."""
-    weight: Count | None = None
-    """Sum of their weights; absent where all are 1."""
+    weight: Count | None
+    """Sum of their weights."""
     num_canaries: Count
     """Canaries with a coin each."""
     ceiling: Number
@@ -150,7 +144,7 @@ def p_value(num_canaries: int, counts_K: tuple[int, ...], weight: int, epsilon: 
 
 
 @lru_cache(maxsize=100_000)  # one simulation: m, the tests, delta and level stay, the weight takes some hundred values
-def epsilon_of(num_canaries: int, side: Side, num_guesses: int, weight: int, *, delta: float, alpha: float) -> float:
+def epsilon_of(num_canaries: int, counts_K: tuple[int, ...], weight: int, *, delta: float, alpha: float) -> float:
     """The largest epsilon that right guesses of that ``weight`` refute at level alpha, at most 1e-9 too small; 0 if none.
 
     Guarantee:
@@ -158,7 +152,6 @@ def epsilon_of(num_canaries: int, side: Side, num_guesses: int, weight: int, *, 
         largest P[W* + K F >= v] over all laws of F grows with epsilon, because W* does, and the p-value is never below it: so
         whatever epsilon the p-value refutes, all smaller ones are refuted too.
     """
-    counts_K = _counts(side, num_guesses)
 
     def gap(epsilon: float) -> float:
         """Below 0 where epsilon is refuted; logarithms make it nearly straight."""
@@ -183,17 +176,15 @@ def epsilon_lower_bound(
     *,
     delta: float,
     alpha: float,
-    guesses: Sequence[int] = (),
-    guesses_in: Sequence[int] = (),
     falling: Sequence[int] = (),
     falling_in: Sequence[int] = (),
 ) -> OneRunBound:
     """A lower bound on epsilon from one run, by guessing the coins of extreme scores and abstaining on the rest.
 
-    For each r of ``guesses``, the r // 2 highest scores are guessed in, the r - r // 2 lowest out: best where the scores of
-    members are shifted. For each r of ``guesses_in``, the r highest are guessed in: best where only some members left a trace.
-    ``falling`` and ``falling_in`` are the same with falling weights. Each is a test of its own at alpha over their number, and
-    the best counts. Those above m, or m / 2 where all are guessed in, are dropped before, which is fair: m is in the recipe.
+    For each r of ``falling``, the r // 2 highest scores are guessed in, the r - r // 2 lowest out: best where the scores of
+    members are shifted. For each r of ``falling_in``, the r highest are guessed in: best where only some members left a trace.
+    Each is a test of its own at alpha over their number, and the best counts. Those above m, or m / 2 where all are guessed in,
+    are dropped before, which is fair: m is in the recipe.
 
     Guarantee:
         P[value > epsilon] <= alpha for every mechanism that is (epsilon, delta)-DP when one canary, with all its
@@ -207,30 +198,27 @@ def epsilon_lower_bound(
         inserted: Shape (M,), the coins.
         delta: The claim's delta, in [0, 1].
         alpha: In (0, 1/2).
-        guesses: The grid of r on both sides, at least 1 each; repeated entries count once.
-        guesses_in: Likewise.
-        falling: Likewise.
+        falling: The grid of r on both sides, at least 1 each; repeated entries count once.
         falling_in: Likewise.
 
     Raises:
         ValueError: Shapes differ, a score is not a finite number, or alpha or delta is out of range.
     """
-    grids = {"guesses": guesses, "guesses_in": guesses_in, "falling": falling, "falling_in": falling_in}
-    played, level = outcomes(scores, inserted, delta=delta, alpha=alpha, **grids)
+    played, level = outcomes(scores, inserted, delta=delta, alpha=alpha, falling=falling, falling_in=falling_in)
     num_canaries = np.size(inserted)
     value, best = _best(num_canaries, played, delta, level)
-    told: dict[str, Any] = {"weight": best.weight if best and best.side.startswith("falling") else None}
-    told |= {name: tuple(one.guesses for one in played if one.side == side) for side, name in _GRIDS.items()}
     return OneRunBound(
         value=value,
         alpha=alpha,
         delta=delta,
-        num_canaries=num_canaries,
-        ceiling=one_run_ceiling(num_canaries, delta=delta, alpha=alpha, **grids),
+        falling=tuple(one.guesses for one in played if one.side == "falling"),
+        falling_in=tuple(one.guesses for one in played if one.side == "falling_in"),
         best_guesses=best.guesses if best else None,
-        correct=best.correct if best else None,
         best_side=best.side if best else None,
-        **{name: one for name, one in told.items() if one or name.startswith("guesses")},
+        correct=best.correct if best else None,
+        weight=best.weight if best else None,
+        num_canaries=num_canaries,
+        ceiling=one_run_ceiling(num_canaries, delta=delta, alpha=alpha, falling=falling, falling_in=falling_in),
     )
 
 
@@ -245,8 +233,9 @@ def _best(num_canaries: int, played: Sequence[Outcome], delta: float, level: flo
     """The largest bound of several tests, and the one that gives it; a test is inverted only where it shows more."""
     value, best = 0.0, played[-1] if played else None
     for one in reversed(played):
-        if p_value(num_canaries, _counts(one.side, one.guesses), one.weight, value, delta) < level:
-            found = epsilon_of(num_canaries, one.side, one.guesses, one.weight, delta=delta, alpha=level)
+        counts_K = _counts(one.side, one.guesses)
+        if p_value(num_canaries, counts_K, one.weight, value, delta) < level:
+            found = epsilon_of(num_canaries, counts_K, one.weight, delta=delta, alpha=level)
             value, best = max(value, found), one
     return value, best
 
@@ -314,26 +303,22 @@ def checked(scores: ArrayLike, inserted: ArrayLike) -> tuple[NDArray[np.float64]
     return score_M, inserted_M
 
 
-_GRIDS: dict[Side, str] = {"falling_in": "falling_in", "in": "guesses_in", "falling": "falling", "both": "guesses"}
-
-
 def _ways(
     num_canaries: int, delta: float, alpha: float, grids: Mapping[str, Sequence[int]]
 ) -> tuple[list[tuple[Side, int]], float]:
     """The ways to guess that can be played, one side before both and small r first, and the level of each."""
     if not 0 < alpha < 0.5 or not 0 <= delta <= 1:
         raise ValueError(f"alpha must lie in (0, 1/2) and delta in [0, 1], got {alpha} and {delta}")
-    ways = []
-    for side, name in _GRIDS.items():
-        most = num_canaries // 2 if side.endswith("in") else num_canaries
-        ways += [(side, r) for r in sorted(set(grids.get(name, ()))) if 1 <= r <= most]
+    ways: list[tuple[Side, int]] = []
+    ways += [("falling_in", r) for r in sorted(set(grids.get("falling_in", ()))) if 1 <= r <= num_canaries // 2]
+    ways += [("falling", r) for r in sorted(set(grids.get("falling", ()))) if 1 <= r <= num_canaries]
     return ways, alpha / max(1, len(ways))
 
 
 def _windows(side: Side, r: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """How many of the highest scores are guessed in, and of the lowest out: by each of the tests that are added up."""
-    top, bottom = (r, 0) if side.endswith("in") else (r // 2, r - r // 2)
-    parts = min(_WEIGHTS, max(top, bottom)) if side.startswith("falling") else 1
+    top, bottom = (r, 0) if side == "falling_in" else (r // 2, r - r // 2)
+    parts = min(_WEIGHTS, max(top, bottom))
     shares = np.arange(1, parts + 1)
     # Rounded up, so that the smallest window is not empty and the largest holds all r.
     return -(-top * shares // parts), -(-bottom * shares // parts)
@@ -344,15 +329,6 @@ def _counts(side: Side, r: int) -> tuple[int, ...]:
     """How many guesses have weight 1, 2, ..., K: between two windows, all of those that are as large or larger."""
     above, below = (np.diff(windows, prepend=0)[::-1] for windows in _windows(side, r))
     return tuple(int(count) for count in above + below)
-
-
-@lru_cache(maxsize=256)
-def _log_choose(r: int) -> NDArray[np.float64]:
-    """Logarithms of the binomial coefficients (r over k), k = 0..r."""
-    k = np.arange(r + 1)
-    result: NDArray[np.float64] = gammaln(r + 1) - gammaln(k + 1) - gammaln(r - k + 1)
-    result.setflags(write=False)
-    return result
 
 
 @lru_cache(maxsize=64)
@@ -371,9 +347,6 @@ def _law(counts_K: tuple[int, ...], epsilon: float) -> NDArray[np.float64]:
     """The law of W*: P[W* = w] for w from 0 to the sum of all weights."""
     # Log of 1 - q without forming q, which rounds to 1 from epsilon = 37 on; q / (1 - q) is e^epsilon.
     log_rest = -epsilon - math.log1p(math.exp(-epsilon))
-    if len(counts_K) == 1:
-        r = counts_K[0]
-        return np.exp(_log_choose(r) + (np.arange(r + 1) * epsilon + r * log_rest))
     # Fourier transforms of independent sums multiply: a guess of weight w has rest + (1 - rest) exp(i w f).
     waves, length = _waves(counts_K)
     rest = math.exp(log_rest)

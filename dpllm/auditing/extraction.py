@@ -1,15 +1,13 @@
 """Extraction: whether, and after how many samples, a model gives a planted secret away.
 
-Comes in: the token table and the score table; what a model completed. Goes out: counts for every group beside their controls:
-the same secrets by the base model, and secrets that nobody trained on. Knows no model.
+Comes in: the token table and the score table. Goes out: counts for every group beside their controls: the same secrets by the
+base model, and secrets that nobody trained on. Everything follows from probabilities: nothing is generated. Knows no model.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
-from difflib import SequenceMatcher
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import numpy as np
@@ -21,10 +19,6 @@ from dpllm.auditing.table import CanaryScores, TokenTable, by_group
 
 # A legend of shapes: S sequences.
 
-Bools = NDArray[np.bool_]
-
-# --- from probabilities: nothing is generated ---------------------------------------------------------------------
-
 Model = Literal["tuned", "base"]
 Scheme = Literal["all_tokens", "top_k"]
 """Sampling at temperature 1, from the whole vocabulary or from the ``table.TOP_K`` likeliest tokens."""
@@ -35,12 +29,6 @@ ATTEMPTS = (1, 10, 100, 1000, 10_000)
 PROBABILITIES = (0.1, 0.5, 0.9)
 """p: with which probability one of them is the secret."""
 _ROUNDING = 1e-12  # share of n that float64 cannot tell: 1 - (1 - 1/2)^1 >= 1/2 must not come out as n = 2
-
-
-def greedy(table: TokenTable, model: Model) -> Bools:
-    """Shape (S,): whether greedy decoding behind the true beginning gives every scored token."""
-    result: Bools = table.sums(~getattr(table, f"{model}_argmax_N")) == 0
-    return result
 
 
 def log_prob(table: TokenTable, model: Model, scheme: Scheme = "all_tokens") -> Floats:
@@ -90,9 +78,9 @@ def summary(table: TokenTable, scores: Iterable[CanaryScores]) -> dict[str, Any]
     model before training; ``held_out``, of the held-out candidates of the group and all references by the trained model.
 
     Returns:
-        For each group ``canaries`` (how many there are), ``greedy`` (counts), and for each scheme of ``SCHEMES``
-        ``discoverable`` (counts, by p and then by n), ``never`` (counts of p_z = 0) and ``median_attempts`` (n at p = 0.5
-        of the median secret, the upper one of two; None: never, or no secret).
+        For each group ``canaries`` (how many there are), and for each scheme of ``SCHEMES`` ``discoverable`` (counts, by p and
+        then by n), ``never`` (counts of p_z = 0) and ``median_attempts`` (n at p = 0.5 of the median secret, the upper one of
+        two; None: never, or no secret).
     """
     place = {canary_id: index for index, canary_id in enumerate(table.canary_ids)}
     groups = by_group(scores)
@@ -108,7 +96,6 @@ def summary(table: TokenTable, scores: Iterable[CanaryScores]) -> dict[str, Any]
         }
         result[str(group)] = {
             "canaries": {name: len(own) for name, (_, own) in sides.items()},
-            "greedy": {name: int(greedy(table, model)[own].sum()) for name, (model, own) in sides.items()},
             **{
                 scheme: _sampling({name: log_prob(table, model, scheme)[own] for name, (model, own) in sides.items()})
                 for scheme in SCHEMES
@@ -133,56 +120,3 @@ def _sampling(log_p: dict[str, Floats]) -> dict[str, Any]:
 def _median(values: Floats) -> float | None:
     middle = float(np.sort(values)[len(values) // 2]) if len(values) else math.inf
     return middle if math.isfinite(middle) else None
-
-
-# --- completions beside their secrets -----------------------------------------------------------------------------
-
-NEAR = 0.1
-"""Share of edits, of the longer one's length, up to which two texts are nearly the same."""
-
-
-@dataclass(frozen=True)
-class Match:
-    """How one completion compares with its target."""
-
-    exact: bool
-    """The same tokens."""
-    near_tokens: bool
-    """At most ``NEAR`` of the tokens have to be edited."""
-    near_characters: bool
-    """At most ``NEAR`` of the characters have to be edited."""
-    common_share: float
-    """Length of the longest run of characters that both hold, as a share of the target's length."""
-
-
-def edit_distance(first: Sequence[Hashable], second: Sequence[Hashable]) -> int:
-    """Levenshtein's distance: the fewest insertions, deletions and substitutions that turn one into the other."""
-    row = list(range(len(second) + 1))
-    for place, item in enumerate(first, start=1):
-        before, row = row, [place]
-        for column, other in enumerate(second, start=1):
-            row.append(min(before[column] + 1, row[-1] + 1, before[column - 1] + (item != other)))
-    return row[-1]
-
-
-def edit_share(first: Sequence[Hashable], second: Sequence[Hashable]) -> float:
-    """``edit_distance`` over the longer length: 0 for equal sequences, 1 for sequences that share nothing."""
-    return edit_distance(first, second) / max(1, len(first), len(second))
-
-
-def common_share(text: str, target: str) -> float:
-    """Length of the longest common substring over the target's length: 1 where the text holds the target."""
-    if not target:
-        return 0.0
-    return SequenceMatcher(None, text, target, autojunk=False).find_longest_match().size / len(target)
-
-
-def compare(tokens: Sequence[int], text: str, target_tokens: Sequence[int], target: str) -> Match:
-    """Compares a completion with its target, as tokens and as characters; space around the texts does not count."""
-    text, target = text.strip(), target.strip()
-    return Match(
-        exact=tuple(tokens) == tuple(target_tokens),
-        near_tokens=edit_share(tokens, target_tokens) <= NEAR,
-        near_characters=edit_share(text, target) <= NEAR,
-        common_share=common_share(text, target),
-    )

@@ -1,12 +1,10 @@
-"""Error rates and epsilon: what rates prove where every trial is a training run, and which rates a mechanism allows.
+"""Error rates and epsilon: what rates prove where every trial is a training run.
 
-Comes in: counts of right and wrong guesses, or scores; an event. Goes out: a bound on epsilon; a trade-off curve. Knows
-neither models nor texts.
+Comes in: counts of right and wrong guesses, or scores. Goes out: a bound on epsilon. Knows neither models nor texts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,11 +12,8 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.special import betaincinv
 
 from dpllm.auditing.bounds import checked
-from dpllm.privacy.events import Event
-from dpllm.privacy.parts import Parts, parts_of
-from dpllm.privacy.privacy_loss import Relation, profile
 
-# A legend of shapes: P positives, N negatives, E pairs of epsilon and delta.
+# A legend of shapes: P positives, N negatives.
 
 ASSUMES = "each trial is a training run of its own, its threshold chosen without these trials"
 
@@ -138,32 +133,3 @@ def upper_limit(events: ArrayLike, others: ArrayLike, alpha: float) -> NDArray[n
 def _epsilon(first: NDArray[np.float64], second: NDArray[np.float64], delta: float) -> NDArray[np.float64]:
     """log((1 - delta - first) / second), 0 where it is less: 1 - FNR <= e^eps FPR + delta and its mirror image."""
     return np.log(np.maximum((1 - delta - first) / second, 1.0))
-
-
-TradeOff = Callable[[float], float]
-"""True positive rate in [0, 1] -> the smallest false positive rate that goes with it: convex and rising."""
-
-
-def profile_trade_off(epsilons: Sequence[float], deltas: Sequence[float]) -> TradeOff:
-    """The curve that pairs of (epsilon, delta) allow together: a polygon below that of any mechanism with all of them.
-
-    References:
-        Kairouz, Oh and Viswanath 2015: FPR >= e^-eps (TPR - delta) and FPR >= 1 - delta - e^eps (1 - TPR).
-    """
-    epsilon_E, delta_E = np.asarray(epsilons, dtype=np.float64), np.asarray(deltas, dtype=np.float64)
-    gentle_E, steep_E = np.exp(-epsilon_E), np.exp(np.minimum(epsilon_E, 700.0))
-
-    def smallest_fpr(tpr: float) -> float:
-        highest = np.maximum(gentle_E * (tpr - delta_E), 1 - delta_E - steep_E * (1 - tpr)).max()
-        return float(np.clip(highest, 0.0, 1.0))
-
-    return smallest_fpr
-
-
-def event_trade_off(event: Event, relation: Relation) -> TradeOff:
-    """The curve of an event as the accountant knows it, the worse of both directions.
-
-    Raises:
-        Refused: No accountant knows every part of the event.
-    """
-    return profile_trade_off(*(([0.0], [0.0]) if parts_of(event) == Parts() else profile(event, relation)))

@@ -30,7 +30,7 @@ from dpllm.statement.fields import (
     Text,
 )
 from dpllm.statement.formatting import bound, html_table, measured
-from dpllm.statement.privacy_record import AttackLimits, CanaryGroup, Extraction, GradientAudit
+from dpllm.statement.privacy_record import CanaryGroup, Extraction, GradientAudit
 from dpllm.statement.run_files import AuditSettings
 
 SCHEMA_VERSION = 4
@@ -123,8 +123,6 @@ class Discoverable(Record):
 
     canaries: Sides[Count]
     """How many there are."""
-    greedy: Sides[Count]
-    """Of these, given away by greedy decoding."""
     all_tokens: Sampling
     """From the whole vocabulary."""
     top_k: Sampling
@@ -169,10 +167,6 @@ class Summary(Record):
     repeated: ByCopies[Repeated]
     """The other groups."""
     gradient: GradientAudit | None = None
-    attacker_limits: AttackLimits | None
-    """What the claim allows any attack on one unit."""
-    roc_limit: tuple[tuple[Share, Share], ...] | None
-    """Pairs of a false-positive rate and the largest true-positive rate that the mechanism allows at it."""
     controls: Controls
 
     verdict: Literal["falsified", "consistent", "inconclusive", "no_claim"]
@@ -204,42 +198,6 @@ class Summary(Record):
         return least | {group: seen.attacks for group, seen in self.repeated.items()}
 
 
-class Completions(Record):
-    """Completions of carriers, as counts."""
-
-    prompts: Count
-    """Carriers that were given."""
-    in_prompt: Count
-    """Left out because the carrier itself contains the secret."""
-    exact: Count
-    """Completed by the very tokens."""
-    near_tokens: Count
-    """Completed up to a tenth of the tokens."""
-    near_characters: Count
-    """Completed up to a tenth of the characters."""
-    mean_common_share: Share | None
-    """Mean length of the longest common run, as a share of the secret's."""
-
-
-class Searches(Record):
-    """Completions by each way of looking for them."""
-
-    greedy: Sides[Completions]
-    beam: Sides[Completions] | None = None
-    """Of earlier audits."""
-
-
-class Generation(Record):
-    """What came out when the models were let to write."""
-
-    settings: dict[Text, Count]
-    completion: ByCopies[Searches]
-    untargeted: Json | None = None
-    """Of earlier audits, which also counted secrets in texts that were sampled without a prompt."""
-    personal: Json | None = None
-    """Likewise, personal details in texts that were sampled behind the name of a person."""
-
-
 class Canaries(Record):
     """What was planted, without its text."""
 
@@ -260,8 +218,6 @@ class Canaries(Record):
 class AuditRecord(Summary):
     """audit.json of a run: the summary, and what needs models, texts or other runs."""
 
-    generation: Generation | None
-    """Null where the models were only scored."""
     canaries: Canaries
     settings: AuditSettings
     weights: dict[Text, Sha256]
@@ -271,7 +227,7 @@ class AuditRecord(Summary):
     published: bool
     """Whether it may be published: not for a run without privacy, nor where it shows other, private runs."""
     shadows: Json | None = None
-    """What shadow runs showed, see ``dpllm.lab.shadow_report``."""
+    """What shadow runs showed, see ``dpllm.lab.shadows``."""
 
 
 def schema() -> Json:

@@ -12,7 +12,7 @@ import contextlib
 import difflib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,6 @@ import torch
 from dpllm.auditing import attacks
 from dpllm.auditing.blind import words_control
 from dpllm.auditing.bounds import Claim
-from dpllm.auditing.generation import generate_attacks
 from dpllm.auditing.gradient import GradientTable, tabulate, write_gradient
 from dpllm.auditing.record import AuditRecord, Summary, read_audit
 from dpllm.auditing.scores import score_canaries
@@ -49,16 +48,13 @@ if TYPE_CHECKING:
 PARTS = {
     "exposure": ("exposure",),
     "extraction": ("extraction", "sampling"),
-    "completion": ("generation",),
 }
 """Attacks by the parts of the report that they are; all others are scores, under ``attacks`` and ``repeated``."""
 Shadows = Callable[[RunDir, RunConfig, CanaryPlan, Sequence[CanaryScores], float], dict[str, Any]]
-ATTACKS = (PRIMARY_ATTACK, *attacks.ATTACKS, "rmia", *attacks.TOKEN_ATTACKS, *PARTS)
+ATTACKS = (PRIMARY_ATTACK, *attacks.ATTACKS, *attacks.TOKEN_ATTACKS, *PARTS)
 
 
-def audit(
-    run: RunDir, *, twin: RunDir | None = None, shadows: Shadows | None = None, generate: bool = True
-) -> AuditRecord:
+def audit(run: RunDir, *, twin: RunDir | None = None, shadows: Shadows | None = None) -> AuditRecord:
     """Scores the canaries of a finished run and writes what follows from them.
 
     Args:
@@ -67,7 +63,6 @@ def audit(
             both are of the same public data this report stays in private/, because it tells something of that run, and one
             without the twin is published.
         shadows: What trains shadow runs and compares with them, as ``lab.shadows`` does.
-        generate: Let the models complete as well; else only what one pass of scoring shows.
 
     Returns:
         What audit.json holds. A falsified claim is said in ``verdict``, not raised.
@@ -81,7 +76,7 @@ def audit(
     if shadows and plan.label_epsilon:
         raise ConfigError(f"{run.root}: its canaries are labels, which shadow runs do not know. Leave --shadows out.")
     seen, public = _twin(config, twin) if twin else (None, True)
-    examined = _examine(run, config, plan, claim, generate=generate)
+    examined = _examine(run, config, plan, claim)
     given = {}
     if shadows:
         scored = attacks.of_whole_rows(examined.table, examined.tokens)
@@ -96,8 +91,7 @@ def audit(
 
 
 def _record(examined: _Examined, twin: str | None, **given: Any) -> AuditRecord:
-    parts = {"settings": examined.settings, **examined.beside, **given}
-    return AuditRecord.pick(_summary(examined, twin).to_json(), **parts)
+    return AuditRecord.pick(_summary(examined, twin).to_json(), **examined.parts, **given)
 
 
 def _write(run: RunDir, report: AuditRecord, examined: _Examined) -> AuditRecord:
@@ -105,22 +99,21 @@ def _write(run: RunDir, report: AuditRecord, examined: _Examined) -> AuditRecord
     report = _keep(report, folder / "audit.json")
     folder.mkdir(parents=True, exist_ok=True)
     write_tokens(examined.tokens, folder / "tokens.parquet")
-    if examined.gradient is not None:
-        write_gradient(examined.gradient, folder / "gradient.parquet")
+    if examined.beside.gradient is not None:
+        write_gradient(examined.beside.gradient, folder / "gradient.parquet")
     write_json(folder / "audit.json", report.to_json())
     return report
 
 
 def _keep(report: AuditRecord, path: Path) -> AuditRecord:
-    """With parts of the audit before that this one left out: they follow from the same weights and canaries."""
+    """With the shadows of the audit before if this one looked at none: they follow from the same weights and canaries."""
     before = None
     if path.exists():
         with contextlib.suppress(ConfigError):  # a damaged one is replaced
             before = read_audit(path)
     if before is None or (before.weights, before.canaries) != (report.weights, report.canaries):
         return report
-    kept = {"generation": report.generation or before.generation, "shadows": report.shadows or before.shadows}
-    return report.model_copy(update=kept)
+    return report.model_copy(update={"shadows": report.shadows or before.shadows})
 
 
 def figures(report: AuditRecord) -> AuditFigures:
@@ -161,13 +154,9 @@ def attack(run: RunDir, name: str) -> dict[str, Any]:
             f"{run.root}: no canaries of text were planted, which --attack {name} looks for. Leave --attack out, and the "
             f"gradient canaries are audited. {_twin_of(run)}"
         )
-    parts = PARTS.get(name, ())
-    examined = _examine(run, config, plan, claim, generate="generation" in parts)
-    if "generation" in parts:
-        return {name: examined.beside["generation"][name]}
-    summary = _summary(examined, None)
-    if parts:
-        return {part: summary.to_json()[part] for part in parts}
+    summary = _summary(_examine(run, config, plan, claim), None)
+    if name in PARTS:
+        return {part: summary.to_json()[part] for part in PARTS[name]}
     return {group: seen[name].to_json() for group, seen in summary.by_group().items() if name in seen}
 
 
@@ -188,33 +177,25 @@ class _Examined:
     table: tuple[CanaryScores, ...]
     tokens: TokenTable
     claim: Claim | None
-    promise: dict[str, Any] | None
-    words: dict[str, Any] | None
-    gradient: GradientTable | None
     settings: AuditSettings
-    beside: dict[str, Any]
-    """Parts of the report beside the summary."""
+    beside: Beside
+    parts: dict[str, Any]
+    """Of the report, beside the summary."""
 
 
-def _examine(run: RunDir, config: RunConfig, plan: CanaryPlan, claim: Claim | None, *, generate: bool) -> _Examined:
+def _examine(run: RunDir, config: RunConfig, plan: CanaryPlan, claim: Claim | None) -> _Examined:
     models = load_models(run, config)
-    fmt = _format(run, config)
-    table, tokens = score_canaries(models, plan, fmt, config.data)
+    table, tokens = score_canaries(models, plan, _format(run, config), config.data)
     promise = read_plan(run).to_json() if config.privacy.enabled else None
-    return _Examined(
-        table,
-        tokens,
-        claim,
-        promise=promise,
+    settings = AuditSettings.pick(promise["audit"] if promise else config.audit.fixed())
+    beside = Beside(
+        limits=promise.get("limits") if promise else None,
         words=words_control(plan.canaries),
+        own_references=plan.label_epsilon is not None,
         gradient=_gradient(run, plan) if promise and plan.gradient_coins else None,
-        settings=AuditSettings.pick(promise["audit"] if promise else config.audit.fixed()),
-        beside={
-            "generation": generate_attacks(models, plan, fmt, config.data) if generate else None,
-            "canaries": _describe(plan),
-            "weights": checkpoint.weight_hashes(run.export),
-        },
     )
+    parts = {"settings": settings, "canaries": _describe(plan), "weights": checkpoint.weight_hashes(run.export)}
+    return _Examined(table, tokens, claim, settings, beside, parts)
 
 
 def _gradient(run: RunDir, plan: CanaryPlan) -> GradientTable:
@@ -234,8 +215,7 @@ def _gradient(run: RunDir, plan: CanaryPlan) -> GradientTable:
 
 
 def _summary(examined: _Examined, twin: str | None) -> Summary:
-    of_labels = examined.claim is not None and examined.promise is None
-    beside = Beside(examined.promise, examined.words, twin, labels=of_labels, gradient=examined.gradient)
+    beside = replace(examined.beside, twin=twin)
     return summarise(examined.table, examined.claim, examined.settings, tokens=examined.tokens, beside=beside)
 
 

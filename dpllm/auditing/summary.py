@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -17,14 +17,12 @@ from dpllm.auditing import attacks, extraction, statistics
 from dpllm.auditing import gradient as gradient_canaries
 from dpllm.auditing.bounds import Claim, OneRunBound, epsilon_lower_bound
 from dpllm.auditing.gradient import GradientTable
-from dpllm.auditing.rates import event_trade_off
 from dpllm.auditing.record import SCHEMA_VERSION, Controls, GroupTest, Summary
 from dpllm.auditing.statistics import Floats, shown
 from dpllm.auditing.table import CanaryScores, TokenTable, by_group
-from dpllm.auditing.verdict import grid, group_test, judge, levels
+from dpllm.auditing.verdict import group_test, judge, levels
 from dpllm.errors import ConfigError
-from dpllm.privacy.events import read
-from dpllm.privacy.privacy_loss import attacker_limits
+from dpllm.recipe.audit import default_ways
 from dpllm.statement.privacy_record import GradientAudit
 from dpllm.statement.run_files import AuditSettings
 
@@ -32,7 +30,6 @@ CONFIDENCE = 0.95
 PRIMARY_ATTACK = "calibrated"
 """The score behind the lower bound, chosen here once so that nobody picks the best of several afterwards."""
 DELTA_WITHOUT_CLAIM = 1e-5
-ROC_GRID = tuple(float(tpr) for tpr in np.geomspace(1e-3, 1.0, 61))
 Json = dict[str, Any]
 
 
@@ -41,22 +38,17 @@ class Beside:
     """What goes into a summary beside tables, claim and settings.
 
     Attributes:
-        promise: plan.json or privacy.json, whose event and neighbouring relation give the trade-off curve of the configured
-            mechanism; None: it is not looked at.
+        limits: What the whole mechanism allows any attack on one unit, see ``Claim.limits``; None: not known.
         words: What the classifier found that sees words and no model; its ``succeeds`` decides.
         twin: Where else the attack was seen to work, in words; empty: it was looked at, and not seen there either.
-        stand_ins: Canaries that were left out stand in for references, where a stranger's manifest has none.
-        labels: Coins are labels: nothing was left out, and a group's references are its pairs whose coins say the other answer.
+        own_references: There are no references, and a group's own canaries whose coins say out, or the other answer, stand in.
         gradient: Of the gradient canaries; None: there were none.
-        version: Of audit.json: it decides which attacks it has, see ``attacks.SINCE``.
     """
 
-    promise: Mapping[str, Any] | None = None
+    limits: Mapping[str, float | None] | None = None
     words: Mapping[str, Any] | None = None
     twin: str | None = None
-    stand_ins: bool = False
-    labels: bool = False
-    version: int = SCHEMA_VERSION
+    own_references: bool = False
     gradient: GradientTable | None = None
 
 
@@ -66,17 +58,13 @@ class _Scored:
 
     groups: Mapping[int, Sequence[CanaryScores]]
     """Candidates by repetitions, with their coins."""
-    ranked: Mapping[int, Sequence[CanaryScores]]
-    """Those that are not references, see ``_ranked``."""
     references: Sequence[CanaryScores]
     by_token: Mapping[str, Mapping[str, float]]
     """The attacks that need tokens: name -> canary -> score."""
     slope: float
-    pairs: bool
-    """Whether the candidates are preference pairs."""
 
     def negatives(self, group: int) -> list[CanaryScores]:
-        return [*attacks.held_out(self.ranked.get(group, [])), *self.references]
+        return [*attacks.held_out(self.groups[group]), *self.references]
 
     def calibrated(self, rows: Sequence[CanaryScores]) -> Floats:
         return attacks.calibrated(rows, self.slope)
@@ -107,30 +95,27 @@ def summarise(
     if gradient:  # which took its part
         settings = settings.model_copy(update={"alpha": settings.alpha * (1 - gradient_canaries.SHARE_OF_ALPHA)})
     bound, tests = _tests(scored, claim, settings)
-    whole = (beside.promise or {}).get("limits")
     attacked = {
-        group: _attacks(scored, group, claim.limits(group, whole) if claim else None) for group in scored.groups
+        group: _attacks(scored, group, claim.limits(group, beside.limits) if claim else None) for group in scored.groups
     }
     controls, tried = _controls(scored, attacked, beside, settings)
     once = len(attacks.members(scored.groups.get(1, [])))
     word, reason = judge(claim, bound, tests, once, controls, gradient, tried=tried)
-    smallest, secrets = min(scored.groups, default=1), by_group(_ranked(scores, beside))
+    smallest, secrets = min(scored.groups, default=1), by_group(scores)
     values = {
-        "schema_version": beside.version,
+        "schema_version": SCHEMA_VERSION,
         "claim": asdict(claim) if claim else None,
         "attacks": attacked.get(smallest, {}),
         "exposure": {str(group): _exposure(*_sides(rows, secrets.get(0))) for group, rows in secrets.items() if group},
         "extraction": {str(group): attacks.extraction(rows) for group, rows in scored.groups.items()},
-        "sampling": extraction.summary(tokens.secrets(), _ranked(scores, beside)) if tokens is not None else None,
-        "epsilon_lower_bound": {**bound.to_json(), "method": _method(settings, tokens), "slope": scored.slope},
+        "sampling": extraction.summary(tokens.secrets(), scores) if tokens is not None else None,
+        "epsilon_lower_bound": {**bound.to_json(), "method": _method(tokens), "slope": scored.slope},
         **({"gradient": gradient} if gradient else {}),
         "repeated": {
             str(group): _repeated(group, claim, seen, tests.get(group))
             for group, seen in attacked.items()
             if group != smallest
         },
-        "attacker_limits": attacker_limits(claim.epsilon, claim.delta) if claim else None,
-        "roc_limit": _roc_limit(beside.promise or {}),
         "controls": controls,
         "verdict": word,
         "verdict_reason": reason,
@@ -138,30 +123,18 @@ def summarise(
     return Summary.pick(values)
 
 
-def _ranked(rows: Sequence[CanaryScores], beside: Beside) -> Sequence[CanaryScores]:
-    """The rows as scores are ranked among them.
-
-    A canary that stands in for a reference is counted once: as a candidate too, it would be two observations.
-    """
-    if not beside.stand_ins:
-        return rows
-    return [row if row.inserted else replace(row, group=0, inserted=None) for row in rows]
-
-
 def _sorted(scores: Sequence[CanaryScores], tokens: TokenTable | None, beside: Beside) -> _Scored:
     groups = by_group(scores)
-    groups.pop(0, [])
-    ranked = by_group(_ranked(scores, beside))
-    if not (references := ranked.pop(0, [])) and not beside.labels:
+    references = groups.pop(0, [])
+    if not references and not beside.own_references:
         raise ConfigError("the score table has no references, so nothing can be ranked; run dpllm audit again.")
     by_token, pairs = {}, tokens is not None and tokens.of_pairs
     if tokens is not None and not pairs:  # they read one text
-        known = {name for name in attacks.TOKEN_ATTACKS if attacks.SINCE.get(name, 1) <= beside.version}
-        found = {name: attack(tokens).tolist() for name, attack in attacks.TOKEN_ATTACKS.items() if name in known}
+        found = {name: attack(tokens).tolist() for name, attack in attacks.TOKEN_ATTACKS.items()}
         by_token = {name: dict(zip(tokens.canary_ids, values, strict=True)) for name, values in found.items()}
     # A reward is log p less log p of the reference, whole.
     slope = 1.0 if pairs else attacks.slope(row for rows in groups.values() for row in rows)
-    return _Scored(groups, ranked, references, by_token, slope, pairs)
+    return _Scored(groups, references, by_token, slope)
 
 
 def _tests(scored: _Scored, claim: Claim | None, settings: AuditSettings) -> tuple[OneRunBound, dict[int, GroupTest]]:
@@ -171,27 +144,26 @@ def _tests(scored: _Scored, claim: Claim | None, settings: AuditSettings) -> tup
         return epsilon_lower_bound(scored.calibrated(rows), [bool(row.inserted) for row in rows], **test)
 
     sizes = {group: len(rows) for group, rows in scored.groups.items()}
-    level = levels(sizes, claim, settings) if claim else {1: settings.alpha}
+    level = levels(sizes, claim, settings.alpha) if claim else {1: settings.alpha}
     delta = claim.delta if claim else DELTA_WITHOUT_CLAIM
-    ways = settings.model_dump(include={"guesses", "guesses_in", "falling", "falling_in"})
-    once = bound(scored.groups.get(1, []), delta=delta, alpha=level[1], **ways)
+    fixed = {"falling": settings.falling, "falling_in": settings.falling_in}
+    once = bound(scored.groups.get(1, []), delta=delta, alpha=level[1], **fixed)
     tests = {}
     for group, own_level in level.items():
         if group > 1 and claim:
-            target, ways = claim.of(group), grid(sizes[group], settings)
+            target, ways = claim.of(group), default_ways(sizes[group])
             tests[group] = group_test(target, bound(scored.groups[group], delta=target.delta, alpha=own_level, **ways))
     return once, tests
 
 
-def _method(settings: AuditSettings, tokens: TokenTable | None) -> str:
+def _method(tokens: TokenTable | None) -> str:
     """How the bound is computed."""
     score = "of every token that entered the loss, less what its words explain"
     if tokens is not None and tokens.of_pairs:
         score = "of pairs, the margin of their implicit rewards"
-    weights, parts = (", with weights that fall with the rank", "tests") if settings.falling else ("", "guess counts")
     return (
-        f"one training run, guesses on both sides and on one{weights} (Steinke, Nasr and Jagielski 2023), once-inserted "
-        f"canaries, score '{PRIMARY_ATTACK}' {score}, alpha divided by the number of {parts}"
+        "one training run, guesses on both sides and on one, with weights that fall with the rank (Steinke, Nasr and Jagielski "
+        f"2023), once-inserted canaries, score '{PRIMARY_ATTACK}' {score}, alpha divided by the number of tests"
     )
 
 
@@ -207,13 +179,6 @@ def _repeated(group: int, claim: Claim | None, attacked: Json, test: GroupTest |
         "attacks": {name: attacked[name] for name in (PRIMARY_ATTACK, *attacks.ATTACKS)},
         "test": test,
     }
-
-
-def _roc_limit(promise: Mapping[str, Any]) -> list[list[float]] | None:
-    if not promise.get("event"):
-        return None
-    trade_off = event_trade_off(read(promise["event"]), promise["neighbouring_relation"])
-    return [[trade_off(tpr), tpr] for tpr in ROC_GRID]
 
 
 def _controls(
@@ -249,8 +214,6 @@ def _attacks(scored: _Scored, group: int, limits: Mapping[str, float] | None) ->
     control = statistics.auc(attacks.base_loss(inside), attacks.base_loss(outside), CONFIDENCE)
     scores = {PRIMARY_ATTACK: (scored.calibrated(inside), scored.calibrated(outside))}
     scores |= {name: (attack(inside), attack(outside)) for name, attack in attacks.ATTACKS.items()}
-    if scored.references and not scored.pairs:
-        scores["rmia"] = (attacks.rmia_base(inside, scored.references), attacks.rmia_base(outside, scored.references))
     for name, found in scored.by_token.items():
         positive, negative = (np.array([found[row.canary_id] for row in side]) for side in (inside, outside))
         scores[name] = (positive, negative)

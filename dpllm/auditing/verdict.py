@@ -12,7 +12,6 @@ from dpllm.auditing.bounds import Claim, GroupClaim, OneRunBound, one_run_ceilin
 from dpllm.auditing.record import Controls, GroupTest
 from dpllm.recipe.audit import default_ways
 from dpllm.statement.privacy_record import GradientAudit
-from dpllm.statement.run_files import AuditSettings
 
 
 def group_test(claim: GroupClaim, bound: OneRunBound) -> GroupTest:
@@ -20,35 +19,23 @@ def group_test(claim: GroupClaim, bound: OneRunBound) -> GroupTest:
     return GroupTest.pick(bound.to_json(), refuted=bound.value > claim.epsilon)
 
 
-def levels(sizes: Mapping[int, int], claim: Claim, settings: AuditSettings) -> dict[int, float]:
+def levels(sizes: Mapping[int, int], claim: Claim, alpha: float) -> dict[int, float]:
     """How alpha is divided among the groups that are tested.
 
     Alike among the one that speaks of single units and those repeated ones that could refute their weaker claim. It
-    needs sizes (repetitions -> candidates), claim and settings only, so it was fixed before the coins.
+    needs sizes (repetitions -> candidates), claim and alpha only, so it was fixed before the coins.
     """
-    tested, alpha = [1], settings.alpha
+    tested = [1]
     for group in sorted(size for size in sizes if size > 1):
-        ways = grid(sizes[group], settings)
         target = claim.of(group)
         if target.delta >= 1:
             continue
-        ceiling = one_run_ceiling(sizes[group], delta=target.delta, alpha=alpha / len(sizes), **ways)
+        ceiling = one_run_ceiling(
+            sizes[group], delta=target.delta, alpha=alpha / len(sizes), **default_ways(sizes[group])
+        )
         if ceiling > target.epsilon:
             tested.append(group)
     return dict.fromkeys(tested, alpha / len(tested))
-
-
-def grid(size: int, settings: AuditSettings) -> dict[str, list[int]]:
-    """The tests of a repeated group: those that suit its size, unless the recipe names numbers of guesses.
-
-    Of these, the ones that can be played, or half and all of a small group.
-    """
-    if not (settings.guesses or settings.guesses_in):
-        return default_ways(size)
-    both, one = [r for r in settings.guesses if r <= size], [r for r in settings.guesses_in if r <= size // 2]
-    if not (both or one):
-        both = sorted({max(1, size // 2), max(1, size)})
-    return {"guesses": both, "guesses_in": one}
 
 
 def judge(

@@ -6,7 +6,6 @@ of carrier and secret. Knows no coins, sees no data, and imports no torch.
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 from collections.abc import Sequence
@@ -32,8 +31,6 @@ RAREST = 1 / 8
 """Share of the vocabulary from which new_tokens are drawn, if so many tokens can stand alone."""
 SENTENCES_ASKED = 64
 """After so many carriers the base model is asked what it expects; they are public and the same for every plan."""
-SPARE = 16
-"""So many runs of rare tokens stand behind each secret that is drawn, since some are not read back as they were drawn."""
 TRIES = 400
 """Draws for one secret before a kind is given up."""
 
@@ -92,7 +89,7 @@ def draw(config: CanaryConfig, total: int, generator: random.Random, source: Mod
 
     - digits: exact.
     - random_tokens: an upper bound, since tokens that their own text is not encoded as are not counted out.
-    - new_tokens: exact for single tokens, the pool from which one was given to each canary; of runs of them an upper bound.
+    - new_tokens: exact, the pool from which one was given to each canary.
 
     Raises:
         ConfigError: Fewer distinct texts than asked for, or a kind that this model and recipe cannot have.
@@ -112,9 +109,7 @@ def draw(config: CanaryConfig, total: int, generator: random.Random, source: Mod
         )
     if config.kind == "new_tokens":
         return _new_tokens(sentences, generator, source)
-    source.check_room(sentences, config.tokens)
-    ids = source.first_ids, source.ordinary_ids, config.tokens
-    return _random_tokens("random_tokens", ids, sentences, generator, source)
+    return _random_tokens(config.tokens, sentences, generator, source)
 
 
 def _digits(config: CanaryConfig, sentences: Sequence[str], generator: random.Random) -> Drawn:
@@ -128,20 +123,12 @@ def _digits(config: CanaryConfig, sentences: Sequence[str], generator: random.Ra
     return Drawn(tuple(zip(sentences, secrets, strict=True)), config.digits * math.log2(10))
 
 
-def _random_tokens(
-    kind: str,
-    ids: tuple[Sequence[int], Sequence[int], int],
-    sentences: Sequence[str],
-    generator: random.Random,
-    source: ModelSource,
-) -> Drawn:
-    """Tokens drawn uniformly and independently; again where they are not read back, are taken, or stand in a sentence.
-
-    ``ids`` are those with which a secret begins, those that follow, and how many there are in all.
-    """
-    (first, later, tokens), total = ids, len(sentences)
+def _random_tokens(tokens: int, sentences: Sequence[str], generator: random.Random, source: ModelSource) -> Drawn:
+    """Tokens drawn uniformly and independently; again where they are not read back, are taken, or stand in a sentence."""
+    source.check_room(sentences, tokens)
+    first, later, total = source.first_ids, source.ordinary_ids, len(sentences)
     if not first or not later:
-        raise _unreadable(kind)
+        raise _unreadable("random_tokens")
     log2_secrets = math.log2(len(first)) + (tokens - 1) * math.log2(len(later))
     if log2_secrets < math.log2(total):
         raise _too_few(total, f"there are {2**log2_secrets:.0f} of {tokens} such tokens")
@@ -160,13 +147,13 @@ def _random_tokens(
         if not left:
             return Drawn(tuple((sentence, secret) for secret, sentence in secrets.items()), log2_secrets)
         if not secrets and tries * total >= TRIES:
-            raise _unreadable(kind)
+            raise _unreadable("random_tokens")
         open_sentences = left
     raise _too_few(total, f"{len(secrets)} were found")
 
 
 def _new_tokens(sentences: Sequence[str], generator: random.Random, source: ModelSource) -> Drawn:
-    """For each canary one of the tokens that the base model expects least; where they are too few, a short run of such tokens."""
+    """For each canary one of the tokens that the base model expects least."""
     source.check_room(sentences, 1)
     everything, total = "\n".join(sentences), len(sentences)
     wanted = max(2 * total, int(RAREST * len(source.first_ids)))
@@ -181,13 +168,10 @@ def _new_tokens(sentences: Sequence[str], generator: random.Random, source: Mode
         if len(pool) == wanted:
             break
     if len(pool) < total:
-        rare = sorted(source.ordinary_ids, key=lambda token: (expected_V[token], token))
-        first, later = (ids[: math.ceil(RAREST * len(ids))] for ids in (list(pool.values()), rare))
-        if not first or len(later) < 2:
-            raise _unreadable("new_tokens")
-        tokens = next(n for n in itertools.count(2) if len(first) * len(later) ** (n - 1) >= SPARE * total)
-        source.check_room(sentences, tokens)
-        return _random_tokens("new_tokens", (first, later, tokens), sentences, generator, source)
+        raise ConfigError(
+            f"audit.canaries: {total} canaries and references of kind new_tokens need a token each, and the vocabulary has "
+            f"{len(pool)}; use audit.canaries.kind random_tokens, or lower groups and references."
+        )
     chosen = generator.sample(sorted(pool), total)
     for sentence, secret in zip(sentences, chosen, strict=True):
         if not source.reads(sentence, secret, (pool[secret],)):

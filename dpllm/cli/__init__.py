@@ -63,9 +63,9 @@ def _run(arguments: list[str]) -> int:
             else []
         )
         if wrong:
-            name = wrong[0].partition("=")[0]
-            if fix := RETIRED.get(f"{known.command} {name}"):
-                raise ConfigError(f"{name} is retired: {fix}.")
+            for name in (argument.partition("=")[0] for argument in wrong):
+                if fix := RETIRED.get(f"{known.command} {name}"):
+                    raise ConfigError(f"{name} is retired: {fix}.")
             raise ConfigError(f"unknown argument {wrong[0]}. Type dpllm {known.command} --help.")
         if known.command not in {"train", "env"} and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ConfigError(

@@ -14,7 +14,7 @@ from dpllm.files import CARD
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-ELSEWHERE = ("base", "canaries", "non_members", "format", "epsilon", "delta", "unit", "output")
+ELSEWHERE = ("base", "canaries", "format", "epsilon", "delta", "unit")
 
 
 def add_commands(add: AddCommand) -> None:
@@ -28,16 +28,12 @@ def add_commands(add: AddCommand) -> None:
         metavar="RUN",
         help="audited run of the same recipe without privacy, on which the attack should succeed",
     )
-    option("--scores-only", action="store_true", help="only what one scoring pass shows; no generation")
-    option("--shadows", type=int, metavar="K", help="train K shadow runs for LiRA and RMIA (public data)")
+    option("--shadows", type=int, metavar="K", help="train K shadow runs for LiRA (public data)")
     option(
         "--members",
-        nargs="?",
-        const="",
-        metavar="FILE",
-        help="membership inference on real rows: the run's own training and evaluation data, or FILE; private",
+        action="store_true",
+        help="membership inference on real rows: the run's own training and evaluation data; private",
     )
-    option("--non-members", metavar="FILE", help="with --members FILE: rows that were not trained on")
     option = parser.add_argument_group("a model trained elsewhere (PEFT adapter or model directory)").add_argument
     option("--base", metavar="NAME", help="its base model")
     option("--canaries", metavar="FILE", help="which canaries were planted in it")
@@ -49,7 +45,6 @@ def add_commands(add: AddCommand) -> None:
     option("--epsilon", type=float, help="the claimed epsilon for one unit, if any")
     option("--delta", type=float, help="its delta")
     option("--unit", default=None, help="its unit (default: example)")
-    option("--output", metavar="DIR", help="where the report goes; it is private (default: printed only)")
 
 
 def run(known: argparse.Namespace, rest: list[str]) -> int:
@@ -59,7 +54,7 @@ def run(known: argparse.Namespace, rest: list[str]) -> int:
     if rest and path.is_dir():
         raise ConfigError(f"{rest[0]}: a finished run is audited as it was trained. Leave the key out.")
     is_run = (path / "config.yaml").exists()
-    if not is_run and (known.canaries or known.members is not None):
+    if not is_run and known.canaries:
         return _elsewhere(known, path)
     if not is_run:
         raise ConfigError(f"{path}: {_no_run(path)}")
@@ -74,16 +69,11 @@ def run(known: argparse.Namespace, rest: list[str]) -> int:
 
 def _check_options(known: argparse.Namespace) -> None:
     """Options of two audits at once, one of which would be left out without a word."""
-    alone = [name for name in ("attack", "canaries") if getattr(known, name)]
-    alone += ["members"] if known.members is not None else []
-    added = [name for name in ("twin", "shadows", "scores_only") if getattr(known, name)]
+    alone = [name for name in ("attack", "canaries", "members") if getattr(known, name)]
+    added = [name for name in ("twin", "shadows") if getattr(known, name)]
     if len(alone) > 1 or (alone and added):
         first, second = (f"--{name.replace('_', '-')}" for name in (*alone, *added)[:2])
         raise ConfigError(f"{first} and {second} ask for two separate audits. Type one of the two.")
-    if known.members is not None and (known.epsilon is not None or known.delta is not None):
-        raise ConfigError(
-            "--members says nothing about epsilon, since members were not drawn by coins. Leave --epsilon and --delta out."
-        )
     if known.shadows is not None and known.shadows < 1:
         raise ConfigError(f"--shadows {known.shadows}: needs runs to compare with. Type 4 or more, or leave it out.")
 
@@ -104,10 +94,7 @@ def _no_run(path: Path) -> str:
     if inside:
         return f"holds no run itself, but {', '.join(inside[:5])}. Type: dpllm audit {path / inside[0]}"
     if (path / "adapter_config.json").exists() or (path / "config.json").exists():
-        return (
-            "is a model trained elsewhere, so the audit needs to know what it was trained on. Add --canaries FILE, or "
-            "--members FILE --non-members FILE."
-        )
+        return "is a model trained elsewhere, so the audit needs to know which canaries were planted in it. Add --canaries FILE."
     return "holds no run (no config.yaml). Type the output_dir of a run."
 
 
@@ -118,15 +105,10 @@ def _run(known: argparse.Namespace, path: Path) -> int:
     from dpllm.run.directory import RunDir
 
     run = RunDir(path)
-    if known.members is not None:
-        if known.members:
-            raise ConfigError(
-                f"--members {known.members}: the run has its own training and evaluation data. Type --members alone, or name a "
-                "directory with an adapter and no config.yaml."
-            )
+    if known.members:
         from dpllm.auditing.members import audit_run_members
 
-        found = audit_run_members(run, audits.load_models(run, run.load_config())).to_json()
+        found = audit_run_members(run, audits.load_models(run, run.load_config()))
         return _show(known, found, terminal.members_table(found), f"Private: {run.private / 'audit_members.json'}")
     if known.attack:
         part = audits.attack(run, known.attack)
@@ -138,7 +120,7 @@ def _run(known: argparse.Namespace, path: Path) -> int:
 
         may_train(run, run.load_config())
         shadows = partial(audit_shadows, num_shadows=known.shadows, console=plain_console(stderr=True))
-    report = audits.audit(run, twin=twin, shadows=shadows, generate=not known.scores_only)
+    report = audits.audit(run, twin=twin, shadows=shadows)
     told = f"Written to {run.audit_dir(report.published)}"
     if (run.export / CARD).exists() and report.published:
         told += f". The card states the audit before this one: type dpllm card {known.run}"
@@ -150,24 +132,9 @@ def _elsewhere(known: argparse.Namespace, path: Path) -> int:
     from dpllm.auditing import terminal
     from dpllm.lab import outside
 
-    unit = known.unit or "example"
-    if known.canaries:
-        claim = outside.outside_claim(known.epsilon, known.delta, unit)
-        audited = outside.audit_outside_canaries(
-            path, Path(known.canaries), base=known.base, claim=claim, fmt=known.format or "text"
-        )
-        table: RenderableType = terminal.table(audited)
-        report = audited.to_json()
-    else:
-        if not known.members or not known.non_members:
-            raise ConfigError(
-                f"{path}: holds no run, so its training data are unknown. Type --members FILE --non-members FILE, or --canaries "
-                "FILE."
-            )
-        report = outside.audit_outside_members(path, known.members, known.non_members, base=known.base, unit=unit)
-        table = terminal.members_table(report)
-    kept = [f"Private: {outside.write_outside(report, Path(known.output), path)}"] if known.output else []
-    return _show(known, report, table, *kept)
+    claim = outside.outside_claim(known.epsilon, known.delta, known.unit or "example")
+    report = outside.audit_outside(path, Path(known.canaries), base=known.base, claim=claim, fmt=known.format or "text")
+    return _show(known, report.to_json(), terminal.table(report))
 
 
 def _show(known: argparse.Namespace, report: dict[str, Any], table: RenderableType, *lines: str) -> int:

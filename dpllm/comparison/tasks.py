@@ -59,8 +59,8 @@ def measure(runs: Sequence[RunDir], rows: int, console: Console | None = None) -
 
 def _written(run: RunDir, config: RunConfig, base: bool, rows: int) -> Json:
     """BLEU of completions against all references of each prompt, see ``PROTOCOL``; of the base model where it is not known."""
-    from dpllm.auditing.generation import complete, until_end
     from dpllm.auditing.run import load_models
+    from dpllm.model.generation import complete, until_end
     from dpllm.run.checkpoint import weight_hashes
 
     assert config.data.eval is not None

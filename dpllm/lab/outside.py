@@ -1,41 +1,70 @@
-"""The audit of a model that was trained elsewhere: a PEFT adapter, or a whole model.
+"""The audit of a model that was trained elsewhere, a PEFT adapter or a whole model, by the canaries that its owner planted.
 
-Comes in: its directory, the name of its base, and what it may have learned: a manifest of canaries, or rows of both kinds.
-Goes out: a report as an audited run has it. What no file can show is listed in the report as assumed. ``dpllm.model.elsewhere``
-refuses what would make a comparison of model and base meaningless.
+Comes in: its directory, the name of its base, and a manifest: which texts were planted and which were not, in dpllm's own form
+or a stranger's. Goes out: the summary of an audited run, beside what no file can show. Whether coins carry a theorem is read
+from what the file says itself, never guessed. Errors name lines and keys and quote no text.
 """
 
 from __future__ import annotations
 
+import json
+import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from scipy import stats
 
-from dpllm.auditing.bounds import Claim
-from dpllm.auditing.members import audit_members
-from dpllm.auditing.record import Summary
+from dpllm.auditing.blind import words_control
+from dpllm.auditing.bounds import Claim, epsilon_lower_bound
+from dpllm.auditing.record import Bound, Summary
 from dpllm.auditing.scores import score_encoded
+from dpllm.auditing.summary import Beside, summarise
+from dpllm.canaries import canaries
 from dpllm.canaries.canaries import Canary, count_groups, encode_secret
-from dpllm.errors import ConfigError, DataError
-from dpllm.files import scratch, write_json
-from dpllm.lab.manifest import read_manifest, summarise_manifest
+from dpllm.errors import ConfigError
 from dpllm.model import elsewhere
-from dpllm.model.elsewhere import ADAPTER_CONFIG
 from dpllm.model.loading import ScoringModels, positions
 from dpllm.recipe import names
+from dpllm.recipe.audit import AuditConfig, default_ways
 from dpllm.recipe.config import DataConfig
 from dpllm.run import checkpoint
-from dpllm.text import data
+from dpllm.statement.run_files import AuditSettings
 from dpllm.text.data import TokenSequence
 from dpllm.text.layouts import Format
 
-MAX_LENGTH = 512  # tokens of a member's row that are scored, where the model can read as many
-ASSUMED_CANARIES = (
+FEWEST_OUT = 20  # texts that were never planted: with fewer there is nothing to compare with
+COINS = {"coins": "independent"}
+MAX_LENGTH = 512  # tokens of a row, where the model has no last position
+ASSUMED = (
     "that each canary trained as often as its group says where it was inserted, and never where it was not",
     "that nobody chose this model, or these canaries, by what was inserted",
+    "that the base is the one that the model was trained from",
 )
-ASSUMED_MEMBERS = ("that all members trained and no non-member did", "that rows read in training as they are read here")
+_MOST_REPEATED = 1_000_000
+_HALVES = re.compile("[\ud800-\udfff]")  # of characters: no tokenizer takes them
+_LIKELIEST_LIE = 1e-6  # fair coins look less fair than this once in a million manifests
+_FORM = (
+    'A manifest is canaries.json of a dpllm run, or one JSON object a line: first {"coins": "independent"} where each '
+    'canary was planted by a fair coin of its own, then {"carrier": ..., "secret": ..., "inserted": true, "group": 1} '
+    "for each canary (group: how often it was repeated, 0 for a reference, which is not inserted; of a whole text, the last "
+    "words are the secret)."
+)
+_NO_COINS = (
+    "The manifest does not say that each canary was inserted by a fair coin of its own, so no lower bound on epsilon follows "
+    'from it. If they were, put {"coins": "independent"} into its first line.'
+)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Every canary with its coin, the references, and whether the coins can be trusted."""
+
+    canaries: tuple[Canary, ...]
+    references: tuple[Canary, ...]
+    independent_coins: bool  # each was planted by its own fair coin: without it no lower bound on epsilon follows
+    commitment: str | None = None  # of dpllm's own manifest, checked against its content
 
 
 class OutsideAudit(Summary):
@@ -64,7 +93,7 @@ def outside_claim(epsilon: float | None, delta: float | None, unit: str = "examp
     return Claim(epsilon, delta, unit)
 
 
-def audit_outside_canaries(
+def audit_outside(
     path: Path, manifest: Path, *, base: str | None = None, claim: Claim | None = None, fmt: Format = "text"
 ) -> OutsideAudit:
     """Looks for canaries in a model that was trained elsewhere.
@@ -72,97 +101,67 @@ def audit_outside_canaries(
     Guarantee:
         A true claim is called falsified with probability at most the default of ``audit.alpha``, if the manifest says the
         truth: fair, independent coins, each canary trained as often as its group says. Without independent coins no bound
-        is given.
+        is given and no claim is tested.
 
     Args:
         path: PEFT adapter or model directory.
-        manifest: private/canaries.json of a run, or a stranger's, see ``dpllm.lab.manifest``.
+        manifest: private/canaries.json of a run, or a stranger's: see ``read_manifest``.
         base: Name or directory of the base model; None: what adapter_config.json names.
         claim: Of ``outside_claim``.
         fmt: How a canary read in training.
 
     Raises:
-        ConfigError: See ``dpllm.model.elsewhere``; no manifest, a canary that the model cannot read whole, or infinite scores.
+        ConfigError: See ``dpllm.model.elsewhere``; no manifest, a claim without coins, a canary that the model cannot read
+            whole, or infinite scores.
     """
     planned = read_manifest(manifest)
     if any(canary.rejected for canary in planned.canaries):
         raise ConfigError(
             f"{manifest}: its canaries are preference pairs, which the audit of their own run compares. Type: dpllm audit RUN"
         )
-    models, described = load_outside(path, base)
-    everyone, longest = (*planned.canaries, *planned.references), positions(models.tuned) or MAX_LENGTH
-    rows, tokens = score_encoded(models, everyone, [_encode(one, fmt, models.tokenizer, longest) for one in everyone])
-    report = summarise_manifest(rows, tokens, planned, claim)
+    if claim and not planned.independent_coins:
+        raise ConfigError(
+            f"{manifest}: a claim cannot be tested. {_NO_COINS} Otherwise leave --epsilon and --delta out."
+        )
+    models, kind, name = elsewhere.load(path, base, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     return OutsideAudit.pick(
-        report.to_json(),
-        model=described,
+        _summary(models, planned, claim, fmt).to_json(),
+        model={
+            "kind": kind,
+            "name": path.resolve().name,
+            "base": names.public_name(name),
+            "weights": checkpoint.weight_hashes(path),
+        },
         canaries={
             "groups": count_groups(planned.canaries),
             "references": len(planned.references),
-            "coins": planned.coins,
+            "independent_coins": planned.independent_coins,
             "commitment": planned.commitment,
-            "log2_secrets": planned.log2_secrets,
         },
-        assumed=list(ASSUMED_CANARIES),
+        assumed=list(ASSUMED),
     )
 
 
-def audit_outside_members(
-    path: Path, members: str, non_members: str, *, base: str | None = None, unit: str = "example"
-) -> dict[str, Any]:
-    """Membership inference on a model that was trained elsewhere; it says nothing about epsilon.
-
-    Args:
-        path: PEFT adapter or model directory.
-        members: File of rows that trained: jsonl, csv, parquet, or txt with one row a line; or a directory of datasets.
-        non_members: The same of rows that did not.
-        base: As for ``audit_outside_canaries``.
-        unit: "example": a row is one unit. Otherwise a column: everything of one of its values is.
-
-    Raises:
-        ConfigError: See ``audit_outside_canaries`` and ``audit_members``, or files of different formats.
-        DataError: A file that cannot be read.
-    """
-    models, described = load_outside(path, base)
-    whole = None if unit == "example" else 10**9  # all rows
-    longest = min(MAX_LENGTH, positions(models.tuned) or MAX_LENGTH)
-    chosen = DataConfig(train=members, unit=unit, max_examples_per_unit=whole, max_length=longest)
-    one, other = (_load(source, chosen) for source in (members, non_members))
-    if one.format != other.format:
-        raise ConfigError(
-            f"{members} is read as {one.format} and {non_members} as {other.format}, so any difference could come from the "
-            "format. Give both the same columns."
-        )
-    groups = [data.group_rows(table, chosen) for table in (one, other)]
-    report = audit_members(models, groups[0], groups[1], one.format, chosen, end_tokens=False)
-    return {**report.to_json(), "model": described, "assumed": list(ASSUMED_MEMBERS)}
-
-
-def write_outside(report: dict[str, Any], folder: Path, path: Path) -> Path:
-    """Writes a report on the model in ``path`` for its owner's eyes alone: audit.json, or audit_members.json.
-
-    Raises:
-        ConfigError: The folder lies in the model's directory, or cannot be written to.
-    """
-    if folder.resolve().is_relative_to(path.resolve()):
-        raise ConfigError(
-            f"{folder}: lies in the directory of the model, which may be published, and the report is private. Type another "
-            "--output."
-        )
-    target = folder / ("audit_members.json" if "word" in report else "audit.json")
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_json(target, report, mode=0o600)
-    except OSError as error:
-        raise ConfigError(f"{folder}: cannot be written to ({error.strerror}). Type another --output.") from None
-    return target
+def _summary(models: ScoringModels, planned: Manifest, claim: Claim | None, fmt: Format) -> Summary:
+    """What the audit of a run concludes from such scores; without independent coins the bound is 0, for want of a theorem."""
+    everyone, longest = (*planned.canaries, *planned.references), positions(models.tuned) or MAX_LENGTH
+    rows, tokens = score_encoded(models, everyone, [_encode(one, fmt, models.tokenizer, longest) for one in everyone])
+    ways = default_ways(sum(one.group == 1 for one in planned.canaries))
+    settings = AuditSettings.pick({**AuditConfig().fixed(), **ways})  # nobody fixed them before, so nobody chooses them
+    beside = Beside(words=words_control(planned.canaries), own_references=not planned.references)
+    report = summarise(rows, claim, settings, tokens=tokens, beside=beside)
+    if planned.independent_coins:
+        return report
+    nothing = epsilon_lower_bound([], [], delta=report.epsilon_lower_bound.delta, alpha=settings.alpha)
+    method = "none: the canaries were not planted by independent fair coins"
+    changes = {"epsilon_lower_bound": Bound.pick(nothing.to_json(), method=method), "verdict_reason": _NO_COINS}
+    return report.model_copy(update=changes)
 
 
 def _encode(canary: Canary, fmt: Format, tokenizer: Any, longest: int) -> tuple[TokenSequence, tuple[bool, ...]]:
+    data = DataConfig(train="elsewhere", max_length=longest, long_examples="refuse")
     try:
-        return encode_secret(
-            canary, fmt, tokenizer, DataConfig(train="elsewhere", max_length=longest, long_examples="refuse")
-        )
+        return encode_secret(canary, fmt, tokenizer, data)
     except ConfigError:
         raise ConfigError(
             f"canary {canary.canary_id}: in format {fmt} its secret shares tokens with other text, or lies beyond the {longest} "
@@ -170,40 +169,89 @@ def _encode(canary: Canary, fmt: Format, tokenizer: Any, longest: int) -> tuple[
         ) from None
 
 
-def _load(source: str, settings: DataConfig) -> data.Table:
-    path = Path(source)
-    if not path.exists() and not source.startswith("builtin:"):
-        raise ConfigError(f"{source}: no such file. Type the path of a file with rows.")
-    if path.is_file() and path.suffix.lower() == ".txt":
-        try:
-            lines = path.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"{path}: cannot be read as text ({type(error).__name__}).") from None
-        return data.Table(name=source, rows=[{"text": line} for line in lines if line.strip()], format="text")
-    with scratch() as cache:
-        return data.load_table(source, settings, settings.train_split, cache)
+def read_manifest(path: Path) -> Manifest:
+    """Reads dpllm's own manifest, or one JSON object a line.
 
+    A foreign manifest is taken at its word: nothing in a file can show that these texts trained, and how often.
 
-def load_outside(path: Path, base: str | None) -> tuple[ScoringModels, dict[str, Any]]:
-    """Loads an adapter on its base, or a whole model beside it, and says for the report what they are.
-
-    The tokenizer is the one in ``path``, or the base's where there is none. A base that differs from the true one in its
-    weights alone cannot be told from it: ``base_matches_name`` says whether the adapter names the same.
+    Raises:
+        ConfigError: No manifest, or one that cannot be audited.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if (path / ADAPTER_CONFIG).is_file():
-        models, kind, base, matches = elsewhere.adapter_on_base(path, base, device)
-    elif (path / "config.json").is_file():
-        models, kind, base, matches = elsewhere.whole_beside_base(path, base, device)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such manifest. {_FORM}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read as a manifest ({type(error).__name__}). {_FORM}") from None
+    whole = _parsed(text)
+    if isinstance(whole, dict) and "canaries" in whole:
+        own = canaries.load(path)
+        found = Manifest(own.canaries, own.references, True, own.commitment)
     else:
-        what = f"holds neither {ADAPTER_CONFIG} nor config.json" if path.is_dir() else "is not a directory"
+        found = _foreign(path, text)
+    _check(path, found)
+    return found
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _foreign(path: Path, text: str) -> Manifest:
+    values = [(number, _parsed(line)) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
+    independent = bool(values) and values[0][1] == COINS
+    if independent:
+        del values[0]
+    if not values:
+        raise ConfigError(f"{path}: names no canary. {_FORM}")
+    entries = [_entry(path, place, number, value) for place, (number, value) in enumerate(values)]
+    candidates = tuple(one for one in entries if one.group)
+    references = tuple(one for one in entries if not one.group)
+    return Manifest(candidates, references, independent)
+
+
+def _entry(path: Path, place: int, number: int, value: Any) -> Canary:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: line {number} is not a JSON object. {_FORM}")
+    group: Any = value.get("group", 1)
+    inserted: Any = value.get("inserted", False if group == 0 else None)
+    texts = [value.get("carrier"), value.get("secret")]
+    good = (
+        set(value) <= {"carrier", "secret", "inserted", "group"}
+        and all(isinstance(text, str) and text.strip() and not _HALVES.search(text) for text in texts)
+        and isinstance(inserted, bool)
+        and type(group) is int
+        and inserted <= group <= _MOST_REPEATED  # 0, a reference, is not inserted
+    )
+    if not good:
+        raise ConfigError(f"{path}: line {number} is not a canary. {_FORM}")
+    return Canary(f"{'c' if group else 'r'}{place:05d}", group, value["carrier"], value["secret"], inserted)
+
+
+def _check(path: Path, found: Manifest) -> None:
+    everyone = (*found.canaries, *found.references)
+    planted = sum(canary.inserted for canary in found.canaries)
+    if not planted:
         raise ConfigError(
-            f"{path}: {what}, so there is no model to audit. Type the directory of a PEFT adapter or of a model, or of a run."
+            f"{path}: no canary was ever inserted, so the model could not have learned any. Plant canaries and train again."
         )
-    return models, {
-        "kind": kind,
-        "name": path.resolve().name,
-        "base": names.public_name(base),
-        "base_matches_name": matches,
-        "weights": checkpoint.weight_hashes(path),
-    }
+    if len(everyone) - planted < FEWEST_OUT:
+        raise ConfigError(
+            f"{path}: {len(everyone) - planted} texts that were never inserted are too few to compare {planted} inserted ones "
+            f"with; {FEWEST_OUT} are needed, as inserted: false or as references (group: 0)."
+        )
+    if repeated := len(everyone) - len({(canary.carrier, canary.secret) for canary in everyone}):
+        raise ConfigError(
+            f"{path}: {repeated} canaries have the same text as another one, so it is unclear whether they were inserted. Keep "
+            "one line for each text."
+        )
+    chance = stats.binomtest(planted, len(found.canaries)).pvalue
+    if found.independent_coins and chance < _LIKELIEST_LIE:
+        raise ConfigError(
+            f"{path}: {planted} of {len(found.canaries)} canaries were inserted, which fair coins do once in "
+            f"{1 / max(chance, 1e-300):.0e} manifests; without fair coins there is no lower bound. Leave the line about coins "
+            "out, or plant by fair coins."
+        )

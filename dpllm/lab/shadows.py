@@ -1,23 +1,24 @@
 """Shadow runs: the recipe of a finished run, trained again with other coins, so that an audit can see what coins change.
 
-Comes in: a run directory and its canaries. Goes out: K runs under private/shadows/, and a report: LiRA and RMIA, higher = more
-likely a member, group by group, and a lower bound on epsilon from one score of each run. A shadow has the same canaries and
-Plan; its coins, sample and noise are drawn anew. Each is trained by ``train`` like any run, one after the other in this process.
+Comes in: a run directory and its canaries. Goes out: K runs under private/shadows/, and a report: LiRA, higher = more likely a
+member, group by group, and a lower bound on epsilon from one score of each run. A shadow has the same canaries and Plan; its
+coins, sample and noise are drawn anew. Each is trained by ``train`` like any run, one after the other in this process.
 
-Shape suffixes: K shadows, M candidates, Q references, R runs: the target and its shadows.
+Shape suffixes: K shadows, M candidates, R runs: the target and its shadows.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike, NDArray
 from rich.console import Console
 
 from dpllm import ledger
@@ -41,6 +42,10 @@ from dpllm.statement.run_files import read_plan, read_run
 MECHANISM = ("event", "delta", "dataset_size", "expected_batch_size", "max_grad_norm", "clipping")
 """Of plan.json: what two runs of one recipe and one mechanism have in common, beside the coefficients of banded noise."""
 SAME = 1e-5  # up to which a coefficient is the same: processors round the search for it differently, by about 1e-7
+VARIANCE_FLOOR = 1e-6  # nats squared: runs that differ by less than a thousandth of a nat do not differ
+LIFT_FLOOR = 1e-3  # standard deviations: the least effect of training that a candidate is taken to have
+
+Coins = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -48,10 +53,8 @@ class ShadowScores:
     """What K shadow runs say about the canaries of the target. Log-probabilities are sums over a secret, in nats."""
 
     canary_ids: tuple[str, ...]  # of the M candidates
-    coins_KM: attacks.Coins  # whether the shadow's own coin said in
+    coins_KM: Coins  # whether the shadow's own coin said in
     log_prob_KM: Floats
-    reference_ids: tuple[str, ...]  # of the Q references, which no run was trained on
-    references_KQ: Floats
 
 
 def audit_shadows(
@@ -153,17 +156,16 @@ def train_shadows(
 def score_shadows(runs: Sequence[RunDir]) -> ShadowScores:
     """Scores the canaries under each of K completed shadows of one run, one model at a time."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    tables, coins = [], []
+    log_probs, coins = [], []
     for shadow in runs:
         config, plan = shadow.load_config(), canaries.load(shadow.canaries)
         assert config.data.format != "auto"  # training writes the format that it found
         models = loading.load_for_scoring(config, shadow.export, device)
-        own = score_canaries(models, plan, config.data.format, config.data)
-        tables.append(attacks.of_whole_rows(*own))
+        table = attacks.of_whole_rows(*score_canaries(models, plan, config.data.format, config.data))
+        log_probs.append(attacks.loss(table[: len(plan.canaries)]))  # candidates stand before references
         coins.append([canary.inserted for canary in plan.canaries])
-    ids, count = tuple(row.canary_id for row in tables[0]), len(coins[0])  # candidates stand before references
-    scores, coins_KM = np.array([attacks.loss(table) for table in tables]), np.array(coins, dtype=np.bool_)
-    return ShadowScores(ids[:count], coins_KM, scores[:, :count], ids[count:], scores[:, count:])
+    ids = tuple(row.canary_id for row in table[: len(plan.canaries)])
+    return ShadowScores(ids, np.array(coins, dtype=np.bool_), np.array(log_probs))
 
 
 def _recipe(run: RunDir, config: RunConfig, shadow: RunDir) -> RunConfig:
@@ -214,10 +216,11 @@ def _finished(shadow: RunDir, recipe: RunConfig, plan: CanaryPlan) -> bool:
 
 
 def _same_mechanism(run: RunDir, shadow: RunDir) -> None:
-    mine, other = read_plan(run).to_json(), read_plan(shadow).to_json()
-    changed = [key for key in MECHANISM if mine.get(key) != other.get(key)]
-    pairs = zip_longest(mine.get("coefficients", ()), other.get("coefficients", ()), fillvalue=0.0)
-    changed += ["coefficients"] if any(abs(one - two) > SAME for one, two in pairs) else []
+    ours, theirs = read_plan(run), read_plan(shadow)
+    changed = [key for key in MECHANISM if getattr(ours, key) != getattr(theirs, key)]
+    same_bands = len(ours.coefficients) == len(theirs.coefficients)
+    if not same_bands or not np.allclose(ours.coefficients, theirs.coefficients, rtol=0, atol=SAME):
+        changed.append("coefficients")
     if changed:
         raise ConfigError(
             f"{shadow.root}: its Plan has another {changed[0]} than that of {run.root}, so they are runs of different "
@@ -228,35 +231,16 @@ def _same_mechanism(run: RunDir, shadow: RunDir) -> None:
 # What they show. Scores do not depend on the target's coins, which only sort them afterwards.
 
 
-def shadow_scores(
-    candidates: Sequence[CanaryScores], references: Sequence[CanaryScores], shadows: ShadowScores
-) -> dict[str, Floats]:
-    """Every attack on candidates of one group, which are repeated equally often.
+def shadow_scores(candidates: Sequence[CanaryScores], shadows: ShadowScores) -> dict[str, Floats]:
+    """LiRA on candidates of one group, which are repeated equally often, and the ratio, which needs no shadow.
 
     Returns:
-        Scores by name, shape (M,), higher = more likely a member. ratio: what needs no shadow, to compare with.
-        rmia_base: RMIA with the base model as the only out model. rmia_offline: with the shadows that lack the candidate.
-        rmia_online: with those that have it too.
+        Scores by name, shape (M,), higher = more likely a member.
     """
     own_M = [shadows.canary_ids.index(row.canary_id) for row in candidates]
     coins_KM, log_prob_KM = shadows.coins_KM[:, own_M], shadows.log_prob_KM[:, own_M]
-    place = {row.canary_id: row for row in references}
-    known = [place[canary_id] for canary_id in shadows.reference_ids]
-    # All runs read the same texts, so that a text has as many tokens in a shadow as in the target.
-    tokens_M, tokens_Q = (np.array([row.num_tokens for row in side]) for side in (candidates, known))
-    tuned_M, tuned_Q = attacks.loss(candidates) / tokens_M, attacks.loss(known) / tokens_Q
-    in_M, out_M, lift = attacks.sides(log_prob_KM / tokens_M, coins_KM)
-    references_KQ = shadows.references_KQ / tokens_Q
-    out_Q = attacks.log_mean(references_KQ, np.ones(references_KQ.shape, dtype=np.bool_))
-    return {
-        "ratio": attacks.ratio(candidates),
-        "rmia_base": attacks.rmia_base(candidates, references),
-        "rmia_offline": attacks.rmia(tuned_M, attacks.average_offline(out_M), tuned_Q, attacks.average_offline(out_Q)),
-        # p(x) = (p_in + p_out) / 2, whose half cancels. No model saw a reference; what it would have gained is the candidates'
-        # lift, or their scales would differ.
-        "rmia_online": attacks.rmia(tuned_M, np.logaddexp(in_M, out_M), tuned_Q, np.logaddexp(out_Q + lift, out_Q)),
-        "lira": attacks.lira(attacks.ratio(candidates), log_prob_KM - attacks.base_loss(candidates), coins_KM),
-    }
+    ratio_M = attacks.ratio(candidates)
+    return {"ratio": ratio_M, "lira": lira(ratio_M, log_prob_KM - attacks.base_loss(candidates), coins_KM)}
 
 
 def summarise_shadows(
@@ -267,16 +251,71 @@ def summarise_shadows(
     Of each attack the held-out candidates are the negatives, for only they differ from the others by nothing but a coin.
     """
     tested: dict[str, Any] = {}
-    for group, rows in ((group, rows) for group, rows in groups.items() if group):
+    for group, rows in groups.items():
+        if not group:  # references, which have no coin
+            continue
         in_M = np.array([bool(row.inserted) for row in rows])
-        scores = shadow_scores(rows, groups[0], shadows)
         positives = int(in_M.sum())
         shared = {"group": group, "positives": positives, "negatives": len(rows) - positives, "confidence": CONFIDENCE}
         tested[str(group)] = {
-            name: {**shared, **separation(found_M[in_M], found_M[~in_M])} for name, found_M in scores.items()
+            name: {**shared, **separation(score_M[in_M], score_M[~in_M])}
+            for name, score_M in shadow_scores(rows, shadows).items()
         }
     many = one_canary_bound(groups.get(1, []), shadows, delta=delta, alpha=alpha)
     return {"shadows": len(shadows.coins_KM), "attacks": tested, "many_runs": many}
+
+
+def lira(target: ArrayLike, shadows: ArrayLike, coins: ArrayLike) -> Floats:
+    """Gaussian log-likelihood ratio of in against out, score_M from target_M, shadows_KM and coins_KM (LiRA).
+
+    A candidate's score in a shadow is level + coin * lift + noise. Its lift is what its own shadows show, drawn towards
+    the mean lift of all candidates by as much as few shadows leave it uncertain (moment estimate of the lifts' variance);
+    the level is then the mean of what is left. A candidate without an in shadow, or without an out shadow, has the mean
+    lift. Where no shadow has any candidate in, or none out, no lift is known, and the score is the distance from the mean
+    in standard deviations.
+
+    Guarantee:
+        A candidate's score rises with its target score: the direction is never learned. If some candidate has shadows of both
+        kinds, a constant added to one candidate's scores in target and shadows changes nothing.
+
+    References:
+        Carlini et al. 2022, "Membership Inference Attacks From First Principles", which takes each candidate's own mean
+        in and out however few shadows there are; one variance for all is theirs too.
+    """
+    target_M, shadow_KM = np.asarray(target, dtype=np.float64), np.asarray(shadows, dtype=np.float64)
+    in_KM = np.asarray(coins, dtype=np.bool_)
+    ins_M, outs_M = in_KM.sum(0), (~in_KM).sum(0)
+    mean_in_M, mean_out_M = _mean(shadow_KM, in_KM), _mean(shadow_KM, ~in_KM)
+    # One variance for all: divided by its own, which a handful of shadows hardly tells, a candidate would rank by chance.
+    square = float(((shadow_KM - np.where(in_KM, mean_in_M, mean_out_M)) ** 2).sum())
+    freedom = int(np.maximum(ins_M - 1, 0).sum() + np.maximum(outs_M - 1, 0).sum())
+    # Without two shadows that agree on a candidate's coin the spread is unknown; it does not change the order.
+    variance = max(square / freedom, VARIANCE_FLOOR) if freedom else 1.0
+    if in_KM.all() or not in_KM.any():
+        distance_M: Floats = (target_M - shadow_KM.mean(0)) / math.sqrt(variance)
+        return distance_M
+
+    both_M = (ins_M > 0) & (outs_M > 0)
+    found_M = np.where(both_M, mean_in_M - mean_out_M, 0.0)
+    error_M = variance * (1 / np.maximum(ins_M, 1) + 1 / np.maximum(outs_M, 1))
+    if both_M.any():
+        lift = float(found_M[both_M].mean())
+        # Lifts that are found vary as the true ones do, and by their errors: what the errors leave is what is true.
+        true_variance = max(0.0, float(((found_M - lift) ** 2 - error_M)[both_M].mean()))
+    else:
+        lift, true_variance = float(shadow_KM[in_KM].mean() - shadow_KM[~in_KM].mean()), 0.0
+    trust_M = np.where(both_M, true_variance / (true_variance + error_M), 0.0)
+    # Above 0 whatever the shadows say, so that the direction is never learned.
+    lift_M = np.maximum(lift + trust_M * (found_M - lift), LIFT_FLOOR * math.sqrt(variance))
+    level_M = (shadow_KM - in_KM * lift_M).mean(0)
+    ratio_M: Floats = lift_M * (target_M - level_M - lift_M / 2) / variance
+    return ratio_M
+
+
+def _mean(values_KM: Floats, counted_KM: Coins) -> Floats:
+    """Mean of the counted ones of each column; 0 where there are none."""
+    result: Floats = np.where(counted_KM, values_KM, 0.0).sum(0) / np.maximum(counted_KM.sum(0), 1)
+    return result
 
 
 def one_canary_bound(

@@ -1,7 +1,8 @@
 """A model that was trained elsewhere, a PEFT adapter or a whole model, loaded beside its base.
 
 Comes in: its directory and the name of its base. Goes out: both, ready to score. Everything that would make a comparison of the
-two meaningless is refused: a base that does not fit, an adapter that cannot be switched off, a tokenizer of another model.
+two meaningless is refused: a base that does not fit, an adapter that cannot be switched off, a tokenizer of another model. A base
+that differs from the true one in its weights alone cannot be told from it.
 """
 
 from __future__ import annotations
@@ -25,14 +26,30 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 _SHAPE = ("model_type", "hidden_size", "num_hidden_layers")
 
 
-def adapter_on_base(path: Path, base: str | None, device: torch.device) -> tuple[ScoringModels, str, str, bool]:
-    """An adapter on its base, what kind it is, the base's name, and whether the adapter names the same.
+def load(path: Path, base: str | None, device: torch.device) -> tuple[ScoringModels, str, str]:
+    """An adapter on its base, or a whole model beside it; what kind it is, and the name of the base.
 
-    ``base`` is the name or the directory of the base; None: what the adapter names.
+    The tokenizer is the one in ``path``, or the base's where there is none.
+
+    Args:
+        path: PEFT adapter or model directory.
+        base: Name or directory of the base model; None: what the adapter names.
+        device: Of both.
 
     Raises:
         ConfigError: See the module's docstring.
     """
+    if (path / ADAPTER_CONFIG).is_file():
+        return _adapter_on_base(path, base, device)
+    if (path / "config.json").is_file():
+        return _whole_beside_base(path, base, device)
+    what = f"holds neither {ADAPTER_CONFIG} nor config.json" if path.is_dir() else "is not a directory"
+    raise ConfigError(
+        f"{path}: {what}, so there is no model to audit. Type the directory of a PEFT adapter or of a model, or of a run."
+    )
+
+
+def _adapter_on_base(path: Path, base: str | None, device: torch.device) -> tuple[ScoringModels, str, str]:
     try:
         config: Any = PeftConfig.from_pretrained(str(path))
     except Exception as error:  # whatever a file that is no configuration makes peft raise
@@ -40,9 +57,8 @@ def adapter_on_base(path: Path, base: str | None, device: torch.device) -> tuple
             f"{path / ADAPTER_CONFIG}: is not an adapter configuration that this version of peft can read "
             f"({type(error).__name__}). Check the file, or pip install -U peft."
         ) from None
-    stated = config.base_model_name_or_path or None
-    name = base or stated
-    if name is None:
+    name = base or config.base_model_name_or_path
+    if not name:
         raise ConfigError(f"{path / ADAPTER_CONFIG}: names no base model. Type --base NAME.")
     if config.is_prompt_learning:
         raise ConfigError(
@@ -60,9 +76,11 @@ def adapter_on_base(path: Path, base: str | None, device: torch.device) -> tuple
             f"{path}: holds no {WEIGHTS}, so there are no weights to score. Save the adapter in this format (adapter_model.bin "
             "is no longer read)."
         )
-    kind = f"{config.peft_type.value} adapter"
-    matches = stated in (None, name) or Path(loading.source(stated)).name == Path(loading.source(name)).name
-    return ScoringModels(tokenizer, _tuned(path, net, name), settings, device), kind, name, matches
+    return (
+        ScoringModels(tokenizer, _tuned(path, net, name), settings, device),
+        f"{config.peft_type.value} adapter",
+        name,
+    )
 
 
 def _tuned(path: Path, net: Any, name: str) -> Any:
@@ -92,8 +110,7 @@ def _tuned(path: Path, net: Any, name: str) -> Any:
     return tuned.eval()
 
 
-def whole_beside_base(path: Path, base: str | None, device: torch.device) -> tuple[ScoringModels, str, str, bool]:
-    """The same of a whole model and its base, which has to be named."""
+def _whole_beside_base(path: Path, base: str | None, device: torch.device) -> tuple[ScoringModels, str, str]:
     if base is None:
         raise ConfigError(
             f"{path}: is a whole model that does not name its base, which the audit compares it with. Type --base NAME."
@@ -114,7 +131,7 @@ def whole_beside_base(path: Path, base: str | None, device: torch.device) -> tup
             "between their scores would say nothing about training. Type the true base."
         )
     size = min(int(tuned.get_input_embeddings().weight.shape[0]), int(other.vocab_size))
-    return ScoringModels(_tokenizer(path, settings, size), tuned.eval(), settings, device), "whole model", base, True
+    return ScoringModels(_tokenizer(path, settings, size), tuned.eval(), settings, device), "whole model", base
 
 
 def _tokenizer(path: Path, base: ModelConfig, size: int) -> Any:

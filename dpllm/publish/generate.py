@@ -18,10 +18,9 @@ import transformers
 from peft import PeftModel
 from transformers import GenerationConfig
 
-from dpllm.auditing import generation
 from dpllm.errors import ConfigError
 from dpllm.files import BLOCK, read_json
-from dpllm.model import loading
+from dpllm.model import generation, loading
 from dpllm.recipe.config import ModelConfig, RunConfig
 from dpllm.run.directory import RunDir
 from dpllm.statement.run_files import read_run

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt
 
 from dpllm.recipe.section import Section
 
@@ -32,7 +32,7 @@ class CanaryConfig(Section):
 
     kind: Literal["digits", "random_tokens", "new_tokens"] = "digits"
     """Kind of secret. digits: a number. random_tokens: ordinary tokens at random. new_tokens: one existing token per canary that
-    the base model hardly expects after the carrier, or a short run of them where the vocabulary has too few."""
+    the base model hardly expects after the carrier."""
     groups: dict[Annotated[int, Field(ge=1, le=32)], PositiveInt] = Field(
         default_factory=lambda: {1: 1000, 4: 20, 32: 20}, min_length=1
     )
@@ -43,15 +43,6 @@ class CanaryConfig(Section):
     """With kind: random_tokens: length of the secret, in tokens of the base model."""
     references: int = Field(default=1000, ge=100)
     """Number of candidates that are never inserted, against which exposure is ranked (at most log2 of this number, in bits)."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_unread_keys(cls, values: Any) -> Any:
-        """Earlier runs wrote every default into config.yaml, also of the keys that the kind synthetic alone read."""
-        unread = {"prompt": "", "temperature": 1.0}
-        if not isinstance(values, dict):
-            return values
-        return {key: value for key, value in values.items() if key not in unread or value != unread[key]}
 
 
 class AuditConfig(Section):
@@ -66,12 +57,6 @@ class AuditConfig(Section):
     whatever its coin says."""
     alpha: float = Field(default=0.05, gt=0, lt=0.5)
     """Probability that the epsilon lower bound exceeds the truth."""
-    guesses: list[PositiveInt] | None = Field(default=None, min_length=1)
-    """Numbers of equally weighted guesses that the one-run bound tries, half of them in and half out; alpha is divided by how
-    many numbers there are, those of guesses_in included. Without either, weights fall with the rank, over a number of guesses
-    that suits the number of canaries. All of it is fixed before training, in plan.json."""
-    guesses_in: list[PositiveInt] | None = None
-    """The same for guesses that all say in: stronger where only some canaries are memorised."""
 
     @property
     def plants(self) -> bool:
@@ -85,7 +70,5 @@ class AuditConfig(Section):
 
     def fixed(self) -> dict[str, Any]:
         """What of the test has to be fixed before training, as plan.json commits to it."""
-        ways = {"guesses": self.guesses or [], "guesses_in": self.guesses_in or [], "falling": [], "falling_in": []}
-        if not (self.guesses or self.guesses_in):
-            ways |= default_ways(self.canaries.groups.get(1, 0) if self.canaries else 0)
+        ways = default_ways(self.canaries.groups.get(1, 0) if self.canaries else 0)
         return {"alpha": self.alpha, **ways, "score": "calibrated", "version": 2, "control_level": 0.001}

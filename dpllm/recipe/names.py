@@ -139,6 +139,7 @@ def digest(config: RunConfig) -> str:
     if not any(recipe["data"]["csv"].values()):
         del recipe["data"]["csv"]
     recipe["privacy"]["grad_sample_mode"] = "auto"
+    recipe["audit"] |= {"guesses": None, "guesses_in": None}
     recipe["privacy"]["adaptive"] = {"quantile": 0.5, "learning_rate": 0.2, "count_noise_multiplier": None}
     if recipe["privacy"]["noise"] == "independent":
         del recipe["privacy"]["noise"], recipe["privacy"]["bands"]

@@ -12,6 +12,10 @@ RETIRED = {
     "audit.canaries.prompt": "is retired with the kind synthetic, which alone read it; leave the key out",
     "audit.canaries.temperature": "is retired with the kind synthetic, which alone read it; leave the key out",
     **dict.fromkeys(
+        ("audit.guesses", "audit.guesses_in"),
+        "is retired: tests follow from the number of canaries, with weights that fall with the rank; leave the key out",
+    ),
+    **dict.fromkeys(
         ("version", "schema_version", "dpllm", "dpllm_version"),
         "a recipe has no version: it is read by the dpllm that runs, whose keys dpllm plan --keys lists; leave the key out",
     ),
@@ -29,6 +33,9 @@ RETIRED = {
     "epsilon --trials": "the epsilon of one run does not cover choosing the best of several; let the ledger charge every run",
     "epsilon --select": "it belonged to --trials, which is retired too; let the ledger charge every run",
     "audit --mechanism": "every run checks its engine before it starts; set audit.gradient_canaries: 500, then audit the run",
+    "audit --scores-only": "an audit is one scoring pass since nothing is generated any more; leave it out",
+    "audit --non-members": "rows that trained elsewhere are not compared any more; plant canaries, and type --canaries FILE",
+    "audit --output": "a report on a model trained elsewhere is printed; type --json > FILE to keep it",
     "audit --leakage": "it attacked a gradient, which a released model does not show; examples/gradient_leakage.py does it",
     "train --make-up-lost-steps": "steps that a crash lost stay lost, and the card counts them; leave the option out",
     "sweep --by": "the runs need no list for which someone answers; leave it out",
@@ -45,6 +52,8 @@ RETIRED = {
     "audit --attack min_k": "Min-K%++ is the same of standardised log-probabilities; type --attack min_k_plus",
     "audit --attack min_k_plus_ratio": "calibrated takes off what the base model knows; type --attack calibrated",
     "audit --attack gains_over_losses": "calibrated separated better without privacy and at epsilon 8; type --attack calibrated",
+    "audit --attack rmia": "with the base model as its only reference it orders canaries as loss does; type --attack calibrated",
+    "audit --attack completion": "extraction counts the secrets that greedy decoding completes; type --attack extraction",
     "audit --attack windows": "calibrated separated better without privacy and at epsilon 8; type --attack calibrated",
     "audit --attack personal": "extraction counts the samples that a detail takes; type --attack extraction",
 }

@@ -44,13 +44,9 @@ class AuditSettings(Record):
 
     alpha: Number
     """Probability that a bound exceeds the truth."""
-    guesses: tuple[int, ...]
-    """How many canaries the tests of membership guess."""
-    guesses_in: tuple[int, ...]
-    """How many of them as planted."""
-    falling: tuple[int, ...] = ()
-    """The same with weights that fall with the rank: how many are guessed on both sides."""
-    falling_in: tuple[int, ...] = ()
+    falling: tuple[int, ...]
+    """How many canaries the tests of membership guess on both sides, with weights that fall with the rank."""
+    falling_in: tuple[int, ...]
     """And how many as planted alone."""
     score: Literal["calibrated"] = "calibrated"
     """Behind the lower bound."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from fractions import Fraction
-from functools import cache
 
 import numpy as np
 import pytest
@@ -13,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from score_tables import token_table
 
-from dpllm.auditing import extraction
-from dpllm.auditing.extraction import SCHEMES, attempts, greedy, log_prob, summary
+from dpllm.auditing.extraction import SCHEMES, attempts, log_prob, summary
 from dpllm.auditing.table import CanaryScores
 
 
@@ -98,16 +96,6 @@ def test_rounding_above_a_probability_of_one_is_no_error():
     assert log_prob(make_table([[1e-5]], [[-1.0]]), "tuned").tolist() == [0.0]
 
 
-def test_greedy_needs_every_token():
-    table = make_table(
-        [[-1.0, -1.0], [-1.0], [-1.0, -1.0]],
-        [[-1.0, -1.0], [-1.0], [-1.0, -1.0]],
-        tuned_argmax=[[True, True], [True], [True, False]],
-    )
-    assert greedy(table, "tuned").tolist() == [True, True, False]
-    assert greedy(table, "base").tolist() == [False, False, False]
-
-
 SECRETS = [
     # tuned, base, and what each row is: two inserted, one held out, one reference, one of another group
     ([math.log(0.5), 0.0], [-9.0, -9.0], row(0, 1, True)),
@@ -119,14 +107,11 @@ SECRETS = [
 
 
 def test_counts_stand_beside_their_controls():
-    table = make_table(
-        *([one[side] for one in SECRETS] for side in (0, 1)), tuned_argmax=[[True, True]] + [[False, True]] * 4
-    )
+    table = make_table(*([one[side] for one in SECRETS] for side in (0, 1)))
     found = summary(table, [one[2] for one in SECRETS])
     assert list(found) == ["1", "8"]
     once = found["1"]
     assert once["canaries"] == {"inserted": 2, "base": 2, "held_out": 2}
-    assert once["greedy"] == {"inserted": 1, "base": 0, "held_out": 0}
     plain = once["all_tokens"]
     half = {n: counts["inserted"] for n, counts in plain["discoverable"]["0.5"].items()}
     assert half == {"1": 1, "10": 1, "100": 2, "1000": 2, "10000": 2}
@@ -152,7 +137,6 @@ def test_a_side_without_canaries_is_counted_as_empty():
     found = summary(table, [one[2] for one in SECRETS[:2]])["1"]
     assert found["canaries"]["held_out"] == 0
     assert found["all_tokens"]["median_attempts"]["held_out"] is None
-    assert found["greedy"]["held_out"] == 0
 
 
 def test_the_order_of_rows_does_not_matter_and_the_grid_is_the_stated_one():
@@ -162,54 +146,3 @@ def test_the_order_of_rows_does_not_matter_and_the_grid_is_the_stated_one():
     for scheme in SCHEMES:
         counts = summary(table, rows)["1"][scheme]["discoverable"]
         assert (list(counts), list(counts["0.1"])) == (["0.1", "0.5", "0.9"], ["1", "10", "100", "1000", "10000"])
-
-
-# Near matches.
-
-
-def naive_distance(first, second):
-    """By its recursion: what the last step can have been."""
-
-    @cache
-    def of(i, j):
-        if not i or not j:
-            return i + j
-        return min(of(i - 1, j) + 1, of(i, j - 1) + 1, of(i - 1, j - 1) + (first[i - 1] != second[j - 1]))
-
-    return of(len(first), len(second))
-
-
-texts = st.text(alphabet="abc", max_size=80)
-
-
-@settings(derandomize=True, deadline=None, max_examples=150)
-@given(texts, texts)
-def test_the_edit_distance_is_the_definitions(first, second):
-    assert extraction.edit_distance(first, second) == naive_distance(first, second)
-    assert extraction.edit_distance(tuple(map(ord, first)), list(map(ord, second))) == naive_distance(first, second)
-    assert extraction.edit_share(first, second) <= 1
-
-
-@settings(derandomize=True, deadline=None)
-@given(texts, texts)
-def test_the_common_share_is_the_longest_run(text, target):
-    longest = max(
-        (
-            end - start
-            for start in range(len(target))
-            for end in range(start + 1, len(target) + 1)
-            if target[start:end] in text
-        ),
-        default=0,
-    )
-    assert extraction.common_share(text, target) == (longest / len(target) if target else 0.0)
-
-
-def test_what_counts_as_near():
-    target = "0123456789"
-    found = extraction.compare((1, 2, 9), " 0123456780", (1, 2, 3), f"{target} ")
-    assert found == extraction.Match(exact=False, near_tokens=False, near_characters=True, common_share=0.9)
-    assert extraction.compare((1, 2), "99", (1, 2), "99") == extraction.Match(True, True, True, 1.0)
-    assert not extraction.compare((1, 2), "0123456", (1, 2, 3), "01234567").near_characters
-    ten = tuple(range(10))
-    assert extraction.compare((*ten[:9], 99), "", ten, "x").near_tokens

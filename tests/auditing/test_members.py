@@ -15,8 +15,15 @@ from scipy import stats
 from score_tables import token_table
 
 from dpllm.auditing import members as audit
-from dpllm.auditing import scores
-from dpllm.auditing.members import MEMBERSHIP, SHIFT, audit_members, audit_run_members, check_overlap, rows_of_run
+from dpllm.auditing.members import (
+    MEMBERSHIP,
+    SHIFT,
+    audit_members,
+    audit_run_members,
+    check_overlap,
+    rows_of_run,
+    scores,
+)
 from dpllm.errors import ConfigError, DataError
 from dpllm.recipe.config import DataConfig
 from dpllm.run.directory import RunDir
@@ -63,7 +70,7 @@ def scoring(monkeypatch, gain=None, drift=None):
             name: column for name, column in vars(token_table(tuned, base)).items() if name[:5] in ("tuned", "base_")
         }
 
-    monkeypatch.setattr(scores, "score_sequences", score_sequences)
+    monkeypatch.setattr(audit, "score_sequences", score_sequences)
     return seen
 
 
@@ -74,29 +81,19 @@ def test_what_the_tuned_model_learned_is_membership_inference(models, monkeypatc
     rng, draw = random.Random(0), np.random.default_rng(0)  # of other rows, one set in fourteen is called a shift
     scoring(monkeypatch, gain=lambda place: draw.normal(0.5 if place < 120 else 0.0, 0.15))
     report = audit_members(models, rows(rng, 120), rows(rng, 110), "text", settings())
-    assert report.word == MEMBERSHIP
-    assert (report.members, report.non_members, report.unit) == (120, 110, "row")
-    ratio = report.scores["ratio"]
+    assert report["word"] == MEMBERSHIP
+    assert (report["members"], report["non_members"], report["unit"]) == (120, 110, "row")
+    ratio = report["scores"]["ratio"]
     assert ratio["auc"] > 0.95
     assert ratio["auc_interval"][0] > 0.9
     assert ratio["tpr_at_1_percent_fpr"] > 0.3
     assert ratio["tpr_at_0.1_percent_fpr"] is None  # 110 negatives cannot speak of one in a thousand
-    assert set(report.scores) == {"calibrated", "ratio", "loss", "zlib", "min_k_plus"}
-    low, high = report.controls["base_model"]["auc_interval"]
+    assert set(report["scores"]) == {"calibrated", "ratio", "loss", "zlib", "min_k_plus"}
+    low, high = report["controls"]["base_model"]["auc_interval"]
     assert low <= 0.5 <= high
-    assert "must not be published" in report.note
-    assert json.loads(json.dumps(report.to_json(), allow_nan=False)) == report.to_json()
-    assert not {"epsilon", "verdict", "claim"} & set(report.to_json())
-
-
-def test_scores_that_compare_two_models_have_no_base_control(models, monkeypatch, seed):
-    rng, draw = random.Random(seed), np.random.default_rng(seed)
-    scoring(monkeypatch, gain=lambda place: draw.normal(0, 0.2))
-    report = audit_members(models, rows(rng, 60), rows(rng, 60), "text", settings())
-    without = {name for name, score in report.scores.items() if score["base_auc"] is None}
-    assert "ratio" in without
-    assert not {"loss", "zlib", "min_k_plus"} & without
-    assert report.scores["loss"]["base_auc"] == report.controls["base_model"]["auc"]
+    assert "must not be published" in report["note"]
+    assert json.loads(json.dumps(report, allow_nan=False)) == report
+    assert not {"epsilon", "verdict", "claim"} & set(report)
 
 
 @pytest.mark.parametrize("change", [str.upper, lambda text: text + " and so on", lambda text: text[: len(text) // 2]])
@@ -105,11 +102,11 @@ def test_rows_of_another_kind_are_called_a_shift_whatever_the_model_shows(models
     scoring(monkeypatch, gain=lambda place: 1.0 if place < 60 else 0.0)
     others = [[{"text": change(row["text"])}] for (row,) in rows(rng, 60)]
     report = audit_members(models, rows(rng, 60), others, "text", settings())
-    assert report.word == SHIFT
-    assert report.scores["ratio"]["auc"] == 1.0
-    assert "sees the words" in report.reason
-    assert "No score below is membership inference" in report.reason
-    rest = {name: value for name, value in report.to_json().items() if name not in ("reason", "note")}
+    assert report["word"] == SHIFT
+    assert report["scores"]["ratio"]["auc"] == 1.0
+    assert "sees the words" in report["reason"]
+    assert "No score below is membership inference" in report["reason"]
+    rest = {name: value for name, value in report.items() if name not in ("reason", "note")}
     assert "inference" not in json.dumps(rest)
 
 
@@ -117,18 +114,18 @@ def test_what_the_base_already_tells_apart_is_called_a_shift(models, monkeypatch
     rng = random.Random(seed)
     scoring(monkeypatch, drift=lambda place: 0.5 if place < 60 else 0.0)
     report = audit_members(models, rows(rng, 60), rows(rng, 60), "text", settings())
-    assert report.word == SHIFT
-    assert "base model" in report.reason
+    assert report["word"] == SHIFT
+    assert "base model" in report["reason"]
     # As wrong the other way round: the direction of an attack is fixed, that of a control is not.
     scoring(monkeypatch, drift=lambda place: 0.0 if place < 60 else 0.5)
-    assert audit_members(models, rows(rng, 60), rows(rng, 60), "text", settings()).word == SHIFT
+    assert audit_members(models, rows(rng, 60), rows(rng, 60), "text", settings())["word"] == SHIFT
 
 
 def test_alike_rows_are_called_a_shift_no_more_often_than_stated(models, monkeypatch, seed, full):
     rng, repeats = random.Random(seed), 400 if full else 60
     scoring(monkeypatch)
     alarms = sum(
-        audit_members(models, rows(rng, 50), rows(rng, 50), "text", settings()).word == SHIFT for _ in range(repeats)
+        audit_members(models, rows(rng, 50), rows(rng, 50), "text", settings())["word"] == SHIFT for _ in range(repeats)
     )
     assert alarms <= stats.binom.isf(SIGNIFICANCE, repeats, 0.075)
 
@@ -142,8 +139,8 @@ def test_the_classifier_reads_what_the_models_read_and_no_more(models, monkeypat
         for side in ("in", "out")
     ]
     report = audit_members(models, *long, "text", settings(max_length=20))
-    assert report.word == MEMBERSHIP
-    assert report.controls["blind"]["auc"] == 0.5
+    assert report["word"] == MEMBERSHIP
+    assert report["controls"]["blind"]["auc"] == 0.5
 
 
 # One unit is one observation.
@@ -159,19 +156,19 @@ def test_a_row_in_chunks_is_one_observation(models, monkeypatch, seed):
         )
         assert (len(seen["sequences"]) > 240) == (long_examples == "chunk")
     chunked, whole = reports
-    assert (chunked.members, chunked.non_members) == (60, 60)
+    assert (chunked["members"], chunked["non_members"]) == (60, 60)
     for name in ("loss", "min_k_plus"):
-        assert chunked.scores[name]["auc"] == whole.scores[name]["auc"]
+        assert chunked["scores"][name]["auc"] == whole["scores"][name]["auc"]
 
 
 def test_a_unit_is_one_observation_of_all_its_tokens(models, monkeypatch, seed):
     rng = random.Random(seed)
     kept = {}
     scoring(monkeypatch, gain=lambda place: 0.1 * (place % 7))
-    monkeypatch.setattr(audit, "_separations", lambda tokens, first: kept.setdefault("tokens", tokens) and {})
+    monkeypatch.setattr(audit, "scores", lambda tokens: kept.setdefault("tokens", tokens) and {})
     groups = [[row | {"who": f"u{place}"} for (row,) in rows(rng, 3)] for place in range(110)]
     report = audit_members(models, groups[:60], groups[60:], "text", settings(unit="who", max_examples_per_unit=5))
-    assert (report.members, report.non_members, report.unit) == (60, 50, "who")
+    assert (report["members"], report["non_members"], report["unit"]) == (60, 50, "who")
     tokens = kept["tokens"]
     assert len(tokens.canary_ids) == 110
     for place in (0, 17, 109):
@@ -180,7 +177,7 @@ def test_a_unit_is_one_observation_of_all_its_tokens(models, monkeypatch, seed):
             (sequence,) = data.encode(row, "text", models.tokenizer, tiny.reads(128, "refuse"))
             ids += sequence.input_ids[1:]
             gains += [0.1 * ((3 * place + number) % 7)] * (len(sequence.input_ids) - 1)
-        found = audit.scores(tokens)
+        found = scores(tokens)
         assert found["loss"][place] == pytest.approx(np.mean(log_probs(ids) + gains))
         assert found["ratio"][place] == pytest.approx(np.mean(gains))
         text = "\n".join(row["text"] for row in groups[place])
@@ -191,12 +188,12 @@ def test_at_most_the_limit_is_drawn_at_random_and_always_the_same(models, monkey
     rng = random.Random(seed)
     sides = rows(rng, 300), rows(rng, 70)
     drawn = []
+    monkeypatch.setattr(audit, "LIMIT", 60)
     for _ in range(2):
         seen = scoring(monkeypatch)
-        report = audit_members(models, *sides, "text", settings(), limit=60)
+        report = audit_members(models, *sides, "text", settings())
         drawn.append([models.tokenizer.decode(one.input_ids, skip_special_tokens=True) for one in seen["sequences"]])
-    assert (report.members, report.members_available) == (60, 300)
-    assert (report.non_members, report.non_members_available) == (60, 70)
+    assert (report["members"], report["non_members"]) == (60, 60)
     assert drawn[0] == drawn[1]
     places = [[row["text"] for (row,) in sides[0]].index(text) for text in drawn[0][:60]]
     assert max(places) > 200
@@ -214,24 +211,7 @@ def test_rows_without_anything_to_predict_are_no_observations(models, monkeypatc
         for kinds in ([("user", "assistant")], [("user", "assistant"), ("user",)])
     ]
     report = audit_members(models, *chats, "messages", settings())
-    assert (report.members, report.non_members) == (60, 60)
-
-
-@pytest.mark.parametrize("end_tokens", [True, False])
-def test_the_token_that_ends_a_text_is_scored_where_it_was_trained(models, monkeypatch, seed, end_tokens):
-    rng = random.Random(seed)
-    seen = scoring(monkeypatch)
-    completions = [
-        [[{"prompt": row["text"], "completion": row["text"]}] for (row,) in rows(rng, 60)]
-        + [[{"prompt": row["text"] + "\n", "completion": ""}] for (row,) in rows(rng, 5)]
-        for _ in range(2)
-    ]
-    report = audit_members(models, *completions, "prompt_completion", settings(), end_tokens=end_tokens)
-    assert report.members == report.non_members == (65 if end_tokens else 60)
-    end = models.tokenizer.eos_token_id
-    assert {one.input_ids[-1] for one in seen["sequences"]} == {end}
-    assert {one.loss_mask[-1] for one in seen["sequences"]} == {end_tokens}
-    assert all(any(one.loss_mask) for one in seen["sequences"])
+    assert (report["members"], report["non_members"]) == (60, 60)
 
 
 # What is refused.
@@ -244,8 +224,6 @@ def test_too_few_rows_are_refused(models, monkeypatch, few, side):
     with pytest.raises(ConfigError, match=f"^49 {side} ") as caught:
         audit_members(models, rows(rng, few[0]), rows(rng, few[1]), "text", settings())
     assert caught.value.exit_code == 2
-    with pytest.raises(ConfigError, match="limit of 49"):
-        audit_members(models, rows(rng, 80), rows(rng, 80), "text", settings(), limit=49)
 
 
 def test_members_among_non_members_are_refused_by_number(models, monkeypatch):
@@ -256,7 +234,7 @@ def test_members_among_non_members_are_refused_by_number(models, monkeypatch):
     outside[9] = [{"text": inside[3][0]["text"]}]
     scoring(monkeypatch)
     with pytest.raises(ConfigError, match="2 of 80 rows are identical to members") as caught:
-        audit_members(models, inside, outside, "text", settings(), limit=80)
+        audit_members(models, inside, outside, "text", settings())
     assert caught.value.exit_code == 2
     assert "sigrid" not in str(caught.value).casefold()
 
@@ -267,9 +245,7 @@ def test_near_copies_are_refused_and_shared_forms_are_not():
     with pytest.raises(ConfigError, match="1 of 2 have most of their runs of 13 words in common"):
         check_overlap([[{"text": " ".join(words)}]], [[{"text": " ".join(copy)}], [{"text": "a b"}]], "text", "example")
     form = [*words[:20], *(f"own{number}" for number in range(30))]
-    found = check_overlap([[{"text": " ".join(words)}]], [[{"text": " ".join(form)}]], "text", "example")
-    assert found["mean_share_of_13_word_runs"] == pytest.approx(8 / 38)
-    assert (found["exact"], found["near_copies"]) == (0, 0)
+    check_overlap([[{"text": " ".join(words)}]], [[{"text": " ".join(form)}]], "text", "example")
     # A copy may be put together from several members.
     halves = [[{"text": " ".join(words[:35])}], [{"text": " ".join(words[25:])}]]
     with pytest.raises(ConfigError, match="1 of 1 have most"):
@@ -278,7 +254,7 @@ def test_near_copies_are_refused_and_shared_forms_are_not():
 
 def test_every_column_of_a_row_counts():
     member = [{"prompt": "who is it", "completion": "Anna"}]
-    assert check_overlap([member], [[{"prompt": "who is it", "completion": "Bo"}]], "prompt_completion", "example")
+    check_overlap([member], [[{"prompt": "who is it", "completion": "Bo"}]], "prompt_completion", "example")
     with pytest.raises(ConfigError, match="identical to members"):
         check_overlap([member], [[dict(member[0], extra=1)]], "prompt_completion", "example")
     turns = [{"role": "user", "content": "who is it"}, {"role": "assistant", "content": "Anna"}]
@@ -290,7 +266,7 @@ def test_a_unit_on_both_sides_is_refused():
     inside, outside = [[{"text": "a", "who": 7}]], [[{"text": "b", "who": " 7.0"}], [{"text": "c", "who": 8}]]
     with pytest.raises(ConfigError, match="1 of 2 units are units of members too"):
         check_overlap(inside, outside, "text", "who")
-    assert check_overlap(inside, outside, "text", "example")["exact"] == 0
+    check_overlap(inside, outside, "text", "example")
 
 
 # Members of a run.
@@ -317,9 +293,9 @@ def test_members_of_a_run_are_its_training_rows_and_the_report_stays_private(mod
     scoring(monkeypatch)
     run = write_run(tmp_path)
     report = audit_run_members(run, models)
-    assert (report.members, report.non_members) == (120, 120)
+    assert (report["members"], report["non_members"]) == (120, 120)
     path = run.private / "audit_members.json"
-    assert json.loads(path.read_text())["note"] == report.note
+    assert json.loads(path.read_text())["note"] == report["note"]
     assert {file for file in run.root.rglob("*") if file.is_file()} == {run.config, path}
     for row in data.load_table(str(tmp_path / "train.jsonl"), settings(), "train", tmp_path).rows:
         assert row["text"] not in path.read_text()

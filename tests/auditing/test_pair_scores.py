@@ -102,7 +102,7 @@ def test_a_label_audit_compares_each_group_with_its_own_other_answers() -> None:
             gain = noise + (0.0 if group == 1 else 10.0 * (coin - 0.5))
             rows.append(CanaryScores(f"c{number:05d}", group, coin, 4, gain, 0.0, False, False))
         settings = AuditSettings.pick(AuditConfig(canaries=CanaryConfig(groups={1: 200, 16: 200})).fixed())
-        found = summarise(rows, Claim(1.0, 0.0, "label"), settings, beside=Beside(labels=True))
+        found = summarise(rows, Claim(1.0, 0.0, "label"), settings, beside=Beside(own_references=True))
         above += found.attacks["ratio"].auc_interval[0] > 0.5  # type: ignore[index]
         assert found.repeated["16"].attacks["ratio"].auc > 0.99  # type: ignore[operator]
         assert found.exposure["1"].held_out_mean is None

@@ -18,14 +18,12 @@ from dpllm.auditing.bounds import Claim, OneRunBound
 from dpllm.auditing.record import Controls, parse_audit
 from dpllm.auditing.summary import Beside, summarise
 from dpllm.auditing.table import read_scores, sum_up
-from dpllm.auditing.verdict import grid, group_test, judge, levels
+from dpllm.auditing.verdict import group_test, judge, levels
 from dpllm.canaries import canaries
 from dpllm.canaries.canaries import CanaryConfig
 from dpllm.card import claim
 from dpllm.errors import ConfigError
 from dpllm.files import read_json
-from dpllm.privacy.accounting import dp_sgd_event
-from dpllm.privacy.privacy_loss import attacker_limits_of
 from dpllm.recipe.audit import default_ways
 from dpllm.statement import privacy_record
 from dpllm.statement.run_files import AuditSettings
@@ -35,8 +33,7 @@ from dpllm.verification.values import Published, Wrong
 MODEL_CARDS = Path(__file__).parents[2] / "model_cards"
 CLAIM = Claim(epsilon=4.0, delta=1e-5, unit="example")
 SIGNIFICANCE = 1e-8
-COUNTED = {"guesses": (40, 120), "guesses_in": (30,)}
-DEFAULT = {"guesses": (), "guesses_in": (), **{name: tuple(ways) for name, ways in default_ways(200).items()}}
+DEFAULT = {name: tuple(ways) for name, ways in default_ways(200).items()}
 
 
 def controls(*, base=False, words=False, positive="AUC 0.99 on the canaries planted 32 times"):
@@ -44,9 +41,9 @@ def controls(*, base=False, words=False, positive="AUC 0.99 on the canaries plan
     return Controls.pick({"base_separates": base, "words": seen, "positive": positive, "twin": None, "level": 0.001})
 
 
-def summarised(table, claim, *, alpha=0.05, guesses=(), guesses_in=(), falling=(), falling_in=(), **given):
+def summarised(table, claim, *, alpha=0.05, falling=(), falling_in=(), **given):
     """As audit.json holds it."""
-    ways = {"guesses": guesses, "guesses_in": guesses_in, "falling": falling, "falling_in": falling_in}
+    ways = {"falling": falling, "falling_in": falling_in}
     return summarise(table, claim, AuditSettings.pick({"alpha": alpha, "version": 2, **ways}), **given).to_json()
 
 
@@ -68,8 +65,8 @@ def make_table(rng, lift, groups=((1, 200), (4, 20)), references=300):
 
 
 def bound(value, ceiling=3.7, num_canaries=200, alpha=0.05):
-    given = {"value": value, "alpha": alpha, "delta": 1e-5, "guesses": (10, 100), "guesses_in": ()}
-    given |= {"best_guesses": 100, "best_side": "both", "correct": 90}
+    given = {"value": value, "alpha": alpha, "delta": 1e-5, "falling": (10, 100), "falling_in": ()}
+    given |= {"best_guesses": 100, "best_side": "falling", "correct": 90, "weight": 400}
     return OneRunBound(**given, num_canaries=num_canaries, ceiling=ceiling)
 
 
@@ -139,7 +136,7 @@ def test_carriers_whose_words_tell_the_coin_give_no_verdict(seed):
     ]
     for planted, word in ((plan.canaries, "consistent"), (told, "inconclusive")):
         beside = Beside(words=words_control(planted))
-        report = summarised(make_table(rng, 1.0), CLAIM, guesses=[40, 120], beside=beside)
+        report = summarised(make_table(rng, 1.0), CLAIM, falling=[40, 120], beside=beside)
         assert report["verdict"] == word, report["verdict_reason"]
         assert ("sees the words of carrier and secret" in report["verdict_reason"]) == (word == "inconclusive")
 
@@ -160,23 +157,17 @@ def test_a_canary_is_one_unit_where_the_unit_is_no_row():
 
 def test_alpha_is_divided_among_the_groups_that_can_refute_anything():
     sizes = {1: 200, 4: 20, 32: 20}
-    counted = AuditSettings(alpha=0.05, version=2, **COUNTED)
-    for settings in (counted, AuditSettings(alpha=0.05, version=2, **DEFAULT)):
-        assert levels(sizes, Claim(4.0, 1e-5, "example"), settings) == {1: 0.05}
-        assert levels(sizes, Claim(0.01, 1e-6, "example"), settings) == {1: 0.05 / 3, 4: 0.05 / 3, 32: 0.05 / 3}
-        assert levels(sizes, Claim(4.0, 1e-5, "patient_id"), settings) == {1: 0.05}
-        assert levels({**sizes, 32: 100}, Claim(2.0, 1e-5, "patient_id"), settings) == {1: 0.025, 32: 0.025}
-    assert grid(20, counted) == {"guesses": [10, 20], "guesses_in": []}
-    assert grid(100, counted) == {"guesses": [40], "guesses_in": [30]}
-    assert grid(20, settings) == default_ways(20) == {"falling": [20], "falling_in": [4]}
+    assert levels(sizes, Claim(4.0, 1e-5, "example"), 0.05) == {1: 0.05}
+    assert levels(sizes, Claim(0.01, 1e-6, "example"), 0.05) == {1: 0.05 / 3, 4: 0.05 / 3, 32: 0.05 / 3}
+    assert levels(sizes, Claim(4.0, 1e-5, "patient_id"), 0.05) == {1: 0.05}
+    assert levels({**sizes, 32: 100}, Claim(2.0, 1e-5, "patient_id"), 0.05) == {1: 0.025, 32: 0.025}
 
 
-@pytest.mark.parametrize("ways", [COUNTED, DEFAULT])
-def test_a_true_claim_is_falsified_no_more_often_than_alpha_by_all_groups_together(ways, seed, full):
+def test_a_true_claim_is_falsified_no_more_often_than_alpha_by_all_groups_together(seed, full):
     """Randomised response is what uses up a claim; k copies of a canary are under k times the epsilon."""
     rng, claim, audits, false = np.random.default_rng([seed, 8]), Claim(0.02, 0.0, "example"), 2000 if full else 100, 0
     sizes = {1: 200, 4: 60, 32: 60}
-    assert set(levels(sizes, claim, AuditSettings(alpha=0.05, version=2, **ways))) == {1, 4, 32}
+    assert set(levels(sizes, claim, 0.05)) == {1, 4, 32}
     for _ in range(audits):
         rows = [row(f"r{index}", 0, None, 0.0, 0.0) for index in range(2)]
         for group, size in sizes.items():
@@ -185,7 +176,7 @@ def test_a_true_claim_is_falsified_no_more_often_than_alpha_by_all_groups_togeth
             answers = np.where(truthful, coins, ~coins) + rng.uniform(0, 0.1, size)
             named = enumerate(zip(coins, answers, strict=True))
             rows += [row(f"c{group}-{i}", group, bool(coin), answer, 0.0) for i, (coin, answer) in named]
-        found = summarised(rows, claim, **ways)
+        found = summarised(rows, claim, **DEFAULT)
         false += found["verdict"] == "falsified"
     assert stats.binomtest(false, audits, 0.05, alternative="greater").pvalue > 0.001
 
@@ -202,7 +193,7 @@ def test_scores_of_whole_rows_falsify_a_true_claim_no_more_often_than_alpha(orde
         table = rows_of_tokens(
             rng, np.where(truthful, coins, ~coins), coins, noise=0.0 if order == "heavy ties" else 0.2
         )
-        found = summarised(sum_up(table), claim, guesses=[40, 120], guesses_in=[30], tokens=table)
+        found = summarised(sum_up(table), claim, falling=[40, 120], falling_in=[30], tokens=table)
         false += found["verdict"] == "falsified"
     assert stats.binomtest(false, audits, 0.05, alternative="greater").pvalue > 0.001
 
@@ -227,7 +218,7 @@ def rows_of_tokens(rng, answers, coins, *, noise, references=20, tokens=8):
 def test_repeated_groups_find_a_broken_claim_that_the_once_planted_cannot_show(seed):
     rng = np.random.default_rng([seed, 9])
     rows = make_table(rng, 0.05, groups=((1, 100), (32, 60)))
-    report = summarised(rows, Claim(0.02, 1e-7, "example"), alpha=0.05, guesses=(40, 100))
+    report = summarised(rows, Claim(0.02, 1e-7, "example"), alpha=0.05, falling=(40, 100))
     assert report["epsilon_lower_bound"]["value"] <= 0.02
     assert report["repeated"]["32"]["test"]["refuted"]
     assert report["verdict"] == "falsified"
@@ -239,7 +230,7 @@ def test_a_base_model_that_tells_the_coins_is_noticed(seed):
     for index in range(200):
         coin = bool(rng.random() < 0.5)
         rows.append(row(f"c{index}", 1, coin, rng.normal(9 * coin), rng.normal(2 * coin)))
-    report = summarised(rows, CLAIM, alpha=0.05, guesses=(40,))
+    report = summarised(rows, CLAIM, alpha=0.05, falling=(40,))
     assert report["controls"]["base_separates"]
     assert report["verdict"] == "inconclusive"
 
@@ -252,28 +243,15 @@ def test_the_limit_of_single_units_is_that_of_the_whole_mechanism_where_it_is_lo
     assert people.limits(4, whole) == {**pair, "auc": 0.6}
 
 
-def test_the_line_in_the_roc_is_the_limit_of_the_whole_mechanism(seed):
-    event = dp_sgd_event(0.1, 1.0, 20)
-    promise = {"event": event.to_json(), "neighbouring_relation": "add_or_remove_one"}
-    rows = make_table(np.random.default_rng([seed, 14]), 0.0, ((1, 40),))
-    fpr, tpr = np.array(
-        summarised(rows, CLAIM, alpha=0.05, guesses=(40,), beside=Beside(promise=promise))["roc_limit"]
-    ).T
-    assert (np.diff(fpr) >= 0).all()
-    for at in (0.01, 0.001):
-        limit = attacker_limits_of(event, "add_or_remove_one")[f"tpr_at_fpr_{at}"]
-        assert np.interp(at, fpr, tpr) == pytest.approx(limit, rel=0.02)
-
-
 # The summary.
 
 
 def test_a_summary_finds_what_was_memorised_and_only_that(seed):
     rng = np.random.default_rng([seed, 5])
-    nothing = summarised(make_table(rng, 0.0), CLAIM, alpha=0.05, guesses=(10, 50, 100))
+    nothing = summarised(make_table(rng, 0.0), CLAIM, alpha=0.05, falling=(10, 50, 100))
     assert nothing["epsilon_lower_bound"]["value"] < 2
     assert nothing["exposure"]["1"]["p_value"] > SIGNIFICANCE
-    much = summarised(make_table(rng, 8.0), Claim(1.0, 1e-5, "example"), alpha=0.05, guesses=(10, 50, 100))
+    much = summarised(make_table(rng, 8.0), Claim(1.0, 1e-5, "example"), alpha=0.05, falling=(10, 50, 100))
     assert much["attacks"]["ratio"]["auc"] > 0.99
     assert 0.3 < much["attacks"]["ratio"]["base_control_auc"] < 0.7
     assert much["exposure"]["1"]["mean"] > 5 > 3 > much["exposure"]["1"]["base_mean"]
@@ -284,15 +262,15 @@ def test_a_summary_finds_what_was_memorised_and_only_that(seed):
 
 def test_repeated_canaries_do_not_speak_about_the_claim(seed):
     rng = np.random.default_rng([seed, 6])
-    report = summarised(make_table(rng, 5.0, groups=((4, 300),)), CLAIM, alpha=0.05, guesses=(10, 50))
+    report = summarised(make_table(rng, 5.0, groups=((4, 300),)), CLAIM, alpha=0.05, falling=(10, 50))
     assert report["attacks"]["ratio"]["group"] == 4
     assert report["epsilon_lower_bound"]["num_canaries"] == 0
     assert report["verdict"] == "inconclusive"
 
 
 def test_without_a_claim_the_bound_states_its_delta(seed):
-    report = summarised(make_table(np.random.default_rng([seed, 7]), 3.0), None, alpha=0.05, guesses=(10, 50))
-    assert (report["claim"], report["attacker_limits"], report["verdict"]) == (None, None, "no_claim")
+    report = summarised(make_table(np.random.default_rng([seed, 7]), 3.0), None, alpha=0.05, falling=(10, 50))
+    assert (report["claim"], report["attacks"]["ratio"]["limits"], report["verdict"]) == (None, None, "no_claim")
     assert report["epsilon_lower_bound"]["delta"] == 1e-5
     assert report["epsilon_lower_bound"]["value"] > 0
 
@@ -302,7 +280,7 @@ def test_groups_of_which_none_or_all_were_inserted_are_summarised():
     for coin in (True, False):
         rows = [row(f"c{i}", 1, coin, rng.normal(), rng.normal()) for i in range(20)]
         rows += [row(f"r{i}", 0, None, rng.normal(), rng.normal()) for i in range(100)]
-        report = summarised(rows, CLAIM, alpha=0.05, guesses=(10, 20))
+        report = summarised(rows, CLAIM, alpha=0.05, falling=(10, 20))
         json.dumps(report, allow_nan=False)
         assert report["verdict"] == "inconclusive"
         assert (report["exposure"]["1"]["mean"] is None) == (not coin)
@@ -310,7 +288,7 @@ def test_groups_of_which_none_or_all_were_inserted_are_summarised():
 
 def test_a_table_without_references_is_refused():
     with pytest.raises(ConfigError, match="no references"):
-        summarised([row("a")], CLAIM, alpha=0.05, guesses=(10,))
+        summarised([row("a")], CLAIM, alpha=0.05, falling=(10,))
 
 
 # What is computed again.
@@ -332,7 +310,9 @@ def test_a_bound_by_falling_weights_is_computed_again(tmp_path):
     rows, tokens = read_scores(card / "audit")
     stated = privacy_record.read(block)
     gradient = check_audits._gradient(card / "audit", stated.terms, stated.steps, parse_audit(report, "audit.json"))
-    beside = Beside(block, report["controls"]["words"], report["controls"]["twin"], gradient=gradient)
+    beside = Beside(
+        stated.terms.limits.to_json(), report["controls"]["words"], report["controls"]["twin"], gradient=gradient
+    )
     fresh = summarised(rows, Claim(**report["claim"]), tokens=tokens, beside=beside, **DEFAULT)
     settings = {"alpha": 0.05, **{name: list(ways) for name, ways in DEFAULT.items()}}
     report = {**report, **fresh, "settings": {**report["settings"], **settings}}

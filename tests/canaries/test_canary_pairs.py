@@ -8,7 +8,6 @@ import random
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -131,8 +130,7 @@ def shown(plan: CanaryPlan) -> float:
     """What the audit proves where the attacker sees every label that trained."""
     trained = [one.inserted != one.flipped for one in plan.canaries]
     coins = [one.inserted for one in plan.canaries]
-    ways: dict[str, Any] = {"falling": [800], "guesses": [2000]}
-    return epsilon_lower_bound(trained, coins, delta=0.0, alpha=0.05, **ways).value
+    return epsilon_lower_bound(trained, coins, delta=0.0, alpha=0.05, falling=[800, 2000]).value
 
 
 def test_whoever_sees_every_label_proves_nearly_its_epsilon_and_not_more(seed: int) -> None:

@@ -24,7 +24,7 @@ from dpllm.canaries.source import ModelSource
 from dpllm.errors import ConfigError
 from dpllm.model import loading
 from dpllm.recipe.audit import CanaryConfig
-from dpllm.recipe.config import RunConfig, dump_config, load_config
+from dpllm.recipe.config import RunConfig
 
 KINDS = ("digits", "random_tokens", "new_tokens")
 
@@ -193,24 +193,10 @@ def test_new_tokens_are_one_for_each_canary_and_rarely_expected(source, tokenize
     assert expected[used].mean() < expected[source.first_ids].mean()
 
 
-def test_where_single_tokens_are_too_few_rare_ones_stand_in_a_run(source, tokenizer):
+def test_more_canaries_than_the_vocabulary_has_tokens_are_refused(source):
     """The builtin vocabulary has a thousand tokens; a recipe's default is two thousand canaries and references."""
-    plan = plan_canaries(CanaryConfig(kind="new_tokens"), source=source, generator=random.Random(9))
-    used = [encoded(canary, tokenizer) for canary in everyone(plan)]
-    assert len({tuple(ids) for ids in used}) == 2040
-    assert {len(ids) for ids in used} == {3}
-    asked = random.Random(0).sample(range(kinds.NUM_CARRIERS), kinds.SENTENCES_ASKED)
-    expected = mean_log_probs(tokenizer, [kinds.carrier(index) for index in asked])
-    rare = np.quantile(expected[source.ordinary_ids], kinds.RAREST)
-    assert max(expected[ids[1:]].max() for ids in used) <= rare
-    assert math.log2(kinds.SPARE * 2040) <= plan.log2_secrets < math.log2(len(tokenizer)) * 3
-
-
-def test_defaults_of_retired_keys_are_read_in_the_recipes_of_earlier_runs(tmp_path):
-    path = tmp_path / "recipe.yaml"
-    path.write_text(dump_config(recipe()))
-    earlier = {"audit.canaries.temperature": 1.0, "audit.canaries.prompt": ""}
-    assert load_config(path, earlier).audit.canaries == CanaryConfig()
+    with pytest.raises(ConfigError, match=r"2040 canaries and references of kind new_tokens need a token each"):
+        plan_canaries(CanaryConfig(kind="new_tokens"), source=source, generator=random.Random(9))
 
 
 def test_kinds_of_the_base_model_need_one():

@@ -58,7 +58,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory, base: Path, data_home: Pa
             "data.eval": str(place.root / "data" / "eval.jsonl"),
             "data.eval_public": True,
             "audit.canaries": CANARIES,
-            "audit.guesses": [5, 10],
         }
     )
     (place.root / "plan.txt").write_text(done("plan", place.recipe, "--json").out)

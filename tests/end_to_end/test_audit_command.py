@@ -59,7 +59,8 @@ def test_real_rows_are_scored_in_private(copy: Place) -> None:
     ("arguments", "words"),
     [
         (["--shadows", "0"], "--shadows 0"),
-        (["--members", "rows.jsonl"], "Type --members alone"),
+        (["--members", "rows.jsonl", "--non-members", "others.jsonl"], "--non-members is retired"),
+        (["--output", "reports"], "--output is retired"),
         (["--base", "gpt2"], "--base is for a model trained elsewhere"),
         (["--epsilon", "3"], "--epsilon is for a model trained elsewhere"),
         (["--attack", "losss"], "Did you mean loss?"),
@@ -70,6 +71,7 @@ def test_real_rows_are_scored_in_private(copy: Place) -> None:
         (["--attack", "loss", "--twin", "run"], "two separate audits"),
         (["--members", "--shadows", "2"], "two separate audits"),
         (["--leakage"], "--leakage is retired"),
+        (["--scores-only"], "--scores-only is retired"),
     ],
 )
 def test_mistakes_with_a_run_are_one_message(finished: Place, arguments: list[str], words: str) -> None:
@@ -78,11 +80,10 @@ def test_mistakes_with_a_run_are_one_message(finished: Place, arguments: list[st
 
 def test_mistakes_without_a_run_are_one_message(finished: Place, tmp_path: Path) -> None:
     assert "holds no run" in refused(tmp_path)
-    assert "Type --members FILE --non-members FILE" in refused(tmp_path, "--members")
     planted = tmp_path / "planted.jsonl"
     planted.write_text('{"coins": "independent"}\n')
     assert "two separate audits" in refused(tmp_path, "--canaries", planted, "--attack", "loss")
-    assert "two separate audits" in refused(tmp_path, "--canaries", planted, "--members", planted)
+    assert "two separate audits" in refused(tmp_path, "--canaries", planted, "--members")
     assert "no such file or directory" in refused(tmp_path / "absent")
     assert "is a recipe" in refused(finished.recipe)
     assert "is a part of a run" in refused(finished.run / "export")
@@ -96,19 +97,20 @@ def test_mistakes_without_a_run_are_one_message(finished: Place, tmp_path: Path)
     assert "is a model trained elsewhere" in refused(adapter, "--base", "builtin:tiny")
 
 
-def test_an_audit_keeps_what_the_one_before_found_on_the_same_weights(copy: Place) -> None:
-    before = copy.json("export/audit/audit.json")
-    assert before["generation"]
-    answer = done("audit", copy.run, "--scores-only")
+def test_an_audit_keeps_what_shadows_showed_of_the_same_weights(copy: Place) -> None:
+    path = copy.run / "export" / "audit" / "audit.json"
+    before = {**json.loads(path.read_text()), "shadows": {"shadows": 2, "attacks": {}, "many_runs": {"value": None}}}
+    path.write_text(json.dumps(before))
+    answer = done("audit", copy.run)
     after = copy.json("export/audit/audit.json")
-    assert after["generation"] == before["generation"]
+    assert after["shadows"] == before["shadows"]
     assert after["audits_run"] == before["audits_run"] + 1
     assert f"Written to {copy.run / 'export' / 'audit'}" in answer.out
 
 
 @pytest.mark.parametrize(
     "edit",
-    [{"epsilon": 99.0}, {"audit": None}, {"audit": {"version": 2, "alpha": 1e-9, "guesses": [40], "guesses_in": []}}],
+    [{"epsilon": 99.0}, {"audit": None}, {"audit": {"version": 2, "alpha": 1e-9, "falling": [40], "falling_in": []}}],
 )
 def test_a_promise_that_was_edited_is_not_tested(copy: Place, edit: dict[str, object]) -> None:
     path = copy.run / "plan.json"
@@ -126,7 +128,7 @@ def test_weights_of_another_run_are_refused(copy: Place) -> None:
 def test_audits_at_the_same_time_are_all_counted(copy: Place) -> None:
     path = copy.run / "private" / "audits.jsonl"
     path.write_bytes(b"\xff not a line that was written here\n" + path.read_bytes())
-    report = json.loads(done("audit", copy.run, "--scores-only", "--json").out)
+    report = json.loads(done("audit", copy.run, "--json").out)
     assert report["audits_run"] == 3
 
 
@@ -172,7 +174,7 @@ def twin_of(baseline: Place, folder: Path, **changes: object) -> Path:
 
 
 def test_a_twin_is_a_control_that_stays_private(copy: Place, baseline: Place, tmp_path: Path) -> None:
-    done("audit", copy.run, "--twin", twin_of(baseline, tmp_path / "twin"), "--scores-only")
+    done("audit", copy.run, "--twin", twin_of(baseline, tmp_path / "twin"))
     report, published = copy.json("private/audit/audit.json"), copy.json("export/audit/audit.json")
     assert report["controls"]["twin"] == "AUC 0.99 of a run without privacy"
     assert report["controls"]["positive"]
@@ -187,7 +189,7 @@ def test_a_twin_is_a_control_that_stays_private(copy: Place, baseline: Place, tm
 
 
 def test_a_twin_on_which_the_attack_fails_is_said(copy: Place, baseline: Place, tmp_path: Path) -> None:
-    done("audit", copy.run, "--twin", twin_of(baseline, tmp_path / "twin", positive=None), "--scores-only")
+    done("audit", copy.run, "--twin", twin_of(baseline, tmp_path / "twin", positive=None))
     report = copy.json("private/audit/audit.json")
     assert report["controls"]["twin"] == ""
     assert report["verdict"] == "inconclusive"
@@ -224,14 +226,14 @@ def test_a_twin_of_other_data_is_published_only_where_both_are_public(
     ours.write_text(ours.read_text().replace("public: false", "public: true"))
     as_trained(copy.run)
     twin = twin_of(baseline, tmp_path / "twin")
-    done("audit", copy.run, "--twin", twin, "--scores-only")
+    done("audit", copy.run, "--twin", twin)
     assert copy.json("export/audit/audit.json")["published"]
     theirs = twin / "config.yaml"
     recipe = yaml.safe_load(theirs.read_text())
     for data in ({"train": "other.jsonl"}, {"public": False}):
         theirs.write_text(yaml.safe_dump({**recipe, "data": {**recipe["data"], **data}}))
         as_trained(twin)
-        done("audit", copy.run, "--twin", twin, "--scores-only")
+        done("audit", copy.run, "--twin", twin)
         assert copy.json("export/audit/audit.json")["controls"]["twin"] is None
         assert copy.json("private/audit/audit.json")["controls"]["twin"]
 
@@ -240,6 +242,6 @@ def test_shadows_stand_in_the_report(copy: Place, monkeypatch: pytest.MonkeyPatc
     found = {"shadows": 2, "attacks": {}, "many_runs": {"value": None}}
     monkeypatch.setattr(shadows, "may_train", lambda *_: None)
     monkeypatch.setattr(shadows, "audit_shadows", lambda *_, **__: found)
-    answer = done("audit", copy.run, "--shadows", "2", "--scores-only")
+    answer = done("audit", copy.run, "--shadows", "2")
     assert "lira" in answer.out
     assert copy.json("export/audit/audit.json")["shadows"] == found

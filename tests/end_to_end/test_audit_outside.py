@@ -1,4 +1,4 @@
-"""A stranger's adapter, trained with plain peft and transformers, audited by its canaries and by its rows."""
+"""A stranger's adapter, trained with plain peft and transformers, audited by its canaries."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import tiny
 
-from dpllm.lab.outside import audit_outside_canaries, audit_outside_members, outside_claim, write_outside
+from dpllm.lab.outside import audit_outside, outside_claim
 from dpllm.text import builtin
 
 Json = dict[str, Any]
@@ -26,8 +26,6 @@ class Stranger:
     adapter: Path
     untrained: Path
     canaries: list[Json]
-    members: Path
-    non_members: Path
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +41,6 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Stranger:
         for n in range(56)
     ]
     rows = [f"{draw.choice(tiny.NAMES)} owes {draw.randrange(10**6)}." for _ in range(120)]
-    members, others = (
-        tiny.write_rows(root / name, [{"text": text} for text in side])
-        for name, side in (("in.jsonl", rows[:60]), ("out.jsonl", rows[60:]))
-    )
     texts = rows[:60] + [f"{one['carrier']} {one['secret']}" for one in canaries if one["inserted"]]
     base = str(builtin.path("builtin:tiny"))
     tokenizer = AutoTokenizer.from_pretrained(base)
@@ -66,7 +60,7 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Stranger:
         optimizer.step()
         optimizer.zero_grad()
     net.save_pretrained(root / "adapter")
-    return Stranger(root / "adapter", root / "untrained", canaries, members, others)
+    return Stranger(root / "adapter", root / "untrained", canaries)
 
 
 def manifest(path: Path, canaries: list[Json], header: Json | None) -> Path:
@@ -77,13 +71,13 @@ def manifest(path: Path, canaries: list[Json], header: Json | None) -> Path:
 
 def test_a_claim_that_the_canaries_refute_is_falsified(stranger: Stranger, tmp_path: Path) -> None:
     path = manifest(tmp_path / "m.jsonl", stranger.canaries, {"coins": "independent"})
-    report = audit_outside_canaries(stranger.adapter, path, base="builtin:tiny", claim=CLAIM).to_json()
+    report = audit_outside(stranger.adapter, path, base="builtin:tiny", claim=CLAIM).to_json()
     assert report["verdict"] == "falsified"
     assert report["epsilon_lower_bound"]["value"] > 0.5
     assert report["attacks"]["ratio"]["auc"] > 0.8
     assert report["canaries"]["groups"] == {"1": {"candidates": 56, "inserted": 18}}
     assert report["model"]["base"] == "builtin:tiny"
-    written = write_outside(report, tmp_path / "report", stranger.adapter).read_text("utf-8")
+    written = json.dumps(report)
     assert not any(one[key] in written for one in stranger.canaries for key in ("secret", "carrier"))
 
 
@@ -92,28 +86,13 @@ def test_coins_that_had_no_part_in_training_refute_nothing(stranger: Stranger, t
     draw = random.Random(seed)
     fresh = [{**one, "inserted": draw.random() < 0.5} for one in stranger.canaries]
     path = manifest(tmp_path / "m.jsonl", fresh, {"coins": "independent"})
-    report = audit_outside_canaries(stranger.adapter, path, claim=CLAIM).to_json()
+    report = audit_outside(stranger.adapter, path, claim=CLAIM).to_json()
     assert report["verdict"] == "inconclusive"
     assert report["epsilon_lower_bound"]["value"] <= 0.5
 
 
 def test_a_model_that_learned_nothing_gives_nothing_away(stranger: Stranger, tmp_path: Path) -> None:
     path = manifest(tmp_path / "m.jsonl", stranger.canaries, {"coins": "independent"})
-    report = audit_outside_canaries(stranger.untrained, path, claim=CLAIM).to_json()
+    report = audit_outside(stranger.untrained, path, claim=CLAIM).to_json()
     assert report["verdict"] == "inconclusive"
     assert report["attacks"]["ratio"]["auc"] == 0.5
-    found = audit_outside_members(stranger.untrained, str(stranger.members), str(stranger.non_members))
-    assert found["scores"]["ratio"]["auc"] == 0.5
-    assert found["scores"]["loss"]["auc"] == found["scores"]["loss"]["base_auc"]
-
-
-def test_rows_that_trained_are_told_from_rows_that_did_not(stranger: Stranger) -> None:
-    files = (str(stranger.members), str(stranger.non_members))
-    report = audit_outside_members(stranger.adapter, *files)
-    assert report["word"] == "membership inference"
-    for name in ("loss", "zlib", "min_k_plus"):
-        assert report["scores"][name]["auc_interval"][0] > 0.65
-        low, high = report["scores"][name]["base_auc_interval"]
-        assert low <= 0.5 <= high
-    turned = audit_outside_members(stranger.adapter, *reversed(files))
-    assert turned["scores"]["loss"]["auc"] == pytest.approx(1 - report["scores"]["loss"]["auc"])

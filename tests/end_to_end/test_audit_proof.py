@@ -65,9 +65,7 @@ def test_without_privacy_everything_is_found(plain: tuple[Place, Json]) -> None:
     assert report["attacks"]["calibrated"]["auc"] > 0.9
     assert report["controls"]["positive"]
     assert not report["controls"]["base_separates"]
-    found = report["generation"]["completion"]["16"]["greedy"]
-    assert found["inserted"]["exact"] == found["inserted"]["prompts"] == count["inserted"]
-    assert found["held_out"]["exact"] == found["base"]["exact"] == 0
+    assert count["held_out_tuned"] == 0
 
 
 def test_with_privacy_nothing_is_claimed_that_is_not_there(tmp_path: Path, base: Path, seed: int) -> None:
@@ -75,7 +73,7 @@ def test_with_privacy_nothing_is_claimed_that_is_not_there(tmp_path: Path, base:
     for repeat in range(20):
         changes = {"privacy.epsilon": 1.0, "privacy.delta": 1e-5, "train.steps": 20, "adapter": {"method": "lora"}}
         place = trained(tmp_path / str(repeat), base, 1000 * seed + repeat, changes)
-        report = audit(RunDir(place.run), generate=False).to_json()
+        report = audit(RunDir(place.run)).to_json()
         assert report["verdict"] in ("consistent", "inconclusive")
         bounds.append(report["epsilon_lower_bound"]["value"])
     assert sum(value > 1 for value in bounds) <= 1
@@ -86,7 +84,7 @@ def test_a_twin_without_privacy_is_a_positive_control_and_keeps_the_report_priva
 ) -> None:
     """A claim so strong that not even repeated canaries are seen."""
     place = trained(tmp_path / "dp", base, seed + 8, {"privacy.epsilon": 0.05, "privacy.delta": 1e-6})
-    report = audit(RunDir(place.run), generate=False, twin=RunDir(plain[0].run)).to_json()
+    report = audit(RunDir(place.run), twin=RunDir(plain[0].run)).to_json()
     assert "of a run without privacy" in report["controls"]["positive"]
     assert report["verdict"] == "consistent"
     assert place.json("export/audit/audit.json")["verdict"] == "inconclusive"

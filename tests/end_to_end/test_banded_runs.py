@@ -28,7 +28,6 @@ RECIPE = {
     "train.steps": STEPS,
     "train.checkpoint_every": 2,
     "audit.canaries": {"groups": {1: 28}, "references": 100, "digits": 12},
-    "audit.guesses": [2],
 }
 
 

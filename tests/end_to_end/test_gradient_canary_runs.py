@@ -141,7 +141,7 @@ def test_projections_that_are_not_those_of_the_run_are_refused(planted: Place, t
         run.projections.unlink()
     else:
         np.save(run.projections, found[:-1] if damage == "shorter" else np.full_like(found, np.nan))
-    answer = dpllm_("audit", run.root, "--scores-only")
+    answer = dpllm_("audit", run.root)
     assert answer.code == 2
     assert "Restore" in answer.err
 
@@ -234,7 +234,7 @@ def test_without_canaries_of_text_a_wrong_mechanism_is_still_falsified(alone: Pl
     shutil.copytree(alone.run, tmp_path / "run")
     path = RunDir(tmp_path / "run").projections
     np.save(path, np.load(path) * np.float32(0.2))  # a fifth of the noise
-    answer = dpllm_("audit", tmp_path / "run", "--scores-only")
+    answer = dpllm_("audit", tmp_path / "run")
     assert answer.code == 4
     assert "too little was added" in " ".join(answer.err.split())
 

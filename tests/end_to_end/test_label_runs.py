@@ -360,7 +360,8 @@ def test_labels_whose_entry_was_reserved_and_not_charged_do_not_verify(flipped: 
 
 def audited_labels(place: Place, output: Path, *more: str) -> Json:
     """What an audit finds of canaries whose coins are labels."""
-    planted = ("--audit.canaries", "{groups: {1: 10, 16: 40}, kind: new_tokens}", "--data.max_length", "128")
+    kind = "new_tokens" if "builtin:tiny" in more else "digits"  # the other model's vocabulary is too small
+    planted = ("--audit.canaries", f"{{groups: {{1: 10, 16: 40}}, kind: {kind}}}", "--data.max_length", "128")
     unit = ("--data.unit", "example", "--privacy.enabled", "false", "--data.public", "true")
     done("train", place.recipe, *trained_on(output), *planted, *unit, *more)
     answer = dpllm_("audit", place.run)

@@ -363,7 +363,7 @@ def test_messages_run_from_plan_to_card(place: Place) -> None:
     turns = [[{"role": "user", "content": ask}, {"role": "assistant", "content": say}] for ask, say in pairs]
     tiny.write_rows(place.train, [{"messages": turn} for turn in turns])
     canaries = {"groups": {1: 28}, "references": 100}
-    place.write({"audit.canaries": canaries, "audit.guesses": [5], "data.long_examples": "chunk"})
+    place.write({"audit.canaries": canaries, "data.long_examples": "chunk"})
     for command in (("plan", place.recipe), ("train", place.recipe), ("audit", place.run), ("card", place.run)):
         done(*command)
     assert place.json("plan.json")["dataset_size"] == NUM_ROWS + 28

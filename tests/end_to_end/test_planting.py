@@ -129,7 +129,7 @@ def test_nothing_else_in_the_directory_is_lost(place):
 def plant(place, kind, **changes):
     """Plans canaries of a kind and trains with them."""
     section = {"kind": kind, "groups": {1: 12, 3: 3}, "references": 100, "tokens": 4}
-    place.write({"audit.canaries": section, "audit.guesses": [4], "audit.guesses_in": [], **changes})
+    place.write({"audit.canaries": section, **changes})
     done("canaries", "plan", place.recipe)
     plan = canaries.load(manifest(place))
     done("train", place.recipe)

@@ -223,7 +223,7 @@ def test_the_audit_command_publishes(finished: Place, tmp_path: Path, monkeypatc
     called = []
     monkeypatch.setattr(audits, "publish_audit", lambda run, config, attack: called.append(run.root.name))
     shutil.copytree(finished.root, tmp_path / "copy")
-    audits.audit(RunDir(tmp_path / "copy" / "run"), generate=False)
+    audits.audit(RunDir(tmp_path / "copy" / "run"))
     assert called == ["run"]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +15,8 @@ from dpllm.auditing.bounds import Claim, epsilon_lower_bound
 from dpllm.auditing.table import CanaryScores
 from dpllm.canaries import canaries
 from dpllm.errors import ConfigError
-from dpllm.lab.manifest import FEWEST_OUT, Manifest, read_manifest, summarise_manifest
+from dpllm.lab import outside
+from dpllm.lab.outside import FEWEST_OUT, Manifest, read_manifest
 from dpllm.recipe.audit import CanaryConfig, default_ways
 
 COINS = {"coins": "independent"}
@@ -60,11 +62,10 @@ def test_a_stranger_writes_one_object_a_line(tmp_path):
     assert len(set(names)) == 90
 
 
-@pytest.mark.parametrize("header", [None, {"coins": "half"}, {"coins": "unknown"}, {"coins": "Independent?"}])
-def test_coins_are_independent_only_where_the_file_says_so(tmp_path, header):
-    found = read_manifest(write(tmp_path / "m.jsonl", [*([header] if header else []), *entries()]))
-    assert not found.independent_coins
-    assert found.coins in ("not stated", "stated, and not as independent")
+def test_coins_are_independent_only_where_the_file_says_so(tmp_path):
+    assert not read_manifest(write(tmp_path / "m.jsonl", entries())).independent_coins
+    for header in ({"coins": "half"}, {"coins": "Independent?"}, {"coins": 1}, {"coins": "independent", "seed": 1}):
+        assert "line 1 is not a canary" in refusal(tmp_path / "m.jsonl", [header, *entries()])
 
 
 def test_the_manifest_of_a_run_is_checked_against_its_commitment(tmp_path):
@@ -107,11 +108,6 @@ def test_the_manifest_of_a_run_is_checked_against_its_commitment(tmp_path):
 def test_a_line_that_is_no_canary_is_refused_by_its_number(tmp_path, line, said):
     lines = [COINS, *entries()]
     assert said in refusal(tmp_path / "m.jsonl", [*lines[:4], line, *lines[5:]])
-
-
-def test_a_header_says_nothing_but_coins(tmp_path):
-    assert "line 1" in refusal(tmp_path / "m.jsonl", [{"coins": "independent", "seed": 1}, *entries()])
-    assert "line 1" in refusal(tmp_path / "m.jsonl", [{"coins": 1}, *entries()])
 
 
 def test_files_without_canaries_are_refused(tmp_path):
@@ -158,8 +154,8 @@ def test_coins_that_contradict_what_is_said_of_them_are_refused(tmp_path):
 # What follows.
 
 
-def scored(planned, lift, seed, base_shift=0.0):
-    """Score and token tables of a model that gives inserted canaries ``lift`` nats, by two tokens each."""
+def summarise(monkeypatch, planned, claim, lift, seed, base_shift=0.0):
+    """The summary of a model that gives inserted canaries ``lift`` nats, by two tokens each; and its score table."""
     draw = np.random.default_rng(seed)
     everyone = (*planned.canaries, *planned.references)
     base_S = draw.normal(-18, 2, len(everyone)) + [base_shift * one.inserted for one in everyone]
@@ -169,7 +165,11 @@ def scored(planned, lift, seed, base_shift=0.0):
         for one, tuned, base in zip(everyone, tuned_S.tolist(), base_S.tolist(), strict=True)
     ]
     halves = (np.repeat(values_S[:, None] / 2, 2, axis=1) for values_S in (tuned_S, base_S))
-    return rows, token_table(*halves, [one.canary_id for one in everyone])
+    tables = rows, token_table(*halves, [one.canary_id for one in everyone])
+    monkeypatch.setattr(outside, "score_encoded", lambda *_: tables)
+    monkeypatch.setattr(outside, "_encode", lambda *_: None)
+    monkeypatch.setattr(outside, "positions", lambda _: None)
+    return outside._summary(SimpleNamespace(tuned=None, tokenizer=None), planned, claim, "text").to_json(), rows
 
 
 def manifest(count=200, references=0, *, independent=True, seed=0, groups=(1,)):
@@ -179,14 +179,13 @@ def manifest(count=200, references=0, *, independent=True, seed=0, groups=(1,)):
         for n in range(count)
     )
     others = tuple(canaries.Canary(f"r{n:05d}", 0, f"b{n}", f"{n:08d}", inserted=False) for n in range(references))
-    return Manifest(made, others, independent, "independent" if independent else "not stated")
+    return Manifest(made, others, independent)
 
 
 @pytest.mark.parametrize("references", [0, 150])
-def test_independent_coins_carry_the_bound_with_and_without_references(references, seed):
+def test_independent_coins_carry_the_bound_with_and_without_references(monkeypatch, references, seed):
     planned = manifest(references=references)
-    rows, tokens = scored(planned, 2.0, seed)
-    report = summarise_manifest(rows, tokens, planned, Claim(1.0, 1e-5, "example")).to_json()
+    report, rows = summarise(monkeypatch, planned, Claim(1.0, 1e-5, "example"), 2.0, seed)
     once = [row for row in rows if row.group == 1]
     bound = epsilon_lower_bound(
         attacks.calibrated(once, report["epsilon_lower_bound"]["slope"]),
@@ -208,60 +207,42 @@ def test_independent_coins_carry_the_bound_with_and_without_references(reference
 
 
 @pytest.mark.parametrize("draw", [1, 8])
-def test_without_references_a_canary_left_out_is_counted_once(draw):
+def test_without_references_a_canary_left_out_is_counted_once(monkeypatch, draw):
     """These draws show the attack at work (p < .001) only to somebody who counts every canary that was left out twice."""
-    planned = manifest(100)
-    rows, tokens = scored(planned, 0.3, draw)
-    outside = [row for row in rows if not row.inserted]
-    ratios = attacks.ratio([row for row in rows if row.inserted]), attacks.ratio(outside)
+    report, rows = summarise(monkeypatch, manifest(100), Claim(1.0, 1e-5, "example"), 0.3, draw)
+    left_out = [row for row in rows if not row.inserted]
+    ratios = attacks.ratio([row for row in rows if row.inserted]), attacks.ratio(left_out)
     assert statistics.rank_sum_p_value(*ratios) > 0.001
-    report = summarise_manifest(rows, tokens, planned, Claim(1.0, 1e-5, "example")).to_json()
     assert report["verdict"] == "inconclusive"
     assert "seen to work nowhere" in report["verdict_reason"]
     assert report["controls"]["positive"] is None
-    assert report["attacks"]["ratio"]["negatives"] == len(outside)
+    assert report["attacks"]["ratio"]["negatives"] == len(left_out)
 
 
 @pytest.mark.parametrize("references", [0, 150])
-@pytest.mark.parametrize("claim", [Claim(0.1, 1e-5, "example"), None])
-def test_without_independent_coins_there_is_no_bound_and_no_verdict(references, claim, seed):
+def test_without_independent_coins_there_is_no_bound_and_no_verdict(monkeypatch, references, seed):
     planned = manifest(references=references, independent=False, groups=(1, 1, 1, 16))
-    rows, tokens = scored(planned, 8.0, seed)
-    report = summarise_manifest(rows, tokens, planned, claim).to_json()
+    report, _ = summarise(monkeypatch, planned, None, 8.0, seed)
     assert report["epsilon_lower_bound"]["value"] == 0
     assert report["epsilon_lower_bound"]["ceiling"] == 0
     assert report["epsilon_lower_bound"]["num_canaries"] == 0
     assert {seen["test"] for seen in report["repeated"].values()} == {None}
-    assert report["verdict"] == ("inconclusive" if claim else "no_claim")
+    assert report["verdict"] == "no_claim"
     assert '{"coins": "independent"}' in report["verdict_reason"]
     assert report["attacks"]["ratio"]["auc"] == 1.0
-    assert report["exposure"]["16"]["mean"] > 6
-    assert "already tell" not in report["verdict_reason"]
+    assert report["exposure"]["16"]["mean"] > 4
+    assert not report["controls"]["base_separates"]
 
 
-def test_without_coins_a_shift_is_said(seed):
-    planned = manifest(independent=False)
-    rows, tokens = scored(planned, 0.0, seed, base_shift=6.0)
-    report = summarise_manifest(rows, tokens, planned, None).to_json()
+def test_without_coins_a_shift_is_said(monkeypatch, seed):
+    report, _ = summarise(monkeypatch, manifest(independent=False), None, 0.0, seed, base_shift=6.0)
     assert report["controls"]["base_separates"]
-    assert "already tell" in report["verdict_reason"]
-    with_words = Manifest(
-        tuple(
-            canaries.Canary(one.canary_id, 1, "x " * one.inserted, one.secret, one.inserted) for one in planned.canaries
-        ),
-        (),
-        False,
-        "not stated",
-    )
-    rows, tokens = scored(with_words, 0.0, seed)
-    assert "already tell" in summarise_manifest(rows, tokens, with_words, None).verdict_reason
 
 
-def test_repeated_canaries_are_judged_without_references_too(seed):
+def test_repeated_canaries_are_judged_without_references_too(monkeypatch, seed):
     planned = manifest(300, groups=(1, 1, 4))
-    rows, tokens = scored(planned, 6.0, seed)
-    report = summarise_manifest(rows, tokens, planned, Claim(0.3, 1e-5, "example")).to_json()
+    report, rows = summarise(monkeypatch, planned, Claim(0.3, 1e-5, "example"), 6.0, seed)
     assert report["repeated"]["4"]["test"] is not None
-    outside = sum(not row.inserted for row in rows)
-    assert report["repeated"]["4"]["attacks"]["ratio"]["negatives"] == outside
+    left_out = sum(row.group == 4 and not row.inserted for row in rows)
+    assert report["repeated"]["4"]["attacks"]["ratio"]["negatives"] == left_out
     assert json.dumps(report["repeated"], allow_nan=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import stat
 
 import pytest
 import tiny
@@ -14,14 +13,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from dpllm.auditing.bounds import Claim
-from dpllm.errors import ConfigError, DataError, DpllmError
-from dpllm.lab.outside import (
-    audit_outside_canaries,
-    audit_outside_members,
-    load_outside,
-    outside_claim,
-    write_outside,
-)
+from dpllm.errors import ConfigError, DpllmError
+from dpllm.lab.outside import audit_outside, outside_claim
+from dpllm.model import elsewhere
 from dpllm.model.loading import positions
 
 TARGETS = ["q_proj", "v_proj"]
@@ -68,9 +62,13 @@ def logits(net):
         return net(input_ids=torch.tensor([[0, 40, 41, 42, 43]])).logits
 
 
+def load(path, base):
+    return elsewhere.load(path, base, torch.device("cpu"))
+
+
 def refusal(path, base):
     with pytest.raises(ConfigError) as caught:
-        load_outside(path, base)
+        load(path, base)
     assert caught.value.exit_code == 2
     return str(caught.value)
 
@@ -79,9 +77,8 @@ def refusal(path, base):
 
 
 def test_an_adapter_is_scored_beside_its_own_base(adapter, base):
-    models, described = load_outside(adapter, None)
-    assert list(described.pop("weights")) == ["adapter_config.json", "adapter_model.safetensors"]
-    assert described == {"kind": "LORA adapter", "name": "adapter", "base": "tiny-base", "base_matches_name": True}
+    models, kind, name = load(adapter, None)
+    assert (kind, name) == ("LORA adapter", str(base))
     plain = logits(AutoModelForCausalLM.from_pretrained(base))
     with models.base() as before:
         torch.testing.assert_close(logits(before), plain)
@@ -93,19 +90,15 @@ def test_an_adapter_is_scored_beside_its_own_base(adapter, base):
 
 def test_a_base_elsewhere_is_named_by_hand(adapter, base, tmp_path):
     moved = edit(copy(adapter, tmp_path / "moved"), base_model_name_or_path="nowhere/tiny-base")
-    assert load_outside(moved, str(base))[1]["base_matches_name"]
-    moved = edit(moved, base_model_name_or_path="nowhere/another")
-    models, described = load_outside(moved, str(base))
-    assert not described["base_matches_name"]
-    torch.testing.assert_close(logits(models.tuned), logits(load_outside(adapter, None)[0].tuned))
+    torch.testing.assert_close(logits(load(moved, str(base))[0].tuned), logits(load(adapter, None)[0].tuned))
 
 
 def test_a_whole_model_is_scored_beside_the_base_that_is_named(base, tmp_path):
     tuned = AutoModelForCausalLM.from_pretrained(base)
     tuned.lm_head.weight.data.add_(0.1)
     tuned.save_pretrained(tmp_path / "whole")
-    models, described = load_outside(tmp_path / "whole", str(base))
-    assert described["kind"] == "whole model"
+    models, kind, name = load(tmp_path / "whole", str(base))
+    assert (kind, name) == ("whole model", str(base))
     torch.testing.assert_close(logits(models.tuned), logits(tuned.eval()))
     with models.base() as before:
         torch.testing.assert_close(logits(before), logits(AutoModelForCausalLM.from_pretrained(base)))
@@ -115,15 +108,15 @@ def test_the_tokenizer_of_the_model_goes_before_that_of_the_base(adapter, base, 
     own = copy(adapter, tmp_path / "own")
     tokenizer = tiny.tokenizer(chat_template="{{ messages[0]['content'] }}")
     tokenizer.save_pretrained(own)
-    assert load_outside(own, None)[0].tokenizer.chat_template == tokenizer.chat_template
-    assert load_outside(adapter, None)[0].tokenizer.chat_template == tiny.CHAT
+    assert load(own, None)[0].tokenizer.chat_template == tokenizer.chat_template
+    assert load(adapter, None)[0].tokenizer.chat_template == tiny.CHAT
 
 
 def test_modules_that_were_saved_whole_are_switched_off_with_the_adapter(base, tmp_path):
     path = save_adapter(base, tmp_path / "saved", modules_to_save=["lm_head"])
     weights = load_file(path / "adapter_model.safetensors")
     save_file({name: w + 0.1 * ("lm_head" in name) for name, w in weights.items()}, path / "adapter_model.safetensors")
-    models, _ = load_outside(path, None)
+    models = load(path, None)[0]
     with models.base() as before:
         torch.testing.assert_close(logits(before), logits(AutoModelForCausalLM.from_pretrained(base)))
 
@@ -260,69 +253,6 @@ def test_a_claim_is_an_epsilon_with_its_delta():
             outside_claim(epsilon, delta)
 
 
-def rows(side, count=60):
-    return [{"text": f"{side} {tiny.sentence(number)}"} for number in range(count)]
-
-
-def test_members_come_from_files_of_every_kind(adapter, tmp_path):
-    texts = [[f"{tiny.NAMES[number % 10]} has {side}{number}." for number in range(60)] for side in (7, 8)]
-    tiny.write_rows(tmp_path / "in.jsonl", [{"text": text} for text in texts[0]])
-    (tmp_path / "out.txt").write_text("\n".join(texts[1]) + "\n\n")
-    (tmp_path / "out.csv").write_text("text\n" + "\n".join(texts[1]) + "\n")
-    found = [
-        audit_outside_members(adapter, str(tmp_path / "in.jsonl"), str(tmp_path / name))
-        for name in ("out.txt", "out.csv")
-    ]
-    assert found[0] == found[1]
-    assert (found[0]["members"], found[0]["non_members"], found[0]["unit"]) == (60, 60, "row")
-    assert found[0]["model"]["base"] == "tiny-base"
-    assert list(found[0]["model"]["weights"]) == ["adapter_config.json", "adapter_model.safetensors"]
-    assert len(found[0]["assumed"]) == 2
-    text = json.dumps(found[0], allow_nan=False)
-    assert "has 7" not in text
-    assert "epsilon_lower_bound" not in text
-
-
-def test_a_column_may_say_whose_a_row_is(adapter, tmp_path):
-    for name in ("in", "out"):
-        made = [{**row, "who": f"{name}{number // 2}"} for number, row in enumerate(rows(name, 120))]
-        tiny.write_rows(tmp_path / f"{name}.jsonl", made)
-    files = (str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"))
-    found = audit_outside_members(adapter, *files, unit="who")
-    assert (found["members"], found["unit"]) == (60, "who")
-
-
-def test_rows_are_cut_where_the_model_ends(tmp_path):
-    other = tiny.save_model(tmp_path / "gpt2", "gpt2")
-    path = save_adapter(other, tmp_path / "adapter", target_modules=["c_attn"], fan_in_fan_out=True)
-    for side in ("in", "out"):
-        tiny.write_rows(tmp_path / f"{side}.jsonl", [{"text": f"{side} {n} " * 120} for n in range(60)])
-    files = (str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"))
-    assert audit_outside_members(path, *files)["members"] == 60
-
-
-def test_member_files_that_do_not_belong_together_are_refused(adapter, tmp_path):
-    first = str(tiny.write_rows(tmp_path / "in.jsonl", rows("a")))
-    with pytest.raises(ConfigError, match="no such file"):
-        audit_outside_members(adapter, first, str(tmp_path / "none.jsonl"))
-    with pytest.raises(ConfigError, match="no such file"):
-        audit_outside_members(adapter, "somebody/rows", first)
-    other = str(tiny.write_rows(tmp_path / "out.jsonl", [{"prompt": "a", "completion": "b"}] * 60))
-    with pytest.raises(ConfigError, match="is read as text and"):
-        audit_outside_members(adapter, first, other)
-    with pytest.raises(ConfigError, match="60 of 60 rows are identical to members"):
-        audit_outside_members(adapter, first, first)
-    few = str(tiny.write_rows(tmp_path / "few.jsonl", rows("b", 10)))
-    with pytest.raises(ConfigError, match="10 non-members"):
-        audit_outside_members(adapter, first, few)
-    (tmp_path / "empty.txt").write_text("\n\n")
-    with pytest.raises(ConfigError, match="0 non-members"):
-        audit_outside_members(adapter, first, str(tmp_path / "empty.txt"))
-    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\xff")
-    with pytest.raises(DataError, match="cannot be read as text"):
-        audit_outside_members(adapter, first, str(tmp_path / "binary.txt"))
-
-
 def write_manifest(path, canaries, header=None):
     lines = [header or {"coins": "independent"}, *canaries]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -334,7 +264,7 @@ def test_canaries_that_the_model_cannot_read_are_refused_without_their_text(adap
     long = {"carrier": f"{SECRET} " * 40, "secret": "99", "inserted": True}
     path = write_manifest(tmp_path / "m.jsonl", [*made, long])
     with pytest.raises(ConfigError, match="canary c00060") as caught:
-        audit_outside_canaries(adapter, path)
+        audit_outside(adapter, path)
     assert "Sigrid" not in str(caught.value)
 
 
@@ -344,19 +274,26 @@ def test_weights_that_are_not_numbers_give_no_report(adapter, tmp_path):
     save_file({name: w * float("nan") for name, w in weights.items()}, path / "adapter_model.safetensors")
     made = [{"carrier": f"no. {n} is", "secret": f"{n:06d}", "inserted": n % 2 == 0} for n in range(60)]
     with pytest.raises(DpllmError, match="not finite"):
-        audit_outside_canaries(path, write_manifest(tmp_path / "m.jsonl", made))
+        audit_outside(path, write_manifest(tmp_path / "m.jsonl", made))
 
 
-def test_a_report_is_its_owners_alone_and_never_lies_in_the_model(adapter, tmp_path):
-    report = {"word": "distribution shift"}
-    path = write_outside(report, tmp_path / "reports", adapter)
-    assert path.name == "audit_members.json"
-    assert json.loads(path.read_text())["word"] == "distribution shift"
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
-    assert write_outside({"verdict": "no_claim"}, tmp_path / "reports", adapter).name == "audit.json"
-    for inside in (adapter, adapter / "audit", adapter / ".." / adapter.name):
-        with pytest.raises(ConfigError, match="may be published"):
-            write_outside(report, inside, adapter)
-    with pytest.raises(ConfigError, match="cannot be written to"):
-        write_outside(report, path, adapter)
+def test_a_report_says_what_was_audited_and_what_no_file_can_show(adapter, tmp_path):
+    made = [{"carrier": f"no. {n} is", "secret": f"{n:06d}", "inserted": n % 2 == 0} for n in range(60)]
+    report = audit_outside(adapter, write_manifest(tmp_path / "m.jsonl", made)).to_json()
+    weights = report["model"].pop("weights")
+    assert list(weights) == ["adapter_config.json", "adapter_model.safetensors"]
+    assert report["model"] == {"kind": "LORA adapter", "name": "adapter", "base": "tiny-base"}
+    assert any("the base is the one" in line for line in report["assumed"])
+    assert "no. 7 is" not in json.dumps(report, allow_nan=False)
+
+
+def test_a_claim_without_coins_is_refused(adapter, tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_text(
+        "".join(
+            json.dumps({"carrier": f"no. {n} is", "secret": f"{n:06d}", "inserted": n % 2 == 0}) + "\n"
+            for n in range(60)
+        )
+    )
+    with pytest.raises(ConfigError, match="a claim cannot be tested"):
+        audit_outside(adapter, path, claim=outside_claim(1.0, 1e-5))

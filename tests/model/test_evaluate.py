@@ -9,7 +9,7 @@ import pytest
 import tiny
 import torch
 
-from dpllm.auditing import generation
+from dpllm.model import generation
 from dpllm.model.evaluate import held_out_loss
 from dpllm.model.reading import Reader
 from dpllm.text.data import TokenSequence

@@ -15,10 +15,9 @@ import tiny
 import tiny_models as tm
 import torch
 
-from dpllm.auditing import generation
 from dpllm.auditing.scores import score
 from dpllm.errors import Refused
-from dpllm.model import reading
+from dpllm.model import generation, reading
 from dpllm.model.evaluate import held_out_loss
 from dpllm.model.longest import rows_at_once, without_memory
 from dpllm.model.reading import Embedder, Reader

@@ -19,7 +19,6 @@ from dpllm.auditing.bounds import OneRunBound, epsilon_lower_bound
 from dpllm.recipe.audit import default_ways
 
 ALPHA = 0.05
-COUNTED = {"guesses": (40, 120, 400), "guesses_in": (30, 120)}
 SPREAD_GRID = (10, 15, 22, 33, 50, 80, 130, 220, 400)
 SIGNIFICANCE = 1e-8  # how often one simulation may alarm falsely
 EPSILONS = (0.5, 1.0, 2.0, 4.0)

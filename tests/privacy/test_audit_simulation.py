@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from audit_simulation import (
     ALPHA,
-    COUNTED,
     EPSILONS,
     MECHANISMS,
     NUM_STEPS,
@@ -51,11 +50,10 @@ def rounded(mechanism: Mechanism, order: str, step: float) -> Mechanism:
 @pytest.mark.parametrize("num_canaries", [100, 1000])
 @pytest.mark.parametrize("epsilon", EPSILONS)
 @pytest.mark.parametrize("name", MECHANISMS)
-@pytest.mark.parametrize("ways", [COUNTED, {}], ids=["counted", "default"])
-def test_the_bound_exceeds_the_truth_at_most_as_often_as_alpha_says(ways, name, epsilon, num_canaries, seed, full):
+def test_the_bound_exceeds_the_truth_at_most_as_often_as_alpha_says(name, epsilon, num_canaries, seed, full):
     mechanism = MECHANISMS[name]
     rng = np.random.default_rng([seed, num_canaries, int(10 * epsilon), list(MECHANISMS).index(name)])
-    bounds = audits(mechanism, epsilon, num_canaries, 4000 if full else 250, rng, **ways)
+    bounds = audits(mechanism, epsilon, num_canaries, 4000 if full else 250, rng)
     assert not false_alarm(bounds, epsilon)
 
 
@@ -64,7 +62,7 @@ def test_the_bound_exceeds_the_truth_at_most_as_often_as_alpha_says(ways, name, 
 @pytest.mark.parametrize(
     ("name", "step"), [("randomized response", 1.0), ("gaussian", 0.5), ("laplace", 4.0), ("gaussian", 99.0)]
 )
-@pytest.mark.parametrize("ways", [COUNTED, default_ways(200), {"falling_in": [63]}])
+@pytest.mark.parametrize("ways", [default_ways(200), {"falling_in": [63]}])
 def test_equal_scores_claim_nothing_falsely_in_whatever_order_of_rows(
     ways, name, step, order, num_canaries, seed, full
 ):
@@ -77,13 +75,12 @@ def test_equal_scores_claim_nothing_falsely_in_whatever_order_of_rows(
 
 
 @pytest.mark.parametrize("epsilon", EPSILONS)
-@pytest.mark.parametrize("way", ["guesses", "falling"])
-def test_one_test_on_randomized_response_is_nearly_tight(way, epsilon, seed, full):
+def test_one_test_on_randomized_response_is_nearly_tight(epsilon, seed, full):
     """Here the theorem is an equality, so a bound that is much too careful would show as well."""
     count = 4000 if full else 300
     rng = np.random.default_rng([seed, 7])
     mechanism = Mechanism(randomized_response, 0.0)
-    bounds = audits(mechanism, epsilon, 400, count, rng, **{way: [300]})
+    bounds = audits(mechanism, epsilon, 400, count, rng, falling=[300])
     assert not false_alarm(bounds, epsilon)
     false = sum(bound.value > epsilon for bound in bounds)
     assert stats.binomtest(false, count, 0.015, alternative="less").pvalue > SIGNIFICANCE
@@ -94,20 +91,19 @@ def test_many_guess_counts_are_paid_for_and_would_be_caught_if_not(seed, full):
     rng = np.random.default_rng([seed, 8])
     # Without delta and with a mechanism whose every extreme score is equally telling, no entry is better than another.
     mechanism = Mechanism(laplace, 0.0)
-    assert not false_alarm(audits(mechanism, epsilon, 1000, count, rng, guesses=SPREAD_GRID), epsilon)
+    assert not false_alarm(audits(mechanism, epsilon, 1000, count, rng, falling=SPREAD_GRID), epsilon)
     # Each entry tested at alpha itself, as if there were no others.
     unpaid_alpha = ALPHA * len(SPREAD_GRID)
-    unpaid = audits(mechanism, epsilon, 1000, count, rng, alpha=unpaid_alpha, guesses=SPREAD_GRID)
+    unpaid = audits(mechanism, epsilon, 1000, count, rng, alpha=unpaid_alpha, falling=SPREAD_GRID)
     assert false_alarm(unpaid, epsilon)
 
 
-@pytest.mark.parametrize("way", ["guesses", "falling"])
-def test_delta_is_paid_for_and_would_be_caught_if_not(way, seed):
+def test_delta_is_paid_for_and_would_be_caught_if_not(seed):
     mechanism, epsilon = Mechanism(MECHANISMS["name and shame"].run, 1e-2), 0.5
     rng = np.random.default_rng([seed, 9])
     # As many guesses as coins are published.
-    assert not false_alarm(audits(mechanism, epsilon, 1000, 200, rng, **{way: [10]}), epsilon)
-    assert false_alarm(audits(mechanism, epsilon, 1000, 200, rng, **{way: [10]}, delta=0.0), epsilon)
+    assert not false_alarm(audits(mechanism, epsilon, 1000, 200, rng, falling=[10]), epsilon)
+    assert false_alarm(audits(mechanism, epsilon, 1000, 200, rng, falling=[10], delta=0.0), epsilon)
 
 
 def test_repeated_canaries_are_judged_by_the_claim_for_groups(seed, full):
@@ -129,7 +125,7 @@ def test_repeated_canaries_are_judged_by_the_claim_for_groups(seed, full):
 
 def test_the_bound_has_power(seed):
     rng = np.random.default_rng([seed, 10])
-    for ways, least in ((COUNTED, 1.35), (default_ways(1000), 1.38), ({"falling": [126]}, 1.51)):
+    for ways, least in ((default_ways(1000), 1.38), ({"falling": [126]}, 1.51)):
         bounds = audits(MECHANISMS["gaussian"], 4.0, 1000, 600, rng, **ways)
         assert np.mean([bound.value for bound in bounds]) >= least
 
@@ -151,14 +147,13 @@ def test_guesses_on_one_side_have_power_where_few_members_show(seed):
 def test_a_perfect_attack_shows_the_ceiling_and_nothing_shows_more(num_canaries, delta, seed):
     rng = np.random.default_rng([seed, 12, num_canaries])
     coins = rng.permutation(np.arange(num_canaries) % 2 == 0)
-    ways = {**COUNTED, **default_ways(num_canaries)}
+    ways = default_ways(num_canaries)
     ceiling = one_run_ceiling(num_canaries, delta=delta, alpha=ALPHA, **ways)
     # Half of the canaries on each side, so that at most all of them are right.
     bound = epsilon_lower_bound(coins + rng.random(num_canaries) / 2, coins, delta=delta, alpha=ALPHA, **ways)
     assert bound.value == bound.ceiling == ceiling
     if delta == 0:  # all right, whatever their weights
-        tests = (*bound.guesses, *bound.guesses_in, *bound.falling, *bound.falling_in)
-        q = (ALPHA / len(tests)) ** (1 / max(*bound.guesses, *bound.falling))
+        q = (ALPHA / len((*bound.falling, *bound.falling_in))) ** (1 / max(bound.falling))
         assert ceiling == pytest.approx(math.log(q / (1 - q)), abs=1e-6)
     for epsilon in (1.0, 8.0):
         bounds = audits(Mechanism(gaussian, 1e-5), epsilon, num_canaries, 50, rng, delta=delta, **ways)

@@ -43,7 +43,11 @@ def test_p_value_matches_an_independent_implementation(m, r, v, epsilon, delta, 
 
 @pytest.mark.parametrize(("r", "v", "expected"), [(100, 90, 1.6261), (100, 100, 3.4654), (1000, 600, 0.2972)])
 def test_epsilon_matches_an_independent_implementation(r, v, expected):
-    assert epsilon_of(1000, "both", r, v, delta=1e-5, alpha=0.05) == pytest.approx(expected, abs=5.1e-5)
+    assert epsilon_of(1000, (r,), v, delta=1e-5, alpha=0.05) == pytest.approx(expected, abs=5.1e-5)
+
+
+def logit(q: float) -> float:
+    return math.log(q / (1 - q))
 
 
 def naive_p_value(m: int, r: int, v: int, epsilon: float, delta: float) -> float:
@@ -88,20 +92,20 @@ def test_p_value_grows_with_epsilon_delta_and_canaries_and_shrinks_with_right_gu
 @pytest.mark.parametrize("epsilon", [0.0, 30.0, 40.0, 700.0])
 def test_p_value_is_finite_where_probabilities_round_to_zero_and_one(epsilon):
     for r, v in ((5000, 5000), (5000, 2500), (5000, 0), (1, 1)):
-        assert 0.0 <= one_run_p_value(5000, r, v, epsilon, 1e-6) <= 1.0
+        assert -1e-12 < one_run_p_value(5000, r, v, epsilon, 1e-6) <= 1.0
 
 
 @settings(max_examples=60, deadline=None)
 @given(guessing(), st.floats(0, 1e-3), st.floats(1e-4, 0.2))
 def test_the_bound_is_where_the_p_value_crosses_alpha(mrv, delta, alpha):
     m, r, v = mrv
-    epsilon = epsilon_of(m, "both", r, v, delta=delta, alpha=alpha)
+    epsilon = epsilon_of(m, (r,), v, delta=delta, alpha=alpha)
     assert one_run_p_value(m, r, v, epsilon + 1e-6, delta) > alpha
     if epsilon > 0:
         assert one_run_p_value(m, r, v, epsilon, delta) <= alpha
         assert v > r / 2
     if v > 0:
-        assert epsilon_of(m, "both", r, v - 1, delta=delta, alpha=alpha) <= epsilon
+        assert epsilon_of(m, (r,), v - 1, delta=delta, alpha=alpha) <= epsilon
 
 
 # The bound from scores.
@@ -109,9 +113,8 @@ def test_the_bound_is_where_the_p_value_crosses_alpha(mrv, delta, alpha):
 
 def test_a_perfect_separator_reaches_the_ceiling_in_closed_form():
     coins = np.arange(400) % 2 == 0
-    bound = epsilon_lower_bound(coins.astype(float), coins, delta=0.0, alpha=0.05, guesses=[10, 100])
-    q = (0.05 / 2) ** (1 / 100)
-    assert bound.value == bound.ceiling == pytest.approx(math.log(q / (1 - q)), abs=1e-6)
+    bound = epsilon_lower_bound(coins.astype(float), coins, delta=0.0, alpha=0.05, falling=[10, 100])
+    assert bound.value == bound.ceiling == pytest.approx(logit((0.05 / 2) ** (1 / 100)), abs=1e-6)
     assert (bound.best_guesses, bound.correct, bound.num_canaries) == (100, 100, 400)
 
 
@@ -119,41 +122,41 @@ def test_the_grid_costs_alpha_over_its_length():
     rng = np.random.default_rng(1)
     coins = rng.random(300) < 0.5
     scores = coins + rng.normal(size=300)
-    alone = [epsilon_lower_bound(scores, coins, delta=1e-5, alpha=0.01, guesses=[r]).value for r in GRID]
-    together = epsilon_lower_bound(scores, coins, delta=1e-5, alpha=0.05, guesses=GRID)
+    alone = [epsilon_lower_bound(scores, coins, delta=1e-5, alpha=0.01, falling=[r]).value for r in GRID]
+    together = epsilon_lower_bound(scores, coins, delta=1e-5, alpha=0.05, falling=GRID)
     assert together.value == pytest.approx(max(alone), abs=1e-8)
     assert together.best_guesses == GRID[int(np.argmax(alone))]
 
 
 def test_guess_counts_above_the_number_of_canaries_are_dropped_before_alpha_is_divided():
     coins = np.arange(60) % 2 == 0
-    bound = epsilon_lower_bound(coins.astype(float), coins, delta=1e-5, alpha=0.05, guesses=[100, 20, 20, 50])
-    assert bound.guesses == (20, 50)
-    assert bound.value == pytest.approx(epsilon_of(60, "both", 50, 50, delta=1e-5, alpha=0.025), abs=1e-8)
+    bound = epsilon_lower_bound(coins.astype(float), coins, delta=1e-5, alpha=0.05, falling=[100, 20, 20, 50])
+    assert bound.falling == (20, 50)
+    assert bound.value == max(perfect(60, "falling", r, delta=1e-5, alpha=0.025) for r in (20, 50))
 
 
 def test_nothing_playable_shows_nothing():
-    bound = epsilon_lower_bound([1.0, 0.0], [True, False], delta=1e-5, alpha=0.05, guesses=[10])
-    assert (bound.value, bound.ceiling, bound.guesses, bound.best_guesses, bound.correct) == (0.0, 0.0, (), None, None)
-    assert epsilon_lower_bound([], [], delta=1e-5, alpha=0.05, guesses=[10]).ceiling == 0.0
+    bound = epsilon_lower_bound([1.0, 0.0], [True, False], delta=1e-5, alpha=0.05, falling=[10])
+    assert (bound.value, bound.ceiling, bound.falling, bound.best_guesses, bound.correct) == (0.0, 0.0, (), None, None)
+    assert epsilon_lower_bound([], [], delta=1e-5, alpha=0.05, falling=[10]).ceiling == 0.0
 
 
 def test_the_wrong_direction_shows_nothing():
     coins = np.arange(400) % 2 == 0
-    assert epsilon_lower_bound(-coins.astype(float), coins, delta=1e-5, alpha=0.05, guesses=GRID).value == 0.0
+    assert epsilon_lower_bound(-coins.astype(float), coins, delta=1e-5, alpha=0.05, falling=GRID).value == 0.0
 
 
 @pytest.mark.parametrize("members_first", [True, False])
 def test_equal_scores_show_nothing_whatever_the_order_of_the_rows(members_first):
     coins = (np.arange(1000) < 500) == members_first
-    assert epsilon_lower_bound(np.zeros(1000), coins, delta=1e-5, alpha=0.05, guesses=GRID).value == 0.0
+    assert epsilon_lower_bound(np.zeros(1000), coins, delta=1e-5, alpha=0.05, falling=GRID).value == 0.0
 
 
 def test_a_bound_of_scores_without_rank_is_refused():
     with pytest.raises(ValueError, match="not a finite number"):
-        epsilon_lower_bound([1.0, math.nan], [True, False], delta=1e-5, alpha=0.05, guesses=[2])
+        epsilon_lower_bound([1.0, math.nan], [True, False], delta=1e-5, alpha=0.05, falling=[2])
     with pytest.raises(ValueError, match="equally long"):
-        epsilon_lower_bound([1.0], [True, False], delta=1e-5, alpha=0.05, guesses=[2])
+        epsilon_lower_bound([1.0], [True, False], delta=1e-5, alpha=0.05, falling=[2])
 
 
 # Falling weights.
@@ -163,6 +166,17 @@ def weights(r: int, parts: int | None = None) -> list[int]:
     """Of the most extreme score, the next, ...: how many of 8 windows, each an 8th of r longer than the last, hold it."""
     parts = parts or min(8, r)
     return [sum(place < math.ceil(r * part / parts) for part in range(1, parts + 1)) for place in range(r)]
+
+
+def perfect(m: int, side: str, r: int, *, delta: float, alpha: float) -> float:
+    """The bound where all guesses of one test are right."""
+    played = weights(r) if side == "falling_in" else weights(r // 2) + weights(r - r // 2)
+    return epsilon_of(m, counts(played), sum(played), delta=delta, alpha=alpha)
+
+
+def counts(played: list[int]) -> tuple[int, ...]:
+    """How many guesses have weight 1, 2, ..."""
+    return tuple(played.count(weight) for weight in range(1, max(played) + 1))
 
 
 def naive_weighted_p_value(m: int, played: list[int], seen: int, epsilon: float, delta: float) -> float:
@@ -184,7 +198,7 @@ def test_the_bound_of_weighted_guesses_is_where_the_formula_as_printed_crosses_a
     parts = min(8, r - r // 2)  # also where the shorter side has fewer places than there are windows
     played = weights(r) if side == "falling_in" else sorted(weights(r // 2, parts) + weights(r - r // 2, parts))
     seen, delta, alpha = data.draw(st.integers(0, sum(played))), data.draw(st.sampled_from([0.0, 1e-5, 1e-3])), 0.05
-    value = epsilon_of(2 * r, side, r, seen, delta=delta, alpha=alpha)
+    value = epsilon_of(2 * r, counts(played), seen, delta=delta, alpha=alpha)
     assert naive_weighted_p_value(2 * r, played, seen, value + 1e-6, delta) > alpha
     if value > 0:
         assert naive_weighted_p_value(2 * r, played, seen, value, delta) <= alpha * (1 + 1e-9)
@@ -196,7 +210,7 @@ def test_no_order_of_equal_scores_has_fewer_right_guesses(rows, data):
     """Nor less weight; and none of them is needed where scores differ: then the count is that of a loop."""
     scores, coins = (np.array(column) for column in zip(*rows, strict=True))
     r, order = data.draw(st.integers(1, len(rows) // 2)), data.draw(st.permutations(range(len(rows))))
-    ways = {"delta": 0.0, "alpha": 0.1, "guesses": [r], "falling": [r], "guesses_in": [r], "falling_in": [r]}
+    ways = {"delta": 0.0, "alpha": 0.1, "falling": [r], "falling_in": [r]}
     counted, ordered = (outcomes(s, coins, **ways)[0] for s in (scores, scores + 1e-3 * np.array(order)))
     for one, other in zip(counted, ordered, strict=True):
         assert one[:2] == other[:2]
@@ -210,17 +224,15 @@ def test_no_order_of_equal_scores_has_fewer_right_guesses(rows, data):
         assert found["falling"] == right
 
 
-def test_falling_weights_say_what_won_and_gain_on_shifted_scores():
+def test_falling_weights_say_what_won():
     rng = np.random.default_rng(3)
     coins = rng.random(1000) < 0.5
     scores = coins * 0.925 + rng.normal(size=1000)
     bound = epsilon_lower_bound(scores, coins, delta=1e-5, alpha=0.05, falling=[126, 2000], falling_in=[600])
-    assert (bound.guesses, bound.falling, bound.falling_in, bound.best_side) == ((), (126,), (), "falling")
-    assert bound.best_guesses == 126
-    assert bound.value == epsilon_of(1000, "falling", 126, bound.weight, delta=1e-5, alpha=0.05)
-    assert bound.value > 1.1 * epsilon_lower_bound(scores, coins, delta=1e-5, alpha=0.05, guesses=[40, 120, 400]).value
+    assert (bound.falling, bound.falling_in, bound.best_side, bound.best_guesses) == ((126,), (), "falling", 126)
+    played = counts(weights(63) + weights(63))
+    assert bound.value == epsilon_of(1000, played, bound.weight, delta=1e-5, alpha=0.05)
     assert bound.to_json()["falling"] == [126]
-    assert not {"falling_in", "guesses_in"} <= set(bound.to_json())
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
@@ -233,12 +245,11 @@ def test_guesses_are_counted_from_both_ends(rows, data):
     ranked = [coin for _, coin in sorted(zip(scores, coins, strict=True))]
     top = both // 2
     right = sum(not coin for coin in ranked[: both - top]) + sum(ranked[len(rows) - top :])
-    expected = [("both", both, right, right)]
+    expected = [("falling", both, right)]
     if len(rows) > 1:
-        right = sum(ranked[len(rows) - only_in :])
-        expected.insert(0, ("in", only_in, right, right))
-    played, level = outcomes(scores, coins, delta=0.0, alpha=0.1, guesses=[both], guesses_in=[only_in])
-    assert played == expected
+        expected.insert(0, ("falling_in", only_in, sum(ranked[len(rows) - only_in :])))
+    played, level = outcomes(scores, coins, delta=0.0, alpha=0.1, falling=[both], falling_in=[only_in])
+    assert [one[:3] for one in played] == expected
     assert level == 0.1 / len(expected)
 
 
@@ -246,32 +257,35 @@ def test_guesses_on_one_side_are_paid_for_and_find_what_few_members_show():
     rng = np.random.default_rng(2)
     coins = rng.random(1000) < 0.5
     scores = np.where(coins & (rng.random(1000) < 0.3), 9.0, 0.0) + rng.normal(size=1000)
-    terms = {"delta": 1e-5, "alpha": 0.05, "guesses": [40, 400]}
-    bound = epsilon_lower_bound(scores, coins, guesses_in=[120, 600, 120], **terms)
-    assert (bound.guesses, bound.guesses_in) == ((40, 400), (120,))
-    assert (bound.best_side, bound.best_guesses, bound.correct) == ("in", 120, 120)
-    assert bound.value == epsilon_of(1000, "both", 120, 120, delta=1e-5, alpha=0.05 / 3)
+    terms = {"delta": 1e-5, "alpha": 0.05, "falling": [40, 400]}
+    bound = epsilon_lower_bound(scores, coins, falling_in=[120, 600, 120], **terms)
+    assert (bound.falling, bound.falling_in) == ((40, 400), (120,))
+    assert (bound.best_side, bound.best_guesses, bound.correct) == ("falling_in", 120, 120)
+    assert bound.value == perfect(1000, "falling_in", 120, delta=1e-5, alpha=0.05 / 3)
     assert bound.value > 2 * epsilon_lower_bound(scores, coins, **terms).value
-    assert bound.ceiling == one_run_ceiling(1000, guesses_in=[120], **terms)
-    assert bound.ceiling == epsilon_of(1000, "both", 400, 400, delta=1e-5, alpha=0.05 / 3)
+    assert bound.ceiling == one_run_ceiling(1000, falling_in=[120], **terms)
+    assert bound.ceiling == perfect(1000, "falling", 400, delta=1e-5, alpha=0.05 / 3)
 
 
 def test_the_ceiling_needs_no_scores():
-    assert one_run_ceiling(1000, delta=1e-5, alpha=0.05, guesses=[100]) == pytest.approx(3.4654, abs=5.1e-5)
-    assert one_run_ceiling(1000, delta=1e-5, alpha=0.05, guesses=[10]) == pytest.approx(1.015, abs=5.1e-4)
-    assert one_run_ceiling(1000, delta=1e-5, alpha=0.05, guesses=[1000]) == pytest.approx(5.782, abs=5.1e-4)
-    assert one_run_ceiling(5, delta=1e-5, alpha=0.05, guesses=[10]) == 0.0
+    for r in (10, 100, 1000):
+        ceiling = one_run_ceiling(1000, delta=1e-5, alpha=0.05, falling=[r])
+        assert ceiling == perfect(1000, "falling", r, delta=1e-5, alpha=0.05)
+    assert one_run_ceiling(1000, delta=0.0, alpha=0.05, falling=[100]) == pytest.approx(
+        logit(0.05 ** (1 / 100)), abs=1e-6
+    )
+    assert one_run_ceiling(5, delta=1e-5, alpha=0.05, falling=[10]) == 0.0
     # Where m delta is far above alpha, no attack could show anything.
-    assert one_run_ceiling(1000, delta=1e-2, alpha=0.05, guesses=GRID) == 0.0
-    assert one_run_ceiling(1000, delta=1.0, alpha=0.05, guesses=GRID) == 0.0
+    assert one_run_ceiling(1000, delta=1e-2, alpha=0.05, falling=GRID) == 0.0
+    assert one_run_ceiling(1000, delta=1.0, alpha=0.05, falling=GRID) == 0.0
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5, -1.0, math.nan])
 def test_impossible_levels_are_refused(alpha):
     with pytest.raises(ValueError, match="alpha must lie"):
-        one_run_ceiling(100, delta=0.0, alpha=alpha, guesses=[10])
+        one_run_ceiling(100, delta=0.0, alpha=alpha, falling=[10])
     with pytest.raises(ValueError, match="delta in"):
-        one_run_ceiling(100, delta=1.1, alpha=0.05, guesses=[10])
+        one_run_ceiling(100, delta=1.1, alpha=0.05, falling=[10])
 
 
 # Repeated canaries.

@@ -15,12 +15,9 @@ from dpllm.auditing.rates import (
     Rates,
     count,
     epsilon_from_rates,
-    event_trade_off,
     many_runs,
-    profile_trade_off,
     rate_limits,
 )
-from dpllm.privacy.events import Gaussian, compose
 from dpllm.statement.state import gaussian_epsilon
 
 COUNTS = Rates(400, 100, 50, 450)
@@ -130,29 +127,3 @@ def test_the_epsilon_of_a_gaussian_matches_an_independent_implementation():
     for mu, expected in ((0.5, 1.99309), (1.0, 4.37718), (2.0, 9.99726)):
         assert gaussian_epsilon(mu, 1e-5) == pytest.approx(expected, abs=5.1e-6)
     assert gaussian_epsilon(0.0, 1e-5) == gaussian_epsilon(1e-9, 1e-5) == 0.0
-
-
-# The curve of what was configured.
-
-
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(st.lists(st.tuples(st.floats(0, 30), st.floats(0, 1)), min_size=1, max_size=12), st.floats(0, 1))
-def test_the_curve_of_pairs_is_the_highest_of_their_lines(pairs, tpr):
-    epsilons, deltas = zip(*pairs, strict=True)
-    lines = [0.0] + [math.exp(-e) * (tpr - d) for e, d in pairs] + [1 - d - math.exp(e) * (1 - tpr) for e, d in pairs]
-    assert profile_trade_off(epsilons, deltas)(tpr) == pytest.approx(max(lines), abs=1e-6)
-
-
-@pytest.mark.parametrize("mu", [0.3, 1.0, 2.5])
-def test_the_curve_of_a_gaussian_event_is_the_gaussian_and_allows_no_less(mu):
-    accounted = event_trade_off(Gaussian(1 / mu), "zero_out")
-    for tpr in (0.0, 1e-6, 1e-3, 0.01, 0.1, 0.3, 0.5, 0.9, 0.99, 0.9999, 1.0):
-        # Discretised losses are too large rather than too small, so a test of the curve errs to the careful side.
-        exact = stats.norm.cdf(stats.norm.ppf(tpr) - mu)
-        assert accounted(tpr) <= exact + 1e-9
-        assert accounted(tpr) == pytest.approx(exact, rel=2e-3, abs=1e-9)
-
-
-def test_the_curve_of_nothing_allows_nothing():
-    nothing = event_trade_off(compose([]), "zero_out")
-    assert [nothing(tpr) for tpr in (0.0, 0.3, 1.0)] == pytest.approx([0.0, 0.3, 1.0])

@@ -110,7 +110,6 @@ WRONG: dict[str, list[Any]] = {
     "adapter.r": [0],
     "adapter.dropout": [1.0],
     "audit.alpha": [0.5],
-    "audit.guesses": [[]],
     "audit.canaries": [5],
     "audit.canaries.digits": [3],
     "audit.canaries.groups": [{}, {0: 5}],

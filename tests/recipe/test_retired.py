@@ -15,8 +15,9 @@ from dpllm.run.directory import RunDir
 
 ATTACK = "audit --attack "
 ATTACKS = [name for name in RETIRED if name.startswith(ATTACK)]
-COMMANDS = [name for name in RETIRED if name.partition(" ")[0].isalpha() and " " in name and name not in ATTACKS]
-KEYS = [name for name in RETIRED if name not in {*ATTACKS, *COMMANDS}]
+OPTIONS = [name for name in RETIRED if " --" in name and name not in ATTACKS]
+ACTIONS = ["curve", *(name for name in RETIRED if name.startswith("ledger ") and name not in OPTIONS)]
+KEYS = [name for name in RETIRED if name not in {*ATTACKS, *OPTIONS, *ACTIONS}]
 
 
 @pytest.mark.parametrize("name", KEYS)
@@ -28,11 +29,17 @@ def test_a_key_of_a_recipe(name: str) -> None:
     assert str(caught.value) == f"recipe.yaml: {key}: {RETIRED[name]}"
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_an_option_or_action_of_a_command(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_option_of_a_command(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     command, option = name.split()
     assert cli.main([command, option]) == 2
     assert capsys.readouterr().err == f"dpllm {command}: {option} is retired: {RETIRED[name]}.\n"
+
+
+@pytest.mark.parametrize("name", ACTIONS)
+def test_a_command_or_an_action(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(name.split()) == 2
+    assert capsys.readouterr().err == f"dpllm {name} is retired: {RETIRED[name]}.\n"
 
 
 @pytest.mark.parametrize("name", ATTACKS)

@@ -1,9 +1,7 @@
-"""The attack that lets a model write: completion of what stands before a secret.
+"""What a model writes behind prompts, many at a time.
 
-Comes in: the tuned model, its base, and the canaries. Goes out: counts for each group of repetitions, every one beside
-its controls: the same canaries on the base model, and held-out canaries on the tuned one. No text leaves this module.
-Which canaries are asked about follows from ids, never from scores or coins. What is written is decided by the prompt and the
-arguments alone: defaults that a model brings with it (penalties, end tokens, temperatures) are put aside.
+Comes in: a model, prompts as tokens. Goes out: the tokens that it writes. These are decided by the prompt and the arguments
+alone: defaults that a model brings with it (penalties, end tokens, temperatures) are put aside.
 """
 
 from __future__ import annotations
@@ -11,24 +9,15 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
 import torch
 from peft import PeftModel
 from torch import nn
 from transformers import Cache, DynamicCache, GenerationConfig
 
-from dpllm.auditing import extraction
-from dpllm.canaries.canaries import Canary, CanaryPlan, encode_secret
 from dpllm.model.evaluate import contiguous_head
 from dpllm.model.longest import rows_at_once
-from dpllm.recipe.config import DataConfig
-from dpllm.text.layouts import Format
-
-if TYPE_CHECKING:
-    from dpllm.model.loading import ScoringModels
 
 # A legend of shapes: B rows of a batch, T tokens of the longest prompt, G tokens of prompt and completion.
 
@@ -36,100 +25,6 @@ _TOKENS_PER_BATCH = 2**13
 """Padded tokens of all rows and beams in one batch; what they cost is the cache of keys and values."""
 
 Tokens = tuple[int, ...]
-
-
-@dataclass(frozen=True, repr=False)
-class _Case:
-    """One canary that is asked about."""
-
-    canary: Canary
-    prompt: Tokens
-    target: Tokens
-    prompt_text: str
-    target_text: str
-
-
-def generate_attacks(
-    models: ScoringModels,
-    plan: CanaryPlan,
-    fmt: Format,
-    data: DataConfig,
-    *,
-    prompts: int = 200,
-) -> dict[str, Any]:
-    """Everything about the canaries that needs a model to write.
-
-    Rows are encoded as in training. At most ``prompts`` inserted canaries of each group are asked about, and as many held-out
-    ones: those with the smallest ids. Deterministic for one kind of device.
-
-    Returns:
-        Counts only, see ``record.Generation``.
-
-    Raises:
-        ConfigError: A canary that training could not have learned (see ``encode_secret``).
-    """
-    tokenizer = models.tokenizer
-    inside, outside = (_chosen(plan.canaries, prompts, inserted=coin) for coin in (True, False))
-    cases = [_case(canary, fmt, tokenizer, data) for canary in (*inside, *outside)]
-    tuned = _complete(models.tuned, tokenizer, cases)
-    with models.base() as base_model:
-        base = _complete(base_model, tokenizer, cases[: len(inside)])
-    completion = {}
-    for group in sorted({canary.group for canary in plan.canaries}):
-        own, held_out = (
-            [i for i, case in enumerate(cases) if case.canary.group == group and case.canary.inserted == coin]
-            for coin in (True, False)
-        )
-        sides = {"inserted": (tuned, own), "base": (base, own), "held_out": (tuned, held_out)}
-        completion[str(group)] = {
-            "greedy": {side: _compare(cases, written, chosen, tokenizer) for side, (written, chosen) in sides.items()}
-        }
-    return {"settings": {"prompts": prompts}, "completion": completion}
-
-
-def _chosen(canaries: Sequence[Canary], most: int, *, inserted: bool) -> list[Canary]:
-    """At most so many of each group, by id."""
-    result = []
-    for group in sorted({canary.group for canary in canaries}):
-        own = [canary for canary in canaries if canary.group == group and canary.inserted == inserted]
-        result += sorted(own, key=lambda canary: canary.canary_id)[:most]
-    return result
-
-
-def _case(canary: Canary, fmt: Format, tokenizer: Any, data: DataConfig) -> _Case:
-    sequence, mask = encode_secret(canary, fmt, tokenizer, data)
-    first = mask.index(True)
-    prompt, target = sequence.input_ids[:first], sequence.input_ids[first : first + sum(mask)]
-    return _Case(canary, prompt, target, tokenizer.decode(prompt), tokenizer.decode(target))
-
-
-def _complete(model: nn.Module, tokenizer: Any, cases: Sequence[_Case]) -> list[Tokens]:
-    """As many tokens for each case as its secret has."""
-    result: list[Tokens] = [()] * len(cases)
-    for length in sorted({len(case.target) for case in cases}):
-        own = [index for index, case in enumerate(cases) if len(case.target) == length]
-        written = complete(model, tokenizer, [cases[index].prompt for index in own], length)
-        for index, tokens in zip(own, written, strict=True):
-            result[index] = tokens
-    return result
-
-
-def _compare(
-    cases: Sequence[_Case], completions: Sequence[Tokens], chosen: Sequence[int], tokenizer: Any
-) -> dict[str, Any]:
-    """Counts of one side. A secret that the prompt itself holds would be no extraction, so it is left out."""
-    asked = [index for index in chosen if cases[index].target_text.strip() not in cases[index].prompt_text]
-    matches = []
-    for case, written in ((cases[index], completions[index]) for index in asked):
-        matches.append(extraction.compare(written, tokenizer.decode(written), case.target, case.target_text))
-    return {
-        "prompts": len(asked),
-        "in_prompt": len(chosen) - len(asked),
-        "exact": sum(match.exact for match in matches),
-        "near_tokens": sum(match.near_tokens for match in matches),
-        "near_characters": sum(match.near_characters for match in matches),
-        "mean_common_share": float(np.mean([match.common_share for match in matches])) if matches else None,
-    }
 
 
 def complete(

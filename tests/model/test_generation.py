@@ -1,0 +1,117 @@
+"""What a model writes follows from prompt and arguments alone: not from batches, nor from defaults that it brings."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+from dpllm.auditing.scores import score
+from dpllm.model import generation
+from dpllm.model.generation import complete
+from dpllm.text import builtin
+from dpllm.text.data import TokenSequence
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(str(builtin.path("builtin:tiny")))
+
+
+@pytest.fixture(scope="module")
+def base():
+    return AutoModelForCausalLM.from_pretrained(str(builtin.path("builtin:tiny"))).eval()
+
+
+def random_prompts(count, seed=0, longest=30):
+    generator = random.Random(seed)
+    return [tuple(generator.randrange(3, 1024) for _ in range(generator.randint(1, longest))) for _ in range(count)]
+
+
+def test_greedy_completions_are_the_arg_max_of_the_token_table(base, tokenizer):
+    """Of many prompts of unequal lengths: each completion is all arg max, and a changed token is not."""
+    prompts = random_prompts(120)
+    found = complete(base, tokenizer, prompts, 7)
+    generator = random.Random(1)
+    changed = []
+    for written in found:
+        place = generator.randrange(7)
+        changed.append((*written[:place], (written[place] + 1) % 1024, *written[place + 1 :]))
+    for texts, right in ((found, True), (changed, False)):
+        sequences = [TokenSequence((*p, *t), (False,) * (len(p) + 7), 7) for p, t in zip(prompts, texts, strict=True)]
+        masks = [(*[False] * len(prompt), *[True] * 7) for prompt in prompts]
+        matches = [bool(one.is_argmax.all()) for one in score(base, sequences, masks, 2048)]
+        assert matches == [right] * 120
+
+
+def test_an_end_token_and_the_defaults_of_a_model_change_nothing(tokenizer):
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=16, n_layer=1, n_head=2, n_positions=64)).eval()
+    prompts = [tuple(token % 50 for token in prompt) for prompt in random_prompts(10, longest=9)]
+    found = complete(model, tokenizer, prompts, 6)
+    for prompt, written in zip(prompts, found, strict=True):
+        ids = list(prompt)
+        with torch.no_grad():
+            for _ in range(6):
+                ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        assert tuple(ids[len(prompt) :]) == written
+    model.generation_config.update(
+        eos_token_id=found[0][0], repetition_penalty=9.0, do_sample=True, temperature=7.0, no_repeat_ngram_size=1
+    )
+    own = model.generation_config
+    assert complete(model, tokenizer, prompts, 6) == found
+    assert model.generation_config is own
+
+
+def test_a_beam_search_is_as_good_as_it_can_be(tokenizer):
+    """Two tokens with as many beams as there are first tokens: the search is exhaustive."""
+    torch.manual_seed(0)
+    small = GPT2LMHeadModel(GPT2Config(vocab_size=12, n_embd=16, n_layer=1, n_head=2, n_positions=32)).eval()
+    for parameter in small.parameters():
+        if parameter.dim() > 1:
+            parameter.data *= 6
+    prompts = [tuple(token % 12 for token in prompt) for prompt in random_prompts(20, longest=6)]
+    for prompt, written in zip(prompts, complete(small, tokenizer, prompts, 2, beams=12), strict=True):
+        with torch.no_grad():
+            ids = torch.tensor([[*prompt, first] for first in range(12)])
+            log_p = torch.log_softmax(small(ids).logits, dim=-1)
+        best = (log_p[:, len(prompt) - 1].gather(1, ids[:, -1:]) + log_p[:, -1]).flatten().argmax().item()
+        assert written == divmod(best, 12)
+
+
+def test_reading_prompts_once_for_all_beams_changes_no_completion(base, tokenizer, monkeypatch):
+    prompts = random_prompts(12)
+    once = complete(base, tokenizer, prompts, 5, beams=4)
+    monkeypatch.setattr(generation, "_read_once", lambda *_: {})
+    assert complete(base, tokenizer, prompts, 5, beams=4) == once
+
+
+def test_completions_do_not_depend_on_batches(base, tokenizer, monkeypatch):
+    prompts = random_prompts(12)
+    together = [complete(base, tokenizer, prompts, 5, beams) for beams in (1, 4)]
+    monkeypatch.setattr(generation, "_TOKENS_PER_BATCH", 1)
+    assert [complete(base, tokenizer, prompts, 5, beams) for beams in (1, 4)] == together
+    assert complete(base, tokenizer, [], 5) == []
+
+
+@pytest.mark.parametrize("beams", [1, 5])
+def test_an_end_token_ends_a_text_where_asked_and_nobody_elses(base, beams):
+    tokenizer = AutoTokenizer.from_pretrained(str(builtin.path("builtin:tiny")))
+    prompts = random_prompts(12, seed=3)
+    plain = complete(base, tokenizer, prompts, 8, beams)
+    often = max((token for text in plain for token in text), key=[token for text in plain for token in text].count)
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(often)
+    assert complete(base, tokenizer, prompts, 8, beams) == plain
+    written = complete(base, tokenizer, prompts, 8, beams, ends=True)
+    together = [generation.until_end(text, tokenizer) for text in written]
+    behind = {token for text, kept in zip(written, together, strict=True) for token in text[len(kept) + 1 :]}
+    assert behind == {tokenizer.pad_token_id}
+    one = [complete(base, tokenizer, [prompt], 8, beams, ends=True)[0] for prompt in prompts]
+    assert together == [generation.until_end(text, tokenizer) for text in one]
+    assert len({len(text) for text in together}) > 1
+    if beams == 1:
+        assert together == [generation.until_end(text, tokenizer) for text in plain]
