@@ -301,8 +301,6 @@ def synthesize(
     *,
     by: str = "training",
     quality: bool = True,
-    embedding: str | None = None,
-    baseline: str | os.PathLike[str] | None = None,
     **settings: Any,
 ) -> Path:
     """Writes a data set: with a tuned model, which costs no privacy, or by private inference, which does. Returns its folder.
@@ -315,8 +313,6 @@ def synthesize(
         by: ``training`` or ``inference``.
         quality: Whether to measure the rows: what may be published stands on their card, the rest in the run's private/, or in
             OUTPUT-private. Warns of what cannot be measured.
-        embedding: A transformers model by whose states rows are compared too; None: none.
-        baseline: A classifier of a control column that ``dpllm describe --predict`` released, tested beside TSTR; None: none.
         settings: Further options of the command with _ for -, as ``temperature`` or ``min_words``: fields of
             ``dpllm.publish.synthesize.Order``; by inference those of ``dpllm.publish.ordered.Order``, its filters, ``model``,
             ``unit``, ``max_examples_per_unit``, ``dataset``, ``ledger``, and keys of a recipe, as ``**{"data.control": [...]}``.
@@ -332,7 +328,7 @@ def synthesize(
         raise ConfigError(f"by: is {by!r}. Type training or inference.")
     measure = None
     if quality:
-        measure = writer(embedding, lambda line: warnings.warn(f"not measured: {line}", stacklevel=4), baseline)
+        measure = writer(lambda line: warnings.warn(f"not measured: {line}", stacklevel=4))
     place = Path(output) if output else None
     if by == "inference":
         return _infer(source, rows, place or Path("synthetic"), measure, settings)

@@ -197,13 +197,8 @@ def reads(figure: str) -> set[str]:
     """The sides that a figure of quality is computed from, by its name; what nobody here names so may read all."""
     what, _, side = figure.rpartition(": ")
     if side in SIDES:
-        return {side, "evaluation"} if what.startswith("Frechet distance") else {side}
-    ends = {
-        " by TSTR": "evaluation",
-        " by the commonest value": "evaluation",
-        " without any text": "evaluation",
-        " as asked": "training",
-    }
+        return {side}
+    ends = {" by TSTR": "evaluation", " by the commonest value": "evaluation"}
     ends |= {f" of any {rows} row": rows for rows in ("training", "evaluation")}
     return next(({rows} for end, rows in ends.items() if (what or figure).endswith(end)), {*SIDES})
 

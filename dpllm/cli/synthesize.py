@@ -72,10 +72,6 @@ def add_commands(add: AddCommand) -> None:
     )
     group = parser.add_argument_group("quality", "figures to measure on the rows; only public ones go on their card")
     group.add_argument("--no-quality", action="store_true", help="measure nothing")
-    group.add_argument("--embedding", metavar="MODEL", help="also compare mean-pooled states of this model")
-    text = "also test this classifier of a control column, of dpllm describe --predict: what is known without any text"
-    group.add_argument("--baseline", metavar="FOLDER", type=Path, help=text)
-    group.add_argument("--encoder", metavar="MODEL", help="where its encoder lies (default: as the folder names it)")
     text = "write rows that may repeat private text into RUN/private/"
     option("--without-guarantee", action="store_true", default=None, help=text)
     _add_inference(parser.add_argument_group("inference", "records vote for each token (docs/concepts/inference.md)"))
@@ -133,9 +129,7 @@ def _measure(known: argparse.Namespace) -> Measure | None:
 
     if known.no_quality:
         return None
-    return writer(
-        known.embedding, lambda line: print(f"not measured: {line}", file=sys.stderr), known.baseline, known.encoder
-    )
+    return writer(lambda line: print(f"not measured: {line}", file=sys.stderr))
 
 
 def _say_measured(private: Path) -> None:

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from dpllm.errors import ConfigError
 from dpllm.files import read_json
@@ -19,13 +19,10 @@ from dpllm.publish.generate import Sample
 DUPLICATE, UNFINISHED = "the same as another", "did not end"
 Test = Callable[[Sample], bool]
 """Whether a text is dropped."""
-Detail = tuple[Literal["email", "card", "phone"], str]
-"""Kind and value, without the separators that may be written one way or another."""
 
 _EMAIL = re.compile(r"[A-Za-z0-9._%+-]+@[A-Za-z0-9-]+(?:\.[A-Za-z0-9-]+)+")
 _CARD = re.compile(r"(?<!\d)\d(?:[ -]?\d){12,18}(?!\d)")
 _PHONE = re.compile(r"(?<!\d)(?:\+?\d{1,3}[ .-]?)?(?:\(\d{3}\)[ ]?|\d{3}[ .-]?)\d{3}[ .-]?\d{4}(?!\d)")
-_PHONE_DIGITS = 10  # a country code in front may be left out
 
 
 def tests(
@@ -59,18 +56,13 @@ def tests(
         valid = _validator(schema)
         found["not JSON of the schema"] = lambda one: not valid(one.text)
     if no_details:
-        found["e-mail address, card or phone number"] = lambda one: bool(find_details(one.text))
+        found["e-mail address, card or phone number"] = lambda one: has_details(one.text)
     return found
 
 
-def find_details(text: str) -> frozenset[Detail]:
-    """The details in a text. What is part of an address is no number, and what is part of a card number no phone's."""
-    details: set[Detail] = {("email", found.lower()) for found in _EMAIL.findall(text)}
-    text = _EMAIL.sub(" | ", text)
-    details |= {("card", re.sub(r"\D", "", found)) for found in _CARD.findall(text)}
-    text = _CARD.sub(" | ", text)
-    details |= {("phone", re.sub(r"\D", "", found)[-_PHONE_DIGITS:]) for found in _PHONE.findall(text)}
-    return frozenset(details)
+def has_details(text: str) -> bool:
+    """Whether a text looks as if it held an e-mail address, a card number or a phone number."""
+    return any(pattern.search(text) for pattern in (_EMAIL, _CARD, _PHONE))
 
 
 def _validator(path: Path) -> Callable[[str], bool]:

@@ -492,5 +492,5 @@ def test_the_order_is_what_the_command_takes() -> None:
     """An option that nobody passes on would be lost silently."""
     known = vars(_parser().parse_args(["synthesize", "run", "--rows", "1"]))
     others = {"command", "call", "source", "by", "output", "json", "no_quality"}
-    others |= {"embedding", "baseline", "encoder", *OF_INFERENCE}
+    others |= {*OF_INFERENCE}
     assert {field.name for field in fields(Order)} == known.keys() - others
