@@ -33,6 +33,8 @@ RETIRED = {
     "synthesize --embedding": "no decision followed from it; see TSTR and the share of repeated words on the card",
     "synthesize --encoder": "it belonged to --baseline, which is retired too; dpllm classify has --encoder",
     "synthesize --engine": "vLLM was never tested with it; leave it out, and transformers draws the texts, 64 at a time",
+    "synthesize --schema": "filtering rows costs nothing; drop those that are not JSON of your schema afterwards",
+    "synthesize --without-guarantee": "train with differential privacy; to read such texts yourself, dpllm generate RUN",
     "ledger open": "a budget stays planned or adaptive; dpllm ledger init can change it before the first run",
     "ledger --gate": "a budget is adaptive unless dpllm ledger init has --planned",
     "ledger --reference": "the filter's order follows from --epsilon and --delta; leave it out",

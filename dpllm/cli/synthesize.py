@@ -30,7 +30,6 @@ OF_TRAINING = (
     "seed",
     "attempts",
     "keep_duplicates",
-    "without_guarantee",
 )
 
 
@@ -66,14 +65,11 @@ def add_commands(add: AddCommand) -> None:
     group.add_argument("--keep-duplicates", action="store_true", default=None, help="keep duplicate texts")
     group.add_argument("--min-words", type=int, metavar="N", help="drop texts of fewer words")
     group.add_argument("--max-words", type=int, metavar="N", help="drop texts of more words")
-    group.add_argument("--schema", metavar="FILE", type=Path, help="drop texts that are not JSON of this JSON Schema")
     group.add_argument(
         "--no-details", action="store_true", help="drop texts with an e-mail address, card or phone number"
     )
     group = parser.add_argument_group("quality", "figures to measure on the rows; only public ones go on their card")
     group.add_argument("--no-quality", action="store_true", help="measure nothing")
-    text = "write rows that may repeat private text into RUN/private/"
-    option("--without-guarantee", action="store_true", default=None, help=text)
     _add_inference(parser.add_argument_group("inference", "records vote for each token (docs/concepts/inference.md)"))
 
 

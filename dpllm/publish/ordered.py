@@ -31,7 +31,7 @@ TEXTS = (
     "seal a list that has both: dpllm synthesize ... --dry-run --json > texts.json with the budget's --delta, then dpllm ledger "
     "seal NAME RECIPE texts.json"
 )
-FILTERS = {"keep_unfinished": False, "min_words": None, "max_words": None, "schema": None, "no_details": False}
+FILTERS = {"keep_unfinished": False, "min_words": None, "max_words": None, "no_details": False}
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ LEARNED = 5000
 MOST_CODES = 200
 """So many of the commonest codes of a side have their share shown: with thousands a record would be one that verify refuses."""
 FOLDER = "synthetic-quality"
-"""In private/, beside the rows of a run without guarantee."""
+"""In private/."""
 
 
 @dataclass(frozen=True)

@@ -40,9 +40,6 @@ from dpllm.text.prompts import private_among, read_prompts
 BATCH = 64
 """Texts that are drawn at a time. A constant, since with the seed it decides what is drawn."""
 
-_FREE = ("attempts", "without_guarantee")
-"""Settings of a call that may differ when it is resumed: they do not decide what is drawn."""
-
 Told = Callable[[int, int], None]
 """Called after each batch with the rows that are taken so far, and the texts drawn."""
 
@@ -59,9 +56,8 @@ class Order:
         seed: Decides everything random, on one kind of device; None: the operating system does.
         prompts: File of public prompts, as ``read_prompts`` reads it, that the texts answer; rows cycle through them.
         attempts: At most so many texts are drawn for each row, on average, >= 1.
-        keep_unfinished: See ``filters.tests`` for this and the next four.
+        keep_unfinished: See ``filters.tests`` for this, min_words, max_words and no_details.
         keep_duplicates: Take a text that is there already, behind the same prompt.
-        without_guarantee: Write into private/ what a run without guarantee on private data writes.
     """
 
     rows: int
@@ -75,13 +71,11 @@ class Order:
     keep_duplicates: bool = False
     min_words: int | None = None
     max_words: int | None = None
-    schema: Path | None = None
     no_details: bool = False
-    without_guarantee: bool = False
 
     def tests(self) -> dict[str, filters.Test]:
         """The filters, but that of duplicates."""
-        names = ("keep_unfinished", "min_words", "max_words", "schema", "no_details")
+        names = ("keep_unfinished", "min_words", "max_words", "no_details")
         return filters.tests(**{name: getattr(self, name) for name in names})
 
 
@@ -134,7 +128,7 @@ def synthesize(
         Refused: A run without guarantee on data that are not public; or prompts that are its private data.
     """
     config, statement = run.load_config(), carded(run)
-    output = _place(run, order, statement, output)
+    output = _place(run, statement, output)
     if min(order.rows, order.attempts, (order.seed or 0) + 1) < 1:
         raise ConfigError(
             f"rows {order.rows}, attempts {order.attempts} and seed {order.seed} are out of range: the first two are at least "
@@ -142,7 +136,7 @@ def synthesize(
         )
     tests = order.tests()
     prompts, (released, shares) = _prompts(config, order), _shares(run, config, statement)
-    if order.prompts is not None and output != run.private / "synthetic":
+    if order.prompts is not None:
         _refuse_private(run, config, statement, order.prompts, prompts or [])
     generator = generate.load(run.root)
     if order.max_new_tokens is None:
@@ -159,22 +153,15 @@ def synthesize(
     return output
 
 
-def _place(run: RunDir, order: Order, statement: PrivacyRecord, output: Path | None) -> Path:
-    """Where the data set goes: into private/ where nothing protects the people behind it."""
-    protected = statement.guarantee or statement.data_public
-    if not protected and not order.without_guarantee:
+def _place(run: RunDir, statement: PrivacyRecord, output: Path | None) -> Path:
+    """Where the data set goes: nowhere if nothing protects the people behind it."""
+    if not statement.guarantee and not statement.data_public:
         raise Refused(
             f"{run.root}: gives no guarantee, and its data are not declared public, so generated rows may repeat private rows. "
-            "Train with differential privacy; or type --without-guarantee, which writes into private/."
+            f"Train with differential privacy; or read a few texts yourself: dpllm generate {run.root}."
         )
-    default = (run.root if protected else run.private) / "synthetic"
-    output = output or default
-    if protected:
-        run.outside(output)
-    elif output != default:
-        raise ConfigError(
-            f"--output {output}: rows without a guarantee may repeat private text, so they can only go to {default}."
-        )
+    output = output or run.root / "synthetic"
+    run.outside(output)
     if output.name in ("", "..") or (output.exists() and (not output.is_dir() or any(output.iterdir()))):
         raise ConfigError(f"{output}: already exists, or is not a valid name. Type another --output, or remove it.")
     return output
@@ -219,7 +206,7 @@ def _shares(
 ) -> tuple[str | None, dict[tuple[str, ...], float]]:
     """How often each combination of control values is asked for, and which released statistic says so; empty without control.
 
-    Without a guarantee the training rows say so: they are public, or what is written stays in private/.
+    Without a guarantee the training rows say so, which are public.
     """
     if not (columns := config.data.control):
         return None, {}
@@ -272,8 +259,9 @@ def _rows(
 def _settings(order: Order, run: RunDir) -> dict[str, Any]:
     """Everything that decides what is drawn."""
     settings = {**asdict(order), "recipe": sha256(run.config), "card": sha256(run.export / BLOCK)}
-    settings |= {name: sha256(file) for name in ("prompts", "schema") if (file := settings[name])}
-    return {name: value for name, value in settings.items() if name not in _FREE} | {"software": environment.versions()}
+    settings |= {"prompts": sha256(order.prompts)} if order.prompts else {}
+    del settings["attempts"]  # which decides nothing that is drawn
+    return settings | {"software": environment.versions()}
 
 
 def _draw(

@@ -66,9 +66,9 @@ class DataSet:
 
 
 def run_of(directory: Path) -> RunDir | None:
-    """The run directory that a data set lies in: in RUN/synthetic, or in RUN/private/synthetic; None elsewhere."""
-    around = [RunDir(path) for path in directory.absolute().parents[:2]]
-    return next((run for run in around if run.config.is_file() and (run.export / CARD).is_file()), None)
+    """The run directory that a data set lies in; None elsewhere."""
+    run = RunDir(directory.absolute().parent)
+    return run if run.config.is_file() and (run.export / CARD).is_file() else None
 
 
 def check(

@@ -13,6 +13,8 @@ from dpllm.cli import main
         ("synthesize run --rows 1 --embedding builtin:tiny", "see TSTR"),
         ("synthesize run --rows 1 --baseline classifier", "dpllm classify FOLDER FILE"),
         ("synthesize run --rows 1 --baseline=classifier --encoder here", "dpllm classify FOLDER FILE"),
+        ("synthesize run --rows 1 --schema a.json", "afterwards"),
+        ("synthesize run --rows 1 --without-guarantee", "dpllm generate RUN"),
         ("synthesize run --rows 1 --encoder here", "dpllm classify has --encoder"),
     ],
 )

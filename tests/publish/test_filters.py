@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +11,7 @@ from dpllm.publish import filters
 from dpllm.publish.generate import Sample
 
 NONE: dict[str, Any] = {
-    "keep_unfinished": True, "min_words": None, "max_words": None, "schema": None, "no_details": False,
+    "keep_unfinished": True, "min_words": None, "max_words": None, "no_details": False,
 }  # fmt: skip
 
 
@@ -22,14 +19,6 @@ def reason(text: str, *, ended: bool = True, **wanted: Any) -> str | None:
     """The first filter that drops it."""
     tests = filters.tests(**(NONE | wanted))
     return next((name for name, drops in tests.items() if drops(Sample(0, None, text, ended))), None)
-
-
-@pytest.fixture
-def schema(tmp_path: Path) -> Path:
-    path = tmp_path / "schema.json"
-    properties = {"age": {"type": "integer"}, "b": {"multipleOf": 0.5}}
-    path.write_text(json.dumps({"type": "object", "required": ["age"], "properties": properties}))
-    return path
 
 
 def test_texts_are_dropped_for_their_reason_and_no_other() -> None:
@@ -54,55 +43,6 @@ def test_texts_are_dropped_for_their_reason_and_no_other() -> None:
 def test_personal_details_are_dropped_where_asked(text: str, found: bool) -> None:
     assert (reason(text, no_details=True) is not None) == found
     assert reason(text) is None
-
-
-@pytest.mark.parametrize(
-    ("text", "passes"),
-    [
-        ('{"age": 7}', True),
-        (' {"age": 7, "b": null}\n', True),
-        ('{"age": "7"}', False),
-        ('{"age": 7', False),
-        ('{"age": 7} and more', False),
-        ('{"age": 7, "b": NaN}', False),
-        ('{"age": 7, "b": 1e999}', False),
-        ("[" * 100_000, False),
-        ("words", False),
-    ],
-)
-def test_only_json_of_the_schema_passes(schema: Path, text: str, passes: bool) -> None:
-    assert reason(text, schema=schema) == (None if passes else "not JSON of the schema")
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("{", "readable as JSON"),
-        ("[]", "no JSON object"),
-        ('{"type": 5}', "is not a JSON Schema"),
-        ('{"$schema": 5}', "is not a JSON Schema"),
-        ('{"$schema": "http://["}', "is not a JSON Schema"),
-        ('{"$ref": "http://127.0.0.1:9/s.json"}', "refers to"),
-        ('{"$ref": "#/x"}', "refers to"),
-    ],
-)
-def test_a_schema_that_is_none_is_refused_at_once(tmp_path: Path, content: str, message: str) -> None:
-    (tmp_path / "schema.json").write_text(content)
-    with pytest.raises(ConfigError, match=message):
-        reason("{}", schema=tmp_path / "schema.json")
-
-
-def test_without_jsonschema_the_message_names_it(schema: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def missing(name: str, *rest: Any) -> Any:
-        if name.startswith("jsonschema"):
-            raise ImportError(name)
-        return real(name, *rest)
-
-    monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(ConfigError, match="pip install jsonschema"):
-        reason("{}", schema=schema)
 
 
 @pytest.mark.parametrize("wanted", [{"min_words": 3, "max_words": 2}, {"max_words": 0}, {"min_words": -1}])
