@@ -30,6 +30,7 @@ RETIRED = {
     "audit --mechanism": "every run checks its engine before it starts; set audit.gradient_canaries: 500, then audit the run",
     "audit --leakage": "it attacked a gradient, which a released model does not show; examples/gradient_leakage.py does it",
     "synthesize --baseline": "dpllm classify FOLDER FILE labels evaluation rows with that classifier",
+    "synthesize --clip": "votes are clipped as widely as epsilon allows; --batch and --epsilon decide how far that is",
     "synthesize --embedding": "no decision followed from it; see TSTR and the share of repeated words on the card",
     "synthesize --encoder": "it belonged to --baseline, which is retired too; dpllm classify has --encoder",
     "synthesize --engine": "vLLM was never tested with it; leave it out, and transformers draws the texts, 64 at a time",

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dpllm.publish.quality import Measure
     from dpllm.recipe.config import RunConfig
 
-OF_ORDER = ("epsilon", "delta", "tokens", "batch", "clip", "temperature", "top_k", "prompt", "describe")
+OF_ORDER = ("epsilon", "delta", "tokens", "batch", "temperature", "top_k", "prompt", "describe")
 KEYS = {**OF_DATA, "model": "model.name_or_path"}
 """Setting of inference -> the key of the recipe that it sets."""
 OF_INFERENCE = (*KEYS, *(name for name in OF_ORDER if name != "temperature"), "dry_run")
@@ -84,8 +84,7 @@ def _add_inference(group: Any) -> None:
     text = "below 1/N (default: the budget's, or as in a run)"
     option("--delta", type=lambda value: value if value == "auto" else float(value), help=text)
     option("--tokens", type=int, help="longest text, in tokens (default: 96)")
-    option("--batch", type=int, help="units that vote for one text (default: as few as --clip allows)")
-    option("--clip", type=float, help="most that one vote moves a logit (default: what epsilon allows)")
+    option("--batch", type=int, help="units that vote for one text (default: as few as epsilon allows)")
     option("--top-k", type=int, help="draw from so many tokens that the public prompt expects (default: all)")
     option("--prompt", metavar="TEXT", help="in which a record stands at {text}; without it, the public prompt")
     option("--describe", metavar="FILE", type=Path, help="released shares of data.control, of dpllm describe")
@@ -167,42 +166,25 @@ def _with_base(total: float | None) -> str:
 
 
 def _dry_run(known: argparse.Namespace, config: RunConfig, order: Order) -> int:
-    """What inference would promise, beside a model that is tuned at the same epsilon."""
-    from rich.table import Table
-
-    from dpllm.privacy.accounting import calibrate_noise_multiplier
+    """What inference would promise."""
     from dpllm.publish.inference import offer_of
 
     made, before, said = offer_of(config, order)
     total = before.composed.epsilon if before and before.composed else None
-    size, delta, batch = made.ballot.batch_size, made.delta, max(1, made.units // 8)
-    sigma = calibrate_noise_multiplier(order.epsilon, delta, batch / made.units, 24, made.relation, rough=True)
-    table = Table("generator", "what it promises", "what it takes", "rows")
-    table.add_row(
-        "private inference",
-        f"epsilon {made.epsilon:.4f} at delta {delta:g}",
-        f"{size} units vote for each token by at most {made.ballot.clip:.3g}, {order.tokens} draws a text",
-        f"at most {made.texts:,}",
-    )
-    table.add_row(
-        "a tuned model",
-        f"epsilon {order.epsilon:g} at delta {delta:g}",
-        f"24 steps of {batch:,} units with noise multiplier {sigma:.2f}: {sigma / batch:.2g} C in the averaged gradient",
-        "any number",
-    )
     about = {
-        "batch_size": size,
+        "batch_size": made.ballot.batch_size,
         "clip": made.ballot.clip,
         "range": made.ballot.range,
         "event": made.ballot.event(order.tokens).to_json(),
         "epsilon": made.epsilon,
-        "delta": delta,
+        "delta": made.delta,
         "with_base": total,
         "texts": made.texts,
     }
-    which = "Which one: with SmolLM2-135M, the tuned model wrote better rows (docs/howto/synthesize.md)."
+    promise = f"At most {made.texts:,} rows at epsilon {made.epsilon:.4f} and delta {made.delta:g} together: "
+    votes = f"{made.ballot.batch_size} units vote for each token by at most {made.ballot.clip:.3g}, {order.tokens} draws a text."
     end = f"{_with_base(total)}Nothing was spent."
-    show(known, about | {"noise_multiplier": sigma} if known.json else table, which, end)
+    show(known, about if known.json else promise + votes, end)
     if said:
         raise said
     return 0

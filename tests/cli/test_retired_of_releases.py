@@ -15,6 +15,7 @@ from dpllm.cli import main
         ("synthesize run --rows 1 --baseline=classifier --encoder here", "dpllm classify FOLDER FILE"),
         ("synthesize run --rows 1 --schema a.json", "afterwards"),
         ("synthesize run --rows 1 --without-guarantee", "dpllm generate RUN"),
+        ("synthesize a.jsonl --by inference --rows 1 --clip 2", "--batch and --epsilon decide"),
         ("synthesize run --rows 1 --encoder here", "dpllm classify has --encoder"),
     ],
 )

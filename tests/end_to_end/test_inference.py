@@ -13,7 +13,6 @@ import tiny
 from running import done, dpllm_
 from voting import ROWS, TOKENS, Place, shares_of
 
-from dpllm.errors import ConfigError
 from dpllm.files import read_json
 from dpllm.ledger import Ledger
 from dpllm.model import loading
@@ -53,7 +52,7 @@ def test_rows_are_written_charged_and_verified(place: Place) -> None:
 def test_what_is_planned_spends_nothing(place: Place) -> None:
     said = json.loads(done(*place.words("--dry-run", "--json")).out)
     assert said["texts"] == 40 // said["batch_size"]
-    assert said["epsilon"] <= 8 < said["noise_multiplier"] * 100
+    assert said["epsilon"] <= 8
     assert not place.ledger.exists()
     assert not place.output.exists()
 
@@ -181,19 +180,17 @@ def test_other_settings_do_not_go_on_with_paid_draws(place: Place) -> None:
     ("more", "said"),
     [
         (("--rows", 41), "no more rows than there are units"),
-        (("--epsilon", 0.001, "--clip", 1), "cost epsilon"),
+        (("--epsilon", 1e-9), "cost epsilon"),
         (("--batch", 41), "0 texts fit"),
         (("--prompt", "Write something."), "where a record stands"),
         (("--data.max_length", 126), "exceed the 128 that the model reads"),
         (("--data.control", "[visit]"), "the two belong together"),
         (("--tokens", 0), "Type 1 or more of both"),
-        (("--clip", 30), "millions of times"),
         (("--seed", 3), "is of no use --by inference"),
         (("--max-new-tokens", 3), "Type --tokens"),
         (("--batch", 0), "batch_size is 0"),
-        (("--clip", 0), "--clip is 0.0"),
-        (("--clip", "nan"), "--clip is nan"),
-        (("--clip", "inf"), "--clip is inf"),
+        (("--temperature", 0), "--temperature is 0.0"),
+        (("--temperature", "nan"), "--temperature is nan"),
         (("--prompt", "\udcff {text}"), "where a record stands"),
         (("--model.adapter", "somewhere"), "nothing trains here"),
     ],
@@ -344,7 +341,6 @@ def test_what_a_model_that_learned_these_data_tells_of_them_is_added(merged: Pat
     learned = read_json(merged / "privacy.json")
     words = place.words("--model", merged, "--dataset", learned["dataset"], "--delta", learned["delta"])
     said = done(*words, "--dry-run").out
-    assert "Which one: " in said
     assert "which learned the same data: epsilon" in said
     assert "which learned the same data: epsilon" in done(*words).out
     record = statement.read(place.record())
@@ -395,9 +391,7 @@ def test_the_vote_of_a_record_has_the_same_bits_beside_any_others(
     assert not any(same for place, same in enumerate(changed) if place % 8)
 
 
-def test_a_prompt_stands_around_each_record_and_the_public_one_has_nothing(base: Path) -> None:
-    with pytest.raises(ConfigError, match="above 6"):
-        ordered.offer(ordered.Order(rows=1, epsilon=8.0, clip=50.0), 100, 1e-5, "zero_out")
+def test_batch_and_clip_use_what_epsilon_allows() -> None:
     for rows, units, at in ((5, 100, 8.0), (5, 4000, 8.0), (5, 4000, 1.0), (40, 400, 3.0)):
         order = ordered.Order(rows=rows, epsilon=at, tokens=100)
         made = ordered.offer(order, units, 1e-5, "zero_out")
