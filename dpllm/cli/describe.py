@@ -57,7 +57,6 @@ def add_commands(add: AddCommand) -> None:
     group.add_argument(
         "--encoder", metavar="MODEL", help="model or sentence encoder that reads the texts (default: the recipe's)"
     )
-    group.add_argument("--rounds", type=int, default=5, help="of k-means; each costs (default: 5)")
     group.add_argument("--words", type=Path, metavar="FILE", help="public texts, one a line, to centre on and name by")
     take_data(parser)
     parser.add_argument("--tokenizer", metavar="MODEL", help="model whose tokens are counted (default: the recipe's)")
@@ -114,7 +113,7 @@ def _embedded(known: argparse.Namespace, rest: list[str]) -> int:
     from dpllm.text.data import value_name
 
     values = tuple(map(value_name, known.values.split(","))) if known.values else ()  # as the data's are read
-    asked = Asked(known.clusters, known.predict, values, known.rounds, known.words)
+    asked = Asked(known.clusters, known.predict, values, known.words)
     config = around(known.data, keys, "dpllm describe")
     offer = offered(config, asked, known.epsilon, known.delta, create=not known.dry_run)
     return _release(known, offer, asked.kind)

@@ -29,7 +29,7 @@ from dpllm.privacy.events import PureDP
 STEPS = 2**20  # from the middle of a mean's declared range to its end: OpenDP sums whole numbers
 MISSED = 0.05  # probability that a release errs by more than its ``error``
 OTHER = "other"  # where a row counts whose value is none of the declared ones
-Kind = Literal["units", "lengths", "quantiles", "shares", "scripts", "mean"]
+Kind = Literal["units", "lengths", "quantiles", "shares", "mean"]
 OPTIONS: dict[Kind, tuple[str, str, str]] = {
     "units": ("", "--units", "number of units with at least one row"),
     "lengths": (
@@ -43,11 +43,6 @@ OPTIONS: dict[Kind, tuple[str, str, str]] = {
         "--shares 'visit=home,clinic;age=old,young'",
         "how many rows have each declared value; with several columns, each combination",
     ),
-    "scripts": (
-        "SCRIPT,SCRIPT",
-        "--scripts latin,cyrillic",
-        "how many rows are mostly written in each script, such as latin,cyrillic,cjk",
-    ),
     "mean": ("COLUMN=LOW:HIGH", "--mean age=0:120", "of a column of numbers, within declared bounds"),
 }
 """Options of ``dpllm describe``: what each takes, an example, its help."""
@@ -60,16 +55,16 @@ class Statistic:
 
     kind: Kind
     column: str = ""  # of quantiles, shares and means; several of shares, with ";" between them
-    values: tuple[str, ...] = ()  # of shares and scripts
+    values: tuple[str, ...] = ()  # of shares
     numbers: tuple[float, ...] = ()  # candidates of a quantile, or the two bounds of a mean; they rise
     quantile: float = 0.0
 
     @property
     def name(self) -> str:
         """In words; public."""
-        of = {"lengths": "token lengths", "scripts": "scripts"}.get(self.kind, self.column)
         if self.kind == "units":
             return "number of units"
+        of = "token lengths" if self.kind == "lengths" else self.column
         what = f"quantile {self.quantile:g}" if self.quantile else "mean" if self.kind == "mean" else "shares"
         return f"{what} of {of}"
 
@@ -114,7 +109,7 @@ def measurement(asked: Statistic, rows: int, epsilon: float) -> Measurement:
             "statistics need OpenDP for their noise, which is not installed. Type: pip install opendp"
         ) from None
     enable_features("contrib")
-    make = {"units": _counted, "shares": _counted, "scripts": _counted, "mean": _mean}.get(asked.kind, _quantile)
+    make = {"units": _counted, "shares": _counted, "mean": _mean}.get(asked.kind, _quantile)
     rows = 1 if asked.kind == "units" else rows
     try:
         measure, read, prepare = make(asked, rows, epsilon)

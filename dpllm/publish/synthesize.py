@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import json
 import random
+import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,26 @@ class _Rows:
         return [{**head, self.columns[-1]: texts[number]} for number, head in enumerate(self.heads)]
 
 
+@dataclass
+class _Taken:
+    """What is drawn so far: texts by number of row, and why others were dropped."""
+
+    texts: dict[int, str] = field(default_factory=dict)
+    dropped: Counter[str] = field(default_factory=Counter)
+    batches: int = 0
+
+    @property
+    def drawn(self) -> int:
+        """Texts, taken or not."""
+        return len(self.texts) + self.dropped.total()
+
+    def add(self, batch: Mapping[str, Any]) -> None:
+        """One more batch, as the draft has it."""
+        self.texts |= {int(row): text for row, text in batch["texts"].items()}
+        self.dropped.update(batch["dropped"])
+        self.batches += 1
+
+
 def synthesize(
     run: RunDir,
     order: Order,
@@ -142,13 +163,15 @@ def synthesize(
     if order.max_new_tokens is None:
         order = replace(order, max_new_tokens=_longest(config, generator, prompts, shares))
     with alone(output, output.with_name(f".{output.name}.lock")):
-        draft = Draft.at(output.with_name(f".{output.name}.draft.jsonl"), _settings(order, run), order.seed)
-        rows = replace(_rows(config, order.rows, prompts, shares, draft.seed), shares=released)
-        _draw(generator, order, rows, tests, draft, told)
+        seed, taken = secrets.randbits(63) if order.seed is None else order.seed, _Taken()
+        place = output.with_name(f".{output.name}.draft.jsonl")
+        draft = Draft(place, _settings(order, run), lambda: {"seed": seed}, taken.add)
+        rows = replace(_rows(config, order.rows, prompts, shares, draft.facts["seed"]), shares=released)
+        _draw(generator, order, rows, tests, draft, taken, told)
         quality = None
         if measure:
-            quality = measure(rows.with_texts(draft.texts), of_run(run, config, statement), run.private / FOLDER)
-        _write(run, config, order, rows, tests, draft, output, quality)
+            quality = measure(rows.with_texts(taken.texts), of_run(run, config, statement), run.private / FOLDER)
+        _write(run, config, order, rows, tests, taken, output, quality)
         draft.path.unlink()
     return output
 
@@ -270,6 +293,7 @@ def _draw(
     rows: _Rows,
     tests: Mapping[str, filters.Test],
     draft: Draft,
+    taken: _Taken,
     told: Told,
 ) -> None:
     """Draws until every row has its text.
@@ -278,21 +302,21 @@ def _draw(
         ConfigError: Too few passed.
     """
     sampling = {name: getattr(order, name) for name in ("temperature", "top_p", "max_new_tokens")}
-    waiting = [number for number in range(order.rows) if number not in draft.texts]
-    seen = {(rows.heads[number].get("prompt"), text) for number, text in draft.texts.items()}
+    waiting = [number for number in range(order.rows) if number not in taken.texts]
+    seen = {(rows.heads[number].get("prompt"), text) for number, text in taken.texts.items()}
     while waiting:
-        told(len(draft.texts), draft.drawn)
+        told(len(taken.texts), taken.drawn)
         batch = waiting[:BATCH]
-        if draft.drawn + len(batch) > order.attempts * order.rows:
-            dropped = ", ".join(f"{why}: {many}" for why, many in draft.dropped.most_common())
+        if taken.drawn + len(batch) > order.attempts * order.rows:
+            dropped = ", ".join(f"{why}: {many}" for why, many in taken.dropped.most_common())
             raise ConfigError(
-                f"of {draft.drawn} texts {len(draft.texts)} passed the filters, of {order.rows} wanted, so nothing is "
+                f"of {taken.drawn} texts {len(taken.texts)} passed the filters, of {order.rows} wanted, so nothing is "
                 f"written; dropped ({dropped}). Type a larger --attempts to go on; or remove {draft.path} and start with other "
                 "filters, such as --keep-unfinished, or a larger --max-new-tokens."
             )
-        seed = random.Random(f"{draft.seed} batch {draft.batches}").getrandbits(63)
+        seed = random.Random(f"{draft.facts['seed']} batch {taken.batches}").getrandbits(63)
         found = generate.sample(generator, [rows.asked[number] for number in batch], 1, seed=seed, **sampling)
-        taken: dict[str, str] = {}
+        passed: dict[str, str] = {}
         reasons: Counter[str] = Counter()
         for number, one in zip(batch, found, strict=True):
             key = (rows.heads[number].get("prompt"), one.text)
@@ -300,13 +324,13 @@ def _draw(
             if why is None and key in seen and not order.keep_duplicates:
                 why = filters.DUPLICATE
             if why is None:
-                taken[str(number)] = one.text
+                passed[str(number)] = one.text
                 seen.add(key)
             else:
                 reasons[why] += 1
-        draft.keep(taken, reasons)
-        waiting = [number for number in batch if number not in draft.texts] + waiting[len(batch) :]
-    told(len(draft.texts), draft.drawn)
+        draft.add({"texts": passed, "dropped": reasons})
+        waiting = [number for number in batch if number not in taken.texts] + waiting[len(batch) :]
+    told(len(taken.texts), taken.drawn)
 
 
 def _write(
@@ -315,14 +339,14 @@ def _write(
     order: Order,
     rows: _Rows,
     tests: Iterable[str],
-    draft: Draft,
+    taken: _Taken,
     output: Path,
     quality: Quality | None,
 ) -> None:
     """The folder, with its card."""
     from dpllm.card.dataset_card import write_dataset_card
 
-    lines = rows.with_texts(draft.texts)
+    lines = rows.with_texts(taken.texts)
     reasons = [*tests, *([] if order.keep_duplicates else [filters.DUPLICATE])]
     with whole_directory(output) as part:
         write_whole(part / ROWS, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
@@ -334,8 +358,8 @@ def _write(
             shares=rows.shares,
             prompts=rows.prompts,
             sampling=Sampling.pick({**asdict(order), "engine": "transformers"}),
-            attempts=draft.drawn,
-            dropped={why: draft.dropped[why] for why in reasons},
+            attempts=taken.drawn,
+            dropped={why: taken.dropped[why] for why in reasons},
             files={},  # the card fills them in
             quality=quality,
             date=time.strftime("%Y-%m-%d", time.gmtime()),

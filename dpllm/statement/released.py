@@ -9,7 +9,6 @@ import hashlib
 import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
-from xml.sax.saxutils import escape
 
 from pydantic import Field
 
@@ -19,11 +18,10 @@ from dpllm.statement import formatting
 from dpllm.statement.fields import AtLeast1, Between0And1, Count, NotNegative, Number, Record, Sha256, Share, Text
 from dpllm.statement.stored_events import ReleaseEvent
 
-RECORD, VECTORS, FIGURE = "describe.json", "vectors.safetensors", "sizes.svg"
+RECORD, VECTORS = "describe.json", "vectors.safetensors"
 """Files of a folder of clusters, or of a classifier, beside its card."""
 MOST_VECTORS = 2**24
 """Bytes of the vectors."""
-_NAMED = 42  # letters of a name in the figure
 
 
 class Declared(Record):
@@ -174,25 +172,7 @@ def page(shown: Statistics) -> str:
     """The card of a folder of clusters, or of a classifier: README.md."""
     [one] = shown.releases
     sizes = {name: f"{count:,}" for name, count in one.counts()}
-    return formatting.template("embedded.md.j2").render(w=formatting, s=shown, one=one, sizes=sizes, figure=FIGURE)
-
-
-def figure(shown: Statistics) -> str:
-    """The sizes with their 95% errors as SVG, on a white ground with a frame; equal statistics give equal text."""
-    [one] = shown.releases
-    named = ((formatting.visible(name), count) for name, count in one.counts())
-    rows = [
-        (name if len(name) <= _NAMED else f"{name[: _NAMED - 1]}…", count, count - one.error_95, count + one.error_95)
-        for name, count in named
-    ]
-    least, most = min([0.0, *(low for *_, low, _ in rows)]), max([1.0, *(high for *_, high in rows)])
-    return formatting.template("sizes.svg.j2").render(
-        title=f"Units {'in each cluster' if one.declared.clusters else 'with each label'}",
-        footer=f"± {formatting.measured(one.error_95, 0)} units with 95% probability",
-        rows=rows,
-        place=lambda count: (count - least) / (most - least),
-        escape=escape,
-    )
+    return formatting.template("embedded.md.j2").render(w=formatting, s=shown, one=one, sizes=sizes)
 
 
 def read_vectors(path: Path, release: Release) -> tuple[Any, Any]:

@@ -20,7 +20,7 @@ from dpllm.model.loading import load_tokenizer
 from dpllm.privacy.accounting import compose, epsilon, stated
 from dpllm.privacy.voting import Ballot
 from dpllm.publish import inference, ordered
-from dpllm.publish.drawn import Drawn
+from dpllm.publish.draft import Draft
 from dpllm.recipe.config import ModelConfig
 from dpllm.statement import inference as statement
 from dpllm.statement import privacy_record
@@ -121,19 +121,16 @@ def test_batches_are_disjoint_and_follow_slots_or_coins(place: Place, monkeypatc
 
 def dies_at(patch: pytest.MonkeyPatch, number: int, *, drawn: bool) -> None:
     """The so-manyth draw ends in a crash, before the token is known, or once it is written."""
-    draw, count = Drawn.draw, [0]
+    add, count = Draft.add, [0]
 
-    def dying(self: Drawn, text: int, make: Any) -> int:
-        count[0] += 1
-        if count[0] == number and not drawn:
-            self._write(f"[{text}, ")
+    def dying(self: Draft, *lines: Any) -> None:
+        add(self, *lines)
+        here = [len(line) for line in lines] == [2 if drawn else 1]
+        count[0] += here
+        if here and count[0] == number:
             raise RuntimeError("killed")
-        token = draw(self, text, make)
-        if count[0] == number:
-            raise RuntimeError("killed")
-        return token
 
-    patch.setattr(Drawn, "draw", dying)
+    patch.setattr(Draft, "add", dying)
 
 
 @pytest.mark.parametrize("drawn", [True, False])
@@ -147,19 +144,19 @@ def test_a_crash_keeps_what_was_drawn_and_what_it_lost_counts(place: Place, draw
     before = place.draft().read_bytes()
     calls = []
     with pytest.MonkeyPatch.context() as patch:
-        real = Drawn.draw
-        patch.setattr(Drawn, "draw", lambda self, text, make: calls.append(text) or real(self, text, make))
+        real = inference._Job._next
+        patch.setattr(inference._Job, "_next", lambda self, text, make: calls.append(text) or real(self, text, make))
         patch.setattr(Path, "unlink", lambda self, missing_ok=False: None)  # so that the draws can be read
         done(*place.words())
     assert [one.reservation.entry for one in place.runs()] == [run.reservation.entry]
     lines = place.draft().read_bytes().splitlines()
     whole = before[: before.rfind(b"\n")].splitlines()
     assert lines[: len(whole)] == whole
-    draws = [json.loads(line) for line in lines[1:]]
-    of_first = [token for text, token in draws if text == 0]
-    assert (None in of_first) == (not drawn)
-    assert all(sum(text == n for text, _ in draws) <= TOKENS for n in range(ROWS))
-    assert calls.count(0) == len(of_first) - 3  # none of them again
+    noted = [json.loads(line) for line in lines[1:]]
+    begun = [line[0] for line in noted if len(line) == 1]
+    assert (len(begun) > len(noted) / 2) == (not drawn)  # of the lost one there is no token
+    assert all(begun.count(n) <= TOKENS for n in range(ROWS))
+    assert calls.count(0) == begun.count(0) - 3  # none of them again
     assert place.record()["texts"] >= ROWS
 
 
@@ -378,7 +375,7 @@ def test_the_vote_of_a_record_has_the_same_bits_beside_any_others(
     monkeypatch.setattr(
         Ballot, "vote", lambda self, rows, public: seen[-1].append(vote(self, rows, public)) or seen[-1][-1]
     )
-    monkeypatch.setattr(Drawn, "draw", lambda self, number, make: (make(), 7)[1])  # the same tokens for both
+    monkeypatch.setattr(inference._Job, "_next", lambda self, number, make: (make(), 7)[1])  # the same tokens for both
     for number, first in enumerate(("Anna.", " ".join(["Anna owns seven plums and the old key."] * 4))):
         rows = [json.loads(line) for line in place.data.read_text("utf-8").splitlines()]
         tiny.write_rows(place.data, [{**rows[0], "text": first}, *rows[1:]])

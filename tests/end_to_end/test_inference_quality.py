@@ -17,8 +17,7 @@ from dpllm.card import dataset_card
 from dpllm.cli import _parser
 from dpllm.cli.synthesize import OF_ORDER
 from dpllm.errors import ConfigError
-from dpllm.publish import ordered, quality
-from dpllm.publish.drawn import Drawn
+from dpllm.publish import inference, ordered, quality
 
 
 @pytest.fixture
@@ -56,7 +55,7 @@ def test_a_failure_of_quality_loses_no_token(place: Place, monkeypatch: pytest.M
         patch.setattr(quality, "measure", fails)
         with pytest.raises(RuntimeError):
             dpllm_(*place.words())
-    monkeypatch.setattr(Drawn, "draw", fails)  # nothing is drawn again
+    monkeypatch.setattr(inference._Job, "_next", fails)  # nothing is drawn again
     done(*place.words("--data.eval", "absent.jsonl", "--no-quality"))
     assert place.record()["quality"] is None
     assert not (place.root / "rows-private").exists()

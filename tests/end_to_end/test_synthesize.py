@@ -22,7 +22,7 @@ from dpllm.cli import _parser
 from dpllm.cli.synthesize import OF_INFERENCE
 from dpllm.errors import ConfigError
 from dpllm.files import sha256
-from dpllm.publish import draft, filters, generate, synthesize
+from dpllm.publish import filters, generate, synthesize
 from dpllm.publish.synthesize import Order
 from dpllm.run.directory import RunDir
 from dpllm.statement.fields import Terms
@@ -126,7 +126,7 @@ def test_an_interrupted_data_set_ends_in_the_same_bytes(
     finished: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seeded: bool, torn: bytes
 ) -> None:
     order = (*(FEW if seeded else UNSEEDED), "--min-words", 2)
-    monkeypatch.setattr(draft.secrets, "randbits", lambda bits: 77)
+    monkeypatch.setattr(synthesize.secrets, "randbits", lambda bits: 77)
     whole = tmp_path / "whole"
     made(finished.run, whole, *order)
     sample, calls = generate.sample, []
@@ -148,7 +148,7 @@ def test_an_interrupted_data_set_ends_in_the_same_bytes(
     other = dpllm_("synthesize", finished.run, "--output", part, *order, "--temperature", 0.5, "--min-words", 1)
     assert other.code == 2
     assert "another min_words, temperature" in other.err
-    monkeypatch.setattr(draft.secrets, "randbits", lambda bits: 78)  # the draft's seed counts
+    monkeypatch.setattr(synthesize.secrets, "randbits", lambda bits: 78)  # the draft's seed counts
     made(finished.run, part, *order)
     assert contents(part) == contents(whole)
     assert not left.exists()

@@ -46,7 +46,6 @@ def values(tmp_path: Path, kind: Kind, text: str, rows: list[dict[str, Any]] = R
         ("units", "", Statistic("units")),
         ("shares", "label=yes, no", Statistic("shares", "label", ("yes", "no"))),
         ("shares", "label=yes,no;age=1,2", Statistic("shares", "label;age", ("yes;1", "yes;2", "no;1", "no;2"))),
-        ("scripts", "latin,cjk", Statistic("scripts", "", ("LATIN", "CJK"))),
         ("mean", "age=0:120", Statistic("mean", "age", (), (0.0, 120.0))),
         ("lengths", "8,16", Statistic("lengths", "", (), (8.0, 16.0), 0.5)),
         ("quantiles", "age=0:1:4", Statistic("quantiles", "age", (), (0.0, 0.25, 0.5, 0.75, 1.0), 0.5)),
@@ -81,7 +80,6 @@ UNDECLARED: dict[Kind, list[str]] = {
     "mean": ["age", "age=5", "age=120:0", "age=0:inf", "age=0:10:2"],
     "quantiles": ["age", "age=3,2,1", "age=0:10:0", "age=0:10:1e3", "age=0:1:1000000000"],
     "lengths": ["many", "16"],
-    "scripts": [""],
 }
 
 
@@ -120,14 +118,10 @@ def test_several_columns_count_together_and_no_value_passes_for_two(tmp_path: Pa
     assert [value for value in found if value in asked.values] == ["home;1"]
 
 
-def test_the_script_of_a_row_is_that_of_most_letters(tmp_path: Path) -> None:
-    assert sorted(values(tmp_path, "scripts", "latin")) == ["", "CJK", "CYRILLIC", *["LATIN"] * 5]
-
-
 def test_a_unit_brings_so_many_rows_and_they_depend_on_no_other_unit(tmp_path: Path) -> None:
     """Taking one unit out changes a list of values by that unit's own, at most two here."""
     asked: list[tuple[Kind, str]] = [("shares", "label=yes"), ("shares", "label=yes;age=30"), ("mean", "age=0:120")]
-    for kind, text in [*asked, ("scripts", "latin"), ("units", "")]:
+    for kind, text in [*asked, ("units", "")]:
         whole = Counter(values(tmp_path, kind, text, most=2))
         for unit in "abcd":
             rest = Counter(values(tmp_path, kind, text, [row for row in ROWS if row["who"] != unit], most=2))
