@@ -36,6 +36,7 @@ RETIRED = {
     "synthesize --engine": "vLLM was never tested with it; leave it out, and transformers draws the texts, 64 at a time",
     "synthesize --schema": "filtering rows costs nothing; drop those that are not JSON of your schema afterwards",
     "synthesize --without-guarantee": "train with differential privacy; to read such texts yourself, dpllm generate RUN",
+    "describe --mean": "type --quantiles COLUMN=LOW:HIGH:PARTS --at .5, which one extreme value moves less",
     "describe --rounds": "clusters take five rounds of k-means; leave it out",
     "describe --scripts": "put the script of each row in a column, and type --shares COLUMN=latin,cyrillic",
     "ledger open": "a budget stays planned or adaptive; dpllm ledger init can change it before the first run",

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from dpllm.ledger.values import Sealed
-    from dpllm.recipe.config import RunConfig
     from dpllm.run.describe import Offer
 
 # Option -> the key of the recipe that it sets.
@@ -81,42 +80,40 @@ def take_data(parser: Any) -> None:
 
 def describe(known: argparse.Namespace, rest: list[str]) -> int:
     """Prints what was released, or with --dry-run what it would cost; exit code 3 where the ledger refuses it."""
-    from dpllm.text.asked import parse
-
-    if known.clusters or known.predict:
-        return _embedded(known, rest)
-    if not known.asked:
-        examples = ", ".join(example for _, example, _ in OPTIONS.values())
-        raise ConfigError(f"no statistic is asked for. Type {examples}.")
-    asked = [parse(kind, text, known.at) for kind, text in known.asked]
-    config = _config(known, rest)
-    from dpllm.run.describe import offered
-
-    return _release(
-        known, offered(config, asked, known.epsilon, known.delta, create=not known.dry_run), "describe.json"
-    )
-
-
-def _embedded(known: argparse.Namespace, rest: list[str]) -> int:
-    """Clusters, or a classifier."""
     from dpllm.recipe.config import around
+    from dpllm.recipe.section import parse_overrides
 
-    if known.asked:
+    embedded, lengths = bool(known.clusters or known.predict), "lengths" in dict(known.asked or ())
+    if embedded and known.asked:
         raise ConfigError(
             "statistics have a file of their own, and shares of epsilon. Ask for them by another dpllm describe."
         )
-    keys = _keys(known, rest)
-    recipe = Path(known.data).suffix in (".yaml", ".yml")
-    if not recipe and "model.name_or_path" not in keys:
-        raise ConfigError("texts are read by a public model, and none is named. Type --encoder MODEL, or a recipe.")
-    from dpllm.run.embeddings import Asked, offered
-    from dpllm.text.data import value_name
+    if not embedded and not known.asked:
+        examples = ", ".join(example for _, example, _ in OPTIONS.values())
+        raise ConfigError(f"no statistic is asked for. Type {examples}.")
+    keys = {key: value for name, key in KEYS.items() if (value := getattr(known, name)) is not None}
+    keys |= parse_overrides(rest)
+    if Path(known.data).suffix not in (".yaml", ".yml") and "model.name_or_path" not in keys:
+        if embedded:
+            raise ConfigError("texts are read by a public model, and none is named. Type --encoder MODEL, or a recipe.")
+        if lengths:
+            raise ConfigError("--lengths counts tokens and needs a tokenizer. Type --tokenizer MODEL, or a recipe.")
+        keys["model.name_or_path"] = "none"
+    given, create = (known.epsilon, known.delta), not known.dry_run
+    if embedded:
+        from dpllm.run import embeddings  # and torch
+        from dpllm.text.data import value_name
 
-    values = tuple(map(value_name, known.values.split(","))) if known.values else ()  # as the data's are read
-    asked = Asked(known.clusters, known.predict, values, known.words)
+        values = tuple(map(value_name, known.values.split(","))) if known.values else ()  # as the data's are read
+        wanted = embeddings.Asked(known.clusters, known.predict, values, known.words)
+        config = around(known.data, keys, "dpllm describe")
+        return _release(known, embeddings.offered(config, wanted, *given, create=create), wanted.kind)
+    from dpllm.run import describe as statistics
+    from dpllm.text.asked import parse
+
+    asked = [parse(kind, text, known.at) for kind, text in known.asked]
     config = around(known.data, keys, "dpllm describe")
-    offer = offered(config, asked, known.epsilon, known.delta, create=not known.dry_run)
-    return _release(known, offer, asked.kind)
+    return _release(known, statistics.offered(config, asked, *given, create=create), "describe.json")
 
 
 def classify(known: argparse.Namespace, rest: list[str]) -> int:
@@ -149,23 +146,6 @@ def _release(known: argparse.Namespace, offered: AbstractContextManager[Offer], 
     if known.dry_run and offer.refusal:
         raise offer.refusal
     return 0
-
-
-def _keys(known: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
-    from dpllm.recipe.section import parse_overrides
-
-    keys = {key: value for name, key in KEYS.items() if (value := getattr(known, name)) is not None}
-    return keys | parse_overrides(rest)
-
-
-def _config(known: argparse.Namespace, rest: list[str]) -> RunConfig:
-    from dpllm.recipe.config import around
-
-    keys = _keys(known, rest)
-    recipe = Path(known.data).suffix in (".yaml", ".yml")
-    if not recipe and "model.name_or_path" not in keys and any(kind == "lengths" for kind, _ in known.asked):
-        raise ConfigError("--lengths counts tokens and needs a tokenizer. Type --tokenizer MODEL, or a recipe.")
-    return around(known.data, keys if recipe else {"model.name_or_path": "none", **keys}, "dpllm describe")
 
 
 def listed(names: Sequence[str], dataset: str | None, unit: str | None, largest_delta: float) -> list[Sealed]:

@@ -30,7 +30,7 @@ class Declared(Record):
     values: tuple[Text, ...] | None = None
     """Values that are counted; others count as "other"."""
     numbers: tuple[Number, ...] | None = None
-    """Candidates of a quantile, or the bounds of a mean."""
+    """Candidates of a quantile."""
     quantile: Share | None = None
     """Which quantile."""
     clusters: Annotated[int, Field(ge=2, le=99)] | None = None
@@ -78,7 +78,7 @@ class Release(Record):
     error_of: Text
     """What that counts."""
     value: dict[Text, Number] | None
-    """What was drawn: noisy counts by value, the candidate chosen, or a mean with its 95% interval and the rows; null before."""
+    """What was drawn: noisy counts by value, or the candidate chosen; null before."""
     entry: Text | None
     """Its entry in the ledger; null before it was drawn."""
     vectors: Sha256 | None = None
@@ -111,8 +111,6 @@ class Release(Record):
         value, error = self.value, f"± {self.error_95:,.3g} {self.error_of}"
         if value is None:
             return error
-        if "mean" in value:
-            return f"{value['mean']:.4g} ({value['low']:.4g} to {value['high']:.4g})"
         if self.declared.clusters:
             return f"{', '.join(f'{name}: {count:,}' for name, count in self.counts())} ({error})"
         if self.declared.values is None:

@@ -34,7 +34,7 @@ def parse(kind: Kind, text: str, quantiles: str) -> tuple[Statistic, ...]:
     Raises:
         ConfigError: Bounds, candidates or values are not declared, or bound nothing.
     """
-    named = kind in ("quantiles", "shares", "mean")
+    named = kind in ("quantiles", "shares")
     column, separator, declared = text.partition("=") if named else ("", "", text)
     good = not named or bool(column and separator)
     found: tuple[Statistic, ...] = (Statistic(kind),)
@@ -45,14 +45,14 @@ def parse(kind: Kind, text: str, quantiles: str) -> tuple[Statistic, ...]:
         names = map(control.SEPARATOR.join, itertools.product(*lists)) if good else ()
         found = (Statistic(kind, control.SEPARATOR.join(columns), tuple(names)),)
     elif kind != "units":
-        numbers, asked = _numbers(declared), (0.0,) if kind == "mean" else _numbers(quantiles)
+        numbers, asked = _numbers(declared), _numbers(quantiles)
         good &= len(numbers) >= 2 and list(numbers) == sorted(set(numbers)) and all(map(math.isfinite, numbers))
-        good &= len(numbers) == 2 if kind == "mean" else bool(asked) and all(0 < one < 1 for one in asked)
+        good &= bool(asked) and all(0 < one < 1 for one in asked)
         found = tuple(Statistic(kind, column, (), numbers, one) for one in asked)
     if not good:
         raise ConfigError(
             f"--{kind} {text}: values have to be declared, because values read from the data are outside the guarantee. Declare "
-            f"distinct values without ;, increasing numbers, or LOW:HIGH[:PARTS], as in {OPTIONS[kind][1]}; quantiles lie "
+            f"distinct values without ;, increasing numbers, or LOW:HIGH:PARTS, as in {OPTIONS[kind][1]}; quantiles lie "
             "between 0 and 1, as in --at .5,.9."
         )
     return found
@@ -88,7 +88,7 @@ def exact_values(asked: Statistic, units: Groups, table: Table, data: DataConfig
         tokenizer: Of the model, for token lengths, which are those of training before they are cut at ``max_length``.
 
     Yields:
-        Text for counts, one for each unit or row; numbers for means and quantiles, and nothing for what is no number.
+        Text for counts, one for each unit or row; numbers for quantiles, and nothing for what is no number.
     """
     if asked.kind == "units":
         yield from ("" for _ in units)

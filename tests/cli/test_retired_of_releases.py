@@ -16,6 +16,7 @@ from dpllm.cli import main
         ("synthesize run --rows 1 --schema a.json", "afterwards"),
         ("synthesize run --rows 1 --without-guarantee", "dpllm generate RUN"),
         ("synthesize a.jsonl --by inference --rows 1 --clip 2", "--batch and --epsilon decide"),
+        ("describe a.jsonl --epsilon 1 --mean age=0:120", "--quantiles COLUMN=LOW:HIGH:PARTS --at .5"),
         ("describe a.jsonl --epsilon 1 --scripts latin", "--shares COLUMN=latin,cyrillic"),
         ("describe a.jsonl --epsilon 1 --encoder builtin:tiny --clusters 2 --rounds 3", "five rounds"),
         ("synthesize run --rows 1 --encoder here", "dpllm classify has --encoder"),
