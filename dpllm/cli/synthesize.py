@@ -16,7 +16,7 @@ from dpllm.errors import ConfigError
 
 if TYPE_CHECKING:
     from dpllm.publish.ordered import Order
-    from dpllm.publish.quality import Measure
+    from dpllm.publish.quality import Tell
     from dpllm.recipe.config import RunConfig
 
 OF_ORDER = ("epsilon", "delta", "tokens", "batch", "temperature", "top_k", "prompt", "describe")
@@ -119,12 +119,8 @@ def _bar(total: int) -> Iterator[Callable[[int, int], None]]:
         yield lambda taken, drawn: bar.update(task, completed=taken, drawn=drawn)
 
 
-def _measure(known: argparse.Namespace) -> Measure | None:
-    from dpllm.publish.quality import writer
-
-    if known.no_quality:
-        return None
-    return writer(lambda line: print(f"not measured: {line}", file=sys.stderr))
+def _not_measured(known: argparse.Namespace) -> Tell | None:
+    return None if known.no_quality else lambda line: print(f"not measured: {line}", file=sys.stderr)
 
 
 def _say_measured(private: Path) -> None:
@@ -145,15 +141,14 @@ def _infer(known: argparse.Namespace, rest: list[str]) -> int:
     output = known.output or Path("synthetic")
     if known.dry_run:
         return _dry_run(known, config, order)
-    measure = _measure(known)
     with _bar(order.rows) as told:
-        infer(config, order, output, told, measure)
+        infer(config, order, output, told, _not_measured(known))
     record = read_json(output / RECORD)
     if known.json:
         return show(known, record)
     dropped = ", ".join(f"{why}: {many}" for why, many in record["dropped"].items())
     print(f"{output}: {record['rows']} rows of {record['texts']} texts; dropped ({dropped}).")
-    if measure:
+    if not known.no_quality:
         _say_measured(private_of(output))
     cost = f"Epsilon {record['epsilon']:.4f} at delta {record['delta']:g}, charged to {record['dataset']}."
     total = ((record["lineage"] or {}).get("composed") or {}).get("epsilon")
@@ -197,17 +192,16 @@ def _with_model(known: argparse.Namespace) -> int:
     from dpllm.run.directory import RunDir
     from dpllm.statement.synthetic import RECORD
 
-    measure = _measure(known)
     given = {one.name: value for one in fields(Order) if (value := getattr(known, one.name)) is not None}
     order, run = Order(**given), RunDir(Path(known.source))
     with _bar(order.rows) as told:
-        output = synthesize(run, order, known.output, told, measure)
+        output = synthesize(run, order, known.output, told, _not_measured(known))
     record = read_json(output / RECORD)
     if known.json:
         return show(known, record)
     dropped = ", ".join(f"{why}: {many}" for why, many in record["dropped"].items())
     print(f"{output}: {record['rows']} rows of {record['attempts']} texts drawn; dropped ({dropped}).")
-    if measure:
+    if not known.no_quality:
         _say_measured(run.private / FOLDER)
     print("run/privacy.json is its privacy statement: rows spend nothing beyond it, and it does not cover prompts.")
     return 0

@@ -38,7 +38,7 @@ from dpllm.publish import filters
 from dpllm.publish.draft import Draft
 from dpllm.publish.generate import Sample
 from dpllm.publish.ordered import DELTA, FIELD, FILTERS, TEXTS, Offer, Order, offer, with_base
-from dpllm.publish.quality import EVALUATION, TRAINING, Beside, Measure
+from dpllm.publish.quality import EVALUATION, TRAINING, Beside, Tell, report
 from dpllm.recipe import names
 from dpllm.recipe.config import RunConfig
 from dpllm.run.describe import Opened, opened, refusal, refuse_adapter, without_evaluation
@@ -86,7 +86,7 @@ def infer(
     order: Order,
     output: Path,
     told: Told = lambda taken, begun: None,
-    measure: Measure | None = None,
+    not_measured: Tell | None = None,
 ) -> Path:
     """Writes a data set; what was interrupted goes on where it stopped.
 
@@ -95,7 +95,7 @@ def infer(
         order: What is asked for.
         output: A new folder.
         told: Progress.
-        measure: As in ``synthesize``, with ``private_of`` the folder; data.eval has the rows to compare with.
+        not_measured: As in ``synthesize``, with ``private_of`` the folder; data.eval has the rows to compare with.
 
     Raises:
         ConfigError: See ``offer``; an unsuitable prompt or statistics; a folder that holds something, or a draft of another call.
@@ -103,7 +103,7 @@ def infer(
         Refused: The base model was tuned on the same data, and no total can be stated; or it cannot be read in batches; or
             data.eval are training data, or declared public and are not.
     """
-    config = config if measure else without_evaluation(config)
+    config = config if not_measured else without_evaluation(config)
     if output.exists():
         raise ConfigError(f"{output}: already exists. Type another --output, or remove it.")
     if order.prompt.count(FIELD) != 1 or any("\ud800" <= letter <= "\udfff" for letter in order.prompt):
@@ -128,7 +128,7 @@ def infer(
         job.load(tests)
         job.pay(output.with_name(f".{output.name}.draft.jsonl"))
         rows, dropped = job.write(tests, told)
-        quality = measure(rows, job.beside(), private_of(output)) if measure else None
+        quality = report(rows, job.beside(), private_of(output), not_measured) if not_measured else None
         _publish(job, rows, dropped, quality, output)
         job.draft.path.unlink()
     return output

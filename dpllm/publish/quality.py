@@ -38,8 +38,8 @@ from dpllm.text.rows import each_row
 from dpllm.text.sources import is_here
 
 Figures = dict[str, float | None]
-Measure = Callable[[Sequence[dict[str, str]], "Beside", Path], Quality]
-"""Called with rows before they are published, what they are measured beside, and a folder for what stays private."""
+Tell = Callable[[str], None]
+"""Called with each thing that could not be measured."""
 SYNTHETIC, TRAINING, EVALUATION = "synthetic", "training", "evaluation"
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 LEARNED = 5000
@@ -98,24 +98,17 @@ class Beside:
             self.missing.append(f"{side} rows: {error}")
 
 
-def writer(tell: Callable[[str], None]) -> Measure:
-    """``measure``, which writes what is private to quality.json in the folder that it is called with.
-
-    ``tell`` is called with what could not be measured.
-    """
-
-    def write(rows: Sequence[dict[str, str]], beside: Beside, folder: Path) -> Quality:
-        public, private = measure(rows, beside)
-        missing = private["not_measured"]
-        try:
-            write_json(folder / "quality.json", {"public": public.to_json(), **private}, mode=0o600)
-        except OSError as error:
-            missing = [*missing, f"private figures: {folder} cannot be written ({error.strerror})"]
-        for line in missing:
-            tell(line)
-        return public
-
-    return write
+def report(rows: Sequence[dict[str, str]], beside: Beside, folder: Path, tell: Tell) -> Quality:
+    """``measure``, of which quality.json in a private folder gets what may not be published."""
+    public, private = measure(rows, beside)
+    missing = private["not_measured"]
+    try:
+        write_json(folder / "quality.json", {"public": public.to_json(), **private}, mode=0o600)
+    except OSError as error:
+        missing = [*missing, f"private figures: {folder} cannot be written ({error.strerror})"]
+    for line in missing:
+        tell(line)
+    return public
 
 
 def of_run(run: RunDir, config: RunConfig, statement: PrivacyRecord) -> Beside:

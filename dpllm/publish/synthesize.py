@@ -2,7 +2,7 @@
 
 Comes in: a run directory with its card, and what is asked for. Goes out: a folder as ``statement.synthetic`` lays it out, whole
 or not at all. Of a run with a guarantee it reads the recipe, run.json and export/, but neither training rows nor anything in
-``private/``, unless quality is measured. It must not know how: a caller passes that.
+``private/``, unless quality is measured.
 
 Guarantee:
     The rows have the guarantee of the run's weights together with that of the released statistic from which control codes are
@@ -29,7 +29,7 @@ from dpllm.privacy.releases import OTHER
 from dpllm.publish import filters, generate
 from dpllm.publish.draft import Draft
 from dpllm.publish.merge import carded
-from dpllm.publish.quality import FOLDER, Measure, of_run
+from dpllm.publish.quality import FOLDER, Tell, of_run, report
 from dpllm.recipe.config import RunConfig
 from dpllm.run.directory import RunDir
 from dpllm.statement.privacy_record import PrivacyRecord
@@ -128,7 +128,7 @@ def synthesize(
     order: Order,
     output: Path | None = None,
     told: Told = lambda taken, drawn: None,
-    measure: Measure | None = None,
+    not_measured: Tell | None = None,
 ) -> Path:
     """Writes a data set; what was interrupted goes on where it stopped, and ends in the same bytes.
 
@@ -137,7 +137,8 @@ def synthesize(
         order: What is asked for.
         output: Where; None: ``synthetic`` in the run directory.
         told: Progress.
-        measure: Gives the record's ``quality``; what it raises loses no row, since the same call goes on. None: not measured.
+        not_measured: Called with what of the quality could not be measured; what fails loses no row, since the same call goes
+            on. None: nothing is measured.
 
     Returns:
         The folder.
@@ -169,8 +170,9 @@ def synthesize(
         rows = replace(_rows(config, order.rows, prompts, shares, draft.facts["seed"]), shares=released)
         _draw(generator, order, rows, tests, draft, taken, told)
         quality = None
-        if measure:
-            quality = measure(rows.with_texts(taken.texts), of_run(run, config, statement), run.private / FOLDER)
+        if not_measured:
+            beside = of_run(run, config, statement)
+            quality = report(rows.with_texts(taken.texts), beside, run.private / FOLDER, not_measured)
         _write(run, config, order, rows, tests, taken, output, quality)
         draft.path.unlink()
     return output

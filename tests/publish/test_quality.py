@@ -72,7 +72,7 @@ def measure(run: RunDir, config: RunConfig, made: list[Json], said: Any) -> tupl
 
 
 def write(run: RunDir, config: RunConfig, made: list[Json], said: Any) -> quality.Quality:
-    return quality.writer(lambda line: None)(made, quality.of_run(run, config, said), run.private / quality.FOLDER)
+    return quality.report(made, quality.of_run(run, config, said), run.private / quality.FOLDER, lambda line: None)
 
 
 def measured(root: Path, train: list[Json], held: list[Json] | None, made: list[Json], **data: Any) -> tuple[str, Json]:
