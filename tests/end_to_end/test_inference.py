@@ -177,7 +177,7 @@ def test_other_settings_do_not_go_on_with_paid_draws(place: Place) -> None:
     ("more", "said"),
     [
         (("--rows", 41), "no more rows than there are units"),
-        (("--epsilon", 1e-9), "cost epsilon"),
+        (("--epsilon", 1e-9), "gives no guarantee"),
         (("--batch", 41), "0 texts fit"),
         (("--prompt", "Write something."), "where a record stands"),
         (("--data.max_length", 126), "exceed the 128 that the model reads"),
