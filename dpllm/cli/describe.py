@@ -1,4 +1,4 @@
-"""``dpllm describe``: statistics of private data, released with differential privacy and charged to the ledger."""
+"""``dpllm describe``, ``classify`` and ``randomize-labels``: what is released of private data without a training run."""
 
 from __future__ import annotations
 
@@ -28,18 +28,19 @@ OF_DATA = {
 KEYS = {**OF_DATA, "tokenizer": "model.name_or_path", "encoder": "model.name_or_path"}
 
 
-def _number_or_auto(text: str) -> Any:
+def number_or_auto(text: str) -> Any:
+    """What --delta takes."""
     return text if text == "auto" else float(text)
 
 
 def add_commands(add: AddCommand) -> None:
-    """The command and its arguments."""
+    """The commands and their arguments."""
     parser = add("describe", describe, "release statistics of private data, charged to the ledger")
     parser.usage = "dpllm describe DATA|RECIPE --epsilon E STATISTIC ... [options] [--SECTION.KEY VALUE ...]"
     parser.add_argument("data", help="file, glob, directory or Hub id; or a recipe (.yaml), for its data and ledger")
     parser.add_argument("--epsilon", type=float, required=True, help="epsilon of all statistics of this call together")
     text = "delta, below 1/N; auto: as in a run (default: the budget's, or 1e-9)"
-    parser.add_argument("--delta", type=_number_or_auto, metavar="DELTA", help=text)
+    parser.add_argument("--delta", type=number_or_auto, metavar="DELTA", help=text)
     group = parser.add_argument_group("statistics", "equal parts of epsilon; asking twice costs twice")
     for name, (takes, _, text) in OPTIONS.items():
         typed: Any = lambda value, name=name: (name, value)  # noqa: E731
@@ -68,6 +69,18 @@ def add_commands(add: AddCommand) -> None:
     parser.add_argument("folder", type=Path, help="as dpllm describe --predict or --clusters wrote it")
     parser.add_argument("data", help="file, glob, directory or Hub id")
     parser.add_argument("--encoder", metavar="MODEL", help="where the encoder lies (default: as the folder names it)")
+    text = "flip preference labels by coins, so that each is private at the source"
+    parser = add("randomize-labels", randomize, text)
+    parser.add_argument("data", help="file, glob, directory or Hub id of preference pairs")
+    text = "of one label, which flips with 1 / (1 + e^epsilon)"
+    parser.add_argument("--epsilon", type=float, required=True, help=text)
+    parser.add_argument("--unit", help="column that says whose label it is (default: each label is somebody else's)")
+    parser.add_argument("--max-labels", type=int, metavar="K", help="with --unit: most labels of one unit, K epsilon")
+    parser.add_argument("--dataset", help="name of the data in the ledger, whose labels get an account of their own")
+    parser.add_argument("--again", action="store_true", help="draw labels once more, at the same cost once more")
+    take_ledger(parser)
+    text = "the new file, with its record beside it (default: NAME.randomized.jsonl beside a local file)"
+    parser.add_argument("--output", type=Path, help=text)
 
 
 def take_data(parser: Any) -> None:
@@ -146,6 +159,32 @@ def _release(known: argparse.Namespace, offered: AbstractContextManager[Offer], 
     if known.dry_run and offer.refusal:
         raise offer.refusal
     return 0
+
+
+def randomize(known: argparse.Namespace, rest: list[str]) -> int:
+    """Prints what was charged and where the labels lie; exit code 3 where the ledger refuses it."""
+    from dpllm.recipe.config import around
+    from dpllm.run.labels import randomize as flip
+    from dpllm.run.labels import record_of
+
+    if (known.unit is None) != (known.max_labels is None):
+        raise ConfigError("--unit and --max-labels go together: K labels of one unit cost K times epsilon. Type both.")
+    given = vars(known) | {"max_examples_per_unit": known.max_labels}
+    keys = {key: given[name] for name, key in OF_DATA.items() if given[name] is not None}
+    keys |= {"model.name_or_path": "none", "data.format": "preference", "train.objective": "dpo"}
+    config = around(known.data, keys, "dpllm randomize-labels")
+    path = Path(known.data)
+    folder = path.parent if path.exists() else Path()
+    output = known.output or folder / f"{path.name.partition('.')[0].replace(':', '-')}.randomized.jsonl"
+    found = flip(config, known.epsilon, output, again=known.again)
+    whole = f", and {found.unit_epsilon:g} for each {found.unit} of up to {found.max_labels}" if known.unit else ""
+    told = (
+        f"{output}: each label was flipped with probability {found.probability:.4g}, which is epsilon {found.epsilon:g} for "
+        f"one label{whole}. Charged to {found.dataset}, which now holds epsilon {found.account_epsilon:g} for one {found.unit} "
+        "and is added to nothing else. Prompts and answers are as they were, and not protected by this.",
+        f"To train on it: --data.train {output} --data.label_record {record_of(output)}",
+    )
+    return show(known, found.to_json() if known.json else told[0], *told[1:])
 
 
 def listed(names: Sequence[str], dataset: str | None, unit: str | None, largest_delta: float) -> list[Sealed]:

@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpllm.cli.describe import OF_DATA, take_data
+from dpllm.cli.describe import OF_DATA, number_or_auto, take_data
 from dpllm.cli.plan import AddCommand, show
 from dpllm.errors import ConfigError
 
@@ -82,7 +82,7 @@ def _add_inference(group: Any) -> None:
     )
     option("--epsilon", type=float, help="epsilon of all rows together")
     text = "below 1/N (default: the budget's, or as in a run)"
-    option("--delta", type=lambda value: value if value == "auto" else float(value), help=text)
+    option("--delta", type=number_or_auto, help=text)
     option("--tokens", type=int, help="longest text, in tokens (default: 96)")
     option("--batch", type=int, help="units that vote for one text (default: as few as epsilon allows)")
     option("--top-k", type=int, help="draw from so many tokens that the public prompt expects (default: all)")
