@@ -33,7 +33,6 @@ from dpllm.files import alone, digest, read_json, scratch, whole_directory, writ
 from dpllm.ledger import RunRequest
 from dpllm.model import environment, loading
 from dpllm.model.reading import Reader
-from dpllm.privacy.releases import OTHER
 from dpllm.publish import filters
 from dpllm.publish.draft import Draft
 from dpllm.publish.generate import Sample
@@ -339,22 +338,19 @@ def _shares(
     if released is None:
         return {}
     name, ledger = control.shares_of(config.data.control), source.ledger
-    counts = next((one.value for one in released.releases if one.statistic == name and one.value), {})
-    shares = {
-        tuple(value.split(control.SEPARATOR)): count for value, count in counts.items() if value != OTHER and count > 0
-    }
+    counts = released.positive(name)
     paid = {run.reservation.entry for run in ledger.runs(source.account)} if ledger else set()
     same = (released.dataset, released.unit, released.neighbouring_relation) == (
         source.account,
         config.data.unit,
         made.relation,
     )
-    if not shares or not same or not {one.entry for one in released.releases} <= paid:
+    if not counts or not same or not {one.entry for one in released.releases} <= paid:
         raise ConfigError(
             f"--describe: holds no {name!r} that the ledger knows of {source.account}, by {config.data.unit}. Type dpllm "
             "describe --shares with the same data, unit and ledger first."
         )
-    return shares
+    return {tuple(value.split(control.SEPARATOR)): count for value, count in counts.items()}
 
 
 def _publish(

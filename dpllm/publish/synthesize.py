@@ -25,7 +25,6 @@ from typing import Any
 from dpllm.errors import ConfigError, Refused
 from dpllm.files import BLOCK, alone, sha256, whole_directory, write_json, write_whole
 from dpllm.model import environment
-from dpllm.privacy.releases import OTHER
 from dpllm.publish import filters, generate
 from dpllm.publish.draft import Draft
 from dpllm.publish.merge import carded
@@ -238,19 +237,16 @@ def _shares(
     if not statement.guarantee:
         table = load_table(config.data.train, config.data, config.data.train_split, run.private / "cache")
         return None, dict(Counter(tuple(value_name(row.get(column)) for column in columns) for row in table.rows))
-    name, among = control.shares_of(columns), statement.statistics.releases if statement.statistics else ()
-    counts = next((one.value for one in among if one.statistic == name and one.value), {})
-    shares = {
-        tuple(value.split(control.SEPARATOR)): count for value, count in counts.items() if value != OTHER and count > 0
-    }
-    if not shares:
+    name = control.shares_of(columns)
+    counts = statement.statistics.positive(name) if statement.statistics else {}
+    if not counts:
         declared = ";".join(f"{column}=VALUE,VALUE" for column in columns)
         raise ConfigError(
             f"{run.root}: texts are asked for by {', '.join(columns)}, and its card has no {name!r}, from which to draw the "
             f"values; the exact shares are private. Type dpllm describe {run.config} --epsilon E --shares {declared!r}, then "
             f"dpllm card {run.root} --describe describe.json."
         )
-    return name, shares
+    return name, {tuple(value.split(control.SEPARATOR)): count for value, count in counts.items()}
 
 
 def _longest(

@@ -14,6 +14,7 @@ from pydantic import Field
 
 from dpllm.errors import ConfigError
 from dpllm.privacy.events import Composed, PureDP, compose, mechanism_of
+from dpllm.privacy.releases import OTHER
 from dpllm.statement import formatting
 from dpllm.statement.fields import AtLeast1, Between0And1, Count, NotNegative, Number, Record, Sha256, Share, Text
 from dpllm.statement.stored_events import ReleaseEvent
@@ -91,7 +92,7 @@ class Release(Record):
     def counts(self) -> list[tuple[str, float]]:
         """Each declared value and "other", or each cluster, with its noisy count."""
         value, named = self.value or {}, self.declared.values
-        return [(name, value.get(name, 0)) for name in ((*named, "other") if named else sorted(value))]
+        return [(name, value.get(name, 0)) for name in ((*named, OTHER) if named else sorted(value))]
 
     @property
     def cost(self) -> str:
@@ -145,6 +146,11 @@ class Statistics(Record):
     def event(self) -> Composed:
         """All releases as one accounting event."""
         return compose([release.event for release in self.releases])
+
+    def positive(self, name: str | None) -> dict[str, float]:
+        """The declared values of a statistic of which the released count is positive, with that count."""
+        counts = next((one.value for one in self.releases if one.statistic == name and one.value), {})
+        return {value: count for value, count in counts.items() if value != OTHER and count > 0}
 
     @property
     def pure(self) -> float:
