@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from dpllm.comparison.compare import Comparison
     from dpllm.ledger import Ledger as Ledger
     from dpllm.publish.generate import Sample
-    from dpllm.publish.quality import Measure
+    from dpllm.publish.quality import Tell
     from dpllm.recipe.config import RunConfig
     from dpllm.run.directory import Run
     from dpllm.run.own_loop import Engine as Engine
@@ -295,8 +295,6 @@ def synthesize(
     *,
     by: str = "training",
     quality: bool = True,
-    embedding: str | None = None,
-    baseline: str | os.PathLike[str] | None = None,
     **settings: Any,
 ) -> Path:
     """Writes a data set: with a tuned model, which costs no privacy, or by private inference, which does. Returns its folder.
@@ -309,8 +307,6 @@ def synthesize(
         by: ``training`` or ``inference``.
         quality: Whether to measure the rows: what may be published stands on their card, the rest in the run's private/, or in
             OUTPUT-private. Warns of what cannot be measured.
-        embedding: A transformers model by whose states rows are compared too; None: none.
-        baseline: A classifier of a control column that ``dpllm describe --predict`` released, tested beside TSTR; None: none.
         settings: Further options of the command with _ for -, as ``temperature`` or ``min_words``: fields of
             ``dpllm.publish.synthesize.Order``; by inference those of ``dpllm.publish.ordered.Order``, its filters, ``model``,
             ``unit``, ``max_examples_per_unit``, ``dataset``, ``ledger``, and keys of a recipe, as ``**{"data.control": [...]}``.
@@ -320,23 +316,23 @@ def synthesize(
         BudgetExceeded: The ledger has no room for rows by inference; nothing is spent.
         Refused: A run without guarantee on data that are not public; or a model that cannot be read in batches.
     """
-    from dpllm.publish.quality import writer
-
     if by not in ("training", "inference"):
         raise ConfigError(f"by: is {by!r}. Type training or inference.")
-    measure = None
-    if quality:
-        measure = writer(embedding, lambda line: warnings.warn(f"not measured: {line}", stacklevel=4), baseline)
+
+    def not_measured(line: str) -> None:
+        warnings.warn(f"not measured: {line}", stacklevel=5)
+
+    tell = not_measured if quality else None
     place = Path(output) if output else None
     if by == "inference":
-        return _infer(source, rows, place or Path("synthetic"), measure, settings)
+        return _infer(source, rows, place or Path("synthetic"), tell, settings)
     from dpllm.publish.synthesize import Order
     from dpllm.publish.synthesize import synthesize as write
 
-    return write(_directory(source), Order(rows, **settings), place, measure=measure)
+    return write(_directory(source), Order(rows, **settings), place, not_measured=tell)
 
 
-def _infer(source: Any, rows: int, output: Path, measure: Measure | None, settings: dict[str, Any]) -> Path:
+def _infer(source: Any, rows: int, output: Path, tell: Tell | None, settings: dict[str, Any]) -> Path:
     from dpllm.cli.synthesize import KEYS
     from dpllm.publish.inference import infer, private_of
     from dpllm.publish.ordered import Order
@@ -350,7 +346,7 @@ def _infer(source: Any, rows: int, output: Path, measure: Measure | None, settin
         config = around(os.fspath(source), keys, "dpllm.synthesize")
     else:
         config = _with_rows(around("rows", keys, "dpllm.synthesize"), private_of(output), train=source)
-    return infer(config, order, output, measure=measure)
+    return infer(config, order, output, not_measured=tell)
 
 
 def _directory(run: Any) -> Any:

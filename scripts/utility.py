@@ -41,7 +41,7 @@ from dpllm.text.data import load_table, value_name
 
 Json = dict[str, Any]
 BATCH = 64
-FIGURES = (" by ", " as asked", "with 8 words", "with a detail", "distinct")
+FIGURES = (" by ", "with 8 words")
 
 
 def keys(words: list[str]) -> Json:

@@ -187,13 +187,13 @@ def described(**changes: Any) -> Json:
     }
     value = {"yes": 60, "no": 43, "other": -3}
     shares = {"statistic": "shares of label", "declared": declared, "mechanism": "discrete Laplace", "value": value}
-    mean = {
-        "statistic": "mean of age",
-        "declared": {"numbers": [0, 120]},
-        "mechanism": "discrete Laplace (sum and count)",
-        "value": {"mean": 44.25, "low": 40.1, "high": 48.5, "rows": 97},
+    median = {
+        "statistic": "quantile 0.5 of age",
+        "declared": {"numbers": [0, 60, 120], "quantile": 0.5},
+        "mechanism": "permute-and-flip",
+        "value": {"0.5": 60},
     }
-    of_mean = {"error_95": 21277.78943713212, "error_of": "divided by the number of rows"}
+    of_median = {"error_95": 98.2642694933304, "error_of": "rows of rank"}
     return {
         "dataset": "ward-7-notes",
         "unit": "patient_id",
@@ -203,7 +203,7 @@ def described(**changes: Any) -> Json:
         "delta": 1e-9,
         "date": "2026-11-20",
         "software": {"dpllm": "0.1.0", "opendp": "0.16.0"},
-        "releases": [{**shares, **cost, "entry": "0a1b"}, {**mean, **cost, **of_mean, "entry": "2c3d"}],
+        "releases": [{**shares, **cost, "entry": "0a1b"}, {**median, **cost, **of_median, "entry": "2c3d"}],
         **changes,
     }
 

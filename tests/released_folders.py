@@ -16,7 +16,7 @@ from dpllm.statement.released import Statistics
 Json = dict[str, Any]
 Say = Callable[..., tuple[int, str, str]]
 PREDICT = ["--predict", "label", "--values", "yes,no"]
-CLUSTERS = ["--clusters", "2", "--rounds", "3"]
+CLUSTERS = ["--clusters", "2"]
 UNITS = 40
 WORDS = ["the pain is worse after meals", "he asked for a letter", "the boat and the dog", "seen at home on Monday"]
 

@@ -167,43 +167,28 @@ def front_matter(record: Synthetic, statement: PrivacyRecord) -> Json:
     main = {name: block[name] for name in _MAIN if name in block}
     main |= {} if total is None else {"epsilon": total}
     main |= {"statement": MODEL_BLOCK, "record": RECORD, "sha256": section.digest(record.to_json())}
-    return loadable(record.rows, record.columns, main, guarantee=statement.guarantee)
+    return loadable(record.columns, main, guarantee=statement.guarantee)
 
 
-def loadable(rows: int, columns: Sequence[str], privacy: Json, *, guarantee: bool) -> Json:
-    """What the Hub and ``datasets.load_dataset`` read: of so many rows with these columns, and the ``privacy`` entry."""
+def loadable(columns: Sequence[str], privacy: Json, *, guarantee: bool) -> Json:
+    """What the Hub and ``datasets.load_dataset`` read: of rows with these columns, and the ``privacy`` entry."""
     # Declared as text. Of a column that holds nothing but dates, datasets 4 makes time stamps all the same, written out as text.
     features = [{"name": column, "dtype": "string"} for column in columns]
     return {
         "tags": ["synthetic", "dpllm", *(["differential-privacy"] if guarantee else [])],
         "task_categories": ["text-generation"],
-        "size_categories": [_size(rows)],
         "configs": [{"config_name": "default", "data_files": [{"split": "train", "path": ROWS}]}],
         "dataset_info": {"features": features},
         "privacy": privacy,
     }
 
 
-def _size(rows: int) -> str:
-    """The Hub's word for a number of rows."""
-    steps = ("1K", "10K", "100K", "1M", "10M", "100M", "1B", "10B", "100B", "1T")
-    place = next((n for n in range(len(steps)) if rows < 10 ** (3 + n)), len(steps))
-    if place == len(steps):
-        return f"n>{steps[-1]}"
-    return f"{steps[place - 1]}<n<{steps[place]}" if place else f"n<{steps[0]}"
-
-
 def reads(figure: str) -> set[str]:
     """The sides that a figure of quality is computed from, by its name; what nobody here names so may read all."""
     what, _, side = figure.rpartition(": ")
     if side in SIDES:
-        return {side, "evaluation"} if what.startswith("Frechet distance") else {side}
-    ends = {
-        " by TSTR": "evaluation",
-        " by the commonest value": "evaluation",
-        " without any text": "evaluation",
-        " as asked": "training",
-    }
+        return {side}
+    ends = {" by TSTR": "evaluation", " by the commonest value": "evaluation"}
     ends |= {f" of any {rows} row": rows for rows in ("training", "evaluation")}
     return next(({rows} for end, rows in ends.items() if (what or figure).endswith(end)), {*SIDES})
 

@@ -65,4 +65,4 @@ def front_matter(record: Inference) -> Json:
     block = record.to_json()
     main = {"guarantee": True, **{name: block[name] for name in _MAIN}, "epsilon": inference.epsilon(record)}
     main |= {"record": RECORD, "sha256": section.digest(block)}
-    return dataset_card.loadable(record.rows, record.columns, main, guarantee=True)
+    return dataset_card.loadable(record.columns, main, guarantee=True)

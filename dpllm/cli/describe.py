@@ -1,4 +1,4 @@
-"""``dpllm describe``: statistics of private data, released with differential privacy and charged to the ledger."""
+"""``dpllm describe``, ``classify`` and ``randomize-labels``: what is released of private data without a training run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from dpllm.privacy.releases import OPTIONS
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from dpllm.recipe.config import RunConfig
     from dpllm.run.describe import Offer
 
 # Option -> the key of the recipe that it sets.
@@ -26,18 +25,19 @@ OF_DATA = {
 KEYS = {**OF_DATA, "tokenizer": "model.name_or_path", "encoder": "model.name_or_path"}
 
 
-def _number_or_auto(text: str) -> Any:
+def number_or_auto(text: str) -> Any:
+    """What --delta takes."""
     return text if text == "auto" else float(text)
 
 
 def add_commands(add: AddCommand) -> None:
-    """The command and its arguments."""
+    """The commands and their arguments."""
     parser = add("describe", describe, "release statistics of private data, charged to the ledger")
     parser.usage = "dpllm describe DATA|RECIPE --epsilon E STATISTIC ... [options] [--SECTION.KEY VALUE ...]"
     parser.add_argument("data", help="file, glob, directory or Hub id; or a recipe (.yaml), for its data and ledger")
     parser.add_argument("--epsilon", type=float, required=True, help="epsilon of all statistics of this call together")
     text = "delta, below 1/N; auto: as in a run (default: the budget's, or 1e-9)"
-    parser.add_argument("--delta", type=_number_or_auto, metavar="DELTA", help=text)
+    parser.add_argument("--delta", type=number_or_auto, metavar="DELTA", help=text)
     group = parser.add_argument_group("statistics", "equal parts of epsilon; asking twice costs twice")
     for name, (takes, _, text) in OPTIONS.items():
         typed: Any = lambda value, name=name: (name, value)  # noqa: E731
@@ -54,7 +54,6 @@ def add_commands(add: AddCommand) -> None:
     group.add_argument(
         "--encoder", metavar="MODEL", help="model or sentence encoder that reads the texts (default: the recipe's)"
     )
-    group.add_argument("--rounds", type=int, default=5, help="of k-means; each costs (default: 5)")
     group.add_argument("--words", type=Path, metavar="FILE", help="public texts, one a line, to centre on and name by")
     take_data(parser)
     take_final(parser)
@@ -68,6 +67,18 @@ def add_commands(add: AddCommand) -> None:
     parser.add_argument("folder", type=Path, help="as dpllm describe --predict or --clusters wrote it")
     parser.add_argument("data", help="file, glob, directory or Hub id")
     parser.add_argument("--encoder", metavar="MODEL", help="where the encoder lies (default: as the folder names it)")
+    text = "flip preference labels by coins, so that each is private at the source"
+    parser = add("randomize-labels", randomize, text)
+    parser.add_argument("data", help="file, glob, directory or Hub id of preference pairs")
+    text = "of one label, which flips with 1 / (1 + e^epsilon)"
+    parser.add_argument("--epsilon", type=float, required=True, help=text)
+    parser.add_argument("--unit", help="column that says whose label it is (default: each label is somebody else's)")
+    parser.add_argument("--max-labels", type=int, metavar="K", help="with --unit: most labels of one unit, K epsilon")
+    parser.add_argument("--dataset", help="name of the data in the ledger, whose labels get an account of their own")
+    parser.add_argument("--again", action="store_true", help="draw labels once more, at the same cost once more")
+    take_ledger(parser)
+    text = "the new file, with its record beside it (default: NAME.randomized.jsonl beside a local file)"
+    parser.add_argument("--output", type=Path, help=text)
 
 
 def take_data(parser: Any) -> None:
@@ -80,42 +91,40 @@ def take_data(parser: Any) -> None:
 
 def describe(known: argparse.Namespace, rest: list[str]) -> int:
     """Prints what was released, or with --dry-run what it would cost; exit code 3 where the ledger refuses it."""
-    from dpllm.text.asked import parse
-
-    if known.clusters or known.predict:
-        return _embedded(known, rest)
-    if not known.asked:
-        examples = ", ".join(example for _, example, _ in OPTIONS.values())
-        raise ConfigError(f"no statistic is asked for. Type {examples}.")
-    asked = [parse(kind, text, known.at) for kind, text in known.asked]
-    config = _config(known, rest)
-    from dpllm.run.describe import offered
-
-    return _release(
-        known, offered(config, asked, known.epsilon, known.delta, create=not known.dry_run), "describe.json"
-    )
-
-
-def _embedded(known: argparse.Namespace, rest: list[str]) -> int:
-    """Clusters, or a classifier."""
     from dpllm.recipe.config import around
+    from dpllm.recipe.section import parse_overrides
 
-    if known.asked:
+    embedded, lengths = bool(known.clusters or known.predict), "lengths" in dict(known.asked or ())
+    if embedded and known.asked:
         raise ConfigError(
             "statistics have a file of their own, and shares of epsilon. Ask for them by another dpllm describe."
         )
-    keys = _keys(known, rest)
-    recipe = Path(known.data).suffix in (".yaml", ".yml")
-    if not recipe and "model.name_or_path" not in keys:
-        raise ConfigError("texts are read by a public model, and none is named. Type --encoder MODEL, or a recipe.")
-    from dpllm.run.embeddings import Asked, offered
-    from dpllm.text.data import value_name
+    if not embedded and not known.asked:
+        examples = ", ".join(example for _, example, _ in OPTIONS.values())
+        raise ConfigError(f"no statistic is asked for. Type {examples}.")
+    keys = {key: value for name, key in KEYS.items() if (value := getattr(known, name)) is not None}
+    keys |= parse_overrides(rest)
+    if Path(known.data).suffix not in (".yaml", ".yml") and "model.name_or_path" not in keys:
+        if embedded:
+            raise ConfigError("texts are read by a public model, and none is named. Type --encoder MODEL, or a recipe.")
+        if lengths:
+            raise ConfigError("--lengths counts tokens and needs a tokenizer. Type --tokenizer MODEL, or a recipe.")
+        keys["model.name_or_path"] = "none"
+    given, create = (known.epsilon, known.delta), not known.dry_run
+    if embedded:
+        from dpllm.run import embeddings  # and torch
+        from dpllm.text.data import value_name
 
-    values = tuple(map(value_name, known.values.split(","))) if known.values else ()  # as the data's are read
-    asked = Asked(known.clusters, known.predict, values, known.rounds, known.words)
+        values = tuple(map(value_name, known.values.split(","))) if known.values else ()  # as the data's are read
+        wanted = embeddings.Asked(known.clusters, known.predict, values, known.words)
+        config = around(known.data, keys, "dpllm describe")
+        return _release(known, embeddings.offered(config, wanted, *given, create=create), wanted.kind)
+    from dpllm.run import describe as statistics
+    from dpllm.text.asked import parse
+
+    asked = [parse(kind, text, known.at) for kind, text in known.asked]
     config = around(known.data, keys, "dpllm describe")
-    offer = offered(config, asked, known.epsilon, known.delta, create=not known.dry_run)
-    return _release(known, offer, asked.kind)
+    return _release(known, statistics.offered(config, asked, *given, create=create), "describe.json")
 
 
 def classify(known: argparse.Namespace, rest: list[str]) -> int:
@@ -150,18 +159,27 @@ def _release(known: argparse.Namespace, offered: AbstractContextManager[Offer], 
     return 0
 
 
-def _keys(known: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
-    from dpllm.recipe.section import parse_overrides
-
-    keys = {key: value for name, key in KEYS.items() if (value := getattr(known, name)) is not None}
-    return keys | parse_overrides(rest)
-
-
-def _config(known: argparse.Namespace, rest: list[str]) -> RunConfig:
+def randomize(known: argparse.Namespace, rest: list[str]) -> int:
+    """Prints what was charged and where the labels lie; exit code 3 where the ledger refuses it."""
     from dpllm.recipe.config import around
+    from dpllm.run.labels import randomize as flip
+    from dpllm.run.labels import record_of
 
-    keys = _keys(known, rest)
-    recipe = Path(known.data).suffix in (".yaml", ".yml")
-    if not recipe and "model.name_or_path" not in keys and any(kind == "lengths" for kind, _ in known.asked):
-        raise ConfigError("--lengths counts tokens and needs a tokenizer. Type --tokenizer MODEL, or a recipe.")
-    return around(known.data, keys if recipe else {"model.name_or_path": "none", **keys}, "dpllm describe")
+    if (known.unit is None) != (known.max_labels is None):
+        raise ConfigError("--unit and --max-labels go together: K labels of one unit cost K times epsilon. Type both.")
+    given = vars(known) | {"max_examples_per_unit": known.max_labels}
+    keys = {key: given[name] for name, key in OF_DATA.items() if given[name] is not None}
+    keys |= {"model.name_or_path": "none", "data.format": "preference", "train.objective": "dpo"}
+    config = around(known.data, keys, "dpllm randomize-labels")
+    path = Path(known.data)
+    folder = path.parent if path.exists() else Path()
+    output = known.output or folder / f"{path.name.partition('.')[0].replace(':', '-')}.randomized.jsonl"
+    found = flip(config, known.epsilon, output, again=known.again)
+    whole = f", and {found.unit_epsilon:g} for each {found.unit} of up to {found.max_labels}" if known.unit else ""
+    told = (
+        f"{output}: each label was flipped with probability {found.probability:.4g}, which is epsilon {found.epsilon:g} for "
+        f"one label{whole}. Charged to {found.dataset}, which now holds epsilon {found.account_epsilon:g} for one {found.unit} "
+        "and is added to nothing else. Prompts and answers are as they were, and not protected by this.",
+        f"To train on it: --data.train {output} --data.label_record {record_of(output)}",
+    )
+    return show(known, found.to_json() if known.json else told[0], *told[1:])

@@ -10,16 +10,16 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpllm.cli.describe import OF_DATA, take_data
+from dpllm.cli.describe import OF_DATA, number_or_auto, take_data
 from dpllm.cli.plan import AddCommand, show, take_final
 from dpllm.errors import ConfigError
 
 if TYPE_CHECKING:
     from dpllm.publish.ordered import Order
-    from dpllm.publish.quality import Measure
+    from dpllm.publish.quality import Tell
     from dpllm.recipe.config import RunConfig
 
-OF_ORDER = ("epsilon", "delta", "tokens", "batch", "clip", "temperature", "top_k", "prompt", "describe")
+OF_ORDER = ("epsilon", "delta", "tokens", "batch", "temperature", "top_k", "prompt", "describe")
 KEYS = {**OF_DATA, "model": "model.name_or_path"}
 """Setting of inference -> the key of the recipe that it sets."""
 OF_INFERENCE = (*KEYS, *(name for name in OF_ORDER if name != "temperature"), "dry_run")
@@ -30,7 +30,6 @@ OF_TRAINING = (
     "seed",
     "attempts",
     "keep_duplicates",
-    "without_guarantee",
 )
 
 
@@ -66,18 +65,11 @@ def add_commands(add: AddCommand) -> None:
     group.add_argument("--keep-duplicates", action="store_true", default=None, help="keep duplicate texts")
     group.add_argument("--min-words", type=int, metavar="N", help="drop texts of fewer words")
     group.add_argument("--max-words", type=int, metavar="N", help="drop texts of more words")
-    group.add_argument("--schema", metavar="FILE", type=Path, help="drop texts that are not JSON of this JSON Schema")
     group.add_argument(
         "--no-details", action="store_true", help="drop texts with an e-mail address, card or phone number"
     )
     group = parser.add_argument_group("quality", "figures to measure on the rows; only public ones go on their card")
     group.add_argument("--no-quality", action="store_true", help="measure nothing")
-    group.add_argument("--embedding", metavar="MODEL", help="also compare mean-pooled states of this model")
-    text = "also test this classifier of a control column, of dpllm describe --predict: what is known without any text"
-    group.add_argument("--baseline", metavar="FOLDER", type=Path, help=text)
-    group.add_argument("--encoder", metavar="MODEL", help="where its encoder lies (default: as the folder names it)")
-    text = "write rows that may repeat private text into RUN/private/"
-    option("--without-guarantee", action="store_true", default=None, help=text)
     _add_inference(parser.add_argument_group("inference", "records vote for each token (docs/concepts/inference.md)"))
 
 
@@ -90,10 +82,9 @@ def _add_inference(group: Any) -> None:
     )
     option("--epsilon", type=float, help="epsilon of all rows together")
     text = "below 1/N (default: the budget's, or as in a run)"
-    option("--delta", type=lambda value: value if value == "auto" else float(value), help=text)
+    option("--delta", type=number_or_auto, help=text)
     option("--tokens", type=int, help="longest text, in tokens (default: 96)")
-    option("--batch", type=int, help="units that vote for one text (default: as few as --clip allows)")
-    option("--clip", type=float, help="most that one vote moves a logit (default: what epsilon allows)")
+    option("--batch", type=int, help="units that vote for one text (default: as few as epsilon allows)")
     option("--top-k", type=int, help="draw from so many tokens that the public prompt expects (default: all)")
     option("--prompt", metavar="TEXT", help="in which a record stands at {text}; without it, the public prompt")
     option("--describe", metavar="FILE", type=Path, help="released shares of data.control, of dpllm describe")
@@ -129,14 +120,8 @@ def _bar(total: int) -> Iterator[Callable[[int, int], None]]:
         yield lambda taken, drawn: bar.update(task, completed=taken, drawn=drawn)
 
 
-def _measure(known: argparse.Namespace) -> Measure | None:
-    from dpllm.publish.quality import writer
-
-    if known.no_quality:
-        return None
-    return writer(
-        known.embedding, lambda line: print(f"not measured: {line}", file=sys.stderr), known.baseline, known.encoder
-    )
+def _not_measured(known: argparse.Namespace) -> Tell | None:
+    return None if known.no_quality else lambda line: print(f"not measured: {line}", file=sys.stderr)
 
 
 def _say_measured(private: Path) -> None:
@@ -157,15 +142,14 @@ def _infer(known: argparse.Namespace, rest: list[str]) -> int:
     output = known.output or Path("synthetic")
     if known.dry_run:
         return _dry_run(known, config, order)
-    measure = _measure(known)
     with _bar(order.rows) as told:
-        infer(config, order, output, told, measure)
+        infer(config, order, output, told, _not_measured(known))
     record = read_json(output / RECORD)
     if known.json:
         return show(known, record)
     dropped = ", ".join(f"{why}: {many}" for why, many in record["dropped"].items())
     print(f"{output}: {record['rows']} rows of {record['texts']} texts; dropped ({dropped}).")
-    if measure:
+    if not known.no_quality:
         _say_measured(private_of(output))
     cost = f"Epsilon {record['epsilon']:.4f} at delta {record['delta']:g}, charged to {record['dataset']}."
     total = ((record["lineage"] or {}).get("composed") or {}).get("epsilon")
@@ -178,42 +162,25 @@ def _with_base(total: float | None) -> str:
 
 
 def _dry_run(known: argparse.Namespace, config: RunConfig, order: Order) -> int:
-    """What inference would promise, beside a model that is tuned at the same epsilon."""
-    from rich.table import Table
-
-    from dpllm.privacy.accounting import calibrate_noise_multiplier
+    """What inference would promise."""
     from dpllm.publish.inference import offer_of
 
     made, before, said = offer_of(config, order)
     total = before.composed.epsilon if before and before.composed else None
-    size, delta, batch = made.ballot.batch_size, made.delta, max(1, made.units // 8)
-    sigma = calibrate_noise_multiplier(order.epsilon, delta, batch / made.units, 24, made.relation, rough=True)
-    table = Table("generator", "what it promises", "what it takes", "rows")
-    table.add_row(
-        "private inference",
-        f"epsilon {made.epsilon:.4f} at delta {delta:g}",
-        f"{size} units vote for each token by at most {made.ballot.clip:.3g}, {order.tokens} draws a text",
-        f"at most {made.texts:,}",
-    )
-    table.add_row(
-        "a tuned model",
-        f"epsilon {order.epsilon:g} at delta {delta:g}",
-        f"24 steps of {batch:,} units with noise multiplier {sigma:.2f}: {sigma / batch:.2g} C in the averaged gradient",
-        "any number",
-    )
     about = {
-        "batch_size": size,
+        "batch_size": made.ballot.batch_size,
         "clip": made.ballot.clip,
         "range": made.ballot.range,
         "event": made.ballot.event(order.tokens).to_json(),
         "epsilon": made.epsilon,
-        "delta": delta,
+        "delta": made.delta,
         "with_base": total,
         "texts": made.texts,
     }
-    which = "Which one: with SmolLM2-135M, the tuned model wrote better rows (docs/howto/synthesize.md)."
+    promise = f"At most {made.texts:,} rows at epsilon {made.epsilon:.4f} and delta {made.delta:g} together: "
+    votes = f"{made.ballot.batch_size} units vote for each token by at most {made.ballot.clip:.3g}, {order.tokens} draws a text."
     end = f"{_with_base(total)}Nothing was spent."
-    show(known, about | {"noise_multiplier": sigma} if known.json else table, which, end)
+    show(known, about if known.json else promise + votes, end)
     if said:
         raise said
     return 0
@@ -226,17 +193,16 @@ def _with_model(known: argparse.Namespace) -> int:
     from dpllm.run.directory import RunDir
     from dpllm.statement.synthetic import RECORD
 
-    measure = _measure(known)
     given = {one.name: value for one in fields(Order) if (value := getattr(known, one.name)) is not None}
     order, run = Order(**given), RunDir(Path(known.source))
     with _bar(order.rows) as told:
-        output = synthesize(run, order, known.output, told, measure)
+        output = synthesize(run, order, known.output, told, _not_measured(known))
     record = read_json(output / RECORD)
     if known.json:
         return show(known, record)
     dropped = ", ".join(f"{why}: {many}" for why, many in record["dropped"].items())
     print(f"{output}: {record['rows']} rows of {record['attempts']} texts drawn; dropped ({dropped}).")
-    if measure:
+    if not known.no_quality:
         _say_measured(run.private / FOLDER)
     print("run/privacy.json is its privacy statement: rows spend nothing beyond it, and it does not cover prompts.")
     return 0

@@ -48,7 +48,6 @@ NAMES: dict[Kind, str] = {
     "classifier": "AdaSSP, Gaussian (Gram matrix and labels)",
 }
 DIMENSIONS: dict[Kind, int] = {"clusters": 16, "classifier": 64}
-MOST_SIMULATED = 4000
 MOST_ROWS = 2**13
 """Of a unit: the sum of so many products is exact in float64."""
 COUNTED = "units in each count"
@@ -218,23 +217,6 @@ def ada_ssp(
     floor = noise_multiplier * math.sqrt(len(values_Q))
     weights_QC = basis_QQ @ ((basis_QQ.T @ labels_QC) / np.maximum(values_Q, floor)[:, None])
     return np.rint(labels_QC[-1] * STEPS / bias), weights_QC / math.sqrt(2)  # of rows as they came
-
-
-def simulated(units: int, classes: int, noise_multiplier: float, seed: int = 0) -> tuple[float, float]:
-    """Share of labels that ``ada_ssp`` finds of as many public random vectors, with this noise and with hardly any.
-
-    Classes of equal size, each around a random direction so closely that neighbours overlap; at most ``MOST_SIMULATED`` vectors,
-    and noise in proportion.
-    """
-    many, draw = min(units, MOST_SIMULATED), np.random.default_rng(seed)
-    middles_CP = draw.normal(size=(classes, DIMENSIONS["classifier"]))
-    labels_N, units_N = np.arange(2 * many) % classes, np.arange(many)
-    vectors_NP = unit_length(middles_CP[labels_N] + 2.0 * draw.normal(size=(2 * many, middles_CP.shape[1])))
-    found = []
-    for noise in (noise_multiplier * many / units, 1e-3):
-        _, weights_QC = ada_ssp(vectors_NP[:many], labels_N[:many], units_N, classes, noise, lambda _: None)
-        found.append(float(np.mean(scores(vectors_NP[many:], weights_QC).argmax(axis=1) == labels_N[many:])))
-    return found[0], found[1]
 
 
 def scores(vectors_RP: Floats, weights_QC: Floats) -> Floats:

@@ -26,10 +26,9 @@ from typing import Any, Literal
 from dpllm.errors import ConfigError
 from dpllm.privacy.events import PureDP
 
-STEPS = 2**20  # from the middle of a mean's declared range to its end: OpenDP sums whole numbers
 MISSED = 0.05  # probability that a release errs by more than its ``error``
 OTHER = "other"  # where a row counts whose value is none of the declared ones
-Kind = Literal["units", "lengths", "quantiles", "shares", "scripts", "mean"]
+Kind = Literal["units", "lengths", "quantiles", "shares"]
 OPTIONS: dict[Kind, tuple[str, str, str]] = {
     "units": ("", "--units", "number of units with at least one row"),
     "lengths": (
@@ -43,12 +42,6 @@ OPTIONS: dict[Kind, tuple[str, str, str]] = {
         "--shares 'visit=home,clinic;age=old,young'",
         "how many rows have each declared value; with several columns, each combination",
     ),
-    "scripts": (
-        "SCRIPT,SCRIPT",
-        "--scripts latin,cyrillic",
-        "how many rows are mostly written in each script, such as latin,cyrillic,cjk",
-    ),
-    "mean": ("COLUMN=LOW:HIGH", "--mean age=0:120", "of a column of numbers, within declared bounds"),
 }
 """Options of ``dpllm describe``: what each takes, an example, its help."""
 _Made = tuple[Any, Callable[[Any], dict[str, float]], Callable[[Any], Any]]
@@ -59,19 +52,18 @@ class Statistic:
     """One release, with what was declared for it."""
 
     kind: Kind
-    column: str = ""  # of quantiles, shares and means; several of shares, with ";" between them
-    values: tuple[str, ...] = ()  # of shares and scripts
-    numbers: tuple[float, ...] = ()  # candidates of a quantile, or the two bounds of a mean; they rise
+    column: str = ""  # of quantiles and shares; several of shares, with ";" between them
+    values: tuple[str, ...] = ()  # of shares
+    numbers: tuple[float, ...] = ()  # candidates of a quantile; they rise
     quantile: float = 0.0
 
     @property
     def name(self) -> str:
         """In words; public."""
-        of = {"lengths": "token lengths", "scripts": "scripts"}.get(self.kind, self.column)
         if self.kind == "units":
             return "number of units"
-        what = f"quantile {self.quantile:g}" if self.quantile else "mean" if self.kind == "mean" else "shares"
-        return f"{what} of {of}"
+        of = "token lengths" if self.kind == "lengths" else self.column
+        return f"quantile {self.quantile:g} of {of}" if self.quantile else f"shares of {of}"
 
     def declared(self) -> dict[str, Any]:
         """What was declared, as JSON."""
@@ -114,7 +106,7 @@ def measurement(asked: Statistic, rows: int, epsilon: float) -> Measurement:
             "statistics need OpenDP for their noise, which is not installed. Type: pip install opendp"
         ) from None
     enable_features("contrib")
-    make = {"units": _counted, "shares": _counted, "scripts": _counted, "mean": _mean}.get(asked.kind, _quantile)
+    make = _counted if asked.kind in ("units", "shares") else _quantile
     rows = 1 if asked.kind == "units" else rows
     try:
         measure, read, prepare = make(asked, rows, epsilon)
@@ -131,22 +123,14 @@ def measurement(asked: Statistic, rows: int, epsilon: float) -> Measurement:
 def told(asked: Statistic, rows: int, epsilon: float) -> tuple[str, float, str]:
     """Mechanism, ``error`` and ``error_of`` of a release that costs `epsilon`: they follow from that, and need no OpenDP."""
     scale = (1 if asked.kind == "units" else rows) / epsilon
-    if asked.kind == "mean":
-        low, high = asked.numbers
-        # The true mean is at most STEPS from the middle: an error in the count moves it by at most so many over the count.
-        error = _exceeded(2 * STEPS * scale, MISSED / 2) + STEPS * _exceeded(2 * scale, MISSED / 2)
-        return "discrete Laplace (sum and count)", (high - low) / 2 / STEPS * error, "divided by the number of rows"
     if asked.values or asked.kind == "units":
-        return "discrete Laplace", _exceeded(scale, MISSED), "rows in each count" if asked.values else "units"
+        # What the noise exceeds with probability MISSED, as OpenDP's discrete_laplacian_scale_to_accuracy.
+        error = scale * math.log(2 / (MISSED * (math.exp(1 / scale) + 1))) + 1
+        return "discrete Laplace", error, "rows in each count" if asked.values else "units"
     # A candidate wins whose rank is off by t rows more than the best one's only if its exponential noise exceeds t.
     rank = math.floor(10_000 * asked.quantile) / 10_000  # as OpenDP 0.16 reads it
     error = 2 * max(rank, 1 - rank) * scale * math.log(len(asked.numbers) / MISSED)
     return "permute-and-flip", error, "rows of rank"
-
-
-def _exceeded(scale: float, missed: float) -> float:
-    """What discrete Laplace noise exceeds with probability ``missed``, as OpenDP's ``discrete_laplacian_scale_to_accuracy``."""
-    return scale * math.log(2 / (missed * (math.exp(1 / scale) + 1))) + 1
 
 
 def draw(measure: Any, values: list[Any]) -> Any:
@@ -155,13 +139,14 @@ def draw(measure: Any, values: list[Any]) -> Any:
 
 
 def _counted(asked: Statistic, rows: int, epsilon: float) -> _Made:
-    from opendp import domains, metrics, transformations
+    from opendp import domains, measurements, metrics, transformations
 
     space = domains.vector_domain(domains.atom_domain(T="String")), metrics.symmetric_distance()
     exact = transformations.make_count(*space, TO="i64")
     if asked.values:
         exact = transformations.make_count_by_categories(*space, list(asked.values), MO="L1Distance<i64>", TOA="i64")
-    measure, _ = _laplace(exact, rows, epsilon)
+    space = exact.output_domain, exact.output_metric
+    measure = _least_noise(lambda scale: exact >> measurements.make_laplace(*space, scale=scale), rows, epsilon)
     declared = frozenset(asked.values)
 
     def read(found: Any) -> dict[str, float]:
@@ -171,33 +156,6 @@ def _counted(asked: Statistic, rows: int, epsilon: float) -> _Made:
         return value if value in declared else OTHER  # no text of a row goes further
 
     return measure, read, prepare
-
-
-def _mean(asked: Statistic, rows: int, epsilon: float) -> _Made:
-    """Sum and count together; the sum is of the distances from the middle of the range, so that it moves least."""
-    from opendp import combinators, domains, metrics, transformations
-
-    low, high = asked.numbers
-    middle, step = (low + high) / 2, (high - low) / 2 / STEPS
-    if not step or not math.isfinite(middle + step):
-        raise ValueError("there are no numbers between the bounds, or too many")
-    space = domains.vector_domain(domains.atom_domain((-STEPS, STEPS), T="i64")), metrics.symmetric_distance()
-    total, many = transformations.make_sum(*space), transformations.make_count(*space, TO="i64")
-    noisy_total, total_scale = _laplace(total, rows, epsilon / 2)
-    noisy_many, many_scale = _laplace(many, rows, epsilon / 2)
-    total_error, many_error = _exceeded(total_scale, MISSED / 2), _exceeded(many_scale, MISSED / 2)
-
-    def prepare(value: float) -> int:
-        return min(max(round((min(max(value, low), high) - middle) / step), -STEPS), STEPS)
-
-    def read(found: Any) -> dict[str, float]:
-        moved, count = found
-        corners = [(moved + a * total_error) / max(1, count + b * many_error) for a in (-1, 1) for b in (-1, 1)]
-        steps = {"mean": moved / max(1, count), "low": min(corners), "high": max(corners)}
-        near = {name: min(max(middle + step * one, low), high) for name, one in steps.items()}
-        return {**near, "rows": count}
-
-    return combinators.make_composition([noisy_total, noisy_many]), read, prepare
 
 
 def _quantile(asked: Statistic, rows: int, epsilon: float) -> _Made:
@@ -211,20 +169,11 @@ def _quantile(asked: Statistic, rows: int, epsilon: float) -> _Made:
     def read(found: float) -> dict[str, float]:
         return {f"{asked.quantile:g}": tidy(found)}
 
-    return _scaled(best, rows, epsilon)[0], read, lambda value: value
+    return _least_noise(best, rows, epsilon), read, lambda value: value
 
 
-def _laplace(exact: Any, rows: int, epsilon: float) -> tuple[Any, float]:
-    """OpenDP's measurement, and the scale of its noise."""
-    from opendp.measurements import make_laplace
-
-    space = exact.output_domain, exact.output_metric
-    return _scaled(lambda scale: exact >> make_laplace(*space, scale=scale), rows, epsilon)
-
-
-def _scaled(make: Callable[[float], Any], rows: int, epsilon: float) -> tuple[Any, float]:
-    """The measurement of least scale whose map says at most ``epsilon``, and the scale."""
+def _least_noise(make: Callable[[float], Any], rows: int, epsilon: float) -> Any:
+    """The measurement of least scale whose map says at most ``epsilon``."""
     from opendp.mod import binary_search_param
 
-    scale = binary_search_param(make, rows, epsilon)
-    return make(scale), scale
+    return make(binary_search_param(make, rows, epsilon))

@@ -79,7 +79,7 @@ class Ballot:
         if self.clip / self.temperature > MOST_CLIP:
             raise ConfigError(
                 f"clip {self.clip:g} over temperature {self.temperature:g} is above {MOST_CLIP:g}, and a draw could be tried "
-                "millions of times. Lower --clip, or raise --temperature."
+                "millions of times. Lower the clip, or raise the temperature."
             )
 
     @cached_property

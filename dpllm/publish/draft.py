@@ -1,88 +1,80 @@
-"""Texts that are taken before a data set is whole: a file from which an interrupted call goes on.
+"""What is drawn before a data set is whole: a file from which an interrupted call goes on.
 
-Comes in: settings, texts. Goes out: the same again. The file has settings and seed in its first line, and then a line for each
-batch; what was cut off at its end is no line.
+Comes in: settings, lines of JSON. Goes out: the same again. The first line has the settings and what the first call found; what
+was cut off at the end of the file is no line.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import secrets
-from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from dpllm.errors import ConfigError
 
 
-@dataclass
 class Draft:
-    """What is drawn so far.
+    """A file of one data set in the making.
 
     Attributes:
-        seed: Asked for, or the operating system's.
-        first: The first line, where it is still to be written: what fails at once leaves no draft.
-        texts: Taken ones, by number of row.
-        dropped: Why others were not -> how many.
+        path: The file.
+        facts: What the first call found, such as its seed or its reservation.
     """
 
-    path: Path
-    seed: int
-    first: str = ""
-    texts: dict[int, str] = field(default_factory=dict)
-    dropped: Counter[str] = field(default_factory=Counter)
-    batches: int = 0
+    def __init__(
+        self,
+        path: Path,
+        settings: Mapping[str, Any],
+        begin: Callable[[], dict[str, Any]],
+        take: Callable[[Any], None],
+    ) -> None:
+        """Goes on with what a call of these settings left, or calls ``begin`` for the facts of a new one.
 
-    @classmethod
-    def at(cls, path: Path, settings: Mapping[str, Any], seed: int | None) -> Draft:
-        """What an interrupted call left, or a new one.
+        Args:
+            path: Where the file lies, or will lie once something is added.
+            settings: Everything that decides what is drawn.
+            begin: See above.
+            take: Called with each line of the file, and later with each that is added.
 
         Raises:
-            ConfigError: It has other settings, or cannot be read.
+            ConfigError: What lies there has other settings, or cannot be read.
         """
+        self.path, self._take, self._first = path, take, None
         try:
-            return cls._read(path, settings, seed)
+            written = path.read_bytes() if path.exists() else b""
+            whole = written[: written.rfind(b"\n") + 1]
+            lines = [json.loads(line) for line in whole.splitlines()]
+            before = lines[0].pop("settings") if lines else settings
+            changed = sorted(name for name in settings if settings[name] != before.get(name))
+            if not changed:
+                for line in lines[1:]:
+                    take(line)
+                if written:
+                    os.truncate(path, len(whole))
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(
-                f"{path}: the state of an interrupted call cannot be read ({type(error).__name__}). Remove it, and start again."
+                f"{path}: the state of an interrupted call cannot be read ({type(error).__name__}). Remove it, and start again; "
+                "private inference is then charged anew."
             ) from None
-
-    @classmethod
-    def _read(cls, path: Path, settings: Mapping[str, Any], seed: int | None) -> Draft:
-        written = path.read_bytes() if path.exists() else b""
-        whole = written.rfind(b"\n") + 1
-        if not whole:
-            path.unlink(missing_ok=True)
-            seed = secrets.randbits(63) if seed is None else seed
-            return cls(path, seed, json.dumps({"settings": settings, "seed": seed}))
-        first, *batches = map(json.loads, written[:whole].splitlines())
-        if changed := sorted(name for name in settings if settings[name] != first["settings"].get(name)):
+        if changed:
             raise ConfigError(
                 f"{path}: an interrupted call began with another {', '.join(changed)}, so their rows cannot be mixed. Type its "
-                "settings to go on with it, or remove the file."
+                "settings to go on with it; or remove the file, after which private inference is charged anew."
             )
-        draft = cls(path, first["seed"])
-        for batch in batches:
-            draft._add(**batch)
-        os.truncate(path, whole)  # which is a draft
-        return draft
+        self.facts: dict[str, Any] = lines[0] if lines else begin()
+        if not lines:
+            self._first = {"settings": dict(settings), **self.facts}
 
-    @property
-    def drawn(self) -> int:
-        """Texts, taken or not."""
-        return len(self.texts) + self.dropped.total()
-
-    def keep(self, texts: Mapping[str, str], dropped: Mapping[str, int]) -> None:
-        """A new batch, which the file gets too."""
-        lines = [self.first] * (not self.batches) + [json.dumps({"texts": texts, "dropped": dropped})]
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.writelines(f"{line}\n" for line in lines if line)
-        self._add(texts, dropped)
-
-    def _add(self, texts: Mapping[str, str], dropped: Mapping[str, int]) -> None:
-        self.texts |= {int(row): text for row, text in texts.items()}
-        self.dropped.update(dropped)
-        self.batches += 1
+    def add(self, *lines: Any) -> None:
+        """Further lines, which are on the disk when it returns; without any, the first line alone."""
+        first = [] if self._first is None else [self._first]
+        content = "".join(f"{json.dumps(line)}\n" for line in [*first, *lines])
+        with open(self.path, "ab", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+            file.write(content.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        self._first = None
+        for line in lines:
+            self._take(line)

@@ -1,47 +1,37 @@
 """Which of a model's texts are taken into a data set.
 
 Comes in: what was asked for, a text. Goes out: why it is dropped. Must not know private text: what a filter looks at is the text
-itself and a public schema, so that filtering is post-processing too.
+itself, so that filtering is post-processing too.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, Literal
 
 from dpllm.errors import ConfigError
-from dpllm.files import read_json
 from dpllm.publish.generate import Sample
 
 DUPLICATE, UNFINISHED = "the same as another", "did not end"
 Test = Callable[[Sample], bool]
 """Whether a text is dropped."""
-Detail = tuple[Literal["email", "card", "phone"], str]
-"""Kind and value, without the separators that may be written one way or another."""
 
 _EMAIL = re.compile(r"[A-Za-z0-9._%+-]+@[A-Za-z0-9-]+(?:\.[A-Za-z0-9-]+)+")
 _CARD = re.compile(r"(?<!\d)\d(?:[ -]?\d){12,18}(?!\d)")
 _PHONE = re.compile(r"(?<!\d)(?:\+?\d{1,3}[ .-]?)?(?:\(\d{3}\)[ ]?|\d{3}[ .-]?)\d{3}[ .-]?\d{4}(?!\d)")
-_PHONE_DIGITS = 10  # a country code in front may be left out
 
 
-def tests(
-    *, keep_unfinished: bool, min_words: int | None, max_words: int | None, schema: Path | None, no_details: bool
-) -> dict[str, Test]:
+def tests(*, keep_unfinished: bool, min_words: int | None, max_words: int | None, no_details: bool) -> dict[str, Test]:
     """Filters by the reason that each gives, in the order in which they are asked.
 
     Args:
         keep_unfinished: Take texts that the limit of tokens ended.
         min_words: Fewest words, parted by white space.
         max_words: Most words.
-        schema: File of a JSON Schema to which each text is to keep.
         no_details: Drop texts that hold an e-mail address, a card number or a phone number.
 
     Raises:
-        ConfigError: No text could pass, or the schema is none.
+        ConfigError: No text could pass.
     """
     if (min_words or 0) < 0 or (max_words is not None and max_words < max(1, min_words or 0)):
         raise ConfigError(
@@ -55,56 +45,11 @@ def tests(
         found[f"under {min_words} words"] = lambda one: len(one.text.split()) < min_words
     if max_words is not None:
         found[f"over {max_words} words"] = lambda one: len(one.text.split()) > max_words
-    if schema is not None:
-        valid = _validator(schema)
-        found["not JSON of the schema"] = lambda one: not valid(one.text)
     if no_details:
-        found["e-mail address, card or phone number"] = lambda one: bool(find_details(one.text))
+        found["e-mail address, card or phone number"] = lambda one: has_details(one.text)
     return found
 
 
-def find_details(text: str) -> frozenset[Detail]:
-    """The details in a text. What is part of an address is no number, and what is part of a card number no phone's."""
-    details: set[Detail] = {("email", found.lower()) for found in _EMAIL.findall(text)}
-    text = _EMAIL.sub(" | ", text)
-    details |= {("card", re.sub(r"\D", "", found)) for found in _CARD.findall(text)}
-    text = _CARD.sub(" | ", text)
-    details |= {("phone", re.sub(r"\D", "", found)[-_PHONE_DIGITS:]) for found in _PHONE.findall(text)}
-    return frozenset(details)
-
-
-def _validator(path: Path) -> Callable[[str], bool]:
-    """Whether a text is JSON that keeps to the schema of a file; references beyond the file are not followed."""
-    try:
-        from jsonschema.exceptions import SchemaError
-        from jsonschema.validators import validator_for
-        from referencing import Registry
-        from referencing.exceptions import Unresolvable
-    except ImportError:
-        raise ConfigError(
-            f"--schema {path}: needs the jsonschema library, which is not installed. Type: pip install jsonschema"
-        ) from None
-    schema = read_json(path)
-    try:
-        kind = validator_for(schema)
-        kind.check_schema(schema)
-    except (SchemaError, AttributeError, TypeError, ValueError) as error:  # the others of a $schema that is no address
-        why = getattr(error, "message", "$schema is not a URL")
-        raise ConfigError(f"--schema {path}: is not a JSON Schema ({why}). Fix it.") from None
-    checker: Any = kind(schema, registry=Registry())  # which looks nothing up elsewhere
-
-    def valid(text: str) -> bool:
-        try:
-            return bool(checker.is_valid(json.loads(text, parse_constant=_no_constant)))
-        except (ValueError, RecursionError, OverflowError):  # the last of a number such as 1e999
-            return False
-        except Unresolvable as error:
-            raise ConfigError(
-                f"--schema {path}: refers to {error.ref}, which is not in the file. Add it there, in $defs."
-            ) from None
-
-    return valid
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(name)
+def has_details(text: str) -> bool:
+    """Whether a text looks as if it held an e-mail address, a card number or a phone number."""
+    return any(pattern.search(text) for pattern in (_EMAIL, _CARD, _PHONE))

@@ -18,9 +18,9 @@ import json
 import random
 import secrets
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +33,11 @@ from dpllm.files import alone, digest, read_json, scratch, whole_directory, writ
 from dpllm.ledger import RunRequest
 from dpllm.model import environment, loading
 from dpllm.model.reading import Reader
-from dpllm.privacy.releases import OTHER
 from dpllm.publish import filters
-from dpllm.publish.drawn import Drawn
+from dpllm.publish.draft import Draft
 from dpllm.publish.generate import Sample
 from dpllm.publish.ordered import DELTA, FIELD, FILTERS, Offer, Order, offer, with_base
-from dpllm.publish.quality import EVALUATION, TRAINING, Beside, Measure
+from dpllm.publish.quality import EVALUATION, TRAINING, Beside, Tell, report
 from dpllm.recipe import names
 from dpllm.recipe.config import RunConfig
 from dpllm.run.describe import Opened, opened, refuse_adapter, without_evaluation
@@ -87,7 +86,7 @@ def infer(
     order: Order,
     output: Path,
     told: Told = lambda taken, begun: None,
-    measure: Measure | None = None,
+    not_measured: Tell | None = None,
 ) -> Path:
     """Writes a data set; what was interrupted goes on where it stopped.
 
@@ -96,7 +95,7 @@ def infer(
         order: What is asked for.
         output: A new folder.
         told: Progress.
-        measure: As in ``synthesize``, with ``private_of`` the folder; data.eval has the rows to compare with.
+        not_measured: As in ``synthesize``, with ``private_of`` the folder; data.eval has the rows to compare with.
 
     Raises:
         ConfigError: See ``offer``; an unsuitable prompt or statistics; a folder that holds something, or a draft of another call.
@@ -104,7 +103,7 @@ def infer(
         Refused: The base model was tuned on the same data, and no total can be stated; or it cannot be read in batches; or
             data.eval are training data, or declared public and are not.
     """
-    config = config if measure else without_evaluation(config)
+    config = config if not_measured else without_evaluation(config)
     if output.exists():
         raise ConfigError(f"{output}: already exists. Type another --output, or remove it.")
     if order.prompt.count(FIELD) != 1 or any("\ud800" <= letter <= "\udfff" for letter in order.prompt):
@@ -125,43 +124,27 @@ def infer(
                 "rows of messages are conversations, and a record stands in a prompt as one text. Use text, or prompts and "
                 "completions."
             )
-        job = _Job.of(config, order, source)
+        job = _Job(config, order, source)
         job.load(tests)
         job.pay(output.with_name(f".{output.name}.draft.jsonl"))
         rows, dropped = job.write(tests, told)
-        quality = measure(rows, job.beside(), private_of(output)) if measure else None
+        quality = report(rows, job.beside(), private_of(output), not_measured) if not_measured else None
         _publish(job, rows, dropped, quality, output)
-        job.drawn.path.unlink()
+        job.draft.path.unlink()
     return output
 
 
-@dataclass
 class _Job:
     """One data set in the making."""
 
-    config: RunConfig
-    order: Order
-    source: Opened
-    made: Offer
-    shares: dict[tuple[str, ...], float]
-    released: Statistics | None
-    before: Lineage | None
-    tokenizer: Any
-    model: Any = None
-    drawn: Any = None
-    payment: Payment = field(default_factory=Payment)
-    reader: Any = None
-    ends: set[int] = field(default_factory=set)
-
-    @classmethod
-    def of(cls, config: RunConfig, order: Order, source: Opened) -> _Job:
-        made = _offer(config, order, source)
-        released = Statistics.pick(read_json(Path(order.describe))) if order.describe else None
-        shares = _shares(released, config, source, made)
-        before = with_base(order, made, config, source.policy, source.ledger)
-        return cls(
-            config, order, source, made, shares, released, before, loading.load_tokenizer(config.model, config.data)
-        )
+    def __init__(self, config: RunConfig, order: Order, source: Opened) -> None:
+        self.config, self.order, self.source = config, order, source
+        self.made = _offer(config, order, source)
+        self.released = Statistics.pick(read_json(Path(order.describe))) if order.describe else None
+        self.shares = _shares(self.released, config, source, self.made)
+        self.before = with_base(order, self.made, config, source.policy, source.ledger)
+        self.tokenizer: Any = loading.load_tokenizer(config.model, config.data)
+        self.tokens = defaultdict[int, list[int | None]](list)  # drawn so far, by text; None: a crash lost it
 
     def pay(self, path: Path) -> None:
         """Reserves and charges, or goes on with what was paid for."""
@@ -183,8 +166,9 @@ class _Job:
             claim = ledger.reserve(whose.dataset, request, records=whose.records, derived_from=whose.derived_from)
             return {"entry": claim.entry, "codes": secrets.randbits(256), "coins": secrets.randbits(256)}
 
-        self.drawn = Drawn(path, settings, begin)
-        entry = self.drawn.facts["entry"]
+        self.draft = Draft(path, settings, begin, self._take)
+        self.draft.add()  # at once: what is reserved is not reserved again
+        entry = self.draft.facts["entry"]
         if (one := ledger.run(entry)).state not in ("reserved", "running", "interrupted"):
             raise Refused(
                 f"entry {entry} of the ledger is {one.state}, so nothing more is drawn by it. Remove {path}, and pay anew."
@@ -192,6 +176,20 @@ class _Job:
         if not one.steps:
             ledger.charge(entry, 1)
         self.payment = Payment(entry, ledger)
+
+    def _take(self, line: Sequence[int]) -> None:
+        """A line of the draft: the number of a text of which a token is about to be drawn; then the same with the token."""
+        if len(line) == 1:
+            self.tokens[line[0]].append(None)
+        else:
+            self.tokens[line[0]][-1] = line[1]
+
+    def _next(self, number: int, draw: Callable[[], int]) -> int:
+        """The next token of a text. That it is drawn is on the disk before it is, and what a crash loses counts as drawn."""
+        self.draft.add([number])
+        token = draw()
+        self.draft.add([number, token])
+        return token
 
     def write(self, tests: Mapping[str, filters.Test], told: Told) -> tuple[list[dict[str, str]], Counter[str]]:
         """Texts until there are enough rows, or no batch is left."""
@@ -202,7 +200,7 @@ class _Job:
         for text, batch in enumerate(self._batches()):
             if len(rows) == self.order.rows:
                 break
-            chosen = random.Random(f"{self.drawn.facts['codes']} {text}").choices(names, weights)[0] if names else ()
+            chosen = random.Random(f"{self.draft.facts['codes']} {text}").choices(names, weights)[0] if names else ()
             sample = self._text(text, batch, control.line(columns, chosen) if columns else "")
             why = next((name for name, drops in tests.items() if drops(sample)), None)
             row = {**dict(zip(columns, chosen, strict=True)), "text": sample.text}
@@ -227,14 +225,14 @@ class _Job:
             for start in range(0, self.made.texts * size, size):
                 yield [units[number] for number in range(start, start + size)]
             return
-        coin = random.Random(self.drawn.facts["coins"])
+        coin = random.Random(self.draft.facts["coins"])
         places = [coin.randrange(self.made.texts) for _ in range(len(units))]
         for text in range(self.made.texts):
             yield [units[number] for number, place in enumerate(places) if place == text]
 
     def _text(self, number: int, batch: Sequence[Sequence[Row]], line: str) -> Sample:
         """One text: what is drawn already, and the rest."""
-        before: list[int | None] = list(self.drawn.tokens[number])
+        before = list(self.tokens[number])
         most, tokens = self.order.tokens, [token for token in before if token is not None]
         left = most - len(before) if self.ends.isdisjoint(tokens) else 0
         if left:
@@ -246,7 +244,7 @@ class _Job:
             for token in tokens:
                 logits = reader.go_on(token, len(rows))
             while left:
-                token = self.drawn.draw(number, lambda: self._draw(logits, [len(unit) for unit in first]))  # noqa: B023
+                token = self._next(number, lambda: self._draw(logits, [len(unit) for unit in first]))  # noqa: B023
                 tokens.append(token)
                 left = 0 if token in self.ends else left - 1
                 logits = reader.go_on(token, len(rows)) if left else logits
@@ -339,22 +337,19 @@ def _shares(
     if released is None:
         return {}
     name, ledger = control.shares_of(config.data.control), source.ledger
-    counts = next((one.value for one in released.releases if one.statistic == name and one.value), {})
-    shares = {
-        tuple(value.split(control.SEPARATOR)): count for value, count in counts.items() if value != OTHER and count > 0
-    }
+    counts = released.positive(name)
     paid = {run.reservation.entry for run in ledger.runs(source.account)} if ledger else set()
     same = (released.dataset, released.unit, released.neighbouring_relation) == (
         source.account,
         config.data.unit,
         made.relation,
     )
-    if not shares or not same or not {one.entry for one in released.releases} <= paid:
+    if not counts or not same or not {one.entry for one in released.releases} <= paid:
         raise ConfigError(
             f"--describe: holds no {name!r} that the ledger knows of {source.account}, by {config.data.unit}. Type dpllm "
             "describe --shares with the same data, unit and ledger first."
         )
-    return shares
+    return {tuple(value.split(control.SEPARATOR)): count for value, count in counts.items()}
 
 
 def _publish(

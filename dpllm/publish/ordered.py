@@ -27,7 +27,7 @@ FIELD = "{text}"
 PROMPT = f"Here is one text of a collection:\n\n{FIELD}\n\nWrite another text of this collection. Answer with the text alone."
 DELTA = 1e-5
 MOST_CLIP = 4.0  # of the temperature: a larger vote is hardly ever cast
-FILTERS = {"keep_unfinished": False, "min_words": None, "max_words": None, "schema": None, "no_details": False}
+FILTERS = {"keep_unfinished": False, "min_words": None, "max_words": None, "no_details": False}
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,6 @@ class Order:
         delta: See ``run.describe.opened``.
         tokens: T, the most draws for one text.
         batch: B; None: the smallest that allows C to be ``MOST_CLIP`` tau, but at most N over the rows.
-        clip: C, in nats; None: the largest that keeps to epsilon, but at most ``MOST_CLIP`` tau.
         temperature: tau.
         top_k: Of the public candidates; 0: all tokens.
         prompt: What a record stands in, at {text}; the public prompt has nothing there.
@@ -53,7 +52,6 @@ class Order:
     delta: float | str | None = None
     tokens: int = 96
     batch: int | None = None
-    clip: float | None = None
     temperature: float = 1.0
     top_k: int = 0
     prompt: str = PROMPT
@@ -92,7 +90,7 @@ class Offer:
 
 
 def offer(order: Order, units: int, delta: float, relation: Relation) -> Offer:
-    """The ballot of an order.
+    """The ballot of an order, with the largest clip that keeps to epsilon, but at most ``MOST_CLIP`` tau.
 
     Args:
         order: What is asked for.
@@ -101,28 +99,26 @@ def offer(order: Order, units: int, delta: float, relation: Relation) -> Offer:
         relation: The neighbouring relation.
 
     Raises:
-        ConfigError: Batch and clip that were asked for do not keep to epsilon, or N has not so many batches.
+        ConfigError: A setting is out of range, epsilon is too small for any vote, or N has not so many batches.
     """
     number("--epsilon", order.epsilon, 0.0, 1000.0)
-    for name, value in (("--temperature", order.temperature), ("--clip", order.clip)):
-        if value is not None:
-            number(name, value, 1e-6, 1e6, including=True)
+    number("--temperature", order.temperature, 1e-6, 1e6, including=True)
     if min(order.rows, order.tokens) < 1 or order.rows > units:
         raise ConfigError(
             f"--rows {order.rows} and --tokens {order.tokens} of {units:,} units: each unit votes for one text. Type 1 "
             "or more of both, and no more rows than there are units."
         )
     eta = _largest_range(order, delta, relation)
-    wanted = math.ceil(2 * (order.clip or MOST_CLIP * order.temperature) / (eta * order.temperature))
+    wanted = math.ceil(2 * (MOST_CLIP * order.temperature) / (eta * order.temperature))
     size = order.batch if order.batch is not None else max(1, min(wanted, units // order.rows))
-    clip = order.clip or min(MOST_CLIP, eta * size / 2 * (1 - 1e-9)) * order.temperature
+    clip = min(MOST_CLIP, eta * size / 2 * (1 - 1e-9)) * order.temperature
     ballot = Ballot(size, clip, order.temperature, order.top_k)
     spent, texts = stated(ballot.event(order.tokens), delta, relation)[0], units // size
     if spent > order.epsilon or texts < order.rows:
-        fit = f"votes of at most {clip:g} cost epsilon {spent:.4g}" if spent > order.epsilon else f"{texts} texts fit"
+        fit = f"the least votes cost epsilon {spent:.4g}" if spent > order.epsilon else f"{texts} texts fit"
         raise ConfigError(
             f"{order.rows} rows by batches of {size} of {units:,} units at epsilon {order.epsilon:g} and delta {delta:g}: {fit}. "
-            "Ask for fewer --rows or --tokens, raise --epsilon, or leave --clip and --batch out."
+            "Ask for fewer --rows or --tokens, raise --epsilon, or leave --batch out."
         )
     return Offer(ballot, spent, delta, relation, units, texts)
 

@@ -9,31 +9,24 @@ A figure is public where all that it reads beside the synthetic rows is declared
 
 from __future__ import annotations
 
-import contextlib
-import os
+import operator
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dpllm.auditing.rates import upper_limit
 from dpllm.card.dataset_card import public_sides, reads
 from dpllm.errors import DataError, DpllmError
 from dpllm.files import read_json, write_json
-from dpllm.model import loading
 from dpllm.privacy.releases import Statistic
-from dpllm.publish.filters import find_details
 from dpllm.publish.leaks import MOST_ROWS, WORDS, grams, spread, text_of, words
-from dpllm.recipe.config import DataConfig, ModelConfig, RunConfig
+from dpllm.recipe.config import DataConfig, RunConfig
 from dpllm.recipe.names import public_name
 from dpllm.run.directory import RunDir
-from dpllm.run.embeddings import Applied
-from dpllm.statement.fields import Json
-from dpllm.statement.formatting import bound
 from dpllm.statement.privacy_record import PrivacyRecord
 from dpllm.statement.released import Statistics
 from dpllm.statement.synthetic import Quality
@@ -44,21 +37,17 @@ from dpllm.text.layouts import FIELDS, Format
 from dpllm.text.rows import each_row
 from dpllm.text.sources import is_here
 
-# A legend of shapes: R resamples, E evaluation rows, K classes, T texts, D numbers of an embedding.
-
 Figures = dict[str, float | None]
-Floats = NDArray[np.float64]
-Measure = Callable[[Sequence[dict[str, str]], "Beside", Path], Quality]
-"""Called with rows before they are published, what they are measured beside, and a folder for what stays private."""
+Tell = Callable[[str], None]
+"""Called with each thing that could not be measured."""
 SYNTHETIC, TRAINING, EVALUATION = "synthetic", "training", "evaluation"
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
-RESAMPLES = 1000
 LEARNED = 5000
 """A classifier learns from at most so many rows."""
 MOST_CODES = 200
 """So many of the commonest codes of a side have their share shown: with thousands a record would be one that verify refuses."""
 FOLDER = "synthetic-quality"
-"""In private/, beside the rows of a run without guarantee."""
+"""In private/."""
 
 
 @dataclass(frozen=True)
@@ -90,48 +79,36 @@ class Beside:
     tables: dict[str, Table] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
 
-    def read(self, side: str, cache: Path, kept: Json | None = None) -> None:
-        """Reads the rows of a side, those that were ``kept`` if somebody noted them; or says why it does not."""
+    def read(self, side: str, cache: Path, noted: Path | None = None) -> None:
+        """Reads the rows of a side, those that a run ``noted``; or keeps why it does not."""
         data, training = self.data, side == TRAINING
         source, split = (data.train, data.train_split) if training else (data.eval, data.eval_split)
-        with _told(f"{side} rows", self.missing):
-            places = kept["places"] if kept else source
-            if not (source and places) or (kept and not is_here(places)):
+        places, digest = source, None
+        try:
+            if noted is not None:
+                kept = (read_json(noted) if noted.exists() else {}).get(side) or {}
+                places, digest = kept.get("places"), kept.get("digest")
+            if not (source and places) or (noted and not is_here(places)):
                 raise DataError("not at hand" if source else "the recipe names none")
             table = load_table(places, data, split, cache)
-            if kept and table.digest != kept["digest"]:  # another file of that name, whose rows nobody declared public
+            if noted and table.digest != digest:  # another file of that name, whose rows nobody declared public
                 raise DataError("the data are not those of the run")
             self.tables[side] = table
+        except (DpllmError, OSError) as error:
+            self.missing.append(f"{side} rows: {error}")
 
 
-def writer(
-    embedding: str | None = None,
-    tell: Callable[[str], None] = lambda line: None,
-    baseline: str | os.PathLike[str] | None = None,
-    encoder: str | None = None,
-) -> Measure:
-    """``measure``, once it is sure that there is such an embedding and baseline, a folder whose encoder may lie elsewhere.
-
-    ``tell`` is called with what could not be measured.
-
-    What is private goes to quality.json in the folder that it is called with.
-    """
-    if embedding is not None:
-        loading.load_tokenizer(ModelConfig(name_or_path=embedding))
-    applied = Applied(Path(baseline), encoder) if baseline else None
-
-    def write(rows: Sequence[dict[str, str]], beside: Beside, folder: Path) -> Quality:
-        public, private = measure(rows, beside, embedding=embedding, baseline=applied)
-        missing = private["not_measured"]
-        try:
-            write_json(folder / "quality.json", {"public": public.to_json(), **private}, mode=0o600)
-        except OSError as error:
-            missing = [*missing, f"private figures: {folder} cannot be written ({error.strerror})"]
-        for line in missing:
-            tell(line)
-        return public
-
-    return write
+def report(rows: Sequence[dict[str, str]], beside: Beside, folder: Path, tell: Tell) -> Quality:
+    """``measure``, of which quality.json in a private folder gets what may not be published."""
+    public, private = measure(rows, beside)
+    missing = private["not_measured"]
+    try:
+        write_json(folder / "quality.json", {"public": public.to_json(), **private}, mode=0o600)
+    except OSError as error:
+        missing = [*missing, f"private figures: {folder} cannot be written ({error.strerror})"]
+    for line in missing:
+        tell(line)
+    return public
 
 
 def of_run(run: RunDir, config: RunConfig, statement: PrivacyRecord) -> Beside:
@@ -143,49 +120,39 @@ def of_run(run: RunDir, config: RunConfig, statement: PrivacyRecord) -> Beside:
 
     tokenizer = AutoTokenizer.from_pretrained(run.export)
     declared = public_sides(statement) - ({EVALUATION} if not config.data.eval_public else set())
-
     found = Beside(config.data, tokenizer, declared, statement.statistics)
     for side in (TRAINING, EVALUATION):
-        with _told(f"{side} rows", found.missing):
-            kept = read_json(run.rows).get(side) if run.rows.exists() else None
-            found.read(side, run.private / "cache", kept or {"places": None})
+        found.read(side, run.private / "cache", run.rows)
     return found
 
 
-def measure(
-    rows: Sequence[dict[str, str]], beside: Beside, *, embedding: str | None = None, baseline: Applied | None = None
-) -> tuple[Quality, dict[str, Any]]:
+def measure(rows: Sequence[dict[str, str]], beside: Beside) -> tuple[Quality, dict[str, Any]]:
     """Measures rows that were written.
 
     Args:
         rows: With the columns of the format and those of data.control.
         beside: What else is read.
-        embedding: A transformers model, by name or path, whose mean-pooled last states are compared; None: none.
-        baseline: A released classifier of a control column, which shows what is known without any text; None: none.
 
     Returns:
         What may be published, and what may not: ``figures`` by name, and ``not_measured``, which says what is not at hand or
         cannot be read, and changes no figure that does not read it.
 
     Guarantee:
-        The first part is a function of ``rows``, ``beside.released``, ``baseline``, the recipe and the tokenizer; and of real
-        rows only where ``beside.declared`` has their side.
+        The first part is a function of ``rows``, ``beside.released``, the recipe and the tokenizer; and of real rows only where
+        ``beside.declared`` has their side.
     """
-    data, missing = beside.data, [*beside.missing]
+    data = beside.data
     fmt: Format = next((fmt for fmt, fields in FIELDS.items() if rows and {*fields} <= rows[0].keys()), "text")
     codes = [[value_name(row.get(column)) for column in data.control] for row in rows]
     lines = [{control.LINE: control.line(data.control, values)} if data.control else {} for values in codes]
     coded = [{**row, **line} for row, line in zip(rows, lines, strict=True)]  # as load_table makes them
     tables = {SYNTHETIC: Table("the synthetic rows", coded, fmt), **beside.tables}
     sides = {name: _side(table, data, beside.tokenizer) for name, table in tables.items()}
-    figures = _released(beside.released, data.control) | _replayed(sides)
-    parts = [_described(*one, len(rows)) for one in sides.items()]
-    for part in parts + [_labels(sides, one) for one in data.control]:
-        figures |= part
-    with _told(f"Frechet distance by {embedding}", missing):
-        figures |= _embedded(sides, embedding) if embedding else {}
-    with _told("the classifier without any text", missing):
-        figures |= _without_text(baseline, beside, sides) if baseline else {}
+    figures = _released(beside.released, data.control) | _repeated(sides)
+    for name, side in sides.items():
+        figures |= _described(name, side)
+    for column in data.control:
+        figures |= _learned(sides, column)
     public = {name: value for name, value in figures.items() if reads(name) <= beside.declared}
     private = {name: value for name, value in figures.items() if name not in public}
     sources = {TRAINING: data.train, EVALUATION: data.eval}
@@ -193,16 +160,7 @@ def measure(
         public_name(source) for name, source in sources.items() if source and name in sides.keys() & beside.declared
     ]
     quality = Quality(figures=public, evaluation=", ".join(used) or None)
-    return quality, {"figures": private, "not_measured": missing}
-
-
-@contextlib.contextmanager
-def _told(what: str, missing: list[str]) -> Iterator[None]:
-    """Adds to ``missing`` why ``what`` could not be measured."""
-    try:
-        yield
-    except (DpllmError, OSError) as error:
-        missing.append(f"{what}: {error}")
+    return quality, {"figures": private, "not_measured": beside.missing}
 
 
 def _side(table: Table, data: DataConfig, tokenizer: Any) -> Side:
@@ -213,9 +171,6 @@ def _side(table: Table, data: DataConfig, tokenizer: Any) -> Side:
 
     labels = {column: values(Statistic("shares", column)) for column in data.control}
     return Side([text_of(row, table.format) for row in rows], values(Statistic("lengths")), labels)
-
-
-# --- the rows themselves ---------------------------------------------------------------------------------------------
 
 
 def _released(released: Statistics | None, columns: Sequence[str]) -> Figures:
@@ -230,56 +185,26 @@ def _released(released: Statistics | None, columns: Sequence[str]) -> Figures:
     return found
 
 
-def _described(name: str, side: Side, most: int) -> Figures:
-    """Lengths, codes and repetition; the latter of as many rows as there are synthetic ones, since it grows with their number."""
+def _described(name: str, side: Side) -> Figures:
     found: Figures = {f"rows: {name}": len(side.texts)}
     for q in QUANTILES:
         found[f"tokens, quantile {q:g}: {name}"] = float(np.quantile(side.lengths, q)) if side.lengths else None
     codes = Counter(map(control.SEPARATOR.join, zip(*side.labels.values(), strict=True)))
-    found |= {f"share of {code}: {name}": count / codes.total() for code, count in codes.most_common(MOST_CODES)}
-    texts = [side.texts[number] for number in spread(len(side.texts), most)]
-    own = [words(text) for text in texts]
-    for n in (1, 2, 3):
-        runs = [tuple(row[start : start + n]) for row in own for start in range(len(row) - n + 1)]
-        found[f"distinct {n}-grams: {name}"] = len(set(runs)) / len(runs) if runs else None
-    found[f"exact duplicates: {name}"] = 1 - len(set(texts)) / len(texts) if texts else None
-    return found
+    return found | {f"share of {code}: {name}": count / codes.total() for code, count in codes.most_common(MOST_CODES)}
 
 
-# --- a label learned from synthetic text -----------------------------------------------------------------------------
-
-
-def _labels(sides: Mapping[str, Side], column: str) -> Figures:
-    """Train on synthetic, test on real; the same from as many real rows (or all); and whether texts have the codes asked for."""
+def _learned(sides: Mapping[str, Side], column: str) -> Figures:
+    """Train on synthetic, test on real (TSTR); the same from as many real rows (TRTR), and by guessing."""
     made, train, held = (sides.get(name) for name in (SYNTHETIC, TRAINING, EVALUATION))
-    assert made is not None
-    found: Figures = {}
-    if held:
-        truth = held.labels[column]
-        usual = [max(sorted(set(truth)), key=truth.count, default="")] * len(truth)
-        found |= _scored(f"{column} by the commonest value", usual, truth)
-        found |= _scored(f"{column} by TSTR", _predict(made, column, len(made.texts), held), truth)
+    if made is None or held is None:
+        return {}
+    truth = held.labels[column]
+    usual = [max(sorted(set(truth)), key=truth.count, default="")] * len(truth)
+    found = _accuracy(f"{column} by the commonest value", usual, truth)
+    found |= _accuracy(f"{column} by TSTR", _predict(made, column, len(made.texts), held), truth)
     if train:
-        found |= _scored(f"{column} as asked", _predict(train, column, LEARNED, made), made.labels[column])
-    if train and held:
-        real = {f"{column} by TRTR": len(made.texts), f"{column} by TRTR, all rows": LEARNED}
-        for name, most in real.items():
-            found[f"{name}: rows"] = float(min(most, LEARNED, len(train.texts)))
-            found |= _scored(name, _predict(train, column, most, held), truth)
+        found |= _accuracy(f"{column} by TRTR", _predict(train, column, len(made.texts), held), truth)
     return found
-
-
-def _without_text(baseline: Applied, beside: Beside, sides: Mapping[str, Side]) -> Figures:
-    """What a classifier that was released before finds on the rows of TSTR: what rows have to beat."""
-    column, found = baseline.release.statistic.removeprefix("classifier of "), baseline.statistics
-    held = sides.get(EVALUATION)
-    if held is None or column not in held.labels:
-        raise DataError(f"there are no evaluation rows, or {column} is no column of data.control")
-    table = beside.tables[EVALUATION]
-    rows = each_row([table.rows[number] for number in spread(len(table.rows), MOST_ROWS)])
-    said = [label or "" for label in baseline.labels(rows, FIELDS[table.format])]
-    cost = f"epsilon {bound(found.epsilon)} and delta {found.delta:g}"
-    return _scored(f"{column} by a classifier of {cost} per {found.unit}, without any text", said, held.labels[column])
 
 
 def _predict(learned: Side, column: str, most: int, asked: Side) -> list[str] | None:
@@ -298,84 +223,32 @@ def _predict(learned: Side, column: str, most: int, asked: Side) -> list[str] | 
     return list(map(str, model.predict(asked.texts)))
 
 
-def _scored(name: str, predicted: Sequence[str] | None, truth: Sequence[str]) -> Figures:
-    """Accuracy with Clopper and Pearson's 95% limits, and the mean F1 of the values that occur with those of a bootstrap."""
-    values = sorted({*(predicted or ()), *truth})
+def _accuracy(name: str, predicted: Sequence[str] | None, truth: Sequence[str]) -> Figures:
+    """With Clopper and Pearson's 95% limits."""
     if not predicted or not truth:
-        return {f"{name}: {figure}": None for figure in ("accuracy", "macro F1")}
-    said_EK, true_EK = (np.array(side)[:, None] == values for side in (predicted, truth))
-    hits, total = int((said_EK & true_EK).sum()), len(truth)
-    draws_RE = np.random.default_rng(0).multinomial(total, np.full(total, 1 / total), size=RESAMPLES).astype(np.float64)
-
-    def f1(weight_RE: Floats) -> Floats:
-        right, sizes = weight_RE @ (said_EK & true_EK), weight_RE @ said_EK + weight_RE @ true_EK
-        return np.asarray((2 * right / np.maximum(sizes, 1)).sum(axis=1) / np.maximum((sizes > 0).sum(axis=1), 1))
-
-    low, high = np.quantile(f1(draws_RE), [0.025, 0.975])
+        return {f"{name}: accuracy": None}
+    right, total = sum(map(operator.eq, predicted, truth)), len(truth)
     return {
-        f"{name}: accuracy": hits / total,
-        f"{name}: accuracy, low": 1 - float(upper_limit(total - hits, hits, 0.025)),
-        f"{name}: accuracy, high": float(upper_limit(hits, total - hits, 0.025)),
-        f"{name}: macro F1": float(f1(np.ones((1, total)))[0]),
-        f"{name}: macro F1, low": float(low),
-        f"{name}: macro F1, high": float(high),
+        f"{name}: accuracy": right / total,
+        f"{name}: accuracy, low": 1 - float(upper_limit(total - right, right, 0.025)),
+        f"{name}: accuracy, high": float(upper_limit(right, total - right, 0.025)),
     }
 
 
-# --- what the rows give away -----------------------------------------------------------------------------------------
-
-
-def _replayed(sides: Mapping[str, Side]) -> Figures:
-    """Shares of synthetic rows with words in a row, or details, of real ones; held-out rows are the control, of equal number."""
-    made, held = sides[SYNTHETIC].texts, sides.get(EVALUATION, Side([], [], {})).texts
-    own = [(grams(words(text), WORDS), find_details(text)) for text in made]
+def _repeated(sides: Mapping[str, Side]) -> Figures:
+    """Shares of synthetic rows that repeat words of real ones; held-out rows are the control, of equal number."""
+    own = [grams(words(text), WORDS) for text in sides[SYNTHETIC].texts]
 
     def part(name: str, texts: Sequence[str]) -> Figures:
         runs = {run for text in texts for run in grams(words(text), WORDS)}
-        details = {detail for text in texts for detail in find_details(text)}
-        hits = {
-            f"{WORDS} words": [bool(one & runs) for one, _ in own],
-            "a detail": [bool(one & details) for _, one in own],
-        }
-        return {f"with {what} of {name}": sum(seen) / len(own) if own else None for what, seen in hits.items()}
+        repeats = sum(not runs.isdisjoint(one) for one in own)
+        return {f"with {WORDS} words of {name}": repeats / len(own) if own else None}
 
+    held = sides[EVALUATION].texts if EVALUATION in sides else []
     found = part("any evaluation row", held) if held else {}
     if TRAINING in sides:
         texts = sides[TRAINING].texts
         found |= part("any training row", texts)
         if held:
-            some = [texts[number] for number in spread(len(texts), len(held))]
-            found |= part("equally many training rows", some)
+            found |= part("equally many training rows", [texts[number] for number in spread(len(texts), len(held))])
     return found
-
-
-def _embedded(sides: Mapping[str, Side], name: str) -> Figures:
-    """Frechet distance of mean-pooled last states to those of evaluation rows, of equally many rows on all sides."""
-    import torch
-    from transformers import AutoModel
-
-    tokenizer = loading.load_tokenizer(ModelConfig(name_or_path=name))
-    model = AutoModel.from_pretrained(loading.source(name), trust_remote_code=False).eval()
-    longest = min(512, getattr(model.config, "max_position_embeddings", 512))
-    texts = {side: [text for text in one.texts if text.strip()] for side, one in sides.items()}
-    fewest = min(len(texts[SYNTHETIC]), len(texts.get(EVALUATION, ())))
-    if fewest < 2:
-        return {}
-
-    @torch.no_grad()
-    def moments(side: str) -> tuple[Floats, Floats]:
-        chosen = [texts[side][number] for number in spread(len(texts[side]), fewest)]
-        read = (tokenizer(text, truncation=True, max_length=longest, return_tensors="pt") for text in chosen)
-        state_TD = np.array([model(**ids).last_hidden_state[0].double().mean(dim=0).numpy() for ids in read])
-        return state_TD.mean(axis=0), np.cov(state_TD, rowvar=False)
-
-    mean_D, spread_DD = moments(EVALUATION)
-
-    def distance(side: str) -> float:
-        own_D, own_DD = moments(side)
-        # The eigenvalues of a product of covariances are real and not negative, but for rounding.
-        roots = np.sqrt(np.maximum(np.linalg.eigvals(own_DD @ spread_DD).real, 0)).sum()
-        return float(((own_D - mean_D) ** 2).sum() + np.trace(own_DD + spread_DD) - 2 * roots)
-
-    others = [side for side in sides if side != EVALUATION]
-    return {f"Frechet distance to evaluation rows: {side}": distance(side) for side in others}

@@ -2,7 +2,7 @@
 
 Comes in: a run directory with its card, and what is asked for. Goes out: a folder as ``statement.synthetic`` lays it out, whole
 or not at all. Of a run with a guarantee it reads the recipe, run.json and export/, but neither training rows nor anything in
-``private/``, unless quality is measured. It must not know how: a caller passes that.
+``private/``, unless quality is measured.
 
 Guarantee:
     The rows have the guarantee of the run's weights together with that of the released statistic from which control codes are
@@ -14,21 +14,21 @@ from __future__ import annotations
 
 import json
 import random
+import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from dpllm.errors import ConfigError, Refused
 from dpllm.files import BLOCK, alone, sha256, whole_directory, write_json, write_whole
 from dpllm.model import environment
-from dpllm.privacy.releases import OTHER
 from dpllm.publish import filters, generate
 from dpllm.publish.draft import Draft
 from dpllm.publish.merge import carded
-from dpllm.publish.quality import FOLDER, Measure, of_run
+from dpllm.publish.quality import FOLDER, Tell, of_run, report
 from dpllm.recipe.config import RunConfig
 from dpllm.run.directory import RunDir
 from dpllm.statement.privacy_record import PrivacyRecord
@@ -39,9 +39,6 @@ from dpllm.text.prompts import private_among, read_prompts
 
 BATCH = 64
 """Texts that are drawn at a time. A constant, since with the seed it decides what is drawn."""
-
-_FREE = ("attempts", "without_guarantee")
-"""Settings of a call that may differ when it is resumed: they do not decide what is drawn."""
 
 Told = Callable[[int, int], None]
 """Called after each batch with the rows that are taken so far, and the texts drawn."""
@@ -59,9 +56,8 @@ class Order:
         seed: Decides everything random, on one kind of device; None: the operating system does.
         prompts: File of public prompts, as ``read_prompts`` reads it, that the texts answer; rows cycle through them.
         attempts: At most so many texts are drawn for each row, on average, >= 1.
-        keep_unfinished: See ``filters.tests`` for this and the next four.
+        keep_unfinished: See ``filters.tests`` for this, min_words, max_words and no_details.
         keep_duplicates: Take a text that is there already, behind the same prompt.
-        without_guarantee: Write into private/ what a run without guarantee on private data writes.
     """
 
     rows: int
@@ -75,13 +71,11 @@ class Order:
     keep_duplicates: bool = False
     min_words: int | None = None
     max_words: int | None = None
-    schema: Path | None = None
     no_details: bool = False
-    without_guarantee: bool = False
 
     def tests(self) -> dict[str, filters.Test]:
         """The filters, but that of duplicates."""
-        names = ("keep_unfinished", "min_words", "max_words", "schema", "no_details")
+        names = ("keep_unfinished", "min_words", "max_words", "no_details")
         return filters.tests(**{name: getattr(self, name) for name in names})
 
 
@@ -108,12 +102,32 @@ class _Rows:
         return [{**head, self.columns[-1]: texts[number]} for number, head in enumerate(self.heads)]
 
 
+@dataclass
+class _Taken:
+    """What is drawn so far: texts by number of row, and why others were dropped."""
+
+    texts: dict[int, str] = field(default_factory=dict)
+    dropped: Counter[str] = field(default_factory=Counter)
+    batches: int = 0
+
+    @property
+    def drawn(self) -> int:
+        """Texts, taken or not."""
+        return len(self.texts) + self.dropped.total()
+
+    def add(self, batch: Mapping[str, Any]) -> None:
+        """One more batch, as the draft has it."""
+        self.texts |= {int(row): text for row, text in batch["texts"].items()}
+        self.dropped.update(batch["dropped"])
+        self.batches += 1
+
+
 def synthesize(
     run: RunDir,
     order: Order,
     output: Path | None = None,
     told: Told = lambda taken, drawn: None,
-    measure: Measure | None = None,
+    not_measured: Tell | None = None,
 ) -> Path:
     """Writes a data set; what was interrupted goes on where it stopped, and ends in the same bytes.
 
@@ -122,7 +136,8 @@ def synthesize(
         order: What is asked for.
         output: Where; None: ``synthetic`` in the run directory.
         told: Progress.
-        measure: Gives the record's ``quality``; what it raises loses no row, since the same call goes on. None: not measured.
+        not_measured: Called with what of the quality could not be measured; what fails loses no row, since the same call goes
+            on. None: nothing is measured.
 
     Returns:
         The folder.
@@ -134,7 +149,7 @@ def synthesize(
         Refused: A run without guarantee on data that are not public; or prompts that are its private data.
     """
     config, statement = run.load_config(), carded(run)
-    output = _place(run, order, statement, output)
+    output = _place(run, statement, output)
     if min(order.rows, order.attempts, (order.seed or 0) + 1) < 1:
         raise ConfigError(
             f"rows {order.rows}, attempts {order.attempts} and seed {order.seed} are out of range: the first two are at least "
@@ -142,39 +157,35 @@ def synthesize(
         )
     tests = order.tests()
     prompts, (released, shares) = _prompts(config, order), _shares(run, config, statement)
-    if order.prompts is not None and output != run.private / "synthetic":
+    if order.prompts is not None:
         _refuse_private(run, config, statement, order.prompts, prompts or [])
     generator = generate.load(run.root)
     if order.max_new_tokens is None:
         order = replace(order, max_new_tokens=_longest(config, generator, prompts, shares))
     with alone(output, output.with_name(f".{output.name}.lock")):
-        draft = Draft.at(output.with_name(f".{output.name}.draft.jsonl"), _settings(order, run), order.seed)
-        rows = replace(_rows(config, order.rows, prompts, shares, draft.seed), shares=released)
-        _draw(generator, order, rows, tests, draft, told)
+        seed, taken = secrets.randbits(63) if order.seed is None else order.seed, _Taken()
+        place = output.with_name(f".{output.name}.draft.jsonl")
+        draft = Draft(place, _settings(order, run), lambda: {"seed": seed}, taken.add)
+        rows = replace(_rows(config, order.rows, prompts, shares, draft.facts["seed"]), shares=released)
+        _draw(generator, order, rows, tests, draft, taken, told)
         quality = None
-        if measure:
-            quality = measure(rows.with_texts(draft.texts), of_run(run, config, statement), run.private / FOLDER)
-        _write(run, config, order, rows, tests, draft, output, quality)
+        if not_measured:
+            beside = of_run(run, config, statement)
+            quality = report(rows.with_texts(taken.texts), beside, run.private / FOLDER, not_measured)
+        _write(run, config, order, rows, tests, taken, output, quality)
         draft.path.unlink()
     return output
 
 
-def _place(run: RunDir, order: Order, statement: PrivacyRecord, output: Path | None) -> Path:
-    """Where the data set goes: into private/ where nothing protects the people behind it."""
-    protected = statement.guarantee or statement.data_public
-    if not protected and not order.without_guarantee:
+def _place(run: RunDir, statement: PrivacyRecord, output: Path | None) -> Path:
+    """Where the data set goes: nowhere if nothing protects the people behind it."""
+    if not statement.guarantee and not statement.data_public:
         raise Refused(
             f"{run.root}: gives no guarantee, and its data are not declared public, so generated rows may repeat private rows. "
-            "Train with differential privacy; or type --without-guarantee, which writes into private/."
+            f"Train with differential privacy; or read a few texts yourself: dpllm generate {run.root}."
         )
-    default = (run.root if protected else run.private) / "synthetic"
-    output = output or default
-    if protected:
-        run.outside(output)
-    elif output != default:
-        raise ConfigError(
-            f"--output {output}: rows without a guarantee may repeat private text, so they can only go to {default}."
-        )
+    output = output or run.root / "synthetic"
+    run.outside(output)
     if output.name in ("", "..") or (output.exists() and (not output.is_dir() or any(output.iterdir()))):
         raise ConfigError(f"{output}: already exists, or is not a valid name. Type another --output, or remove it.")
     return output
@@ -219,26 +230,23 @@ def _shares(
 ) -> tuple[str | None, dict[tuple[str, ...], float]]:
     """How often each combination of control values is asked for, and which released statistic says so; empty without control.
 
-    Without a guarantee the training rows say so: they are public, or what is written stays in private/.
+    Without a guarantee the training rows say so, which are public.
     """
     if not (columns := config.data.control):
         return None, {}
     if not statement.guarantee:
         table = load_table(config.data.train, config.data, config.data.train_split, run.private / "cache")
         return None, dict(Counter(tuple(value_name(row.get(column)) for column in columns) for row in table.rows))
-    name, among = control.shares_of(columns), statement.statistics.releases if statement.statistics else ()
-    counts = next((one.value for one in among if one.statistic == name and one.value), {})
-    shares = {
-        tuple(value.split(control.SEPARATOR)): count for value, count in counts.items() if value != OTHER and count > 0
-    }
-    if not shares:
+    name = control.shares_of(columns)
+    counts = statement.statistics.positive(name) if statement.statistics else {}
+    if not counts:
         declared = ";".join(f"{column}=VALUE,VALUE" for column in columns)
         raise ConfigError(
             f"{run.root}: texts are asked for by {', '.join(columns)}, and its card has no {name!r}, from which to draw the "
             f"values; the exact shares are private. Type dpllm describe {run.config} --epsilon E --shares {declared!r}, then "
             f"dpllm card {run.root} --describe describe.json."
         )
-    return name, shares
+    return name, {tuple(value.split(control.SEPARATOR)): count for value, count in counts.items()}
 
 
 def _longest(
@@ -272,8 +280,9 @@ def _rows(
 def _settings(order: Order, run: RunDir) -> dict[str, Any]:
     """Everything that decides what is drawn."""
     settings = {**asdict(order), "recipe": sha256(run.config), "card": sha256(run.export / BLOCK)}
-    settings |= {name: sha256(file) for name in ("prompts", "schema") if (file := settings[name])}
-    return {name: value for name, value in settings.items() if name not in _FREE} | {"software": environment.versions()}
+    settings |= {"prompts": sha256(order.prompts)} if order.prompts else {}
+    del settings["attempts"]  # which decides nothing that is drawn
+    return settings | {"software": environment.versions()}
 
 
 def _draw(
@@ -282,6 +291,7 @@ def _draw(
     rows: _Rows,
     tests: Mapping[str, filters.Test],
     draft: Draft,
+    taken: _Taken,
     told: Told,
 ) -> None:
     """Draws until every row has its text.
@@ -290,21 +300,21 @@ def _draw(
         ConfigError: Too few passed.
     """
     sampling = {name: getattr(order, name) for name in ("temperature", "top_p", "max_new_tokens")}
-    waiting = [number for number in range(order.rows) if number not in draft.texts]
-    seen = {(rows.heads[number].get("prompt"), text) for number, text in draft.texts.items()}
+    waiting = [number for number in range(order.rows) if number not in taken.texts]
+    seen = {(rows.heads[number].get("prompt"), text) for number, text in taken.texts.items()}
     while waiting:
-        told(len(draft.texts), draft.drawn)
+        told(len(taken.texts), taken.drawn)
         batch = waiting[:BATCH]
-        if draft.drawn + len(batch) > order.attempts * order.rows:
-            dropped = ", ".join(f"{why}: {many}" for why, many in draft.dropped.most_common())
+        if taken.drawn + len(batch) > order.attempts * order.rows:
+            dropped = ", ".join(f"{why}: {many}" for why, many in taken.dropped.most_common())
             raise ConfigError(
-                f"of {draft.drawn} texts {len(draft.texts)} passed the filters, of {order.rows} wanted, so nothing is "
+                f"of {taken.drawn} texts {len(taken.texts)} passed the filters, of {order.rows} wanted, so nothing is "
                 f"written; dropped ({dropped}). Type a larger --attempts to go on; or remove {draft.path} and start with other "
                 "filters, such as --keep-unfinished, or a larger --max-new-tokens."
             )
-        seed = random.Random(f"{draft.seed} batch {draft.batches}").getrandbits(63)
+        seed = random.Random(f"{draft.facts['seed']} batch {taken.batches}").getrandbits(63)
         found = generate.sample(generator, [rows.asked[number] for number in batch], 1, seed=seed, **sampling)
-        taken: dict[str, str] = {}
+        passed: dict[str, str] = {}
         reasons: Counter[str] = Counter()
         for number, one in zip(batch, found, strict=True):
             key = (rows.heads[number].get("prompt"), one.text)
@@ -312,13 +322,13 @@ def _draw(
             if why is None and key in seen and not order.keep_duplicates:
                 why = filters.DUPLICATE
             if why is None:
-                taken[str(number)] = one.text
+                passed[str(number)] = one.text
                 seen.add(key)
             else:
                 reasons[why] += 1
-        draft.keep(taken, reasons)
-        waiting = [number for number in batch if number not in draft.texts] + waiting[len(batch) :]
-    told(len(draft.texts), draft.drawn)
+        draft.add({"texts": passed, "dropped": reasons})
+        waiting = [number for number in batch if number not in taken.texts] + waiting[len(batch) :]
+    told(len(taken.texts), taken.drawn)
 
 
 def _write(
@@ -327,14 +337,14 @@ def _write(
     order: Order,
     rows: _Rows,
     tests: Iterable[str],
-    draft: Draft,
+    taken: _Taken,
     output: Path,
     quality: Quality | None,
 ) -> None:
     """The folder, with its card."""
     from dpllm.card.dataset_card import write_dataset_card
 
-    lines = rows.with_texts(draft.texts)
+    lines = rows.with_texts(taken.texts)
     reasons = [*tests, *([] if order.keep_duplicates else [filters.DUPLICATE])]
     with whole_directory(output) as part:
         write_whole(part / ROWS, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
@@ -346,8 +356,8 @@ def _write(
             shares=rows.shares,
             prompts=rows.prompts,
             sampling=Sampling.pick({**asdict(order), "engine": "transformers"}),
-            attempts=draft.drawn,
-            dropped={why: draft.dropped[why] for why in reasons},
+            attempts=taken.drawn,
+            dropped={why: taken.dropped[why] for why in reasons},
             files={},  # the card fills them in
             quality=quality,
             date=time.strftime("%Y-%m-%d", time.gmtime()),

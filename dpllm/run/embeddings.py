@@ -1,7 +1,7 @@
 """Clusters of private texts, and classifiers of them, by their vectors from a public encoder: cost, reservation, then the draws.
 
 Comes in: the recipe, whose model is the encoder, what is asked, an epsilon. Goes out: an ``Offer``, as of ``run.describe``; of
-one, a folder with describe.json, vectors.safetensors, README.md and sizes.svg; of such a folder, the label of each row of a file.
+one, a folder with describe.json, vectors.safetensors and README.md; of such a folder, the label of each row of a file.
 Must not draw noise (``privacy.embedded``), nor run a model (``model.reading``).
 
 Guarantee:
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ from dpllm.progress import tell
 from dpllm.recipe import names
 from dpllm.recipe.config import DataConfig, ModelConfig, RunConfig
 from dpllm.run.describe import MOST_DELTA, Charge, Offer, Opened, opened, relation_of, without_evaluation
-from dpllm.statement.released import FIGURE, RECORD, VECTORS, HeldOut, Statistics, figure, page, read_vectors
+from dpllm.statement.released import RECORD, VECTORS, HeldOut, Statistics, page, read_vectors
 from dpllm.text import data
 from dpllm.text.asked import text_of
 from dpllm.text.data import value_name
@@ -50,6 +51,8 @@ from dpllm.text.rows import Groups, each_row
 
 WORDS, MIXED, MIXED_WORDS = 400, 200, 16
 """Of an encoder's vocabulary that name clusters; and how many texts, of how many of them, the centre is the mean of."""
+ROUNDS = 5
+"""Of k-means, each of which costs."""
 SHOWN = 60
 """Characters of a public text in the name of a cluster."""
 
@@ -62,14 +65,12 @@ class Asked:
         clusters: How many; 0 for a classifier.
         column: That is predicted.
         values: Its declared ones; others count as other.
-        rounds: Of k-means.
         texts: A file of public texts, one a line, that are centred on and name clusters; None: words of the encoder's vocabulary.
     """
 
     clusters: int = 0
     column: str = ""
     values: tuple[str, ...] = ()
-    rounds: int = 5
     texts: Path | None = None
 
     def __post_init__(self) -> None:
@@ -78,10 +79,8 @@ class Asked:
             raise ConfigError(
                 "clusters and a classifier have folders of their own. Type --clusters K, or --predict COLUMN --values A,B."
             )
-        if self.clusters and not (2 <= self.clusters <= 99 and 2 <= self.rounds <= 100):
-            raise ConfigError(
-                "--clusters is 2 to 99, and --rounds 2 to 100, for which epsilon is divided. Type such numbers."
-            )
+        if self.clusters and not 2 <= self.clusters <= 99:
+            raise ConfigError(f"--clusters {self.clusters}: is 2 to 99. Type such a number.")
         if self.column and not (len({*self.values, OTHER, ""}) - 2 == len(self.values) and 2 <= len(self.values) <= 99):
             raise ConfigError(
                 "--values: have to be declared, because values read from the data are outside the guarantee. Type two to 99 "
@@ -116,7 +115,7 @@ def offered(
             )
         units = config.data.public_size or len(source.units)  # as many under zero_out, whoever is missing
         job = _Job(config, asked, source, public)
-        steps, relation = embedded.event_of(asked.kind, 1.0, asked.rounds).count, relation_of(config)
+        steps, relation = embedded.event_of(asked.kind, 1.0, ROUNDS).count, relation_of(config)
         sigma = calibrate_noise_multiplier(epsilon, min(source.delta, MOST_DELTA), 1.0, steps, relation)
         sigma = max(sigma, embedded.least_noise(units))
         if sigma > embedded.MOST_NOISE:
@@ -131,19 +130,15 @@ def offered(
                     f"{units:,} units are too few for {asked.clusters} clusters at epsilon {epsilon:g}: one below {least:,} "
                     f"would hide in the noise. Type a larger --epsilon{f', or --clusters {most} or less' if most > 1 else ''}."
                 )
-            notes = [
-                f"A cluster moves if it has {least:,} units or more, of {units:,}; there are {asked.rounds} rounds."
-            ]
+            notes = [f"A cluster moves if it has {least:,} units or more, of {units:,}."]
         else:
-            noisy, exact = embedded.simulated(units, len(asked.values), sigma)
-            notes = [
-                f"Of as many random vectors, {noisy:.0%} of labels are found with this noise and {exact:.0%} without."
-            ]
+            size = DIMENSIONS["classifier"]
+            notes = [f"A classifier needs well above {sigma * size * math.sqrt(size):,.0f} units; there are {units:,}."]
             if held_out and not config.data.eval:
                 notes += [
                     "data.eval is not declared public, so no accuracy on it: if it is, type --data.eval_public true."
                 ]
-        event = embedded.event_of(asked.kind, sigma, asked.rounds)
+        event = embedded.event_of(asked.kind, sigma, ROUNDS)
         versions = environment.versions()
         software = {name: versions[name] for name in ("torch", "transformers")}
         found = Statistics.pick({**source.facts(config, event, **software), "releases": [release]})
@@ -247,7 +242,7 @@ class _Job:
             "statistic": f"classifier of {asked.column}" if asked.column else "clusters of texts",
             "declared": declared,
             "mechanism": NAMES[kind],
-            "event": embedded.event_of(kind, sigma, asked.rounds),
+            "event": embedded.event_of(kind, sigma, ROUNDS),
             "error_95": embedded.error_of(sigma),
             "error_of": embedded.COUNTED,
             "value": None,
@@ -282,7 +277,7 @@ class _Job:
         """Draws it, and keeps what goes into its files."""
         asked, rows_RP, units_R = self._asked, self._rows_RP, self._units_R
         if asked.clusters:
-            sizes, vectors = embedded.k_means(rows_RP, units_R, asked.clusters, sigma, asked.rounds, charge)
+            sizes, vectors = embedded.k_means(rows_RP, units_R, asked.clusters, sigma, ROUNDS, charge)
             named = self._named(vectors)
         else:
             sizes, vectors = embedded.ada_ssp(rows_RP, self._labels_R, units_R, len(self._labels), sigma, charge)
@@ -322,7 +317,6 @@ class _Job:
             write_whole(part / VECTORS, self._file)
             write_json(part / RECORD, released.to_json())
             write_whole(part / CARD, page(released))
-            write_whole(part / FIGURE, figure(released))
 
 
 def _lines(path: Path) -> list[str]:
@@ -335,48 +329,41 @@ def _lines(path: Path) -> list[str]:
     return found
 
 
-class Applied:
-    """What was released, as it labels rows."""
-
-    def __init__(self, folder: Path, encoder: str | None) -> None:
-        """Reads a folder as ``Offer.release`` wrote it; ``encoder`` says where that lies, if not where describe.json names it.
-
-        Raises:
-            ConfigError: The folder is damaged, or of another encoder.
-        """
-        self.statistics = Statistics.pick(read_json(folder / RECORD))
-        self.release = self.statistics.releases[0]
-        centre_D, self._vectors = read_vectors(folder / VECTORS, self.release)
-        declared, stated = self.release.declared, self.statistics
-        due = [*declared.values, OTHER] if declared.values else [*(self.release.value or ())]
-        cost, _ = cost_of(stated.event(), stated.delta, stated.neighbouring_relation)
-        if not due or sorted(due) != sorted(self.release.value or ()) or not cost <= stated.epsilon * (1 + 1e-3):
-            raise ConfigError(f"{folder}: is not as it was released. Type dpllm verify {folder}, which says why.")
-        model = ModelConfig(name_or_path=encoder or str(declared.encoder))
-        self._encoder = Encoder(model, declared.max_length or 2)
-        if self._encoder.digest != self.release.encoder or self._encoder.of_public(["a"]).shape[1] != len(centre_D):
-            raise ConfigError(
-                f"{model.name_or_path}: has other weights, configuration or vocabulary than the encoder of {folder}, so its "
-                f"vectors mean something else. Type --encoder with the place of that {declared.encoder}."
-            )
-        self._around = Projection(centre_D, int(declared.dimensions or 1))
-
-    def labels(self, rows: Groups, fields: Sequence[str]) -> Iterator[str | None]:
-        """The label or cluster of each row; None for one without text."""
-        read_RP, declared = self._encoder.of_rows(rows, fields, self._around), self.release.declared
-        if declared.clusters:
-            labels = sorted(self.release.value or {})
-            chosen = embedded.nearest(embedded.lattice(read_RP), self._vectors)
-        else:
-            labels = [*(declared.values or ()), OTHER]
-            chosen = embedded.scores(read_RP, self._vectors).argmax(axis=1)
-        for read_P, one in zip(read_RP, chosen, strict=True):
-            yield labels[one] if read_P.any() else None
-
-
 def classify(folder: Path, source: str, encoder: str | None) -> Iterator[str | None]:
-    """The label or cluster of each row of a file, glob, directory or Hub id, see ``Applied``; a DataError without text."""
-    applied, config = Applied(folder, encoder), DataConfig(train=source)
+    """The label or cluster of each row of a file, glob, directory or Hub id; None for one without text.
+
+    Args:
+        folder: As ``Offer.release`` wrote it.
+        source: The rows.
+        encoder: Where the encoder lies, if not where describe.json names it.
+
+    Raises:
+        ConfigError: The folder is damaged, or of another encoder.
+        DataError: The rows have no text.
+    """
+    stated = Statistics.pick(read_json(folder / RECORD))
+    release = stated.releases[0]
+    centre_D, vectors = read_vectors(folder / VECTORS, release)
+    declared, sizes = release.declared, release.value or {}
+    labels = [*declared.values, OTHER] if declared.values else sorted(sizes)
+    cost, _ = cost_of(stated.event(), stated.delta, stated.neighbouring_relation)
+    if not labels or sorted(labels) != sorted(sizes) or not cost <= stated.epsilon * (1 + 1e-3):
+        raise ConfigError(f"{folder}: is not as it was released. Type dpllm verify {folder}, which says why.")
+    model = ModelConfig(name_or_path=encoder or str(declared.encoder))
+    reader = Encoder(model, declared.max_length or 2)
+    if reader.digest != release.encoder or reader.of_public(["a"]).shape[1] != len(centre_D):
+        raise ConfigError(
+            f"{model.name_or_path}: has other weights, configuration or vocabulary than the encoder of {folder}, so its "
+            f"vectors mean something else. Type --encoder with the place of that {declared.encoder}."
+        )
     with scratch() as cache:
+        config = DataConfig(train=source)
         table = data.load_table(config.train, config, config.train_split, cache)
-        yield from applied.labels(each_row(table.rows), FIELDS[table.format])
+        around = Projection(centre_D, int(declared.dimensions or 1))
+        read_RP = reader.of_rows(each_row(table.rows), FIELDS[table.format], around)
+    if declared.clusters:
+        chosen = embedded.nearest(embedded.lattice(read_RP), vectors)
+    else:
+        chosen = embedded.scores(read_RP, vectors).argmax(axis=1)
+    for read_P, one in zip(read_RP, chosen, strict=True):
+        yield labels[one] if read_P.any() else None

@@ -9,21 +9,20 @@ import hashlib
 import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
-from xml.sax.saxutils import escape
 
 from pydantic import Field
 
 from dpllm.errors import ConfigError
 from dpllm.privacy.events import Composed, PureDP, compose, mechanism_of
+from dpllm.privacy.releases import OTHER
 from dpllm.statement import formatting
 from dpllm.statement.fields import AtLeast1, Between0And1, Count, NotNegative, Number, Record, Sha256, Share, Text
 from dpllm.statement.stored_events import ReleaseEvent
 
-RECORD, VECTORS, FIGURE = "describe.json", "vectors.safetensors", "sizes.svg"
+RECORD, VECTORS = "describe.json", "vectors.safetensors"
 """Files of a folder of clusters, or of a classifier, beside its card."""
 MOST_VECTORS = 2**24
 """Bytes of the vectors."""
-_NAMED = 42  # letters of a name in the figure
 
 
 class Declared(Record):
@@ -32,7 +31,7 @@ class Declared(Record):
     values: tuple[Text, ...] | None = None
     """Values that are counted; others count as "other"."""
     numbers: tuple[Number, ...] | None = None
-    """Candidates of a quantile, or the bounds of a mean."""
+    """Candidates of a quantile."""
     quantile: Share | None = None
     """Which quantile."""
     clusters: Annotated[int, Field(ge=2, le=99)] | None = None
@@ -80,7 +79,7 @@ class Release(Record):
     error_of: Text
     """What that counts."""
     value: dict[Text, Number] | None
-    """What was drawn: noisy counts by value, the candidate chosen, or a mean with its 95% interval and the rows; null before."""
+    """What was drawn: noisy counts by value, or the candidate chosen; null before."""
     entry: Text | None
     """Its entry in the ledger; null before it was drawn."""
     vectors: Sha256 | None = None
@@ -93,7 +92,7 @@ class Release(Record):
     def counts(self) -> list[tuple[str, float]]:
         """Each declared value and "other", or each cluster, with its noisy count."""
         value, named = self.value or {}, self.declared.values
-        return [(name, value.get(name, 0)) for name in ((*named, "other") if named else sorted(value))]
+        return [(name, value.get(name, 0)) for name in ((*named, OTHER) if named else sorted(value))]
 
     @property
     def cost(self) -> str:
@@ -113,8 +112,6 @@ class Release(Record):
         value, error = self.value, f"± {self.error_95:,.3g} {self.error_of}"
         if value is None:
             return error
-        if "mean" in value:
-            return f"{value['mean']:.4g} ({value['low']:.4g} to {value['high']:.4g})"
         if self.declared.clusters:
             return f"{', '.join(f'{name}: {count:,}' for name, count in self.counts())} ({error})"
         if self.declared.values is None:
@@ -150,6 +147,11 @@ class Statistics(Record):
         """All releases as one accounting event."""
         return compose([release.event for release in self.releases])
 
+    def positive(self, name: str | None) -> dict[str, float]:
+        """The declared values of a statistic of which the released count is positive, with that count."""
+        counts = next((one.value for one in self.releases if one.statistic == name and one.value), {})
+        return {value: count for value, count in counts.items() if value != OTHER and count > 0}
+
     @property
     def pure(self) -> float:
         """The sum of all epsilons, at a delta of 0; infinite with Gaussian sums."""
@@ -174,25 +176,7 @@ def page(shown: Statistics) -> str:
     """The card of a folder of clusters, or of a classifier: README.md."""
     [one] = shown.releases
     sizes = {name: f"{count:,}" for name, count in one.counts()}
-    return formatting.template("embedded.md.j2").render(w=formatting, s=shown, one=one, sizes=sizes, figure=FIGURE)
-
-
-def figure(shown: Statistics) -> str:
-    """The sizes with their 95% errors as SVG, on a white ground with a frame; equal statistics give equal text."""
-    [one] = shown.releases
-    named = ((formatting.visible(name), count) for name, count in one.counts())
-    rows = [
-        (name if len(name) <= _NAMED else f"{name[: _NAMED - 1]}…", count, count - one.error_95, count + one.error_95)
-        for name, count in named
-    ]
-    least, most = min([0.0, *(low for *_, low, _ in rows)]), max([1.0, *(high for *_, high in rows)])
-    return formatting.template("sizes.svg.j2").render(
-        title=f"Units {'in each cluster' if one.declared.clusters else 'with each label'}",
-        footer=f"± {formatting.measured(one.error_95, 0)} units with 95% probability",
-        rows=rows,
-        place=lambda count: (count - least) / (most - least),
-        escape=escape,
-    )
+    return formatting.template("embedded.md.j2").render(w=formatting, s=shown, one=one, sizes=sizes)
 
 
 def read_vectors(path: Path, release: Release) -> tuple[Any, Any]:

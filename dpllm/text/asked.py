@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import unicodedata
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +17,6 @@ from dpllm.privacy.releases import OPTIONS, OTHER, Kind, Statistic
 from dpllm.recipe.config import DataConfig
 from dpllm.text import control
 from dpllm.text.data import Table, iter_units, value_name
-from dpllm.text.layouts import FIELDS
 from dpllm.text.rows import Groups
 
 MOST_CANDIDATES = 100_000
@@ -37,26 +34,25 @@ def parse(kind: Kind, text: str, quantiles: str) -> tuple[Statistic, ...]:
     Raises:
         ConfigError: Bounds, candidates or values are not declared, or bound nothing.
     """
-    named = kind in ("quantiles", "shares", "mean")
+    named = kind in ("quantiles", "shares")
     column, separator, declared = text.partition("=") if named else ("", "", text)
     good = not named or bool(column and separator)
     found: tuple[Statistic, ...] = (Statistic(kind),)
-    if kind in ("shares", "scripts"):
-        parts = text.split(control.SEPARATOR) if kind == "shares" else [f"={text.upper()}"]
-        columns, lists = zip(*map(_declared_values, parts), strict=True)
+    if kind == "shares":
+        columns, lists = zip(*map(_declared_values, text.split(control.SEPARATOR)), strict=True)
         good &= len(set(columns)) == len(columns) and math.prod(map(len, lists)) <= MOST_CANDIDATES
-        good &= all(columns) == named and all(all(one) and len({*one, OTHER}) == len(one) + 1 for one in lists)
+        good &= all(columns) and all(all(one) and len({*one, OTHER}) == len(one) + 1 for one in lists)
         names = map(control.SEPARATOR.join, itertools.product(*lists)) if good else ()
         found = (Statistic(kind, control.SEPARATOR.join(columns), tuple(names)),)
     elif kind != "units":
-        numbers, asked = _numbers(declared), (0.0,) if kind == "mean" else _numbers(quantiles)
+        numbers, asked = _numbers(declared), _numbers(quantiles)
         good &= len(numbers) >= 2 and list(numbers) == sorted(set(numbers)) and all(map(math.isfinite, numbers))
-        good &= len(numbers) == 2 if kind == "mean" else bool(asked) and all(0 < one < 1 for one in asked)
+        good &= bool(asked) and all(0 < one < 1 for one in asked)
         found = tuple(Statistic(kind, column, (), numbers, one) for one in asked)
     if not good:
         raise ConfigError(
             f"--{kind} {text}: values have to be declared, because values read from the data are outside the guarantee. Declare "
-            f"distinct values without ;, increasing numbers, or LOW:HIGH[:PARTS], as in {OPTIONS[kind][1]}; quantiles lie "
+            f"distinct values without ;, increasing numbers, or LOW:HIGH:PARTS, as in {OPTIONS[kind][1]}; quantiles lie "
             "between 0 and 1, as in --at .5,.9."
         )
     return found
@@ -92,7 +88,7 @@ def exact_values(asked: Statistic, units: Groups, table: Table, data: DataConfig
         tokenizer: Of the model, for token lengths, which are those of training before they are cut at ``max_length``.
 
     Yields:
-        Text for counts, one for each unit or row; numbers for means and quantiles, and nothing for what is no number.
+        Text for counts, one for each unit or row; numbers for quantiles, and nothing for what is no number.
     """
     if asked.kind == "units":
         yield from ("" for _ in units)
@@ -103,9 +99,7 @@ def exact_values(asked: Statistic, units: Groups, table: Table, data: DataConfig
     else:
         columns = columns_of(asked)
         for row in (row for unit in units for row in unit):
-            if asked.kind == "scripts":
-                yield _script([row[field] for field in FIELDS[table.format]])
-            elif asked.kind == "shares":
+            if asked.kind == "shares":
                 yield control.SEPARATOR.join(value_name(row.get(column)) for column in columns)
             elif (number := _number(row.get(asked.column))) is not None:
                 yield number
@@ -118,14 +112,6 @@ def _number(value: Any) -> float | None:
     except (TypeError, ValueError, OverflowError):
         return None
     return number if math.isfinite(number) else None
-
-
-def _script(value: Any) -> str:
-    """The script of most letters, by the first word of their Unicode names, such as LATIN or CJK; empty without letters."""
-    found: Counter[str] = Counter()
-    for letter, many in Counter(filter(str.isalpha, text_of(value))).items():
-        found[unicodedata.name(letter, "").split(" ")[0]] += many
-    return max(sorted(found), key=found.__getitem__, default="")
 
 
 def text_of(value: Any) -> str:

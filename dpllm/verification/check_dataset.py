@@ -14,11 +14,9 @@ from typing import TypeVar
 
 from dpllm.card import dataset_card
 from dpllm.files import CARD, sha256
-from dpllm.privacy.releases import OTHER
 from dpllm.run.directory import RunDir
 from dpllm.statement import synthetic
 from dpllm.statement.fields import Json, NotAStatement
-from dpllm.statement.released import Statistics
 from dpllm.statement.synthetic import MODEL_BLOCK, MODEL_CARD, RECORD, ROWS, Synthetic, Written
 from dpllm.text import control
 from dpllm.verification import check_export
@@ -66,9 +64,9 @@ class DataSet:
 
 
 def run_of(directory: Path) -> RunDir | None:
-    """The run directory that a data set lies in: in RUN/synthetic, or in RUN/private/synthetic; None elsewhere."""
-    around = [RunDir(path) for path in directory.absolute().parents[:2]]
-    return next((run for run in around if run.config.is_file() and (run.export / CARD).is_file()), None)
+    """The run directory that a data set lies in; None elsewhere."""
+    run = RunDir(directory.absolute().parent)
+    return run if run.config.is_file() and (run.export / CARD).is_file() else None
 
 
 def check(
@@ -187,13 +185,8 @@ def rows(directory: Path, record: Written, asked: set[str] | None, again: str) -
 def _asked(found: DataSet) -> set[str] | None:
     if not found.record.control or not found.model.record.guarantee:
         return None  # anything, since nothing that was released says it
-    return asked_by(found.record.shares, found.model.record.statistics)
-
-
-def asked_by(shares: str | None, released: Statistics | None) -> set[str]:
-    """What texts can have been asked for: values of the control columns, in one text, of which the released count is positive."""
-    counts = [one.value or {} for one in released.releases if one.statistic == shares] if released else []
-    return {value for one in counts for value, count in one.items() if value != OTHER and count > 0}
+    released = found.model.record.statistics
+    return set(released.positive(found.record.shares)) if released else set()
 
 
 def _record(found: DataSet) -> Iterator[Check]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dpllm.files import CARD, SCHEMA_VERSION
-from dpllm.statement.released import FIGURE, MOST_VECTORS, RECORD, VECTORS, Statistics, figure, page, read_vectors
+from dpllm.statement.released import MOST_VECTORS, RECORD, VECTORS, Statistics, page, read_vectors
 from dpllm.verification import check_export, check_ledger, costs
 from dpllm.verification.check_dataset import of_folder, record_of
 from dpllm.verification.check_promise import check_release, quick_epsilon
@@ -27,14 +27,13 @@ def check(directory: Path, ledger: str | None) -> Iterator[Check]:
 
     def files(found: Statistics) -> Iterator[Check]:
         names, problems = check_export.regular_files(directory, strict=False)
-        if problems or set(names) != {CARD, RECORD, VECTORS, FIGURE}:
-            raise Wrong(f"the folder holds other files than {CARD}, {RECORD}, {VECTORS} and {FIGURE}. {_AGAIN}")
+        if problems or set(names) != {CARD, RECORD, VECTORS}:
+            raise Wrong(f"the folder holds other files than {CARD}, {RECORD} and {VECTORS}. {_AGAIN}")
         with regular(directory / VECTORS, MOST_VECTORS):
             read_vectors(directory / VECTORS, found.releases[0])
-        for name, due in ((CARD, page(found)), (FIGURE, figure(found))):
-            if read_text(directory / name) != due:
-                raise Wrong(f"{name} is not what {RECORD} gives. {_AGAIN}")
-        yield verified("files", f"{VECTORS} has the stated hash and shapes; {CARD} and {FIGURE} follow from {RECORD}.")
+        if read_text(directory / CARD) != page(found):
+            raise Wrong(f"{CARD} is not what {RECORD} gives. {_AGAIN}")
+        yield verified("files", f"{VECTORS} has the stated hash and shapes; {CARD} follows from {RECORD}.")
 
     def paid(found: Statistics) -> Iterator[Check]:
         if ledger is None:

@@ -71,7 +71,8 @@ def _rows(found: Folder) -> Iterator[Check]:
     record, (names, problems) = found.record, check_export.regular_files(found.directory, strict=False)
     due = [RECORD, ROWS]
     yield tried("files", check_dataset.hashed_files, found.directory, names, problems, record.files, due, _AGAIN)
-    asked = check_dataset.asked_by(record.shares, record.statistics) if record.control else None
+    released = record.statistics
+    asked = (set(released.positive(record.shares)) if released else set()) if record.control else None
     yield tried("rows", check_dataset.rows, found.directory, record, asked, _AGAIN)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from itertools import pairwise
 from typing import cast, get_args
 
 from dpllm.privacy import accounting, banded, embedded
@@ -271,7 +270,7 @@ def check_release(one: Release, rows: int, again: str) -> None:
     if isinstance(one.event, SelfComposed):
         return _check_embedded(one, one.event.count, again)
     given = one.declared.model_dump(exclude_none=True)
-    kinds = {"": "units", "values": "shares", "numbers": "mean", "numbers quantile": "quantiles"}
+    kinds = {"": "units", "values": "shares", "numbers quantile": "quantiles"}
     asked = Statistic(cast(Kind, kinds.get(" ".join(given))), one.statistic.partition(" of ")[2], **given)
     stated = one.mechanism, one.error_95, one.error_of
     if (
@@ -310,16 +309,12 @@ def _check_embedded(one: Release, count: int, again: str) -> None:
 
 
 def _possible(asked: Statistic, value: Mapping[str, float] | None) -> bool:
-    """Whether dpllm releases such a value: whole counts of what was declared, a candidate, or a mean within its bounds."""
-    found = dict(value or {})
+    """Whether dpllm releases such a value: whole counts of what was declared, or a candidate."""
+    found = value or {}
     if asked.quantile:
         return [*found] == [f"{asked.quantile:g}"] and {*found.values()} <= {tidy(float(one)) for one in asked.numbers}
-    counts, near = [*asked.values, OTHER] if asked.values else ["units"], [0.0]
-    if asked.kind == "mean":
-        counts = ["rows"]
-        near = [asked.numbers[0], *(found.pop(one, math.nan) for one in ("low", "mean", "high")), asked.numbers[-1]]
-    in_order = all(one <= other for one, other in pairwise(near))
-    return in_order and sorted(found) == sorted(counts) and all(float(one).is_integer() for one in found.values())
+    counts = [*asked.values, OTHER] if asked.values else ["units"]
+    return sorted(found) == sorted(counts) and all(float(one).is_integer() for one in found.values())
 
 
 def check_lineage(found: Published) -> Iterator[Check]:

@@ -40,7 +40,7 @@ OTHERWISE: tuple[Json, ...] = (
     {"mechanism": "Gaussian"},
     {"mechanism": "permute-and-flip"},
     {"statistic": "the names of all"},
-    {"statistic": "mean of label"},
+    {"statistic": "quantile 0.5 of label"},
     {"statistic": "number of units"},
     {"declared": {}},
     {"declared": {"values": ["yes", "no"], "numbers": [0, 1]}},
@@ -55,7 +55,7 @@ def test_the_card_shows_each_release_and_the_epsilon_of_all_with_the_run() -> No
     assert epsilon(read(plan()["event"]), 1e-5, "zero_out") < together
     part = section.parts(text)["privacy"].split("### Released statistics")[1].split("\n### ")[0]
     assert "yes 60 = 58.3%, no 43 = 41.7%, other -3 = 0.0%" in part
-    assert "44.25 (40.1 to 48.5)" in part
+    assert "60 (± 98.3 rows of rank)" in part
     assert "ε = 0.5 at δ = 1e-09; with the run ε = 6.19" in " ".join(part.split())
     assert "At most 6 rows of a unit" in part
 
@@ -132,7 +132,7 @@ def test_verify_computes_both_epsilons_again() -> None:
         {"releases": [{**cheaper[0], "value": None}]},
         *({"releases": [{**one, **change}, other]} for change in OTHERWISE),
         {"releases": [one, {**other, "error_95": 72.39236660867908}]},
-        {"releases": [one, {**other, "declared": {"numbers": [0, 60]}}]},
+        {"releases": [one, {**other, "declared": {"numbers": [0, 60], "quantile": 0.5}}]},
         {"max_examples_per_unit": 5},
         {"releases": [{**one, "value": {**one["value"], "John Smith": 3}}, other]},
         {"releases": [{**one, "value": dict.fromkeys(one["value"], 0.5)}, other]},

@@ -78,7 +78,7 @@ def test_the_front_matter_is_what_the_hub_and_datasets_read(folder: Path) -> Non
     assert front["configs"] == [
         {"config_name": "default", "data_files": [{"split": "train", "path": "data/train.jsonl"}]}
     ]
-    assert (front["license"], front["language"], front["size_categories"]) == ("cc0-1.0", "en", ["n<1K"])
+    assert (front["license"], front["language"], front["task_categories"]) == ("cc0-1.0", "en", ["text-generation"])
     assert front["tags"] == ["synthetic", "dpllm", "differential-privacy"]
 
 
@@ -155,15 +155,6 @@ def test_a_record_is_closed(change: dict[str, object]) -> None:
     assert synthetic.read(record()).shares == SHARES
     with pytest.raises(NotAStatement):
         synthetic.read({**record(), **change})
-
-
-@pytest.mark.parametrize(
-    ("rows", "word"), [(999, "n<1K"), (1000, "1K<n<10K"), (99_999, "10K<n<100K"), (10**13, "n>1T")]
-)
-def test_sizes_have_the_words_of_the_hub(folder: Path, rows: int, word: str) -> None:
-    statement = privacy_record.read(json.loads((folder / "run" / "privacy.json").read_text("utf-8")))
-    made = synthetic.read(record(rows=rows))
-    assert dataset_card.front_matter(made, statement)["size_categories"] == [word]
 
 
 def test_the_marked_part_is_as_it_was(folder: Path) -> None:

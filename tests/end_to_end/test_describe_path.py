@@ -12,7 +12,7 @@ from running import Place, done, make_place
 
 from dpllm.verification.verify import verify
 
-ASKED = ("--epsilon", 0.5, "--units", "--scripts", "latin,greek", "--lengths", "4,8,16,32", "--at", ".5,.9")
+ASKED = ("--epsilon", 0.5, "--units", "--shares", "text=a,b", "--lengths", "4,8,16,32", "--at", ".5,.9")
 
 
 @pytest.fixture(scope="module")

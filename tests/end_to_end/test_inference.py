@@ -13,7 +13,6 @@ import tiny
 from running import done, dpllm_
 from voting import ROWS, TOKENS, Place, shares_of
 
-from dpllm.errors import ConfigError
 from dpllm.files import read_json
 from dpllm.ledger import Ledger
 from dpllm.model import loading
@@ -21,7 +20,7 @@ from dpllm.model.loading import load_tokenizer
 from dpllm.privacy.accounting import compose, epsilon, stated
 from dpllm.privacy.voting import Ballot
 from dpllm.publish import inference, ordered
-from dpllm.publish.drawn import Drawn
+from dpllm.publish.draft import Draft
 from dpllm.recipe.config import ModelConfig
 from dpllm.statement import inference as statement
 from dpllm.statement import privacy_record
@@ -53,7 +52,7 @@ def test_rows_are_written_charged_and_verified(place: Place) -> None:
 def test_what_is_planned_spends_nothing(place: Place) -> None:
     said = json.loads(done(*place.words("--dry-run", "--json")).out)
     assert said["texts"] == 40 // said["batch_size"]
-    assert said["epsilon"] <= 8 < said["noise_multiplier"] * 100
+    assert said["epsilon"] <= 8
     assert not place.ledger.exists()
     assert not place.output.exists()
 
@@ -122,19 +121,16 @@ def test_batches_are_disjoint_and_follow_slots_or_coins(place: Place, monkeypatc
 
 def dies_at(patch: pytest.MonkeyPatch, number: int, *, drawn: bool) -> None:
     """The so-manyth draw ends in a crash, before the token is known, or once it is written."""
-    draw, count = Drawn.draw, [0]
+    add, count = Draft.add, [0]
 
-    def dying(self: Drawn, text: int, make: Any) -> int:
-        count[0] += 1
-        if count[0] == number and not drawn:
-            self._write(f"[{text}, ")
+    def dying(self: Draft, *lines: Any) -> None:
+        add(self, *lines)
+        here = [len(line) for line in lines] == [2 if drawn else 1]
+        count[0] += here
+        if here and count[0] == number:
             raise RuntimeError("killed")
-        token = draw(self, text, make)
-        if count[0] == number:
-            raise RuntimeError("killed")
-        return token
 
-    patch.setattr(Drawn, "draw", dying)
+    patch.setattr(Draft, "add", dying)
 
 
 @pytest.mark.parametrize("drawn", [True, False])
@@ -148,19 +144,19 @@ def test_a_crash_keeps_what_was_drawn_and_what_it_lost_counts(place: Place, draw
     before = place.draft().read_bytes()
     calls = []
     with pytest.MonkeyPatch.context() as patch:
-        real = Drawn.draw
-        patch.setattr(Drawn, "draw", lambda self, text, make: calls.append(text) or real(self, text, make))
+        real = inference._Job._next
+        patch.setattr(inference._Job, "_next", lambda self, text, make: calls.append(text) or real(self, text, make))
         patch.setattr(Path, "unlink", lambda self, missing_ok=False: None)  # so that the draws can be read
         done(*place.words())
     assert [one.reservation.entry for one in place.runs()] == [run.reservation.entry]
     lines = place.draft().read_bytes().splitlines()
     whole = before[: before.rfind(b"\n")].splitlines()
     assert lines[: len(whole)] == whole
-    draws = [json.loads(line) for line in lines[1:]]
-    of_first = [token for text, token in draws if text == 0]
-    assert (None in of_first) == (not drawn)
-    assert all(sum(text == n for text, _ in draws) <= TOKENS for n in range(ROWS))
-    assert calls.count(0) == len(of_first) - 3  # none of them again
+    noted = [json.loads(line) for line in lines[1:]]
+    begun = [line[0] for line in noted if len(line) == 1]
+    assert (len(begun) > len(noted) / 2) == (not drawn)  # of the lost one there is no token
+    assert all(begun.count(n) <= TOKENS for n in range(ROWS))
+    assert calls.count(0) == begun.count(0) - 3  # none of them again
     assert place.record()["texts"] >= ROWS
 
 
@@ -181,19 +177,17 @@ def test_other_settings_do_not_go_on_with_paid_draws(place: Place) -> None:
     ("more", "said"),
     [
         (("--rows", 41), "no more rows than there are units"),
-        (("--epsilon", 0.001, "--clip", 1), "cost epsilon"),
+        (("--epsilon", 1e-9), "gives no guarantee"),
         (("--batch", 41), "0 texts fit"),
         (("--prompt", "Write something."), "where a record stands"),
         (("--data.max_length", 126), "exceed the 128 that the model reads"),
         (("--data.control", "[visit]"), "the two belong together"),
         (("--tokens", 0), "Type 1 or more of both"),
-        (("--clip", 30), "millions of times"),
         (("--seed", 3), "is of no use --by inference"),
         (("--max-new-tokens", 3), "Type --tokens"),
         (("--batch", 0), "batch_size is 0"),
-        (("--clip", 0), "--clip is 0.0"),
-        (("--clip", "nan"), "--clip is nan"),
-        (("--clip", "inf"), "--clip is inf"),
+        (("--temperature", 0), "--temperature is 0.0"),
+        (("--temperature", "nan"), "--temperature is nan"),
         (("--prompt", "\udcff {text}"), "where a record stands"),
         (("--model.adapter", "somewhere"), "nothing trains here"),
     ],
@@ -338,7 +332,6 @@ def test_what_a_model_that_learned_these_data_tells_of_them_is_added(merged: Pat
     learned = read_json(merged / "privacy.json")
     words = place.words("--model", merged, "--dataset", learned["dataset"], "--delta", learned["delta"])
     said = done(*words, "--dry-run").out
-    assert "Which one: " in said
     assert "which learned the same data: epsilon" in said
     assert "which learned the same data: epsilon" in done(*words).out
     record = statement.read(place.record())
@@ -376,7 +369,7 @@ def test_the_vote_of_a_record_has_the_same_bits_beside_any_others(
     monkeypatch.setattr(
         Ballot, "vote", lambda self, rows, public: seen[-1].append(vote(self, rows, public)) or seen[-1][-1]
     )
-    monkeypatch.setattr(Drawn, "draw", lambda self, number, make: (make(), 7)[1])  # the same tokens for both
+    monkeypatch.setattr(inference._Job, "_next", lambda self, number, make: (make(), 7)[1])  # the same tokens for both
     for number, first in enumerate(("Anna.", " ".join(["Anna owns seven plums and the old key."] * 4))):
         rows = [json.loads(line) for line in place.data.read_text("utf-8").splitlines()]
         tiny.write_rows(place.data, [{**rows[0], "text": first}, *rows[1:]])
@@ -389,9 +382,7 @@ def test_the_vote_of_a_record_has_the_same_bits_beside_any_others(
     assert not any(same for place, same in enumerate(changed) if place % 8)
 
 
-def test_a_prompt_stands_around_each_record_and_the_public_one_has_nothing(base: Path) -> None:
-    with pytest.raises(ConfigError, match="above 6"):
-        ordered.offer(ordered.Order(rows=1, epsilon=8.0, clip=50.0), 100, 1e-5, "zero_out")
+def test_batch_and_clip_use_what_epsilon_allows() -> None:
     for rows, units, at in ((5, 100, 8.0), (5, 4000, 8.0), (5, 4000, 1.0), (40, 400, 3.0)):
         order = ordered.Order(rows=rows, epsilon=at, tokens=100)
         made = ordered.offer(order, units, 1e-5, "zero_out")

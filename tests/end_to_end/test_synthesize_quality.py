@@ -96,17 +96,6 @@ def test_a_failure_of_quality_loses_no_row(run: Path, monkeypatch: pytest.Monkey
     done("synthesize", run, *FEW, "--no-quality")  # nothing is drawn again
 
 
-def test_an_embedding_compares_rows_and_is_looked_for_before_any_text_is_drawn(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done("synthesize", run, *FEW, "--embedding", "builtin:tiny")
-    assert "Frechet distance to evaluation rows: synthetic" in of(run / "synthetic")["quality"]["figures"]
-    monkeypatch.setattr("dpllm.publish.generate.sample", None)
-    answer = dpllm_("synthesize", run, *FEW, "--embedding", "./nowhere")
-    assert answer.code == 2
-    assert "nowhere" in answer.err
-
-
 def test_a_recipe_that_is_edited_afterwards_decides_nothing(run: Path, tmp_path: Path) -> None:
     """Declared public, exact figures of everybody's rows would stand on a card, and it would verify."""
     done("synthesize", run, *FEW, "--output", tmp_path / "before")

@@ -284,9 +284,3 @@ def test_public_directions_are_the_same_for_everybody() -> None:
 
 
 DIRECTIONS = [[0.493236, -0.646382, 0.582158], [-0.445667, -0.192128, 0.874338]]
-
-
-def test_a_simulation_tells_what_the_noise_costs() -> None:
-    noisy, exact = embedded.simulated(300, 4, 20.0)
-    assert noisy < exact - 0.1
-    assert embedded.simulated(100_000, 4, 2.0)[0] > 0.9

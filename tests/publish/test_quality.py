@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +12,14 @@ import cards
 import pytest
 import tiny
 
-import dpllm
 from dpllm.canaries import canaries
 from dpllm.card import dataset_card
-from dpllm.cli import main
-from dpllm.errors import ConfigError
 from dpllm.publish import quality
 from dpllm.recipe.config import RunConfig
 from dpllm.run.directory import RunDir
-from dpllm.run.embeddings import Applied
-from dpllm.statement import formatting, privacy_record
-from dpllm.statement.formatting import bound
+from dpllm.statement import privacy_record
 from dpllm.text.data import load_table
 from dpllm.text.prompts import keep_rows
-from dpllm.text.rows import each_row
 
 Json = dict[str, Any]
 WORDS = {"home": "garden stairs kettle blanket", "clinic": "waiting corridor queue reception"}
@@ -74,12 +67,12 @@ def statement(data: Json | None = None, **described: Any) -> privacy_record.Priv
     return privacy_record.read(cards.render_card(recipe, cards.plan(), cards.record(), None, statistics=statistics)[1])
 
 
-def measure(run: RunDir, config: RunConfig, made: list[Json], said: Any, **more: Any) -> tuple[quality.Quality, Json]:
-    return quality.measure(made, quality.of_run(run, config, said), **more)
+def measure(run: RunDir, config: RunConfig, made: list[Json], said: Any) -> tuple[quality.Quality, Json]:
+    return quality.measure(made, quality.of_run(run, config, said))
 
 
 def write(run: RunDir, config: RunConfig, made: list[Json], said: Any) -> quality.Quality:
-    return quality.writer()(made, quality.of_run(run, config, said), run.private / quality.FOLDER)
+    return quality.report(made, quality.of_run(run, config, said), run.private / quality.FOLDER, lambda line: None)
 
 
 def measured(root: Path, train: list[Json], held: list[Json] | None, made: list[Json], **data: Any) -> tuple[str, Json]:
@@ -102,10 +95,10 @@ def test_public_figures_are_the_same_whatever_the_training_rows_and_coins_are(tm
     changed, other = measured(tmp_path / "b", OTHER, HELD, MADE, planted=False, **data)
     assert public == changed
     ours, theirs = private["figures"], other["figures"]
-    about_training = [name for name in ours if re.search("training|TRTR|as asked", name)]
+    about_training = [name for name in ours if re.search("training|TRTR", name)]
     # All but those that are 0 or 1 on both sides can tell the two sets apart, so the equality above says something.
     assert sum(ours[name] != theirs.get(name) for name in about_training) > 0.7 * len(about_training)
-    assert not [name for name in json.loads(public)["figures"] if re.search("training|TRTR|asked", name)]
+    assert not [name for name in json.loads(public)["figures"] if re.search("training|TRTR", name)]
     assert json.loads(public)["evaluation"] == ("eval.jsonl" if data else None)
 
 
@@ -114,34 +107,31 @@ def test_public_figures_read_evaluation_rows_only_where_these_are_declared_publi
     changed, _ = measured(tmp_path / "b", TRAIN, OTHER, MADE, public=True)
     assert public == changed
     assert json.loads(public)["evaluation"] == "train.jsonl"
-    assert {"visit as asked: accuracy", "rows: training"} <= json.loads(public)["figures"].keys()
+    assert {"with 8 words of any training row", "rows: training"} <= json.loads(public)["figures"].keys()
     both = json.loads(measured(tmp_path / "c", TRAIN, HELD, MADE, public=True, eval_public=True)[0])
-    assert {"visit by TRTR: accuracy", "visit by TSTR: macro F1"} <= both["figures"].keys()
+    assert {"visit by TRTR: accuracy", "visit by TSTR: accuracy"} <= both["figures"].keys()
 
 
 def test_a_label_that_can_be_learned_is_found_and_a_shuffled_one_is_not(tmp_path: Path) -> None:
     found = measured(tmp_path / "a", TRAIN, HELD, MADE)[1]["figures"]
     assert found["visit by TSTR: accuracy, low"] > 0.8
-    assert found["visit by TRTR: rows"] == len(MADE)
-    assert found["visit as asked: accuracy"] > 0.9
     lost = measured(tmp_path / "b", TRAIN, HELD, rows(60, 5, shuffled=True))[1]["figures"]
     assert lost["visit by TSTR: accuracy, low"] < 0.5 < lost["visit by TSTR: accuracy, high"] < 0.9
-    assert lost["visit as asked: accuracy"] < 0.7
     assert lost["visit by TRTR: accuracy, low"] > 0.8
 
 
-def test_repeated_words_and_details_are_counted_beside_held_out_rows(tmp_path: Path) -> None:
+def test_repeated_words_are_counted_beside_held_out_rows(tmp_path: Path) -> None:
     said = "she told us all about the seven plums of the vicar"
-    train = [{"visit": "home", "text": f"Once {said}. Call 284-555-0119."}, *TRAIN]
+    train = [{"visit": "home", "text": f"Once {said}."}, *TRAIN]
     made = [
         {"visit": "home", "text": f"He says that {said.upper()}, no less"},
-        {"visit": "home", "text": "Ring (284) 555 0119 today"},
+        {"visit": "home", "text": "Ring us today"},
         {"visit": "home", "text": "she told us all about the pears of the vicar"},
         {"visit": "home", "text": "Nothing here"},
     ]
     found = measured(tmp_path, train, HELD, made)[1]["figures"]
-    assert (found["with 8 words of any training row"], found["with a detail of any training row"]) == (0.25, 0.25)
-    assert (found["with 8 words of any evaluation row"], found["with a detail of any evaluation row"]) == (0, 0)
+    assert found["with 8 words of any training row"] == 0.25
+    assert found["with 8 words of any evaluation row"] == 0
     assert found["with 8 words of equally many training rows"] == 0.25  # the first row is among them
 
 
@@ -188,9 +178,9 @@ def test_what_is_damaged_changes_no_figure_that_does_not_read_it(tmp_path: Path)
     run, config = a_run(tmp_path, TRAIN, HELD, eval_public=True)
     public, private = measure(run, config, MADE, statement())
     Path(config.data.train or "").write_text("{")
-    changed, left = measure(run, config, MADE, statement(), embedding="./nowhere")
+    changed, left = measure(run, config, MADE, statement())
     assert changed == public
-    assert [line.split(":")[0] for line in left["not_measured"]] == ["training rows", "Frechet distance by ./nowhere"]
+    assert [line.split(":")[0] for line in left["not_measured"]] == ["training rows"]
     assert left["figures"].items() <= private["figures"].items()
 
 
@@ -232,22 +222,6 @@ def test_private_files_are_for_their_owner_alone(tmp_path: Path) -> None:
     assert not any(one.secret in text for one in canaries.load(run.canaries).canaries)
 
 
-def test_texts_of_another_kind_lie_further_away(tmp_path: Path) -> None:
-    name = "Frechet distance to evaluation rows: {}"
-    run, config = a_run(tmp_path, TRAIN, HELD)
-    near = measure(run, config, HELD, statement(), embedding="builtin:tiny")[1]["figures"]
-    assert abs(near[name.format("synthetic")]) < 1e-3 < near[name.format("training")]
-    run, config = a_run(tmp_path / "public", TRAIN[:9], HELD[:9], planted=False, eval_public=True)
-    declared = statement({"eval_public": True})
-    public, private = measure(run, config, MADE[:9], declared, embedding="builtin:tiny")
-    assert name.format("synthetic") in public.figures.keys() - private["figures"].keys()
-    assert name.format("training") in private["figures"].keys() - public.figures.keys()
-    run, config = a_run(tmp_path, TRAIN, HELD)
-    sums = [{"visit": "home", "text": f"{n} * {n}"} for n in range(80)]
-    far = measure(run, config, sums, statement(), embedding="builtin:tiny")
-    assert far[1]["figures"][name.format("synthetic")] > 3 * near[name.format("training")]
-
-
 @pytest.mark.parametrize("public", [False, True])
 @pytest.mark.parametrize("eval_public", [False, True])
 def test_the_statement_decides_what_is_public_and_a_name_tells_it(
@@ -256,102 +230,11 @@ def test_the_statement_decides_what_is_public_and_a_name_tells_it(
     """So that verify, which sees names alone, finds whatever the writer would not have written."""
     run, config = a_run(tmp_path, TRAIN[:20], HELD[:20], planted=False, public=True, eval_public=True)
     declared = statement({"public": public, "eval_public": eval_public})
-    found, private = measure(run, config, MADE[:20], declared, embedding="builtin:tiny")
+    found, private = measure(run, config, MADE[:20], declared)
     sides = dataset_card.public_sides(declared)
     assert sides == {"synthetic", "released", *["training"] * public, *["evaluation"] * eval_public}
     assert all(dataset_card.reads(name) <= sides for name in found.figures)
     assert not any(dataset_card.reads(name) <= sides for name in private["figures"])
-    assert len(found.figures) + len(private["figures"]) > 60
+    assert len(found.figures) + len(private["figures"]) > 30
     if not (public and eval_public):
         assert all(dataset_card.reads(name) > sides for name in ("MAUVE", "share of x: people", ""))
-
-
-@pytest.fixture
-def baseline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Applied:
-    """A classifier of visits, released before; the encoder lies elsewhere than its folder says."""
-    from dpllm.text import builtin
-
-    shutil.copytree(builtin.path("builtin:tiny"), tmp_path / "encoder")
-    source, folder = str(tiny.write_rows(tmp_path / "private.jsonl", rows(400, 11))), str(tmp_path / "classifier")
-    asked = ["describe", source, "--predict", "visit", "--values", "home,clinic", "--epsilon", "50", "--output", folder]
-    asked += ["--encoder", str(tmp_path / "encoder"), "--ledger", str(tmp_path / "l.sqlite"), "--data.max_length", "48"]
-    assert main(asked) == 0, capsys.readouterr().err
-    capsys.readouterr()
-    return Applied(Path(folder), str(tmp_path / "encoder"))
-
-
-def test_a_released_classifier_is_tested_on_the_rows_of_tstr_and_says_its_epsilon(
-    tmp_path: Path, baseline: Applied
-) -> None:
-    """It is public where evaluation rows are, and follows from no row that was written or trained on."""
-    name = (
-        f"visit by a classifier of epsilon {bound(baseline.statistics.epsilon)} and delta {baseline.statistics.delta:g}"
-    )
-    name += f" per {baseline.statistics.unit}, without any text: accuracy"
-    found = []
-    for place, train, made, public in (("a", TRAIN, MADE, True), ("b", OTHER, OTHER, True), ("c", TRAIN, MADE, False)):
-        run, config = a_run(tmp_path / place, train, HELD, eval_public=public)
-        figures, private = measure(run, config, made, statement({"eval_public": public}), baseline=baseline)
-        among = figures.figures if public else private["figures"]
-        assert name not in (private["figures"] if public else figures.figures)
-        found.append([among[name], among[f"{name}, low"], among[f"{name}, high"]])
-    assert found[0] == found[1] == found[2]
-    table = load_table(str(tmp_path / "a" / "eval.jsonl"), config.data, "train", tmp_path)
-    right = [
-        one == row["visit"] for one, row in zip(baseline.labels(each_row(table.rows), ["text"]), HELD, strict=True)
-    ]
-    assert found[0][0] == sum(right) / len(HELD) > 0.6
-    assert dataset_card.reads(name) == {"evaluation"}
-
-
-def test_a_classifier_of_nothing_that_is_measured_is_named_and_nothing_is_lost(
-    tmp_path: Path, baseline: Applied
-) -> None:
-    for place, held, control in (("a", None, ["visit"]), ("b", [{**row, "kind": "x"} for row in HELD], ["kind"])):
-        train = [{**row, "kind": "x"} for row in TRAIN]
-        run, config = a_run(tmp_path / place, train, held, eval_public=True, control=control)
-        made = [{**row, "kind": "x"} for row in MADE]
-        figures, private = measure(run, config, made, statement({"eval_public": True}), baseline=baseline)
-        assert [line.split(":")[0] for line in private["not_measured"]][-1] == "the classifier without any text"
-        assert not [name for name in figures.figures if "without any text" in name]
-
-
-def test_a_card_with_such_a_classifier_says_that_its_epsilon_comes_on_top() -> None:
-    """And no other card has a word of it."""
-    pages = []
-    for more in ({}, {"visit by a classifier of epsilon 1 and delta 1e-05, without any text: accuracy": 0.6}):
-        asked = quality.Quality(figures={"visit by TSTR: accuracy": 0.7, **more}, evaluation="eval.jsonl")
-        macro = formatting.template("macros.md.j2").module.quality
-        pages.append(macro(formatting, asked, *dataset_card.tables(asked).values()))
-    assert "comes on top" not in pages[0]
-    assert "the ε in its name is not part of any other here, and comes on top" in pages[1]
-
-
-def test_command_and_function_measure_with_the_classifier_and_encoder_that_are_named(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    seen: list[Any] = []
-
-    def stop(embedding: str | None, tell: Any, *baseline: Any) -> Any:
-        seen.append(baseline)
-        raise ConfigError("seen")
-
-    def measured(rows: Any, beside: Any, **more: Any) -> Any:
-        seen.append(more)
-        raise ConfigError("seen")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(quality, "writer", stop)
-        for typed in (["run"], ["rows.jsonl", "--by", "inference", "--model", "builtin:tiny", "--epsilon", "8"]):
-            for more in ([], ["--baseline", "classifier", "--encoder", "here"]):
-                assert main(["synthesize", *typed, "--rows", "1", *more]) == 2
-        for given in ({}, {"baseline": "classifier"}):
-            with pytest.raises(ConfigError, match="seen"):
-                dpllm.synthesize("run", 1, **given)
-    assert seen == [(None, None), (Path("classifier"), "here")] * 2 + [(None,), ("classifier",)]
-    monkeypatch.setattr(quality, "Applied", lambda *given: given)
-    monkeypatch.setattr(quality, "measure", measured)
-    for baseline, applied in (((), None), (("classifier", "here"), (Path("classifier"), "here"))):
-        with pytest.raises(ConfigError, match="seen"):
-            quality.writer(None, print, *baseline)([], None, tmp_path)
-        assert seen[-1] == {"embedding": None, "baseline": applied}

@@ -21,7 +21,7 @@ from dpllm.run import embeddings
 from dpllm.text import builtin
 
 
-@pytest.mark.parametrize(("asked", "folder", "steps"), [(PREDICT, "classifier", 2), (CLUSTERS, "clusters", 3)])
+@pytest.mark.parametrize(("asked", "folder", "steps"), [(PREDICT, "classifier", 2), (CLUSTERS, "clusters", 5)])
 def test_a_release_is_charged_round_by_round_and_verifies(
     say: Say, capsys: pytest.CaptureFixture[str], asked: list[str], folder: str, steps: int
 ) -> None:
@@ -137,9 +137,8 @@ def test_odd_texts_and_a_unit_of_a_thousand_rows_are_no_error(say: Say) -> None:
         ([*CLUSTERS, "--values", "a,b"], "folders of their own"),
         ([*CLUSTERS, "--epsilon", "0.002", "--data.public_size", "200000"], "takes noise of"),
         ([*CLUSTERS, "--units"], "by another dpllm describe"),
-        (["--clusters", "1"], "--clusters is 2 to 99"),
-        (["--clusters", "100"], "--clusters is 2 to 99"),
-        (["--clusters", "2", "--rounds", "1"], "--rounds 2 to 100"),
+        (["--clusters", "1"], "--clusters 1: is 2 to 99"),
+        (["--clusters", "100"], "--clusters 100: is 2 to 99"),
         ([*CLUSTERS, "--words", "none.txt"], "--words none.txt"),
         ([*CLUSTERS, "--encoder", "builtin:none"], "builtin"),
         ([*CLUSTERS, "--max-examples-per-unit", "10000"], "--max-examples-per-unit"),

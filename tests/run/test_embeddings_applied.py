@@ -110,15 +110,14 @@ def test_clusters_are_named_by_public_texts_and_assign_a_file(say: Say, capsys: 
 
 
 def edited(folder: Path, **changes: Any) -> None:
-    """describe.json of another release, with the page and the picture that it gives."""
-    from dpllm.statement.released import figure, page
+    """describe.json of another release, with the page that it gives."""
+    from dpllm.statement.released import page
 
     stated = json.loads((folder / "describe.json").read_text())
     of_release = {name: changes.pop(name) for name in list(changes) if name in stated["releases"][0]}
     stated = {**stated, **changes, "releases": [{**stated["releases"][0], **of_release}]}
     (folder / "describe.json").write_text(json.dumps(stated))
     (folder / "README.md").write_text(page(Statistics.pick(stated)))
-    (folder / "sizes.svg").write_text(figure(Statistics.pick(stated)))
 
 
 def test_what_was_changed_afterwards_fails(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -159,7 +158,6 @@ def test_what_was_changed_afterwards_fails(folder: Path, capsys: pytest.CaptureF
             (folder / name).write_bytes(content)
     for name, content in {
         "README.md": b"# safe",
-        "sizes.svg": (folder / "sizes.svg").read_bytes().replace(b"H", b"h"),
         "more.txt": b"",
         "vectors.safetensors": b"odd",
         "describe.json": b"{}",
@@ -243,7 +241,7 @@ def test_another_encoder_classifies_nothing(folder: Path, tmp_path: Path, capsys
 def test_a_folder_that_was_edited_is_applied_to_nothing(
     folder: Path, change: Json, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its epsilon would stand in the name of a figure."""
+    """Whoever reads its labels would believe its epsilon."""
     record = json.loads((folder / "describe.json").read_text())
     for name, value in change.items():
         if isinstance(value, dict):

@@ -46,8 +46,6 @@ def values(tmp_path: Path, kind: Kind, text: str, rows: list[dict[str, Any]] = R
         ("units", "", Statistic("units")),
         ("shares", "label=yes, no", Statistic("shares", "label", ("yes", "no"))),
         ("shares", "label=yes,no;age=1,2", Statistic("shares", "label;age", ("yes;1", "yes;2", "no;1", "no;2"))),
-        ("scripts", "latin,cjk", Statistic("scripts", "", ("LATIN", "CJK"))),
-        ("mean", "age=0:120", Statistic("mean", "age", (), (0.0, 120.0))),
         ("lengths", "8,16", Statistic("lengths", "", (), (8.0, 16.0), 0.5)),
         ("quantiles", "age=0:1:4", Statistic("quantiles", "age", (), (0.0, 0.25, 0.5, 0.75, 1.0), 0.5)),
     ],
@@ -78,10 +76,17 @@ UNDECLARED: dict[Kind, list[str]] = {
         *("label=yes;age=", "label=yes;=old", "label=yes;age=other"),
         ";".join(f"column{number}=a,b" for number in range(17)),  # 2^17 combinations
     ],
-    "mean": ["age", "age=5", "age=120:0", "age=0:inf", "age=0:10:2"],
-    "quantiles": ["age", "age=3,2,1", "age=0:10:0", "age=0:10:1e3", "age=0:1:1000000000"],
+    "quantiles": [
+        "age",
+        "age=5",
+        "age=120:0",
+        "age=0:inf",
+        "age=3,2,1",
+        "age=0:10:0",
+        "age=0:10:1e3",
+        "age=0:1:1000000000",
+    ],
     "lengths": ["many", "16"],
-    "scripts": [""],
 }
 
 
@@ -101,7 +106,6 @@ def test_quantiles_lie_between_0_and_1(quantiles: str) -> None:
 
 def test_any_value_counts_as_its_text_and_none_is_an_error(tmp_path: Path) -> None:
     assert sorted(values(tmp_path, "shares", "label=yes,1")) == ["", "", "1", "['x']", "no", "no", "true", "yes"]
-    assert sorted(values(tmp_path, "mean", "age=0:120")) == [12.0, 30.0, 31.0]
     assert sorted(values(tmp_path, "quantiles", "age=0:120:4")) == [12.0, 30.0, 31.0]
     assert values(tmp_path, "units", "") == [""] * 4
 
@@ -120,14 +124,14 @@ def test_several_columns_count_together_and_no_value_passes_for_two(tmp_path: Pa
     assert [value for value in found if value in asked.values] == ["home;1"]
 
 
-def test_the_script_of_a_row_is_that_of_most_letters(tmp_path: Path) -> None:
-    assert sorted(values(tmp_path, "scripts", "latin")) == ["", "CJK", "CYRILLIC", *["LATIN"] * 5]
-
-
 def test_a_unit_brings_so_many_rows_and_they_depend_on_no_other_unit(tmp_path: Path) -> None:
     """Taking one unit out changes a list of values by that unit's own, at most two here."""
-    asked: list[tuple[Kind, str]] = [("shares", "label=yes"), ("shares", "label=yes;age=30"), ("mean", "age=0:120")]
-    for kind, text in [*asked, ("scripts", "latin"), ("units", "")]:
+    asked: list[tuple[Kind, str]] = [
+        ("shares", "label=yes"),
+        ("shares", "label=yes;age=30"),
+        ("quantiles", "age=0:120"),
+    ]
+    for kind, text in [*asked, ("units", "")]:
         whole = Counter(values(tmp_path, kind, text, most=2))
         for unit in "abcd":
             rest = Counter(values(tmp_path, kind, text, [row for row in ROWS if row["who"] != unit], most=2))
@@ -147,7 +151,11 @@ def test_token_lengths_are_those_of_training_before_they_are_cut(tmp_path: Path)
 
 def test_a_column_that_no_row_has_is_named(tmp_path: Path) -> None:
     table = table_of(tmp_path, ROWS)
-    asked = [*parse("shares", "label=yes;age=1", ".5"), *parse("mean", "other=0:1", ".5"), *parse("units", "", ".5")]
+    asked = [
+        *parse("shares", "label=yes;age=1", ".5"),
+        *parse("quantiles", "other=0:1", ".5"),
+        *parse("units", "", ".5"),
+    ]
     check_columns([column for one in asked for column in columns_of(one)], table.rows, table.name)
     with pytest.raises(DataError, match="no row has a column 'labels'"):
         check_columns(columns_of(parse("shares", "age=1;labels=yes", ".5")[0]), table.rows, table.name)
