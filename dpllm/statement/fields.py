@@ -389,5 +389,13 @@ class Lineage(Record):
     composed: ComposedLineage | None
     reason: str | None
     """Why no composed guarantee is stated; null where one is."""
-    excepted: str | None
-    """What a recorded exception allowed; null without one."""
+
+    @property
+    def models(self) -> tuple[Ancestor, ...]:
+        """All earlier models, the latest first."""
+        return (self.base, *self.ancestors)
+
+    @property
+    def mine(self) -> list[Ancestor]:
+        """Those that learned the common dataset."""
+        return [one for one in self.models if one.dataset is not None and one.dataset == self.dataset]

@@ -233,8 +233,9 @@ def beside_run(
         event = compose([terms.event, released.event()])
         with_run = finite(stated(event, terms.delta, terms.neighbouring_relation)[0])
         if models and models.composed and released.pure == math.inf:
-            mine = [one for one in (models.base, *models.ancestors) if one.dataset == models.dataset]
-            total, _ = lineage.together(mine, lineage.Own(event, terms.delta, terms.unit, terms.neighbouring_relation))
+            total, _ = lineage.together(
+                models.mine, lineage.Own(event, terms.delta, terms.unit, terms.neighbouring_relation)
+            )
             more = {"with_all": total.epsilon if total else None}
     return BesideRun.pick(released.to_json(), with_run=with_run, **more)
 

@@ -24,7 +24,6 @@ from dpllm.statement.fields import (
     DEFINITION,
     Ancestor,
     Composed,
-    ComposedLineage,
     Lattice,
     Lineage,
     Terms,
@@ -243,7 +242,7 @@ def check_beside(
     for one in shown.releases:
         check_release(one, shown.max_examples_per_unit, again(terms))
     alone = costs.together([shown.event()], shown.delta, relation)
-    for event in (one.event for one in (lineage.base, *lineage.ancestors) if one.event) if lineage else ():
+    for event in (parent.event for parent in lineage.mine if parent.event) if lineage else ():
         costs.bounded(event)
     due = state.beside_run(shown, terms, guarantee, lineage)
     both = due.with_run
@@ -339,7 +338,7 @@ def lineage_of(lineage: Lineage | None, own: Promised | None, account: Composed 
     if lineage is None:
         yield asserted("lineage", "none: the author says that the base model has no privacy statement.")
         return
-    parents = [lineage.base, *lineage.ancestors]
+    parents, mine = lineage.models, lineage.mine
     if len(parents) > MOST_PARENTS:
         raise Wrong(f"{len(parents)} earlier models are named, more than {MOST_PARENTS}. {_AGAIN}")
     charged = account and account.dataset
@@ -347,17 +346,25 @@ def lineage_of(lineage: Lineage | None, own: Promised | None, account: Composed 
         raise Wrong(f"an earlier model was trained on this run's dataset, but lineage denies it. {_AGAIN}")
     for parent in parents:
         _check_parent(parent)
-    mine = [parent for parent in parents if parent.dataset is not None and parent.dataset == lineage.dataset]
     if lineage.same_dataset != bool(mine):
         raise Wrong(f"same_dataset contradicts the datasets that are named. {_AGAIN}")
     if own is not None and any(not parent.guarantee for parent in mine):
         raise Wrong("an earlier model was trained on the same dataset without a guarantee. Do not rely on this one.")
-    if lineage.composed is not None:
-        yield _total(own, lineage.composed, mine)
+    total, why = together(mine, own)
+    if (stated := lineage.composed) is None:
+        if mine and own is not None and (not lineage.reason or total is not None):
+            raise Wrong(f"earlier models were trained on the same dataset, but no total is stated. {_AGAIN}")
+        yield asserted(
+            "lineage", f"{listed([parent.name for parent in parents])}: no total is stated ({lineage.reason})."
+        )
         return
-    if mine and own is not None and (not lineage.reason or together(mine, own)[0] is not None):
-        raise Wrong(f"earlier models were trained on the same dataset, but no total is stated. {_AGAIN}")
-    yield asserted("lineage", f"{listed([parent.name for parent in parents])}: no total is stated ({lineage.reason}).")
+    if own is None or total is None:
+        raise Wrong(f"a total is stated, but there is none: {why}. {_AGAIN}")
+    if stated.delta != total.delta or not close(stated.epsilon, total.epsilon, rounding(own)):
+        raise Wrong(
+            f"together: {total.epsilon:.6g} at delta {total.delta:g}, not {stated.epsilon:g} at {stated.delta:g}. {_AGAIN}"
+        )
+    yield verified("lineage", f"with {len(mine)} earlier models on the same dataset: epsilon {total.epsilon:.6g}.")
 
 
 def _check_parent(parent: Ancestor) -> None:
@@ -372,14 +379,3 @@ def _check_parent(parent: Ancestor) -> None:
     least, coarse = costs.pld(parent.event, parent.delta, cast(Relation, relation))
     if not math.isfinite(least) or parent.epsilon < least * (1 - (costs.COARSE if coarse else costs.OTHER_VERSION)):
         raise Wrong(f"{parent.name} states epsilon {parent.epsilon:g}, but its event costs {least:.6g}. {_AGAIN}")
-
-
-def _total(own: Promised | None, stated: ComposedLineage, mine: list[Ancestor]) -> Check:
-    total, why = together(mine, own)
-    if own is None or total is None:
-        raise Wrong(f"a total is stated, but there is none: {why}. {_AGAIN}")
-    if stated.delta != total.delta or not close(stated.epsilon, total.epsilon, rounding(own)):
-        raise Wrong(
-            f"together: {total.epsilon:.6g} at delta {total.delta:g}, not {stated.epsilon:g} at {stated.delta:g}. {_AGAIN}"
-        )
-    return verified("lineage", f"with {len(mine)} earlier models on the same dataset: epsilon {total.epsilon:.6g}.")
