@@ -98,11 +98,10 @@ def _again(record: PrivacyRecord, terms: Terms) -> Terms:
         target_epsilon=terms.epsilon,
         canary_commitment=None,
     )
-    random, lattice = terms.randomness, terms.randomness.lattice
-    if lattice:
-        scale = noise_scale(terms.noise_multiplier, 1.0, lattice.coordinates)
-        lattice = Lattice(coordinates=lattice.coordinates, noise_over_max_grad_norm=scale)
-    return state.terms_of(plan, optimizer=terms.optimizer, generator=random.generator, rounded=lattice)
+    coordinates = terms.randomness.lattice.coordinates
+    scale = noise_scale(terms.noise_multiplier, 1.0, coordinates)
+    lattice = Lattice(coordinates=coordinates, noise_over_max_grad_norm=scale)
+    return state.terms_of(plan, optimizer=terms.optimizer, generator=terms.randomness.generator, lattice=lattice)
 
 
 def _sizes(record: PrivacyRecord, terms: Terms) -> Check:
@@ -212,7 +211,7 @@ def _shuffled(record: PrivacyRecord, terms: Terms) -> Check:
 
 def _generator(terms: Terms) -> Check:
     """What the schema, which fixes the other words, does not say."""
-    if terms.randomness.secure_noise != (terms.randomness.generator in CRYPTOGRAPHIC):
+    if terms.randomness.secure_noise != (terms.randomness.generator == CRYPTOGRAPHIC):
         raise Wrong(f"randomness.secure_noise is not true of {terms.randomness.generator}. {_AGAIN}")
     how = " of groups in turn, with banded noise" if terms.banded else ""
     return verified("terms", f"{DEFINITION}, central, DP-SGD over Poisson samples{how}; the base model is not covered.")
@@ -368,7 +367,6 @@ def lineage_of(lineage: Lineage | None, own: Promised | None, account: Composed 
 
 
 def _check_parent(parent: Ancestor) -> None:
-    """Its epsilon against its event."""
     if not parent.guarantee:
         if parent.event is not None or parent.epsilon is not None:
             raise Wrong(f"{parent.name} states numbers but no guarantee. {_AGAIN}")
