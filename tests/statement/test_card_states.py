@@ -336,7 +336,7 @@ def test_every_access_to_data_outside_the_guarantee_is_named() -> None:
         "many units share",
         "other sources",
         "when it is used",
-        "floating-point",
+        "finitely many states",
         "side channels",
         "checkpoints",
     ):
