@@ -129,7 +129,9 @@ def deviations(lineage: Lineage | None) -> list[str]:
         "these weights may reveal them; a guarantee of this run is about this run's own training data, and only as far as they "
         "are not among those"
         for name in dict.fromkeys(
-            parent.name for parent in lineage.models if not parent.guarantee and parent not in lineage.mine
+            parent.name
+            for parent in lineage.models
+            if not parent.guarantee and (parent.dataset is None or parent.dataset != lineage.dataset)
         )
     ]
 
