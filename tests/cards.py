@@ -13,6 +13,7 @@ from dpllm.auditing.record import parse_audit
 from dpllm.card.card import compose
 from dpllm.card.claim import statement_of
 from dpllm.files import write_json
+from dpllm.privacy.plan import noise_scale
 from dpllm.recipe.config import RunConfig, dump_config
 from dpllm.run.directory import RunDir
 from dpllm.statement import privacy_record, section
@@ -105,6 +106,7 @@ def record(**changes: Any) -> Json:
         },
         "artifacts": {"adapter_model.safetensors": HASH, "tokenizer.json": hashlib.sha256(TOKENIZER).hexdigest()},
         "metrics": {"public": {}},
+        "lattice": {"coordinates": 2359296, "noise_over_max_grad_norm": noise_scale(0.9184, 1.0, 2359296)},
         "started_at": "2026-11-21T02:30:11+00:00",
         "finished_at": "2026-11-21T02:51:40+00:00",
         "duration_seconds": 1289.123,

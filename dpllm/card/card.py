@@ -184,8 +184,7 @@ def _read(run: RunDir, describe: Path) -> tuple[RunConfig, RunRecord, PrivacyRec
 def _check_artifacts(run: RunDir, record: RunRecord, files: Mapping[str, str]) -> None:
     # An audit alone is added behind the run; any other name, or a link, may stand for a private file.
     added = [name for name in files if name not in record.artifacts]
-    whole = not all(name.endswith(".safetensors") for name in record.artifacts)  # earlier records name weights alone
-    other = [name for name in added if (whole and not name.startswith("audit/")) or _private(run, run.export / name)]
+    other = [name for name in added if not name.startswith("audit/") or _private(run, run.export / name)]
     if strange := unknown(files) + other:
         raise ConfigError(
             f"{run.export}: {strange[0]} does not belong in an export, and everything beside the card is published with it. Move "

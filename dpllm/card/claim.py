@@ -51,19 +51,28 @@ def statement_of(
     """
     _check_one_run(plan, record, audit)
     reason = why_not(config, plan, record, audit)
-    terms = None if plan is None else _terms(config, plan, record)
+    terms = None
+    if plan is not None:
+        terms = state.terms_of(
+            plan,
+            optimizer=config.train.optimizer,
+            generator=record.generator or "philox",  # version 0.1.0 took that and did not write it down
+            lattice=record.lattice,
+            spent=stated_epsilon(plan, record),
+            trade_off=tradeoff_figure.trade_off(plan.event, plan.neighbouring_relation),
+        )
     model, ledger = record.model, record.ledger
     base = model.name_or_path if model.commit or is_builtin(model.name_or_path) else names.last_part(model.name_or_path)
-    recipe = state.FromRecipe(
-        released="adapter weights" if isinstance(config.adapter, LoraConfig) else "model weights",
-        dataset=ledger.dataset if ledger else names.public_name(config.data.train),
-        data_public=config.data.public,
-        base_model=base,
-        not_covered=_not_covered(config, plan, record) if reason is None else (_EVERYTHING,),
-        tuning=config.card.tuning,
-        contact=config.card.contact,
-        recipe_digest=names.digest(config),
-    )
+    recipe = {
+        "released": "adapter weights" if isinstance(config.adapter, LoraConfig) else "model weights",
+        "dataset": ledger.dataset if ledger else names.public_name(config.data.train),
+        "data_public": config.data.public,
+        "base_model": base,
+        "not_covered": _not_covered(config, plan, record) if reason is None else [_EVERYTHING],
+        "tuning": config.card.tuning,
+        "contact": config.card.contact,
+        "recipe_digest": names.digest(config),
+    }
     found = state.state(
         recipe,
         record,
@@ -86,18 +95,15 @@ def why_not(config: RunConfig, plan: PlanRecord | None, record: RunRecord, audit
         return (record.guarantee.reason or "an assumption of the guarantee was broken").rstrip(". ")
     if (broken := derived.deviations(config)[0]) is not None:  # whatever the record says
         return broken
-    if audit is not None and contradicts(audit, stated_epsilon(plan, record)):
-        finding = _finding(audit, stated_epsilon(plan, record)).rstrip(". ")
-        return f"the audit of these weights contradicts it: {finding}"
-    return None
-
-
-def _finding(audit: AuditRecord, epsilon: float) -> str:
-    found = audit.epsilon_lower_bound
-    if found.value <= epsilon:
-        return audit.verdict_reason
-    sure, at_least = formatting.percent(1 - found.alpha), formatting.measured(found.value)
-    return f"epsilon is at least {at_least} with {sure} confidence, and the run was planned for {formatting.bound(epsilon)}"
+    epsilon = stated_epsilon(plan, record)
+    if audit is None or not contradicts(audit, epsilon):
+        return None
+    found, finding = audit.epsilon_lower_bound, audit.verdict_reason.rstrip(". ")
+    if found.value > epsilon:
+        sure, at_least = formatting.percent(1 - found.alpha), formatting.measured(found.value)
+        planned = f"the run was planned for {formatting.bound(epsilon)}"
+        finding = f"epsilon is at least {at_least} with {sure} confidence, and {planned}"
+    return f"the audit of these weights contradicts it: {finding}"
 
 
 def contradicts(audit: AuditRecord, epsilon: float) -> bool:
@@ -123,45 +129,25 @@ def stated_epsilon(plan: PlanRecord, record: RunRecord) -> float:
 
 
 def _check_one_run(plan: PlanRecord | None, record: RunRecord, audit: AuditRecord | None) -> None:
-    """Plan and audit are those of the record; a record of an earlier version does not say which they were."""
+    """Refuses a Plan of another run, an audit of other weights, and one that tested something else than training fixed."""
     if plan and (record.plan_digest not in (None, plan.digest) or record.steps_planned != plan.num_steps):
         raise ConfigError("plan.json is not the Plan in run.json: the directory holds parts of two runs. Train again.")
-    if audit is not None:
-        _check_audit(plan, record, audit)
-
-
-def _check_audit(plan: PlanRecord | None, record: RunRecord, audit: AuditRecord) -> None:
-    """Refuses an audit of other weights, or that tested something else than was fixed before training."""
-    strangers = sorted(name for name, digest in audit.weights.items() if record.artifacts.get(name) != digest)
-    if strangers or not audit.weights:
-        which = ", ".join(strangers) or "no weights at all"
-        raise ConfigError(
-            f"audit.json belongs to other weights ({which}), so it says nothing about these. Run dpllm audit again."
-        )
-    if plan is None:
+    if audit is None:
         return
-    fixed = plan.audit.to_json() if plan.audit else None
+    strangers = sorted(name for name, digest in audit.weights.items() if record.artifacts.get(name) != digest)
     rules = {
-        "about other canaries than": plan.canary_commitment == audit.canaries.commitment,
-        "made with another alpha or other tests than": audit.settings.to_json() == fixed,
-        "of another epsilon, delta or unit than": audit.claim == Claim(plan.epsilon, plan.delta, plan.unit),
+        f"about other weights ({', '.join(strangers) or 'none at all'}) than": not strangers and bool(audit.weights)
     }
+    if plan:
+        rules |= {
+            "about other canaries than": plan.canary_commitment == audit.canaries.commitment,
+            "made with another alpha or other tests than": audit.settings == plan.audit,
+            "of another epsilon, delta or unit than": audit.claim == Claim(plan.epsilon, plan.delta, plan.unit),
+        }
     if wrong := next((problem for problem, good in rules.items() if not good), None):
         raise ConfigError(
-            f"audit.json is {wrong} plan.json fixed before training, so its verdict is not about this run. Run dpllm audit again."
+            f"audit.json is {wrong} the run's, so its verdict is not about this run. Run dpllm audit again."
         )
-
-
-def _terms(config: RunConfig, plan: PlanRecord, record: RunRecord) -> Terms:
-    return state.terms_of(
-        plan,
-        optimizer=config.train.optimizer,
-        # The second is what versions of before, which did not write it down, took.
-        generator=record.generator or ("chacha20" if config.privacy.secure_noise else "philox"),
-        rounded=record.lattice,
-        spent=stated_epsilon(plan, record),
-        trade_off=tradeoff_figure.trade_off(plan.event, plan.neighbouring_relation),
-    )
 
 
 def _released(describe: Json, terms: Terms | None, record: RunRecord) -> Statistics:
@@ -178,17 +164,16 @@ def _released(describe: Json, terms: Terms | None, record: RunRecord) -> Statist
     return one
 
 
-def _not_covered(config: RunConfig, plan: PlanRecord | None, record: RunRecord) -> tuple[str, ...]:
+def _not_covered(config: RunConfig, plan: PlanRecord | None, record: RunRecord) -> list[str]:
     lines = formatting.template("not_covered.txt.j2").render(
         data=config.data,
         visible=formatting.visible,
         tuning=config.card.tuning,
         private_metrics=config.telemetry.private_metrics,
-        lattice=record.lattice,
         zero_out=plan is not None and plan.neighbouring_relation == "zero_out",
         interrupted=record.status == "interrupted",
     )
-    return tuple(lines.strip().splitlines())
+    return lines.strip().splitlines()
 
 
 def audit_part(audit: AuditRecord, terms: Terms | None) -> Audit:

@@ -159,7 +159,7 @@ def with_base(
     )
     if found is None:
         return None
-    unknown = any(one.dataset is None for one in (found.base, *found.ancestors))
+    unknown = any(one.dataset is None for one in found.models)
     if unknown or (found.same_dataset and found.composed is None):
         raise Refused(
             f"{config.model.name_or_path}: was tuned on the same data, or says not on which, and what it tells of them cannot "

@@ -6,19 +6,29 @@ Goes out: types, of which ``dpllm.statement.privacy_record`` makes the statement
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    ValidationError,
+    WithJsonSchema,
+    WrapValidator,
+)
 
 from dpllm.errors import ConfigError
+from dpllm.privacy import events
 from dpllm.privacy.clipping_functions import Clipping
-from dpllm.statement.stored_events import Event, RunEvent
 
 Json = dict[str, Any]
 
 _MOST_PROBLEMS, _LONGEST = 20, 100
-Generator = Literal["aes256_ctr", "philox_gpu", "philox", "chacha20"]
-CRYPTOGRAPHIC = ("aes256_ctr", "chacha20")
+Generator = Literal["aes256_ctr", "philox_gpu", "philox"]
+CRYPTOGRAPHIC = "aes256_ctr"
 DEFINITION = "(epsilon, delta)-differential privacy"
 
 
@@ -41,6 +51,28 @@ Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 _Value = TypeVar("_Value")
 ByCopies = dict[Annotated[str, Field(pattern=r"^[0-9]+$")], _Value]
 """By how often each canary was planted."""
+
+
+def stored_event(allowed: Callable[[Any], object] = bool) -> tuple[Any, ...]:
+    """How an accounting event that is ``allowed`` stands in a file: read once, and a malformed one makes the file invalid."""
+
+    def read(value: Any) -> Any:
+        try:
+            event = value if isinstance(value, events.Event) else events.read(value)
+            if not allowed(event):
+                raise ConfigError(f"{event.to_json()} is no event of what this is about.")
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+        return event
+
+    written = PlainSerializer(lambda event: event.to_json())
+    return PlainValidator(read), written, WithJsonSchema({"type": "object", "additionalProperties": True})
+
+
+Event = Annotated[events.Event, *stored_event()]
+"""An accounting event, see ``dpllm.privacy.events``."""
+RunEvent = Annotated[events.RunEvent, *stored_event(events.step_of)]
+"""That of a run's steps."""
 
 
 class NotAStatement(ConfigError):
@@ -152,7 +184,7 @@ class Sampling(Drawn):
 
 
 class Lattice(Record):
-    """Noise and contributions were rounded to one lattice and added exactly; absent in runs of before."""
+    """Noise and contributions were rounded to one lattice and added exactly."""
 
     coordinates: AtLeast1
     """How many numbers train."""
@@ -164,10 +196,10 @@ class Randomness(Record):
     """Where sampling and noise came from."""
 
     generator: Generator
-    """Of noise, keyed by the operating system; in runs of before (``philox``, ``chacha20``) of sampling too."""
+    """Of noise, keyed by the operating system; ``philox``, of version 0.1.0, of sampling too."""
     secure_noise: bool
     """Whether the generator is cryptographic."""
-    lattice: Lattice | None = None
+    lattice: Lattice
 
 
 class Accountant(Record):
@@ -384,5 +416,13 @@ class Lineage(Record):
     composed: ComposedLineage | None
     reason: str | None
     """Why no composed guarantee is stated; null where one is."""
-    excepted: str | None
-    """What a recorded exception allowed; null without one."""
+
+    @property
+    def models(self) -> tuple[Ancestor, ...]:
+        """All earlier models, the latest first."""
+        return (self.base, *self.ancestors)
+
+    @property
+    def mine(self) -> list[Ancestor]:
+        """Those that learned the common dataset."""
+        return [one for one in self.models if one.dataset is not None and one.dataset == self.dataset]

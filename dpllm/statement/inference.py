@@ -17,6 +17,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from dpllm.privacy import events
 from dpllm.privacy.events import Event, compose
 from dpllm.privacy.privacy_loss import attacker_limits
 from dpllm.statement.fields import (
@@ -34,13 +35,17 @@ from dpllm.statement.fields import (
     Positive,
     Terms,
     Text,
+    stored_event,
 )
 from dpllm.statement.privacy_record import BaseModelName
 from dpllm.statement.released import BesideRun, Statistics
-from dpllm.statement.stored_events import BoundedRange
 from dpllm.statement.synthetic import Written
 
 RECORD = "inference.json"
+BoundedRange = Annotated[
+    events.BoundedRange, *stored_event(lambda event: isinstance(event, events.BoundedRange) and event.count > 0)
+]
+"""The event of one text or more, drawn token by token."""
 
 
 class Inference(Written):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import takewhile
@@ -44,32 +45,33 @@ class Base:
     Attributes:
         statement: What it says.
         ancestors: The same of the models before it, the nearest first.
-        budgeted: Whether its dataset had a budget in its ledger.
         weights: Of an adapter, the SHA-256 of its weights.
         labels: Draws of labels that taught it and the models before it, the latest first.
     """
 
     statement: Ancestor
     ancestors: tuple[Ancestor, ...]
-    budgeted: bool
     weights: str | None = None
     labels: tuple[Labels, ...] = ()
 
+    @property
+    def models(self) -> tuple[Ancestor, ...]:
+        """All of them, the latest first."""
+        return (self.statement, *self.ancestors)
+
 
 def of_base(config: RunConfig, *, fetch: bool = True) -> Base | None:
-    """Reads and checks what a recipe's base model, and the adapter that training starts from, say about their own privacy.
+    """What a recipe's base model, and the adapter that training starts from, say about their own privacy, checked.
 
     Args:
         config: The recipe. A local directory is read as it is; of a Hub id, ``privacy.json`` and the weights that it names.
         fetch: Whether files of a Hub id may be fetched; else only what lies in the cache is read.
 
     Returns:
-        Of the adapter where the recipe names one, and nothing is known of one without a block. Else of the base model: None where
-        it has no block, or (of a Hub id) none that can be reached.
+        Of the adapter where the recipe names one; else of the base model, None where it has no block that can be reached.
 
     Raises:
-        ConfigError: The base model is an adapter or a run directory, which no run can start from; or the adapter is none, or of
-            other numbers than the recipe's.
+        ConfigError: The base model is none, or the adapter is none or of other numbers than the recipe's.
         Refused: The block is damaged, is about other weights, or states less than its own event costs; or the adapter was trained
             on a base of another statement.
     """
@@ -79,8 +81,7 @@ def of_base(config: RunConfig, *, fetch: bool = True) -> Base | None:
 
 def same_base(base: Base | None, lineage: Lineage | None) -> bool:
     """Whether the base model of a run with this lineage had this statement."""
-    parents = (lineage.base, *lineage.ancestors) if lineage else ()
-    own = next((parent.files_digest for parent in parents if not parent.adapter), None)
+    own = next((parent.files_digest for parent in lineage.models if not parent.adapter), None) if lineage else None
     return own == (base.statement.files_digest if base else None)
 
 
@@ -88,21 +89,14 @@ def _of_model(config: RunConfig, fetch: bool) -> Base | None:
     name, revision = config.model.name_or_path, config.model.revision
     path = Path(name)
     if path.is_dir():
-        if (path / "adapter_config.json").exists() and not (path / "config.json").exists():
-            raise ConfigError(_no_adapters(str(path)))
-        if (path / "run.json").exists() and (path / "export").is_dir():
-            raise ConfigError(
-                f"model.name_or_path {path}: is a run directory, not a model. Name {path / 'export'} if the run trained whole "
-                f"layers; if it trained an adapter, type dpllm merge {path} and name what that writes."
-            )
+        _refuse_no_model(name, {file.name for file in path.iterdir()})
         record = _stated(path, "base model")
         return _base(_public(path), record) if record else None
     where = _hub_file(name, BLOCK, revision, fetch)
     if where is None:
         return None
     record = _read(where)
-    if "adapter_config.json" in record.files and "config.json" not in record.files:
-        raise ConfigError(_no_adapters(name))
+    _refuse_no_model(name, record.files)
     weights = [file for file in record.files if file.endswith(_WEIGHTS)]
     # What transformers loads first may be a file that the block does not speak of.
     asked = dict.fromkeys([*weights, "model.safetensors"])
@@ -113,35 +107,29 @@ def _of_model(config: RunConfig, fetch: bool) -> Base | None:
 
 
 def _of_adapter(config: RunConfig, path: Path, base: Base | None) -> Base:
-    """The same of an adapter. One without a block is said to be of unknown data."""
+    """One without a block is said to be of unknown data."""
     _check_settings(config, path)
     record = _stated(path, "adapter")
     if base is not None and not same_base(base, record.lineage if record else None):
         raise Refused(
             f"model.adapter {path}: does not name the privacy statement of {base.statement.name} as its base model's, so what it "
-            "learned, and from which data, is unknown. Start from an adapter that was trained on this very base, or without one "
-            "(model.adapter: null)."
+            "learned is unknown. Start from an adapter that was trained on this very base, or without one (model.adapter: null)."
         )
-    if record is not None:
-        found = replace(_base(_public(path), record, adapter=True), weights=record.files[ADAPTER[1]])
-        adapters = takewhile(lambda one: one.adapter, found.ancestors)
-        if base is None:
-            return found
-        # Of the base what itself says, which the adapter's block may tell otherwise.
-        labels = dict.fromkeys((*found.labels, *base.labels))
-        return replace(found, ancestors=(*adapters, base.statement, *base.ancestors), labels=tuple(labels))
-    nothing = dict.fromkeys((*_PROMISED, "dataset", "entry", "head"))
-    files = {name: _sha256(path / name) for name in ADAPTER}
-    return Base(
-        Ancestor(name=_public(path), guarantee=False, **nothing, files_digest=digest(files), adapter=True),
-        (),
-        budgeted=False,
-        weights=files[ADAPTER[1]],
-    )
+    if record is None:
+        files = {name: _sha256(path / name) for name in ADAPTER}
+        nothing = dict.fromkeys((*_PROMISED, "dataset", "entry", "head"))
+        unknown = Ancestor(name=_public(path), guarantee=False, **nothing, files_digest=digest(files), adapter=True)
+        return Base(unknown, (), files[ADAPTER[1]])
+    found = replace(_base(_public(path), record, adapter=True), weights=record.files[ADAPTER[1]])
+    if base is None:
+        return found
+    # Of the base what itself says, which the adapter's block may tell otherwise.
+    adapters = takewhile(lambda one: one.adapter, found.ancestors)
+    labels = dict.fromkeys((*found.labels, *base.labels))
+    return replace(found, ancestors=(*adapters, *base.models), labels=tuple(labels))
 
 
 def _check_settings(config: RunConfig, path: Path) -> None:
-    """Makes sure that a directory holds an adapter in safetensors, with the recipe's numbers and base model."""
     if missing := next((name for name in ADAPTER if not (path / name).is_file()), None):
         raise ConfigError(
             f"model.adapter {path}: holds no {missing}, and a run starts from LoRA that peft wrote in safetensors alone, as "
@@ -153,21 +141,17 @@ def _check_settings(config: RunConfig, path: Path) -> None:
         raise ConfigError(
             f"model.adapter {path}: has {other} {theirs[other]}, so it computes what none of a recipe does. Name another one."
         )
-    for key, ours, mine, kinds in (
-        ("r", "adapter.r", lora.r, (int,)),
-        ("lora_alpha", "adapter.alpha", lora.alpha, (int, float)),
-        ("use_rslora", "adapter.use_rslora", lora.use_rslora, (bool,)),
-        ("base_model_name_or_path", "model.name_or_path", config.model.name_or_path, (str,)),
+    for key, ours, mine, where_absent in (
+        ("r", "adapter.r", lora.r, None),
+        ("lora_alpha", "adapter.alpha", lora.alpha, None),
+        ("use_rslora", "adapter.use_rslora", lora.use_rslora, False),
+        ("base_model_name_or_path", "model.name_or_path", names.last_part(config.model.name_or_path), ""),
     ):
-        told = theirs.get(key) or {"use_rslora": False, "base_model_name_or_path": ""}.get(key)
-        if type(told) not in kinds:
+        told = theirs.get(key) or where_absent
+        told = names.last_part(told) if isinstance(told, str) else told
+        if told not in (mine, ""):
             raise ConfigError(
-                f"model.adapter {path}: its {ADAPTER[0]} is damaged ({key}), so its factors may mean anything. Take a whole copy."
-            )
-        told, asked = (names.last_part(one) if isinstance(one, str) else one for one in (told, mine))
-        if told not in (asked, ""):
-            raise ConfigError(
-                f"model.adapter {path}: has {key} {told}, and {ours} is {asked}, so its factors would mean something "
+                f"model.adapter {path}: has {key} {told!r}, and {ours} is {mine}, so its factors would mean something "
                 f"else here. Type --{ours} {told}."
             )
 
@@ -176,28 +160,34 @@ def _stated(path: Path, what: str) -> PrivacyRecord | None:
     """The block of a directory; refused where it is about other files, or was cut off from the card."""
     from dpllm.statement.section import front_matter
 
-    if (path / BLOCK).exists():
-        record = _read(path / BLOCK)
-        found = {file.relative_to(path).as_posix(): file for file in path.rglob("*") if file.is_file()}
-        _refuse_changed(record.files, found, f"{what} {names.last_part(str(path))}")
-        return record
-    try:
-        stated = front_matter((path / CARD).read_text(encoding="utf-8")).get("privacy")
-    except (OSError, UnicodeDecodeError, ConfigError):  # no card, or one that states nothing
-        return None
-    if isinstance(stated, dict) and "guarantee" in stated:
+    if not (path / BLOCK).exists():
+        try:
+            stated = front_matter((path / CARD).read_text(encoding="utf-8")).get("privacy")
+        except (OSError, UnicodeDecodeError, ConfigError):  # no card, or one that states nothing
+            return None
+        if not isinstance(stated, dict) or "guarantee" not in stated:
+            return None
         raise Refused(
             f"{path}: its card has a privacy block and privacy.json is missing, so what these weights promise cannot be checked. "
             "Take a whole copy, which dpllm verify passes."
         )
-    return None
+    record = _read(path / BLOCK)
+    found = {file.relative_to(path).as_posix(): file for file in path.rglob("*") if file.is_file()}
+    _refuse_changed(record.files, found, f"{what} {names.last_part(str(path))}")
+    return record
 
 
-def _no_adapters(name: str) -> str:
-    return (
-        f"model.name_or_path {name}: is an adapter and not a whole model, which a recipe names there. Type --model.adapter with "
-        "its directory to go on from it, or merge it into its base, dpllm merge RUN, and name what that writes."
-    )
+def _refuse_no_model(name: str, files: Collection[str]) -> None:
+    if "adapter_config.json" in files and "config.json" not in files:
+        raise ConfigError(
+            f"model.name_or_path {name}: is an adapter and not a whole model. Type --model.adapter with its directory to go on "
+            "from it, or merge it into its base, dpllm merge RUN, and name what that writes."
+        )
+    if "run.json" in files and "export" in files:
+        raise ConfigError(
+            f"model.name_or_path {name}: is a run directory, not a model. Name its export/ if the run trained whole layers; if "
+            f"it trained an adapter, type dpllm merge {name} and name what that writes."
+        )
 
 
 def _read(path: Path) -> PrivacyRecord:
@@ -207,21 +197,18 @@ def _read(path: Path) -> PrivacyRecord:
         return privacy_record.read(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, RecursionError, DpllmError):
         raise Refused(
-            f"{path}: is no privacy block that this version of dpllm can read, so what the base model promises is unknown, and "
-            "with it what a run on it would. Take a copy that dpllm verify passes, or write its card again with dpllm card."
+            f"{path}: is no privacy block that this version of dpllm can read, so what a run on this model would promise is "
+            "unknown. Take a copy that dpllm verify passes, or write its card again with dpllm card."
         ) from None
 
 
 def _refuse_changed(files: dict[str, str], found: dict[str, Path], what: str) -> None:
-    """Files that are missing or others than ``files`` says, and weights that it does not speak of."""
     wrong = [name for name, sha in files.items() if name not in found or _sha256(found[name]) != sha]
     wrong += [name for name in sorted(found) if name.endswith(_WEIGHTS) and name not in files]
     if wrong:
         raise Refused(
-            f"{wrong[0]} of the {what} is not the file that its privacy.json describes"
-            f"{f' ({len(wrong)} such files)' if len(wrong) > 1 else ''}, so nobody knows what these weights promise. Take a copy "
-            "that dpllm verify passes; if it was changed on purpose, remove privacy.json and the card, which no longer speak "
-            "of it."
+            f"{wrong[0]} of the {what} is not the file that its privacy.json describes, so nobody knows what these weights "
+            "promise. Take a copy that dpllm verify passes; if it was changed on purpose, remove privacy.json and the card."
         )
 
 
@@ -276,12 +263,14 @@ def _base(name: str, record: PrivacyRecord, *, adapter: bool = False) -> Base:
     # A model that was trained without privacy has no entry. Its lineage knows the name where its base had one, and of public
     # data the block's own name is the one that the ledger would give them.
     dataset = (account.dataset if account else None) or (before.dataset if before else None) or record.dataset
-    entry, head = (account.entry, account.head) if account else (None, None)
-    own = {"dataset": dataset, "entry": entry, "head": head, "files_digest": digest(record.files), **promised}
-    statement = Ancestor(name=name, guarantee=record.guarantee, **own)
-    return Base(
-        statement,
-        () if before is None else (before.base, *before.ancestors),
-        budgeted=account is not None and account.budget is not None,
-        labels=(*((record.labels,) if record.labels else ()), *record.labels_before),
+    statement = Ancestor(
+        name=name,
+        guarantee=record.guarantee,
+        **promised,
+        dataset=dataset,
+        entry=account.entry if account else None,
+        head=account.head if account else None,
+        files_digest=digest(record.files),
     )
+    labels = (record.labels,) if record.labels else ()
+    return Base(statement, before.models if before else (), labels=(*labels, *record.labels_before))

@@ -13,16 +13,36 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from dpllm.errors import ConfigError
-from dpllm.privacy.events import Composed, PureDP, compose, mechanism_of
+from dpllm.privacy.events import Composed, Gaussian, PureDP, SelfComposed, compose, mechanism_of
 from dpllm.privacy.releases import OTHER
 from dpllm.statement import formatting
-from dpllm.statement.fields import AtLeast1, Between0And1, Count, NotNegative, Number, Record, Sha256, Share, Text
-from dpllm.statement.stored_events import ReleaseEvent
+from dpllm.statement.fields import (
+    AtLeast1,
+    Between0And1,
+    Count,
+    NotNegative,
+    Number,
+    Record,
+    Sha256,
+    Share,
+    Text,
+    stored_event,
+)
 
 RECORD, VECTORS = "describe.json", "vectors.safetensors"
 """Files of a folder of clusters, or of a classifier, beside its card."""
 MOST_VECTORS = 2**24
 """Bytes of the vectors."""
+
+
+def _is_release(event: object) -> bool:
+    """Gaussian sums, or an epsilon above 0 with a delta of 0: none is free."""
+    if isinstance(event, SelfComposed):
+        return isinstance(event.event, Gaussian) and event.count > 0
+    return isinstance(event, PureDP) and event.epsilon > 0
+
+
+ReleaseEvent = Annotated[PureDP | SelfComposed, *stored_event(_is_release)]
 
 
 class Declared(Record):

@@ -54,21 +54,19 @@ def render(record: PrivacyRecord) -> dict[str, str]:
     Raises:
         ConfigError: A number cannot be put into words, or a text holds a marker.
     """
-    return filled(PARTS, lambda: _context(record))
-
-
-def _context(record: PrivacyRecord) -> Json:
-    terms = record.terms
-    return {
-        "w": formatting,
-        "clipping_words": WORDS,
-        "rows": audit_rows,
-        "b": record,
-        "t": terms,
-        "holds": record.guarantee,
-        "figure": tradeoff_figure,
-        "digest": digest(record.to_json()),
-    }
+    return filled(
+        PARTS,
+        lambda: {
+            "w": formatting,
+            "clipping_words": WORDS,
+            "rows": audit_rows,
+            "b": record,
+            "t": record.terms,
+            "holds": record.guarantee,
+            "figure": tradeoff_figure,
+            "digest": digest(record.to_json()),
+        },
+    )
 
 
 def filled(names: Sequence[str], context: Callable[[], Json]) -> dict[str, str]:

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from fractions import Fraction
-from typing import Literal
 
 import numpy as np
 from scipy import optimize
@@ -43,22 +41,8 @@ _OF_THE_PLAN = ("accountants", "limits", "curve")
 """Other words for the planned epsilon, which are not true of one that is larger."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class FromRecipe:
-    """What a statement holds of the recipe, in public words."""
-
-    released: Literal["adapter weights", "model weights"]
-    dataset: str
-    data_public: bool
-    base_model: str
-    not_covered: tuple[str, ...]
-    tuning: str | None
-    contact: str | None
-    recipe_digest: str
-
-
 def state(
-    recipe: FromRecipe,
+    recipe: Json,
     record: RunRecord,
     terms: Terms | None,
     reason: str | None,
@@ -69,7 +53,7 @@ def state(
     """The statement that facts allow.
 
     Args:
-        recipe: What it says.
+        recipe: What a statement holds of it, in public words.
         record: What happened.
         terms: ``terms_of`` the Plan; None for a run without differential privacy.
         reason: Why there is no guarantee; None where there is one. The terms then stand under ``attempted`` and nowhere else.
@@ -82,18 +66,24 @@ def state(
     """
     numbers = {} if terms is None else terms.to_json() if reason is None else {"attempted": terms.to_json()}
     lost = {"lost": record.steps_lost} if record.steps_lost else {}
+    beside = beside_run(statistics, terms, reason is None, record.lineage) if statistics else None
+    where_known = {
+        "reason": reason,
+        "labels": record.labels and record.labels.to_json(),
+        "labels_before": [one.to_json() for one in record.labels_before] or None,
+        "statistics": beside and beside.to_json(),
+    }
     block = {
         "schema_version": privacy_record.SCHEMA_VERSION,
         "guarantee": reason is None,
-        **({} if reason is None else {"reason": reason}),
         **numbers,
-        **asdict(recipe),
+        **recipe,
         "steps": {"planned": record.steps_planned, "taken": record.steps_taken, **lost},
         "status": record.status,
         "composed": composed(record.ledger, record.delta).to_json() if record.ledger else None,
         "lineage": record.lineage.to_json() if record.lineage else None,
-        "base_model": {"name": recipe.base_model, "revision": record.model.commit, "covered": False},
-        "deviations": list(record.deviations),
+        "base_model": {"name": recipe["base_model"], "revision": record.model.commit, "covered": False},
+        "deviations": record.deviations,
         "audit": audit.to_json() if audit else None,
         "software": record.versions,
         # No object and no null, which a statement has no field for.
@@ -105,13 +95,7 @@ def state(
         },
         "date": record.started_at[:10],
         "files": dict(sorted(files.items())),
-        **({"labels": record.labels.to_json()} if record.labels else {}),
-        **({"labels_before": [one.to_json() for one in record.labels_before]} if record.labels_before else {}),
-        **(
-            {"statistics": beside_run(statistics, terms, reason is None, record.lineage).to_json()}
-            if statistics
-            else {}
-        ),
+        **{name: value for name, value in where_known.items() if value is not None},
     }
     return privacy_record.read(block)
 
@@ -121,7 +105,7 @@ def terms_of(
     *,
     optimizer: str,
     generator: Generator,
-    rounded: Lattice | None,
+    lattice: Lattice | None,
     spent: float | None = None,
     trade_off: list[list[float]] | None = None,
 ) -> Terms:
@@ -131,7 +115,7 @@ def terms_of(
         plan: What was promised.
         optimizer: What the noised sums were given to.
         generator: Of the noise.
-        rounded: To which lattice; None in runs of before.
+        lattice: To which noise and contributions were rounded.
         spent: Epsilon, where it is more than planned: then the Plan's other words for it are left out.
         trade_off: Of the event, see ``tradeoff_figure.trade_off``; None: left out.
     """
@@ -153,10 +137,8 @@ def terms_of(
             implemented_as_accounted=True,
         ),
         "without_amplification": None,
-        "randomness": {"generator": generator, "secure_noise": generator in CRYPTOGRAPHIC},
+        "randomness": {"generator": generator, "secure_noise": generator == CRYPTOGRAPHIC, "lattice": lattice},
     }
-    if rounded:
-        found["randomness"]["lattice"] = rounded
     if trade_off and not more:
         found["trade_off"] = trade_off
     if coefficients:
@@ -231,8 +213,9 @@ def beside_run(
         event = compose([terms.event, released.event()])
         with_run = finite(stated(event, terms.delta, terms.neighbouring_relation)[0])
         if models and models.composed and released.pure == math.inf:
-            mine = [one for one in (models.base, *models.ancestors) if one.dataset == models.dataset]
-            total, _ = lineage.together(mine, lineage.Own(event, terms.delta, terms.unit, terms.neighbouring_relation))
+            total, _ = lineage.together(
+                models.mine, lineage.Own(event, terms.delta, terms.unit, terms.neighbouring_relation)
+            )
             more = {"with_all": total.epsilon if total else None}
     return BesideRun.pick(released.to_json(), with_run=with_run, **more)
 

@@ -79,7 +79,7 @@ def check(found: Published) -> Iterator[Check]:
     yield asserted(
         "audit: what needs the models",
         f"that these scores are those of these weights, that the coins were fair, that there were {report.audits_run} "
-        f"audits{'' if not left else ', and ' + ', '.join(left)}. Whoever has the weights and the canaries can score them again.",
+        f"audits, and {', '.join(left)}. Whoever has the weights and the canaries can score them again.",
     )
 
 
@@ -220,12 +220,11 @@ def _rows(terms: Terms, table: tuple[CanaryScores, ...], tokens: TokenTable, rep
     slots += report.gradient.canaries if report.gradient else 0
     if terms.sampling.canary_slots != slots:
         raise Wrong(f"canary_slots is not the {slots} slots that the scored canaries hold. {AUDIT_AGAIN}")
-    of_pairs = " (of a pair, those of its chosen answer less the others)" * tokens.of_pairs
+    of_pairs = " (of a pair, those of its chosen answer less the others)" if tokens.of_pairs else ""
     return verified("audit: scores", f"{len(table)} canaries and references, each the sum of its tokens{of_pairs}.")
 
 
 def _gradient(folder: Path, terms: Terms, steps: Steps, report: AuditRecord) -> GradientTable | None:
-    """The table of gradient canaries, where the audit names some."""
     path = folder / "gradient.parquet"
     if report.gradient is None:
         if path.exists():
@@ -233,8 +232,6 @@ def _gradient(folder: Path, terms: Terms, steps: Steps, report: AuditRecord) -> 
         return None
     described(path, COLUMNS, MOST_ROWS)
     lattice = terms.randomness.lattice
-    if lattice is None:
-        raise Wrong(f"the card does not say how large the noise was, which gradient canaries measure. {AUDIT_AGAIN}")
     try:
         bands = terms.banded.bands if terms.banded else 1
         table = read_gradient(path, terms.sampling.sampling_rate, lattice.noise_over_max_grad_norm, bands)

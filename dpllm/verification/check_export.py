@@ -99,14 +99,6 @@ def _stated(block: Any, field: str) -> bool:
 def front_matter(found: Published) -> Iterator[Check]:
     """The ``privacy`` entry of the front matter against privacy.json, whose fields and hash it states."""
     stated = matter_of(found.card, _KEYS)
-    if earlier(found):
-        detail = (
-            f"it was made by an earlier version (it names dpllm {found.record.software.get('dpllm')}), whose page this version "
-            "cannot render: its text is not checked, but everything else is, below. Verify the page with the version that "
-            "made it, or write it anew: dpllm card RUN."
-        )
-        yield failed("layout of README.md", detail)
-        return
     if sha256(found.directory / BLOCK, follow=False) != section.digest(found.block):
         raise Wrong(f"privacy.json is not laid out as dpllm writes it, so its hash differs. {WRITE_AGAIN}")
     if not same(stated.get("privacy"), section.matter(found.record)):
@@ -141,11 +133,6 @@ def matter_of(card: str, keys: Collection[str]) -> dict[str, Any]:
     return stated
 
 
-def earlier(found: Published) -> bool:
-    """Whether a card has the layout of an earlier version, whose front matter held the whole of privacy.json."""
-    return same(section.front_matter(found.card).get("privacy"), found.block)
-
-
 def same(one: Any, other: Any) -> bool:
     """Whether two values of YAML are equal."""
     # As text, in which 1 and 1.0 differ; YAML has words, such as dates, that JSON has not.
@@ -154,8 +141,6 @@ def same(one: Any, other: Any) -> bool:
 
 def marked(found: Published) -> Iterator[Check]:
     """The banner and the privacy part against what the block renders to, byte for byte."""
-    if earlier(found):
-        return  # the check of the front matter says so
     yield from page(found.card, section.render(found.record), BLOCK, _version(found))
 
 

@@ -23,7 +23,6 @@ from dpllm.statement.fields import (
     DEFINITION,
     Ancestor,
     Composed,
-    ComposedLineage,
     Lattice,
     Lineage,
     Terms,
@@ -98,11 +97,10 @@ def _again(record: PrivacyRecord, terms: Terms) -> Terms:
         target_epsilon=terms.epsilon,
         canary_commitment=None,
     )
-    random, lattice = terms.randomness, terms.randomness.lattice
-    if lattice:
-        scale = noise_scale(terms.noise_multiplier, 1.0, lattice.coordinates)
-        lattice = Lattice(coordinates=lattice.coordinates, noise_over_max_grad_norm=scale)
-    return state.terms_of(plan, optimizer=terms.optimizer, generator=random.generator, rounded=lattice)
+    coordinates = terms.randomness.lattice.coordinates
+    scale = noise_scale(terms.noise_multiplier, 1.0, coordinates)
+    lattice = Lattice(coordinates=coordinates, noise_over_max_grad_norm=scale)
+    return state.terms_of(plan, optimizer=terms.optimizer, generator=terms.randomness.generator, lattice=lattice)
 
 
 def _sizes(record: PrivacyRecord, terms: Terms) -> Check:
@@ -212,7 +210,7 @@ def _shuffled(record: PrivacyRecord, terms: Terms) -> Check:
 
 def _generator(terms: Terms) -> Check:
     """What the schema, which fixes the other words, does not say."""
-    if terms.randomness.secure_noise != (terms.randomness.generator in CRYPTOGRAPHIC):
+    if terms.randomness.secure_noise != (terms.randomness.generator == CRYPTOGRAPHIC):
         raise Wrong(f"randomness.secure_noise is not true of {terms.randomness.generator}. {_AGAIN}")
     how = " of groups in turn, with banded noise" if terms.banded else ""
     return verified("terms", f"{DEFINITION}, central, DP-SGD over Poisson samples{how}; the base model is not covered.")
@@ -242,7 +240,7 @@ def check_beside(
     for one in shown.releases:
         check_release(one, shown.max_examples_per_unit, again(terms))
     alone = costs.together([shown.event()], shown.delta, relation)
-    for event in (one.event for one in (lineage.base, *lineage.ancestors) if one.event) if lineage else ():
+    for event in (parent.event for parent in lineage.mine if parent.event) if lineage else ():
         costs.bounded(event)
     due = state.beside_run(shown, terms, guarantee, lineage)
     both = due.with_run
@@ -334,7 +332,7 @@ def lineage_of(lineage: Lineage | None, own: Promised | None, account: Composed 
     if lineage is None:
         yield asserted("lineage", "none: the author says that the base model has no privacy statement.")
         return
-    parents = [lineage.base, *lineage.ancestors]
+    parents, mine = lineage.models, lineage.mine
     if len(parents) > MOST_PARENTS:
         raise Wrong(f"{len(parents)} earlier models are named, more than {MOST_PARENTS}. {_AGAIN}")
     charged = account and account.dataset
@@ -342,21 +340,28 @@ def lineage_of(lineage: Lineage | None, own: Promised | None, account: Composed 
         raise Wrong(f"an earlier model was trained on this run's dataset, but lineage denies it. {_AGAIN}")
     for parent in parents:
         _check_parent(parent)
-    mine = [parent for parent in parents if parent.dataset is not None and parent.dataset == lineage.dataset]
     if lineage.same_dataset != bool(mine):
         raise Wrong(f"same_dataset contradicts the datasets that are named. {_AGAIN}")
     if own is not None and any(not parent.guarantee for parent in mine):
         raise Wrong("an earlier model was trained on the same dataset without a guarantee. Do not rely on this one.")
-    if lineage.composed is not None:
-        yield _total(own, lineage.composed, mine)
+    total, why = together(mine, own)
+    if (stated := lineage.composed) is None:
+        if mine and own is not None and (not lineage.reason or total is not None):
+            raise Wrong(f"earlier models were trained on the same dataset, but no total is stated. {_AGAIN}")
+        yield asserted(
+            "lineage", f"{listed([parent.name for parent in parents])}: no total is stated ({lineage.reason})."
+        )
         return
-    if mine and own is not None and (not lineage.reason or together(mine, own)[0] is not None):
-        raise Wrong(f"earlier models were trained on the same dataset, but no total is stated. {_AGAIN}")
-    yield asserted("lineage", f"{listed([parent.name for parent in parents])}: no total is stated ({lineage.reason}).")
+    if own is None or total is None:
+        raise Wrong(f"a total is stated, but there is none: {why}. {_AGAIN}")
+    if stated.delta != total.delta or not close(stated.epsilon, total.epsilon, rounding(own)):
+        raise Wrong(
+            f"together: {total.epsilon:.6g} at delta {total.delta:g}, not {stated.epsilon:g} at {stated.delta:g}. {_AGAIN}"
+        )
+    yield verified("lineage", f"with {len(mine)} earlier models on the same dataset: epsilon {total.epsilon:.6g}.")
 
 
 def _check_parent(parent: Ancestor) -> None:
-    """Its epsilon against its event."""
     if not parent.guarantee:
         if parent.event is not None or parent.epsilon is not None:
             raise Wrong(f"{parent.name} states numbers but no guarantee. {_AGAIN}")
@@ -367,14 +372,3 @@ def _check_parent(parent: Ancestor) -> None:
     least, coarse = costs.pld(parent.event, parent.delta, cast(Relation, relation))
     if not math.isfinite(least) or parent.epsilon < least * (1 - (costs.COARSE if coarse else costs.OTHER_VERSION)):
         raise Wrong(f"{parent.name} states epsilon {parent.epsilon:g}, but its event costs {least:.6g}. {_AGAIN}")
-
-
-def _total(own: Promised | None, stated: ComposedLineage, mine: list[Ancestor]) -> Check:
-    total, why = together(mine, own)
-    if own is None or total is None:
-        raise Wrong(f"a total is stated, but there is none: {why}. {_AGAIN}")
-    if stated.delta != total.delta or not close(stated.epsilon, total.epsilon, rounding(own)):
-        raise Wrong(
-            f"together: {total.epsilon:.6g} at delta {total.delta:g}, not {stated.epsilon:g} at {stated.delta:g}. {_AGAIN}"
-        )
-    return verified("lineage", f"with {len(mine)} earlier models on the same dataset: epsilon {total.epsilon:.6g}.")

@@ -163,14 +163,10 @@ def plain(text: object) -> str:
 
 def close(stated: object, found: object, tolerance: float = TOLERANCE) -> bool:
     """Whether two numbers are equal up to rounding; True and 1 are not, None equals None only."""
-    if not is_number(stated) or not is_number(found):
-        return stated is None and found is None
+    for value in (stated, found):
+        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+            return stated is None and found is None
     return math.isclose(float(stated), float(found), rel_tol=tolerance, abs_tol=min(tolerance, 1e-12))  # type: ignore[arg-type]
-
-
-def is_number(value: object) -> bool:
-    """Whether a JSON value is a finite number, which true and false are not."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 class Difference(NamedTuple):
@@ -334,7 +330,6 @@ def _finite(text: str) -> float:
 
 
 def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON; a ValueError where a key stands twice."""
     value = dict(pairs)
     if len(value) != len(pairs):
         raise ValueError("a key stands twice")

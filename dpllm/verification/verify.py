@@ -101,8 +101,19 @@ def verify(path: Path, *, ledger: str | None = None, signers: Path | None = None
     checks: list[Check] = []
     try:
         block, card = read_object(directory / BLOCK), read_text(directory / CARD)
-        for beside in _files_of(run) if run else ():
-            fit(beside)
+        if run:
+            for beside in (
+                run.config,
+                run.plan,
+                run.run,
+                run.describe,
+                run.canaries,
+                run.groups,
+                run.audits,
+                run.projections,
+            ):
+                if os.path.lexists(beside):
+                    fit(beside)
     except Wrong as error:
         return Verification(str(path), (failed("card", str(error)),))
     checks.append(verified("card", "README.md and privacy.json exist and can be read."))
@@ -165,12 +176,6 @@ def _subject(path: Path) -> tuple[Path, RunDir | None]:
     return run.export, run
 
 
-def _files_of(run: RunDir) -> Iterator[Path]:
-    """What is read of a run beside its export, where it is there."""
-    files = (run.config, run.plan, run.run, run.describe, run.canaries, run.groups, run.audits, run.projections)
-    return filter(os.path.lexists, files)
-
-
 def _has_card(directory: Path) -> bool:
     return any(os.path.lexists(directory / name) for name in (BLOCK, CARD))
 
@@ -198,18 +203,13 @@ def _audits_made(run: RunDir) -> int:
 
 
 def _artifacts(found: Published, record: RunRecord) -> Check:
-    """The files that training wrote are still the same."""
     wrote = record.artifacts
     changed = [name for name, digest in wrote.items() if found.hashes.get(name) != digest]
-    added = [name for name in found.hashes if name not in wrote and not _written_later(name)]
+    known = {*wrote, tradeoff_figure.FILE}  # the card's figure, like an audit, is checked by itself
+    added = [name for name in found.hashes if name not in known and not name.startswith("audit/")]
     if changed or added:
         raise Wrong(f"{listed(sorted(changed + added))}: not what the run wrote. Restore the files, or train again.")
     return verified("run: files", f"{len(wrote)} files of export/ are those that the run wrote, and it has no other.")
-
-
-def _written_later(name: str) -> bool:
-    """By the card or an audit; both are checked by themselves."""
-    return name.startswith("audit/") or name == tradeoff_figure.FILE
 
 
 def _block(found: Published, run: RunDir, record: RunRecord) -> Check:

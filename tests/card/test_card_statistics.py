@@ -210,7 +210,7 @@ def test_gaussian_sums_and_the_models_before_the_run_are_composed(monkeypatch: p
     both = epsilon(compose([read(plan()["event"]), before]), 1e-5, "zero_out")
     total = {"epsilon": both, "delta": 1e-5, "accountant": "dp-accounting PLD"}
     line = {"base": base, "ancestors": [], "same_dataset": True, "dataset": account["dataset"], "composed": total}
-    after = record(lineage={**line, "reason": None, "excepted": None})
+    after = record(lineage={**line, "reason": None})
     text, block = render_card(config(), plan(), after, audit(), statistics=clustered())
     all_of_it = epsilon(compose([read(plan()["event"]), PureDP(0.25), SUMS, before]), 1e-5, "zero_out")
     assert block["statistics"]["with_all"] == pytest.approx(all_of_it)

@@ -143,7 +143,7 @@ def test_a_lineage_cannot_deny_the_common_dataset_or_add_other_units(run: Path) 
     composed = {"epsilon": total, "delta": block["delta"], "accountant": "dp-accounting PLD"}
     honest = {
         "base": _parent(block), "ancestors": [], "same_dataset": True, "dataset": "notes", "composed": composed,
-        "reason": None, "excepted": None,
+        "reason": None,
     }  # fmt: skip
     denied = {**honest, "same_dataset": False, "dataset": None, "composed": None, "reason": "other data"}
     for stated, wrong in (

@@ -64,7 +64,6 @@ def lineage(**changes: Any) -> Json:
         "dataset": "ward-7-notes",
         "composed": {"epsilon": 4.01234, "delta": 1e-5, "accountant": "dp-accounting PLD 0.6.0"},
         "reason": None,
-        "excepted": None,
         **changes,
     }
 
@@ -97,10 +96,8 @@ def after(**changes: Any) -> Json:
 
 
 NO_ONE = {"guarantee": False, "epsilon": None, "delta": None, "unit": None, "event": None}
-PERMITTED = {"reason": "outside", "excepted": "continuing it outside its ledger was permitted by Ada"}
 OTHER = {"base": parent(dataset="ward-6-notes"), "same_dataset": False, "dataset": None, "reason": "the data differ"}
 TOLD = config(telemetry={"private_metrics": True})
-EXCEPTION = "**Exception: continuing it outside its ledger was permitted by Ada.**"
 ONE_ROW = "> **Differential privacy guarantee: ε = 2.998, δ = 1e-05 for each training example.**"
 GRADIENT = {
     "canaries": 500, "inserted": 246, "steps": 100, "epsilon_lower_bound": 1.32, "alpha": 0.02, "delta": 1e-05, "ceiling": 2.36,
@@ -184,9 +181,6 @@ STATES = {
         ("| Before it: `older` | ε = 2", "| Before it: `oldest` | no guarantee"),
         record=record(lineage=lineage(ancestors=[parent(name="older"), parent(name="oldest", guarantee=False)])),
     ),
-    "excepted lineage": State(
-        ("no figure for all of it is stated",), record=after(**PERMITTED), first=f"{CLAIM} {EXCEPTION}"
-    ),
     "base without guarantee": State(
         ("The base model was trained on the same dataset and gives no guarantee for it.",),
         record=after(base=parent(**NO_ONE)),
@@ -207,7 +201,11 @@ STATES = {
         first=f"{NONE}this model was trained without differential privacy (privacy.enabled: false), on data that",
     ),
     "continued without privacy": State(
-        (EXCEPTION,), baseline(), None, baseline_record(lineage=after(**PERMITTED)["lineage"]), first=NONE
+        ("no figure for all of it is stated",),
+        baseline(),
+        None,
+        baseline_record(lineage=after(reason="this run gives no guarantee")["lineage"]),
+        first=NONE,
     ),
 }
 
@@ -301,11 +299,6 @@ def test_no_word_of_engineers_stands_above_their_part(name: str) -> None:
     assert not re.search("loss|evaluation", section.parts(text)["banner"].split("\n", 1)[1])
 
 
-def test_an_exception_is_in_the_first_line_whatever_else_is() -> None:
-    for name in ("excepted lineage", "continued without privacy"):
-        assert "**Exception: continuing it" in first_line(STATES[name].card()[0])
-
-
 def test_a_merged_copy_says_so_and_is_used_as_a_whole_model() -> None:
     block = render_card(config(), plan(), record(), audit())[1]
     merged = {**block, "merged_from": {"files": {"adapter_model.safetensors": HASH}}}
@@ -367,7 +360,7 @@ def test_every_access_to_data_outside_the_guarantee_is_named() -> None:
         "many units share",
         "other sources",
         "when it is used",
-        "floating-point",
+        "finitely many states",
         "side channels",
         "checkpoints",
     ):

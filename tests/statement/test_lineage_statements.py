@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpllm.errors import ConfigError, Refused
-from dpllm.ledger import Budget, Ledger, RunRequest, budgets
+from dpllm.ledger import Ledger, RunRequest
 from dpllm.privacy import accounting
-from dpllm.privacy.events import Gaussian, Imported, PoissonSampled, RepeatAndSelect
+from dpllm.privacy.events import Gaussian, PoissonSampled, RepeatAndSelect
 from dpllm.privacy.plan import Plan
 from dpllm.recipe.config import RunConfig
 from dpllm.recipe.derived import plan_of
@@ -69,8 +69,8 @@ def unprotected(**changes: Any) -> Ancestor:
     return statement(guarantee=False, **{**nothing, **changes})
 
 
-def base(*before: Ancestor, budgeted: bool = False, **changes: Any) -> Base:
-    return Base(statement(**changes), before, budgeted=budgeted)
+def base(*before: Ancestor, **changes: Any) -> Base:
+    return Base(statement(**changes), before)
 
 
 def settle(parent: Base | None, config: RunConfig | None = None, **changes: Any) -> Lineage:
@@ -85,11 +85,6 @@ def settle(parent: Base | None, config: RunConfig | None = None, **changes: Any)
 def book(tmp_path: Path) -> Iterator[Ledger]:
     with Ledger(tmp_path / "ledger.sqlite") as made:
         yield made
-
-
-def budget(book: Ledger, dataset: str = "notes") -> None:
-    terms = Budget(50.0, DELTA, unit="example", relation="zero_out", gate="adaptive", order=4.0, by="alice", reason="x")
-    budgets.set_budget(book, dataset, terms)
 
 
 def reserve(book: Ledger, dataset: str = "notes") -> str:
@@ -114,7 +109,7 @@ def test_the_same_dataset_is_composed_by_pld_at_the_delta_of_the_run() -> None:
     accountant = f"dp-accounting PLD {accounting.versions()['version']}"
     assert found.composed == ComposedLineage(epsilon=both, delta=DELTA, accountant=accountant)
     assert max(made.epsilon, plan().epsilon) < both < made.epsilon + plan().epsilon
-    assert (found.same_dataset, found.dataset, found.reason, found.excepted) == (True, "notes", None, None)
+    assert (found.same_dataset, found.dataset, found.reason) == (True, "notes", None)
     assert lineage.why_not(found) is None
     assert lineage.deviations(found) == []
 
@@ -125,8 +120,8 @@ def test_each_generation_on_the_same_data_costs_more(generations: list[float]) -
     """Two ancestors with the same noise count twice: nothing is composed once that was spent twice."""
     own = plan()
     parents = [statement(event=plan(sigma).event, epsilon=plan(sigma).epsilon) for sigma in generations]
-    found = settle(Base(parents[0], tuple(parents[1:]), budgeted=False))
-    shorter = settle(Base(parents[0], tuple(parents[1:-1]), budgeted=False)).composed.epsilon
+    found = settle(Base(parents[0], tuple(parents[1:])))
+    shorter = settle(Base(parents[0], tuple(parents[1:-1]))).composed.epsilon
     total = found.composed.epsilon
     assert own.epsilon < total <= own.epsilon + sum(parent.epsilon for parent in parents) + 1e-3
     assert total > shorter or len(parents) == 1
@@ -146,9 +141,9 @@ def test_three_generations_compose_over_those_on_the_same_data_only() -> None:
 SELECTED = RepeatAndSelect(plan().event, 2.0, "geometric")
 UNCOMPOSED: dict[str, tuple[Base, Json]] = {
     "different datasets": (base(dataset="letters"), {}),
-    "another unit (patient_id, here example)": (base(unit="patient_id"), {}),
-    "another neighbouring relation (add_or_remove_one": (base(neighbouring_relation="add_or_remove_one"), {}),
-    "no accountant": (base(statement(event=PoissonSampled(0.1, Gaussian(1.0), 3)), event=SELECTED), {}),
+    "neighbouring relation (patient_id, zero_out; here example": (base(unit="patient_id"), {}),
+    "neighbouring relation (example, add_or_remove_one; here": (base(neighbouring_relation="add_or_remove_one"), {}),
+    "no finite epsilon": (base(statement(event=PoissonSampled(0.1, Gaussian(1.0), 3)), event=SELECTED), {}),
     "seeded by the user": (base(), {"insecure_seed": 3}),
     "does not say what it released": (base(statement(name="first", event=None)), {}),
 }
@@ -171,7 +166,7 @@ def test_what_pld_does_not_know_is_composed_by_another_accountant() -> None:
 
 
 def test_a_base_without_a_guarantee_on_other_data_is_named_and_taints_nothing_else() -> None:
-    found = settle(Base(unprotected(dataset="letters"), (), budgeted=False))
+    found = settle(Base(unprotected(dataset="letters"), ()))
     assert lineage.why_not(found) is None
     (note,) = lineage.deviations(found)
     assert "parent, from which this model was made, states no differential privacy guarantee" in note
@@ -181,7 +176,7 @@ def test_a_base_without_a_guarantee_on_other_data_is_named_and_taints_nothing_el
 @pytest.mark.parametrize("place", ["base", "ancestor"])
 def test_no_guarantee_for_data_that_an_unprotected_base_was_trained_on(place: str) -> None:
     bad = unprotected(name="leaky")
-    parent = Base(bad, (), False, True) if place == "base" else base(bad, dataset="letters")
+    parent = Base(bad, ()) if place == "base" else base(bad, dataset="letters")
     found = settle(parent)
     assert found.composed is None
     assert "no guarantee" in found.reason
@@ -191,71 +186,22 @@ def test_no_guarantee_for_data_that_an_unprotected_base_was_trained_on(place: st
     assert "without a guarantee" in why
 
 
-# Refusals and exceptions
+# The ledger
 
 
-def test_continuing_without_privacy_on_the_same_data_is_refused() -> None:
+def test_without_privacy_nothing_is_promised_together() -> None:
     off = recipe(privacy={"enabled": False}, data={"public": True})
-    for parent in (base(), base(statement(name="first"), dataset="letters")):
-        with pytest.raises(Refused, match="which was trained on dataset 'notes' with differential privacy") as refused:
-            settle(parent, off, plan=None)
-        assert refused.value.reason == "no_privacy"
-        assert "dpllm ledger except notes" in str(refused.value)
-    found = settle(base(dataset="letters"), off, plan=None)
-    assert found.excepted is None
-    assert "no guarantee" in settle(base(dataset="letters"), off, plan=None).reason or not found.same_dataset
+    found = settle(base(), off, plan=None)
+    assert (found.same_dataset, found.composed) == (True, None)
+    assert "this run gives no guarantee" in found.reason
 
 
-def test_an_exception_permits_it_and_is_named(book: Ledger) -> None:
-    off = recipe(privacy={"enabled": False}, data={"public": True})
-    budget(book)
-    with pytest.raises(Refused):
-        settle(base(), off, plan=None, book=book)
-    budgets.except_from_privacy(book, "notes", "alice", "never released")
-    found = settle(base(), off, plan=None, book=book)
-    assert found.excepted.startswith(
-        "continuing parent on dataset 'notes' without differential privacy was permitted by alice"
-    )
-    assert "(never released)" in found.excepted
-    assert lineage.deviations(found) == [found.excepted]
-
-
-def test_a_budget_is_not_spent_beside_its_ledger(book: Ledger, tmp_path: Path) -> None:
-    entry = reserve(book)
+def test_it_does_not_matter_which_ledger_holds_the_runs_before(book: Ledger, tmp_path: Path) -> None:
+    parent = base(entry=reserve(book))
     with Ledger(tmp_path / "other.sqlite") as other:
-        assert settle(base(entry=entry), book=other).composed  # no budget anywhere: nothing to evade
-        for parent, at, where in (
-            (base(entry=entry, budgeted=True), other, "privacy.ledger"),
-            (base(entry=entry, budgeted=True), None, "privacy.ledger"),
-        ):
-            with pytest.raises(Refused, match="is not in this recipe's ledger") as refused:
-                settle(parent, book=at)
-            assert where in str(refused.value)
-            assert refused.value.reason == "outside_ledger"
-        assert settle(base(entry=entry, budgeted=True), book=book).excepted is None
-        assert settle(base(entry=entry, budgeted=True, dataset="letters"), book=other).excepted is None
-        budget(other)
-        with pytest.raises(Refused, match="dpllm ledger import notes"):
-            settle(base(entry=entry), book=other)
-        budgets.except_from_privacy(other, "notes", "alice", "one account from now on")
-        found = settle(base(entry=entry, budgeted=True), book=other)
-        assert "outside the ledger that holds its entry was permitted by alice" in found.excepted
-
-
-@pytest.mark.parametrize(("less", "enough"), [(0.0, True), (0.1, False), (None, True)])
-def test_what_was_imported_into_the_ledger_is_in_it(book: Ledger, less: float | None, enough: bool) -> None:
-    budget(book)
-    event = plan().event
-    if less is not None:
-        event = Imported(plan().epsilon - less, DELTA)
-    budgets.import_run(book, "notes", event=event, run="parent", by="alice", reason="its card", **TERMS)
-    if enough:
-        assert settle(base(), book=book).excepted is None
-    else:
-        with pytest.raises(Refused):
-            settle(base(), book=book)
-    with pytest.raises(Refused):  # one import does not stand for two runs
-        settle(base(statement(name="first")), book=book)
+        found = [settle(parent, book=where) for where in (book, other, None)]
+    assert found[0].composed is not None
+    assert found[0] == found[1] == found[2]
 
 
 def test_a_block_that_its_ledger_contradicts_is_refused(book: Ledger) -> None:

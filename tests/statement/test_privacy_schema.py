@@ -22,8 +22,8 @@ from test_card_states import STATES
 from dpllm.errors import ConfigError
 from dpllm.statement import privacy_record, section
 from dpllm.statement.fields import Ancestor, NotAStatement, Steps
+from dpllm.statement.released import ReleaseEvent
 from dpllm.statement.run_files import PlanRecord
-from dpllm.statement.stored_events import ReleaseEvent
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
