@@ -92,13 +92,6 @@ def test_runs_compose_for_less_than_their_sum(runs: int, pld: float, rdp: float,
     assert runs * epsilon(RUN, 1e-5, "zero_out") == pytest.approx(added, rel=3e-3)
 
 
-def test_different_runs_compose_in_any_order() -> None:
-    runs = [RUN, dp_sgd_event(0.05, 1.2, 300), dp_sgd_event(0.01, 0.7, 500)]
-    together = epsilon(compose(runs), 1e-5, "zero_out")
-    assert together == pytest.approx(5.822, abs=2e-3)
-    assert epsilon(compose([compose(runs[:0:-1]), runs[0]]), 1e-5, "zero_out") == together
-
-
 def test_prv_composes_different_runs_too() -> None:
     runs = compose([dp_sgd_event(0.2, 2.0, 30), dp_sgd_event(0.1, 1.5, 50)])
     figure = epsilon(runs, 1e-5, "zero_out")
@@ -149,28 +142,6 @@ def test_mixtures_are_those_of_dp_accounting() -> None:
         assert (ours.get_delta_for_epsilon(list(at)) >= theirs.get_delta_for_epsilon(list(at)) - 1e-12).all()
 
 
-def test_a_mixture_of_one_is_the_sampled_gaussian() -> None:
-    from dp_accounting.pld import privacy_loss_distribution as pld
-
-    ours = privacy_loss._mixture_loss(SampledSums(0.05, 1.1, 1, 1), 1e-3)
-    theirs = pld.from_gaussian_mechanism(1.1, value_discretization_interval=1e-3, sampling_prob=0.05)
-    at = list(np.linspace(0.0, 3.0, 40))
-    assert ours.get_delta_for_epsilon(at) == pytest.approx(theirs.get_delta_for_epsilon(at), abs=1e-11)
-
-
-def test_a_group_costs_more_the_larger_and_less_than_group_privacy_says() -> None:
-    delta, before = 1e-5, 0.0
-    for rows in (1, 2, 3, 5, 9, 33):
-        here = epsilon(dp_sgd_event(0.01, 2.0, 100, rows), delta, "zero_out", interval=1e-3)
-        assert here > before
-        before = here
-    alone = dp_sgd_event(0.01, 1.5, 300)
-    for rows in (2, 4):  # (eps, d) for one gives (k eps, d (e^(k eps) - 1) / (e^eps - 1)) for k
-        eps = epsilon(alone, 1e-7, "zero_out")
-        widened = 1e-7 * math.expm1(rows * eps) / math.expm1(eps)
-        assert epsilon(dp_sgd_event(0.01, 1.5, 300, rows), widened, "zero_out") <= rows * eps
-
-
 def test_an_imported_run_costs_what_it_says() -> None:
     assert epsilon(imported(1.0, 1e-6), 1e-6, "zero_out") == pytest.approx(1.0, abs=2e-4)
     assert epsilon(imported(1.0, 1e-6), 0.9e-6, "zero_out") == math.inf
@@ -219,21 +190,6 @@ def test_an_imported_delta_composes_too() -> None:
 )
 def test_selection_matches_published_values(distribution: str, mean: float, rdp: float) -> None:
     assert stated(RepeatAndSelect(TRIAL, mean, distribution), 1e-5, "zero_out") == (pytest.approx(rdp, abs=5e-3), "rdp")
-
-
-def test_selection_costs_more_than_one_run_and_composes() -> None:
-    one = epsilon(TRIAL, 1e-5, "zero_out", "rdp")
-    before = one
-    for mean in (1, 2, 10, 100):
-        here = epsilon(RepeatAndSelect(TRIAL, mean, "geometric"), 1e-5, "zero_out", "rdp")
-        assert here > before
-        before = here
-    with_run = epsilon(compose([RUN, RepeatAndSelect(TRIAL, 10, "geometric")]), 1e-5, "zero_out", "rdp")
-    assert with_run > epsilon(RUN, 1e-5, "zero_out", "rdp")
-    imported_too = compose([RepeatAndSelect(TRIAL, 10, "geometric"), imported(0.1, 1e-6)])
-    assert epsilon(imported_too, 1e-5, "zero_out", "rdp") > epsilon(
-        RepeatAndSelect(TRIAL, 10, "geometric"), 1e-5, "zero_out", "rdp"
-    )
 
 
 def test_what_is_stated_is_pld_where_it_knows_the_event() -> None:

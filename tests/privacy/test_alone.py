@@ -137,7 +137,7 @@ def late(y_RTd: Tensor, place: int) -> Tensor:
 
 
 @pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize(("rows", "place"), [(rows, place) for rows in (2, 3, 4, 5, 7, 8) for place in range(rows)])
+@pytest.mark.parametrize(("rows", "place"), [(rows, place) for rows in (2, 5, 8) for place in range(rows)])
 def test_every_place_is_taken_by_a_full_row(rows: int, place: int, backward: bool) -> None:
     """A product's tail is the last tokens of the last row: short rows alone in the last places left it unseen."""
 

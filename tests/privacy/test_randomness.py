@@ -252,19 +252,6 @@ def test_a_module_that_draws_is_refused_by_name(kind: type[Inner]) -> None:
     checks.self_check_refuses(Random(kind()), DRAWS[kind])
 
 
-@pytest.mark.parametrize("kind", [kind for kind in DRAWS if kind is not StochasticDepth])
-def test_what_is_refused_would_have_coupled_units(kind: type[Inner]) -> None:
-    engine = tm.make_engine(Random(kind()), tm.plan(C))
-    some = tm.units([(17,), *((5 + number % 9,) for number in range(40))])
-
-    def summed(some: Any) -> Tensor:
-        torch.manual_seed(0)
-        return tm.clipped_sum(engine, some)
-
-    whole_P = summed(some)
-    assert max(float((whole_P - summed(checks.without(some, index))).norm()) for index in range(4)) > C * checks.BOUND
-
-
 def test_a_quiet_model_passes() -> None:
     assert tm.make_engine(Random(nn.Identity())).self_check(tm.VOCABULARY, tm.shapes(32)).error <= checks.EXACT
 

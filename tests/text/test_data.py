@@ -234,18 +234,6 @@ def test_a_missing_field_is_named_with_its_row(tmp_path: Path, kind: str, missin
     assert f"row 2 has no text in column '{field}'" in message
 
 
-@pytest.mark.parametrize("value", [7, [SENTINEL], {"a": SENTINEL}, True])
-def test_text_that_is_no_text_is_refused(tmp_path: Path, value: Any) -> None:
-    message = hidden(tmp_path / "rows.jsonl", [{"text": SENTINEL}, {"text": SENTINEL}, {"text": value}])
-    assert "row 3 has no text in column 'text'" in message
-
-
-@pytest.mark.parametrize("value", [SENTINEL, [], None])
-def test_messages_that_are_no_list_are_refused(tmp_path: Path, value: Any) -> None:
-    message = hidden(tmp_path / "rows.jsonl", [*TALKS, {"messages": value}])
-    assert "row 5 has no a list of messages in column 'messages'" in message
-
-
 @pytest.mark.parametrize(
     ("name", "content"),
     [

@@ -132,6 +132,8 @@ def test_a_row_that_fits_two_formats_is_refused_unless_one_is_stated(tmp_path: P
         ),
         ({**ALPACA, "input": [SENTINEL]}, "row 1 has no text in column 'input', which Alpaca reads"),
         ({**ALPACA, "instruction": 7}, "row 1 has no text in column 'instruction'"),
+        *(({"text": value}, "row 1 has no text in column 'text'") for value in (7, [SENTINEL], {"a": SENTINEL}, True)),
+        *(({"messages": value}, "row 1 has no a list of messages in column") for value in (SENTINEL, [])),
         ({"conversations": SENTINEL}, "row 1 has no a list of messages in column 'conversations'"),
         (
             {"conversations": [{"from": SENTINEL, "value": SENTINEL}]},
