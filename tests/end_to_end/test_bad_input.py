@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
-from running import SENTINEL, Answer, Place, contents, done, dpllm_, python, rows
+from running import SENTINEL, Answer, Place, contents, done, dpllm_, rows
 
 from dpllm.ledger import Budget, Ledger, budgets
 
@@ -233,24 +232,3 @@ def test_data_that_cannot_be_read_make_no_readable_copies(place: Place) -> None:
     private = place.run / "private"
     assert (private.stat().st_mode & 0o077) == 0
     assert all(path.is_relative_to(private) for path in place.run.rglob("*cache*"))
-
-
-def test_from_a_shell(place: Place) -> None:
-    code, words = changed("batch larger than the data", place)
-    run = python("import sys; from dpllm.cli import main; sys.exit(main())", "plan", place.recipe)
-    assert run.returncode == code
-    assert re.search(words, one_line(Answer(run.returncode, run.stdout, run.stderr), "plan", code))
-
-
-def test_audit_card_and_compare_say_what_is_missing(tmp_path: Path, place: Place) -> None:
-    for command in ("audit", "card"):
-        answer = dpllm_(command, tmp_path)
-        assert answer.code == WRONG
-        assert "holds no run" in one_line(answer, command, WRONG)
-    answer = dpllm_("compare", tmp_path, tmp_path)
-    assert answer.code == WRONG
-    one_line(answer, "compare", WRONG)
-    done("train", place.recipe)
-    answer = dpllm_("audit", place.run)
-    assert answer.code == WRONG
-    assert "no canaries were planted" in one_line(answer, "audit", WRONG)

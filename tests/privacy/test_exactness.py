@@ -250,7 +250,7 @@ def test_a_wide_head_makes_no_gradient_of_every_row(tied: bool) -> None:
     """R V d numbers would be 4 times the head; the largest tensor that is made is one sum over the batch."""
     rows, tokens, hidden, vocabulary = 4, 6, 80, rules.WIDE
     largest = {}
-    for mode in MODES:
+    for mode in (*MODES, "per_sample"):
         net = Toy(hidden, vocabulary)
         net.layer.requires_grad_(False)
         net.head.requires_grad_(True)
@@ -292,7 +292,7 @@ def test_the_form_of_a_gradient_follows_public_numbers_alone(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_adapters_are_materialised_and_factors_only_where_they_are_asked_for(
+def test_small_layers_are_materialised_and_factors_only_where_they_are_asked_for(
     mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = tm.make_engine(built("llama, all-linear"), grad_sample_mode=mode)

@@ -52,7 +52,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "several physical batches": {"size": 1},
     "several physical batches, bf16": {"size": 1, "autocast": BF16},
     "ghost": {"grad_sample_mode": "ghost"},
-    "per_sample": {"grad_sample_mode": "per_sample"},
     "an empty logical batch": {"some": []},
 }
 

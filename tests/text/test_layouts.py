@@ -152,16 +152,6 @@ def test_a_row_that_fits_no_layout_names_its_columns_and_not_their_text(tmp_path
     assert "\n" not in str(caught.value)
 
 
-def test_tables_whose_messages_have_the_keys_of_others_read_as_lines_do(tmp_path: Path) -> None:
-    import pyarrow as pa
-    from pyarrow import parquet
-
-    named = {"conversations": [{"from": "human", "value": "Hi", "name": "x"}, {"from": "gpt", "value": "Hello"}]}
-    parquet.write_table(pa.Table.from_pylist([SHAREGPT, named]), tmp_path / "rows.parquet")
-    data = DataConfig(train=str(tmp_path / "rows.parquet"))
-    assert load_table(data.train, data, "train", tmp_path).digest == load(tmp_path, SHAREGPT, named).digest
-
-
 def test_an_example_of_public_data_says_what_is_learned(tmp_path: Path) -> None:
     table = load(tmp_path, CHATS)
     assert layouts.example(table.rows[0], "messages", None).splitlines() == [

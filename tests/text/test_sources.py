@@ -364,13 +364,6 @@ def test_the_splits_of_a_directory_are_told_by_its_names(tmp_path: Path, place: 
         load_table(data.train, data, "extra", tmp_path / "cache")
 
 
-def test_the_first_row_of_a_headerless_csv_file_in_a_directory_is_not_quoted(tmp_path: Path) -> None:
-    written(tmp_path / "ward" / "train.csv", f"p1,{SENTINEL}\np2,more\n".encode())
-    with pytest.raises(DataError, match="the file lacks a header line") as caught:
-        load(str(tmp_path / "ward"), tmp_path)
-    assert "Sigrid" not in str(caught.value)
-
-
 def test_a_readme_that_names_no_files_mends_no_mixture(tmp_path: Path) -> None:
     written(tmp_path / "ward" / "a.jsonl", LINES.encode())
     written(tmp_path / "ward" / "b.csv", b"text\nb\n")
