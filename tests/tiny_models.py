@@ -255,10 +255,6 @@ def alternating_unit(length: int) -> Unit:
     return Unit((TokenSequence(ids, (False,) + (True,) * (length - 1), length - 1),))
 
 
-def loss_inputs(batch: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return batch.input_ids_RT, batch.loss_mask_RT, batch.denominator_R
-
-
 def shapes(max_length: int, rows: int = 8) -> tuple[Shape, ...]:
     """Of physical batches: so many rows at each of a few lengths."""
     lengths = {min(max_length, 8 * -(-max_length * part // 64)) for part in (1, 2, 3, 4, 6, 8)}

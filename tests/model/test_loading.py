@@ -142,7 +142,8 @@ def test_a_smaller_list_before_the_blocks_is_not_taken_for_them(bases: dict[str,
 def test_what_trains_is_float32_over_a_low_precision_base(bases: dict[str, Path], dtype: str, adapter: Json) -> None:
     net = loading.build(recipe(bases["llama"], adapter, model={"dtype": dtype}), CPU)
     dtypes = {(parameter.requires_grad, parameter.dtype) for parameter in net.parameters()}
-    assert dtypes == {(True, torch.float32), (False, getattr(torch, dtype))}
+    assert {kind for trains, kind in dtypes if trains} == {torch.float32}
+    assert adapter["method"] == "frozen" or (False, getattr(torch, dtype)) in dtypes
 
 
 @pytest.mark.parametrize("targets", [["q_proj", "v_proj"], "q_proj", ".*\\.layers\\.1\\..*_proj"])

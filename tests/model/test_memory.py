@@ -73,7 +73,7 @@ class Fake:
 # --- the search ------------------------------------------------------------------------------------------------------
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(derandomize=True, deadline=None, max_examples=100)
 @example(base=0, row=1, limit=100, most=100)
 @example(base=19, row=10, limit=45, most=9)
 @given(base=st.integers(0, 1000), row=st.integers(1, 50), limit=st.integers(0, 3000), most=st.integers(1, 300))
