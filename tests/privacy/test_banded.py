@@ -44,7 +44,7 @@ def rates(num_steps: int, **train: Any) -> banded.Floats:
 
 
 @pytest.mark.parametrize("shape", ["constant", "linear", "cosine"])
-@pytest.mark.parametrize(("steps", "bands"), [(2, 2), (7, 3), (20, 16), (150, 6), (600, 2)])
+@pytest.mark.parametrize(("steps", "bands"), [(2, 2), (20, 16), (150, 6)])
 def test_a_list_for_any_schedule_is_told_from_others(shape: str, steps: int, bands: int) -> None:
     for warmup in (0.0, 0.05, 0.3, 0.6, 0.99):
         c = banded._strategy(banded.LearningRate(shape=shape, warmup=warmup), steps, bands)
@@ -70,7 +70,7 @@ def dense_error(coefficients: Any, rate_T: banded.Floats) -> float:
 
 
 @pytest.mark.parametrize("shape", ["linear", "cosine", "constant"])
-@pytest.mark.parametrize(("num_steps", "bands"), [(6, 2), (9, 3), (16, 5), (12, 12)])
+@pytest.mark.parametrize(("num_steps", "bands"), [(6, 2), (16, 5), (12, 12)])
 def test_the_strategy_is_the_best_one(num_steps: int, bands: int, shape: str) -> None:
     rate_T = rates(num_steps, shape=shape, warmup=0.2)
     train = banded.LearningRate(shape=shape, warmup=0.2)
@@ -185,9 +185,7 @@ def test_whitening_undoes_the_strategy() -> None:
     assert np.allclose(toeplitz(banded.inverse(coefficients, 20), 20) @ z_TP, x_TP, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("epsilon", "bands", "ratio"), [(3.0, 3, 0.73), (3.0, 8, 0.670), (8.0, 16, 0.526), (8.0, 48, 0.472)]
-)
+@pytest.mark.parametrize(("epsilon", "bands", "ratio"), [(3.0, 3, 0.73), (8.0, 16, 0.526)])
 def test_the_gain_is_the_one_that_was_computed_elsewhere(epsilon: float, bands: int, ratio: float) -> None:
     """The last prefix sum of 80 steps of our E2E recipe, beside amplified DP-SGD of the same epsilon."""
     size, batch, steps = 42_061, 768, 80
