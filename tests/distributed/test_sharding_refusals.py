@@ -37,9 +37,12 @@ def lora(**sections: Any) -> RunConfig:
     return tm.recipe(**{"adapter": tm.LORA, **sections})
 
 
-def test_the_launch_file_asks_for_what_is_held(launched: pytest.MonkeyPatch) -> None:
+def test_the_launch_file_asks_for_what_is_held_by_several_processes(launched: pytest.MonkeyPatch) -> None:
     assert sharding.requested()
     sharding.check(lora())
+    launched.setattr(processes, "several", lambda: False)
+    with pytest.raises(ConfigError, match="one process"):
+        sharding.check(lora())
 
 
 def test_nothing_is_sharded_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,9 +86,6 @@ def test_wishes_of_the_launch_file_that_cannot_be_held_are_refused(
 ) -> None:
     launched.setenv(key, value)
     with pytest.raises((Refused, ConfigError), match=words):
-        sharding.check(lora())
-    launched.setattr(processes, "several", lambda: False)
-    with pytest.raises(ConfigError, match="one process"):
         sharding.check(lora())
 
 
