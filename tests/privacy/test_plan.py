@@ -136,16 +136,6 @@ def test_plan_json_is_enough_to_recompute_epsilon(base: Plan) -> None:
     stored = json.loads(json.dumps(base.to_json()))
     again = accounting.epsilon(events.read(stored["event"]), stored["delta"], stored["neighbouring_relation"])
     assert again == stored["epsilon"] == base.epsilon
-    for key in (
-        "dataset_size",
-        "sampling_rate",
-        "num_steps",
-        "expected_batch_size",
-        "unit",
-        "max_grad_norm",
-        "clipping",
-    ):
-        assert key in stored
     assert stored["expected_batch_size"] / stored["dataset_size"] == stored["sampling_rate"]
 
 
