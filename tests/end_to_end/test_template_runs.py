@@ -43,7 +43,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, base: Path, data_home: Path, t
     place.write(
         {
             **{"data.eval": str(held_out), "data.template": TEMPLATE, "audit.canaries": canaries},
-            **{"train.sample_prompts": ["Who?"], "audit.gradient_canaries": 0},
+            **{"train.sample_prompts": ["Who?"], "audit.gradient_canaries": 0, "privacy.noise_multiplier": 1.0},
         }
     )
     shown = " ".join(done("plan", place.recipe).out.replace("\u2502", " ").split())
