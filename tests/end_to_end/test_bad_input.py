@@ -27,16 +27,6 @@ def edit(*lines: Any) -> Callable[[Place], Change]:
     return change
 
 
-def break_line(place: Place) -> Change:
-    place.train.write_text(f'{{"text": "{SENTINEL}"}}\n{{"text": "{SENTINEL}\n')
-    return {}
-
-
-def empty(place: Place) -> Change:
-    place.train.write_text("")
-    return {}
-
-
 def budget(place: Place) -> Change:
     with Ledger(place.ledger) as book:
         budgets.set_budget(book, "small", Budget(1.0, 1e-3, "example", "zero_out", by="Ada", reason="a test"))
@@ -70,22 +60,15 @@ def empty_folder(place: Place) -> Change:
 
 
 CASES: dict[str, tuple[Change | Callable[[Place], Change], int, str]] = {
-    "unknown key": ({"train.color": "red"}, WRONG, r"train\.color: unknown key; known keys: objective"),
     "misspelt key": ({"privacy.epsilom": 3}, WRONG, r"privacy\.epsilom: unknown key; did you mean epsilon\?"),
-    "wrong type": ({"train.steps": "many"}, WRONG, r"train\.steps: "),
-    "packing": ({"data.packing": True}, WRONG, r"data\.packing: .*set data\.packing: false"),
     "epsilon zero": ({"privacy.epsilon": 0}, WRONG, r"privacy\.epsilon: .*greater than 0"),
-    "epsilon negative": ({"privacy.epsilon": -2}, WRONG, r"privacy\.epsilon: .*greater than 0"),
+    "DoRA": ({"adapter.use_dora": True}, WRONG, r"adapter\.use_dora: the magnitude of DoRA"),
     "epsilon out of reach": ({"privacy.epsilon": 1e-9, "privacy.delta": 1e-12}, WRONG, r"epsilon"),
     "missing file": ({"data.train": "absent.jsonl"}, WRONG, r"absent\.jsonl: no such file"),
     "missing held-out file": ({"data.eval": "absent.jsonl"}, WRONG, r"absent\.jsonl: no such file"),
     "missing model": ({"model.name_or_path": "./absent"}, WRONG, r"model\.name_or_path './absent'"),
     "row without text": (edit(*rows(20), {"body": SENTINEL}), WRONG, r"row 21 has no text in column 'text'"),
-    "broken line": (break_line, WRONG, r"line 2 is not valid JSON"),
-    "empty dataset": (empty, WRONG, r"holds no rows"),
-    "missing adapter": ({"model.adapter": "absent"}, WRONG, r"model\.adapter absent: holds no adapter_config\.json"),
     "empty folder": (empty_folder, WRONG, r"empty: holds no config\.json"),
-    "unknown name": ({"model.name_or_path": "builtin:huge"}, WRONG, r"model\.name_or_path 'builtin:huge'"),
     "no chat template": (no_template, WRONG, r"plain: has no chat template"),
     "unknown role": (of_nobody, WRONG, r"row 21 has a message whose role is not one of .*assistant"),
     "null unit": (
@@ -108,7 +91,6 @@ CASES: dict[str, tuple[Change | Callable[[Place], Change], int, str]] = {
     "delta of 1/N": ({"privacy.delta": 1 / 40}, REFUSED, r"privacy\.delta 0\.025 is not below 1/N"),
     "noise below the target": ({"privacy.noise_multiplier": 0.3}, REFUSED, r"above the target privacy\.epsilon"),
     "experts that train": (experts, REFUSED, r"belongs to a router or an expert"),
-    "DoRA": ({"adapter.use_dora": True}, WRONG, r"adapter\.use_dora: the magnitude of DoRA"),
     "no privacy on private data": ({"privacy.enabled": False}, REFUSED, r"not declared public.*data\.public: true"),
     "budget": (budget, REFUSED, r"requests epsilon [\d.]+; 0\.0000 is spent and 1\.0000 remains of 1\.0000"),
 }
