@@ -78,12 +78,11 @@ def test_the_next_run_is_refused(adaptive: Place) -> None:
         assert book.refusals() == {("notes", "over_budget"): 1}
 
 
-def test_its_card_verifies_and_where_no_torch_is(adaptive: Place, full: bool) -> None:
+def test_its_card_verifies_where_no_torch_is(adaptive: Place) -> None:
     """Also the groups of its gradient canaries, which are found again from a secret."""
-    assert "0 failed" in done("verify", adaptive.run, "--ledger", adaptive.ledger).out
-    if full:  # another process computes every epsilon anew
-        answer = python(TORCHLESS, adaptive.run, "--ledger", adaptive.ledger)
-        assert answer.returncode == 0, answer.stdout + answer.stderr
+    answer = python(TORCHLESS, adaptive.run, "--ledger", adaptive.ledger)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert "0 failed" in answer.stdout
     block = adaptive.json("export/privacy.json")
     assert (block["guarantee"], block["mechanism"]) == (True, "dp-bandmf")
     assert block["audit"]["gradient"]["steps"] == STEPS

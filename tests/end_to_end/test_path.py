@@ -363,11 +363,11 @@ def test_messages_run_from_plan_to_card(place: Place) -> None:
     pairs = [(f"What did {tiny.NAMES[n % 10]} buy on day {n}?", tiny.THINGS[n % 6]) for n in range(NUM_ROWS)]
     turns = [[{"role": "user", "content": ask}, {"role": "assistant", "content": say}] for ask, say in pairs]
     tiny.write_rows(place.train, [{"messages": turn} for turn in turns])
-    canaries = {"groups": {1: SLOTS}, "references": 100}
+    canaries = {"groups": {1: 28}, "references": 100}
     place.write({"audit.canaries": canaries, "audit.guesses": [5], "data.long_examples": "chunk"})
     for command in (("plan", place.recipe), ("train", place.recipe), ("audit", place.run), ("card", place.run)):
         done(*command)
-    assert place.json("plan.json")["dataset_size"] == NUM_ROWS + SLOTS
+    assert place.json("plan.json")["dataset_size"] == NUM_ROWS + 28
     assert yaml.safe_load((place.run / "config.yaml").read_text())["data"]["format"] == "messages"
     assert place.json("export/audit/audit.json")["verdict"] != "falsified"
 

@@ -107,6 +107,14 @@ def test_the_bound_is_where_the_p_value_crosses_alpha(mrv, delta, alpha):
 # The bound from scores.
 
 
+def test_a_perfect_separator_reaches_the_ceiling_in_closed_form():
+    coins = np.arange(400) % 2 == 0
+    bound = epsilon_lower_bound(coins.astype(float), coins, delta=0.0, alpha=0.05, guesses=[10, 100])
+    q = (0.05 / 2) ** (1 / 100)
+    assert bound.value == bound.ceiling == pytest.approx(math.log(q / (1 - q)), abs=1e-6)
+    assert (bound.best_guesses, bound.correct, bound.num_canaries) == (100, 100, 400)
+
+
 def test_the_grid_costs_alpha_over_its_length():
     rng = np.random.default_rng(1)
     coins = rng.random(300) < 0.5
@@ -133,6 +141,12 @@ def test_nothing_playable_shows_nothing():
 def test_the_wrong_direction_shows_nothing():
     coins = np.arange(400) % 2 == 0
     assert epsilon_lower_bound(-coins.astype(float), coins, delta=1e-5, alpha=0.05, guesses=GRID).value == 0.0
+
+
+@pytest.mark.parametrize("members_first", [True, False])
+def test_equal_scores_show_nothing_whatever_the_order_of_the_rows(members_first):
+    coins = (np.arange(1000) < 500) == members_first
+    assert epsilon_lower_bound(np.zeros(1000), coins, delta=1e-5, alpha=0.05, guesses=GRID).value == 0.0
 
 
 def test_a_bound_of_scores_without_rank_is_refused():
