@@ -30,7 +30,7 @@ from dpllm.privacy.engine import STEP
 from dpllm.recipe.config import RunConfig
 from dpllm.statement.run_files import RunRecord
 from dpllm.text import data
-from dpllm.text.data import Lengths
+from dpllm.text.lengths import Lengths
 from dpllm.text.rows import each_row
 
 LINES = 20  # of a log, about

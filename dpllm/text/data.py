@@ -12,7 +12,7 @@ import hashlib
 import json
 import re
 import unicodedata
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -26,6 +26,7 @@ from dpllm.recipe.config import DataConfig, Source
 from dpllm.text import chats, control
 from dpllm.text.layouts import FIELDS, Format, Layout, converted, in_words, joined, layout_of, packed, renamed
 from dpllm.text.layouts import sides as sides_of
+from dpllm.text.lengths import Lengths
 from dpllm.text.parsers import unpacked
 from dpllm.text.rows import Groups, Row, StoredRows, each_row
 from dpllm.text.sources import files, read_rows
@@ -58,42 +59,6 @@ class Table:
                 return f"{name}: row {number}"
             number -= size
         return f"{self.name}: row {number}"
-
-
-@dataclass
-class Lengths:
-    """Of texts (rows, or answers of pairs) and units that do not fit into data.max_length: counts, which are private."""
-
-    texts: int = 0
-    lost: int = 0  # of which nothing is learned
-    short: int = 0  # these, and those that lost their end
-    full: int = 0  # units with a text that fills max_length, cut or not
-
-    def add(self, texts: Collection[tuple[int, bool]], data: DataConfig) -> None:
-        """One unit more: the tokens of each of its texts, and whether any is learned."""
-        cut = data.max_length if data.long_examples == "truncate" else float("inf")
-        self.texts += len(texts)
-        self.lost += sum(not learned for _, learned in texts)
-        self.short += sum(tokens > cut or not learned for tokens, learned in texts)
-        self.full += any(tokens >= data.max_length for tokens, _ in texts)
-
-    def check(self, data: DataConfig) -> None:
-        """Refuses, with a DataError, texts of which nothing is learned. The operator alone hears of it: no record, no ledger."""
-        if self.texts and self.lost == self.texts:
-            raise DataError(f"data.train: a run would be charged for nothing, because {self.told(data)}")
-
-    def told(self, data: DataConfig) -> str:
-        """What a terminal alone may say where more than half of the texts are lost or cut; else nothing."""
-        if 2 * self.short <= self.texts:
-            return ""
-        many = "no row has" if self.lost == self.texts else "more than half of the rows have not"
-        what = (
-            "a token left to learn" if 2 * self.lost > self.texts else "all their tokens, of which the ends are cut off"
-        )
-        return (
-            f"{many} {what}: a prompt alone fills data.max_length ({data.max_length} tokens), a row is longer, or no turn is the "
-            "assistant's. Raise data.max_length, shorten the rows, or set data.long_examples: chunk."
-        )
 
 
 def load_table(source: Source, data: DataConfig, split: str, cache_dir: Path) -> Table:

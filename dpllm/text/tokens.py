@@ -32,7 +32,8 @@ from dpllm.errors import DataError
 from dpllm.files import locked, whole_directory
 from dpllm.progress import tell
 from dpllm.recipe.config import DataConfig
-from dpllm.text.data import Lengths, Table, TokenSequence, Unit, iter_units
+from dpllm.text.data import Table, TokenSequence, Unit, iter_units
+from dpllm.text.lengths import Lengths
 from dpllm.text.rows import Groups, OpenFile, ReadWhenAsked
 
 ENCODING = 4
