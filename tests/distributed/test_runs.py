@@ -40,7 +40,8 @@ FAILED = {
     "over_target": (3, "above the target privacy.epsilon"),
     "too_many": (2, "Start at most 2, or raise train.batch_size"),
 }
-SLOW = {"hanging", "rounds_bf16", "rounds_fp32"}  # several seconds each
+SLOW = {"hanging", "rounds_bf16", "rounds_fp32", "other_version", "other_eval", "over_target"}
+"""Under --full: several seconds each, or a comparison, or a refusal, of which others are tried too."""
 
 
 def run(folder: Path, names: list[str]) -> None:

@@ -37,9 +37,12 @@ def lora(**sections: Any) -> RunConfig:
     return tm.recipe(**{"adapter": tm.LORA, **sections})
 
 
-def test_the_launch_file_asks_for_what_is_held(launched: pytest.MonkeyPatch) -> None:
+def test_the_launch_file_asks_for_what_is_held_by_several_processes(launched: pytest.MonkeyPatch) -> None:
     assert sharding.requested()
     sharding.check(lora())
+    launched.setattr(processes, "several", lambda: False)
+    with pytest.raises(ConfigError, match="one process"):
+        sharding.check(lora())
 
 
 def test_nothing_is_sharded_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,6 +70,7 @@ def test_recipes_that_cannot_be_sharded_are_refused_before_anything_is_loaded(
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
+        ("FSDP_RESHARD_AFTER_FORWARD", "FULL_SHARD", "fsdp_config"),
         ("FSDP_VERSION", "1", "fsdp_version"),
         ("FSDP_OFFLOAD_PARAMS", "true", "fsdp_offload_params"),
         ("FSDP_RESHARD_AFTER_FORWARD", "false", "fsdp_reshard_after_forward"),
@@ -81,43 +85,31 @@ def test_wishes_of_the_launch_file_that_cannot_be_held_are_refused(
     launched: pytest.MonkeyPatch, key: str, value: str, words: str
 ) -> None:
     launched.setenv(key, value)
-    with pytest.raises(Refused, match=words):
+    with pytest.raises((Refused, ConfigError), match=words):
         sharding.check(lora())
 
 
-def test_a_launch_file_that_accelerate_cannot_read_is_an_error(launched: pytest.MonkeyPatch) -> None:
-    launched.setenv("FSDP_RESHARD_AFTER_FORWARD", "FULL_SHARD")
-    with pytest.raises(ConfigError, match="fsdp_config"):
-        sharding.check(lora())
-
-
-def test_one_process_has_nobody_to_share_with(launched: pytest.MonkeyPatch) -> None:
-    launched.setattr(processes, "several", lambda: False)
-    with pytest.raises(ConfigError, match="one process"):
-        sharding.check(lora())
-
-
-def test_another_layer_class_is_refused(launched: pytest.MonkeyPatch) -> None:
-    net = tm.build("llama")
+def another_class(layers: Any, launched: pytest.MonkeyPatch) -> None:
     launched.setenv("FSDP_TRANSFORMER_CLS_TO_WRAP", "GPT2Block")
-    with pytest.raises(Refused, match="LlamaDecoderLayer"):
-        sharding.shard(net, adapters.blocks(net)[0], tm.CPU)
 
 
-def test_blocks_that_share_weights_are_refused(launched: pytest.MonkeyPatch) -> None:
-    net = tm.build("llama", adapter={**tm.LORA, "target_modules": ["q_proj"]})
-    layers = adapters.blocks(net)[1]
+def shared(layers: Any, launched: pytest.MonkeyPatch) -> None:
     layers[1].mlp.up_proj.weight = layers[0].mlp.up_proj.weight
-    with pytest.raises(Refused, match="share weights"):
-        sharding.shard(net, adapters.blocks(net)[0], tm.CPU)
 
 
-def test_quantised_files_are_refused(launched: pytest.MonkeyPatch) -> None:
+def packed(layers: Any, launched: pytest.MonkeyPatch) -> None:
+    layers[1].mlp.up_proj.weight = torch.nn.Parameter(torch.zeros((24, 16), dtype=torch.uint8), requires_grad=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"), [(another_class, "LlamaDecoderLayer"), (shared, "share weights"), (packed, "quantised")]
+)
+def test_blocks_that_cannot_be_cut_are_refused(change: Any, words: str, launched: pytest.MonkeyPatch) -> None:
     net = tm.build("llama", adapter={**tm.LORA, "target_modules": ["q_proj"]})
-    packed = torch.zeros((24, 16), dtype=torch.uint8)
-    adapters.blocks(net)[1][1].mlp.up_proj.weight = torch.nn.Parameter(packed, requires_grad=False)
-    with pytest.raises(Refused, match="quantised"):
-        sharding.shard(net, adapters.blocks(net)[0], tm.CPU)
+    name, layers = adapters.blocks(net)
+    change(layers, launched)
+    with pytest.raises(Refused, match=words):
+        sharding.shard(net, name, tm.CPU)
 
 
 @pytest.mark.parametrize("before", [None, "true", "false"])

@@ -149,7 +149,8 @@ def test_settings_of_the_test_are_fixed_before_training(copy: Place) -> None:
 
 
 def test_canaries_that_were_never_planted_give_no_verdict(tmp_path: Path, base: Path) -> None:
-    place = make_place(tmp_path / "none", base, {"audit.canaries": {"groups": {1: 3}, "references": 100}})
+    changes = {"audit.canaries": {"groups": {1: 3}, "references": 100}, "privacy.noise_multiplier": 2.0}
+    place = make_place(tmp_path / "none", base, changes)
     run = RunDir(place.run)
     config = canaries.CanaryConfig(groups={1: 3}, references=100)
     plan = canaries.plan_canaries(config)

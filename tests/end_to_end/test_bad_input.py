@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
-from running import SENTINEL, Answer, Place, contents, done, dpllm_, python, rows
+from running import SENTINEL, Answer, Place, contents, done, dpllm_, rows
 
 from dpllm.ledger import Budget, Ledger, budgets
 
@@ -26,16 +25,6 @@ def edit(*lines: Any) -> Callable[[Place], Change]:
         return {}
 
     return change
-
-
-def break_line(place: Place) -> Change:
-    place.train.write_text(f'{{"text": "{SENTINEL}"}}\n{{"text": "{SENTINEL}\n')
-    return {}
-
-
-def empty(place: Place) -> Change:
-    place.train.write_text("")
-    return {}
 
 
 def budget(place: Place) -> Change:
@@ -71,22 +60,15 @@ def empty_folder(place: Place) -> Change:
 
 
 CASES: dict[str, tuple[Change | Callable[[Place], Change], int, str]] = {
-    "unknown key": ({"train.color": "red"}, WRONG, r"train\.color: unknown key; known keys: objective"),
     "misspelt key": ({"privacy.epsilom": 3}, WRONG, r"privacy\.epsilom: unknown key; did you mean epsilon\?"),
-    "wrong type": ({"train.steps": "many"}, WRONG, r"train\.steps: "),
-    "packing": ({"data.packing": True}, WRONG, r"data\.packing: .*set data\.packing: false"),
     "epsilon zero": ({"privacy.epsilon": 0}, WRONG, r"privacy\.epsilon: .*greater than 0"),
-    "epsilon negative": ({"privacy.epsilon": -2}, WRONG, r"privacy\.epsilon: .*greater than 0"),
+    "DoRA": ({"adapter.use_dora": True}, WRONG, r"adapter\.use_dora: the magnitude of DoRA"),
     "epsilon out of reach": ({"privacy.epsilon": 1e-9, "privacy.delta": 1e-12}, WRONG, r"epsilon"),
     "missing file": ({"data.train": "absent.jsonl"}, WRONG, r"absent\.jsonl: no such file"),
     "missing held-out file": ({"data.eval": "absent.jsonl"}, WRONG, r"absent\.jsonl: no such file"),
     "missing model": ({"model.name_or_path": "./absent"}, WRONG, r"model\.name_or_path './absent'"),
     "row without text": (edit(*rows(20), {"body": SENTINEL}), WRONG, r"row 21 has no text in column 'text'"),
-    "broken line": (break_line, WRONG, r"line 2 is not valid JSON"),
-    "empty dataset": (empty, WRONG, r"holds no rows"),
-    "missing adapter": ({"model.adapter": "absent"}, WRONG, r"model\.adapter absent: holds no adapter_config\.json"),
     "empty folder": (empty_folder, WRONG, r"empty: holds no config\.json"),
-    "unknown name": ({"model.name_or_path": "builtin:huge"}, WRONG, r"model\.name_or_path 'builtin:huge'"),
     "no chat template": (no_template, WRONG, r"plain: has no chat template"),
     "unknown role": (of_nobody, WRONG, r"row 21 has a message whose role is not one of .*assistant"),
     "null unit": (
@@ -109,7 +91,6 @@ CASES: dict[str, tuple[Change | Callable[[Place], Change], int, str]] = {
     "delta of 1/N": ({"privacy.delta": 1 / 40}, REFUSED, r"privacy\.delta 0\.025 is not below 1/N"),
     "noise below the target": ({"privacy.noise_multiplier": 0.3}, REFUSED, r"above the target privacy\.epsilon"),
     "experts that train": (experts, REFUSED, r"belongs to a router or an expert"),
-    "DoRA": ({"adapter.use_dora": True}, WRONG, r"adapter\.use_dora: the magnitude of DoRA"),
     "no privacy on private data": ({"privacy.enabled": False}, REFUSED, r"not declared public.*data\.public: true"),
     "budget": (budget, REFUSED, r"requests epsilon [\d.]+; 0\.0000 is spent and 1\.0000 remains of 1\.0000"),
 }
@@ -233,24 +214,3 @@ def test_data_that_cannot_be_read_make_no_readable_copies(place: Place) -> None:
     private = place.run / "private"
     assert (private.stat().st_mode & 0o077) == 0
     assert all(path.is_relative_to(private) for path in place.run.rglob("*cache*"))
-
-
-def test_from_a_shell(place: Place) -> None:
-    code, words = changed("batch larger than the data", place)
-    run = python("import sys; from dpllm.cli import main; sys.exit(main())", "plan", place.recipe)
-    assert run.returncode == code
-    assert re.search(words, one_line(Answer(run.returncode, run.stdout, run.stderr), "plan", code))
-
-
-def test_audit_card_and_compare_say_what_is_missing(tmp_path: Path, place: Place) -> None:
-    for command in ("audit", "card"):
-        answer = dpllm_(command, tmp_path)
-        assert answer.code == WRONG
-        assert "holds no run" in one_line(answer, command, WRONG)
-    answer = dpllm_("compare", tmp_path, tmp_path)
-    assert answer.code == WRONG
-    one_line(answer, "compare", WRONG)
-    done("train", place.recipe)
-    answer = dpllm_("audit", place.run)
-    assert answer.code == WRONG
-    assert "no canaries were planted" in one_line(answer, "audit", WRONG)

@@ -62,7 +62,7 @@ def test_a_template_that_is_not_there_is_refused(tmp_path: Path, content: str | 
 def test_the_named_template_is_trained_on_recorded_and_exported(tmp_path: Path) -> None:
     bare = tiny.save_model(tmp_path / "bare", chat_template=None)
     place, template = make_place(tmp_path / "run", bare), tmp_path / "chat.jinja"
-    tiny.write_rows(place.train, [talk(number) for number in range(60)])
+    tiny.write_rows(place.train, [talk(number) for number in range(40)])
     place.write({"audit.canaries": None, "audit.gradient_canaries": 0, "data.chat_template": str(template)})
     assert "data.chat_template" in dpllm_("plan", place.recipe).err
     template.write_text(OTHER)

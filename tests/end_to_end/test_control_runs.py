@@ -34,7 +34,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory, base: Path, data_home: Pat
             "data.control": CODES,
             "data.eval": str(tiny.write_rows(place.root / "data" / "eval.jsonl", coded(8, 500))),
             "train.checkpoint_every": 1,
-            "audit.canaries": {"groups": {1: 24, 4: 4}, "references": 100, "digits": 12},
+            "audit.canaries": {"groups": {1: 20, 4: 4}, "references": 100, "digits": 12},
         }
     )
     released = place.root / "describe.json"

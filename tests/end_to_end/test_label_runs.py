@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import tiny
 from running import Place, as_trained, done, dpllm_, fails_in_step
-from test_preference_runs import MEMORISES, PAIRS, asked, pairs  # noqa: F401
+from test_preference_runs import MEMORISES, asked, pairs  # noqa: F401
 
 from dpllm.canaries import canaries
 from dpllm.ledger import Ledger, RunRequest

@@ -215,7 +215,8 @@ def test_a_run_without_privacy_claims_none(baseline: Place) -> None:
 
 def test_a_declared_size_hides_the_real_one(tmp_path: Path, base: Path) -> None:
     real, declared = 433, 450
-    place = make_place(tmp_path / "hidden", base, {"data.public_size": declared, "audit.canaries": {"groups": {1: 7}}})
+    changes = {"data.public_size": declared, "audit.canaries": {"groups": {1: 7}}, "privacy.noise_multiplier": 1.0}
+    place = make_place(tmp_path / "hidden", base, changes)
     tiny.write_rows(place.train, rows(real))
     answer = done("train", place.recipe)
     done("card", place.run)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import tiny
-from running import Place, done, edit_recipe, make_place
+from running import Place, done, make_place
 
 from dpllm.auditing.members import audit_run_members
 from dpllm.auditing.run import audit, load_models
@@ -43,7 +43,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, base: Path, data_home: Path, t
     place.write(
         {
             **{"data.eval": str(held_out), "data.template": TEMPLATE, "audit.canaries": canaries},
-            **{"train.sample_prompts": ["Who?"], "audit.gradient_canaries": 0},
+            **{"train.sample_prompts": ["Who?"], "audit.gradient_canaries": 0, "privacy.noise_multiplier": 1.0},
         }
     )
     shown = " ".join(done("plan", place.recipe).out.replace("\u2502", " ").split())
@@ -106,18 +106,3 @@ def test_a_secret_begins_where_the_template_says(run: Place) -> None:
         row, reads = {"prompt": one["carrier"], "completion": one["secret"]}, tiny.reads(128, template=TEMPLATE)
         (sequence,) = data.encode(row, "prompt_completion", tokenizer, reads)
         assert len(sequence.input_ids) - sequence.loss_mask.index(True) == 4 + 1
-
-
-def test_an_earlier_run_without_the_key_reads_as_it_trained(finished: Place, tmp_path: Path) -> None:
-    import shutil
-
-    import yaml
-
-    run = Path(shutil.copytree(finished.run, tmp_path / "run"))
-    recipe = yaml.safe_load((run / "config.yaml").read_text())
-    del recipe["data"]["template"]
-    (run / "config.yaml").write_text(yaml.safe_dump(recipe))
-    assert RunDir(run).load_config().data.template is None  # its digest is that of run.json
-    loaded = generate.load(edit_recipe(run, "data", format="prompt_completion"))
-    (ids,) = generate.encode_all(loaded, ["Who? "])
-    assert loaded.tokenizer.decode(ids) == "<s>Who?"

@@ -13,7 +13,7 @@ import tiny_models as tm
 import torch
 from transformers.pytorch_utils import Conv1D
 
-from dpllm.errors import ConfigError, Refused
+from dpllm.errors import ConfigError
 from dpllm.model import adapters, loading
 from dpllm.privacy import guards
 from dpllm.recipe.config import RunConfig
@@ -128,22 +128,6 @@ def test_names_that_match_more_than_the_blocks_become_an_expression(bases: dict[
         assert not isinstance(targets, str)
 
 
-BLOCKS = {
-    "stablelm": "model.layers",
-    "jamba": "model.layers",
-    "ctrl": "transformer.h",
-    "modernbert-decoder": "model.layers",
-    "gemma3": "model.language_model.layers",
-}
-
-
-@pytest.mark.parametrize("family", BLOCKS)
-def test_the_decoder_blocks_are_found(bases: dict[str, Path], family: str) -> None:
-    """More norms of heads than blocks; blocks of two classes; a head that is called decoder; an encoder with more blocks."""
-    name, layers = adapters.blocks(loading.load_base(recipe(bases[family]).model, CPU))
-    assert (name, len(layers)) == (BLOCKS[family], 2)
-
-
 def test_a_smaller_list_before_the_blocks_is_not_taken_for_them(bases: dict[str, Path]) -> None:
     net = loading.load_base(recipe(bases["llama"]).model, CPU)
     small = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(5))
@@ -151,11 +135,15 @@ def test_a_smaller_list_before_the_blocks_is_not_taken_for_them(bases: dict[str,
     assert adapters.blocks(net)[0] == "model.layers"
 
 
+@pytest.mark.parametrize(
+    "adapter", [{"method": "lora"}, {"method": "frozen", "last_blocks": 1}], ids=["lora", "frozen"]
+)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_adapters_are_float32_over_a_low_precision_base(bases: dict[str, Path], dtype: str) -> None:
-    net = loading.build(recipe(bases["llama"], model={"dtype": dtype}), CPU)
-    dtypes = {parameter.requires_grad: parameter.dtype for parameter in net.parameters()}
-    assert dtypes == {True: torch.float32, False: getattr(torch, dtype)}
+def test_what_trains_is_float32_over_a_low_precision_base(bases: dict[str, Path], dtype: str, adapter: Json) -> None:
+    net = loading.build(recipe(bases["llama"], adapter, model={"dtype": dtype}), CPU)
+    dtypes = {(parameter.requires_grad, parameter.dtype) for parameter in net.parameters()}
+    assert {kind for trains, kind in dtypes if trains} == {torch.float32}
+    assert adapter["method"] == "frozen" or (False, getattr(torch, dtype)) in dtypes
 
 
 @pytest.mark.parametrize("targets", [["q_proj", "v_proj"], "q_proj", ".*\\.layers\\.1\\..*_proj"])
@@ -179,18 +167,6 @@ def test_a_target_that_matches_nothing_lists_what_there_is(bases: dict[str, Path
         assert layer in message
     assert "adapter.target_modules: auto" in message
     assert "\n" not in message
-
-
-def test_targeting_a_router_is_refused(bases: dict[str, Path]) -> None:
-    try:
-        net = loading.build(recipe(bases["mixtral"], {"method": "lora", "target_modules": ["gate", "q_proj"]}), CPU)
-    except ConfigError:
-        return  # peft knows no LoRA for this router
-    if any("gate" in name.split(".") for name in trainable(net)):
-        with pytest.raises(Refused, match="router"):
-            guards.check_model(net)
-    else:
-        assert all(".q_proj." in name for name in trainable(net))
 
 
 def test_the_seed_decides_the_initialisation_and_a_new_adapter_changes_nothing_yet(bases: dict[str, Path]) -> None:
@@ -230,29 +206,17 @@ def test_on_an_embedding_whose_first_factor_starts_at_zero_it_is_not_frozen(base
 
 
 @pytest.mark.parametrize(
-    ("family", "adapter", "kinds"),
+    ("adapter", "kinds"),
     [
-        ("llama", {"method": "lora", "lora_a": "frozen"}, ["B of LoRA on q, k, v, o, gate, up, down_proj of 2 layers"]),
-        ("llama", {"method": "lora"}, ["LoRA on q, k, v, o, gate, up, down_proj of 2 layers"]),
-        (
-            "gpt2",
-            {"method": "lora", "modules_to_save": ["lm_head"]},
-            ["LoRA on c_attn, c_proj, c_fc of 2 layers", "lm_head"],
-        ),
-        (
-            "llama",
-            {"method": "lora", "target_modules": ["embed_tokens", "q_proj"]},
-            ["LoRA on embed_tokens, q_proj of 2 layers"],
-        ),
-        ("llama", {"method": "frozen", "last_blocks": 1, "lm_head": True}, ["1 layer, whole", "norm", "lm_head"]),
+        ({"method": "lora", "lora_a": "frozen"}, 1),
+        ({"method": "lora", "modules_to_save": ["lm_head"]}, 2),
+        ({"method": "frozen", "last_blocks": 1, "lm_head": True}, 3),
     ],
 )
-def test_the_table_has_a_line_for_each_kind_of_layer(
-    bases: dict[str, Path], family: str, adapter: dict[str, Any], kinds: list[str]
-) -> None:
-    net = loading.build(recipe(bases[family], adapter), CPU)
+def test_the_table_counts_all_that_trains(bases: dict[str, Path], adapter: Json, kinds: int) -> None:
+    net = loading.build(recipe(bases["gpt2"], adapter), CPU)
     rows = adapters.trainable_table(net)
-    assert [kind for kind, *_ in rows] == kinds
+    assert len(rows) == kinds
     assert sum(tensors for _, tensors, _ in rows) == len(trainable(net))
     assert sum(size for *_, size in rows) == sum(p.numel() for p in net.parameters() if p.requires_grad)
 
@@ -273,23 +237,6 @@ def test_exactly_the_last_blocks_and_the_final_norm_train(
     assert last
     assert final
     assert names == last | (final if final_norm else set())
-
-
-def test_two_blocks_are_twice_one(bases: dict[str, Path]) -> None:
-    nets = [loading.build(recipe(bases["llama"], {"method": "frozen", "last_blocks": n}), CPU) for n in (0, 1, 2)]
-    assert [len(trainable(net)) for net in nets] == [1, 10, 19]
-
-
-def test_what_trains_is_float32_over_a_low_precision_base(bases: dict[str, Path]) -> None:
-    for precision in ("fp32", "bf16"):
-        config = recipe(
-            bases["llama"],
-            {"method": "frozen", "last_blocks": 1},
-            model={"dtype": "bfloat16"},
-            train={"steps": 1, "precision": precision},
-        )
-        net = loading.build(config, CPU)
-        assert {p.dtype for p in net.parameters() if p.requires_grad} == {torch.float32}
 
 
 @pytest.mark.parametrize(
@@ -435,11 +382,6 @@ def assert_nothing_private(export: Path, *places: Path) -> None:
                 assert str(place.parent).encode() not in content, path
             assert path.suffix in {".safetensors", ".json", ".jinja", ".txt", ".model"}, path
             assert path.name != "README.md"
-
-
-def test_an_export_without_weights_is_an_error(tmp_path: Path, bases: dict[str, Path]) -> None:
-    with pytest.raises(ConfigError, match="holds no weights"):
-        loading.load_for_scoring(recipe(bases["llama"]), tmp_path, CPU)
 
 
 def test_exporting_again_leaves_nothing_of_the_last_time(tmp_path: Path, bases: dict[str, Path]) -> None:

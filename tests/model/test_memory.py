@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -74,7 +73,7 @@ class Fake:
 # --- the search ------------------------------------------------------------------------------------------------------
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(derandomize=True, deadline=None, max_examples=100)
 @example(base=0, row=1, limit=100, most=100)
 @example(base=19, row=10, limit=45, most=9)
 @given(base=st.integers(0, 1000), row=st.integers(1, 50), limit=st.integers(0, 3000), most=st.integers(1, 300))
@@ -332,14 +331,6 @@ def test_a_rehearsal_that_ran_out_of_memory_leaves_nothing_behind(
     assert equal(everything(engine)[0], everything(other)[0])
 
 
-def test_auto_on_a_cpu_and_the_engine_trains_on() -> None:
-    engine = engine_of()
-    assert memory.resolve(engine, recipe(), 64, CPU) == memory.TOKENS["cpu"] // 16
-    several = recipe(data={"max_length": 16, "long_examples": "chunk"}, train={"batch_size": 2})
-    assert memory.resolve(engine, several, 64, CPU) == 7
-    engine.step(tm.batches(tm.units([(9,), (17,)])))
-
-
 def test_what_cannot_be_clipped_is_refused_and_not_taken_for_memory() -> None:
     engine = engine_of()
     forward = engine._model.forward
@@ -424,20 +415,3 @@ def test_a_rehearsal_does_not_hide_a_buffer_that_moves_from_the_self_check(size:
     found = memory.resolve(engine, config, tm.VOCABULARY, tm.CPU)
     with pytest.raises(Refused, match="inv_freq"):
         engine.self_check(tm.VOCABULARY, tm.shapes(100, found))
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="memory of the GPU is counted where there is one")
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux begins a new count within a process")
-def test_the_peak_is_that_of_this_run() -> None:
-    memory.reset_peak_memory()
-    seen: list[Any] = [memory.peak_memory()]
-    block = np.ones(160 * 2**20, dtype=np.uint8)
-    seen.append(memory.peak_memory())
-    del block
-    seen.append(memory.peak_memory())  # not compared exactly: Linux adds up each thread's pages in batches
-    memory.reset_peak_memory()
-    before, large, held, after = *seen, memory.peak_memory()
-    assert before % 2**20 == large % 2**20 == 0
-    assert abs(held - large) <= 4 * 2**20
-    assert large - before > 140 * 2**20
-    assert large - after > 140 * 2**20

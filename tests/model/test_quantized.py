@@ -58,8 +58,7 @@ def units(count: int = 3) -> list[Unit]:
 
 
 @needs_bitsandbytes
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
-@pytest.mark.parametrize("mode", ["auto", "ghost"])
+@pytest.mark.parametrize(("mode", "checkpointing"), [("auto", False), ("ghost", True)])
 def test_a_private_step_on_four_bits(mode: str, checkpointing: bool, folder: Path) -> None:
     config = recipe(folder, model={"gradient_checkpointing": checkpointing})
     net = loading.build(config, CPU)

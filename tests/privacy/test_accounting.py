@@ -35,21 +35,21 @@ EXACT_GAUSSIAN = [
     (1.0, 1e-10, 6.547924066865),
 ]
 # One Poisson-subsampled step (q, sigma, delta): exact, by solving for epsilon.
+slow = pytest.mark.full
 EXACT_ONE_STEP = [
     (0.01, 1.0, 1e-5, 0.199450447796),
-    (0.1, 0.7, 1e-6, 4.361453095189),
-    (0.001, 0.5, 1e-6, 1.085235709058),
+    pytest.param(0.1, 0.7, 1e-6, 4.361453095189, marks=slow),
+    pytest.param(0.001, 0.5, 1e-6, 1.085235709058, marks=slow),
 ]
 # q, sigma, T, delta, PLD (dp-accounting 0.6.0), PRV and RDP (Opacus 1.6.0).
-slow = pytest.mark.full
 DP_SGD = [
     pytest.param(0.01, 4.0, 10000, 1e-5, 0.9470, 0.9569, 1.0355, marks=slow),
     pytest.param(256 / 60000, 1.1, 14062, 1e-5, 2.3817, 2.3917, 2.5966, marks=slow),
     (0.005, 0.8, 1000, 1e-6, 2.0041, 2.0143, 2.6265),
-    (0.08192, 3.0, 2468, 1e-5, 6.5293, 6.5396, 7.0458),
+    pytest.param(0.08192, 3.0, 2468, 1e-5, 6.5293, 6.5396, 7.0458, marks=slow),
     (0.08192, 10.0, 875, 1e-5, 0.9028, 0.9128, 0.9877),
     (0.02, 0.8, 150, 1e-5, 2.9633, 2.9736, 3.6224),
-    (0.5, 4.0, 100, 1e-5, 5.8687, 5.8790, 6.350),
+    pytest.param(0.5, 4.0, 100, 1e-5, 5.8687, 5.8790, 6.350, marks=slow),
     pytest.param(0.01, 0.3, 1000, 1e-5, 69.816, 69.830, 79.05, marks=slow),
 ]
 
@@ -92,15 +92,8 @@ def test_runs_compose_for_less_than_their_sum(runs: int, pld: float, rdp: float,
     assert runs * epsilon(RUN, 1e-5, "zero_out") == pytest.approx(added, rel=3e-3)
 
 
-def test_different_runs_compose_in_any_order() -> None:
-    runs = [RUN, dp_sgd_event(0.05, 1.2, 300), dp_sgd_event(0.01, 0.7, 500)]
-    together = epsilon(compose(runs), 1e-5, "zero_out")
-    assert together == pytest.approx(5.822, abs=2e-3)
-    assert epsilon(compose([compose(runs[:0:-1]), runs[0]]), 1e-5, "zero_out") == together
-
-
 def test_prv_composes_different_runs_too() -> None:
-    runs = compose([dp_sgd_event(0.2, 2.0, 30), dp_sgd_event(0.1, 1.5, 50)])
+    runs = compose([dp_sgd_event(0.2, 2.0, 3), dp_sgd_event(0.1, 1.5, 5)])
     figure = epsilon(runs, 1e-5, "zero_out")
     assert figure <= epsilon(runs, 1e-5, "zero_out", "prv") <= figure + 0.03
 
@@ -113,13 +106,17 @@ def test_zero_out_costs_what_adding_costs_and_no_other_relation_is_known() -> No
 
 
 # Several rows of a unit, each drawn and clipped on its own (q .01, sigma 1.5, T 300, delta 1e-5).
-@pytest.mark.parametrize(("rows", "pld"), [(1, 0.497), (2, 1.063), (4, 2.299), (8, 5.076), (16, 11.65)])
+@pytest.mark.parametrize(
+    ("rows", "pld"),
+    [(1, 0.497), (2, 1.063), (4, 2.299), *(pytest.param(*one, marks=slow) for one in ((8, 5.076), (16, 11.65)))],
+)
 def test_groups_match_published_values(rows: int, pld: float) -> None:
     assert pld - 1e-3 <= epsilon(dp_sgd_event(0.01, 1.5, 300, rows), 1e-5, "zero_out") <= pld + 2e-3
 
 
 @pytest.mark.parametrize(
-    ("q", "sigma", "rows", "delta"), [(0.3, 1.0, 2, 1e-3), (0.05, 2.0, 5, 1e-5), (0.5, 4.0, 20, 1e-6)]
+    ("q", "sigma", "rows", "delta"),
+    [pytest.param(0.3, 1.0, 2, 1e-3, marks=slow), (0.05, 2.0, 5, 1e-5), (0.5, 4.0, 20, 1e-6)],
 )
 def test_one_step_of_a_group_matches_its_exact_mixture(q: float, sigma: float, rows: int, delta: float) -> None:
     """delta at the stated epsilon, integrated over a grid: both directions below delta, and one of them near it."""
@@ -147,28 +144,6 @@ def test_mixtures_are_those_of_dp_accounting() -> None:
         at = np.linspace(0.0, 5.0, 60)
         assert ours.get_delta_for_epsilon(list(at)) == pytest.approx(theirs.get_delta_for_epsilon(list(at)), abs=1e-10)
         assert (ours.get_delta_for_epsilon(list(at)) >= theirs.get_delta_for_epsilon(list(at)) - 1e-12).all()
-
-
-def test_a_mixture_of_one_is_the_sampled_gaussian() -> None:
-    from dp_accounting.pld import privacy_loss_distribution as pld
-
-    ours = privacy_loss._mixture_loss(SampledSums(0.05, 1.1, 1, 1), 1e-3)
-    theirs = pld.from_gaussian_mechanism(1.1, value_discretization_interval=1e-3, sampling_prob=0.05)
-    at = list(np.linspace(0.0, 3.0, 40))
-    assert ours.get_delta_for_epsilon(at) == pytest.approx(theirs.get_delta_for_epsilon(at), abs=1e-11)
-
-
-def test_a_group_costs_more_the_larger_and_less_than_group_privacy_says() -> None:
-    delta, before = 1e-5, 0.0
-    for rows in (1, 2, 3, 5, 9, 33):
-        here = epsilon(dp_sgd_event(0.01, 2.0, 100, rows), delta, "zero_out", interval=1e-3)
-        assert here > before
-        before = here
-    alone = dp_sgd_event(0.01, 1.5, 300)
-    for rows in (2, 4):  # (eps, d) for one gives (k eps, d (e^(k eps) - 1) / (e^eps - 1)) for k
-        eps = epsilon(alone, 1e-7, "zero_out")
-        widened = 1e-7 * math.expm1(rows * eps) / math.expm1(eps)
-        assert epsilon(dp_sgd_event(0.01, 1.5, 300, rows), widened, "zero_out") <= rows * eps
 
 
 def test_an_imported_run_costs_what_it_says() -> None:
@@ -221,21 +196,6 @@ def test_selection_matches_published_values(distribution: str, mean: float, rdp:
     assert stated(RepeatAndSelect(TRIAL, mean, distribution), 1e-5, "zero_out") == (pytest.approx(rdp, abs=5e-3), "rdp")
 
 
-def test_selection_costs_more_than_one_run_and_composes() -> None:
-    one = epsilon(TRIAL, 1e-5, "zero_out", "rdp")
-    before = one
-    for mean in (1, 2, 10, 100):
-        here = epsilon(RepeatAndSelect(TRIAL, mean, "geometric"), 1e-5, "zero_out", "rdp")
-        assert here > before
-        before = here
-    with_run = epsilon(compose([RUN, RepeatAndSelect(TRIAL, 10, "geometric")]), 1e-5, "zero_out", "rdp")
-    assert with_run > epsilon(RUN, 1e-5, "zero_out", "rdp")
-    imported_too = compose([RepeatAndSelect(TRIAL, 10, "geometric"), imported(0.1, 1e-6)])
-    assert epsilon(imported_too, 1e-5, "zero_out", "rdp") > epsilon(
-        RepeatAndSelect(TRIAL, 10, "geometric"), 1e-5, "zero_out", "rdp"
-    )
-
-
 def test_what_is_stated_is_pld_where_it_knows_the_event() -> None:
     assert stated(RUN, 1e-5, "zero_out") == (epsilon(RUN, 1e-5, "zero_out"), "pld")
     assert stated(compose([RUN, imported(1.0)]), 1e-5, "zero_out")[1] == "pld"
@@ -274,7 +234,7 @@ def test_hardly_any_noise_is_answered_with_a_bound_and_not_with_a_crash() -> Non
     assert epsilon(SelfComposed(100, imported(1000.0)), 1e-5, "zero_out") == math.inf
 
 
-quick = settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+quick = settings(max_examples=3, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 rates, sigmas, steps = st.floats(0.005, 0.5), st.floats(0.7, 5.0), st.integers(1, 300)
 deltas = st.sampled_from([1e-7, 1e-6, 1e-5, 1e-4])
 more = st.floats(1.0, 3.0)
@@ -411,10 +371,10 @@ assert "torch" not in sys.modules
     subprocess.run([sys.executable, "-c", code], check=True, env=env)
 
 
-@pytest.mark.parametrize("rate", [0.000325, 0.001, 0.02, 0.3, 0.99])
-def test_groups_of_every_size_have_an_epsilon(rate: float) -> None:
+@pytest.mark.parametrize("rate", [0.000325, 0.02, 0.99])
+def test_groups_of_every_size_have_an_epsilon(rate: float, full: bool) -> None:
     """Binomial weights that add up to more or less than 1 by rounding, or vanish, are no reason to fail."""
-    sizes = [*range(2, 26), 64, 333, 1023, 1024]
+    sizes = [*range(2, 26), 64, 333, 1023, 1024] if full else [2, 3, 5, 9, 25, 64, 333, 1024]
     values = [epsilon(dp_sgd_event(rate, 1.0, 3, size), 1e-5, "zero_out", interval=0.01) for size in sizes]
     finite = [value for value in values if math.isfinite(value)]
     assert len(finite) >= len(values) - 2

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import tiny_models as tm
 import torch
-from cases import BF16, HEAD, TIED
+from cases import BF16, HEAD, MODES, TIED
 from scipy import stats
 from tiny_models import FROZEN, LORA, Toy
 from torch import Tensor, nn
@@ -53,7 +53,7 @@ def added(engine: Any, some: list[Any], size: int) -> Tensor:
 
 
 @pytest.mark.parametrize("autocast", [contextlib.nullcontext, BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("mode", ["auto", "per_sample", "ghost"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", CASES)
 def test_a_sum_is_the_sum_of_what_each_unit_adds_by_itself(name: str, mode: str, autocast: Any) -> None:
     """Also in bf16, where a row that brought a longer shape once moved the sum over 1,023 others by 7.92 C."""
@@ -137,7 +137,7 @@ def late(y_RTd: Tensor, place: int) -> Tensor:
 
 
 @pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize(("rows", "place"), [(rows, place) for rows in (2, 3, 4, 5, 7, 8) for place in range(rows)])
+@pytest.mark.parametrize(("rows", "place"), [(rows, place) for rows in (2, 5, 8) for place in range(rows)])
 def test_every_place_is_taken_by_a_full_row(rows: int, place: int, backward: bool) -> None:
     """A product's tail is the last tokens of the last row: short rows alone in the last places left it unseen."""
 
@@ -205,7 +205,7 @@ def multiples(vector: Tensor, spacing: float) -> bool:
     return torch.equal(vector, (vector / spacing).round() * spacing)
 
 
-@pytest.mark.parametrize("mode", ["auto", "per_sample", "ghost"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", CASES)
 def test_clipped_sums_are_multiples_of_the_spacing_and_no_longer_than_stated(name: str, mode: str) -> None:
     on_lattice(built(name), mode)
@@ -239,31 +239,6 @@ def test_noise_too_small_for_exact_sums_is_refused() -> None:
     with pytest.raises(Refused, match="could not be added to their sum exactly"):
         tm.make_engine(Toy(), tm.plan(1.0, 1e-6, tm.schedule(10**6, 1000)))
     tm.make_engine(Toy(), tm.plan(1.0, 0.5, tm.schedule(10**8, 2**17)))
-
-
-def reachable(released_P: Tensor, scale: float) -> int:
-    """Of how many float32 values some float32 variate is the origin, noise added in float32 to nothing."""
-    values = released_P.numpy().astype(np.float32)
-    near = (values.astype(np.float64) / scale).astype(np.float32)
-    found = np.zeros(len(values), dtype=bool)
-    for step in range(-2, 3):
-        variate = near.copy()
-        for _ in range(abs(step)):
-            variate = np.nextafter(variate, np.float32(math.copysign(math.inf, step)))
-        found |= (variate * np.float32(scale)).astype(np.float32) == values
-    return int(found.sum())
-
-
-def test_which_floats_can_be_reached_tells_nothing(seed: int) -> None:
-    """One step over 3,136 coordinates: with a row some 420 were unreachable from noise alone, without it none."""
-    bound, sigma, counts = 1.0, 5.0, []
-    some = [tm.unit((9,), 3)]
-    for units in (some, []):
-        net = Toy(56)
-        engine = tm.make_engine(net, tm.plan(bound, sigma, tm.schedule(1, 1)), noise_entropy=2**100 + seed)
-        counts.append(reachable(engine._release(engine.clipped_sum(tm.batches(units, 1))[0]), sigma * bound))
-    size = 56 * 56
-    assert stats.fisher_exact([[counts[0], size - counts[0]], [counts[1], size - counts[1]]]).pvalue > 1e-8
 
 
 def test_low_bits_of_a_release_are_uniform_with_and_without_a_row(seed: int) -> None:

@@ -12,7 +12,6 @@ import torch
 from scipy import stats
 
 from dpllm.privacy import banded
-from dpllm.privacy.engine import StepEngine
 from dpllm.privacy.noise import BandedNoise, GaussianNoise
 from dpllm.privacy.plan import Plan, spacing_of
 from dpllm.privacy.sampling import PoissonSampler
@@ -132,11 +131,6 @@ def test_the_engine_adds_it_and_keeps_its_scale() -> None:
     assert float(np.var(rows[-1]) / np.var(rows[0])) == pytest.approx(noisier, rel=0.1)
 
 
-def test_a_plan_without_bands_has_independent_noise() -> None:
-    engine = tm.make_engine(tm.build("llama"), tm.plan())
-    assert isinstance(engine._noise, GaussianNoise)
-
-
 def test_rehearsing_draws_no_noise_and_keeps_none() -> None:
     engine = tm.make_engine(tm.build("llama"), promise())
     engine.rehearse([])
@@ -246,18 +240,3 @@ def test_groups_of_b_less_one_and_a_unit_in_two_groups_are_seen(monkeypatch: pyt
 
         patch.setattr(PoissonSampler, "draw", twice)
         assert not apart(Turns(BANDS, 5))
-
-
-def test_the_engine_of_a_new_attempt_knows_no_earlier_noise() -> None:
-    """Two engines, as before and after a resume: the second's first row is fresh noise over c_0 alone."""
-    net = tm.build("llama")
-    engines: list[StepEngine] = []
-    for key in (1, 2):
-        engine = tm.make_engine(net, promise(), noise_entropy=key)
-        engines.append(engine)
-        empty = torch.zeros(engine.size, dtype=torch.float64)
-        first_P = engine._release(empty.clone()).double() * 10
-        scale = engine.lattice()["noise_over_max_grad_norm"] * 0.05
-        fresh_P = GaussianNoise(key, CPU).draw(engine.size) * scale / COEFFICIENTS[0]
-        torch.testing.assert_close(first_P, fresh_P, rtol=1e-5, atol=1e-8)
-        engine._release(empty.clone())

@@ -99,8 +99,3 @@ def test_automatic_clipping_makes_long_gradients_equal() -> None:
     norm_U = reference("lora").norm(dim=1)
     for one, norm in zip(tm.units(tm.RAGGED), norm_U.tolist(), strict=True):
         assert float(tm.clipped_sum(engine, [one]).norm()) == pytest.approx(0.3 * norm / (norm + 0.01), rel=1e-5)
-
-
-def test_a_layer_is_a_module_with_its_weight_and_bias() -> None:
-    assert len(checks.layers(Toy(bias=True))) == 1
-    assert len(checks.layers(built("frozen"))) == 7  # four linear layers, three norms

@@ -51,16 +51,6 @@ def pieces() -> list[Any]:
     return physical_batches([0], tm.units([(5, 9, 4)]), tm.shapes(16, 2), 0)
 
 
-def test_the_start_of_a_unit_that_failed_reaches_nobody_else() -> None:
-    engine, some = tm.make_engine(Toy(), tm.plan(0.05)), tm.units([(7,), (5,)])
-    expected = tm.clipped_sum(engine, some)
-
-    first = pieces()[0]
-    sums = {"layer.weight": torch.zeros(8, 8, dtype=torch.float64)}
-    engine._clipper.add(engine.losses, first, sums, 0.05, 2.0**-30)  # and then the step dies
-    assert torch.equal(tm.clipped_sum(engine, some), expected)
-
-
 def test_a_logical_batch_that_ends_inside_a_unit_is_refused() -> None:
     engine = tm.make_engine(Toy(), tm.plan(0.05))
     with pytest.raises(Refused, match="ends in the middle of a unit"):

@@ -117,28 +117,6 @@ def test_every_coordinate_is_noised_by_as_much_as_the_event_says(kind: str, seed
     assert stats.pearsonr(noise[:, :-1].ravel(), noise[:, 1:].ravel()).pvalue > ALARM
 
 
-@pytest.mark.parametrize("gone", [0, 7])
-def test_the_likelihood_ratio_of_neighbours_is_that_of_the_gaussian(
-    gone: int, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The distance of two neighbours along the direction between them, in noise, gives at most mu = 1 / sigma."""
-    rng = np.random.default_rng(seed)
-    data = made(rng)
-    one, _ = run("clusters", data, monkeypatch)
-    other, _ = run("clusters", without(data, gone), monkeypatch)
-    between = (one.exact[0] - other.exact[0]) / STEPS
-    scale = math.sqrt(2) * SIGMA
-    drawn = np.array(
-        [((embedded._noised(other.exact[0], scale) - other.exact[0] / STEPS) * between).sum() for _ in range(4000)]
-    )
-    length = math.sqrt((between**2).sum())
-    losses = (drawn * 2 + length**2) / (2 * scale**2)  # log-ratio of the two densities, at draws of one
-    spread = length / scale
-    assert spread <= 1 / SIGMA
-    if spread:
-        assert stats.kstest((losses - spread**2 / 2) / spread, "norm").pvalue > ALARM
-
-
 def test_the_events_are_gaussians_of_the_number_of_releases() -> None:
     assert event_of("clusters", 3.0, 7) == SelfComposed(7, Gaussian(3.0))
     assert event_of("classifier", 3.0, 7) == SelfComposed(2, Gaussian(3.0))

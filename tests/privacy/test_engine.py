@@ -52,16 +52,6 @@ def test_every_trainable_coordinate_moves_and_nothing_else_does() -> None:
         assert p.grad is None
 
 
-def test_clipping_is_counted_and_losses_are_means_over_units() -> None:
-    some = tm.units([(5,), (9,), (7,)])
-    net = Toy()
-    norms = tm.brute_force(net, some).norm(dim=1).sort().values
-    engine = tm.make_engine(net, tm.plan(float(norms[1]) * 1.001))
-    _, diagnostics = engine.clipped_sum(tm.batches(some))
-    assert (diagnostics.units, diagnostics.clipped) == (3, 1)
-    assert engine.clipped_sum([])[1].units == 0
-
-
 @pytest.mark.parametrize("mode", ["auto", "ghost"])
 def test_long_gradients_are_counted_by_layer(mode: str) -> None:
     """Each unit once, however many rows and batches it has."""

@@ -48,38 +48,6 @@ def test_norms_and_clipped_sums_are_those_of_float64_autograd(name: str, mode: s
     checks.exact(built(name), ragged(), reference(name), mode)
 
 
-def test_the_cases_are_what_they_are_called() -> None:
-    def pieces(name: str) -> set[str]:
-        return {part for full in tm.trainable(built(name)) for part in full.split(".")}
-
-    assert built("llama, eager attention, all-linear").config._attn_implementation == "eager"
-    assert built("llama, all-linear").config._attn_implementation == "sdpa"
-    assert {"lora_embedding_A", "lora_embedding_B"} <= pieces("LoRA on a scaled embedding")
-    assert {"lm_head", "embed_tokens", "lora_A"} <= pieces("LoRA, tied embedding and head")
-    assert {"bias"} <= pieces("falcon with biases, last block")
-    assert set(tm.trainable(built("positions alone"))) == {"transformer.wpe.weight"}
-    tied = built("llama, last block and tied head")
-    assert tied.lm_head.weight is tied.model.embed_tokens.weight
-    scale = tm.build("llama", lora(use_rslora=True)).model.model.layers[0].mlp.up_proj.scaling["default"]
-    assert scale == pytest.approx(4 / 2**0.5)
-    for name in ("padding_idx among the tokens", "padding_idx among the tokens, tied"):
-        assert built(name).get_input_embeddings().padding_idx == 9
-
-
-def test_both_parts_of_a_tied_head_and_their_cross_term_matter() -> None:
-    """None of the three is a rounding of the others, so the tests above would see it missing."""
-    net = built("llama, last block and tied head")
-    size = net.lm_head.weight.numel()  # the first of all that trains
-    whole_UP = reference("llama, last block and tied head")[:, :size]
-    handle = net.model.embed_tokens.register_forward_hook(lambda _module, _inputs, output: output.detach())
-    head_UP = tm.brute_force(net, ragged())[:, :size]
-    handle.remove()
-    embedding_UP = whole_UP - head_UP
-    assert float((embedding_UP.norm(dim=1) / whole_UP.norm(dim=1)).min()) > 1e-2
-    without_cross_U = (head_UP.square().sum(dim=1) + embedding_UP.square().sum(dim=1)).sqrt()
-    assert float((without_cross_U / whole_UP.norm(dim=1) - 1).abs().max()) > 1e-3
-
-
 def test_positions_outside_a_modules_single_input_are_refused() -> None:
     """OPT's positions: called with the mask and the ids."""
     engine = tm.make_engine(tm.build("opt", "embed_positions"))
@@ -282,7 +250,7 @@ def test_a_wide_head_makes_no_gradient_of_every_row(tied: bool) -> None:
     """R V d numbers would be 4 times the head; the largest tensor that is made is one sum over the batch."""
     rows, tokens, hidden, vocabulary = 4, 6, 80, rules.WIDE
     largest = {}
-    for mode in MODES:
+    for mode in (*MODES, "per_sample"):
         net = Toy(hidden, vocabulary)
         net.layer.requires_grad_(False)
         net.head.requires_grad_(True)
@@ -324,7 +292,7 @@ def test_the_form_of_a_gradient_follows_public_numbers_alone(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_adapters_are_materialised_and_factors_only_where_they_are_asked_for(
+def test_small_layers_are_materialised_and_factors_only_where_they_are_asked_for(
     mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = tm.make_engine(built("llama, all-linear"), mode=mode)

@@ -145,10 +145,13 @@ EPSILON = accounting.epsilon(events.dp_sgd_event(64 / (ROWS + CANARIES), SIGMA, 
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_a_broken_engine_is_falsified_in_nine_of_ten_runs(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_engine_is_falsified_in_nine_of_ten_runs(
+    mutant: str, full: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     MUTANTS[mutant](monkeypatch)
-    assert sum(map(falsified, range(10))) >= 9
+    runs = 10 if full else 3
+    assert sum(map(falsified, range(runs))) >= runs - 1
 
 
-def test_the_engine_as_it_is_is_falsified_in_at_most_one_of_twenty() -> None:
-    assert sum(map(falsified, range(20))) <= 1
+def test_the_engine_as_it_is_is_falsified_in_at_most_one_of_twenty(full: bool) -> None:
+    assert sum(map(falsified, range(20 if full else 6))) <= 1

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tiny_models import recipe
 from torch import nn
 
@@ -37,26 +36,11 @@ def test_batch_norm_is_refused_even_frozen(layer: nn.Module) -> None:
         check_model(Net("between", layer))
 
 
-@pytest.mark.parametrize("name", ["experts", "router", "gate"])
-def test_routers_and_experts_may_exist_but_not_train(name: str) -> None:
-    net = Net(name, nn.Linear(2, 2))
-    check_model(net)
-    net.get_submodule(name).weight.requires_grad_(True)
-    with pytest.raises(Refused, match=f"{name}.weight belongs to a router or an expert"):
-        check_model(net)
-
-
 def test_dora_is_refused() -> None:
     net = Net("lora_magnitude_vector", nn.Linear(2, 2))
     net.requires_grad_(True)
     with pytest.raises(Refused, match="DoRA"):
         check_model(net)
-
-
-def test_an_ordinary_model_passes() -> None:
-    net = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.GELU(), nn.Linear(2, 2))
-    check_model(net)
-    assert torch.is_grad_enabled()
 
 
 def test_dropout_of_the_adapter_is_refused_where_it_would_couple_units() -> None:
@@ -89,9 +73,12 @@ def test_private_evaluation_is_named_and_leaves_the_guarantee() -> None:
 
 def test_importing_the_guards_sets_what_cublas_reads_once() -> None:
     """Where somebody has chosen another workspace, it stays."""
-    command = [sys.executable, "-c", "import dpllm.privacy.guards, os; print(os.environ['CUBLAS_WORKSPACE_CONFIG'])"]
-    for chosen, due in ((None, ":4096:8"), (":16:8", ":16:8")):
-        env = {name: value for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"}
-        env |= {"CUBLAS_WORKSPACE_CONFIG": chosen} if chosen else {}
-        done = subprocess.run(command, env=env, capture_output=True, text=True, check=True, cwd=ROOT)
-        assert done.stdout.strip() == due
+    program = (
+        "import importlib, os; from dpllm.privacy import guards; name = 'CUBLAS_WORKSPACE_CONFIG'; print(os.environ[name]); "
+        "os.environ[name] = ':16:8'; importlib.reload(guards); print(os.environ[name])"
+    )
+    env = {name: value for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert done.stdout.split() == [":4096:8", ":16:8"]

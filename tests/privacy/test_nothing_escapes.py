@@ -10,7 +10,7 @@ import tiny_models as tm
 import torch
 from cases import MODES, Shapes, built, ragged
 from tiny_models import FROZEN, Toy
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dpllm.privacy.sampling import collate
@@ -81,17 +81,3 @@ def test_what_trains_outside_the_optimizer_and_the_reverse_are_refused() -> None
     checks.refused(lambda: engine_on(net, outside), "layer.bias is missing")
     frozen = torch.optim.SGD([net.layer.weight, net.layer.bias, net.head.weight], lr=1.0)
     checks.refused(lambda: engine_on(net, frozen), "it holds one that is not trainable")
-
-
-class Leaking(Toy):
-    """A row's tokens see those of the row above."""
-
-    def hidden(self, x_RTd: Tensor) -> Tensor:
-        return self.layer(x_RTd + 0.5 * x_RTd.roll(1, dims=0))
-
-
-def test_the_self_check_refuses_rows_that_meet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a layer, or in a mean over the tokens of the batch."""
-    checks.self_check_refuses(Leaking(), "with the other rows in the batch")
-    monkeypatch.setattr("dpllm.privacy.engine.example_means", checks.batch_token_mean)
-    checks.self_check_refuses(Toy(), "with the other rows in the batch")

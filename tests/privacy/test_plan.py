@@ -106,24 +106,6 @@ def test_a_delta_of_1_over_n_or_more_is_refused(delta: float) -> None:
         plan(privacy={"delta": delta})
 
 
-def test_a_batch_larger_than_the_data_is_refused() -> None:
-    with pytest.raises(Refused, match="batch_size 501"):
-        plan(train={"batch_size": N + 1})
-    assert plan(train={"batch_size": N, "steps": 1}).schedule.sampling_rate == 1.0
-
-
-def test_too_little_noise_for_the_target_is_refused() -> None:
-    with pytest.raises(Refused, match="above the target"):
-        plan(privacy={"noise_multiplier": 0.5, "epsilon": 0.5})
-
-
-def test_calibrated_noise_meets_the_target_and_is_not_wasteful() -> None:
-    made = plan(privacy={"noise_multiplier": None, "epsilon": 2.0})
-    assert 1.9 <= made.epsilon <= 2.0
-    recomputed = accounting.epsilon(made.event, made.delta, made.neighbouring_relation)
-    assert recomputed == made.epsilon
-
-
 def test_every_canary_holds_its_slots_before_any_coin_is_tossed() -> None:
     """N comes from the recipe alone: a Plan is given no canary plan, hence no coin."""
     made = plan(audit={"canaries": {"groups": {1: 20, 4: 5}}})
@@ -152,16 +134,6 @@ def test_plan_json_is_enough_to_recompute_epsilon(base: Plan) -> None:
     stored = json.loads(json.dumps(base.to_json()))
     again = accounting.epsilon(events.read(stored["event"]), stored["delta"], stored["neighbouring_relation"])
     assert again == stored["epsilon"] == base.epsilon
-    for key in (
-        "dataset_size",
-        "sampling_rate",
-        "num_steps",
-        "expected_batch_size",
-        "unit",
-        "max_grad_norm",
-        "clipping",
-    ):
-        assert key in stored
     assert stored["expected_batch_size"] / stored["dataset_size"] == stored["sampling_rate"]
 
 

@@ -84,7 +84,7 @@ def test_no_test_of_one_sampled_step_does_better(q: float, sigma: float) -> None
     assert limits["tpr_at_fpr_0.01"] == pytest.approx(best, rel=0.02)  # the curve covers both directions at once
 
 
-@pytest.mark.parametrize("event", [RUN, dp_sgd_event(0.02, 2.0, 50, 4), dp_sgd_event(0.5, 4.0, 100)], ids=str)
+@pytest.mark.parametrize("event", [RUN, dp_sgd_event(0.02, 2.0, 50, 4)], ids=str)
 def test_the_whole_profile_limits_more_than_any_one_pair(event: dict[str, object]) -> None:
     whole = attacker_limits_of(event, "zero_out")
     for delta in (1e-3, 1e-5, 1e-7):

@@ -6,7 +6,7 @@ import json
 import math
 import re
 import sys
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable
 from functools import cache
 from itertools import islice
@@ -110,23 +110,6 @@ def test_the_clinic_has_enough_notes_and_patients_and_none_twice() -> None:
     assert all(re.fullmatch(r"P\d{4}", note["patient_id"]) for note in train + held_out)
 
 
-def test_each_note_shows_the_kind_of_its_visit() -> None:
-    """By one word of its own each, and the plain kind by having none of them."""
-    shown = {
-        "home": r"^Home visit",
-        "phone": r" rang about |^Phone consult|^Out of hours",
-        "urgent": r" without an appointment,|^Urgent slot| walked out of work | brought .* because of ",
-        "review": r"^Review of|^F/u|^Annual check|^Repeat visit|^[^:.;]*, [^:.;]* again for ",
-        "paperwork": r"^New script|^Bloods back| missed \w+ slot | discharged .* after | wants a letter | transferred from ",
-    }
-    for note in notes("train") + notes("eval"):
-        assert [kind for kind, words in shown.items() if re.search(words, note["text"])] in ([note["visit"]], [])
-        assert (note["visit"] == "clinic") == (not any(re.search(words, note["text"]) for words in shown.values()))
-    counts = Counter(note["visit"] for note in notes("train"))
-    assert set(counts) == {*shown, "clinic"}
-    assert min(counts.values()) > 100
-
-
 def test_a_patient_keeps_one_record_number_and_shares_it_with_nobody() -> None:
     owners, numbers = defaultdict(set), defaultdict(set)
     for note in notes("train") + notes("eval"):
@@ -144,12 +127,6 @@ def test_telephone_numbers_are_in_the_range_reserved_for_fiction() -> None:
     assert all(re.fullmatch(r"[1-9]\d\d-555-01\d\d", phone) for phone in phones)
 
 
-def test_notes_are_short() -> None:
-    lengths = [len(ids) for ids in tokenizer()(clinic_texts())["input_ids"]]
-    assert max(lengths) <= 96
-    assert 45 <= sum(lengths) / len(lengths) <= 75
-
-
 def test_the_script_writes_the_same_bytes() -> None:
     faker = pytest.importorskip("faker")
     import build_builtin_data as builder
@@ -162,13 +139,6 @@ def test_the_script_writes_the_same_bytes() -> None:
 
 
 # ---- nothing in common with what the model was trained on
-
-
-def test_public_text_is_the_same_for_the_same_seed_only() -> None:
-    from _public_text import documents
-
-    assert public_texts()[:50] == list(islice(documents(seed=99), 50))
-    assert public_texts()[:50] != list(islice(documents(seed=98), 50))
 
 
 def test_public_text_shares_no_sentence_with_the_clinic() -> None:
@@ -252,7 +222,7 @@ def test_each_digit_is_a_token_of_its_own_and_none_is_added() -> None:
     assert not special & set(tokenizer()("Rain over the harbour.")["input_ids"])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.text(max_size=60))
 def test_any_text_survives_the_tokenizer(text: str) -> None:
     ids = tokenizer()(text)["input_ids"]

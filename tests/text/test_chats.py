@@ -323,22 +323,6 @@ def test_columns_of_another_kind_are_refused(tmp_path: Path, beside: Json) -> No
     assert "Sigrid" not in str(caught.value)
 
 
-def test_tables_give_tools_without_the_keys_of_others(tmp_path: Path) -> None:
-    import pyarrow as pa
-    from pyarrow import parquet
-
-    from dpllm.recipe.config import DataConfig
-    from dpllm.text.data import load_table
-
-    other = [{"type": "function", "function": {"name": "add", "parameters": {"strict": True}}}]
-    parquet.write_table(
-        pa.Table.from_pylist([{**CHAT, "tools": TOOLS[:1]}, {**CHAT, "tools": other}]), tmp_path / "rows.parquet"
-    )
-    data = DataConfig(train=str(tmp_path / "rows.parquet"))
-    last = load_table(data.train, data, "train", tmp_path).rows[1]
-    assert last["tools"] == other
-
-
 def test_rows_of_a_program_keep_their_tools(tmp_path: Path) -> None:
     from dpllm.recipe.config import DataConfig
     from dpllm.text.data import load_table

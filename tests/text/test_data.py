@@ -117,20 +117,6 @@ def test_in_no_single_row_is_another_column_read_instead(tmp_path: Path) -> None
     assert [row["prompt"] for row in table.rows] == ["i\nn\n", "i\n"], "it may be missing, as without data.columns"
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
-@pytest.mark.parametrize("place", [0, 7, 29])
-def test_no_row_decides_how_the_others_are_read(tmp_path: Path, kind: str, place: int) -> None:
-    rows: list[Json] = [{"text": SENTINEL, **PROMPTED[number % 5]} for number in range(30)]
-    path = write(tmp_path / f"rows.{kind}", rows)
-    assert "row 1 reads as prompt_completion and as text" in hidden(path, [])
-    rows[place] = {"text": ""} if kind == "jsonl" else {"text": "", "prompt": None, "completion": None}
-    message = hidden(write(path, rows), [])
-    assert f"row {2 - (place > 0 or kind != 'jsonl')} reads as prompt_completion and as text" in message
-    assert "Set data.format" in message
-    read = load(path, format="text").rows
-    assert [row["text"] for row in read] == ["" if number == place else SENTINEL for number in range(30)]
-
-
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_a_column_without_a_value_is_no_column(tmp_path: Path, kind: str) -> None:
     rows: list[Json] = [{"messages": None, "text": None, **row} for row in PROMPTED]
@@ -232,18 +218,6 @@ def test_a_missing_field_is_named_with_its_row(tmp_path: Path, kind: str, missin
     field = ({"prompt", "completion"} - set(missing)).pop()
     message = hidden(path, [])
     assert f"row 2 has no text in column '{field}'" in message
-
-
-@pytest.mark.parametrize("value", [7, [SENTINEL], {"a": SENTINEL}, True])
-def test_text_that_is_no_text_is_refused(tmp_path: Path, value: Any) -> None:
-    message = hidden(tmp_path / "rows.jsonl", [{"text": SENTINEL}, {"text": SENTINEL}, {"text": value}])
-    assert "row 3 has no text in column 'text'" in message
-
-
-@pytest.mark.parametrize("value", [SENTINEL, [], None])
-def test_messages_that_are_no_list_are_refused(tmp_path: Path, value: Any) -> None:
-    message = hidden(tmp_path / "rows.jsonl", [*TALKS, {"messages": value}])
-    assert "row 5 has no a list of messages in column 'messages'" in message
 
 
 @pytest.mark.parametrize(

@@ -132,6 +132,8 @@ def test_a_row_that_fits_two_formats_is_refused_unless_one_is_stated(tmp_path: P
         ),
         ({**ALPACA, "input": [SENTINEL]}, "row 1 has no text in column 'input', which Alpaca reads"),
         ({**ALPACA, "instruction": 7}, "row 1 has no text in column 'instruction'"),
+        *(({"text": value}, "row 1 has no text in column 'text'") for value in (7, [SENTINEL], {"a": SENTINEL}, True)),
+        *(({"messages": value}, "row 1 has no a list of messages in column") for value in (SENTINEL, [])),
         ({"conversations": SENTINEL}, "row 1 has no a list of messages in column 'conversations'"),
         (
             {"conversations": [{"from": SENTINEL, "value": SENTINEL}]},
@@ -148,16 +150,6 @@ def test_a_row_that_fits_no_layout_names_its_columns_and_not_their_text(tmp_path
         load(tmp_path, row)
     assert "Sigrid" not in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_tables_whose_messages_have_the_keys_of_others_read_as_lines_do(tmp_path: Path) -> None:
-    import pyarrow as pa
-    from pyarrow import parquet
-
-    named = {"conversations": [{"from": "human", "value": "Hi", "name": "x"}, {"from": "gpt", "value": "Hello"}]}
-    parquet.write_table(pa.Table.from_pylist([SHAREGPT, named]), tmp_path / "rows.parquet")
-    data = DataConfig(train=str(tmp_path / "rows.parquet"))
-    assert load_table(data.train, data, "train", tmp_path).digest == load(tmp_path, SHAREGPT, named).digest
 
 
 def test_an_example_of_public_data_says_what_is_learned(tmp_path: Path) -> None:

@@ -86,11 +86,3 @@ def test_other_formats_have_no_place_for_one(tmp_path: Path, row: dict[str, Any]
     data = tiny.reads(128, template=ANSWER, train=str(tiny.write_rows(tmp_path / "rows.jsonl", [row])))
     with pytest.raises(DataError, match=r"row 1 reads as .*Remove data\.template"):
         load_table(data.train, data, "train", tmp_path)
-
-
-def test_a_plan_shows_the_text() -> None:
-    assert layouts.shape("prompt_completion", [], None).startswith("<prompt> <completion><eos>")
-    assert layouts.shape("prompt_completion", [], ANSWER).startswith(r"<prompt>\n### Answer:\n<completion><eos>")
-    row = {"prompt": "Who?", "completion": "Anna"}
-    assert layouts.example(row, "prompt_completion", None) == "masked: Who?\nlearned:  Anna<eos>"
-    assert layouts.example(row, "prompt_completion", ANSWER) == "masked: Who?\n### Answer:\n\nlearned: Anna<eos>"

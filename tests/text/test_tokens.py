@@ -177,22 +177,6 @@ def test_the_digest_tells_other_units(tmp_path: Path) -> None:
     assert made(tmp_path / "e", TEXTS[:-1]).digest != one.digest
 
 
-def test_an_error_of_an_earlier_row_comes_first(tmp_path: Path) -> None:
-    long = {"messages": [{"role": "user", "content": "a b " * 90}, {"role": "assistant", "content": "Yes."}]}
-    bad = {"messages": [{"role": "user", "content": "odd"}]}
-    refuses = "{% for m in messages if m['content'] == 'odd' %}{{ raise_exception('no') }}{% endfor %}"
-    picky = tiny.tokenizer(chat_template=refuses + tiny.CHAT)
-    for some, message in (
-        ([TALKS[1], long, bad], "unit 2: a row is longer"),
-        ([TALKS[1], bad, long], "unit 2: .*template"),
-    ):
-        with pytest.raises(DataError, match=message):
-            made(tmp_path, some, picky, long_examples="refuse", max_length=100)
-        with pytest.raises(DataError, match=message):
-            encode_units([[row] for row in some], "messages", picky, section(long_examples="refuse", max_length=100))
-    assert entries(tmp_path) == []
-
-
 # --- the cache -------------------------------------------------------------------------------------------------------
 
 
