@@ -255,7 +255,7 @@ def test_a_run_above_its_budget_is_refused_or_lowered_where_the_recipe_says_so(t
 def test_a_spent_filter_is_refused_and_the_plan_shown(tmp_path: Path) -> None:
     asked = {"privacy__noise_multiplier": None, "privacy__epsilon": 8.0, "privacy__delta": 1e-3}
     config = recipe(tmp_path, **asked, privacy__fit_budget=True)
-    give_budget(config, 0.05)
+    give_budget(config, 0.02)
     seen = decide(config, Start())
     assert seen.exit_code == 3
     assert seen.plan is not None

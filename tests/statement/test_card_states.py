@@ -281,7 +281,7 @@ def test_six_questions_are_answered_above_what_is_for_engineers() -> None:
         "How many of them could somebody with the model recognise, at most?": (first, "recognises at most 10% of the"),
         "What does the promise not cover?": (first, "what many texts share, what is known from elsewhere"),
         "Did anybody attack the model, and does that prove the promise?": (first, "found nothing against the promise"),
-        "What have all uses of these data cost together, and is there a budget?": (officer, "The budget is ε = 10 at δ"),
+        "What have all uses of these data cost together, and is there a budget?": (officer, "within a budget of ε = 10 at δ"),
         "How can I check this, and whom can I ask?": (first + officer, "`dpllm verify DIRECTORY`"),
     }  # fmt: skip
     assert listed == [*answers]

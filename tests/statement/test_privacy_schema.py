@@ -99,14 +99,14 @@ def test_every_card_keeps_to_it(name: str) -> None:
     assert problems(STATES[name].card()[1]) == []
 
 
-@pytest.mark.parametrize("named", ["composed.budget.late", "schema_version"])
-def test_a_late_order_and_version_1_are_refused_by_name(block: Json, named: str) -> None:
-    """Neither is read as a statement of today: the part of delta that a late order had would be forgotten."""
+@pytest.mark.parametrize("named", ["composed.gate", "schema_version"])
+def test_a_gate_and_version_1_are_refused_by_name(block: Json, named: str) -> None:
+    """Neither is read as a statement of today: what a planned budget held would be taken for a filter's."""
     old = copy.deepcopy(block)
     if named == "schema_version":
         old["schema_version"] = 1
     else:
-        old["composed"]["budget"]["late"] = True
+        old["composed"]["gate"] = "planned"
     with pytest.raises(NotAStatement, match=re.escape(named)) as refusal:
         privacy_record.read(old)
     assert "\n" not in str(refusal.value)
