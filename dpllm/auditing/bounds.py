@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import fft, optimize
+from scipy.special import gammaln
 
 from dpllm.privacy.privacy_loss import attacker_limits
 from dpllm.statement.fields import AtLeast1, Between0And1, Count, Number, Record, Share
@@ -331,6 +332,15 @@ def _counts(side: Side, r: int) -> tuple[int, ...]:
     return tuple(int(count) for count in above + below)
 
 
+@lru_cache(maxsize=256)
+def _log_choose(r: int) -> NDArray[np.float64]:
+    """Logarithms of the binomial coefficients (r over k), k = 0..r."""
+    k = np.arange(r + 1)
+    result: NDArray[np.float64] = gammaln(r + 1) - gammaln(k + 1) - gammaln(r - k + 1)
+    result.setflags(write=False)
+    return result
+
+
 @lru_cache(maxsize=64)
 def _waves(counts_K: tuple[int, ...]) -> tuple[list[tuple[int, NDArray[np.complex128]]], int]:
     """For each number of guesses that several weights share, exp(i weight frequency) of these; and the length of the law."""
@@ -347,6 +357,9 @@ def _law(counts_K: tuple[int, ...], epsilon: float) -> NDArray[np.float64]:
     """The law of W*: P[W* = w] for w from 0 to the sum of all weights."""
     # Log of 1 - q without forming q, which rounds to 1 from epsilon = 37 on; q / (1 - q) is e^epsilon.
     log_rest = -epsilon - math.log1p(math.exp(-epsilon))
+    if len(counts_K) == 1:  # exact to the last digits of the smallest tail
+        r = counts_K[0]
+        return np.exp(_log_choose(r) + (np.arange(r + 1) * epsilon + r * log_rest))
     # Fourier transforms of independent sums multiply: a guess of weight w has rest + (1 - rest) exp(i w f).
     waves, length = _waves(counts_K)
     rest = math.exp(log_rest)

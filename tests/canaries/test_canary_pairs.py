@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from dpllm.auditing.bounds import epsilon_lower_bound
+from dpllm.auditing.bounds import epsilon_of
 from dpllm.canaries import canaries
 from dpllm.canaries.canaries import CanaryPlan, check_fits, load, plan_canaries, redraw_coins, save, slots
 from dpllm.errors import ConfigError
@@ -127,10 +127,9 @@ def test_a_flip_is_drawn_once_and_anew_for_another_run(tmp_path: Path, seed: int
 
 
 def shown(plan: CanaryPlan) -> float:
-    """What the audit proves where the attacker sees every label that trained."""
-    trained = [one.inserted != one.flipped for one in plan.canaries]
-    coins = [one.inserted for one in plan.canaries]
-    return epsilon_lower_bound(trained, coins, delta=0.0, alpha=0.05, falling=[800, 2000]).value
+    """What the theorem of the audit proves where the attacker sees every label that trained, and guesses all coins by them."""
+    right, number = sum(not one.flipped for one in plan.canaries), len(plan.canaries)
+    return epsilon_of(number, (number,), right, delta=0.0, alpha=0.05)
 
 
 def test_whoever_sees_every_label_proves_nearly_its_epsilon_and_not_more(seed: int) -> None:
