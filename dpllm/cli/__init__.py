@@ -34,6 +34,7 @@ RETIRED = {
     "ledger --gate": "a budget is adaptive unless dpllm ledger init has --planned",
     "ledger --reference": "the filter's order follows from --epsilon and --delta; leave it out",
     "ledger --runs": "type --planned RECIPE ...",
+    "ledger --served": "dpllm verify DIR --ledger FILE says whether the ledger holds a served model's run",
     "ledger plot": "it had no effect; dpllm ledger show says what is left, and dpllm ledger metrics tells Prometheus",
 }
 

@@ -20,7 +20,6 @@ from dpllm.errors import ConfigError
 from dpllm.files import resolved, write_json, write_whole
 from dpllm.run.directory import RunDir
 from dpllm.statement.fields import Json
-from dpllm.telemetry import publish_baseline
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -100,8 +99,6 @@ def compare(
     with _readable(runs):
         sides, differences, target = _checked(runs, output, public)
         found = values.figures(sides, differences, public=public)
-        if any(side.config.telemetry.textfile for side in sides):
-            _publish_accuracy(sides if public else compared_runs.read(runs, public=True))
         return Comparison(found, target, _write(found, target))
 
 
@@ -175,15 +172,6 @@ def _checked(
                 "directory outside export/."
             )
     return sides, compared_runs.differences(sides, public=public), target
-
-
-def _publish_accuracy(sides: Sequence[compared_runs.Side]) -> None:
-    """Writes for each run with privacy what its accuracy is more than the baseline's, of figures that may be published."""
-    accuracy = [(side, side.evaluation.get("eval_accuracy_after")) for side in sides]
-    *private, (baseline, before) = accuracy  # the one without differential privacy comes last
-    for side, after in private:
-        if not baseline.private and before is not None and after is not None:
-            publish_baseline(side.run, side.config, baseline.run, after - before)
 
 
 def _write(found: values.Figures, target: Path) -> tuple[Path, ...]:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 from comparing import change_audit, make_run, weights, without_pictures, write_held_out
-from metrics_text import Series, series
 
 from dpllm.comparison.compare import compare
 from dpllm.comparison.compared_runs import PROTOCOL
@@ -151,21 +149,3 @@ def test_places_are_not_named(tmp_path: Path) -> None:
     assert "ledger.sqlite was replaced" in text
     assert "secret-place" not in text
     assert "train.steps" in text
-
-
-def test_accuracy_beside_the_baseline_is_shown_to_prometheus_of_public_figures_alone(tmp_path: Path) -> None:
-    accurate = {"none": 0.5, "dp": 0.375}
-
-    def gauges(name: str, sections: dict[str, Any]) -> Series:
-        (tmp_path / name).mkdir()
-        runs = []
-        for side, epsilon in (("none", INF), ("dp", 3.0)):
-            summary = {"eval_accuracy_after": accurate[side]}
-            runs.append(make_run(tmp_path / name / side, epsilon, sections, summary=summary))
-            path = runs[-1].config
-            path.write_text(path.read_text("utf-8").replace("textfile: null", f"textfile: {tmp_path}"), "utf-8")
-        compare(runs)
-        return {key: value for path in tmp_path.glob("*.prom") for key, value in series(path.read_bytes()).items()}
-
-    assert gauges("private", PRIVATE) == gauges("eval", PUBLIC_EVALUATION) == {}
-    assert gauges("public", {}) == {("dp_training_accuracy_delta", (("baseline", "none"), ("model", "dp"))): -0.125}

@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 
 import dpllm
 from dpllm.errors import ConfigError
-from dpllm.telemetry.callbacks import Callbacks
+from dpllm.telemetry.live import Callbacks
 
 
 class Listening(TrainerCallback):

@@ -23,9 +23,9 @@ from dpllm.ledger import Ledger, admission, budgets
 from dpllm.recipe.config import TelemetryConfig
 from dpllm.recipe.derived import plan_of
 from dpllm.run.directory import RunDir
-from dpllm.telemetry import Telemetry, live, metrics, publish_audit
-from dpllm.telemetry.live import Trackers
-from dpllm.telemetry.metrics import dataset_families, exposition, label
+from dpllm.telemetry import live, metrics
+from dpllm.telemetry.live import Telemetry, Trackers, publish_audit
+from dpllm.telemetry.metrics import exposition, label, ledger_families
 
 
 def settings_of(tmp_path: Path, **telemetry: Any) -> Any:
@@ -272,13 +272,13 @@ def test_remaining_is_nothing_where_no_accountant_knows_the_total(
         monkeypatch.setattr(
             admission, "filter_left", Mock(side_effect=Refused("no accountant knows all of them together"))
         )
-        found = series(exposition(dataset_families(book, ["notes"])))
+        found = series(exposition(ledger_families(book)))
         assert found["dp_training_budget_remaining", (("dataset", "notes"),)] == 0.0
 
 
 def test_a_damaged_record_ends_nothing(prepared: SimpleNamespace, stub: type[Stub], capsys: Any) -> None:
     write_json(prepared.run.run, {"status": "completed"})
-    publish_audit(prepared.run, prepared.config, None)
+    publish_audit(prepared.run, prepared.config, {})
     assert "metrics could not be written" in capsys.readouterr().err
 
 
