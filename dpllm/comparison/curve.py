@@ -5,8 +5,11 @@ Comes in: private/metrics.jsonl, private/summary.json and the Plan of a run. Goe
 
 from __future__ import annotations
 
+import contextlib
+import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,7 +17,6 @@ from dpllm.comparison.figures import COLOURS, INK, blank, style, write
 from dpllm.errors import ConfigError
 from dpllm.files import RunPaths, read_json
 from dpllm.statement.run_files import read_plan
-from dpllm.telemetry.metrics import private_lines
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,7 +33,7 @@ def draw(run: RunPaths) -> tuple[Path, int]:
     Raises:
         ConfigError: No step is written down there.
     """
-    lines = list(private_lines(run))
+    lines = list(_private_lines(run))
     steps = {line["step"]: line for line in lines if line.get("units")}  # of one that was taken again, the last
     if not steps:
         raise ConfigError(
@@ -94,3 +96,10 @@ def _plot(ax: Axes, points: list[tuple[int, float]]) -> None:
         mean = np.convolve(values, np.full(width, 1 / width), "valid")
         ax.plot(at[width // 2 :][: len(mean)], mean, color=COLOURS["dp"], linewidth=2, label=f"mean of {width} steps")
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def _private_lines(run: RunPaths) -> Iterator[dict[str, Any]]:
+    """What a run wrote down of its steps and evaluations, un-noised; a line that a killed process left unfinished is none."""
+    for line in run.metrics.read_text(encoding="utf-8").splitlines() if run.metrics.exists() else []:
+        with contextlib.suppress(ValueError):
+            yield json.loads(line)

@@ -9,16 +9,14 @@ does: one for each model's run, one for the ledger.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from prometheus_client import generate_latest, write_to_textfile
 from prometheus_client.core import CounterMetricFamily, Metric
@@ -120,13 +118,6 @@ def of_record(run: RunPaths, config: RunConfig, *, promised: bool | None = None)
     dataset = label(ledger.dataset) if ledger else public_name(config.data.train)
     names = {"model": model, "dataset": dataset, "run_id": str(ledger.entry) if ledger else ""}
     return ShownRun(model, names, record.model.name_or_path, record.status, figures)
-
-
-def private_lines(run: RunPaths) -> Iterator[dict[str, Any]]:
-    """What a run wrote down of its steps and evaluations, un-noised; a line that a killed process left unfinished is none."""
-    for line in run.metrics.read_text(encoding="utf-8").splitlines() if run.metrics.exists() else []:
-        with contextlib.suppress(ValueError):
-            yield json.loads(line)
 
 
 def label(dataset: str) -> str:
