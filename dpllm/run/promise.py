@@ -243,10 +243,8 @@ def decide(
             plan, over = _plan(config, subject.num_units, schedule, left or dataset_policy.terms(None, "", None), found)
             if ledger and plan and terms is None and not (start and start.entry):
                 seen = found.attempt(ledger.outlook, dataset, RunRequest.of(plan), parent)
-            if seen and seen.refusal:
-                found.add(_refusal_of(seen))
-            elif over:
-                found.add(over)
+            if refused := _refusal_of(seen) if seen and seen.refusal else over:
+                found.add(refused)
         found.attempt(check_learning_rate, config, plan)
         base = found.attempt(parents.of_base, config, fetch=fetch)
         if resumed and not found.errors:
