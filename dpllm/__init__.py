@@ -278,7 +278,7 @@ def generate(
         run: A run, its directory or export, or what ``dpllm merge`` wrote.
         prompts: One or several; None: texts are written from their beginning.
         num: Texts behind each prompt.
-        settings: ``max_new_tokens``, ``temperature``, ``top_p``, ``beams``, ``seed``.
+        settings: ``max_new_tokens``, ``temperature``, ``top_p``, ``seed``.
 
     Raises:
         ConfigError: There is no model, or its base cannot be found.

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -113,9 +111,8 @@ def exit_codes() -> list[tuple[str, str, str]]:
 
 def metric_families() -> list[tuple[str, str, str]]:
     """Every metric: name, labels, meaning."""
-    floats = {part.name: 0.5 for part in fields(metrics.RunValues) if part.name in metrics.GAUGES}
-    audited = metrics.AuditFigures(0.5, 0.5, 0.5, 0.5, 0.5)
-    run = metrics.RunValues("a", base_model="b", dataset="c", run_id="d", state="running", audited=audited, **floats)
+    names = {"model": "a", "dataset": "c", "run_id": "d"}
+    run = metrics.ShownRun("a", names, "b", "running", dict.fromkeys(metrics.GAUGES, 0.5))
     entry = SimpleNamespace(state="running", reservation=SimpleNamespace(entry="d"), heartbeat=0.0)
     book: Any = SimpleNamespace(
         verify=list,
@@ -126,13 +123,7 @@ def metric_families() -> list[tuple[str, str, str]]:
         used=lambda name: 0.5,
         runs=lambda name: [entry],
     )
-    with tempfile.TemporaryDirectory() as served:
-        found = [
-            *metrics.run_families(run),
-            *metrics.ledger_families(book)[0],
-            *metrics.dataset_families(book, ["c"]),
-            *metrics.served_families(book, ["c"], [Path(served)]),
-        ]
+    found = [*metrics.run_families(run), *metrics.ledger_families(book)]
     return [
         (
             f"`{one.name}{'_total' * (one.type == 'counter')}`",

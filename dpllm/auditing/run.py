@@ -38,7 +38,7 @@ from dpllm.run import checkpoint
 from dpllm.run.directory import RunDir
 from dpllm.run.projections import read_projections, read_turns
 from dpllm.statement.run_files import AuditSettings, RunRecord, read_plan, read_run
-from dpllm.telemetry import AuditFigures, publish_audit
+from dpllm.telemetry.live import publish_audit
 from dpllm.text.data import load_table
 from dpllm.text.layouts import Format
 
@@ -86,7 +86,7 @@ def audit(run: RunDir, *, twin: RunDir | None = None, shadows: Shadows | None = 
     report = shown = _write(run, _record(examined, seen, audits_run=count, published=published, **given), examined)
     if config.privacy.enabled and not public:  # the same without what tells of other runs
         shown = _write(run, _record(examined, None, audits_run=count, published=True), examined)
-    publish_audit(run, config, figures(shown) if shown.published else None)
+    publish_audit(run, config, figures(shown) if shown.published else {})
     return report
 
 
@@ -116,17 +116,17 @@ def _keep(report: AuditRecord, path: Path) -> AuditRecord:
     return report.model_copy(update={"shadows": report.shadows or before.shadows})
 
 
-def figures(report: AuditRecord) -> AuditFigures:
-    """What of a published audit metrics show."""
+def figures(report: AuditRecord) -> dict[str, float | None]:
+    """What of a published audit metrics show, by their names."""
     attack, found = report.attacks.get(PRIMARY_ATTACK), report.epsilon_lower_bound
     lower, upper = (attack.auc_interval if attack else None) or (None, None)
-    return AuditFigures(
-        auc=attack.auc if attack else None,
-        auc_lower=lower,
-        auc_upper=upper,
-        auc_allowed=attack.limits.auc if attack and attack.limits else None,
-        epsilon_lower_bound=found.value if found.num_canaries else None,
-    )
+    return {
+        "dp_membership_inference_auc": attack.auc if attack else None,
+        "dp_membership_inference_auc_lower": lower,
+        "dp_membership_inference_auc_upper": upper,
+        "dp_membership_inference_auc_allowed": attack.limits.auc if attack and attack.limits else None,
+        "dp_audit_epsilon_lower_bound": found.value if found.num_canaries else None,
+    }
 
 
 def attack(run: RunDir, name: str) -> dict[str, Any]:

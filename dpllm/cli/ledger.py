@@ -75,8 +75,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     made["export"].add_argument("--output", help="file (default: standard output)")
     text = "directory of the node exporter's textfile collector (default: standard output)"
     made["metrics"].add_argument("--textfile", metavar="DIR", help=text)
-    text = "directories of models in production; says for each whether the ledger holds its run"
-    made["metrics"].add_argument("--served", nargs="+", type=Path, default=[], metavar="DIR", help=text)
 
 
 def run(known: argparse.Namespace, rest: list[str]) -> int:
@@ -321,16 +319,12 @@ def _export(ledger: Ledger, known: argparse.Namespace) -> int:
 def _metrics(ledger: Ledger, known: argparse.Namespace) -> int:
     from dpllm.telemetry import metrics
 
-    families, names = metrics.ledger_families(ledger)
-    families += metrics.served_families(ledger, names, known.served)
+    families = metrics.ledger_families(ledger)
     if known.textfile is None:
-        print(metrics.exposition([*families, *metrics.dataset_families(ledger, names)]).decode(), end="")
+        print(metrics.exposition(families).decode(), end="")
         return 0
-    folder = Path(known.textfile)
     try:
-        metrics.write(folder / metrics.LEDGER, families)
-        for name in names:
-            metrics.write(metrics.file_of(folder, "dataset", name), metrics.dataset_families(ledger, [name]))
+        metrics.write(Path(known.textfile) / metrics.LEDGER, families)
     except OSError as error:
         raise ConfigError(
             f"--textfile {known.textfile}: cannot be written to ({error.strerror}). Type the directory that the node exporter "

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from dpllm.errors import ConfigError, DpllmError
 from dpllm.files import as_json
@@ -25,18 +25,15 @@ if TYPE_CHECKING:
 
     from dpllm.forecast.footprint import Footprint
     from dpllm.recipe.config import RunConfig
-    from dpllm.run.promise import Decision
+    from dpllm.run.promise import Decision, Refusals
 
 OVERRIDES = "--SECTION.KEY VALUE"
 Call = Callable[[argparse.Namespace, list[str]], int]
 """One command: of the arguments that the parser knows, and the overrides of a recipe's keys, to an exit code."""
 
 
-class AddCommand(Protocol):
-    """Makes the parser of one command, with --json for what ``json`` names; None for a command that prints no table."""
-
-    def __call__(self, name: str, call: Call, text: str, json: str | None = ...) -> argparse.ArgumentParser:
-        """``text`` is its help."""
+AddCommand = Callable[..., argparse.ArgumentParser]
+"""Makes the parser of one command, of its name, call and help, with --json for what ``json`` names; see ``cli._parser``."""
 
 
 def take_json(parser: argparse.ArgumentParser, what: str = "what it says") -> None:
@@ -45,10 +42,9 @@ def take_json(parser: argparse.ArgumentParser, what: str = "what it says") -> No
 
 
 def take_recipe(parser: argparse.ArgumentParser, usage: str, text: str = ", such as recipes/lora/e2e.yaml") -> None:
-    """Declares a recipe, by position or as --config; ``load_recipe`` reads it."""
+    """Declares a recipe; ``load_recipe`` reads it."""
     parser.usage = f"dpllm {usage} [options] [{OVERRIDES} ...]"
     parser.add_argument("recipe", nargs="?", help=f"YAML file{text}")
-    parser.add_argument("--config", help="the same as RECIPE")
 
 
 def take_ledger(parser: argparse.ArgumentParser) -> None:
@@ -73,7 +69,7 @@ def add_commands(add: AddCommand) -> None:
         take_final(parser)
         parser.add_argument("--keys", action="store_true", help="list every key of a recipe, and stop")
     option = planned.add_argument
-    option("--model", action="store_true", help="trained layers, noise and memory, from the model's config only")
+    option("--model", action="store_true", help="trained layers and memory, from the model's config only")
     option("--device", metavar="GPU", help="with --model: for an a100 or h100 of 80 GB, not for this machine")
     option(
         "--twin",
@@ -91,28 +87,17 @@ def add_commands(add: AddCommand) -> None:
 
 
 def parse_recipe(known: argparse.Namespace, rest: list[str]) -> tuple[str, dict[str, Any]]:
-    """The path of the recipe that a command names, and its overrides.
-
-    Raises:
-        ConfigError: No recipe, or two of them.
-    """
+    """The path of the recipe that a command names, and its overrides; a ConfigError where it names none."""
     from dpllm.recipe.section import parse_overrides
 
-    path = known.config or known.recipe
-    if known.config and known.recipe:
-        raise ConfigError(f"two recipes given: {known.config} and {known.recipe}. Name one.")
-    if path is None:
+    if known.recipe is None:
         action = " ".join(filter(None, (known.command, getattr(known, "action", None))))
         raise ConfigError(f"name a recipe: dpllm {action} recipes/lora/e2e.yaml")
-    return path, parse_overrides(rest)
+    return known.recipe, parse_overrides(rest)
 
 
 def load_recipe(known: argparse.Namespace, rest: list[str]) -> RunConfig:
-    """The recipe that a command names, with its overrides.
-
-    Raises:
-        ConfigError: No recipe, two of them, or one that cannot be read.
-    """
+    """The recipe that a command names, with its overrides; a ConfigError where it names none, or one that cannot be read."""
     from dpllm.recipe.config import load_config
 
     return load_config(*parse_recipe(known, rest))
@@ -159,18 +144,16 @@ def plan(known: argparse.Namespace, rest: list[str]) -> int:
     config = points[0].config if known.twin else load_recipe(known, rest)
     if known.device and not known.model:
         raise ConfigError("--device says for which GPU --model counts memory. Type both.")
-    from dpllm.forecast.advice import advise
     from dpllm.run.promise import Refusals
 
     seen, found = _decided(known, config), Refusals()
     found.errors += seen.refusals
-    needs = _footprint(config, seen, found.errors, known.device) if known.model else None
-    advice = advise(config, seen.plan) if seen.plan else []
+    needs = _footprint(config, seen, found, known.device) if known.model else None
     both = found.attempt(together, points) if known.twin else None
     if known.json:
-        print(dump(_json(seen, needs, advice, found.errors) | ({"twin": both} if both else {})))
+        print(dump(_json(seen, needs, found.errors) | ({"twin": both} if both else {})))
     else:
-        lines = [f"Advice: {text}" for text in advice]
+        lines = [f"Advice: {text}" for text in seen.advice]
         if both:
             total = "With its audit twin: epsilon {epsilon:.4f} at delta {delta:g} for both together".format(**both)
             lines.append(f"{total}; dpllm sweep RECIPE --twin reserves and trains them as one group.")
@@ -187,7 +170,7 @@ def plan(known: argparse.Namespace, rest: list[str]) -> int:
 def _decided(known: argparse.Namespace, config: RunConfig) -> Decision:
     from dpllm.run.promise import Start, decide
 
-    own = Path(known.config or known.recipe).resolve() == (Path(config.output_dir) / "config.yaml").resolve()
+    own = Path(known.recipe).resolve() == (Path(config.output_dir) / "config.yaml").resolve()
     start = Start(overwrite=own)  # the recipe of a run that lies there: what another run of it would promise
     if not known.model or os.cpu_count() == 1:
         return decide(config, start)
@@ -201,20 +184,14 @@ def _decided(known: argparse.Namespace, config: RunConfig) -> Decision:
         return seen.result()
 
 
-def _footprint(config: RunConfig, seen: Decision, refusals: list[DpllmError], gpu: str | None) -> Footprint | None:
-    if seen.schedule is None:
-        return None
+def _footprint(config: RunConfig, seen: Decision, found: Refusals, gpu: str | None) -> Footprint | None:
     gc.disable()  # thousands of modules and operations, none of them garbage: looking for it took an eighth of the time
-    try:
-        from dpllm.forecast.footprint import footprint
+    from dpllm.forecast.footprint import footprint
 
-        needs = footprint(config, seen.schedule, seen.plan, gpu)
-    except DpllmError as error:
-        refusals.append(error)
-        return None
-    finally:
-        gc.enable()
-    refusals += needs.refusals
+    needs = found.attempt(footprint, config, seen.plan.bands if seen.plan else 1, gpu)
+    gc.enable()
+    if needs:
+        found.errors += needs.refusals
     return needs
 
 
@@ -226,24 +203,24 @@ def _show(known: argparse.Namespace, seen: Decision, needs: Footprint | None, li
         steps, batch = seen.schedule.num_steps, seen.schedule.expected_batch_size
         console.print(f"No differential privacy: {steps} steps of about {batch} units.")
     if seen.schedule or seen.subject is not None:
-        console.print(table.plan_table(seen, f"Plan of {known.config or known.recipe}"))
+        console.print(table.plan_table(seen, f"Plan of {known.recipe}"))
     for part in table.footprint_tables(needs) if needs else ():
         console.print(part)
     for line in lines:
         console.print(line, highlight=False)
 
 
-def _json(seen: Decision, needs: Footprint | None, advice: list[str], refusals: list[DpllmError]) -> dict[str, Any]:
+def _json(seen: Decision, needs: Footprint | None, refusals: list[DpllmError]) -> dict[str, Any]:
     """plan.json's fields, as far as they could be computed, and what stands beside them."""
-    from dpllm.forecast.table import batches_of
+    from dpllm.forecast.table import largest_batch
 
     fields: dict[str, Any] = {
         **(asdict(seen.schedule) if seen.schedule else {}),
         **(seen.plan.to_json() if seen.plan else {}),
-        "batches": asdict(batches_of(seen.config, seen.schedule)) if seen.schedule else None,
+        "largest_batch": largest_batch(seen.schedule) if seen.schedule else None,
         "ledger": asdict(seen.ledger) if seen.ledger else None,
         "refusals": [{"exit_code": error.exit_code, "message": str(error)} for error in refusals],
-        "advice": advice,
+        "advice": seen.advice,
     }
     if needs:
         memory = {**asdict(needs.memory), "total": needs.memory.total} if needs.memory else None

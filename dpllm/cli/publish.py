@@ -47,7 +47,6 @@ def add_commands(add: AddCommand) -> None:
         action="store_true",
         help="publish a run without a guarantee whose data are not declared public",
     )
-    option("--replace", action="store_true", help="remove other files from the repository")
     option("--ledger", metavar="FILE", help="current path of the ledger or of an export of it")
     parser = add("generate", generate, "sample text from a tuned model")
     option = parser.add_argument
@@ -61,19 +60,12 @@ def add_commands(add: AddCommand) -> None:
     option("--max-new-tokens", type=int, default=64, help="longest text, in tokens (default: 64)")
     option("--temperature", type=float, default=1.0, help="0: greedy decoding (default: 1)")
     option("--top-p", type=float, default=1.0, help="nucleus sampling, as a probability (default: 1)")
-    option("--beams", type=int, default=1, help="number of beams, at temperature 0 (default: 1, no beam search)")
     option("--seed", type=int, help="the same seed and prompts give the same texts")
     option("--chat", action=argparse.BooleanOptionalAction, help="treat prompts as the user's turns, or not")
     option("--base", metavar="MODEL", help="base model of the adapter, if it is not where the adapter says")
     option = add("merge", merge, "merge the adapter into the weights, with the same card", None).add_argument
     option("run", help="run directory of a finished run with a card")
     option("--output", metavar="DIR", help="where the merged model goes (default: RUN/merged)")
-    option(
-        "--dtype",
-        choices=("auto", "float32", "bfloat16", "float16"),
-        default="auto",
-        help="dtype of the merged weights (default: the base model's)",
-    )
 
 
 def card(known: argparse.Namespace, rest: list[str]) -> int:
@@ -175,15 +167,12 @@ def push(known: argparse.Namespace, rest: list[str]) -> int:
         dry_run=known.dry_run,
         private=known.private,
         without_guarantee=known.without_guarantee,
-        replace=known.replace,
         ledger=known.ledger,
     )
     if known.json:
-        return show(known, done.to_json())
+        return show(known, asdict(done))
     for file in done.files:
         print(f"{file.size:>12,}  {file.sha256}  {file.path}")
-    for path in done.stale:
-        print(f"{'removed':>12}  {path}")
     for line in done.unsearched:
         print(f"{'not searched':>12}  {line}")
     total = sum(file.size for file in done.files)
@@ -207,7 +196,7 @@ def generate(known: argparse.Namespace, rest: list[str]) -> int:
             f"dpllm generate: no differential privacy guarantee ({reason}): what is printed may repeat training text.",
             file=sys.stderr,
         )
-    settings = {name: getattr(known, name) for name in ("max_new_tokens", "temperature", "top_p", "beams", "seed")}
+    settings = {name: getattr(known, name) for name in ("max_new_tokens", "temperature", "top_p", "seed")}
     found = sample(generator, prompts, known.num, **settings)
     if known.json:
         print(json.dumps({"seed": known.seed, "samples": [asdict(one) for one in found]}, ensure_ascii=False, indent=2))
@@ -223,6 +212,6 @@ def merge(known: argparse.Namespace, rest: list[str]) -> int:
     from dpllm.publish.merge import merge as write_merged
     from dpllm.run.directory import RunDir
 
-    place = write_merged(RunDir(Path(known.run)), Path(known.output) if known.output else None, dtype=known.dtype)
+    place = write_merged(RunDir(Path(known.run)), Path(known.output) if known.output else None)
     print(f"{place}: a merged copy with the same guarantee (post-processing). dpllm verify {place} checks it.")
     return 0

@@ -1,1 +1,1 @@
-"""What a run will need and what may hurt: memory and advice for ``dpllm plan``, before anything runs."""
+"""What ``dpllm plan`` shows before anything runs: the promise as a table, and the memory that a run will need."""

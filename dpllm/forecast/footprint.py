@@ -1,6 +1,6 @@
-"""What a run needs: trainable parameters, noise and memory, from the base model's configuration alone.
+"""What a run needs: trainable parameters and memory, from the base model's configuration alone.
 
-Comes in: the recipe and its Plan. Goes out: a ``Footprint``. The model is built on torch's meta device, where tensors have
+Comes in: the recipe and its schedule. Goes out: a ``Footprint``. The model is built on torch's meta device, where tensors have
 shapes and no content: no weights are read. Must not see data.
 
 How far off, against steps that really ran (a builtin model of 0.8 million parameters and a Llama of 6 blocks and width 512,
@@ -12,20 +12,22 @@ was measured. On a GPU it was not compared. Command, which prints the ratios:
 
 from __future__ import annotations
 
-import math
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpllm.errors import ConfigError, DpllmError
-from dpllm.forecast.meta_tensor_counter import tally
 from dpllm.model import adapters, loading
 from dpllm.model import memory as device_memory
-from dpllm.privacy import banded, guards
+from dpllm.privacy import guards
 from dpllm.privacy.loss import TokenLosses
-from dpllm.privacy.plan import Plan, Schedule
 from dpllm.privacy.sampling import PhysicalBatch
 from dpllm.recipe.config import LoraConfig, RunConfig
 from dpllm.run.promise import Refusals
@@ -67,20 +69,14 @@ class Footprint:
     kinds: tuple[tuple[str, int, int], ...]  # (kind of layer, tensors, parameters) of what trains
     trainable: int  # d, the number of coordinates that receive noise
     total: int  # parameters of the whole model
-    # sigma C / B: standard deviation in one coordinate of the averaged gradient; None without a Plan. With banded noise, of a
-    # step that takes back the noise of all steps that it can.
-    noise_per_coordinate: float | None
-    # The same times sqrt(d): the length of the noise vector, beside a signal of length C at most.
-    noise_total: float | None
     memory: Memory | None  # at the peak of a step of one process; None where the model cannot be run on shapes alone
     physical_batch_size: int | None  # R, the sequences in one forward pass that memory is counted for
-    found: bool  # R is what would fit on this machine, since the recipe says auto
     basis: str  # in words
     refusals: tuple[DpllmError, ...]  # what the model itself would refuse
 
 
-def footprint(config: RunConfig, schedule: Schedule, plan: Plan | None, gpu: str | None = None) -> Footprint:
-    """Builds the model from its configuration and counts; without a Plan there is no noise.
+def footprint(config: RunConfig, bands: int = 1, gpu: str | None = None) -> Footprint:
+    """Builds the model from its configuration and counts, for noise of so many bands.
 
     ``gpu`` is a name in ``GPU_MEMORY``, to count memory for that GPU from elsewhere; None: this machine.
 
@@ -99,24 +95,15 @@ def footprint(config: RunConfig, schedule: Schedule, plan: Plan | None, gpu: str
     refusals.attempt(guards.check_model, net)
     refusals.attempt(loading.check_length, config, net)
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in net.parameters()]
-    trainable = sum(size for size, trains in sizes if trains)
-    sigma = plan.noise_multiplier if plan else None
-    noise = sigma * plan.max_grad_norm / schedule.expected_batch_size if plan and sigma else None
-    bands = plan.bands if plan else 1
-    if noise and plan and bands > 1:  # of a step that takes back the noise of as many as it can
-        noise *= banded.step_noise(plan.coefficients, schedule.num_steps)
     rows, counted, found = _rows(config, net, device, GPU_MEMORY[gpu] if gpu else None, bands)
     memory = _memory(config, net, counted, rows, device, bands) if counted is not None and rows is not None else None
     basis = f"estimates: one process, every sequence {config.data.max_length} tokens long" if memory else UNCOUNTED
     return Footprint(
         kinds=tuple(adapters.trainable_table(net)),
-        trainable=trainable,
+        trainable=sum(size for size, trains in sizes if trains),
         total=sum(size for size, _ in sizes),
-        noise_per_coordinate=noise,
-        noise_total=noise * math.sqrt(trainable) if noise else None,
         memory=memory,
         physical_batch_size=rows,
-        found=config.train.physical_batch_size == "auto",
         basis=basis + found,
         refusals=tuple(refusals.errors),
     )
@@ -232,3 +219,89 @@ def _stored_bytes(config: RunConfig, net: Any, device: torch.device) -> int:
     if device.type != "cuda" or not isinstance(config.adapter, LoraConfig):
         return 4
     return int(saved.itemsize) if isinstance(saved, torch.dtype) else 4
+
+
+class Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """What is held of what was computed inside.
+
+    Attributes:
+        live: Bytes of tensors made inside that are still held.
+        peak: The largest ``live`` so far.
+    """
+
+    def __init__(self) -> None:
+        """All counts start at zero."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live, self.peak = 0, 0
+        self._held: dict[int, Any] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs one operation and counts it."""
+        if func.overloadpacket is torch.ops.aten._local_scalar_dense:
+            return 1  # transformers asks whether a mask is all ones, and it is
+        out = func(*args, **(kwargs or {}))
+        inputs = [*_tensors(args), *_tensors((kwargs or {}).values())]
+        known = {leaf.untyped_storage()._cdata for leaf in inputs}
+        for leaf in _tensors((out,)):
+            storage = leaf.untyped_storage()
+            if storage._cdata not in known and storage._cdata not in self._held:
+                self._hold(storage)
+        return out
+
+    def _hold(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+
+        def release() -> None:
+            self._held.pop(key, None)
+            self.live -= size
+
+        self._held[key] = weakref.finalize(storage, release)
+        self._held[key].atexit = False
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Those among an operation's arguments or results, which stand alone or in lists; torch's pytree takes ten times as long."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+class _Attention(torch.autograd.Function):
+    """Attention that keeps what a fused kernel keeps: queries, keys, values and the output, no table of T^2 weights."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out = query.new_empty((*query.shape[:-1], value.shape[-1]))
+        ctx.save_for_backward(query, key, value, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        query, key, value, _ = ctx.saved_tensors
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+@contextmanager
+def tally() -> Iterator[Tally]:
+    """Counts everything inside, attention as a fused kernel holds it.
+
+    scaled_dot_product_attention is replaced meanwhile: on the meta device it falls back to a table of T^2 weights. A mode of
+    torch.overrides would be tidier, and is not active when a checkpointed block is computed again.
+    """
+    counted = Tally()
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Any:
+        return _Attention.apply(query, key, value)  # type: ignore[no-untyped-call]
+
+    functional: Any = torch.nn.functional
+    fused = functional.scaled_dot_product_attention
+    functional.scaled_dot_product_attention = attention
+    try:
+        with counted:
+            yield counted
+    finally:
+        functional.scaled_dot_product_attention = fused

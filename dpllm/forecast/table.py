@@ -1,4 +1,4 @@
-"""What ``dpllm plan`` prints: rows of text from the values of planning, and how many units and physical batches a step has.
+"""What ``dpllm plan`` prints: rows of text from the values of planning.
 
 Comes in: a decision, a footprint. Goes out: tables. Must not see data, and must not import torch.
 """
@@ -6,16 +6,15 @@ Comes in: a decision, a footprint. Goes out: tables. Must not see data, and must
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dpllm.forecast.advice import effect_of
-from dpllm.privacy.banded import Effect
-from dpllm.privacy.plan import RELATION_IN_WORDS, Plan
-from dpllm.privacy.schedule import Schedule, Shape, group_rate, physical_batches_expected
+from dpllm.errors import ConfigError
+from dpllm.privacy import banded
+from dpllm.privacy.plan import RELATION_IN_WORDS, Plan, noise_multiplier_for
+from dpllm.privacy.schedule import Schedule, group_rate
 from dpllm.recipe.config import RunConfig
-from dpllm.recipe.derived import rows_of_one, shapes_for
-from dpllm.run.promise import Decision
+from dpllm.recipe.derived import learning_rate_of
+from dpllm.run.promise import Decision, accounting_cache
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from dpllm.forecast.footprint import Footprint
 
 QUANTILE = 0.999
-FIXED = 64  # as of ``shapes_of``, where the size of the model is not known
 LIMITS = {
     "tpr_at_fpr_0.01": "TPR at 1% FPR",
     "tpr_at_fpr_0.001": "TPR at 0.1% FPR",
@@ -39,23 +37,22 @@ def plan_table(seen: Decision, title: str) -> Table:
     rows |= {"beware": seen.lowered} if seen.lowered else {}
     schedule, plan = seen.schedule, seen.plan
     if schedule:
-        sizes = batches_of(seen.config, schedule)
+        batch, most = schedule.expected_batch_size, largest_batch(schedule)
         counted = "rows" if plan and plan.sampling == "example" else "units"
         rows |= {
             "public size N": f"{schedule.dataset_size} {counted}, of which {schedule.canary_slots} are canary slots",
             "sampling rate q": f"{schedule.sampling_rate:.6f}: each joins each step by its own coin"
             + (", when it is its group's turn" if plan and plan.coefficients else ""),
             "steps T": str(schedule.num_steps),
-            "logical batch": f"B = {sizes.expected} {counted} expected, at most {sizes.largest} in 99.9% of the steps",
-            "physical batches": _physical(sizes),
+            "logical batch": f"B = {batch} {counted} expected, at most {most} in 99.9% of the steps",
         }
     elif seen.subject is not None:
         rows["public size"] = f"{seen.subject.num_units} without canary slots"
     if plan:
         rows["clipping"] = f"{plan.clipping}, C = {plan.max_grad_norm:g}"
         rows["noise multiplier sigma"] = f"{plan.noise_multiplier:g}"
-        if effect := effect_of(seen.config, plan):
-            rows["banded noise"] = _banded(plan, effect)
+        if plan.coefficients:
+            rows["banded noise"] = _banded(seen.config, plan)
         rows["ledger"] = str(seen.ledger or "no ledger there yet: nothing is spent, and no budget is set")
     if seen.subject and seen.subject.reads:
         rows["data"] = seen.subject.reads
@@ -63,12 +60,23 @@ def plan_table(seen: Decision, title: str) -> Table:
     return _two_columns(title, rows)
 
 
-def _banded(plan: Plan, effect: Effect) -> str:
+def _banded(config: RunConfig, plan: Plan) -> str:
     bands, rate = plan.bands, group_rate(plan.schedule, plan.bands)
+    turns = (
+        f"{bands} groups take turns, at rate {rate:.6f}; {8 * (bands - 1)} bytes of earlier noise per trained parameter"
+    )
+    target, relation = min(plan.epsilon, plan.target_epsilon), plan.neighbouring_relation
+    try:
+        alone = noise_multiplier_for(
+            target, plan.delta, plan.schedule, relation, cache_dir=accounting_cache(), rough=True
+        )
+    except ConfigError:  # no independent noise that is considered keeps the promise
+        return f"{bands} bands; {turns}"
+    rate_T = banded.rates(learning_rate_of(config.train), plan.schedule.num_steps)
+    effect = banded.effect(plan.coefficients, rate_T, plan.noise_multiplier, alone)
     return (
         f"{bands} bands: {effect.last_iterate:.3f} of the noise that independent noise would leave in the last weights; noise "
-        f"of one step {effect.one_step:.3g} times as large, and so is the learning rate for adamw; {bands} groups take turns, "
-        f"at rate {rate:.6f}; {8 * (bands - 1)} bytes of earlier noise per trained parameter"
+        f"of one step {effect.one_step:.3g} times as large, and so is the learning rate for adamw; {turns}"
     )
 
 
@@ -91,34 +99,19 @@ def _promise(plan: Plan) -> dict[str, str]:
     }
 
 
-def _physical(sizes: Batches) -> str:
-    if sizes.shapes is None or sizes.physical_expected is None or sizes.padding_rows is None:
-        return f"of as many sequences as fit, found when training starts (auto); {sizes.assumption}"
-    share = sizes.padding_rows / (sizes.expected * sizes.sequences_per_unit)
-    return (
-        f"about {sizes.physical_expected:.0f} a step, of at most {sizes.physical_size} sequences, if lengths are spread evenly; "
-        f"padding rows that fill them up: about {sizes.padding_rows:.0f} ({share:.1%}); one process, {sizes.assumption}"
-    )
-
-
 def footprint_tables(needs: Footprint) -> list[Table | str]:
-    """What trains; and what noise a step adds and what memory it takes."""
+    """What trains, and what memory a step takes."""
     from dpllm.model.adapters import trainable_text
 
     rows = {}
-    if needs.noise_per_coordinate is not None and needs.noise_total is not None:
-        times = ", times what banded noise adds to a step," if needs.memory and needs.memory.noise else ""
-        rows["noise per coordinate"] = f"sigma C / B{times} = {needs.noise_per_coordinate:.3g} in the averaged gradient"
-        rows["noise in total"] = f"times sqrt(d) = {needs.noise_total:.3g}, beside a signal of length C at most"
     if needs.memory:
         parts = ", ".join(
             f"{name.replace('_', ' ')} {size_text(size)}" for name, size in vars(needs.memory).items() if size
         )
-        counted = f", with {needs.physical_batch_size} sequences in one forward pass" if needs.found else ""
-        rows["memory"] = f"about {size_text(needs.memory.total)}{counted}: {parts}"
+        counted = f"with {needs.physical_batch_size} sequences in one forward pass"
+        rows["memory"] = f"about {size_text(needs.memory.total)}, {counted}: {parts}"
     rows["basis"] = needs.basis
-    trains = trainable_text(needs.kinds, needs.total)
-    return [trains, _two_columns("Noise, and an estimate of memory", rows)]
+    return [trainable_text(needs.kinds, needs.total), _two_columns("An estimate of memory", rows)]
 
 
 def size_text(size: int) -> str:
@@ -146,40 +139,8 @@ def _two_columns(title: str, rows: dict[str, str]) -> Table:
     return table
 
 
-@dataclass(frozen=True)
-class Batches:
-    """Sizes of a step's batches, for one process; None where a run finds them at its start."""
-
-    expected: int  # B, the mean of the logical batch, in units
-    largest: int  # the smallest number of units that a step exceeds with probability 0.1% at most
-    sequences_per_unit: int  # with how many sequences one unit is counted
-    physical_size: int | None  # sequences in one forward pass, at most
-    shapes: tuple[Shape, ...] | None  # of physical batches, as (tokens, rows): see ``schedule.shapes_of``
-    physical_expected: float | None  # physical batches of a step, where lengths are spread evenly up to data.max_length
-    padding_rows: float | None  # of these, rows that fill them up and learn nothing
-    assumption: str  # in words, what is counted
-
-
-def batches_of(config: RunConfig, schedule: Schedule) -> Batches:
-    """Counts a step's units and physical batches.
-
-    The logical batch is Binomial(N, q): its quantile at 99.9% is exact. A unit is counted with one sequence, or with
-    ``data.max_examples_per_unit`` where all its rows are drawn together, which is the most it may bring unless rows are cut
-    into chunks. A unit that is longer than a physical batch has physical batches of its own.
-    """
+def largest_batch(schedule: Schedule) -> int:
+    """The smallest number of units that a step exceeds with probability 0.1% at most; the logical batch is Binomial(N, q)."""
     from scipy import stats
 
-    per_unit, batch, named = rows_of_one(config), schedule.expected_batch_size, config.train.physical_batch_size
-    number = "two sequences" if config.train.pairs else "one sequence"
-    counted = f"{number} {'a row' if config.data.sampling == 'example' else 'a unit'}"
-    if config.data.sampling == "unit" and config.data.max_examples_per_unit is not None:
-        counted = f"at most {config.data.max_examples_per_unit} rows of a unit, {number} each"
-    if config.data.long_examples == "chunk":
-        counted += ", and more where a row longer than data.max_length is cut into chunks"
-    largest = int(stats.binom.ppf(QUANTILE, schedule.dataset_size, schedule.sampling_rate))
-    if named == "auto":
-        return Batches(batch, largest, per_unit, None, None, None, None, counted)
-    shapes = shapes_for(config, schedule, FIXED)(named)
-    each = physical_batches_expected(shapes, batch, each=per_unit)
-    rows = sum(number * shape.rows for number, shape in zip(each, shapes, strict=True))
-    return Batches(batch, largest, per_unit, named, shapes, sum(each), rows - batch * per_unit, counted)
+    return int(stats.binom.ppf(QUANTILE, schedule.dataset_size, schedule.sampling_rate))

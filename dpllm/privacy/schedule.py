@@ -160,13 +160,6 @@ def shapes_of(
     return found[max_length][1]
 
 
-def physical_batches_expected(shapes: Sequence[Shape], batch: int, *, each: int = 1) -> list[float]:
-    """How many physical batches of each shape a step has in expectation, by what ``shapes_of`` takes lengths to be."""
-    longest, shorter = shapes[-1].length, [0, *(shape.length for shape in shapes)]
-    means = [batch * each * (shape.length - less) / longest for shape, less in zip(shapes, shorter, strict=False)]
-    return [float(_tail(mean)[:: shape.rows].sum()) for shape, mean in zip(shapes, means, strict=True)]
-
-
 def _tail(mean: float) -> npt.NDArray[np.float64]:
     """P(n > k) of a Poisson variable n, for k = 0, 1, ...: every h-th of them add up to the expectation of ceil(n / h)."""
     most = math.ceil(mean + 10 * math.sqrt(mean) + 10)

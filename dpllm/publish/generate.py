@@ -27,8 +27,6 @@ from dpllm.statement.run_files import read_run
 from dpllm.text.layouts import Format
 from dpllm.text.prompts import Prompt, encode
 
-MOST_BEAMS = 100
-
 
 @dataclass(frozen=True)
 class Generator:
@@ -109,7 +107,6 @@ def sample(
     max_new_tokens: int = 64,
     temperature: float = 1.0,
     top_p: float = 1.0,
-    beams: int = 1,
     seed: int | None = None,
 ) -> list[Sample]:
     """Writes ``num`` texts behind every prompt, many at a time.
@@ -121,7 +118,6 @@ def sample(
         max_new_tokens: At most this many tokens each, >= 1; an end token ends a text.
         temperature: 0: the likeliest token each time.
         top_p: Only the likeliest tokens that together have this probability, in (0, 1].
-        beams: More than 1: the likeliest text that a beam search finds, at temperature 0.
         seed: Decides everything random, for the same prompts on one kind of device; None: the operating system does.
 
     Returns:
@@ -132,7 +128,7 @@ def sample(
             has no way to begin without a prompt.
         DataError: The chat template does not take a prompt's messages, or a prompt is no text.
     """
-    _possible(num, max_new_tokens, temperature, top_p, beams, seed)
+    _possible(num, max_new_tokens, temperature, top_p, seed)
     asked: list[Prompt | None] = [None] if prompts is None else list(prompts)
     encoded = encode_all(generator, asked)
     left = room(generator, encoded)
@@ -142,7 +138,7 @@ def sample(
             f"a prompt of {longest} tokens and {max_new_tokens} new ones exceed the {longest + left} that the model reads. Type "
             "a smaller --max-new-tokens, or a shorter prompt."
         )
-    settings = _settings(generator, max_new_tokens, temperature, top_p, beams)
+    settings = _settings(generator, max_new_tokens, temperature, top_p)
     many = [ids for ids in encoded for _ in range(num)]
     device = next(generator.model.parameters()).device
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -157,20 +153,14 @@ def sample(
     ]
 
 
-def _possible(num: int, max_new_tokens: int, temperature: float, top_p: float, beams: int, seed: int | None) -> None:
+def _possible(num: int, max_new_tokens: int, temperature: float, top_p: float, seed: int | None) -> None:
     """Refuses settings that ask for no text."""
-    few = min(num, max_new_tokens, beams) < 1 or beams > MOST_BEAMS
     # Below one in a million a logit divided by it may be infinite.
-    if few or not (temperature == 0 or 1e-6 <= temperature < math.inf) or not 0 < top_p <= 1:
+    warm = temperature == 0 or 1e-6 <= temperature < math.inf
+    if min(num, max_new_tokens) < 1 or not warm or not 0 < top_p <= 1:
         raise ConfigError(
-            f"num {num}, max-new-tokens {max_new_tokens}, beams {beams}, temperature {temperature:g} and top-p {top_p:g} are "
-            f"out of range: the first three are at least 1, beams at most {MOST_BEAMS}, temperature 0 or from 1e-6, top-p up to "
-            "1."
-        )
-    if beams > 1 and temperature > 0:
-        raise ConfigError(
-            f"beams {beams} at temperature {temperature:g}: a beam search finds the likeliest text and does not sample. Type "
-            "--temperature 0, or leave --beams out."
+            f"num {num}, max-new-tokens {max_new_tokens}, temperature {temperature:g} and top-p {top_p:g} are out of range: the "
+            "first two are at least 1, temperature 0 or from 1e-6, top-p up to 1."
         )
     if seed is not None and not 0 <= seed < 2**63:
         raise ConfigError(f"seed {seed}: is out of torch's range. Type one from 0 to {2**63 - 1}.")
@@ -224,9 +214,7 @@ def _unprotected(run: RunDir | None, export: Path) -> str | None:
     return "no privacy statement lies beside it" if block is None else None
 
 
-def _settings(
-    generator: Generator, max_new_tokens: int, temperature: float, top_p: float, beams: int
-) -> GenerationConfig:
+def _settings(generator: Generator, max_new_tokens: int, temperature: float, top_p: float) -> GenerationConfig:
     """What was asked for; of what a model brings with it, its end tokens alone."""
     inner = generator.model.get_base_model() if isinstance(generator.model, PeftModel) else generator.model
     own = inner.generation_config.eos_token_id
@@ -237,7 +225,7 @@ def _settings(
         max_new_tokens=max_new_tokens,
         eos_token_id=sorted(ends) or None,
         pad_token_id=padding if padding is not None else min(ends, default=0),
-        num_beams=beams,
+        num_beams=1,
         repetition_penalty=1.0,
         no_repeat_ngram_size=0,
         **(chance if temperature > 0 else {"do_sample": False}),

@@ -31,17 +31,15 @@ from dpllm.statement.run_files import read_run
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.1, torch.bfloat16: 0.1}  # of logits, of their spread
 
 
-def merge(run: RunDir, output: Path | None = None, *, dtype: str = "auto") -> Path:
+def merge(run: RunDir, output: Path | None = None) -> Path:
     """Writes a run's base model with its adapter merged in.
 
     Args:
         run: A finished run that trained an adapter, with its card.
         output: Where; None: ``merged`` in the run directory. A merged model that lies there is replaced.
-        dtype: Of the written weights: float32, bfloat16, float16, or auto (that in which the recipe loads the base, or else the
-            base checkpoint's). The sum is rounded to it once.
 
     Returns:
-        The directory.
+        The directory. Weights are of the dtype in which the recipe loads the base, or else of its checkpoint's.
 
     Raises:
         ConfigError: No such run, no card, a card of other weights, a run that trained whole layers, or an output directory that
@@ -61,7 +59,7 @@ def merge(run: RunDir, output: Path | None = None, *, dtype: str = "auto") -> Pa
     pinned = config.model_copy(update={"model": config.model.model_copy(update={"revision": commit})})
     _check_base(pinned, statement.lineage)
     with whole_directory(output) as part:
-        merge_weights(pinned, run.export, part, dtype)
+        merge_weights(pinned, run.export, part)
         _write_statement(config, run, statement, part)
     return output
 
@@ -122,13 +120,13 @@ def _check_base(config: RunConfig, stated: Lineage | None) -> None:
         )
 
 
-def merge_weights(config: RunConfig, adapter: Path, output: Path, dtype: str, max_shard_size: str = "5GB") -> None:
+def merge_weights(config: RunConfig, adapter: Path, output: Path, max_shard_size: str = "5GB") -> None:
     """Writes a base model with an adapter added to its weights, and compares what was written with the two.
 
     Raises:
         Refused: The base is quantised, or what was written computes other logits than base and adapter.
     """
-    wanted = _dtype(config, dtype)
+    wanted = _dtype(config)
     name = next(name for name, known in loading.DTYPES.items() if known == wanted)
     cpu = torch.device("cpu")
     base = loading.load_base(config.model.model_copy(update={"dtype": name}), cpu)
@@ -159,16 +157,12 @@ def merge_weights(config: RunConfig, adapter: Path, output: Path, dtype: str, ma
         )
 
 
-def _dtype(config: RunConfig, dtype: str) -> torch.dtype:
-    if dtype == "auto":
-        dtype = config.model.dtype
-    if dtype == "auto":
-        settings = transformers.AutoConfig.from_pretrained(
-            loading.source(config.model.name_or_path), revision=config.model.revision
-        )
-        stored = getattr(settings, "dtype", None)
-        return stored if stored in TOLERANCE else torch.float32
-    return loading.DTYPES[dtype]
+def _dtype(config: RunConfig) -> torch.dtype:
+    if config.model.dtype != "auto":
+        return loading.DTYPES[config.model.dtype]
+    name = loading.source(config.model.name_or_path)
+    stored = getattr(transformers.AutoConfig.from_pretrained(name, revision=config.model.revision), "dtype", None)
+    return stored if stored in TOLERANCE else torch.float32
 
 
 def _untie(tuned: Any) -> None:

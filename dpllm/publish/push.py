@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, DatasetInfo, HfApi, ModelInfo, constants
+from huggingface_hub import CommitOperationAdd, DatasetInfo, HfApi, ModelInfo, constants
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from dpllm.errors import ConfigError, DpllmError, Refused
 from dpllm.files import BLOCK, CARD, UNHASHED, read_json, sha256
@@ -34,7 +34,6 @@ from dpllm.verification.verify import insist
 # httpx in huggingface_hub 1, httpx2 in 2: the class of everything that goes wrong on the way.
 _ON_THE_WAY = cast(type[Exception], HfHubHTTPError.__bases__[0])
 _UNKNOWN = (401, 403, 404)
-_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _AT_ONCE = 16 * 2**20
 _OF_THE_HUB = frozenset({".gitattributes"})
 
@@ -55,20 +54,14 @@ class Push:
     Attributes:
         repository: On the Hub.
         files: All of export/, or of the data set.
-        stale: Files of the repository that a former push left and that are removed with this one.
         url: Of the commit; None for a dry run.
         unsearched: What could not be searched for private text, in sentences.
     """
 
     repository: str
     files: tuple[Upload, ...]
-    stale: tuple[str, ...] = ()
     url: str | None = None
     unsearched: tuple[str, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """As ``dpllm push --json`` prints it."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -106,7 +99,6 @@ def push(
     dry_run: bool = False,
     private: bool = False,
     without_guarantee: bool = False,
-    replace: bool = False,
     ledger: str | None = None,
 ) -> Push:
     """Uploads export/ of a run, or a data set, and nothing else.
@@ -117,7 +109,6 @@ def push(
         dry_run: List what would go, and contact nobody.
         private: Make the repository a private one; one that is public is refused.
         without_guarantee: Publish a run without a guarantee although its data are not declared public.
-        replace: Remove files of the repository that are not among these; else they are a reason to refuse.
         ledger: Where the ledger lies now, if not where the recipe says.
 
     Raises:
@@ -126,10 +117,8 @@ def push(
         ConfigError: No such run, or no such name.
         DpllmError: The Hub could not be reached, or refused.
     """
-    if not _REPOSITORY.fullmatch(repository) or ".." in repository or "--" in repository:
-        raise ConfigError(
-            f"{repository}: is not a valid repository name on the Hub. Type OWNER/NAME, such as alice/notes-dp."
-        )
+    with asking(repository):
+        validate_repo_id(repository)
     source = _Source.of(path)
     statement = _statement(source, ledger, without_guarantee)
     try:
@@ -138,7 +127,7 @@ def push(
     except Wrong as error:
         raise Refused(f"{source.folder}: {error}") from None
     found = Push(repository, files, unsearched=tuple(unsearched))
-    return found if dry_run else _upload(source, found, private=private, replace=replace)
+    return found if dry_run else _upload(source, found, private=private)
 
 
 def _search(source: _Source, statement: PrivacyRecord, names: list[str]) -> list[str]:
@@ -197,15 +186,15 @@ def _changed(source: _Source, name: str) -> Refused:
     return Refused(f"{source.folder}: {name} changed while it was being checked. Type the command again.")
 
 
-def _upload(source: _Source, found: Push, *, private: bool, replace: bool) -> Push:
+def _upload(source: _Source, found: Push, *, private: bool) -> Push:
     api = HfApi(endpoint=endpoint())
     with asking(found.repository):
         name = str(
             api.create_repo(found.repository, repo_type=source.kind, private=private or None, exist_ok=True).repo_id
         )
         there = api.dataset_info(name) if source.kind == "dataset" else api.model_info(name)
-        stale = _stale(there, name, found.files, private=private, replace=replace)
-        operations: list[CommitOperationAdd | CommitOperationDelete] = []
+        _check_repository(there, name, found.files, private=private)
+        operations = []
         for file in found.files:
             path = source.folder / file.path
             # Small files are sent as they are read here; of a large one the Hub takes the content of this hash alone.
@@ -213,35 +202,26 @@ def _upload(source: _Source, found: Push, *, private: bool, replace: bool) -> Pu
             if added.upload_info.sha256.hex() != file.sha256:
                 raise _changed(source, file.path)
             operations.append(added)
-        operations += [CommitOperationDelete(path) for path in stale]
         with warnings.catch_warnings():
             # It takes the token table of the audit for a dataset.
             warnings.filterwarnings("ignore", message="It seems that you are about to commit a data file")
             done = api.create_commit(name, operations, commit_message="Upload with dpllm push", repo_type=source.kind)
-    return dataclasses.replace(found, repository=name, stale=stale, url=str(done.commit_url))
+    return dataclasses.replace(found, repository=name, url=str(done.commit_url))
 
 
-def _stale(
-    there: ModelInfo | DatasetInfo, name: str, files: tuple[Upload, ...], *, private: bool, replace: bool
-) -> tuple[str, ...]:
-    """What the repository holds beside these files.
-
-    Raises:
-        Refused: It is public and was to be private, or it holds files that are not among them.
-    """
+def _check_repository(there: ModelInfo | DatasetInfo, name: str, files: tuple[Upload, ...], *, private: bool) -> None:
+    """Refuses a repository that is public and was to be private, or that holds files which are not among these."""
     if private and there.private is False:
         raise Refused(
             f"{name}: exists and is public, and --private cannot change that. Name another repository, or make that one private "
             "in its settings first."
         )
     known = {file.path for file in files} | _OF_THE_HUB
-    stale = tuple(sorted(entry.rfilename for entry in there.siblings or () if entry.rfilename not in known))
-    if stale and not replace:
+    if other := sorted(entry.rfilename for entry in there.siblings or () if entry.rfilename not in known):
         raise Refused(
-            f"{name}: already holds other files ({', '.join(stale[:3])}), which the card does not cover, so "
-            "it would not verify there. Name another repository, or type --replace to remove them."
+            f"{name}: already holds other files ({', '.join(other[:3])}), which the card does not cover, so it would not verify "
+            "there. Name another repository, or remove them with hf repo-files delete."
         )
-    return stale
 
 
 def endpoint() -> str:

@@ -29,10 +29,8 @@ class Imported:
 
     path: Path
     tool: str
-    pairs: bool = False  # of DPO
     special: Json = field(default_factory=dict)  # "@..." of imports.yaml -> value
     said: dict[str, str] = field(default_factory=dict)  # the same -> their key with its value, until a line tells it
-    told: set[str] = field(default_factory=set)  # those of which a line does
     found: Json = field(default_factory=dict)  # our key -> value
     carried: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
@@ -41,22 +39,19 @@ class Imported:
     def carry(self, word: str, key: str, value: Any) -> None:
         """Sets our key by what their key for ``word`` says, and tells it."""
         self.found[key] = value
-        their = self.said.get(word, word.removeprefix("@"))
-        self.carried.append(f"{their} -> {key}: {value}")
-        self.told.add(word)
+        self.carried.append(f"{self.said.pop(word)} -> {key}: {value}")
 
     def leave(self, word: str, why: str) -> None:
         """Tells why their key for ``word`` is not carried over."""
-        self.left.append(f"{self.said.get(word, word).partition(': ')[0]}: {why}")
-        self.told.add(word)
+        self.left.append(f"{self.said.pop(word).partition(': ')[0]}: {why}")
 
-    def drop(self, *keys: str) -> list[str]:
-        """Takes back what was carried to keys that begin so, and returns its lines."""
+    def drop(self, *keys: str, why: str) -> None:
+        """Takes back what was carried to keys that begin so, and tells why."""
         for key in [key for key in self.found if key.startswith(keys)]:
             del self.found[key]
-        dropped = [line for line in self.carried if line.partition(" -> ")[2].startswith(keys)]
-        self.carried = [line for line in self.carried if line not in dropped]
-        return dropped
+        for line in [line for line in self.carried if line.partition(" -> ")[2].startswith(keys)]:
+            self.carried.remove(line)
+            self.left.append(f"{line.partition(': ')[0]}: {why}")
 
 
 def _listed(value: Any) -> list[Any]:
@@ -68,16 +63,11 @@ class _No(Exception):
     """Why a value is not carried over."""
 
 
-def _one_of(*known: str) -> Callable[[Any], str]:
-    """The one that the value begins with; the first is the recipe's default."""
-
-    def convert(value: Any) -> str:
-        for name in known:
-            if str(value).lower().removeprefix("paged_").startswith(name):
-                return name
-        raise _No(f"a recipe knows {', '.join(known)}, so its default, {known[0]}, replaces {value}")
-
-    return convert
+def _optimizer(value: Any) -> str:
+    for name in ("adamw", "sgd"):
+        if str(value).lower().removeprefix("paged_").startswith(name):
+            return name
+    raise _No(f"a recipe knows adamw and sgd, so its default, adamw, replaces {value}")
 
 
 def _schedule(value: Any) -> str:
@@ -118,9 +108,14 @@ CONVERT: dict[str, Callable[[Any], Any]] = {
     "adapter.use_dora": _off("DoRA's magnitude has no per-example gradient to clip; LoRA and rsLoRA have"),
     "adapter.last_blocks": _whole,
     "adapter.r": lambda value: int(str(value)),  # of "8" too, and not of 8.5
+    "data.columns": lambda value: {"text": value} if value != "text" else None,
     "train.learning_rate": float,
     "train.weight_decay": float,
-    "train.optimizer": _one_of("adamw", "sgd"),
+    "train.epochs": float,
+    "train.warmup": float,
+    "train.steps": lambda value: int(value) if int(value) > 0 else None,
+    "train.physical_batch_size": int,
+    "train.optimizer": _optimizer,
     "train.lr_scheduler": _schedule,
     "train.eval_every": _whole,
     "train.checkpoint_every": _whole,
@@ -129,6 +124,7 @@ CONVERT: dict[str, Callable[[Any], Any]] = {
     "model.gradient_checkpointing": bool,
     "model.adapter": _one_adapter,
 }
+"""Our key -> its value from theirs; None where there is nothing to set."""
 
 
 def import_config(path: Path) -> Imported:
@@ -139,26 +135,19 @@ def import_config(path: Path) -> Imported:
     """
     raw = {key: value for key, value in read_recipe(path).items() if value is not None}
     draft = Imported(path, _tool(path, raw))
+    for key, value in raw.items():
+        if _outside(key, value):
+            _refuse(path, f"{key}: {value}")
     try:
-        loss = _loss(raw) if draft.tool == "TRL" else None
-        draft.pairs = isinstance(loss, str) and loss in TABLES["pair_losses"]
-        known = {*TABLES["TRL DPO"], "max_prompt_length", "precompute_ref_log_probs"} if draft.pairs else set()
-        for key, value in raw.items():
-            if key not in known and _outside(key, value):
-                _refuse(path, f"{key}: {value}")
-        defaults = TABLES["defaults"]["TRL DPO" if draft.pairs else draft.tool]
+        defaults = TABLES["defaults"][draft.tool]
         if draft.tool == "LLaMA-Factory":
             defaults = {**defaults, "lora_alpha": 2 * CONVERT["adapter.r"]({**defaults, **raw}["lora_rank"])}
         for key, value in {**defaults, **raw}.items():
             _carry(draft, key, value, "" if key in raw else f" ({draft.tool}'s default)")
-        if draft.special.get("@stage", False) not in (False, "sft", "pt"):
-            _refuse(path, f"stage: {draft.special['@stage']}")
         for fill in (_method, _length, _datasets):
             fill(draft)
-        if draft.pairs:
-            _objective(draft, str(loss))
-        draft.carried += [f"{line} -> nothing to set" for word, line in draft.said.items() if word not in draft.told]
-        if any(key.startswith("wandb_") for key in raw) and draft.found.get("telemetry.project"):
+        draft.carried += [f"{line} -> nothing to set" for line in draft.said.values()]
+        if "wandb_project" in raw:
             draft.found.setdefault("telemetry.trackers", ["wandb"])
     except (TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise ConfigError(
@@ -167,32 +156,6 @@ def import_config(path: Path) -> Imported:
     draft.left = list(dict.fromkeys(draft.left))
     draft.recipe = _to_yaml(draft)
     return draft
-
-
-def _loss(raw: Json) -> Any:
-    """TRL's loss_type; where a configuration of DPO names none, its default."""
-    pairs, supervised = (set(TABLES[keys].split()) & raw.keys() for keys in ("pair_keys", "supervised_keys"))
-    loss = raw.get("loss_type", TABLES["defaults"]["TRL DPO"]["loss_type"] if pairs and not supervised else None)
-    return loss[0] if isinstance(loss, list) and len(loss) == 1 else loss
-
-
-def _carry(draft: Imported, key: str, value: Any, note: str) -> None:
-    """One key with its value: to the recipe's key, to those that several keys decide, or to what is left out."""
-    of_pairs = TABLES["TRL DPO"] if draft.pairs else {}
-    ours = of_pairs.get(key) or TABLES[draft.tool].get(key) or TABLES["trainer"].get(key)
-    try:
-        if ours is None:
-            raise _No(_reason(key))
-        ready = CONVERT.get(ours, lambda same: same)(value)
-    except _No as why:
-        draft.left.append(f"{key}: {why}.")
-        return
-    if ours.startswith("@"):
-        draft.special[ours] = ready
-        draft.said[ours] = f"{key}: {value}{note}"
-    else:
-        draft.found[ours] = ready
-        draft.carried.append(f"{key}: {value}{note} -> {ours}: {ready}")
 
 
 def _tool(path: Path, raw: Json) -> str:
@@ -209,11 +172,42 @@ def _tool(path: Path, raw: Json) -> str:
 
 def _outside(key: str, value: Any) -> bool:
     """Of a training on preferences or rewards; 0 is a value too."""
+    if key in ("loss_type", "stage"):
+        return not str(value).startswith(tuple(TABLES["supervised"].split()))
     names = TABLES["outside"].split()
     outside = key in names or key.startswith(tuple(name for name in names if name.endswith("_")))
-    if key == "loss_type":
-        outside = not str(value).startswith(tuple(TABLES["supervised_losses"].split()))
     return outside and value is not False
+
+
+def _refuse(path: Path, what: str) -> None:
+    raise ConfigError(
+        f"{path}: {what} trains on preferences or rewards, of which nothing is imported. Import a configuration of sft; for DPO "
+        "set train.objective: dpo and data.format: preference in the recipe."
+    )
+
+
+def _carry(draft: Imported, key: str, value: Any, note: str) -> None:
+    """One key with its value: to the recipe's key, to those that several keys decide, or to what is left out."""
+    ours = TABLES[draft.tool].get(key) or TABLES["trainer"].get(key)
+    said = key if isinstance(value, list | dict) else f"{key}: {value}{note}"
+    try:
+        if ours is None:
+            raise _No(_reason(key))
+        if isinstance(ours, dict):  # a flag that stands for a value
+            ((ours, ready),) = ours.items()
+            ready = "auto" if value == "auto" else ready if value else None
+        else:
+            ready = CONVERT.get(ours, lambda same: same)(value)
+    except _No as why:
+        draft.left.append(f"{key}: {why}.")
+        return
+    draft.said[ours] = said
+    if ours.startswith("@"):
+        draft.special[ours] = ready
+    elif ready is not None:
+        draft.carry(ours, ours, ready)
+    else:
+        draft.carried.append(f"{draft.said.pop(ours)} -> nothing to set")
 
 
 def _reason(key: str) -> str:
@@ -226,108 +220,60 @@ def _reason(key: str) -> str:
     return "unknown, not read; dpllm plan --keys lists what a recipe can set"
 
 
-def _refuse(path: Path, what: str) -> None:
-    raise ConfigError(
-        f"{path}: {what} trains on preferences or rewards in a way that dpllm does not: its loss compares texts of several "
-        "people, or moves a reference. Import a configuration of sft, or of TRL's DPO with loss_type: sigmoid, robust or ipo."
-    )
-
-
 def _method(draft: Imported) -> None:
-    """What trains, and in which precision."""
-    special, found = draft.special, draft.found
-    method = special.get("@method", False)
+    """What trains."""
+    method, found = draft.special.get("@method", False), draft.found
+    their = draft.said.setdefault("@method", "full fine-tuning")
     if method in (True, "lora", "qlora"):
         draft.carry("@method", "adapter.method", "lora")
         found.pop("adapter.last_blocks", None)
-        if special.get("@new_adapter"):
-            draft.drop("model.adapter")
-            draft.leave("@new_adapter", "the old adapter becomes part of the base; name the merged model.")
-        if special.get("@linear"):
-            draft.carry("@linear", "adapter.target_modules", "auto")
-        for word, bits in (("@8bit", "8bit"), ("@4bit", "4bit")):
-            if special.get(word):
-                draft.carry(word, "model.quantization", bits)
-        if method == "qlora":
-            draft.carry("@method", "model.quantization", "4bit")
-    else:
-        last_blocks = found.get("adapter.last_blocks", 2)
-        draft.drop("adapter.", "model.adapter", "model.quantization")
-        draft.carry("@method", "adapter.method", "frozen")
-        found["adapter.last_blocks"] = last_blocks
-        if method != "freeze":
-            why = "full fine-tuning: noise grows with the number of weights that train"
-            if method not in (False, "full", "none"):
-                why = f"method {method}: a recipe trains LoRA or the last blocks"
-            draft.left.append(f"{why}, so the last 2 blocks train; or set adapter.method: lora.")
-    asked = {precision: special.get(f"@{precision}") for precision in ("bf16", "fp16")}
-    for precision, value in asked.items():
-        if value in (True, "full", "auto"):
-            draft.carry(f"@{precision}", "train.precision", "auto" if value == "auto" else precision)
-    if False in asked.values() and not any(asked.values()):
-        draft.carry("@bf16" if asked["bf16"] is False else "@fp16", "train.precision", "fp32")
-
-
-def _objective(draft: Imported, loss: str) -> None:
-    """What DPO calls its loss; with sigmoid, a share of wrong labels makes it conservative."""
-    soft = loss == "sigmoid" and draft.found.get("train.label_smoothing", 0) > 0
-    draft.carry("@loss", "train.objective", "cdpo" if soft else TABLES["pair_losses"][loss])
-    draft.found["data.format"] = "preference"
-    if "default" in draft.said["@loss"]:
-        draft.left.append(
-            "loss_type: not given; KTO and ORPO leave it out too, so check that this is a configuration of DPO."
-        )
-    if loss == "ipo":
-        draft.left.append("loss_type: ipo compares sums of log-likelihoods here, and TRL their means over tokens.")
+        if method == "qlora" and found.setdefault("model.quantization", "4bit") == "4bit":
+            draft.carried.append(f"{their} -> model.quantization: 4bit")
+        return
+    last_blocks = found.get("adapter.last_blocks", 2)
+    draft.drop("adapter.", "model.adapter", "model.quantization", why="belongs to an adapter, and none trains.")
+    draft.carry("@method", "adapter.method", "frozen")
+    found["adapter.last_blocks"] = last_blocks
+    if method != "freeze":
+        why = "full fine-tuning: noise grows with the number of weights that train"
+        if method not in (False, "full", "none"):
+            why = f"method {method}: a recipe trains LoRA or the last blocks"
+        draft.left.append(f"{why}, so the last 2 blocks train; or set adapter.method: lora.")
 
 
 def _length(draft: Imported) -> None:
     """Batch, epochs or steps, warm-up."""
-    special = draft.special
-    rows, times = int(special["@rows"]), int(special.get("@accumulated", 1))
-    draft.carry("@rows", "train.physical_batch_size", rows)
-    draft.carry("@accumulated" if "@accumulated" in special else "@rows", "train.batch_size", rows * times)
+    found = draft.found
+    rows, times = found["train.physical_batch_size"], int(draft.special["@accumulated"])
+    draft.carry("@accumulated", "train.batch_size", rows * times)
     draft.carried[-1] += "; multiply it by the number of processes that you used"
-    steps = int(special.get("@steps", -1))
-    if steps > 0:
-        draft.carry("@steps", "train.steps", steps)
-        draft.leave("@epochs", "the number of steps decides.")
-    else:
-        draft.carry("@epochs", "train.epochs", float(special["@epochs"]))
-    warmup = float(special.get("@warmup_steps", 0))
-    if warmup >= 1 and steps <= 0:
-        draft.leave("@warmup_steps", "the number of steps is not known; train.warmup is a share of it (default 0.05).")
-    elif warmup:
-        draft.carry("@warmup_steps", "train.warmup", warmup / steps if warmup >= 1 else warmup)
-    else:
-        draft.carry("@warmup", "train.warmup", float(special["@warmup"]))
+    steps = int(found.get("train.steps", 0))
+    if steps:
+        draft.drop("train.epochs", why="the number of steps decides.")
+    if warmup := float(draft.special.get("@warmup_steps", 0)):
+        draft.drop("train.warmup", why="the number of warm-up steps decides.")
+        if warmup >= 1 and not steps:
+            draft.leave(
+                "@warmup_steps", "the number of steps is not known; train.warmup is a share of it (default 0.05)."
+            )
+        else:
+            draft.carry("@warmup_steps", "train.warmup", warmup / steps if warmup >= 1 else warmup)
 
 
 def _datasets(draft: Imported) -> None:
-    """data.train and data.eval, their columns and format."""
-    special, found, known = draft.special, draft.found, _dataset_info(draft)
-    held_out = "@eval"
-    if str(special.get("@evaluate", "no")).lower() not in ("no", "false"):  # which is what YAML makes of no
-        held_out = "@train"
-        found.setdefault("data.eval_split", "test")
-    if special.get("@text", "text") != "text":
-        draft.carry("@text", "data.columns", {"text": special["@text"]})
-    sources: dict[str, list[str]] = {}
-    for key, word in (("data.train", "@train"), ("data.eval", held_out)):
-        value = special.get(word)
-        named = [name for entry in _listed(value) for name in _entry(draft, key, known.get(str(entry), entry))]
-        again = set(named) & set(sources.get("data.train", []))
+    """data.train and data.eval."""
+    found, known, trained = draft.found, _dataset_info(draft), set[str]()
+    for key, word in (("data.train", "@train"), ("data.eval", "@eval")):
+        entries = [known.get(str(entry), entry) for entry in _listed(draft.special.get(word))]
+        named = [name for entry in entries for name in _entry(draft, key, entry)]
+        again = trained & set(named)
         one_split = found.get("data.train_split", "train") == found.get("data.eval_split", "train")
         if again and (one_split or not all(map(is_hub_id, again))):  # a file has no splits
-            draft.left.append("data.eval: these rows would train too; name a file of held-out rows there.")
+            draft.leave(word, "these rows would train too; name a file of held-out rows in data.eval.")
+            found.pop("data.eval_split", None)
         elif named:
-            found[key] = named[0] if len(named) == 1 else named
-            draft.told.add("@evaluate" if (key, word) == ("data.eval", "@train") else word)
-            their = draft.said[word if key == "data.train" or word == "@eval" else "@evaluate"].partition(": ")[0]
-            draft.carried.append(f"{their} -> {key}: {', '.join(named)}")
-        sources[key] = named
-    if "data.eval" not in found:
-        draft.left += [f"{line.split(':')[0]}: nothing is evaluated." for line in draft.drop("data.eval_split")]
+            draft.carry(word, key, named[0] if len(named) == 1 else named)
+        trained |= set(named)
 
 
 def _dataset_info(draft: Imported) -> Json:
@@ -344,47 +290,25 @@ def _dataset_info(draft: Imported) -> Json:
 
 
 def _entry(draft: Imported, key: str, entry: Any) -> list[str]:
-    """The files or Hub id of one of their datasets; its columns and its format go to the recipe."""
+    """The files or Hub id of one of their datasets."""
     if not isinstance(entry, dict):
         return [str(entry)]
     if entry.get("ranking"):
         _refuse(draft.path, "ranking: true")
-    known, kind = TABLES["datasets"], entry.get("type")
-    parts = [entry, *(part for part in (entry.get("columns"), kind) if isinstance(part, dict))]
-    said = {name: value for part in parts for name, value in part.items() if value is not None}
-    renamed = {ours: said[theirs] for theirs, ours in known["columns"].items() if isinstance(said.get(theirs), str)}
-    fmt = known["formats"].get(str(entry.get("formatting", kind)).split(".")[0].split(":")[0])
-    unread = said.keys() - known["columns"].keys() - set(known["read"].split())
-    unread |= {name for name in ("type", "formatting") if isinstance(said.get(name), str) and not fmt}
-    unread |= {"columns"} if isinstance(said.get("columns"), list) else set()  # TRL: those to keep
-    if fmt != "messages" and renamed.pop("system", None):
-        unread |= {"system", "field_system"} & said.keys()
+    unread = entry.keys() - set(TABLES["datasets"].split())
     draft.left += [f"datasets.{name}: {_reason(name)}." for name in sorted(unread)]
-    if draft.special.get("@stage") == "pt" and "instruction" in renamed:
-        renamed = {"text": renamed["instruction"]}
-    if fmt:
-        draft.found["data.format"] = fmt if draft.found.get("data.format", fmt) == fmt else "auto"
-    for ours, name in renamed.items():
-        if name not in (ours, "messages"):
-            _agree(draft, draft.found.setdefault("data.columns", {}), ours, name)
     named = entry.get("data_files") or entry.get("hf_hub_url") or entry.get("path")
     if "file_name" in entry:
         named = str(Path(entry.get("folder", "")) / entry["file_name"])
     files = [named] if isinstance(named, str) else list(named or [])
-    named_apart = draft.tool == "TRL"  # dataset_test_split
-    split = said.get("split", "train" if not named_apart and any(map(is_hub_id, files)) else None)
-    if split is not None and not (named_apart and key == "data.eval"):
-        _agree(draft, draft.found, f"{key}_split", split)
-    return files
-
-
-def _agree(draft: Imported, table: Json, key: str, value: Any) -> None:
-    """Sets what a recipe says once for all its data."""
-    if table.setdefault(key, value) != value:
+    usual = "train" if draft.tool != "TRL" and any(map(is_hub_id, files)) else None  # TRL: dataset_train_split
+    split = entry.get("split") or usual
+    if split is not None and draft.found.setdefault(f"{key}_split", split) != split:
         raise ConfigError(
-            f"{draft.path}: its datasets name {table[key]!r} and {value!r} for {key}, but a recipe has one for all, so rows "
-            "would be misread. Write the datasets as files with the same columns."
+            f"{draft.path}: its datasets name several splits, {split!r} among them, but a recipe has one {key}_split for all, so "
+            "rows would be misread. Write the datasets as files."
         )
+    return files
 
 
 def _to_yaml(draft: Imported) -> str:

@@ -29,6 +29,7 @@ RETIRED = {
     "plan --after": "adaptive clipping is retired, whose figures it read; privacy.clipping automatic needs no C to be tuned",
     "plan --compare": "it gave no guarantee; dpllm plan --json has epsilon by each accountant, as `accountants`",
     "plan --figure": "plan prints and draws nothing; --json has every figure of the table",
+    **{f"{command} --config": "type the recipe itself" for command in ("plan", "train", "sweep", "canaries")},
     "plan --sweep": "it planned what several dpllm plan commands plan; type one for each value, as --privacy.epsilon 3",
     "epsilon --trials": "the epsilon of one run does not cover choosing the best of several; let the ledger charge every run",
     "epsilon --select": "it belonged to --trials, which is retired too; let the ledger charge every run",
@@ -55,6 +56,10 @@ RETIRED = {
     "ledger --gate": "there is one kind of budget; leave it out, and for an exact total type --final on train or sweep",
     "ledger --reference": "the filter's order follows from --epsilon and --delta; leave it out",
     "ledger --runs": "runs need no list; leave it out, and for an exact total type --final on train or sweep",
+    "generate --beams": "a sample is drawn, not searched for; --temperature 0 takes the likeliest token each time",
+    "merge --dtype": "the weights are written as the recipe loads the base; model.save_pretrained writes any other dtype",
+    "push --replace": "other files make the card fail there; remove them with hf repo-files delete, or name another repository",
+    "ledger --served": "dpllm verify DIR --ledger FILE says whether the ledger holds a served model's run",
     "ledger plot": "it had no effect; dpllm ledger show says what is left, and dpllm ledger metrics tells Prometheus",
     # Attacks of dpllm audit --attack.
     "audit --attack untargeted": "a secret is extracted sooner from its own beginning; type --attack extraction",

@@ -32,8 +32,7 @@ from dpllm.run.promise import Start
 from dpllm.run.record import Recorder, may_publish_cost
 from dpllm.run.screen import Screen
 from dpllm.statement.run_files import RunRecord, read_run
-from dpllm.telemetry import Telemetry
-from dpllm.telemetry.callbacks import Callbacks
+from dpllm.telemetry.live import Callbacks, Telemetry
 from dpllm.text import tokens
 
 if TYPE_CHECKING:

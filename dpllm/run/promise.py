@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -24,6 +25,7 @@ from dpllm.privacy.plan import Plan, Schedule
 from dpllm.progress import tell
 from dpllm.recipe import derived, names
 from dpllm.recipe.config import RunConfig
+from dpllm.run.advice import advise, check_learning_rate
 from dpllm.run.directory import RunDir, check_directory
 from dpllm.run.labels import read_labels
 from dpllm.run.resume import ResumeState, check_promise, read_resume_state, same_lineage, same_recipe
@@ -103,6 +105,11 @@ class Decision:
         """Of the pairs that train, where they were flipped at the source."""
         return self.subject.labels if self.subject else None
 
+    @cached_property
+    def advice(self) -> list[str]:
+        """What is likely to hurt, and what to type; none without differential privacy."""
+        return advise(self.config, self.plan, accounting_cache()) if self.plan else []
+
     @property
     def lowered(self) -> str:
         """Says that ``privacy.fit_budget`` lowered the epsilon that was asked for; empty where it did not."""
@@ -137,6 +144,7 @@ class Decision:
             lines.append(f"Ledger: {self.ledger}")
         if self.subject and self.subject.reads:
             lines.append(f"Data: {self.subject.reads}")
+        lines += [f"Advice: {text}" for text in self.advice]
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -145,6 +153,7 @@ class Decision:
         """The same as a table, in a notebook."""
         rows = self.plan.in_words() if self.plan else {}
         more = {"ledger": self.ledger, "beware": self.lowered or None, "data": self.subject and self.subject.reads}
+        more |= {"advice": " ".join(self.advice) or None}
         return html_table("Plan", {**rows, **more, "refused": "; ".join(map(str, self.refusals)) or None})
 
     def without_rows(self) -> Self:
@@ -233,6 +242,7 @@ def decide(
                 found.add(seen.error)
             elif over:
                 found.add(over)
+        found.attempt(check_learning_rate, config, plan)
         base = found.attempt(parents.of_base, config, fetch=fetch)
         if resumed and not found.errors:
             found.attempt(same_lineage, base, config, run)

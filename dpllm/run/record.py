@@ -34,7 +34,7 @@ from dpllm.run.projections import Projections, read_groups
 from dpllm.run.screen import Screen, only_seen, summary, summary_table
 from dpllm.statement import lineage
 from dpllm.statement.run_files import COST, Guarantee, Metrics, ModelRecord, RunRecord, read_plan, read_run
-from dpllm.telemetry import EpsilonSpent, Telemetry
+from dpllm.telemetry.live import EpsilonSpent, Telemetry
 from dpllm.text.prompts import printable
 
 Status = Literal["completed", "interrupted"]

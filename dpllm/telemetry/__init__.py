@@ -4,8 +4,3 @@ Comes in: public values, and values that were released with noise and accounted.
 format, and calls of trackers. Must not know a row, a canary or a gradient; un-noised figures of the training enter where
 ``telemetry.private_metrics`` asks for them, and nowhere else. A failure here never ends a training run.
 """
-
-from dpllm.telemetry.live import EpsilonSpent, Telemetry, publish_audit
-from dpllm.telemetry.metrics import AuditFigures
-
-__all__ = ["AuditFigures", "EpsilonSpent", "Telemetry", "publish_audit"]

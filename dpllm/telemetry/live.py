@@ -1,12 +1,14 @@
-"""What a run shows while it goes on, through a file, a port and experiment trackers; and epsilon meanwhile.
+"""What a run shows while it goes on, through a file, a port, experiment trackers and callbacks; and epsilon meanwhile.
 
 Comes in: the record of a run that begins, its steps, its evaluations. Goes out: a ``.prom`` file, an endpoint's page on the
-loopback interface, calls of trackers. Only the main process of a run shows anything, and no failure here ends a run.
+loopback interface, calls of trackers and callbacks. Only the main process of a run shows anything, and no failure here ends a
+run, but for an error in a callback, which is the user's own code.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import os
 import re
@@ -25,10 +27,10 @@ from dpllm.privacy import accounting
 from dpllm.privacy.plan import Plan
 from dpllm.recipe import derived
 from dpllm.recipe.config import RunConfig, TelemetryConfig
+from dpllm.recipe.names import publishable
 from dpllm.statement.run_files import read_plan
 from dpllm.telemetry import metrics
-from dpllm.telemetry.callbacks import Callbacks
-from dpllm.telemetry.metrics import INTERVAL, AuditFigures, Families, RunValues
+from dpllm.telemetry.metrics import Families, Figures, ShownRun
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
@@ -36,12 +38,12 @@ if TYPE_CHECKING:
 INTERVAL_SECONDS = 5.0
 """At most so often is a file written: a node exporter reads every 15 seconds or so."""
 LOOPBACK = "127.0.0.1"
-PROJECT = "dpllm"
+INTERVAL = 5e-3  # of PLD's discretisation: ten times faster than the stated epsilon's, and larger rather than smaller
 Value = bool | int | float | str
 
 
 class Telemetry:
-    """Metrics and trackers of one run, from before its reservation to its end; use it in a ``with`` statement.
+    """Metrics, trackers and callbacks of one run, from before its reservation to its end; use it in a ``with`` statement.
 
     Guarantee:
         Without ``telemetry.private_metrics``, what is shown depends on the training data through released values alone,
@@ -59,28 +61,29 @@ class Telemetry:
         settings = config.telemetry
         self.callbacks = Callbacks(callbacks, config)
         self._config, self._run = config, run
-        self._directory: Path | None = None
+        self._textfile: Path | None = None
         self._trackers: Trackers | None = None
-        self._values: RunValues | None = None
+        self._shown: ShownRun | None = None
         self._promised, self._told, self._due = False, False, 0.0
-        self._shown, self._open = Families(), contextlib.ExitStack()
+        self._page, self._open = Families(), contextlib.ExitStack()
         self._on = main and bool(settings.textfile or settings.port or settings.trackers or callbacks)
-        if not self._on:
-            return
-        if settings.textfile:
-            self._directory = _checked(settings.textfile, run)
-        if settings.port:
-            registry = CollectorRegistry()
-            registry.register(self._shown)
-            try:
-                server, _ = start_http_server(settings.port, addr=LOOPBACK, registry=registry)
-            except OSError as error:
-                raise ConfigError(
-                    f"telemetry.port {settings.port}: cannot be opened ({error.strerror}), so Prometheus could not scrape the "
-                    "run. Set another port, or null."
-                ) from None
-            self._open.callback(server.server_close)
-            self._open.callback(server.shutdown)
+        if self._on and settings.textfile:
+            self._textfile = _checked(settings.textfile, run)
+        if self._on and settings.port:
+            self._listen(settings.port)
+
+    def _listen(self, port: int) -> None:
+        registry = CollectorRegistry()
+        registry.register(self._page)
+        try:
+            server, _ = start_http_server(port, addr=LOOPBACK, registry=registry)
+        except OSError as error:
+            raise ConfigError(
+                f"telemetry.port {port}: cannot be opened ({error.strerror}), so Prometheus could not scrape the run. Set "
+                "another port, or null."
+            ) from None
+        self._open.callback(server.server_close)
+        self._open.callback(server.shutdown)
 
     def __enter__(self) -> Self:
         return self
@@ -97,34 +100,35 @@ class Telemetry:
             return
         self._promised = base_holds and derived.deviations(self._config)[0] is None
         try:
-            values = metrics.of_record(self._run, self._config, promised=self._promised)
-            self._values = replace(
-                values, state="running", step=step, epsilon_consumed=epsilon if self._promised else None
-            )
+            found = metrics.of_record(self._run, self._config, promised=self._promised)
             if self._config.telemetry.trackers:
-                settings, where = self._config.telemetry, self._run.private / "trackers"
-                self._trackers = Trackers(settings, values.model, where, _about(self._config, self._run, values))
+                about = _about(self._config, self._run, found, promised=self._promised)
+                folder = self._run.private / "trackers"
+                self._trackers = Trackers(self._config.telemetry, found.model, folder, about)
                 self._open.callback(self._trackers.finish)
         except DpllmError as error:
             self._tell(error)
-        self._show()
+            return
+        self._shown = replace(found, state="running")
+        self._show({"dp_training_step": step, "dp_training_epsilon_consumed": epsilon if self._promised else None})
 
     def step(self, step: int, epsilon: float | None, rate: float, private: Mapping[str, Any]) -> None:
         """Shows a step; ``private`` values (units, clipped, loss) carry no noise, and are read with private metrics only."""
-        if self._values is None:
+        if self._shown is None:
             return
         if not self._promised:  # nothing was released with noise that protects anybody
             epsilon = None
-        seen: dict[str, float | None] = {}
+        told: dict[str, float | None] = {"epsilon_consumed": epsilon, "learning_rate": rate}
+        figures: dict[str, float | None] = {"dp_training_step": step, "dp_training_epsilon_consumed": epsilon}
         if self._config.telemetry.private_metrics:
-            seen = metrics.unnoised(private, clips=self._values.noise_multiplier is not None)
-        self._values = replace(self._values, step=step, epsilon_consumed=epsilon, **seen)  # type: ignore[arg-type]
-        told = {"epsilon_consumed": epsilon, "learning_rate": rate, **seen}
+            clips = self._config.privacy.enabled and private["units"]
+            loss, share = private["loss"], private["clipped"] / private["units"] if clips else None
+            told |= {"private_loss": loss, "private_clip_fraction": share}
+            figures |= {"dp_training_private_loss": loss, "dp_gradient_clip_fraction": share}
         if self._trackers:
             self._trackers.log(told, step)
         self.callbacks.step(step, told)
-        if time.monotonic() >= self._due:
-            self._show()
+        self._show(figures, now=time.monotonic() >= self._due)
 
     def evaluated(self, step: int, loss: float | None, accuracy: float | None) -> None:
         """Hands an evaluation to the trackers, if its data are public and the weights released, or private metrics allowed."""
@@ -140,24 +144,29 @@ class Telemetry:
 
     def end(self) -> None:
         """Shows what run.json says of the end; the file keeps it."""
-        if self._values is None:
+        if self._shown is None:
             return
+        consumed = self._shown.figures.get("dp_training_epsilon_consumed")
         try:
-            values = metrics.of_record(self._run, self._config, promised=self._promised)
-            # Not computed again, which would round it in another way.
-            self._values = replace(values, epsilon_consumed=self._values.epsilon_consumed)
+            found = metrics.of_record(self._run, self._config, promised=self._promised)
         except DpllmError as error:
             self._tell(error)
-        self._show()
+            return
+        self._shown = replace(found, figures={**self._shown.figures, **found.figures})
+        # Of a run that was interrupted, the steps' alone.
+        self._show({"dp_training_epsilon_consumed": consumed})
 
-    def _show(self) -> None:
-        if self._values is None:
+    def _show(self, figures: Figures, *, now: bool = True) -> None:
+        """Takes new figures, and shows everything ``now``, or else with those that follow."""
+        assert self._shown is not None
+        self._shown = replace(self._shown, figures={**self._shown.figures, **figures})
+        if not now:
             return
         self._due = time.monotonic() + INTERVAL_SECONDS
-        self._shown.now = tuple(metrics.run_families(self._values))
+        self._page.now = tuple(metrics.run_families(self._shown))
         try:
-            if self._directory:
-                metrics.write(metrics.file_of(self._directory, "run", self._values.model), self._shown.now)
+            if self._textfile:
+                metrics.write(metrics.file_of(self._textfile, self._shown.model), self._page.now)
         except OSError as error:
             self._tell(error)
 
@@ -170,49 +179,36 @@ class Telemetry:
 def _checked(directory: str, run: RunPaths) -> Path:
     """Where metrics can be written, as the recipe says."""
     path = Path(directory)
-    if any(resolved(path).is_relative_to(resolved(part)) for part in (run.private, run.export)):
+    replaced = any(resolved(path).is_relative_to(resolved(part)) for part in (run.private, run.export))
+    if replaced or not path.is_dir() or not os.access(path, os.W_OK | os.X_OK):
         raise ConfigError(
-            f"telemetry.textfile {directory} lies in a part of the run directory that is replaced by a new run or published. "
-            "Set it to the directory that the node exporter reads."
-        )
-    if not path.is_dir() or not os.access(path, os.W_OK | os.X_OK):
-        what, fix = (
-            ("cannot be written to", "Ask for write access") if path.is_dir() else ("no such directory", "Make it")
-        )
-        raise ConfigError(
-            f"telemetry.textfile {directory}: {what}, so no metrics would be read. {fix}, or set it to the directory that the "
-            "node exporter reads."
+            f"telemetry.textfile {directory}: is no directory outside the run's private/ and export/ that can be written to, so "
+            "no metrics would be read. Set it to the directory that the node exporter reads."
         )
     return path
 
 
-def _about(config: RunConfig, run: RunPaths, values: RunValues) -> dict[str, Value | None]:
-    """A run in public values, for the trackers' configuration."""
-    train = ("optimizer", "momentum", "learning_rate", "lr_scheduler", "warmup", "weight_decay")
-    promise = ("unit", "neighbouring_relation", "clipping", "max_grad_norm", "sampling_rate")
-    plan = read_plan(run).to_json() if values.noise_multiplier is not None else {}
+def _about(config: RunConfig, run: RunPaths, shown: ShownRun, *, promised: bool) -> dict[str, Value | None]:
+    """A run in public values, for the trackers' configuration: its settings, and the Plan of one that promises something."""
+    plan = read_plan(run).to_json() if promised and config.privacy.enabled else {}
+    settings = {**publishable(config).train.model_dump(), **plan}
     return {
-        **{name: getattr(values, name) for name in ("model", "base_model", "dataset", "run_id")},
+        **{name: value for name, value in settings.items() if isinstance(value, Value)},
+        **shown.names,
+        "base_model": shown.base_model,
         "adapter": config.adapter.method,
-        **{name: getattr(config.train, name) for name in train},
         "max_length": config.data.max_length,
-        "num_steps": values.steps_planned,
-        "expected_batch_size": config.train.batch_size,
-        "stated_epsilon": values.stated_epsilon,
-        "stated_delta": values.delta,
-        "noise_multiplier": values.noise_multiplier,
-        **{name: plan.get(name) for name in promise},
     }
 
 
-def publish_audit(run: RunPaths, config: RunConfig, audited: AuditFigures | None) -> None:
+def publish_audit(run: RunPaths, config: RunConfig, audited: Figures) -> None:
     """Writes a run's file, if its recipe has one, with what the audit published; a failure is told, and ends nothing."""
     if not config.telemetry.textfile:
         return
     try:
-        values = metrics.of_record(run, config, audited=audited)
-        path = metrics.file_of(Path(config.telemetry.textfile), "run", values.model)
-        metrics.write(path, metrics.run_families(values))
+        found = metrics.of_record(run, config)
+        families = metrics.run_families(replace(found, figures={**found.figures, **audited}))
+        metrics.write(metrics.file_of(config.telemetry.textfile, found.model), families)
     except (OSError, DpllmError) as error:
         _tell(error)
 
@@ -220,7 +216,7 @@ def publish_audit(run: RunPaths, config: RunConfig, audited: AuditFigures | None
 def _tell(error: Exception) -> None:
     """One line on standard error."""
     why = error.strerror if isinstance(error, OSError) else str(error)
-    print(f"dpllm: metrics could not be written ({why or type(error).__name__}); training goes on.", file=sys.stderr)
+    print(f"dpllm: metrics could not be written ({why or type(error).__name__}); the run goes on.", file=sys.stderr)
 
 
 class Trackers:
@@ -241,7 +237,7 @@ class Trackers:
         entity = {"entity": settings.entity} if settings.entity else {}
         options: dict[str, dict[str, Any]] = {
             "wandb": {"name": run, "dir": str(directory), "settings": {"console": "off", **off}, **group, **entity},
-            "mlflow": {"run_name": run, "tags": {"mlflow.source.name": PROJECT, **group}},
+            "mlflow": {"run_name": run, "tags": {"mlflow.source.name": "dpllm", **group}},
             "trackio": {"name": run, **group},
         }
         self._started: dict[str, Any] = {}
@@ -288,6 +284,83 @@ class Trackers:
 
 def _known(values: Mapping[str, Value | None]) -> dict[str, Value]:
     return {name: value for name, value in values.items() if value is not None}
+
+
+class Callbacks:
+    """transformers' callbacks of one run, called as a Trainer calls them, without model, optimizer or batch.
+
+    Those of the run's main process alone are called.
+    """
+
+    def __init__(self, callbacks: Sequence[TrainerCallback], config: RunConfig) -> None:
+        """Nothing is called yet.
+
+        Raises:
+            ConfigError: An object that is no TrainerCallback.
+        """
+        self._callbacks = tuple(callbacks)
+        if not callbacks:
+            return
+        from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+        for one in self._callbacks:
+            if not isinstance(one, TrainerCallback):
+                raise ConfigError(
+                    f"callbacks: holds a {type(one).__name__}. Give instances of subclasses of transformers.TrainerCallback."
+                )
+        # Its constructor would make accelerate's state anew, and with it another device.
+        self._settings: Any = object.__new__(TrainingArguments)
+        for part in dataclasses.fields(TrainingArguments):
+            make = part.default_factory
+            setattr(self._settings, part.name, part.default if make is dataclasses.MISSING else make())
+        train = config.train
+        vars(self._settings).update(
+            output_dir=config.output_dir,
+            run_name=config.telemetry.run_name,
+            report_to=[],
+            optim=train.optimizer,
+            num_train_epochs=train.epochs,
+            per_device_train_batch_size=train.batch_size,
+            lr_scheduler_type=train.lr_scheduler,
+            warmup_steps=train.warmup,  # below 1, a share
+            learning_rate=train.learning_rate,
+            weight_decay=train.weight_decay,
+            seed=train.seed,
+        )
+        self._state, self._control = TrainerState(), TrainerControl()
+
+    def __bool__(self) -> bool:
+        return bool(self._callbacks)
+
+    @property
+    def stop(self) -> bool:
+        """Whether one of them has set ``control.should_training_stop``."""
+        return bool(self._callbacks) and self._control.should_training_stop
+
+    def begin(self, step: int, total: int) -> None:
+        """``on_train_begin``, after ``step`` of ``total`` steps."""
+        if self._callbacks:
+            self._state.global_step = step
+            self._state.max_steps = self._settings.max_steps = total
+            self._call("on_train_begin")
+
+    def step(self, step: int, released: Mapping[str, float | None]) -> None:
+        """``on_log`` with what the step released, then ``on_step_end``."""
+        if self._callbacks:
+            logs = _known(released)
+            self._state.global_step = step
+            self._state.log_history.append({**logs, "step": step})
+            self._call("on_log", logs=dict(logs))
+            self._call("on_step_end")
+
+    def end(self) -> None:
+        """``on_train_end``."""
+        if self._callbacks:
+            self._call("on_train_end")
+
+    def _call(self, what: str, **more: Any) -> None:
+        for one in self._callbacks:
+            getattr(one, what)(self._settings, self._state, self._control, **more)
 
 
 class EpsilonSpent:

@@ -1,149 +1,98 @@
 """Runs and ledgers as Prometheus metrics: their names, labels and meaning, and the files that hold them.
 
 Comes in: the record of a run, or an open ledger. Goes out: metric families, text, ``.prom`` files. Whatever a metric can show
-of a run is a field of ``RunValues``, so this file is the list of what leaves. Of private/ it reads one line of metrics.jsonl,
-and that only where the recipe allows private metrics.
+of a run stands in ``GAUGES``, so this file is the list of what leaves.
 
 The node exporter's textfile collector refuses everything where one series stands in two files, so each file holds what no other
-does: one for each model's run, one for each dataset, one for the ledger.
+does: one for each model's run, one for the ledger.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import get_args
 
 from prometheus_client import generate_latest, write_to_textfile
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from dpllm.errors import ConfigError
-from dpllm.files import BLOCK, RunPaths, read_json
+from dpllm.files import RunPaths
 from dpllm.ledger import Ledger
 from dpllm.ledger.values import OPEN, State
-from dpllm.privacy import accounting
 from dpllm.recipe.config import RunConfig
 from dpllm.recipe.names import public_name, without_paths
-from dpllm.statement.run_files import PlanRecord, RunRecord, read_plan, read_run
+from dpllm.statement.run_files import read_plan, read_run
 
 STATES = ("running", "completed", "interrupted")
 LEDGER = "dpllm-ledger.prom"
-INTERVAL = 5e-3  # of PLD's discretisation: ten times faster than the stated epsilon's, and larger rather than smaller
+GAUGES = {
+    "dp_training_epsilon_consumed": "Upper bound on the epsilon of the steps executed so far.",
+    "dp_stated_epsilon": "Epsilon of the whole Plan, which the card states.",
+    "dp_stated_delta": "Delta at which that epsilon is stated.",
+    "dp_noise_multiplier": "Standard deviation of the noise over the clipping norm.",
+    "dp_training_step": "Logical batches executed.",
+    "dp_training_steps_planned": "Logical batches planned.",
+    "dp_training_accuracy_delta": "Next-token accuracy after training less before, on an evaluation set declared public.",
+    # Of the published audit.
+    "dp_membership_inference_auc": "Area under the ROC curve of the audit's primary attack on planted canaries.",
+    "dp_membership_inference_auc_lower": "Lower end of that area's 95 % confidence interval.",
+    "dp_membership_inference_auc_upper": "Upper end of that area's 95 % confidence interval.",
+    "dp_membership_inference_auc_allowed": "The largest area that the stated guarantee allows any attack.",
+    "dp_audit_epsilon_lower_bound": "Epsilon that the audit shows to be exceeded or met, with the confidence that the recipe "
+    "fixed.",
+    # Un-noised: only where the recipe sets telemetry.private_metrics.
+    "dp_training_private_loss": "Training loss of the last step without noise, in nats per token; outside the guarantee.",
+    "dp_gradient_clip_fraction": "Share of gradients longer than the clipping norm in the last step, without noise; outside "
+    "the guarantee.",
+}
+"""What a run can show: name -> meaning."""
 
-Json = dict[str, Any]
-
-
-def _gauge(name: str, meaning: str, default: float | None = None) -> Any:
-    return field(default=default, metadata={"gauge": (name, meaning)})
-
-
-@dataclass(frozen=True)
-class AuditFigures:
-    """What a published audit found, as metrics show it."""
-
-    auc: float | None = _gauge(
-        "dp_membership_inference_auc",
-        "Area under the ROC curve of the audit's primary attack on planted canaries.",
-    )
-    auc_lower: float | None = _gauge(
-        "dp_membership_inference_auc_lower", "Lower end of that area's 95 % confidence interval."
-    )
-    auc_upper: float | None = _gauge(
-        "dp_membership_inference_auc_upper", "Upper end of that area's 95 % confidence interval."
-    )
-    auc_allowed: float | None = _gauge(
-        "dp_membership_inference_auc_allowed", "The largest area that the stated guarantee allows any attack."
-    )
-    epsilon_lower_bound: float | None = _gauge(
-        "dp_audit_epsilon_lower_bound",
-        "Epsilon that the audit shows to be exceeded or met, with the confidence that the recipe fixed.",
-    )
+Figures = Mapping[str, float | None]
+"""Names of ``GAUGES`` -> values; None is not shown."""
 
 
 @dataclass(frozen=True)
-class RunValues:
-    """What metrics know of a run: public and released values only, but for the last two."""
+class ShownRun:
+    """What metrics show of a run: public and released values only, but for the un-noised ones of ``GAUGES``."""
 
     model: str  # what is being trained: the run directory's last part
-    base_model: str  # public name of the base model
-    dataset: str  # the account in the ledger that is charged, or the public name of the training data
-    run_id: str  # the reservation in the ledger; empty for a run without differential privacy
+    names: Mapping[str, str]  # model, dataset (in the ledger, or its public name), run_id (the reservation, or empty)
+    base_model: str
     state: str  # one of STATES
-    epsilon_consumed: float | None = _gauge(
-        "dp_training_epsilon_consumed", "Upper bound on the epsilon of the steps executed so far."
-    )
-    stated_epsilon: float | None = _gauge("dp_stated_epsilon", "Epsilon of the whole Plan, which the card states.")
-    delta: float | None = _gauge("dp_stated_delta", "Delta at which that epsilon is stated.")
-    noise_multiplier: float | None = _gauge(
-        "dp_noise_multiplier", "Standard deviation of the noise over the clipping norm."
-    )
-    step: int = _gauge("dp_training_step", "Logical batches executed.", 0)
-    steps_planned: int = _gauge("dp_training_steps_planned", "Logical batches planned.", 0)
-    accuracy_delta: float | None = _gauge(
-        "dp_training_accuracy_delta",
-        "Next-token accuracy after training less before, on an evaluation set declared public.",
-    )
-    audited: AuditFigures | None = None
-    # Un-noised, outside any guarantee: None, unless the recipe sets telemetry.private_metrics.
-    private_loss: float | None = _gauge(
-        "dp_training_private_loss",
-        "Training loss of the last step without noise, in nats per token; outside the guarantee.",
-    )
-    private_clip_fraction: float | None = _gauge(
-        "dp_gradient_clip_fraction",
-        "Share of gradients longer than the clipping norm in the last step, without noise; outside the guarantee.",
-    )
+    figures: Figures
 
 
-GAUGES = {one.name: one.metadata["gauge"] for kind in (RunValues, AuditFigures) for one in fields(kind) if one.metadata}
-"""Field of RunValues or of its audit -> name and meaning of its metric: the list of what leaves."""
-
-
-def gauge(name: str, meaning: str, samples: Iterable[tuple[Mapping[str, str], float]]) -> list[Metric]:
-    """One metric of samples with the same labels each; none where there is no sample."""
-    family: GaugeMetricFamily | None = None
+def gauge(name: str, meaning: str, samples: Iterable[tuple[Mapping[str, str], float]]) -> Metric:
+    """One metric, of samples with the same labels each."""
+    family = Metric(name, meaning, "gauge")
     for labels, value in samples:
-        family = family or GaugeMetricFamily(name, meaning, labels=tuple(labels))
-        family.add_metric(tuple(labels.values()), value)
-    return [family] if family else []
+        family.add_sample(name, dict(labels), value)
+    return family
 
 
-def run_families(run: RunValues) -> list[Metric]:
+def run_families(run: ShownRun) -> list[Metric]:
     """The metrics of a run; one that has no value is left out."""
-    model = {"model": run.model}
-    names = {**model, "dataset": run.dataset, "run_id": run.run_id}
-    states = [({**model, "state": name}, float(name == run.state)) for name in STATES]
+    states = [({"model": run.model, "state": name}, float(name == run.state)) for name in STATES]
+    info = [({**run.names, "base_model": run.base_model}, 1.0)]
     families = [
-        *gauge(
-            "dp_training_info",
-            "Always 1; its labels join a run's names.",
-            [({**names, "base_model": run.base_model}, 1)],
-        ),
-        *gauge("dp_training_state", "1 for the state that the run is in, 0 for the others.", states),
+        gauge("dp_training_info", "Always 1; its labels join a run's names.", info),
+        gauge("dp_training_state", "1 for the state that the run is in, 0 for the others.", states),
     ]
-    known = vars(run) | (vars(run.audited) if run.audited else {})
-    for key, (metric, meaning) in GAUGES.items():
-        value = known.get(key)
+    for name, value in run.figures.items():
         if value is not None and math.isfinite(value):
-            families += gauge(metric, meaning, [(names if key == "epsilon_consumed" else model, value)])
+            labels = run.names if name == "dp_training_epsilon_consumed" else {"model": run.model}
+            families.append(gauge(name, GAUGES[name], [(labels, value)]))
     return families
 
 
-# --- from the record of a run ----------------------------------------------------------------------------------------
-
-
-def of_record(
-    run: RunPaths, config: RunConfig, *, promised: bool | None = None, audited: AuditFigures | None = None
-) -> RunValues:
-    """The metrics of a run by its record, with one attack of the published audit if it is named.
+def of_record(run: RunPaths, config: RunConfig, *, promised: bool | None = None) -> ShownRun:
+    """The metrics of a run by its record.
 
     ``promised`` says whether the run states an epsilon at all; None: what run.json says, once it has ended.
 
@@ -155,58 +104,20 @@ def of_record(
     promised = plan is not None and (record.guarantee.holds if promised is None else promised)
     ledger, public = record.ledger, record.metrics.public
     before, after = public.get("eval_accuracy_before"), public.get("eval_accuracy_after")
-    shown = promised or config.data.public
-    values = RunValues(
-        model=run.root.resolve().name,
-        base_model=record.model.name_or_path,
-        dataset=label(ledger.dataset) if ledger else public_name(config.data.train),
-        run_id=str(ledger.entry) if ledger else "",
-        state=record.status,
-        step=record.steps_taken or 0,
-        steps_planned=record.steps_planned,
-        noise_multiplier=plan.noise_multiplier if plan else None,
-        accuracy_delta=after - before if shown and before is not None and after is not None else None,
-        audited=audited,
-        **(_last_step(run, clips=plan is not None) if config.telemetry.private_metrics else {}),
-    )
-    if plan is None or not promised:
-        return values
-    return replace(
-        values,
-        epsilon_consumed=_consumed(plan, record),
-        stated_epsilon=plan.epsilon,
-        delta=plan.delta,
-    )
-
-
-def unnoised(step: Mapping[str, Any], *, clips: bool) -> Json:
-    """Loss and share of clipped gradients, if the run clips any, of one line of metrics.jsonl: private."""
-    share = step["clipped"] / step["units"] if clips and step["units"] else None
-    return {"private_loss": step["loss"], "private_clip_fraction": share}
-
-
-def _consumed(plan: PlanRecord, record: RunRecord) -> float:
-    """The epsilon of the steps that were executed; of a run whose process was killed, all of it."""
-    if record.steps_taken is None or record.status == "completed":
-        return plan.epsilon
-    event = replace(plan.event, count=record.steps_taken)
-    return min(plan.epsilon, accounting.epsilon(event, plan.delta, plan.neighbouring_relation, interval=INTERVAL))
-
-
-def _last_step(run: RunPaths, *, clips: bool) -> Json:
-    """The un-noised figures of the last step."""
-    steps = [line for line in private_lines(run) if "units" in line]
-    return unnoised(steps[-1], clips=clips) if steps else {}
-
-
-def private_lines(run: RunPaths) -> Iterator[Json]:
-    """What a run wrote down of its steps and evaluations, un-noised; a line that a killed process left unfinished is none."""
-    for line in run.metrics.read_text(encoding="utf-8").splitlines() if run.metrics.exists() else []:
-        with contextlib.suppress(ValueError):
-            yield json.loads(line)
-
-
-# --- a ledger --------------------------------------------------------------------------------------------------------
+    figures: dict[str, float | None] = {
+        "dp_noise_multiplier": plan.noise_multiplier if plan else None,
+        "dp_training_step": record.steps_taken or 0,
+        "dp_training_steps_planned": record.steps_planned,
+    }
+    if (promised or config.data.public) and before is not None and after is not None:
+        figures["dp_training_accuracy_delta"] = after - before
+    if plan and promised:
+        figures["dp_training_epsilon_consumed"] = figures["dp_stated_epsilon"] = plan.epsilon
+        figures["dp_stated_delta"] = plan.delta
+    model = run.root.resolve().name
+    dataset = label(ledger.dataset) if ledger else public_name(config.data.train)
+    names = {"model": model, "dataset": dataset, "run_id": str(ledger.entry) if ledger else ""}
+    return ShownRun(model, names, record.model.name_or_path, record.status, figures)
 
 
 def label(dataset: str) -> str:
@@ -215,38 +126,29 @@ def label(dataset: str) -> str:
     return short if short == dataset else f"{short}-{_short_hash(dataset)}"
 
 
-def ledger_families(ledger: Ledger) -> tuple[list[Metric], list[str]]:
-    """What belongs to no dataset: the chain, which is verified, and refusals by their reason.
-
-    Returns:
-        The metrics, and the accounts of which more is known: none where the chain is broken.
+def ledger_families(ledger: Ledger) -> list[Metric]:
+    """A ledger's chain, which is verified, and refusals by their reason; of a chain that holds, also what each account holds.
 
     Raises:
         ConfigError: The ledger cannot be read.
     """
     sound = not ledger.verify()
-    families = [
-        *gauge("dp_ledger_entries", "Links of the ledger's hash chain.", [({}, ledger.head()["count"])]),
-        *gauge("dp_ledger_chain_valid", "1 while the chain holds, 0 once it contradicts itself.", [({}, sound)]),
-    ]
     refused: Counter[str] = Counter()
     for (_, reason), number in ledger.refusals().items():
         refused[reason] += number
-    if refused:
-        counter = CounterMetricFamily("dp_ledger_refused", "Runs that were refused, by reason.", labels=("reason",))
-        for reason, number in sorted(refused.items()):
-            counter.add_metric((reason,), number)
-        families.append(counter)
-    return families, ledger.datasets() if sound else []
+    counter = CounterMetricFamily("dp_ledger_refused", "Runs that were refused, by reason.", labels=("reason",))
+    for reason, number in sorted(refused.items()):
+        counter.add_metric((reason,), number)
+    return [
+        gauge("dp_ledger_entries", "Links of the ledger's hash chain.", [({}, ledger.head()["count"])]),
+        gauge("dp_ledger_chain_valid", "1 while the chain holds, 0 once it contradicts itself.", [({}, sound)]),
+        counter,
+        *_account_families(ledger, ledger.datasets() if sound else []),
+    ]
 
 
-def dataset_families(ledger: Ledger, names: Iterable[str]) -> list[Metric]:
-    """Budget, reservations and signs of life of some accounts.
-
-    Raises:
-        Refused: The chain is broken.
-        ConfigError: The ledger cannot be read.
-    """
+def _account_families(ledger: Ledger, names: Iterable[str]) -> list[Metric]:
+    """Budget, reservations and signs of life of some accounts."""
     budget, used, reservations, heartbeat = [], [], [], []
     for name in names:
         known, dataset, runs = ledger.budget(name), {"dataset": label(name)}, ledger.runs(name)
@@ -259,46 +161,19 @@ def dataset_families(ledger: Ledger, names: Iterable[str]) -> list[Metric]:
         alive = [(run.reservation.entry, run) for run in runs if run.state in OPEN]
         heartbeat += [({**dataset, "run_id": entry, "state": run.state}, run.heartbeat) for entry, run in alive]
     return [
-        *gauge("dp_training_budget", "Epsilon that all runs on the dataset together may spend.", budget),
-        *gauge(
+        gauge("dp_training_budget", "Epsilon that all runs on the dataset together may spend.", budget),
+        gauge(
             "dp_training_budget_used",
             "Share of the budget that is used; 1 where a final run has closed it.",
             used,
         ),
-        *gauge("dp_ledger_reservations", "Reservations in each state.", reservations),
-        *gauge(
+        gauge("dp_ledger_reservations", "Reservations in each state.", reservations),
+        gauge(
             "dp_reservation_heartbeat_timestamp_seconds",
             "When a reservation that is not finished was made, or last charged a step, in seconds since the epoch.",
             heartbeat,
         ),
     ]
-
-
-def served_families(ledger: Ledger, names: Iterable[str], served: Iterable[Path]) -> list[Metric]:
-    """Whether the accounts ``names`` hold the run of each model that is ``served``, by the privacy.json in its directory.
-
-    It says 0 of a model without such a statement, and of all of them where the chain is broken and no account is known.
-
-    Raises:
-        ConfigError: A directory is not there, or its privacy.json is damaged.
-    """
-    known = {(name, run.reservation.entry) for name in names for run in ledger.runs(name)}
-    found: dict[str, bool] = {}
-    for path in map(Path.resolve, served):
-        if not path.is_dir():
-            raise ConfigError(
-                f"--served {path}: no such directory. Type the directory of the served model, as dpllm train or dpllm merge "
-                "wrote it."
-            )
-        stated = (read_json(path / BLOCK) if (path / BLOCK).exists() else {}).get("composed") or {}
-        model = path.parent.name if path.name == "export" else path.name
-        # Of several models of one name, one without an entry is what somebody has to know of.
-        found[model] = found.get(model, True) and (stated.get("dataset"), stated.get("entry")) in known
-    meaning = "1 while the ledger holds the run that a served model's privacy.json names, else 0."
-    return gauge("dp_served_model_ledger_entry", meaning, [({"model": model}, found[model]) for model in found])
-
-
-# --- text and files --------------------------------------------------------------------------------------------------
 
 
 class Families(Collector):
@@ -328,13 +203,9 @@ def write(path: Path, families: Iterable[Metric]) -> None:
     path.chmod(0o644)
 
 
-def file_of(directory: Path, kind: Literal["run", "dataset"], name: str) -> Path:
-    """The file of a run, or of a dataset's account; another name has another file.
-
-    What has the same name shares a file, because its series are the same; the latest counts.
-    """
-    name = label(name) if kind == "dataset" else name
-    return directory / f"dpllm-{kind}-{re.sub(r'[^A-Za-z0-9._-]+', '_', name)[:80]}-{_short_hash(name)}.prom"
+def file_of(directory: str | Path, model: str) -> Path:
+    """The file of a run. Runs of the same name share it, because their series are the same; the latest counts."""
+    return Path(directory) / f"dpllm-run-{re.sub(r'[^A-Za-z0-9._-]+', '_', model)[:80]}-{_short_hash(model)}.prom"
 
 
 def _short_hash(name: str) -> str:

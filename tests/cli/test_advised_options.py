@@ -47,6 +47,7 @@ PRINTED_BY: dict[str, tuple[str, ...]] = {
     "publish/synthesize.py": ("synthesize",),
     "recipe/config.py": ("synthesize",),
     "recipe/section.py": RECIPES,
+    "run/advice.py": RECIPES,
     "run/build.py": ("train",),
     "run/checkpoint.py": ("train",),
     "run/describe.py": ("describe",),

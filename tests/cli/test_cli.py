@@ -75,7 +75,7 @@ def test_overrides_may_stand_anywhere(recipe: Path, capsys: pytest.CaptureFixtur
     wanted = plan(capsys, recipe, "--train.steps", 7, "--privacy.epsilon=20")
     assert (wanted["num_steps"], wanted["target_epsilon"]) == (7, 20.0)
     assert plan(capsys, "--train.steps", 7, recipe, "--privacy.epsilon=20") == wanted
-    assert plan(capsys, "--train.steps=7", "--config", recipe, "--privacy.epsilon", 20) == wanted
+    assert plan(capsys, "--train.steps=7", recipe, "--privacy.epsilon", 20) == wanted
     assert main(["--train.steps", "7", "plan", "--json", str(recipe), "--privacy.epsilon", "20"]) == 0
     assert json.loads(capsys.readouterr().out) == wanted
 
@@ -87,7 +87,7 @@ def test_overrides_may_stand_anywhere(recipe: Path, capsys: pytest.CaptureFixtur
         (["train"], "name a recipe"),
         (["canaries", "plan"], "name a recipe: dpllm canaries plan recipes/"),
         (["plan", "."], "is a directory, and a recipe is a YAML file"),
-        (["plan", "RECIPE", "--config", "RECIPE"], "two recipes"),
+        (["plan", "--config", "RECIPE"], "--config is retired: type the recipe itself"),
         (["plan", "RECIPE", "--jsn"], "unknown argument --jsn"),
         (["plan", "RECIPE", "more"], "unknown argument more"),
         (["audit", "run", "--train.steps", "3"], "no such file or directory"),

@@ -97,7 +97,7 @@ def test_people_and_machines_are_told_the_same(recipe: Path, capsys: pytest.Capt
     plan = value(capsys, 0, recipe)
     assert (plan["dataset_size"], plan["num_steps"], plan["noise_multiplier"]) == (50, 3, 2.0)
     assert (plan["refusals"], plan["ledger"]) == ([], None)
-    assert plan["batches"]["largest"] == 13
+    assert plan["largest_batch"] == 13
     out, err = answer(capsys, 0, recipe)
     for words in (
         f"{plan['epsilon']:.4f} (target 8)",
@@ -105,8 +105,6 @@ def test_people_and_machines_are_told_the_same(recipe: Path, capsys: pytest.Capt
         "the data of one privacy unit are replaced by nothing",
         f"TPR at 1% FPR {plan['limits']['tpr_at_fpr_0.01']:.3g}",
         "B = 5 units expected, at most 13 in 99.9% of the steps",
-        "a step, of at most 16 sequences, if lengths are spread evenly; padding rows that fill them up: about ",
-        "one process, one sequence a unit",
         "sampling rate q 0.100000",
         "nothing is spent, and no budget is set",
     ):
@@ -199,12 +197,11 @@ def test_a_model_is_counted_from_its_configuration(recipe: Path, capsys: pytest.
     tiny.model().config.save_pretrained(folder)
     arguments = (recipe, "--model", "--model.name_or_path", folder, "--data.max_length", 64)
     found = value(capsys, 0, *arguments)["model"]
-    assert found["noise_per_coordinate"] == pytest.approx(2.0 / 5)
     assert found["memory"]["total"] == sum(size for name, size in found["memory"].items() if name != "total")
     out, _ = answer(capsys, 0, *arguments)
     assert f"{found['trainable']:,} of {found['total']:,}" in out
-    for words in ("sigma C / B = 0.4 in the averaged gradient", "estimates: one process"):
-        assert words in out
+    assert "with 16 sequences in one forward pass: weights" in out
+    assert "estimates: one process" in out
     assert not {"flops", "seconds_per_step", "seconds", "speed"} & found.keys()  # memory alone is forecast
 
 
@@ -213,7 +210,7 @@ def test_what_the_model_refuses_is_among_the_refusals(recipe: Path, capsys: pyte
     tiny.model().config.save_pretrained(folder)
     out, err = answer(capsys, 2, recipe, "--model", "--model.name_or_path", folder)  # max_length 512, 128 positions
     assert "128 positions" in err
-    assert "noise per coordinate" in out
+    assert "An estimate of memory" in out
     out, err = answer(capsys, 2, recipe, "--model", "--model.name_or_path", "absent")
     assert "no configuration" in err
     assert "noise multiplier sigma" in out

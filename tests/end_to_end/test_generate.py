@@ -85,11 +85,10 @@ def test_prompts_of_a_file_are_continued_in_order(finished: Place, tmp_path: Pat
     assert plain.count("--- prompt 2, sample") == 3
 
 
-@pytest.mark.parametrize("beams", [1, 4])
-def test_many_prompts_at_a_time_give_the_texts_of_each_alone(finished: Place, beams: int) -> None:
+def test_many_prompts_at_a_time_give_the_texts_of_each_alone(finished: Place) -> None:
     loaded = generate.load(finished.run)
     asked = ["Anna", "Anna bought seven plums at the old market", "Who came to the blue house?", "A"]
-    settings = {"temperature": 0.0, "beams": beams, "max_new_tokens": 12}
+    settings = {"temperature": 0.0, "max_new_tokens": 12}
     together = generate.sample(loaded, asked, 2, **settings)
     alone = [generate.sample(loaded, [prompt], 1, **settings)[0].text for prompt in asked]
     assert [one.text for one in together] == [text for text in alone for _ in range(2)]
@@ -155,13 +154,12 @@ def test_an_end_token_ends_a_text(finished: Place) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        *(((f"--{key}", "0"), "are out of range") for key in ("num", "max-new-tokens", "top-p", "beams")),
+        *(((f"--{key}", "0"), "are out of range") for key in ("num", "max-new-tokens", "top-p")),
         *((("--temperature", value), "are out of range") for value in ("-1", "nan")),
         (("--seed", "99999999999999999999"), "out of torch"),
         (("--prompt", "a\udc80b"), "half of a character"),
         (("--top-p", "1.5"), "are out of range"),
-        (("--beams", "101", "--temperature", "0"), "beams at most 100"),
-        (("--beams", "5"), "a beam search finds the likeliest text"),
+        (("--beams", "5"), "--beams is retired: a sample is drawn"),
         (("--max-new-tokens", "500"), "exceed the 128"),
         (("--prompts", "nowhere.jsonl"), "cannot be read"),
     ],

@@ -121,7 +121,7 @@ def adapted(root: Path, case: str) -> tuple[RunConfig, torch.Tensor]:
 @pytest.mark.parametrize("case", CASES)
 def test_every_kind_of_adapter_merges(tmp_path: Path, case: str) -> None:
     config, wanted = adapted(tmp_path, case)
-    merge.merge_weights(config, tmp_path / "run" / "export", tmp_path / "out", "auto", "20KB")
+    merge.merge_weights(config, tmp_path / "run" / "export", tmp_path / "out", "20KB")
     alone = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     with torch.no_grad():
         assert (alone(input_ids=IDS).logits - wanted).abs().max() <= 1e-4 * wanted.abs().max().clamp_min(1)
@@ -135,13 +135,14 @@ def test_a_merge_that_changes_what_is_computed_is_refused(tmp_path: Path, monkey
     config, _ = adapted(tmp_path, "LoRA on a tied embedding")
     monkeypatch.setattr(merge, "_untie", lambda tuned: None)
     with pytest.raises(Refused, match="logits differ from"):
-        merge.merge_weights(config, tmp_path / "run" / "export", tmp_path / "out", "auto")
+        merge.merge_weights(config, tmp_path / "run" / "export", tmp_path / "out")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_weights_are_written_in_the_type_that_was_asked_for(tmp_path: Path, dtype: str) -> None:
+def test_weights_are_written_in_the_type_of_the_recipe(tmp_path: Path, dtype: str) -> None:
     config, wanted = adapted(tmp_path, "llama")
-    merge.merge_weights(config, tmp_path / "run" / "export", tmp_path / "out", dtype)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
+    merge.merge_weights(config, tmp_path / "run" / "export", tmp_path / "out")
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     assert {str(tensor.dtype) for tensor in tensors.values()} == {f"torch.{dtype}"}
     alone = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()

@@ -11,6 +11,7 @@ import stat
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import tiny
@@ -21,6 +22,7 @@ from rich.console import Console
 from running import NUM_ROWS, SENTINEL, STEPS, Place, done, dpllm_, make_place, rows
 from safetensors.torch import load_file, save_file
 
+import dpllm
 from dpllm.auditing.table import read_scores
 from dpllm.card.card import rerender
 from dpllm.errors import Refused, RoundsByCompany
@@ -93,9 +95,9 @@ def test_the_data_are_read_once_copies_are_private_from_the_first_moment_and_eve
 
 
 def promise(shown: str) -> dict[str, Any]:
-    """What ``plan --json`` shows, without what is no promise: physical batches, the ledger's answer, advice."""
+    """What ``plan --json`` shows, without what is no promise: the largest batch, the ledger's answer, advice."""
     value: dict[str, Any] = json.loads(shown)
-    return {key: value[key] for key in value.keys() - {"batches", "ledger", "refusals", "advice"}}
+    return {key: value[key] for key in value.keys() - {"largest_batch", "ledger", "refusals", "advice"}}
 
 
 # --- what agrees -----------------------------------------------------------------------------------------------------
@@ -380,8 +382,34 @@ def test_a_canary_that_does_not_fit_is_found_before_anything_is_spent(place: Pla
     assert not place.ledger.exists() or Ledger(place.ledger).datasets() == []
 
 
+def test_plan_and_train_give_the_same_advice_before_anything_is_spent(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.write({"train.learning_rate": 1.0, "privacy.epsilon": 500, "privacy.noise_multiplier": 0.3})
+    advice = dpllm.plan(place.recipe).advice
+    assert advice[0].startswith("learning rate 1 is very large")
+    assert any(text.startswith("noise multiplier 0.3 is below 0.5") for text in advice)
+    monkeypatch.setattr("dpllm.run.build.pay", Mock(side_effect=Refused("before the reservation")))
+    planned, trained = (" ".join(dpllm_(command, place.recipe).out.split()) for command in ("plan", "train"))
+    for text in advice:
+        assert f"Advice: {text}" in planned
+        assert f"Advice: {text}" in trained
+
+
+@pytest.mark.parametrize("command", ["plan", "train"])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_a_learning_rate_that_replaces_every_weight_is_refused_and_nothing_is_spent(
+    place: Place, command: str, optimizer: str
+) -> None:
+    """It was trained, charged 3 and exported."""
+    place.write({"train.learning_rate": 1e30, "train.optimizer": optimizer})
+    answer = dpllm_(command, place.recipe)
+    assert (answer.code, "train.learning_rate 1e+30 would move every weight" in answer.err) == (2, True)
+    assert not place.ledger.exists()
+
+
 def test_weights_that_are_not_finite_are_neither_exported_nor_used(place: Place, finished: Place) -> None:
-    place.write({"train.learning_rate": 1e37, "train.weight_decay": 1.0})
+    place.write({"train.learning_rate": 1.0, "train.weight_decay": 1e37})
     answer = dpllm_("train", place.recipe)
     assert (answer.code, "has a value that is not finite" in answer.err) == (3, True)
     assert len(answer.err.strip().splitlines()) == 1
@@ -402,7 +430,7 @@ def test_who_sits_at_the_terminal_is_told_that_a_run_diverged_and_its_record_is_
 ) -> None:
     """A log may be read by others, and the loss of private rows carries no noise."""
     held_out = tiny.write_rows(place.root / "data" / "eval.jsonl", rows(10, start=500))
-    place.write({"train.learning_rate": 1e30, "data.eval": str(held_out)})
+    place.write({"train.learning_rate": 1.0, "train.weight_decay": 1e9, "data.eval": str(held_out)})
     out = io.StringIO()
     out.isatty = lambda: terminal  # type: ignore[method-assign]
     monkeypatch.setattr(sys, "__stdout__", out)

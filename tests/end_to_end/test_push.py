@@ -66,12 +66,17 @@ def test_private_makes_a_private_repository_and_never_uses_a_public_one(run: Pat
     assert list(hub.repositories["alice/public"].files) == [".gitattributes"]
 
 
-def test_files_of_another_model_are_removed_only_when_asked(run: Path, hub: Hub) -> None:
+def test_a_repository_with_files_of_another_model_is_refused(run: Path, hub: Hub) -> None:
     hub.repositories[NAME] = Repository(files={"old.safetensors": b"x", ".gitattributes": b""})
-    assert dpllm_("push", run, NAME).code == 3
+    answer = dpllm_("push", run, NAME)
+    assert (answer.code, "hf repo-files delete" in answer.err) == (3, True)
     assert sorted(hub.repositories[NAME].files) == [".gitattributes", "old.safetensors"]
-    done("push", run, NAME, "--replace")
-    assert "old.safetensors" not in hub.repositories[NAME].files
+
+
+@pytest.mark.parametrize("command", [("push", "run", NAME, "--replace"), ("merge", "run", "--dtype=float16")])
+def test_options_that_are_retired_say_what_to_type(command: tuple[str, ...]) -> None:
+    answer = dpllm_(*command)
+    assert (answer.code, f"{command[-1].partition('=')[0]} is retired: " in answer.err) == (2, True)
 
 
 # Refused before anybody is contacted.

@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 
 import dpllm
 from dpllm.errors import ConfigError
-from dpllm.telemetry.callbacks import Callbacks
+from dpllm.telemetry.live import Callbacks
 
 
 class Listening(TrainerCallback):
@@ -167,7 +167,11 @@ def test_an_error_in_a_callbacks_last_call_leaves_a_completed_run(tmp_path: Path
 def test_a_log_is_told_of_weights_that_ran_away_only_where_they_are_released(
     tmp_path: Path, base: Path, released: bool
 ) -> None:
-    changes = {"train.learning_rate": 1e4, **({} if released else {"privacy.insecure_seed": 5})}
+    changes = {
+        "train.learning_rate": 1.0,
+        "train.weight_decay": 1e9,
+        **({} if released else {"privacy.insecure_seed": 5}),
+    }
     answer = done("train", make_place(tmp_path, base, changes).recipe)
     assert ("a trained weight is" in answer.out) is released
 

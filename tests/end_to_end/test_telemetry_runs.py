@@ -25,7 +25,8 @@ from dpllm.privacy.engine import Diagnostics, StepEngine
 from dpllm.recipe import derived
 from dpllm.recipe.config import load_config
 from dpllm.run.directory import RunDir
-from dpllm.telemetry import metrics, publish_audit
+from dpllm.telemetry import metrics
+from dpllm.telemetry.live import publish_audit
 
 # Far from what noise makes of a share or of C, so that a released value is never taken for one of them.
 LOSS, UNITS, CLIPPED, HELD_OUT, ACCURACY = 765.4321, 1009, 31079, 654.321, 17.654321
@@ -165,7 +166,8 @@ def test_accuracy_is_shown_of_public_evaluation_data_alone(watched: Watched, ope
     seeded = config.privacy.model_copy(update={"insecure_seed": 3})
     unprotected = config.model_copy(update={"data": data, "privacy": seeded})
     promised = derived.deviations(unprotected)[0] is None
-    assert metrics.of_record(RunDir(opened.place.run), unprotected, promised=promised).accuracy_delta is None
+    shown = metrics.of_record(RunDir(opened.place.run), unprotected, promised=promised)
+    assert "dp_training_accuracy_delta" not in shown.figures
     assert watched.place.json("run.json")["metrics"]["public"] == {}
     private = json.loads((watched.place.run / "private" / "summary.json").read_text())
     assert private["eval_accuracy_before"] == ACCURACY
@@ -192,8 +194,8 @@ def audited(place: Place, tmp_path: Path) -> Series:
     run = RunDir(place.run)
     config = load_config(run.config, {"telemetry.textfile": str(tmp_path)})
     path = run.audit_dir(True) / "audit.json"
-    publish_audit(run, config, figures(read_audit(path)) if path.exists() else None)
-    text = metrics.file_of(tmp_path, "run", run.root.name).read_text("utf-8")
+    publish_audit(run, config, figures(read_audit(path)) if path.exists() else {})
+    text = metrics.file_of(tmp_path, run.root.name).read_text("utf-8")
     promtool_is_silent(text.encode())
     return series(text)
 
@@ -243,7 +245,7 @@ def test_shadow_runs_show_nothing(baseline: Place, tmp_path: Path) -> None:
     ("key", "setting", "words"),
     [
         ("port", None, "cannot be opened"),
-        ("textfile", "nowhere", "no such directory"),
+        ("textfile", "nowhere", "is no directory outside"),
         ("trackers", ["trackio"], "pip install trackio"),
     ],
 )

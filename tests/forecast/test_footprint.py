@@ -14,12 +14,9 @@ from programs import run_program
 from torch import nn
 
 from dpllm.errors import ConfigError, Refused
-from dpllm.forecast.footprint import footprint, skeleton
-from dpllm.forecast.meta_tensor_counter import tally
+from dpllm.forecast.footprint import footprint, skeleton, tally
 from dpllm.model import adapters, loading
-from dpllm.privacy.plan import Plan
 from dpllm.recipe.config import RunConfig
-from dpllm.recipe.derived import plan_of
 
 WORKER = Path(__file__).with_name("footprint_worker.py")
 LORA: dict[str, Any] = {"method": "lora", "r": 4}
@@ -40,15 +37,6 @@ def recipe(folder: Path | str, adapter: dict[str, Any] = LORA, **changes: Any) -
     return tm.recipe(**value)
 
 
-def plan(config: RunConfig) -> Plan:
-    return plan_of(config, 1000)
-
-
-def needs(config: RunConfig) -> Any:
-    made = plan(config)
-    return footprint(config, made.schedule, made)
-
-
 def only_config(path: Path, family: str = "llama", **changes: Any) -> Path:
     """A directory that holds no weights and no tokenizer."""
     tiny.model(family, **changes).config.save_pretrained(path)
@@ -59,7 +47,7 @@ def only_config(path: Path, family: str = "llama", **changes: Any) -> Path:
 @pytest.mark.parametrize("adapter", [LORA, {**LORA, "lora_a": "frozen"}, FROZEN], ids=["lora", "lora_a", "frozen"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "opt"])
 def test_what_trains_is_what_would_train(family: str, adapter: dict[str, Any], tmp_path: Path) -> None:
-    found = needs(recipe(only_config(tmp_path / "config", family), adapter))
+    found = footprint(recipe(only_config(tmp_path / "config", family), adapter))
     real = loading.build(recipe(tiny.save_model(tmp_path / "whole", family), adapter), torch.device("cpu"))
     assert list(found.kinds) == adapters.trainable_table(real)
     assert found.total == sum(parameter.numel() for parameter in real.parameters())
@@ -94,22 +82,10 @@ def test_a_large_model_takes_no_memory(tmp_path: Path) -> None:
     assert sum(p.numel() for p in net.parameters() if not p.requires_grad) == 8_030_261_248  # of Llama 3.1 8B
 
 
-def test_noise_is_that_of_the_averaged_gradient(tmp_path: Path) -> None:
-    found = needs(recipe(only_config(tmp_path)))
-    assert found.noise_per_coordinate == pytest.approx(2.0 * 0.5 / 20)
-    assert found.noise_total == pytest.approx(found.noise_per_coordinate * math.sqrt(found.trainable))
-
-
-def test_without_privacy_there_is_no_noise(tmp_path: Path) -> None:
-    config = recipe(only_config(tmp_path))
-    found = footprint(config, plan(config).schedule, None)
-    assert (found.noise_per_coordinate, found.noise_total) == (None, None)
-
-
 def test_memory_grows_with_what_it_is_made_of(tmp_path: Path) -> None:
     only_config(tmp_path)
     one, wide, long, twice, sgd = (
-        needs(recipe(tmp_path, **changes))
+        footprint(recipe(tmp_path, **changes))
         for changes in (
             {},
             {"train__physical_batch_size": 8},
@@ -127,46 +103,45 @@ def test_memory_grows_with_what_it_is_made_of(tmp_path: Path) -> None:
 
 def test_auto_is_planned_with_what_this_machine_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     only_config(tmp_path)
-    one, four = (needs(recipe(tmp_path, train__physical_batch_size=rows)) for rows in (1, 4))
-    assert (four.physical_batch_size, four.found) == (4, False)
+    one, four = (footprint(recipe(tmp_path, train__physical_batch_size=rows)) for rows in (1, 4))
+    assert four.physical_batch_size == 4
     monkeypatch.setattr("dpllm.model.memory.free_memory", lambda device: math.ceil(1.1 * four.memory.total / 0.9))
-    found = needs(recipe(tmp_path, train__physical_batch_size="auto"))
-    assert (found.physical_batch_size, found.found, found.memory) == (4, True, four.memory)
+    found = footprint(recipe(tmp_path, train__physical_batch_size="auto"))
+    assert (found.physical_batch_size, found.memory) == (4, four.memory)
     assert "measured when training starts, and would be about 4 on this machine" in found.basis
     assert "auto" not in four.basis
     monkeypatch.setattr("dpllm.model.memory.free_memory", lambda device: 1000)  # planned elsewhere than it will run
-    small = needs(recipe(tmp_path, train__physical_batch_size="auto"))
+    small = footprint(recipe(tmp_path, train__physical_batch_size="auto"))
     assert (small.physical_batch_size, small.memory) == (1, one.memory)
 
 
 def test_a_gpu_is_planned_for_from_elsewhere(tmp_path: Path) -> None:
     """By its memory alone: every machine says the same."""
     config = recipe(only_config(tmp_path), train__physical_batch_size="auto", data__max_length=128)
-    made = plan(config)
-    a100, h100 = (footprint(config, made.schedule, made, gpu) for gpu in ("a100", "h100"))
+    a100, h100 = (footprint(config, gpu=gpu) for gpu in ("a100", "h100"))
     assert h100 == a100
     assert h100.physical_batch_size == 34  # as many as a batch of 20 draws, within 80 GB
     assert "34 on such a GPU" in h100.basis
     kept = [
-        footprint(recipe(tmp_path, train__precision=name), made.schedule, made, "h100").memory.activations
+        footprint(recipe(tmp_path, train__precision=name), gpu="h100").memory.activations
         for name in ("auto", "bf16", "fp32")
     ]
     assert kept[0] == kept[1] < kept[2]
     with pytest.raises(ConfigError, match="Type one of a100, h100"):
-        footprint(config, made.schedule, made, "tpu")
+        footprint(config, gpu="tpu")
 
 
 def test_auto_without_a_count_of_memory(tmp_path: Path) -> None:
     attention = {"method": "lora", "target_modules": ["q_proj", "v_proj"]}
-    found = needs(recipe(only_config(tmp_path, "mixtral"), attention, train__physical_batch_size="auto"))
-    assert (found.physical_batch_size, found.found, found.memory) == (None, True, None)
+    found = footprint(recipe(only_config(tmp_path, "mixtral"), attention, train__physical_batch_size="auto"))
+    assert (found.physical_batch_size, found.memory) == (None, None)
 
 
 def test_logits_of_a_frozen_head_are_a_chunk(tmp_path: Path) -> None:
     """As the engine computes them; where the head trains, they are whole."""
     only_config(tmp_path, vocab_size=200_000)
     few, many, whole = (
-        needs(recipe(tmp_path, adapter, data__max_length=tokens)).memory.logits
+        footprint(recipe(tmp_path, adapter, data__max_length=tokens)).memory.logits
         for adapter, tokens in ((LORA, 256), (LORA, 512), ({**FROZEN, "lm_head": True}, 128))
     )
     assert few == pytest.approx(many, rel=0.05)
@@ -176,7 +151,7 @@ def test_logits_of_a_frozen_head_are_a_chunk(tmp_path: Path) -> None:
 
 def test_checkpointing_saves_memory(tmp_path: Path) -> None:
     only_config(tmp_path, num_hidden_layers=8)
-    whole, again = (needs(recipe(tmp_path, model__gradient_checkpointing=on)) for on in (False, True))
+    whole, again = (footprint(recipe(tmp_path, model__gradient_checkpointing=on)) for on in (False, True))
     assert again.memory.activations < whole.memory.activations / 2
 
 
@@ -185,14 +160,14 @@ def test_what_the_model_would_refuse_is_said(tmp_path: Path, monkeypatch: pytest
         raise Refused("a layer couples rows")
 
     monkeypatch.setattr("dpllm.privacy.guards.check_model", refuse)
-    found = needs(recipe(only_config(tmp_path), data__max_length=129))
+    found = footprint(recipe(only_config(tmp_path), data__max_length=129))
     assert [type(error) for error in found.refusals] == [Refused, ConfigError]
     assert "129 is more than the 128 positions" in str(found.refusals[1])
 
 
 def test_an_architecture_that_computes_from_values_is_counted_without_memory(tmp_path: Path) -> None:
     attention = {"method": "lora", "target_modules": ["q_proj", "v_proj"]}
-    found = needs(recipe(only_config(tmp_path, "mixtral"), attention))
+    found = footprint(recipe(only_config(tmp_path, "mixtral"), attention))
     assert found.trainable > 0
     assert found.memory is None
     assert "without weights" in found.basis
@@ -201,7 +176,7 @@ def test_an_architecture_that_computes_from_values_is_counted_without_memory(tmp
 @pytest.mark.parametrize("name", ["absent-folder", "builtin:absent"])
 def test_a_model_that_is_not_there_is_a_wrong_recipe(name: str) -> None:
     with pytest.raises(ConfigError, match=r"model\.name_or_path"):
-        needs(recipe(name))
+        footprint(recipe(name))
 
 
 # --- the tally -------------------------------------------------------------------------------------------------------
@@ -279,7 +254,7 @@ def test_the_estimate_of_memory_is_near_that_of_a_real_step(name: str, method: s
     folder = loading.source(source) if source.startswith("builtin") else str(tmp_path)
     adapter = {"method": "lora", "r": 16} if method == "lora" else {"method": "frozen", "last_blocks": 2}
     changes = {"data__max_length": tokens, "train__physical_batch_size": rows, "train__batch_size": 2 * rows}
-    found = needs(recipe(folder, adapter, **changes))
+    found = footprint(recipe(folder, adapter, **changes))
     measured = int(run_program(WORKER, folder, rows, tokens, 2, method, timeout=600, **MALLOC))
     memory = found.memory.total / measured
     print(f"\n{name}, {method}: estimate over measured {memory:.2f}")

@@ -15,7 +15,7 @@ from peft import LoraConfig, get_peft_model
 from programs import run_program
 from torch.utils.flop_counter import FlopCounterMode
 
-from dpllm.forecast.meta_tensor_counter import tally
+from dpllm.forecast.footprint import tally
 from dpllm.privacy import loss
 
 ROOT = Path(__file__).resolve().parents[2]

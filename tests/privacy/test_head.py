@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, CohereConfig, GraniteConfig
 
-from dpllm.forecast.meta_tensor_counter import tally
+from dpllm.forecast.footprint import tally
 from dpllm.privacy import loss as losses_module
 from dpllm.privacy.loss import Targets, TokenLosses, example_means, fused_losses, sequence_losses, token_losses
 from dpllm.privacy.sampling import PhysicalBatch, collate

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from dpllm.privacy.sampling import PoissonSampler, collate, physical_batches
-from dpllm.privacy.schedule import Shape, physical_batches_expected, shape_for, shapes_of
+from dpllm.privacy.schedule import Shape, _tail, shape_for, shapes_of
 from dpllm.privacy.stream import SecretStream
 from dpllm.text.data import Unit
 
@@ -167,6 +167,13 @@ def test_shapes_of_large_public_numbers_are_found_at_once() -> None:
         shapes = shapes_of(rows, batch, 4096, each=each)
         assert time.process_time() - begun < 10
         assert max(shape.rows for shape in shapes) <= rows
+
+
+def physical_batches_expected(shapes: tuple[Shape, ...], batch: int) -> list[float]:
+    """Physical batches of each shape in a step, by what ``shapes_of`` takes lengths to be."""
+    longest, shorter = shapes[-1].length, [0, *(shape.length for shape in shapes)]
+    means = [batch * (shape.length - less) / longest for shape, less in zip(shapes, shorter, strict=False)]
+    return [float(_tail(mean)[:: shape.rows].sum()) for shape, mean in zip(shapes, means, strict=True)]
 
 
 def cost(shapes: tuple[Shape, ...], batch: int, fixed: int) -> float:

@@ -98,7 +98,7 @@ def assert_left(found: Imported, *keys: str) -> None:
 
 
 def test_llama_factory(tmp_path: Path) -> None:
-    identity = {"file_name": "identity.json", "columns": {"prompt": "question", "response": "answer"}}
+    identity = {"file_name": "identity.json"}
     write_info(tmp_path, {"identity": identity, "alpaca_en_demo": {"hf_hub_url": "llamafactory/alpaca_en"}})
     found, recipe = imported(tmp_path, LLAMA_FACTORY)
     assert found.tool == "LLaMA-Factory"
@@ -106,7 +106,6 @@ def test_llama_factory(tmp_path: Path) -> None:
     assert isinstance(recipe.adapter, LoraConfig)
     assert (recipe.adapter.r, recipe.adapter.alpha, recipe.adapter.target_modules) == (8, 16.0, "auto")
     assert recipe.data.train == [str(tmp_path / "data" / "identity.json"), "llamafactory/alpaca_en"]
-    assert recipe.data.columns == {"instruction": "question", "output": "answer"}
     assert recipe.data.max_length == 2048
     assert recipe.data.eval is None
     train = recipe.train
@@ -122,7 +121,7 @@ def test_axolotl(tmp_path: Path) -> None:
     assert (recipe.model.name_or_path, recipe.model.quantization) == ("NousResearch/Llama-3.2-1B", "4bit")
     assert recipe.model.gradient_checkpointing
     assert recipe.data.train == ["teknium/GPT4-LLM-Cleaned", "notes/a.jsonl", "notes/b.jsonl"]
-    assert (recipe.data.format, recipe.data.max_length) == ("prompt_completion", 2048)
+    assert (recipe.data.format, recipe.data.max_length) == ("auto", 2048)
     assert recipe.adapter == LoraConfig(r=32, alpha=16.0)
     train = recipe.train
     assert (train.batch_size, train.physical_batch_size, train.epochs, train.optimizer) == (8, 2, 1.0, "adamw")
@@ -133,14 +132,13 @@ def test_trl(tmp_path: Path) -> None:
     found, recipe = imported(tmp_path, TRL)
     assert found.tool == "TRL"
     assert (recipe.model.name_or_path, recipe.model.dtype) == ("Qwen/Qwen2.5-0.5B", "bfloat16")
-    assert recipe.data.train == recipe.data.eval == "trl-lib/Capybara"
-    assert recipe.data.eval_split == "test"
+    assert (recipe.data.train, recipe.data.eval) == ("trl-lib/Capybara", None)
     assert recipe.adapter == LoraConfig(r=32, alpha=16.0, target_modules=["q_proj", "v_proj"])
     train = recipe.train
     assert (train.batch_size, train.steps, train.epochs, train.warmup, train.eval_every) == (16, 200, None, 0.1, 100)
     assert recipe.telemetry.trackers == ["wandb"]
     left = "\n".join(found.left)
-    for key in ("packing", "neftune_noise_alpha", "push_to_hub"):
+    for key in ("packing", "neftune_noise_alpha", "push_to_hub", "eval_strategy"):
         assert f"{key}: " in left
     assert "my_own_key: unknown, not read" in left
 
@@ -161,7 +159,7 @@ def test_every_key_has_a_line_that_begins_with_it(tmp_path: Path, text: str) -> 
         (AXOLOTL, {}, ["adapter: qlora -> adapter.method: lora", "adapter: qlora -> model.quantization: 4bit"], []),
         (AXOLOTL, {}, ["lora_target_linear: True -> adapter.target_modules: auto"], []),
         (AXOLOTL, {}, ["bf16: auto -> train.precision: auto"], []),
-        (AXOLOTL, {"bf16": False}, ["bf16: False -> train.precision: fp32"], []),
+        (AXOLOTL, {"bf16": False}, ["bf16: False -> nothing to set"], []),
         (AXOLOTL, {"bf16": False, "fp16": True}, ["fp16: True -> train.precision: fp16"], []),
         (
             AXOLOTL,
@@ -206,7 +204,8 @@ def test_a_line_says_what_becomes_of_a_key(
         (LLAMA_FACTORY, {"stage": "dpo"}, "stage: dpo trains on preferences"),
         (AXOLOTL, {"rl": "kto"}, "rl: kto trains on preferences"),
         *((text, {key: value}, f"{key}: .* trains on preferences") for text, key, value in (
-            (TRL, "beta", 0.1), (TRL, "beta", 0.0), (TRL, "loss_type", "hinge"), (TRL, "loss_type", ["sigmoid", "nll"]),
+            (TRL, "beta", 0.1), (TRL, "beta", 0.0), (TRL, "loss_type", "sigmoid"), (TRL, "loss_type", ["sigmoid", "nll"]),
+            (TRL, "rpo_alpha", 1), (TRL, "num_generations", 1), (TRL, "precompute_ref_log_probs", True),
             (TRL, "max_prompt_length", 512), (TRL, "desirable_weight", 1.0), (TRL, "ref_model_sync_steps", 64),
             (TRL, "num_ppo_epochs", 4), (AXOLOTL, "process_reward_model", True), (AXOLOTL, "orpo_alpha", 0.1),
             (LLAMA_FACTORY, "kto_chosen_weight", 0.0),
@@ -223,63 +222,9 @@ def test_what_cannot_be_a_private_run_is_refused(tmp_path: Path, text: str, chan
         imported(tmp_path, text, **changes)
 
 
-DPO = """
-    {model_name_or_path: Qwen/Qwen2-0.5B-Instruct, dataset_name: trl-lib/ultrafeedback_binarized, learning_rate: 5.0e-6,
-    per_device_train_batch_size: 2, gradient_accumulation_steps: 8, use_peft: true, lora_r: 32, lora_alpha: 16,
-    max_length: 512, max_prompt_length: 128, loss_type: sigmoid, precompute_ref_log_probs: true, beta: 0.2}
-"""
-
-
-@pytest.mark.parametrize(
-    ("changes", "objective", "smoothing"),
-    [
-        ({}, "dpo", 0.0),
-        ({"loss_type": ["sigmoid"], "label_smoothing": 0.1}, "cdpo", 0.1),
-        ({"loss_type": "robust", "label_smoothing": 0.2}, "dpo", 0.2),
-        ({"loss_type": "ipo"}, "ipo", 0.0),
-    ],
-)
-def test_dpo_of_trl_becomes_a_recipe_on_pairs(tmp_path: Path, changes: Any, objective: str, smoothing: float) -> None:
-    found, recipe = imported(tmp_path, DPO, **changes)
-    train = recipe.train
-    assert (train.objective, train.label_smoothing, train.beta) == (objective, smoothing, 0.2)
-    assert (recipe.data.format, recipe.data.max_length, train.learning_rate) == ("preference", 512, 5e-6)
-    left = "\n".join(found.left)
-    assert "precompute_ref_log_probs: the reference is asked once" in left
-    assert "max_prompt_length: a pair is cut at its end" in left
-    assert ("means over tokens" in left) == (objective == "ipo")
-    assert imported(tmp_path, DPO, beta=None, learning_rate=None)[1].train.beta == 0.1  # TRL's default
-
-
-@pytest.mark.parametrize("key", ["beta", "max_prompt_length", "precompute_ref_log_probs", "label_smoothing"])
-def test_dpo_of_trl_that_names_no_loss_is_that_of_its_default(tmp_path: Path, key: str) -> None:
-    """As alignment-handbook writes it: beta, and no loss_type."""
-    rest = dict.fromkeys({"beta", "max_prompt_length", "precompute_ref_log_probs", "loss_type"} - {key})
-    found, recipe = imported(tmp_path, DPO, **rest, **({"label_smoothing": 0.0} if key == "label_smoothing" else {}))
-    assert (recipe.train.objective, recipe.data.format) == ("dpo", "preference")
-    assert "loss_type: sigmoid (TRL's default) -> train.objective: dpo" in found.carried
-    assert any(line.startswith("loss_type: not given; KTO and ORPO") for line in found.left)
-    given, _ = imported(tmp_path, DPO)
-    assert not any("not given" in line for line in given.left)
-
-
-@pytest.mark.parametrize(
-    "other", ["num_generations", "desirable_weight", "packing", "reward_model_path", "assistant_only_loss"]
-)
-def test_beta_of_another_training_is_refused(tmp_path: Path, other: str) -> None:
-    with pytest.raises(ConfigError, match="in a way that dpllm does not"):
-        imported(tmp_path, DPO, loss_type=None, **{other: 1})
-
-
 def test_a_chat_template_of_another_file_is_carried_over(tmp_path: Path) -> None:
     assert imported(tmp_path, TRL, chat_template_path="chat.jinja")[1].data.chat_template == "chat.jinja"
     assert imported(tmp_path, AXOLOTL, chat_template_jinja="{{ messages }}")[1].data.chat_template == "{{ messages }}"
-
-
-@pytest.mark.parametrize("key", ["rpo_alpha", "ref_model_sync_steps", "cpo_alpha", "num_generations"])
-def test_another_loss_beside_dpo_is_refused(tmp_path: Path, key: str) -> None:
-    with pytest.raises(ConfigError, match="in a way that dpllm does not"):
-        imported(tmp_path, DPO, **{key: 1})
 
 
 def test_full_fine_tuning_becomes_the_last_blocks(tmp_path: Path) -> None:
@@ -302,32 +247,16 @@ def test_an_adapter_to_go_on_with_is_carried_where_adapters_train(tmp_path: Path
         found, recipe = imported(tmp_path, LLAMA_FACTORY, adapter_name_or_path=value)
         assert recipe.model.adapter is None
         assert any(line.startswith("adapter_name_or_path: a recipe starts from one") for line in found.left)
-    for new in (True, False):
-        found, recipe = imported(tmp_path, LLAMA_FACTORY, adapter_name_or_path="old", create_new_adapter=new)
-        assert recipe.model.adapter == (None if new else "old")
-        assert any("model.adapter" in line for line in found.carried) is not new
-        assert any(line.startswith("create_new_adapter: the old adapter becomes") for line in found.left) is new
 
 
-def test_pretraining_and_held_out_data(tmp_path: Path) -> None:
-    write_info(tmp_path, {"c4": {"file_name": "c4.jsonl", "columns": {"prompt": "body"}}})
-    _, recipe = imported(tmp_path, LLAMA_FACTORY, stage="pt", dataset="c4")
-    assert (recipe.data.train, recipe.data.columns) == (str(tmp_path / "data" / "c4.jsonl"), {"text": "body"})
+def test_held_out_data_and_columns(tmp_path: Path) -> None:
     held_out = [{"path": "org/rows", "type": "alpaca", "split": "test"}]
-    _, recipe = imported(tmp_path, AXOLOTL, datasets=[{"path": "org/rows", "type": "alpaca"}], test_datasets=held_out)
+    rows = [{"path": "org/rows", "type": "alpaca"}]
+    found, recipe = imported(tmp_path, AXOLOTL, datasets=rows, test_datasets=held_out)
     assert (recipe.data.eval, recipe.data.train_split, recipe.data.eval_split) == ("org/rows", "train", "test")
-
-
-def test_fields_of_axolotl_become_columns(tmp_path: Path) -> None:
-    fields = [
-        ({"type": "chat_template", "field_messages": "talk"}, {"conversations": "talk"}, "messages"),
-        ({"type": "completion", "field": "body"}, {"text": "body"}, "text"),
-        ({"type": {"field_instruction": "q", "field_output": "a"}}, {"instruction": "q", "output": "a"}, "auto"),
-    ]
-    for entry, columns, fmt in fields:
-        _, recipe = imported(tmp_path, AXOLOTL, datasets=[{"path": "org/rows", "split": "all", **entry}])
-        assert (recipe.data.train, recipe.data.train_split) == ("org/rows", "all")
-        assert (recipe.data.columns, recipe.data.format) == (columns, fmt)
+    assert "datasets.type: the format is found by the columns of the rows" in "\n".join(found.left)
+    assert imported(tmp_path, TRL, dataset_text_field="body")[1].data.columns == {"text": "body"}
+    assert imported(tmp_path, TRL, dataset_text_field="text")[1].data.columns == {}
 
 
 def test_the_command_prints_a_recipe_and_reports_beside_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -352,32 +281,20 @@ def test_a_supervised_loss_and_a_key_switched_off_are_no_such_sign(tmp_path: Pat
 
 
 def test_rows_that_train_are_never_held_out(tmp_path: Path) -> None:
-    found, recipe = imported(tmp_path, TRL, eval_strategy=False, dataset_test_split="test")  # what YAML makes of no
-    assert (recipe.data.eval, "eval_split" in found.recipe) == (None, False)
-    assert "dataset_test_split: nothing is evaluated" in "\n".join(found.left)
     rows = {"path": "org/rows", "type": "alpaca"}
     for text, changes in (
-        (TRL, {"dataset_name": "rows.jsonl"}),
-        (TRL, {"dataset_test_split": "train"}),
         (AXOLOTL, {"datasets": [rows], "test_datasets": [dict(rows)]}),
         (LLAMA_FACTORY, {"eval_dataset": "identity"}),
     ):
         found, recipe = imported(tmp_path, text, **changes)
         assert (recipe.data.eval, "eval_split" in found.recipe) == (None, False), changes
-        assert "data.eval: these rows would train too" in "\n".join(found.left)
+        assert ": these rows would train too" in "\n".join(found.left)
 
 
-@pytest.mark.parametrize(
-    ("entry", "key"),
-    [
-        ({"type": {"field_instruction": "ask"}}, "instruction"),
-        ({"type": "alpaca", "split": "test"}, "data.train_split"),
-    ],
-)
-def test_datasets_that_a_recipe_cannot_read_alike_are_refused(tmp_path: Path, entry: Any, key: str) -> None:
-    first = {"path": "org/rows", "type": {"field_instruction": "q"}}
-    with pytest.raises(ConfigError, match=f"its datasets name .* for {key}"):
-        imported(tmp_path, AXOLOTL, datasets=[first, {"path": "org/more", **entry}])
+def test_datasets_of_several_splits_are_refused(tmp_path: Path) -> None:
+    rows = [{"path": "org/rows", "split": "test"}, {"path": "org/more"}]
+    with pytest.raises(ConfigError, match=r"its datasets name several splits.* one data\.train_split"):
+        imported(tmp_path, AXOLOTL, datasets=rows)
 
 
 def test_what_a_recipe_does_not_know_keeps_its_default_and_is_told(tmp_path: Path) -> None:
@@ -396,33 +313,32 @@ def test_what_a_recipe_does_not_know_keeps_its_default_and_is_told(tmp_path: Pat
 
 
 def test_every_key_of_a_dataset_is_told(tmp_path: Path) -> None:
-    columns = {"prompt": "q", "system": "rules", "history": "before"}
     entry = {
         "hf_hub_url": "org/rows",
-        "columns": columns,
+        "columns": {"prompt": "q"},
         "num_samples": 5,
         "subset": "en",
         "tags": {"role_tag": "who"},
     }
     write_info(tmp_path, {"rows": entry})
     found, recipe = imported(tmp_path, LLAMA_FACTORY, dataset="rows")
-    assert recipe.data.columns == {"instruction": "q"}  # an Alpaca row has no system
-    kind = {"field_instruction": "q", "field_system": "rules", "format": "{instruction}"}
-    theirs = {"path": "org/rows", "type": kind, "shards": 4, "train_on_split": "train", "own": 1}
-    more, _ = imported(tmp_path, AXOLOTL, datasets=[theirs, {"path": "org/rest", "type": "oasst"}])
+    theirs = {
+        "path": "org/rows",
+        "type": "alpaca",
+        "field_system": "rules",
+        "shards": 4,
+        "train_on_split": "train",
+        "own": 1,
+    }
+    more, _ = imported(tmp_path, AXOLOTL, datasets=[theirs])
     left = "\n".join([*found.left, *more.left])
-    keys = "system", "history", "num_samples", "subset", "tags", "format", "field_system", "shards", "train_on_split"
-    assert all(f"datasets.{key}: " in left and f"datasets.{key}: unknown" not in left for key in keys)
+    for key in ("columns", "num_samples", "subset", "tags", "type", "field_system", "shards", "train_on_split"):
+        assert f"datasets.{key}: " in left
+        assert f"datasets.{key}: unknown" not in left
     assert "datasets.own: unknown" in left
-    assert "datasets.type: " in left
     mixture = [{"path": "org/rows", "columns": ["messages"], "split": "some"}]
     found, recipe = imported(tmp_path, TRL, dataset_name=None, datasets=mixture, dataset_train_split=None)
-    assert "datasets.columns: " in "\n".join(found.left)
-    assert (recipe.data.train, recipe.data.eval_split, recipe.data.eval) == ("org/rows", "test", "org/rows")
-    chat = {"hf_hub_url": "org/chat", "formatting": "sharegpt", "columns": {"messages": "talk", "system": "rules"}}
-    write_info(tmp_path, {"chat": chat})
-    _, recipe = imported(tmp_path, LLAMA_FACTORY, dataset="chat")
-    assert recipe.data.columns == {"conversations": "talk", "system": "rules"}
+    assert (recipe.data.train, recipe.data.train_split) == ("org/rows", "some")
 
 
 def test_numbers_without_a_reading_are_one_line(tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ from dpllm.files import write_json
 from dpllm.recipe.config import TelemetryConfig
 from dpllm.recipe.derived import plan_of
 from dpllm.run.directory import RunDir
-from dpllm.telemetry import Telemetry, live, metrics, publish_audit
-from dpllm.telemetry.live import Trackers
+from dpllm.telemetry import live, metrics
+from dpllm.telemetry.live import Telemetry, Trackers, publish_audit
 from dpllm.telemetry.metrics import label
 
 
@@ -263,7 +263,7 @@ def test_datasets_of_two_places_are_two_series() -> None:
 
 def test_a_damaged_record_ends_nothing(prepared: SimpleNamespace, stub: type[Stub], capsys: Any) -> None:
     write_json(prepared.run.run, {"status": "completed"})
-    publish_audit(prepared.run, prepared.config, None)
+    publish_audit(prepared.run, prepared.config, {})
     assert "metrics could not be written" in capsys.readouterr().err
 
 

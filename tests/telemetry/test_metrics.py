@@ -9,7 +9,7 @@ import stat
 import time
 import urllib.error
 import urllib.request
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -23,27 +23,31 @@ from tiny_models import recipe
 
 from dpllm.cli import main
 from dpllm.errors import ConfigError
-from dpllm.files import write_json
 from dpllm.ledger import Ledger, budgets
 from dpllm.privacy import accounting
 from dpllm.recipe import derived
 from dpllm.recipe.derived import plan_of
 from dpllm.run.directory import RunDir
-from dpllm.telemetry import EpsilonSpent, Telemetry, metrics, publish_audit
-from dpllm.telemetry.metrics import AuditFigures, RunValues, dataset_families, exposition, ledger_families, run_families
+from dpllm.telemetry import metrics
+from dpllm.telemetry.live import EpsilonSpent, Telemetry, publish_audit
+from dpllm.telemetry.metrics import ShownRun, exposition, ledger_families, run_families
 
-AUDITED = AuditFigures(auc=0.53, auc_lower=0.49, auc_upper=0.57, auc_allowed=0.95, epsilon_lower_bound=0.2)
-VALUES = RunValues(
-    model="notes-lora", base_model="openai-community/gpt2", dataset="notes", run_id="0f0f", state="running", step=3,
-    steps_planned=9, epsilon_consumed=1.25, stated_epsilon=3.0, delta=1e-5, noise_multiplier=0.8, private_clip_fraction=0.4,
-    accuracy_delta=0.02, audited=AUDITED,
-)  # fmt: skip
+VALUES = ShownRun(
+    "notes-lora",
+    {"model": "notes-lora", "dataset": "notes", "run_id": "0f0f"},
+    "openai-community/gpt2",
+    "running",
+    {name: 0.4 for name in metrics.GAUGES if name != "dp_training_private_loss"},
+)
+
+
+def with_figures(**figures: float | None) -> ShownRun:
+    return replace(VALUES, figures={**VALUES.figures, **figures})
 
 
 def of_ledger(book: Ledger) -> Series:
     """Everything that is shown of a ledger."""
-    families, names = ledger_families(book)
-    return series(exposition([*families, *dataset_families(book, names)]))
+    return series(exposition(ledger_families(book)))
 
 
 # --- names and values ------------------------------------------------------------------------------------------------
@@ -54,8 +58,7 @@ def test_names_and_labels_are_those_that_dashboards_were_built_on(tmp_path: Path
         budgets.set_budget(book, "notes", budget(8.0))
         reserve(book)
         book.count_refusal("notes", "over_budget")
-        families, names = ledger_families(book)
-        text = exposition([*run_families(VALUES), *families, *dataset_families(book, names)])
+        text = exposition([*run_families(VALUES), *ledger_families(book)])
     of_model = (
         *("noise_multiplier", "gradient_clip_fraction", "membership_inference_auc", "membership_inference_auc_lower"),
         *("membership_inference_auc_upper", "audit_epsilon_lower_bound", "stated_epsilon", "training_accuracy_delta"),
@@ -78,38 +81,31 @@ def test_names_and_labels_are_those_that_dashboards_were_built_on(tmp_path: Path
 
 
 def test_what_metrics_can_show_of_a_run_is_this_list() -> None:
-    """A new field is a new way out: think of what it is computed from, then add it here."""
-    public = {"model", "base_model", "dataset", "run_id", "state", "step", "steps_planned", "epsilon_consumed"}
-    public |= {"stated_epsilon", "delta", "noise_multiplier", "accuracy_delta"}
-    audited = {"auc", "auc_lower", "auc_upper", "auc_allowed", "epsilon_lower_bound"}
-    private = {"private_loss", "private_clip_fraction"}
-    assert {field.name for field in fields(RunValues)} == public | {"audited"} | private
-    assert {field.name for field in fields(AuditFigures)} == audited
+    """A new name is a new way out: think of what it is computed from, then add it here."""
+    public = {"training_epsilon_consumed", "stated_epsilon", "stated_delta", "noise_multiplier", "training_step"}
+    public |= {"training_steps_planned", "training_accuracy_delta"}
+    audited = {f"membership_inference_auc{end}" for end in ("", "_lower", "_upper", "_allowed")}
+    private = {"training_private_loss", "gradient_clip_fraction"}
+    assert {f"dp_{name}" for name in public | audited | private | {"audit_epsilon_lower_bound"}} == set(metrics.GAUGES)
+    with pytest.raises(KeyError):
+        run_families(with_figures(dp_longest_row=512.0))
 
 
-def test_figures_without_noise_are_shown_only_where_they_are_given() -> None:
-    open_ = series(exposition(run_families(replace(VALUES, private_loss=2.5))))
-    assert open_["dp_gradient_clip_fraction", (("model", "notes-lora"),)] == 0.4
-    assert open_["dp_training_private_loss", (("model", "notes-lora"),)] == 2.5
-    quiet = series(exposition(run_families(replace(VALUES, private_clip_fraction=None))))
-    assert not {name for name, _ in quiet} & {"dp_gradient_clip_fraction", "dp_training_private_loss"}
-
-
-@given(st.floats(), st.floats())
-@settings(derandomize=True, max_examples=40, deadline=None)
-def test_what_is_no_number_is_left_out(epsilon: float, auc: float) -> None:
-    changed = replace(VALUES, epsilon_consumed=epsilon, audited=replace(AUDITED, auc=auc, epsilon_lower_bound=None))
-    found = {name: value for (name, _), value in series(exposition(run_families(changed))).items()}
-    assert found.get("dp_training_epsilon_consumed") == (epsilon if math.isfinite(epsilon) else None)
-    assert found.get("dp_membership_inference_auc") == (auc if math.isfinite(auc) else None)
-    assert "dp_audit_epsilon_lower_bound" not in found
+@given(st.one_of(st.none(), st.floats()), st.sampled_from(sorted(metrics.GAUGES)))
+@settings(derandomize=True, max_examples=60, deadline=None)
+def test_what_is_no_number_is_left_out(value: float | None, name: str) -> None:
+    found = {
+        name: value for (name, _), value in series(exposition(run_families(with_figures(**{name: value})))).items()
+    }
+    assert found.get(name) == (value if value is not None and math.isfinite(value) else None)
+    assert ("dp_training_private_loss" in found) == (name == "dp_training_private_loss" and found.get(name) is not None)
 
 
 @given(st.text(min_size=1, max_size=20).filter(str.isprintable))
 @settings(derandomize=True, max_examples=40, deadline=None)
 def test_any_name_is_one_label(name: str) -> None:
     found = series(exposition(run_families(replace(VALUES, model=name))))
-    assert found["dp_noise_multiplier", (("model", name),)] == 0.8
+    assert found["dp_noise_multiplier", (("model", name),)] == 0.4
 
 
 # --- epsilon ---------------------------------------------------------------------------------------------------------
@@ -199,45 +195,16 @@ def test_the_command_writes_what_it_prints(tmp_path: Path, capsys: pytest.Captur
     printed = capsys.readouterr().out
     promtool_is_silent(printed.encode())
     assert main(["ledger", "metrics", "--ledger", str(path), "--textfile", str(folder)]) == 0
-    files = sorted(folder.iterdir())
-    assert len(files) == 4
-    together: Series = {}
-    for file in files:
-        promtool_is_silent(file.read_bytes())
-        one = series(file.read_bytes())
-        assert not one.keys() & together.keys()
-        together |= one
-    assert together == series(printed)
+    (file,) = folder.iterdir()
+    assert (file.name, file.read_text()) == (metrics.LEDGER, printed)
+    assert len([1 for name, _ in series(printed) if name == "dp_training_budget"]) == 3
     assert main(["ledger", "metrics", "--ledger", str(path), "--textfile", str(folder / "none")]) == 2
     assert "node exporter" in capsys.readouterr().err
 
 
-def test_a_served_model_is_looked_for_in_the_ledger(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A model of another ledger or dataset, without a statement, without privacy: none of them is there."""
-    path = tmp_path / "ledger.sqlite"
-    with Ledger(path) as book:
-        entry = reserve(book).entry
-    stated = {
-        "known/export": {"dataset": "notes", "entry": entry},
-        "elsewhere": {"dataset": "notes", "entry": "0f0f"},
-        "letters": {"dataset": "letters", "entry": entry},
-        "baseline": None,
-    }
-    for name, composed in stated.items():
-        write_json(tmp_path / name / "privacy.json", {"composed": composed})
-    (tmp_path / "foreign").mkdir()
-    served = [str(tmp_path / name) for name in (*stated, "foreign")]
-    command = ["ledger", "metrics", "--ledger", str(path), "--served"]
-    assert main([*command, *served]) == 0
-    printed = capsys.readouterr().out
-    promtool_is_silent(printed.encode())
-    found = {dict(pairs)["model"]: on for (name, pairs), on in series(printed).items() if name.startswith("dp_served")}
-    assert found == {"known": 1, "elsewhere": 0, "letters": 0, "baseline": 0, "foreign": 0}
-    write_json(tmp_path / "old" / "known" / "privacy.json", {"composed": None})
-    assert main([*command, *served, str(tmp_path / "old" / "known")]) == 0
-    assert series(capsys.readouterr().out)["dp_served_model_ledger_entry", (("model", "known"),)] == 0
-    assert main([*command, str(tmp_path / "typo")]) == 2
-    assert "no such directory" in capsys.readouterr().err
+def test_looking_for_served_models_is_retired(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ledger", "metrics", "--served", "a", "b"]) == 2
+    assert "--served is retired: dpllm verify DIR --ledger FILE says" in capsys.readouterr().err
 
 
 # --- textfiles -------------------------------------------------------------------------------------------------------
@@ -250,7 +217,7 @@ def settings_of(tmp_path: Path, **telemetry: Any) -> Any:
 def test_a_textfile_is_whole_and_readable_by_the_collector(tmp_path: Path) -> None:
     before = os.umask(0o077)
     try:
-        path = metrics.file_of(tmp_path, "run", "notes-lora")
+        path = metrics.file_of(tmp_path, "notes-lora")
         metrics.write(path, run_families(VALUES))
     finally:
         os.umask(before)
@@ -261,20 +228,20 @@ def test_a_textfile_is_whole_and_readable_by_the_collector(tmp_path: Path) -> No
 
 
 def test_a_disk_that_fails_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = metrics.file_of(tmp_path, "run", "notes-lora")
+    path = metrics.file_of(tmp_path, "notes-lora")
     metrics.write(path, run_families(VALUES))
     before = path.read_bytes()
 
     monkeypatch.setattr(os, "rename", Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(OSError, match="No space"):
-        metrics.write(path, run_families(replace(VALUES, step=4)))
+        metrics.write(path, run_families(with_figures(dp_training_step=4.0)))
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == {path.name: before}
 
 
 @given(st.text(min_size=1), st.text(min_size=1))
 @settings(derandomize=True, max_examples=100, deadline=None)
 def test_two_names_have_two_files(one: str, other: str) -> None:
-    paths = [metrics.file_of(Path(), "run", name) for name in (one, other)]
+    paths = [metrics.file_of(Path(), name) for name in (one, other)]
     assert (paths[0] == paths[1]) == (one == other)
     for path in paths:
         assert path.parent == Path()
@@ -285,6 +252,8 @@ def test_two_names_have_two_files(one: str, other: str) -> None:
 @pytest.mark.parametrize("where", ["nowhere", "run/export", "run/private/metrics", "file"])
 def test_a_directory_that_nobody_reads_is_refused_before_anything_is_reserved(tmp_path: Path, where: str) -> None:
     (tmp_path / "file").write_text("")
+    (tmp_path / "run" / "export").mkdir(parents=True)
+    (tmp_path / "run" / "private" / "metrics").mkdir(parents=True)
     config = settings_of(tmp_path, textfile=str(tmp_path / where))
     with pytest.raises(ConfigError, match=r"telemetry\.textfile"):
         Telemetry(config, RunDir(tmp_path / "run"))
@@ -292,10 +261,10 @@ def test_a_directory_that_nobody_reads_is_refused_before_anything_is_reserved(tm
 
 def test_a_failure_to_publish_is_told_and_ends_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = settings_of(tmp_path, textfile=str(tmp_path / "gone"))
-    publish_audit(RunDir(tmp_path / "run"), config, None)
+    publish_audit(RunDir(tmp_path / "run"), config, {})
     assert capsys.readouterr().err.count("metrics could not be written") == 1
     quiet = settings_of(tmp_path)
-    publish_audit(RunDir(tmp_path / "run"), quiet, None)
+    publish_audit(RunDir(tmp_path / "run"), quiet, {})
     assert capsys.readouterr().err == ""
 
 
@@ -308,7 +277,7 @@ def test_the_endpoint_listens_on_loopback_until_it_is_closed(tmp_path: Path) -> 
         with pytest.raises(OSError, match="refused"):
             socket.create_connection(("127.0.0.2", port), timeout=5)  # whoever listens everywhere answers there too
         assert series(scrape(port)) == {}
-        telemetry._shown.now = tuple(run_families(VALUES))
+        telemetry._page.now = tuple(run_families(VALUES))
         assert series(scrape(port)) == series(exposition(run_families(VALUES)))
         with pytest.raises(ConfigError, match=rf"telemetry\.port {port}: cannot be opened"):
             Telemetry(settings_of(tmp_path, port=port), RunDir(tmp_path / "run"))
