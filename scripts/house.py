@@ -309,7 +309,7 @@ def golf(module: Module) -> Iterator[str]:
             if isinstance(text, ast.Constant) and not isinstance(text.value, str):
                 continue
             literal = isinstance(text, ast.Constant | ast.JoinedStr | ast.List | ast.Tuple)
-            truth = isinstance(times, ast.Compare | ast.BoolOp | ast.UnaryOp | ast.Attribute)
+            truth = isinstance(times, ast.Compare | ast.BoolOp | ast.UnaryOp)
             called = isinstance(times, ast.Call) and ast.unparse(times.func) == "bool"
             if literal and (truth or called):
                 yield f"{module.name}:{node.lineno}"

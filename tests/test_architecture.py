@@ -46,7 +46,7 @@ def test_numbers_only_fall() -> None:
 
 
 def test_a_text_times_a_condition_is_golf() -> None:
-    source = "a = 's' * (n != 1)\nb = ['x'] * bool(x)\nc = (x,) * it.known\nd = '-' * 80\ne = 2 * it.known\nf = [0] * len(x)\n"
+    source = "a = 's' * (n != 1)\nb = ['x'] * bool(x)\nc = (x,) * (a or b)\nd = '-' * 80\ne = 2 * it.known\nf = [0] * len(x)\n"
     module = house.Module("some", "some.py", source, 6, house.ast.parse(source))
     assert list(house.golf(module)) == ["some:1", "some:2", "some:3"]
 

@@ -200,7 +200,9 @@ def _controls(
     if seen:
         best = max(seen, key=lambda group: seen[group])
         positive = f"AUC {seen[best]:.2f}" + (f" on the canaries planted {best} times" if best > 1 else "")
-    tried = [f"planted {most} times" for most in sorted(scored.groups)[-1:]] + ["of the twin"] * (beside.twin == "")
+    tried = [f"planted {most} times" for most in sorted(scored.groups)[-1:]]
+    if beside.twin == "":
+        tried.append("of the twin")
     positive = positive or beside.twin
     if beside.gradient is not None and not positive:
         positive = gradient_canaries.seen(beside.gradient, level)

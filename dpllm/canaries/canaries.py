@@ -179,9 +179,12 @@ def check_fits(
     """
     planned, wanted = {"kind": plan.kind, **plan.settings}, {"kind": audit.texts.kind, **_settings(audit.texts)}
     different = [f"audit.canaries.{key}" for key in wanted if planned.get(key) != wanted[key]]
-    different += ["audit.gradient_canaries"] * (len(plan.gradient_coins) != audit.gradient_canaries)
-    different += ["train.objective"] * (bool(plan.canaries) and plan.pairs != pairs)
-    different += ["data.label_record"] * (bool(plan.canaries) and plan.label_epsilon != label_epsilon)
+    if len(plan.gradient_coins) != audit.gradient_canaries:
+        different.append("audit.gradient_canaries")
+    if plan.canaries and plan.pairs != pairs:
+        different.append("train.objective")
+    if plan.canaries and plan.label_epsilon != label_epsilon:
+        different.append("data.label_record")
     if different:
         keys = ", ".join(different)
         raise ConfigError(

@@ -62,7 +62,7 @@ class ModelSource:
     def reads(self, carrier: str, secret: str, ids: Sequence[int]) -> bool:
         """Whether a training row of carrier and secret is encoded with exactly these tokens for the secret."""
         # The bare text first: most of what fails fails there, and it is quick.
-        bare = self._tokenizer(" " * self._spaced + secret, add_special_tokens=False)["input_ids"]
+        bare = self._tokenizer(f" {secret}" if self._spaced else secret, add_special_tokens=False)["input_ids"]
         if list(bare[-len(ids) :]) != list(ids):
             return False
         row, start, end = self._encode(carrier, secret) or ((), 0, 0)

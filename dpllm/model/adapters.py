@@ -136,7 +136,7 @@ def trainable_table(model: nn.Module) -> list[tuple[str, int, int]]:
 
 
 def _in_words(kind: str, layers: list[str], blocks: int) -> str:
-    count = f"{blocks} layer{'s' * (blocks != 1)}"
+    count = "1 layer" if blocks == 1 else f"{blocks} layers"
     if kind == "blocks":
         return f"{count}, whole"
     proj = all(layer.endswith("_proj") for layer in layers)

@@ -108,7 +108,7 @@ def flipped_labels(config: RunConfig) -> str | None:
     if not share:
         return None
     how = "learns a soft label" if train.objective == "cdpo" else "is debiased"
-    bottom = " and has no lower bound: it stops by the schedule, not by the loss" * (train.objective == "dpo")
+    bottom = " and has no lower bound: it stops by the schedule, not by the loss" if train.objective == "dpo" else ""
     return f"Labels: wrong with probability {share:.3g}; the loss of {train.objective} {how}{bottom}"
 
 

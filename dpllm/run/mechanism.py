@@ -167,7 +167,7 @@ def check_rows(
     processes.check_rounding(facts)
     if not checked.known:
         verdict.keep(under, checked.digests)
-    earlier = (" (that other rows do not change a row's rounding: shown by an earlier start)") * checked.known
+    earlier = " (that other rows do not change a row's rounding: shown by an earlier start)" if checked.known else ""
     console.print(f"Self-check against brute-force autograd: largest relative error {checked.error:.1e}{earlier}")
     return chosen, checked
 

@@ -97,8 +97,9 @@ class Samples:
 
 def _is_private(path: Path, data: DataConfig) -> bool:
     """Whether a file is one of the data that the recipe does not declare public, by whatever name or link."""
-    sources = [data.train] * (not data.public) + [data.eval] * (not data.eval_public)
-    for place in (Path(name) for source in sources if source is not None for name in expand(source)):
+    sources = [(data.train, data.public), (data.eval, data.eval_public)]
+    private = [source for source, public in sources if source is not None and not public]
+    for place in (Path(name) for source in private for name in expand(source)):
         if path.is_relative_to(resolved(place)):
             return True
         files = place.rglob("*") if place.is_dir() else [place]

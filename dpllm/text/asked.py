@@ -24,8 +24,9 @@ MOST_CANDIDATES = 100_000
 
 def columns_of(asked: Statistic) -> tuple[str, ...]:
     """All that it reads."""
-    several = asked.kind == "shares"
-    return tuple(asked.column.split(control.SEPARATOR)) if several else (asked.column,) * bool(asked.column)
+    if asked.kind == "shares":
+        return tuple(asked.column.split(control.SEPARATOR))
+    return (asked.column,) if asked.column else ()
 
 
 def parse(kind: Kind, text: str, quantiles: str) -> tuple[Statistic, ...]:

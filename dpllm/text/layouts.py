@@ -394,7 +394,8 @@ def example(row: Row, fmt: Format, template: str | None) -> str:
         named = zip(FIELDS[fmt][1:], sides(row), strict=True)
         return "\n".join(f"{side}:\n{example(one, inner, template)}" for side, (inner, one) in named)
     if fmt == "text":
-        parts = [("masked", line.rstrip("\n"))] * bool(line) + [("learned", row["text"] + "<eos>")]
+        parts = [("masked", line.rstrip("\n"))] if line else []
+        parts.append(("learned", row["text"] + "<eos>"))
     elif fmt == "prompt_completion":
         masked, after = joined(line + row["prompt"], row["completion"], template)
         parts = [("masked", masked), ("learned", after + "<eos>")]

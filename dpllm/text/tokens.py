@@ -147,7 +147,7 @@ def _key(table: Table, groups: Groups, tokenizer: Any, data: DataConfig) -> str:
         "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
         "eos": tokenizer.eos_token_id,
         "split_special_tokens": bool(getattr(tokenizer, "split_special_tokens", False)),
-        "template": [tokenizer.chat_template] * (table.format in ("messages", "preference")) + [data.template],
+        "template": [tokenizer.chat_template if table.format in ("messages", "preference") else None, data.template],
         "max_length": data.max_length,
         "long_examples": data.long_examples,
     }
