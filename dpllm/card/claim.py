@@ -123,8 +123,10 @@ def stated_epsilon(plan: PlanRecord, record: RunRecord) -> float:
 
 
 def _check_one_run(plan: PlanRecord | None, record: RunRecord, audit: AuditRecord | None) -> None:
-    """Plan and audit are those of the record; a record of an earlier version does not say which they were."""
-    if plan and (record.plan_digest not in (None, plan.digest) or record.steps_planned != plan.num_steps):
+    """Plan and audit are those of the record."""
+    if plan and (
+        record.manifest.get("plan.json", plan.digest) != plan.digest or record.steps_planned != plan.num_steps
+    ):
         raise ConfigError("plan.json is not the Plan in run.json: the directory holds parts of two runs. Train again.")
     if audit is not None:
         _check_audit(plan, record, audit)

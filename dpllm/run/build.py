@@ -48,7 +48,7 @@ from dpllm.run.references import Pairs, referenced
 from dpllm.run.resume import ResumeState, flat
 from dpllm.run.samples import Samples
 from dpllm.run.screen import tell_lengths
-from dpllm.statement.run_files import PlanRecord, read_plan
+from dpllm.statement.run_files import PlanRecord
 from dpllm.text import data, prompts, tokens
 from dpllm.text.rows import Groups, each_row
 
@@ -267,13 +267,7 @@ def _canaries(config: RunConfig, run: RunDir, resume: bool, tokenizer: Any, devi
     """
     settings = config.audit
     if resume:
-        plan = canaries.load(run.canaries)
-        if run.plan.exists() and read_plan(run).canary_commitment != plan.commitment:
-            raise ConfigError(
-                f"{run.canaries}: these are not the canaries that the run began with, so no audit could rely on them. Restore "
-                "the file, or train again."
-            )
-        return plan
+        return canaries.load(run.canaries)
     if run.canaries.exists() and not run.config.exists():
         return canaries.check_fits(canaries.load(run.canaries), settings, run.canaries, **pairs_of(config))
     # Its base model, which some kinds load, is gone before the one that trains is built.
