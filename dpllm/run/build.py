@@ -38,13 +38,13 @@ from dpllm.privacy.selfcheck import Checked
 from dpllm.privacy.stream import os_entropy
 from dpllm.recipe.config import RunConfig, dump_config
 from dpllm.recipe.derived import pairs_of, shapes_for
-from dpllm.run import checkpoint, verdict
+from dpllm.run import checkpoint, selfcheck_cache
 from dpllm.run.directory import RunDir
 from dpllm.run.mechanism import Autocast, build_model, check_in_float32, check_rows, is_low, make_engine, make_optimizer
 from dpllm.run.payment import Payment, pay
 from dpllm.run.projections import KeptGroups, read_groups
 from dpllm.run.promise import Decision, Start, decide
-from dpllm.run.references import Pairs, referenced
+from dpllm.run.reference_logprobs import Pairs, referenced
 from dpllm.run.resume import ResumeState, flat
 from dpllm.run.samples import Samples
 from dpllm.run.screen import tell_lengths
@@ -170,9 +170,9 @@ def _check(
     low = is_low(net, precision)
     if plan is None:
         return of_rows(rows), Checked(0.0)
-    key = partial(verdict.key_of, config, net, vocabulary=vocabulary, pad_id=pad_id, precision=str(precision))
+    key = partial(selfcheck_cache.key_of, config, net, vocabulary=vocabulary, pad_id=pad_id, precision=str(precision))
     key = partial(key, pairs=str(engine.pairs))
-    kept = verdict.Kept(key, start.fresh_check)
+    kept = selfcheck_cache.Kept(key, start.fresh_check)
     shapes, checked = check_rows(engine, vocabulary, of_rows, rows, pad_id=pad_id, low=low, kept=kept, console=console)
     if low:
         check_in_float32(config, net, plan, state.device, shapes)
