@@ -199,7 +199,7 @@ def train(
 
     config = _with_rows(recipe, resume=resume, train=train, eval=eval)
     record = loop.train(config, Start(resume, overwrite), callbacks=callbacks)
-    return Run(RunDir(Path(config.output_dir)), record)
+    return Run(RunDir(Path(config.output_dir)), record, config)
 
 
 def audit(run: Run | str | os.PathLike[str]) -> AuditRecord:

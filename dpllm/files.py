@@ -360,6 +360,8 @@ class RunPaths:
     metrics = _Below("private/metrics.jsonl")  # un-noised diagnostics, one JSON value a line: private
     references = _Below("private/references.npz")  # what the reference says of each answer of a preference pair
     layers = _Below("private/layers.json")  # names of the layers that clipped_by_layer of metrics.jsonl counts
+    summary = _Below("private/summary.json")  # held-out figures and cost: private
+    key = _Below("private/manifest.key")  # of the digests in run.json of files in private/: secret
 
     def checkpoints(self) -> list[Path]:
         """Their directories, such as step-00000040, of the highest step first; none that is still being written."""

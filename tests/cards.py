@@ -14,10 +14,11 @@ from dpllm.card.card import compose
 from dpllm.card.claim import statement_of
 from dpllm.files import write_json
 from dpllm.privacy.plan import noise_scale
+from dpllm.recipe import names
 from dpllm.recipe.config import RunConfig, dump_config
 from dpllm.run.directory import RunDir
 from dpllm.statement import privacy_record, section
-from dpllm.statement.run_files import PlanRecord, RunRecord
+from dpllm.statement.run_files import PlanRecord, RunRecord, read_plan
 
 Json = dict[str, Any]
 WEIGHTS, TOKENIZER = b"weights", b"{}"
@@ -77,6 +78,9 @@ def plan(**changes: Any) -> Json:
 
 
 def record(**changes: Any) -> Json:
+    """run.json; ``artifacts`` are the files of export/, and ``make_run`` adds recipe and Plan to the manifest."""
+    weights = {"adapter_model.safetensors": HASH, "tokenizer.json": hashlib.sha256(TOKENIZER).hexdigest()}
+    artifacts: dict[str, str] = changes.pop("artifacts", weights)
     return {
         "status": "completed",
         "guarantee": {"holds": True, "reason": None},
@@ -104,7 +108,7 @@ def record(**changes: Any) -> Json:
             "trainable_parameters": 2359296,
             "total_parameters": 126799104,
         },
-        "artifacts": {"adapter_model.safetensors": HASH, "tokenizer.json": hashlib.sha256(TOKENIZER).hexdigest()},
+        "manifest": {f"export/{name}": value for name, value in artifacts.items()},
         "metrics": {"public": {}},
         "lattice": {"coordinates": 2359296, "noise_over_max_grad_norm": noise_scale(0.9184, 1.0, 2359296)},
         "started_at": "2026-11-21T02:30:11+00:00",
@@ -283,9 +287,11 @@ def make_run(root: Path, recipe: RunConfig, the_plan: Json | None, the_record: J
     (run.export / "adapter_model.safetensors").write_bytes(WEIGHTS)
     (run.export / "tokenizer.json").write_bytes(TOKENIZER)
     run.config.write_text(dump_config(recipe), encoding="utf-8")
-    write_json(run.run, the_record)
+    written = {"config.yaml": names.of_training(recipe)}
     if the_plan is not None:
         write_json(run.plan, the_plan)
+        written["plan.json"] = read_plan(run).digest
+    write_json(run.run, {**the_record, "manifest": {**written, **the_record["manifest"]}})
     if the_audit is not None:
         write_json(run.audit_dir(recipe.privacy.enabled) / "audit.json", the_audit)
     return run

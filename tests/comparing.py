@@ -12,6 +12,7 @@ import cards
 from dpllm.comparison.compared_runs import PROTOCOL
 from dpllm.files import read_json, write_json
 from dpllm.privacy.accounting import dp_sgd_event
+from dpllm.recipe import names
 from dpllm.recipe.config import RunConfig, dump_config
 from dpllm.run.directory import RunDir
 
@@ -87,6 +88,7 @@ def make_run(
     *,
     audit: bool = True,
     group: str | None = None,
+    artifacts: dict[str, str] | None = None,
 ) -> RunDir:
     """One run; ``epsilon`` infinite: without differential privacy."""
     enabled = math.isfinite(epsilon)
@@ -109,7 +111,10 @@ def make_run(
             "epsilon_spent": epsilon if enabled else None,
             "delta": 1e-5 if enabled else None,
             "model": {**cards.record()["model"], "name_or_path": "builtin:tiny", "commit": None},
-            "artifacts": weights(root),
+            "manifest": {
+                "config.yaml": names.of_training(config),
+                **{f"export/{name}": value for name, value in (artifacts or weights(root)).items()},
+            },
             "ledger": ledger if enabled else None,
             "metrics": {"public": evaluated if config.data.eval_public else {}},
             "steps_planned": 100,

@@ -45,12 +45,12 @@ def accounting(folder: Path) -> Iterator[None]:
 def packages() -> Iterator[None]:
     """What is installed, which each start of a run reads: that takes as long as the steps of a tiny model."""
     from dpllm.model import environment
-    from dpllm.run import verdict
+    from dpllm.run import selfcheck_cache
 
     with pytest.MonkeyPatch.context() as patch:
-        for owner, name in ((metadata, "version"), (verdict, "_kernel_packages")):
+        for owner, name in ((metadata, "version"), (selfcheck_cache, "_kernel_packages")):
             patch.setattr(owner, name, functools.cache(getattr(owner, name)))
-        environment.versions(), verdict._kernel_packages()  # before a program forks
+        environment.versions(), selfcheck_cache._kernel_packages()  # before a program forks
         yield
 
 

@@ -35,9 +35,9 @@ from dpllm.model import loading
 from dpllm.recipe.config import RunConfig
 from dpllm.recipe.retired import RETIRED
 from dpllm.run import checkpoint
-from dpllm.run.directory import RunDir
+from dpllm.run.directory import RunDir, open_run
 from dpllm.run.projections import read_projections, read_turns
-from dpllm.statement.run_files import AuditSettings, RunRecord, read_plan, read_run
+from dpllm.statement.run_files import AuditSettings, read_plan, read_run
 from dpllm.telemetry.live import publish_audit
 from dpllm.text.data import load_table
 from dpllm.text.layouts import Format
@@ -164,9 +164,12 @@ def load_models(run: RunDir, config: RunConfig) -> ScoringModels:
     """The weights of a run beside its base.
 
     Raises:
-        ConfigError: The run exported none, or others lie there.
+        ConfigError: The run exported none.
     """
-    _check_weights(run, read_run(run))
+    if not read_run(run).artifacts or not any(run.export.glob("*.safetensors")):
+        raise ConfigError(
+            f"{run.export}: holds no weights to audit; the run did not finish. Train again, or resume it."
+        )
     return loading.load_for_scoring(config, run.export, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
@@ -228,15 +231,9 @@ def _twin_of(run: RunDir) -> str:
 
 def _subject(run: RunDir) -> tuple[RunConfig, CanaryPlan, Claim | None]:
     """Recipe, canaries and promise of a run, which belong together."""
-    config, record = run.load_config(), read_run(run)
+    config = open_run(run).config
     if not config.audit.plants:
         raise ConfigError(f"{run.root}: no canaries were planted, so there is nothing to measure. {_twin_of(run)}")
-    if config.privacy.enabled != run.plan.exists():
-        raise ConfigError(
-            f"{run.root}: config.yaml and plan.json disagree on whether the run is private, so there is no claim to test. The "
-            "directory holds parts of two runs, or was edited: restore it, or train again."
-        )
-    _check_weights(run, record)
     plan = canaries.load(run.canaries)
     sides = {(canary.group, canary.inserted) for canary in plan.canaries}
     if plan.label_epsilon and len(sides) < 2 * len({group for group, _ in sides}):
@@ -250,37 +247,9 @@ def _subject(run: RunDir) -> tuple[RunConfig, CanaryPlan, Claim | None]:
             "train again."
         )
     if config.privacy.enabled:
-        return config, plan, _claim(run, config, record, plan)
+        promise = read_plan(run)
+        return config, plan, Claim(promise.epsilon, promise.delta, promise.unit)
     return config, plan, Claim(plan.label_epsilon, 0.0, "label") if plan.label_epsilon else None
-
-
-def _check_weights(run: RunDir, record: RunRecord) -> None:
-    found = checkpoint.weight_hashes(run.export)
-    if not found:
-        raise ConfigError(
-            f"{run.export}: holds no weights to audit; the run did not finish. Train again, or resume it."
-        )
-    if any(record.artifacts.get(name) != digest for name, digest in found.items()):
-        raise ConfigError(
-            f"{run.export}: these are not the weights that the run wrote, so an audit of them would say nothing about the run. "
-            "Restore them, or train again."
-        )
-
-
-def _claim(run: RunDir, config: RunConfig, record: RunRecord, plan: CanaryPlan) -> Claim:
-    """The promise of plan.json, which was written before training and commits to the canaries and the test."""
-    promise = read_plan(run)
-    if promise.canary_commitment != plan.commitment:
-        raise ConfigError(
-            f"{run.canaries}: these are not the canaries that {run.plan.name} committed to before training, so an "
-            "audit with them would prove nothing; restore the file, or train again."
-        )
-    if record.plan_digest != promise.digest:
-        raise ConfigError(
-            f"{run.plan}: is not the Plan that the run was trained under, so its claim is not about this run. Restore the file, "
-            "or train again."
-        )
-    return Claim(promise.epsilon, promise.delta, promise.unit)
 
 
 def _format(run: RunDir, config: RunConfig) -> Format:
@@ -292,7 +261,7 @@ def _format(run: RunDir, config: RunConfig) -> Format:
 
 def _twin(config: RunConfig, twin: RunDir) -> tuple[str, bool]:
     """Where the attack was seen to work on a run without privacy (empty: nowhere), and whether that may be published."""
-    other = twin.load_config()
+    other = open_run(twin).config
     if other.privacy.enabled:
         raise ConfigError(
             f"{twin.root}: was trained with differential privacy, so it cannot show whether the attack works. "
@@ -310,7 +279,6 @@ def _twin(config: RunConfig, twin: RunDir) -> tuple[str, bool]:
     path = twin.audit_dir(False) / "audit.json"
     if not path.exists():
         raise ConfigError(f"{twin.root}: has no audit yet to serve as a control. Type: dpllm audit {twin.root}")
-    _check_weights(twin, read_run(twin))
     report = read_audit(path)
     if report.weights != checkpoint.weight_hashes(twin.export):
         raise ConfigError(f"{path}: is about other weights than {twin.root} has now. Type: dpllm audit {twin.root}")

@@ -25,10 +25,10 @@ from dpllm.files import BLOCK, CARD, SIGNATURE, UNHASHED, hashes, read_json, unk
 from dpllm.recipe import names
 from dpllm.recipe.config import LoraConfig, RunConfig
 from dpllm.recipe.names import is_builtin
-from dpllm.run.directory import RunDir
+from dpllm.run.directory import RunDir, open_run
 from dpllm.statement import formatting, section, tradeoff_figure
 from dpllm.statement.privacy_record import PrivacyRecord
-from dpllm.statement.run_files import RunRecord, read_plan, read_run
+from dpllm.statement.run_files import RunRecord, read_plan
 
 DP_TAGS = ("differential-privacy", "dp-sgd")
 
@@ -167,7 +167,8 @@ def page(template: str, front: CardData, parts: Mapping[str, str], config: RunCo
 
 def _read(run: RunDir, describe: Path) -> tuple[RunConfig, RunRecord, PrivacyRecord]:
     """Recipe and record of a run, and its statement, which names no files yet."""
-    config, record = run.load_config(), read_run(run)
+    opened = open_run(run)
+    config, record = opened.config, opened.record
     if not record.artifacts:
         raise ConfigError(
             f"{run.root}: the run ended before it exported weights, so there is nothing to describe. Type "
@@ -190,11 +191,10 @@ def _check_artifacts(run: RunDir, record: RunRecord, files: Mapping[str, str]) -
             f"{run.export}: {strange[0]} does not belong in an export, and everything beside the card is published with it. Move "
             "it elsewhere, then type the command again."
         )
-    changed = sorted(name for name, digest in record.artifacts.items() if files.get(name) != digest)
-    if changed:
+    if missing := sorted(record.artifacts.keys() - files.keys()):
         raise ConfigError(
-            f"{run.export}: {', '.join(changed[:3])} {'is' if len(changed) == 1 else 'are'} not what the run wrote, so a card "
-            "would describe other files. Restore them, or train again."
+            f"{run.export}: {missing[0]}, which the run wrote, is missing, so a card would describe other files. Restore it, or "
+            "train again."
         )
 
 

@@ -130,7 +130,9 @@ def stated_epsilon(plan: PlanRecord, record: RunRecord) -> float:
 
 def _check_one_run(plan: PlanRecord | None, record: RunRecord, audit: AuditRecord | None) -> None:
     """Refuses a Plan of another run, an audit of other weights, and one that tested something else than training fixed."""
-    if plan and (record.plan_digest not in (None, plan.digest) or record.steps_planned != plan.num_steps):
+    if plan and (
+        record.manifest.get("plan.json", plan.digest) != plan.digest or record.steps_planned != plan.num_steps
+    ):
         raise ConfigError("plan.json is not the Plan in run.json: the directory holds parts of two runs. Train again.")
     if audit is None:
         return

@@ -102,13 +102,13 @@ def _run(known: argparse.Namespace, path: Path) -> int:
     """A run directory of this package."""
     from dpllm.auditing import run as audits
     from dpllm.auditing import terminal
-    from dpllm.run.directory import RunDir
+    from dpllm.run.directory import RunDir, open_run
 
     run = RunDir(path)
     if known.members:
         from dpllm.auditing.members import audit_run_members
 
-        found = audit_run_members(run, audits.load_models(run, run.load_config()))
+        found = audit_run_members(run, audits.load_models(run, open_run(run).config))
         return _show(known, found, terminal.members_table(found), f"Private: {run.private / 'audit_members.json'}")
     if known.attack:
         part = audits.attack(run, known.attack)

@@ -139,8 +139,12 @@ class Ledger:
         runs = self.account(self._claim(entry)[0].dataset).runs
         return next(run for run in runs if run.reservation.entry == entry)
 
-    def finish(self, entry: str, status: Literal["completed", "interrupted", "refused"]) -> None:
+    def finish(
+        self, entry: str, status: Literal["completed", "interrupted", "refused"], manifest: str | None = None
+    ) -> None:
         """Enters into the chain how many steps were executed; "interrupted" can be resumed.
+
+        ``manifest`` is a digest of the files that the run wrote.
 
         Raises:
             Refused: The run is completed, refused or reconciled already.
@@ -148,7 +152,21 @@ class Ledger:
         """
         with self.chain.writing():
             claim, steps = self._unfinished(entry)
-            self.chain.append("commit", claim.dataset, {"entry": entry, "steps": steps, "status": status})
+            self.chain.append("commit", claim.dataset, _ended(entry, steps, status, manifest))
+
+    def attest(self, entry: str, manifest: str) -> None:
+        """Enters other files of a completed run: its process was killed before it wrote down the ones that were entered."""
+        with self.chain.writing():
+            claim, steps = self._claim(entry)
+            self.chain.append("commit", claim.dataset, _ended(entry, steps, "completed", manifest))
+
+    def closed_with(self, entry: str) -> str | None:
+        """The digest of the files with which a run ended; None where none was entered, or no such run."""
+        ends = [
+            one for one in self.chain.of(self.run(entry).reservation.dataset, "commit") if one.facts["entry"] == entry
+        ]
+        known: list[str] = [one.facts["manifest"] for one in ends if "manifest" in one.facts]
+        return known[-1] if known else None
 
     def reconcile(self, entry: str, by: str, reason: str) -> Run:
         """Closes a run that will not go on. Its executed steps stay charged.
@@ -339,3 +357,8 @@ class Ledger:
         if not self._checked_records:
             self.chain.refuse(self.records.verify())
             self._checked_records = True
+
+
+def _ended(entry: str, steps: int, status: str, manifest: str | None) -> dict[str, Any]:
+    files = {} if manifest is None else {"manifest": manifest}
+    return {"entry": entry, "steps": steps, "status": status, **files}

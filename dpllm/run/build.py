@@ -38,17 +38,17 @@ from dpllm.privacy.selfcheck import Checked
 from dpllm.privacy.stream import os_entropy
 from dpllm.recipe.config import RunConfig, dump_config
 from dpllm.recipe.derived import pairs_of, shapes_for
-from dpllm.run import checkpoint, verdict
+from dpllm.run import checkpoint, selfcheck_cache
 from dpllm.run.directory import RunDir
 from dpllm.run.mechanism import Autocast, build_model, check_in_float32, check_rows, is_low, make_engine, make_optimizer
 from dpllm.run.payment import Payment, pay
 from dpllm.run.projections import KeptGroups, read_groups
 from dpllm.run.promise import Decision, Start, decide
-from dpllm.run.references import Pairs, referenced
+from dpllm.run.reference_logprobs import Pairs, referenced
 from dpllm.run.resume import ResumeState, flat
 from dpllm.run.samples import Samples
 from dpllm.run.screen import tell_lengths
-from dpllm.statement.run_files import PlanRecord, read_plan
+from dpllm.statement.run_files import PlanRecord
 from dpllm.text import data, prompts, tokens
 from dpllm.text.rows import Groups, each_row
 
@@ -170,9 +170,9 @@ def _check(
     low = is_low(net, precision)
     if plan is None:
         return of_rows(rows), Checked(0.0)
-    key = partial(verdict.key_of, config, net, vocabulary=vocabulary, pad_id=pad_id, precision=str(precision))
+    key = partial(selfcheck_cache.key_of, config, net, vocabulary=vocabulary, pad_id=pad_id, precision=str(precision))
     key = partial(key, pairs=str(engine.pairs))
-    kept = verdict.Kept(key, start.fresh_check)
+    kept = selfcheck_cache.Kept(key, start.fresh_check)
     shapes, checked = check_rows(engine, vocabulary, of_rows, rows, pad_id=pad_id, low=low, kept=kept, console=console)
     if low:
         check_in_float32(config, net, plan, state.device, shapes)
@@ -267,13 +267,7 @@ def _canaries(config: RunConfig, run: RunDir, resume: bool, tokenizer: Any, devi
     """
     settings = config.audit
     if resume:
-        plan = canaries.load(run.canaries)
-        if run.plan.exists() and read_plan(run).canary_commitment != plan.commitment:
-            raise ConfigError(
-                f"{run.canaries}: these are not the canaries that the run began with, so no audit could rely on them. Restore "
-                "the file, or train again."
-            )
-        return plan
+        return canaries.load(run.canaries)
     if run.canaries.exists() and not run.config.exists():
         return canaries.check_fits(canaries.load(run.canaries), settings, run.canaries, **pairs_of(config))
     # Its base model, which some kinds load, is gone before the one that trains is built.

@@ -1,22 +1,26 @@
-"""A run directory: where each value of a run is written, and the only way it is written.
+"""A run directory: where each value of a run is written, and whether its files are still those that the run wrote.
 
-Comes in: a path. Goes out: paths and JSON values. ``export/`` is the only part that may ever be uploaded; ``private/``
-is readable by its owner alone.
+Comes in: a path. Goes out: paths, the manifest of a run's files, and a ``Run`` whose files ``open_run`` has compared with it.
+``export/`` is the only part that may ever be uploaded; ``private/`` is readable by its owner alone.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hmac
+import secrets
 import shutil
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from dpllm.errors import ConfigError, Refused
-from dpllm.files import RunPaths, alone, read_json, resolved
+from dpllm.errors import ConfigError, DpllmError, Refused
+from dpllm.files import RunPaths, alone, digest, of_model, resolved, sha256, write_whole
+from dpllm.ledger import open_ledger
 from dpllm.recipe import names
 from dpllm.recipe.config import RunConfig, load_config
 from dpllm.statement.formatting import html_table
-from dpllm.statement.run_files import RunRecord, read_status
+from dpllm.statement.run_files import RunRecord, read_plan, read_run, read_status
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ class RunDir(RunPaths):
             )
 
     def load_config(self) -> RunConfig:
-        """The resolved recipe of an existing run, as it trained; a record of an earlier version does not say how that was.
+        """The resolved recipe of an existing run, as it trained.
 
         Raises:
             ConfigError: The directory holds no run.
@@ -60,8 +64,8 @@ class RunDir(RunPaths):
         """
         if not self.config.exists():
             raise ConfigError(f"{self.root}: holds no run (no config.yaml). Type the output_dir of a run.")
-        trained = read_json(self.run).get("training_digest") if self.run.exists() else None
-        if trained not in (None, names.of_training(config := load_config(self.config))):
+        config = load_config(self.config)
+        if self.run.exists() and read_run(self).manifest.get(self.config.name) != names.of_training(config):
             raise Refused(
                 f"{self.config}: was changed after the run, whose guarantee and record are about the original recipe. Restore "
                 "it (after a run only the section card may change), or train again."
@@ -75,6 +79,7 @@ class Run:
 
     directory: RunDir
     record: RunRecord
+    config: RunConfig
 
     @property
     def status(self) -> str:
@@ -112,6 +117,86 @@ class Run:
 
     def _repr_html_(self) -> str:
         return html_table(f"Run {self.directory.root}", self._in_words())
+
+
+def manifest_of(run: RunDir, config: RunConfig, *, ended: bool) -> dict[str, str]:
+    """What run.json keeps of the files that a run wrote: path in the run directory -> digest.
+
+    Of config.yaml the digest is that of what trained, since the card's words may change; of plan.json that of its content. Files
+    of private/ have a keyed one: a plain one would let anybody who guesses the private rows confirm the guess.
+
+    Args:
+        run: Its directory.
+        config: Its recipe.
+        ended: Whether all files are written; else those that stand before the first step.
+    """
+    if not run.key.exists():
+        write_whole(run.key, secrets.token_hex(32), mode=0o600)
+    before = [run.config, run.plan, run.canaries]
+    private = [run.rows, run.groups, run.projections, run.references, run.layers, run.metrics, run.summary]
+    export = sorted(path for path in run.export.rglob("*") if path.is_file())
+    written = [path for path in (before + private + export if ended else before) if path.exists()]
+    return {path.relative_to(run.root).as_posix(): _digest(run, path, config) for path in written}
+
+
+def _digest(run: RunDir, path: Path, config: RunConfig) -> str:
+    if path == run.config:
+        return names.of_training(config)
+    if path == run.plan:
+        return read_plan(run).digest
+    if not path.is_relative_to(run.private):
+        return sha256(path)
+    key = run.key.read_bytes() if run.key.exists() else b""
+    return hmac.new(key, sha256(path).encode(), "sha256").hexdigest()
+
+
+def open_run(run: RunDir, *, goes_on: bool = False) -> Run:
+    """A run of which every file that is there is the one that the run wrote: what follows from it needs no other check.
+
+    Files may be missing, as of a copy without private/. The ledger, where this machine has it, knows the manifest too. Of a run
+    that ``goes_on``, only what stood before its first step is compared: the rest was being written when it stopped.
+
+    Raises:
+        ConfigError: The directory holds no run, or another file than the recipe was changed, or added to the weights.
+        Refused: The recipe was changed; or files and manifest were, as the ledger shows.
+    """
+    config, record = run.load_config(), read_run(run)
+    written = {run.root / name: digest for name, digest in record.manifest.items()}
+    added = [run.plan]
+    if goes_on:
+        written = {path: digest for path, digest in written.items() if path in (run.plan, run.canaries)}
+    elif record.artifacts:  # else it was stopped before it exported, whatever an earlier attempt left there
+        listed = [path.relative_to(run.export).as_posix() for path in run.export.rglob("*")]
+        added += [run.export / name for name in of_model(listed)]
+    changed = [path for path, digest in written.items() if path.exists() and _digest(run, path, config) != digest]
+    changed += [path for path in added if path.exists() and path not in written]
+    if changed:
+        first = ", ".join(sorted(path.relative_to(run.root).as_posix() for path in changed)[:3])
+        raise ConfigError(
+            f"{run.root}: {first} {'is' if len(changed) == 1 else 'are'} not what the run wrote, so whatever is said of the "
+            "run would be about other files. Restore them, or train again."
+        )
+    if not goes_on:
+        _ask_ledger(run, config, record)
+    return Run(run, record, config)
+
+
+def _ask_ledger(run: RunDir, config: RunConfig, record: RunRecord) -> None:
+    """Refuses a manifest that is not the one with which the run's reservation was closed."""
+    if record.ledger is None or not record.artifacts:
+        return
+    closed = None
+    with (
+        contextlib.suppress(DpllmError),
+        open_ledger(config.privacy.ledger, create=False) or contextlib.nullcontext() as ledger,
+    ):
+        closed = ledger.closed_with(str(record.ledger.entry)) if ledger else None
+    if closed not in (None, digest(record.manifest)):
+        raise Refused(
+            f"{run.run}: its manifest is not the one that the ledger was told when the run ended, so files of the run and the "
+            "manifest were changed together. Restore them, or train again.",
+            reason="tampered",
+        )
 
 
 def _remove(directory: Path, keep: Path | None) -> None:

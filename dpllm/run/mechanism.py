@@ -28,7 +28,7 @@ from dpllm.privacy.selfcheck import Checked
 from dpllm.privacy.stream import Turns, os_entropy
 from dpllm.recipe import derived
 from dpllm.recipe.config import RunConfig, TrainConfig
-from dpllm.run import verdict
+from dpllm.run import selfcheck_cache
 from dpllm.run.promise import Decision
 
 Autocast = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -119,7 +119,7 @@ def check_rows(
     *,
     pad_id: int,
     low: bool = False,
-    kept: verdict.Kept | None = None,
+    kept: selfcheck_cache.Kept | None = None,
     console: Console | None = None,
 ) -> tuple[tuple[Shape, ...], Checked]:
     """Checks the engine against brute-force autograd, and that no row is rounded by its company.
@@ -142,7 +142,7 @@ def check_rows(
     """
     console, chosen = console or Console(quiet=True), shapes(rows)
     under = kept.key(chosen) if kept else None
-    known = {} if kept is None or kept.fresh else verdict.read(under) or {}
+    known = {} if kept is None or kept.fresh else selfcheck_cache.read(under) or {}
     same = processes.shared(known) == known  # asked on every rank, whatever it holds
     same = same and [shape.length for shape in known] == [shape.length for shape in chosen]
     if processes.totals(not same)[0]:  # all ranks check alike
@@ -166,7 +166,7 @@ def check_rows(
     facts = {f"the gradient sum of a physical batch of {shape} synthetic tokens": one for shape, one in passed.items()}
     processes.check_rounding(facts)
     if not checked.known:
-        verdict.keep(under, checked.digests)
+        selfcheck_cache.keep(under, checked.digests)
     earlier = " (that other rows do not change a row's rounding: shown by an earlier start)" if checked.known else ""
     console.print(f"Self-check against brute-force autograd: largest relative error {checked.error:.1e}{earlier}")
     return chosen, checked

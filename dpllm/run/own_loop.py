@@ -19,8 +19,6 @@ from typing import Any, Literal, Self
 
 import torch
 from torch import nn
-from torch.nn.modules import module as torch_modules
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from dpllm.errors import ConfigError, Refused
 from dpllm.ledger import Ledger, RunRequest
@@ -35,11 +33,8 @@ from dpllm.privacy.schedule import make_schedule, shapes_of
 from dpllm.privacy.selfcheck import longest_row
 from dpllm.privacy.stream import Turns, os_entropy
 from dpllm.run.mechanism import check_rows, is_low
-from dpllm.run.verdict import CALLS, hooks
+from dpllm.run.selfcheck_cache import CALLS, hooks
 from dpllm.text.data import TokenSequence, Unit
-
-DIGEST_EVERY = 10
-"""Steps after which all weights are compared: a write through ``.data`` shows nowhere else."""
 
 
 def promise(
@@ -151,8 +146,7 @@ class Engine:
             of_rows = partial(shapes_of, batch=batch, max_length=max_length, fixed=fixed)
             self._shapes = check_rows(self._engine, vocabulary, of_rows, physical_batch_size, pad_id=self._pad_id)[0]
             self._sampler = PoissonSampler(schedule, size, os_entropy(), Turns(plan.bands, os_entropy()))
-            self._optimizer, self._digest, self._seen = optimizer, self._weights(), _seen(model, optimizer)
-            self._ledger = ledger
+            self._optimizer, self._seen, self._ledger = optimizer, _seen(model), ledger
             with ledger.counting():
                 name = f"own-loop-{secrets.token_hex(4)}"
                 self.entry = ledger.reserve(dataset, RunRequest.of(plan, name, final=final)).entry
@@ -205,39 +199,20 @@ class Engine:
             batches = physical_batches(drawn, self._units, self._shapes, self._pad_id)
             diagnostics = self._engine.step(batches)
         finally:
-            self._seen = _seen(self._model, self._optimizer)
-            if self._steps % DIGEST_EVERY == 0:
-                self._digest = self._weights()[0], self._digest[1]
+            self._seen = _seen(self._model)
         self._broken = False
         return diagnostics
 
     def _check_unchanged(self) -> None:
-        """What the steps before did not do to the model: the self-check saw another one.
-
-        Every write of a tensor raises its version, but through ``.data``. For that, frozen weights are compared with the first
-        ones every ``DIGEST_EVERY`` steps and before the last, and trained ones in the gap after every ``DIGEST_EVERY``th step
-        alone. A method that is replaced on a class is not seen.
-        """
-        found = _seen(self._model, self._optimizer)
+        """Refuses a model that something else than the steps changed: the self-check saw another one."""
+        found = _seen(self._model)
         changed = [name for name in {**self._seen, **found} if self._seen.get(name) != found.get(name)]
-        due, last = self._steps % DIGEST_EVERY == 0, self._steps == self.plan.schedule.num_steps - 1
-        if not changed and (due or last):
-            trained, frozen = self._weights()
-            if (due and trained != self._digest[0]) or frozen != self._digest[1]:
-                changed = ["a weight, through .data,"]
         if changed:
             raise Refused(
                 f"{changed[0]} was changed since the last step (a weight written, a hook or layer added or replaced), so the "
                 "self-check and the Plan no longer apply to this model. Nothing was charged. Do not change the model while the "
                 "Engine is open, or make another Engine."
             )
-
-    def _weights(self) -> tuple[int, int]:
-        """Digests of what trains and of all else."""
-        trained = list(self._engine.parameters.values())
-        others = set(map(id, trained))
-        frozen = [one for one in [*self._model.parameters(), *self._model.buffers()] if id(one) not in others]
-        return processes.fingerprint(trained), processes.fingerprint(frozen)
 
     def __enter__(self) -> Self:
         return self
@@ -264,21 +239,14 @@ def _frozen(units: Sequence[Unit]) -> tuple[Unit, ...]:
     return tuple(Unit(tuple(map(frozen, unit.sequences))) if isinstance(unit, Unit) else unit for unit in units)
 
 
-def _seen(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tuple[Any, ...]]:
-    """Name -> what changes when somebody writes a tensor, or hooks into, adds or replaces a layer, its forward or the step."""
-    found: dict[str, tuple[Any, ...]] = {
-        "the optimizer": (hooks(optimizer, "_optimizer_step_"),),
-        "every module": (hooks(torch_modules, "_global_"),),
-        "every optimizer": (*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values()),
-        "the attention": (getattr(getattr(model, "config", None), "_attn_implementation", None),),
-    }
+def _seen(model: nn.Module) -> dict[str, tuple[Any, ...]]:
+    """Name -> what changes when somebody writes a tensor (but through ``.data``), or hooks into, adds or replaces a layer."""
+    found: dict[str, tuple[Any, ...]] = {}
     for name, module in model.named_modules():
-        calls, merged = [vars(module).get(call) for call in CALLS], tuple(getattr(module, "merged_adapters", ()))
-        layer = module, type(module), calls, merged, hooks(module, "_forward_", "_backward_")
-        found[name or type(module).__name__] = layer
+        calls = [vars(module).get(call) for call in CALLS]
+        found[name or type(module).__name__] = module, type(module), calls, hooks(module, "_forward_", "_backward_")
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        grown = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
-        found[name] = (id(tensor), tensor.data_ptr(), tensor._version, *map(tuple, filter(None, grown)))
+        found[name] = id(tensor), tensor.data_ptr(), tensor._version
     return found
 
 

@@ -33,12 +33,14 @@ class Payment:
         if self.ledger is not None and self.entry is not None:
             self.ledger.charge(self.entry, step)
 
-    def finish(self, status: Literal["completed", "interrupted"]) -> None:
-        """Closes the reservation, unless a process did that was killed before it wrote run.json."""
+    def finish(self, status: Literal["completed", "interrupted"], manifest: str | None = None) -> None:
+        """Closes the reservation, with a digest of what was written."""
         if self.ledger is None or self.entry is None:
             return
         if self.ledger.run(self.entry).state != "completed":
-            self.ledger.finish(self.entry, status)
+            self.ledger.finish(self.entry, status, manifest)
+        elif manifest is not None:  # a process closed it that was killed before it wrote run.json
+            self.ledger.attest(self.entry, manifest)
 
     def close(self) -> None:
         """Closes the ledger."""

@@ -29,11 +29,12 @@ from dpllm.recipe import derived, names
 from dpllm.recipe.config import RunConfig
 from dpllm.run import checkpoint
 from dpllm.run.build import Prepared
+from dpllm.run.directory import manifest_of
 from dpllm.run.failures import StepDeadline
 from dpllm.run.projections import Projections, read_groups
 from dpllm.run.screen import Screen, only_seen, summary, summary_table
 from dpllm.statement import lineage
-from dpllm.statement.run_files import COST, Guarantee, Metrics, ModelRecord, RunRecord, read_plan, read_run
+from dpllm.statement.run_files import COST, Guarantee, Metrics, ModelRecord, RunRecord, read_run
 from dpllm.telemetry.live import EpsilonSpent, Telemetry
 from dpllm.text.prompts import printable
 
@@ -66,8 +67,8 @@ class Recorder:
         # Losses in nats per target token, shares: private unless the evaluation data are public.
         names = ("loss", *(("reward_accuracy", "reward_margin") if prepared.config.train.pairs else ("accuracy",)))
         figures = [f"eval_{name}_{when}" for name in names for when in ("before", "after")]
-        self._step, self._kept = prepared.first_step, prepared.run.private / "summary.json"
-        kept = read_json(self._kept) if main and self._step and self._kept.exists() else {}  # of a run that goes on
+        self._step, summary = prepared.first_step, prepared.run.summary
+        kept = read_json(summary) if main and self._step and summary.exists() else {}  # of a run that goes on
         known: dict[str, float | None] = {name: kept.get(name) for name in figures[::2]}
         self._figures = names
         self._summary = {**dict.fromkeys(figures), "eval_tokens": 0, **known}
@@ -90,7 +91,7 @@ class Recorder:
             if prepared.engine.canaries is not None:
                 width = prepared.config.audit.gradient_canaries
                 self._projections = Projections(prepared.run.projections, total, width)
-            self._write(None, "interrupted", "its process was killed; the ledger holds its steps")
+            self._write_unfinished(None, "its process was killed; the ledger holds its steps")
             base_holds = lineage.why_not(prepared.decision.lineage) is None
             self._telemetry.begin(self._step, self._epsilon_after(self._step), base_holds=base_holds)
             self._screen.begin_steps(total, self._step)
@@ -102,7 +103,7 @@ class Recorder:
         why = f"it ended with {type(error).__name__} after step {self._step}"
         # On a full disk, what stands there says interrupted too.
         with self._deadline.writing, contextlib.suppress(OSError):
-            self._write(self._step, "interrupted", why)
+            self._write_unfinished(self._step, why)
         self._telemetry.end()
 
     def step(self, step: int, rate: float, positions: int, seen: Diagnostics) -> None:
@@ -135,7 +136,7 @@ class Recorder:
         else:
             self._summary |= {f"eval_{name}_{when}": value for name, value in found.items()}
         if when == "before" and self._main:
-            write_json(self._kept, self._summary)  # a process that is killed writes no more
+            write_json(self._prepared.run.summary, self._summary)  # a process that is killed writes no more
         elif when == "after":
             self._summary["eval_tokens"] = seen.tokens if seen else 0
         self._telemetry.evaluated(self._step, loss, found.get("accuracy"))
@@ -187,8 +188,10 @@ class Recorder:
         self._finishing = True
         with self._writing():
             checkpoint.export(prepared.model, prepared.tokenizer, prepared.run)
-            prepared.payment.finish(status)
-            self._write(self._step, status)
+            cost = self._cost(datetime.now(UTC).isoformat(timespec="seconds"))
+            manifest = manifest_of(prepared.run, prepared.config, ended=True)
+            prepared.payment.finish(status, files.digest(manifest))
+            self._write(self._step, status, manifest, cost)
             self._telemetry.end()
             if status == "completed":
                 shutil.rmtree(prepared.run.resume, ignore_errors=True)
@@ -228,11 +231,28 @@ class Recorder:
             with open(self._prepared.run.metrics, "a", encoding="utf-8") as file:
                 file.write(json.dumps({**values, "time": round(time.time(), 2)}) + "\n")
 
-    def _write(self, step: int | None, status: Status, unfinished: str | None = None) -> None:
-        """Writes run.json and private/summary.json; ``unfinished`` says why the run did not reach its end."""
-        prepared, summary = self._prepared, self._summary
-        ended = datetime.now(UTC).isoformat(timespec="seconds") if unfinished is None else None
+    def _cost(self, ended: str | None) -> dict[str, Any]:
+        """What the run took until now, which private/summary.json gets with the held-out figures."""
         cost = dict(zip(COST, (ended, round(time.time() - self._started, 1), memory.peak_memory()), strict=True))
+        longest = self._prepared.units.lengths.full
+        write_json(self._prepared.run.summary, {**self._summary, **cost, "units_at_max_length": longest})
+        return cost
+
+    def _write_unfinished(self, step: int | None, why: str) -> None:
+        """Writes run.json of a run that did not reach its end, and why."""
+        manifest = manifest_of(self._prepared.run, self._prepared.config, ended=False)
+        self._write(step, "interrupted", manifest, self._cost(None), why)
+
+    def _write(
+        self,
+        step: int | None,
+        status: Status,
+        manifest: dict[str, str],
+        cost: dict[str, Any],
+        unfinished: str | None = None,
+    ) -> None:
+        prepared, summary = self._prepared, self._summary
+        template = prepared.config.data.chat_template
         reason, (_, notes) = prepared.decision.flaw, derived.deviations(prepared.config)
         if status == "interrupted" and prepared.plan and unfinished is None:
             notes.append(INTERRUPTED)
@@ -244,8 +264,6 @@ class Recorder:
             deviations=grown(notes + lineage.deviations(prepared.decision.lineage) + prepared.notes, self._deviations),
             resumes=[note for note in prepared.notes if note not in permitted],
             steps_planned=prepared.schedule.num_steps,
-            training_digest=names.of_training(prepared.config),
-            plan_digest=read_plan(prepared.run).digest if prepared.plan else None,
             steps_taken=step,
             steps_lost=self._lost,
             physical_batch_size=prepared.physical_batch_size,
@@ -255,8 +273,8 @@ class Recorder:
             delta=prepared.plan.delta if prepared.plan else None,
             ledger=prepared.payment.to_json(prepared.plan.delta if prepared.plan else None),
             lineage=prepared.decision.lineage,
-            **({"labels": labels} if (labels := prepared.decision.labels) else {}),
-            **({"labels_before": before} if (before := prepared.decision.labels_before) else {}),
+            labels=prepared.decision.labels,
+            labels_before=prepared.decision.labels_before,
             versions=environment.versions(),
             hardware=environment.hardware(),
             model=ModelRecord(
@@ -266,13 +284,9 @@ class Recorder:
                 trainable_parameters=sum(tensor.numel() for tensor in prepared.engine.parameters.values()),
                 total_parameters=sum(tensor.numel() for tensor in prepared.model.parameters()),
                 dropout_off=prepared.dropout_off,
-                **(
-                    {"chat_template": hashlib.sha256(template.encode()).hexdigest()}
-                    if (template := prepared.config.data.chat_template)
-                    else {}
-                ),
+                chat_template=hashlib.sha256(template.encode()).hexdigest() if template else None,
             ),
-            artifacts=files.hashes(prepared.run.export) if unfinished is None else {},
+            manifest=manifest,
             generator=self._generator,
             lattice=prepared.engine.lattice() if prepared.plan else None,
             metrics=Metrics(
@@ -281,7 +295,6 @@ class Recorder:
             started_at=datetime.fromtimestamp(self._started, UTC).isoformat(timespec="seconds"),
         )
         write_json(prepared.run.run, record.to_json())
-        write_json(self._kept, {**summary, **cost, "units_at_max_length": prepared.units.lengths.full})
 
 
 def grown(notes: Sequence[str], before: Sequence[str]) -> list[str]:

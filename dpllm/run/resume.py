@@ -15,7 +15,7 @@ from dpllm.ledger import Ledger, Run, default_path
 from dpllm.ledger.dataset_policy import DatasetPolicy
 from dpllm.privacy.plan import Plan
 from dpllm.recipe.config import RunConfig
-from dpllm.run.directory import RunDir
+from dpllm.run.directory import RunDir, open_run
 from dpllm.statement.parents import Base
 from dpllm.statement.run_files import PlanRecord, read_plan, read_run
 
@@ -113,7 +113,7 @@ def check_promise(plan: Plan, before: PlanRecord) -> None:
 
 def same_recipe(config: RunConfig, run: RunDir) -> None:
     """Refuses, with Refused, another recipe: other data would escape their budget, a seed its confession."""
-    saved = run.load_config()
+    saved = open_run(run, goes_on=True).config
     before, now = flat(saved.model_dump(mode="json")), flat(config.model_dump(mode="json"))
     # The saved recipe names the format that was found.
     changed = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]

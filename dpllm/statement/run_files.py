@@ -141,10 +141,6 @@ class RunRecord(Record):
     """Logical batches executed; None where the process was killed, and the ledger knows."""
     steps_lost: int = 0
     """Of these, those that no checkpoint kept and whose update is in no weights."""
-    training_digest: str | None = None
-    """SHA-256 of the recipe, as far as it concerns training; None in a record of an older version."""
-    plan_digest: str | None = None
-    """SHA-256 of plan.json; None without differential privacy, and in a record of an older version."""
     physical_batch_size: int | None = None
     """Rows in a forward pass, at most."""
     physical_batches: tuple[tuple[int, int], ...] = ()
@@ -159,8 +155,8 @@ class RunRecord(Record):
     versions: dict[str, str]
     hardware: Json
     model: ModelRecord
-    artifacts: dict[str, Sha256]
-    """File in export/ -> its hash; empty where nothing was exported."""
+    manifest: dict[str, Sha256]
+    """File that the run wrote -> its digest; of export/ there is none where nothing was exported. See ``run.directory``."""
     generator: Generator | None = None
     """Of noise; None without differential privacy, and in a record of an older version."""
     lattice: Lattice | None = None
@@ -174,6 +170,12 @@ class RunRecord(Record):
     finished_at: str | None = None  # this and what follows, see COST: only where all rows are public
     duration_seconds: Number | None = None
     peak_memory_bytes: int | None = None
+
+    @property
+    def artifacts(self) -> dict[str, str]:
+        """File in export/ -> its hash; empty where nothing was exported."""
+        export = "export/"
+        return {name.removeprefix(export): value for name, value in self.manifest.items() if name.startswith(export)}
 
 
 def read_plan(run: RunPaths, read: Reader = read_json) -> PlanRecord:

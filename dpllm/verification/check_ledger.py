@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dpllm.errors import DpllmError
+from dpllm.files import digest
 from dpllm.ledger import admission
 from dpllm.ledger.chain import Chain, Entry, read_export, verify_export
 from dpllm.ledger.reserving import comes_to
@@ -28,7 +29,7 @@ from dpllm.statement import state
 from dpllm.statement.fields import Budget, Composed, Json
 from dpllm.statement.inference import Promised
 from dpllm.statement.released import Statistics
-from dpllm.statement.run_files import LedgerRecord
+from dpllm.statement.run_files import LedgerRecord, RunRecord, read_run
 from dpllm.verification import costs
 from dpllm.verification.costs import rounding
 from dpllm.verification.values import (
@@ -70,11 +71,28 @@ def check(found: Published) -> Iterator[Check]:
     if terms is None:
         raise Wrong("the card names a ledger entry but no event for it. Write it again: dpllm card RUN.")
     where = found.ledger if found.ledger is not None else ledger_of(found)
-    yield from charged(composed, terms, found.record.statistics, found.record.steps.taken, where)
+    record = None if found.run is None else read_run(found.run, read_object)
+    yield from charged(composed, terms, found.record.statistics, found.record.steps.taken, where, record)
+
+
+def _files(chain: _Chain, name: str, record: RunRecord) -> Check:
+    """The manifest in run.json is the one with which the run's entry was closed."""
+    ends = [entry.facts for entry in chain.entries if entry.kind == "commit" and entry.facts["entry"] == name]
+    closed = [facts["manifest"] for facts in ends if "manifest" in facts]
+    if not closed:
+        return asserted("ledger: files", f"{chain.where} was not told which files the run wrote.")
+    if closed[-1] != digest(record.manifest):
+        raise Wrong(f"{chain.where} knows other files of this run than run.json lists. Restore run.json and the files.")
+    return verified("ledger: files", f"{chain.where} knows the files that run.json lists.")
 
 
 def charged(
-    composed: Composed, terms: Promised, statistics: Statistics | None, taken: int, where: str | None
+    composed: Composed,
+    terms: Promised,
+    statistics: Statistics | None,
+    taken: int,
+    where: str | None,
+    record: RunRecord | None = None,
 ) -> Iterator[Check]:
     """What is said of the ledger, against itself and, where it is known, against the ledger; so many steps have to be charged."""
     yield _coherent(composed, terms)
@@ -88,6 +106,8 @@ def charged(
     chain = chain_at(where, {"hash": composed.head, "count": composed.entries})
     yield _entry(chain, composed, terms, taken)
     yield _total(chain, composed, terms)
+    if record is not None:
+        yield _files(chain, str(composed.entry), record)
     if statistics is not None:
         yield _released(chain, statistics)
 

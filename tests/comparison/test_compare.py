@@ -122,7 +122,9 @@ def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
     made = [make_run(folder, epsilon) for folder, epsilon in zip(folders, (1.0, 3.0), strict=True)]
     for run, digest in zip(made, "ab", strict=True):
         own = {"adapter_model.safetensors": digest * 64}
-        write_json(run.run, {**json.loads(run.run.read_text()), "artifacts": own})
+        record = json.loads(run.run.read_text())
+        listed = {f"export/{name}": value for name, value in own.items()}
+        write_json(run.run, {**record, "manifest": {**record["manifest"], **listed}})
         write_json(run.export / "audit" / "audit.json", {**measured_audit(3.0, own)})
         promise = json.loads(run.plan.read_text())
         write_json(run.plan, {**promise, "epsilon": 3.0})
@@ -291,7 +293,7 @@ def test_the_command_compares_without_a_model(
         ({"record": {"model": {**cards.record()["model"], "commit": "5c"}}}, "model.commit"),
         ({"summary": {"eval_tokens": 3}}, "eval_tokens"),
         ({"audit": False}, "dpllm audit"),
-        ({"record": {"artifacts": {"adapter_model.safetensors": "ff" * 32}}}, "other weights"),
+        ({"artifacts": {"adapter_model.safetensors": "ff" * 32}}, "other weights"),
         ({"record": {"status": "refused"}}, "refused"),
     ],
 )
@@ -317,7 +319,7 @@ def test_other_settings_are_listed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "key"),
     [
-        *(("run.json", "status"), ("run.json", "artifacts")),
+        *(("run.json", "status"), ("run.json", "manifest")),
         *(("plan.json", "canary_commitment"), ("export/audit/audit.json", "attacks")),
     ],
 )

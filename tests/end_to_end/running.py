@@ -95,7 +95,7 @@ def fails_in_step(patch: pytest.MonkeyPatch, number: int) -> list[int]:
 def as_trained(run: Path) -> None:
     """Makes the record say that the run trained with the recipe that lies there now."""
     record = json.loads((run / "run.json").read_text("utf-8"))
-    record["training_digest"] = names.of_training(load_config(run / "config.yaml"))
+    record["manifest"]["config.yaml"] = names.of_training(load_config(run / "config.yaml"))
     (run / "run.json").write_text(json.dumps(record), encoding="utf-8")
 
 

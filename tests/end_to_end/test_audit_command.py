@@ -10,7 +10,7 @@ import pytest
 import tiny
 import torch
 import yaml
-from running import SENTINEL, Answer, Place, as_trained, contents, done, dpllm_, make_place, rows
+from running import SENTINEL, Answer, Place, as_trained, contents, done, dpllm_, edit_recipe, make_place, rows
 
 from dpllm.auditing.run import ATTACKS, PARTS
 from dpllm.canaries import canaries
@@ -115,14 +115,14 @@ def test_an_audit_keeps_what_shadows_showed_of_the_same_weights(copy: Place) -> 
 def test_a_promise_that_was_edited_is_not_tested(copy: Place, edit: dict[str, object]) -> None:
     path = copy.run / "plan.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **edit}))
-    assert "not the Plan that the run was trained under" in refused(copy.run)
+    assert "plan.json is not what the run wrote" in refused(copy.run)
 
 
 def test_weights_of_another_run_are_refused(copy: Place) -> None:
     path = copy.run / "export" / "adapter_model.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     for options in ((), ("--members",)):
-        assert "not the weights that the run wrote" in refused(copy.run, *options)
+        assert "export/adapter_model.safetensors is not what the run wrote" in refused(copy.run, *options)
 
 
 def test_audits_at_the_same_time_are_all_counted(copy: Place) -> None:
@@ -226,6 +226,8 @@ def test_a_twin_of_other_data_is_published_only_where_both_are_public(
     ours = copy.run / "config.yaml"
     ours.write_text(ours.read_text().replace("public: false", "public: true"))
     as_trained(copy.run)
+    assert "not the one that the ledger was told" in dpllm_("audit", copy.run, "--scores-only").err
+    edit_recipe(copy.run, "privacy", ledger=str(tmp_path / "gone.sqlite"))
     twin = twin_of(baseline, tmp_path / "twin")
     done("audit", copy.run, "--twin", twin)
     assert copy.json("export/audit/audit.json")["published"]

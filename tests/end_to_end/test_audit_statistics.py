@@ -23,11 +23,12 @@ from dpllm.auditing.table import read_scores
 from dpllm.canaries import canaries
 from dpllm.canaries.canaries import encode_secret
 from dpllm.errors import ConfigError
-from dpllm.files import digest, read_json, write_json
+from dpllm.files import read_json, write_json
+from dpllm.recipe import names
 from dpllm.recipe.config import DataConfig, RunConfig, dump_config
 from dpllm.run import checkpoint
 from dpllm.run.directory import RunDir
-from dpllm.statement.run_files import AuditSettings
+from dpllm.statement.run_files import AuditSettings, read_plan
 
 CANARIES = {"groups": {1: 120, 8: 10}, "digits": 12, "references": 150}
 
@@ -78,14 +79,19 @@ def make_run(base, root, *, adapter, private=True, epsilon=8.0, planted=True):
     promise |= {"audit": config.audit.fixed(), "schema_version": 1}
     if private:
         write_json(run.plan, promise)
-    write_json(run.run, cards.record(plan_digest=digest(promise), artifacts={}))
+    written = {"config.yaml": names.of_training(config)}
+    if private:
+        written["plan.json"] = read_plan(run).digest
+    write_json(run.run, {**cards.record(artifacts={}), "manifest": written, "ledger": None})
     return run, plan
 
 
 def export(run, model):
     """The weights as training leaves them, with their hashes in run.json."""
     model.save_pretrained(run.export)
-    write_json(run.run, {**read_json(run.run), "artifacts": checkpoint.weight_hashes(run.export)})
+    record = read_json(run.run)
+    weights = {f"export/{name}": value for name, value in checkpoint.weight_hashes(run.export).items()}
+    write_json(run.run, {**record, "manifest": {**record["manifest"], **weights}})
 
 
 def memorise(base, plan, tokenizer, *, epochs=80, whole_rows=False):
@@ -201,22 +207,17 @@ def test_an_adapter_that_learned_nothing_is_not_accused(base, tmp_path):
 
 
 def test_what_cannot_be_audited_is_refused(base, tmp_path):
-    run, plan = make_run(base, tmp_path, adapter="frozen")
+    run, _ = make_run(base, tmp_path, adapter="frozen")
     with pytest.raises(ConfigError, match="holds no weights"):
         audit(run)
     export(run, GPT2LMHeadModel.from_pretrained(base))
-    canaries.save(canaries.plan_canaries(canaries.CanaryConfig(**CANARIES)), run.canaries)
-    with pytest.raises(ConfigError, match="committed to before training"):
-        audit(run)
-    canaries.save(plan, run.canaries)
     promise = read_json(run.plan)
     for key, value in (("epsilon", "?"), ("epsilon", -1.0), ("delta", 7)):
         write_json(run.plan, {**promise, key: value})
-        write_json(run.run, {**read_json(run.run), "plan_digest": digest(read_json(run.plan))})
         with pytest.raises(ConfigError, match=f"{key} is not what a run writes there"):
             audit(run)
     run.plan.unlink()
-    with pytest.raises(ConfigError, match="disagree on whether the run is private"):
+    with pytest.raises(ConfigError, match="missing"):
         audit(run)
     (tmp_path / "other").mkdir()
     unplanted, _ = make_run(base, tmp_path / "other", adapter="frozen", planted=False)

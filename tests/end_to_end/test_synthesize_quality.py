@@ -119,14 +119,3 @@ def test_a_recipe_that_is_edited_afterwards_decides_nothing(run: Path, tmp_path:
     path.write_text(text)
     done("card", run)
     assert contents(run) == before
-
-
-def test_of_a_record_that_does_not_say_how_it_trained_the_statement_decides(run: Path) -> None:
-    """As an earlier version wrote it."""
-    record = json.loads((run / "run.json").read_text())
-    del record["training_digest"]
-    (run / "run.json").write_text(json.dumps(record))
-    path = run / "config.yaml"
-    path.write_text(path.read_text().replace("  public: false", "  public: true"))
-    done("synthesize", run, *FEW)
-    assert not [name for name in of(run / "synthetic")["quality"]["figures"] if "training" in name]

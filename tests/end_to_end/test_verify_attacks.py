@@ -13,7 +13,7 @@ import pytest
 import yaml
 from published import carry, failing, read, rehash, write
 from pyarrow import parquet
-from running import Place, contents, done, dpllm_
+from running import Place, as_trained, contents, done, dpllm_
 
 import dpllm
 from dpllm.card.card import write_card
@@ -79,9 +79,11 @@ def test_a_recipe_without_a_guarantee_has_none_whatever_the_record_says(run: Pat
     assert "run" in failing(run)
     answer = dpllm_("card", run)
     assert (answer.code, "changed after the run" in answer.err) == (3, True)
-    record = json.loads((run / "run.json").read_text("utf-8"))
-    del record["training_digest"]  # as of an earlier version, which did not say what trained
-    (run / "run.json").write_text(json.dumps(record), encoding="utf-8")
+    as_trained(run)
+    answer = dpllm_("card", run)
+    assert (answer.code, "not the one that the ledger was told" in answer.err) == (3, True)
+    config["privacy"]["ledger"] = str(run / "elsewhere.sqlite")
+    (run / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     done("card", run)
     block = read(run / "export")
     assert not block["guarantee"]

@@ -117,7 +117,8 @@ def test_a_directory_without_a_run_is_named(tmp_path: Path) -> None:
 
 def test_a_run_says_what_it_guarantees_and_nothing_where_it_guarantees_nothing(tmp_path: Path) -> None:
     def ended(**changes: Any) -> Run:
-        return Run(RunDir(tmp_path), RunRecord.model_validate_json(json.dumps(cards.record(**changes))))
+        record = RunRecord.model_validate_json(json.dumps(cards.record(**changes)))
+        return Run(RunDir(tmp_path), record, cards.config())
 
     promised = ended()
     assert (promised.epsilon, promised.delta) == (cards.EPSILON, 1e-5)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import cards
 import pytest
 
 from dpllm.errors import Refused
 from dpllm.files import write_json
-from dpllm.recipe import names
 from dpllm.recipe.config import dump_config, load_config
-from dpllm.run.directory import RunDir
+from dpllm.run.directory import RunDir, manifest_of
 from dpllm.run.resume import same_recipe
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "smoke" / "clinic.yaml"
@@ -23,6 +23,8 @@ def interrupted(tmp_path: Path) -> RunDir:
     run.make()
     seeded = load_config(RECIPE, {"output_dir": str(run.root), "privacy.insecure_seed": 3, "data.format": "text"})
     run.config.write_text(dump_config(seeded), encoding="utf-8")
+    begun = {**cards.record(artifacts={}), "manifest": manifest_of(run, seeded, ended=False)}
+    write_json(run.run, begun)
     return run
 
 
@@ -67,7 +69,6 @@ def test_what_promise_or_record_depends_on_may_not(interrupted: RunDir, key: str
 
 def test_an_edited_recipe_does_not_resume_with_itself(interrupted: RunDir) -> None:
     """The record knows what began; a public declaration that was added would publish exact figures of its rows."""
-    write_json(interrupted.run, {"training_digest": names.of_training(interrupted.load_config())})
     text = interrupted.config.read_text(encoding="utf-8")
     edited = text.replace("unit: example", "unit: patient_id")
     assert edited != text

@@ -53,7 +53,7 @@ class Kept(NamedTuple):
 
 
 def folder() -> Path:
-    """Where verdicts are kept: in the user's data directory."""
+    """Where passes are kept: in the user's data directory."""
     return default_path().parent / "self-checks"
 
 

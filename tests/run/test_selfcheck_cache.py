@@ -20,7 +20,7 @@ from dpllm.model import environment, processes, sharding
 from dpllm.privacy import selfcheck
 from dpllm.privacy.clipping import PerUnitClipper
 from dpllm.privacy.schedule import Shape
-from dpllm.run import verdict
+from dpllm.run import selfcheck_cache
 from dpllm.run.mechanism import check_rows
 
 SHAPES = Shape(8, 6), Shape(32, 4)
@@ -31,7 +31,7 @@ KEY = "0" * 64
 
 def key(net: Any = None, shapes: Any = SHAPES, **more: Any) -> str | None:
     config = more.pop("config", tm.recipe())
-    return verdict.key_of(config, net or tm.build("llama", LORA), shapes, **{**MORE, **more})
+    return selfcheck_cache.key_of(config, net or tm.build("llama", LORA), shapes, **{**MORE, **more})
 
 
 @pytest.fixture
@@ -97,15 +97,15 @@ CHANGES: dict[str, Callable[[pytest.MonkeyPatch], str | None]] = {
     "lengths": lambda _: key(shapes=(Shape(16, 6), Shape(32, 4))),
     "padding": lambda _: key(pad_id=1),
     "vocabulary": lambda _: key(vocabulary=63),
-    "dpllm": with_switch(verdict, "_dpllm", lambda: "another"),
+    "dpllm": with_switch(selfcheck_cache, "_dpllm", lambda: "another"),
     "versions": with_switch(environment, "versions", lambda: {"torch": "0"}),
     "build of torch": with_switch(torch.__config__, "show", lambda: "another BLAS"),
     "instruction set": with_switch(torch.backends.cpu, "get_cpu_capability", lambda: "AVX9"),
-    "processor": with_switch(verdict, "_processor", lambda: "another"),
+    "processor": with_switch(selfcheck_cache, "_processor", lambda: "another"),
     "variable of a kernel": with_variable("MKL_CBWR"),
     "variable of threads": with_variable("OMP_SCHEDULE"),
     "variable of the loader": with_variable("LD_PRELOAD_64"),
-    "packages of kernels": with_switch(verdict, "_kernel_packages", lambda: ["nvidia-cublas 13"]),
+    "packages of kernels": with_switch(selfcheck_cache, "_kernel_packages", lambda: ["nvidia-cublas 13"]),
     "threads": with_threads,
     "number of processes": with_variable("WORLD_SIZE"),
     "oneDNN": with_switch(torch.backends.mkldnn, "enabled", False),
@@ -127,8 +127,8 @@ def test_another_key_where_anything_differs_that_rounding_may_depend_on(
 
 
 def test_the_source_of_a_models_class_is_part_of_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    before, hashed = key(), verdict.sha256
-    monkeypatch.setattr(verdict, "sha256", lambda path: path.name == "modeling_llama.py" or hashed(path))
+    before, hashed = key(), selfcheck_cache.sha256
+    monkeypatch.setattr(selfcheck_cache, "sha256", lambda path: path.name == "modeling_llama.py" or hashed(path))
     assert key() != before
 
 
@@ -195,18 +195,18 @@ def test_toys_and_sharded_models_have_no_key(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def kept() -> Path:
-    verdict.keep(KEY, DIGESTS)
-    return verdict.folder() / f"{KEY}.json"
+    selfcheck_cache.keep(KEY, DIGESTS)
+    return selfcheck_cache.folder() / f"{KEY}.json"
 
 
 def test_a_pass_is_kept_for_its_owner_alone() -> None:
     path = kept()
-    assert verdict.read(KEY) == DIGESTS
+    assert selfcheck_cache.read(KEY) == DIGESTS
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert verdict.read("1" * 64) is None
-    assert verdict.read(None) is None
-    verdict.keep(None, DIGESTS)
+    assert selfcheck_cache.read("1" * 64) is None
+    assert selfcheck_cache.read(None) is None
+    selfcheck_cache.keep(None, DIGESTS)
     assert os.listdir(path.parent) == [path.name]
 
 
@@ -243,29 +243,29 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_what_is_damaged_or_could_be_somebody_elses_is_not_there(damage: str) -> None:
     DAMAGES[damage](kept())
-    assert verdict.read(KEY) is None
+    assert selfcheck_cache.read(KEY) is None
 
 
 def test_what_another_user_wrote_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     kept()
     monkeypatch.setattr(os, "geteuid", lambda: 4711)
-    assert verdict.read(KEY) is None
+    assert selfcheck_cache.read(KEY) is None
 
 
 def test_a_folder_of_others_is_not_written_to() -> None:
-    verdict.folder().mkdir(parents=True)
-    verdict.folder().chmod(0o777)
-    verdict.keep(KEY, DIGESTS)
-    assert not list(verdict.folder().iterdir())
+    selfcheck_cache.folder().mkdir(parents=True)
+    selfcheck_cache.folder().chmod(0o777)
+    selfcheck_cache.keep(KEY, DIGESTS)
+    assert not list(selfcheck_cache.folder().iterdir())
 
 
 def test_a_full_disk_costs_a_check_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(verdict, "write_json", full)
-    verdict.keep(KEY, DIGESTS)
-    assert verdict.read(KEY) is None
+    monkeypatch.setattr(selfcheck_cache, "write_json", full)
+    selfcheck_cache.keep(KEY, DIGESTS)
+    assert selfcheck_cache.read(KEY) is None
 
 
 # --- the check ---------------------------------------------------------------------------------------------------------
@@ -291,7 +291,7 @@ def start(net: Any, *, fresh: bool = False, rows: int = 6) -> tuple[tuple[Shape,
             shapes,
             rows,
             pad_id=0,
-            kept=verdict.Kept(lambda some: key(net, some), fresh),
+            kept=selfcheck_cache.Kept(lambda some: key(net, some), fresh),
             console=Console(quiet=True),
         )
     return *found, len(counted) - 1  # one compares with brute-force autograd
@@ -311,7 +311,7 @@ def test_the_second_start_runs_one_batch_and_compares_with_autograd_again() -> N
 def test_other_bits_run_the_whole_check() -> None:
     net = tm.build("llama", LORA)
     _, whole, _ = start(net)
-    verdict.keep(key(net), {**whole.digests, Shape(8, 6): "0" * 32})
+    selfcheck_cache.keep(key(net), {**whole.digests, Shape(8, 6): "0" * 32})
     _, found, passes = start(net)
     assert (found.known, passes, found.digests) == (False, 6, whole.digests)
 
@@ -341,7 +341,7 @@ def test_a_kernel_that_rounds_by_company_gets_fewer_rows_at_that_length(
         assert [shape.rows for shape in shapes] == rows
         assert found.known is known
         assert passes == 1 or not known
-    assert [*verdict.read(key(tm.build("llama", LORA)))] == [*shapes]
+    assert [*selfcheck_cache.read(key(tm.build("llama", LORA)))] == [*shapes]
 
 
 def test_ranks_whose_verdicts_differ_check_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,7 +383,7 @@ def test_a_refusal_ends_what_is_known_of_other_shapes() -> None:
     """Experts have one row; a verdict that names more of them shows nothing of that one, though its first batch agrees."""
     net = tm.build("mixtral", {**LORA, "target_modules": ["q_proj"]})
     _, whole, _ = start(net)
-    verdict.keep(key(net), {Shape(8, 1): whole.digests[Shape(8, 1)], Shape(32, 4): "0" * 32})
+    selfcheck_cache.keep(key(net), {Shape(8, 1): whole.digests[Shape(8, 1)], Shape(32, 4): "0" * 32})
     shapes, found, _ = start(net)
     assert [shape.rows for shape in shapes] == [1, 1]
     assert (found.known, found.digests) == (False, whole.digests)
