@@ -169,8 +169,9 @@ def train_group(points: Sequence[Point], *, resume: bool = False, console: Conso
     with RunDir(root).locked():
         state = _state_of(points, root, resume)
         points, entries = _reserve(points, root, state)
-        console.print(f"Group {state['group']}: {', '.join(point.name for point in points)} in {root}")
-        console.print("Where one of them stops, all keep their places in the ledger: type --resume to go on.")
+        told = "Where one of them stops, all keep their places in the ledger: type --resume to go on."
+        names_of_all = ", ".join(point.name for point in points)
+        console.print(f"Group {state['group']}: {names_of_all} in {root}. {told}", soft_wrap=True)
         for point in points:
             _train(point, entries.get(point.name), console)
         return _audit(points, console)
