@@ -214,9 +214,8 @@ def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, 
     groups_key: int = shared(_groups_key(config, run, plan, resumed) if main else 0)
     precision = shared(loading.precision_of(config.train, device))  # auto: what rank 0 makes of it
     sampler, engine, autocast = make_engine(decision, net, optimizer, len(units), device, precision, groups_key)
-    if plan and planted and main and (coins := planted.gradient_coins):  # rank 0 adds the noise, and them
-        key = int(planted.gradient_key, 16)
-        engine.canaries = GradientCanaries(key, coins, engine.size, plan.clipping, device)
+    if plan and planted and main:  # rank 0 adds the noise, and them
+        engine.canaries = _gradient_canaries(planted, engine.size, plan, device)
     shapes, checked = _check(decision, net, engine, vocabulary, tokenizer.pad_token_id or 0, precision, start, console)
     rewards = Rewards(net, shapes, tokenizer.pad_token_id or 0, device, autocast)
     pairs = referenced(decision, run, rewards, units, held_out) if engine.pairs else None
@@ -252,6 +251,12 @@ def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, 
         _write(prepared, promise, planted, groups_key, table, evaluation)
     state.wait_for_everyone()
     return prepared
+
+
+def _gradient_canaries(planted: CanaryPlan, size: int, plan: Plan, device: torch.device) -> GradientCanaries | None:
+    if not planted.gradient_coins:
+        return None
+    return GradientCanaries(int(planted.gradient_key, 16), planted.gradient_coins, size, plan.clipping, device)
 
 
 def _here(decision: Decision, config: RunConfig) -> Decision:

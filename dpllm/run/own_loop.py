@@ -105,7 +105,6 @@ class Engine:
         dataset: str,
         max_length: int,
         physical_batch_size: int = 8,
-        final: bool = False,
     ) -> None:
         """Checks everything, then reserves.
 
@@ -118,7 +117,6 @@ class Engine:
             dataset: The name of the data in it.
             max_length: Tokens of the longest row allowed; public.
             physical_batch_size: Rows in one forward pass, at most.
-            final: Whether it is the first and last run on the data, admitted by its exact epsilon.
 
         Raises:
             ConfigError: There are not N different units, or a row cannot be trained on.
@@ -149,7 +147,7 @@ class Engine:
             self._optimizer, self._seen, self._ledger = optimizer, _seen(model), ledger
             with ledger.counting():
                 name = f"own-loop-{secrets.token_hex(4)}"
-                self.entry = ledger.reserve(dataset, RunRequest.of(plan, name, final=final)).entry
+                self.entry = ledger.reserve(dataset, RunRequest.of(plan, name)).entry
         except BaseException:
             self._engine.close()  # the model is the caller's again
             raise

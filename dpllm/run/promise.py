@@ -236,12 +236,9 @@ def decide(
             left = terms or found.attempt(dataset_policy.terms, ledger, dataset, parent, fit_budget=fitting)
             plan, over = _plan(config, subject.num_units, schedule, left or dataset_policy.terms(None, "", None), found)
             if ledger and plan and terms is None and not (start and start.entry):
-                asked = RunRequest.of(plan, final=config.privacy.final)
-                seen = found.attempt(ledger.outlook, dataset, [asked], parent)
-            if seen and seen.error:
-                found.add(seen.error)
-            elif over:
-                found.add(over)
+                seen = found.attempt(ledger.outlook, dataset, [RunRequest.of(plan, final=config.privacy.final)], parent)
+            if error := (seen.error if seen else None) or over:
+                found.add(error)
         found.attempt(check_learning_rate, config, plan)
         base = found.attempt(parents.of_base, config, fetch=fetch)
         if resumed and not found.errors:

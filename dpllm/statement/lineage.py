@@ -76,14 +76,7 @@ def compose_with_base(
     if base is None:
         return None
     parent = base.statement
-    held = _held(book, parent.entry)
-    if held and (held.reservation.dataset != parent.dataset or parent.event not in (None, held.event)):
-        raise Refused(
-            f"the privacy block of {parent.name} says otherwise than entry {parent.entry} of the ledger on its dataset or its "
-            "event: one of the two was changed. Take a copy that dpllm verify passes.",
-            dataset=held.reservation.dataset,
-            reason="lineage",
-        )
+    _refuse_contradiction(parent, _held(book, parent.entry))
     account = book.records.charged_to(dataset, derived_from) if book else derived_from or dataset
     mine = [one for one in base.models if one.dataset == account]
     composed, reason = together(mine, plan, derived.deviations(config)[0])
@@ -99,6 +92,16 @@ def compose_with_base(
         composed=composed,
         reason=reason,
     )
+
+
+def _refuse_contradiction(parent: Ancestor, held: Run | None) -> None:
+    if held and (held.reservation.dataset != parent.dataset or parent.event not in (None, held.event)):
+        raise Refused(
+            f"the privacy block of {parent.name} says otherwise than entry {parent.entry} of the ledger on its dataset or its "
+            "event: one of the two was changed. Take a copy that dpllm verify passes.",
+            dataset=held.reservation.dataset,
+            reason="lineage",
+        )
 
 
 def of_labels(labels: Labels | None, base: Base | None, book: Ledger | None) -> Labels | None:
