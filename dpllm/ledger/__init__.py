@@ -5,11 +5,10 @@ of models or training. Read ``ledger.py`` first, then ``admission.py``.
 
 Guarantee:
     In a ledger that only dpllm writes, everything ever reserved for a dataset with a budget is, together,
-    (epsilon, delta)-differentially private with the budget's epsilon and delta, for its unit and relation: under the
-    gate ``planned`` if the runs of the sealed list do not depend on one another's results, under ``adaptive`` also
-    if each was chosen after seeing all results before it. A reservation counts in full whether its run completed,
-    stopped or crashed, until a named person reconciles it. Concurrent processes cannot overspend, and no reservation
-    executes more steps than it paid for, nor one step twice.
+    (epsilon, delta)-differentially private with the budget's epsilon and delta, for its unit and relation, also if each run
+    was chosen after seeing all results before it; or it is one reservation that came first and closed the account for good.
+    A reservation counts in full whether its run completed, stopped or crashed, until a named person reconciles it.
+    Concurrent processes cannot overspend, and no reservation executes more steps than it paid for, nor one step twice.
 
     The ledger binds the code of dpllm. It does not stop someone who trains without it, changes every record a little
     and gives the result a new name, deletes the file or rewrites it whole: the hash chain shows an edit in the middle,

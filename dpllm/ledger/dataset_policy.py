@@ -74,7 +74,7 @@ class Terms(TypedDict):
     largest_delta: float
 
 
-def terms(ledger: Ledger | None, dataset: str, derived_from: str | None, *, fit_budget: bool = False) -> Terms:
+def terms(ledger: Ledger | None, dataset: str, derived_from: str | None, fit_budget: bool = False) -> Terms:
     """What is left of a budget where the run is to fit it, and the largest delta that it leaves to ``privacy.delta: auto``."""
     if ledger is None:
         return {"fit": None, "largest_delta": 1.0}

@@ -146,8 +146,7 @@ class Engine:
             self._sampler = PoissonSampler(schedule, size, os_entropy(), Turns(plan.bands, os_entropy()))
             self._optimizer, self._seen, self._ledger = optimizer, _seen(model), ledger
             with ledger.counting():
-                name = f"own-loop-{secrets.token_hex(4)}"
-                self.entry = ledger.reserve(dataset, RunRequest.of(plan, name)).entry
+                self.entry = ledger.reserve(dataset, RunRequest.of(plan, f"own-loop-{secrets.token_hex(4)}")).entry
         except BaseException:
             self._engine.close()  # the model is the caller's again
             raise

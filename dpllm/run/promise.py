@@ -232,8 +232,7 @@ def decide(
             plan = found.attempt(_resumed_plan, config, subject.num_units, resumed)
             schedule = plan.schedule if plan else schedule
         elif config.privacy.enabled:
-            fitting = config.privacy.fit_budget and config.privacy.noise_multiplier is None
-            left = terms or found.attempt(dataset_policy.terms, ledger, dataset, parent, fit_budget=fitting)
+            left = terms or found.attempt(dataset_policy.terms, ledger, dataset, parent, config.privacy.fit_budget)
             plan, over = _plan(config, subject.num_units, schedule, left or dataset_policy.terms(None, "", None), found)
             if ledger and plan and terms is None and not (start and start.entry):
                 seen = found.attempt(ledger.outlook, dataset, [RunRequest.of(plan, final=config.privacy.final)], parent)

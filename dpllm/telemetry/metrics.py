@@ -154,8 +154,7 @@ def _account_families(ledger: Ledger, names: Iterable[str]) -> list[Metric]:
         known, dataset, runs = ledger.budget(name), {"dataset": label(name)}, ledger.runs(name)
         if known is not None:
             budget.append((dataset, known.epsilon))
-            share = ledger.used(name)
-            used.append((dataset, 1.0 if share is None else share))
+            used.append((dataset, 1.0 if (share := ledger.used(name)) is None else share))
         states = Counter(run.state for run in runs)
         reservations += [({**dataset, "state": state}, states[state]) for state in get_args(State)]
         alive = [(run.reservation.entry, run) for run in runs if run.state in OPEN]

@@ -53,10 +53,12 @@ def test_a_final_run_takes_the_whole_budget_and_none_follows(place: Place) -> No
         assert book.refusals() == {("notes", "over_budget"): 4}
         assert book.verify(told["head"]) == []
     done("ledger", "import", "notes", "--epsilon", 1, "--ledger", place.ledger, "--by", "Ada", "--reason", "found")
-    assert "which exceeds the budget" in done("ledger", "show", "--ledger", place.ledger).out  # a fact is not refused
+    shown = " ".join(done("ledger", "show", "--ledger", place.ledger).out.split())
+    assert "which exceeds the budget" in shown  # a fact is not refused
 
 
 def test_rows_drawn_one_by_one_need_a_final_run(place: Place) -> None:
+    tiny.write_rows(place.train, [{**row, "who": f"p{number % 30}"} for number, row in enumerate(rows())])
     place.write({"data.sampling": "example", "data.unit": "who", "data.max_examples_per_unit": 8})
     init(place, "--data", place.train, "--unit", "who", epsilon=20.0)
     assert "knows no Renyi divergence" in refused(place)
@@ -81,10 +83,8 @@ def test_a_run_above_its_budget_is_refused_or_lowered_where_the_recipe_says_so(p
         smaller = json.loads(json.dumps(plan["event"]))
         smaller["event"]["event"]["noise_multiplier"] -= 1e-3
         assert renyi.rdp(read(smaller), budget.order) > whole
+        assert book.refusals() == {("notes", "over_budget"): 1}
     assert plan["epsilon"] < 7.9
-    refused(place, *another(place, "second"))
-    with Ledger(place.ledger) as book:
-        assert book.refusals() == {("notes", "over_budget"): 2}
 
 
 @pytest.mark.parametrize("more", [{"privacy.fit_budget": True}, {"privacy.final": True}], ids=str)
@@ -150,7 +150,7 @@ def test_training_without_privacy_on_budgeted_data_needs_an_exception_of_the_own
 
 def test_no_fingerprint_leaves_the_ledger(place: Place) -> None:
     init(place, "--data", place.train)
-    done("train", place.recipe)
+    done("train", place.recipe, "--final")
     with Ledger(place.ledger) as book:
         secrets = [
             book.records.key().hex(),

@@ -96,7 +96,7 @@ def test_a_run_that_learns_nothing_is_refused_before_it_is_reserved_and_leaves_n
         "data.max_length": 64,
         "data.public": public,
     }
-    terms = ("--epsilon", 9, "--delta", 1e-2, "--by", "alice", "--reason", "a test", "--ledger", place.ledger)
+    terms = ("--epsilon", 90, "--delta", 1e-2, "--by", "alice", "--reason", "a test", "--ledger", place.ledger)
     done("ledger", "init", "notes", *terms)
     with Ledger(place.ledger) as ledger:
         before = ledger.head()

@@ -176,18 +176,17 @@ def test_a_log_is_told_of_weights_that_ran_away_only_where_they_are_released(
     assert ("a trained weight is" in answer.out) is released
 
 
-def test_a_budget_that_shrinks_a_run_is_named(tmp_path: Path, base: Path) -> None:
-    place = make_place(tmp_path, base)
+def test_an_epsilon_that_is_lowered_to_the_budget_is_named(tmp_path: Path, base: Path) -> None:
+    place = make_place(tmp_path, base, {"privacy.fit_budget": True})
     terms = ("--epsilon", 4, "--delta", 1e-3, "--by", "alice", "--reason", "a test", "--ledger", place.ledger)
     done("ledger", "init", "notes", *terms)
     found = dpllm.plan(place.recipe)
     assert found.plan is not None
     assert found.plan.epsilon < 4 < found.plan.target_epsilon
     for words in (str(found), found._repr_html_(), " ".join(done("plan", place.recipe).out.split())):
-        assert "The budget has room for epsilon" in words.replace("│", "").replace("  ", " ")
-    small = dpllm.plan(dpllm.load_recipe(place.recipe, {"privacy.epsilon": 1.0}))
-    assert not small.shrunk
-    assert "Ledger: notes has spent 0.000" in str(small)
+        assert "epsilon is lowered to" in words.replace("│", "").replace("  ", " ")
+    assert "Ledger: notes: 0% of epsilon 4 used" in str(found)
+    assert not dpllm.plan(dpllm.load_recipe(place.recipe, {"privacy.noise_multiplier": 20.0})).lowered
 
 
 def test_a_printed_recipe_holds_no_address_of_the_ledger(tmp_path: Path, base: Path) -> None:
