@@ -50,16 +50,14 @@ def compose_with_base(
 
     Args:
         base: Of ``parents.of_base``.
-        config: The recipe.
-        dataset: The name of its data in the ledger.
+        config, dataset: The recipe, and the name of its data in the ledger.
         derived_from: The dataset that is charged instead, where the recipe declares one.
         book: The ledger that the recipe names; None where there is none yet.
         labels: Of its own pairs, where they were flipped at the source.
         plan: The promise; None without differential privacy, or where only refusals are asked for.
 
     Returns:
-        None without a block. ``dataset`` is the common one; ``composed`` is of this run and every guaranteed one before it on
-        the same dataset, or None for ``reason``.
+        None without a block; else the common dataset, and the total of all on it or the reason why there is none.
 
     Raises:
         Refused: The ledger contradicts the block.
@@ -70,8 +68,7 @@ def compose_with_base(
 
     References:
         Dwork, Rothblum and Vadhan 2010, "Boosting and Differential Privacy", section 3 (a mechanism may read what came
-        before it); Doroshenko et al. 2022 (PLD). Against parameters chosen later: Rogers et al. 2016, "Privacy Odometers
-        and Filters".
+        before it); Doroshenko et al. 2022 (PLD).
     """
     if base is None:
         return None
