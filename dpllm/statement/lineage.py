@@ -50,7 +50,8 @@ def compose_with_base(
 
     Args:
         base: Of ``parents.of_base``.
-        config, dataset: The recipe, and the name of its data in the ledger.
+        config: The recipe.
+        dataset: The name of its data in the ledger.
         derived_from: The dataset that is charged instead, where the recipe declares one.
         book: The ledger that the recipe names; None where there is none yet.
         labels: Of its own pairs, where they were flipped at the source.
@@ -67,8 +68,7 @@ def compose_with_base(
         composition of sampled Gaussian sums, whose parameters must have been fixed before any result was seen.
 
     References:
-        Dwork, Rothblum and Vadhan 2010, "Boosting and Differential Privacy", section 3 (a mechanism may read what came
-        before it); Doroshenko et al. 2022 (PLD).
+        Dwork, Rothblum and Vadhan 2010, "Boosting and Differential Privacy", section 3; Doroshenko et al. 2022 (PLD).
     """
     if base is None:
         return None
