@@ -6,23 +6,13 @@ Goes out: types, of which ``dpllm.statement.privacy_record`` makes the statement
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    PlainSerializer,
-    PlainValidator,
-    ValidationError,
-    WithJsonSchema,
-    WrapValidator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator
 
 from dpllm.errors import ConfigError
-from dpllm.privacy import events
 from dpllm.privacy.clipping_functions import Clipping
+from dpllm.statement.stored_events import Event, RunEvent
 
 Json = dict[str, Any]
 
@@ -51,28 +41,6 @@ Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 _Value = TypeVar("_Value")
 ByCopies = dict[Annotated[str, Field(pattern=r"^[0-9]+$")], _Value]
 """By how often each canary was planted."""
-
-
-def stored_event(allowed: Callable[[Any], object] = bool) -> tuple[Any, ...]:
-    """How an accounting event that is ``allowed`` stands in a file: read once, and a malformed one makes the file invalid."""
-
-    def read(value: Any) -> Any:
-        try:
-            event = value if isinstance(value, events.Event) else events.read(value)
-            if not allowed(event):
-                raise ConfigError(f"{event.to_json()} is no event of what this is about.")
-        except ConfigError as error:
-            raise ValueError(str(error)) from None
-        return event
-
-    written = PlainSerializer(lambda event: event.to_json())
-    return PlainValidator(read), written, WithJsonSchema({"type": "object", "additionalProperties": True})
-
-
-Event = Annotated[events.Event, *stored_event()]
-"""An accounting event, see ``dpllm.privacy.events``."""
-RunEvent = Annotated[events.RunEvent, *stored_event(events.step_of)]
-"""That of a run's steps."""
 
 
 class NotAStatement(ConfigError):

@@ -35,10 +35,10 @@ from dpllm.statement.fields import (
     Positive,
     Terms,
     Text,
-    stored_event,
 )
 from dpllm.statement.privacy_record import BaseModelName
 from dpllm.statement.released import BesideRun, Statistics
+from dpllm.statement.stored_events import stored_event
 from dpllm.statement.synthetic import Written
 
 RECORD = "inference.json"

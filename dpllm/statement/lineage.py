@@ -58,8 +58,7 @@ def compose_with_base(
         plan: The promise; None without differential privacy, or where only refusals are asked for.
 
     Returns:
-        None without a block. ``dataset`` is the common one; ``composed`` is of this run and every guaranteed one before it on
-        the same dataset, or None for ``reason``.
+        None without a block; else the common dataset, and the total of all on it or the reason why there is none.
 
     Raises:
         Refused: The ledger contradicts the block.
@@ -69,9 +68,7 @@ def compose_with_base(
         composition of sampled Gaussian sums, whose parameters must have been fixed before any result was seen.
 
     References:
-        Dwork, Rothblum and Vadhan 2010, "Boosting and Differential Privacy", section 3 (a mechanism may read what came
-        before it); Doroshenko et al. 2022 (PLD). Against parameters chosen later: Rogers et al. 2016, "Privacy Odometers
-        and Filters".
+        Dwork, Rothblum and Vadhan 2010, "Boosting and Differential Privacy", section 3; Doroshenko et al. 2022 (PLD).
     """
     if base is None:
         return None

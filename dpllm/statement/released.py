@@ -26,8 +26,8 @@ from dpllm.statement.fields import (
     Sha256,
     Share,
     Text,
-    stored_event,
 )
+from dpllm.statement.stored_events import stored_event
 
 RECORD, VECTORS = "describe.json", "vectors.safetensors"
 """Files of a folder of clusters, or of a classifier, beside its card."""
