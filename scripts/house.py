@@ -56,8 +56,8 @@ FEATURES = (
     Feature(
         "labels and preferences",
         "Preference pairs train under DPO or IPO, with private labels where texts are public.",
-        ("*/labels.py", "*/check_labels.py", "privacy/preference.py", "run/references.py", "model/rewards.py"),
-        1_000,
+        ("*/labels.py", "*/check_labels.py", "privacy/preference.py", "run/reference_logprobs.py", "model/rewards.py"),
+        725,
     ),
     Feature(
         "describing data",
@@ -73,14 +73,13 @@ FEATURES = (
             "statement/stored_events.py",
             "verification/check_embedded.py",
         ),
-        1_750,
+        1_774,
     ),
     Feature(
         "synthetic texts and private inference",
         "Texts that may be shared, by a tuned model or by private inference, with their quality.",
         (
             "publish/draft.py",
-            "publish/drawn.py",
             "publish/filters.py",
             "publish/inference.py",
             "publish/ordered.py",
@@ -99,13 +98,13 @@ FEATURES = (
             "text/asked.py",
             "text/prompts.py",
         ),
-        3_500,
+        3_229,
     ),
     Feature(
         "publishing models",
         "Texts from a model, one merged set of weights, a search for leaks, and a Hub upload that is checked first.",
         ("publish/*.py", "cli/publish.py"),
-        1_200,
+        1_109,
     ),
     Feature(
         "accounting",
@@ -119,99 +118,99 @@ FEATURES = (
             "privacy/renyi.py",
             "privacy/plan.py",
         ),
-        2_100,
+        1_999,
     ),
     Feature(
         "banded noise",
         "Noise that later noise takes back in part: the same epsilon with less of it in the weights.",
         ("privacy/banded.py",),
-        300,
+        282,
     ),
     Feature(
         "exact private steps",
         "Sampling, clipping, noise and a check of every model against brute force: the promise holds bit for bit.",
         ("privacy/*.py",),
-        3_400,
+        3_159,
     ),
     Feature(
         "models and memory",
         "Any causal language model of transformers with LoRA or frozen layers, quantised or sharded, in memory that is known.",
         ("model/*.py",),
-        1_800,
+        1_971,
     ),
     Feature(
         "rows and chats",
         "Rows of every common format, by unit, by chat template, as documents or pairs.",
         ("text/*.py",),
-        2_100,
+        2_135,
     ),
     Feature(
         "one's own loop",
         "The same guarantee in a training loop that the user writes.",
         ("run/own_loop.py",),
-        330,
+        295,
     ),
     Feature(
         "recipes and runs",
         "One recipe in, one folder out: planned, trained, resumed, recorded.",
         ("run/*.py", "recipe/*.py", "cli/plan.py", "cli/__init__.py", "__init__.py", "__main__.py", "progress.py"),
-        4_300,
+        5_307,
     ),
     Feature(
         "forecast and advice",
         "The memory of a run, and settings that are likely to hurt, before anything is spent.",
         ("forecast/*.py",),
-        855,
+        454,
     ),
     Feature(
         "telemetry",
         "Live figures for a terminal, Prometheus and trackers, without private ones.",
         ("telemetry/*.py",),
-        784,
+        613,
     ),
     Feature(
         "ledger",
         "One account for each dataset, in SQLite or PostgreSQL, that no run can overspend.",
         ("ledger/*.py", "cli/ledger.py"),
-        3_100,
+        2_875,
     ),
     Feature(
         "canaries and audits",
         "What a model memorised: canaries, extraction, membership, with bounds that hold.",
         ("auditing/*.py", "canaries/*.py", "cli/audit.py", "cli/canaries.py"),
-        4_700,
+        4_237,
     ),
     Feature(
         "audits of other models",
         "The same audit of a model that was trained elsewhere, and the bound over many runs.",
         ("lab/*.py",),
-        700,
+        606,
     ),
     Feature(
         "cards and statements",
         "A model card whose every figure is derived from recorded facts.",
         ("statement/*.py", "card/*.py"),
-        3_000,
+        2_821,
     ),
     Feature(
         "verification",
         "Anyone recomputes a card from its files.",
         ("verification/*.py",),
-        2_300,
+        2_212,
     ),
     Feature(
         "comparison",
         "Runs side by side, and a sweep that is paid as one.",
         ("comparison/*.py", "cli/compare.py"),
-        2_130,
+        1_129,
     ),
     Feature(
         "errors and files", "Messages of three parts; files that are whole or absent.", ("errors.py", "files.py"), 450
     ),
 )
 LIMITS = {
-    "modules": 204,
-    "longest module": 412,
+    "modules": 195,
+    "longest module": 413,
     "longest function": 60,
     "most parameters": 8,
     "functions over 60 lines": 0,
@@ -220,7 +219,7 @@ LIMITS = {
     "upward arrows": 0,
     "rooms in cycles": 0,
 }
-MOST_LINES = 41_192  # of all features together; 31,000 is aimed at, and never above 33,500 after that
+MOST_LINES = 37_379  # of all features together; 31,000 is aimed at, and never above 33,500 after that
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,8 @@ def test_each_file_belongs_to_one_feature() -> None:
     assert homeless == [], "name them in a feature of scripts/house.py"
     held = {house.feature(module) for module in MODULES.values()}
     assert [part.name for part in house.FEATURES if part not in held] == []
+    named = [pattern for part in house.FEATURES for pattern in part.files]
+    assert [one for one in named if not any(fnmatch(module.path, one) for module in MODULES.values())] == []
     assert all(part.users_get.endswith(".") for part in house.FEATURES)
 
 
