@@ -130,6 +130,10 @@ class Decision:
         return self.subject.policy
 
     def __str__(self) -> str:
+        """The same as ``repr``, with advice."""
+        return "\n".join([repr(self), *(f"Advice: {text}" for text in self.advice)])
+
+    def __repr__(self) -> str:
         """The promise in one line, and what would refuse it in one line each."""
         lines = [f"Refused: {error}" for error in self.refusals]
         if self.plan is not None:
@@ -144,10 +148,7 @@ class Decision:
             lines.append(f"Ledger: {self.ledger}")
         if self.subject and self.subject.reads:
             lines.append(f"Data: {self.subject.reads}")
-        lines += [f"Advice: {text}" for text in self.advice]
         return "\n".join(lines)
-
-    __repr__ = __str__
 
     def _repr_html_(self) -> str:
         """The same as a table, in a notebook."""
