@@ -42,8 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: list[str]) -> int:
     for words in (arguments[:1], arguments[:2]):  # a command or an action that the parser does not know
-        if fix := RETIRED.get(" ".join(words)):
-            print(f"dpllm {' '.join(words)} is retired: {fix}.", file=sys.stderr)
+        name = " ".join(words)
+        if "-" not in name and (fix := RETIRED.get(name)):
+            print(f"dpllm {name} is retired: {fix}.", file=sys.stderr)
             return 2
     parser = _parser()
     arguments, overrides = _split(arguments)

@@ -25,6 +25,7 @@ PRINTED_BY: dict[str, tuple[str, ...]] = {
     "comparison/tasks.py": ("compare",),
     "forecast": ("plan",),
     "lab": ("audit",),
+    "ledger/admission.py": (*RECIPES, "sweep", "describe", "synthesize"),
     "ledger/budgets.py": ("ledger init",),
     "ledger/chain.py": ("ledger import",),
     "ledger/dataset_policy.py": ("ledger init",),
