@@ -41,10 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    for words in (arguments[:1], arguments[:2]):  # a command or an action that the parser does not know
+    for words in (arguments[:1], arguments[:2]):  # what the parser does not know, or asks for more before it
         name = " ".join(words)
-        if "-" not in name and (fix := RETIRED.get(name)):
-            print(f"dpllm {name} is retired: {fix}.", file=sys.stderr)
+        if fix := RETIRED.get(name):
+            print(f"dpllm {name.replace(' --', ': --')} is retired: {fix}.", file=sys.stderr)
             return 2
     parser = _parser()
     arguments, overrides = _split(arguments)
