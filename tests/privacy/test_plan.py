@@ -202,7 +202,7 @@ def test_noise_is_the_larger_of_what_meets_the_target_and_what_fits_the_filter()
 
 def test_a_filter_that_is_used_up_is_fitted_by_no_noise() -> None:
     config = recipe(privacy=CALIBRATED)
-    assert plan_of(config, N, fit=filter_with(0.01)).noise_multiplier > 2 * plan_of(config, N).noise_multiplier
+    assert plan_of(config, N, fit=filter_with(1e-4)).noise_multiplier > 2 * plan_of(config, N).noise_multiplier
     for left in (0.0, -math.inf):
         with pytest.raises(BudgetExceeded, match="no amount of noise"):
             plan_of(config, N, fit=Fit(ORDER, left))
