@@ -75,7 +75,8 @@ def test_its_noise_fits_what_the_filter_allows(whole: Place) -> None:
 
 
 def test_the_next_run_is_refused(whole: Place) -> None:
-    answer = dpllm_("train", whole.recipe, "--output_dir", whole.root / "second")
+    second = ("--privacy.fit_budget", "false", "--output_dir", whole.root / "second")
+    answer = dpllm_("train", whole.recipe, *second)
     assert answer.code == 3
     assert "% of epsilon 8 used, and this run would use" in answer.err
     with Ledger(whole.ledger) as book:

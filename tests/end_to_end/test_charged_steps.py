@@ -40,7 +40,7 @@ def test_overwriting_keeps_what_was_spent_even_in_the_run_directory(place: Place
     with Ledger(inside.ledger) as ledger:
         first = ledger.spent("notes")
     outlook = done("plan", place.recipe, "--output_dir", place.root / "second").out
-    assert f"spent {first:.3f}" in " ".join(outlook.split())
+    assert f"epsilon {first:.4f} at delta" in " ".join(outlook.replace("│", " ").split())
     done("train", place.recipe, "--overwrite")
     assert charged(inside)[0] == 2
     with Ledger(inside.ledger) as ledger:
