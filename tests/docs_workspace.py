@@ -112,7 +112,7 @@ def small_recipe(text: str, *, data: bool) -> Json:
     recipe: Json = yaml.safe_load(text)
     for section, changes in {**SMALL, **({"data": SMALL_DATA} if data else {})}.items():
         recipe[section] = {**recipe.get(section, {}), **changes}
-    audit = recipe["audit"]
+    audit = recipe.setdefault("audit", {})
     audit |= {"gradient_canaries": min(12, audit.get("gradient_canaries", 0))}
     if audit.get("canaries"):
         audit["canaries"] = SMALL_CANARIES

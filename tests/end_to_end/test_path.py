@@ -58,6 +58,7 @@ def test_a_run_directory_holds_what_the_design_says_and_no_more(finished: Place)
         "private/metrics.jsonl",
         "private/layers.json",
         "private/canaries.json",
+        "private/manifest.key",
         "private/summary.json",
         "private/audits.jsonl",
         "private/rows.json",
