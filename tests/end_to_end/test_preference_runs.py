@@ -136,7 +136,7 @@ def test_what_was_kept_of_other_evaluation_pairs_or_is_damaged_is_not_read(tmp_p
 
 
 def test_a_run_that_diverges_ends_and_publishes_no_figure(asked: Place) -> None:
-    done("train", asked.recipe, "--train.learning_rate", "1e25")
+    done("train", asked.recipe, "--train.learning_rate", "1", "--train.weight_decay", "1e9")
     public = asked.json("run.json")["metrics"]["public"]
     assert public == {}
 

@@ -71,14 +71,14 @@ def test_no_row_is_replaced_and_no_table_emptied(full_ledger: Ledger, place: Pla
 
 
 EDITS = [
-    "UPDATE entries SET payload = replace(payload, '40.0', '99.0') WHERE seq = 4",
+    "UPDATE entries SET payload = replace(payload, '40.0', '99.0') WHERE seq = 3",
     "UPDATE entries SET payload = payload || ' ' WHERE seq = 2",
     "UPDATE entries SET dataset = 'other' WHERE seq = 2",
     "UPDATE entries SET kind = 'note' WHERE seq = 3",
     "UPDATE entries SET hash = prev_hash WHERE seq = 2",
     "DELETE FROM entries WHERE seq = 1",
     "DELETE FROM entries WHERE seq = 3",
-    "DELETE FROM entries WHERE seq >= 4",
+    "DELETE FROM entries WHERE seq >= 3",
     "DELETE FROM entries",
     "UPDATE progress SET steps = 0",
     "UPDATE progress SET steps = 40",
@@ -145,7 +145,7 @@ def _rewrite(place: Place, change) -> None:
 
 def test_a_chain_computed_afresh_contradicts_earlier_heads_and_this_process(full_ledger: Ledger, place: Place):
     heads = [{"hash": link.hash, "count": link.seq} for link in full_ledger.history()]
-    _rewrite(place, lambda kind, payload: (kind, payload.replace('"epsilon":100.0', '"epsilon":200.0')))
+    _rewrite(place, lambda kind, payload: (kind, payload.replace('"epsilon":0.2', '"epsilon":0.9')))
     with pytest.raises(Refused):
         reserve(full_ledger)
     assert full_ledger.verify() == ["the chain is another than this process read before."]

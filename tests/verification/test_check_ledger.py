@@ -57,8 +57,11 @@ def test_a_database_that_a_recipe_names_is_not_contacted(tmp_path: Path, url: st
     def contacted(*_: object, **__: object) -> None:
         raise AssertionError("contacted")
 
+    page = published(tmp_path / "run", "nothing.sqlite")
+    recipe = tmp_path / "run" / "config.yaml"
+    recipe.write_text(recipe.read_text().replace("nothing.sqlite", url))
     monkeypatch.setattr(store.Postgres, "__init__", contacted)
-    found = last(published(tmp_path / "run", url))
+    found = last(page)
     assert (found.name, found.status) == ("ledger", "asserted")
     assert "--ledger" in found.detail
 
@@ -69,9 +72,9 @@ def test_a_pipe_is_no_ledger_and_nobody_waits_for_it(tmp_path: Path, name: str, 
     path = tmp_path / "ledger.sqlite"
     with Ledger(path) as ledger:
         reserve(ledger)
+    found = published(tmp_path / "run", str(path if by_recipe else tmp_path / "nothing"))
     (tmp_path / name).unlink(missing_ok=True)
     os.mkfifo(tmp_path / name)
-    found = published(tmp_path / "run", str(path if by_recipe else tmp_path / "nothing"))
     with pytest.raises(Wrong, match="not a regular file"):
         last(found if by_recipe else replace(found, ledger=str(path)))
 
