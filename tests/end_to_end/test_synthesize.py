@@ -437,6 +437,7 @@ def test_private_data_of_the_run_are_no_prompts(
 def test_prompts_of_a_run_on_public_data_are_not_compared(finished: Place, tmp_path: Path) -> None:
     run = as_format(finished, tmp_path / "run", "prompt_completion")
     edit_recipe(run, "data", public=True)
+    edit_recipe(run, "privacy", ledger=str(tmp_path / "gone.sqlite"))  # which knows the manifest as it was
     RunDir(run).rows.unlink()
     done("card", run)
     (tmp_path / "public.txt").write_text("Anna bought\n")
@@ -483,6 +484,6 @@ def test_mistakes_are_one_line_each_and_leave_nothing(
 def test_the_order_is_what_the_command_takes() -> None:
     """An option that nobody passes on would be lost silently."""
     known = vars(_parser().parse_args(["synthesize", "run", "--rows", "1"]))
-    others = {"command", "call", "source", "by", "output", "json", "no_quality"}
+    others = {"command", "call", "source", "by", "output", "json", "no_quality", "final"}
     others |= {*OF_INFERENCE}
     assert {field.name for field in fields(Order)} == known.keys() - others

@@ -54,7 +54,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, base: Path, data_home: Path, t
     return place
 
 
-@pytest.mark.parametrize("way", ["audit", "members", "tasks", "losses", "generate", "synthesize"])
+@pytest.mark.parametrize("way", ["audit", "members", "tasks", "generate", "synthesize"])
 def test_every_text_is_made_by_the_template(run: Place, templates: list[str | None], way: str) -> None:
     templates.clear()
     place, config = RunDir(run.run), RunDir(run.run).load_config()
@@ -67,8 +67,6 @@ def test_every_text_is_made_by_the_template(run: Place, templates: list[str | No
         audit_run_members(place, load_models(place, config))
     elif way == "tasks":
         tasks._encoded({"Who?": ["Anna"]}, load_models(place, config), config)
-    elif way == "losses":
-        tasks.measure([place])
     elif way == "generate":
         done("generate", run.run, "--prompt", "Who?", "--num", 1, "--max-new-tokens", 2)
     else:
