@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import published
 import pyarrow as pa
@@ -189,14 +190,13 @@ def test_a_file_that_changes_before_it_is_sent_is_refused(run: Path, monkeypatch
     hub = pytest.importorskip("huggingface_hub")
     sent: list[object] = []
     monkeypatch.setattr(hub.HfApi, "create_repo", lambda *_, **__: type("Repo", (), {"repo_id": "alice/notes"}))
-    monkeypatch.setattr(hub.HfApi, "model_info", lambda *_, **__: None)
     monkeypatch.setattr(hub.HfApi, "create_commit", lambda *_, **__: sent.append(1))
 
-    def stale(*_: object, **__: object) -> tuple[str, ...]:
+    def meanwhile(*_: object, **__: object) -> SimpleNamespace:
         (run / "export" / "README.md").write_text("something else", encoding="utf-8")
-        return ()
+        return SimpleNamespace(siblings=[])
 
-    monkeypatch.setattr(push, "_stale", stale)
+    monkeypatch.setattr(hub.HfApi, "model_info", meanwhile)
     with pytest.raises(Refused, match="changed while"):
         push.push(run, "alice/notes")
     assert not sent
