@@ -40,8 +40,8 @@ def test_the_rules_pass_their_tests() -> None:
 @pytest.mark.parametrize(
     ("rule", "broken"),
     [
-        ("< 0.1 * dp_training_budget", "< 0.05 * dp_training_budget"),
-        ("< 0.1 * dp_training_budget", "< 0.5 * dp_training_budget"),
+        ("dp_training_budget_used > 0.9", "dp_training_budget_used > 0.96"),
+        ("dp_training_budget_used > 0.9", "dp_training_budget_used > 0.5"),
         ('{state="running"} > 3600', "> 3600"),
         ('{state="running"} > 3600', '{state="running"} > 60'),
         ("> 86400", "> 100000"),
