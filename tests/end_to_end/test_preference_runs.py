@@ -187,7 +187,8 @@ def test_gradient_canaries_audit_a_run_on_pairs(asked: Place) -> None:
 
 def audited(place: Place, groups: str, *more: str) -> dict[str, Any]:
     """What an audit finds of canary pairs."""
-    kind = "new_tokens" if "builtin:tiny" in more else "digits"  # the other model's vocabulary is too small
+    # The builtin model has 224 tokens that no row holds, two for a pair; the other one's vocabulary is too small for any.
+    kind = "new_tokens" if "builtin:tiny" in more else "digits"
     planted = f"{{groups: {groups}, references: 100, kind: {kind}}}"
     done("train", place.recipe, "--audit.canaries", planted, "--data.max_length", "128", *more)
     done("audit", place.run)
@@ -207,7 +208,7 @@ MEMORISES = (
 
 @pytest.mark.full
 def test_canary_pairs_that_were_planted_gained_reward_and_others_did_not(asked: Place) -> None:
-    found = audited(asked, "{1: 5, 16: 30}", *MEMORISES)
+    found = audited(asked, "{1: 2, 16: 10}", *MEMORISES)
     seen = found["repeated"]["16"]["attacks"]
     assert seen["ratio"]["auc"] > 0.85
     assert seen["calibrated"] == seen["ratio"]  # the margin itself
