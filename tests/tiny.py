@@ -8,6 +8,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from dpllm.recipe.config import DataConfig
+from dpllm.text import data
+
 Json = dict[str, Any]
 
 NAMES = ("Anna", "Bodil", "Carl", "Dagny", "Erik", "Frida", "Gustav", "Hedda", "Ivar", "Jonna")
@@ -158,3 +161,8 @@ def write_rows(path: Path, rows: Iterable[Json]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
+
+
+def count_units(settings: DataConfig, cache: Path) -> int:
+    """How many things can be sampled from the training data, N without canaries."""
+    return len(data.sampled_rows(data.load_table(settings.train, settings, settings.train_split, cache), settings))

@@ -36,8 +36,8 @@ def compare(known: argparse.Namespace, rest: list[str]) -> int:
     output = Path(known.output) if known.output else None
     runs, console = [RunDir(Path(path)) for path in known.runs], plain_console(stderr=True)
     comparison = side_by_side(runs, output, public=known.public, tasks=known.tasks, console=console)
-    found = comparison.values if known.json else comparison.table()
-    return show(known, found, f"Written to {comparison.output}")
+    figures = comparison.values if known.json else comparison.table()
+    return show(known, figures, f"Written to {comparison.output}")
 
 
 def sweep(known: argparse.Namespace, rest: list[str]) -> int:
@@ -58,9 +58,9 @@ def sweep(known: argparse.Namespace, rest: list[str]) -> int:
         charged = read_run(runs[0]).ledger
         assert charged is not None
         assert charged.group is not None
-        told = f"Together epsilon {charged.group.epsilon:.4f} at delta {charged.group.delta:g}."
+        total = f"Together epsilon {charged.group.epsilon:.4f} at delta {charged.group.delta:g}."
         both = {"runs": [str(run.root) for run in runs], "together": charged.group.to_json()}
-        show(known, both if known.json else told, f"Publish {runs[0].export}; keep {runs[1].root}.")
+        show(known, both if known.json else total, f"Publish {runs[0].export}; keep {runs[1].root}.")
     else:
         comparison = side_by_side(runs, runs[0].root.parent / "compare", tasks=known.tasks, console=console)
         public, _ = look(runs, public=True)

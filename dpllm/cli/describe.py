@@ -110,7 +110,7 @@ def describe(known: argparse.Namespace, rest: list[str]) -> int:
         if lengths:
             raise ConfigError("--lengths counts tokens and needs a tokenizer. Type --tokenizer MODEL, or a recipe.")
         keys["model.name_or_path"] = "none"
-    given, create = (known.epsilon, known.delta), not known.dry_run
+    cost, create = (known.epsilon, known.delta), not known.dry_run
     if embedded:
         from dpllm.run import embeddings  # and torch
         from dpllm.text.data import value_name
@@ -118,13 +118,13 @@ def describe(known: argparse.Namespace, rest: list[str]) -> int:
         values = tuple(map(value_name, known.values.split(","))) if known.values else ()  # as the data's are read
         wanted = embeddings.Asked(known.clusters, known.predict, values, known.words)
         config = around(known.data, keys, "dpllm describe")
-        return _release(known, embeddings.offered(config, wanted, *given, create=create), wanted.kind)
+        return _release(known, embeddings.offered(config, wanted, *cost, create=create), wanted.kind)
     from dpllm.run import describe as statistics
     from dpllm.text.asked import parse
 
     asked = [parse(kind, text, known.at) for kind, text in known.asked]
     config = around(known.data, keys, "dpllm describe")
-    return _release(known, statistics.offered(config, asked, *given, create=create), "describe.json")
+    return _release(known, statistics.offered(config, asked, *cost, create=create), "describe.json")
 
 
 def classify(known: argparse.Namespace, rest: list[str]) -> int:
@@ -167,19 +167,19 @@ def randomize(known: argparse.Namespace, rest: list[str]) -> int:
 
     if (known.unit is None) != (known.max_labels is None):
         raise ConfigError("--unit and --max-labels go together: K labels of one unit cost K times epsilon. Type both.")
-    given = vars(known) | {"max_examples_per_unit": known.max_labels}
-    keys = {key: given[name] for name, key in OF_DATA.items() if given[name] is not None}
+    options = vars(known) | {"max_examples_per_unit": known.max_labels}
+    keys = {key: options[name] for name, key in OF_DATA.items() if options[name] is not None}
     keys |= {"model.name_or_path": "none", "data.format": "preference", "train.objective": "dpo"}
     config = around(known.data, keys, "dpllm randomize-labels")
     path = Path(known.data)
     folder = path.parent if path.exists() else Path()
     output = known.output or folder / f"{path.name.partition('.')[0].replace(':', '-')}.randomized.jsonl"
-    found = flip(config, known.epsilon, output, again=known.again)
-    whole = f", and {found.unit_epsilon:g} for each {found.unit} of up to {found.max_labels}" if known.unit else ""
-    told = (
-        f"{output}: each label was flipped with probability {found.probability:.4g}, which is epsilon {found.epsilon:g} for "
-        f"one label{whole}. Charged to {found.dataset}, which now holds epsilon {found.account_epsilon:g} for one {found.unit} "
+    draw = flip(config, known.epsilon, output, again=known.again)
+    whole = f", and {draw.unit_epsilon:g} for each {draw.unit} of up to {draw.max_labels}" if known.unit else ""
+    said = (
+        f"{output}: each label was flipped with probability {draw.probability:.4g}, which is epsilon {draw.epsilon:g} for "
+        f"one label{whole}. Charged to {draw.dataset}, which now holds epsilon {draw.account_epsilon:g} for one {draw.unit} "
         "and is added to nothing else. Prompts and answers are as they were, and not protected by this.",
         f"To train on it: --data.train {output} --data.label_record {record_of(output)}",
     )
-    return show(known, found.to_json() if known.json else told[0], *told[1:])
+    return show(known, draw.to_json() if known.json else said[0], *said[1:])

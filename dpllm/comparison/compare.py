@@ -8,8 +8,9 @@ may not be published.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -78,17 +79,34 @@ def compare(
         ConfigError: The runs cannot be compared, see ``compared_runs.read`` and ``compared_runs.differences``; or ``output``
             lies in a directory that is published as it was verified.
     """
-    found, target = look(runs, output, public=public)
+    figures, target = look(runs, output, public=public)
     if tasks:
         from dpllm.comparison.tasks import measure
 
         measure(runs, tasks, console)
-        found, target = look(runs, output, public=public)
-    return Comparison(found, target, _write(found, target))
+        figures, target = look(runs, output, public=public)
+    return Comparison(figures, target, _write(figures, target))
 
 
 def look(runs: Sequence[RunDir], output: Path | None = None, *, public: bool) -> tuple[Json, Path]:
     """All figures of a comparison, and where they go; nothing is written. See ``compare``."""
+    with _readable(runs):
+        return _look(runs, output, public)
+
+
+@contextlib.contextmanager
+def _readable(runs: Sequence[RunDir]) -> Iterator[None]:
+    """Files that lack a key, or hold another kind of value than dpllm writes, are damaged."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{', '.join(str(run.root) for run in runs)}: a file of one of them is damaged ({type(error).__name__}: {error}), so "
+            "they cannot be compared. Restore it, or train or audit that run again."
+        ) from error
+
+
+def _look(runs: Sequence[RunDir], output: Path | None, public: bool) -> tuple[Json, Path]:
     sides = compared_runs.read(runs, public=public)
     run = sides[0].run  # the one without differential privacy comes last
     target = output or (run.root / "comparison" if public else run.private / "compare")
@@ -102,7 +120,7 @@ def look(runs: Sequence[RunDir], output: Path | None = None, *, public: bool) ->
     for side in reversed(sides):  # one base model, and not every run knows all of it
         base |= _utility(side, "before", "base")
     scored = ("protocol", "num_tokens", "prompts", "references")
-    found = {
+    figures = {
         "public": public,
         "base": base,
         "runs": [_figures(side) for side in sides],
@@ -111,7 +129,7 @@ def look(runs: Sequence[RunDir], output: Path | None = None, *, public: bool) ->
         "differences": compared_runs.differences(sides),
         "left_out": [line for side in sides for line in side.left_out],
     }
-    return as_json(names.without_paths(found) if public else found), target
+    return as_json(names.without_paths(figures) if public else figures), target
 
 
 def _figures(side: Side) -> Json:
@@ -136,15 +154,15 @@ def _figures(side: Side) -> Json:
 
 def _utility(side: Side, moment: str, which: str) -> Json:
     """Held-out figures as the run recorded them, and scores of what is written."""
-    found = {name: side.evaluation.get(f"eval_{name}_{moment}") for name in HELD_OUT}
-    loss = found["loss"]
-    found["perplexity"] = math.exp(loss) if loss is not None and loss < 700 else None
+    held_out = {name: side.evaluation.get(f"eval_{name}_{moment}") for name in HELD_OUT}
+    loss = held_out["loss"]
+    held_out["perplexity"] = math.exp(loss) if loss is not None and loss < 700 else None
     scores = (side.tasks or {}).get(which) or {}
-    return {name: value for name, value in found.items() if value is not None} | scores
+    return {name: value for name, value in held_out.items() if value is not None} | scores
 
 
 def _leakage(audit: Audit) -> Json:
-    """What the audit found; each measure with its interval, or its ceiling and confidence, beside it."""
+    """What the audit says; each measure with its interval, or its ceiling and confidence, beside it."""
     attack, bound = audit.attacks.get(PRIMARY_ATTACK), audit.epsilon_lower_bound
     groups = audit.extraction.values()
     return {
@@ -167,17 +185,17 @@ def _group(sides: Sequence[Side]) -> Json | None:
     return first.to_json() if first and all(group == first for group in groups) else None
 
 
-def _write(found: Json, target: Path) -> tuple[Path, ...]:
+def _write(figures: Json, target: Path) -> tuple[Path, ...]:
     try:
-        target.mkdir(mode=0o755 if found["public"] else 0o700, parents=True, exist_ok=True)
+        target.mkdir(mode=0o755 if figures["public"] else 0o700, parents=True, exist_ok=True)
         for name in FILES:  # of an earlier comparison
             (target / name).unlink(missing_ok=True)
-        write_json(target / "comparison.json", found)
-        picture = shown.draw(found, target / "comparison.png")
-        write_whole(target / "comparison.md", shown.page(found, picture))
+        write_json(target / "comparison.json", figures)
+        picture = shown.draw(figures, target / "comparison.png")
+        write_whole(target / "comparison.md", shown.page(figures, picture))
         files = tuple(target / name for name in FILES if (target / name).exists())
         for path in files:
-            path.chmod(0o644 if found["public"] else 0o600)
+            path.chmod(0o644 if figures["public"] else 0o600)
     except OSError as error:
         raise ConfigError(f"{target}: cannot be written to ({error.strerror}). Type another --output.") from None
     return files

@@ -105,9 +105,9 @@ def _refuse_copies(runs: Sequence[RunDir], records: Sequence[RunRecord]) -> None
 
 
 def _names(runs: Sequence[RunDir]) -> list[str]:
-    found = [resolved(run.root).name for run in runs]
-    seen = Counter(found)
-    return [name if seen[name] == 1 else f"{name} ({number})" for number, name in enumerate(found, start=1)]
+    folders = [resolved(run.root).name for run in runs]
+    seen = Counter(folders)
+    return [name if seen[name] == 1 else f"{name} ({number})" for number, name in enumerate(folders, start=1)]
 
 
 def _side(
@@ -158,10 +158,10 @@ def _audit(run: RunDir, private: bool, published: bool) -> AuditRecord:
 def cached_tasks(run: RunDir, record: RunRecord) -> Json | None:
     """Scores of what exactly these weights write, by today's protocol; None where there are none."""
     path = run.private / TASKS
-    found = read_json(path) if path.exists() else {}
-    weights = found.get("weights") or {}
+    scores = read_json(path) if path.exists() else {}
+    weights = scores.get("weights") or {}
     fresh = weights and all(record.artifacts.get(file) == digest for file, digest in weights.items())
-    return found if fresh and found.get("protocol") == PROTOCOL else None
+    return scores if fresh and scores.get("protocol") == PROTOCOL else None
 
 
 def differences(sides: Sequence[Side]) -> dict[str, list[Any]]:
@@ -171,7 +171,7 @@ def differences(sides: Sequence[Side]) -> dict[str, list[Any]]:
         ConfigError: One that must be the same: model, data, evaluation or canaries.
     """
     settings = [_settings(side) for side in sides]
-    found: dict[str, list[Any]] = {}
+    differing: dict[str, list[Any]] = {}
     for key in sorted({key for one in settings for key in one if not key.startswith(BESIDE)}):
         values = [one.get(key) for one in settings]
         # What nothing read without privacy, or is left out, differs from nothing.
@@ -184,8 +184,8 @@ def differences(sides: Sequence[Side]) -> dict[str, list[Any]]:
                 f"{key} differs: {values[0]!r} in {sides[0].name}, {values[other]!r} in {sides[other].name}, so a difference "
                 "between them would say nothing about privacy. Train all with the same model, data, evaluation and canaries."
             )
-        found[key] = values
-    return found
+        differing[key] = values
+    return differing
 
 
 def _settings(side: Side) -> dict[str, Any]:

@@ -63,11 +63,11 @@ MEASURES: dict[str, tuple[str, Callable[[Mapping[str, Any]], str]]] = {
 def rows(values: Json) -> dict[str, list[str]]:
     """Every measure that at least one column has; the columns are the base model and the runs."""
     columns = [values["base"], *values["runs"]]
-    found = {
+    rows = {
         label: [show(column) if column.get(key) is not None else EMPTY for column in columns]
         for key, (label, show) in MEASURES.items()
     }
-    return {label: cells for label, cells in found.items() if set(cells) != {EMPTY}}
+    return {label: cells for label, cells in rows.items() if set(cells) != {EMPTY}}
 
 
 def notes(values: Json) -> list[str]:
@@ -126,7 +126,7 @@ def page(values: Json, picture: bool) -> str:
         lines += [""]
     if values["differences"]:
         lines += ["## Settings that differ", "", _line(["key", *columns[1:]]), "|---|" + "---|" * len(values["runs"])]
-        lines += [*(_line([key, *found]) for key, found in values["differences"].items()), ""]
+        lines += [*(_line([key, *each]) for key, each in values["differences"].items()), ""]
     if values["public"]:
         lines += ["Times are measured and carry no noise: a side channel that no guarantee here covers.", ""]
     return "\n".join(lines)

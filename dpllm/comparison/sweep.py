@@ -93,15 +93,15 @@ def _parse_epsilons(value: Any) -> list[float]:
     """Two or more epsilons, such as "1,3,8,inf" or a list of numbers, from the smallest to the largest."""
     words = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
     try:
-        found = {f"{float(word):g}": float(word) for word in words if not isinstance(word, bool)}
+        epsilons = {f"{float(word):g}": float(word) for word in words if not isinstance(word, bool)}
     except (TypeError, ValueError):
-        found = {}
-    if len(found) < max(2, len(words)) or not all(epsilon > 0 for epsilon in found.values()):
+        epsilons = {}
+    if len(epsilons) < max(2, len(words)) or not all(epsilon > 0 for epsilon in epsilons.values()):
         raise ConfigError(
             f"--privacy.epsilon {value}: is no list of two or more different epsilons, each above 0, or inf for no differential "
             f"privacy. Type {EXAMPLE}"
         )
-    return sorted(found.values())
+    return sorted(epsilons.values())
 
 
 def twins(recipe: str | Path, overrides: Mapping[str, Any]) -> list[Point]:
@@ -169,9 +169,9 @@ def train_group(points: Sequence[Point], *, resume: bool = False, console: Conso
     with RunDir(root).locked():
         state = _state_of(points, root, resume)
         points, entries = _reserve(points, root, state)
-        told = "Where one of them stops, all keep their places in the ledger: type --resume to go on."
+        resume_hint = "Where one of them stops, all keep their places in the ledger: type --resume to go on."
         names_of_all = ", ".join(point.name for point in points)
-        console.print(f"Group {state['group']}: {names_of_all} in {root}. {told}", soft_wrap=True)
+        console.print(f"Group {state['group']}: {names_of_all} in {root}. {resume_hint}", soft_wrap=True)
         for point in points:
             _train(point, entries.get(point.name), console)
         return _audit(points, console)
@@ -277,8 +277,8 @@ def _check_model(config: RunConfig) -> None:
 def _entries(book: ledger.Ledger, subject: Subject, group: str, points: Sequence[Point]) -> dict[str, str]:
     """The reservations of the group, by the names of their runs."""
     account = book.records.charged_to(subject.dataset, points[0].config.privacy.derived_from)
-    found = {run.reservation.run: run.reservation.entry for run in book.account(account).groups().get(group, [])}
-    return {point.name: found[f"{group}/{point.name}"] for point in points if f"{group}/{point.name}" in found}
+    entries = {run.reservation.run: run.reservation.entry for run in book.account(account).groups().get(group, [])}
+    return {point.name: entries[f"{group}/{point.name}"] for point in points if f"{group}/{point.name}" in entries}
 
 
 def _as_fixed(points: Sequence[Point], state: dict[str, Any]) -> list[Point]:

@@ -159,7 +159,10 @@ def _over_filter(account: Account, budget: Budget, requests: Sequence[RunRequest
             fix += " For the largest epsilon that fits, a recipe has privacy.fit_budget: true."
     alone = ""
     if left.order != renyi.SUM and not account.used and (total := _exact(budget, requests)) <= budget.epsilon:
-        alone = f" With nothing after {it}, {runs} would fit, at epsilon {total:.4f} exactly: for that, type --final."
+        alone = (
+            f" With nothing after {it}, {runs} would fit, at epsilon {total:.4f} exactly: for that, type --final (a command's; "
+            "dpllm.Engine has none)."
+        )
     return f"{whose}: {why}. {fix}{alone}"
 
 

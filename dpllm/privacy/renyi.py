@@ -75,11 +75,6 @@ def allowance(epsilon: float, delta: float, order: float) -> float:
     return epsilon - _conversion(delta, order)
 
 
-def to_epsilon(divergence: float, delta: float, order: float) -> float:
-    """The epsilon at `delta` that a Renyi divergence at `order` implies; the inverse of ``allowance``, at least 0."""
-    return max(0.0, divergence + _conversion(delta, order)) if divergence > 0 else 0.0
-
-
 def filter_order(epsilon: float, delta: float) -> float:
     """The order of a budget's filter, one of ``ORDERS``; it follows from the budget alone, so that no result can choose it.
 

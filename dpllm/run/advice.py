@@ -46,9 +46,9 @@ def advise(config: RunConfig, plan: Plan, cache: Path | None = None) -> list[str
         Ponomareva et al. 2023, How to DP-fy ML: A Practical Guide to Machine Learning with Differential Privacy (tiers of
         epsilon; batch size and steps).
     """
-    found = [_learning_rate(config, plan), _epsilon(plan), _delta(plan), _noise(plan), _batch(plan, cache)]
-    found.append(_canaries(config, plan))
-    return [text for text in found if text]
+    advice = [_learning_rate(config, plan), _epsilon(plan), _delta(plan), _noise(plan), _batch(plan, cache)]
+    advice.append(_canaries(config, plan))
+    return [text for text in advice if text]
 
 
 def _move(config: RunConfig, plan: Plan | None) -> float:
@@ -131,13 +131,13 @@ def _batch(plan: Plan, cache: Path | None) -> str | None:
 
 def _larger_batches(own: Schedule) -> list[Schedule]:
     """Schedules of the same number of examples: the batch doubled again and again, up to N and down to ``MIN_STEPS``."""
-    found, size = [], 2 * own.expected_batch_size
+    schedules, size = [], 2 * own.expected_batch_size
     compute = own.expected_batch_size * own.num_steps
     while size <= own.dataset_size and round(compute / size) >= MIN_STEPS:
         rate, steps = size / own.dataset_size, round(compute / size)
-        found.append(replace(own, expected_batch_size=size, sampling_rate=rate, num_steps=steps))
+        schedules.append(replace(own, expected_batch_size=size, sampling_rate=rate, num_steps=steps))
         size *= 2
-    return found
+    return schedules
 
 
 def noise_per_signal(noise_multiplier: float, schedule: Schedule) -> float:

@@ -181,9 +181,9 @@ class Engine:
         self._check_surroundings()
         self._check_unchanged()
         self._engine.check()
-        if found := loading.without_dropout(self._model):
+        if dropout := loading.without_dropout(self._model):
             raise Refused(
-                f"dropout was switched on again ({', '.join(found)}), and its masks make units depend on each other. It is off "
+                f"dropout was switched on again ({', '.join(dropout)}), and its masks make units depend on each other. It is off "
                 "again: leave it off while the Engine is open."
             )
         self._ledger.charge(self.entry, self._steps + 1)  # written before the update exists
@@ -202,8 +202,8 @@ class Engine:
 
     def _check_unchanged(self) -> None:
         """Refuses a model that something else than the steps changed: the self-check saw another one."""
-        found = _seen(self._model)
-        changed = [name for name in {**self._seen, **found} if self._seen.get(name) != found.get(name)]
+        now = _seen(self._model)
+        changed = [name for name in {**self._seen, **now} if self._seen.get(name) != now.get(name)]
         if changed:
             raise Refused(
                 f"{changed[0]} was changed since the last step (a weight written, a hook or layer added or replaced), so the "
@@ -238,13 +238,13 @@ def _frozen(units: Sequence[Unit]) -> tuple[Unit, ...]:
 
 def _seen(model: nn.Module) -> dict[str, tuple[Any, ...]]:
     """Name -> what changes when somebody writes a tensor (but through ``.data``), or hooks into, adds or replaces a layer."""
-    found: dict[str, tuple[Any, ...]] = {}
+    marks: dict[str, tuple[Any, ...]] = {}
     for name, module in model.named_modules():
         calls = [vars(module).get(call) for call in CALLS]
-        found[name or type(module).__name__] = module, type(module), calls, hooks(module, "_forward_", "_backward_")
+        marks[name or type(module).__name__] = module, type(module), calls, hooks(module, "_forward_", "_backward_")
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        found[name] = id(tensor), tensor.data_ptr(), tensor._version
-    return found
+        marks[name] = id(tensor), tensor.data_ptr(), tensor._version
+    return marks
 
 
 def _check_plan(plan: Plan, ledger: Ledger, optimizer: torch.optim.Optimizer) -> None:

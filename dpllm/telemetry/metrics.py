@@ -61,11 +61,15 @@ Figures = Mapping[str, float | None]
 class ShownRun:
     """What metrics show of a run: public and released values only, but for the un-noised ones of ``GAUGES``."""
 
-    model: str  # what is being trained: the run directory's last part
     names: Mapping[str, str]  # model, dataset (in the ledger, or its public name), run_id (the reservation, or empty)
     base_model: str
     state: str  # one of STATES
     figures: Figures
+
+    @property
+    def model(self) -> str:
+        """What is being trained: the run directory's last part."""
+        return self.names["model"]
 
 
 def gauge(name: str, meaning: str, samples: Iterable[tuple[Mapping[str, str], float]]) -> Metric:
@@ -117,7 +121,7 @@ def of_record(run: RunPaths, config: RunConfig, *, promised: bool | None = None)
     model = run.root.resolve().name
     dataset = label(ledger.dataset) if ledger else public_name(config.data.train)
     names = {"model": model, "dataset": dataset, "run_id": str(ledger.entry) if ledger else ""}
-    return ShownRun(model, names, record.model.name_or_path, record.status, figures)
+    return ShownRun(names, record.model.name_or_path, record.status, figures)
 
 
 def label(dataset: str) -> str:

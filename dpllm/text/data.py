@@ -220,11 +220,6 @@ def sampled_rows(table: Table, data: DataConfig) -> Groups:
     return groups if data.sampling == "unit" else groups.each_alone()
 
 
-def count_units(data: DataConfig, cache_dir: Path) -> int:
-    """How many things can be sampled from the training data, N without canaries; needs no tokenizer."""
-    return len(sampled_rows(load_table(data.train, data, data.train_split, cache_dir), data))
-
-
 def dataset_name(data: DataConfig) -> str:
     """The ledger's default name of a dataset: the Hub id or builtin name, or a file's folder and stem; of several, all."""
     return "+".join(map(_dataset_name, names.listed(data.train)))

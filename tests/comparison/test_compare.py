@@ -333,6 +333,19 @@ def test_a_damaged_file_is_named_as_one(runs: list[RunDir], name: str, key: str,
         compare(runs, public=public)
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("summary.json", '{"eval_loss_after": "low"}'),
+        ("tasks.json", '{"weights": ["a"], "protocol": "x"}'),
+    ],
+)
+def test_a_private_file_of_another_form_is_one_line(runs: list[RunDir], name: str, content: str) -> None:
+    (runs[1].private / name).write_text(content)
+    with pytest.raises(ConfigError, match=r"is damaged .*Restore it, or train or audit that run again"):
+        compare(runs)
+
+
 # --- what may be missing ---------------------------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import recipe
@@ -19,7 +20,6 @@ from dpllm.privacy import accounting, events, privacy_loss, renyi
 from dpllm.privacy.plan import CURVE_DELTAS, Plan, Settings, auto_delta
 from dpllm.privacy.renyi import Fit
 from dpllm.recipe.derived import plan_of, schedule_of
-from dpllm.text.data import count_units
 
 N = 500
 
@@ -161,7 +161,7 @@ def test_what_is_counted_is_what_is_sampled(tmp_path: Path) -> None:
     authors = ["a"] * 5 + ["b"] * 2 + ["c"]
     path.write_text("".join(json.dumps({"text": f"row {n}", "author": who}) + "\n" for n, who in enumerate(authors)))
     counted = {
-        sampling: count_units(recipe(data={**ROWS, "train": str(path), "sampling": sampling}).data, tmp_path)
+        sampling: tiny.count_units(recipe(data={**ROWS, "train": str(path), "sampling": sampling}).data, tmp_path)
         for sampling in ("unit", "example")
     }
     assert counted == {"unit": 3, "example": 4 + 2 + 1}

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny
 import tiny_models as tm
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,7 +24,6 @@ from dpllm.recipe.audit import AuditConfig
 from dpllm.recipe.config import RunConfig, load_config
 from dpllm.recipe.derived import plan_of
 from dpllm.run.advice import MIN_STEPS, NEAR_BEST, _larger_batches, advise, check_learning_rate, noise_per_signal
-from dpllm.text import data as dpllm_data
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 E2E_ROWS = 42_061  # of the training set
@@ -48,7 +48,7 @@ def test_the_recipes_that_are_shipped_get_none(name: str, tmp_path: Path) -> Non
     """But for the smallest, which is made to be audited and not to be published."""
     smoke = "smoke" in name
     config = load_config(RECIPES / f"{name}.yaml", {} if smoke else {"privacy.delta": "auto"})
-    size = dpllm_data.count_units(config.data, tmp_path) if smoke else E2E_ROWS
+    size = tiny.count_units(config.data, tmp_path) if smoke else E2E_ROWS
     assert [text.split(" occupy")[0] for text in advice(config, size)] == ["text canaries"] * smoke
 
 

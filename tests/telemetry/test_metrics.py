@@ -33,7 +33,6 @@ from dpllm.telemetry.live import EpsilonSpent, Telemetry, publish_audit
 from dpllm.telemetry.metrics import ShownRun, exposition, ledger_families, run_families
 
 VALUES = ShownRun(
-    "notes-lora",
     {"model": "notes-lora", "dataset": "notes", "run_id": "0f0f"},
     "openai-community/gpt2",
     "running",
@@ -104,7 +103,7 @@ def test_what_is_no_number_is_left_out(value: float | None, name: str) -> None:
 @given(st.text(min_size=1, max_size=20).filter(str.isprintable))
 @settings(derandomize=True, max_examples=40, deadline=None)
 def test_any_name_is_one_label(name: str) -> None:
-    found = series(exposition(run_families(replace(VALUES, model=name))))
+    found = series(exposition(run_families(replace(VALUES, names={**VALUES.names, "model": name}))))
     assert found["dp_noise_multiplier", (("model", name),)] == 0.4
 
 

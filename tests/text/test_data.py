@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 import dpllm
 from dpllm.errors import DataError
 from dpllm.recipe.config import DataConfig
-from dpllm.text.data import Table, count_units, dataset_name, group_rows, load_table
+from dpllm.text.data import Table, dataset_name, group_rows, load_table
 
 Json = dict[str, Any]
 SENTINEL = "Sigrid Forsberg owes 4711"
@@ -165,7 +165,7 @@ def test_builtin_data_need_no_file_of_the_user(tmp_path: Path) -> None:
     data = section(train="builtin:clinic", unit="patient_id", max_examples_per_unit=8)
     table = load_table("builtin:clinic", data, "train", tmp_path)
     assert table.format == "text"
-    assert count_units(data, tmp_path) == len({row["patient_id"] for row in table.rows})
+    assert tiny.count_units(data, tmp_path) == len({row["patient_id"] for row in table.rows})
     with pytest.raises(DataError, match="builtin:clinic"):
         load_table("builtin:klinik", data, "train", tmp_path)
 
@@ -413,7 +413,7 @@ def test_a_row_without_an_owner_is_refused_by_its_number(tmp_path: Path, owner: 
     path = write(tmp_path / "rows.jsonl", [{"who": "a", "text": SENTINEL}, {"text": SENTINEL, **owner}])
     data = section(train=str(path), unit="who", max_examples_per_unit=2)
     with pytest.raises(DataError) as caught:
-        count_units(data, tmp_path)
+        tiny.count_units(data, tmp_path)
     assert str(caught.value).startswith(f"{path}: row 2 has no ")
     assert "'who'" in str(caught.value)
     assert "Sigrid" not in str(caught.value)
@@ -423,7 +423,7 @@ def test_a_csv_line_with_too_many_cells_has_no_sure_owner(tmp_path: Path) -> Non
     path = tmp_path / "rows.csv"
     data = section(train=str(path), unit="who", max_examples_per_unit=1)
     path.write_text("text,who\none,a,,\ntwo,a\n")
-    assert count_units(data, tmp_path) == 1  # what is too much holds nothing
+    assert tiny.count_units(data, tmp_path) == 1  # what is too much holds nothing
     path.write_text("text,who\none,a\ntwo, more,a\n")
     with pytest.raises(DataError, match="row 2 has more fields than the header line"):
-        count_units(data, tmp_path)
+        tiny.count_units(data, tmp_path)

@@ -19,6 +19,7 @@ from typing import Any
 import datasets
 import pyarrow
 import pytest
+import tiny
 from huggingface_hub import constants
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,7 +28,7 @@ from pyarrow import ipc, parquet
 from dpllm.errors import DataError
 from dpllm.recipe.config import DataConfig
 from dpllm.text import sources
-from dpllm.text.data import count_units, dataset_name, load_table
+from dpllm.text.data import dataset_name, load_table
 from dpllm.text.parsers import _unambiguous, unpacked
 from dpllm.text.sources import expand, is_here
 
@@ -112,7 +113,7 @@ def test_several_files_are_one_source_in_their_order(tmp_path: Path, several: st
     }[several]
     table = load(source, tmp_path)
     assert list(table.rows) == ROWS
-    assert count_units(section(source, unit="who", max_examples_per_unit=1), tmp_path / "cache") == 3
+    assert tiny.count_units(section(source, unit="who", max_examples_per_unit=1), tmp_path / "cache") == 3
     assert is_here(source)
     assert str(tmp_path) not in dataset_name(section(source))
     alone = load(str(written(tmp_path / "all.jsonl", LINES.encode())), tmp_path)
@@ -133,7 +134,7 @@ def test_a_row_is_named_by_its_own_file(tmp_path: Path) -> None:
     second = written(tmp_path / "b.jsonl", LINES.encode() + b'{"text": "%s"}\n' % SENTINEL.encode())
     data = section([str(first), str(second)], unit="who", max_examples_per_unit=1)
     with pytest.raises(DataError, match=rf"^{second}: row 4 has no (column|value)") as caught:
-        count_units(data, tmp_path / "cache")
+        tiny.count_units(data, tmp_path / "cache")
     assert "Sigrid" not in str(caught.value)
     written(second, b'{"prompt": "%s"}\n' % SENTINEL.encode())
     with pytest.raises(DataError, match=rf"^{second}: row 1 has no text in column 'text'"):
@@ -260,7 +261,7 @@ def test_a_directory_of_text_has_a_row_for_each_line(tmp_path: Path) -> None:
     written(tmp_path / "ward" / "train.txt", b"007\n7\n")
     assert list(load(str(tmp_path / "ward"), tmp_path).rows) == [{"text": "007"}, {"text": "7"}]
     with pytest.raises(DataError, match="has no column 'who'"):
-        count_units(section(str(tmp_path / "ward"), unit="who", max_examples_per_unit=1), tmp_path / "cache")
+        tiny.count_units(section(str(tmp_path / "ward"), unit="who", max_examples_per_unit=1), tmp_path / "cache")
 
 
 @pytest.mark.parametrize("name", ["train.csv.zst", "train.zip", "train.jsonl.lz4"])
