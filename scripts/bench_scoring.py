@@ -77,7 +77,8 @@ def main() -> None:
     cases: dict[str, Any] = {}
     for shape, build in SHAPES.items():
         torch.manual_seed(0)
-        model = build().eval().to(known.device)
+        with torch.device(known.device):
+            model = build().eval()
         for name, scored in (("8 tokens of each", 8), ("every token", None)):
             sequences, masks = make_sequences(known.sequences, model.config.vocab_size, scored)
             times: dict[str, list[float]] = {"forward": [], "scoring": []}
