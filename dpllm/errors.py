@@ -35,18 +35,8 @@ class Refused(DpllmError):
         self.dataset, self.reason = dataset, reason
 
 
-class RoundsByCompany(Refused):
-    """A layer rounds a row in another way when other rows stand beside it; fewer rows in a batch, or one by one, may do.
-
-    Attributes:
-        place: Which shape of physical batches it is, counted from 0; -1: all of them.
-        passed: Digests of the shapes before, see ``selfcheck.Checked``.
-    """
-
-    def __init__(self, message: str) -> None:
-        """Of all shapes, unless more is said later."""
-        super().__init__(message)
-        self.place, self.passed = -1, dict[Any, str]()
+class NotBatchInvariant(Refused):
+    """A layer rounds a row in another way when other rows stand beside it; rows by themselves may do."""
 
 
 class BudgetExceeded(Refused):

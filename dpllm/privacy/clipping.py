@@ -1,9 +1,9 @@
 """Per-unit clipped sums: the only door through which private data reach an update.
 
-Comes in: a function from a physical batch to its losses. Goes out: the sum over units of each unit's gradient, clipped.
+Comes in: a function from a pass to its losses. Goes out: the sum over units of each unit's gradient, clipped.
 ``Taps`` are Opacus' hooks, extended so that one backward pass hands over what every layer rule needs, exactly once a call.
 
-Shape suffixes: R rows of a physical batch, U units, L trainable parameters, G layers that own them.
+Shape suffixes: R rows of a pass, U units, L trainable parameters, G layers that own them, P coordinates.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from opacus.grad_sample import GradSampleHooks
 from torch import Tensor, nn
 
 from dpllm.errors import Refused
+from dpllm.privacy.attention import RowAttention
 from dpllm.privacy.clipping_functions import FUNCTIONS
-from dpllm.privacy.gradients import Owners, UnitGradients, add_all
-from dpllm.privacy.rules import Form, Rule, rule_of
-from dpllm.privacy.sampling import PhysicalBatch
+from dpllm.privacy.gradients import FORMED, PassGradients
+from dpllm.privacy.packing import Pass, Segment
+from dpllm.privacy.rules import Rule, rule_of
 
 # Opacus' stock hooks sit on modules whose inputs need no gradient (the first trainable layer); torch mentions it once.
 warnings.filterwarnings("ignore", message="Full backward hook is firing when gradients are computed")
 
-Losses = Callable[[PhysicalBatch], Tensor]
+Losses = Callable[[Pass], Tensor]
 Receive = Callable[[nn.Module, str, Rule, Tensor, Tensor], None]
 
 
@@ -44,14 +45,13 @@ class PerUnitClipper:
 
     Guarantee:
         For each unit, the L2 norm of its gradient times its factor, over all trainable parameters together, is at most
-        ``max_grad_norm`` (1 + 1e-6), for every clipping function, in every ``form`` and precision of the model; then each
-        coordinate is rounded to the lattice, which moves it by at most one ``spacing``. What is materialised is float32,
-        measured in float64, and summed as it was measured; what is not (ghost norms) is measured and summed in float64,
-        with a bound on the rounding of both added to the norm. A unit whose gradient is not finite adds zero.
+        ``max_grad_norm`` (1 + 1e-6), for every clipping function, in every precision of the model; then each coordinate is
+        rounded to the lattice, which moves it by at most one ``spacing``. A gradient is formed in float32, measured in float64,
+        and added as it was measured. A unit whose gradient is not finite adds zero.
 
         What a unit adds depends on that unit alone, to the last bit: it is computed in shapes that follow from the unit and
         from public numbers, and sums of multiples of the spacing are exact. That the model's own kernels give a row the
-        same bits whatever stands in the other rows is what ``selfcheck`` shows.
+        same bits wherever it stands and whatever stands beside it is what ``selfcheck`` shows.
 
     References:
         Abadi et al. 2016, algorithm 1; Bu et al. 2023, Differentially Private Optimization on Large Model at Small Cost
@@ -59,16 +59,23 @@ class PerUnitClipper:
     """
 
     def __init__(
-        self, model: nn.Module, parameters: Mapping[str, nn.Parameter], *, form: Form, clipping: str = "flat"
+        self,
+        model: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        most_units: int,
+        held_numbers: int,
+        clipping: str = "flat",
     ) -> None:
         """Hooks into the model, of which ``parameters`` train; ``clipping`` is a key of ``FUNCTIONS``."""
-        self._parameters, self._form, self._function = parameters, form, FUNCTIONS[clipping]
+        self._parameters, self._function = parameters, FUNCTIONS[clipping]
         layers = layers_of(parameters)
         self._layer_L = [layers.index(name.rpartition(".")[0]) for name in parameters]
         self._long: Tensor | None = None  # see clipped_by_layer
-        self._gradients: dict[int, UnitGradients] = {}
-        self._unfinished: list[Tensor] = []  # the gradient so far of a unit that goes on in the next physical batch
-        self._rows_tokens = (0, 0)
+        self._gradients = PassGradients(parameters, most_units, held_numbers)
+        self._unfinished_P: Tensor | None = None  # the gradient so far of a unit that goes on in the next pass
+        self._shape, self._units = (0, 0), list[Segment]()
+        self._attention = RowAttention(model)
         self._taps = Taps(model, self._receive)
 
     def close(self) -> None:
@@ -77,7 +84,7 @@ class PerUnitClipper:
 
     def start(self) -> None:
         """Forgets whatever an earlier logical batch has left."""
-        self._unfinished, self._long = [], None
+        self._unfinished_P, self._long = None, None
 
     def clipped_by_layer(self) -> tuple[int, ...]:
         """For each of G layers, how many units of the logical batch had a gradient there that was longer than C / sqrt(G).
@@ -89,60 +96,79 @@ class PerUnitClipper:
     def add(
         self,
         losses: Losses,
-        batch: PhysicalBatch,
-        sums: Mapping[str, Tensor],
+        some: Pass,
+        sum_P: Tensor,
         max_grad_norm: float,
         spacing: float,
         loss_scale: float = 1.0,
     ) -> tuple[Tensor, Tensor]:
-        """Forward and backward pass of one physical batch, added into ``sums``.
+        """Forward and backward pass, added into ``sum_P``.
 
         Args:
-            losses: From the batch to loss_R.
-            batch: Of rows.
-            sums: Name of a trainable parameter -> where its sum grows, in units of ``spacing``.
+            losses: From a pass to loss_R.
+            some: The pass.
+            sum_P: Where the sum grows, in units of ``spacing``, float64; in the order of ``parameters``.
             max_grad_norm: C.
             spacing: Of the lattice to which each unit's clipped gradient is rounded, a power of two.
             loss_scale: What the losses are multiplied by for the backward pass; not in what is returned.
 
         Returns:
-            loss_R, detached, and the un-noised norm_U for diagnostics: of the units that this batch completes.
+            loss_R, detached, and the un-noised norm_U for diagnostics: of the units that this pass completes.
 
         Raises:
             Refused: A trainable parameter received no per-unit gradient in this backward pass, a rule does not understand
-                its layer, or a batch that should continue a unit holds others.
+                its layer, or a pass that should continue a unit holds others.
         """
-        if self._unfinished and batch.num_units != 1:
+        if self._unfinished_P is not None and some.num_units != 1:
             raise Refused(
-                "an unfinished unit was followed by a batch of other units, so it could not be clipped as a whole. "
-                "Run the batches in the order of physical_batches."
+                "an unfinished unit was followed by a pass of other units, so it could not be clipped as a whole. Run the "
+                "passes in the order of passes_of."
             )
-        owners = Owners(batch.unit_R, batch.num_units)
-        unfinished, self._unfinished = self._unfinished, []
-        self._gradients = {id(p): UnitGradients(p, owners) for p in self._parameters.values()}
-        self._rows_tokens = (batch.input_ids_RT.shape[0], batch.input_ids_RT.shape[1])
-        with without_weight_gradients(self._parameters.values()), self._taps.open(len(batch.unit_R)):
-            loss_R = losses(batch)
+        unfinished_P, self._unfinished_P = self._unfinished_P, None
+        gradients = self._gradients
+        self._shape, self._units = (some.input_ids_1M.shape[0], some.input_ids_1M.shape[1]), some.units
+        gradients.open(self._units)
+        with (
+            without_weight_gradients(self._parameters.values()),
+            self._taps.open(self._shape[0]),
+            self._attention.of(some),
+        ):
+            loss_R = losses(some)
             if loss_R.requires_grad:
                 (loss_R.sum() * loss_scale).backward()  # type: ignore[no-untyped-call]
-        gradients, self._gradients = self._gradients, {}
-        self._check_complete(gradients)
-        if batch.num_units == 0:  # dummy rows only
-            return loss_R.detach(), loss_R.new_zeros(0, dtype=torch.float64)
-        for gradient, so_far in zip(gradients.values(), unfinished, strict=False):
-            gradient.dense()[0].add_(so_far)  # in float32, before the norm is taken
-        if batch.goes_on:
-            self._unfinished = [gradient.dense()[0].clone() for gradient in gradients.values()]
-            return loss_R.detach(), loss_R.new_zeros(0, dtype=torch.float64)
-        square_LU = torch.stack([gradient.square_norm() for gradient in gradients.values()])
+        self._check_complete()
+        nobody = loss_R.new_zeros(0, dtype=torch.float64)
+        if some.num_units == 0:
+            gradients.close()
+            return loss_R.detach()[:0], nobody
+        if unfinished_P is not None or some.goes_on:
+            gradient_P = gradients.whole(0)
+            gradients.close()
+            if unfinished_P is not None:
+                gradient_P += unfinished_P  # in float32, before the norm is taken
+            if some.goes_on:
+                self._unfinished_P = gradient_P
+                return loss_R.detach(), nobody
+            square_LU = self._square_of(gradient_P)
+        else:
+            gradient_P, square_LU = None, gradients.unit_norms()
         norm_U = square_LU.sum(dim=0).sqrt_() / loss_scale
-        self._count_long(square_LU[:, : batch.num_units], max_grad_norm * loss_scale)
-        # What is not finite, and what is no unit, has the factor 0 and is left out of the sum as well: 0 * nan would be nan.
-        counted_U = torch.isfinite(norm_U) & (torch.arange(len(norm_U), device=norm_U.device) < batch.num_units)
+        self._count_long(square_LU, max_grad_norm * loss_scale)
+        counted_U = torch.isfinite(norm_U)  # what is not has the factor 0 and is left out of the sum as well
         factor_U = self._function(norm_U, max_grad_norm).where(counted_U, 0.0) / (loss_scale * spacing)
-        parts = [(gradients.pop(id(p)), sums[name]) for name, p in self._parameters.items()]
-        add_all(parts, factor_U, counted_U.tolist())
-        return loss_R.detach(), norm_U[: batch.num_units]
+        if gradient_P is None:
+            gradients.add_to(sum_P, factor_U, counted_U.tolist())
+        elif bool(counted_U[0]):
+            for part_P, into_P in zip(gradient_P.split(FORMED), sum_P.split(FORMED), strict=True):
+                into_P += part_P.double().mul_(factor_U[0]).round_()
+        gradients.close()
+        return loss_R.detach(), norm_U
+
+    def _square_of(self, gradient_P: Tensor) -> Tensor:
+        """square_L1 of one unit's gradient."""
+        parts = gradient_P.split([parameter.numel() for parameter in self._parameters.values()])
+        norm_L = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
+        return torch.stack(norm_L).square_().unsqueeze(1)
 
     def _count_long(self, square_LU: Tensor, max_grad_norm: float) -> None:
         layer_L = torch.tensor(self._layer_L, device=square_LU.device)
@@ -151,17 +177,18 @@ class PerUnitClipper:
         self._long = long if self._long is None else self._long + long
 
     def _receive(self, layer: nn.Module, name: str, rule: Rule, input: Tensor, backprop: Tensor) -> None:
-        rows, tokens = self._rows_tokens
+        rows, tokens = self._shape
         if input.dim() == backprop.dim() == 2 and input.shape[0] == rows * tokens != rows:
             input, backprop = input.reshape(rows, tokens, -1), backprop.reshape(rows, tokens, -1)  # OPT
-        if input.shape[0] != rows or backprop.shape[0] != rows or backprop.dim() < 3:
+        if input.shape[:2] != (rows, tokens) or backprop.shape[:2] != (rows, tokens) or backprop.dim() < 3:
             raise Refused(
-                f"{name} trains and receives tokens without their rows, shape {tuple(input.shape)} for {rows} rows, so its "
-                "gradients cannot be assigned to rows (mixtures of experts do this). Exclude it from adapter.target_modules."
+                f"{name} trains and receives tokens without their rows, shape {tuple(input.shape)} for {rows} x {tokens} tokens, "
+                "so its gradients cannot be assigned to units (mixtures of experts do this). Exclude it from "
+                "adapter.target_modules."
             )
         try:
-            for parameter, part in rule(layer, input, backprop, self._trains, self._form):
-                self._gradients[id(parameter)].add(part)
+            for parameter, part in rule(layer, input, backprop, self._gradients.trains, self._units):
+                self._gradients.add(parameter, part)
         except (Refused, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -171,34 +198,33 @@ class PerUnitClipper:
                 f"({type(error).__name__}), so its gradients could not be clipped. Train other layers."
             ) from error
 
-    def _trains(self, parameter: Tensor | None) -> bool:
-        return id(parameter) in self._gradients
-
-    def _check_complete(self, gradients: Mapping[int, UnitGradients]) -> None:
-        for name, parameter in self._parameters.items():
-            if gradients[id(parameter)].empty:
-                raise Refused(
-                    f"{name} trains, but no layer call gave a per-example gradient for it in this step, so its update could not "
-                    "be clipped. Exclude the layer from adapter.target_modules, or train other layers."
-                )
+    def _check_complete(self) -> None:
+        if missing := self._gradients.missing():
+            raise Refused(
+                f"{missing[0]} trains, but no layer call gave a per-example gradient for it in this step, so its update could "
+                "not be clipped. Exclude the layer from adapter.target_modules, or train other layers."
+            )
         refuse_foreign_gradients(self._parameters)
 
 
 def plain_sum(
+    attention: RowAttention,
     parameters: Mapping[str, nn.Parameter],
     losses: Losses,
-    batch: PhysicalBatch,
-    sums: Mapping[str, Tensor],
+    some: Pass,
+    sum_P: Tensor,
     loss_scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Adds gradients into ``sums`` without clipping, for runs without differential privacy only; the norms are not known."""
-    loss_R = losses(batch)
-    (loss_R.sum() * loss_scale).backward()  # type: ignore[no-untyped-call]
-    for name, parameter in parameters.items():
+    """Adds gradients into ``sum_P`` without clipping, for runs without differential privacy only; the norms are not known."""
+    with attention.of(some):
+        loss_R = losses(some)
+        (loss_R.sum() * loss_scale).backward()  # type: ignore[no-untyped-call]
+    into = sum_P.split([parameter.numel() for parameter in parameters.values()])
+    for parameter, part_P in zip(parameters.values(), into, strict=True):
         if parameter.grad is not None:
-            sums[name].add_(parameter.grad, alpha=1 / loss_scale)
+            part_P.add_(parameter.grad.flatten(), alpha=1 / loss_scale)
         parameter.grad = None
-    return loss_R.detach(), torch.full((batch.num_units - batch.goes_on,), float("nan"))
+    return loss_R.detach(), torch.full((some.num_units - some.goes_on,), float("nan"))
 
 
 def refuse_foreign_gradients(parameters: Mapping[str, nn.Parameter]) -> None:
@@ -299,7 +325,7 @@ class Taps(GradSampleHooks):  # type: ignore[misc]
             )
         input = inputs[0].detach()
         if isinstance(module, nn.Embedding) and len(output) == 1 != self._rows:
-            # Positions, looked up once for all rows (GPT-2): looked up for each, every row has its own gradient.
+            # Positions, looked up once for both rows of a pair (GPT-2): looked up for each, both have a gradient.
             input, output = input.expand(self._rows, *input.shape[1:]), output.expand(self._rows, *output.shape[1:])
         if (anchor := self._anchors.get(output.device)) is None:
             anchor = self._anchors[output.device] = torch.zeros((), device=output.device, requires_grad=True)

@@ -20,7 +20,7 @@ from torch.utils import _pytree
 
 from dpllm.errors import Refused
 from dpllm.privacy.clipping import Losses
-from dpllm.privacy.sampling import PhysicalBatch
+from dpllm.privacy.packing import Pass
 
 if TYPE_CHECKING:
     from dpllm.privacy.selfcheck import Subject
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 SEEDS = 7, 8
 
 
-def refuse_random_numbers(subject: Subject, losses: Losses, batch: PhysicalBatch) -> None:
+def refuse_random_numbers(subject: Subject, losses: Losses, batch: Pass) -> None:
     """Looks for draws in passes over the same rows, and names the innermost module that draws.
 
     A draw from a global generator (of torch, numpy or Python) moves its state, however rare it is and whatever becomes of it. One
@@ -65,7 +65,7 @@ def _refused(name: str) -> Refused:
     )
 
 
-def _first_that_differs(model: nn.Module, losses: Callable[[PhysicalBatch], Tensor], batch: PhysicalBatch) -> str:
+def _first_that_differs(model: nn.Module, losses: Callable[[Pass], Tensor], batch: Pass) -> str:
     """The module that gives other outputs for the same inputs; of several, the one whose call ends first."""
     passes = []
     for seed in SEEDS:

@@ -1,6 +1,6 @@
 """One step: losses -> backward -> clipped sum -> all-reduce -> noise -> update.
 
-Comes in: the model, what trains, the Plan (or only the Schedule, for a run without differential privacy), physical batches. Goes
+Comes in: the model, what trains, the Plan (or only the Schedule, for a run without differential privacy), passes. Goes
 out: an updated model. Nothing else may touch the gradients.
 
 Shape suffixes: R rows, U units, P trainable coordinates.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,22 +22,21 @@ from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from dpllm.errors import Refused, RoundsByCompany
+from dpllm.errors import NotBatchInvariant, Refused
 from dpllm.privacy import guards
+from dpllm.privacy.attention import RowAttention
 from dpllm.privacy.clipping import PerUnitClipper, plain_sum, refuse_foreign_gradients
 from dpllm.privacy.gradient_canaries import GradientCanaries
-from dpllm.privacy.loss import LOW_PRECISION_TOLERANCE, TOLERANCE, Autocast, TokenLosses, example_means
+from dpllm.privacy.loss import LOW_PRECISION_TOLERANCE, TOLERANCE, Autocast, TokenLosses, row_sums
 from dpllm.privacy.noise import BandedNoise, GaussianNoise
+from dpllm.privacy.packing import Pass
 from dpllm.privacy.plan import Plan, Schedule, noise_scale, spacing_of
 from dpllm.privacy.preference import PairLoss
-from dpllm.privacy.rules import Form
-from dpllm.privacy.sampling import PhysicalBatch
-from dpllm.privacy.schedule import Shape
+from dpllm.privacy.schedule import Packing
 from dpllm.privacy.selfcheck import Checked, Subject, self_check
 from dpllm.progress import heard_by, tell
 
 FP16_LOSS_SCALE = 1024.0  # constant, so that no step depends on an overflow
-NOTHING: Mapping[Shape, str] = {}
 STEP = "This step"  # as ``progress.tell`` knows it
 EXACT = 2.0**52  # multiples of the spacing up to which float64 adds them exactly, with one bit to spare
 
@@ -84,8 +83,8 @@ class StepEngine:
         optimizer: torch.optim.Optimizer,
         schedule: Schedule,
         plan: Plan | None,
+        packing: Packing,
         *,
-        form: Form,
         noise: GaussianNoise,
         autocast: Autocast = contextlib.nullcontext,
         loss_scale: float = 1.0,
@@ -97,7 +96,7 @@ class StepEngine:
             optimizer: Over exactly what trains.
             schedule: Gives the divisor.
             plan: None for a run without differential privacy.
-            form: How gradients are kept; public.
+            packing: Of the passes; public. ``repack`` changes it.
             noise: Keyed by secret bits, on the device where gradients live.
             autocast: Makes the context of the forward pass.
             loss_scale: Constant power of two for fp16.
@@ -110,12 +109,12 @@ class StepEngine:
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         _check_arguments(model, optimizer, self.parameters)
         self._model, self._optimizer, self._schedule, self._plan = model, optimizer, schedule, plan
-        self._scale, self._device, self._form = loss_scale, noise.device, form
+        self._scale, self._device, self.packing = loss_scale, noise.device, packing
         self._noise = BandedNoise(noise, plan.coefficients) if plan and plan.coefficients else noise
         self._adapters = [layer for layer in model.modules() if isinstance(layer, BaseTunerLayer)]
         for layer in self._adapters:
             layer._cast_input_dtype = partial(_cast_outside_autocast, layer)
-        self._token_losses = TokenLosses(model, self._device, autocast)
+        self._token_losses, self._attention = TokenLosses(model, self._device, autocast), RowAttention(model)
         self.max_grad_norm = plan.max_grad_norm if plan else float("inf")  # C
         self.generator = noise.generator  # where the noise comes from
         self.canaries: GradientCanaries | None = None  # planted in the sum; only on the rank that adds noise
@@ -144,7 +143,18 @@ class StepEngine:
     def _make_clipper(self) -> PerUnitClipper | None:
         if self._plan is None:
             return None
-        return PerUnitClipper(self._model, self.parameters, form=self._form, clipping=self._plan.clipping)
+        return self._clipper_of(self._plan.clipping)
+
+    def _clipper_of(self, clipping: str) -> PerUnitClipper:
+        units, held = self.packing.most_units, self.packing.held_numbers
+        return PerUnitClipper(self._model, self.parameters, most_units=units, held_numbers=held, clipping=clipping)
+
+    def repack(self, packing: Packing) -> None:
+        """Passes have another shape from now on."""
+        self.packing = packing
+        if self._clipper is not None:
+            self._clipper.close()
+            self._clipper = self._make_clipper()
 
     def _noise_scale(self) -> float:
         assert self._plan is not None
@@ -153,12 +163,15 @@ class StepEngine:
     def _spacing(self) -> float:
         return spacing_of(self._noise_scale()) if self._plan is not None else 1.0
 
-    def losses(self, batch: PhysicalBatch) -> Tensor:
-        """loss_R of one physical batch, through the model as it trains."""
-        nll_RT = self._token_losses(batch).nll_RT
-        return example_means(nll_RT, batch.denominator_R) if self.pairs is None else self.pairs(nll_RT, batch)
+    def losses(self, some: Pass) -> Tensor:
+        """loss_R of one pass, through the model as it trains; of preference pairs, one loss for each."""
+        nll_M = self._token_losses(some).nll_M
+        if self.pairs is not None and some.rows:
+            return self.pairs(row_sums(nll_M.double(), some.rows), some)
+        nll_R = row_sums(nll_M, some.rows)
+        return nll_R / some.denominator_R if some.rows else nll_R
 
-    def clipped_sum(self, batches: Sequence[PhysicalBatch], canaries: Sequence[int] = ()) -> tuple[Tensor, Diagnostics]:
+    def clipped_sum(self, batches: Sequence[Pass], canaries: Sequence[int] = ()) -> tuple[Tensor, Diagnostics]:
         """This rank's flat clipped sum over a logical batch and the gradient canaries in it, before noise: private.
 
         Returns:
@@ -167,7 +180,6 @@ class StepEngine:
         clipper = self._clipper
         dtype = torch.float32 if clipper is None else torch.float64
         flat_P = torch.zeros(self.size, dtype=dtype, device=self._device)
-        sums = self._views(flat_P)
         loss, units, clipped, norms, spacing = 0.0, 0, 0, 0.0, self._spacing()
         if clipper is not None:
             clipper.start()
@@ -175,17 +187,17 @@ class StepEngine:
             raise Refused(
                 "the logical batch ends in the middle of a unit, which would stay unclipped. Run all of its batches."
             )
-        done, total = 0, sum(batch.input_ids_RT.numel() for batch in batches)
-        for batch in batches:
-            tell(STEP, done, total, note=f"{units} units")
-            done += batch.input_ids_RT.numel()
+        for done, batch in enumerate(batches):
+            tell(STEP, done, len(batches), note=f"{units} units")
             on_device = batch.to(self._device)
             with guards.deterministic(self._device):
                 if clipper is None:
-                    loss_R, norm_U = plain_sum(self.parameters, self.losses, on_device, sums, self._scale)
+                    loss_R, norm_U = plain_sum(
+                        self._attention, self.parameters, self.losses, on_device, flat_P, self._scale
+                    )
                 else:
                     bound = self.max_grad_norm
-                    loss_R, norm_U = clipper.add(self.losses, on_device, sums, bound, spacing, self._scale)
+                    loss_R, norm_U = clipper.add(self.losses, on_device, flat_P, bound, spacing, self._scale)
                     clipped += int((~(norm_U <= bound)).sum())  # nan is clipped, to zero
             loss += float(loss_R.sum())
             norms += float(norm_U.sum())
@@ -195,7 +207,7 @@ class StepEngine:
         flat_P *= spacing  # whole numbers until here
         return flat_P, Diagnostics(loss, units, clipped, norms, clipper.clipped_by_layer() if clipper else ())
 
-    def rehearse(self, batches: Sequence[PhysicalBatch]) -> None:
+    def rehearse(self, batches: Sequence[Pass]) -> None:
         """Holds what a step over these synthetic batches holds at its peak, and changes nothing: to measure memory.
 
         Parameters, optimizer, noise and the global random state are afterwards as they were, also after an error.
@@ -235,7 +247,7 @@ class StepEngine:
             refuse_foreign_gradients(self.parameters)
             guards.check_float32()
 
-    def step(self, batches: Sequence[PhysicalBatch], canaries: Sequence[int] = ()) -> Diagnostics:
+    def step(self, batches: Sequence[Pass], canaries: Sequence[int] = ()) -> Diagnostics:
         """One logical step: clipped sum, noise, update; ``canaries`` are those that the sampler drew.
 
         Raises:
@@ -305,23 +317,14 @@ class StepEngine:
         for layer in self._adapters:
             vars(layer).pop("_cast_input_dtype", None)
 
-    def self_check(
-        self,
-        vocab_size: int,
-        shapes: Sequence[Shape],
-        low_precision: bool = False,
-        pad_id: int = 0,
-        *,
-        known: Mapping[Shape, str] = NOTHING,
-        passed: Mapping[Shape, str] = NOTHING,
-    ) -> Checked:
-        """Compares with brute-force autograd, in the shapes of the physical batches that will run: see ``selfcheck.self_check``.
+    def self_check(self, vocab_size: int, low_precision: bool = False, pad_id: int = 0) -> Checked:
+        """Compares with brute-force autograd, in passes as they will run: see ``selfcheck.self_check``.
 
         In low precision, where the forward pass is not float32, 5e-2 is accepted (of pairs 0.1), not 1e-3. Without a Plan there
         is no check.
 
         Raises:
-            RoundsByCompany: The engine can then be asked again, with other shapes.
+            NotBatchInvariant: The engine can then be asked again, after ``repack``.
             Refused: The engine is then closed.
         """
         if self._clipper is None:
@@ -332,18 +335,17 @@ class StepEngine:
                 subject = Subject(
                     model=self._model,
                     parameters=self.parameters,
-                    losses=lambda batch: self.losses(batch) * self._scale,
-                    make_clipper=lambda: PerUnitClipper(self._model, self.parameters, form=self._form),
+                    losses=lambda some: self.losses(some) * self._scale,
+                    make_clipper=lambda: self._clipper_of("flat"),
                     device=self._device,
                     vocab_size=vocab_size,
-                    shapes=shapes,
+                    packing=self.packing,
                     pad_id=pad_id,
                     # A pair's gradient is a difference of two, and their roundings add up.
                     tolerance=LOW_PRECISION_TOLERANCE * (1 + (self.pairs is not None)) if low_precision else TOLERANCE,
-                    rows_each=1 if self.pairs is None else 2,
                 )
-                checked = self_check(subject, known, passed)
-        except RoundsByCompany:
+                checked = self_check(subject)
+        except NotBatchInvariant:
             self._clipper = self._make_clipper()
             raise
         self._clipper = self._make_clipper()

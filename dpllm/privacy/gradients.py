@@ -1,297 +1,237 @@
-"""One parameter's gradient of every unit, in the cheapest exact form, until the clipping factors are known.
+"""Every unit's gradient of one pass, until the clipping factors are known.
 
-Comes in: parts, as the layer rules give them. Goes out: each unit's norm, and the sum under given factors.
+Comes in: parts, as the layer rules give them. Goes out: each unit's norms, and the sum under given factors.
 
-What is computed for one unit never has a shape that other units decide: units stand in one place for each row of the physical
-batch, empty places among them, and what is added up is added in the order of a unit's own rows.
+Small gradients are formed at once and held, side by side, for every unit of the pass. Large ones (a trained head, whole layers)
+are formed twice from the same numbers: once to be measured, once to be added, so that what is added is what was measured. Which
+are held follows from public numbers. What is computed for one unit has a shape that follows from that unit and from public
+numbers; what is added up are whole numbers, exactly.
 
-Shape suffixes: R rows of a physical batch, U = R places of units, T tokens, N tokens of one unit, K vectors looked
-up, P coordinates.
+Shape suffixes: M tokens of a pass, U units, L parameters, P coordinates.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from dpllm.privacy.rules import Dense, Part, Product, Rows, multiplied
+from dpllm.privacy.packing import Segment
+from dpllm.privacy.rules import Formed, LookedUp, Part, Product, Summed
 
-ROUNDING = 2.0**-53  # of float64
-TOKENS = 2**20  # of a physical batch; a constant, so that no unit's bound follows how many the others have
-GRAM_PRECISION = 1e-8  # of a squared norm, beyond which Gram products are not relied on
-CHUNK = 2**21  # float64 numbers of a temporary: 16 MiB
-TOGETHER = {"cpu": CHUNK // 16}  # of one that stays in a processor's cache
-TOGETHER_ELSEWHERE = 4 * CHUNK  # a GPU would spend its time on starting kernels
+WIDE = 16_384  # rows of a weight that is a head over a vocabulary
+CACHED = 2**16  # numbers whose norm is taken at once: they stay in a processor's cache
+FORMED = 2**21  # numbers of a gradient that is formed twice, of which so many exist at once
+ADDED = 2**17  # numbers of all units that are added at once
 
 
 @dataclass(frozen=True)
-class Owners:
-    """Which unit each row of a physical batch belongs to; -1 for a padding row."""
+class Place:
+    """Where a parameter's coordinates stand."""
 
-    unit_R: Tensor
-    num_units: int
-
-    @property
-    def places(self) -> int:
-        """U: places for units, as many as there are rows; the first ``num_units`` are taken."""
-        return len(self.unit_R)
-
-    @functools.cached_property
-    def one_to_one(self) -> bool:
-        """Row r is unit r, or a padding row."""
-        return all(owner in (row, -1) for row, owner in enumerate(self.unit_R.tolist()))
-
-    @functools.cached_property
-    def rows(self) -> list[list[int]]:
-        """The rows of each unit."""
-        found: list[list[int]] = [[] for _ in range(self.num_units)]
-        for row, owner in enumerate(self.unit_R.tolist()):
-            if owner >= 0:
-                found[owner].append(row)
-        return found
-
-    @functools.cached_property
-    def rounds(self) -> list[tuple[Tensor, Tensor]]:
-        """(units, rows): the first row of every unit, then the second of those that have one, and so on."""
-        most = max(map(len, self.rows), default=0)
-        of_round = [[unit for unit, rows in enumerate(self.rows) if len(rows) > turn] for turn in range(most)]
-        chosen = [(units, [self.rows[unit][turn] for unit in units]) for turn, units in enumerate(of_round)]
-        return [(self.unit_R.new_tensor(units), self.unit_R.new_tensor(rows)) for units, rows in chosen]
+    start: int  # in the flat vector of all that train
+    size: int
+    shape: torch.Size
+    held: int | None  # where in the buffer of held gradients; None: formed twice
 
 
-@dataclass
-class UnitGradients:
-    """What the calls of a parameter's layers have contributed in one backward pass.
+def places_of(parameters: Mapping[str, nn.Parameter], held_numbers: int) -> dict[str, Place]:
+    """Which gradients are held: all that are no head over a vocabulary, as far as ``held_numbers`` of a unit allow."""
+    wide = {name for name, p in parameters.items() if p.dim() == 2 and max(p.shape) >= WIDE and min(p.shape) > 64}
+    matrices = {name for name, p in parameters.items() if p.dim() == 2}
+    small = sum(p.numel() for name, p in parameters.items() if name not in wide)
+    twice = wide if small <= held_numbers else matrices
+    places, start, held = {}, 0, 0
+    for name, parameter in parameters.items():
+        size = parameter.numel()
+        places[name] = Place(start, size, parameter.shape, None if name in twice else held)
+        start += size
+        held += 0 if name in twice else size
+    return places
 
-    A parameter may be used by several calls and several layers (a tied head): their gradients are added before any norm
-    is taken, cross terms included.
+
+class PassGradients:
+    """What the calls of all layers have contributed in one backward pass.
+
+    A parameter may be used by several calls and several layers (a tied head): their gradients are added before any norm is
+    taken, cross terms included.
     """
 
-    parameter: nn.Parameter
-    owners: Owners
-    _dense_U: Tensor | None = None
-    _products: list[Product] = field(default_factory=list)
-    _rows: list[Rows] = field(default_factory=list)
-    _found: tuple[Tensor, Tensor, Tensor] | None = None  # what _looked_up returned: measured, and summed as measured
+    def __init__(self, parameters: Mapping[str, nn.Parameter], most_units: int, held_numbers: int) -> None:
+        """``held_numbers``: coordinates of one unit that may be held."""
+        self.places = places_of(parameters, held_numbers)
+        self._of = {id(parameter): self.places[name] for name, parameter in parameters.items()}
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        self.size = sum(place.size for place in self.places.values())
+        self._held = sum(place.size for place in self.places.values() if place.held is not None)
+        self._most, self._device = most_units, next(iter(parameters.values())).device
+        self._buffer_UP: Tensor | None = None
+        self._units: list[Segment] = []
+        self._seen: set[int] = set()
+        self._parts: dict[str, list[Part]] = {}
 
-    def add(self, part: Part) -> None:
+    def open(self, units: Sequence[Segment]) -> None:
+        """Begins a pass, and forgets the last."""
+        self._units, self._seen, self._parts = list(units), set(), {}
+        if len(units) > self._most:
+            raise ValueError(f"{len(units)} units in a pass of {self._most}")
+        if self._buffer_UP is None:
+            self._buffer_UP = torch.zeros((self._most, self._held), device=self._device)
+
+    def close(self) -> None:
+        """Forgets the last pass, and keeps its memory for the next."""
+        self._parts = {}
+
+    def trains(self, parameter: Tensor | None) -> bool:
+        """Whether it is one of these."""
+        return id(parameter) in self._of
+
+    def missing(self) -> list[str]:
+        """Parameters to which no call has contributed."""
+        return [name for key, name in self._names.items() if key not in self._seen]
+
+    def add(self, parameter: Tensor, part: Part) -> None:
         """Takes the contribution of one call of one layer."""
+        place, first = self._of[id(parameter)], id(parameter) not in self._seen
+        self._seen.add(id(parameter))
+        if place.held is None:
+            self._parts.setdefault(self._names[id(parameter)], []).append(part)
+            return
+        assert self._buffer_UP is not None
+        slot_UP = self._buffer_UP[:, place.held : place.held + place.size]
         if isinstance(part, Product):
-            self._products.append(part)
-        elif isinstance(part, Rows):
-            self._rows.append(part)
-            self._found = None
-        else:
-            gradient_U = part.gradient_R
-            if not self.owners.one_to_one:
-                gradient_U = torch.zeros_like(part.gradient_R)
-                for units, rows in self.owners.rounds:
-                    gradient_U[units] += part.gradient_R[rows]
-            self._dense_U = gradient_U if self._dense_U is None else self._dense_U.add_(gradient_U)
+            _products(part, self._units, slot_UP.view(-1, *place.shape), first)
+            return
+        for number, unit in enumerate(self._units):
+            into = slot_UP[number].view(place.shape)
+            if first:
+                into.zero_()
+            _add_one(part, number, unit, into)
 
-    @property
-    def empty(self) -> bool:
-        """No layer of this parameter was called."""
-        return self._dense_U is None and not self._products and not self._rows
+    def unit_norms(self) -> Tensor:
+        """square_LU: an upper bound, but for the last bits, of the squared L2 norm of each unit's gradient, in float64."""
+        square_LU = torch.zeros((len(self.places), len(self._units)), dtype=torch.float64, device=self._device)
+        for row, (name, place) in enumerate(self.places.items()):
+            for number in range(len(self._units)):
+                square_LU[row, number] = sum(_square(part) for part in self._chunks(name, place, number))
+        return square_LU
 
-    def dense(self) -> Tensor:
-        """gradient_U in float32: (U, *parameter.shape)."""
-        if self._products or self._rows:
-            looked_up = self._looked_up() if self._rows else None
-            columns = bool(self._rows) and self._rows[0].columns
-            products, self._products, self._rows = self._products, [], []
-            for item in products:
-                self.add(Dense(multiplied(item.left_RTi, item.right_RTj)))
-            if looked_up:
-                if self._dense_U is None:
-                    shape = (self.owners.places, *self.parameter.shape)
-                    self._dense_U = self.parameter.new_zeros(shape, dtype=torch.float32)
-                unit_K, id_K, values_Kd = looked_up
-                target = self._dense_U.transpose(1, 2) if columns else self._dense_U
-                target[unit_K, id_K] += values_Kd
-        assert self._dense_U is not None
-        return self._dense_U
+    def _chunks(self, name: str, place: Place, number: int) -> Iterator[Tensor]:
+        """One unit's gradient of one parameter, flat, in parts of a public size."""
+        if place.held is not None:
+            assert self._buffer_UP is not None
+            yield from self._buffer_UP[number, place.held : place.held + place.size].split(CACHED)
+            return
+        for _, gradient in self._formed(name, place, number):
+            yield gradient.flatten()
 
-    def square_norm(self) -> Tensor:
-        """An upper bound of each unit's squared L2 norm, float64: exact but for the last bits.
+    def _formed(self, name: str, place: Place, number: int) -> Iterator[tuple[slice | Tensor, Tensor]]:
+        """One unit's gradient of one matrix, some of its rows at a time, in float32; the same bits each time."""
+        parts, unit = self._parts[name], self._units[number]
+        vectors = [part for part in parts if isinstance(part, LookedUp) and not part.columns]
+        if len(vectors) == len(parts):  # most rows are zero
+            yield _looked_up(vectors, unit)
+            return
+        rows = max(1, FORMED // place.shape[1])
+        for start in range(0, place.shape[0], rows):
+            stop = min(start + rows, place.shape[0])
+            gradient = torch.zeros((stop - start, place.shape[1]), device=self._device)
+            for part in parts:
+                _add_one(part, number, unit, gradient, start)
+            yield slice(start, stop), gradient
 
-        Materialised gradients are measured in float64 as they are. Of factors, a squared norm is a sum of Gram products
-        that can cancel, so that float32 loses it altogether; here it is accumulated in float64 and increased by a bound
-        on the rounding that is left, of the norm as of the sum that ``add_to`` forms. Where even float64 would lose more
-        than the eighth digit, the gradient itself is formed, chunk by chunk.
-
-        References:
-            Goodfellow 2015, Efficient Per-Example Gradient Computations; Li et al. 2021, section 4, equation 2; for the
-            bound, Higham 2002, Accuracy and Stability of Numerical Algorithms, section 3.1.
-        """
-        if self._dense_U is not None or (self._products and len(self._rows) and self._rows[0].columns):
-            dense_U = self.dense()
-            norm_U: Tensor = torch.linalg.vector_norm(dense_U.flatten(1), dim=1, dtype=torch.float64)
-            return norm_U.square_()
-        square_U = torch.zeros(self.owners.places, dtype=torch.float64, device=self.parameter.device)
-        compact = self._looked_up() if self._rows else None
-        if compact and not self._products:
-            for unit in range(self.owners.num_units):
-                square_U[unit] = compact[2][compact[0] == unit].double().square().sum()
-            return square_U
-        all_tokens = sum(item.left_RTi.shape[0] * item.left_RTi.shape[1] for item in self._products)
-        for unit in range(self.owners.num_units):
-            left_Ni, right_Nj = self._factors(unit)
-            mine = compact[0] == unit if compact else None
-            looked_up = (compact[1][mine], compact[2][mine].double()) if compact else None
-            square_U[unit] = _upper_bound(left_Ni, right_Nj, looked_up, all_tokens).square()
-        return square_U
-
-    def add_to(self, sum_: Tensor, factor_U: Tensor, counted: Sequence[bool]) -> None:
-        """Adds the counted units' gradients times ``factor_U``, each rounded to whole numbers, into ``sum_``, in float64.
+    def add_to(self, sum_P: Tensor, factor_U: Tensor, counted: Sequence[bool]) -> None:
+        """Adds the counted units' gradients times ``factor_U``, each rounded to whole numbers, into ``sum_P``, in float64.
 
         The sum of whole numbers below 2^53 is exact, so it is the same in any order and any company.
         """
-        if self._dense_U is not None:
-            self._add_dense(self._dense_U, sum_, factor_U, counted)
+        assert self._buffer_UP is not None
+        taken = [number for number, good in enumerate(counted) if good]
+        if not taken:
             return
-        if self._rows:
-            unit_K, id_K, values_Kd = self._looked_up()
-            kept_K = torch.tensor(counted, device=unit_K.device)[unit_K]
-            unit_K, id_K, values_Kd = unit_K[kept_K], id_K[kept_K], values_Kd[kept_K]
-            target = sum_.T if self._rows[0].columns else sum_
-            target.index_add_(0, id_K, (values_Kd.double() * factor_U[unit_K, None]).round_())
-        if self._products:
-            for unit in range(self.owners.num_units):
-                if counted[unit]:
-                    left_Ni, right_Nj = self._factors(unit)
-                    _add_product(sum_, left_Ni, factor_U[unit], right_Nj)
+        held_UP, factor_U1 = self._buffer_UP, factor_U[:, None]
+        if len(taken) < len(self._units):  # 0 * nan is nan: one bad unit would poison everybody's sum
+            held_UP[[number for number, good in enumerate(counted) if not good]] = 0
+        held_UP = held_UP[: len(self._units)]
+        for into, stop, held in self._stretches():
+            width = max(1, ADDED // len(self._units))
+            for start in range(into, stop, width):
+                end, at = min(start + width, stop), held + start - into
+                part_UP = held_UP[:, at : at + end - start].double().mul_(factor_U1).round_()
+                sum_P[start:end] += part_UP.sum(dim=0)
+        for name, place in self.places.items():
+            if place.held is None:
+                target = sum_P[place.start : place.start + place.size].view(place.shape)
+                for number in taken:
+                    for rows, gradient in self._formed(name, place, number):
+                        target[rows] += gradient.double().mul_(factor_U[number]).round_()
 
-    def _add_dense(self, dense_U: Tensor, sum_: Tensor, factor_U: Tensor, counted: Sequence[bool]) -> None:
-        if not all(counted):  # 0 * nan is nan: one bad unit would poison everybody's sum
-            dense_U[[unit for unit, good in enumerate(counted) if not good]] = 0
-        total_P, dense_UP = sum_.view(-1), dense_U.flatten(1)
-        size = max(1, added_at_once(dense_U.device) // dense_UP.shape[0])
-        for start in range(0, total_P.shape[0], size):
-            part_UP = dense_UP[:, start : start + size].double().mul_(factor_U[:, None]).round_()
-            total_P[start : start + size].add_(part_UP.sum(dim=0))
+    def _stretches(self) -> Iterator[tuple[int, int, int]]:
+        """(start, stop, where it is held) of coordinates that are neighbours in both."""
+        start = stop = held = 0
+        for place in self.places.values():
+            if place.held is None:
+                continue
+            if place.start != stop:
+                if stop > start:
+                    yield start, stop, held
+                start, held = place.start, place.held
+            stop = place.start + place.size
+        if stop > start:
+            yield start, stop, held
 
-    def _looked_up(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(unit_K, id_K, values_Kd): the sum of the vectors of each unit at each index, no pair twice, units in order."""
-        if self._found is not None:
-            return self._found
-        vocabulary = self.parameter.shape[1 if self._rows[0].columns else 0]
-        keys, values = [], []
-        for part in self._rows:
-            unit_RT = self.owners.unit_R[:, None].expand_as(part.ids_RT)
-            kept_RT = unit_RT >= 0
-            keys.append((unit_RT * vocabulary + part.ids_RT)[kept_RT])
-            values.append(part.values_RTd[kept_RT])
-        key_K, place = torch.unique(_cat(keys), return_inverse=True)
-        value = _cat(values)
-        values_Kd = value.new_zeros((len(key_K), value.shape[1])).index_add_(0, place, value)
-        self._found = key_K // vocabulary, key_K % vocabulary, values_Kd
-        return self._found
-
-    def _factors(self, unit: int) -> tuple[Tensor, Tensor]:
-        """One unit's factors, the tokens of all its rows and calls one after the other; one row is not copied."""
-        rows = self.owners.rows[unit]
-
-        def tokens(factors: Iterable[Tensor]) -> Tensor:
-            return _cat([one[rows[0]] if len(rows) == 1 else one[rows].flatten(0, 1) for one in factors])
-
-        return tokens(item.left_RTi for item in self._products), tokens(item.right_RTj for item in self._products)
+    def whole(self, number: int) -> Tensor:
+        """gradient_P of one unit, in float32: a copy."""
+        found_P = torch.zeros(self.size, device=self._device)
+        for name, place in self.places.items():
+            into = found_P[place.start : place.start + place.size]
+            if place.held is not None:
+                torch.cat(list(self._chunks(name, place, number)), out=into)
+                continue
+            for rows, gradient in self._formed(name, place, number):
+                into.view(place.shape)[rows] = gradient
+        return found_P
 
 
-def add_all(each: list[tuple[UnitGradients, Tensor]], factor_U: Tensor, counted: Sequence[bool]) -> None:
-    """``add_to`` of each into its sum; small ones whose sums are neighbours in one vector as if they were one parameter."""
-    together: list[UnitGradients] = []
-    start = stop = held = 0
-    vector: Tensor | None = None  # of which sums are parts
-
-    def add_together() -> None:
-        if together:
-            assert vector is not None
-            dense_UP = torch.cat([gradient.dense().flatten(1) for gradient in together], dim=1)
-            replace(together[0], _dense_U=dense_UP).add_to(vector[start:stop], factor_U, counted)
-            together.clear()
-
-    each.reverse()
-    while each:  # what was added is held by nobody
-        gradient, sum_ = each.pop()
-        dense_U, offset, base = gradient._dense_U, int(sum_.storage_offset()), sum_._base
-        whole = base is not None and base.dim() == 1 and base.storage_offset() == 0 and sum_.is_contiguous()
-        most = added_at_once(sum_.device) // 2
-        small = dense_U is not None and whole and dense_U.numel() <= most
-        if not small or base is not vector or offset != stop or held > most:
-            add_together()
-            start = stop = offset
-            vector, held = base, 0
-        if dense_U is None or not small:
-            gradient.add_to(sum_, factor_U, counted)
-            continue
-        together.append(gradient)
-        stop, held = stop + sum_.numel(), held + dense_U.numel()
-    add_together()
+def _square(part: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(part, dtype=torch.float64)
+    return norm.square_()
 
 
-def added_at_once(device: torch.device) -> int:
-    """Numbers of materialised gradients that are added at once; the sums are exact, so that it decides nothing but speed."""
-    return TOGETHER.get(device.type, TOGETHER_ELSEWHERE)
+def _add_one(part: Part, number: int, unit: Segment, into: Tensor, start: int = 0) -> None:
+    """Adds one unit's share of a part to its gradient, or to the rows of it that begin at ``start``."""
+    tokens, rows = slice(unit.start, unit.stop), slice(start, start + len(into))
+    if isinstance(part, Product):
+        into.addmm_(part.left_Mi[tokens, rows].float().t(), part.right_Mj[tokens].float())
+    elif isinstance(part, Summed):
+        values = part.values_M[tokens]
+        into += values.flatten(0, values.dim() - 1 - into.dim()).sum(dim=0, dtype=torch.float32)
+    elif isinstance(part, Formed):
+        into += part.gradient_U[number]
+    elif part.columns:
+        into.index_add_(1, part.ids_M[tokens], part.values_Md[tokens, rows].t().contiguous())
+    else:
+        ids_N, values_Nd = part.ids_M[tokens], part.values_Md[tokens]
+        inside_N = (ids_N >= rows.start) & (ids_N < rows.stop)
+        into.index_add_(0, ids_N[inside_N] - start, values_Nd[inside_N])
 
 
-def _upper_bound(left_Ni: Tensor, right_Nj: Tensor, looked_up: tuple[Tensor, Tensor] | None, all_tokens: int) -> Tensor:
-    """An upper bound on the norm of one unit's left.T @ right, plus the vectors it looked up at some of its rows."""
-    tokens, i, j = len(left_Ni), left_Ni.shape[1], right_Nj.shape[1]
-    left_N, right_N = (torch.linalg.vector_norm(factor, dim=1, dtype=torch.float64) for factor in (left_Ni, right_Nj))
-    size: Tensor = (
-        left_N * right_N
-    ).sum()  # the sum of the norms of the terms: what rounding loses of them is a share of it
-    if looked_up:
-        size = size + looked_up[1].norm(dim=1).sum()
-    of_sum = 2 * max(all_tokens, TOKENS) * ROUNDING * size
-    if tokens * (i + j) <= i * j:  # Gram matrices are cheaper than the gradient
-        square = (_gram(left_Ni) * _gram(right_Nj)).sum(dim=1).sum()
-        roundings = i + j + 2 * tokens + 4
-        if looked_up:
-            ids_K, values_Kd = looked_up
-            head_Kd = left_Ni[:, ids_K].double().T @ right_Nj.double()
-            square = square + values_Kd.square().sum(dim=1).sum() + 2 * (head_Kd * values_Kd).sum(dim=1).sum()
-            roundings += len(ids_K) + j + tokens
-        slack = roundings * ROUNDING * size.square()
-        if not bool(slack > GRAM_PRECISION * square):
-            return (square + slack).sqrt() + of_sum
-    return _norm(left_Ni, right_Nj, looked_up) * (1 + i * j * ROUNDING) + of_sum
+def _looked_up(parts: Sequence[LookedUp], unit: Segment) -> tuple[Tensor, Tensor]:
+    """(id_K, values_Kd): the sum of one unit's vectors at each index, no index twice."""
+    id_N = torch.cat([part.ids_M[unit.start : unit.stop] for part in parts])
+    values_Nd = torch.cat([part.values_Md[unit.start : unit.stop] for part in parts])
+    id_K, place_N = torch.unique(id_N, return_inverse=True)
+    return id_K, values_Nd.new_zeros((len(id_K), values_Nd.shape[1])).index_add_(0, place_N, values_Nd)
 
 
-def _norm(left_Ni: Tensor, right_Nj: Tensor, looked_up: tuple[Tensor, Tensor] | None) -> Tensor:
-    """The norm of the gradient, formed in float64 by chunks of left's columns."""
-    right, start = right_Nj.double(), 0
-    square = right.new_zeros(())
-    for chunk in torch.split(left_Ni, max(1, CHUNK // max(len(left_Ni), right.shape[1], 1)), dim=1):
-        gradient_cj = chunk.double().T @ right
-        if looked_up:
-            here_K = (looked_up[0] >= start) & (looked_up[0] < start + chunk.shape[1])
-            gradient_cj[looked_up[0][here_K] - start] += looked_up[1][here_K]
-        square += gradient_cj.square_().sum()
-        start += chunk.shape[1]
-    return square.sqrt_()
-
-
-def _gram(factor_Ni: Tensor) -> Tensor:
-    gram_NN = factor_Ni.new_zeros((len(factor_Ni), len(factor_Ni)), dtype=torch.float64)
-    for chunk in torch.split(factor_Ni, max(1, CHUNK // max(1, len(factor_Ni))), dim=1):
-        chunk = chunk.double()
-        gram_NN.addmm_(chunk, chunk.T)
-    return gram_NN
-
-
-def _add_product(sum_: Tensor, left_Ni: Tensor, factor: Tensor, right_Nj: Tensor) -> None:
-    """Sum += factor * left.T @ right rounded, in float64, by chunks of left's columns (a head's vocabulary)."""
-    right, start = right_Nj.double() * factor, 0
-    for chunk in torch.split(left_Ni, max(1, CHUNK // 4 // max(len(left_Ni), right.shape[1])), dim=1):
-        sum_[start : start + chunk.shape[1]].add_((chunk.double().T @ right).round_())
-        start += chunk.shape[1]
-
-
-def _cat(tensors: Sequence[Tensor]) -> Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
+def _products(part: Product, units: Sequence[Segment], into_Uij: Tensor, first: bool) -> None:
+    """Each unit's left.T @ right, of its own tokens, in float32."""
+    left_Mi, right_Mj = part.left_Mi.float(), part.right_Mj.float()
+    for number, unit in enumerate(units):
+        left_iN, right_Nj = left_Mi[unit.start : unit.stop].t(), right_Mj[unit.start : unit.stop]
+        if first:
+            torch.mm(left_iN, right_Nj, out=into_Uij[number])
+        else:
+            into_Uij[number].addmm_(left_iN, right_Nj)

@@ -1,17 +1,17 @@
 """Per-example loss, each example divided by its own tokens only; from logits, or without them where the head is frozen.
 
-Comes in: a model and physical batches. Goes out: the losses of tokens and of sequences. ``outputs.loss`` of transformers is a
+Comes in: a model and passes. Goes out: the losses of tokens and of rows. ``outputs.loss`` of transformers is a
 mean over the tokens of the whole batch, which couples examples: with it, one long neighbour moved the clipped sum by 2.2 C.
 
-Only targets are computed on, those of one row at a time, so that no product has a shape that follows another row. Logits of
-the model's own precision are held once, and what is wider, or longer than a chunk, never exists.
+Only targets are computed on, in packs of a fixed public size, so that no product has a shape that follows a row. Logits of
+the model's own precision are held once, and what is wider, or longer than a pack, never exists.
 
-Where the output head is frozen, its ``forward`` is, for the time of one call of the model, a function that returns nll_RT1 where
-R T V logits would stand. It computes a few targets' logits at a time, and at once the gradient of their losses with respect to
+Where the output head is frozen, its ``forward`` is, for the time of one call of the model, a function that returns one loss where
+V logits would stand. It computes a few targets' logits at a time, and at once the gradient of their losses with respect to
 the hidden state, (softmax - one-hot) W, which is kept until the backward pass multiplies it by what comes in. So a weight that
 is sharded or offloaded is needed in the forward pass only.
 
-Shape suffixes: R sequences, T tokens, d hidden size, V vocabulary, N targets, n targets of one chunk, M = R T positions.
+Shape suffixes: R rows, T tokens, d hidden size, V vocabulary, N targets, n targets of one pack, M = R T positions.
 
 References:
     Hsu et al. 2024, Liger Kernel (gradients of a fused loss in the forward pass; there of a mean over the batch).
@@ -20,7 +20,7 @@ References:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,10 +30,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 
 from dpllm.errors import Refused
-from dpllm.privacy.sampling import PhysicalBatch
+from dpllm.privacy.packing import Pass, Segment, Targets
 
 CHUNK = {"cuda": 2**26}  # numbers of a chunk's logits; public, and the same for every batch
 CHUNK_ELSEWHERE = 2**25  # fewer make products slow on a CPU, more make nothing faster (measured)
+MOST_TARGETS = 128  # more in one product are no faster on a CPU, and the last pack is seldom full
 WITHOUT_PRODUCTS = 8  # the part of it that is computed on at once where logits exist: what fits a cache is faster
 # A softmax over a large vocabulary is below what float16 resolves; a power of two moves it there without rounding.
 FLOAT16_SCALE = 256.0
@@ -43,48 +44,10 @@ PROBE = 4  # rows and tokens of the batch on which the two ways are compared
 Autocast = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
-class Targets(NamedTuple):
-    """What a batch of R rows of T tokens has to predict, and from where."""
-
-    rows: int
-    tokens: int
-    count_R: list[int]  # how many targets each row has
-    position_N: Tensor  # where each is predicted, counted over all rows: one before the target
-    target_N: Tensor  # the token to predict
-
-    @classmethod
-    def of(cls, input_ids_RT: Tensor, loss_mask_RT: Tensor) -> Targets:
-        """Reads them off the masks, which are True where a token is a target; position 0 never is."""
-        rows, tokens = input_ids_RT.shape
-        if input_ids_RT.is_meta:  # shapes without values: as many as there can be
-            position_N = torch.arange(rows * tokens, device=input_ids_RT.device)
-            return cls(rows, tokens, [tokens] * rows, position_N, input_ids_RT.flatten())
-        position_N = functional.pad(loss_mask_RT[:, 1:], (0, 1)).flatten().nonzero().flatten()
-        count_R = loss_mask_RT[:, 1:].sum(dim=1).tolist()
-        return cls(rows, tokens, count_R, position_N, input_ids_RT.flatten()[position_N + 1])
-
-    def chunks(self, vocabulary: int, parts: int = 1) -> Iterator[tuple[Tensor, Tensor, slice]]:
-        """(position_n, target_n, where among N): the targets of one row, in parts no longer than the vocabulary allows."""
-        size = max(1, chunk_tokens(vocabulary, self.position_N.device) // parts)
-        first = 0
-        for count in self.count_R:
-            for start in range(first, first + count, size):
-                part = slice(start, min(start + size, first + count))
-                yield self.position_N[part], self.target_N[part], part
-            first += count
-
-    def check(self, shape: torch.Size) -> None:
-        """Refuses what has not one vector for each of R x T positions."""
-        if shape[:-1] != (self.rows, self.tokens):
-            raise Refused(
-                f"the model returned {tuple(shape[:-1])} positions for {(self.rows, self.tokens)} tokens, so positions cannot "
-                "be matched to tokens. Use a base model without virtual tokens and without packing."
-            )
-
-
-def chunk_tokens(vocabulary: int, device: torch.device) -> int:
-    """Targets whose logits are computed on at once: at least 1."""
-    return max(1, CHUNK.get(device.type, CHUNK_ELSEWHERE) // vocabulary)
+def pack_of(vocabulary: int, device: torch.device) -> int:
+    """Targets whose logits are computed on at once: public, and the same for every pass."""
+    fits = CHUNK.get(device.type, CHUNK_ELSEWHERE) // vocabulary
+    return max(1, min(MOST_TARGETS, 1 << max(0, fits.bit_length() - 1)))
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -92,29 +55,34 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def sequence_losses(logits_RTV: Tensor, input_ids_RT: Tensor, loss_mask_RT: Tensor, denominator_R: Tensor) -> Tensor:
-    """Negative log-likelihood of each sequence's targets over its example's number of targets, whose chunks add up to the mean.
-
-    Returns:
-        loss_R in nats, float32, or float64 for float64 logits. Row r depends on row r of the inputs alone (in low
-        precision, up to rounding).
-
-    Raises:
-        Refused: There is not one vector of logits for each token.
-    """
-    return example_means(token_losses(logits_RTV, Targets.of(input_ids_RT, loss_mask_RT)), denominator_R)
-
-
 def token_losses(logits_RTV: Tensor, targets: Targets) -> Tensor:
-    """nll_RT in nats, zero where no target is predicted; infinities and nan that stand there play no part."""
-    targets.check(logits_RTV.shape)
+    """nll_M in nats, zero where no target is predicted; infinities and nan that stand there play no part."""
+    _check_shape(logits_RTV, targets)
     nll_M: Tensor = _FromLogits.apply(logits_RTV.flatten(0, 1), targets)  # type: ignore[no-untyped-call]
-    return nll_M.view(targets.rows, targets.tokens)
+    return nll_M
 
 
-def example_means(nll_RT: Tensor, denominator_R: Tensor) -> Tensor:
-    """loss_R: the sum over a row's positions, divided by the number of targets of its own example."""
-    return nll_RT.sum(dim=1) / denominator_R
+def row_sums(nll_M: Tensor, rows: Sequence[Segment]) -> Tensor:
+    """nll_R: the sum over each row's own positions, in a shape that follows from the row alone; one zero where there is none."""
+    if not rows:
+        return nll_M[:1] * 0.0
+    return torch.stack([nll_M[row.start : row.stop].sum() for row in rows])
+
+
+def _check_shape(values: Tensor, targets: Targets) -> None:
+    """Refuses what has not one vector for each position."""
+    if values.shape[:-1] != targets.shape:
+        raise Refused(
+            f"the model returned {tuple(values.shape[:-1])} positions for {targets.shape} tokens, so positions cannot be matched "
+            "to tokens. Use a base model without virtual tokens and without packing of its own."
+        )
+
+
+def _packs(targets: Targets, size: int) -> Iterator[tuple[Tensor, Tensor, slice]]:
+    """(position_n, target_n, where among N), so many at a time."""
+    for start in range(0, len(targets.position_N), size):
+        part = slice(start, start + size)
+        yield targets.position_N[part], targets.target_N[part], part
 
 
 def log_likelihood_(logits_nV: Tensor, target_n: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -139,10 +107,11 @@ class _FromLogits(torch.autograd.Function):
         nll_M = logits_MV.new_zeros(len(logits_MV), dtype=wide(logits_MV.dtype))
         top_N1 = nll_M.new_empty(len(targets.position_N), 1)
         total_N1 = torch.empty_like(top_N1)
-        for position_n, target_n, part in targets.chunks(logits_MV.shape[1], WITHOUT_PRODUCTS):
+        for position_n, target_n, part in _packs(targets, _at_once(logits_MV)):
             logits_nV = logits_MV[position_n].to(nll_M.dtype)
             nll_n1, top_N1[part], total_N1[part] = log_likelihood_(logits_nV, target_n)
             nll_M[position_n] = nll_n1.squeeze(1)
+        nll_M[-1] = 0.0  # what fills a pack is nobody's
         ctx.save_for_backward(logits_MV, top_N1, total_N1)
         ctx.targets = targets
         return nll_M
@@ -152,27 +121,32 @@ class _FromLogits(torch.autograd.Function):
     def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, ...]:
         logits_MV, top_N1, total_N1 = ctx.saved_tensors
         gradient_MV = torch.zeros_like(logits_MV)
-        for position_n, target_n, part in ctx.targets.chunks(logits_MV.shape[1], WITHOUT_PRODUCTS):
+        for position_n, target_n, part in _packs(ctx.targets, _at_once(logits_MV)):
             part_nV = logits_MV[position_n].to(top_N1.dtype).sub_(top_N1[part]).exp_().div_(total_N1[part])
             minus_one_(part_nV, target_n)
             gradient_MV[position_n] = part_nV.mul_(incoming[0][position_n].unsqueeze(1)).to(gradient_MV.dtype)
+        gradient_MV[-1] = 0
         return gradient_MV, None
+
+
+def _at_once(logits_MV: Tensor) -> int:
+    """Rows of logits that fit a cache."""
+    return max(1, pack_of(logits_MV.shape[1], logits_MV.device) // WITHOUT_PRODUCTS)
 
 
 class Tokens(NamedTuple):
     """What a model says of a batch."""
 
-    nll_RT: Tensor  # negative log-likelihood in nats where a position predicts a target, zero elsewhere
-    hit_RT: Tensor | None  # where a position predicts a target and gives it the highest logit; None if not asked for
+    nll_M: Tensor  # negative log-likelihood in nats where a position predicts a target, zero elsewhere
+    hit_M: Tensor | None  # where a position predicts a target and gives it the highest logit; None if not asked for
 
 
 class TokenLosses:
-    """From a physical batch to its tokens' losses, through the model as it is.
+    """From a pass to its tokens' losses, through the model as it is.
 
     Guarantee:
         The loss of a token, and its gradient, are those of cross entropy over the model's logits, computed in float32
-        (float64 for float64): nothing is approximated or left out. Row r is computed from row r of the batch alone, in
-        products whose shape follows from row r alone.
+        (float64 for float64): nothing is approximated or left out. A row is computed from that row alone.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, autocast: Autocast = contextlib.nullcontext) -> None:
@@ -182,34 +156,34 @@ class TokenLosses:
         # model does something to its logits (soft-capping, a scale).
         self.head = self._understood(device)
 
-    def __call__(self, batch: PhysicalBatch, *, hits: bool = False) -> Tokens:
-        """The losses of one physical batch and, if asked, where the target has the highest logit."""
-        ids_RT, targets = batch.input_ids_RT, Targets.of(batch.input_ids_RT, batch.loss_mask_RT)
-        head = self.head
+    def __call__(self, some: Pass, *, hits: bool = False) -> Tokens:
+        """The losses of one pass and, if asked, where the target has the highest logit."""
+        head, targets = self.head, some.targets
         if head is None or _watched(head):
             with self._autocast():
-                logits_RTV = self._run(ids_RT)
-            nll_RT = token_losses(logits_RTV, targets)
-            return Tokens(nll_RT, _hits(logits_RTV, targets) if hits else None)
+                logits_RTV = self._run(some.input_ids_1M, some.position_ids_1M)
+            nll_M = token_losses(logits_RTV, targets)
+            return Tokens(nll_M, _hits(logits_RTV, targets) if hits else None)
         handed: list[tuple[Tensor, Tensor | None]] = []
 
         def hand_on(hidden_RTd: Tensor) -> Tensor:
             tokens = fused_losses(head, hidden_RTd, targets, hits=hits)
             # No view: FSDP2 hooks into what a module returns, and an operation in place on a view would lose the hook.
-            handed.append((tokens.nll_RT.unsqueeze(-1).clone(), tokens.hit_RT))
+            handed.append((tokens.nll_M.view(*targets.shape, 1).clone(), tokens.hit_M))
             return handed[-1][0]
 
         with self._autocast(), _forward(head, hand_on):
-            nll_RT1 = self._run(ids_RT)
+            nll_RT1 = self._run(some.input_ids_1M, some.position_ids_1M)
         if len(handed) != 1 or nll_RT1 is not handed[0][0]:
             raise Refused(
                 "the model no longer returns its output head's result unchanged, as it did when the engine was made, so the "
                 "losses would be wrong. Do not change the model while it trains."
             )
-        return Tokens(nll_RT1.squeeze(-1), handed[0][1])
+        return Tokens(nll_RT1.flatten(), handed[0][1])
 
-    def _run(self, ids_RT: Tensor) -> Tensor:
-        logits: Tensor = self._model(input_ids=ids_RT, use_cache=False).logits
+    def _run(self, ids_RT: Tensor, position_RT: Tensor | None = None) -> Tensor:
+        places = {} if position_RT is None else {"position_ids": position_RT}
+        logits: Tensor = self._model(input_ids=ids_RT, use_cache=False, **places).logits
         return logits
 
     def _understood(self, device: torch.device) -> nn.Linear | None:
@@ -221,7 +195,7 @@ class TokenLosses:
 
         def ordinary(hidden_RTd: Tensor) -> Tensor:
             logits_RTV = nn.Linear.forward(head, hidden_RTd)
-            targets = Targets.of(ids_RT, torch.ones_like(ids_RT, dtype=torch.bool))
+            targets = _all_targets(ids_RT)
             seen.append((logits_RTV, logits_RTV._version, _agree(head, hidden_RTd, targets)))
             return logits_RTV
 
@@ -240,15 +214,21 @@ def fused_losses(head: nn.Linear, hidden_RTd: Tensor, targets: Targets, *, hits:
     Held until the backward pass: d numbers for each target, in the precision of the products. Held for a moment: the
     logits of ``chunk_tokens`` targets.
     """
-    targets.check(hidden_RTd.shape)
+    _check_shape(hidden_RTd, targets)
     needed = torch.is_grad_enabled() and hidden_RTd.requires_grad
     hidden_Md = hidden_RTd.flatten(0, 1)
     dtype = _product_dtype(hidden_Md)
     hit_M = torch.zeros(len(hidden_Md), dtype=torch.bool, device=hidden_Md.device) if hits else None
     weights = head.weight.detach().to(dtype), None if head.bias is None else head.bias.detach().to(dtype)
     nll_M: Tensor = _FromHidden.apply(hidden_Md, *weights, targets, hit_M, needed)  # type: ignore[no-untyped-call]
-    shape = targets.rows, targets.tokens
-    return Tokens(nll_M.view(shape), None if hit_M is None else hit_M.view(shape))
+    return Tokens(nll_M, hit_M)
+
+
+def _all_targets(ids_RT: Tensor) -> Targets:
+    """Every token but the first of each row."""
+    rows, tokens = ids_RT.shape
+    position_N = torch.arange(rows * tokens, device=ids_RT.device).view(rows, tokens)[:, :-1].flatten()
+    return Targets((rows, tokens), len(position_N), position_N, ids_RT.flatten()[position_N + 1])
 
 
 class _FromHidden(torch.autograd.Function):
@@ -267,13 +247,12 @@ class _FromHidden(torch.autograd.Function):
         dtype, vocabulary = weight_Vd.dtype, len(weight_Vd)
         scale = FLOAT16_SCALE if dtype == torch.float16 else 1.0
         nll_M = hidden_Md.new_zeros(len(hidden_Md), dtype=wide(dtype))
-        count = len(targets.position_N)
+        count, size = len(targets.position_N), pack_of(vocabulary, hidden_Md.device)
         gradient_Nd = weight_Vd.new_empty((count if needed else 0, weight_Vd.shape[1]))
         # One buffer for all chunks: allocating each anew would cost page faults on a CPU.
-        rows = min(max(targets.count_R, default=0), chunk_tokens(vocabulary, hidden_Md.device))
-        product_nV = weight_Vd.new_empty((rows, vocabulary))
+        product_nV = weight_Vd.new_empty((min(size, count), vocabulary))
         wide_nV = product_nV if wide(dtype) == dtype else product_nV.new_empty(product_nV.shape, dtype=wide(dtype))
-        for position_n, target_n, part in targets.chunks(vocabulary):
+        for position_n, target_n, part in _packs(targets, size):
             low_nV, high_nV = product_nV[: len(position_n)], wide_nV[: len(position_n)]
             torch.mm(hidden_Md[position_n].to(dtype), weight_Vd.T, out=low_nV)
             if bias_V is not None:
@@ -291,6 +270,9 @@ class _FromHidden(torch.autograd.Function):
             if high_nV.dtype != dtype:
                 low_nV.copy_(high_nV.mul_(scale))
             torch.mm(low_nV, weight_Vd, out=gradient_Nd[part])
+        nll_M[-1] = 0.0  # what fills a pack is nobody's
+        if hit_M is not None:
+            hit_M[-1] = False
         ctx.save_for_backward(gradient_Nd, targets.position_N)
         ctx.like, ctx.scale = hidden_Md.new_empty(0), scale
         ctx.positions = len(hidden_Md)
@@ -303,6 +285,7 @@ class _FromHidden(torch.autograd.Function):
         gradient_Md = ctx.like.new_zeros((ctx.positions, gradient_Nd.shape[1]))
         factor_N1 = (incoming[0][position_N] / ctx.scale).unsqueeze(1)
         gradient_Md[position_N] = (gradient_Nd * factor_N1).to(gradient_Md.dtype)
+        gradient_Md[-1] = 0
         return gradient_Md, None, None, None, None, None
 
 
@@ -328,7 +311,7 @@ def _watched(head: nn.Linear) -> bool:
 
 def _agree(head: nn.Linear, hidden_RTd: Tensor, targets: Targets) -> bool:
     """Losses and gradients of both ways are the same, on this device and in this precision."""
-    if hidden_RTd.shape[:-1] != (targets.rows, targets.tokens):
+    if hidden_RTd.shape[:-1] != targets.shape:
         return False
     if hidden_RTd.is_meta:
         return True
@@ -339,19 +322,20 @@ def _agree(head: nn.Linear, hidden_RTd: Tensor, targets: Targets) -> bool:
             logits_RTV.to(wide(logits_RTV.dtype)).flatten(0, 1)[targets.position_N], targets.target_N, reduction="none"
         )
         (expected_RTd,) = torch.autograd.grad(nll_N.sum(), leaf_RTd)
-        found_RT = fused_losses(head, leaf_RTd, targets).nll_RT
-        (gradient_RTd,) = torch.autograd.grad(found_RT.sum(), leaf_RTd)
+        found_M = fused_losses(head, leaf_RTd, targets).nll_M
+        (gradient_RTd,) = torch.autograd.grad(found_M.sum(), leaf_RTd)
     tolerance = LOW_PRECISION_TOLERANCE if logits_RTV.dtype.itemsize < 4 else TOLERANCE
-    pairs = (found_RT.flatten()[targets.position_N], nll_N), (gradient_RTd, expected_RTd)
+    pairs = (found_M[targets.position_N], nll_N), (gradient_RTd, expected_RTd)
     return all(bool((one - other).norm() <= tolerance * other.norm()) for one, other in pairs)
 
 
 def _hits(logits_RTV: Tensor, targets: Targets) -> Tensor:
     logits_MV = logits_RTV.flatten(0, 1)
     hit_M = torch.zeros(len(logits_MV), dtype=torch.bool, device=logits_MV.device)
-    for position_n, target_n, _ in targets.chunks(logits_MV.shape[1]):
+    for position_n, target_n, _ in _packs(targets, _at_once(logits_MV)):
         hit_M[position_n] = logits_MV[position_n].argmax(dim=1) == target_n
-    return hit_M.view(targets.rows, targets.tokens)
+    hit_M[-1] = False
+    return hit_M
 
 
 @contextlib.contextmanager

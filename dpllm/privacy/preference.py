@@ -17,12 +17,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
 from dpllm.errors import Refused
-from dpllm.privacy.sampling import PhysicalBatch
+from dpllm.privacy.packing import Pass
 
 Objective = Literal["dpo", "cdpo", "ipo"]
 
@@ -36,8 +35,8 @@ class PairLoss:
     never reaches 0. ``cdpo`` is (1 - q) l(h) + q l(-h), which is biased and bounded.
 
     Guarantee:
-        The loss of a pair, and its gradient, depend on the two rows of that pair, on public numbers and on the model alone. A
-        padding row has the loss 0. Nothing is a mean over pairs.
+        The loss of a pair, and its gradient, depend on the two rows of that pair, on public numbers and on the model alone.
+        Nothing is a mean over pairs.
 
     References:
         Rafailov et al. 2023, Direct Preference Optimization, equation 7 (l = -log sigma(h)). Azar et al. 2023, A General
@@ -62,26 +61,24 @@ class PairLoss:
         gain_P2 = (reference_R.double() - nll_R.double()).view(-1, 2)
         return self.beta * (gain_P2[:, 0] - gain_P2[:, 1])
 
-    def __call__(self, nll_RT: Tensor, batch: PhysicalBatch) -> Tensor:
-        """loss_R in float64: each pair's loss in the place of its chosen row, 0 in that of its rejected one.
+    def __call__(self, nll_R: Tensor, some: Pass) -> Tensor:
+        """loss_P in float64, of the pairs of a pass.
 
         Raises:
             Refused: The rows are not pairs, each of one unit.
         """
-        owner_R = batch.unit_R
-        if len(owner_R) % 2 or batch.reference_R is None or not torch.equal(owner_R[::2], owner_R[1::2]):
+        owners = [row.unit for row in some.rows]
+        if owners[::2] != owners[1::2]:
             raise Refused(
-                "the rows of a physical batch are not whole preference pairs, so that one pair would be clipped as two or with "
-                "rows of others. Make batches of units that hold both answers of each pair, of an even number of rows."
+                "the rows of a pass are not whole preference pairs, so that one pair would be clipped as two or with rows of "
+                "others. Make units that hold both answers of each pair."
             )
-        margin_P = self.margins(nll_RT.double().sum(dim=1), batch.reference_R)
+        margin_P = self.margins(nll_R, some.reference_R)
         own, swapped = self.weights
         loss_P = own * self._loss(margin_P)
         if swapped:
             loss_P = loss_P + swapped * self._loss(-margin_P)
-        # Of padding rows too, a margin is 0, and a loss of log 2 that nobody has.
-        loss_P = loss_P.where(owner_R[::2] >= 0, 0.0)
-        return torch.stack([loss_P, torch.zeros_like(loss_P)], dim=1).flatten()
+        return loss_P
 
     def _loss(self, margin_P: Tensor) -> Tensor:
         if self.objective == "ipo":

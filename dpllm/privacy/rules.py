@@ -1,19 +1,20 @@
-"""Layer rules: from a layer's input and the gradient of its output to every row's gradient of its parameters.
+"""Layer rules: from a layer's input and the gradient of its output to every unit's gradient of its parameters.
 
-Comes in: one call of one layer in one backward pass. Goes out: parts of gradients, each in the cheapest exact form. To make
-another kind of layer fast, write one function and one line in ``RULES``; a layer without a rule goes through Opacus' functorch
-path, which is exact and slow. A wrong rule does not train: the self-check compares every run's model with autograd.
+Comes in: one call of one layer in one backward pass, all tokens of the pass one after the other. Goes out: parts of gradients,
+from which ``gradients`` forms each unit's. To make another kind of layer fast, write one function and one line in ``RULES``; a
+layer without a rule goes through Opacus' functorch path, which is exact and slow. A wrong rule does not train: the self-check
+compares every run's model with autograd.
 
-Shape suffixes: R rows of a physical batch, T tokens, d inputs, p outputs, V vocabulary, K pairs of a row and a token.
+Shape suffixes: M tokens of a pass, U units, d inputs, p outputs, V vocabulary.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from opacus.grad_sample.functorch import ft_compute_per_sample_gradient, prepare_layer
@@ -23,144 +24,125 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from dpllm.errors import Refused
-
-Mode = Literal["auto", "per_sample", "ghost"]
-WIDE = 16_384  # outputs of a layer that is a head over a vocabulary
-
-
-@dataclass(frozen=True)
-class Form:
-    """In which form gradients of dense weights are kept; the choice rests on public numbers alone."""
-
-    # Both forms are exact, but not to the same last bits: if the choice followed the physical batch, a long row would change how
-    # the rows beside it are rounded, which where terms cancel is more than C.
-    max_length: int  # tokens of the longest row allowed
-    mode: Mode = "auto"  # tests force the other two
-
-
-@dataclass(frozen=True)
-class Dense:
-    """Every row's gradient, materialised in float32: (R, *parameter.shape)."""
-
-    gradient_R: Tensor
+from dpllm.privacy.packing import Segment
 
 
 @dataclass(frozen=True)
 class Product:
-    """Row r's gradient is left[r].T @ right[r], not yet multiplied; tokens are dimension 1."""
+    """A unit's gradient is left.T @ right of its own tokens."""
 
-    left_RTi: Tensor
-    right_RTj: Tensor
+    left_Mi: Tensor
+    right_Mj: Tensor
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Row r's gradient is zero but for the vectors ``values[r, t]`` at the indices ``ids[r, t]`` of one dimension."""
+class Summed:
+    """A unit's gradient is the sum over its own tokens: (M, *parameter.shape)."""
 
-    ids_RT: Tensor
-    values_RTd: Tensor
+    values_M: Tensor
+
+
+@dataclass(frozen=True)
+class LookedUp:
+    """A unit's gradient is zero but for the vectors of its own tokens, each at an index of one dimension."""
+
+    ids_M: Tensor
+    values_Md: Tensor
     columns: bool = False  # the indices count columns of the parameter, not rows
 
 
-Part = Dense | Product | Rows
+@dataclass(frozen=True)
+class Formed:
+    """Every unit's gradient: (U, *parameter.shape)."""
+
+    gradient_U: Tensor
+
+
+Part = Product | Summed | LookedUp | Formed
 Parts = Iterator[tuple[Tensor, Part]]
 Trains = Callable[[Any], bool]
-Rule = Callable[[Any, Tensor, Tensor, Trains, "Form"], Parts]
-
-
-def product(left_RTi: Tensor, right_RTj: Tensor, form: Form) -> Part:
-    """The gradient of a dense weight: materialised, or kept as two factors (ghost clipping).
-
-    Factors cost R T (i + j) numbers until the norm is known, and float64 arithmetic on R T^2 (i + j) of them for it; a
-    materialised gradient costs R i j numbers in float32, and no more arithmetic than a weight gradient without privacy.
-    ``auto`` keeps factors where they hold less than half as much, which implies 2 T^2 <= i j (Li et al. 2021), and always
-    for a head over a vocabulary.
-    """
-    if form.mode == "ghost" or (form.mode == "auto" and _factors_pay(left_RTi, right_RTj, form.max_length)):
-        return Product(left_RTi, right_RTj)
-    return Dense(multiplied(left_RTi, right_RTj))
-
-
-def multiplied(left_RTi: Tensor, right_RTj: Tensor) -> Tensor:
-    """left[r].T @ right[r] of every row, accumulated and returned in float32."""
-    low = left_RTi.dtype == right_RTj.dtype and left_RTi.dtype in (torch.bfloat16, torch.float16)
-    # Products of such numbers are exact in float32, so nothing is gained by widening them first.
-    if low and left_RTi.is_cuda:
-        return torch.bmm(left_RTi.transpose(1, 2), right_RTj, out_dtype=torch.float32)
-    return left_RTi.float().transpose(1, 2) @ right_RTj.float()
+Rule = Callable[[Any, Tensor, Tensor, Trains, Sequence[Segment]], Parts]
 
 
 def linear(
-    layer: Any, input_RTd: Tensor, backprop_RTp: Tensor, trains: Trains, form: Form, *, transposed: bool = False
+    layer: Any, input: Tensor, backprop: Tensor, trains: Trains, units: Sequence[Segment], *, transposed: bool = False
 ) -> Parts:
     """nn.Linear, LoRA's A and B among them; ``transposed`` where the weight is stored so."""
-    if input_RTd.dim() != 3:
-        input_RTd, backprop_RTp = input_RTd.flatten(1, -2), backprop_RTp.flatten(1, -2)
+    input_Md, backprop_Mp = _flat(input), _flat(backprop)
     if trains(layer.weight):
-        left, right = (input_RTd, backprop_RTp) if transposed else (backprop_RTp, input_RTd)
-        yield layer.weight, product(left, right, form)
+        yield layer.weight, Product(input_Md, backprop_Mp) if transposed else Product(backprop_Mp, input_Md)
     if trains(layer.bias):
-        yield layer.bias, Dense(backprop_RTp.sum(dim=1, dtype=torch.float32))
+        yield layer.bias, Summed(backprop_Mp)
 
 
 conv1d = partial(linear, transposed=True)  # transformers' Conv1D (GPT-2)
 
 
-def embedding(layer: nn.Embedding, ids_RT: Tensor, backprop_RTd: Tensor, trains: Trains, form: Form) -> Parts:
-    """nn.Embedding: only the vectors that a row looked up have a gradient."""
+def embedding(layer: nn.Embedding, ids: Tensor, backprop: Tensor, trains: Trains, units: Sequence[Segment]) -> Parts:
+    """nn.Embedding: only the vectors that a unit looked up have a gradient."""
     _check_embedding(layer)
+    ids_M, values_Md = ids.flatten(), _flat(backprop).float()
     if trains(layer.weight):
         if layer.padding_idx is not None:  # its vector has no gradient
-            backprop_RTd = backprop_RTd * (ids_RT != layer.padding_idx).unsqueeze(-1)
-        yield layer.weight, Rows(ids_RT, backprop_RTd.float())
+            values_Md = values_Md * (ids_M != layer.padding_idx).unsqueeze(1)
+        yield layer.weight, LookedUp(ids_M, values_Md)
 
 
-def scaled_embedding(layer: Any, ids_RT: Tensor, backprop_RTd: Tensor, trains: Trains, form: Form) -> Parts:
+def scaled_embedding(layer: Any, ids: Tensor, backprop: Tensor, trains: Trains, units: Sequence[Segment]) -> Parts:
     """Gemma's nn.Embedding, whose output is multiplied by ``embed_scale``."""
-    return embedding(layer, ids_RT, backprop_RTd.float() * float(layer.embed_scale), trains, form)
+    return embedding(layer, ids, backprop.float() * float(layer.embed_scale), trains, units)
 
 
-def lora_embedding(layer: Any, ids_RT: Tensor, backprop_RTd: Tensor, trains: Trains, form: Form) -> Parts:
+def lora_embedding(layer: Any, ids: Tensor, backprop: Tensor, trains: Trains, units: Sequence[Segment]) -> Parts:
     """LoRA on an embedding, y = base(ids) + (A.T[ids] @ B.T) scale: parameters that no inner layer of peft calls."""
     _check_embedding(layer.get_base_layer())
     scale = float(getattr(layer.get_base_layer(), "embed_scale", 1.0))
+    ids_M = ids.flatten()
     for name in layer.active_adapters:
         a_rV, b_dr = layer.lora_embedding_A[name], layer.lora_embedding_B[name]
         if not (trains(a_rV) and trains(b_dr)):
             continue
-        scaled_RTd = backprop_RTd.float() * (scale * layer.scaling[name])
-        yield b_dr, product(scaled_RTd, a_rV.detach().T[ids_RT], form)
-        values_RTr = scaled_RTd @ b_dr.detach()
+        scaled_Md = _flat(backprop).float() * (scale * layer.scaling[name])
+        yield b_dr, Product(scaled_Md, a_rV.detach().T[ids_M])
+        values_Mr = scaled_Md @ b_dr.detach()
         if (padding := layer.get_base_layer().padding_idx) is not None:
-            values_RTr = values_RTr * (ids_RT != padding).unsqueeze(-1)
-        yield a_rV, Rows(ids_RT, values_RTr, columns=True)
+            values_Mr = values_Mr * (ids_M != padding).unsqueeze(1)
+        yield a_rV, LookedUp(ids_M, values_Mr, columns=True)
 
 
-def layer_norm(layer: nn.LayerNorm, input: Tensor, backprop: Tensor, trains: Trains, form: Form) -> Parts:
+def layer_norm(layer: nn.LayerNorm, input: Tensor, backprop: Tensor, trains: Trains, units: Sequence[Segment]) -> Parts:
     """nn.LayerNorm."""
     shape = layer.normalized_shape
     if trains(layer.weight):
         normed = functional.layer_norm(input.float(), shape, None, None, layer.eps)
-        yield layer.weight, Dense(_over_tokens(backprop.float() * normed, shape))
+        yield layer.weight, Summed(_by_token(backprop.float() * normed, input))
     if trains(layer.bias):
-        yield layer.bias, Dense(_over_tokens(backprop.float(), shape))
+        yield layer.bias, Summed(_by_token(backprop.float(), input))
 
 
-def rms_norm(layer: Any, input: Tensor, backprop: Tensor, trains: Trains, form: Form) -> Parts:
+def rms_norm(layer: Any, input: Tensor, backprop: Tensor, trains: Trains, units: Sequence[Segment]) -> Parts:
     """nn.RMSNorm and transformers' classes: y = w x / rms(x), or (1 + w) x / rms(x), which has the same gradient."""
     shape = tuple(layer.weight.shape)
     eps = layer.variance_epsilon if hasattr(layer, "variance_epsilon") else layer.eps
     if trains(layer.weight):
         normed = functional.rms_norm(input.float(), shape, None, eps)
-        yield layer.weight, Dense(_over_tokens(backprop.float() * normed, shape))
+        yield layer.weight, Summed(_by_token(backprop.float() * normed, input))
 
 
-def by_functorch(layer: nn.Module, input: Tensor, backprop: Tensor, trains: Trains, form: Form) -> Parts:
-    """Any other layer without inner layers: its own forward pass once more for every row, differentiated by functorch."""
-    gradients = ft_compute_per_sample_gradient(layer, [input], backprop.to(next(layer.parameters()).dtype))
-    for parameter, gradient_R in gradients.items():
+def by_functorch(layer: nn.Module, input: Tensor, backprop: Tensor, trains: Trains, units: Sequence[Segment]) -> Parts:
+    """Any other layer without inner layers: its own forward pass once more for each unit, differentiated by functorch."""
+    dtype = next(layer.parameters()).dtype
+    input_M, backprop_M = input.flatten(0, 1), backprop.flatten(0, 1).to(dtype)
+    each = [
+        ft_compute_per_sample_gradient(
+            layer, [input_M[unit.start : unit.stop][None]], backprop_M[unit.start : unit.stop][None]
+        )
+        for unit in units
+    ]
+    for parameter in layer.parameters():
         if trains(parameter):
-            yield parameter, Dense(gradient_R.detach().float())
+            formed = [gradients[parameter][0].detach().float() for gradients in each]
+            yield parameter, Formed(torch.stack(formed) if formed else parameter.new_zeros(0, *parameter.shape))
 
 
 RULES: dict[type[nn.Module], Rule] = {
@@ -192,17 +174,14 @@ def rule_of(layer: nn.Module, name: str) -> Rule:
     )
 
 
-def _factors_pay(left_RTi: Tensor, right_RTj: Tensor, tokens: int) -> bool:
-    i, j = left_RTi.shape[2], right_RTj.shape[2]
-    if max(i, j) >= WIDE:
-        return min(i, j) > 64  # an adapter of a head is no head
-    held = tokens * (i * left_RTi.element_size() + j * right_RTj.element_size()) + 16 * tokens**2  # bytes
-    return 2 * held <= 4 * i * j
+def _flat(values: Tensor) -> Tensor:
+    """(M, last): all tokens of a pass one after the other."""
+    return values.reshape(-1, values.shape[-1])
 
 
-def _over_tokens(gradient: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """(R, tokens and heads, *shape) -> (R, *shape)."""
-    return gradient.flatten(1, -1 - len(shape)).sum(dim=1)
+def _by_token(values: Tensor, input: Tensor) -> Tensor:
+    """(M, ...): what stands between the tokens and the parameter's own dimensions is summed with a unit's tokens."""
+    return values.reshape(input.shape[0] * input.shape[1], *values.shape[2:])
 
 
 def _check_embedding(layer: nn.Embedding) -> None:

@@ -1,26 +1,16 @@
-"""What is sampled and how often: units, and N, B, q, T and shapes of batches, which follow from public numbers alone.
+"""What is sampled and how often: units, and N, B, q, T and the shape of passes, which follow from public numbers alone.
 
-Comes in: public numbers, the number of privacy units among them. Goes out: a ``Schedule``, shapes of physical batches, whether or
+Comes in: public numbers, the number of privacy units among them. Goes out: a ``Schedule`` and a ``Packing``, whether or
 not a run is private. Must not import torch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cache, lru_cache
-from itertools import combinations
-from typing import NamedTuple, Self
-
-import numpy as np
-import numpy.typing as npt
 
 from dpllm.errors import Refused
-
-MOST_LENGTHS = 6  # of physical batches: the self-check runs each
-PARTS = 16  # of max_length, among whose ends lengths are chosen, in multiples of eight
 
 
 @dataclass(frozen=True)
@@ -86,91 +76,65 @@ def group_rate(schedule: Schedule, bands: int) -> float:
     return bands * schedule.expected_batch_size / schedule.dataset_size
 
 
-class Shape(NamedTuple):
-    """Of a physical batch; both numbers follow from public ones alone."""
+@dataclass(frozen=True)
+class Packing:
+    """The one shape of a pass: how many tokens, and what may lie in it. All of it follows from public numbers."""
 
-    length: int  # tokens to which its rows are padded
-    rows: int  # padding rows included
-
-    def __str__(self) -> str:
-        """Such as 16 x 128."""
-        return f"{self.rows} x {self.length}"
-
-    @classmethod
-    def read(cls, text: str) -> Self:
-        """From what ``str`` makes of it; a ValueError from anything else."""
-        rows, length = map(int, text.split(" x "))
-        if rows < 1 or length < 2:
-            raise ValueError(f"{text} is not a shape")
-        return cls(length, rows)
+    tokens: int  # M, a multiple of what kernels compute at once
+    most_units: int  # in one pass
+    held_numbers: int  # coordinates of a unit's gradient that are held until its norm is known; see ``gradients``
+    targets: int  # of one product of the output head
+    max_length: int  # tokens of the longest row allowed
+    rows_each: int = 1  # of an example: 2 of a preference pair, which is never cut
+    alone: bool = (
+        False  # each example by itself, in the model's own attention, as long as it is; ``tokens`` is then unused
+    )
 
     @property
-    def lower(self) -> Shape:
-        """With the next smaller power of two of rows."""
-        return self._replace(rows=2 ** max(0, (self.rows - 1).bit_length() - 1))
+    def room(self) -> int:
+        """Tokens that units may take: the last of a pass is padding."""
+        return self.tokens - 1
+
+    @property
+    def last_position(self) -> int:
+        """Of padding, so that the largest position is the same in every pass."""
+        return self.max_length - 1
+
+    def __str__(self) -> str:
+        """Such as 512 tokens."""
+        return "one example" if self.alone else f"{self.tokens:,} tokens"
 
 
-def pairwise(rows: int) -> int:
-    """The most rows, of at most so many, that hold whole preference pairs; at least those of one."""
-    return max(2, rows - rows % 2)
+EVERY_LENGTH = 256  # tokens up to which attention has a shape of its own for each length; beyond, 32 for each doubling
 
 
-@lru_cache(maxsize=64)
-def shapes_of(
-    rows: int, batch: int, max_length: int, *, each: int = 1, fixed: int = 256, pairs: bool = False
-) -> tuple[Shape, ...]:
-    """The shapes of physical batches that make a step cheapest, by ascending length; the last holds rows of ``max_length``.
+def slot_of(tokens: int) -> int:
+    """Tokens that a row takes in a pass: as many as it has, or a few more where it is long, so that few lengths exist."""
+    if tokens <= EVERY_LENGTH:
+        return tokens
+    step = (1 << (tokens - 1).bit_length()) // 64
+    return -(-tokens // step) * step
 
-    In each step the last physical batch of each length is filled up with padding rows, and every row is padded to the next
-    length: many tall shapes waste rows, and few waste tokens. Of the lengths in the data nothing is known that may decide a
-    shape, so they are taken as spread evenly up to ``max_length``; for any others the shapes are as right, and a little slower.
+
+def packing_of(
+    batch: int, max_length: int, tokens: int | None = None, *, multiple: int, least: int, most: int, rows_each: int = 1
+) -> int:
+    """M: the tokens of a pass for batches of so many examples of up to ``max_length`` tokens.
+
+    Few, large passes waste the end of the last one; many small ones waste the end of each. What is best follows from how many
+    tokens a step has, which is taken to be half of what it can have.
 
     Args:
-        rows: In one physical batch, at most.
         batch: B, expected units of a step.
         max_length: Tokens of the longest row allowed.
-        each: Rows of a unit, at most.
-        fixed: What a forward and backward pass costs before its first token, in tokens.
-        pairs: Rows are answers of preference pairs, which are never cut, so that there is an even number of them.
+        tokens: As asked for; None: chosen here.
+        multiple: M is one, so that kernels compute full blocks.
+        least: Below which passes are dominated by what they cost before their first token.
+        most: Beyond which a larger pass is no faster.
+        rows_each: Rows of an example, which are never cut.
     """
-    rows = pairwise(rows) if pairs else rows
-    step = 8 * max(1, math.ceil(max_length / (8 * PARTS)))
-    ends = [0, *range(step, max_length, step), max_length]
-    least = min(each, rows)
-
-    @cache
-    def cheapest(shorter: int, length: int) -> tuple[float, Shape]:
-        tail = _tail(batch * each * (length - shorter) / max_length)
-        heights = {*range(1, min(rows, 64) + 1), *(int(64 * 1.1**power) for power in range(100)), least, rows}
-        most = max(least, min(rows, len(tail)))  # more than there ever are cost more
-        heights = {pairwise(n) for n in heights} if pairs else heights
-        return min(
-            (float(tail[::n].sum()) * (n * length + fixed), Shape(length, n)) for n in heights if least <= n <= most
-        )
-
-    # What rows of up to ``end`` tokens cost with the shapes of one list; one more length in each round.
-    found: dict[int, tuple[float, tuple[Shape, ...]]] = {0: (0.0, ())}
-    for _ in range(MOST_LENGTHS):
-        longer = dict(found)
-        for before, end in combinations(ends, 2):
-            if before in found:
-                (cost, shapes), (more, shape) = found[before], cheapest(before, end)
-                longer[end] = min(longer.get(end, (math.inf, ())), (cost + more, (*shapes, shape)))
-        found = longer
-    return found[max_length][1]
-
-
-def _tail(mean: float) -> npt.NDArray[np.float64]:
-    """P(n > k) of a Poisson variable n, for k = 0, 1, ...: every h-th of them add up to the expectation of ceil(n / h)."""
-    most = math.ceil(mean + 10 * math.sqrt(mean) + 10)
-    logs = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, most + 1)))])
-    mass = np.exp(np.arange(most + 1) * math.log(mean) - mean - logs)
-    return np.asarray(mass[::-1].cumsum()[::-1][1:])
-
-
-def shape_for(tokens: int, shapes: Sequence[Shape]) -> Shape:
-    """That of the physical batch in which a unit lies whose longest row has so many tokens: it follows from that number alone."""
-    for shape in shapes:
-        if tokens <= shape.length:
-            return shape
-    raise ValueError(f"a row of {tokens} tokens is longer than the {shapes[-1].length} allowed")
+    whole = rows_each * slot_of(max_length) + 1  # the longest example and a token of padding
+    if tokens is None:
+        times = min(3.0, max(1.0, 0.5 * math.log2(max(batch, 2)) - 1.0))  # 1 at 16, 2 at 64, 3 at 256
+        tokens = max(least, min(most, int(times * rows_each * max_length)))
+    return multiple * math.ceil(max(tokens, whole) / multiple)

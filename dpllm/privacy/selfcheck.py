@@ -1,9 +1,9 @@
 """The check before every run: the engine against brute-force autograd, through the very model that trains.
 
-Comes in: a ``Subject``: the model, a function from batch to losses, a way to make a clipper. Goes out: ``Checked``, or a refusal
+Comes in: a ``Subject``: the model, a function from a pass to losses, a way to make a clipper. Goes out: ``Checked``, or a refusal
 that names the layer. Rows are synthetic; this module must not see data.
 
-Shape suffixes: R rows, T tokens, U units.
+Shape suffixes: R rows, M tokens, U units, P coordinates.
 """
 
 from __future__ import annotations
@@ -12,27 +12,25 @@ import contextlib
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dpllm.errors import Refused, RoundsByCompany
+from dpllm.errors import NotBatchInvariant, Refused
+from dpllm.privacy.attention import RowAttention
 from dpllm.privacy.clipping import Losses, PerUnitClipper
 from dpllm.privacy.draws import calls_of, gradients_of, refuse_random_numbers
-from dpllm.privacy.loss import evaluating
-from dpllm.privacy.sampling import PhysicalBatch, collate
-from dpllm.privacy.schedule import Shape, TokenSequence, Unit
+from dpllm.privacy.packing import Pass, lay_out
+from dpllm.privacy.schedule import Packing, TokenSequence, Unit
 from dpllm.progress import tell
-
-_Added = tuple[dict[str, Tensor], Tensor, Tensor]  # see ``_added``
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is checked: the engine's parts, and the rows that will run."""
+    """What is checked: the engine's parts, and the passes that will run."""
 
     model: nn.Module  # as it trains, without hooks
     parameters: Mapping[str, nn.Parameter]  # all that train; they require gradients and hold none
@@ -40,21 +38,22 @@ class Subject:
     make_clipper: Callable[[], PerUnitClipper]  # with flat clipping
     device: torch.device
     vocab_size: int  # tokens are drawn below this
-    shapes: Sequence[Shape]  # of the physical batches, by ascending length
+    packing: Packing
     pad_id: int  # as in training
     tolerance: float  # relative error that is accepted
-    rows_each: int = 1  # of an example: 2 of a preference pair, which is company to nobody else
 
     @property
-    def running(self) -> list[Shape]:
-        """The shapes that run, ascending."""
-        longest = longest_row(self.model, self.shapes[-1].length)
-        return [shape._replace(length=min(shape.length, longest)) for shape in self.shapes]
+    def longest(self) -> int:
+        """Tokens of the longest row that can run."""
+        return longest_row(self.model, self.packing.max_length)
 
-    def zeros(self) -> dict[str, Tensor]:
-        """Where a sum of gradients grows."""
-        shapes = {name: p.shape for name, p in self.parameters.items()}
-        return {name: torch.zeros(shape, dtype=torch.float64, device=self.device) for name, shape in shapes.items()}
+    def laid_out(self, units: Sequence[Unit]) -> Pass:
+        """As in training, on the device."""
+        return lay_out(units, self.packing, self.pad_id).to(self.device)
+
+    def by_itself(self, unit: Unit, width: int = 0) -> Pass:
+        """A unit's rows, padded as batches usually are, and read by the model's own attention."""
+        return lay_out([unit], replace(self.packing, alone=True), self.pad_id, width).to(self.device)
 
 
 def longest_row(model: nn.Module, max_length: int) -> int:
@@ -70,87 +69,75 @@ class Checked:
     """What a self-check found."""
 
     error: float  # largest relative error against brute-force autograd; 0 without a Plan
-    # Shape of a physical batch -> a digest of what synthetic units of it add to the sum, bit for bit. Processes with equal
-    # digests rounded these rows alike: a test on samples, no proof.
-    digests: dict[Shape, str] = field(default_factory=dict)
-    known: bool = False  # that rows do not round by company was shown before, and the first digest is as it was then
+    # Of what synthetic units of a pass add to the sum, bit for bit. Processes with equal digests rounded these rows alike: a test
+    # on samples, no proof.
+    digest: str = ""
 
 
-def self_check(subject: Subject, known: Mapping[Shape, str], passed: Mapping[Shape, str]) -> Checked:
-    """Compares per-unit norms and a clipped sum with ordinary gradients, taken unit by unit from the same forward pass.
+def self_check(subject: Subject) -> Checked:
+    """Compares losses, per-unit norms and a clipped sum with ordinary gradients of each unit by itself.
 
-    On ragged rows of random tokens, never private ones, and a padding row. Weights that start at zero (LoRA's B) are filled
-    for the time of the check: behind them every gradient is zero and any engine right.
+    On ragged rows of random tokens, never private ones. Each unit by itself is read by the model's own attention, padded as
+    batches usually are; the engine reads all of them in one pass. Weights that start at zero (LoRA's B) are filled for the time
+    of the check: behind them every gradient is zero and any engine right.
 
-    Then, in every shape of the physical batches that will run: what a unit adds to the sum has the same bits whoever else is in
-    the batch and wherever it stands. This is compared in whole numbers, without a tolerance, and rests on shapes, kernels and the
-    model, not on data: with the digests ``known`` of such a check, made where all of these were the same, the batch of the
-    shortest length runs alone, and all of them only if it adds other bits now. Shapes that ``passed`` a moment ago are left out.
+    Then: what a unit adds to the sum has the same bits whoever else is in the pass and wherever it stands. This is compared in
+    whole numbers, without a tolerance, and rests on shapes, kernels and the model, not on data.
 
     Raises:
-        RoundsByCompany: Rows influence each other through rounding alone; names the layer.
-        Refused: Norms or clipped sums differ by more than the tolerance, rows influence each other, or a forward pass moves
-            a buffer or draws random numbers; names the layer.
+        NotBatchInvariant: Rows influence each other through rounding alone; names the layer.
+        Refused: Losses, norms or clipped sums differ by more than the tolerance, rows influence each other, or a forward pass
+            moves a buffer or draws random numbers; names the layer.
     """
-    device, tolerance, longest = subject.device, subject.tolerance, subject.shapes[-1].length
-    lengths = [(9, 5), (13,), (4,)]  # as few tokens as show rows that differ, and a unit of two
+    longest, device = subject.longest, subject.device
+    # As few tokens as show rows that differ, and a unit of two, unless each row has a pass of its own.
+    lengths = [(9,), (13,), (4,)] if subject.packing.alone else [(9, 5), (13,), (4,)]
     units = _units_of([[max(2, min(length, longest)) for length in of_one] for of_one in lengths], subject)
-    batch = collate(units, pad_id=0, rows=5 * subject.rows_each).to(device)
+    attention = RowAttention(subject.model)
     devices = [device] if device.type == "cuda" else []
     with _filled(subject.parameters.values()), torch.random.fork_rng(devices=devices):
         tell("Self-check: gradients", public=True)
-        refuse_random_numbers(subject, _still(subject, batch), batch)
-        _check_padding(subject, units, batch)
-        norm_U, bound, expected = _brute_force(subject, batch)
+        first = subject.laid_out(units[:1] if subject.packing.alone else units)
+        with attention.of(first):
+            refuse_random_numbers(subject, _still(subject, first), first)
+        norm_U, bound, expected_P, loss_U = _brute_force(subject, attention, units)
         clipper = subject.make_clipper()
         try:
-            sums = subject.zeros()
-            spacing = _spacing(bound, len(batch.unit_R))
-            _, seen_U = clipper.add(subject.losses, batch, sums, bound, spacing)
-            for part in sums.values():
-                part *= spacing
-            digests, as_known = _check_shapes(subject, clipper, known, passed)
+            spacing = _spacing(bound, len(units))
+            groups = [[unit] for unit in units] if subject.packing.alone else [units]
+            seen_U, sum_P, seen_loss_U = _added(subject, clipper, groups, bound, spacing)
+            sum_P *= spacing
+            _check_losses(subject, seen_loss_U, loss_U)
+            digest = "" if subject.packing.alone else _check_company(subject, clipper)
         finally:
             clipper.close()
-    worst = float(((seen_U.double() - norm_U).abs() / norm_U).max())
-    error = _compare(sums, expected, tolerance)  # names the layer, if one stands out
-    if not worst <= tolerance:
+    worst = float(((seen_U - norm_U).abs() / norm_U).max())
+    error = _compare(subject.parameters, sum_P, expected_P, subject.tolerance)  # names the layer, if one stands out
+    if not worst <= subject.tolerance:
         raise Refused(f"self-check: per-unit gradient norms are off by {worst:.1e} (relative).{_ADVICE}")
-    return Checked(max(worst, error), digests, as_known)
+    return Checked(max(worst, error), digest)
 
 
-def _check_shapes(
-    subject: Subject, clipper: PerUnitClipper, known: Mapping[Shape, str], passed: Mapping[Shape, str]
-) -> tuple[dict[Shape, str], bool]:
-    """A digest of each shape that runs, and whether they are the known ones, of which only the first was computed again."""
-    if any(shape.rows > subject.rows_each for shape in subject.running):
-        _refuse_experts(subject.model)
-    digests: dict[Shape, str] = {}
-    for done, shape in enumerate(subject.running):
-        tell("Self-check: rows beside others", done, len(subject.running), public=True)
-        run = partial(_added, subject, clipper, shape)
-        if shape in passed:
-            digests[shape] = passed[shape]
-            continue
-        long, short = _company(subject, shape)
-        together = run([*long, *short])
-        digests[shape] = _digest(together[0])
-        if not done and known.get(shape) == digests[shape]:
-            return dict(known), True
-        try:
-            if shape.rows > subject.rows_each:
-                _check_company(subject, run, long, short, together)
-        except RoundsByCompany as refusal:
-            refusal.place, refusal.passed = done, {one: digests[one] for one in subject.running[:done]}
-            raise
-    return digests, False
+def _added(
+    subject: Subject, clipper: PerUnitClipper, passes: Iterable[Sequence[Unit]], bound: float, spacing: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """norm_U, sum_P in whole numbers, and loss_U of passes of these units."""
+    size = sum(parameter.numel() for parameter in subject.parameters.values())
+    sum_P, norms, losses = torch.zeros(size, dtype=torch.float64, device=subject.device), [], []
+    for units in passes:
+        some = subject.laid_out(units)
+        loss_R, norm_U = clipper.add(subject.losses, some, sum_P, bound, spacing)
+        each = [row.unit for row in some.rows[:: subject.packing.rows_each]]
+        owner_R = torch.tensor(each, device=loss_R.device)
+        losses.append(loss_R.double().new_zeros(len(norm_U)).index_add_(0, owner_R, loss_R.double()))
+        norms.append(norm_U.double())
+    return torch.cat(norms), sum_P, torch.cat(losses)
 
 
-def _digest(sums: Mapping[str, Tensor]) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for name, part in sorted(sums.items()):
-        digest.update(name.encode() + part.cpu().numpy().tobytes())
-    return digest.hexdigest()
+def _check_losses(subject: Subject, seen_U: Tensor, loss_U: Tensor) -> None:
+    error = float(((seen_U - loss_U).abs() / loss_U.abs().clamp(min=1e-3)).max())
+    if not error <= subject.tolerance:
+        raise _coupled(error)
 
 
 def has_experts(model: nn.Module) -> str | None:
@@ -161,83 +148,90 @@ def has_experts(model: nn.Module) -> str | None:
     return None
 
 
-def _refuse_experts(model: nn.Module) -> None:
-    if name := has_experts(model):
-        raise RoundsByCompany(
-            f"{name} computes on however many tokens were routed to it, so one unit would change how the tokens of others "
-            "are rounded. Set train.physical_batch_size: 1, which computes each row by itself."
-        )
+def _company(subject: Subject) -> list[Unit]:
+    """Units that fill a pass: the longest row, one of two rows, one of one token again and again, and rows of many lengths."""
+    longest, each = subject.longest, subject.packing.rows_each
+    lengths, left = [[longest]], subject.packing.room - each * longest
+    for number in range(subject.packing.most_units - 1):
+        length = 2 + (7 * number * number + 3 * number) % max(1, longest - 1)
+        of_one = [length, max(2, length // 2)] if number == 1 else [length]
+        if each * sum(of_one) > left:
+            of_one = [2]
+        if each * sum(of_one) > left:
+            break
+        lengths.append(of_one)
+        left -= each * sum(of_one)
+    units = _units_of(lengths, subject)
+    if len(units) > 2:
+        token = units[2].sequences[0].input_ids[-1]
+        units[2] = Unit(tuple(replace(s, input_ids=(token,) * len(s.input_ids)) for s in units[2].sequences))
+    return units
 
 
-def _company(subject: Subject, shape: Shape) -> tuple[list[Unit], list[Unit]]:
-    """Units that fill a batch: long rows, alone and in pairs, one pair of one token repeated; and as many very short rows."""
-    length, rows = shape.length, shape.rows // subject.rows_each
-    few = rows // 2
-    pairs, odd = divmod(rows - few - 1, 2)
-    lengths = [[length], *[[max(2, length - 3), length]] * pairs, *[[max(2, length - 1)]] * odd]
-    found = _units_of([*lengths, *([min(length, 2 + number % 3)] for number in range(few))], subject)
-    long, short = found[: len(lengths)], found[len(lengths) :]
-    if pairs:
-        token = long[1].sequences[0].input_ids[-1]
-        long[1] = Unit(tuple(replace(s, input_ids=(token,) * len(s.input_ids)) for s in long[1].sequences))
-    return long, short
+def _check_company(subject: Subject, clipper: PerUnitClipper) -> str:
+    """Losses, norms and sum of a full pass are those of other passes, in which every unit has another place and other company.
 
-
-def _check_company(
-    subject: Subject, run: Callable[..., _Added], long: Sequence[Unit], short: Sequence[Unit], together: _Added
-) -> None:
-    """Losses, norms and sum of a full batch are those of two batches in which every unit has another place and other company.
-
-    One holds the short rows at the beginning, the other the long ones at the end, and both rows that learn nothing. Kernels that
-    are chosen by what a batch holds, by its longest row or by whether anything is padded, differ there, and so do those that mix
-    rows. A full row stands in every place once: a kernel that treats rows by their place, as tails of a tile are, gives some unit
-    other bits. Losses and norms are compared too, since the rounding of a sum may hide a bit.
+    One has the units in reverse; two hold every other unit each, behind and before rows that learn nothing, of odd lengths.
+    Kernels that round by place differ there, and so do those that mix rows. Losses and norms are compared too, since the
+    rounding of a sum may hide a bit. Returns a digest of the sum.
     """
-    rows = sum(len(unit.sequences) for unit in long)
-    nothing = TokenSequence((subject.pad_id,) * 2, (False, False), 1)
-    moved = [Unit((nothing,) * subject.rows_each)] * len(short) + [*long]
-    (whole, loss_R, norm_U), (apart, apart_R, apart_U) = together, run(moved, short)
-    same = torch.equal(loss_R, apart_R[len(short) * subject.rows_each :]) and torch.equal(norm_U, apart_U[len(short) :])
-    error = {name: float((whole[name] - apart[name]).norm()) for name in apart}
-    if same and not any(error.values()):
-        return
-    worst = max(error, key=lambda name: error[name])
-    relative = error[worst] / max(float(apart[worst].norm()), 1e-30)
-    if not relative <= subject.tolerance:
-        raise _coupled(relative)
-    differ = []
-    for row, batch, place in ((0, moved, len(short) * subject.rows_each), (rows - 1, moved, -1), (rows, short, 0)):
-        pair = ([*long, *short], row), (batch, place)
-        one, other = (_outputs(subject.model, partial(run, some), at) for some, at in pair)
-        differ += [name for (name, x), (_, y) in zip(one, other, strict=False) if not torch.equal(x, y)][:1]
-    raise RoundsByCompany(
-        f"{differ[0] if differ else worst} rounds a row differently depending on the other rows in the batch (the gradient of "
-        f"{worst} moves by {relative:.1e}, relative), so that one unit would change the contributions of others. Set "
-        "train.physical_batch_size: 1, which computes each row by itself, or try train.precision: fp32."
-    )
+    tell("Self-check: rows beside others", public=True)
+    units = _company(subject)
+    run = partial(_added, subject, clipper, bound=1.0, spacing=_spacing(1.0, len(units)))
+    norm_U, sum_P, loss_U = run(passes=[units])
+    order = list(range(len(units)))
+    backwards = order[::-1]
+    even, odd = order[::2], order[1::2]
+    nothing = [_nothing(subject, tokens) for tokens in (3, 2)]
+    halves = [[nothing[0], *(units[n] for n in even)], [*(units[n] for n in odd), nothing[1]]]
+    halves = [half for half in halves if len(half) > 1]
+    places = [[None, *even], [*odd, None]][: len(halves)]
+    for passes, owners in (([[units[n] for n in backwards]], [backwards]), (halves, places)):
+        other_norm, other_P, other_loss = run(passes=passes)
+        where = [(at, owner) for at, owner in enumerate(n for some in owners for n in some) if owner is not None]
+        at_U, owner_U = (torch.tensor(one, device=norm_U.device) for one in zip(*where, strict=True))
+        same = torch.equal(other_norm[at_U], norm_U[owner_U]) and torch.equal(other_loss[at_U], loss_U[owner_U])
+        if same and torch.equal(other_P, sum_P):
+            continue
+        relative = float((other_P - sum_P).norm() / sum_P.norm().clamp(min=1e-30))
+        if not relative <= subject.tolerance:
+            raise _coupled(relative)
+        raise NotBatchInvariant(
+            f"{_first_that_differs(subject, clipper, units)} rounds a row differently depending on its place and on the other "
+            f"rows in a pass (the sum moves by {relative:.1e}, relative), so that one unit would change the contributions of "
+            "others."
+        )
+    return hashlib.blake2b(sum_P.cpu().numpy().tobytes(), digest_size=16).hexdigest()
 
 
-def _added(subject: Subject, clipper: PerUnitClipper, shape: Shape, *batches: Sequence[Unit]) -> _Added:
-    """What physical batches of one shape add to the sum, in whole numbers; losses of their rows, norms of their units."""
-    sums, losses, norms = subject.zeros(), [], []
-    for some in batches:
-        batch = collate(some, subject.pad_id, shape.rows, shape.length).to(subject.device)
-        loss_R, norm_U = clipper.add(subject.losses, batch, sums, 1.0, _spacing(1.0, shape.rows))
-        losses.append(loss_R[batch.unit_R >= 0])
-        norms.append(norm_U)
-    return sums, torch.cat(losses), torch.cat(norms)
+def _nothing(subject: Subject, tokens: int) -> Unit:
+    """A unit that learns nothing."""
+    tokens = min(tokens, subject.longest)
+    row = TokenSequence((subject.pad_id,) * tokens, (False,) * tokens, 1)
+    return Unit((row,) * subject.packing.rows_each)
 
 
-def _outputs(model: nn.Module, run: Callable[[], object], row: int) -> list[tuple[str, Tensor]]:
-    """What each layer without inner layers gives for one row, in the order of the calls."""
+def _first_that_differs(subject: Subject, clipper: PerUnitClipper, units: Sequence[Unit]) -> str:
+    """The first layer whose output for a row follows its place; otherwise it is a backward pass."""
+    for number in range(len(units)):
+        order = [*units[number + 1 :], *units[: number + 1]]
+        outputs = []
+        for some in (units, order):
+            laid = subject.laid_out(some)
+            place = laid.units[number if some is units else -1]
 
-    def look(output: object, *_: object) -> Tensor | None:
-        return output[row].detach().clone() if isinstance(output, Tensor) and output.dim() > 1 else None
+            def look(output: object, *_: object, place: Any = place) -> Tensor | None:
+                if isinstance(output, Tensor) and output.dim() > 2 and output.shape[0] == 1:
+                    return output[0, place.start : place.stop].detach().clone()
+                return None
 
-    leaves = {name for name, module in model.named_modules() if next(module.children(), None) is None}
-    with calls_of(model, look) as calls:
-        run()
-    return [(name, after) for name, _, after in calls if name in leaves and after is not None]
+            with calls_of(subject.model, look) as calls:
+                _added(subject, clipper, [some], 1.0, 1.0)
+            outputs.append([(name, after) for name, _, after in calls if after is not None])
+        for (name, one), (_, other) in zip(*outputs, strict=False):
+            if not torch.equal(one, other):
+                return name
+    return "a backward pass"
 
 
 def _spacing(bound: float, rows: int) -> float:
@@ -253,30 +247,14 @@ def _coupled(error: float) -> Refused:
     )
 
 
-def _check_padding(subject: Subject, units: Sequence[Unit], batch: PhysicalBatch) -> None:
-    """A row's loss is the same alone, among others, and padded as a long neighbour would pad it."""
-    alone = [collate([unit], pad_id=0).to(subject.device) for unit in units]
-    with torch.no_grad():
-        still = _still(subject, batch)
-        still(batch)  # in training mode, where running averages would move
-        with evaluating(subject.model):
-            alone_R = torch.cat([still(one) for one in alone])
-            together_R = still(batch)[batch.unit_R >= 0]
-            padded_R = still(collate([units[-1]], pad_id=0, length=subject.running[-1].length).to(subject.device))
-    alone_R, together_R = torch.cat([alone_R, alone_R[-len(padded_R) :]]), torch.cat([together_R, padded_R])
-    error = float(((together_R - alone_R).abs() / alone_R.abs().clamp(min=1e-3)).max())
-    if not error <= subject.tolerance:
-        raise _coupled(error)
-
-
-def _still(subject: Subject, batch: PhysicalBatch) -> Losses:
+def _still(subject: Subject, batch: Pass) -> Losses:
     """The losses, and a refusal where a pass moves a buffer."""
     with torch.no_grad():
         # Whatever ran before, a rehearsal of the longest rows perhaps, may have moved buffers already.
         subject.losses(batch)
     before = {name: buffer.clone() for name, buffer in subject.model.named_buffers()}
 
-    def still(one: PhysicalBatch) -> Tensor:
+    def still(one: Pass) -> Tensor:
         loss_R = subject.losses(one)
         for name, buffer in subject.model.named_buffers():
             if not torch.equal(buffer, before[name]):
@@ -290,22 +268,26 @@ def _still(subject: Subject, batch: PhysicalBatch) -> Losses:
     return still
 
 
-def _brute_force(subject: Subject, batch: PhysicalBatch) -> tuple[Tensor, float, dict[str, Tensor]]:
-    """norm_U, a C between the norms (some units are clipped, others not), and the clipped sum at that C.
+def _brute_force(
+    subject: Subject, attention: RowAttention, units: Sequence[Unit]
+) -> tuple[Tensor, float, Tensor, Tensor]:
+    """norm_U, a C between the norms (some units are clipped, others not), the clipped sum at that C, and loss_U.
 
-    One unit's gradient at a time, so that no more than one is held: of a large model's last blocks each is gigabytes. Then those
-    of all together, each loss times its factor: gradients are linear in the loss.
+    One unit's gradient at a time, so that no more than one is held: of a large model's last blocks each is gigabytes.
     """
-    loss_R = subject.losses(batch)
+    width = 0 if subject.packing.alone else _reference_width(subject, attention, units)
 
-    def gradients(unit: int) -> dict[str, Tensor]:
-        found = gradients_of(loss_R[batch.unit_R == unit], subject.parameters, keep_graph=True)
-        return {name: gradient.double() for name, gradient in found.items()}
+    def gradient(unit: Unit) -> tuple[Tensor, float]:
+        loss_R = subject.losses(subject.by_itself(unit, width))
+        found = gradients_of(loss_R, subject.parameters)
+        parts = [found[name] if name in found else torch.zeros_like(p) for name, p in subject.parameters.items()]
+        return torch.cat([part.flatten() for part in parts]).double(), float(loss_R.detach().double().sum())
 
-    norms = []
-    for unit in range(batch.num_units):
-        squares = [gradient.square().sum() for gradient in gradients(unit).values()]
-        norms.append(float(torch.stack(squares).sum().sqrt()) if squares else 0.0)
+    norms, losses = [], []
+    for unit in units:
+        gradient_P, loss = gradient(unit)
+        norms.append(float(gradient_P.norm()))
+        losses.append(loss)
     if not all(0 < norm < math.inf for norm in norms):
         raise Refused(
             f"self-check: the gradient of a synthetic row has the norm {min(norms)} to {max(norms)}, so nothing can be "
@@ -313,20 +295,31 @@ def _brute_force(subject: Subject, batch: PhysicalBatch) -> tuple[Tensor, float,
             "train.precision: fp16, the constant loss scale may overflow: set bf16 or fp32."
         )
     bound = sorted(norms)[(len(norms) - 1) // 2] * 1.01
-    factor_U = torch.tensor([min(1.0, bound / norm) for norm in norms], device=loss_R.device)
-    owned_R = batch.unit_R >= 0
-    clipped = gradients_of(loss_R[owned_R] * factor_U[batch.unit_R[owned_R]], subject.parameters, keep_graph=True)
-    expected = {name: clipped[name].double() if name in clipped else zero for name, zero in subject.zeros().items()}
-    return torch.tensor(norms, dtype=torch.float64, device=loss_R.device), bound, expected
+    expected_P = torch.zeros(0)
+    for unit, norm in zip(units, norms, strict=True):
+        part_P = gradient(unit)[0] * min(1.0, bound / norm)
+        expected_P = part_P if not len(expected_P) else expected_P + part_P
+    norm_U, loss_U = (torch.tensor(one, dtype=torch.float64, device=subject.device) for one in (norms, losses))
+    return norm_U, bound, expected_P, loss_U
 
 
-def _compare(sums: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float) -> float:
+def _reference_width(subject: Subject, attention: RowAttention, units: Sequence[Unit]) -> int:
+    """0, or ``longest`` where the model reads a row by the largest position that stands beside it, as longrope does."""
+    some = subject.laid_out(units[-1:])
+    with torch.no_grad():
+        with attention.of(some):
+            together = subject.losses(some)
+        error = float((together - subject.losses(subject.by_itself(units[-1]))).abs().max() / together.abs().max())
+    return 0 if error <= subject.tolerance else subject.longest
+
+
+def _compare(parameters: Mapping[str, nn.Parameter], sum_P: Tensor, expected_P: Tensor, tolerance: float) -> float:
     """Largest relative error of a parameter's clipped sum; raises naming the worst."""
-    whole = float(torch.stack([part.norm() for part in expected.values()]).norm())
+    sizes, whole = [parameter.numel() for parameter in parameters.values()], float(expected_P.norm())
     errors = {}
-    for name, part in expected.items():
+    for name, seen, part in zip(parameters, sum_P.split(sizes), expected_P.split(sizes), strict=True):
         # Some gradients (a key bias) are zero but for rounding.
-        errors[name] = float((sums[name] - part).norm()) / max(float(part.norm()), 1e-3 * whole)
+        errors[name] = float((seen - part).norm()) / max(float(part.norm()), 1e-3 * whole)
     name = max(errors, key=lambda key: errors[key] if errors[key] == errors[key] else float("inf"))
     if not errors[name] <= tolerance:
         raise Refused(f"self-check: the clipped sum of {name} is off by {errors[name]:.1e} (relative).{_ADVICE}")
@@ -346,7 +339,7 @@ def _units_of(lengths: Sequence[Sequence[int]], subject: Subject) -> list[Unit]:
     units = []
     for of_one in lengths:
         sequences = []
-        for length in [max(2, length - less) for length in of_one for less in range(subject.rows_each)]:
+        for length in [max(2, length - less) for length in of_one for less in range(subject.packing.rows_each)]:
             ids = torch.randint(0, subject.vocab_size, (length,), generator=generator).tolist()
             mask = (False, *(position >= length // 3 for position in range(1, length)))
             sequences.append(TokenSequence(tuple(ids), mask, sum(mask)))
