@@ -21,7 +21,8 @@ from torch.utils.hooks import RemovableHandle
 from dpllm.model import processes
 from dpllm.model.longest import rows_at_once
 from dpllm.privacy.loss import Autocast, TokenLosses
-from dpllm.privacy.sampling import collate
+from dpllm.privacy.packing import lay_out
+from dpllm.privacy.schedule import PADDED
 from dpllm.progress import tell
 from dpllm.text.data import TokenSequence, Unit
 
@@ -88,11 +89,10 @@ def held_out_loss(
         for start in range(0, longest_share, batch_size):
             tell("Evaluating", start, longest_share)
             units = [Unit((sequence,)) for sequence in mine[start : start + batch_size]]
-            batch = collate(units, pad_id=0, rows=1).to(device)
-            nll_RT, hit_RT = token_losses(batch, hits=True)
-            assert hit_RT is not None
-            sums = nll_RT.double().sum(), batch.loss_mask_RT[:, 1:].sum().double(), hit_RT.sum().double()
-            sums_3 += torch.stack(sums).cpu()
+            batch = lay_out(units, PADDED, pad_id=0).to(device)
+            nll_M, hit_M = token_losses(batch, hits=True)
+            assert hit_M is not None
+            sums_3 += torch.tensor([float(nll_M.double().sum()), batch.targets.count, int(hit_M.sum())])
     if world > 1:
         sums_3 = torch.tensor(processes.totals(*sums_3.tolist()), dtype=torch.float64)
     nats, learned, hits = sums_3

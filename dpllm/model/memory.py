@@ -1,8 +1,7 @@
-"""Memory: how much there is, and how many sequences fit in one forward and backward pass, before anything is reserved.
+"""Memory: how much there is, and whether a pass fits, before anything is reserved.
 
-Comes in: the engine as it will train, and public numbers of the recipe. Goes out: a physical batch size, or one error that
-says what to change. Sequences are synthetic and as long as the recipe allows; this module must not see data, the sampler or
-the Plan.
+Comes in: the engine as it will train, and public numbers of the recipe. Goes out: the shape of passes, or one error that says
+what to change. Sequences are synthetic and as long as the recipe allows; this module must not see data, the sampler or the Plan.
 
 Shape suffixes: R rows, T tokens.
 """
@@ -14,7 +13,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,20 +23,27 @@ from torch import nn
 
 from dpllm.errors import ConfigError
 from dpllm.model import processes
-from dpllm.privacy.sampling import PhysicalBatch
-from dpllm.privacy.schedule import pairwise
+from dpllm.privacy.gradients import is_wide
+from dpllm.privacy.loss import pack_of
+from dpllm.privacy.packing import Pass, lay_out
+from dpllm.privacy.schedule import Packing, TokenSequence, Unit, packing_of
 from dpllm.progress import tell
 from dpllm.recipe.config import ModelConfig, RunConfig
-from dpllm.recipe.derived import rows_of_one
 
 if TYPE_CHECKING:
     from dpllm.privacy.engine import StepEngine
 
 SHARE = 0.9  # of free memory; the rest is for fragments, kernels' workspace and the communication of several processes
-TOKENS = {"cpu": 2048}  # of one pass, beyond which a larger one was no faster; docs/measurements.md has the figures
-MANY_TOKENS = 65_536  # elsewhere
+LEAST_TOKENS = {"cpu": 512}  # of a pass, below which what it costs before its first token is seen
+LEAST_ELSEWHERE = 4096
+SMALL_TOKENS = 2048  # the same of a model so small that calls of kernels take longest
+MOST_TOKENS = {"cpu": 2048}  # beyond which a larger pass was no faster; docs/measurements.md has the figures
+MOST_ELSEWHERE = 16_384
+BLOCK = 32  # tokens that a thread's kernels compute at once
+BLOCK_ELSEWHERE = 128
+HELD = {"cpu": 2**30}  # bytes of gradients that are held for the units of a pass
+HELD_ELSEWHERE = 2**32
 SMALL = 10_000_000  # weights
-PLENTY = 2**30  # bytes that no row is taken to need less than, where its need is not measured for many
 UNKNOWN = sys.maxsize  # bytes: no limit is known; as a need, more than there is
 _STATUS, _MEMORY = Path("/proc/self/status"), Path("/proc/meminfo")
 # Version 2 and version 1: the limit of a container, and what is used of it.
@@ -47,101 +53,55 @@ _CONTAINER = (
 )
 
 
-def resolve(engine: StepEngine, config: RunConfig, vocab_size: int, device: torch.device, *, world: int = 1) -> int:
-    """The number of sequences in one forward pass, the same on every rank; all ranks call it together.
-
-    With a number in the recipe: that number. On a GPU it is tried once, at ``data.max_length`` tokens, so that a batch that
-    does not fit is an error here and not after steps that were charged. With auto: the largest that fits in 90% of what is
-    free, at most ``most_rows``; only one is tried where so many fit even if each needs as much as that one. The engine is as it
-    will train, before or after its self-check.
-
-    Raises:
-        ConfigError: The number does not fit, or not even one sequence does.
-        Refused: A layer that trains has gradients that cannot be clipped; see ``StepEngine.step``.
-    """
-    named = config.train.physical_batch_size
-    if named != "auto" and device.type != "cuda":
-        return named  # a step that does not fit pages or is killed, and the rehearsal would be too
-    meter, seen = _Meter(device), dict[int, int]()
-
-    def bytes_of(rows: int) -> int:
-        """At the peak of a rehearsal, beside what the model holds, the most of all ranks; UNKNOWN where it did not fit."""
-        if rows not in seen:
-            tell("Measuring memory", note=f"{rows} sequences", public=True)
-            used = meter.peak_of(lambda: engine.rehearse(_rehearsal(rows, config, vocab_size)))
-            seen[rows] = -processes.least(-used)
-        return seen[rows]
-
-    if named != "auto" and bytes_of(named) != UNKNOWN:
-        return named
-    most = most_rows(config, device, world) if named == "auto" else named - 1
-    if named == "auto" and most * max(PLENTY, bytes_of(1)) <= budget(meter.free):
-        return most  # more rows need no more for each
-    found = largest(bytes_of, budget(meter.free), most)
-    if not found:
-        used = seen.get(1, UNKNOWN)
-        need = "more" if used == UNKNOWN else f"about {_gigabytes(used)}"
-        raise ConfigError(
-            f"one sequence of {config.data.max_length} tokens does not fit: {_gigabytes(meter.free)} are free beside the model, "
-            f"of which {round(100 * SHARE)}% may be used, and its forward and backward pass needs {need}. Set "
-            f"{_other_knobs(config)}."
-        )
-    if named == "auto":
-        return found
-    need = _gigabytes(line(sorted(one for one in seen.items() if one[1] != UNKNOWN), named))
-    raise ConfigError(
-        f"train.physical_batch_size {named}: {named} sequences of {config.data.max_length} tokens need about {need} beside the "
-        f"model, and {_gigabytes(meter.free)} are free, so the run would end with its steps charged. Set "
-        f"train.physical_batch_size: auto, or {found} or less."
+def packing_for(config: RunConfig, model: nn.Module, vocab_size: int, device: torch.device) -> Packing:
+    """The passes of a recipe on this device, whose threads decide about full blocks: one rank's word counts for all."""
+    train, data, kind = config.train, config.data, device.type
+    small = sum(parameter.numel() for parameter in model.parameters()) < SMALL
+    each = 2 if train.pairs else 1
+    tokens = packing_of(
+        train.batch_size,
+        data.max_length,
+        None if train.tokens_per_pass == "auto" else train.tokens_per_pass,
+        multiple=BLOCK * torch.get_num_threads() if kind == "cpu" else BLOCK_ELSEWHERE,
+        least=SMALL_TOKENS if small else LEAST_TOKENS.get(kind, LEAST_ELSEWHERE),
+        most=MOST_TOKENS.get(kind, MOST_ELSEWHERE),
+        rows_each=each,
+    )
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    numbers = sum(p.numel() for p in trained.values() if not is_wide(p))
+    units = max(1, math.ceil(4 * tokens / (each * data.max_length)))  # of rows a quarter as long as allowed
+    fits = HELD.get(kind, HELD_ELSEWHERE) // (4 * max(1, numbers))
+    held = numbers if fits >= units else 0
+    return Packing(
+        tokens=tokens,
+        most_units=units if held else tokens // 2,
+        held_numbers=held,
+        targets=pack_of(vocab_size, device),
+        max_length=data.max_length,
+        rows_each=each,
     )
 
 
-def largest(bytes_of: Callable[[int], int], limit: int, most: int) -> int:
-    """The largest number of rows found to stay within a limit: doubled while the next is expected to, then in quarters.
+def rehearse(engine: StepEngine, config: RunConfig, vocab_size: int, device: torch.device) -> None:
+    """Runs passes that need as much memory as any, on a GPU, so that what does not fit is an error before steps are charged.
 
-    Nothing is tried that the line through the two last measurements puts beyond the limit, since on a CPU the system may
-    end a process that tries. ``bytes_of`` measures a number of rows, 0 among them; not smaller for more rows.
+    The engine is as it will train, before or after its self-check. All ranks call it together.
 
-    Returns:
-        A power of two, or 1.25, 1.5 or 1.75 times one, or ``most``; 0 if not even one row fits.
+    Raises:
+        ConfigError: A pass does not fit.
+        Refused: A layer that trains has gradients that cannot be clipped; see ``StepEngine.step``.
     """
-    points = [(0, bytes_of(0))]
-    while (fits := points[-1][0]) < most:
-        rows = min(max(1, 2 * fits), most)
-        if line(points, rows) > limit or (used := bytes_of(rows)) > limit:
-            break
-        points.append((rows, used))
-    else:
-        return fits
-    quarter = max(1, fits // 4)
-    for more in range(fits + 3 * quarter, fits, -quarter):
-        if fits and more < rows and line(points, more) <= limit and bytes_of(more) <= limit:
-            return more
-    return fits
-
-
-def line(points: Sequence[tuple[int, int]], rows: int) -> int:
-    """Bytes of so many rows, on the line through the last two measurements; at least those of the only one."""
-    (last, used), (before, less) = points[-1], points[max(0, len(points) - 2)]
-    return used + max(0, used - less) * (rows - last) // max(1, last - before)
-
-
-def most_rows(config: RunConfig, device: torch.device, world: int = 1) -> int:
-    """Beyond so many sequences a physical batch gains nothing: the device is busy, or a process's share is over."""
-    busy = TOKENS.get(device.type, MANY_TOKENS) // config.data.max_length
-    batch = config.train.batch_size / world
-    share = math.ceil(batch + 3 * math.sqrt(batch)) * rows_of_one(config)  # few Poisson draws are larger
-    return max(1, min(busy, share))
-
-
-def fixed_tokens(device: torch.device, model: nn.Module) -> int:
-    """What a forward and backward pass costs before its first token, in tokens: see ``schedule.shapes_of``.
-
-    Measured on two CPU cores: 62 for SmolLM2-135M with LoRA, 250 to 300 for models of less than a million weights, where the
-    calls of small kernels take longest. Of GPUs it is a guess.
-    """
-    large = sum(parameter.numel() for parameter in model.parameters()) >= SMALL
-    return 2048 if device.type != "cpu" else 64 if large else 256
+    if device.type != "cuda":
+        return  # a pass that does not fit pages or is killed, and the rehearsal would be too
+    meter = _Meter(device)
+    tell("Measuring memory", note=str(engine.packing), public=True)
+    used = -processes.least(-meter.peak_of(lambda: engine.rehearse(_rehearsal(engine.packing, vocab_size))))
+    if used > budget(meter.free):
+        need = "more" if used == UNKNOWN else f"about {_gigabytes(used)}"
+        raise ConfigError(
+            f"a pass of {engine.packing} does not fit: {_gigabytes(meter.free)} are free beside the model, of which "
+            f"{round(100 * SHARE)}% may be used, and its forward and backward pass needs {need}. Set {_other_knobs(config)}."
+        )
 
 
 def budget(free: int) -> int:
@@ -191,16 +151,6 @@ def peak_memory() -> int | None:
     return None if found == UNKNOWN else -(-found // 2**20) * 2**20
 
 
-def synthetic(rows: int, tokens: int, vocab_size: int, *, each: int = 1) -> PhysicalBatch:
-    """Random tokens, every one but the first learned: one unit for ``each`` so many rows."""
-    ids_RT = torch.randint(0, vocab_size, (rows, tokens), generator=torch.Generator().manual_seed(0))
-    learned_RT = torch.ones((rows, tokens), dtype=torch.bool)
-    learned_RT[:, 0] = False
-    unit_R, none_R = torch.arange(rows) // each, torch.zeros(rows, dtype=torch.float64)
-    denominator_R = torch.full((rows,), float(tokens - 1))
-    return PhysicalBatch(ids_RT, learned_RT, denominator_R, unit_R, rows // each, none_R)
-
-
 def out_of_memory(error: BaseException) -> bool:
     """Whether an exception says that there was no memory; libraries under torch raise their own kinds."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
@@ -220,34 +170,36 @@ def base_does_not_fit(model: ModelConfig) -> ConfigError:
 
 
 @contextlib.contextmanager
-def explained(config: RunConfig, size: int) -> Iterator[None]:
-    """Says in a ConfigError what a user can do about a lack of memory in the loop; ``size`` is what ``resolve`` returned."""
+def explained(config: RunConfig, packing: Packing) -> Iterator[None]:
+    """Says in a ConfigError what a user can do about a lack of memory in the loop."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise
-        less = f"a setting that needs less memory: {_other_knobs(config)}"
-        if size > 1:
-            less = f"train.physical_batch_size: {size // 2} or less"
         raise ConfigError(
-            f"out of memory with {size} sequences in one forward pass, so the run ended early; its steps so far stay charged. "
-            f"Close other programs that use this memory, or set {less}; add --resume if there is a checkpoint."
+            f"out of memory in a pass of {packing}, so the run ended early; its steps so far stay charged. Close other programs "
+            f"that use this memory, or set a setting that needs less: {_other_knobs(config)}; add --resume if there is a "
+            "checkpoint."
         ) from None
 
 
-def _rehearsal(rows: int, config: RunConfig, vocab_size: int) -> list[PhysicalBatch]:
-    """The physical batches of a step that needs as much memory as any; none for 0 rows."""
-    if not rows:
-        return []
-    settings = config.data
-    rows = pairwise(rows) if config.train.pairs else rows
-    batches = [synthetic(rows, settings.max_length, vocab_size, each=2 if config.train.pairs else 1)]
-    many = (settings.max_examples_per_unit or 1) > 1 or settings.long_examples == "chunk"
-    if settings.sampling == "unit" and many:  # what a unit has so far is kept beside its rows in the next batch
-        rest = synthetic(rows, settings.max_length, vocab_size, each=rows)
-        batches += [replace(rest, goes_on=True), rest]
-    return batches
+def _rehearsal(packing: Packing, vocab_size: int) -> list[Pass]:
+    """Passes that need as much memory as any: of the longest rows, of the shortest units, and of a unit that goes on."""
+    each, longest = packing.rows_each, packing.max_length
+    count = 1 if packing.alone else packing.room // (each * longest)
+    shortest = min(packing.most_units, packing.room // (2 * each))
+    long_units = [_synthetic(longest, vocab_size, each)] * count
+    short_units = [_synthetic(2, vocab_size, each)] * (0 if packing.alone else shortest)
+    whole = lay_out(long_units, packing, 0)
+    one = lay_out([Unit(tuple(row for unit in long_units for row in unit.sequences))], packing, 0)
+    return [whole, *([lay_out(short_units, packing, 0)] if short_units else []), replace(one, goes_on=True), one]
+
+
+def _synthetic(tokens: int, vocab_size: int, rows: int) -> Unit:
+    """An example of random tokens, every one but the first learned."""
+    ids = torch.randint(0, vocab_size, (tokens,), generator=torch.Generator().manual_seed(0)).tolist()
+    return Unit((TokenSequence(tuple(ids), (False, *[True] * (tokens - 1)), max(1, tokens - 1)),) * rows)
 
 
 class _Meter:
@@ -292,7 +244,7 @@ def _kib(path: Path, key: str) -> int:
 
 def _other_knobs(config: RunConfig) -> str:
     """What else makes a step smaller, without what is set already."""
-    knobs = []
+    knobs = [] if config.train.tokens_per_pass == "auto" else ["train.tokens_per_pass: auto"]
     if not config.model.gradient_checkpointing:
         knobs.append("model.gradient_checkpointing: true")
     if config.model.quantization is None:

@@ -21,10 +21,11 @@ from dpllm.model import processes
 from dpllm.model.evaluate import HeldOut, in_eval_mode
 from dpllm.model.longest import without_memory
 from dpllm.privacy import guards
-from dpllm.privacy.loss import Autocast, TokenLosses
+from dpllm.privacy.loss import Autocast, TokenLosses, row_sums
 from dpllm.privacy.preference import PairLoss
-from dpllm.privacy.sampling import physical_batches, sizes_of
-from dpllm.privacy.schedule import Shape, TokenSequence, Unit
+from dpllm.privacy.attention import RowAttention
+from dpllm.privacy.packing import passes_of, sizes_of
+from dpllm.privacy.schedule import Packing, TokenSequence, Unit
 from dpllm.progress import tell
 from dpllm.text.rows import ReadWhenAsked
 
@@ -39,15 +40,15 @@ class Referenced(ReadWhenAsked[Unit | None]):
     def __init__(self, units: Sequence[Unit | None], reference_R: Floats | None = None) -> None:
         """None: the place of each answer among all, counted from 0."""
         self.units = units
-        counts = (sizes_of(units, slot)[0] for slot in range(len(units)))
+        counts = (len(sizes_of(units, slot)) for slot in range(len(units)))
         self._first_U = np.fromiter(itertools.accumulate(counts, initial=0), np.int64, len(units) + 1)
         self.reference_R = np.arange(self._first_U[-1], dtype=np.float64) if reference_R is None else reference_R
 
     def __len__(self) -> int:
         return len(self.units)
 
-    def sizes(self, index: int) -> tuple[int, int]:
-        """See ``sampling.SizedUnits``."""
+    def sizes(self, index: int) -> list[int]:
+        """See ``packing.SizedUnits``."""
         return sizes_of(self.units, index)
 
     def _read(self, number: int) -> Unit | None:
@@ -61,11 +62,12 @@ class Rewards:
     """Pairs under one model as it stands."""
 
     def __init__(
-        self, model: nn.Module, shapes: Sequence[Shape], pad_id: int, device: torch.device, autocast: Autocast
+        self, model: nn.Module, packing: Packing, pad_id: int, device: torch.device, autocast: Autocast
     ) -> None:
-        """``shapes`` are those of the physical batches in training, in which no row rounds by its company."""
+        """``packing`` is that of training, in which no row rounds by its company."""
         without_memory(model)
-        self._model, self._shapes, self._pad_id, self._device, self._autocast = model, shapes, pad_id, device, autocast
+        self._model, self._packing, self._pad_id, self._device, self._autocast = model, packing, pad_id, device, autocast
+        self._attention = RowAttention(model)
 
     def surprises(self, units: Sequence[Unit | None], rank: int = 0, world: int = 1) -> Floats:
         """nll_R, in nats: minus the log-likelihood of every answer, in evaluation mode; of all ranks together.
@@ -73,8 +75,7 @@ class Rewards:
         All ranks make the same number of forward passes, because a sharded model is gathered by all of them in each.
 
         Guarantee:
-            What stands there for an answer follows from its pair and the model alone: a pair lies in a batch of the shape in
-            which it trains.
+            What stands there for an answer follows from its pair and the model alone: a pair lies in a pass as in training.
         """
         places, losses = Referenced(units), TokenLosses(self._model, self._device, self._autocast)
         found_R = torch.zeros(len(places.reference_R), dtype=torch.float64)
@@ -82,11 +83,11 @@ class Rewards:
             for start in range(0, len(units), AT_ONCE):
                 tell("Log-likelihoods of answers", start, len(units))
                 some = range(start, min(start + AT_ONCE, len(units)))
-                for batch in physical_batches(some, places, self._shapes, self._pad_id, rank, world):
-                    nll_R = losses(batch.to(self._device)).nll_RT.double().sum(dim=1).cpu()
-                    assert batch.reference_R is not None
-                    mine_R = batch.unit_R >= 0
-                    found_R[batch.reference_R[mine_R].long()] = nll_R[mine_R]
+                for one in passes_of(some, places, self._packing, self._pad_id, rank, world):
+                    with self._attention.of(one):
+                        nll_M = losses(one.to(self._device)).nll_M
+                    if one.rows:
+                        found_R[one.reference_R.long()] = row_sums(nll_M.double(), one.rows).cpu()
         return np.asarray(processes.totals(*found_R.tolist()))
 
     def held_out(self, pairs: Referenced, loss: PairLoss, rank: int = 0, world: int = 1) -> HeldOut:

@@ -37,9 +37,14 @@ class Place:
     held: int | None  # where in the buffer of held gradients; None: formed twice
 
 
+def is_wide(parameter: Tensor) -> bool:
+    """A head or an embedding of a vocabulary, and no adapter of one."""
+    return parameter.dim() == 2 and max(parameter.shape) >= WIDE and min(parameter.shape) > 64
+
+
 def places_of(parameters: Mapping[str, nn.Parameter], held_numbers: int) -> dict[str, Place]:
     """Which gradients are held: all that are no head over a vocabulary, as far as ``held_numbers`` of a unit allow."""
-    wide = {name for name, p in parameters.items() if p.dim() == 2 and max(p.shape) >= WIDE and min(p.shape) > 64}
+    wide = {name for name, p in parameters.items() if is_wide(p)}
     matrices = {name for name, p in parameters.items() if p.dim() == 2}
     small = sum(p.numel() for name, p in parameters.items() if name not in wide)
     twice = wide if small <= held_numbers else matrices

@@ -105,6 +105,8 @@ class Packing:
         return "one example" if self.alone else f"{self.tokens:,} tokens"
 
 
+# Rows under one another, padded to the longest of them: for whoever needs no bits that are the same in any company.
+PADDED = Packing(tokens=0, most_units=1, held_numbers=0, targets=128, max_length=0, alone=True)
 EVERY_LENGTH = 256  # tokens up to which attention has a shape of its own for each length; beyond, 32 for each doubling
 
 

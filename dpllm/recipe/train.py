@@ -26,10 +26,10 @@ class TrainConfig(Section):
     batch_size: PositiveInt = 256
     """Expected logical batch size B, in privacy units (rows, with data.sampling: example); the sampling rate is B / N and
     the divisor of the sum is B."""
-    physical_batch_size: Literal["auto"] | PositiveInt = 16
-    """Most sequences in one forward pass. It changes memory and speed, never the guarantee; the number at each length follows
-    from public values. auto: what suits free memory and speed, measured before training on synthetic sequences of data.max_length
-    and recorded in run.json."""
+    tokens_per_pass: Literal["auto"] | PositiveInt = "auto"
+    """Tokens of one forward pass, in which whole units lie one after the other without padding. It changes memory and speed,
+    never the guarantee. auto: from batch_size and data.max_length; rounded up so that the longest row fits. Recorded in
+    run.json."""
     epochs: float | None = Field(default=None, gt=0)
     """Expected passes over the data; give epochs or steps."""
     steps: PositiveInt | None = None
@@ -64,7 +64,7 @@ class TrainConfig(Section):
     process_timeout: float = Field(default=1800.0, gt=0)
     """With several processes: seconds that a step may take before the run is ended (a process hangs, or the network fails)."""
 
-    _rows = field_validator("physical_batch_size", mode="wrap")(number_or_auto("sequences"))
+    _tokens = field_validator("tokens_per_pass", mode="wrap")(number_or_auto("tokens"))
 
     @property
     def pairs(self) -> bool:
@@ -79,6 +79,4 @@ class TrainConfig(Section):
             raise ValueError("momentum is for sgd only, and adamw has its own; set optimizer: sgd or remove momentum")
         if self.label_smoothing and not self.pairs:
             raise ValueError("label_smoothing is for preference pairs only; set objective: cdpo or dpo, or remove it")
-        if self.pairs and self.physical_batch_size == 1:
-            raise ValueError("physical_batch_size 1 has no room for the two answers of a pair; set it to 2 or more")
         return self
