@@ -3,10 +3,9 @@
 Comes in: a model of transformers, whose attention goes through its attention interface; the rows of a pass. Goes out: the same
 model, which for the time of a ``with`` block attends within rows. Everywhere else it has its own attention.
 
-A row is computed in a shape that follows from its own length, and from how many neighbours have the same one: that their number
-changes no bit is what ``selfcheck`` shows for every length.
+A row is computed by itself, in a shape that follows from its own length.
 
-Shape suffixes: H heads, M tokens of a pass, L tokens of a row, n neighbouring rows of equal length, d of a head.
+Shape suffixes: H heads, M tokens of a pass, L tokens of a row, d of a head.
 """
 
 from __future__ import annotations
@@ -91,66 +90,46 @@ def by_rows(
     if unknown or attention_mask is not None or not _rows:
         what = ", ".join(unknown) or "a mask"
         raise Refused(f"{type(module).__name__} asks its attention for {what}, which rows of one pass cannot have.")
-    rows, end = _rows[-1], query_1HMd.shape[2]
-    pieces, at = [], 0
-    for start, count, length in runs(rows):
-        stop = start + count * length
-        q, k, v = (
-            one[0, :, start:stop].unflatten(1, (count, length)).transpose(0, 1)
-            for one in (query_1HMd, key_1HMd, value_1HMd)
-        )
-        row_nHLd = attend(q, k, v, scaling, sliding_window, softcap, dropout)
-        pieces.append(row_nHLd.transpose(1, 2).flatten(0, 1))
-        at = stop
-    if end > at:
-        pieces.append(query_1HMd.new_zeros(end - at, query_1HMd.shape[1], value_1HMd.shape[3]))
-    return torch.cat(pieces).unsqueeze(0), None
-
-
-def runs(rows: Sequence[Segment]) -> list[tuple[int, int, int]]:
-    """(start, rows, tokens of each) of neighbouring rows of equal length."""
-    found: list[tuple[int, int, int]] = []
-    for row in rows:
-        length = row.stop - row.start
-        if found and found[-1][2] == length:
-            start, count, _ = found[-1]
-            found[-1] = (start, count + 1, length)
-        else:
-            found.append((row.start, 1, length))
-    return found
+    pieces, end = [], 0
+    for start, end, _ in _rows[-1]:
+        q, k, v = (one[:, :, start:end] for one in (query_1HMd, key_1HMd, value_1HMd))
+        pieces.append(attend(q, k, v, scaling, sliding_window, softcap, dropout))
+    left = query_1HMd.shape[2] - end
+    pieces.append(query_1HMd.new_zeros(1, query_1HMd.shape[1], left, value_1HMd.shape[3]))
+    return torch.cat(pieces, dim=2).transpose(1, 2).contiguous(), None
 
 
 def attend(
-    query_nHLd: Tensor,
-    key_nHLd: Tensor,
-    value_nHLd: Tensor,
+    query_1HLd: Tensor,
+    key_1HLd: Tensor,
+    value_1HLd: Tensor,
     scaling: float | None,
     sliding_window: int | None,
     softcap: float | None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Causal attention of rows of equal length, shape (n, H, L, d); keys and values may have fewer heads."""
-    length, groups = query_nHLd.shape[2], query_nHLd.shape[1] // key_nHLd.shape[1]
+    """Causal attention of one row, shape (1, H, L, d); keys and values may have fewer heads."""
+    length, groups = query_1HLd.shape[2], query_1HLd.shape[1] // key_1HLd.shape[1]
     if groups > 1:
-        key_nHLd, value_nHLd = (one.repeat_interleave(groups, dim=1) for one in (key_nHLd, value_nHLd))
+        key_1HLd, value_1HLd = (one.repeat_interleave(groups, dim=1) for one in (key_1HLd, value_1HLd))
     windowed = sliding_window is not None and length > sliding_window
     if softcap is None and not windowed:
         return functional.scaled_dot_product_attention(
-            query_nHLd, key_nHLd, value_nHLd, is_causal=True, scale=scaling, dropout_p=dropout
+            query_1HLd, key_1HLd, value_1HLd, is_causal=True, scale=scaling, dropout_p=dropout
         )
-    place_L = torch.arange(length, device=query_nHLd.device)
+    place_L = torch.arange(length, device=query_1HLd.device)
     kept_LL = place_L[:, None] >= place_L
     if windowed:
         kept_LL &= place_L[:, None] - place_L < sliding_window
     if softcap is None:
         return functional.scaled_dot_product_attention(
-            query_nHLd, key_nHLd, value_nHLd, attn_mask=kept_LL, scale=scaling, dropout_p=dropout
+            query_1HLd, key_1HLd, value_1HLd, attn_mask=kept_LL, scale=scaling, dropout_p=dropout
         )
-    scale = query_nHLd.shape[3] ** -0.5 if scaling is None else scaling
-    scores_nHLL = torch.tanh(query_nHLd @ key_nHLd.transpose(2, 3) * scale / softcap) * softcap
-    scores_nHLL = scores_nHLL.masked_fill(~kept_LL, torch.finfo(scores_nHLL.dtype).min)
-    weights_nHLL = scores_nHLL.softmax(dim=-1, dtype=torch.float32).to(value_nHLd.dtype)
-    return functional.dropout(weights_nHLL, dropout) @ value_nHLd
+    scale = query_1HLd.shape[3] ** -0.5 if scaling is None else scaling
+    scores_1HLL = torch.tanh(query_1HLd @ key_1HLd.transpose(2, 3) * scale / softcap) * softcap
+    scores_1HLL = scores_1HLL.masked_fill(~kept_LL, torch.finfo(scores_1HLL.dtype).min)
+    weights_1HLL = scores_1HLL.softmax(dim=-1, dtype=torch.float32).to(value_1HLd.dtype)
+    return functional.dropout(weights_1HLL, dropout) @ value_1HLd
 
 
 AttentionInterface.register(NAME, by_rows)

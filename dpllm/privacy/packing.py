@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from dpllm.privacy.schedule import Packing, TokenSequence, Unit, slot_of
+from dpllm.privacy.schedule import Packing, TokenSequence, Unit
 
 
 class Segment(NamedTuple):
@@ -156,7 +156,7 @@ def _grouped(sized: Sequence[tuple[int, list[int]]], packing: Packing) -> Iterat
     for index, sizes in sized:
         if not sizes:
             continue
-        tokens = sum(map(slot_of, sizes))
+        tokens = sum(sizes)
         if packing.alone or tokens > packing.room:
             yield [index], count_pieces(sizes, packing)
         else:
@@ -195,7 +195,7 @@ def _cut(sizes: Sequence[int], packing: Packing) -> Iterator[tuple[int, int]]:
     """Where one unit is cut, by its own rows from the first on, and never inside an example of ``rows_each`` rows."""
     each, start, held = packing.rows_each, 0, 0
     for first in range(0, len(sizes), each):
-        tokens = sum(map(slot_of, sizes[first : first + each]))
+        tokens = sum(sizes[first : first + each])
         if first > start and (packing.alone or held + tokens > packing.room):
             yield start, first
             start, held = first, 0
@@ -216,12 +216,12 @@ def lay_out(units: Sequence[Unit], packing: Packing, pad_id: int, width: int = 0
         wide = -(-max(width, *lengths, 2) // 8) * 8
         shape, slots = (max(1, len(sequences)), wide), [wide] * len(sequences)
     else:
-        shape, slots = (1, packing.tokens), [slot_of(length) for length in lengths]
+        shape, slots = (1, packing.tokens), lengths
     total = shape[0] * shape[1]
     ids, counted, positions, rows, at = [pad_id] * total, [packing.last_position] * total, [], [], 0
     for sequence, slot, owner in zip(sequences, slots, owners, strict=True):
         ids[at : at + len(sequence.input_ids)] = sequence.input_ids
-        counted[at : at + slot] = [min(place, packing.last_position) for place in range(slot)]
+        counted[at : at + slot] = range(slot)
         positions += [at + place - 1 for place, learned in enumerate(sequence.loss_mask) if learned]
         rows.append(Segment(at, at + slot, owner))
         at += slot

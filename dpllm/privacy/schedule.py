@@ -107,15 +107,6 @@ class Packing:
 
 # Rows under one another, padded to the longest of them: for whoever needs no bits that are the same in any company.
 PADDED = Packing(tokens=0, most_units=1, held_numbers=0, targets=128, max_length=0, alone=True)
-EVERY_LENGTH = 256  # tokens up to which attention has a shape of its own for each length; beyond, 32 for each doubling
-
-
-def slot_of(tokens: int) -> int:
-    """Tokens that a row takes in a pass: as many as it has, or a few more where it is long, so that few lengths exist."""
-    if tokens <= EVERY_LENGTH:
-        return tokens
-    step = (1 << (tokens - 1).bit_length()) // 64
-    return -(-tokens // step) * step
 
 
 def packing_of(
@@ -135,7 +126,7 @@ def packing_of(
         most: Beyond which a larger pass is no faster.
         rows_each: Rows of an example, which are never cut.
     """
-    whole = rows_each * slot_of(max_length) + 1  # the longest example and a token of padding
+    whole = rows_each * max_length + 1  # the longest example and a token of padding
     if tokens is None:
         times = min(3.0, max(1.0, 0.5 * math.log2(max(batch, 2)) - 1.0))  # 1 at 16, 2 at 64, 3 at 256
         tokens = max(least, min(most, int(times * rows_each * max_length)))

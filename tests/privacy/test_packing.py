@@ -1,0 +1,147 @@
+"""Passes hold whole units, one after the other; nothing in their shape follows from who was drawn."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dpllm.privacy.packing import Pass, lay_out, passes_of
+from dpllm.privacy.schedule import Packing, TokenSequence, Unit, packing_of
+
+PACKING = Packing(tokens=64, most_units=5, held_numbers=10**9, targets=8, max_length=20)
+PAD = 3
+
+
+def unit(*lengths: int, first: int = 10) -> Unit:
+    """Rows whose tokens nobody else has, every token but the first learned."""
+    rows = []
+    for length in lengths:
+        ids = tuple(range(first, first + length))
+        rows.append(TokenSequence(ids, (False, *[True] * (length - 1)), max(1, length - 1)))
+        first += length
+    return Unit(tuple(rows))
+
+
+def tokens_of(some: Pass) -> list[tuple[int, ...]]:
+    """The rows that lie in a pass, as they lie there."""
+    flat = some.input_ids_1M.flatten().tolist()
+    return [tuple(flat[row.start : row.stop]) for row in some.rows]
+
+
+units_drawn = st.lists(st.lists(st.integers(1, 20), min_size=1, max_size=8), max_size=40)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(units_drawn, st.integers(1, 3), st.booleans())
+def test_every_drawn_unit_is_computed_once_and_whole(drawn: list[list[int]], world: int, alone: bool) -> None:
+    packing = replace(PACKING, alone=alone)
+    units: list[Unit | None] = [unit(*lengths, first=1000 * (n + 1)) for n, lengths in enumerate(drawn)]
+    units.append(None)  # a canary whose coin said out
+    ranks = [passes_of(range(len(units)), units, packing, PAD, rank, world) for rank in range(world)]
+    assert len({len(passes) for passes in ranks}) == 1
+    seen: Counter[tuple[int, ...]] = Counter()
+    for passes in ranks:
+        going: list[int] = []
+        for some in passes:
+            rows = tokens_of(some)
+            seen.update(row[: row.index(PAD)] if PAD in row else row for row in rows)
+            owners = [row[0] // 1000 for row in rows]
+            assert some.num_units == len(set(owners))
+            assert len(some.units) == some.num_units  # neighbours
+            if going:  # a unit that goes on has the next passes for itself
+                assert set(owners) == set(going)
+            going = owners if some.goes_on else []
+            if not alone:
+                assert some.input_ids_1M.shape == (1, packing.tokens)
+                assert some.num_units <= packing.most_units
+        assert not going
+    assert seen == Counter(sequence.input_ids for one in units if one for sequence in one.sequences)
+
+
+def test_positions_begin_anew_in_each_row_and_padding_has_the_last() -> None:
+    some = lay_out([unit(4, 3), unit(5)], PACKING, PAD)
+    assert some.position_ids_1M is not None
+    places = some.position_ids_1M.flatten().tolist()
+    assert places[:12] == [0, 1, 2, 3, 0, 1, 2, 0, 1, 2, 3, 4]
+    assert set(places[12:]) == {PACKING.max_length - 1}
+    assert set(some.input_ids_1M.flatten().tolist()[12:]) == {PAD}
+
+
+def test_the_last_token_of_a_full_pass_is_padding() -> None:
+    full = [unit(20), unit(20), unit(20), unit(3)]
+    (some,) = passes_of(range(4), full, PACKING, PAD)
+    assert some.rows[-1].stop == PACKING.tokens - 1
+    more = passes_of(range(5), [*full, unit(1)], PACKING, PAD)
+    assert len(more) == 2
+
+
+def test_targets_come_in_packs_that_the_last_position_fills() -> None:
+    some = lay_out([unit(4), unit(7)], PACKING, PAD).targets
+    assert (some.count, len(some.position_N)) == (9, 16)
+    assert some.position_N.tolist() == [0, 1, 2, 4, 5, 6, 7, 8, 9] + [63] * 7
+    assert some.target_N.tolist()[:9] == [11, 12, 13, 11, 12, 13, 14, 15, 16]
+
+
+def test_a_unit_that_is_larger_than_a_pass_shares_none_of_its_passes() -> None:
+    units = [unit(2), unit(20, 20, 20, 20, 5), unit(3)]
+    passes = passes_of(range(3), units, PACKING, PAD)
+    assert [(some.num_units, some.goes_on, len(some.rows)) for some in passes] == [
+        (1, True, 3),
+        (1, False, 2),
+        (2, False, 2),
+    ]
+
+
+def test_preference_pairs_are_never_cut() -> None:
+    pairs = replace(PACKING, rows_each=2)
+    passes = passes_of([0], [unit(20, 19, 20, 18, 4, 5)], pairs, PAD)
+    assert [len(some.rows) for some in passes] == [2, 4]
+    passes = passes_of([0], [unit(20, 19, 20, 18)], replace(pairs, alone=True), PAD)
+    assert [tuple(some.input_ids_1M.shape) for some in passes] == [(2, 24), (2, 24)]
+
+
+def test_passes_are_nearly_as_few_as_can_be() -> None:
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(20, 129, (2_000,), generator=generator).tolist()
+    packing = replace(PACKING, tokens=512, most_units=64, max_length=128)
+    passes = passes_of(range(2_000), [unit(length) for length in lengths], packing, PAD)
+    assert sum(lengths) / (512 * len(passes)) > 0.97
+
+
+@pytest.mark.full
+def test_packing_a_hundred_thousand_units_takes_no_time() -> None:
+    lengths = torch.randint(20, 129, (100_000,), generator=torch.Generator().manual_seed(0)).tolist()
+    units = [unit(length) for length in lengths]
+    from dpllm.privacy import packing as packing_module
+
+    begun = time.process_time()
+    groups = list(
+        packing_module._grouped(
+            [(n, [length]) for n, length in enumerate(lengths)], replace(PACKING, tokens=512, most_units=64)
+        )
+    )
+    assert time.process_time() - begun < 2
+    assert sum(len(group) for group, _ in groups) == len(units)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    st.integers(1, 5_000),
+    st.integers(2, 4_096),
+    st.one_of(st.none(), st.integers(1, 9_000)),
+    st.sampled_from([32, 64, 128]),
+)
+def test_a_pass_holds_the_longest_example_and_a_token_of_padding(
+    batch: int, max_length: int, asked: int | None, multiple: int
+) -> None:
+    for each in (1, 2):
+        tokens = packing_of(batch, max_length, asked, multiple=multiple, least=512, most=2_048, rows_each=each)
+        assert tokens % multiple == 0
+        assert tokens > each * max_length
+        assert asked is None or tokens < max(asked, each * max_length + 1) + multiple
