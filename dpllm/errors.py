@@ -3,8 +3,6 @@
 Comes in: nothing. Goes out: exceptions with the exit code that the command line returns for them.
 """
 
-from typing import Any
-
 
 class DpllmError(Exception):
     """Any error that a user can meet and fix; its message is shown as it is, without a traceback."""

@@ -79,7 +79,6 @@ def add_commands(add: AddCommand) -> None:
     option = trained.add_argument
     option("--resume", action="store_true", help="go on with the interrupted run in output_dir")
     option("--overwrite", action="store_true", help="replace the run in output_dir")
-    option("--fresh-check", action="store_true", help="run the whole self-check even if an earlier start passed it")
     text = "turn a LLaMA-Factory, axolotl or TRL configuration into a recipe"
     option = add("import-config", import_config, text, None).add_argument
     option("file", help="their YAML file")
@@ -116,7 +115,7 @@ def train(known: argparse.Namespace, rest: list[str]) -> int:
     from dpllm.run.screen import summary
 
     main = os.environ.get("RANK", "0") == "0"
-    start = Start(known.resume, known.overwrite, known.fresh_check)
+    start = Start(known.resume, known.overwrite)
     record = run(config, start, console=plain_console(stderr=known.json, quiet=not main))
     if known.json and main:
         print(dump(summary(record, RunDir(Path(config.output_dir)), held_out=config.data.eval is not None)))

@@ -27,8 +27,11 @@ from dpllm.errors import ConfigError, DpllmError
 from dpllm.model import adapters, loading
 from dpllm.model import memory as device_memory
 from dpllm.privacy import guards
+from dpllm.privacy.attention import RowAttention
+from dpllm.privacy.gradients import is_wide
 from dpllm.privacy.loss import TokenLosses
-from dpllm.privacy.sampling import PhysicalBatch
+from dpllm.privacy.packing import lay_out
+from dpllm.privacy.schedule import Packing, TokenSequence, Unit
 from dpllm.recipe.config import LoraConfig, RunConfig
 from dpllm.run.promise import Refusals
 from dpllm.text.sources import asking_hub
@@ -41,14 +44,14 @@ GPU_MEMORY = dict.fromkeys(("a100", "h100"), int(80e9))  # bytes, of the larger 
 class Memory:
     """Bytes at the peak of a step, by what holds them. An estimate: allocators and kernels add their own.
 
-    d coordinates train; R sequences of T tokens are in one forward pass.
+    d coordinates train.
     """
 
     weights: int  # of the frozen base, in its own precision; 4 or 8 bits a weight of a quantised linear layer
     trainable: int  # 4 d, in float32
     optimizer: int  # 8 d for AdamW (two moments in float32), 0 for SGD, 4 d with momentum
     sums: int  # 12 d: the clipped sum in float64, and what is released of it in float32
-    # Each sequence's gradients until its norm is known: R min(i j, T (i + j)) float32 numbers of each (i, j) tensor.
+    # Of the units of a pass: gradients that are held until the norms are known, and the factors of those that are formed twice.
     unit_gradients: int
     activations: int  # what the forward pass keeps for the backward pass
     # What both add at their peak: a chunk of logits where the head is frozen, R T V logits and their gradients where it is
@@ -70,7 +73,7 @@ class Footprint:
     trainable: int  # d, the number of coordinates that receive noise
     total: int  # parameters of the whole model
     memory: Memory | None  # at the peak of a step of one process; None where the model cannot be run on shapes alone
-    physical_batch_size: int | None  # R, the sequences in one forward pass that memory is counted for
+    packing: Packing  # of the passes that memory is counted for
     basis: str  # in words
     refusals: tuple[DpllmError, ...]  # what the model itself would refuse
 
@@ -95,16 +98,17 @@ def footprint(config: RunConfig, bands: int = 1, gpu: str | None = None) -> Foot
     refusals.attempt(guards.check_model, net)
     refusals.attempt(loading.check_length, config, net)
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in net.parameters()]
-    rows, counted, found = _rows(config, net, device, GPU_MEMORY[gpu] if gpu else None, bands)
-    memory = _memory(config, net, counted, rows, device, bands) if counted is not None and rows is not None else None
+    packing = device_memory.packing_for(config, net, net.get_input_embeddings().weight.shape[0], device)
+    counted = _count(config, net, packing)
+    memory = _memory(config, net, counted, packing, device, bands) if counted is not None else None
     basis = f"estimates: one process, every sequence {config.data.max_length} tokens long" if memory else UNCOUNTED
     return Footprint(
         kinds=tuple(adapters.trainable_table(net)),
         trainable=sum(size for size, trains in sizes if trains),
         total=sum(size for size, _ in sizes),
         memory=memory,
-        physical_batch_size=rows,
-        basis=basis + found,
+        packing=packing,
+        basis=basis,
         refusals=tuple(refusals.errors),
     )
 
@@ -138,45 +142,21 @@ class _Counts:
     logits: int
 
 
-def _rows(
-    config: RunConfig, net: Any, device: torch.device, memory: int | None, bands: int
-) -> tuple[int | None, _Counts | None, str]:
-    """The sequences of a physical batch, what one holds, and, where a run finds the number at its start, a word on that."""
-    named = config.train.physical_batch_size
-    if named != "auto":
-        return named, _count(config, net, named), ""
-    one, two = _count(config, net, 1), _count(config, net, 2)
-    if one is None or two is None:
-        return None, None, ""
-    # Memory grows with the number of sequences on the line through both.
-    total = _memory(config, net, one, 1, device, bands).total
-    grows = _memory(config, net, two, 2, device, bands).total - total
-    free = memory or device_memory.free_memory(device)
-    most = device_memory.most_rows(config, device)
-    fits = device_memory.largest(lambda rows: total + (rows - 1) * grows, device_memory.budget(free), most)
-    rows = max(1, fits)
-    known = "" if free == device_memory.UNKNOWN else f", where {free / 1e9:.3g} GB are free"
-    place = f"{rows} on {'such a GPU' if memory else 'this machine'}{known}"
-    found = f"; train.physical_batch_size: auto is measured when training starts, and would be about {place}"
-    return rows, _count(config, net, rows), found
-
-
-def _count(config: RunConfig, net: Any, rows: int) -> _Counts | None:
-    """Runs a physical batch at full length on shapes alone; None where the architecture needs to see values."""
-    tokens = min(config.data.max_length, loading.positions(net) or config.data.max_length)
-    ids_RT = torch.zeros((rows, tokens), dtype=torch.long, device="meta")
-    mask_RT = torch.ones((rows, tokens), dtype=torch.bool, device="meta")
-    row_R = torch.zeros(rows, device="meta")
-    batch = PhysicalBatch(ids_RT, mask_RT, row_R, row_R.long(), rows)
+def _count(config: RunConfig, net: Any, packing: Packing) -> _Counts | None:
+    """Runs a pass of rows of full length on shapes alone; None where the architecture needs to see values."""
+    longest, each = min(config.data.max_length, loading.positions(net) or config.data.max_length), packing.rows_each
+    row = TokenSequence((0,) * longest, (False, *[True] * (longest - 1)), max(1, longest - 1))
+    units = [Unit((row,) * each)] * (1 if packing.alone else packing.room // (each * longest))
+    some = lay_out(units, packing, 0).to(torch.device("meta"))
     try:
         with tally():  # apart, as the look that it takes at the model is no part of a step
-            losses = TokenLosses(net, row_R.device)
-        with tally() as counted:
-            loss = losses(batch).nll_RT.sum()
+            losses = TokenLosses(net, torch.device("meta"))
+        with tally() as counted, RowAttention(net).of(some):
+            loss = losses(some).nll_M.sum()
             held = counted.live
             if not losses.head:
                 head = net.get_output_embeddings().weight
-                held -= rows * tokens * len(head) * head.element_size()  # of the logits
+                held -= some.input_ids_1M.numel() * len(head) * head.element_size()  # of the logits
             loss.backward()  # type: ignore[no-untyped-call]
     except (RuntimeError, NotImplementedError, AssertionError):  # routers choose rows by value
         return None
@@ -185,10 +165,11 @@ def _count(config: RunConfig, net: Any, rows: int) -> _Counts | None:
     return _Counts(held, counted.peak - held)
 
 
-def _memory(config: RunConfig, net: Any, counted: _Counts, rows: int, device: torch.device, bands: int) -> Memory:
+def _memory(
+    config: RunConfig, net: Any, counted: _Counts, packing: Packing, device: torch.device, bands: int
+) -> Memory:
     trains = [parameter for parameter in net.parameters() if parameter.requires_grad]
     size = sum(parameter.numel() for parameter in trains)
-    tokens = config.data.max_length
     bits = {"4bit": 4.5, "8bit": 8.0}.get(config.model.quantization or "")  # nf4 adds a scale to every 64 weights
     stored = _stored_bytes(config, net, device)
     ends = (net.get_input_embeddings(), net.get_output_embeddings())
@@ -198,14 +179,16 @@ def _memory(config: RunConfig, net: Any, counted: _Counts, rows: int, device: to
         if not parameter.requires_grad:
             quantised = parameter.dim() == 2 and id(parameter) not in embeddings
             weights += parameter.numel() * (bits / 8 if bits is not None and quantised else stored)
-    kept = sum(min(p.numel(), tokens * sum(p.shape)) if p.dim() == 2 else p.numel() for p in trains)
+    tokens = config.data.max_length if packing.alone else packing.tokens
+    factors = sum(tokens * sum(p.shape) for p in trains if p.dim() == 2 and (not packing.held_numbers or is_wide(p)))
+    kept = packing.most_units * packing.held_numbers + factors
     return Memory(
         weights=round(weights),
         trainable=4 * size,
         optimizer=size * (8 if config.train.optimizer == "adamw" else 4 if config.train.momentum else 0),
         sums=12 * size,
         noise=8 * size * (bands - 1),
-        unit_gradients=4 * rows * kept if config.privacy.enabled else 4 * size,
+        unit_gradients=4 * (kept if config.privacy.enabled else size),
         activations=counted.activations,
         logits=counted.logits,
     )

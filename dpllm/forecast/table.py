@@ -108,7 +108,7 @@ def footprint_tables(needs: Footprint) -> list[Table | str]:
         parts = ", ".join(
             f"{name.replace('_', ' ')} {size_text(size)}" for name, size in vars(needs.memory).items() if size
         )
-        counted = f"with {needs.physical_batch_size} sequences in one forward pass"
+        counted = f"with {needs.packing} in one forward pass"
         rows["memory"] = f"about {size_text(needs.memory.total)}, {counted}: {parts}"
     rows["basis"] = needs.basis
     return [trainable_text(needs.kinds, needs.total), _two_columns("An estimate of memory", rows)]

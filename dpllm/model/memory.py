@@ -23,10 +23,12 @@ from torch import nn
 
 from dpllm.errors import ConfigError
 from dpllm.model import processes
+from dpllm.privacy.attention import attends_by_interface
 from dpllm.privacy.gradients import is_wide
 from dpllm.privacy.loss import pack_of
 from dpllm.privacy.packing import Pass, lay_out
 from dpllm.privacy.schedule import Packing, TokenSequence, Unit, packing_of
+from dpllm.privacy.selfcheck import has_experts
 from dpllm.progress import tell
 from dpllm.recipe.config import ModelConfig, RunConfig
 
@@ -43,6 +45,7 @@ BLOCK = 32  # tokens that a thread's kernels compute at once
 BLOCK_ELSEWHERE = 128
 HELD = {"cpu": 2**30}  # bytes of gradients that are held for the units of a pass
 HELD_ELSEWHERE = 2**32
+MANY_TOKENS = 65_536  # of a pass, beyond which none is tried
 SMALL = 10_000_000  # weights
 UNKNOWN = sys.maxsize  # bytes: no limit is known; as a need, more than there is
 _STATUS, _MEMORY = Path("/proc/self/status"), Path("/proc/meminfo")
@@ -55,30 +58,42 @@ _CONTAINER = (
 
 def packing_for(config: RunConfig, model: nn.Module, vocab_size: int, device: torch.device) -> Packing:
     """The passes of a recipe on this device, whose threads decide about full blocks: one rank's word counts for all."""
-    train, data, kind = config.train, config.data, device.type
-    small = sum(parameter.numel() for parameter in model.parameters()) < SMALL
-    each = 2 if train.pairs else 1
+    train, asked = config.train, config.train.tokens_per_pass
+    tokens, each = None if asked == "auto" else asked, 2 if train.pairs else 1
+    return packing_of_model(model, train.batch_size, config.data.max_length, vocab_size, device, tokens, each)
+
+
+def packing_of_model(
+    model: nn.Module,
+    batch: int,
+    max_length: int,
+    vocab_size: int,
+    device: torch.device,
+    tokens: int | None = None,
+    rows_each: int = 1,
+) -> Packing:
+    """The passes of a model that is to train with batches of so many examples: see ``schedule.packing_of``."""
+    kind, whole = device.type, sum(parameter.numel() for parameter in model.parameters())
     tokens = packing_of(
-        train.batch_size,
-        data.max_length,
-        None if train.tokens_per_pass == "auto" else train.tokens_per_pass,
+        batch,
+        max_length,
+        tokens,
         multiple=BLOCK * torch.get_num_threads() if kind == "cpu" else BLOCK_ELSEWHERE,
-        least=SMALL_TOKENS if small else LEAST_TOKENS.get(kind, LEAST_ELSEWHERE),
+        least=SMALL_TOKENS if whole < SMALL else LEAST_TOKENS.get(kind, LEAST_ELSEWHERE),
         most=MOST_TOKENS.get(kind, MOST_ELSEWHERE),
-        rows_each=each,
+        rows_each=rows_each,
     )
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    numbers = sum(p.numel() for p in trained.values() if not is_wide(p))
-    units = max(1, math.ceil(4 * tokens / (each * data.max_length)))  # of rows a quarter as long as allowed
+    numbers = sum(p.numel() for p in model.parameters() if p.requires_grad and not is_wide(p))
+    units = max(1, math.ceil(4 * tokens / (rows_each * max_length)))  # of rows a quarter as long as allowed
     fits = HELD.get(kind, HELD_ELSEWHERE) // (4 * max(1, numbers))
-    held = numbers if fits >= units else 0
     return Packing(
         tokens=tokens,
-        most_units=units if held else tokens // 2,
-        held_numbers=held,
+        most_units=units if fits >= units else tokens // 2,
+        held_numbers=numbers if fits >= units else 0,
         targets=pack_of(vocab_size, device),
-        max_length=data.max_length,
-        rows_each=each,
+        max_length=max_length,
+        rows_each=rows_each,
+        alone=has_experts(model) is not None or not attends_by_interface(model),
     )
 
 

@@ -21,10 +21,10 @@ from dpllm.model import processes
 from dpllm.model.evaluate import HeldOut, in_eval_mode
 from dpllm.model.longest import without_memory
 from dpllm.privacy import guards
-from dpllm.privacy.loss import Autocast, TokenLosses, row_sums
-from dpllm.privacy.preference import PairLoss
 from dpllm.privacy.attention import RowAttention
+from dpllm.privacy.loss import Autocast, TokenLosses, row_sums
 from dpllm.privacy.packing import passes_of, sizes_of
+from dpllm.privacy.preference import PairLoss
 from dpllm.privacy.schedule import Packing, TokenSequence, Unit
 from dpllm.progress import tell
 from dpllm.text.rows import ReadWhenAsked
@@ -66,7 +66,13 @@ class Rewards:
     ) -> None:
         """``packing`` is that of training, in which no row rounds by its company."""
         without_memory(model)
-        self._model, self._packing, self._pad_id, self._device, self._autocast = model, packing, pad_id, device, autocast
+        self._model, self._packing, self._pad_id, self._device, self._autocast = (
+            model,
+            packing,
+            pad_id,
+            device,
+            autocast,
+        )
         self._attention = RowAttention(model)
 
     def surprises(self, units: Sequence[Unit | None], rank: int = 0, world: int = 1) -> Floats:

@@ -69,6 +69,12 @@ def _configs(module: nn.Module) -> Iterator[PretrainedConfig]:
                 yield inner
 
 
+def attends_by_interface(model: nn.Module) -> bool:
+    """Whether a model's attention goes through transformers' interface, as its class says; others read rows by themselves."""
+    classes = {type(module) for module in model.modules()}
+    return any(getattr(one, "_supports_attention_backend", False) for one in classes)
+
+
 def by_rows(
     module: nn.Module,
     query_1HMd: Tensor,
@@ -119,7 +125,7 @@ def attend(
         )
     place_L = torch.arange(length, device=query_1HLd.device)
     kept_LL = place_L[:, None] >= place_L
-    if windowed:
+    if windowed and sliding_window is not None:
         kept_LL &= place_L[:, None] - place_L < sliding_window
     if softcap is None:
         return functional.scaled_dot_product_attention(

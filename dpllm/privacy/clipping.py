@@ -159,14 +159,14 @@ class PerUnitClipper:
         if gradient_P is None:
             gradients.add_to(sum_P, factor_U, counted_U.tolist())
         elif bool(counted_U[0]):
-            for part_P, into_P in zip(gradient_P.split(FORMED), sum_P.split(FORMED), strict=True):
+            for part_P, into_P in zip(torch.split(gradient_P, FORMED), torch.split(sum_P, FORMED), strict=True):
                 into_P += part_P.double().mul_(factor_U[0]).round_()
         gradients.close()
         return loss_R.detach(), norm_U
 
     def _square_of(self, gradient_P: Tensor) -> Tensor:
         """square_L1 of one unit's gradient."""
-        parts = gradient_P.split([parameter.numel() for parameter in self._parameters.values()])
+        parts = torch.split(gradient_P, [parameter.numel() for parameter in self._parameters.values()])
         norm_L = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
         return torch.stack(norm_L).square_().unsqueeze(1)
 
@@ -219,7 +219,7 @@ def plain_sum(
     with attention.of(some):
         loss_R = losses(some)
         (loss_R.sum() * loss_scale).backward()  # type: ignore[no-untyped-call]
-    into = sum_P.split([parameter.numel() for parameter in parameters.values()])
+    into = torch.split(sum_P, [parameter.numel() for parameter in parameters.values()])
     for parameter, part_P in zip(parameters.values(), into, strict=True):
         if parameter.grad is not None:
             part_P.add_(parameter.grad.flatten(), alpha=1 / loss_scale)

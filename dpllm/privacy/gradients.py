@@ -127,7 +127,7 @@ class PassGradients:
         """One unit's gradient of one parameter, flat, in parts of a public size."""
         if place.held is not None:
             assert self._buffer_UP is not None
-            yield from self._buffer_UP[number, place.held : place.held + place.size].split(CACHED)
+            yield from torch.split(self._buffer_UP[number, place.held : place.held + place.size], CACHED)
             return
         for _, gradient in self._formed(name, place, number):
             yield gradient.flatten()

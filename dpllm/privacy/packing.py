@@ -30,7 +30,8 @@ class Segment(NamedTuple):
     unit: int  # counted from 0 in the pass
 
 
-class Targets(NamedTuple):
+@dataclass(frozen=True)
+class Targets:
     """What is to be predicted, and from where: in packs of a fixed size, the last of them filled up.
 
     What fills it reads the last position of all, which predicts nothing.
@@ -87,9 +88,15 @@ class Pass:
         return self._each(Tensor.pin_memory)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Pass:
-        tensors = {name: change(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
-        positions, following = change(self.targets.position_N), change(self.targets.target_N)
-        return replace(self, targets=self.targets._replace(position_N=positions, target_N=following), **tensors)
+        targets = self.targets
+        return replace(
+            self,
+            input_ids_1M=change(self.input_ids_1M),
+            position_ids_1M=None if self.position_ids_1M is None else change(self.position_ids_1M),
+            targets=replace(targets, position_N=change(targets.position_N), target_N=change(targets.target_N)),
+            denominator_R=change(self.denominator_R),
+            reference_R=change(self.reference_R),
+        )
 
 
 @runtime_checkable

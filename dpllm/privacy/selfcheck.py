@@ -230,7 +230,7 @@ def _first_that_differs(subject: Subject, clipper: PerUnitClipper, units: Sequen
             outputs.append([(name, after) for name, _, after in calls if after is not None])
         for (name, one), (_, other) in zip(*outputs, strict=False):
             if not torch.equal(one, other):
-                return name
+                return str(name)
     return "a backward pass"
 
 
@@ -317,7 +317,7 @@ def _compare(parameters: Mapping[str, nn.Parameter], sum_P: Tensor, expected_P: 
     """Largest relative error of a parameter's clipped sum; raises naming the worst."""
     sizes, whole = [parameter.numel() for parameter in parameters.values()], float(expected_P.norm())
     errors = {}
-    for name, seen, part in zip(parameters, sum_P.split(sizes), expected_P.split(sizes), strict=True):
+    for name, seen, part in zip(parameters, torch.split(sum_P, sizes), torch.split(expected_P, sizes), strict=True):
         # Some gradients (a key bias) are zero but for rounding.
         errors[name] = float((seen - part).norm()) / max(float(part.norm()), 1e-3 * whole)
     name = max(errors, key=lambda key: errors[key] if errors[key] == errors[key] else float("inf"))

@@ -1,19 +1,17 @@
-"""What follows from a recipe alone: the settings of its Plan, slots of canaries, shapes, and why it may give no guarantee.
+"""What follows from a recipe alone: the settings of its Plan, slots of canaries, and why it may give no guarantee.
 
 Comes in: a recipe and public numbers. Goes out: the small values of ``dpllm.privacy``. Sees no data, no model and no ledger.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dpllm.errors import ConfigError, Refused
 from dpllm.privacy.banded import LearningRate
 from dpllm.privacy.labels import flip_probability
 from dpllm.privacy.plan import Plan, Settings, make_plan
-from dpllm.privacy.schedule import Schedule, Shape, make_schedule, shapes_of
+from dpllm.privacy.schedule import Schedule, make_schedule
 from dpllm.recipe.audit import AuditConfig
 from dpllm.recipe.config import DataConfig, LoraConfig, RunConfig, TrainConfig
 
@@ -76,19 +74,6 @@ def plan_of(config: RunConfig, num_units: int, *given: Any, **terms: Any) -> Pla
 def learning_rate_of(train: TrainConfig) -> LearningRate:
     """How it goes with the steps."""
     return LearningRate(train.learning_rate, train.lr_scheduler, train.warmup)
-
-
-def shapes_for(config: RunConfig, schedule: Schedule, fixed: int) -> Callable[[int], tuple[Shape, ...]]:
-    """From the most rows of a physical batch to the shapes of a recipe, the same for any number of processes."""
-    data, batch = config.data, schedule.expected_batch_size
-    each, pairs = rows_of_one(config), config.train.pairs
-    return partial(shapes_of, batch=batch, max_length=data.max_length, each=each, fixed=fixed, pairs=pairs)
-
-
-def rows_of_one(config: RunConfig) -> int:
-    """Rows that one of what is sampled brings, at most, unless they are cut into chunks: two of each preference pair."""
-    examples = 1 if config.data.sampling == "example" else config.data.max_examples_per_unit or 1
-    return examples * (2 if config.train.pairs else 1)
 
 
 def pair_loss(config: RunConfig) -> PairLoss | None:

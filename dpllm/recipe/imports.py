@@ -114,7 +114,6 @@ CONVERT: dict[str, Callable[[Any], Any]] = {
     "train.epochs": float,
     "train.warmup": float,
     "train.steps": lambda value: int(value) if int(value) > 0 else None,
-    "train.physical_batch_size": int,
     "train.optimizer": _optimizer,
     "train.lr_scheduler": _schedule,
     "train.eval_every": _whole,
@@ -244,7 +243,7 @@ def _method(draft: Imported) -> None:
 def _length(draft: Imported) -> None:
     """Batch, epochs or steps, warm-up."""
     found = draft.found
-    rows, times = found["train.physical_batch_size"], int(draft.special["@accumulated"])
+    rows, times = int(draft.special["@rows"]), int(draft.special["@accumulated"])
     draft.carry("@accumulated", "train.batch_size", rows * times)
     draft.carried[-1] += "; multiply it by the number of processes that you used"
     steps = int(found.get("train.steps", 0))

@@ -159,5 +159,5 @@ def _each(change: Callable[[str], str], source: Source) -> Source:
 
 def of_training(config: RunConfig) -> str:
     """The digest of what trained, as run.json keeps it: without the card's words, what is watched, and how often or fast."""
-    train = config.train.model_copy(update={"physical_batch_size": 1, "eval_every": None, "checkpoint_every": None})
+    train = config.train.model_copy(update={"tokens_per_pass": "auto", "eval_every": None, "checkpoint_every": None})
     return digest(config.model_copy(update={"card": CardConfig(), "telemetry": TelemetryConfig(), "train": train}))

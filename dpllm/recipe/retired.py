@@ -22,6 +22,7 @@ RETIRED = {
     "privacy.adaptive": "adaptive clipping is retired; leave the key out, and set privacy.clipping: flat or automatic",
     "privacy.clipping: adaptive": "adaptive is retired; automatic has no threshold to tune, and flat takes max_grad_norm",
     "privacy.clipping: per_layer": "per_layer is retired; use flat, or automatic",
+    "train.physical_batch_size": "is retired: units are not padded any more; leave the key out, or set train.tokens_per_pass",
     "privacy.grad_sample_mode": "is retired: the form of each gradient follows from public shapes alone; leave the key out",
     # Options and actions of a command, and commands.
     "compare --no-intervals": "no losses of single examples are computed any more, so compare loads no model; leave it out",

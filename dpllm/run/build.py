@@ -11,7 +11,6 @@ import itertools
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +32,21 @@ from dpllm.privacy.engine import StepEngine
 from dpllm.privacy.gradient_canaries import GradientCanaries
 from dpllm.privacy.plan import Plan, Schedule
 from dpllm.privacy.sampling import PoissonSampler
-from dpllm.privacy.schedule import Shape
 from dpllm.privacy.selfcheck import Checked
 from dpllm.privacy.stream import os_entropy
 from dpllm.recipe.config import RunConfig, dump_config
-from dpllm.recipe.derived import pairs_of, shapes_for
-from dpllm.run import checkpoint, selfcheck_cache
+from dpllm.recipe.derived import pairs_of
+from dpllm.run import checkpoint
 from dpllm.run.directory import RunDir
-from dpllm.run.mechanism import Autocast, build_model, check_in_float32, check_rows, is_low, make_engine, make_optimizer
+from dpllm.run.mechanism import (
+    Autocast,
+    build_model,
+    check_in_float32,
+    check_passes,
+    is_low,
+    make_engine,
+    make_optimizer,
+)
 from dpllm.run.payment import Payment, pay
 from dpllm.run.projections import KeptGroups, read_groups
 from dpllm.run.promise import Decision, Start, decide
@@ -73,7 +79,6 @@ class Prepared:
     autocast: Autocast
     sampler: PoissonSampler
     payment: Payment
-    shapes: Sequence[Shape]  # of physical batches, by ascending length
     checked: Checked  # what the self-check found
     notes: list[str]  # what the card must name
     dropout_off: dict[str, float] | None  # rates that were set to zero; None without privacy, where they hold
@@ -92,11 +97,6 @@ class Prepared:
     def first_step(self) -> int:
         """Steps taken before a resume."""
         return self.decision.resumed.charged if self.decision.resumed else 0
-
-    @property
-    def physical_batch_size(self) -> int:
-        """Rows in one forward pass, at most."""
-        return max(shape.rows for shape in self.shapes)
 
     @property
     def schedule(self) -> Schedule:
@@ -159,24 +159,18 @@ def _check(
     vocabulary: int,
     pad_id: int,
     precision: torch.dtype | None,
-    start: Start,
     console: Console,
-) -> tuple[Sequence[Shape], Checked]:
-    """The shapes of physical batches, and what the self-check says of them; without a Plan there is none."""
-    config, plan, state = decision.config, decision.plan, PartialState()
-    assert decision.schedule is not None
-    rows = memory.resolve(engine, config, vocabulary, state.device, world=state.num_processes)
-    of_rows = shapes_for(config, decision.schedule, memory.fixed_tokens(state.device, net))
-    low = is_low(net, precision)
-    if plan is None:
-        return of_rows(rows), Checked(0.0)
-    key = partial(selfcheck_cache.key_of, config, net, vocabulary=vocabulary, pad_id=pad_id, precision=str(precision))
-    key = partial(key, pairs=str(engine.pairs))
-    kept = selfcheck_cache.Kept(key, start.fresh_check)
-    shapes, checked = check_rows(engine, vocabulary, of_rows, rows, pad_id=pad_id, low=low, kept=kept, console=console)
-    if low:
-        check_in_float32(config, net, plan, state.device, shapes)
-    return shapes, checked
+) -> Checked:
+    """What the self-check says of the passes, which may change; without a Plan there is none."""
+    config, plan, device = decision.config, decision.plan, PartialState().device
+    checked = Checked(0.0)
+    if plan is not None:
+        low = is_low(net, precision)
+        checked = check_passes(engine, vocabulary, pad_id=pad_id, low=low, console=console)
+        if low:
+            check_in_float32(config, net, plan, device, engine.packing)
+    memory.rehearse(engine, config, vocabulary, device)
+    return checked
 
 
 def _note(error: Refused, config: RunConfig, run: RunDir) -> None:
@@ -213,11 +207,14 @@ def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, 
     vocabulary, optimizer = _vocabulary(config, net, tokenizer, units, held_out), make_optimizer(config.train, net)
     groups_key: int = shared(_groups_key(config, run, plan, resumed) if main else 0)
     precision = shared(loading.precision_of(config.train, device))  # auto: what rank 0 makes of it
-    sampler, engine, autocast = make_engine(decision, net, optimizer, len(units), device, precision, groups_key)
+    packing = shared(memory.packing_for(config, net, vocabulary, device))
+    sampler, engine, autocast = make_engine(
+        decision, net, optimizer, len(units), device, precision, packing, groups_key
+    )
     if plan and planted and main:  # rank 0 adds the noise, and them
         engine.canaries = _gradient_canaries(planted, engine.size, plan, device)
-    shapes, checked = _check(decision, net, engine, vocabulary, tokenizer.pad_token_id or 0, precision, start, console)
-    rewards = Rewards(net, shapes, tokenizer.pad_token_id or 0, device, autocast)
+    checked = _check(decision, net, engine, vocabulary, tokenizer.pad_token_id or 0, precision, console)
+    rewards = Rewards(net, engine.packing, tokenizer.pad_token_id or 0, device, autocast)
     pairs = referenced(decision, run, rewards, units, held_out) if engine.pairs else None
     notes = [*decision.policy.deviations]
     if resumed:
@@ -242,7 +239,6 @@ def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, 
         autocast=autocast,
         sampler=sampler,
         payment=payment,
-        shapes=shapes,
         checked=checked,
         notes=notes,
         dropout_off=dropout_off,

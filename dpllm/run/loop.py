@@ -21,7 +21,7 @@ from rich.console import Console
 from dpllm.model import evaluate, memory, processes
 from dpllm.model.processes import ahead, stop_signal
 from dpllm.privacy.engine import Diagnostics
-from dpllm.privacy.sampling import PhysicalBatch, physical_batches
+from dpllm.privacy.packing import Pass, passes_of
 from dpllm.progress import heard_by
 from dpllm.recipe import derived
 from dpllm.recipe.config import RunConfig
@@ -121,10 +121,10 @@ def _take_steps(
                 group["lr"] = rate
             batches, canaries = next(logical_batches)
             prepared.payment.charge(step + 1)  # written before the update exists
-            with memory.explained(prepared.config, prepared.shapes[-1].rows):
+            with memory.explained(prepared.config, prepared.engine.packing):
                 mine = prepared.engine.step(batches, canaries)
             step += 1
-            positions = float(sum(batch.input_ids_RT.numel() for batch in batches))
+            positions = float(sum(batch.input_ids_1M.numel() for batch in batches))
             stop, positions, loss_sum, units, clipped, norm_sum, *by_layer = processes.totals(
                 len(stopping), positions, mine.loss_sum, mine.units, mine.clipped, mine.norm_sum, *mine.clipped_by_layer
             )
@@ -146,12 +146,12 @@ def _take_steps(
     return step
 
 
-def _next_batches(prepared: Prepared, state: PartialState) -> tuple[list[PhysicalBatch], list[int]]:
-    """This rank's part of the next logical batch, in physical batches, and the gradient canaries in it, which are rank 0's."""
+def _next_batches(prepared: Prepared, state: PartialState) -> tuple[list[Pass], list[int]]:
+    """This rank's part of the next logical batch, in passes, and the gradient canaries in it, which are rank 0's."""
     pad_id, rank, world = prepared.tokenizer.pad_token_id or 0, state.process_index, state.num_processes
     drawn, first = prepared.sampler.draw(), len(prepared.units) - prepared.config.audit.gradient_canaries
     units = prepared.units if prepared.pairs is None else prepared.pairs.sampled
-    found = physical_batches(drawn, units, prepared.shapes, pad_id, rank, world)
+    found = passes_of(drawn, units, prepared.engine.packing, pad_id, rank, world)
     canaries = [slot - first for slot in drawn if slot >= first] if rank == 0 else []
     return [batch.pinned() for batch in found] if state.device.type == "cuda" else found, canaries
 
@@ -163,6 +163,6 @@ def _evaluate(prepared: Prepared, state: PartialState) -> evaluate.HeldOut | Non
     rank, world, device = state.process_index, state.num_processes, state.device
     if prepared.pairs and prepared.engine.pairs:
         return prepared.pairs.rewards.held_out(prepared.pairs.held_out, prepared.engine.pairs, rank, world)
-    size = prepared.physical_batch_size * (4 if device.type == "cpu" else 1)
-    with memory.explained(prepared.config, prepared.physical_batch_size):
+    size = max(1, 2 * prepared.engine.packing.tokens // prepared.config.data.max_length)
+    with memory.explained(prepared.config, prepared.engine.packing):
         return evaluate.held_out_loss(prepared.model, prepared.held_out, size, device, prepared.autocast, rank, world)

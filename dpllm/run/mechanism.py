@@ -7,28 +7,27 @@ data: a schedule that followed the loss would be outside the guarantee.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from rich.console import Console
 
-from dpllm.errors import RoundsByCompany
-from dpllm.model import adapters, loading, processes
+from dpllm.errors import NotBatchInvariant
+from dpllm.model import adapters, loading, memory, processes
 from dpllm.model.processes import shared
 from dpllm.privacy import guards
 from dpllm.privacy.engine import FP16_LOSS_SCALE, StepEngine
 from dpllm.privacy.noise import GaussianNoise
 from dpllm.privacy.plan import Plan
-from dpllm.privacy.rules import Form
 from dpllm.privacy.sampling import PoissonSampler
-from dpllm.privacy.schedule import Shape
+from dpllm.privacy.schedule import Packing
 from dpllm.privacy.selfcheck import Checked
 from dpllm.privacy.stream import Turns, os_entropy
 from dpllm.recipe import derived
 from dpllm.recipe.config import RunConfig, TrainConfig
-from dpllm.run import selfcheck_cache
 from dpllm.run.promise import Decision
 
 Autocast = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -83,6 +82,7 @@ def make_engine(
     size: int,
     device: torch.device,
     precision: torch.dtype | None,
+    packing: Packing,
     groups: int = 0,
 ) -> tuple[PoissonSampler, StepEngine, Autocast]:
     """Sampler and engine, with keys that no rank but these knows, and the context of a forward pass; ``size`` is N.
@@ -100,7 +100,7 @@ def make_engine(
         optimizer,
         schedule,
         decision.plan,
-        form=Form(decision.config.data.max_length),
+        packing,
         noise=GaussianNoise(noise_key, device, secure=privacy.secure_noise),
         autocast=autocast,
         loss_scale=FP16_LOSS_SCALE if precision == torch.float16 else 1.0,
@@ -111,85 +111,52 @@ def make_engine(
     return PoissonSampler(schedule, size, sampling_key, turns), engine, autocast
 
 
-def check_rows(
-    engine: StepEngine,
-    vocabulary: int,
-    shapes: Callable[[int], tuple[Shape, ...]],
-    rows: int,
-    *,
-    pad_id: int,
-    low: bool = False,
-    kept: selfcheck_cache.Kept | None = None,
-    console: Console | None = None,
-) -> tuple[tuple[Shape, ...], Checked]:
-    """Checks the engine against brute-force autograd, and that no row is rounded by its company.
+def check_passes(
+    engine: StepEngine, vocabulary: int, *, pad_id: int, low: bool = False, console: Console | None = None
+) -> Checked:
+    """Checks the engine against brute-force autograd, and that no unit is rounded by its place or its company.
+
+    Where a kernel does round so, passes have another length; where that does not help, each example has a pass of its own.
 
     Args:
-        engine: As it will train.
+        engine: As it will train; its packing may change.
         vocabulary: Tokens are drawn below this.
-        shapes: From the most rows of a physical batch to their shapes.
-        rows: How many there shall be, at most.
         pad_id: As in training.
         low: Something is computed or held in less than float32.
-        kept: Where a pass is kept; None: nowhere, and every check is whole.
         console: Where the outcome is said.
 
     Returns:
-        The shapes that run, with fewer rows where a kernel rounds rows by their company; and what the check found.
+        What the check found.
 
     Raises:
         Refused: The engine computes something else, in more than rounding; or ranks round differently.
     """
-    console, chosen = console or Console(quiet=True), shapes(rows)
-    under = kept.key(chosen) if kept else None
-    known = {} if kept is None or kept.fresh else selfcheck_cache.read(under) or {}
-    same = processes.shared(known) == known  # asked on every rank, whatever it holds
-    same = same and [shape.length for shape in known] == [shape.length for shape in chosen]
-    if processes.totals(not same)[0]:  # all ranks check alike
-        known = {}
-    chosen = tuple(known) or chosen  # the shapes that passed in place of these
-    checked, passed, reasons = Checked(0.0), dict[Shape, str](), list[str]()
+    console, first = console or Console(quiet=True), engine.packing
+    tries = [replace(first, tokens=2 * first.tokens), replace(first, alone=True)]
+    if first.alone or first.tokens >= memory.MANY_TOKENS:
+        tries = tries[1:]
+    checked, reason = Checked(0.0), ""
     while True:
-        place = len(chosen)
+        failed = False
         try:
-            checked = engine.self_check(vocabulary, chosen, low, pad_id, known=known, passed=passed)
-            passed = checked.digests
-        except RoundsByCompany as refusal:
-            place, passed = refusal.place, refusal.passed
-            reasons.append(str(refusal).partition(", so ")[0])
-        if (place := processes.least(place)) == len(chosen):
+            checked = engine.self_check(vocabulary, low, pad_id)
+        except NotBatchInvariant as refusal:
+            failed, reason = True, str(refusal).partition(", so that ")[0]
+        if not processes.totals(failed)[0]:  # all ranks try alike
             break
-        known = {}  # of other shapes than those that run now
-        chosen = _with_fewer(chosen, place, 1 if engine.pairs is None else 2)
-    if some := ", ".join(map(str, chosen)) if reasons else "":
-        console.print(f"Physical batches have fewer rows in this run ({some} tokens), which is slower: {reasons[0]}.")
-    facts = {f"the gradient sum of a physical batch of {shape} synthetic tokens": one for shape, one in passed.items()}
-    processes.check_rounding(facts)
-    if not checked.known:
-        selfcheck_cache.keep(under, checked.digests)
-    earlier = " (that other rows do not change a row's rounding: shown by an earlier start)" if checked.known else ""
-    console.print(f"Self-check against brute-force autograd: largest relative error {checked.error:.1e}{earlier}")
-    return chosen, checked
+        engine.repack(tries.pop(0))
+    if engine.packing != first and reason:
+        console.print(f"Passes of {engine.packing} in this run, which is slower: {reason}.", markup=False)
+    processes.check_rounding({"the gradient sum of a pass of synthetic tokens": checked.digest})
+    console.print(f"Self-check against brute-force autograd: largest relative error {checked.error:.1e}")
+    return checked
 
 
-def _with_fewer(shapes: tuple[Shape, ...], place: int, least: int) -> tuple[Shape, ...]:
-    """Fewer rows in the shape at a place, on all ranks where one rank's kernels ask for it; for -1, in all shapes the least."""
-    if place < 0:
-        return tuple(shape._replace(rows=least) for shape in shapes)
-    return *shapes[:place], shapes[place].lower, *shapes[place + 1 :]
-
-
-def check_in_float32(config: RunConfig, net: Any, plan: Plan, device: torch.device, shapes: Sequence[Shape]) -> None:
+def check_in_float32(config: RunConfig, net: Any, plan: Plan, device: torch.device, packing: Packing) -> None:
     """The self-check once more, on a small float32 model of the same architecture: low precision hides small errors."""
     small = loading.shrunken(config, net, device)
-    engine = StepEngine(
-        small,
-        make_optimizer(config.train, small),
-        plan.schedule,
-        plan,
-        form=Form(config.data.max_length),
-        noise=GaussianNoise(0, device),  # it draws none
-    )
+    noise = GaussianNoise(0, device)  # it draws none
+    engine = StepEngine(small, make_optimizer(config.train, small), plan.schedule, plan, packing, noise=noise)
     engine.pairs = derived.pair_loss(config)
     with contextlib.closing(engine):
-        engine.self_check(loading.SHRUNKEN_VOCABULARY, [shape._replace(rows=min(8, shape.rows)) for shape in shapes])
+        engine.self_check(loading.SHRUNKEN_VOCABULARY)

@@ -11,7 +11,6 @@ import secrets
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from numbers import Integral
 from operator import index
 from types import TracebackType
@@ -26,14 +25,13 @@ from dpllm.model import loading, memory, processes
 from dpllm.privacy import events, guards
 from dpllm.privacy.engine import Diagnostics, StepEngine
 from dpllm.privacy.noise import GaussianNoise
+from dpllm.privacy.packing import passes_of
 from dpllm.privacy.plan import Plan, Settings, make_plan
-from dpllm.privacy.rules import Form
-from dpllm.privacy.sampling import PoissonSampler, physical_batches
-from dpllm.privacy.schedule import make_schedule, shapes_of
+from dpllm.privacy.sampling import PoissonSampler
+from dpllm.privacy.schedule import make_schedule
 from dpllm.privacy.selfcheck import longest_row
 from dpllm.privacy.stream import Turns, os_entropy
-from dpllm.run.mechanism import check_rows, is_low
-from dpllm.run.selfcheck_cache import CALLS, hooks
+from dpllm.run.mechanism import check_passes, is_low
 from dpllm.text.data import TokenSequence, Unit
 
 
@@ -78,6 +76,9 @@ def _whole(name: str, value: int) -> int:
     return events.integer(name, int(value) if plain else value, 1)
 
 
+CALLS = ("forward", "_call_impl", "_compiled_call_impl")  # of a layer itself, if set, in place of its class's
+
+
 class Engine:
     """Takes the steps of one reservation on one model, in one process; use it in a ``with`` statement.
 
@@ -104,7 +105,7 @@ class Engine:
         ledger: Ledger,
         dataset: str,
         max_length: int,
-        physical_batch_size: int = 8,
+        tokens_per_pass: int | None = None,
     ) -> None:
         """Checks everything, then reserves.
 
@@ -116,7 +117,7 @@ class Engine:
             ledger: Where the run is charged.
             dataset: The name of the data in it.
             max_length: Tokens of the longest row allowed; public.
-            physical_batch_size: Rows in one forward pass, at most.
+            tokens_per_pass: Of one forward pass; None: from the batch and ``max_length``.
 
         Raises:
             ConfigError: There are not N different units, or a row cannot be trained on.
@@ -131,18 +132,17 @@ class Engine:
         vocabulary = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
         max_length = longest_row(model, max_length)
         _check_units(self._units, size, max_length, vocabulary)
-        if physical_batch_size < 1:
-            raise ConfigError(f"physical_batch_size is {physical_batch_size}. Give 1 or more.")
+        if tokens_per_pass is not None and tokens_per_pass < 1:
+            raise ConfigError(f"tokens_per_pass is {tokens_per_pass}. Give 1 or more.")
         self.dropout_off = loading.without_dropout(model.train())
         self._pad_id = getattr(model.config, "pad_token_id", None) or 0
         torch.set_float32_matmul_precision("highest")
         device = next(model.parameters()).device
-        form, noise = Form(max_length), GaussianNoise(os_entropy(), device)
-        self._engine = StepEngine(model, optimizer, schedule, plan, form=form, noise=noise)
+        batch, noise = schedule.expected_batch_size, GaussianNoise(os_entropy(), device)
+        packing = memory.packing_of_model(model, batch, max_length, vocabulary, device, tokens_per_pass)
+        self._engine = StepEngine(model, optimizer, schedule, plan, packing, noise=noise)
         try:
-            fixed, batch = memory.fixed_tokens(device, model), schedule.expected_batch_size
-            of_rows = partial(shapes_of, batch=batch, max_length=max_length, fixed=fixed)
-            self._shapes = check_rows(self._engine, vocabulary, of_rows, physical_batch_size, pad_id=self._pad_id)[0]
+            check_passes(self._engine, vocabulary, pad_id=self._pad_id)
             self._sampler = PoissonSampler(schedule, size, os_entropy(), Turns(plan.bands, os_entropy()))
             self._optimizer, self._seen, self._ledger = optimizer, _seen(model), ledger
             with ledger.counting():
@@ -193,7 +193,7 @@ class Engine:
         self._broken = True  # before the turn passes: an interrupt may come within the draw
         try:
             drawn = self._sampler.draw()
-            batches = physical_batches(drawn, self._units, self._shapes, self._pad_id)
+            batches = passes_of(drawn, self._units, self._engine.packing, self._pad_id)
             diagnostics = self._engine.step(batches)
         finally:
             self._seen = _seen(self._model)
@@ -245,6 +245,12 @@ def _seen(model: nn.Module) -> dict[str, tuple[Any, ...]]:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         marks[name] = id(tensor), tensor.data_ptr(), tensor._version
     return marks
+
+
+def hooks(owner: Any, *starts: str) -> list[tuple[Any, ...]]:
+    """The hooks in each of the dictionaries that torch keeps in an owner under names that begin so."""
+    kept = vars(owner).items()
+    return [tuple(some.values()) for name, some in kept if name.startswith(starts) and isinstance(some, dict)]
 
 
 def _check_plan(plan: Plan, ledger: Ledger, optimizer: torch.optim.Optimizer) -> None:

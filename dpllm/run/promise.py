@@ -47,7 +47,6 @@ class Start:
 
     resume: bool = False  # go on with the interrupted run in ``output_dir``: same reservation, fresh noise
     overwrite: bool = False  # replace a run that lies in ``output_dir``
-    fresh_check: bool = False  # what an earlier start showed of rounding is shown again
     entry: str | None = None  # a reservation that was made for this run before, as one of a tuning group
 
 

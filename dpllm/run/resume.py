@@ -19,7 +19,7 @@ from dpllm.run.directory import RunDir, open_run
 from dpllm.statement.parents import Base
 from dpllm.statement.run_files import PlanRecord, read_plan, read_run
 
-TRAIN_MAY_CHANGE = {"physical_batch_size", "eval_every", "checkpoint_every", "process_timeout"}
+TRAIN_MAY_CHANGE = {"tokens_per_pass", "eval_every", "checkpoint_every", "process_timeout"}
 TRAIN_MAY_CHANGE |= {"sample_prompts", "sample_every"}
 MAY_CHANGE = {"card", "telemetry", *(f"train.{key}" for key in TRAIN_MAY_CHANGE)}
 

@@ -141,12 +141,8 @@ class RunRecord(Record):
     """Logical batches executed; None where the process was killed, and the ledger knows."""
     steps_lost: int = 0
     """Of these, those that no checkpoint kept and whose update is in no weights."""
-    physical_batch_size: int | None = None
-    """Rows in a forward pass, at most."""
-    physical_batches: tuple[tuple[int, int], ...] = ()
-    """(tokens, rows) of each shape of forward pass; empty in a record of an older version."""
-    self_check: Literal["whole", "cached"] | None = None
-    """cached: that rows do not round by company was shown by an earlier start; None without differential privacy."""
+    tokens_per_pass: int | None = None
+    """Of a forward pass, padding included; None where each example had a pass of its own."""
     epsilon_spent: Number | None
     """Of the whole Plan; None without differential privacy."""
     delta: Number | None
