@@ -15,8 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpllm.text.data import Unit
 
-# Layers as small as these are materialised by "auto", as by "per_sample": test_exactness.py shows it.
-MODES = ("auto", "ghost")
+MODES = ("held", "twice")  # how gradients are kept until the clipping factors are known
 BF16 = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
 FP16 = partial(torch.autocast, "cpu", dtype=torch.float16)
 FAMILIES = (

@@ -12,7 +12,7 @@ from scipy import stats
 from torch import Tensor, nn
 
 from dpllm.errors import Refused
-from dpllm.privacy.sampling import PhysicalBatch, collate
+from dpllm.privacy.packing import Pass
 from dpllm.text.data import Unit
 
 BOUND = 1 + 1e-6
@@ -36,7 +36,7 @@ def without(some: Sequence[Unit], index: int) -> list[Unit | None]:
     return [None if position == index else one for position, one in enumerate(some)]
 
 
-def exact(net: nn.Module, some: Sequence[Unit], exact_UP: Tensor, mode: str = "auto", sizes: Any = (2, 64)) -> None:
+def exact(net: nn.Module, some: Sequence[Unit], exact_UP: Tensor, mode: str = "held", sizes: Any = (2, 64)) -> None:
     """Norms and clipped sums, at a C that clips some units and not others, are those of the reference."""
     norm_U = exact_UP.norm(dim=1)
     bound = float(norm_U.median()) * 1.01
@@ -89,7 +89,7 @@ def own_rounding(mode: str, scale: float) -> None:
     assert moved <= 1e-4 * BOUND, moved / 1e-4
 
 
-def whole_units(net: nn.Module, mode: str = "auto") -> None:
+def whole_units(net: nn.Module, mode: str = "held") -> None:
     """A unit with more rows than a physical batch is clipped once, as if it were in one."""
     one, short = tm.unit((5, 9, 3, 8, 6), 4), tm.unit((7,), 5)
     exact_UP = tm.brute_force(net, [one, short])
@@ -103,7 +103,7 @@ def whole_units(net: nn.Module, mode: str = "auto") -> None:
         assert (seen.units, seen.clipped) == (2, 2)
 
 
-def with_infinite_dummies(batch: PhysicalBatch) -> PhysicalBatch:
+def with_infinite_dummies(batch: Pass) -> Pass:
     """The batch, with an infinite loss in its dummy rows."""
     nobody = batch.unit_R < 0
     batch.loss_mask_RT[nobody, 1:] = True
@@ -111,7 +111,7 @@ def with_infinite_dummies(batch: PhysicalBatch) -> PhysicalBatch:
     return batch
 
 
-def dummy_rows(net: nn.Module, mode: str = "auto") -> None:
+def dummy_rows(net: nn.Module, mode: str = "held") -> None:
     """Padding rows add nothing, beside units and alone, even where their gradient is not finite, and are not counted."""
     some = tm.units(tm.RAGGED)
     engine = tm.make_engine(net, tm.plan(0.3), mode=mode)
@@ -129,7 +129,7 @@ def dummy_rows(net: nn.Module, mode: str = "auto") -> None:
         assert seen.units == 0
 
 
-def not_finite(mode: str = "auto", adapter: Any = tm.FROZEN, bad: float = float("nan")) -> None:
+def not_finite(mode: str = "held", adapter: Any = tm.FROZEN, bad: float = float("nan")) -> None:
     """A unit whose gradient is not finite adds zero and spoils nothing."""
     net = tm.build("llama", adapter)
     with torch.no_grad():
@@ -160,14 +160,14 @@ def nothing_left_over(net: nn.Module) -> None:
     assert apart(engine.clipped_sum([*tm.batches(first), *tm.batches(second)])[0], expected_P) <= EXACT
 
 
-def checkpointed(kind: str, adapter: Any, exact_UP: Tensor, mode: str = "auto", **changes: Any) -> None:
+def checkpointed(kind: str, adapter: Any, exact_UP: Tensor, mode: str = "held", **changes: Any) -> None:
     """Gradient checkpointing changes nothing."""
     net = tm.build("llama", adapter, checkpointing=kind, **changes)
     exact(net, tm.units(tm.RAGGED), exact_UP, mode)
     assert tm.make_engine(net, mode=mode).self_check(tm.VOCABULARY, tm.shapes(32)).error <= EXACT
 
 
-def no_weight_gradients(net: nn.Module, mode: str = "auto") -> None:
+def no_weight_gradients(net: nn.Module, mode: str = "held") -> None:
     """In the engine's backward pass no parameter requires a gradient, so that autograd computes none."""
     engine = tm.make_engine(net, mode=mode)
     receive, calls = engine._clipper._taps._receive, []
@@ -254,7 +254,7 @@ def expected_divisor() -> None:
         torch.testing.assert_close(moved_P, total_P / 10, rtol=1e-3, atol=1e-7)
 
 
-def released(engine: Any, some_batches: Sequence[PhysicalBatch], steps: int, sigma: float = SIGMA) -> Tensor:
+def released(engine: Any, some_batches: Sequence[Pass], steps: int, sigma: float = SIGMA) -> Tensor:
     """What many steps on one logical batch release beyond the clipped sum, over sigma C: (steps, P)."""
     exact_P = engine.clipped_sum(some_batches)[0]
     rows = [tm.released(engine, some_batches) - exact_P for _ in range(steps)]

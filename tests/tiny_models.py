@@ -19,16 +19,18 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dpllm.model import adapters
+from dpllm.privacy.attention import attends_by_interface
 from dpllm.privacy.engine import StepEngine
 from dpllm.privacy.noise import GaussianNoise
+from dpllm.privacy.packing import Pass, passes_of
 from dpllm.privacy.plan import Plan, Schedule
-from dpllm.privacy.rules import Form
-from dpllm.privacy.sampling import PhysicalBatch, collate, physical_batches
-from dpllm.privacy.schedule import Shape
+from dpllm.privacy.schedule import Packing
 from dpllm.recipe.config import RunConfig
 from dpllm.text.data import TokenSequence, Unit
 
 MAX_LENGTH, VOCABULARY = 128, 64
+TOKENS = 96  # of a pass, which holds a few of the units here
+ALONE = 0  # in the place of so many tokens: each example by itself
 CPU = torch.device("cpu")
 NO_DROPOUT = {
     "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
@@ -114,14 +116,21 @@ def build(
     return net.train()
 
 
+def packing(tokens: int = TOKENS, *, mode: str = "held", longest: int = 32) -> Packing:
+    """Passes of so many tokens, or ALONE; ``mode``: gradients are "held" until the factors are known, or formed "twice"."""
+    held = 10**9 if mode == "held" else 0
+    return Packing(tokens or 32, 8, held, targets=16, max_length=longest, alone=tokens == ALONE)
+
+
 def engine_of(
     net: nn.Module, optimizer: torch.optim.Optimizer, of: Schedule, promise: Plan | None, **arguments: Any
 ) -> StepEngine:
-    """An engine; arguments beside its own: mode, max_length, noise_entropy, device."""
-    given: dict[str, Any] = {"noise_entropy": 2**100 + 7, "device": CPU, **arguments}
-    noise = GaussianNoise(given.pop("noise_entropy"), given.pop("device"))
-    form = Form(given.pop("max_length", 512), given.pop("mode", "auto"))
-    return StepEngine(net, optimizer, of, promise, form=form, noise=noise, **given)
+    """An engine; arguments beside its own: mode, tokens, longest, noise_entropy, device."""
+    values: dict[str, Any] = {"noise_entropy": 2**100 + 7, "device": CPU, "tokens": TOKENS, **arguments}
+    noise = GaussianNoise(values.pop("noise_entropy"), values.pop("device"))
+    tokens = values.pop("tokens") if attends_by_interface(net) else ALONE
+    shape = {key: values.pop(key) for key in ("mode", "longest") if key in values}
+    return StepEngine(net, optimizer, of, promise, packing(tokens, **shape), noise=noise, **values)
 
 
 _engines: WeakKeyDictionary[nn.Module, StepEngine] = WeakKeyDictionary()
@@ -152,17 +161,22 @@ def units(lengths: Iterable[Sequence[int]], seed: int = 0) -> list[Unit]:
     return [unit(of_one, 1000 * seed + number) for number, of_one in enumerate(lengths)]
 
 
-def clipped_sum(engine: StepEngine, some: Sequence[Unit | None], size: int = 8) -> Tensor:
-    return engine.clipped_sum(batches(some, size))[0].double().cpu()
+def batches(some: Sequence[Unit | None], of: StepEngine | int = TOKENS) -> list[Pass]:
+    """A logical batch of these units in an engine's passes, or in those of so many tokens."""
+    return passes_of(range(len(some)), some, packing(of) if isinstance(of, int) else of.packing, 0)
 
 
-def norms(engine: StepEngine, batch: Any) -> Tensor:
+def clipped_sum(engine: StepEngine, some: Sequence[Unit | None], of: int | None = None) -> Tensor:
+    return engine.clipped_sum(batches(some, engine if of is None else of))[0].double().cpu()
+
+
+def norms(engine: StepEngine, some: Pass) -> Tensor:
     """norm_U as the engine measures it."""
-    sums = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in engine.parameters.items()}
-    return engine._clipper.add(engine.losses, batch, sums, 1.0, 2.0**-30)[1]
+    sum_P = torch.zeros(engine.size, dtype=torch.float64)
+    return engine._clipper.add(engine.losses, some, sum_P, 1.0, 2.0**-30)[1]
 
 
-def released(engine: StepEngine, some_batches: Sequence[PhysicalBatch]) -> Tensor:
+def released(engine: StepEngine, some_batches: Sequence[Pass]) -> Tensor:
     """What one step hands to the optimizer, times B, in float64; the weights stay as they were."""
     seen: list[Tensor] = []
     for group in engine._optimizer.param_groups:
@@ -179,27 +193,27 @@ def released(engine: StepEngine, some_batches: Sequence[PhysicalBatch]) -> Tenso
 
 def brute_force(net: nn.Module, some: Sequence[Unit]) -> Tensor:
     """gradient_UP in float64, one sequence at a time, unpadded; ends an engine on ``net``."""
-    gradient_RP = _one_by_one(net, [collate([Unit((row,))], pad_id=0) for one in some for row in one.sequences])
+    gradient_RP = _one_by_one(net, [row for one in some for row in one.sequences])
     owners = torch.tensor([index for index, one in enumerate(some) for _ in one.sequences])
     return gradient_RP.new_zeros(len(some), gradient_RP.shape[1]).index_add_(0, owners, gradient_RP)
 
 
-def _one_by_one(net: nn.Module, rows: Iterable[PhysicalBatch]) -> Tensor:
+def _one_by_one(net: nn.Module, rows: Iterable[TokenSequence]) -> Tensor:
     if net in _engines:
         _engines.pop(net).close()  # a copy would take the hooks along, but not what they need
     exact = copy.deepcopy(net).double()
     if hasattr(exact, "set_experts_implementation"):
         exact.set_experts_implementation("eager")  # grouped products know no float64
-    device, parameters, found = next(exact.parameters()).device, list(trainable(exact).values()), []
+    device, parameters, gradients_RP = next(exact.parameters()).device, list(trainable(exact).values()), []
     for row in rows:
-        ids = row.input_ids_RT.to(device)
+        ids = torch.tensor([row.input_ids], device=device)
         logits = exact(input_ids=ids, use_cache=False).logits[0]
         scores = functional.log_softmax(logits.double(), dim=-1)
-        targets = row.loss_mask_RT[0].nonzero().flatten().tolist()
-        loss = -sum(scores[t - 1, ids[0, t]] for t in targets) / float(row.denominator_R)
+        targets = [place for place, learned in enumerate(row.loss_mask) if learned]
+        loss = -sum(scores[t - 1, ids[0, t]] for t in targets) / row.denominator
         gradients = torch.autograd.grad(loss, parameters)
-        found.append(torch.cat([gradient.double().flatten() for gradient in gradients]))
-    return torch.stack(found).cpu()
+        gradients_RP.append(torch.cat([gradient.double().flatten() for gradient in gradients]))
+    return torch.stack(gradients_RP).cpu()
 
 
 class Toy(nn.Module):
@@ -253,13 +267,3 @@ def alternating_unit(length: int) -> Unit:
     """Tokens 9 and 10 in turn, all of them learned: what ``Cancelling`` needs."""
     ids = tuple(9 + position % 2 for position in range(length))
     return Unit((TokenSequence(ids, (False,) + (True,) * (length - 1), length - 1),))
-
-
-def shapes(max_length: int, rows: int = 8) -> tuple[Shape, ...]:
-    """Of physical batches: so many rows at each of a few lengths."""
-    lengths = {min(max_length, 8 * -(-max_length * part // 64)) for part in (1, 2, 3, 4, 6, 8)}
-    return tuple(Shape(length, rows) for length in sorted(lengths))
-
-
-def batches(some: Sequence[Unit | None], size: int = 8) -> list[Any]:
-    return physical_batches(range(len(some)), some, shapes(MAX_LENGTH, size), 0)
