@@ -12,13 +12,21 @@ from scipy import stats
 from torch import Tensor, nn
 
 from dpllm.errors import Refused
-from dpllm.privacy.packing import Pass
+from dpllm.privacy.packing import Pass, lay_out
 from dpllm.text.data import Unit
 
 BOUND = 1 + 1e-6
 EXACT = 1e-5
 ALARM = 1e-9  # false alarm probability of each statistical check
 SIGMA, C = 1.7, 0.05  # of the plans whose noise is measured
+
+
+SIZES = (tm.ALONE, 64, 512)  # tokens of a pass
+
+
+def sizes_for(engine: Any, sizes: Sequence[int] = SIZES) -> list[int]:
+    """Those that the engine's model can run: models without transformers' attention run each example by itself."""
+    return [tm.ALONE] if engine.packing.alone else list(sizes)
 
 
 def clip(gradient_UP: Tensor, bound: float) -> Tensor:
@@ -36,17 +44,18 @@ def without(some: Sequence[Unit], index: int) -> list[Unit | None]:
     return [None if position == index else one for position, one in enumerate(some)]
 
 
-def exact(net: nn.Module, some: Sequence[Unit], exact_UP: Tensor, mode: str = "held", sizes: Any = (2, 64)) -> None:
+def exact(net: nn.Module, some: Sequence[Unit], exact_UP: Tensor, mode: str = "held", sizes: Any = SIZES) -> None:
     """Norms and clipped sums, at a C that clips some units and not others, are those of the reference."""
     norm_U = exact_UP.norm(dim=1)
     bound = float(norm_U.median()) * 1.01
     engine = tm.make_engine(net, tm.plan(bound), mode=mode)
-    seen_U = tm.norms(engine, collate(some, pad_id=0))
-    torch.testing.assert_close(seen_U.double(), norm_U, rtol=EXACT, atol=0)
-    for size in sizes:
-        found_P, seen = engine.clipped_sum(tm.batches(some, size))
-        assert apart(found_P, clip(exact_UP, bound)) <= EXACT
+    for size in sizes_for(engine, sizes):
+        sum_P, seen = engine.clipped_sum(tm.batches(some, size))
+        assert apart(sum_P, clip(exact_UP, bound)) <= EXACT
         assert (seen.units, seen.clipped) == (len(some), int((norm_U > bound).sum()))
+        for unit, norm in zip(some, norm_U, strict=True):
+            alone = tm.engine_norm(engine, unit, size)
+            assert abs(alone - float(norm)) <= EXACT * float(norm)
 
 
 def bounded(engine: Any, some: Sequence[Unit]) -> None:
@@ -56,28 +65,22 @@ def bounded(engine: Any, some: Sequence[Unit]) -> None:
         assert norm <= engine.max_grad_norm * BOUND, norm
 
 
-def neighbours(engine: Any, some: Sequence[Unit], size: int = 64, others: float = 0.0) -> None:
-    """Emptying any one unit moves the clipped sum by at most C; so does a unit alone.
-
-    ``others``: how far the rounding of the other units' gradients may follow the shape of the physical batch, over C.
-    """
+def neighbours(engine: Any, some: Sequence[Unit], size: int | None = None) -> None:
+    """Emptying any one unit moves the clipped sum by at most C; so does a unit alone."""
     bounded(engine, some)
     whole = tm.clipped_sum(engine, some, size)
     for index in range(len(some)):
         moved = float((whole - tm.clipped_sum(engine, without(some, index), size)).norm())
-        assert moved <= engine.max_grad_norm * (BOUND + others)
+        assert moved <= engine.max_grad_norm * BOUND
 
 
 def cancelling(mode: str, scale: float, bound: float = 1e-4, **arguments: Any) -> None:
-    """A unit whose gradient is far shorter than its terms is bounded, alone and beside its like.
-
-    In a wide layer the norm is that of Gram matrices, in a narrow one that of the gradient in pieces.
-    """
+    """A unit whose gradient is far shorter than its terms is bounded, alone and beside its like."""
     some = [tm.alternating_unit(length) for length in (5, 9, 17, 32, 65)]
     for hidden in (4, 64):
         engine = tm.make_engine(tm.Cancelling(scale, hidden), tm.plan(bound), mode=mode, **arguments)
         bounded(engine, some)
-        summed_P, seen = engine.clipped_sum(tm.batches(some))
+        summed_P, seen = engine.clipped_sum(tm.batches(some, engine))
         assert float(summed_P.norm()) <= seen.units * bound * BOUND
 
 
@@ -90,43 +93,36 @@ def own_rounding(mode: str, scale: float) -> None:
 
 
 def whole_units(net: nn.Module, mode: str = "held") -> None:
-    """A unit with more rows than a physical batch is clipped once, as if it were in one."""
-    one, short = tm.unit((5, 9, 3, 8, 6), 4), tm.unit((7,), 5)
+    """A unit with more rows than a pass is clipped once, as if it were in one."""
+    one, short = tm.unit((15, 29, 13, 18, 26), 4), tm.unit((7,), 5)
     exact_UP = tm.brute_force(net, [one, short])
     bound = float(exact_UP.norm(dim=1).min()) * 0.9
     engine = tm.make_engine(net, tm.plan(bound), mode=mode)
-    pieces = tm.batches([one, short], 2)
-    assert [piece.goes_on for piece in pieces] == [True, True, False, False]
-    for size in (1, 2, 64):
-        found_P, seen = engine.clipped_sum(tm.batches([one, short], size))
-        assert apart(found_P, clip(exact_UP, bound)) <= EXACT
+    for size in sizes_for(engine, (tm.ALONE, 64, 512)):
+        pieces = tm.batches([one, short], size)
+        assert [piece.goes_on for piece in pieces] == {
+            tm.ALONE: [True, True, True, True, False, False],
+            64: [True, False, False],
+            512: [False],
+        }[size]
+        sum_P, seen = engine.clipped_sum(pieces)
+        assert apart(sum_P, clip(exact_UP, bound)) <= EXACT
         assert (seen.units, seen.clipped) == (2, 2)
 
 
-def with_infinite_dummies(batch: Pass) -> Pass:
-    """The batch, with an infinite loss in its dummy rows."""
-    nobody = batch.unit_R < 0
-    batch.loss_mask_RT[nobody, 1:] = True
-    batch.denominator_R[nobody] = 0.0
-    return batch
-
-
-def dummy_rows(net: nn.Module, mode: str = "held") -> None:
-    """Padding rows add nothing, beside units and alone, even where their gradient is not finite, and are not counted."""
+def empty_passes(net: nn.Module, mode: str = "held") -> None:
+    """A pass that holds nobody, as a rank runs that has fewer than another, adds nothing and is not counted."""
     some = tm.units(tm.RAGGED)
     engine = tm.make_engine(net, tm.plan(0.3), mode=mode)
-    expected_P, counted = engine.clipped_sum([collate(some, 0)])
+    expected_P, counted = engine.clipped_sum(tm.batches(some, engine))
     assert float(expected_P.norm()) > 0
-    for dummies in (1, 3):
-        rows = sum(len(one.sequences) for one in some) + dummies
-        for batch in (collate(some, 0, rows), with_infinite_dummies(collate(some, 0, rows))):
-            found_P, seen = engine.clipped_sum([batch])
-            assert torch.equal(found_P, expected_P)
-            assert (seen.units, seen.clipped) == (counted.units, counted.clipped)
-    for batch in (collate([], 0, 2), with_infinite_dummies(collate([], 0, 2))):
-        nothing_P, seen = engine.clipped_sum([batch])
-        assert not bool(nothing_P.any())
-        assert seen.units == 0
+    nobody = lay_out([], engine.packing, 0)
+    sum_P, seen = engine.clipped_sum([nobody, *tm.batches(some, engine), nobody])
+    assert torch.equal(sum_P, expected_P)
+    assert (seen.units, seen.clipped) == (counted.units, counted.clipped)
+    nothing_P, seen = engine.clipped_sum([nobody])
+    assert not bool(nothing_P.any())
+    assert seen.units == 0
 
 
 def not_finite(mode: str = "held", adapter: Any = tm.FROZEN, bad: float = float("nan")) -> None:
@@ -146,9 +142,9 @@ def own_loss(net: nn.Module) -> None:
     """A long neighbour does not change a loss."""
     engine = tm.make_engine(net)
     some = tm.units([(6,), (11,), (3,)])
-    with torch.no_grad():
-        beside_R = engine.losses(collate([*some, tm.unit([60], 99)], pad_id=0))[:3]
-        alone_R = torch.cat([engine.losses(collate([one], pad_id=0)) for one in some])
+    with torch.no_grad(), engine._attention.of(beside := lay_out([*some, tm.unit([60], 99)], engine.packing, 0)):
+        beside_R = engine.losses(beside)[:3]
+        alone_R = torch.cat([engine.losses(tm.batches([one], tm.ALONE)[0]) for one in some])
     torch.testing.assert_close(beside_R, alone_R, rtol=1e-5, atol=1e-6)
 
 
@@ -157,14 +153,14 @@ def nothing_left_over(net: nn.Module) -> None:
     first, second = tm.units([(9,), (5,)], seed=1), tm.units([(7,), (12,)], seed=2)
     expected_P = clip(tm.brute_force(net, [*first, *second]), 0.3)
     engine = tm.make_engine(net, tm.plan(0.3))
-    assert apart(engine.clipped_sum([*tm.batches(first), *tm.batches(second)])[0], expected_P) <= EXACT
+    assert apart(engine.clipped_sum([*tm.batches(first, engine), *tm.batches(second, engine)])[0], expected_P) <= EXACT
 
 
 def checkpointed(kind: str, adapter: Any, exact_UP: Tensor, mode: str = "held", **changes: Any) -> None:
     """Gradient checkpointing changes nothing."""
     net = tm.build("llama", adapter, checkpointing=kind, **changes)
     exact(net, tm.units(tm.RAGGED), exact_UP, mode)
-    assert tm.make_engine(net, mode=mode).self_check(tm.VOCABULARY, tm.shapes(32)).error <= EXACT
+    assert tm.make_engine(net, mode=mode).self_check(tm.VOCABULARY).error <= EXACT
 
 
 def no_weight_gradients(net: nn.Module, mode: str = "held") -> None:
@@ -178,7 +174,7 @@ def no_weight_gradients(net: nn.Module, mode: str = "held") -> None:
         receive(*arguments)
 
     engine._clipper._taps._receive = look
-    engine.clipped_sum(tm.batches(tm.units(tm.RAGGED)))
+    engine.clipped_sum(tm.batches(tm.units(tm.RAGGED), engine))
     assert len(calls) >= len({name.rpartition(".")[0] for name in engine.parameters})
     assert all(p.grad is None for p in net.parameters())
     assert {name for name, p in net.named_parameters() if p.requires_grad} == set(engine.parameters)
@@ -197,22 +193,17 @@ def refused(call: Callable[[], Any], words: str) -> None:
 
 def self_check_refuses(net: nn.Module, words: str) -> None:
     """The check before every run stops this model."""
-    refused(lambda: tm.make_engine(net).self_check(tm.VOCABULARY, tm.shapes(32)), words)
-
-
-def batch_token_mean(nll_RT: Tensor, _denominator_R: Tensor) -> Tensor:
-    """As transformers' own loss: divided by the tokens of the whole batch."""
-    return nll_RT.sum(dim=1) / (nll_RT != 0).sum()
+    refused(lambda: tm.make_engine(net).self_check(tm.VOCABULARY), words)
 
 
 def large_sum() -> None:
     """A logical batch of thousands is summed without rounding a unit's bound away."""
     some = [tm.unit([3 + number % 9], number // 9) for number in range(4096)]
     engine = tm.make_engine(tm.Toy(), tm.plan(1e-3))
-    whole = tm.clipped_sum(engine, some, 256)
+    whole = tm.clipped_sum(engine, some)
     assert float(whole.norm()) > 0.3  # several hundred C: the gradients point the same way
     for index in (0, 5, 2048, 4095):
-        assert float((whole - tm.clipped_sum(engine, without(some, index), 256)).norm()) <= 1e-3 * BOUND
+        assert float((whole - tm.clipped_sum(engine, without(some, index))).norm()) <= 1e-3 * BOUND
 
 
 def tf32_refused(short_cut: Callable[[], None]) -> None:
@@ -221,7 +212,7 @@ def tf32_refused(short_cut: Callable[[], None]) -> None:
     engine.step([])
     short_cut()
     for some in ([], tm.units([(5,)])):
-        refused(lambda some=some: engine.step(tm.batches(some)), "TF32")
+        refused(lambda some=some: engine.step(tm.batches(some, engine)), "TF32")
 
 
 def lone_step_refused() -> None:
@@ -239,7 +230,7 @@ def foreign_gradients_refused(some: Sequence[Unit]) -> None:
     net = tm.Toy()
     engine = tm.make_engine(net)
     net(torch.arange(8).view(2, 4)).logits.sum().backward()
-    refused(lambda: engine.step(tm.batches(some)), "a gradient that this engine did not compute")
+    refused(lambda: engine.step(tm.batches(some, engine)), "a gradient that this engine did not compute")
 
 
 def expected_divisor() -> None:
@@ -248,8 +239,8 @@ def expected_divisor() -> None:
         net, some = tm.Toy(), tm.units([(4 + number,) for number in range(size)])
         engine = tm.make_engine(net, tm.plan(0.03))
         engine._noise.draw = lambda count: torch.zeros(count, dtype=torch.float64)
-        total_P, before_P = engine.clipped_sum(tm.batches(some))[0], net.layer.weight.detach().flatten().clone()
-        engine.step(tm.batches(some))
+        total_P, before_P = engine.clipped_sum(tm.batches(some, engine))[0], net.layer.weight.detach().flatten().clone()
+        engine.step(tm.batches(some, engine))
         moved_P = (before_P - net.layer.weight.detach().flatten()).double()
         torch.testing.assert_close(moved_P, total_P / 10, rtol=1e-3, atol=1e-7)
 
@@ -296,7 +287,7 @@ def noise_of_its_own() -> None:
     """What is added to a sum does not depend on the batch: with one key it is the same for three units and for nobody."""
     one, other = (tm.make_engine(tm.Toy(bias=True), tm.plan(C, SIGMA), noise_entropy=2**90) for _ in range(2))
     for some in (tm.units([(9, 4), (7,), (5,)]), [], tm.units([(6,)])):
-        added_P = tm.released(one, tm.batches(some)) - one.clipped_sum(tm.batches(some))[0]
+        added_P = tm.released(one, tm.batches(some, one)) - one.clipped_sum(tm.batches(some, one))[0]
         torch.testing.assert_close(added_P, tm.released(other, []), rtol=0, atol=1e-5 * SIGMA * C)
 
 
@@ -351,6 +342,6 @@ def function(
 ) -> None:
     """The clipped sum is the one by hand, and no unit adds more than C."""
     engine = tm.make_engine(net, tm.plan(bound, clipping=clipping), **arguments)
-    found_P = tm.clipped_sum(engine, some, 3)
+    found_P = tm.clipped_sum(engine, some)
     assert apart(found_P, by_hand(clipping, exact_UP, bound).sum(dim=0)) <= EXACT
     bounded(engine, some)

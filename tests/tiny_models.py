@@ -25,6 +25,7 @@ from dpllm.privacy.noise import GaussianNoise
 from dpllm.privacy.packing import Pass, passes_of
 from dpllm.privacy.plan import Plan, Schedule
 from dpllm.privacy.schedule import Packing
+from dpllm.privacy.selfcheck import has_experts
 from dpllm.recipe.config import RunConfig
 from dpllm.text.data import TokenSequence, Unit
 
@@ -128,7 +129,9 @@ def engine_of(
     """An engine; arguments beside its own: mode, tokens, longest, noise_entropy, device."""
     values: dict[str, Any] = {"noise_entropy": 2**100 + 7, "device": CPU, "tokens": TOKENS, **arguments}
     noise = GaussianNoise(values.pop("noise_entropy"), values.pop("device"))
-    tokens = values.pop("tokens") if attends_by_interface(net) else ALONE
+    tokens = values.pop("tokens")
+    if has_experts(net) or not attends_by_interface(net):
+        tokens = ALONE
     shape = {key: values.pop(key) for key in ("mode", "longest") if key in values}
     return StepEngine(net, optimizer, of, promise, packing(tokens, **shape), noise=noise, **values)
 
@@ -174,6 +177,14 @@ def norms(engine: StepEngine, some: Pass) -> Tensor:
     """norm_U as the engine measures it."""
     sum_P = torch.zeros(engine.size, dtype=torch.float64)
     return engine._clipper.add(engine.losses, some, sum_P, 1.0, 2.0**-30)[1]
+
+
+def engine_norm(engine: StepEngine, one: Unit, tokens: int) -> float:
+    """A unit's norm as the engine measures it, in one pass or several."""
+    sum_P, norm_U = torch.zeros(engine.size, dtype=torch.float64, device=engine._device), torch.zeros(0)
+    for piece in batches([one], tokens):
+        _, norm_U = engine._clipper.add(engine.losses, piece.to(engine._device), sum_P, 1.0, 2.0**-30)
+    return float(norm_U)
 
 
 def released(engine: StepEngine, some_batches: Sequence[Pass]) -> Tensor:

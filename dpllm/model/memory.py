@@ -45,6 +45,7 @@ BLOCK = 32  # tokens that a thread's kernels compute at once
 BLOCK_ELSEWHERE = 128
 HELD = {"cpu": 2**30}  # bytes of gradients that are held for the units of a pass
 HELD_ELSEWHERE = 2**32
+SHORT = 16  # tokens of a row; gradients of more units than rows of this length are not held side by side
 MANY_TOKENS = 65_536  # of a pass, beyond which none is tried
 SMALL = 10_000_000  # weights
 UNKNOWN = sys.maxsize  # bytes: no limit is known; as a need, more than there is
@@ -84,11 +85,12 @@ def packing_of_model(
         rows_each=rows_each,
     )
     numbers = sum(p.numel() for p in model.parameters() if p.requires_grad and not is_wide(p))
-    units = max(1, math.ceil(4 * tokens / (rows_each * max_length)))  # of rows a quarter as long as allowed
+    units = max(1, math.ceil(4 * tokens / (rows_each * max_length)))  # of rows a quarter as long as allowed, at least
     fits = HELD.get(kind, HELD_ELSEWHERE) // (4 * max(1, numbers))
+    most = min(fits, max(units, tokens // SHORT)) if fits >= units else tokens // 2
     return Packing(
         tokens=tokens,
-        most_units=units if fits >= units else tokens // 2,
+        most_units=most,
         held_numbers=numbers if fits >= units else 0,
         targets=pack_of(vocab_size, device),
         max_length=max_length,

@@ -9,6 +9,7 @@ Shape suffixes: R rows of a pass, U units, L trainable parameters, G layers that
 from __future__ import annotations
 
 import contextlib
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -29,6 +30,7 @@ from dpllm.privacy.rules import Rule, rule_of
 warnings.filterwarnings("ignore", message="Full backward hook is firing when gradients are computed")
 
 Losses = Callable[[Pass], Tensor]
+WHOLE = Segment(0, sys.maxsize, 0)  # all tokens of a pass
 Receive = Callable[[nn.Module, str, Rule, Tensor, Tensor], None]
 
 
@@ -74,7 +76,8 @@ class PerUnitClipper:
         self._long: Tensor | None = None  # see clipped_by_layer
         self._gradients = PassGradients(parameters, most_units, held_numbers)
         self._unfinished_P: Tensor | None = None  # the gradient so far of a unit that goes on in the next pass
-        self._shape, self._units = (0, 0), list[Segment]()
+        self._tokens: int | None = None  # of the pass; None for an example by itself
+        self._units: list[Segment] = []
         self._attention = RowAttention(model)
         self._taps = Taps(model, self._receive)
 
@@ -126,17 +129,19 @@ class PerUnitClipper:
             )
         unfinished_P, self._unfinished_P = self._unfinished_P, None
         gradients = self._gradients
-        self._shape, self._units = (some.input_ids_1M.shape[0], some.input_ids_1M.shape[1]), some.units
-        gradients.open(self._units)
+        rows, tokens = some.input_ids_1M.shape
+        self._tokens, self._units = (tokens, some.units) if some.position_ids_1M is not None else (None, [WHOLE])
+        gradients.open(self._units[: some.num_units])
         with (
             without_weight_gradients(self._parameters.values()),
-            self._taps.open(self._shape[0]),
+            self._taps.open(rows),
             self._attention.of(some),
         ):
             loss_R = losses(some)
             if loss_R.requires_grad:
                 (loss_R.sum() * loss_scale).backward()  # type: ignore[no-untyped-call]
-        self._check_complete()
+        if some.num_units:
+            self._check_complete()
         nobody = loss_R.new_zeros(0, dtype=torch.float64)
         if some.num_units == 0:
             gradients.close()
@@ -177,15 +182,7 @@ class PerUnitClipper:
         self._long = long if self._long is None else self._long + long
 
     def _receive(self, layer: nn.Module, name: str, rule: Rule, input: Tensor, backprop: Tensor) -> None:
-        rows, tokens = self._shape
-        if input.dim() == backprop.dim() == 2 and input.shape[0] == rows * tokens != rows:
-            input, backprop = input.reshape(rows, tokens, -1), backprop.reshape(rows, tokens, -1)  # OPT
-        if input.shape[:2] != (rows, tokens) or backprop.shape[:2] != (rows, tokens) or backprop.dim() < 3:
-            raise Refused(
-                f"{name} trains and receives tokens without their rows, shape {tuple(input.shape)} for {rows} x {tokens} tokens, "
-                "so its gradients cannot be assigned to units (mixtures of experts do this). Exclude it from "
-                "adapter.target_modules."
-            )
+        input, backprop = (self._by_token(values, name) for values in (input, backprop))
         try:
             for parameter, part in rule(layer, input, backprop, self._gradients.trains, self._units):
                 self._gradients.add(parameter, part)
@@ -197,6 +194,21 @@ class PerUnitClipper:
                 f"{name} ({type(layer).__name__}) trains, but the rule for such layers does not fit it "
                 f"({type(error).__name__}), so its gradients could not be clipped. Train other layers."
             ) from error
+
+    def _by_token(self, values: Tensor, name: str) -> Tensor:
+        """(1, M, ...): attention has its heads before the tokens, OPT no dimension of rows. All of an example by itself is its unit's."""
+        tokens = self._tokens
+        if tokens is None:
+            return values if values.dim() > 2 else values.unsqueeze(0)
+        if values.dim() == 2 and values.shape[0] == tokens:
+            return values.unsqueeze(0)
+        for place in range(1, values.dim()):
+            if values.shape[0] == 1 and values.shape[place] == tokens:
+                return values.movedim(place, 1)
+        raise Refused(
+            f"{name} trains and receives tokens in another shape, {tuple(values.shape)} for {tokens} tokens, so its gradients "
+            "cannot be assigned to units (mixtures of experts do this). Exclude it from adapter.target_modules."
+        )
 
     def _check_complete(self) -> None:
         if missing := self._gradients.missing():

@@ -209,7 +209,7 @@ def _add_one(part: Part, number: int, unit: Segment, into: Tensor, start: int = 
     """Adds one unit's share of a part to its gradient, or to the rows of it that begin at ``start``."""
     tokens, rows = slice(unit.start, unit.stop), slice(start, start + len(into))
     if isinstance(part, Product):
-        into.addmm_(part.left_Mi[tokens, rows].float().t(), part.right_Mj[tokens].float())
+        into.addmm_(_rows_of(part.left_Mi[tokens, ..., rows]).t(), _rows_of(part.right_Mj[tokens]))
     elif isinstance(part, Summed):
         values = part.values_M[tokens]
         into += values.flatten(0, values.dim() - 1 - into.dim()).sum(dim=0, dtype=torch.float32)
@@ -221,6 +221,11 @@ def _add_one(part: Part, number: int, unit: Segment, into: Tensor, start: int = 
         ids_N, values_Nd = part.ids_M[tokens], part.values_Md[tokens]
         inside_N = (ids_N >= rows.start) & (ids_N < rows.stop)
         into.index_add_(0, ids_N[inside_N] - start, values_Nd[inside_N])
+
+
+def _rows_of(values: Tensor) -> Tensor:
+    """(N, last) in float32: whatever stands between a token and the last dimension is a row of its own."""
+    return values.float().flatten(0, -2)
 
 
 def _looked_up(parts: Sequence[LookedUp], unit: Segment) -> tuple[Tensor, Tensor]:
@@ -235,7 +240,8 @@ def _products(part: Product, units: Sequence[Segment], into_Uij: Tensor, first: 
     """Each unit's left.T @ right, of its own tokens, in float32."""
     left_Mi, right_Mj = part.left_Mi.float(), part.right_Mj.float()
     for number, unit in enumerate(units):
-        left_iN, right_Nj = left_Mi[unit.start : unit.stop].t(), right_Mj[unit.start : unit.stop]
+        tokens = slice(unit.start, unit.stop)
+        left_iN, right_Nj = _rows_of(left_Mi[tokens]).t(), _rows_of(right_Mj[tokens])
         if first:
             torch.mm(left_iN, right_Nj, out=into_Uij[number])
         else:

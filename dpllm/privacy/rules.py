@@ -29,7 +29,7 @@ from dpllm.privacy.packing import Segment
 
 @dataclass(frozen=True)
 class Product:
-    """A unit's gradient is left.T @ right of its own tokens."""
+    """A unit's gradient is left.T @ right of its own tokens: (M, ..., i) and (M, ..., j)."""
 
     left_Mi: Tensor
     right_Mj: Tensor
@@ -68,7 +68,7 @@ def linear(
     layer: Any, input: Tensor, backprop: Tensor, trains: Trains, units: Sequence[Segment], *, transposed: bool = False
 ) -> Parts:
     """nn.Linear, LoRA's A and B among them; ``transposed`` where the weight is stored so."""
-    input_Md, backprop_Mp = _flat(input), _flat(backprop)
+    input_Md, backprop_Mp = input.flatten(0, 1), backprop.flatten(0, 1)
     if trains(layer.weight):
         yield layer.weight, Product(input_Md, backprop_Mp) if transposed else Product(backprop_Mp, input_Md)
     if trains(layer.bias):
@@ -115,9 +115,9 @@ def layer_norm(layer: nn.LayerNorm, input: Tensor, backprop: Tensor, trains: Tra
     shape = layer.normalized_shape
     if trains(layer.weight):
         normed = functional.layer_norm(input.float(), shape, None, None, layer.eps)
-        yield layer.weight, Summed(_by_token(backprop.float() * normed, input))
+        yield layer.weight, Summed((backprop.float() * normed).flatten(0, 1))
     if trains(layer.bias):
-        yield layer.bias, Summed(_by_token(backprop.float(), input))
+        yield layer.bias, Summed(backprop.float().flatten(0, 1))
 
 
 def rms_norm(layer: Any, input: Tensor, backprop: Tensor, trains: Trains, units: Sequence[Segment]) -> Parts:
@@ -126,7 +126,7 @@ def rms_norm(layer: Any, input: Tensor, backprop: Tensor, trains: Trains, units:
     eps = layer.variance_epsilon if hasattr(layer, "variance_epsilon") else layer.eps
     if trains(layer.weight):
         normed = functional.rms_norm(input.float(), shape, None, eps)
-        yield layer.weight, Summed(_by_token(backprop.float() * normed, input))
+        yield layer.weight, Summed((backprop.float() * normed).flatten(0, 1))
 
 
 def by_functorch(layer: nn.Module, input: Tensor, backprop: Tensor, trains: Trains, units: Sequence[Segment]) -> Parts:
@@ -177,11 +177,6 @@ def rule_of(layer: nn.Module, name: str) -> Rule:
 def _flat(values: Tensor) -> Tensor:
     """(M, last): all tokens of a pass one after the other."""
     return values.reshape(-1, values.shape[-1])
-
-
-def _by_token(values: Tensor, input: Tensor) -> Tensor:
-    """(M, ...): what stands between the tokens and the parameter's own dimensions is summed with a unit's tokens."""
-    return values.reshape(input.shape[0] * input.shape[1], *values.shape[2:])
 
 
 def _check_embedding(layer: nn.Embedding) -> None:
