@@ -48,7 +48,9 @@ def test_positions_outside_a_modules_single_input_are_refused() -> None:
     engine = tm.make_engine(tm.build("opt", "embed_positions"))
     checks.refused(lambda: tm.clipped_sum(engine, ragged()), "embed_positions (OPTLearnedPositionalEmbedding) trains")
     engine = tm.make_engine(tm.build("opt", EVERYTHING))
-    checks.refused(lambda: engine.step(tm.batches(ragged(), engine)), "embed_positions (OPTLearnedPositionalEmbedding) trains")
+    checks.refused(
+        lambda: engine.step(tm.batches(ragged(), engine)), "embed_positions (OPTLearnedPositionalEmbedding) trains"
+    )
 
 
 @pytest.mark.parametrize("trains", ["experts", "gate"])
