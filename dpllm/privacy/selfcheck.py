@@ -186,7 +186,11 @@ def _check_company(subject: Subject, clipper: PerUnitClipper) -> str:
     halves = [[nothing[0], *(units[n] for n in even)], [*(units[n] for n in odd), nothing[1]]]
     halves = [half for half in halves if len(half) > 1]
     places = [[None, *even], [*odd, None]][: len(halves)]
-    for passes, owners in (([[units[n] for n in backwards]], [backwards]), (halves, places)):
+    others: list[tuple[Sequence[Sequence[Unit]], Sequence[Sequence[int | None]]]] = [
+        ([[units[n] for n in backwards]], [backwards]),
+        (halves, places),
+    ]
+    for passes, owners in others:
         other_norm, other_P, other_loss = run(passes=passes)
         where = [(at, owner) for at, owner in enumerate(n for some in owners for n in some) if owner is not None]
         at_U, owner_U = (torch.tensor(one, device=norm_U.device) for one in zip(*where, strict=True))
