@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import transformers
@@ -21,15 +21,15 @@ from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
 from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
+from torch.nn import functional
 
 from dpllm.model.adapters import unfreeze
+from dpllm.model.memory import packing_of_model
 from dpllm.privacy.engine import StepEngine
-from dpllm.privacy.loss import sequence_losses
 from dpllm.privacy.noise import GaussianNoise
+from dpllm.privacy.packing import Pass, passes_of
 from dpllm.privacy.plan import Plan, Schedule
-from dpllm.privacy.rules import Form, Mode
-from dpllm.privacy.sampling import PhysicalBatch, collate, physical_batches
-from dpllm.privacy.schedule import shapes_of
+from dpllm.privacy.schedule import Packing
 from dpllm.recipe.config import FrozenConfig
 from dpllm.text.data import TokenSequence, Unit
 
@@ -37,7 +37,6 @@ warnings.filterwarnings("ignore", message="Full backward hook is firing when gra
 warnings.filterwarnings("ignore", message="`gradient_checkpointing_")  # renamed within transformers 5
 
 BATCH_SIZE, MAX_GRAD_NORM, SIGMA = 8, 1.0, 1.0
-FIXED_TOKENS = 2048  # as dpllm.model.memory has it of GPUs
 LEARNING_RATE = 1e-6  # the variants share the weights, which should stay where they are
 KEYS = ("num_hidden_layers", "hidden_size", "intermediate_size")
 KEYS += ("num_attention_heads", "num_key_value_heads", "vocab_size")
@@ -61,7 +60,25 @@ class Bench:
     plan: Plan
 
 
-Step = Callable[[Sequence[PhysicalBatch]], Any]
+@dataclass(frozen=True)
+class Padded:
+    """Rows under one another, as every variant but dpllm reads them."""
+
+    input_ids_RT: Tensor
+    target_RT: Tensor  # -100 where none is predicted
+    denominator_R: Tensor
+
+
+@dataclass(frozen=True)
+class Batches:
+    """One logical batch, as each variant reads it."""
+
+    padded: list[Padded]  # for every variant but dpllm
+    passes: list[Pass]
+    packing: Packing  # of the passes
+
+
+Step = Callable[[Batches], Any]
 
 
 def build(shape: str, method: str, device: torch.device) -> Bench:
@@ -92,24 +109,40 @@ def build(shape: str, method: str, device: torch.device) -> Bench:
     return Bench(model, torch.optim.AdamW(trains, lr=LEARNING_RATE), device, autocast, plan)
 
 
-Batches = tuple[list[PhysicalBatch], list[PhysicalBatch]]  # for every variant but dpllm, and for dpllm
+def random_batches(
+    bench: Bench, shape: str, rows: int, lengths: Sequence[int], longest: int, tokens_per_pass: int | None = None
+) -> Batches:
+    """Rows of random tokens, the same for all: sorted, in batches padded to their longest row; and in dpllm's passes."""
+    units, vocabulary = random_units(shape, lengths), SHAPES[shape]["vocab_size"]
+    packing = packing_of_model(bench.model, len(units), longest, vocabulary, bench.device, tokens_per_pass)
+    padded = [collate(units[start : start + rows], bench.device) for start in range(0, len(units), rows)]
+    passes = [some.to(bench.device) for some in passes_of(range(len(units)), units, packing, 0)]
+    return Batches(padded, passes, packing)
 
 
-def random_batches(shape: str, rows: int, length: int, count: int, device: torch.device) -> Batches:
-    """Full rows of random tokens, the same for all."""
-    units = random_units(shape, [length] * (rows * count))
-    batches = [collate(units[start : start + rows], pad_id=0).to(device) for start in range(0, len(units), rows)]
-    return batches, batches
+def warm_up_of(bench: Bench, shape: str, batches: Batches) -> Batches:
+    """One short row, in passes like those."""
+    units = random_units(shape, [8])
+    passes = [some.to(bench.device) for some in passes_of([0], units, batches.packing, 0)]
+    return Batches([collate(units, bench.device)], passes, batches.packing)
 
 
-def mixed_batches(shape: str, rows: int, length: int, number: int, device: torch.device) -> Batches:
-    """Rows of an eighth of the length and more: sorted, in batches padded to their longest row; and in dpllm's own shapes."""
-    units = random_units(
-        shape, [length // 8 + (length - length // 8) * place // (number - 1) for place in range(number)]
-    )
-    plain = [collate(units[start : start + rows], pad_id=0) for start in range(0, number, rows)]
-    ours = physical_batches(range(number), units, shapes_of(rows, number, length, fixed=FIXED_TOKENS), 0)
-    return [batch.to(device) for batch in plain], [batch.to(device) for batch in ours]
+def mixed_lengths(longest: int, number: int) -> list[int]:
+    """From an eighth of the longest on, evenly spread."""
+    return [longest // 8 + (longest - longest // 8) * place // (number - 1) for place in range(number)]
+
+
+def collate(units: Sequence[Unit], device: torch.device) -> Padded:
+    rows = [row for unit in units for row in unit.sequences]
+    shape = len(rows), max(len(row.input_ids) for row in rows)
+    ids_RT = torch.zeros(shape, dtype=torch.long)
+    target_RT = torch.full(shape, -100)
+    for number, row in enumerate(rows):
+        length = len(row.input_ids)
+        ids_RT[number, :length] = torch.tensor(row.input_ids)
+        target_RT[number, 1:length] = ids_RT[number, 1:length]
+    denominator_R = torch.tensor([float(row.denominator) for row in rows])
+    return Padded(ids_RT.to(device), target_RT.to(device), denominator_R.to(device))
 
 
 def random_units(shape: str, lengths: Sequence[int]) -> list[Unit]:
@@ -123,26 +156,28 @@ def random_units(shape: str, lengths: Sequence[int]) -> list[Unit]:
     return [unit(length) for length in lengths]
 
 
-def losses(bench: Bench, batch: PhysicalBatch) -> Tensor:
+def losses(bench: Bench, batch: Padded) -> Tensor:
+    """loss_R: each row's mean over its own tokens."""
     with bench.autocast():
         logits_RTV = bench.model(input_ids=batch.input_ids_RT, use_cache=False).logits
-    return sequence_losses(logits_RTV, batch.input_ids_RT, batch.loss_mask_RT, batch.denominator_R)
+    scores_NV, target_N = logits_RTV[:, :-1].flatten(0, 1).float(), batch.target_RT[:, 1:].flatten()
+    nll_N = functional.cross_entropy(scores_NV, target_N, reduction="none")
+    return nll_N.view(len(batch.denominator_R), -1).sum(dim=1) / batch.denominator_R
 
 
 @contextlib.contextmanager
 def plain(bench: Bench, *, loss_of_transformers: bool) -> Iterator[Step]:
     """The baselines: plain autograd of the same losses, or of the mean over tokens that transformers computes."""
 
-    def backward(batch: PhysicalBatch) -> None:
+    def backward(batch: Padded) -> None:
         if not loss_of_transformers:
             return (losses(bench, batch).sum() / BATCH_SIZE).backward()
-        labels_RT = batch.input_ids_RT.masked_fill(~batch.loss_mask_RT, -100)
         with bench.autocast():
-            loss = bench.model(input_ids=batch.input_ids_RT, labels=labels_RT, use_cache=False).loss
+            loss = bench.model(input_ids=batch.input_ids_RT, labels=batch.target_RT, use_cache=False).loss
         return loss.backward()
 
-    def step(batches: Sequence[PhysicalBatch]) -> None:
-        for batch in batches:
+    def step(batches: Batches) -> None:
+        for batch in batches.padded:
             backward(batch)
         bench.optimizer.step()
         bench.optimizer.zero_grad(set_to_none=True)
@@ -151,13 +186,23 @@ def plain(bench: Bench, *, loss_of_transformers: bool) -> Iterator[Step]:
 
 
 @contextlib.contextmanager
-def with_engine(bench: Bench, mode: str) -> Iterator[Step]:
-    how: Any = {"form": Form(512, cast(Mode, mode)), "noise": GaussianNoise(2**100 + 7, bench.device)}
-    engine = StepEngine(bench.model, bench.optimizer, bench.plan.schedule, bench.plan, autocast=bench.autocast, **how)
+def with_engine(bench: Bench) -> Iterator[Step]:
+    engines: list[StepEngine] = []
+
+    def step(batches: Batches) -> None:
+        if not engines:
+            noise = GaussianNoise(2**100 + 7, bench.device)
+            arguments = bench.model, bench.optimizer, bench.plan.schedule, bench.plan, batches.packing
+            engines.append(StepEngine(*arguments, noise=noise, autocast=bench.autocast))
+        elif engines[0].packing != batches.packing:
+            engines[0].repack(batches.packing)
+        engines[0].step(batches.passes)
+
     try:
-        yield engine.step
+        yield step
     finally:
-        engine.close()
+        for engine in engines:
+            engine.close()
 
 
 @contextlib.contextmanager
@@ -170,10 +215,10 @@ def fastdp(bench: Bench) -> Iterator[Step]:
         engine = fastDP.PrivacyEngine(bench.model, loss_reduction="sum", clipping_fn="Abadi", **promise)
         engine.attach(bench.optimizer)
 
-    def step(batches: Sequence[PhysicalBatch]) -> None:
+    def step(batches: Batches) -> None:
         for module in bench.model.modules():
             module.__dict__.pop("use_gc", None)  # chosen at the first batch, which here is the short one of the warm-up
-        for batch in batches:
+        for batch in batches.padded:
             losses(bench, batch).sum().backward()
         with contextlib.redirect_stdout(None):
             bench.optimizer.step()  # type: ignore[call-arg]
@@ -197,14 +242,14 @@ def opacus(bench: Bench, *, ghost: bool) -> Iterator[Step]:
         hooks = GradSampleHooks(bench.model, strict=False, loss_reduction="sum")
         optimizer = DPOptimizer(bench.optimizer, **promise)
 
-    def step(batches: Sequence[PhysicalBatch]) -> None:
-        for number, batch in enumerate(batches, start=1):
+    def step(batches: Batches) -> None:
+        for number, batch in enumerate(batches.padded, start=1):
             loss_R = losses(bench, batch)
             if ghost:
                 DPTensorFastGradientClipping(hooks, optimizer, loss_R, loss_reduction="sum").backward()
             else:
                 loss_R.sum().backward()
-            optimizer.signal_skip_step(do_skip=number < len(batches))
+            optimizer.signal_skip_step(do_skip=number < len(batches.padded))
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
@@ -217,17 +262,16 @@ def opacus(bench: Bench, *, ghost: bool) -> Iterator[Step]:
 VARIANTS: dict[str, Callable[[Bench], contextlib.AbstractContextManager[Step]]] = {
     "non_private": partial(plain, loss_of_transformers=False),
     "hf_loss": partial(plain, loss_of_transformers=True),
-    "dpllm": partial(with_engine, mode="auto"),
+    "dpllm": with_engine,
     "opacus_hooks": partial(opacus, ghost=False),
     "opacus_ghost": partial(opacus, ghost=True),
 }
 PEERS = {"fastdp": fastdp}  # where a checkout is given
-MODES = {f"dpllm_{mode}": partial(with_engine, mode=mode) for mode in ("per_sample", "ghost")}
 LEFT_BEHIND = ("grad_sample", "summed_grad", "_forward_counter", "_current_grad_sample", "_norm_sample", "norm_sample")
 
 
 @contextlib.contextmanager
-def attached(bench: Bench, name: str, *, checkpointing: bool, warm_up: Sequence[PhysicalBatch]) -> Iterator[Step]:
+def attached(bench: Bench, name: str, *, checkpointing: bool, warm_up: Batches) -> Iterator[Step]:
     """One variant on the shared model, after a step on short rows for what is made on first use."""
     reentrant = "opacus" in name
     if checkpointing:
@@ -235,7 +279,7 @@ def attached(bench: Bench, name: str, *, checkpointing: bool, warm_up: Sequence[
         if reentrant:
             bench.model.enable_input_require_grads()
     try:
-        with {**VARIANTS, **PEERS, **MODES}[name](bench) as step:
+        with {**VARIANTS, **PEERS}[name](bench) as step:
             step(warm_up)
             yield step
     finally:

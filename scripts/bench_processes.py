@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -43,11 +44,13 @@ def work(request: dict[str, Any]) -> None:
         distributed.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world)
     torch.set_float32_matmul_precision("highest")
     bench = build(request["shape"], "lora", torch.device("cpu"))
-    batches, _ = random_batches(request["shape"], request["rows"], request["length"], request["batches"], bench.device)
-    with with_engine(bench, "auto") as step:
+    lengths = [request["length"]] * (request["rows"] * request["batches"])
+    batches = random_batches(bench, request["shape"], request["rows"], lengths, request["length"])
+    batches = replace(batches, passes=batches.passes[rank::world])
+    with with_engine(bench) as step:
         for _ in sys.stdin:  # one line for each step
             cpu, start = time.process_time(), time.perf_counter()
-            step(batches[rank::world])
+            step(batches)
             seconds = {"time_s": time.perf_counter() - start, "cpu_time_s": time.process_time() - cpu}
             print(json.dumps(seconds), flush=True)
     if world > 1:

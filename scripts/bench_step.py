@@ -35,22 +35,22 @@ import torch
 from _machine import commit, matrix_rate
 from _step_variants import (
     LEARNING_RATE,
-    MODES,
     PEERS,
     SHAPES,
     VARIANTS,
+    Batches,
     Bench,
     Step,
     attached,
     build,
-    mixed_batches,
+    mixed_lengths,
     random_batches,
+    warm_up_of,
 )
 from rich.console import Console
 from rich.table import Table
 
 from dpllm.model import environment
-from dpllm.privacy.sampling import PhysicalBatch
 
 warnings.filterwarnings("ignore", message="Full backward hook is firing when gradients are computed")
 warnings.filterwarnings("ignore", message="`gradient_checkpointing_")  # renamed within transformers 5
@@ -65,13 +65,13 @@ MALLOC = {
     "MALLOC_ARENA_MAX": "1",
 }
 NOTES = {
-    "variants": "non_private and hf_loss are plain PyTorch; dpllm is Engine with mode auto; opacus_hooks and "
+    "variants": "non_private and hf_loss are plain PyTorch; dpllm is Engine; opacus_hooks and "
     "opacus_ghost are stock Opacus (hooks and optimizers), not Engine, which would add float64 sums and checks to them; fastdp "
     "is fastDP as it comes, which trains no RMSNorm, adds noise in float32 and does not stop a gradient that is not finite.",
     "checkpointing": "Non-reentrant for non_private, hf_loss and dpllm. Opacus refuses that, so its variants run reentrant with "
     "enable_input_require_grads.",
     "mixed": "Rows of T / 8 to T tokens, evenly spread. Every variant but dpllm gets them sorted, padded to the longest of a "
-    "physical batch (grouped by length); dpllm gets its own shapes, each of at most as many rows.",
+    "physical batch (grouped by length); dpllm lays them one after the other in its passes.",
     "memory": "Weights and optimizer state included. CUDA: largest torch.cuda.max_memory_allocated of a step. CPU: VmHWM of a "
     "second step in a process of its own, less what the process held before the model was built.",
     "allocator": "CPU: timed with MALLOC_MMAP_MAX_=0 and no trimming (scripts/bench_step sets it), so that freed memory stays "
@@ -88,7 +88,7 @@ METHODS = ("lora", "frozen")
 RAW = ("time_s", "cpu_time_s", "peak_memory_bytes")
 
 
-def timed(step: Step, batches: Sequence[PhysicalBatch], device: torch.device) -> dict[str, float]:
+def timed(step: Step, batches: Batches, device: torch.device) -> dict[str, float]:
     cuda = device.type == "cuda"
     gc.collect()
     if cuda:
@@ -107,11 +107,12 @@ def measure(bench: Bench, case: dict[str, Any], options: argparse.Namespace) -> 
     names, shape = options.variants, options.shape
     if case["mixed"]:
         names = [name for name in names if not name.startswith("opacus")]
-        number = MIXED_ROWS.get(shape, 32)
-        plain, ours = mixed_batches(shape, case["rows"], case["length"], number, bench.device)
+        lengths = mixed_lengths(case["length"], MIXED_ROWS.get(shape, 32))
     else:
-        plain, ours = random_batches(shape, case["rows"], case["length"], options.physical_batches, bench.device)
-    warm_up, _ = random_batches(shape, 1, 8, 1, bench.device)
+        lengths = [case["length"]] * (case["rows"] * options.physical_batches)
+    batches = random_batches(bench, shape, case["rows"], lengths, case["length"], options.tokens_per_pass)
+    print(f"{len(batches.passes)} passes of {batches.packing}", file=sys.stderr, flush=True)
+    warm_up = warm_up_of(bench, shape, batches)
     found: dict[str, dict[str, Any]] = {name: {"error": None, **{raw: [] for raw in RAW}} for name in names}
     for repetition in range(options.repetitions + 1):
         if repetition > 1 and time.monotonic() > options.deadline:
@@ -122,7 +123,7 @@ def measure(bench: Bench, case: dict[str, Any], options: argparse.Namespace) -> 
                 continue
             try:
                 with attached(bench, name, checkpointing=case["checkpointing"], warm_up=warm_up) as step:
-                    seen = timed(step, ours if name.startswith("dpllm") else plain, bench.device)
+                    seen = timed(step, batches, bench.device)
             except Exception as error:  # a variant that cannot do it is a result too
                 why = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
                 found[name] = {"error": why, **{raw: [] for raw in RAW}}
@@ -134,7 +135,7 @@ def measure(bench: Bench, case: dict[str, Any], options: argparse.Namespace) -> 
         for name in names:
             if not found[name]["error"]:
                 found[name].update(memory_alone(case | {"variant": name}, options))
-    tokens = sum(real_tokens(batch) for batch in plain)
+    tokens = sum(lengths)
     for values in found.values():
         values["median_s"] = statistics.median(values["time_s"]) if values["time_s"] else None
         values["tokens_per_s"] = tokens / values["median_s"] if values["time_s"] else None
@@ -143,16 +144,13 @@ def measure(bench: Bench, case: dict[str, Any], options: argparse.Namespace) -> 
     return found
 
 
-def real_tokens(batch: PhysicalBatch) -> int:
-    """Of all its rows, without padding: the first of a row and its targets."""
-    return int(batch.loss_mask_RT.sum()) + batch.num_units
-
-
 def memory_alone(case: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     """Peak memory of one variant in a process of its own; empty where there is no /proc."""
     if not Path("/proc/self/clear_refs").exists():
         return {}
-    request = json.dumps({**case, "shape": options.shape, "physical_batches": options.physical_batches})
+    request = json.dumps(
+        {**case, **{name: getattr(options, name) for name in ("shape", "physical_batches", "tokens_per_pass")}}
+    )
     path = os.pathsep.join(sys.path)  # with fastDP's checkout
     command = [sys.executable, str(Path(__file__).resolve()), MEMORY_FLAG, request]
     done = subprocess.run(
@@ -177,7 +175,8 @@ def memory_child(request: dict[str, Any]) -> int:
         malloc_trim(0)
         before = status("VmRSS")
         bench = build(shape, request["method"], torch.device("cpu"))
-        batches, _ = random_batches(shape, rows, length, request["physical_batches"], bench.device)
+        lengths = [length] * (rows * request["physical_batches"])
+        batches = random_batches(bench, shape, rows, lengths, length, request["tokens_per_pass"])
         how: Any = {"checkpointing": request["checkpointing"], "warm_up": batches}
         with attached(bench, request["variant"], **how) as step:
             gc.collect()
@@ -289,10 +288,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--checkpointing", nargs="+", choices=("off", "on"), default=["off", "on"])
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    modes = [name.removeprefix("dpllm_") for name in MODES]
-    parser.add_argument(
-        "--modes", nargs="+", choices=modes, default=[], help="other forms of gradients in dpllm to add"
-    )
     parser.add_argument(
         "--fastdp", type=Path, metavar="DIR", help="a checkout of awslabs/fast-differential-privacy to add"
     )
@@ -303,6 +298,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         help="see notes; read by scripts/bench_step, on a CPU",
     )
     parser.add_argument("--repetitions", type=int, default=7, help="timed ones; one more comes first")
+    parser.add_argument("--tokens-per-pass", type=int, help="of dpllm (default: as train.tokens_per_pass: auto has it)")
     parser.add_argument("--physical-batches", type=int, default=2, help="in a logical step (default: 2)")
     parser.add_argument("--no-memory", dest="memory", action="store_false", help="no peak memory on a CPU")
     parser.add_argument(
@@ -317,7 +313,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     extra = [
         "hf_loss" if options.device == "cuda" else "non_private",
         *options.variants,
-        *(f"dpllm_{mode}" for mode in options.modes),
     ]
     if options.fastdp:
         sys.path.append(str(options.fastdp.resolve()))

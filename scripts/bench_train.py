@@ -2,13 +2,14 @@
 
     python scripts/bench_train.py RECIPE [KEY=VALUE ...] [--trainer-rows 16] [--repetitions 3] [--steps 4] [--output FILE.json]
 
-Every variant lives in a process of its own, holds the same model and adapter, and takes so many steps in turn, repetition by
-repetition; the first does not count. A step is all of it: the draw, batches, padding, clipping, noise, the ledger, the update.
-Trainer accumulates physical batches of --trainer-rows rows up to train.batch_size, padded to their longest row, shuffled or by
-length. Seconds are for each row that trains, as Poisson draws differ in size. Memory is the peak of the whole process.
+Every variant lives in a process of its own, holds the same model and adapter, has the same rows (as many of the recipe's as
+--rows says, chosen at random), and takes so many steps in turn, repetition by repetition; the first does not count. A step is all
+of it: the draw, passes, clipping, noise, the ledger, the update. Trainer accumulates batches of --trainer-rows rows up to
+train.batch_size, padded to their longest row, shuffled or by length. Seconds are for each row that trains, as Poisson draws
+differ in size. Memory is the peak of the whole process.
 
 Trainer groups rows among some thousands and trains on the longest of them first, so that a few steps of it stand for nothing.
-With the first 1,024 rows a group is four steps of 64, or one of 512: choose --steps so that a repetition holds whole groups.
+With 1,024 rows a group is four steps of 64, or one of 512: choose --steps so that a repetition holds all rows.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import argparse
 import contextlib
 import json
 import multiprocessing
+import random
 import statistics
 import tempfile
 import time
@@ -28,6 +30,7 @@ from _machine import commit, machine, versions
 from rich.console import Console
 from rich.table import Table
 
+ROWS = "rows.jsonl"
 VARIANTS = ("dpllm", "without privacy", "Trainer", "Trainer, grouped by length")
 
 
@@ -36,7 +39,7 @@ def main() -> None:
     parser.add_argument("recipe")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     parser.add_argument("--trainer-rows", type=int, default=16, help="per_device_train_batch_size (default: 16)")
-    parser.add_argument("--rows", type=int, default=1024, help="that Trainer has (default: 1024)")
+    parser.add_argument("--rows", type=int, default=1024, help="that all train on (default: 1024)")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--steps", type=int, default=4, help="of each repetition (default: 4)")
     parser.add_argument(
@@ -46,33 +49,45 @@ def main() -> None:
     known = parser.parse_args()
     context, running = multiprocessing.get_context("spawn"), {}
     with tempfile.TemporaryDirectory() as folder:
+        write_rows(known, Path(folder) / ROWS)
         for variant in known.variants:
             ours, theirs = context.Pipe()
             process = context.Process(target=child, args=(variant, known, folder, theirs), daemon=True)
             process.start()
             ours.recv()  # ready; one loads at a time
             running[variant] = ours
-        found: dict[str, list[float]] = {variant: [] for variant in known.variants}
+        seconds_of: dict[str, list[float]] = {variant: [] for variant in known.variants}
         for repetition in range(known.repetitions + 1):
             for variant, pipe in running.items():
                 pipe.send("go")
-                if seconds := pipe.recv():
-                    found[variant] += [seconds] * (repetition > 0)
+                if (seconds := pipe.recv()) and repetition:
+                    seconds_of[variant].append(seconds)
         memory = {}
         for variant, pipe in running.items():
             pipe.send("end")
             memory[variant] = pipe.recv()
-    report(known, found, memory)
+    report(known, seconds_of, memory)
 
 
-def report(known: argparse.Namespace, found: dict[str, list[float]], memory: dict[str, int]) -> None:
+def write_rows(known: argparse.Namespace, path: Path) -> None:
+    """So many of the recipe's rows, in an order of chance that is always the same."""
+    from dpllm.recipe.config import load_config
+    from dpllm.text import data
+
+    config = load_config(known.recipe, dict(one.split("=", 1) for one in known.overrides))
+    table = data.load_table(config.data.train, config.data, "train", path.parent)
+    rows = random.Random(0).sample(list(table.rows), known.rows)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def report(known: argparse.Namespace, seconds_of: dict[str, list[float]], memory: dict[str, int]) -> None:
     table = Table("", "seconds a row", "dpllm takes of it", "peak memory", "dpllm needs of it", title=known.recipe)
     rows = {}
     for variant in known.variants:
-        ratios = [ours / theirs for ours, theirs in zip(found["dpllm"], found[variant], strict=True)]
+        ratios = [ours / theirs for ours, theirs in zip(seconds_of["dpllm"], seconds_of[variant], strict=True)]
         rows[variant] = {
-            "seconds_per_row": statistics.median(found[variant]),
-            "all": found[variant],
+            "seconds_per_row": statistics.median(seconds_of[variant]),
+            "all": seconds_of[variant],
             "ratio": statistics.median(ratios),
             "peak_memory_bytes": memory[variant],
             "memory_ratio": memory["dpllm"] / memory[variant],
@@ -82,9 +97,9 @@ def report(known: argparse.Namespace, found: dict[str, list[float]], memory: dic
         table.add_row(variant, *figures, f"{one['memory_ratio']:.2f}")
     Console().print(table)
     if known.output:
-        told = {"command": vars(known), "commit": commit(), "machine": machine(), "variants": rows}
-        told["versions"] = versions("torch", "transformers", "peft", "accelerate")
-        Path(known.output).write_text(json.dumps(told, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        record = {"command": vars(known), "commit": commit(), "machine": machine(), "variants": rows}
+        record["versions"] = versions("torch", "transformers", "peft", "accelerate")
+        Path(known.output).write_text(json.dumps(record, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def child(variant: str, known: argparse.Namespace, folder: str, pipe: Connection) -> None:
@@ -97,7 +112,7 @@ def child(variant: str, known: argparse.Namespace, folder: str, pipe: Connection
     fixed = {"train.steps": total, "train.epochs": None, "output_dir": f"{folder}/{variant.split(',')[-1]}"}
     fixed |= {"audit.canaries": None, "audit.gradient_canaries": 0, "data.eval": None, "train.checkpoint_every": None}
     fixed |= {"privacy.enabled": variant == "dpllm", "privacy.ledger": f"{folder}/ledger.sqlite", "data.public": True}
-    fixed |= {"train.seed": 0, "privacy.derived_from": None}
+    fixed |= {"train.seed": 0, "privacy.derived_from": None, "data.train": f"{folder}/{ROWS}"}
     config = load_config(known.recipe, {**given, **fixed})
     (trained_by_trainer if variant.startswith("Trainer") else trained_by_dpllm)(variant, known, config, pipe)
     pipe.recv()
@@ -122,7 +137,7 @@ def trained_by_dpllm(variant: str, known: argparse.Namespace, config: Any, pipe:
                 batches, canaries = _next_batches(prepared, state)
                 prepared.payment.charge(step + 1)
                 prepared.engine.step(batches, canaries)
-                rows += sum(int((batch.unit_R >= 0).sum()) for batch in batches)
+                rows += sum(len(batch.rows) for batch in batches)
                 step += 1
             pipe.send((time.perf_counter() - begun) / max(1, rows))
 
@@ -137,7 +152,7 @@ def trained_by_trainer(variant: str, known: argparse.Namespace, config: Any, pip
     tokenizer = loading.load_tokenizer(config.model)
     table = data.load_table(config.data.train, config.data, "train", Path(config.output_dir))
     units = data.encode_units([[row] for row in table.rows], table.format, tokenizer, config.data)
-    rows = [row for unit in units for row in unit.sequences][: known.rows]
+    rows = [row for unit in units for row in unit.sequences]
     examples = [
         {
             "input_ids": list(row.input_ids),

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 SHARE = 0.9  # of free memory; the rest is for fragments, kernels' workspace and the communication of several processes
 LEAST_TOKENS = {"cpu": 512}  # of a pass, below which what it costs before its first token is seen
-LEAST_ELSEWHERE = 4096
+LEAST_ELSEWHERE = 8192
 SMALL_TOKENS = 2048  # the same of a model so small that calls of kernels take longest
 MOST_TOKENS = {"cpu": 2048}  # beyond which a larger pass was no faster; docs/measurements.md has the figures
 MOST_ELSEWHERE = 16_384
@@ -46,7 +46,6 @@ BLOCK_ELSEWHERE = 128
 HELD = {"cpu": 2**30}  # bytes of gradients that are held for the units of a pass
 HELD_ELSEWHERE = 2**32
 SHORT = 16  # tokens of a row; gradients of more units than rows of this length are not held side by side
-MANY_TOKENS = 65_536  # of a pass, beyond which none is tried
 SMALL = 10_000_000  # weights
 UNKNOWN = sys.maxsize  # bytes: no limit is known; as a need, more than there is
 _STATUS, _MEMORY = Path("/proc/self/status"), Path("/proc/meminfo")
@@ -75,11 +74,12 @@ def packing_of_model(
 ) -> Packing:
     """The passes of a model that is to train with batches of so many examples: see ``schedule.packing_of``."""
     kind, whole = device.type, sum(parameter.numel() for parameter in model.parameters())
+    multiple = BLOCK * torch.get_num_threads() if kind == "cpu" else BLOCK_ELSEWHERE
     tokens = packing_of(
         batch,
         max_length,
         tokens,
-        multiple=BLOCK * torch.get_num_threads() if kind == "cpu" else BLOCK_ELSEWHERE,
+        multiple=multiple,
         least=SMALL_TOKENS if whole < SMALL else LEAST_TOKENS.get(kind, LEAST_ELSEWHERE),
         most=MOST_TOKENS.get(kind, MOST_ELSEWHERE),
         rows_each=rows_each,
@@ -95,6 +95,7 @@ def packing_of_model(
         targets=pack_of(vocab_size, device),
         max_length=max_length,
         rows_each=rows_each,
+        multiple=multiple,
         alone=has_experts(model) is not None or not attends_by_interface(model),
     )
 
@@ -102,7 +103,8 @@ def packing_of_model(
 def rehearse(engine: StepEngine, config: RunConfig, vocab_size: int, device: torch.device) -> None:
     """Runs passes that need as much memory as any, on a GPU, so that what does not fit is an error before steps are charged.
 
-    The engine is as it will train, before or after its self-check. All ranks call it together.
+    Where the recipe leaves it open, passes that do not fit are halved. The engine is as it will train, before or after its
+    self-check. All ranks call it together.
 
     Raises:
         ConfigError: A pass does not fit.
@@ -111,9 +113,14 @@ def rehearse(engine: StepEngine, config: RunConfig, vocab_size: int, device: tor
     if device.type != "cuda":
         return  # a pass that does not fit pages or is killed, and the rehearsal would be too
     meter = _Meter(device)
-    tell("Measuring memory", note=str(engine.packing), public=True)
-    used = -processes.least(-meter.peak_of(lambda: engine.rehearse(_rehearsal(engine.packing, vocab_size))))
-    if used > budget(meter.free):
+    while True:
+        tell("Measuring memory", note=str(engine.packing), public=True)
+        used = -processes.least(-meter.peak_of(lambda: engine.rehearse(_rehearsal(engine.packing, vocab_size))))
+        if used <= budget(meter.free):
+            return
+        if config.train.tokens_per_pass == "auto" and (smaller := engine.packing.half()):
+            engine.repack(smaller)
+            continue
         need = "more" if used == UNKNOWN else f"about {_gigabytes(used)}"
         raise ConfigError(
             f"a pass of {engine.packing} does not fit: {_gigabytes(meter.free)} are free beside the model, of which "

@@ -7,7 +7,7 @@ not a run is private. Must not import torch.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from dpllm.errors import Refused
@@ -86,6 +86,7 @@ class Packing:
     targets: int  # of one product of the output head
     max_length: int  # tokens of the longest row allowed
     rows_each: int = 1  # of an example: 2 of a preference pair, which is never cut
+    multiple: int = 32  # M is one
     alone: bool = (
         False  # each example by itself, in the model's own attention, as long as it is; ``tokens`` is then unused
     )
@@ -99,6 +100,12 @@ class Packing:
     def last_position(self) -> int:
         """Of padding, so that the largest position is the same in every pass."""
         return self.max_length - 1
+
+    def half(self) -> Packing | None:
+        """About half as many tokens; None where the longest example would not fit."""
+        tokens = self.multiple * math.ceil(self.tokens / 2 / self.multiple)
+        fits = tokens > self.rows_each * self.max_length and tokens < self.tokens
+        return replace(self, tokens=tokens) if fits and not self.alone else None
 
     def __str__(self) -> str:
         """Such as 512 tokens."""
@@ -126,8 +133,9 @@ def packing_of(
         most: Beyond which a larger pass is no faster.
         rows_each: Rows of an example, which are never cut.
     """
-    whole = rows_each * max_length + 1  # the longest example and a token of padding
+    longest = rows_each * max_length
     if tokens is None:
         times = min(3.0, max(1.0, 0.5 * math.log2(max(batch, 2)) - 1.0))  # 1 at 16, 2 at 64, 3 at 256
-        tokens = max(least, min(most, int(times * rows_each * max_length)))
-    return multiple * math.ceil(max(tokens, whole) / multiple)
+        examples = max(1, round(max(least, min(most, times * longest)) / longest))
+        tokens = examples * longest + 1  # so many of the longest, and a token of padding
+    return multiple * math.ceil(max(tokens, longest + 1) / multiple)

@@ -164,12 +164,12 @@ def _check(
     """What the self-check says of the passes, which may change; without a Plan there is none."""
     config, plan, device = decision.config, decision.plan, PartialState().device
     checked = Checked(0.0)
+    memory.rehearse(engine, config, vocabulary, device)
     if plan is not None:
         low = is_low(net, precision)
         checked = check_passes(engine, vocabulary, pad_id=pad_id, low=low, console=console)
         if low:
             check_in_float32(config, net, plan, device, engine.packing)
-    memory.rehearse(engine, config, vocabulary, device)
     return checked
 
 

@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 
 from dpllm.errors import NotBatchInvariant
-from dpllm.model import adapters, loading, memory, processes
+from dpllm.model import adapters, loading, processes
 from dpllm.model.processes import shared
 from dpllm.privacy import guards
 from dpllm.privacy.engine import FP16_LOSS_SCALE, StepEngine
@@ -132,9 +132,7 @@ def check_passes(
         Refused: The engine computes something else, in more than rounding; or ranks round differently.
     """
     console, first = console or Console(quiet=True), engine.packing
-    tries = [replace(first, tokens=2 * first.tokens), replace(first, alone=True)]
-    if first.alone or first.tokens >= memory.MANY_TOKENS:
-        tries = tries[1:]
+    tries = [*filter(None, [first.half()]), replace(first, alone=True)]
     checked, reason = Checked(0.0), ""
     while True:
         failed = False

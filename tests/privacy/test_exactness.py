@@ -114,10 +114,10 @@ def test_a_unit_without_a_finite_gradient_adds_nothing_in_one_call(bad: float, t
 def test_blocks_add_up_to_each_units_sum_and_follow_it_alone(lengths: list[int], block: int, wide: int) -> None:
     """At another place and beside others that are not even finite, to the last bit."""
     generator, tokens = torch.Generator().manual_seed(1), 400
-    each = [torch.randn(2, length, wide, 5, generator=generator) for length in lengths]
+    each = [torch.randn(2, length, wide, 16, generator=generator) for length in lengths]
 
     def of(order: list[int], filled: float) -> tuple[Tensor, Tensor]:
-        left, right = torch.full((2, tokens, wide, 5), filled)
+        left, right = torch.full((2, tokens, wide, 16), filled)
         units, at = [], 3
         for number in order:
             stop = at + lengths[number]
