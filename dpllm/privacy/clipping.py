@@ -12,7 +12,7 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -157,7 +157,8 @@ class PerUnitClipper:
             square_LU = self._square_of(gradient_P)
         else:
             gradient_P, square_LU = None, gradients.unit_norms()
-        norm_U = square_LU.sum(dim=0).sqrt_() / loss_scale
+        # One after the other: a kernel's sum over L may take another order for the last of U units.
+        norm_U = reduce(torch.add, square_LU).sqrt() / loss_scale
         self._count_long(square_LU, max_grad_norm * loss_scale)
         counted_U = torch.isfinite(norm_U)  # what is not has the factor 0 and is left out of the sum as well
         factor_U = self._function(norm_U, max_grad_norm).where(counted_U, 0.0) / (loss_scale * spacing)

@@ -9,6 +9,7 @@ import contextlib
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -287,3 +288,17 @@ def test_shapes_that_follow_the_others_are_seen(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(PassGradients, "unit_norms", norms_together)
     with pytest.raises(AssertionError):
         test_a_sum_is_the_sum_of_what_each_unit_adds_by_itself("llama", "held", contextlib.nullcontext)
+
+
+@pytest.mark.parametrize("units", [1, 3, 8, 17, 61])
+def test_a_units_norm_does_not_follow_how_many_others_are_in_the_pass(units: int) -> None:
+    """A sum over layers by one kernel took another order for the last units than for the first."""
+    some = tm.units([(3 + number % 5,) for number in range(units)])
+    engine = tm.make_engine(tm.build("llama", "", num_hidden_layers=4), tm.plan(0.05), tokens=512)
+    engine.repack(replace(engine.packing, most_units=64))
+    sum_P = torch.zeros(engine.size, dtype=torch.float64)
+    (whole,) = tm.batches(some, engine)
+    norm_U = engine._clipper.add(engine.losses, whole, sum_P, 1.0, 2.0**-30)[1]
+    by_tokens = sorted(range(units), key=lambda number: (-len(some[number].sequences[0].input_ids), number))
+    for place, number in enumerate(by_tokens):
+        assert tm.engine_norm(engine, some[number], 512) == float(norm_U[place])
