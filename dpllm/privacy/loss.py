@@ -20,6 +20,7 @@ References:
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -34,6 +35,7 @@ from dpllm.privacy.packing import Pass, Segment, Targets
 
 CHUNK = {"cuda": 2**26}  # numbers of a chunk's logits; public, and the same for every batch
 CHUNK_ELSEWHERE = 2**25  # fewer make products slow on a CPU, more make nothing faster (measured)
+BLOCK = 32  # numbers that an elementwise kernel takes at once
 MOST_TARGETS = 128  # more in one product are no faster on a CPU, and the last pack is seldom full
 WITHOUT_PRODUCTS = 8  # the part of it that is computed on at once where logits exist: what fits a cache is faster
 # A softmax over a large vocabulary is below what float16 resolves; a power of two moves it there without rounding.
@@ -46,8 +48,14 @@ Autocast = Callable[[], contextlib.AbstractContextManager[Any]]
 
 def pack_of(vocabulary: int, device: torch.device) -> int:
     """Targets whose logits are computed on at once: public, and the same for every pass."""
-    fits = CHUNK.get(device.type, CHUNK_ELSEWHERE) // vocabulary
-    return max(1, min(MOST_TARGETS, 1 << max(0, fits.bit_length() - 1)))
+    return _full_blocks(min(MOST_TARGETS, CHUNK.get(device.type, CHUNK_ELSEWHERE) // vocabulary), vocabulary, device)
+
+
+def _full_blocks(targets: int, vocabulary: int, device: torch.device) -> int:
+    """About so many, so that no thread ends within a block: what is left of one is computed by other instructions."""
+    threads = torch.get_num_threads() if device.type == "cpu" else 1
+    least = threads * BLOCK // math.gcd(BLOCK, vocabulary)
+    return least * max(1, targets // least)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -131,7 +139,8 @@ class _FromLogits(torch.autograd.Function):
 
 def _at_once(logits_MV: Tensor) -> int:
     """Rows of logits that fit a cache."""
-    return max(1, pack_of(logits_MV.shape[1], logits_MV.device) // WITHOUT_PRODUCTS)
+    vocabulary, device = logits_MV.shape[1], logits_MV.device
+    return _full_blocks(pack_of(vocabulary, device) // WITHOUT_PRODUCTS, vocabulary, device)
 
 
 class Tokens(NamedTuple):

@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -83,4 +84,5 @@ class PairLoss:
     def _loss(self, margin_P: Tensor) -> Tensor:
         if self.objective == "ipo":
             return (margin_P / self.beta - 1 / (2 * self.beta)).square()
-        return -functional.logsigmoid(margin_P)
+        # One by one: of several, a kernel computes the last ones by other instructions.
+        return -torch.stack([functional.logsigmoid(margin) for margin in margin_P.unbind()])

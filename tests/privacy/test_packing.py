@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dpllm.privacy import loss
 from dpllm.privacy.packing import Pass, lay_out, passes_of
 from dpllm.privacy.schedule import Packing, TokenSequence, Unit, packing_of
 
@@ -145,3 +146,15 @@ def test_a_pass_holds_the_longest_example_and_a_token_of_padding(
         assert tokens % multiple == 0
         assert tokens > each * max_length
         assert asked is None or tokens < max(asked, each * max_length + 1) + multiple
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.integers(2, 300_000), st.integers(1, 64))
+def test_packs_of_targets_end_with_a_block_of_every_thread(vocabulary: int, threads: int) -> None:
+    """Elementwise kernels give what is left of a block another rounding, so that a target's bits would follow its place."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "get_num_threads", lambda: threads)
+        device = torch.device("cpu")
+        for count in (loss.pack_of(vocabulary, device), loss._at_once(torch.empty(0, vocabulary))):
+            assert count >= 1
+            assert count * vocabulary % (32 * threads) == 0
