@@ -37,15 +37,17 @@ if TYPE_CHECKING:
 
 SHARE = 0.9  # of free memory; the rest is for fragments, kernels' workspace and the communication of several processes
 LEAST_TOKENS = {"cpu": 512}  # of a pass, below which what it costs before its first token is seen
-LEAST_ELSEWHERE = 8192
+LEAST_ELSEWHERE = 16_384
 SMALL_TOKENS = 2048  # the same of a model so small that calls of kernels take longest
 MOST_TOKENS = {"cpu": 2048}  # beyond which a larger pass was no faster; docs/measurements.md has the figures
 MOST_ELSEWHERE = 16_384
 BLOCK = 32  # tokens that a thread's kernels compute at once
 BLOCK_ELSEWHERE = 128
 HELD = {"cpu": 2**30}  # bytes of gradients that are held for the units of a pass
-HELD_ELSEWHERE = 2**32
-SHORT = 16  # tokens of a row; gradients of more units than rows of this length are not held side by side
+HELD_ELSEWHERE = 2**33
+# Gradients are held side by side where those of FULL_ROWS times as many units fit as a pass holds rows of full length; then for
+# MOST_ROWS times as many, and on a CPU, which takes memory only when it is used, for rows of SHORT tokens.
+FULL_ROWS, MOST_ROWS, SHORT = 2, 3, 16
 SMALL = 10_000_000  # weights
 UNKNOWN = sys.maxsize  # bytes: no limit is known; as a need, more than there is
 _STATUS, _MEMORY = Path("/proc/self/status"), Path("/proc/meminfo")
@@ -75,23 +77,28 @@ def packing_of_model(
     """The passes of a model that is to train with batches of so many examples: see ``schedule.packing_of``."""
     kind, whole = device.type, sum(parameter.numel() for parameter in model.parameters())
     multiple = BLOCK * torch.get_num_threads() if kind == "cpu" else BLOCK_ELSEWHERE
+    numbers = sum(p.numel() for p in model.parameters() if p.requires_grad and not is_wide(p))
+    fits = HELD.get(kind, HELD_ELSEWHERE) // (4 * max(1, numbers))  # units
+    longest = rows_each * max_length
+    most_tokens = MOST_TOKENS.get(kind, MOST_ELSEWHERE)
+    if kind != "cpu" and fits > 1:  # twice formed gradients take thousands of calls
+        most_tokens = min(most_tokens, fits * longest // FULL_ROWS)
     tokens = packing_of(
         batch,
         max_length,
         tokens,
         multiple=multiple,
-        least=SMALL_TOKENS if whole < SMALL else LEAST_TOKENS.get(kind, LEAST_ELSEWHERE),
-        most=MOST_TOKENS.get(kind, MOST_ELSEWHERE),
+        least=min(most_tokens, SMALL_TOKENS if whole < SMALL else LEAST_TOKENS.get(kind, LEAST_ELSEWHERE)),
+        most=most_tokens,
         rows_each=rows_each,
     )
-    numbers = sum(p.numel() for p in model.parameters() if p.requires_grad and not is_wide(p))
-    units = max(1, math.ceil(4 * tokens / (rows_each * max_length)))  # of rows a quarter as long as allowed, at least
-    fits = HELD.get(kind, HELD_ELSEWHERE) // (4 * max(1, numbers))
-    most = min(fits, max(units, tokens // SHORT)) if fits >= units else tokens // 2
+    units = max(1, math.ceil(tokens / longest))  # as long as allowed
+    held = fits >= FULL_ROWS * units
+    most = min(fits, max(MOST_ROWS * units, tokens // SHORT if kind == "cpu" else 0))
     return Packing(
         tokens=tokens,
-        most_units=most,
-        held_numbers=numbers if fits >= units else 0,
+        most_units=most if held else tokens // 2,
+        held_numbers=numbers if held else 0,
         targets=pack_of(vocab_size, device),
         max_length=max_length,
         rows_each=rows_each,

@@ -32,6 +32,9 @@ with contextlib.suppress(ImportError):  # before torch 2.10
     _VARLEN = varlen.varlen_attn
     _VARLEN_OPTIONS = frozenset(inspect.signature(varlen.varlen_attn).parameters)
 
+# Rows of one call, empty ones among them: FlashAttention splits a row's queries where rows and heads are fewer than a GPU's
+# multiprocessors.
+MANY_ROWS = 256
 NAME = "dpllm_packed"  # as transformers knows it
 # What transformers hands to every attention and what changes nothing within a row without a cache.
 HARMLESS = frozenset(
@@ -43,15 +46,20 @@ HARMLESS |= {"return_dict", "logits_to_keep", "num_items_in_batch", "position_em
 class Layout:
     """The rows of the pass that runs."""
 
-    def __init__(self, rows: Sequence[Segment]) -> None:
-        """Rows from the first token on, without gaps."""
-        self.rows = rows
+    def __init__(self, rows: Sequence[Segment], longest: int) -> None:
+        """Rows from the first token on, without gaps; ``longest`` tokens of one at most, public."""
+        self.rows, self.longest = rows, max([longest, *(row.stop - row.start for row in rows)])
         self._boundaries: Tensor | None = None
 
     def boundaries(self, tokens: int, device: torch.device) -> Tensor:
-        """Where each row begins, and the padding behind them, which counts as one; and the end."""
+        """Where each row begins, and each piece of the padding behind them; then the end, again and again.
+
+        So many that a kernel which cuts its work by their number never does.
+        """
         if self._boundaries is None or self._boundaries.device != device:
-            starts = [row.start for row in self.rows] + [self.rows[-1].stop if self.rows else 0, tokens]
+            stop = self.rows[-1].stop if self.rows else 0
+            starts = [*(row.start for row in self.rows), *range(stop, tokens, self.longest)]
+            starts += [tokens] * (1 + max(0, MANY_ROWS - len(starts)))
             self._boundaries = torch.tensor(starts, dtype=torch.int32, device=device)
         return self._boundaries
 
@@ -76,7 +84,7 @@ class RowAttention:
         before = [config._attn_implementation_internal for config in self._configs]
         for config in self._configs:
             config._attn_implementation_internal = NAME
-        _layouts.append(Layout(some.rows))
+        _layouts.append(Layout(some.rows, some.longest))
         try:
             yield
         finally:
@@ -205,7 +213,16 @@ def at_once(
     starts = layout.boundaries(tokens, query_1HMd.device)
     before = -1 if sliding_window is None else sliding_window - 1  # tokens before its own that one sees
     output_MHd = _VARLEN(
-        query_MHd, key_MHd, value_MHd, starts, starts, tokens, tokens, scale=scaling, window_size=(before, 0), **options
+        query_MHd,
+        key_MHd,
+        value_MHd,
+        starts,
+        starts,
+        layout.longest,
+        layout.longest,
+        scale=scaling,
+        window_size=(before, 0),
+        **options,
     )
     output_1MHd: Tensor = output_MHd.unsqueeze(0)
     return output_1MHd

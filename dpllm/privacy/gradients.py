@@ -27,6 +27,7 @@ FORMED = 2**21  # numbers of a gradient that is formed twice, of which so many e
 ADDED = 2**17  # numbers of all units that are added at once
 LAUNCHED = frozenset({"cuda"})  # devices on which calls of kernels cost more than numbers: all units share one
 ADDED_LAUNCHED = 2**25
+INDEXED = 2**28  # numbers that one call of a kernel spans: of more, kernels count otherwise, and cut them in parts
 ALIGNED = 32  # numbers; where a gradient begins in the buffer, so that kernels read it alike for each unit
 BLOCK = 128  # tokens of a unit that one product on a GPU takes
 
@@ -78,6 +79,8 @@ class PassGradients:
         self._held = -(-max(ends, default=0) // ALIGNED) * ALIGNED
         self._most, self._device = most_units, next(iter(parameters.values())).device
         self._together = self._device.type in LAUNCHED
+        self._group = max(1, min(most_units, INDEXED // max(1, self._held)))  # units whose norms are taken in one call
+        self._rows = self._group * -(-most_units // self._group)
         self._blocks: Blocks | None = None
         self._buffer_UP: Tensor | None = None
         self._units: list[Segment] = []
@@ -91,7 +94,7 @@ class PassGradients:
             raise ValueError(f"{len(units)} units in a pass of {self._most}")
         self._blocks = None
         if self._buffer_UP is None:
-            self._buffer_UP = torch.zeros((self._most, self._held), device=self._device)
+            self._buffer_UP = torch.zeros((self._rows, self._held), device=self._device)
 
     def close(self) -> None:
         """Forgets the last pass, and keeps its memory for the next."""
@@ -146,9 +149,11 @@ class PassGradients:
         square_LU = torch.zeros((len(self.places), len(self._units)), dtype=torch.float64, device=self._device)
         for row, (name, place) in enumerate(self.places.items()):
             if self._together and place.held is not None and self._buffer_UP is not None:
-                held_UP = self._buffer_UP[:, place.held : place.held + place.size]  # of as many units in every pass
-                norm_U = torch.linalg.vector_norm(held_UP, dim=1, dtype=torch.float64)
-                square_LU[row] = norm_U[: len(self._units)].square()
+                held_UP = self._buffer_UP[:, place.held : place.held + place.size]
+                for start in range(0, len(self._units), self._group):  # always as many units in a call
+                    part_UP = held_UP[start : start + self._group]
+                    norm_U = torch.linalg.vector_norm(part_UP, dim=1, dtype=torch.float64)
+                    square_LU[row, start : start + self._group] = norm_U[: len(self._units) - start].square()
                 continue
             for number in range(len(self._units)):
                 square_LU[row, number] = sum(_square(part) for part in self._chunks(name, place, number))
@@ -284,7 +289,10 @@ class Blocks:
     def products(self, left_Mi: Tensor, right_Mj: Tensor) -> Tensor:
         """gradient_Uij: left.T @ right of each unit's tokens, in float32."""
         left_Bi, right_Bj = self._taken(left_Mi), self._taken(right_Mj)
-        left_Bi = left_Bi.masked_fill(self._absent_BN.view(*self._absent_BN.shape, *[1] * (left_Bi.dim() - 2)), 0)
+        if left_Bi.numel() <= right_Bj.numel():
+            left_Bi = self._present(left_Bi)
+        else:
+            right_Bj = self._present(right_Bj)
         left_BNi, right_BNj = left_Bi.flatten(1, -2), right_Bj.flatten(1, -2)
         low = left_BNi.dtype == right_BNj.dtype and left_BNi.dtype.itemsize == 2 and left_BNi.is_cuda
         if low:
@@ -293,13 +301,16 @@ class Blocks:
 
     def sums(self, values_M: Tensor, dims: int) -> Tensor:
         """gradient_U: the sum over each unit's tokens and what stands between them and the last ``dims`` dimensions."""
-        values_BN = self._taken(values_M).float()
-        values_BN = values_BN.masked_fill(self._absent_BN.view(*self._absent_BN.shape, *[1] * (values_BN.dim() - 2)), 0)
+        values_BN = self._present(self._taken(values_M).float())
         return self._added(values_BN.flatten(1, values_BN.dim() - 1 - dims).sum(dim=1))
 
     def _taken(self, values_M: Tensor) -> Tensor:
         """(B, N, ...)."""
         return values_M.index_select(0, self._place_BN.flatten()).view(*self._place_BN.shape, *values_M.shape[1:])
+
+    def _present(self, values_BN: Tensor) -> Tensor:
+        """Zero where no token is."""
+        return values_BN.masked_fill(self._absent_BN.view(*self._absent_BN.shape, *[1] * (values_BN.dim() - 2)), 0)
 
     def _added(self, part_B: Tensor) -> Tensor:
         part_B[-1] = 0

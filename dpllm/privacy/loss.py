@@ -36,7 +36,8 @@ from dpllm.privacy.packing import Pass, Segment, Targets
 CHUNK = {"cuda": 2**26}  # numbers of a chunk's logits; public, and the same for every batch
 CHUNK_ELSEWHERE = 2**25  # fewer make products slow on a CPU, more make nothing faster (measured)
 BLOCK = 32  # numbers that an elementwise kernel takes at once
-MOST_TARGETS = 128  # more in one product are no faster on a CPU, and the last pack is seldom full
+MOST_TARGETS = {"cpu": 128}  # more in one product are no faster there, and the last pack is seldom full
+MOST_TARGETS_ELSEWHERE = 1024
 WITHOUT_PRODUCTS = 8  # the part of it that is computed on at once where logits exist: what fits a cache is faster
 # A softmax over a large vocabulary is below what float16 resolves; a power of two moves it there without rounding.
 FLOAT16_SCALE = 256.0
@@ -48,7 +49,8 @@ Autocast = Callable[[], contextlib.AbstractContextManager[Any]]
 
 def pack_of(vocabulary: int, device: torch.device) -> int:
     """Targets whose logits are computed on at once: public, and the same for every pass."""
-    return _full_blocks(min(MOST_TARGETS, CHUNK.get(device.type, CHUNK_ELSEWHERE) // vocabulary), vocabulary, device)
+    fits = CHUNK.get(device.type, CHUNK_ELSEWHERE) // vocabulary
+    return _full_blocks(min(MOST_TARGETS.get(device.type, MOST_TARGETS_ELSEWHERE), fits), vocabulary, device)
 
 
 def _full_blocks(targets: int, vocabulary: int, device: torch.device) -> int:

@@ -66,6 +66,7 @@ class Pass:
     denominator_R: Tensor  # target tokens of each row's whole example
     reference_R: Tensor  # of preference pairs: see ``TokenSequence``
     num_units: int  # each of them whole, unless the pass goes on
+    longest: int = 0  # tokens of the longest row that any pass can hold; of an example by itself unused
     goes_on: bool = False  # the one unit of this pass has more rows in the next one
 
     @property
@@ -242,4 +243,5 @@ def lay_out(units: Sequence[Unit], packing: Packing, pad_id: int, width: int = 0
         torch.tensor([sequence.denominator for sequence in sequences], dtype=torch.float32),
         torch.tensor([sequence.reference for sequence in sequences], dtype=torch.float64),
         len(units),
+        packing.max_length,
     )
