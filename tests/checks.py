@@ -12,7 +12,7 @@ from scipy import stats
 from torch import Tensor, nn
 
 from dpllm.errors import Refused
-from dpllm.privacy.packing import Pass, lay_out
+from dpllm.privacy.packing import Pass, lay_out, passes_of
 from dpllm.text.data import Unit
 
 BOUND = 1 + 1e-6
@@ -141,11 +141,38 @@ def not_finite(mode: str = "held", adapter: Any = tm.FROZEN, bad: float = float(
 def own_loss(net: nn.Module) -> None:
     """A long neighbour does not change a loss."""
     engine = tm.make_engine(net)
-    some = tm.units([(6,), (11,), (3,)])
-    with torch.no_grad(), engine._attention.of(beside := lay_out([*some, tm.unit([60], 99)], engine.packing, 0)):
-        beside_R = engine.losses(beside)[:3]
+    some = tm.units([(6,), (11,), (3,), (60,)])
+    together = [[one] for one in some] if engine.packing.alone else [some]
+    beside = []
+    with torch.no_grad():
         alone_R = torch.cat([engine.losses(tm.batches([one], tm.ALONE)[0]) for one in some])
-    torch.testing.assert_close(beside_R, alone_R, rtol=1e-5, atol=1e-6)
+        for group in together:
+            piece = lay_out(group, engine.packing, 0)
+            with engine._attention.of(piece):
+                beside.append(engine.losses(piece))
+    torch.testing.assert_close(torch.cat(beside), alone_R, rtol=1e-5, atol=1e-6)
+
+
+def laid_out_publicly(world: int = 2) -> None:
+    """Every drawn unit lies in one pass, or alone in passes of its own; the shape of passes tells nothing about the draw."""
+    shape = tm.packing(64)
+    some = tm.units([(9, 4), (30, 31, 32), (5,), *[(2,)] * 20, (12,)])
+    seen = []
+    ranks = [passes_of(range(len(some)), some, shape, 0, rank, world) for rank in range(world)]
+    assert len({len(passes) for passes in ranks}) == 1
+    for piece in (piece for passes in ranks for piece in passes):
+        assert piece.input_ids_1M.shape == (1, 64)
+        assert piece.num_units <= shape.most_units
+        assert int(piece.position_ids_1M[0, -1]) == shape.last_position
+        for row in piece.rows:
+            places = piece.position_ids_1M[0, row.start : row.stop].tolist()
+            assert places == list(range(row.stop - row.start))
+            assert row.stop < 64
+        padded = piece.targets.position_N[piece.targets.count :].tolist()
+        assert set(padded) <= {63}
+        assert not piece.goes_on or piece.num_units == 1
+        seen += [row.stop - row.start for row in piece.rows]
+    assert sorted(seen) == sorted(len(row.input_ids) for one in some for row in one.sequences)
 
 
 def nothing_left_over(net: nn.Module) -> None:

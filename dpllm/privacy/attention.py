@@ -3,7 +3,8 @@
 Comes in: a model of transformers, whose attention goes through its attention interface; the rows of a pass. Goes out: the same
 model, which for the time of a ``with`` block attends within rows. Everywhere else it has its own attention.
 
-A row is computed by itself, in a shape that follows from its own length.
+A row is computed by itself, in a shape that follows from its own length: one call for each row or, on a GPU in low precision,
+one call of FlashAttention for ragged rows, which gives a row the same bits beside any others.
 
 Shape suffixes: H heads, M tokens of a pass, L tokens of a row, d of a head.
 """
@@ -11,7 +12,8 @@ Shape suffixes: H heads, M tokens of a pass, L tokens of a row, d of a head.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +24,14 @@ from transformers import AttentionInterface, PretrainedConfig
 from dpllm.errors import Refused
 from dpllm.privacy.packing import Pass, Segment
 
+_VARLEN: Callable[..., Any] | None = None
+_VARLEN_OPTIONS: frozenset[str] = frozenset()
+with contextlib.suppress(ImportError):  # before torch 2.10
+    from torch.nn.attention import varlen
+
+    _VARLEN = varlen.varlen_attn
+    _VARLEN_OPTIONS = frozenset(inspect.signature(varlen.varlen_attn).parameters)
+
 NAME = "dpllm_packed"  # as transformers knows it
 # What transformers hands to every attention and what changes nothing within a row without a cache.
 HARMLESS = frozenset(
@@ -29,9 +39,24 @@ HARMLESS = frozenset(
 )
 HARMLESS |= {"return_dict", "logits_to_keep", "num_items_in_batch", "position_embeddings", "layer_idx"}
 
-_rows: list[
-    Sequence[Segment]
-] = []  # of the pass that runs, innermost last; checkpointing reads it again in the backward pass
+
+class Layout:
+    """The rows of the pass that runs."""
+
+    def __init__(self, rows: Sequence[Segment]) -> None:
+        """Rows from the first token on, without gaps."""
+        self.rows = rows
+        self._boundaries: Tensor | None = None
+
+    def boundaries(self, tokens: int, device: torch.device) -> Tensor:
+        """Where each row begins, and the padding behind them, which counts as one; and the end."""
+        if self._boundaries is None or self._boundaries.device != device:
+            starts = [row.start for row in self.rows] + [self.rows[-1].stop if self.rows else 0, tokens]
+            self._boundaries = torch.tensor(starts, dtype=torch.int32, device=device)
+        return self._boundaries
+
+
+_layouts: list[Layout] = []  # innermost last; checkpointing reads it again in the backward pass
 
 
 class RowAttention:
@@ -51,11 +76,11 @@ class RowAttention:
         before = [config._attn_implementation_internal for config in self._configs]
         for config in self._configs:
             config._attn_implementation_internal = NAME
-        _rows.append(some.rows)
+        _layouts.append(Layout(some.rows))
         try:
             yield
         finally:
-            _rows.pop()
+            _layouts.pop()
             for config, own in zip(self._configs, before, strict=True):
                 config._attn_implementation_internal = own
 
@@ -93,11 +118,17 @@ def by_rows(
         Refused: The model asks for something that is not computed here; it would be ignored.
     """
     unknown = sorted(name for name, value in others.items() if value is not None and name not in HARMLESS)
-    if unknown or attention_mask is not None or not _rows:
+    if unknown or attention_mask is not None or not _layouts:
         what = ", ".join(unknown) or "a mask"
         raise Refused(f"{type(module).__name__} asks its attention for {what}, which rows of one pass cannot have.")
+    layout, kind = _layouts[-1], query_1HMd.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        query_1HMd, key_1HMd, value_1HMd = (one.to(dtype) for one in (query_1HMd, key_1HMd, value_1HMd))
+    if softcap is None and dropout == 0.0 and ragged_here(query_1HMd, value_1HMd):
+        return at_once(query_1HMd, key_1HMd, value_1HMd, layout, scaling, sliding_window), None
     pieces, end = [], 0
-    for start, end, _ in _rows[-1]:
+    for start, end, _ in layout.rows:
         q, k, v = (one[:, :, start:end] for one in (query_1HMd, key_1HMd, value_1HMd))
         pieces.append(attend(q, k, v, scaling, sliding_window, softcap, dropout))
     left = query_1HMd.shape[2] - end
@@ -136,6 +167,48 @@ def attend(
     scores_1HLL = scores_1HLL.masked_fill(~kept_LL, torch.finfo(scores_1HLL.dtype).min)
     weights_1HLL = scores_1HLL.softmax(dim=-1, dtype=torch.float32).to(value_1HLd.dtype)
     return functional.dropout(weights_1HLL, dropout) @ value_1HLd
+
+
+def ragged_here(query: Tensor, value: Tensor) -> bool:
+    """Whether one call can compute rows of different lengths: as FlashAttention allows it."""
+    wide = query.shape[-1]
+    return (
+        query.is_cuda
+        and _VARLEN is not None
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and wide == value.shape[-1]
+        and wide <= 256
+        and wide % 8 == 0
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    )
+
+
+def at_once(
+    query_1HMd: Tensor,
+    key_1HMd: Tensor,
+    value_1HMd: Tensor,
+    layout: Layout,
+    scaling: float | None,
+    sliding_window: int | None,
+) -> Tensor:
+    """(1, M, H, d): causal attention of all rows in one call, without splitting a row's keys by what else is in the pass."""
+    assert _VARLEN is not None
+    tokens, groups = query_1HMd.shape[2], query_1HMd.shape[1] // key_1HMd.shape[1]
+    options: dict[str, Any] = {}
+    if "num_splits" in _VARLEN_OPTIONS:
+        options["num_splits"] = 1
+    if groups > 1 and "enable_gqa" in _VARLEN_OPTIONS:
+        options["enable_gqa"] = True
+    elif groups > 1:
+        key_1HMd, value_1HMd = (one.repeat_interleave(groups, dim=1) for one in (key_1HMd, value_1HMd))
+    query_MHd, key_MHd, value_MHd = (one[0].transpose(0, 1) for one in (query_1HMd, key_1HMd, value_1HMd))
+    starts = layout.boundaries(tokens, query_1HMd.device)
+    before = -1 if sliding_window is None else sliding_window - 1  # tokens before its own that one sees
+    output_MHd = _VARLEN(
+        query_MHd, key_MHd, value_MHd, starts, starts, tokens, tokens, scale=scaling, window_size=(before, 0), **options
+    )
+    output_1MHd: Tensor = output_MHd.unsqueeze(0)
+    return output_1MHd
 
 
 AttentionInterface.register(NAME, by_rows)

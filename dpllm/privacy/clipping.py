@@ -196,7 +196,10 @@ class PerUnitClipper:
             ) from error
 
     def _by_token(self, values: Tensor, name: str) -> Tensor:
-        """(1, M, ...): attention has its heads before the tokens, OPT no dimension of rows. All of an example by itself is its unit's."""
+        """(1, M, ...): attention has its heads before the tokens, OPT no dimension of rows.
+
+        Of an example by itself, whose every token is its unit's, any shape.
+        """
         tokens = self._tokens
         if tokens is None:
             return values if values.dim() > 2 else values.unsqueeze(0)

@@ -25,6 +25,10 @@ WIDE = 16_384  # rows of a weight that is a head over a vocabulary
 CACHED = 2**16  # numbers whose norm is taken at once: they stay in a processor's cache
 FORMED = 2**21  # numbers of a gradient that is formed twice, of which so many exist at once
 ADDED = 2**17  # numbers of all units that are added at once
+LAUNCHED = frozenset({"cuda"})  # devices on which calls of kernels cost more than numbers: all units share one
+ADDED_LAUNCHED = 2**25
+ALIGNED = 32  # numbers; where a gradient begins in the buffer, so that kernels read it alike for each unit
+BLOCK = 128  # tokens of a unit that one product on a GPU takes
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ def places_of(parameters: Mapping[str, nn.Parameter], held_numbers: int) -> dict
         size = parameter.numel()
         places[name] = Place(start, size, parameter.shape, None if name in twice else held)
         start += size
-        held += 0 if name in twice else size
+        held += 0 if name in twice else -(-size // ALIGNED) * ALIGNED
     return places
 
 
@@ -70,8 +74,11 @@ class PassGradients:
         self._of = {id(parameter): self.places[name] for name, parameter in parameters.items()}
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self.size = sum(place.size for place in self.places.values())
-        self._held = sum(place.size for place in self.places.values() if place.held is not None)
+        ends = [place.held + place.size for place in self.places.values() if place.held is not None]
+        self._held = -(-max(ends, default=0) // ALIGNED) * ALIGNED
         self._most, self._device = most_units, next(iter(parameters.values())).device
+        self._together = self._device.type in LAUNCHED
+        self._blocks: Blocks | None = None
         self._buffer_UP: Tensor | None = None
         self._units: list[Segment] = []
         self._seen: set[int] = set()
@@ -82,6 +89,7 @@ class PassGradients:
         self._units, self._seen, self._parts = list(units), set(), {}
         if len(units) > self._most:
             raise ValueError(f"{len(units)} units in a pass of {self._most}")
+        self._blocks = None
         if self._buffer_UP is None:
             self._buffer_UP = torch.zeros((self._most, self._held), device=self._device)
 
@@ -106,6 +114,9 @@ class PassGradients:
             return
         assert self._buffer_UP is not None
         slot_UP = self._buffer_UP[:, place.held : place.held + place.size]
+        if self._together and isinstance(part, (Product, Summed)) and self._units:
+            self._add_together(part, slot_UP.view(-1, *place.shape), first)
+            return
         if isinstance(part, Product):
             _products(part, self._units, slot_UP.view(-1, *place.shape), first)
             return
@@ -115,10 +126,30 @@ class PassGradients:
                 into.zero_()
             _add_one(part, number, unit, into)
 
+    def _add_together(self, part: Product | Summed, into_U: Tensor, first: bool) -> None:
+        """Every unit's share of a part at once, in shapes that follow from public numbers."""
+        tokens = len(part.left_Mi if isinstance(part, Product) else part.values_M)
+        if self._blocks is None or self._blocks.tokens != tokens:
+            self._blocks = Blocks(self._units, tokens, self._most, self._device)
+        blocks, count = self._blocks, len(self._units)
+        if isinstance(part, Product):
+            gradient_U = blocks.products(part.left_Mi, part.right_Mj)
+        else:
+            gradient_U = blocks.sums(part.values_M, into_U.dim() - 1)
+        if first:
+            into_U[:count] = gradient_U
+        else:
+            into_U[:count] += gradient_U
+
     def unit_norms(self) -> Tensor:
-        """square_LU: an upper bound, but for the last bits, of the squared L2 norm of each unit's gradient, in float64."""
+        """square_LU: the squared L2 norm of each unit's gradient of each parameter, in float64."""
         square_LU = torch.zeros((len(self.places), len(self._units)), dtype=torch.float64, device=self._device)
         for row, (name, place) in enumerate(self.places.items()):
+            if self._together and place.held is not None and self._buffer_UP is not None:
+                held_UP = self._buffer_UP[:, place.held : place.held + place.size]  # of as many units in every pass
+                norm_U = torch.linalg.vector_norm(held_UP, dim=1, dtype=torch.float64)
+                square_LU[row] = norm_U[: len(self._units)].square()
+                continue
             for number in range(len(self._units)):
                 square_LU[row, number] = sum(_square(part) for part in self._chunks(name, place, number))
         return square_LU
@@ -161,7 +192,7 @@ class PassGradients:
             held_UP[[number for number, good in enumerate(counted) if not good]] = 0
         held_UP = held_UP[: len(self._units)]
         for into, stop, held in self._stretches():
-            width = max(1, ADDED // len(self._units))
+            width = max(1, (ADDED_LAUNCHED if self._together else ADDED) // len(self._units))
             for start in range(into, stop, width):
                 end, at = min(start + width, stop), held + start - into
                 part_UP = held_UP[:, at : at + end - start].double().mul_(factor_U1).round_()
@@ -179,7 +210,7 @@ class PassGradients:
         for place in self.places.values():
             if place.held is None:
                 continue
-            if place.start != stop:
+            if place.start != stop or place.held - held != place.start - start:
                 if stop > start:
                     yield start, stop, held
                 start, held = place.start, place.held
@@ -198,6 +229,83 @@ class PassGradients:
             for rows, gradient in self._formed(name, place, number):
                 into.view(place.shape)[rows] = gradient
         return found_P
+
+
+class Blocks:
+    """The tokens of every unit of a pass in blocks of one size, the last of a unit filled up with zeros.
+
+    Each block is multiplied by itself and the blocks of a unit are added in pairs, so that what a unit gets follows from its own
+    tokens; and in as many blocks as any pass can have, so that the shape of what is multiplied is public.
+
+    Shape suffixes: B blocks, N tokens of one.
+    """
+
+    def __init__(self, units: Sequence[Segment], tokens: int, most_units: int, device: torch.device) -> None:
+        """``tokens`` of a pass, M, of which units have theirs in ``units``, at least one."""
+        self.tokens = tokens
+        firsts: list[int] = []
+        lasts: list[int] = []
+        owned: list[list[int]] = []
+        for unit in units:
+            start, stop = unit.start, min(unit.stop, tokens)
+            begins = range(start, stop, BLOCK)
+            owned.append(list(range(len(firsts), len(firsts) + len(begins))))
+            firsts += begins
+            lasts += [stop] * len(begins)
+        count = tokens // BLOCK + most_units + 1
+        unused = count - len(firsts)
+        first_B1, last_B1 = (
+            torch.tensor([*values, *[0] * unused], device=device)[:, None] for values in (firsts, lasts)
+        )
+        place_BN = first_B1 + torch.arange(BLOCK, device=device)
+        self._absent_BN = place_BN >= last_B1
+        # In the place of an absent token stands one of the same block, times zero.
+        self._place_BN = torch.where(self._absent_BN, first_B1, place_BN)
+        self._pairs: list[tuple[Tensor, Tensor]] = []
+        nothing = count - 1  # a block that is always unused
+        while any(len(blocks) > 1 for blocks in owned):
+            owned, nothing = self._halved(owned, nothing, device)
+        self._of_unit_U = torch.tensor([blocks[0] for blocks in owned], device=device)
+
+    def _halved(self, owned: list[list[int]], nothing: int, device: torch.device) -> tuple[list[list[int]], int]:
+        """Pairs of neighbouring blocks of each unit become one; ``nothing`` is where a block of zeros stands."""
+        earlier: list[int] = []
+        later: list[int] = []
+        halved: list[list[int]] = []
+        for blocks in owned:
+            halved.append(list(range(len(earlier), len(earlier) + len(blocks[::2]))))
+            earlier += blocks[::2]
+            later += [*blocks[1::2], *[nothing] * (len(blocks) % 2)]
+        earlier.append(nothing)
+        later.append(nothing)
+        self._pairs.append((torch.tensor(earlier, device=device), torch.tensor(later, device=device)))
+        return halved, len(earlier) - 1
+
+    def products(self, left_Mi: Tensor, right_Mj: Tensor) -> Tensor:
+        """gradient_Uij: left.T @ right of each unit's tokens, in float32."""
+        left_Bi, right_Bj = self._taken(left_Mi), self._taken(right_Mj)
+        left_Bi = left_Bi.masked_fill(self._absent_BN.view(*self._absent_BN.shape, *[1] * (left_Bi.dim() - 2)), 0)
+        left_BNi, right_BNj = left_Bi.flatten(1, -2), right_Bj.flatten(1, -2)
+        low = left_BNi.dtype == right_BNj.dtype and left_BNi.dtype.itemsize == 2 and left_BNi.is_cuda
+        if low:
+            return self._added(torch.bmm(left_BNi.transpose(1, 2), right_BNj, out_dtype=torch.float32))
+        return self._added(torch.bmm(left_BNi.float().transpose(1, 2), right_BNj.float()))
+
+    def sums(self, values_M: Tensor, dims: int) -> Tensor:
+        """gradient_U: the sum over each unit's tokens and what stands between them and the last ``dims`` dimensions."""
+        values_BN = self._taken(values_M).float()
+        values_BN = values_BN.masked_fill(self._absent_BN.view(*self._absent_BN.shape, *[1] * (values_BN.dim() - 2)), 0)
+        return self._added(values_BN.flatten(1, values_BN.dim() - 1 - dims).sum(dim=1))
+
+    def _taken(self, values_M: Tensor) -> Tensor:
+        """(B, N, ...)."""
+        return values_M.index_select(0, self._place_BN.flatten()).view(*self._place_BN.shape, *values_M.shape[1:])
+
+    def _added(self, part_B: Tensor) -> Tensor:
+        part_B[-1] = 0
+        for earlier, later in self._pairs:
+            part_B = part_B.index_select(0, earlier) + part_B.index_select(0, later)
+        return part_B.index_select(0, self._of_unit_U)
 
 
 def _square(part: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from dpllm.errors import NotBatchInvariant, Refused
 from dpllm.privacy.attention import RowAttention
 from dpllm.privacy.clipping import Losses, PerUnitClipper
 from dpllm.privacy.draws import calls_of, gradients_of, refuse_random_numbers
-from dpllm.privacy.packing import Pass, lay_out
+from dpllm.privacy.packing import Pass, Segment, lay_out
 from dpllm.privacy.schedule import Packing, TokenSequence, Unit
 from dpllm.progress import tell
 
@@ -186,20 +186,26 @@ def _check_company(subject: Subject, clipper: PerUnitClipper) -> str:
     halves = [[nothing[0], *(units[n] for n in even)], [*(units[n] for n in odd), nothing[1]]]
     halves = [half for half in halves if len(half) > 1]
     places = [[None, *even], [*odd, None]][: len(halves)]
-    for passes, owners in (([[units[n] for n in backwards]], [backwards]), (halves, places)):
+    others: list[tuple[Sequence[Sequence[Unit]], Sequence[Sequence[int | None]]]] = [
+        ([[units[n] for n in backwards]], [backwards]),
+        (halves, places),
+    ]
+    for passes, owners in others:
         other_norm, other_P, other_loss = run(passes=passes)
         where = [(at, owner) for at, owner in enumerate(n for some in owners for n in some) if owner is not None]
         at_U, owner_U = (torch.tensor(one, device=norm_U.device) for one in zip(*where, strict=True))
-        same = torch.equal(other_norm[at_U], norm_U[owner_U]) and torch.equal(other_loss[at_U], loss_U[owner_U])
-        if same and torch.equal(other_P, sum_P):
+        same_U = (other_norm[at_U] == norm_U[owner_U]) & (other_loss[at_U] == loss_U[owner_U])
+        if bool(same_U.all()) and torch.equal(other_P, sum_P):
             continue
         relative = float((other_P - sum_P).norm() / sum_P.norm().clamp(min=1e-30))
         if not relative <= subject.tolerance:
             raise _coupled(relative)
+        worst = int(owner_U[int(same_U.int().argmin())])
+        passed = next(number for number, some in enumerate(owners) if worst in some)
+        layer = _first_that_differs(subject, clipper, (units, worst), (passes[passed], owners[passed].index(worst)))
         raise NotBatchInvariant(
-            f"{_first_that_differs(subject, clipper, units)} rounds a row differently depending on its place and on the other "
-            f"rows in a pass (the sum moves by {relative:.1e}, relative), so that one unit would change the contributions of "
-            "others."
+            f"{layer} rounds a row differently depending on its place and on the other rows in a pass (the sum moves by "
+            f"{relative:.1e}, relative), so that one unit would change the contributions of others."
         )
     return hashlib.blake2b(sum_P.cpu().numpy().tobytes(), digest_size=16).hexdigest()
 
@@ -211,26 +217,23 @@ def _nothing(subject: Subject, tokens: int) -> Unit:
     return Unit((row,) * subject.packing.rows_each)
 
 
-def _first_that_differs(subject: Subject, clipper: PerUnitClipper, units: Sequence[Unit]) -> str:
-    """The first layer whose output for a row follows its place; otherwise it is a backward pass."""
-    for number in range(len(units)):
-        order = [*units[number + 1 :], *units[: number + 1]]
-        outputs = []
-        for some in (units, order):
-            laid = subject.laid_out(some)
-            place = laid.units[number if some is units else -1]
+def _first_that_differs(subject: Subject, clipper: PerUnitClipper, *placed: tuple[Sequence[Unit], int]) -> str:
+    """The first layer whose output for a unit differs between two passes of units; otherwise it is a backward pass."""
+    outputs = []
+    for units, number in placed:
+        place = subject.laid_out(units).units[number]
 
-            def look(output: object, *_: object, place: Any = place) -> Tensor | None:
-                if isinstance(output, Tensor) and output.dim() > 2 and output.shape[0] == 1:
-                    return output[0, place.start : place.stop].detach().clone()
-                return None
+        def look(output: object, *_: object, place: Segment = place) -> Tensor | None:
+            if isinstance(output, Tensor) and output.dim() > 2 and output.shape[0] == 1:
+                return output[0, place.start : place.stop].detach().clone()
+            return None
 
-            with calls_of(subject.model, look) as calls:
-                _added(subject, clipper, [some], 1.0, 1.0)
-            outputs.append([(name, after) for name, _, after in calls if after is not None])
-        for (name, one), (_, other) in zip(*outputs, strict=False):
-            if not torch.equal(one, other):
-                return str(name)
+        with calls_of(subject.model, look) as calls:
+            _added(subject, clipper, [units], 1.0, 1.0)
+        outputs.append([(name, after) for name, _, after in calls if after is not None])
+    for (name, one), (_, other) in zip(*outputs, strict=False):
+        if not torch.equal(one, other):
+            return str(name)
     return "a backward pass"
 
 

@@ -115,8 +115,8 @@ def divided_by_who_came(patch: pytest.MonkeyPatch) -> None:
 
 def rows_clipped_each(patch: pytest.MonkeyPatch) -> None:
     def add(self: Any, losses: Any, batch: Any, *rest: Any) -> Any:
-        rows = len(batch.unit_R)
-        return ADD(self, losses, replace(batch, unit_R=torch.arange(rows), num_units=rows, goes_on=False), *rest)
+        rows = tuple(row._replace(unit=number) for number, row in enumerate(batch.rows))
+        return ADD(self, losses, replace(batch, rows=rows, num_units=len(rows), goes_on=False), *rest)
 
     patch.setattr(PerUnitClipper, "add", add)
 
@@ -164,8 +164,6 @@ SAMPLING: dict[str, Change] = {
     "shuffled batches of one size": shuffled,
 }
 SUMS: dict[str, Change] = {
-    "a physical batch dropped": parts_of_the_sum(lambda batches: batches[1:] if len(batches) > 1 else batches),
-    "a physical batch doubled": parts_of_the_sum(
-        lambda batches: batches + batches[-1:] if len(batches) > 1 else batches
-    ),
+    "a pass dropped": parts_of_the_sum(lambda batches: batches[1:] if len(batches) > 1 else batches),
+    "a pass doubled": parts_of_the_sum(lambda batches: batches + batches[-1:] if len(batches) > 1 else batches),
 }

@@ -8,23 +8,22 @@ from __future__ import annotations
 import contextlib
 import math
 import random
-from functools import cache, partial
-from types import SimpleNamespace
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 import tiny_models as tm
 import torch
-from cases import BF16, HEAD, MODES, TIED
+from cases import BF16, FAMILIES, HEAD, MODES, TIED
 from scipy import stats
 from tiny_models import FROZEN, LORA, Toy
 from torch import Tensor, nn
 
-from dpllm import errors
-from dpllm.errors import Refused
+from dpllm.errors import NotBatchInvariant, Refused
 from dpllm.privacy import gradients, noise
-from dpllm.privacy.gradients import UnitGradients
+from dpllm.privacy.gradients import PassGradients
 from dpllm.privacy.noise import GaussianNoise
 from dpllm.privacy.plan import noise_scale, spacing_of
 
@@ -45,8 +44,8 @@ def built(name: str) -> Any:
     return tm.build(family, adapter, **changes)
 
 
-def added(engine: Any, some: list[Any], size: int) -> Tensor:
-    return engine.clipped_sum(tm.batches(some, size))[0]
+def added(engine: Any, some: list[Any]) -> Tensor:
+    return engine.clipped_sum(tm.batches(some, engine))[0]
 
 
 # --- a unit adds the same bits in any company ---------------------------------------------------------------------------
@@ -57,145 +56,140 @@ def added(engine: Any, some: list[Any], size: int) -> Tensor:
 @pytest.mark.parametrize("name", CASES)
 def test_a_sum_is_the_sum_of_what_each_unit_adds_by_itself(name: str, mode: str, autocast: Any) -> None:
     """Also in bf16, where a row that brought a longer shape once moved the sum over 1,023 others by 7.92 C."""
-    some = tm.units(MIXED)
     engine = tm.make_engine(built(name), tm.plan(0.05), mode=mode, autocast=autocast)
-    alone = sum(added(engine, [one], 4) for one in some)
-    whole = added(engine, some, 4)
+    same_bits(engine)
+
+
+def same_bits(engine: Any) -> None:
+    """In one order and another, and in passes that share nobody."""
+    some = tm.units(MIXED)
+    whole = added(engine, some)
     assert bool(whole.any())
-    assert torch.equal(whole, alone)
+    assert torch.equal(whole, sum(added(engine, [one]) for one in some))
     random.Random(1).shuffle(some)
-    assert torch.equal(added(engine, some, 4), whole)
+    assert torch.equal(added(engine, some), whole)
+
+
+@pytest.mark.parametrize("name", ["llama", "everything"])
+def test_so_it_is_where_all_units_share_a_call_as_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradients, "LAUNCHED", frozenset({"cpu"}))
+    monkeypatch.setattr(gradients, "BLOCK", 8)
+    same_bits(tm.make_engine(built(name), tm.plan(0.05)))
 
 
 def test_so_it_is_under_automatic_clipping() -> None:
+    same_bits(tm.make_engine(built("llama"), tm.plan(0.05, clipping="automatic")))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_passes_its_self_check_and_adds_the_same_bits(family: str) -> None:
+    engine = tm.make_engine(tm.build(family, LORA), tm.plan(0.05), longest=40)
+    engine.self_check(tm.VOCABULARY)
+    same_bits(engine)
+
+
+@pytest.mark.parametrize("tokens", [64, 96, 256, 1024])
+def test_passes_of_any_length_add_a_unit_within_rounding(tokens: int) -> None:
+    """Another length of passes may round differently, and nothing else; a run keeps one."""
     some = tm.units(MIXED)
-    engine = tm.make_engine(built("llama"), tm.plan(0.05, clipping="automatic"))
-    assert torch.equal(added(engine, some, 4), sum(added(engine, [one], 4) for one in some))
+    engine = tm.make_engine(built("llama"), tm.plan(0.05))
+    reference_P, other_P = added(engine, some), engine.clipped_sum(tm.batches(some, tokens))[0]
+    assert float((other_P - reference_P).norm()) <= 1e-5 * float(reference_P.norm())
 
 
 # --- and a model whose kernels do not is refused ------------------------------------------------------------------------
-
-
-class RoundsByCompany(Toy):
-    """A kernel that picks its way by what the whole batch holds: each row is right to seven digits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kernel = Kernel()
-
-    def hidden(self, x_RTd: Tensor) -> Tensor:
-        return self.kernel(self.layer(x_RTd))
-
-
-class Kernel(nn.Module):
-    def forward(self, x_RTd: Tensor) -> Tensor:
-        return x_RTd * (1 + 3e-7 * float(x_RTd.detach()[:, 0].sum() > 0)) + 3e-7 * x_RTd.detach().mean()
-
-
-def test_a_layer_that_rounds_by_its_company_is_refused_by_name() -> None:
-    with pytest.raises(Refused, match=r"^kernel rounds a row differently.*physical_batch_size: 1"):
-        tm.make_engine(RoundsByCompany()).self_check(tm.VOCABULARY, tm.shapes(32))
-
-
-def test_rows_computed_one_by_one_have_no_company() -> None:
-    """And an engine that was refused for its rounding can be asked again."""
-    engine = tm.make_engine(RoundsByCompany())
-    with pytest.raises(errors.RoundsByCompany):
-        engine.self_check(tm.VOCABULARY, tm.shapes(32))
-    engine.self_check(tm.VOCABULARY, tm.shapes(32, 1))
-    some = tm.units(MIXED)
-    assert torch.equal(added(engine, some, 1), sum(added(engine, [one], 1) for one in some))
-
-
-def test_a_mixture_of_experts_adds_the_same_bits_one_by_one() -> None:
-    """Experts compute on as many tokens as chose them, so their shapes follow the rows beside."""
-    some = tm.units(MIXED)
-    engine = tm.make_engine(tm.build("mixtral", {**LORA, "target_modules": ["q_proj", "v_proj"]}))
-    engine.self_check(tm.VOCABULARY, tm.shapes(32, 1))
-    assert torch.equal(added(engine, some, 1), sum(added(engine, [one], 1) for one in some))
 
 
 class Nudged(torch.autograd.Function):
     """The identity, or a backward pass that is one, beside what ``change`` makes of it."""
 
     @staticmethod
-    def forward(ctx: Any, x_RTd: Tensor, change: Any) -> Tensor:
+    def forward(ctx: Any, x_1Md: Tensor, change: Any) -> Tensor:
         ctx.change = change
-        return x_RTd.clone()
+        return x_1Md.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return ctx.change(grads[0].clone()), None
 
 
-def late(y_RTd: Tensor, place: int) -> Tensor:
-    """Other bits in one row, behind its first tokens: short rows never see it."""
-    if len(y_RTd) > 1:
-        y_RTd = y_RTd.clone()
-        y_RTd[place % len(y_RTd), 5:] *= 1 + 2.0**-20
-    return y_RTd
+def changed(change: Callable[[Tensor], Tensor], backward: bool = False) -> Any:
+    """An engine on a model of which one layer's output (1, M, d), or its gradient, goes through ``change``."""
+    net = tm.build("llama", LORA)
+
+    def hook(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        return Nudged.apply(output, change) if backward else change(output)  # type: ignore[no-untyped-call]
+
+    net.base_model.model.model.layers[0].mlp.register_forward_hook(hook)
+    return tm.make_engine(net)
+
+
+def by_company(x_1Md: Tensor) -> Tensor:
+    """A kernel that picks its way by what the whole pass holds: each row is right to seven digits."""
+    return x_1Md + 3e-6 * x_1Md.detach().mean()
+
+
+def test_a_layer_that_rounds_by_its_company_is_refused_by_name() -> None:
+    with pytest.raises(NotBatchInvariant, match=r"layers\.0\.mlp rounds a row differently"):
+        changed(by_company).self_check(tm.VOCABULARY)
+
+
+def test_examples_by_themselves_have_no_company() -> None:
+    """And an engine that was refused for its rounding can be asked again."""
+    engine = changed(by_company)
+    with pytest.raises(NotBatchInvariant):
+        engine.self_check(tm.VOCABULARY)
+    engine.repack(tm.packing(tm.ALONE))
+    engine.self_check(tm.VOCABULARY)
+    same_bits(engine)
 
 
 @pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize(("rows", "place"), [(rows, place) for rows in (2, 5, 8) for place in range(rows)])
-def test_every_place_is_taken_by_a_full_row(rows: int, place: int, backward: bool) -> None:
-    """A product's tail is the last tokens of the last row: short rows alone in the last places left it unseen."""
+@pytest.mark.parametrize("block", [0, 32, 64])
+def test_every_place_of_a_pass_is_tried(block: int, backward: bool) -> None:
+    """A kernel that rounds the tokens of one block another way: whoever lies there has other bits elsewhere."""
 
-    class Late(Toy):
-        def hidden(self, x_RTd: Tensor) -> Tensor:
-            change = partial(late, place=place)
-            y_RTd = self.layer(x_RTd)
-            return Nudged.apply(y_RTd, change) if backward else change(y_RTd)  # type: ignore[no-untyped-call]
+    def late(x_1Md: Tensor) -> Tensor:
+        if x_1Md.shape[1] != tm.TOKENS:
+            return x_1Md
+        scale_M = torch.ones(tm.TOKENS)
+        scale_M[block : block + 32] += 2.0**-20
+        return x_1Md * scale_M[:, None]
 
-    with pytest.raises(errors.RoundsByCompany):
-        tm.make_engine(Late()).self_check(tm.VOCABULARY, tm.shapes(100, rows)[-1:])
+    with pytest.raises(NotBatchInvariant):
+        changed(late, backward).self_check(tm.VOCABULARY)
 
 
-@pytest.mark.parametrize("rows", [2, 5, 8])
-def test_a_last_row_that_reads_the_row_before_is_refused(rows: int) -> None:
-    class Reads(Toy):
-        def hidden(self, x_RTd: Tensor) -> Tensor:
-            y_RTd = self.layer(x_RTd)
-            if len(y_RTd) == 1:
-                return y_RTd
-            mixed_Td = torch.cat([y_RTd[-1, :5], y_RTd[-1, 5:] + 0.1 * y_RTd[-2, 5:]])
-            return torch.cat([y_RTd[:-1], mixed_Td[None]])
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_row_that_reads_the_row_before_is_refused(backward: bool) -> None:
+    def reads(x_1Md: Tensor) -> Tensor:
+        return x_1Md + 0.1 * x_1Md.roll(-1 if backward else 1, dims=1)  # a row's last token has no gradient of its own
 
     with pytest.raises(Refused):
-        tm.make_engine(Reads()).self_check(tm.VOCABULARY, tm.shapes(100, rows)[-1:])
-
-
-class Padded(Toy):
-    """A kernel that is chosen by whether anything is padded, or by the longest row."""
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, use_cache: bool = False) -> Any:
-        longest = int((input_ids != 5).sum(dim=1).max())
-        hidden_RTd = self.layer(self.embed(input_ids)) * (1 + 2.0**-20 * (longest > 4))
-        return SimpleNamespace(logits=self.head(hidden_RTd))
+        changed(reads, backward).self_check(tm.VOCABULARY)
 
 
 def test_padding_is_that_of_training() -> None:
-    with pytest.raises(errors.RoundsByCompany):
-        tm.make_engine(Padded()).self_check(tm.VOCABULARY, tm.shapes(32), pad_id=5)
+    """A kernel that is chosen by the tokens that are padded with."""
+    net = tm.build("llama", LORA)
+    inner = net.base_model.model.model
+
+    def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        share = float((kwargs["input_ids"] == 5).sum())
+        output.last_hidden_state = output.last_hidden_state * (1 + 2.0**-20 * (share > tm.TOKENS // 2))
+        return output
+
+    inner.register_forward_hook(hook, with_kwargs=True)
+    with pytest.raises(NotBatchInvariant):
+        tm.make_engine(net).self_check(tm.VOCABULARY, pad_id=5)
 
 
-def test_a_mixture_of_experts_is_computed_row_by_row_whatever_its_routing_shows() -> None:
-    """DeepSeek passed with the tokens of the check, and 64 others moved a sum by 36 spacings."""
-    with pytest.raises(errors.RoundsByCompany, match=r"^base_model.*experts computes on however many tokens"):
-        tm.make_engine(tm.build("mixtral", {**LORA, "target_modules": ["q_proj"]})).self_check(
-            tm.VOCABULARY, tm.shapes(32)
-        )
-
-
-@pytest.mark.parametrize("length", [8, 16, 24, 32])
-def test_every_listed_length_is_tried(length: int) -> None:
-    class Here(Toy):
-        def hidden(self, x_RTd: Tensor) -> Tensor:
-            company = 3e-7 * x_RTd.detach().abs().mean() * (x_RTd.shape[1] == length)  # a mean may be nearly 0
-            return self.layer(x_RTd) + company
-
-    with pytest.raises(Refused, match="rounds a row differently"):
-        tm.make_engine(Here()).self_check(tm.VOCABULARY, tm.shapes(32))
+def test_a_mixture_of_experts_adds_the_same_bits_one_by_one() -> None:
+    """Experts compute on as many tokens as chose them, so their shapes follow the rows beside: each example is by itself."""
+    engine = tm.make_engine(tm.build("mixtral", {**LORA, "target_modules": ["q_proj", "v_proj"]}))
+    assert engine.packing.alone
+    engine.self_check(tm.VOCABULARY)
+    same_bits(engine)
 
 
 # --- noise on a lattice -------------------------------------------------------------------------------------------------
@@ -211,12 +205,12 @@ def test_clipped_sums_are_multiples_of_the_spacing_and_no_longer_than_stated(nam
     on_lattice(built(name), mode)
 
 
-def on_lattice(net: nn.Module, mode: str = "auto") -> None:
+def on_lattice(net: nn.Module, mode: str = "held") -> None:
     bound, sigma = 0.05, 0.7
     engine = tm.make_engine(net, tm.plan(bound, sigma), mode=mode)
     scale = noise_scale(sigma, bound, engine.size)
     for one in tm.units(MIXED):
-        sum_P = added(engine, [one], 4)
+        sum_P = added(engine, [one])
         assert multiples(sum_P, spacing_of(scale))
         assert float(sum_P.norm()) <= scale / sigma
     stream = GaussianNoise(5, tm.CPU)
@@ -244,7 +238,7 @@ def test_noise_too_small_for_exact_sums_is_refused() -> None:
 def test_low_bits_of_a_release_are_uniform_with_and_without_a_row(seed: int) -> None:
     for units in ([tm.unit((9,), 3)], []):
         engine = tm.make_engine(Toy(56), tm.plan(1.0, 1.0))
-        sum_P = engine.clipped_sum(tm.batches(units, 1))[0]
+        sum_P = engine.clipped_sum(tm.batches(units, engine))[0]
         scale = noise_scale(1.0, 1.0, engine.size)
         GaussianNoise(2**120 + seed, tm.CPU).add_to(sum_P, scale)
         low = (sum_P / spacing_of(scale)).long() % 16
@@ -283,12 +277,13 @@ def test_without_rounding_of_the_noise_the_release_leaves_the_lattice(monkeypatc
 
 
 def test_shapes_that_follow_the_others_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Norms taken in float32 over all units at once: right to six digits, and not the same bits."""
+    """Norms over all units together: right to six digits, and not the same bits."""
 
-    def square_norm(self: UnitGradients) -> Tensor:
-        square_UP = self.dense().flatten(1).square()
-        return square_UP.cumsum(0).diff(dim=0, prepend=torch.zeros_like(square_UP[:1])).sum(dim=1).double()
+    def norms_together(self: PassGradients) -> Tensor:
+        square_UP = self._buffer_UP[: len(self._units)].square()
+        total_U = square_UP.flatten().cumsum(0)[square_UP.shape[1] - 1 :: square_UP.shape[1]]
+        return total_U.diff(prepend=total_U.new_zeros(1)).double()[None].expand(len(self.places), -1) / len(self.places)
 
-    monkeypatch.setattr(gradients.UnitGradients, "square_norm", square_norm)
+    monkeypatch.setattr(PassGradients, "unit_norms", norms_together)
     with pytest.raises(AssertionError):
-        test_a_sum_is_the_sum_of_what_each_unit_adds_by_itself("llama", "auto", contextlib.nullcontext)
+        test_a_sum_is_the_sum_of_what_each_unit_adds_by_itself("llama", "held", contextlib.nullcontext)

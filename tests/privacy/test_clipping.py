@@ -14,8 +14,9 @@ from tiny_models import FROZEN, LORA
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from dpllm.privacy.rules import Form, conv1d, linear
-from dpllm.privacy.sampling import collate, physical_batches
+from dpllm.privacy.gradients import PassGradients
+from dpllm.privacy.packing import Segment
+from dpllm.privacy.rules import conv1d, linear
 from dpllm.text.data import Unit
 
 
@@ -31,11 +32,8 @@ def test_huge_gradients_are_clipped_too(autocast: Any) -> None:
         net.get_output_embeddings().weight.mul_(1e6)
     some = tm.units(tm.RAGGED)
     engine = tm.make_engine(net, tm.plan(1.0), **({"autocast": autocast} if autocast else {}))
-    batch = collate(some, pad_id=0)
-    norm_U = tm.norms(engine, batch)
-    assert float(norm_U.min()) > 1e3
-    # A shorter padding rounds differently, and logits of 1e5 make the most of bfloat16's eight bits.
-    checks.neighbours(engine, some, others=1e-2 if autocast else 0.0)
+    assert min(tm.engine_norm(engine, unit, tm.TOKENS) for unit in some) > 1e3
+    checks.neighbours(engine, some)
     assert float(tm.clipped_sum(engine, some[:1]).norm()) >= 1 - 1e-6  # bounded, not lost
 
 
@@ -58,9 +56,9 @@ def test_a_long_neighbour_does_not_change_a_loss(family: str) -> None:
 def test_a_unit_over_several_batches_is_counted_once_without_privacy() -> None:
     net = tm.build("llama")
     engine = tm.engine_of(net, torch.optim.SGD(list(tm.trainable(net).values()), lr=1.0), tm.schedule(), None)
-    batches = physical_batches(range(3), tm.units([(9, 4, 5, 6, 7), (4,), (12,)]), tm.shapes(16, 2), 0)
-    assert any(batch.goes_on for batch in batches)
-    assert engine.clipped_sum(batches)[1].units == 3
+    passes = tm.batches(tm.units([(29, 24, 25, 26, 7), (4,), (12,)]), engine)
+    assert any(some.goes_on for some in passes)
+    assert engine.clipped_sum(passes)[1].units == 3
 
 
 @pytest.mark.parametrize("rule", [linear, conv1d])
@@ -68,11 +66,16 @@ def test_gradients_of_a_low_precision_pass_are_summed_in_float32(rule: Any) -> N
     """Products of bfloat16 numbers are exact in float32; summing them in bfloat16 loses all but two digits."""
     layer = nn.Linear(8, 8) if rule is linear else Conv1D(8, 8)
     generator = torch.Generator().manual_seed(2)
-    x_RTd, g_RTp = (torch.randn(3, 50, 8, generator=generator).bfloat16() for _ in range(2))
-    parts = rule(layer, x_RTd, g_RTp, lambda _: True, Form(50, "per_sample"))
-    found = {parameter: part.gradient_R for parameter, part in parts}
-    exact_Rpd = torch.einsum("rtp,rtd->rpd", g_RTp.double(), x_RTd.double())
-    exact_Rpd = exact_Rpd if rule is linear else exact_Rpd.transpose(1, 2)
-    assert {tensor.dtype for tensor in found.values()} == {torch.float32}
-    torch.testing.assert_close(found[layer.weight].double(), exact_Rpd, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(found[layer.bias].double(), g_RTp.double().sum(dim=1), rtol=1e-4, atol=1e-5)
+    x_UTd, g_UTp = (torch.randn(3, 50, 8, generator=generator).bfloat16() for _ in range(2))
+    gradients = PassGradients(dict(layer.named_parameters()), most_units=3, held_numbers=10**6)
+    gradients.open([Segment(50 * number, 50 * number + 50, number) for number in range(3)])
+    x_1Md, g_1Mp = (values.flatten(0, 1)[None] for values in (x_UTd, g_UTp))
+    for parameter, part in rule(layer, x_1Md, g_1Mp, lambda _: True, []):
+        gradients.add(parameter, part)
+    exact_Upd = torch.einsum("utp,utd->upd", g_UTp.double(), x_UTd.double())
+    exact_Upd = exact_Upd if rule is linear else exact_Upd.transpose(1, 2)
+    for number in range(3):
+        gradient_P = gradients.whole(number)
+        assert gradient_P.dtype == torch.float32
+        exact_P = torch.cat([exact_Upd[number].flatten(), g_UTp[number].double().sum(dim=0)])
+        torch.testing.assert_close(gradient_P.double(), exact_P, rtol=1e-4, atol=1e-5)
