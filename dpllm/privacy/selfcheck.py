@@ -27,7 +27,6 @@ from dpllm.privacy.packing import Pass, Segment, lay_out
 from dpllm.privacy.schedule import Packing, TokenSequence, Unit
 from dpllm.progress import tell
 
-
 ROUNDED = 1e-6  # relative error of losses that float32 rounds differently
 
 
