@@ -82,7 +82,7 @@ def test_no_batch_needs_more_than_was_rehearsed(engine: StepEngine, tokens: int)
     assert torch.cuda.memory_allocated(CUDA) < held + 64 * 2**20 + engine.packing.most_units * 4 * engine.size
     drawn = [
         passes(engine, [(LONGEST,)] * (3 * tokens // LONGEST)),
-        passes(engine, [(3,)] * tokens),
+        passes(engine, [(3,)] * (2 * engine.packing.most_units)),
         passes(engine, [(LONGEST,) * (3 * tokens // LONGEST), (5,)]),
         passes(engine, [(2 + 37 * number % 250,) for number in range(tokens // 20)]),
         [],
