@@ -10,34 +10,57 @@ import tiny_models as tm
 import torch
 from torch import Tensor, nn
 
-from dpllm.privacy.sampling import PhysicalBatch, collate
+from dpllm.privacy.attention import RowAttention, attends_by_interface
+from dpllm.privacy.loss import TokenLosses, row_sums
+from dpllm.privacy.packing import Pass, lay_out
+from dpllm.privacy.selfcheck import has_experts
 
 VOCABULARY = tm.VOCABULARY
 
 
-def ragged(dummies: int = 1) -> PhysicalBatch:
-    return collate(tm.units(tm.RAGGED), 0, 8 + dummies)
+def ragged(tokens: int = tm.TOKENS, seed: int = 0) -> Pass:
+    """All rows in one pass: one after the other, or, where it has no number of tokens, padded under one another."""
+    return lay_out(tm.units(tm.RAGGED, seed), tm.packing(tokens), 0)
 
 
-def plain(net: nn.Module, batch: PhysicalBatch, autocast: Any = contextlib.nullcontext) -> Tensor:
-    """loss_R by the book: log-softmax of all logits, targets picked one by one."""
+def ways(net: nn.Module) -> list[Pass]:
+    """The passes of these rows that a model can run."""
+    packed = attends_by_interface(net) and not has_experts(net)
+    return [ragged(tm.ALONE), *([ragged()] if packed else [])]
+
+
+def logits(net: nn.Module, some: Pass) -> Tensor:
+    """logits_MV of a pass, as the model itself computes them."""
+    places = {} if some.position_ids_1M is None else {"position_ids": some.position_ids_1M}
+    with RowAttention(net).of(some):
+        return net(input_ids=some.input_ids_1M, use_cache=False, **places).logits.flatten(0, 1)
+
+
+def plain(net: nn.Module, some: Pass, autocast: Any = contextlib.nullcontext, seed: int = 0) -> Tensor:
+    """loss_R of the ragged rows by the book: log-softmax of all logits, targets picked one by one."""
     with autocast():
-        logits_RTV = net(input_ids=batch.input_ids_RT, use_cache=False).logits
-    kind = torch.float64 if logits_RTV.dtype == torch.float64 else torch.float32
-    scores_RTV = logits_RTV.to(kind).log_softmax(dim=-1)
-    rows = []
-    for row, mask_T in enumerate(batch.loss_mask_RT):
-        places = mask_T.nonzero().flatten()
-        chosen = scores_RTV[row, places - 1, batch.input_ids_RT[row, places]]
-        rows.append(-chosen.sum() / batch.denominator_R[row].to(kind))
-    return torch.stack(rows)
+        logits_MV = logits(net, some)
+    kind = torch.float64 if logits_MV.dtype == torch.float64 else torch.float32
+    scores_MV, loss_R = logits_MV.to(kind).log_softmax(dim=-1), []
+    sequences = [sequence for unit in tm.units(tm.RAGGED, seed) for sequence in unit.sequences]
+    for row, sequence in zip(some.rows, sequences, strict=True):
+        places = [place for place, learned in enumerate(sequence.loss_mask) if learned]
+        chosen = [scores_MV[row.start + place - 1, sequence.input_ids[place]] for place in places]
+        loss_R.append(-torch.stack(chosen).sum() / sequence.denominator)
+    return torch.stack(loss_R)
+
+
+def losses(scorer: TokenLosses, net: nn.Module, some: Pass) -> Tensor:
+    """loss_R as the engine forms it."""
+    with RowAttention(net).of(some):
+        return row_sums(scorer(some).nll_M, some.rows) / some.denominator_R
 
 
 def gradients(loss_R: Tensor, net: nn.Module) -> Tensor:
     """Of the rows weighted differently, so that rows which changed places would show."""
     weight_R = torch.linspace(1.0, 2.0, len(loss_R), dtype=loss_R.dtype)
-    found = torch.autograd.grad((weight_R * loss_R).sum(), list(tm.trainable(net).values()))
-    return torch.cat([gradient.flatten() for gradient in found])
+    parts = torch.autograd.grad((weight_R * loss_R).sum(), list(tm.trainable(net).values()))
+    return torch.cat([gradient.flatten() for gradient in parts])
 
 
 class Headed(tm.Toy):

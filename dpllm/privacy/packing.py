@@ -221,7 +221,8 @@ def lay_out(units: Sequence[Unit], packing: Packing, pad_id: int, width: int = 0
     sequences = [sequence for unit in units for sequence in unit.sequences]
     lengths = [len(sequence.input_ids) for sequence in sequences]
     if packing.alone:
-        wide = -(-max(width, *lengths, 2) // 8) * 8
+        wide = max(width, *lengths, 2)
+        wide = max(wide, min(-(-wide // 8) * 8, packing.max_length))  # beyond it a model may have no positions
         shape, slots = (max(1, len(sequences)), wide), [wide] * len(sequences)
     else:
         shape, slots = (1, packing.tokens), lengths

@@ -1,4 +1,4 @@
-"""The same guarantees on CUDA: exact, bounded, noised. Skipped where there is no such device."""
+"""The same guarantees on CUDA: exact, bounded, noised, the same bits in any company. Skipped where there is no such device."""
 
 from __future__ import annotations
 
@@ -11,12 +11,19 @@ import pytest
 import tiny
 import tiny_models as tm
 import torch
+from cases import MODES, TIED
+from checks import apart, clip, without
 from scipy import stats
 from tiny_models import FROZEN, LORA, Toy
+from torch import Tensor
 
-from dpllm.errors import Refused, RoundsByCompany
+from dpllm.errors import Refused
 from dpllm.model import loading
+from dpllm.privacy.attention import Layout, attend, by_rows
+from dpllm.privacy.attention import _layouts as layouts
 from dpllm.privacy.noise import GaussianNoise
+from dpllm.privacy.packing import Segment
+from dpllm.run.mechanism import check_passes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,90 +34,143 @@ BOUND = 1 + 1e-6
 CUDA = torch.device("cuda")
 BF16 = partial(torch.autocast, "cuda", dtype=torch.bfloat16)
 RAGGED = ((9, 4), (17,), (5,), (12,), (3, 7, 2))
-
-
-def engine_on_cuda(family: str, adapter: dict[str, Any], bound: float, **arguments: Any) -> Any:
-    return tm.make_engine(tm.build(family, adapter).to(CUDA), tm.plan(bound), device=CUDA, **arguments)
-
-
-def test_tf32_is_off_after_the_setting_that_train_makes() -> None:
-    assert not torch.backends.cuda.matmul.allow_tf32
-
-
+MIXED = (*RAGGED, (31,), (6,), (6,), (40, 2), (23,))  # of two passes of TOKENS
+LONG = (
+    (260, 150, 90),
+    (300,),
+    (129,),
+    (128,),
+    (5,),
+    (127, 2),
+)  # several blocks of a unit's tokens, and one unit goes on
+TOKENS = 128  # of a pass: what kernels compute at once here
 ADAPTERS = {
     "lora": LORA,
     "embedding": {**LORA, "target_modules": ["q_proj", "embed_tokens"]},
     "frozen": FROZEN,
     "head": {**FROZEN, "lm_head": True},
 }
+CASES = (
+    *(("llama", method) for method in ADAPTERS),
+    ("gpt2", "lora"),
+    ("gpt2", "frozen"),
+    ("qwen2", "lora"),
+    ("gemma3_text", "frozen"),
+)
+
+
+def engine_on_cuda(family: str, adapter: dict[str, Any], bound: float, **arguments: Any) -> Any:
+    net = tm.build(family, adapter).to(CUDA)
+    return tm.make_engine(net, tm.plan(bound), **{"device": CUDA, "tokens": TOKENS, **arguments})
+
+
+def in_precision(autocast: Any) -> dict[str, Any]:
+    return {"autocast": autocast} if autocast else {}
+
+
+def test_tf32_is_off_after_the_setting_that_train_makes() -> None:
+    assert not torch.backends.cuda.matmul.allow_tf32
+
+
+# --- exact -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("mode", "checkpointing"),
-    [("auto", None), ("per_sample", None), ("ghost", None), ("auto", "reentrant"), ("auto", "non-reentrant")],
+    ("mode", "checkpointing"), [("held", None), ("twice", None), ("held", "reentrant"), ("held", "non-reentrant")]
 )
-@pytest.mark.parametrize(
-    ("family", "method"),
-    [
-        *(("llama", method) for method in ADAPTERS),
-        ("gpt2", "lora"),
-        ("gpt2", "frozen"),
-        ("qwen2", "lora"),
-        ("gemma3_text", "frozen"),
-    ],
-)
+@pytest.mark.parametrize(("family", "method"), CASES)
 def test_clipped_sum_is_that_of_float64_autograd(
     family: str, method: str, mode: str, checkpointing: str | None
 ) -> None:
-    tied = {"tie_word_embeddings": method == "head"}
+    """In passes of many rows and of one, which for some units are several."""
+    tied = TIED if method == "head" else {}
     net, some = tm.build(family, ADAPTERS[method], checkpointing=checkpointing, **tied).to(CUDA), tm.units(RAGGED)
     exact_UP = tm.brute_force(tm.build(family, ADAPTERS[method], **tied).to(CUDA), some)  # the same weights
-    norm_U = exact_UP.norm(dim=1)
-    bound = float(norm_U.median()) * 1.01
-    expected_P = (bound / norm_U).clamp(max=1.0) @ exact_UP
+    bound = float(exact_UP.norm(dim=1).median()) * 1.01
     engine = tm.make_engine(net, tm.plan(bound), device=CUDA, mode=mode)
-    assert engine.self_check(tm.VOCABULARY, tm.shapes(32)).error <= 1e-3
-    for size in (1, 64):
-        assert float((tm.clipped_sum(engine, some, size) - expected_P).norm()) <= 1e-5 * float(expected_P.norm())
+    for tokens in (tm.ALONE, 32, TOKENS):
+        assert apart(tm.clipped_sum(engine, some, tokens), clip(exact_UP, bound)) <= 1e-5
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("family", "method"), [("llama", "lora"), ("llama", "head"), ("gemma3_text", "frozen")])
+def test_long_units_are_exact_too(family: str, method: str, mode: str) -> None:
+    """Longer than what one product takes, and than Gemma's sliding window."""
+    places = {"max_position_embeddings": 512}
+    net, some = tm.build(family, ADAPTERS[method], **places).to(CUDA), tm.units(LONG)
+    exact_UP = tm.brute_force(net, some)
+    bound = float(exact_UP.norm(dim=1).median()) * 1.01
+    engine = tm.make_engine(net, tm.plan(bound), device=CUDA, mode=mode, longest=300, tokens=384)
+    assert apart(tm.clipped_sum(engine, some), clip(exact_UP, bound)) <= 1e-5
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2", "gemma2", "gemma3_text"])
+def test_in_bf16_it_is_the_same_up_to_its_rounding(family: str) -> None:
+    """Attention of all rows is one call there."""
+    net, some = tm.build(family, LORA).to(CUDA), tm.units(MIXED)
+    exact_UP = tm.brute_force(net, some)
+    bound = float(exact_UP.norm(dim=1).median())
+    engine = tm.make_engine(net, tm.plan(bound), device=CUDA, tokens=TOKENS, autocast=BF16)
+    packed_P, alone_P = (tm.clipped_sum(engine, some, tokens) for tokens in (TOKENS, tm.ALONE))
+    assert apart(packed_P, clip(exact_UP, bound)) <= 5e-2
+    assert apart(packed_P, alone_P) <= 5e-2
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_of_rows_in_a_pass_is_that_of_each_row(dtype: torch.dtype, window: int | None) -> None:
+    """Forward and backward; and the same bits beside other rows, at another place."""
+    generator = torch.Generator().manual_seed(3)
+    lengths = [1, 2, 17, 64, 127, 128, 129, 300, 5]
+    rows = [[torch.randn(1, heads, n, 64, generator=generator) for heads in (4, 2, 2, 4)] for n in lengths]
+
+    def run(order: list[int]) -> dict[int, list[Tensor]]:
+        tokens, segments, start = 1024, [], 0
+        for number, row in enumerate(order):
+            segments.append(Segment(start, start + lengths[row], number))
+            start += lengths[row]
+        parts = [torch.cat([rows[row][n] for row in order], dim=2) for n in range(4)]
+        padded = [torch.nn.functional.pad(one, (0, 0, 0, tokens - start)) for one in parts]
+        leaves = [one.to(CUDA, dtype).requires_grad_() for one in padded[:3]]
+        layouts.append(Layout(segments))
+        try:
+            output_1MHd, _ = by_rows(torch.nn.Identity(), *leaves, scaling=0.2, sliding_window=window)
+            (output_1MHd.transpose(1, 2) * padded[3].to(CUDA, dtype)).sum().backward()
+        finally:
+            layouts.pop()
+        seen = [output_1MHd.transpose(1, 2), *(leaf.grad for leaf in leaves)]
+        return {row: [one[:, :, at.start : at.stop] for one in seen] for row, at in zip(order, segments, strict=True)}
+
+    first, other = run([0, 1, 2, 3, 4, 5, 6, 7]), run([8, 7, 2, 6, 0, 5, 1, 4, 3])
+    for row, seen in first.items():
+        assert all(map(torch.equal, seen, other[row]))
+        leaves = [one.to(CUDA).requires_grad_() for one in rows[row][:3]]
+        expected = attend(*leaves, 0.2, window, None)
+        (expected * rows[row][3].to(CUDA)).sum().backward()
+        for one, right in zip(seen, [expected, *(leaf.grad for leaf in leaves)], strict=True):
+            assert float((one.float() - right).norm()) <= (2e-2 if dtype == torch.bfloat16 else 1e-5) * float(
+                right.norm() + 1
+            )
+
+
+# --- bounded ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tf32", [False, True], ids=["tf32-off", "tf32-on"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("autocast", [None, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("adapter", [LORA, FROZEN], ids=["lora", "frozen"])
-def test_a_unit_alone_adds_at_most_c(adapter: dict[str, Any], autocast: Any, tf32: bool) -> None:
+def test_a_unit_alone_adds_at_most_c(adapter: dict[str, Any], autocast: Any, mode: str, tf32: bool) -> None:
     """Even where somebody switched TF32 on: the tensor that was measured is the one that is summed, in float64."""
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
-    engine = engine_on_cuda("llama", adapter, 0.01, **({"autocast": autocast} if autocast else {}))
+    engine = engine_on_cuda("llama", adapter, 0.01, mode=mode, **in_precision(autocast))
     for one in tm.units(RAGGED):
-        norm = float(tm.clipped_sum(engine, [one]).norm())
-        assert 0.0099 <= norm <= 0.01 * BOUND
+        assert 0.0099 <= float(tm.clipped_sum(engine, [one]).norm()) <= 0.01 * BOUND
 
 
-@pytest.mark.parametrize("autocast", [None, BF16], ids=["fp32", "bf16"])
-def test_emptying_a_unit_moves_the_sum_by_at_most_c(autocast: Any) -> None:
-    """Rows of one length, so that the physical batch keeps its padding; other units' rounding may follow its height."""
-    some, bound = tm.units([(12,)] * 8), 0.02
-    engine = engine_on_cuda("llama", LORA, bound, **({"autocast": autocast} if autocast else {}))
-    whole = tm.clipped_sum(engine, some)
-    for index in range(8):
-        rest = tm.clipped_sum(engine, [None if number == index else one for number, one in enumerate(some)])
-        assert float((whole - rest).norm()) <= bound * (BOUND + (1e-2 if autocast else 1e-5))
-
-
-@pytest.mark.parametrize("mode", ["auto", "ghost"])
-@pytest.mark.parametrize("autocast", [None, BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("adapter", [LORA, FROZEN], ids=["lora", "frozen"])
-def test_every_mode_bounds_a_unit_alone(adapter: dict[str, Any], autocast: Any, mode: str) -> None:
-    arguments = {"mode": mode, **({"autocast": autocast} if autocast else {})}
-    engine = engine_on_cuda("llama", adapter, 0.01, **arguments)
-    for one in tm.units(RAGGED):
-        assert float(tm.clipped_sum(engine, [one]).norm()) <= 0.01 * BOUND
-
-
-@pytest.mark.parametrize("mode", ["auto", "ghost"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("scale", [1e3, 1e5, 1e7])
 def test_a_gradient_whose_terms_cancel_is_bounded(scale: float, mode: str) -> None:
-    """In float32 the Gram sum loses the norm altogether."""
     net = tm.Cancelling(scale, 64).to(CUDA)
     engine = tm.make_engine(net, tm.plan(1e-4), device=CUDA, mode=mode)
     for length in (9, 17, 33, 65):
@@ -119,13 +179,12 @@ def test_a_gradient_whose_terms_cancel_is_bounded(scale: float, mode: str) -> No
 
 def test_a_step_with_tf32_is_refused() -> None:
     torch.set_float32_matmul_precision("high")
+    engine = engine_on_cuda("llama", LORA, 1.0)
     with pytest.raises(Refused, match="TF32"):
-        engine_on_cuda("llama", LORA, 1.0).step(tm.batches(tm.units(RAGGED)))
+        engine.step(tm.batches(tm.units(RAGGED), engine))
 
 
-def test_bf16_passes_the_self_check_in_its_own_tolerance() -> None:
-    engine = engine_on_cuda("llama", LORA, 1.0, autocast=BF16)
-    assert engine.self_check(tm.VOCABULARY, tm.shapes(32), low_precision=True).error <= 5e-2
+# --- noised ----------------------------------------------------------------------------------------------------------
 
 
 def test_noise_is_float32_normal_fresh_and_of_the_promised_size() -> None:
@@ -150,42 +209,61 @@ def test_torchs_seed_does_not_touch_the_noise_on_cuda() -> None:
         assert not torch.equal(GaussianNoise(5 + 2**bit, CUDA).draw(1000), first)
 
 
-def test_a_long_batch_has_the_same_bits_each_time() -> None:
+# --- the same bits ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("autocast", [None, BF16], ids=["fp32", "bf16"])
+def test_a_long_batch_has_the_same_bits_each_time(autocast: Any) -> None:
     """Attention adds up what keys give by atomic operations, in no order, unless it is told not to."""
-    engine = engine_on_cuda("llama", LORA, 0.05, autocast=BF16, max_length=512)
-    batches = tm.physical_batches(range(4), tm.units([(512,), (400,), (300,), (512,)]), tm.shapes(512, 4), 0)
-    first = engine.clipped_sum(batches)[0]
-    for _ in range(20):
-        assert torch.equal(engine.clipped_sum(batches)[0], first)
+    engine = engine_on_cuda("llama", LORA, 0.05, longest=512, tokens=1024, **in_precision(autocast))
+    passes = tm.batches(tm.units([(512,), (400,), (300,), (512,)]), engine)
+    first = engine.clipped_sum(passes)[0]
+    for _ in range(10):
+        assert torch.equal(engine.clipped_sum(passes)[0], first)
 
 
-def check_bits(engine: Any, some: list[Any], *, low_precision: bool, vocabulary: int = tm.VOCABULARY) -> int:
-    """Each unit adds the bits that it adds alone, in any company and at any place; the rows of a pass that this allows."""
-    size = 4
-    try:
-        engine.self_check(vocabulary, tm.shapes(32, size), low_precision=low_precision)
-    except RoundsByCompany:
-        size = 1
-        engine.self_check(vocabulary, tm.shapes(32, size), low_precision=low_precision)
-    alone = [engine.clipped_sum(tm.batches([one], size))[0] for one in some]
+def check_bits(engine: Any, some: list[Any], *, low: bool, vocabulary: int = tm.VOCABULARY) -> None:
+    """Each unit adds the bits that it adds alone, at any place and in any company, in the passes that the self-check allows."""
+    check_passes(engine, vocabulary, pad_id=0, low=low)
+    alone = [tm.clipped_sum(engine, [one]) for one in some]
+    whole = torch.stack(alone).sum(dim=0)
     for order in (some, some[::-1], some[2:] + some[:2]):
-        assert torch.equal(engine.clipped_sum(tm.batches(order, size))[0], torch.stack(alone).sum(dim=0))
-    return size
+        assert torch.equal(tm.clipped_sum(engine, order), whole)
+    moved = whole - tm.clipped_sum(engine, without(some, 1))
+    assert torch.equal(moved, alone[1])
+    assert float(moved.norm()) <= engine.max_grad_norm * BOUND
 
 
-@pytest.mark.parametrize("checkpointing", [None, "reentrant", "non-reentrant"])
 @pytest.mark.parametrize("autocast", [None, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(
-    ("family", "method"), [*(("llama", method) for method in ADAPTERS), ("gpt2", "frozen"), ("qwen2", "lora")]
+    ("family", "method", "checkpointing"),
+    [
+        *((*case, None) for case in CASES),
+        ("gemma2", "lora", None),
+        ("llama", "lora", "reentrant"),
+        ("llama", "head", "non-reentrant"),
+        ("mixtral", "attention", None),
+    ],
 )
 def test_a_unit_adds_the_same_bits_in_any_company(
-    family: str, method: str, autocast: Any, checkpointing: str | None
+    family: str, method: str, checkpointing: str | None, autocast: Any
 ) -> None:
-    """If the self-check lets rows stand side by side at all; computed one by one they always do."""
-    arguments = {} if autocast is None else {"autocast": autocast}
-    net = tm.build(family, ADAPTERS[method], checkpointing=checkpointing).to(CUDA)
-    engine = tm.make_engine(net, tm.plan(0.05), device=CUDA, **arguments)
-    check_bits(engine, tm.units(RAGGED), low_precision=autocast is not None)
+    """If the self-check lets rows share a pass at all; computed one by one they always do."""
+    adapter = ADAPTERS.get(method, {**LORA, "target_modules": ["q_proj", "v_proj"]})
+    net = tm.build(family, adapter, checkpointing=checkpointing).to(CUDA)
+    engine = tm.make_engine(net, tm.plan(0.05), device=CUDA, tokens=TOKENS, longest=48, **in_precision(autocast))
+    assert engine.packing.alone == (family == "mixtral")
+    check_bits(engine, tm.units(MIXED), low=autocast is not None)
+
+
+@pytest.mark.parametrize("autocast", [None, BF16], ids=["fp32", "bf16"])
+def test_rows_of_a_model_of_usual_widths_share_passes(autocast: Any) -> None:
+    """Two blocks as wide as SmolLM2-135M's: what one unit adds has the same bits, and no example needs a pass of its own."""
+    shape = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}
+    net = tm.build("llama", {**LORA, "r": 8}, **shape, head_dim=64, max_position_embeddings=512).to(CUDA)
+    engine = tm.make_engine(net, tm.plan(0.05), device=CUDA, tokens=1024, longest=300, **in_precision(autocast))
+    check_bits(engine, tm.units([*LONG, *MIXED]), low=autocast is not None)
+    assert not engine.packing.alone
 
 
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
@@ -201,17 +279,17 @@ def test_four_bits_under_adapters(checkpointing: bool, tmp_path: Path) -> None:
     }
     base = tiny.save_model(tmp_path / "base", "llama", **shape)
     model = {"name_or_path": str(base), "quantization": "4bit", "gradient_checkpointing": checkpointing}
-    config = tm.recipe(model=model, adapter={"method": "lora", "r": 4}, data={"max_length": 32})
+    config = tm.recipe(model=model, adapter={"method": "lora", "r": 4}, data={"max_length": 48})
     net = loading.build(config, CUDA)
     packed = [p for p in net.parameters() if p.dtype == torch.uint8]
     before = [p.data.clone() for p in packed]
     assert len(packed) == 2 * 7  # every linear layer of both blocks
     optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-2)
-    how: dict[str, Any] = {"noise_entropy": 1, "device": CUDA, "max_length": 32, "autocast": BF16}
+    how: dict[str, Any] = {"noise_entropy": 1, "device": CUDA, "longest": 48, "tokens": TOKENS, "autocast": BF16}
     engine = tm.engine_of(net, optimizer, tm.schedule(), tm.plan(), **how)
-    check_bits(engine, tm.units(RAGGED), low_precision=True, vocabulary=384)
+    check_bits(engine, tm.units(MIXED), low=True, vocabulary=384)
     weights = torch.cat([p.detach().flatten() for p in engine.parameters.values()])
-    engine.step(tm.batches(tm.units(RAGGED)))
+    engine.step(tm.batches(tm.units(MIXED), engine))
     assert bool((torch.cat([p.detach().flatten() for p in engine.parameters.values()]) != weights).all())
     assert all(torch.equal(p.data, old) for p, old in zip(packed, before, strict=True))
     engine.close()

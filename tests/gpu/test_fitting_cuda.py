@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import tiny_models as tm
@@ -12,6 +11,7 @@ import torch
 from dpllm.errors import ConfigError
 from dpllm.model import memory
 from dpllm.privacy.engine import StepEngine
+from dpllm.privacy.packing import Pass, passes_of
 from dpllm.recipe.config import RunConfig
 
 pytestmark = [
@@ -19,22 +19,27 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 CUDA = torch.device("cuda", 0)
-TOKENS, VOCABULARY = 256, 32_000
+LONGEST, VOCABULARY = 256, 32_000
 ROOM = 3 * 2**29  # bytes that a test leaves to itself
+TOO_MANY = 131_072  # tokens of a pass that it cannot hold
 
 
 @pytest.fixture
 def engine() -> Iterator[StepEngine]:
-    """LoRA on a small Llama whose logits need memory, with AdamW."""
+    """LoRA on a small Llama whose logits need memory, with AdamW, in passes of few tokens."""
     shape = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8, "num_key_value_heads": 8}
-    net = tm.build("llama", tm.LORA, vocab_size=VOCABULARY, max_position_embeddings=TOKENS, head_dim=32, **shape).to(
-        CUDA
-    )
+    places = {"vocab_size": VOCABULARY, "max_position_embeddings": LONGEST, "head_dim": 32}
+    net = tm.build("llama", tm.LORA, **places, **shape).to(CUDA)
     optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-4)
-    made = tm.engine_of(net, optimizer, tm.schedule(), tm.plan(), noise_entropy=1, device=CUDA, max_length=TOKENS)
+    made = tm.engine_of(net, optimizer, tm.schedule(), tm.plan(), noise_entropy=1, device=CUDA)
+    repack(made, 2048)
     yield made
     made.close()
     torch.cuda.empty_cache()
+
+
+def repack(engine: StepEngine, tokens: int) -> None:
+    engine.repack(memory.packing_of_model(engine._model, 4096, LONGEST, VOCABULARY, CUDA, tokens))
 
 
 @pytest.fixture
@@ -47,58 +52,81 @@ def little() -> Iterator[None]:
     torch.cuda.set_per_process_memory_fraction(1.0, CUDA)
 
 
-def recipe(size: int | str) -> RunConfig:
-    return tm.recipe(data={"max_length": TOKENS}, train={"batch_size": 4096, "physical_batch_size": size})
+def recipe(tokens: int) -> RunConfig:
+    return tm.recipe(data={"max_length": LONGEST}, train={"batch_size": 4096, "tokens_per_pass": tokens})
 
 
-def resolve(engine: StepEngine, size: int | str) -> int:
-    return memory.resolve(engine, recipe(size), VOCABULARY, CUDA)
+def rehearse(engine: StepEngine) -> None:
+    memory.rehearse(engine, recipe(engine.packing.tokens), VOCABULARY, CUDA)
 
 
-def test_what_is_found_fits_and_is_not_timid(engine: StepEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "free_memory", lambda device: ROOM)
+def passes(engine: StepEngine, lengths: Sequence[Sequence[int]]) -> list[Pass]:
+    some = [tm.unit(of_one, number, VOCABULARY) for number, of_one in enumerate(lengths)]
+    return passes_of(range(len(some)), some, engine.packing, 0)
+
+
+def peak(call: Callable[[], object]) -> int:
+    """Bytes that a call holds at most, beside those held before."""
     held = torch.cuda.memory_allocated(CUDA)
-    found = resolve(engine, "auto")
-    assert 1 < found < memory.most_rows(recipe("auto"), CUDA)
-    assert (
-        torch.cuda.memory_allocated(CUDA) < held + 64 * 2**20
-    )  # nothing of the rehearsals is left but kernels' workspace
     torch.cuda.reset_peak_memory_stats(CUDA)
-    for _ in range(2):
-        engine.step([memory.synthetic(found, TOKENS, VOCABULARY)] * 2)
-    used = torch.cuda.max_memory_allocated(CUDA) - held
-    assert 0.55 * ROOM < used < ROOM
+    call()
+    return torch.cuda.max_memory_allocated(CUDA) - held
+
+
+@pytest.mark.parametrize("tokens", [512, 4096])
+def test_no_batch_needs_more_than_was_rehearsed(engine: StepEngine, tokens: int) -> None:
+    """Whatever is drawn: the longest rows, the shortest, one unit of many passes, anything between, and nobody."""
+    repack(engine, tokens)
+    held = torch.cuda.memory_allocated(CUDA)
+    rehearsed = peak(lambda: rehearse(engine))
+    assert torch.cuda.memory_allocated(CUDA) < held + 64 * 2**20 + engine.packing.most_units * 4 * engine.size
+    drawn = [
+        passes(engine, [(LONGEST,)] * (3 * tokens // LONGEST)),
+        passes(engine, [(3,)] * (2 * engine.packing.most_units)),
+        passes(engine, [(LONGEST,) * (3 * tokens // LONGEST), (5,)]),
+        passes(engine, [(2 + 37 * number % 250,) for number in range(tokens // 20)]),
+        [],
+    ]
+    for some in drawn:
+        assert peak(lambda some=some: engine.step(some)) <= rehearsed + 2**20
+    assert 0.2 * rehearsed < peak(lambda: engine.step(drawn[0]))  # and it is not timid
+
+
+def test_what_is_more_than_is_free_is_refused(engine: StepEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    rehearse(engine)
+    monkeypatch.setattr(memory, "free_memory", lambda device: 2**20)
+    with pytest.raises(ConfigError, match=r"a pass of 2,048 tokens does not fit: .* needs about .* Set "):
+        rehearse(engine)
 
 
 @pytest.mark.usefixtures("little")
 def test_what_does_not_fit_is_caught_and_the_rest_trains(engine: StepEngine) -> None:
-    with pytest.raises(ConfigError, match=r"Set train\.physical_batch_size: auto, or \d+ or less\.") as caught:
-        resolve(engine, 4096)
-    advised = int(re.findall(r"or (\d+) or less", str(caught.value))[0])
-    assert resolve(engine, advised) == advised
-    engine.step([memory.synthetic(advised, TOKENS, VOCABULARY)])
-
-
-@pytest.mark.usefixtures("little")
-def test_auto_where_the_device_says_no_first(engine: StepEngine) -> None:
-    """mem_get_info knows nothing of the fraction: the search itself meets the end of memory."""
-    found = resolve(engine, "auto")
-    engine.step([memory.synthetic(found, TOKENS, VOCABULARY)] * 2)
+    """mem_get_info knows nothing of the fraction: the rehearsal itself meets the end of memory."""
+    repack(engine, TOO_MANY)
+    with pytest.raises(
+        ConfigError, match=r"a pass of 131,072 tokens does not fit: .* needs more\. Set train\.tokens_per"
+    ):
+        rehearse(engine)
+    repack(engine, 2048)
+    rehearse(engine)
+    engine.step(passes(engine, [(LONGEST,)] * 20))
 
 
 @pytest.mark.usefixtures("little")
 def test_a_step_that_runs_out_says_what_to_set(engine: StepEngine) -> None:
+    repack(engine, TOO_MANY)
+    some = passes(engine, [(LONGEST,)] * (TOO_MANY // LONGEST - 1))
     with (
-        pytest.raises(ConfigError, match=r"train\.physical_batch_size: 2048 or less"),
-        memory.explained(recipe(4096), 4096),
+        pytest.raises(ConfigError, match=r"out of memory in a pass of 131,072 tokens.*train\.tokens_per_pass: auto"),
+        memory.explained(recipe(TOO_MANY), engine.packing),
     ):
-        engine.step([memory.synthetic(4096, TOKENS, VOCABULARY)])
+        engine.step(some)
 
 
 def test_rehearsing_changes_nothing(engine: StepEngine) -> None:
     weights = [p.clone() for p in engine.parameters.values()]
     state = torch.cuda.get_rng_state(CUDA)
-    engine.rehearse([memory.synthetic(4, TOKENS, VOCABULARY)])
+    engine.rehearse(passes(engine, [(LONGEST,)] * 4))
     assert all(torch.equal(p, old) for p, old in zip(engine.parameters.values(), weights, strict=True))
     assert all(p.grad is None for p in engine.parameters.values())
     assert torch.equal(torch.cuda.get_rng_state(CUDA), state)

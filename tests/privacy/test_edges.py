@@ -7,26 +7,26 @@ from typing import Any
 import pytest
 import tiny_models as tm
 import torch
-from test_engine import refusal
+from test_engine import Packed, refusal
 from tiny_models import LORA, Toy
 from torch import Tensor, nn
 
 from dpllm.errors import ConfigError, Refused
-from dpllm.privacy.sampling import collate, physical_batches
+from dpllm.privacy.packing import lay_out
 
 
-class Flip(Toy):
-    """In training, a row's hidden states turn on what the first token of the batch is."""
+class Flip(Packed):
+    """In training, a row's hidden states turn on what the first token of the pass is."""
 
     def hidden(self, x_RTd: Tensor) -> Tensor:
         sign = 1.0 if not self.training else torch.sign(x_RTd[0, 0, 0]).item()
         return self.layer(sign * x_RTd)
 
 
-class Capacity(Toy):
-    """In training, only so many tokens of a batch pass: beyond them the layer is skipped, as experts do."""
+class Capacity(Packed):
+    """In training, only so many tokens of a pass get through: beyond them the layer is skipped, as experts do."""
 
-    limit = 40
+    limit = 10
 
     def hidden(self, x_RTd: Tensor) -> Tensor:
         chosen_RT = x_RTd[..., 0] > 0
@@ -36,27 +36,24 @@ class Capacity(Toy):
 
 
 class LargeCapacity(Capacity):
-    """More than the ragged rows of the check can fill, less than a physical batch of long rows."""
+    """More than the ragged rows of the check can fill, less than a full pass."""
 
-    limit = 64
+    limit = 20
 
 
 @pytest.mark.parametrize("coupled", [Flip, Capacity, LargeCapacity])
-def test_rows_that_meet_in_training_mode_only_are_refused(coupled: type[Toy]) -> None:
+def test_rows_that_meet_in_training_mode_only_are_refused(coupled: type[Packed]) -> None:
     assert "with the other rows in the batch" in refusal(coupled())
 
 
-def pieces() -> list[Any]:
-    """One unit of three rows in two physical batches."""
-    return physical_batches([0], tm.units([(5, 9, 4)]), tm.shapes(16, 2), 0)
-
-
 def test_a_logical_batch_that_ends_inside_a_unit_is_refused() -> None:
-    engine = tm.make_engine(Toy(), tm.plan(0.05))
+    engine = tm.make_engine(Packed(), tm.plan(0.05), tokens=16)
+    first, _ = tm.batches(tm.units([(5, 9, 4)]), engine)
     with pytest.raises(Refused, match="ends in the middle of a unit"):
-        engine.clipped_sum(pieces()[:1])
-    with pytest.raises(Refused, match="followed by a batch of other units"):
-        engine.clipped_sum([pieces()[0], collate(tm.units([(5,), (4,)]), pad_id=0)])
+        engine.clipped_sum([first])
+    others = lay_out(tm.units([(5,), (4,)]), engine.packing, 0)
+    with pytest.raises(Refused, match="followed by a pass of other units"):
+        engine.clipped_sum([first, others])
 
 
 @pytest.mark.parametrize("in_optimizer", [True, False])
@@ -68,7 +65,7 @@ def test_what_starts_to_train_later_stops_the_step(in_optimizer: bool) -> None:
         engine._optimizer.add_param_group({"params": [net.head.weight]})
     before = net.head.weight.detach().clone()
     with pytest.raises(Refused, match="trainable parameters changed since the engine was made"):
-        engine.step(tm.batches(tm.units([(5,)])))
+        engine.step(tm.batches(tm.units([(5,)]), engine))
     assert torch.equal(net.head.weight, before)
 
 
@@ -102,7 +99,7 @@ def test_a_refused_layer_is_named_and_the_model_is_left_as_it_was() -> None:
     with pytest.raises(Refused, match=r"odd \(Odd\) trains parameters of its own"):
         tm.make_engine(net)
     net.odd.scale.requires_grad_(False)
-    assert tm.make_engine(net).self_check(tm.VOCABULARY, tm.shapes(32)).error <= 1e-5
+    assert tm.make_engine(net).self_check(tm.VOCABULARY).error <= 1e-5
 
 
 class Choosing(nn.Module):
@@ -141,7 +138,7 @@ def test_two_adapters_on_one_embedding_are_scaled_each_by_its_own() -> None:
     net.base_model.set_adapter(["default", "other"])
     for name, parameter in net.named_parameters():
         parameter.requires_grad_("lora_" in name)
-    assert tm.make_engine(net).self_check(tm.VOCABULARY, tm.shapes(32)).error <= 1e-5
+    assert tm.make_engine(net).self_check(tm.VOCABULARY).error <= 1e-5
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import checks
 import pytest
 import tiny_models as tm
 import torch
+from cases import MODES
 from tiny_models import CPU, FROZEN, LORA, Toy
 from torch import Tensor, nn
 from torch.nn import functional
@@ -25,7 +26,7 @@ def update(net: nn.Module, some: list, promise: Any, **arguments: Any) -> Tensor
     """What one step subtracts from the parameters, at learning rate 1."""
     engine = tm.make_engine(net, promise, noise_entropy=KEY, **arguments)
     before = torch.cat([p.detach().flatten().clone() for p in engine.parameters.values()])
-    engine.step(tm.batches(some, 2))
+    engine.step(tm.batches(some, engine))
     after = torch.cat([p.detach().flatten() for p in engine.parameters.values()])
     return (before - after).double()
 
@@ -52,9 +53,9 @@ def test_every_trainable_coordinate_moves_and_nothing_else_does() -> None:
         assert p.grad is None
 
 
-@pytest.mark.parametrize("mode", ["auto", "ghost"])
+@pytest.mark.parametrize("mode", MODES)
 def test_long_gradients_are_counted_by_layer(mode: str) -> None:
-    """Each unit once, however many rows and batches it has."""
+    """Each unit once, however many rows and passes it has."""
     some = tm.units([(5,), (9, 4, 6), (7,), (12,)])
     net = tm.build("llama")
     gradient_UP = tm.brute_force(net, some)
@@ -63,8 +64,8 @@ def test_long_gradients_are_counted_by_layer(mode: str) -> None:
     expected = tuple((norm_GU > bound / len(norm_GU) ** 0.5).sum(dim=1).tolist())
     assert 0 < sum(expected) < norm_GU.numel()
     engine = tm.make_engine(net, tm.plan(bound), mode=mode, loss_scale=1024.0)
-    for size in (1, 64):
-        assert engine.clipped_sum(tm.batches(some, size))[1].clipped_by_layer == expected
+    for tokens in (tm.ALONE, 16, 64):
+        assert engine.clipped_sum(tm.batches(some, tokens))[1].clipped_by_layer == expected
     assert engine.clipped_sum([])[1].clipped_by_layer == (0,) * len(expected)
 
 
@@ -78,7 +79,7 @@ def test_what_trains_must_be_float32(dtype: torch.dtype) -> None:
 
 def refusal(net: nn.Module, **arguments: Any) -> str:
     with pytest.raises(Refused) as caught:
-        tm.make_engine(net, **arguments).self_check(tm.VOCABULARY, tm.shapes(32))
+        tm.make_engine(net, **arguments).self_check(tm.VOCABULARY)
     return str(caught.value)
 
 
@@ -106,7 +107,16 @@ class Tied(Toy):
         return SimpleNamespace(logits=self.head(functional.embedding(input_ids, self.head.weight)))
 
 
-class CoupledInTraining(Toy):
+class Packed(Toy):
+    """Has no attention, so that a pass of many rows can run it."""
+
+    _supports_attention_backend = True
+
+    def forward(self, input_ids: Tensor, position_ids: Any = None, use_cache: bool = False) -> Any:
+        return super().forward(input_ids)
+
+
+class CoupledInTraining(Packed):
     """Couples rows in training mode only, as batch norm does: an evaluation shows nothing."""
 
     def hidden(self, x_RTd: Tensor) -> Tensor:
@@ -114,7 +124,7 @@ class CoupledInTraining(Toy):
         return y_RTd - 0.5 * y_RTd.mean(dim=(0, 1), keepdim=True) if self.training else y_RTd
 
 
-class Running(Toy):
+class Running(Packed):
     """A buffer that private rows move, and that shifts later rows."""
 
     def __init__(self) -> None:
@@ -127,7 +137,7 @@ class Running(Toy):
         return self.layer(x_RTd - self.average)
 
 
-class TimeMajor(Toy):
+class TimeMajor(Packed):
     """The layer reads tokens first, rows second."""
 
     def hidden(self, x_RTd: Tensor) -> Tensor:
@@ -142,7 +152,7 @@ class TimeMajor(Toy):
         (Tied, "off by"),
         (CoupledInTraining, "other rows in the batch"),
         (Running, "average"),
-        (TimeMajor, "layer trains and receives tokens without their rows"),
+        (TimeMajor, "layer trains and receives tokens in another shape"),
     ],
 )
 def test_the_self_check_refuses_what_clipping_would_not_bound(broken: type[Toy], named: str) -> None:
@@ -162,28 +172,42 @@ def test_the_self_check_names_the_one_layer_that_is_wrong() -> None:
     assert "second.weight" in message
 
 
-@pytest.mark.parametrize("rope", ["dynamic", "longrope"])
-def test_rope_that_depends_on_the_longest_row_of_a_batch_is_refused(rope: str) -> None:
-    """With it, one long row changed the other rows' gradients, unclipped: 20 neighbours moved the sum by 1.006 C."""
-    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4} if rope == "longrope" else {}
+def with_rope(kind: str) -> Any:
+    """A Llama whose frequencies follow the largest position that it reads, where that is beyond 16."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4} if kind == "longrope" else {}
     parameters = {
-        "rope_type": rope,
+        "rope_type": kind,
         "factor": 4.0,
         "rope_theta": 1e4,
         "original_max_position_embeddings": 16,
         **factors,
     }
-    changes = {"max_position_embeddings": 64 if rope == "longrope" else 16, "rope_parameters": parameters}
-    net = tm.build("llama", LORA, **changes)
+    return tm.build("llama", LORA, max_position_embeddings=64 if kind == "longrope" else 16, rope_parameters=parameters)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rope_that_follows_the_longest_row_reads_the_same_in_every_pass(kind: str) -> None:
+    """With it, one long row changed the other rows' gradients, unclipped: 20 neighbours moved the sum by 1.006 C."""
+    engine = tm.make_engine(with_rope(kind), tm.plan(0.05), longest=64)
+    assert engine.self_check(tm.VOCABULARY).error <= 1e-4
+    some = tm.units([(60,), (20,), (9, 4), (17,), (12,)])
+    alone = [tm.clipped_sum(engine, [one]) for one in some]
+    assert torch.equal(tm.clipped_sum(engine, some), sum(alone))
+    assert torch.equal(tm.clipped_sum(engine, some[::-1]), sum(alone))
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_of_examples_by_themselves_it_is_refused(kind: str) -> None:
+    """Each is as long as it is, and what the one before has left in a buffer would decide about the next."""
     with pytest.raises(Refused, match="inv_freq"):
-        tm.make_engine(net).self_check(tm.VOCABULARY, tm.shapes(64))
-    tm.make_engine(tm.build("llama", LORA, **changes)).self_check(tm.VOCABULARY, tm.shapes(16))
+        tm.make_engine(with_rope(kind), tokens=tm.ALONE, longest=64).self_check(tm.VOCABULARY)
+    tm.make_engine(with_rope(kind), tokens=tm.ALONE, longest=16).self_check(tm.VOCABULARY)
 
 
 def test_a_trainable_parameter_without_a_gradient_stops_the_step() -> None:
     engine = tm.make_engine(Unused())
     with pytest.raises(Refused, match=r"spare\.weight trains, but"):
-        engine.step(tm.batches(tm.units([(5,)])))
+        engine.step(tm.batches(tm.units([(5,)]), engine))
 
 
 def state(net: nn.Module) -> dict[str, Any]:
@@ -213,7 +237,7 @@ def test_the_self_check_leaves_no_trace(family: str, adapter: dict[str, Any]) ->
     engine = tm.make_engine(net, tm.plan(0.2))
     some = tm.units([(9, 4), (7,)])
     sum_before, before = tm.clipped_sum(engine, some), state(net)
-    assert engine.self_check(tm.VOCABULARY, tm.shapes(32)).error <= 1e-4
+    assert engine.self_check(tm.VOCABULARY).error <= 1e-4
     after = state(net)
     for key in ("weights", "buffers"):
         assert all(torch.equal(value, after[key][name]) for name, value in before[key].items())
@@ -229,6 +253,9 @@ def test_a_refused_self_check_leaves_the_weights() -> None:
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
 
 
-@pytest.mark.parametrize("max_length", [2, 3, 512])
-def test_the_self_check_runs_at_any_length(max_length: int) -> None:
-    assert tm.make_engine(tm.build("gpt2", FROZEN)).self_check(tm.VOCABULARY, tm.shapes(max_length)).error <= 1e-4
+@pytest.mark.parametrize("tokens", [tm.ALONE, tm.TOKENS, 1024])
+@pytest.mark.parametrize("longest", [2, 3, 90])
+def test_the_self_check_runs_at_any_length(longest: int, tokens: int) -> None:
+    net = tm.build("gpt2", FROZEN, n_positions=90, max_position_embeddings=90)
+    engine = tm.make_engine(net, longest=longest, tokens=tokens)
+    assert engine.self_check(tm.VOCABULARY).error <= 1e-4

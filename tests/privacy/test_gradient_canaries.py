@@ -18,8 +18,9 @@ from dpllm.privacy import accounting, clipping, events
 from dpllm.privacy.engine import StepEngine
 from dpllm.privacy.gradient_canaries import GradientCanaries
 from dpllm.privacy.noise import GaussianNoise
+from dpllm.privacy.packing import passes_of
 from dpllm.privacy.plan import spacing_of
-from dpllm.privacy.sampling import PoissonSampler, physical_batches
+from dpllm.privacy.sampling import PoissonSampler
 
 COINS = (True, False, True, True, False, True, False)
 SLACK = 1e-6
@@ -36,7 +37,8 @@ def planted(promise: Any, coins: tuple[bool, ...] = COINS, net: Any = None, **ar
 def test_neighbours_with_and_without_one_differ_by_at_most_c(clipping_function: str, max_grad_norm: float) -> None:
     """And by C less a thousandth, or it would test less than a unit can do."""
     promise = tm.plan(max_grad_norm, 0.6, clipping=clipping_function)
-    engine, some = planted(promise), tm.batches(tm.units(tm.RAGGED))
+    engine = planted(promise)
+    some = tm.batches(tm.units(tm.RAGGED), engine)
     with_all, _ = engine.clipped_sum(some, range(len(COINS)))
     for canary, coin in enumerate(COINS):
         without, _ = engine.clipped_sum(some, [other for other in range(len(COINS)) if other != canary])
@@ -46,13 +48,15 @@ def test_neighbours_with_and_without_one_differ_by_at_most_c(clipping_function: 
 
 
 def test_a_canary_whose_coin_says_out_changes_no_bit() -> None:
-    engine, some = planted(tm.plan(0.5, 0.6)), tm.batches(tm.units(tm.RAGGED))
+    engine = planted(tm.plan(0.5, 0.6))
+    some = tm.batches(tm.units(tm.RAGGED), engine)
     out = [canary for canary, coin in enumerate(COINS) if not coin]
     assert torch.equal(engine.clipped_sum(some, out)[0], engine.clipped_sum(some)[0])
 
 
 def test_sums_with_canaries_lie_on_the_lattice() -> None:
-    engine, some = planted(tm.plan(0.5, 0.6)), tm.batches(tm.units(tm.RAGGED))
+    engine = planted(tm.plan(0.5, 0.6))
+    some = tm.batches(tm.units(tm.RAGGED), engine)
     flat_P, _ = engine.clipped_sum(some, [0, 2])
     whole_P = flat_P / spacing_of(engine.lattice()["noise_over_max_grad_norm"] * 0.5)
     assert torch.equal(whole_P, whole_P.round())
@@ -130,9 +134,7 @@ def falsified(seed: int) -> bool:
     seen_TM = []
     for _ in range(STEPS):
         drawn = sampler.draw()
-        engine.step(
-            physical_batches(drawn, slots, tm.shapes(32, 8), 0), [slot - ROWS for slot in drawn if slot >= ROWS]
-        )
+        engine.step(passes_of(drawn, slots, engine.packing, 0), [slot - ROWS for slot in drawn if slot >= ROWS])
         assert engine.projections is not None
         seen_TM.append(engine.projections.numpy())
     noise = engine.lattice()["noise_over_max_grad_norm"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ import tiny
 import tiny_models as tm
 import torch
 from cases import BF16, FAMILIES, FP16, HEAD, TIED, Shapes, generated, lora
-from heads import VOCABULARY, Headed, gradients, plain, ragged
+from heads import VOCABULARY, Headed, gradients, logits, losses, plain, ragged, ways
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import FROZEN, LORA
@@ -23,21 +24,24 @@ from transformers import AutoModelForCausalLM, CohereConfig, GraniteConfig
 
 from dpllm.forecast.footprint import tally
 from dpllm.privacy import loss as losses_module
-from dpllm.privacy.loss import Targets, TokenLosses, example_means, fused_losses, sequence_losses, token_losses
-from dpllm.privacy.sampling import PhysicalBatch, collate
+from dpllm.privacy.attention import RowAttention
+from dpllm.privacy.loss import Targets, TokenLosses, fused_losses, pack_of, row_sums, token_losses
+from dpllm.privacy.packing import Pass, lay_out
+from dpllm.privacy.schedule import Unit
 
 
-def compare(net: Any, tolerance: float, *, fused: bool, batch: PhysicalBatch | None = None) -> None:
-    batch = batch or ragged()
+def compare(net: Any, tolerance: float, *, fused: bool) -> None:
     scorer = TokenLosses(net, tm.CPU)
     assert (scorer.head is not None) == fused
-    torch.manual_seed(0)
-    expected_R = plain(net, batch)
-    torch.manual_seed(0)  # Phimoe jitters what its experts read
-    found_R = example_means(scorer(batch).nll_RT, batch.denominator_R)
-    assert found_R.dtype == expected_R.dtype
-    torch.testing.assert_close(found_R, expected_R, rtol=tolerance, atol=tolerance)
-    assert checks.apart(gradients(found_R, net), gradients(expected_R, net)) <= tolerance
+    for some in ways(net):
+        with RowAttention(net).of(some):  # checkpointing computes again in the backward pass
+            torch.manual_seed(0)
+            expected_R = plain(net, some)
+            torch.manual_seed(0)  # Phimoe jitters what its experts read
+            loss_R = losses(scorer, net, some)
+            assert loss_R.dtype == expected_R.dtype
+            torch.testing.assert_close(loss_R, expected_R, rtol=tolerance, atol=tolerance)
+            assert checks.apart(gradients(loss_R, net), gradients(expected_R, net)) <= tolerance
 
 
 def exactly(net: Any, *, fused: bool) -> None:
@@ -141,20 +145,32 @@ def hidden_and_head(rows: int, tokens: int, vocabulary: int, seed: int, *, bias:
     return hidden_RTd, head, (ids_RT, mask_RT)
 
 
+def targets_of(ids_RT: Tensor, mask_RT: Tensor, pack: int = 4) -> Targets:
+    positions = mask_RT.flatten().nonzero().flatten() - 1
+    return Targets.of(ids_RT.flatten().tolist(), positions.tolist(), tuple(ids_RT.shape), pack)
+
+
+BOTH: dict[str, Callable[[Tensor, nn.Linear, Targets], Tensor]] = {
+    "without logits": lambda hidden_RTd, head, targets: fused_losses(head, hidden_RTd, targets).nll_M,
+    "with logits": lambda hidden_RTd, head, targets: token_losses(head(hidden_RTd), targets),
+}
+
+
 @settings(parent=generated, max_examples=60)
 @given(
     rows=st.integers(1, 4),
     tokens=st.integers(1, 9),
     vocabulary=st.integers(2, 40),
     at_once=st.integers(1, 40),
+    pack=st.integers(1, 40),
     bias=st.booleans(),
     seed=st.integers(0, 2**20),
 )
 def test_chunks_of_any_size_give_the_same(
-    rows: int, tokens: int, vocabulary: int, at_once: int, bias: bool, seed: int
+    rows: int, tokens: int, vocabulary: int, at_once: int, pack: int, bias: bool, seed: int
 ) -> None:
     hidden_RTd, head, (ids_RT, mask_RT) = hidden_and_head(rows, tokens, vocabulary, seed, bias=bias)
-    targets = Targets.of(ids_RT, mask_RT)
+    targets = targets_of(ids_RT, mask_RT, pack)
     scores_RTV = head(hidden_RTd).log_softmax(dim=-1)
     picked_RT = -scores_RTV[:, :-1].gather(2, ids_RT[:, 1:, None])[..., 0]
     expected_RT = torch.where(mask_RT[:, 1:], picked_RT, 0.0)
@@ -162,69 +178,92 @@ def test_chunks_of_any_size_give_the_same(
     (expected,) = torch.autograd.grad((expected_RT * weight_RT[:, :-1]).sum(), hidden_RTd)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(losses_module, "CHUNK_ELSEWHERE", at_once * vocabulary)
-        for found_RT in (fused_losses(head, hidden_RTd, targets).nll_RT, token_losses(head(hidden_RTd), targets)):
-            torch.testing.assert_close(found_RT[:, :-1], expected_RT, rtol=1e-12, atol=1e-12)
-            assert not bool(found_RT[:, -1].any())
-            (found,) = torch.autograd.grad((found_RT * weight_RT).sum(), hidden_RTd)
-            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        for way in BOTH.values():
+            nll_RT = way(hidden_RTd, head, targets).view(rows, tokens)
+            torch.testing.assert_close(nll_RT[:, :-1], expected_RT, rtol=1e-12, atol=1e-12)
+            assert not bool(nll_RT[:, -1].any())
+            (gradient,) = torch.autograd.grad((nll_RT * weight_RT).sum(), hidden_RTd)
+            torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_a_graph_serves_several_backward_passes() -> None:
-    """Brute force by unit walks one graph again and again."""
+@pytest.mark.parametrize("way", BOTH)
+def test_a_graph_serves_several_backward_passes(way: str) -> None:
+    """Whoever wants each row's gradient walks one graph again and again."""
     hidden_RTd, head, (ids_RT, mask_RT) = hidden_and_head(3, 7, 20, 1, bias=False)
-    targets = Targets.of(ids_RT, mask_RT)
-    for nll_RT in (fused_losses(head, hidden_RTd, targets).nll_RT, token_losses(head(hidden_RTd), targets)):
-        whole = torch.autograd.grad(nll_RT.sum(), hidden_RTd, retain_graph=True)[0]
-        parts = [torch.autograd.grad(nll_RT[row].sum(), hidden_RTd, retain_graph=True)[0] for row in range(3)]
-        for row, part in enumerate(parts):
-            torch.testing.assert_close(part[row], whole[row], rtol=0, atol=0)
-            assert not bool(part[torch.arange(3) != row].any())
+    nll_RT = BOTH[way](hidden_RTd, head, targets_of(ids_RT, mask_RT)).view(3, 7)
+    whole = torch.autograd.grad(nll_RT.sum(), hidden_RTd, retain_graph=True)[0]
+    parts = [torch.autograd.grad(nll_RT[row].sum(), hidden_RTd, retain_graph=True)[0] for row in range(3)]
+    for row, part in enumerate(parts):
+        torch.testing.assert_close(part[row], whole[row], rtol=0, atol=0)
+        assert not bool(part[torch.arange(3) != row].any())
 
 
 # --- a row is its own ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("way", BOTH)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_no_target_cannot_poison(bad: float) -> None:
-    """Padding and prompts may hold anything; a row whose targets do spoils itself alone."""
+def test_what_is_no_target_cannot_poison(bad: float, way: str) -> None:
+    """Padding, with which packs are filled up, and prompts may hold anything; a row whose targets do spoils itself alone."""
     hidden_RTd, head, (ids_RT, mask_RT) = hidden_and_head(3, 6, 20, 2, bias=False)
     mask_RT[:, 1:] = torch.tensor([True, True, False, False, False])
-    targets = Targets.of(ids_RT, mask_RT)
+    targets = targets_of(ids_RT, mask_RT)
+    assert targets.count < len(targets.position_N)
     silent, loud = torch.zeros(3, 6, 1, dtype=torch.bool), torch.zeros(3, 6, 1, dtype=torch.bool)
     silent[:, 2:], loud[1, 0] = True, True
 
-    def run(where: Tensor | None, how: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    def run(where: Tensor | None) -> tuple[Tensor, Tensor]:
         leaf = hidden_RTd.detach().requires_grad_()
-        nll_RT = how(leaf if where is None else leaf.masked_fill(where, bad))
+        nll_RT = BOTH[way](leaf if where is None else leaf.masked_fill(where, bad), head, targets).view(3, 6)
         return nll_RT.detach(), torch.autograd.grad(nll_RT.sum(), leaf)[0]
 
-    for how in (lambda leaf: fused_losses(head, leaf, targets).nll_RT, lambda leaf: token_losses(head(leaf), targets)):
-        clean_RT, clean_RTd = run(None, how)
-        assert all(torch.equal(*pair) for pair in zip(run(silent, how), (clean_RT, clean_RTd), strict=True))
-        spoilt_RT, spoilt_RTd = run(loud, how)
-        others = torch.tensor([0, 2])
-        assert torch.equal(spoilt_RT[others], clean_RT[others])
-        assert torch.equal(spoilt_RTd[others], clean_RTd[others])
-        assert not bool(spoilt_RT[1, 0].isfinite())
+    clean_RT, clean_RTd = run(None)
+    assert all(torch.equal(*pair) for pair in zip(run(silent), (clean_RT, clean_RTd), strict=True))
+    spoilt_RT, spoilt_RTd = run(loud)
+    others = torch.tensor([0, 2])
+    assert torch.equal(spoilt_RT[others], clean_RT[others])
+    assert torch.equal(spoilt_RTd[others], clean_RTd[others])
+    assert not bool(spoilt_RT[1, 0].isfinite())
 
 
-@pytest.mark.parametrize("at_once", [1, 3, 1000])
-def test_the_tokens_of_one_row_leave_the_bits_of_the_others(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("at_once", [1, 8, 1000])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_the_tokens_of_one_row_leave_the_bits_of_the_others(
+    family: str, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor do its length, its place and who else is there; Gemma 2 keeps its logits."""
     monkeypatch.setattr(losses_module, "CHUNK_ELSEWHERE", at_once * VOCABULARY)
-    net, some = tm.build("llama", LORA), tm.units([(9,), (9,), (9,)])
+    packing = replace(tm.packing(), targets=pack_of(VOCABULARY, tm.CPU))
+    net, some, other = tm.build(family, LORA), tm.units([(9,), (9,), (9,)]), tm.unit([9], 77)
     scorer = TokenLosses(net, tm.CPU)
-    before, after = (scorer(collate([first, *some[1:]], 0)).nll_RT for first in (some[0], tm.unit([9], 77)))
-    assert torch.equal(before[1:], after[1:])
+
+    def nll(units: list[Unit]) -> list[Tensor]:
+        laid = lay_out(units, packing, 0)
+        with RowAttention(net).of(laid), torch.no_grad():
+            nll_M = scorer(laid).nll_M
+        return [nll_M[row.start : row.stop] for row in laid.rows]
+
+    before, after = nll(some), nll([other, *some[1:]])
+    assert all(map(torch.equal, before[1:], after[1:]))
     assert not torch.equal(before[0], after[0])
+    for place, company in enumerate(([], [other], [tm.unit([21], 8), tm.unit([5], 9)], [tm.unit([40], 4)])):
+        assert torch.equal(nll([*company, some[0], *company[:1]])[len(company)], before[0]), place
 
 
-def test_rows_of_nobody_have_losses_of_zero_and_a_graph() -> None:
-    """On several ranks such rows keep the backward passes in step."""
+def test_a_pass_of_nobody_has_losses_of_zero_and_a_graph() -> None:
+    """On several ranks such passes keep the backward passes in step."""
     net = tm.build("llama", LORA)
-    nll_RT = TokenLosses(net, tm.CPU)(collate([], 0, 2)).nll_RT
-    assert nll_RT.requires_grad
-    assert not bool(nll_RT.any())
-    assert not bool(gradients(nll_RT.sum(dim=1), net).any())
+    scorer = TokenLosses(net, tm.CPU)
+    for tokens in (tm.ALONE, tm.TOKENS):
+        nobody = lay_out([], tm.packing(tokens), 0)
+        with RowAttention(net).of(nobody):
+            nll_M = scorer(nobody).nll_M
+        loss_R = row_sums(nll_M, nobody.rows)
+        assert loss_R.requires_grad
+        assert not bool(nll_M.any())
+        parts = torch.autograd.grad(loss_R.sum(), list(tm.trainable(net).values()), allow_unused=True)
+        assert any(part is not None for part in parts)
+        assert not any(bool(part.any()) for part in parts if part is not None)
 
 
 # --- low precision ---------------------------------------------------------------------------------------------------
@@ -235,45 +274,47 @@ def test_rows_of_nobody_have_losses_of_zero_and_a_graph() -> None:
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_under_autocast_it_is_as_exact_as_all_logits(family: str, autocast: Any, tied: bool) -> None:
     """Losses agree to the rounding of float32; gradients are as far from float64's as those of the ordinary way."""
-    net, batch = tm.build(family, LORA, tie_word_embeddings=tied), ragged(0)
-    ordinary_R = plain(net, batch, autocast)
-    found_R = example_means(TokenLosses(net, tm.CPU, autocast)(batch).nll_RT, batch.denominator_R)
-    torch.testing.assert_close(found_R, ordinary_R, rtol=1e-6, atol=1e-6)
-    found, ordinary = gradients(1024 * found_R, net) / 1024, gradients(1024 * ordinary_R, net) / 1024
-    exact = gradients(plain(net.double(), batch), net)
-    assert checks.apart(found, exact) <= 1.2 * checks.apart(ordinary, exact) + 1e-4
+    net, own, ordinary, exact = tm.build(family, LORA, tie_word_embeddings=tied), [], [], []
+    scorer, double = TokenLosses(net, tm.CPU, autocast), copy.deepcopy(net).double()
+    for seed in range(4):  # roundings of one batch alone are a third larger or smaller by chance
+        some = ragged(seed=seed)
+        ordinary_R, loss_R = plain(net, some, autocast, seed), losses(scorer, net, some)
+        torch.testing.assert_close(loss_R, ordinary_R, rtol=1e-6, atol=1e-6)
+        own.append(gradients(128 * loss_R, net) / 128)
+        ordinary.append(gradients(128 * ordinary_R, net) / 128)
+        exact.append(gradients(plain(double, some, seed=seed), double))
+    whole = torch.cat(exact)
+    assert checks.apart(torch.cat(own), whole) <= 1.2 * checks.apart(torch.cat(ordinary), whole) + 1e-4
 
 
 def test_float16_keeps_the_tail_of_a_softmax_over_a_large_vocabulary() -> None:
     """Beside a likely target, 60,000 tokens of 1.5e-8 each hold all that there is to learn; float16 ends at 6e-8."""
-    found = []
+    gradient, targets = [], Targets.of([0, 5], [0], (1, 2), 1)
     for kind in (torch.float64, torch.float16):
         head = nn.Linear(2, 60_000, bias=False, dtype=kind).requires_grad_(False)
         head.weight.copy_(torch.tensor([0.0, 1.0]).expand(60_000, 2))
         head.weight[5] = torch.tensor([4.5, 0.0])
         hidden_RTd = torch.tensor([[[4.0, 0.0], [0.0, 0.0]]], dtype=kind).requires_grad_()
-        nll_RT = fused_losses(
-            head, hidden_RTd, Targets.of(torch.tensor([[0, 5]]), torch.tensor([[False, True]]))
-        ).nll_RT
-        found.append(torch.autograd.grad(256 * nll_RT.sum(), hidden_RTd)[0].double())
-    torch.testing.assert_close(found[1], found[0], rtol=2e-2, atol=0)
+        nll_M = fused_losses(head, hidden_RTd, targets).nll_M
+        gradient.append(torch.autograd.grad(256 * nll_M.sum(), hidden_RTd)[0].double())
+    torch.testing.assert_close(gradient[1], gradient[0], rtol=2e-2, atol=0)
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
 def test_logits_of_low_precision_are_never_copied_whole(kind: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(losses_module, "CHUNK_ELSEWHERE", 8 * 10 * 50)
+    monkeypatch.setattr(losses_module, "CHUNK_ELSEWHERE", losses_module.WITHOUT_PRODUCTS * 8 * 50)
     logits_RTV = torch.randn(4, 25, 50, generator=torch.Generator().manual_seed(0)).to(kind).requires_grad_()
     ids_RT = torch.randint(0, 50, (4, 25), generator=torch.Generator().manual_seed(1))
     mask_RT = torch.ones(4, 25, dtype=torch.bool)
     mask_RT[:, 0] = False
     with Wide() as seen:
-        loss_R = sequence_losses(logits_RTV, ids_RT, mask_RT, torch.full((4,), 24.0))
-        loss_R.sum().backward()
-    assert seen.largest == 10 * 50
-    expected_R = functional.cross_entropy(
+        nll_M = token_losses(logits_RTV, targets_of(ids_RT, mask_RT))
+        nll_M.sum().backward()
+    assert seen.largest == 8 * 50
+    expected_N = functional.cross_entropy(
         logits_RTV.detach().float()[:, :-1].flatten(0, 1), ids_RT[:, 1:].flatten(), reduction="none"
     )
-    torch.testing.assert_close(loss_R.detach(), expected_R.view(4, 24).mean(dim=1), rtol=1e-6, atol=0)
+    torch.testing.assert_close(nll_M.detach().view(4, 25)[:, :-1], expected_N.view(4, 24), rtol=1e-6, atol=1e-6)
 
 
 class Wide(Shapes):
@@ -295,59 +336,81 @@ def test_logits_of_all_tokens_never_exist(monkeypatch: pytest.MonkeyPatch) -> No
     vocabulary, at_once = 3000, 16
     monkeypatch.setattr(losses_module, "CHUNK_ELSEWHERE", at_once * vocabulary)
     engine = tm.make_engine(tm.build("llama", LORA, vocab_size=vocabulary))
-    batch = collate([tm.unit([20], 1), tm.unit([40], 2), tm.unit([33], 3)], 0)
-    with Shapes() as seen:
-        engine.clipped_sum([batch])
-    wide = sorted((shape[0] for shape in seen.products if shape[1] == vocabulary), reverse=True)
+    (some,) = tm.batches([tm.unit([20], 1), tm.unit([40], 2), tm.unit([33], 3)], engine)
+    with Products() as seen:
+        engine.clipped_sum([some])
     assert seen.largest <= max(at_once * vocabulary, engine._token_losses.head.weight.numel())
-    counts = batch.loss_mask_RT.sum(dim=1).tolist()  # of each row by itself, so that no shape tells another's
-    assert wide == sorted({at_once, *(count % at_once for count in counts)}, reverse=True)
+    wide = [shape[0] for shape in seen.all if shape[1] == vocabulary]
+    assert wide == [at_once] * -(-some.targets.count // at_once)  # so that no shape tells another's targets
+
+
+class Products(Shapes):
+    """Each product of matrices, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(function, types, args, kwargs)
+        if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+            self.all.append(tuple(result.shape))
+        return result
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 def test_without_a_gradient_none_is_computed(context: Any) -> None:
-    net, batch = tm.build("llama", LORA), ragged()
-    scorer = TokenLosses(net, tm.CPU)
-    expected_RT = scorer(batch).nll_RT.detach()
-    counts = [count for count in batch.loss_mask_RT.sum(dim=1).tolist() if count]
-    with context(), Shapes() as seen:
-        tokens = scorer(batch)
-    assert torch.equal(tokens.nll_RT, expected_RT)
-    assert not tokens.nll_RT.requires_grad
-    assert {(count, VOCABULARY) for count in counts} <= seen.products
-    assert not {(count, 16) for count in counts} & seen.products
+    net, some = tm.build("llama", LORA), ragged()
+    scorer, count = TokenLosses(net, tm.CPU), len(some.targets.position_N)
+    with RowAttention(net).of(some):
+        expected_M = scorer(some).nll_M.detach()
+        with context(), Shapes() as seen:
+            nll_M = scorer(some).nll_M
+    assert torch.equal(nll_M, expected_M)
+    assert not nll_M.requires_grad
+    assert (count, VOCABULARY) in seen.products
+    assert (count, 16) not in seen.products
 
 
+@pytest.mark.parametrize("tokens", [tm.ALONE, tm.TOKENS], ids=["padded", "packed"])
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 @pytest.mark.parametrize("autocast", [contextlib.nullcontext, BF16], ids=["fp32", "bf16"])
-def test_hits_are_where_the_target_has_the_highest_logit(family: str, autocast: Any) -> None:
-    net, batch = tm.build(family, LORA), ragged()
-    with torch.no_grad(), autocast():
-        best_RT = net(input_ids=batch.input_ids_RT).logits.argmax(dim=-1)
-    ids_RT = batch.input_ids_RT.clone()
-    ids_RT[:, 1::2] = best_RT[:, 0:-1:2]  # a model with random weights hits nothing by itself
-    batch = replace(batch, input_ids_RT=ids_RT)
+def test_hits_are_where_the_target_has_the_highest_logit(family: str, autocast: Any, tokens: int) -> None:
+    net, some = tm.build(family, LORA), ragged(tokens)
+    with torch.inference_mode(), autocast():
+        best_M = logits(net, some).argmax(dim=-1)
+    ids_M = some.input_ids_1M.flatten().clone()
+    ids_M[1::2] = best_M[0:-1:2]  # a model with random weights hits nothing by itself
+    some = with_ids(some, ids_M)
     with torch.inference_mode():
         with autocast():
-            best_RT = net(input_ids=ids_RT).logits.argmax(dim=-1)
-        hit_RT = TokenLosses(net, tm.CPU, autocast)(batch, hits=True).hit_RT
-    expected_RT = (best_RT[:, :-1] == ids_RT[:, 1:]) & batch.loss_mask_RT[:, 1:]
-    assert torch.equal(hit_RT[:, :-1], expected_RT)
-    assert not bool(hit_RT[:, -1].any())
-    assert 0 < int(hit_RT.sum()) < int(batch.loss_mask_RT.sum())
+            best_M = logits(net, some).argmax(dim=-1)
+        scorer = TokenLosses(net, tm.CPU, autocast)
+        with RowAttention(net).of(some):
+            hit_M = scorer(some, hits=True).hit_M
+    positions = some.targets.position_N[: some.targets.count]
+    expected_M = torch.zeros_like(hit_M)
+    expected_M[positions] = best_M[positions] == ids_M[positions + 1]
+    assert torch.equal(hit_M, expected_M)
+    assert 0 < int(hit_M.sum()) < len(positions)
 
 
-def test_shapes_alone_can_be_run() -> None:
+def with_ids(some: Pass, ids_M: Tensor) -> Pass:
+    """The pass with other tokens."""
+    positions, shape = some.targets.position_N[: some.targets.count].tolist(), some.targets.shape
+    targets = Targets.of(ids_M.tolist(), positions, shape, tm.packing().targets)
+    return replace(some, input_ids_1M=ids_M.view(shape), targets=targets)
+
+
+@pytest.mark.parametrize("tokens", [tm.ALONE, tm.TOKENS], ids=["padded", "packed"])
+def test_shapes_alone_can_be_run(tokens: int) -> None:
     """On the meta device, for the planner."""
-    with torch.device("meta"):
+    meta = torch.device("meta")
+    with meta:
         net = tiny.model("llama", vocab_size=VOCABULARY).requires_grad_(False)
         net.model.layers[1].requires_grad_(True)
-        batch = PhysicalBatch(
-            *(torch.zeros((2, 8), dtype=kind) for kind in (torch.long, torch.bool)),
-            torch.ones(2), torch.zeros(2, dtype=torch.long), 2,
-        )  # fmt: skip
     with tally():
-        scorer = TokenLosses(net, torch.device("meta"))
+        scorer = TokenLosses(net, meta)
         assert scorer.head is not None
-        example_means(scorer(batch).nll_RT, batch.denominator_R).sum().backward()
+        losses(scorer, net, ragged(tokens).to(meta)).sum().backward()
     assert net.model.layers[1].mlp.up_proj.weight.grad.shape == (24, 16)

@@ -13,14 +13,15 @@ import tiny
 import tiny_models as tm
 import torch
 from cases import Shapes, lora
-from heads import VOCABULARY, Headed, gradients, plain, ragged
+from heads import VOCABULARY, Headed, gradients, losses, plain, ragged
 from peft import PromptTuningConfig, get_peft_model
 from tiny_models import LORA
 from torch import Tensor
 
 from dpllm.errors import Refused
 from dpllm.privacy import loss as losses_module
-from dpllm.privacy.loss import TokenLosses, example_means
+from dpllm.privacy.attention import RowAttention
+from dpllm.privacy.loss import TokenLosses
 
 
 def test_looking_leaves_no_trace() -> None:
@@ -39,7 +40,7 @@ def test_the_head_gets_its_forward_back_though_a_pass_fails() -> None:
     assert scorer.head is net.head
     net.hidden = lambda x_RTd: x_RTd[:, 1:]
     with pytest.raises(Refused, match="without virtual tokens"):
-        scorer(ragged())
+        scorer(ragged(tm.ALONE))
     assert "forward" not in vars(net.head)
 
 
@@ -48,7 +49,7 @@ def test_a_model_that_changes_its_logits_later_is_refused() -> None:
     scorer = TokenLosses(net, tm.CPU)
     net.logits = lambda hidden_RTd: 2.0 * net.head(hidden_RTd)
     with pytest.raises(Refused, match="Do not change the model while it trains"):
-        scorer(ragged())
+        scorer(ragged(tm.ALONE))
 
 
 def test_virtual_tokens_are_refused() -> None:
@@ -58,17 +59,18 @@ def test_virtual_tokens_are_refused() -> None:
         tuned = get_peft_model(net, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
         scorer = TokenLosses(tuned, tm.CPU)
         with pytest.raises(Refused, match="without virtual tokens"):
-            scorer(ragged())
+            scorer(ragged(tm.ALONE))
 
 
 def test_whoever_watches_the_head_sees_logits() -> None:
-    net, batch, shapes = tm.build("llama", LORA), ragged(), []
+    net, some, shapes = tm.build("llama", LORA), ragged(), []
     scorer = TokenLosses(net, tm.CPU)
-    expected_RT = scorer(batch).nll_RT
-    handle = scorer.head.register_forward_hook(lambda _module, _inputs, output: shapes.append(tuple(output.shape)))
-    torch.testing.assert_close(scorer(batch).nll_RT, expected_RT, rtol=1e-6, atol=1e-6)
+    with RowAttention(net).of(some):
+        expected_M = scorer(some).nll_M
+        handle = scorer.head.register_forward_hook(lambda _module, _inputs, output: shapes.append(tuple(output.shape)))
+        torch.testing.assert_close(scorer(some).nll_M, expected_M, rtol=1e-6, atol=1e-6)
     handle.remove()
-    assert shapes == [(*batch.input_ids_RT.shape, VOCABULARY)]
+    assert shapes == [(*some.input_ids_1M.shape, VOCABULARY)]
 
 
 def test_ways_that_disagree_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,8 +96,8 @@ def one_process() -> Iterator[None]:
 
 @pytest.mark.parametrize("whole_head", [False, True], ids=["head by itself", "head with the root"])
 def test_a_sharded_model_hands_on_losses_too(one_process: None, whole_head: bool) -> None:
-    net, batch = tm.build("llama", LORA), ragged()
-    expected_R = plain(net, batch)
+    net, some = tm.build("llama", LORA), ragged()
+    expected_R = plain(net, some)
     expected = gradients(expected_R, net)
     shard = partial(torch.distributed.fsdp.fully_shard, ignored_params=set(tm.trainable(net).values()))
     layers = net.get_base_model().model.layers
@@ -105,7 +107,7 @@ def test_a_sharded_model_hands_on_losses_too(one_process: None, whole_head: bool
     assert scorer.head is net.get_output_embeddings()
     with Shapes() as seen, warnings.catch_warnings():
         warnings.simplefilter("error")  # FSDP2 warns of views, whose hooks could be lost
-        found_R = example_means(scorer(batch).nll_RT, batch.denominator_R)
-    assert (batch.input_ids_RT.numel(), VOCABULARY) not in seen.products
-    torch.testing.assert_close(found_R, expected_R, rtol=1e-6, atol=1e-6)
-    assert checks.apart(gradients(found_R, net), expected) <= 1e-6
+        loss_R = losses(scorer, net, some)
+    assert (some.input_ids_1M.numel(), VOCABULARY) not in seen.products
+    torch.testing.assert_close(loss_R, expected_R, rtol=1e-6, atol=1e-6)
+    assert checks.apart(gradients(loss_R, net), expected) <= 1e-6

@@ -36,9 +36,9 @@ def released(seed: int) -> Tensor:
 
 def steps(some: list, seed: int, count: int = STEPS, entropy: int | None = None, **arguments: Any) -> Tensor:
     key = 2**90 + seed if entropy is None else entropy
-    size, net = arguments.pop("size", 64), arguments.pop("net", None) or Toy(bias=True)
+    net = arguments.pop("net", None) or Toy(bias=True)
     engine = tm.make_engine(net, tm.plan(C, SIGMA), noise_entropy=key, **arguments)
-    return checks.released(engine, tm.batches(some, size), count)
+    return checks.released(engine, tm.batches(some, engine), count)
 
 
 def test_noise_is_normal_of_deviation_sigma_c_on_every_coordinate_and_fresh_at_each_step(released: Tensor) -> None:
@@ -48,18 +48,21 @@ def test_noise_is_normal_of_deviation_sigma_c_on_every_coordinate_and_fresh_at_e
 
 
 WAYS: dict[str, dict[str, Any]] = {
-    "bf16": {"autocast": BF16},
-    "several physical batches": {"size": 1},
-    "several physical batches, bf16": {"size": 1, "autocast": BF16},
-    "ghost": {"mode": "ghost"},
+    "one pass": {},
+    "one pass, bf16": {"autocast": BF16},
+    "several passes": {"tokens": 16},
+    "several passes, bf16": {"tokens": 16, "autocast": BF16},
+    "each example by itself": {"tokens": tm.ALONE},
+    "gradients formed twice": {"mode": "twice"},
     "an empty logical batch": {"some": []},
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_noise_is_the_same_however_the_sum_is_formed(way: str, full: bool, seed: int) -> None:
-    given = {"some": tm.units([(9, 4), (7,), (5,)]), **WAYS[way]}
-    checks.standard_normal(steps(seed=seed + 7, count=4000 if full else 300, **given))
+    net = tm.build("llama", {**tm.LORA, "target_modules": ["q_proj"]})
+    values = {"some": tm.units([(9, 4), (7,), (5,)]), "net": net, **WAYS[way]}
+    checks.standard_normal(steps(seed=seed + 7, count=4000 if full else 300, **values))
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
@@ -71,7 +74,7 @@ def test_noise_is_the_same_on_a_model_that_accelerate_prepared(precision: str, f
     checks.standard_normal(steps(some, seed + 8, 4000 if full else 300, net=net))
     engine = tm.make_engine(net, tm.plan(C))
     checks.neighbours(engine, some)
-    assert engine.self_check(tm.VOCABULARY, tm.shapes(32), low_precision=precision == "bf16").error <= (
+    assert engine.self_check(tm.VOCABULARY, low_precision=precision == "bf16").error <= (
         5e-2 if precision == "bf16" else 1e-5
     )
 
@@ -121,7 +124,7 @@ def test_without_a_plan_there_is_no_noise() -> None:
     net = Toy()
     engine = tm.engine_of(net, torch.optim.SGD([net.layer.weight], lr=1.0), tm.schedule(), None, noise_entropy=1)
     assert torch.equal(engine._release(engine.clipped_sum([])[0]), torch.zeros(64))
-    assert engine.self_check(tm.VOCABULARY, tm.shapes(32)).error == 0.0
+    assert engine.self_check(tm.VOCABULARY).error == 0.0
 
 
 # --- the stream ------------------------------------------------------------------------------------------------------

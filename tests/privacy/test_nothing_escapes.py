@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import checks
 import pytest
 import tiny_models as tm
 import torch
-from cases import MODES, Shapes, built, ragged
+from cases import MODES, built, ragged
+from test_head import Products
 from tiny_models import FROZEN, Toy
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-
-from dpllm.privacy.sampling import collate
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -23,17 +23,19 @@ def test_no_parameter_requires_a_gradient_in_the_backward_pass(name: str, mode: 
 
 
 def test_autograd_multiplies_no_weight_gradient() -> None:
-    """An ordinary backward pass has one product of the shape of each weight; the engine's has none."""
-    net, some = tm.build("llama", FROZEN, intermediate_size=29), tm.units([(9,), (5,)])
-    weights = {tuple(p.shape) for p in tm.trainable(net).values() if p.dim() == 2}
-    engine = tm.make_engine(net, mode="per_sample")
-    with Shapes() as ordinary:
-        engine.losses(collate(some, 0)).sum().backward()
+    """An ordinary backward pass has one product of the shape of each weight; the engine's has one for each unit."""
+    net, some = tm.build("llama", FROZEN, intermediate_size=29, head_dim=12), tm.units([(9,), (5,), (7,)])
+    weights = Counter(tuple(p.shape) for p in tm.trainable(net).values() if p.dim() == 2)
+    engine = tm.make_engine(net)
+    (one,) = tm.batches(some, engine)
+    with Products() as ordinary, engine._attention.of(one):
+        engine.losses(one).sum().backward()
     net.zero_grad()
-    with Shapes() as ours:
-        engine.clipped_sum([collate(some, 0)])
-    assert weights <= ordinary.products
-    assert not weights & ours.products
+    with Products() as ours:
+        engine.clipped_sum([one])
+    for shape, count in weights.items():
+        assert ordinary.all.count(shape) == count
+        assert ours.all.count(shape) == count * len(some)
 
 
 def test_what_went_through_accelerate_is_refused() -> None:

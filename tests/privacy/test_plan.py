@@ -37,7 +37,7 @@ def base() -> Plan:
 @pytest.mark.parametrize(
     "sections",
     [
-        {"train": {"physical_batch_size": 3}},
+        {"train": {"tokens_per_pass": 2048}},
         {"train": {"precision": "bf16"}},
         {"train": {"seed": 99}},
         {"train": {"eval_every": 2, "checkpoint_every": 1}},

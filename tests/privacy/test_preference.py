@@ -20,13 +20,14 @@ from tiny_models import FROZEN, LORA
 from torch import Tensor
 from torch.nn import functional
 
-from dpllm.errors import Refused
+from dpllm.errors import NotBatchInvariant, Refused
 from dpllm.model.rewards import Referenced, Rewards
 from dpllm.privacy import preference
 from dpllm.privacy.clipping import PerUnitClipper
+from dpllm.privacy.loss import row_sums
+from dpllm.privacy.packing import lay_out
 from dpllm.privacy.preference import PairLoss
-from dpllm.privacy.sampling import collate, physical_batches
-from dpllm.privacy.schedule import Shape, TokenSequence, Unit, shapes_of
+from dpllm.privacy.schedule import Packing, TokenSequence, Unit
 
 FAMILIES = {"llama": LORA, "gpt2": LORA, "qwen3": LORA, "gemma3": LORA, "llama, last block": FROZEN}
 LOSSES = {
@@ -44,10 +45,10 @@ def pairs(lengths: Sequence[Sequence[int]] = LENGTHS, seed: int = 0) -> list[Uni
     """Units of pairs whose reference is some model with log-likelihoods of its own."""
     generator = np.random.default_rng(seed)
 
-    def told(one: TokenSequence) -> TokenSequence:
+    def referenced(one: TokenSequence) -> TokenSequence:
         return replace(one, reference=one.denominator * math.log(tm.VOCABULARY) + generator.normal())
 
-    return [Unit(tuple(map(told, one.sequences))) for one in tm.units(lengths, seed)]
+    return [Unit(tuple(map(referenced, one.sequences))) for one in tm.units(lengths, seed)]
 
 
 @cache
@@ -55,14 +56,16 @@ def built(name: str) -> Any:
     return tm.build(name.partition(",")[0], FAMILIES[name])
 
 
-def make_engine(net: Any, loss: PairLoss, max_grad_norm: float = 1.0, **arguments: Any) -> Any:
+def packing(tokens: int = tm.TOKENS) -> Packing:
+    """Passes of whole pairs; the last unit has more tokens than a pass of them."""
+    return replace(tm.packing(tokens, longest=40), rows_each=2)
+
+
+def make_engine(net: Any, loss: PairLoss, max_grad_norm: float = 1.0, tokens: int = tm.TOKENS, **arguments: Any) -> Any:
     engine = tm.make_engine(net, tm.plan(max_grad_norm), **arguments)
     engine.pairs = loss
+    engine.repack(packing(tm.ALONE if engine.packing.alone else tokens))
     return engine
-
-
-def batches(some: Sequence[Unit | None], size: int = 8) -> list[Any]:
-    return physical_batches(range(len(some)), some, tm.shapes(tm.MAX_LENGTH, size), 0)
 
 
 # --- against float64 autograd, with every formula written out again ------------------------------------------------------
@@ -84,7 +87,7 @@ def by_autograd(net: Any, some: Sequence[Unit], loss: PairLoss) -> Tensor:
     if net in tm._engines:
         tm._engines.pop(net).close()
     exact = copy.deepcopy(net).double()
-    parameters, found = list(tm.trainable(exact).values()), []
+    parameters, gradient_UP = list(tm.trainable(exact).values()), []
 
     def log_likelihood(one: TokenSequence) -> Tensor:
         ids = torch.tensor([one.input_ids])
@@ -96,22 +99,22 @@ def by_autograd(net: Any, some: Sequence[Unit], loss: PairLoss) -> Tensor:
         for chosen, rejected in zip(unit.sequences[::2], unit.sequences[1::2], strict=True):
             reward = [log_likelihood(one) + one.reference for one in (chosen, rejected)]
             total = total + loss_by_the_book(loss.beta * (reward[0] - reward[1]), loss)
-        found.append(torch.cat([part.flatten() for part in torch.autograd.grad(total, parameters)]))
-    return torch.stack(found)
+        gradient_UP.append(torch.cat([part.flatten() for part in torch.autograd.grad(total, parameters)]))
+    return torch.stack(gradient_UP)
 
 
-def exact(name: str, loss: PairLoss, sizes: Sequence[int] = (2, 8)) -> None:
+def exact(name: str, loss: PairLoss, sizes: Sequence[int] = (tm.ALONE, 64, 512)) -> None:
     """Norms and clipped sums, at a C that clips some units and not others, are those of autograd."""
     some, net = pairs(), built(name)
     expected_UP = by_autograd(net, some, loss)
     norm_U = expected_UP.norm(dim=1)
     bound = float(norm_U.median()) * 1.01
-    engine = make_engine(net, loss, bound)
-    torch.testing.assert_close(tm.norms(engine, collate(some, pad_id=0)), norm_U, rtol=1e-4, atol=0)
-    for size in sizes:
-        found_P, seen = engine.clipped_sum(batches(some, size))
-        assert checks.apart(found_P, checks.clip(expected_UP, bound)) <= 1e-4
+    for tokens in sizes:
+        engine = make_engine(net, loss, bound, tokens)
+        sum_P, seen = engine.clipped_sum(tm.batches(some, engine))
+        assert checks.apart(sum_P, checks.clip(expected_UP, bound)) <= 1e-4
         assert (seen.units, seen.clipped) == (len(some), int((norm_U > bound).sum()))
+        assert seen.norm_sum == pytest.approx(float(norm_U.sum()), rel=1e-4)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -121,29 +124,31 @@ def test_a_pair_has_the_gradient_of_its_own_loss_in_float64(name: str) -> None:
 
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 def test_so_it_is_for_every_loss(loss: PairLoss) -> None:
-    exact("llama", loss, sizes=(4,))
+    exact("llama", loss, sizes=(96,))
 
 
 def test_in_bf16_it_is_the_same_up_to_its_rounding() -> None:
     some, net, loss = pairs(), built("llama"), LOSSES["dpo"]
     expected_UP = by_autograd(net, some, loss)
     bound = float(expected_UP.norm(dim=1).median())
-    found_P, _ = make_engine(net, loss, bound, autocast=BF16).clipped_sum(batches(some))
-    assert checks.apart(found_P, checks.clip(expected_UP, bound)) <= 0.1
+    engine = make_engine(net, loss, bound, autocast=BF16)
+    sum_P, _ = engine.clipped_sum(tm.batches(some, engine))
+    assert checks.apart(sum_P, checks.clip(expected_UP, bound)) <= 0.1
 
 
-def test_losses_are_those_of_the_book_and_padding_rows_have_none() -> None:
+def test_losses_are_those_of_the_book_and_a_pass_of_nobody_has_none() -> None:
     some, net = pairs(), built("llama")
     for loss in LOSSES.values():
-        engine = make_engine(net, loss)
-        batch = collate(some, pad_id=0, rows=30)
-        nll_R = engine._token_losses(batch).nll_RT.double().sum(dim=1)
-        margin_P = loss.beta * ((batch.reference_R - nll_R)[::2] - (batch.reference_R - nll_R)[1::2])
-        loss_R = engine.losses(batch)
-        own_P = batch.unit_R[::2] >= 0
-        torch.testing.assert_close(loss_R[::2][own_P], loss_by_the_book(margin_P, loss)[own_P])
-        assert not loss_R[1::2].any()
-        assert not loss_R[::2][~own_P].any()
+        engine = make_engine(net, loss, tokens=512)
+        for one in (lay_out(some, engine.packing, 0), lay_out([], engine.packing, 0)):
+            with engine._attention.of(one):
+                nll_R = row_sums(engine._token_losses(one).nll_M.double(), one.rows)
+                loss_P = engine.losses(one)
+            if not one.rows:
+                assert not loss_P.any()
+                continue
+            margin_P = loss.beta * ((one.reference_R - nll_R)[::2] - (one.reference_R - nll_R)[1::2])
+            torch.testing.assert_close(loss_P, loss_by_the_book(margin_P, loss))
 
 
 # --- the same bits in any company ----------------------------------------------------------------------------------------
@@ -152,11 +157,11 @@ def test_losses_are_those_of_the_book_and_padding_rows_have_none() -> None:
 @pytest.mark.parametrize("autocast", [contextlib.nullcontext, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_sum_is_the_sum_of_what_each_unit_adds_by_itself(name: str, autocast: Any) -> None:
-    """So S(D + X) - S(D) = S({X}), bit for bit; also of a unit with more pairs than a physical batch holds."""
+    """So S(D + X) - S(D) = S({X}), bit for bit; also of a unit with more pairs than a pass holds."""
     some, engine = pairs(), make_engine(built(name), LOSSES["debiased dpo"], 0.05, autocast=autocast)
 
     def added(units: Sequence[Unit | None]) -> Tensor:
-        return engine.clipped_sum(batches(units, 4))[0]
+        return engine.clipped_sum(tm.batches(units, engine))[0]
 
     whole = added(some)
     assert bool(whole.any())
@@ -168,15 +173,15 @@ def test_a_sum_is_the_sum_of_what_each_unit_adds_by_itself(name: str, autocast: 
 def test_a_pair_without_a_finite_margin_adds_nothing_and_harms_nobody() -> None:
     some, engine = pairs(), make_engine(built("llama"), LOSSES["dpo"], 0.05)
     broken = Unit(tuple(replace(one, reference=math.nan) for one in some[1].sequences))
-    whole, _ = engine.clipped_sum(batches([some[0], broken, *some[2:]]))
-    assert torch.equal(whole, engine.clipped_sum(batches(checks.without(some, 1)))[0])
+    whole, _ = engine.clipped_sum(tm.batches([some[0], broken, *some[2:]], engine))
+    assert torch.equal(whole, engine.clipped_sum(tm.batches(checks.without(some, 1), engine))[0])
 
 
 def bounded(loss: PairLoss) -> None:
     """Every unit adds C at most."""
     engine = make_engine(built("llama"), loss, 0.02)
     for one in pairs():
-        assert float(engine.clipped_sum(batches([one]))[0].norm()) <= 0.02 * checks.BOUND
+        assert float(tm.clipped_sum(engine, [one]).norm()) <= 0.02 * checks.BOUND
 
 
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
@@ -186,7 +191,7 @@ def test_a_pair_adds_at_most_the_clipping_norm(loss: PairLoss) -> None:
 
 def test_what_the_reference_says_of_a_pair_follows_from_that_pair_alone() -> None:
     some, net = pairs(), built("llama")
-    rewards = Rewards(net, tm.shapes(tm.MAX_LENGTH, 4), 0, tm.CPU, contextlib.nullcontext)
+    rewards = Rewards(net, packing(), 0, tm.CPU, contextlib.nullcontext)
     whole = rewards.surprises(some)
     assert np.array_equal(whole, np.concatenate([rewards.surprises([one]) for one in some]))
     expected = [float(-_log_likelihood(net, one)) for unit in some for one in unit.sequences]
@@ -203,42 +208,41 @@ def _log_likelihood(net: Any, one: TokenSequence) -> Tensor:
 def test_references_reach_the_answers_they_are_of() -> None:
     some: list[Unit | None] = [*pairs(), None, *pairs(seed=3)]
     reference_R = np.random.default_rng(1).normal(size=sum(len(one.sequences) for one in some if one))
-    told = Referenced(some, reference_R)
-    assert [one.reference for unit in told if unit for one in unit.sequences] == reference_R.tolist()
-    assert [told.sizes(slot) for slot in range(len(some))][len(LENGTHS)] == (0, 0)
-    assert told[len(LENGTHS)] is None
+    referenced = Referenced(some, reference_R)
+    assert [one.reference for unit in referenced if unit for one in unit.sequences] == reference_R.tolist()
+    assert referenced.sizes(0) == list(LENGTHS[0])
+    assert referenced.sizes(len(LENGTHS)) == []
+    assert referenced[len(LENGTHS)] is None
 
 
-# --- whole pairs in whole batches ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("rows", [1, 2, 3, 7, 16, 33])
-@pytest.mark.parametrize("most", [1, 3])
-def test_physical_batches_of_pairs_have_an_even_number_of_rows(rows: int, most: int) -> None:
-    found = shapes_of(rows, 50, 256, each=2 * most, pairs=True)
-    assert all(shape.rows % 2 == 0 and 2 <= shape.rows <= max(2, rows) for shape in found)
-    for batch in physical_batches(range(7), pairs(), [Shape(128, found[-1].rows)], 0):
-        assert torch.equal(batch.unit_R[::2], batch.unit_R[1::2])
+# --- whole pairs in whole passes -----------------------------------------------------------------------------------------
 
 
 def test_rows_that_are_no_whole_pairs_are_refused() -> None:
     engine = make_engine(built("llama"), LOSSES["dpo"])
     for lengths in ([(9,), (4,)], [(9, 4, 5), (3,)], [(9,)]):
-        with pytest.raises(Refused, match="not whole preference pairs"):
-            engine.losses(collate(tm.units(lengths), pad_id=0))
+        one = lay_out(tm.units(lengths), engine.packing, 0)
+        with pytest.raises(Refused, match="not whole preference pairs"), engine._attention.of(one):
+            engine.losses(one)
 
 
-def test_the_self_check_of_pairs_passes_and_sees_a_kernel_that_rounds_by_company() -> None:
-    from test_alone import RoundsByCompany
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_the_self_check_of_pairs_passes(name: str) -> None:
+    for tokens in (tm.ALONE, tm.TOKENS, 512):
+        assert make_engine(built(name), LOSSES["dpo"], tokens=tokens).self_check(tm.VOCABULARY).error < 1e-4
 
-    shapes = [Shape(16, 8), Shape(64, 4), Shape(128, 2)]
-    checked = make_engine(built("llama"), LOSSES["dpo"]).self_check(tm.VOCABULARY, shapes)
-    assert checked.error < 1e-4
-    assert set(checked.digests) == set(shapes)
-    with pytest.raises(Refused, match=r"^kernel rounds a row differently"):
-        make_engine(RoundsByCompany(), LOSSES["dpo"]).self_check(tm.VOCABULARY, [Shape(64, 8)])
-    # A pair alone in its batch has no company but itself.
-    make_engine(RoundsByCompany(), LOSSES["dpo"]).self_check(tm.VOCABULARY, [Shape(64, 2)])
+
+def test_it_sees_a_kernel_that_rounds_by_company() -> None:
+    """A pair alone in its pass has no company but itself."""
+
+    def by_company(_module: Any, _inputs: Any, output_1Md: Tensor) -> Tensor:
+        return output_1Md + 3e-6 * output_1Md.detach().mean()
+
+    net = tm.build("llama")
+    net.base_model.model.model.layers[0].mlp.register_forward_hook(by_company)
+    with pytest.raises(NotBatchInvariant, match=r"layers\.0\.mlp rounds a row differently"):
+        make_engine(net, LOSSES["dpo"]).self_check(tm.VOCABULARY)
+    make_engine(net, LOSSES["dpo"], tokens=tm.ALONE).self_check(tm.VOCABULARY)
 
 
 # --- mutants ---------------------------------------------------------------------------------------------------------------
@@ -248,25 +252,26 @@ def rows_apart(patch: pytest.MonkeyPatch) -> None:
     """The two answers are clipped as if they were two units, so that a pair moves the sum by up to 2C."""
     add = PerUnitClipper.add
 
-    def adding(self: PerUnitClipper, losses: Any, batch: Any, *given: Any) -> Any:
-        rows = torch.arange(len(batch.unit_R)).where(batch.unit_R >= 0, -1)
-        return add(self, lambda _: losses(batch), replace(batch, unit_R=rows, num_units=int((rows >= 0).sum())), *given)
+    def adding(self: PerUnitClipper, losses: Any, some: Any, *rest: Any) -> Any:
+        rows = tuple(row._replace(unit=number) for number, row in enumerate(some.rows))
+        apart = replace(some, rows=rows, num_units=len(rows), goes_on=False)
+        return add(self, lambda _: losses(some), apart, *rest)
 
     patch.setattr(PerUnitClipper, "add", adding)
 
 
 def batch_mean(patch: pytest.MonkeyPatch) -> None:
     call = PairLoss.__call__
-    patch.setattr(PairLoss, "__call__", lambda self, nll, batch: call(self, nll, batch) / (len(nll) // 2))
+    patch.setattr(PairLoss, "__call__", lambda self, nll_R, some: call(self, nll_R, some) / (len(nll_R) // 2))
 
 
 def batch_baseline(patch: pytest.MonkeyPatch) -> None:
-    """Margins are compared with the mean margin of their batch."""
+    """Margins are compared with the mean margin of their pass."""
     margins = PairLoss.margins
 
     def less(self: PairLoss, nll_R: Tensor, reference_R: Tensor) -> Tensor:
-        found_P = margins(self, nll_R, reference_R)
-        return found_P - found_P.mean()
+        margin_P = margins(self, nll_R, reference_R)
+        return margin_P - margin_P.mean()
 
     patch.setattr(PairLoss, "margins", less)
 
@@ -287,11 +292,11 @@ def no_reference(patch: pytest.MonkeyPatch) -> None:
 
 CHECKS: list[tuple[Any, Any]] = [
     (rows_apart, lambda: bounded(LOSSES["dpo"])),
-    (batch_mean, lambda: exact("llama", LOSSES["dpo"], (8,))),
+    (batch_mean, lambda: exact("llama", LOSSES["dpo"], (512,))),
     (batch_baseline, lambda: test_a_sum_is_the_sum_of_what_each_unit_adds_by_itself("llama", contextlib.nullcontext)),
-    (no_debiasing, lambda: exact("llama", LOSSES["debiased dpo"], (8,))),
-    (other_epsilon, lambda: exact("llama", LOSSES["debiased dpo"], (8,))),
-    (no_reference, lambda: exact("llama", LOSSES["dpo"], (8,))),
+    (no_debiasing, lambda: exact("llama", LOSSES["debiased dpo"], (512,))),
+    (other_epsilon, lambda: exact("llama", LOSSES["debiased dpo"], (512,))),
+    (no_reference, lambda: exact("llama", LOSSES["dpo"], (512,))),
 ]
 
 

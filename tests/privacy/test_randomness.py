@@ -51,7 +51,7 @@ def prepared(folder: Path, family: str, out: io.StringIO | None = None, **change
         adapter=adapter,
         data={"train": str(rows), "max_length": 32, **sections["data"]},
         privacy={"noise_multiplier": 1.0, "epsilon": 50.0, **ledger, **sections["privacy"]},
-        train={"batch_size": 3, "steps": 2, "physical_batch_size": 4},
+        train={"batch_size": 3, "steps": 2, "tokens_per_pass": 128},
         output_dir=str(folder / "run"),
     )
     made = prepare(config, Start(), PartialState(), Console(file=out or io.StringIO(), width=200))
@@ -64,7 +64,7 @@ def moved(p: Prepared) -> float:
 
     def summed(some: Any) -> Tensor:
         torch.manual_seed(p.config.train.seed)
-        return tm.clipped_sum(p.engine, some, p.physical_batch_size)
+        return tm.clipped_sum(p.engine, some)
 
     some: list[Any] = [*p.units]
     whole_P = summed(some)
@@ -252,7 +252,7 @@ def test_a_module_that_draws_is_refused_by_name(kind: type[Inner]) -> None:
 
 
 def test_a_quiet_model_passes() -> None:
-    assert tm.make_engine(Random(nn.Identity())).self_check(tm.VOCABULARY, tm.shapes(32)).error <= checks.EXACT
+    assert tm.make_engine(Random(nn.Identity())).self_check(tm.VOCABULARY).error <= checks.EXACT
 
 
 @pytest.mark.parametrize(
