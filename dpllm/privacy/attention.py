@@ -14,7 +14,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -108,24 +109,30 @@ def attends_by_interface(model: nn.Module) -> bool:
     return any(getattr(one, "_supports_attention_backend", False) for one in classes)
 
 
+class Options(NamedTuple):
+    """What a layer says of its attention."""
+
+    scaling: float | None = None
+    sliding_window: int | None = None
+    softcap: float | None = None
+    dropout: float = 0.0
+
+
 def by_rows(
     module: nn.Module,
     query_1HMd: Tensor,
     key_1HMd: Tensor,
     value_1HMd: Tensor,
     attention_mask: Tensor | None = None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    **others: Any,
+    **asked: Any,
 ) -> tuple[Tensor, None]:
     """What transformers' attention interface expects of an attention: (1, M, H, d), and no weights.
 
     Raises:
         Refused: The model asks for something that is not computed here; it would be ignored.
     """
-    unknown = sorted(name for name, value in others.items() if value is not None and name not in HARMLESS)
+    options = Options(**{name: asked.pop(name) for name in Options._fields if asked.get(name) is not None})
+    unknown = sorted(name for name, value in asked.items() if value is not None and name not in HARMLESS)
     if unknown or attention_mask is not None or not _layouts:
         what = ", ".join(unknown) or "a mask"
         raise Refused(f"{type(module).__name__} asks its attention for {what}, which rows of one pass cannot have.")
@@ -133,56 +140,53 @@ def by_rows(
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         query_1HMd, key_1HMd, value_1HMd = (one.to(dtype) for one in (query_1HMd, key_1HMd, value_1HMd))
-    if softcap is None and dropout == 0.0 and ragged_here(query_1HMd, value_1HMd):
-        return at_once(query_1HMd, key_1HMd, value_1HMd, layout, scaling, sliding_window), None
+    if ragged_here(query_1HMd, value_1HMd, options):
+        return at_once(query_1HMd, key_1HMd, value_1HMd, layout, options), None
     pieces, end = [], 0
     for start, end, _ in layout.rows:
-        q, k, v = (one[:, :, start:end] for one in (query_1HMd, key_1HMd, value_1HMd))
-        pieces.append(attend(q, k, v, scaling, sliding_window, softcap, dropout))
+        query_1HLd, key_1HLd, value_1HLd = (one[:, :, start:end] for one in (query_1HMd, key_1HMd, value_1HMd))
+        pieces.append(attend(query_1HLd, key_1HLd, value_1HLd, options))
     left = query_1HMd.shape[2] - end
     pieces.append(query_1HMd.new_zeros(1, query_1HMd.shape[1], left, value_1HMd.shape[3]))
     return torch.cat(pieces, dim=2).transpose(1, 2).contiguous(), None
 
 
-def attend(
-    query_1HLd: Tensor,
-    key_1HLd: Tensor,
-    value_1HLd: Tensor,
-    scaling: float | None,
-    sliding_window: int | None,
-    softcap: float | None,
-    dropout: float = 0.0,
-) -> Tensor:
+def attend(query_1HLd: Tensor, key_1HLd: Tensor, value_1HLd: Tensor, options: Options) -> Tensor:
     """Causal attention of one row, shape (1, H, L, d); keys and values may have fewer heads."""
     length, groups = query_1HLd.shape[2], query_1HLd.shape[1] // key_1HLd.shape[1]
     if groups > 1:
         key_1HLd, value_1HLd = (one.repeat_interleave(groups, dim=1) for one in (key_1HLd, value_1HLd))
-    windowed = sliding_window is not None and length > sliding_window
-    if softcap is None and not windowed:
-        return functional.scaled_dot_product_attention(
-            query_1HLd, key_1HLd, value_1HLd, is_causal=True, scale=scaling, dropout_p=dropout
-        )
+    window = options.sliding_window or length
+    by_torch = partial(
+        functional.scaled_dot_product_attention,
+        query_1HLd,
+        key_1HLd,
+        value_1HLd,
+        scale=options.scaling,
+        dropout_p=options.dropout,
+    )
+    if options.softcap is None and window >= length:
+        return by_torch(is_causal=True)
     place_L = torch.arange(length, device=query_1HLd.device)
-    kept_LL = place_L[:, None] >= place_L
-    if windowed and sliding_window is not None:
-        kept_LL &= place_L[:, None] - place_L < sliding_window
-    if softcap is None:
-        return functional.scaled_dot_product_attention(
-            query_1HLd, key_1HLd, value_1HLd, attn_mask=kept_LL, scale=scaling, dropout_p=dropout
-        )
-    scale = query_1HLd.shape[3] ** -0.5 if scaling is None else scaling
-    scores_1HLL = torch.tanh(query_1HLd @ key_1HLd.transpose(2, 3) * scale / softcap) * softcap
+    behind_LL = place_L[:, None] - place_L
+    kept_LL = (behind_LL >= 0) & (behind_LL < window)
+    if options.softcap is None:
+        return by_torch(attn_mask=kept_LL)
+    scale = query_1HLd.shape[3] ** -0.5 if options.scaling is None else options.scaling
+    scores_1HLL = torch.tanh(query_1HLd @ key_1HLd.transpose(2, 3) * scale / options.softcap) * options.softcap
     scores_1HLL = scores_1HLL.masked_fill(~kept_LL, torch.finfo(scores_1HLL.dtype).min)
     weights_1HLL = scores_1HLL.softmax(dim=-1, dtype=torch.float32).to(value_1HLd.dtype)
-    return functional.dropout(weights_1HLL, dropout) @ value_1HLd
+    return functional.dropout(weights_1HLL, options.dropout) @ value_1HLd
 
 
-def ragged_here(query: Tensor, value: Tensor) -> bool:
+def ragged_here(query: Tensor, value: Tensor, options: Options) -> bool:
     """Whether one call can compute rows of different lengths: as FlashAttention allows it."""
     wide = query.shape[-1]
     return (
         query.is_cuda
         and _VARLEN is not None
+        and options.softcap is None
+        and options.dropout == 0.0
         and query.dtype in (torch.bfloat16, torch.float16)
         and wide == value.shape[-1]
         and wide <= 256
@@ -191,39 +195,22 @@ def ragged_here(query: Tensor, value: Tensor) -> bool:
     )
 
 
-def at_once(
-    query_1HMd: Tensor,
-    key_1HMd: Tensor,
-    value_1HMd: Tensor,
-    layout: Layout,
-    scaling: float | None,
-    sliding_window: int | None,
-) -> Tensor:
+def at_once(query_1HMd: Tensor, key_1HMd: Tensor, value_1HMd: Tensor, layout: Layout, options: Options) -> Tensor:
     """(1, M, H, d): causal attention of all rows in one call, without splitting a row's keys by what else is in the pass."""
     assert _VARLEN is not None
     tokens, groups = query_1HMd.shape[2], query_1HMd.shape[1] // key_1HMd.shape[1]
-    options: dict[str, Any] = {}
+    settings: dict[str, Any] = {"scale": options.scaling, "window_size": (-1, 0)}
+    if options.sliding_window is not None:
+        settings["window_size"] = (options.sliding_window - 1, 0)  # tokens before its own that one sees
     if "num_splits" in _VARLEN_OPTIONS:
-        options["num_splits"] = 1
+        settings["num_splits"] = 1
     if groups > 1 and "enable_gqa" in _VARLEN_OPTIONS:
-        options["enable_gqa"] = True
+        settings["enable_gqa"] = True
     elif groups > 1:
         key_1HMd, value_1HMd = (one.repeat_interleave(groups, dim=1) for one in (key_1HMd, value_1HMd))
     query_MHd, key_MHd, value_MHd = (one[0].transpose(0, 1) for one in (query_1HMd, key_1HMd, value_1HMd))
     starts = layout.boundaries(tokens, query_1HMd.device)
-    before = -1 if sliding_window is None else sliding_window - 1  # tokens before its own that one sees
-    output_MHd = _VARLEN(
-        query_MHd,
-        key_MHd,
-        value_MHd,
-        starts,
-        starts,
-        layout.longest,
-        layout.longest,
-        scale=scaling,
-        window_size=(before, 0),
-        **options,
-    )
+    output_MHd = _VARLEN(query_MHd, key_MHd, value_MHd, starts, starts, layout.longest, layout.longest, **settings)
     output_1MHd: Tensor = output_MHd.unsqueeze(0)
     return output_1MHd
 

@@ -128,35 +128,17 @@ class PerUnitClipper:
                 "passes in the order of passes_of."
             )
         unfinished_P, self._unfinished_P = self._unfinished_P, None
-        gradients = self._gradients
-        rows, tokens = some.input_ids_1M.shape
-        self._tokens, self._units = (tokens, some.units) if some.position_ids_1M is not None else (None, [WHOLE])
-        gradients.open(self._units[: some.num_units])
-        with (
-            without_weight_gradients(self._parameters.values()),
-            self._taps.open(rows),
-            self._attention.of(some),
-        ):
-            loss_R = losses(some)
-            if loss_R.requires_grad:
-                (loss_R.sum() * loss_scale).backward()  # type: ignore[no-untyped-call]
-        if some.num_units:
-            self._check_complete()
-        nobody = loss_R.new_zeros(0, dtype=torch.float64)
-        if some.num_units == 0:
-            gradients.close()
-            return loss_R.detach()[:0], nobody
+        loss_R = self._backward(losses, some, loss_scale)
+        gradients, gradient_P = self._gradients, None
         if unfinished_P is not None or some.goes_on:
             gradient_P = gradients.whole(0)
-            gradients.close()
             if unfinished_P is not None:
                 gradient_P += unfinished_P  # in float32, before the norm is taken
-            if some.goes_on:
-                self._unfinished_P = gradient_P
-                return loss_R.detach(), nobody
-            square_LU = self._square_of(gradient_P)
-        else:
-            gradient_P, square_LU = None, gradients.unit_norms()
+        if some.goes_on or not some.num_units:
+            gradients.close()
+            self._unfinished_P = gradient_P
+            return loss_R.detach()[: len(some.rows)], loss_R.new_zeros(0, dtype=torch.float64)
+        square_LU = gradients.unit_norms() if gradient_P is None else self._square_of(gradient_P)
         # One after the other: a kernel's sum over L may take another order for the last of U units.
         norm_U = reduce(torch.add, square_LU).sqrt() / loss_scale
         self._count_long(square_LU, max_grad_norm * loss_scale)
@@ -169,6 +151,23 @@ class PerUnitClipper:
                 into_P += part_P.double().mul_(factor_U[0]).round_()
         gradients.close()
         return loss_R.detach(), norm_U
+
+    def _backward(self, losses: Losses, some: Pass, loss_scale: float) -> Tensor:
+        """loss_R; what the layers contribute is then in ``_gradients``."""
+        rows, tokens = some.input_ids_1M.shape
+        self._tokens, self._units = (tokens, some.units) if some.position_ids_1M is not None else (None, [WHOLE])
+        self._gradients.open(self._units[: some.num_units])
+        with (
+            without_weight_gradients(self._parameters.values()),
+            self._taps.open(rows),
+            self._attention.of(some),
+        ):
+            loss_R = losses(some)
+            if loss_R.requires_grad:
+                (loss_R.sum() * loss_scale).backward()  # type: ignore[no-untyped-call]
+        if some.num_units:
+            self._check_complete()
+        return loss_R
 
     def _square_of(self, gradient_P: Tensor) -> Tensor:
         """square_L1 of one unit's gradient."""

@@ -205,12 +205,10 @@ def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, 
     processes.check_equal({f"the {name} data, as tokens,": salted(one) for name, one in digests.items()})
     net, dropout_off = build_model(decision, device, console)
     vocabulary, optimizer = _vocabulary(config, net, tokenizer, units, held_out), make_optimizer(config.train, net)
-    groups_key: int = shared(_groups_key(config, run, plan, resumed) if main else 0)
+    key: int = shared(_groups_key(config, run, plan, resumed) if main else 0)
     precision = shared(loading.precision_of(config.train, device))  # auto: what rank 0 makes of it
     packing = shared(memory.packing_for(config, net, vocabulary, device))
-    sampler, engine, autocast = make_engine(
-        decision, net, optimizer, len(units), device, precision, packing, groups_key
-    )
+    sampler, engine, autocast = make_engine(decision, net, optimizer, len(units), device, precision, packing, key)
     if plan and planted and main:  # rank 0 adds the noise, and them
         engine.canaries = _gradient_canaries(planted, engine.size, plan, device)
     checked = _check(decision, net, engine, vocabulary, tokenizer.pad_token_id or 0, precision, console)
