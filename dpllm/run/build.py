@@ -242,7 +242,7 @@ def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, 
         dropout_off=dropout_off,
     )
     if main:
-        _write(prepared, promise, planted, groups_key, table, evaluation)
+        _write(prepared, promise, planted, key, table, evaluation)
     state.wait_for_everyone()
     return prepared
 
