@@ -137,7 +137,7 @@ def by_rows(
         what = ", ".join(unknown) or "a mask"
         raise Refused(f"{type(module).__name__} asks its attention for {what}, which rows of one pass cannot have.")
     layout, kind = _layouts[-1], query_1HMd.device.type
-    if torch.is_autocast_enabled(kind):
+    if kind != "meta" and torch.is_autocast_enabled(kind):  # the planner runs shapes alone
         dtype = torch.get_autocast_dtype(kind)
         query_1HMd, key_1HMd, value_1HMd = (one.to(dtype) for one in (query_1HMd, key_1HMd, value_1HMd))
     if ragged_here(query_1HMd, value_1HMd, options):

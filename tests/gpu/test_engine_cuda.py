@@ -132,7 +132,7 @@ def test_attention_of_rows_in_a_pass_is_that_of_each_row(dtype: torch.dtype, win
         parts = [torch.cat([rows[row][n] for row in order], dim=2) for n in range(4)]
         padded = [torch.nn.functional.pad(one, (0, 0, 0, tokens - start)) for one in parts]
         leaves = [one.to(CUDA, dtype).requires_grad_() for one in padded[:3]]
-        layouts.append(Layout(segments))
+        layouts.append(Layout(segments, max(lengths)))
         try:
             output_1MHd, _ = by_rows(torch.nn.Identity(), *leaves, scaling=0.2, sliding_window=window)
             (output_1MHd.transpose(1, 2) * padded[3].to(CUDA, dtype)).sum().backward()

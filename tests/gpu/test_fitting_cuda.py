@@ -52,7 +52,7 @@ def little() -> Iterator[None]:
     torch.cuda.set_per_process_memory_fraction(1.0, CUDA)
 
 
-def recipe(tokens: int) -> RunConfig:
+def recipe(tokens: int | str) -> RunConfig:
     return tm.recipe(data={"max_length": LONGEST}, train={"batch_size": 4096, "tokens_per_pass": tokens})
 
 
@@ -110,6 +110,14 @@ def test_what_does_not_fit_is_caught_and_the_rest_trains(engine: StepEngine) -> 
     repack(engine, 2048)
     rehearse(engine)
     engine.step(passes(engine, [(LONGEST,)] * 20))
+
+
+@pytest.mark.usefixtures("little")
+def test_passes_that_the_recipe_leaves_open_become_smaller_until_they_fit(engine: StepEngine) -> None:
+    repack(engine, TOO_MANY)
+    memory.rehearse(engine, recipe("auto"), VOCABULARY, CUDA)
+    assert LONGEST < engine.packing.tokens < TOO_MANY
+    engine.step(passes(engine, [(LONGEST,)] * (2 * engine.packing.tokens // LONGEST)))
 
 
 @pytest.mark.usefixtures("little")
