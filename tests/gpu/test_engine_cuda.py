@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dpllm.errors import Refused
 from dpllm.model import loading
-from dpllm.privacy.attention import Layout, attend, by_rows
+from dpllm.privacy.attention import Layout, Options, attend, by_rows
 from dpllm.privacy.attention import _layouts as layouts
 from dpllm.privacy.noise import GaussianNoise
 from dpllm.privacy.packing import Segment
@@ -145,7 +145,7 @@ def test_attention_of_rows_in_a_pass_is_that_of_each_row(dtype: torch.dtype, win
     for row, seen in first.items():
         assert all(map(torch.equal, seen, other[row]))
         leaves = [one.to(CUDA).requires_grad_() for one in rows[row][:3]]
-        expected = attend(*leaves, 0.2, window, None)
+        expected = attend(*leaves, Options(scaling=0.2, sliding_window=window))
         (expected * rows[row][3].to(CUDA)).sum().backward()
         for one, right in zip(seen, [expected, *(leaf.grad for leaf in leaves)], strict=True):
             assert float((one.float() - right).norm()) <= (2e-2 if dtype == torch.bfloat16 else 1e-5) * float(
