@@ -34,7 +34,7 @@ Json = dict[str, Any]
 STANDS_FOR = {"RUN": "runs/e2e-lora", "BASELINE": "runs/e2e-baseline", "RECIPE": "recipes/lora/e2e.yaml"}
 SMALL: Json = {
     "model": {"name_or_path": "models/gpt2", "revision": None},
-    "train": {"batch_size": 8, "physical_batch_size": 8, "steps": 2, "epochs": None},
+    "train": {"batch_size": 8, "steps": 2, "epochs": None},
 }
 SMALL_DATA: Json = {
     "train": "data/train.jsonl",

@@ -45,12 +45,10 @@ def accounting(folder: Path) -> Iterator[None]:
 def packages() -> Iterator[None]:
     """What is installed, which each start of a run reads: that takes as long as the steps of a tiny model."""
     from dpllm.model import environment
-    from dpllm.run import selfcheck_cache
 
     with pytest.MonkeyPatch.context() as patch:
-        for owner, name in ((metadata, "version"), (selfcheck_cache, "_kernel_packages")):
-            patch.setattr(owner, name, functools.cache(getattr(owner, name)))
-        environment.versions(), selfcheck_cache._kernel_packages()  # before a program forks
+        patch.setattr(metadata, "version", functools.cache(metadata.version))
+        environment.versions()  # before a program forks
         yield
 
 

@@ -24,7 +24,7 @@ RECIPE = {
     "adapter": {"method": "lora", "r": 4},
     "data": {"train": "builtin:clinic", "public": True, "max_length": 64},
     "privacy": {"epsilon": 3.0, "delta": 1e-5, "ledger": "ledger.sqlite"},
-    "train": {"steps": 20, "batch_size": 64, "physical_batch_size": 8},
+    "train": {"steps": 20, "batch_size": 64, "tokens_per_pass": 512},
     "output_dir": "run",
 }
 

@@ -99,8 +99,13 @@ def footprint(config: RunConfig, bands: int = 1, gpu: str | None = None) -> Foot
     refusals.attempt(loading.check_length, config, net)
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in net.parameters()]
     packing = device_memory.packing_for(config, net, net.get_input_embeddings().weight.shape[0], device)
-    counted = _count(config, net, packing)
-    memory = _memory(config, net, counted, packing, device, bands) if counted is not None else None
+    while True:
+        counted = _count(config, net, packing)
+        memory = _memory(config, net, counted, packing, device, bands) if counted is not None else None
+        smaller = packing.half() if config.train.tokens_per_pass == "auto" else None
+        if memory is None or gpu is None or smaller is None or memory.total <= device_memory.budget(GPU_MEMORY[gpu]):
+            break
+        packing = smaller  # as the rehearsal on that GPU would
     basis = f"estimates: one process, every sequence {config.data.max_length} tokens long" if memory else UNCOUNTED
     return Footprint(
         kinds=tuple(adapters.trainable_table(net)),

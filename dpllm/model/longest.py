@@ -3,8 +3,8 @@
 Comes in: a model as transformers builds it, a number of tokens. Goes out: how many rows may share a pass, and a model that
 remembers no earlier pass. Must not see data.
 
-A rotary embedding takes its frequencies by the largest position of the physical batch where its type is longrope or dynamic, so
-that a short row beside a long one is read as if it were long. Read alone, a row decides for itself.
+Where its type is longrope or dynamic, a rotary embedding takes its frequencies by the largest position of what is read together,
+so that a short row beside a long one is read as if it were long. Read alone, a row decides for itself.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from dpllm.privacy.schedule import Packing, TokenSequence, Unit
 from dpllm.progress import tell
 from dpllm.text.rows import ReadWhenAsked
 
-AT_ONCE = 512  # units that are cut into physical batches at a time
+AT_ONCE = 512  # units that are laid out in passes at a time
 
 Floats = NDArray[np.float64]
 

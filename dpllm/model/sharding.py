@@ -83,7 +83,7 @@ def _check_plugin(plugin: FullyShardedDataParallelPlugin) -> None:
     wishes = {
         "fsdp_offload_params: true": (
             isinstance(plugin.cpu_offload, CPUOffloadPolicy),
-            "every block would be copied to the device again for each physical batch, which was never tested",
+            "every block would be copied to the device again for each pass, which was never tested",
             "false",
         ),
         "fsdp_reshard_after_forward: false": (

@@ -1,7 +1,7 @@
 """The loss of preference pairs: of two answers to one prompt, one was preferred.
 
-Comes in: the losses of a physical batch's tokens, and what they were before training. Goes out: one loss for each pair. Rows 2i
-and 2i + 1 of a batch are the chosen and the rejected answer of one pair; both belong to one unit. A batch holds both or neither.
+Comes in: the losses of a pass's tokens, and what they were before training. Goes out: one loss for each pair. Rows 2i
+and 2i + 1 of a pass are the chosen and the rejected answer of one pair; both belong to one unit. A pass holds both or neither.
 
     h(pair) = beta [log pi(chosen) / pi_ref(chosen) - log pi(rejected) / pi_ref(rejected)]
 

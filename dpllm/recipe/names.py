@@ -113,6 +113,11 @@ def digest(config: RunConfig) -> str:
 
     So it does not depend on where the run, its data or its model lie, and says that two runs had the same settings.
     """
+    return _digest(config, physical_batch_size=16)
+
+
+def _digest(config: RunConfig, physical_batch_size: int) -> str:
+    """With a retired key, in whose place passes stand that are not left to dpllm."""
     recipe = publishable(config).model_dump(mode="json")
     del recipe["output_dir"]
     for key in ("process_timeout", "sample_prompts", "sample_every"):  # they say nothing of the result
@@ -138,6 +143,9 @@ def digest(config: RunConfig) -> str:
         del recipe["train"]["objective"], recipe["train"]["beta"], recipe["train"]["label_smoothing"]
     if not any(recipe["data"]["csv"].values()):
         del recipe["data"]["csv"]
+    if recipe["train"]["tokens_per_pass"] == "auto":
+        del recipe["train"]["tokens_per_pass"]
+        recipe["train"]["physical_batch_size"] = physical_batch_size
     recipe["privacy"]["grad_sample_mode"] = "auto"
     recipe["audit"] |= {"guesses": None, "guesses_in": None}
     recipe["privacy"]["adaptive"] = {"quantile": 0.5, "learning_rate": 0.2, "count_noise_multiplier": None}
@@ -160,4 +168,5 @@ def _each(change: Callable[[str], str], source: Source) -> Source:
 def of_training(config: RunConfig) -> str:
     """The digest of what trained, as run.json keeps it: without the card's words, what is watched, and how often or fast."""
     train = config.train.model_copy(update={"tokens_per_pass": "auto", "eval_every": None, "checkpoint_every": None})
-    return digest(config.model_copy(update={"card": CardConfig(), "telemetry": TelemetryConfig(), "train": train}))
+    update = {"card": CardConfig(), "telemetry": TelemetryConfig(), "train": train}
+    return _digest(config.model_copy(update=update), physical_batch_size=1)

@@ -6,11 +6,12 @@ is asked for. It must not know the model or the Plan.
 An entry of the cache is a directory, private/cache/tokens/KEY, with
     tokens.bin  unit after unit, sequence after sequence: two int32 (tokens, denominator), int32 ids, the loss mask
                 in bits; integers in this machine's byte order
-    index.npy   int64, one row a unit: its first byte in tokens.bin, its sequences, the tokens of the longest
-    meta.json   the digest of both, how many bytes and units they hold, and what became of long rows
+    index.npy   int64, one row a unit and one behind them: its first byte in tokens.bin, its first sequence among all
+    sizes.npy   int32, the tokens of each sequence
+    meta.json   the digest of all three, how many bytes and units they hold, and what became of long rows
 It is written elsewhere and renamed, so that whatever has its name is whole.
 
-Shape suffixes: U units, T tokens.
+Shape suffixes: U units, S sequences, T tokens.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from dpllm.text.data import Table, TokenSequence, Unit, iter_units
 from dpllm.text.lengths import Lengths
 from dpllm.text.rows import Groups, OpenFile, ReadWhenAsked
 
-ENCODING = 4
+ENCODING = 5
 """To be raised when ``data.encode`` makes other tokens of the same row, or an entry is laid out otherwise."""
 FOLDER = "tokens"
 _PIECE = 2**22  # bytes that are hashed, or buffered before they are written, at a time
@@ -56,15 +57,16 @@ class Units(ReadWhenAsked[Unit | None]):
         self,
         path: Path,
         digest: str,
-        index_U3: NDArray[np.int64],
+        index_U2: NDArray[np.int64],
+        size_S: NDArray[np.int32],
         file: OpenFile,
         lengths: Lengths,
         slots: Sequence[Unit | None] = (),
     ) -> None:
         """Made by ``make_units``; ``file`` is tokens.bin."""
         self.path, self.digest, self.lengths = path, digest, lengths
-        self._index_U3, self._file, self._slots = index_U3, file, slots
-        self._on_disk = len(index_U3) - 1
+        self._index_U2, self._size_S, self._file, self._slots = index_U2, size_S, file, slots
+        self._on_disk = len(index_U2) - 1
 
     def __len__(self) -> int:
         return self._on_disk + len(self._slots)
@@ -72,22 +74,25 @@ class Units(ReadWhenAsked[Unit | None]):
     def _read(self, number: int) -> Unit | None:
         if number >= self._on_disk:
             return self._slots[number - self._on_disk]
-        start, end = int(self._index_U3[number, 0]), int(self._index_U3[number + 1, 0])
-        return _unpack(self._file.read(start, end - start), int(self._index_U3[number, 1]))
+        (start, first), (end, last) = self._index_U2[number : number + 2].tolist()
+        return _unpack(self._file.read(start, end - start), last - first)
 
-    def sizes(self, index: int) -> tuple[int, int]:
-        """Sequences of a slot, and tokens of the longest of them; (0, 0) where there is nothing. No token is read."""
+    def sizes(self, index: int) -> list[int]:
+        """Tokens of each sequence of a slot; none where there is nothing. No token is read."""
         number = range(len(self))[index]
         if number >= self._on_disk:
             return _sizes(self._slots[number - self._on_disk])
-        return int(self._index_U3[number, 1]), int(self._index_U3[number, 2])
+        first, last = self._index_U2[number : number + 2, 1].tolist()
+        sizes: list[int] = self._size_S[first:last].tolist()
+        return sizes
 
     def with_slots(self, slots: Sequence[Unit | None]) -> Units:
         """The same units and further slots behind them, which stay in memory; None for a slot without data."""
         digest = hashlib.blake2b(self.digest.encode(), digest_size=32)
         for slot in slots:
             digest.update(b"none" if slot is None else b"unit" + _pack(slot))
-        return Units(self.path, digest.hexdigest(), self._index_U3, self._file, self.lengths, (*self._slots, *slots))
+        kept = (self._index_U2, self._size_S, self._file, self.lengths)
+        return Units(self.path, digest.hexdigest(), *kept, (*self._slots, *slots))
 
 
 def make_units(table: Table, groups: Groups, tokenizer: Any, data: DataConfig, cache_dir: Path) -> Units:
@@ -162,20 +167,22 @@ def _told(units: Iterable[Unit], total: int) -> Iterator[Unit]:
 
 
 def _write(part: Path, units: Iterable[Unit], lengths: Lengths) -> None:
-    index, position = array("q"), 0
+    index, sizes, position = array("q"), array("i"), 0
     digest = hashlib.blake2b(digest_size=32)
     with open(part / "tokens.bin", "wb", buffering=_PIECE) as file:
         for unit in units:
             packed = _pack(unit)
-            index.extend((position, *_sizes(unit)))
+            index.extend((position, len(sizes)))
+            sizes.extend(_sizes(unit))
             digest.update(packed)
             file.write(packed)
             position += len(packed)
-    index.extend((position, 0, 0))
-    index_U3 = np.frombuffer(index, np.int64).reshape(-1, 3)
-    np.save(part / "index.npy", index_U3)
-    digest.update(index_U3.tobytes())
-    meta = {"digest": digest.hexdigest(), "bytes": position, "units": len(index_U3) - 1, "lengths": asdict(lengths)}
+    index.extend((position, len(sizes)))
+    index_U2, size_S = np.array(index, np.int64).reshape(-1, 2), np.array(sizes, np.int32)
+    for name, values in (("index", index_U2), ("sizes", size_S)):
+        np.save(part / f"{name}.npy", values)
+        digest.update(values.tobytes())
+    meta = {"digest": digest.hexdigest(), "bytes": position, "units": len(index_U2) - 1, "lengths": asdict(lengths)}
     (part / "meta.json").write_text(json.dumps(meta, sort_keys=True), encoding="utf-8")
 
 
@@ -183,26 +190,24 @@ def _open(path: Path) -> Units | None:
     """An entry, or None where it is missing or damaged; all of it is read."""
     try:
         meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
-        index_U3 = np.load(path / "index.npy", allow_pickle=False)
+        index_U2, size_S = (np.load(path / f"{name}.npy", allow_pickle=False) for name in ("index", "sizes"))
         file = OpenFile(os.open(path / "tokens.bin", os.O_RDONLY | os.O_CLOEXEC))
         size, digest = (path / "tokens.bin").stat().st_size, hashlib.blake2b(digest_size=32)
         for start in range(0, size, _PIECE):
             digest.update(file.read(start, min(_PIECE, size - start)))
-        digest.update(index_U3.tobytes())
-        fits = index_U3.shape == (meta["units"] + 1, 3) and size == meta["bytes"] == index_U3[-1, 0]
+        digest.update(index_U2.tobytes() + size_S.tobytes())
+        fits = index_U2.shape == (meta["units"] + 1, 2) and index_U2[-1].tolist() == [size, len(size_S)]
         return (
-            Units(path, digest.hexdigest(), index_U3, file, Lengths(**meta["lengths"]))
-            if fits and digest.hexdigest() == meta["digest"]
+            Units(path, digest.hexdigest(), index_U2, size_S, file, Lengths(**meta["lengths"]))
+            if fits and size == meta["bytes"] and digest.hexdigest() == meta["digest"]
             else None
         )
     except (OSError, ValueError, KeyError, TypeError, EOFError):
         return None
 
 
-def _sizes(unit: Unit | None) -> tuple[int, int]:
-    if unit is None or not unit.sequences:
-        return 0, 0
-    return len(unit.sequences), max(len(sequence.input_ids) for sequence in unit.sequences)
+def _sizes(unit: Unit | None) -> list[int]:
+    return [len(sequence.input_ids) for sequence in unit.sequences] if unit is not None else []
 
 
 def _pack(unit: Unit) -> bytes:

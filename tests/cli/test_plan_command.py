@@ -195,12 +195,13 @@ def test_what_cannot_be_certified_is_null() -> None:
 def test_a_model_is_counted_from_its_configuration(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = recipe.parent / "base"
     tiny.model().config.save_pretrained(folder)
-    arguments = (recipe, "--model", "--model.name_or_path", folder, "--data.max_length", 64)
+    passes = ("--data.max_length", 64, "--train.tokens_per_pass", 512)
+    arguments = (recipe, "--model", "--model.name_or_path", folder, *passes)
     found = value(capsys, 0, *arguments)["model"]
     assert found["memory"]["total"] == sum(size for name, size in found["memory"].items() if name != "total")
     out, _ = answer(capsys, 0, *arguments)
     assert f"{found['trainable']:,} of {found['total']:,}" in out
-    assert "with 16 sequences in one forward pass: weights" in out
+    assert "with 512 tokens in one forward pass: weights" in out
     assert "estimates: one process" in out
     assert not {"flops", "seconds_per_step", "seconds", "speed"} & found.keys()  # memory alone is forecast
 

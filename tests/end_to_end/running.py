@@ -145,7 +145,7 @@ class Place:
             "adapter": {"method": "lora", "r": 2},
             "data": {"train": str(self.train), "max_length": 128},
             "privacy": {"epsilon": 8.0, "ledger": str(self.ledger), "dataset": "notes"},
-            "train": {"steps": STEPS, "batch_size": 8, "physical_batch_size": 4},
+            "train": {"steps": STEPS, "batch_size": 8, "tokens_per_pass": 512},
             "output_dir": str(self.run),
         }
         for key, new in (changes or {}).items():

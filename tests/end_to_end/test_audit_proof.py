@@ -24,7 +24,6 @@ RECIPE = {
     "adapter": {"method": "lora", "r": 64, "alpha": 64},
     "data.max_length": 96,
     "train.batch_size": 64,
-    "train.physical_batch_size": 64,
     "train.learning_rate": 0.01,
     "train.steps": 140,
     "audit.canaries": CANARIES,

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 import dpllm
 from dpllm.auditing.table import read_scores
 from dpllm.card.card import rerender
-from dpllm.errors import Refused, RoundsByCompany
+from dpllm.errors import NotBatchInvariant, Refused
 from dpllm.ledger import Ledger
 from dpllm.model.loading import load_for_scoring
 from dpllm.privacy import selfcheck
@@ -330,35 +330,27 @@ def test_the_record_says_that_dropout_of_the_base_was_off(tmp_path: Path) -> Non
     assert "dropout is off" in shown
 
 
-def test_rows_are_computed_one_by_one_where_a_kernel_rounds_by_company(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("tokens", [256, None])
+def test_passes_change_where_a_kernel_rounds_by_company(
+    place: Place, monkeypatch: pytest.MonkeyPatch, tokens: int | None
 ) -> None:
-    def company(*_: Any) -> None:
-        raise RoundsByCompany("experts.act_fn rounds a row differently, so that one unit would change the others")
+    """Half as many tokens are tried first; where that does not help, each example has a pass of its own."""
+    compared = selfcheck._check_company
+
+    def company(subject: Any, *some: Any) -> Any:
+        if subject.packing.tokens == tokens:
+            return compared(subject, *some)
+        raise NotBatchInvariant("act_fn rounds a row differently, so that one unit would change the others")
 
     monkeypatch.setattr(selfcheck, "_check_company", company)
-    shown = " ".join(done("train", place.recipe, "--fresh-check").out.split())
+    shown = " ".join(done("train", place.recipe).out.split())
     done("card", place.run)
-    assert "tokens), which is slower: experts.act_fn rounds a row differently." in shown
-    assert place.json("run.json")["physical_batch_size"] == 1
+    passes = f"{tokens} tokens" if tokens else "one example"
+    assert f"Passes of {passes} in this run, which is slower: act_fn rounds a row differently." in shown
+    assert place.json("run.json")["tokens_per_pass"] == tokens
     assert place.json("run.json")["guarantee"]["holds"]
-    assert "at most 1 sequence in one forward pass" in (place.run / "export/README.md").read_text()
-
-
-def test_what_an_earlier_start_showed_of_rounding_is_not_shown_again(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    checked: list[Any] = []
-    monkeypatch.setenv("XDG_DATA_HOME", str(place.run.parent / "alone"))
-    compared = selfcheck._check_company
-    monkeypatch.setattr(selfcheck, "_check_company", lambda *some: (checked.append(some), compared(*some)))
-    for words, kind in (((), "whole"), ((), "cached"), (("--fresh-check",), "whole")):
-        checked.clear()
-        shown = " ".join(done("train", place.recipe, "--overwrite", *words).out.split())
-        assert place.json("run.json")["self_check"] == kind
-        assert bool(checked) == (kind == "whole")
-        assert ("shown by an earlier start" in shown) == (kind == "cached")
-    assert {rows for _, rows in place.json("run.json")["physical_batches"]} != {1}
+    card = (place.run / "export/README.md").read_text()
+    assert f"| Batch | 8 expected{'; passes of 256 tokens' if tokens else ''} |" in card
 
 
 def test_messages_run_from_plan_to_card(place: Place) -> None:

@@ -23,6 +23,7 @@ from dpllm.auditing.table import TokenTable, read_scores, sum_up, write_tokens
 from dpllm.errors import Refused
 from dpllm.model.rewards import Referenced
 from dpllm.privacy.engine import StepEngine
+from dpllm.privacy.loss import row_sums
 from dpllm.privacy.preference import PairLoss
 from dpllm.privacy.schedule import TokenSequence, Unit
 from dpllm.publish import leaks
@@ -74,7 +75,7 @@ def test_a_private_run_on_pairs_counts_rewards_from_its_start_and_verifies(asked
 
 def test_units_of_several_pairs_train_and_are_charged_for_the_unit(asked: Place) -> None:
     unit = ("--data.unit", "who", "--data.max_examples_per_unit", "2", "--train.batch_size", "6")
-    done("train", asked.recipe, *unit, "--train.physical_batch_size", "2")
+    done("train", asked.recipe, *unit, "--train.tokens_per_pass", "1")  # rounded up to what a pair needs
     assert (asked.json("plan.json")["unit"], asked.json("plan.json")["dataset_size"]) == ("who", 20)
 
 
@@ -99,10 +100,10 @@ def resumed_reference(place: Place, damaged: bool = False) -> None:
     if damaged:
         kept.write_bytes(kept.read_bytes()[:100])
 
-    def look(self: PairLoss, nll_RT: Any, batch: Any) -> Any:
-        if not set(batch.reference_R.tolist()) <= {0.0}:  # of the self-check
-            seen.extend(batch.reference_R[batch.unit_R >= 0].tolist())
-        return call(self, nll_RT, batch)
+    def look(self: PairLoss, nll_R: Any, some: Any) -> Any:
+        if not set(some.reference_R.tolist()) <= {0.0}:  # of the self-check
+            seen.extend(some.reference_R.tolist())
+        return call(self, nll_R, some)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PairLoss, "__call__", look)
@@ -145,10 +146,10 @@ def test_a_reference_with_the_adapter_on_is_seen(asked: Place, monkeypatch: pyte
     """The mutant: a pair is compared with the model that has learned already."""
     losses = StepEngine.losses
 
-    def with_the_adapter(self: StepEngine, batch: Any) -> Any:
+    def with_the_adapter(self: StepEngine, some: Any) -> Any:
         with torch.no_grad():
-            nll_R = self._token_losses(batch).nll_RT.double().sum(dim=1)
-        return losses(self, replace(batch, reference_R=nll_R))
+            nll_R = row_sums(self._token_losses(some).nll_M.double(), some.rows)
+        return losses(self, replace(some, reference_R=nll_R))
 
     monkeypatch.setattr(StepEngine, "losses", with_the_adapter)
     with pytest.raises(AssertionError, match="<="):
@@ -159,7 +160,6 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "text as pairs": (("--train.objective", "likelihood"), "Set train.objective: dpo"),
     "another format": (("--data.format", "text"), "train.objective: dpo does not learn from data.format: text"),
     "chunks": (("--data.long_examples", "chunk"), "would tear the answers of a pair apart"),
-    "one row": (("--train.physical_batch_size", "1"), "no room for the two answers"),
     "no labels flipped": (("--data.label_epsilon", "1"), "label_epsilon is what data.label_record says"),
     "smoothing of text": (
         ("--train.objective", "likelihood", "--train.label_smoothing", "0.1"),

@@ -40,7 +40,7 @@ def test_a_real_model_goes_from_its_wheel_to_a_verified_card(tmp_path: Path) -> 
     assert "Self-check against brute-force autograd" in shown
     record = json.loads((run / "run.json").read_text())
     assert record["guarantee"]["holds"]
-    assert record["physical_batch_size"] > 1
+    assert record["tokens_per_pass"] > 1
     audit = json.loads(done("audit", run, "--json").out)
     assert audit["verdict"] != "falsified"
     done("card", run)

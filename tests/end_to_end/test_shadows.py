@@ -272,7 +272,7 @@ def test_shadows_find_what_the_ratio_does_not(tmp_path: Path, base: Path) -> Non
         "adapter.r": 16,
         "privacy.enabled": False,
         "audit.canaries": {"groups": {8: 60}, "references": 100},
-        "train": {"steps": 60, "batch_size": 64, "physical_batch_size": 64, "learning_rate": 5e-3},
+        "train": {"steps": 60, "batch_size": 64, "learning_rate": 5e-3},
     }
     place = make_place(tmp_path / "memorised", base, {**QUICK, **changes})
     done("train", place.recipe)

@@ -357,7 +357,7 @@ def test_what_changes_no_promise_may_change_when_a_sweep_goes_on(
     seen = []
     monkeypatch.setattr("dpllm.comparison.sweep._train", lambda point, entry, console: seen.append(entry))
     monkeypatch.setattr("dpllm.comparison.sweep._audit", lambda points, console: [])
-    other = ("--telemetry.textfile", "null", "--train.physical_batch_size", 2, "--train.checkpoint_every", 1)
+    other = ("--telemetry.textfile", "null", "--train.tokens_per_pass", 512, "--train.checkpoint_every", 1)
     assert "another recipe" not in swept_to(place, "2,8", "--resume", *other).err
     with Ledger(place.ledger) as book:
         assert seen == [run.reservation.entry for run in book.runs("notes")]

@@ -109,7 +109,7 @@ def test_llama_factory(tmp_path: Path) -> None:
     assert recipe.data.max_length == 2048
     assert recipe.data.eval is None
     train = recipe.train
-    assert (train.batch_size, train.physical_batch_size, train.epochs, train.steps) == (8, 1, 3.0, None)
+    assert (train.batch_size, train.tokens_per_pass, train.epochs, train.steps) == (8, "auto", 3.0, None)
     assert (train.learning_rate, train.lr_scheduler, train.warmup, train.precision) == (1e-4, "cosine", 0.1, "bf16")
     assert recipe.output_dir == "saves/llama3-8b/lora/sft"
     assert_left(found, "packing", "val_size", "max_samples", "template", "ddp_timeout", "overwrite_output_dir")
@@ -124,7 +124,7 @@ def test_axolotl(tmp_path: Path) -> None:
     assert (recipe.data.format, recipe.data.max_length) == ("auto", 2048)
     assert recipe.adapter == LoraConfig(r=32, alpha=16.0)
     train = recipe.train
-    assert (train.batch_size, train.physical_batch_size, train.epochs, train.optimizer) == (8, 2, 1.0, "adamw")
+    assert (train.batch_size, train.tokens_per_pass, train.epochs, train.optimizer) == (8, "auto", 1.0, "adamw")
     assert_left(found, "sample_packing", "val_set_size", "lora_dropout", "warmup_steps", "special_tokens", "tf32")
 
 

@@ -48,7 +48,9 @@ def test_new_keys_that_are_used_change_the_digest() -> None:
     pairs = {**value, "data": {**value["data"], "format": "preference"}}
     for keys in ({"objective": "dpo"}, {"objective": "ipo"}, {"objective": "dpo", "beta": 0.2}):
         recipes.append(RunConfig.model_validate({**pairs, "train": {**value["train"], **keys}}))
-    assert len({names.digest(recipe) for recipe in recipes}) == len(recipes)
+    passes = RunConfig.model_validate({**value, "train": {**value["train"], "tokens_per_pass": 512}})
+    assert names.of_training(passes) == names.of_training(recipes[0])
+    assert len({names.digest(recipe) for recipe in [*recipes, passes]}) == len(recipes) + 1
     assert names.digest(config(control=[], template=None)) == names.digest(config())
     assert names.digest(config(template="{prompt}{completion}")) != names.digest(config())
 
