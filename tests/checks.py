@@ -170,6 +170,7 @@ def laid_out_publicly(world: int = 2) -> None:
             assert row.stop < 64
         padded = piece.targets.position_N[piece.targets.count :].tolist()
         assert set(padded) <= {63}
+        assert len(piece.targets.position_N) % shape.targets == 0
         assert not piece.goes_on or piece.num_units == 1
         seen += [row.stop - row.start for row in piece.rows]
     assert sorted(seen) == sorted(len(row.input_ids) for one in some for row in one.sequences)

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -99,12 +99,18 @@ def packing_of_model(
         tokens=tokens,
         most_units=most if held else tokens // 2,
         held_numbers=numbers if held else 0,
-        targets=pack_of(vocab_size, device),
+        targets=pack_of(max(vocab_size, _logits_of(model)), device),
         max_length=max_length,
         rows_each=rows_each,
         multiple=multiple,
         alone=has_experts(model) is not None or not attends_by_interface(model),
     )
+
+
+def _logits_of(model: nn.Module) -> int:
+    """How many a position has: a head may be wider than its tokenizer's vocabulary."""
+    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    return len(head.weight) if isinstance(getattr(head, "weight", None), torch.Tensor) else 0
 
 
 def rehearse(engine: StepEngine, config: RunConfig, vocab_size: int, device: torch.device) -> None:

@@ -173,7 +173,8 @@ def attend(query_1HLd: Tensor, key_1HLd: Tensor, value_1HLd: Tensor, options: Op
     if options.softcap is None:
         return by_torch(attn_mask=kept_LL)
     scale = query_1HLd.shape[3] ** -0.5 if options.scaling is None else options.scaling
-    scores_1HLL = torch.tanh(query_1HLd @ key_1HLd.transpose(2, 3) * scale / options.softcap) * options.softcap
+    product_1HLL = query_1HLd.float() @ key_1HLd.float().transpose(2, 3)
+    scores_1HLL = torch.tanh(product_1HLL * scale / options.softcap) * options.softcap
     scores_1HLL = scores_1HLL.masked_fill(~kept_LL, torch.finfo(scores_1HLL.dtype).min)
     weights_1HLL = scores_1HLL.softmax(dim=-1, dtype=torch.float32).to(value_1HLd.dtype)
     return functional.dropout(weights_1HLL, options.dropout) @ value_1HLd

@@ -50,14 +50,14 @@ Autocast = Callable[[], contextlib.AbstractContextManager[Any]]
 def pack_of(vocabulary: int, device: torch.device) -> int:
     """Targets whose logits are computed on at once: public, and the same for every pass."""
     fits = CHUNK.get(device.type, CHUNK_ELSEWHERE) // vocabulary
-    return _full_blocks(min(MOST_TARGETS.get(device.type, MOST_TARGETS_ELSEWHERE), fits), vocabulary, device)
+    block = _block(vocabulary, device)
+    return block * max(1, min(MOST_TARGETS.get(device.type, MOST_TARGETS_ELSEWHERE), fits) // block)
 
 
-def _full_blocks(targets: int, vocabulary: int, device: torch.device) -> int:
-    """About so many, so that no thread ends within a block: what is left of one is computed by other instructions."""
+def _block(vocabulary: int, device: torch.device) -> int:
+    """Targets so that no thread ends within a block of numbers: what is left of one is computed by other instructions."""
     threads = torch.get_num_threads() if device.type == "cpu" else 1
-    least = threads * BLOCK // math.gcd(BLOCK, vocabulary)
-    return least * max(1, targets // least)
+    return threads * BLOCK // math.gcd(BLOCK, vocabulary)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -76,7 +76,8 @@ def row_sums(nll_M: Tensor, rows: Sequence[Segment]) -> Tensor:
     """nll_R: the sum over each row's own positions, in a shape that follows from the row alone; one zero where there is none."""
     if not rows:
         return nll_M[:1] * 0.0
-    return torch.stack([nll_M[row.start : row.stop].sum() for row in rows])
+    # Copied, so that each begins where memory is aligned: kernels take the rest of a block by itself, and first.
+    return torch.stack([nll_M[row.start : row.stop].clone().sum() for row in rows])
 
 
 def _check_shape(values: Tensor, targets: Targets) -> None:
@@ -117,7 +118,7 @@ class _FromLogits(torch.autograd.Function):
         nll_M = logits_MV.new_zeros(len(logits_MV), dtype=wide(logits_MV.dtype))
         top_N1 = nll_M.new_empty(len(targets.position_N), 1)
         total_N1 = torch.empty_like(top_N1)
-        for position_n, target_n, part in _packs(targets, _at_once(logits_MV)):
+        for position_n, target_n, part in _packs(targets, _at_once(targets, logits_MV)):
             logits_nV = logits_MV[position_n].to(nll_M.dtype)
             nll_n1, top_N1[part], total_N1[part] = log_likelihood_(logits_nV, target_n)
             nll_M[position_n] = nll_n1.squeeze(1)
@@ -131,7 +132,7 @@ class _FromLogits(torch.autograd.Function):
     def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, ...]:
         logits_MV, top_N1, total_N1 = ctx.saved_tensors
         gradient_MV = torch.zeros_like(logits_MV)
-        for position_n, target_n, part in _packs(ctx.targets, _at_once(logits_MV)):
+        for position_n, target_n, part in _packs(ctx.targets, _at_once(ctx.targets, logits_MV)):
             part_nV = logits_MV[position_n].to(top_N1.dtype).sub_(top_N1[part]).exp_().div_(total_N1[part])
             minus_one_(part_nV, target_n)
             gradient_MV[position_n] = part_nV.mul_(incoming[0][position_n].unsqueeze(1)).to(gradient_MV.dtype)
@@ -139,10 +140,12 @@ class _FromLogits(torch.autograd.Function):
         return gradient_MV, None
 
 
-def _at_once(logits_MV: Tensor) -> int:
-    """Rows of logits that fit a cache."""
-    vocabulary, device = logits_MV.shape[1], logits_MV.device
-    return _full_blocks(pack_of(vocabulary, device) // WITHOUT_PRODUCTS, vocabulary, device)
+def _at_once(targets: Targets, logits_MV: Tensor) -> int:
+    """Rows of logits that fit a cache: parts of a pack, all of the same size."""
+    blocks, rest = divmod(targets.pack, _block(logits_MV.shape[1], logits_MV.device))
+    if rest:
+        return targets.pack
+    return targets.pack // max(parts for parts in range(1, WITHOUT_PRODUCTS + 1) if blocks % parts == 0)
 
 
 class Tokens(NamedTuple):
@@ -239,7 +242,7 @@ def _all_targets(ids_RT: Tensor) -> Targets:
     """Every token but the first of each row."""
     rows, tokens = ids_RT.shape
     position_N = torch.arange(rows * tokens, device=ids_RT.device).view(rows, tokens)[:, :-1].flatten()
-    return Targets((rows, tokens), len(position_N), position_N, ids_RT.flatten()[position_N + 1])
+    return Targets((rows, tokens), len(position_N), position_N, ids_RT.flatten()[position_N + 1], len(position_N))
 
 
 class _FromHidden(torch.autograd.Function):
@@ -258,7 +261,7 @@ class _FromHidden(torch.autograd.Function):
         dtype, vocabulary = weight_Vd.dtype, len(weight_Vd)
         scale = FLOAT16_SCALE if dtype == torch.float16 else 1.0
         nll_M = hidden_Md.new_zeros(len(hidden_Md), dtype=wide(dtype))
-        count, size = len(targets.position_N), pack_of(vocabulary, hidden_Md.device)
+        count, size = len(targets.position_N), targets.pack
         gradient_Nd = weight_Vd.new_empty((count if needed else 0, weight_Vd.shape[1]))
         # One buffer for all chunks: allocating each anew would cost page faults on a CPU.
         product_nV = weight_Vd.new_empty((min(size, count), vocabulary))
@@ -343,7 +346,7 @@ def _agree(head: nn.Linear, hidden_RTd: Tensor, targets: Targets) -> bool:
 def _hits(logits_RTV: Tensor, targets: Targets) -> Tensor:
     logits_MV = logits_RTV.flatten(0, 1)
     hit_M = torch.zeros(len(logits_MV), dtype=torch.bool, device=logits_MV.device)
-    for position_n, target_n, _ in _packs(targets, _at_once(logits_MV)):
+    for position_n, target_n, _ in _packs(targets, _at_once(targets, logits_MV)):
         hit_M[position_n] = logits_MV[position_n].argmax(dim=1) == target_n
     hit_M[-1] = False
     return hit_M

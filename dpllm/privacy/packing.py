@@ -41,6 +41,7 @@ class Targets:
     count: int  # targets; what comes behind them in the next two fills a pack
     position_N: Tensor  # where each is predicted, counted over all rows: one before the target
     target_N: Tensor  # the token to predict
+    pack: int  # what one product takes: N is a multiple of it
 
     @classmethod
     def of(cls, ids: Sequence[int], positions: Sequence[int], shape: tuple[int, int], pack: int) -> Targets:
@@ -48,7 +49,11 @@ class Targets:
         filled = [*positions, *[shape[0] * shape[1] - 1] * (-len(positions) % pack)]
         following = [ids[position + 1] for position in positions] + [0] * (len(filled) - len(positions))
         return cls(
-            shape, len(positions), torch.tensor(filled, dtype=torch.long), torch.tensor(following, dtype=torch.long)
+            shape,
+            len(positions),
+            torch.tensor(filled, dtype=torch.long),
+            torch.tensor(following, dtype=torch.long),
+            pack,
         )
 
 

@@ -78,7 +78,7 @@ def test_no_batch_needs_more_than_was_rehearsed(engine: StepEngine, tokens: int)
     """Whatever is drawn: the longest rows, the shortest, one unit of many passes, anything between, and nobody."""
     repack(engine, tokens)
     held = torch.cuda.memory_allocated(CUDA)
-    rehearsed = peak(lambda: rehearse(engine))
+    rehearsed = peak(lambda: engine.rehearse(memory._rehearsal(engine.packing, VOCABULARY)))
     assert torch.cuda.memory_allocated(CUDA) < held + 64 * 2**20 + engine.packing.most_units * 4 * engine.size
     drawn = [
         passes(engine, [(LONGEST,)] * (3 * tokens // LONGEST)),

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import tiny_models as tm
 import torch
-from cases import BF16, FAMILIES, HEAD, MODES, TIED
+from cases import BF16, FAMILIES, HEAD, MODES, TIED, Shapes
 from scipy import stats
 from tiny_models import FROZEN, LORA, Toy
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from dpllm.errors import NotBatchInvariant, Refused
 from dpllm.privacy import gradients, noise
 from dpllm.privacy.gradients import PassGradients
 from dpllm.privacy.noise import GaussianNoise
+from dpllm.privacy.packing import Targets
 from dpllm.privacy.plan import noise_scale, spacing_of
 
 MIXED = ((9, 4), (17,), (5,), (12,), (3, 7, 2), (31,), (6,), (6,), (40, 2), (23,))
@@ -87,6 +88,26 @@ def test_every_family_passes_its_self_check_and_adds_the_same_bits(family: str) 
     engine = tm.make_engine(tm.build(family, LORA), tm.plan(0.05), longest=40)
     engine.self_check(tm.VOCABULARY)
     same_bits(engine)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_products_have_the_same_shapes_whoever_is_drawn(name: str) -> None:
+    """A product over as many targets as were drawn had another kernel on a GPU, and other bits."""
+    engine, products = tm.make_engine(built(name), tm.plan(0.05)), []
+    for lengths in (MIXED, ((17,),), ((3,), (5, 2), (40,)), tuple((2,) for _ in range(9))):
+        with Shapes() as seen:
+            added(engine, tm.units(lengths))
+        products.append(seen.products)
+    assert products[1:] == products[:-1]
+
+
+def test_a_product_of_the_targets_that_were_drawn_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = Targets.of
+    monkeypatch.setattr(
+        Targets, "of", lambda ids, positions, shape, pack: of(ids, positions, shape, max(1, len(positions)))
+    )
+    with pytest.raises(AssertionError):
+        test_products_have_the_same_shapes_whoever_is_drawn("llama")
 
 
 @pytest.mark.parametrize("tokens", [64, 96, 256, 1024])

@@ -301,16 +301,16 @@ def test_float16_keeps_the_tail_of_a_softmax_over_a_large_vocabulary() -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
-def test_logits_of_low_precision_are_never_copied_whole(kind: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(losses_module, "CHUNK_ELSEWHERE", losses_module.WITHOUT_PRODUCTS * 16 * 50)
+def test_logits_of_low_precision_are_never_copied_whole(kind: torch.dtype) -> None:
     logits_RTV = torch.randn(4, 25, 50, generator=torch.Generator().manual_seed(0)).to(kind).requires_grad_()
     ids_RT = torch.randint(0, 50, (4, 25), generator=torch.Generator().manual_seed(1))
     mask_RT = torch.ones(4, 25, dtype=torch.bool)
     mask_RT[:, 0] = False
+    targets = targets_of(ids_RT, mask_RT, 96)
     with Wide() as seen:
-        nll_M = token_losses(logits_RTV, targets_of(ids_RT, mask_RT))
+        nll_M = token_losses(logits_RTV, targets)
         nll_M.sum().backward()
-    at_once = losses_module._at_once(logits_RTV.flatten(0, 1))
+    at_once = losses_module._at_once(targets, logits_RTV.flatten(0, 1))
     assert at_once < 4 * 25 / 2
     assert seen.largest == at_once * 50
     expected_N = functional.cross_entropy(
@@ -363,15 +363,15 @@ class Products(Shapes):
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 def test_without_a_gradient_none_is_computed(context: Any) -> None:
     net, some = tm.build("llama", LORA), ragged()
-    scorer, count = TokenLosses(net, tm.CPU), len(some.targets.position_N)
+    scorer, pack = TokenLosses(net, tm.CPU), some.targets.pack
     with RowAttention(net).of(some):
         expected_M = scorer(some).nll_M.detach()
         with context(), Shapes() as seen:
             nll_M = scorer(some).nll_M
     assert torch.equal(nll_M, expected_M)
     assert not nll_M.requires_grad
-    assert (count, VOCABULARY) in seen.products
-    assert (count, 16) not in seen.products
+    assert (pack, VOCABULARY) in seen.products
+    assert (pack, 16) not in seen.products
 
 
 @pytest.mark.parametrize("tokens", [tm.ALONE, tm.TOKENS], ids=["padded", "packed"])
