@@ -179,7 +179,7 @@ def work(name: str, rank: int, port: int, folder: Path) -> None:
         "data.eval": "null",
         "data.eval_public": "false",
         "train.batch_size": "24",
-        "train.physical_batch_size": "4",
+        "train.tokens_per_pass": "512",
         "privacy.noise_multiplier": "1.0",  # nothing to calibrate
         "privacy.epsilon": "50",
         **scenario.words,

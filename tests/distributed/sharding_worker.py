@@ -27,8 +27,8 @@ from torch.nn import functional
 
 from dpllm.errors import ConfigError, Refused
 from dpllm.model import adapters, evaluate, loading, sharding
-from dpllm.privacy.engine import recover
-from dpllm.privacy.sampling import PhysicalBatch, collate
+from dpllm.privacy.engine import StepEngine, recover
+from dpllm.privacy.packing import Pass, lay_out
 from dpllm.run import checkpoint
 from dpllm.run.directory import RunDir
 from dpllm.run.samples import Samples
@@ -44,6 +44,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "copied": {"base": "gpt2", "modules_to_save": ["lm_head"]},
 }
 LENGTHS = ((9, 4), (17,), (5,), (12,), (3, 7, 2), (6,), (8,))
+PACKING = tm.packing()
 LAUNCHED = {
     "ACCELERATE_USE_FSDP": "true",
     "FSDP_VERSION": "2",
@@ -53,12 +54,15 @@ LAUNCHED = {
 }
 
 
-def shares(world: int, rank: int) -> list[list[PhysicalBatch]]:
+def shares(world: int, rank: int) -> list[list[Pass]]:
     """Two logical batches: one that all share, one of which only rank 0 gets anything."""
     units = tm.units(LENGTHS)
-    dummy = collate([], pad_id=0, rows=1)
-    first = [[collate(units[:3], 0), collate(units[3:4], 0)], [collate(units[4:], 0), dummy]]
-    second = [[collate(units[:2], 0)], [dummy]]
+    nobody = lay_out([], PACKING, 0)
+    first = [
+        [lay_out(units[:3], PACKING, 0), lay_out(units[3:4], PACKING, 0)],
+        [lay_out(units[4:], PACKING, 0), nobody],
+    ]
+    second = [[lay_out(units[:2], PACKING, 0)], [nobody]]
     if world == 1:
         return [[*first[0], *first[1]], second[0]]
     return [first[rank], second[rank]]
@@ -80,11 +84,11 @@ def run(name: str, folder: Path, rank: int, world: int) -> dict[str, Any]:
     autocast = partial(torch.autocast, "cpu", dtype=torch.bfloat16) if low else contextlib.nullcontext
     promise = tm.plan(C, SIGMA, tm.schedule(24, 12, STEPS))
     engine = tm.make_engine(net, promise, noise_entropy=1234, autocast=autocast)
-    results["error"] = engine.self_check(tm.VOCABULARY, tm.shapes(32)[::3], low_precision=low).error
+    results["error"] = engine.self_check(tm.VOCABULARY, low_precision=low).error
     results["before"] = held_out(net, rank, world)
     results["samples"] = Samples(("", ""), ((5, 9, 20), (7,)), None, 12).write(net, tiny.tokenizer(), autocast)
     for step, batches in enumerate(shares(world, rank)):
-        results[f"losses{step}"] = torch.cat([engine.losses(batch).detach() for batch in batches])
+        results[f"losses{step}"] = torch.cat([losses(engine, batch) for batch in batches])
         sum_P, diagnostics = engine.clipped_sum(batches)
         results[f"sum{step}"], results[f"units{step}"] = sum_P, diagnostics.units
         released_P = engine._release(sum_P.clone())
@@ -97,7 +101,7 @@ def run(name: str, folder: Path, rank: int, world: int) -> dict[str, Any]:
     results["again"] = after_a_failure(net, shares(world, rank)[0])
     if low:  # what the self-check of a run in low precision builds beside it
         small = loading.shrunken(config, net, tm.CPU)
-        results["small"] = tm.make_engine(small, promise).self_check(64, tm.shapes(32)[::3]).error
+        results["small"] = tm.make_engine(small, promise).self_check(64).error
     if rank == 0:  # alone, as a run does: a collective in here would wait for ever
         checkpoint.export(net, Unsaved(), RunDir(folder / f"{name}{world}"))
         state = checkpoint.State(STEPS)
@@ -114,7 +118,13 @@ def run(name: str, folder: Path, rank: int, world: int) -> dict[str, Any]:
     return results
 
 
-def unclipped(net: Any, batches: list[PhysicalBatch]) -> torch.Tensor:
+def losses(engine: StepEngine, some: Pass) -> torch.Tensor:
+    """loss_R as a step computes it."""
+    with torch.no_grad(), engine._attention.of(some):
+        return engine.losses(some)[: len(some.rows)]
+
+
+def unclipped(net: Any, batches: list[Pass]) -> torch.Tensor:
     """The sum of gradients of a run without differential privacy."""
     optimizer = torch.optim.SGD(list(tm.trainable(net).values()), lr=1.0)
     schedule = tm.schedule(24, 12, STEPS)
@@ -122,7 +132,7 @@ def unclipped(net: Any, batches: list[PhysicalBatch]) -> torch.Tensor:
     return engine.clipped_sum(batches)[0]
 
 
-def after_a_failure(net: Any, batches: list[PhysicalBatch]) -> torch.Tensor:
+def after_a_failure(net: Any, batches: list[Pass]) -> torch.Tensor:
     """The clipped sum, after a forward and a backward pass that an exception ended."""
     engine = tm.make_engine(net, tm.plan(C, SIGMA, tm.schedule(24, 12, STEPS)))
 
@@ -201,15 +211,14 @@ class Unsaved(types.SimpleNamespace):
 
 def compare(family: str, adapter: dict[str, Any], checkpointing: str | None, rank: int) -> tuple[float, float]:
     """Relative difference of a clipped sum through a sharded and a whole model, and the self-check's error."""
-    batches = tm.batches(tm.units(tm.RAGGED, seed=rank + 1), 4)
-    batches += [collate([], pad_id=0, rows=1)] * (6 - len(batches))
     whole = tm.build(family, adapter, checkpointing=checkpointing)
-    expected_P = tm.make_engine(whole, tm.plan(C)).clipped_sum(batches)[0]
+    engine = tm.make_engine(whole, tm.plan(C))
+    batches = tm.batches(tm.units(tm.RAGGED, seed=rank + 1), engine)
+    expected_P = engine.clipped_sum(batches)[0]
     net = tm.build(family, adapter, checkpointing=checkpointing)
     sharding.shard(net, adapters.blocks(net)[0], tm.CPU)
     engine = tm.make_engine(net, tm.plan(C))
-    experts = "num_local_experts" in tiny.FAMILIES[family]  # computed row by row
-    error = engine.self_check(tm.VOCABULARY, tm.shapes(32, 1 if experts else 8)).error
+    error = engine.self_check(tm.VOCABULARY).error
     found_P = engine.clipped_sum(batches)[0]
     return float((found_P - expected_P).norm() / expected_P.norm()), error
 

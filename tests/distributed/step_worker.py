@@ -12,18 +12,20 @@ from torch import distributed
 
 from dpllm.privacy.banded import LearningRate, strategy
 from dpllm.privacy.gradient_canaries import GradientCanaries
-from dpllm.privacy.sampling import PoissonSampler, physical_batches
+from dpllm.privacy.packing import passes_of
+from dpllm.privacy.sampling import PoissonSampler
 from dpllm.privacy.stream import Turns
 from dpllm.text.data import Unit
 
 STEPS, C, SIGMA = 3, 0.05, 0.7
 SLOTS, DRAWS, MEMBERS = 40, 1500, 10  # of the sampling masks
 RELEASES = 400  # of empty batches
+PACKING = tm.packing(32, longest=16)
 Results = dict[str, torch.Tensor]
 
 
 def ragged() -> list[Unit | None]:
-    """Units of one to six rows, so that one goes on over two physical batches, and slots without data."""
+    """Units of one to six rows, so that one goes on over two passes, and slots without data."""
     lengths = [[4 + number % 9, *([5] * (number % 2)), *([6] * (4 * (number % 11 == 6)))] for number in range(24)]
     return [None if number % 7 == 3 else tm.unit(of_one, number) for number, of_one in enumerate(lengths)]
 
@@ -32,14 +34,14 @@ def steps(rank: int, world: int) -> Results:
     """Whole steps: this rank's sum, what is released, the weights at the end."""
     promise, slots = tm.plan(C, SIGMA, tm.schedule(24, 12, STEPS)), ragged()
     # The other ranks are given another noise key: only rank 0's may reach the update.
-    engine = tm.make_engine(tm.build("llama"), promise, noise_entropy=1234 if rank == 0 else 999)
-    engine.self_check(tm.VOCABULARY, tm.shapes(32)[-1:])
+    engine = tm.make_engine(tm.build("llama"), promise, tokens=32, longest=16, noise_entropy=1234 if rank == 0 else 999)
+    engine.self_check(tm.VOCABULARY)
     if rank == 0:  # as in a run, where rank 0 holds the gradient canaries
         engine.canaries = GradientCanaries(5, (True, False, True), engine.size, "flat", torch.device("cpu"))
     sampler = PoissonSampler(promise.schedule, len(slots), entropy=77)
     found: Results = {}
     for step in range(STEPS):
-        mine = physical_batches(sampler.draw(), slots, tm.shapes(32, 4), 0, rank, world)
+        mine = passes_of(sampler.draw(), slots, PACKING, 0, rank, world)
         sum_P, diagnostics = engine.clipped_sum(mine, [0, 1, 2] if rank == 0 else [])
         found[f"sum{step}"], found[f"units{step}"] = sum_P, torch.tensor(diagnostics.units)
         found[f"batches{step}"] = torch.tensor(len(mine))
@@ -55,10 +57,10 @@ def steps(rank: int, world: int) -> Results:
 def few(rank: int, world: int) -> Results:
     """Batches with fewer units than ranks: the share of some, or of all, is empty."""
     promise, slots = tm.plan(C, SIGMA, tm.schedule(24, 12, STEPS)), ragged()
-    engine = tm.make_engine(tm.build("llama"), promise, noise_entropy=55)
+    engine = tm.make_engine(tm.build("llama"), promise, tokens=32, longest=16, noise_entropy=55)
     found: Results = {}
     for name, drawn in {"one": [6], "none": [], "empty_slot": [3]}.items():
-        mine = physical_batches(drawn, slots, tm.shapes(32, 4), 0, rank, world)
+        mine = passes_of(drawn, slots, PACKING, 0, rank, world)
         found[f"{name}_sum"] = engine.clipped_sum(mine)[0]
         found[f"{name}_batches"] = torch.tensor(len(mine))
         found[f"{name}_released"] = engine._release(found[f"{name}_sum"].clone())
@@ -97,10 +99,9 @@ def masks(rank: int, world: int) -> Results:
     sampler = PoissonSampler(schedule, SLOTS, entropy=2024)
     seen = torch.zeros((DRAWS, SLOTS), dtype=torch.int8)
     for draw in range(DRAWS):
-        for batch in physical_batches(sampler.draw(), slots, tm.shapes(32, 4), 0, rank, world):
-            seen[draw].index_add_(
-                0, batch.input_ids_RT[batch.unit_R >= 0, 0] - 3, torch.ones(batch.num_units, dtype=torch.int8)
-            )
+        for each in passes_of(sampler.draw(), slots, replace(PACKING, most_units=4), 0, rank, world):
+            for unit in each.units:
+                seen[draw, each.input_ids_1M[0, unit.start] - 3] += 1
     return {"seen": seen}
 
 

@@ -46,7 +46,7 @@ def test_the_ranks_sums_add_up_to_that_of_one_process_and_all_hold_its_parameter
     for step in range(STEPS):
         assert int(total(runs[world], "steps", f"units{step}")) == int(alone[f"units{step}"])
         assert all(int(rank[f"units{step}"]) > 0 for rank in ranks)
-        assert len({int(rank[f"batches{step}"]) for rank in ranks}) == 1  # as many physical batches
+        assert len({int(rank[f"batches{step}"]) for rank in ranks}) == 1  # as many passes
         assert torch.equal(
             total(runs[world], "steps", f"sum{step}"), alone[f"sum{step}"]
         )  # bit for bit: sums are exact
@@ -109,7 +109,7 @@ def test_sampling_masks_agree_with_one_global_poisson_draw(runs: dict[int, list[
     pairs = np.corrcoef(joined.T)[np.triu_indices(SLOTS, 1)]
     assert np.abs(pairs).max() < 5 / DRAWS**0.5  # of 780 pairs
     load = seen.sum(axis=(1, 2))
-    # Dealt out by physical batches of four: the first rank has one more at most.
+    # Dealt out by passes of four at most: the first rank has one more at most.
     assert load.max() - load.min() <= 4 * DRAWS
 
 

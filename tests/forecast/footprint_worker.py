@@ -1,6 +1,6 @@
 """The peak memory of one real logical step of a model with random weights: run in a process of its own.
 
-Arguments: a directory with config.json, rows, tokens, physical batches, lora or frozen. Prints bytes.
+Arguments: a directory with config.json, rows of a pass, tokens of a row, passes, lora or frozen. Prints bytes.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ def main(folder: str, rows: int, tokens: int, count: int, method: str) -> int:
     import torch
     import transformers
 
-    from dpllm.model import adapters
+    from dpllm.model import adapters, memory
     from dpllm.privacy.engine import StepEngine
     from dpllm.privacy.noise import GaussianNoise
-    from dpllm.privacy.rules import Form
-    from dpllm.privacy.sampling import collate
+    from dpllm.privacy.packing import passes_of
     from dpllm.recipe.config import RunConfig
     from dpllm.recipe.derived import plan_of
     from dpllm.text.data import TokenSequence, Unit
@@ -40,7 +39,7 @@ def main(folder: str, rows: int, tokens: int, count: int, method: str) -> int:
             "adapter": adapter,
             "data": {"train": "builtin:clinic", "max_length": tokens},
             "privacy": {"noise_multiplier": 1.0, "epsilon": 1e6},
-            "train": {"batch_size": rows * count, "physical_batch_size": rows, "steps": 1},
+            "train": {"batch_size": rows * count, "tokens_per_pass": rows * tokens + 1, "steps": 1},
             "output_dir": "unused",
         }
     )
@@ -53,17 +52,20 @@ def main(folder: str, rows: int, tokens: int, count: int, method: str) -> int:
     trains = [p for p in net.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trains, lr=1e-6)
     noise = GaussianNoise(7, torch.device("cpu"))
-    engine = StepEngine(net, optimizer, plan.schedule, plan, form=Form(tokens), noise=noise)
+    packing = memory.packing_for(config, net, base.vocab_size, torch.device("cpu"))
+    engine = StepEngine(net, optimizer, plan.schedule, plan, packing, noise=noise)
     generator = torch.Generator().manual_seed(1)
 
     def unit() -> Unit:
         ids = torch.randint(0, base.vocab_size, (tokens,), generator=generator).tolist()
         return Unit((TokenSequence(tuple(ids), (False,) + (True,) * (tokens - 1), tokens - 1),))
 
-    batches = [collate([unit() for _ in range(rows)], 0) for _ in range(count)]
-    engine.step(batches)
+    units = [unit() for _ in range(rows * count)]
+    passes = passes_of(range(len(units)), units, packing, 0)
+    assert len(passes) == count
+    engine.step(passes)
     reset_peak()
-    engine.step(batches)
+    engine.step(passes)
     return peak_bytes() - before
 
 

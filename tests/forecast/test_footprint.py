@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import nn
 
 from dpllm.errors import ConfigError, Refused
 from dpllm.forecast.footprint import footprint, skeleton, tally
-from dpllm.model import adapters, loading
+from dpllm.model import adapters, loading, memory
 from dpllm.recipe.config import RunConfig
 
 WORKER = Path(__file__).with_name("footprint_worker.py")
@@ -29,7 +28,7 @@ def recipe(folder: Path | str, adapter: dict[str, Any] = LORA, **changes: Any) -
         "adapter": adapter,
         "data": {"max_length": 32},
         "privacy": {"noise_multiplier": 2.0, "epsilon": 1e6, "max_grad_norm": 0.5},
-        "train": {"steps": 10, "batch_size": 20, "physical_batch_size": 4},
+        "train": {"steps": 10, "batch_size": 20, "tokens_per_pass": 128},
     }
     for key, new in changes.items():
         section, _, name = key.partition("__")
@@ -88,40 +87,37 @@ def test_memory_grows_with_what_it_is_made_of(tmp_path: Path) -> None:
         footprint(recipe(tmp_path, **changes))
         for changes in (
             {},
-            {"train__physical_batch_size": 8},
-            {"data__max_length": 64},
+            {"train__tokens_per_pass": 256},
+            {"data__max_length": 64, "train__tokens_per_pass": 256},
             {"train__batch_size": 40},
             {"train__optimizer": "sgd"},
         )
     )
     assert wide.memory.activations == pytest.approx(2 * one.memory.activations, rel=0.01)
     assert long.memory.activations > 1.9 * one.memory.activations
+    assert one.memory.unit_gradients == 4 * one.packing.most_units * one.trainable
     assert twice.memory == one.memory
     assert (one.memory.optimizer, sgd.memory.optimizer) == (8 * one.trainable, 0)
     assert one.memory.total == sum(vars(one.memory).values())
 
 
-def test_auto_is_planned_with_what_this_machine_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passes_are_planned_as_the_recipe_says_or_as_a_run_would_choose(tmp_path: Path) -> None:
     only_config(tmp_path)
-    one, four = (footprint(recipe(tmp_path, train__physical_batch_size=rows)) for rows in (1, 4))
-    assert four.physical_batch_size == 4
-    monkeypatch.setattr("dpllm.model.memory.free_memory", lambda device: math.ceil(1.1 * four.memory.total / 0.9))
-    found = footprint(recipe(tmp_path, train__physical_batch_size="auto"))
-    assert (found.physical_batch_size, found.memory) == (4, four.memory)
-    assert "measured when training starts, and would be about 4 on this machine" in found.basis
-    assert "auto" not in four.basis
-    monkeypatch.setattr("dpllm.model.memory.free_memory", lambda device: 1000)  # planned elsewhere than it will run
-    small = footprint(recipe(tmp_path, train__physical_batch_size="auto"))
-    assert (small.physical_batch_size, small.memory) == (1, one.memory)
+    assert footprint(recipe(tmp_path)).packing.tokens == 128
+    config = recipe(tmp_path, train__tokens_per_pass="auto")
+    found = footprint(config)
+    net = loading.build(recipe(tiny.save_model(tmp_path / "whole")), tm.CPU)
+    assert found.packing == memory.packing_for(config, net, tiny.SMALL["vocab_size"], tm.CPU)
+    stated = footprint(recipe(tmp_path, train__tokens_per_pass=found.packing.tokens))
+    assert (stated.packing, stated.memory) == (found.packing, found.memory)
 
 
 def test_a_gpu_is_planned_for_from_elsewhere(tmp_path: Path) -> None:
-    """By its memory alone: every machine says the same."""
-    config = recipe(only_config(tmp_path), train__physical_batch_size="auto", data__max_length=128)
+    """Every machine says the same, with any number of threads."""
+    config = recipe(only_config(tmp_path), train__tokens_per_pass="auto", data__max_length=128)
     a100, h100 = (footprint(config, gpu=gpu) for gpu in ("a100", "h100"))
     assert h100 == a100
-    assert h100.physical_batch_size == 34  # as many as a batch of 20 draws, within 80 GB
-    assert "34 on such a GPU" in h100.basis
+    assert h100.packing.tokens % memory.BLOCK_ELSEWHERE == 0
     kept = [
         footprint(recipe(tmp_path, train__precision=name), gpu="h100").memory.activations
         for name in ("auto", "bf16", "fp32")
@@ -131,17 +127,11 @@ def test_a_gpu_is_planned_for_from_elsewhere(tmp_path: Path) -> None:
         footprint(config, gpu="tpu")
 
 
-def test_auto_without_a_count_of_memory(tmp_path: Path) -> None:
-    attention = {"method": "lora", "target_modules": ["q_proj", "v_proj"]}
-    found = footprint(recipe(only_config(tmp_path, "mixtral"), attention, train__physical_batch_size="auto"))
-    assert (found.physical_batch_size, found.memory) == (None, None)
-
-
 def test_logits_of_a_frozen_head_are_a_chunk(tmp_path: Path) -> None:
     """As the engine computes them; where the head trains, they are whole."""
     only_config(tmp_path, vocab_size=200_000)
     few, many, whole = (
-        footprint(recipe(tmp_path, adapter, data__max_length=tokens)).memory.logits
+        footprint(recipe(tmp_path, adapter, data__max_length=tokens, train__tokens_per_pass=513)).memory.logits
         for adapter, tokens in ((LORA, 256), (LORA, 512), ({**FROZEN, "lm_head": True}, 128))
     )
     assert few == pytest.approx(many, rel=0.05)
@@ -253,9 +243,9 @@ def test_the_estimate_of_memory_is_near_that_of_a_real_step(name: str, method: s
         GPT2Config(architectures=["GPT2LMHeadModel"]).save_pretrained(tmp_path)
     folder = loading.source(source) if source.startswith("builtin") else str(tmp_path)
     adapter = {"method": "lora", "r": 16} if method == "lora" else {"method": "frozen", "last_blocks": 2}
-    changes = {"data__max_length": tokens, "train__physical_batch_size": rows, "train__batch_size": 2 * rows}
+    changes = {"data__max_length": tokens, "train__tokens_per_pass": rows * tokens + 1, "train__batch_size": 2 * rows}
     found = footprint(recipe(folder, adapter, **changes))
     measured = int(run_program(WORKER, folder, rows, tokens, 2, method, timeout=600, **MALLOC))
-    memory = found.memory.total / measured
-    print(f"\n{name}, {method}: estimate over measured {memory:.2f}")
-    assert 0.7 < memory < 1.5
+    ratio = found.memory.total / measured
+    print(f"\n{name}, {method}: estimate over measured {ratio:.2f}")
+    assert 0.7 < ratio < 1.5

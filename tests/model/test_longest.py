@@ -6,7 +6,7 @@ For each place where rows are read together: private inference, embeddings, eval
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -22,9 +22,6 @@ from dpllm.model.evaluate import held_out_loss
 from dpllm.model.longest import rows_at_once, without_memory
 from dpllm.model.reading import Embedder, Reader
 from dpllm.model.rewards import Rewards
-from dpllm.privacy.loss import TokenLosses
-from dpllm.privacy.sampling import collate
-from dpllm.privacy.schedule import Shape
 from dpllm.text.data import TokenSequence, Unit
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -132,12 +129,11 @@ def test_an_audit_scores_and_completes_a_row_as_alone(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ROPES)
-def test_pairs_are_read_by_their_own_shape_alone(kind: str) -> None:
+def test_pairs_are_read_by_their_own_rows_alone(kind: str) -> None:
     """Dynamic types keep what a longer pair asked for, and a pair of the next round would be read by it."""
     model = switching.model(kind, 8, vocab_size=tm.VOCABULARY)
-    shapes = [Shape(16, 2), Shape(32, 2)]
     short, long = (Unit(tuple(rows(length, length))) for length in (12, 30))
-    rewards = Rewards(model, shapes, 0, tm.CPU, contextlib.nullcontext)
+    rewards = Rewards(model, replace(tm.packing(), rows_each=2), 0, tm.CPU, contextlib.nullcontext)
     first = rewards.surprises([short])
     rewards.surprises([long])
     assert rewards.surprises([short]).tobytes() == first.tobytes() == rewards.surprises([short, long])[:2].tobytes()
@@ -145,27 +141,32 @@ def test_pairs_are_read_by_their_own_shape_alone(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ROPES)
 def test_training_refuses_a_switch_inside_the_lengths_that_train(kind: str) -> None:
+    """Of examples by themselves; passes all have the same last position."""
     for after, refused in ((20, True), (47, True), (48, False)):
         net = tm.adapters.attach(switching.model(kind, after, vocab_size=tm.VOCABULARY), tm.recipe(adapter=tm.LORA))
         without_memory(net)  # as loaded
         net.train()
         with pytest.raises(Refused, match="inv_freq") if refused else contextlib.nullcontext():
-            tm.make_engine(net).self_check(tm.VOCABULARY, tm.shapes(48))
+            tm.make_engine(net, tokens=tm.ALONE, longest=48).self_check(tm.VOCABULARY)
 
 
 @pytest.mark.parametrize("kind", ROPES)
 def test_in_training_the_public_length_decides_and_no_other_row(kind: str) -> None:
-    """Rows are padded to it, and positions are counted over the padding."""
-    model = switching.model(kind, 20, vocab_size=tm.VOCABULARY)
-    without_memory(model)
-    losses, one, seen = TokenLosses(model, tm.CPU), tm.unit((14,), 1), set[Any]()
-    for other, length in ((4, 32), (30, 32), (4, 16), (30, 64), (16, 32)):
-        nll_RT = losses(collate([one, tm.unit((other,), 2)], 0, 4, length)).nll_RT
-        seen |= {nll_RT[0].detach().numpy().tobytes()} if length == 32 else set()
+    """The last position of every pass is that of the longest row allowed, whoever else lies there."""
+    net = tm.adapters.attach(switching.model(kind, 20, vocab_size=tm.VOCABULARY), tm.recipe(adapter=tm.LORA))
+    without_memory(net)
+    net.train()
+
+    def losses(longest: int, other: int) -> torch.Tensor:
+        """Of a unit's tokens in a pass with another, which stands before it where it is longer."""
+        engine = tm.make_engine(net, longest=longest)
+        (both,) = tm.batches([tm.unit((14,), 1), tm.unit((other,), 2)], engine)
+        row = both.rows[int(other > 14)]
+        return engine._token_losses(both).nll_M[row.start : row.stop].detach()
+
+    seen = {losses(longest, other).numpy().tobytes() for longest, other in ((32, 4), (32, 30), (32, 16))}
     assert len(seen) == 1
-    short = losses(collate([one], 0, 4, 16)).nll_RT[0]
-    long = losses(collate([one], 0, 4, 32)).nll_RT[0, :16]
-    assert not torch.allclose(short, long, atol=1e-3)  # or the test shows nothing
+    assert not torch.allclose(losses(16, 4), losses(32, 4), atol=1e-3)  # or the test shows nothing
 
 
 def test_what_one_kind_of_layer_took_is_still_seen_when_another_asks() -> None:

@@ -1,4 +1,4 @@
-"""A physical batch size is found from memory alone: it changes nothing, sees no data, and what does not fit is said."""
+"""Passes have the shape that public numbers say: what does not fit is said or halved, nothing is changed, no data is seen."""
 
 from __future__ import annotations
 
@@ -13,35 +13,38 @@ import numpy as np
 import pytest
 import tiny_models as tm
 import torch
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from dpllm.errors import ConfigError, Refused
 from dpllm.model import memory, processes
-from dpllm.privacy.sampling import PhysicalBatch
+from dpllm.privacy.packing import Pass
+from dpllm.privacy.schedule import Packing
 from dpllm.recipe import names
 from dpllm.recipe.config import RunConfig
 from dpllm.recipe.derived import plan_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+ATTENTION = {"target_modules": ["q_proj", "v_proj"]}
 GB = 10**9
 
 
-def recipe(size: int | str = "auto", **sections: Any) -> RunConfig:
-    train = {"batch_size": 1000, "physical_batch_size": size, **sections.pop("train", {})}
+def recipe(tokens: int | str = "auto", **sections: Any) -> RunConfig:
+    train = {"batch_size": 1000, "tokens_per_pass": tokens, **sections.pop("train", {})}
     data = {"max_length": 16, **sections.pop("data", {})}
     return tm.recipe(train=train, data=data, **sections)
 
 
 class Fake:
-    """An engine whose step needs so many bytes for each row; a meter that believes it, on a device without limits."""
+    """An engine whose step needs so many bytes for each token of a pass; a meter that believes it."""
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, *, free: int, row: int, base: int = 0, fails_at: int = 0
+        self, monkeypatch: pytest.MonkeyPatch, *, free: int, token: int, tokens: int = 1024, fails_at: int = 0
     ) -> None:
-        self.batches: list[list[PhysicalBatch]] = []
-        self._row, self._base, self._fails_at = row, base, fails_at
+        self.packing = Packing(tokens, 8, 100, targets=16, max_length=16)
+        self.rehearsed: list[list[Pass]] = []
+        self._token, self._fails_at = token, fails_at
         fake = self
 
         class Meter:
@@ -53,148 +56,152 @@ class Fake:
                     call()
                 except torch.OutOfMemoryError:
                     return memory.UNKNOWN
-                return fake._base + fake._row * fake.rows[-1]
+                return fake._token * fake.packing.tokens
 
         monkeypatch.setattr(memory, "_Meter", Meter)
 
     @property
-    def rows(self) -> list[int]:
-        return [max((len(batch.input_ids_RT) for batch in batches), default=0) for batches in self.batches]
+    def tokens(self) -> list[int]:
+        return [passes[0].input_ids_1M.numel() for passes in self.rehearsed]
 
-    def rehearse(self, batches: Sequence[PhysicalBatch]) -> None:
-        self.batches.append(list(batches))
-        if self._fails_at and self.rows[-1] >= self._fails_at:
+    def repack(self, packing: Packing) -> None:
+        self.packing = packing
+
+    def rehearse(self, passes: Sequence[Pass]) -> None:
+        self.rehearsed.append(list(passes))
+        if self._fails_at and self.tokens[-1] >= self._fails_at:
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    def resolve(self, config: RunConfig, device: torch.device = CUDA) -> int:
-        return memory.resolve(self, config, 64, device)
+    def fit(self, config: RunConfig, device: torch.device = CUDA) -> int:
+        memory.rehearse(self, config, 64, device)  # type: ignore[arg-type]
+        return self.packing.tokens
 
 
-# --- the search ------------------------------------------------------------------------------------------------------
+# --- the shape -------------------------------------------------------------------------------------------------------
 
 
-@settings(derandomize=True, deadline=None, max_examples=100)
-@example(base=0, row=1, limit=100, most=100)
-@example(base=19, row=10, limit=45, most=9)
-@given(base=st.integers(0, 1000), row=st.integers(1, 50), limit=st.integers(0, 3000), most=st.integers(1, 300))
-def test_the_largest_that_fits_is_found_to_a_quarter(base: int, row: int, limit: int, most: int) -> None:
-    tried: list[int] = []
-
-    def bytes_of(rows: int) -> int:
-        tried.append(rows)
-        return base + row * rows
-
-    found = memory.largest(bytes_of, limit, most)
-    best = min(most, (limit - base) // row) if limit >= base + row else 0
-    assert found <= best
-    assert found > best * 0.8 - 1
-    assert (found == 0) == (best == 0)
-    assert all(base + row * rows <= limit for rows in tried if rows > 1)  # nothing is tried that does not fit
-    assert len(tried) <= 2 + 9 + 3
-
-
-@settings(derandomize=True, deadline=None, max_examples=200)
-@given(bends=st.integers(1, 40), slope=st.integers(1, 20), limit=st.integers(30, 900), most=st.integers(1, 64))
-def test_a_need_that_is_no_line_is_measured(bends: int, slope: int, limit: int, most: int) -> None:
-    def bytes_of(rows: int) -> int:  # the optimizer's step is the peak of small batches
-        return max(30 + slope * bends, 30 + slope * rows)
-
-    found = memory.largest(bytes_of, limit, most)
-    assert not found or bytes_of(found) <= limit
-    assert found or bytes_of(1) > limit
-    assert found == most or bytes_of(found + max(1, found // 4)) > limit or bytes_of(2 * found) > limit
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(
+    batch=st.integers(1, 5000),
+    longest=st.integers(2, 3000),
+    pairs=st.booleans(),
+    tokens=st.sampled_from([None, 1, 700, 5000]),
+    kind=st.sampled_from([CPU, CUDA]),
+)
+def test_a_pass_holds_the_longest_example_and_a_token_of_padding(
+    batch: int, longest: int, pairs: bool, tokens: int | None, kind: torch.device
+) -> None:
+    each = 2 if pairs else 1
+    found = memory.packing_of_model(tm.Toy(), batch, longest, 64, kind, tokens, each)
+    assert found.room >= each * longest
+    assert found.tokens % found.multiple == 0
+    assert found.tokens >= (tokens or 0)
+    assert found.most_units >= 1
+    assert (found.max_length, found.rows_each) == (longest, each)
 
 
-# --- auto ------------------------------------------------------------------------------------------------------------
+def test_the_shape_follows_from_the_recipe_the_model_and_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = tm.build()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    found = memory.packing_for(recipe(1000), net, 64, CPU)
+    assert (found.tokens, found.multiple) == (1056, 96)  # full blocks of 32 tokens for each thread
+    assert memory.packing_for(recipe(1000), net, 64, CUDA).tokens == 1024
+    assert memory.packing_for(recipe(data={"max_length": 5000}), net, 64, CPU).tokens >= 5001
+    assert not found.alone
+    assert memory.packing_for(recipe(1000), tm.build("falcon"), 64, CPU).alone
+    assert memory.packing_for(recipe(1000), tm.build("mixtral", {**tm.LORA, **ATTENTION}), 64, CPU).alone
 
 
-def test_auto_stays_within_nine_tenths_of_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = Fake(monkeypatch, free=100 * GB, row=4 * GB, base=10 * GB)
-    assert fake.resolve(recipe()) == 20  # 10 + 20 x 4 = 90 of 100
-    assert max(fake.rows) == 20
+@pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
+def test_gradients_that_do_not_fit_side_by_side_are_formed_twice(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their number is public: bytes for them over the numbers that train, whatever is drawn."""
+    net = nn.Linear(100, 100, bias=False)
+    bytes_of_one = 4 * 10_000
+    for units in (1000, 1):
+        monkeypatch.setattr(memory, "HELD", {"cpu": units * bytes_of_one})
+        monkeypatch.setattr(memory, "HELD_ELSEWHERE", units * bytes_of_one)
+        found = memory.packing_of_model(net, 16, 64, 64, device, 512)
+        assert bool(found.held_numbers) == (units == 1000)
+        if found.held_numbers:
+            assert found.held_numbers == 10_000
+            assert found.most_units <= units
+        else:
+            assert found.most_units == found.tokens // 2  # as many as there can be
 
 
-def test_auto_survives_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = Fake(monkeypatch, free=100 * GB, row=1, fails_at=14)  # a fragmented device
-    assert fake.resolve(recipe()) == 12
-    assert max(fake.rows) == 16
+# --- the rehearsal ---------------------------------------------------------------------------------------------------
 
 
-def test_auto_asks_for_no_more_than_is_of_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = Fake(monkeypatch, free=100 * GB, row=1)
-    assert fake.resolve(recipe(), CPU) == memory.TOKENS["cpu"] // 16
-    assert fake.resolve(recipe(data={"max_length": 5000}), CPU) == 1
-    assert fake.resolve(recipe(train={"batch_size": 16})) == 28  # a draw of Poisson mean 16 is hardly larger
-    whole = {"unit": "author", "max_examples_per_unit": 3}
-    assert fake.resolve(recipe(train={"batch_size": 16}, data=whole)) == 84
-    assert fake.resolve(recipe(train={"batch_size": 16}, data={**whole, "sampling": "example"})) == 28
-    assert memory.most_rows(recipe(train={"batch_size": 64}), CUDA, world=4) == 28  # each has a fourth of the batch
+def test_passes_that_need_more_than_nine_tenths_of_free_memory_are_halved(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = Fake(monkeypatch, free=100 * GB, token=GB // 4)
+    assert fake.fit(recipe()) == 256  # 64 of 100; 512 tokens take 128
+    assert fake.tokens == [1024, 512, 256]
+
+
+def test_a_pass_that_fits_is_tried_once_and_only_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = Fake(monkeypatch, free=100 * GB, token=1)
+    assert fake.fit(recipe()) == fake.fit(recipe(1024)) == 1024
+    assert fake.tokens == [1024, 1024]
+    assert fake.fit(recipe(), CPU) == 1024
+    assert fake.tokens == [1024, 1024]  # on a CPU, a process that tries would be killed
+
+
+def test_a_fragmented_device_is_survived(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Fake(monkeypatch, free=100 * GB, token=1, fails_at=300).fit(recipe()) == 256
 
 
 def test_rehearsals_are_as_long_as_a_row_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = Fake(monkeypatch, free=100 * GB, row=GB)
-    fake.resolve(recipe())
-    for batches in filter(None, fake.batches):
-        (batch,) = batches
-        assert batch.input_ids_RT.shape[1] == 16
-        assert bool(batch.loss_mask_RT[:, 1:].all())
-        assert batch.unit_R.tolist() == list(range(len(batch.input_ids_RT)))
-        assert int(batch.input_ids_RT.max()) < 64
+    """Passes that need most: full of the longest rows, of the shortest units, and of a unit that goes on."""
+    fake = Fake(monkeypatch, free=100 * GB, token=1, tokens=96)
+    fake.fit(recipe())
+    ((whole, short, first, rest),) = fake.rehearsed
+    assert {tuple(each.input_ids_1M.shape) for each in (whole, short, first, rest)} == {(1, 96)}
+    assert [(row.stop - row.start) for row in whole.rows] == [16] * 5
+    assert whole.targets.count == 5 * 15  # every token but the first of each
+    assert int(whole.input_ids_1M.max()) < 64
+    assert (whole.num_units, short.num_units) == (5, fake.packing.most_units)
+    assert [each.goes_on for each in (whole, short, first, rest)] == [False, False, True, False]
+    assert first.num_units == rest.num_units == 1
+    assert len(first.rows) == 5
 
 
-@pytest.mark.parametrize(
-    "data", [{"long_examples": "chunk"}, {"unit": "author", "max_examples_per_unit": 2}], ids=["chunks", "authors"]
-)
-def test_a_unit_of_many_rows_is_rehearsed(data: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = Fake(monkeypatch, free=100 * GB, row=GB)
-    fake.resolve(recipe(data=data))
-    assert [batch.goes_on for batch in fake.batches[-1]] == [False, True, False]
-    assert [batch.num_units for batch in fake.batches[-1]] == [len(fake.batches[-1][0].unit_R), 1, 1]
+def test_rehearsals_of_pairs_and_of_examples_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = Fake(monkeypatch, free=100 * GB, token=1, tokens=96)
+    fake.packing = Packing(96, 8, 100, targets=16, max_length=16, rows_each=2)
+    fake.fit(recipe())
+    assert [(each.num_units, len(each.rows)) for each in fake.rehearsed[0]] == [(2, 4), (8, 16), (1, 4), (1, 4)]
+    fake.packing = Packing(96, 8, 100, targets=16, max_length=16, rows_each=2, alone=True)
+    fake.fit(recipe())
+    assert [tuple(each.input_ids_1M.shape) for each in fake.rehearsed[1]] == [(2, 16)] * 3
 
 
-def test_not_even_one_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
-    for trouble, sizes in (({"row": 3 * GB}, ["auto"]), ({"row": 1, "fails_at": 1}, ["auto", 8])):
-        fake = Fake(monkeypatch, free=2 * GB, **trouble)
-        for size in sizes:
-            with pytest.raises(ConfigError, match=r"one sequence of 16 tokens does not fit: 2 GB are free") as caught:
-                fake.resolve(recipe(size))
-        knobs = "Set model.gradient_checkpointing: true, or model.dtype: bfloat16, or model.quantization: 4bit"
-        assert knobs in str(caught.value)
+def test_what_does_not_fit_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = Fake(monkeypatch, free=2 * GB, token=GB)
+    with pytest.raises(ConfigError) as caught:
+        fake.fit(recipe())
+    assert fake.packing.tokens == 32  # of 16 fits no example and its padding
+    assert str(caught.value) == (
+        "a pass of 32 tokens does not fit: 2 GB are free beside the model, of which 90% may be used, and its forward and "
+        "backward pass needs about 32 GB. Set model.gradient_checkpointing: true, or model.dtype: bfloat16, or "
+        "model.quantization: 4bit, or data.max_length below 16."
+    )
+    stated = Fake(monkeypatch, free=2 * GB, token=1, fails_at=1)
+    with pytest.raises(ConfigError, match=r"needs more\. Set train\.tokens_per_pass: auto, or model"):
+        stated.fit(recipe(1024))
+    assert stated.tokens == [1024]  # what a recipe says is not changed
     base = {"gradient_checkpointing": True, "quantization": "4bit"}
     with pytest.raises(ConfigError, match=r"Set data\.max_length below 16\."):
-        fake.resolve(recipe(model=base))
+        Fake(monkeypatch, free=2 * GB, token=GB).fit(recipe(model=base))
 
 
 def test_ranks_agree_on_the_smallest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another rank has less memory, or needs more: both measure the same numbers of rows, and find the same."""
-    mine = Fake(monkeypatch, free=100 * GB, row=GB)
-    alone = mine.resolve(recipe())
+    """Another rank needs more: both measure passes of the same sizes, and find the same."""
+    here = Fake(monkeypatch, free=100 * GB, token=GB // 12)
+    assert here.fit(recipe()) == 1024
     monkeypatch.setattr(processes, "least", lambda value: min(value, 3 * value))  # the other needs three times as much
-    both = mine.resolve(recipe())
-    assert (alone, both) == (80, 28)
-    assert max(mine.rows[-3:]) <= 32
-
-
-# --- a number --------------------------------------------------------------------------------------------------------
-
-
-def test_a_number_that_fits_is_tried_once_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = Fake(monkeypatch, free=10 * GB, row=GB)
-    assert fake.resolve(recipe(24)) == 24
-    assert fake.rows == [24]
-    assert fake.resolve(recipe(24), CPU) == 24
-    assert fake.rows == [24]  # on a CPU, a process that tries would be killed
-
-
-def test_a_number_that_does_not_fit_says_what_would(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = Fake(monkeypatch, free=50 * GB, row=2 * GB, base=5 * GB, fails_at=23)
-    with pytest.raises(ConfigError) as caught:
-        fake.resolve(recipe(64))
-    assert str(caught.value) == (
-        "train.physical_batch_size 64: 64 sequences of 16 tokens need about 133 GB beside the model, and 50 GB are free, so the "
-        "run would end with its steps charged. Set train.physical_batch_size: auto, or 20 or less."
-    )
-    assert fake.resolve(recipe(20)) == fake.resolve(recipe()) == 20
+    assert here.fit(recipe()) == 256
 
 
 # --- in the loop -----------------------------------------------------------------------------------------------------
@@ -210,18 +217,18 @@ def test_a_number_that_does_not_fit_says_what_would(monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_out_of_memory_in_a_step_says_what_to_set(error: Exception) -> None:
-    words = r"its steps so far stay charged.*train\.physical_batch_size: 8 or less"
-    with pytest.raises(ConfigError, match=words), memory.explained(recipe(), 16):
+    words = r"a pass of 96 tokens.*its steps so far stay charged.*: train\.tokens_per_pass: auto"
+    with pytest.raises(ConfigError, match=words), memory.explained(recipe(96), tm.packing()):
         raise error
     words = r"model\.gradient_checkpointing: true"
-    with pytest.raises(ConfigError, match=words) as caught, memory.explained(recipe(1), 1):
+    with pytest.raises(ConfigError, match=words) as caught, memory.explained(recipe(), tm.packing()):
         raise error
-    assert "train.physical_batch_size" not in str(caught.value)
+    assert "train.tokens_per_pass" not in str(caught.value)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("shapes do not fit"), Refused("no"), KeyboardInterrupt()])
 def test_other_errors_stay_what_they_are(error: BaseException) -> None:
-    with pytest.raises(type(error)) as caught, memory.explained(recipe(), 16):
+    with pytest.raises(type(error)) as caught, memory.explained(recipe(), tm.packing()):
         raise error
     assert caught.value is error
 
@@ -231,14 +238,18 @@ def test_other_errors_stay_what_they_are(error: BaseException) -> None:
 CASES: dict[str, dict[str, Any]] = {
     "lora": {},
     "frozen": {"adapter": tm.FROZEN},
-    "ghost": {"mode": "ghost"},
+    "twice": {"mode": "twice"},
     "automatic": {"promise": tm.plan(clipping="automatic")},
 }
 
 
-def engine_of(adapter: Any = tm.LORA, mode: str = "auto", promise: Any = None, **changes: Any) -> Any:
+def engine_of(adapter: Any = tm.LORA, mode: str = "held", promise: Any = None, **changes: Any) -> Any:
     net = tm.build("llama", adapter, attention_dropout=0.1, **changes)
     return tm.make_engine(net, promise, mode=mode)
+
+
+def rehearsal(engine: Any) -> list[Pass]:
+    return memory._rehearsal(engine.packing, tm.VOCABULARY)
 
 
 def everything(engine: Any) -> list[Any]:
@@ -265,11 +276,11 @@ def equal(one: Any, other: Any) -> bool:
 
 @pytest.mark.parametrize("name", CASES)
 def test_rehearsing_changes_nothing(name: str) -> None:
-    steps = tm.batches(tm.units([(9,), (17,), (5,)]), 2)
+    steps = tm.batches(tm.units([(9,), (17,), (5,)]))
     engine, other = engine_of(**CASES[name]), engine_of(**CASES[name])
     for step in range(2):  # before the optimizer has a state, and after
         before = everything(engine)
-        engine.rehearse([memory.synthetic(3, 16, 64)])
+        engine.rehearse(rehearsal(engine))
         engine.rehearse([])
         assert equal(everything(engine), before)
         for one in (engine, other):
@@ -283,7 +294,7 @@ def test_rehearsing_without_privacy_changes_nothing() -> None:
     optimizer = torch.optim.AdamW(list(tm.trainable(net).values()), lr=0.1)
     engine = tm.engine_of(net, optimizer, tm.schedule(), None, noise_entropy=1)
     before = everything(engine)
-    engine.rehearse([memory.synthetic(3, 16, 64)])
+    engine.rehearse(rehearsal(engine))
     assert equal(everything(engine), before)
 
 
@@ -292,7 +303,7 @@ def test_rehearsing_without_privacy_changes_nothing() -> None:
 def test_a_rehearsal_that_ran_out_of_memory_leaves_nothing_behind(
     name: str, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    steps = tm.batches(tm.units([(9,), (17,), (5,)]), 2)
+    steps = tm.batches(tm.units([(9,), (17,), (5,)]))
     engine, other = engine_of(**CASES[name]), engine_of(**CASES[name])
     before = everything(engine)
     kind = type(engine._clipper)
@@ -322,7 +333,7 @@ def test_a_rehearsal_that_ran_out_of_memory_leaves_nothing_behind(
 
     monkeypatch.setattr(kind, "add", add)
     with pytest.raises(torch.OutOfMemoryError):
-        engine.rehearse([memory.synthetic(3, 16, 64)] * 2)
+        engine.rehearse(rehearsal(engine))
     monkeypatch.setattr(kind, "add", inner)
     assert equal(everything(engine), before)
     for one in (engine, other):
@@ -340,7 +351,7 @@ def test_what_cannot_be_clipped_is_refused_and_not_taken_for_memory() -> None:
 
     engine._model.forward = odd
     with pytest.raises(Refused, match="nobody can clip"):
-        memory.resolve(engine, recipe(), 64, CPU)
+        memory._Meter(CPU).peak_of(lambda: engine.rehearse(rehearsal(engine)))
     engine._model.forward = forward
 
 
@@ -381,9 +392,9 @@ def test_free_memory_is_the_containers_and_shared(tmp_path: Path, monkeypatch: p
 
 def test_auto_is_no_part_of_the_promise() -> None:
     privacy = {"noise_multiplier": 2.0, "epsilon": 1e6}
-    plans = [plan_of(recipe(size, privacy=privacy, train={"batch_size": 10}), 100) for size in ("auto", 3)]
+    plans = [plan_of(recipe(tokens, privacy=privacy, train={"batch_size": 10}), 100) for tokens in ("auto", 300)]
     assert plans[0] == plans[1]
-    assert names.of_training(recipe("auto")) == names.of_training(recipe(3))
+    assert names.of_training(recipe("auto")) == names.of_training(recipe(300))
 
 
 @pytest.mark.parametrize("value", [0, -4, 1.5, "most", None, [8]])
@@ -392,15 +403,14 @@ def test_anything_else_is_one_line(value: Any, tmp_path: Path) -> None:
 
     path = tmp_path / "recipe.yaml"
     path.write_text("model: {name_or_path: a}\ndata: {train: b}\ntrain: {steps: 1}\noutput_dir: c\n")
-    assert load_config(path, {"train.physical_batch_size": "auto"}).train.physical_batch_size == "auto"
-    with pytest.raises(ConfigError, match="whole number of sequences, 1 or more, or auto") as caught:
-        load_config(path, {"train.physical_batch_size": value})
+    assert load_config(path, {"train.tokens_per_pass": "auto"}).train.tokens_per_pass == "auto"
+    with pytest.raises(ConfigError, match="whole number of tokens, 1 or more, or auto") as caught:
+        load_config(path, {"train.tokens_per_pass": value})
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("size", ["auto", 4])
-def test_a_rehearsal_does_not_hide_a_buffer_that_moves_from_the_self_check(size: int | str) -> None:
-    """Long-context RoPE changes a buffer at the longest rows, and so the loss of the short ones beside them."""
+def test_a_buffer_that_moves_with_the_longest_row_is_the_same_in_every_pass() -> None:
+    """Long-context RoPE changes a buffer by the largest position, which the padding at the end holds in every pass."""
     longrope = {
         "rope_type": "longrope",
         "rope_theta": 10000.0,
@@ -409,9 +419,12 @@ def test_a_rehearsal_does_not_hide_a_buffer_that_moves_from_the_self_check(size:
         "factor": 4.0,
         "original_max_position_embeddings": 32,
     }
-    net = tm.build("phi3", max_position_embeddings=128, rope_parameters=longrope, original_max_position_embeddings=32)
-    engine = tm.make_engine(net, tm.plan(), max_length=100)
-    config = tm.recipe(data={"max_length": 100}, train={"physical_batch_size": size})
-    found = memory.resolve(engine, config, tm.VOCABULARY, tm.CPU)
-    with pytest.raises(Refused, match="inv_freq"):
-        engine.self_check(tm.VOCABULARY, tm.shapes(100, found))
+    changes = {"max_position_embeddings": 128, "rope_parameters": longrope, "original_max_position_embeddings": 32}
+    engine = tm.make_engine(tm.build("phi3", **changes), tm.plan(), tokens=128, longest=100)
+    short = tm.unit((7,), 1)
+    before = tm.clipped_sum(engine, [short])
+    engine.rehearse(rehearsal(engine))
+    after = tm.clipped_sum(engine, [short])
+    beside = tm.clipped_sum(engine, [short, tm.unit((100,), 2)]) - tm.clipped_sum(engine, [tm.unit((100,), 2)])
+    assert torch.equal(before, after)
+    assert torch.equal(before, beside)

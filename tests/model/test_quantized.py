@@ -17,7 +17,6 @@ from dpllm.errors import ConfigError, Refused
 from dpllm.model import adapters, loading
 from dpllm.privacy import guards
 from dpllm.privacy.engine import StepEngine
-from dpllm.privacy.sampling import collate
 from dpllm.recipe.config import RunConfig
 from dpllm.run import checkpoint
 from dpllm.run.directory import RunDir
@@ -46,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def engine_of(net: Any, **arguments: Any) -> StepEngine:
     optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-2)
-    settings: dict[str, Any] = {"noise_entropy": 1, "device": CPU, "max_length": 32}
+    settings: dict[str, Any] = {"noise_entropy": 1, "device": CPU}
     return tm.engine_of(net, optimizer, tm.schedule(), tm.plan(), **{**settings, **arguments})
 
 
@@ -58,7 +57,7 @@ def units(count: int = 3) -> list[Unit]:
 
 
 @needs_bitsandbytes
-@pytest.mark.parametrize(("mode", "checkpointing"), [("auto", False), ("ghost", True)])
+@pytest.mark.parametrize(("mode", "checkpointing"), [("held", False), ("twice", True)])
 def test_a_private_step_on_four_bits(mode: str, checkpointing: bool, folder: Path) -> None:
     config = recipe(folder, model={"gradient_checkpointing": checkpointing})
     net = loading.build(config, CPU)
@@ -68,9 +67,9 @@ def test_a_private_step_on_four_bits(mode: str, checkpointing: bool, folder: Pat
     before = [p.data.clone() for p in packed]
     engine = engine_of(net, mode=mode)
     # Products are in float32 on a CPU.
-    assert engine.self_check(VOCABULARY, tm.shapes(32), low_precision=True).error < 1e-5
+    assert engine.self_check(VOCABULARY, low_precision=True).error < 1e-5
     weights = torch.cat([p.detach().flatten() for p in engine.parameters.values()])
-    engine.step([collate(units(), pad_id=0)])
+    engine.step(tm.batches(units(), engine))
     moved = torch.cat([p.detach().flatten() for p in engine.parameters.values()]) - weights
     assert bool((moved != 0).all())  # all are noised
     assert all(torch.equal(p.data, old) for p, old in zip(packed, before, strict=True))
@@ -100,7 +99,7 @@ def test_the_clipped_sum_is_that_of_the_base_that_the_bits_say(folder: Path) -> 
         with torch.no_grad():
             one(torch.arange(5, 25)[None])
         one.train()
-    found = [engine_of(one).clipped_sum([collate(units(), pad_id=0)])[0] for one in (net, plain)]
+    found = [tm.clipped_sum(engine_of(one), units()) for one in (net, plain)]
     assert float(found[1].norm()) > 0.1
     assert float((found[0] - found[1]).norm() / found[1].norm()) < 1e-5
 
@@ -111,7 +110,7 @@ def test_the_small_copy_of_the_self_check_is_not_quantised(folder: Path) -> None
     net = loading.build(config, CPU)
     small = loading.shrunken(config, net, CPU)
     assert all(p.dtype == torch.float32 for p in small.parameters())
-    assert engine_of(small).self_check(small.config.vocab_size, tm.shapes(32)).error < 1e-4
+    assert engine_of(small).self_check(small.config.vocab_size).error < 1e-4
 
 
 @needs_bitsandbytes
@@ -159,7 +158,8 @@ def coupling(net: Any) -> float:
     losses = []
     for token in (40, 7):
         other = replace(plain, input_ids=(token,) * 10)
-        losses.append(engine.losses(collate([Unit((plain,)), Unit((other,))], pad_id=0))[0].item())
+        (both,) = tm.batches([Unit((plain,)), Unit((other,))], engine)
+        losses.append(engine.losses(both)[0].item())
     engine.close()
     return abs(losses[0] - losses[1])
 

@@ -57,16 +57,14 @@ def test_a_small_copy_of_every_model_passes_the_self_check(name: str) -> None:
     assert {p.dtype for p in small.parameters()} == {torch.float32}
     vocabulary = small.get_input_embeddings().weight.shape[0]
     assert vocabulary == loading.SHRUNKEN_VOCABULARY
-    experts = family in tiny.MIXED or "num_local_experts" in tiny.FAMILIES[family]
-    rows = 1 if experts else 8  # experts compute on as many tokens as chose them: their shapes follow other rows
-    assert tm.make_engine(small).self_check(vocabulary, tm.shapes(32, rows)[::3]).error <= 1e-5
+    assert tm.make_engine(small).self_check(vocabulary).error <= 1e-5
 
 
 def test_the_small_copy_recomputes_where_the_run_does() -> None:
     config = tm.recipe(model={"gradient_checkpointing": True})
     small = loading.shrunken(config, tiny.model("llama"), tm.CPU)
     assert small.is_gradient_checkpointing
-    assert tm.make_engine(small).self_check(small.config.vocab_size, tm.shapes(32)).error <= 1e-5
+    assert tm.make_engine(small).self_check(small.config.vocab_size).error <= 1e-5
 
 
 def test_an_architecture_that_cannot_be_built_small_is_refused() -> None:

@@ -22,7 +22,7 @@ from dpllm.ledger.budgets import set_budget
 from dpllm.privacy.engine import StepEngine
 from dpllm.privacy.noise import BandedNoise
 from dpllm.privacy.sampling import PoissonSampler
-from dpllm.run.selfcheck_cache import hooks
+from dpllm.run.own_loop import hooks
 
 N, LENGTH, STEPS = 12, 16, 3
 

@@ -37,7 +37,7 @@ def test_the_same_recipe_resumes(interrupted: RunDir) -> None:
     resumed(interrupted)
 
 
-@pytest.mark.parametrize("key", ["train__physical_batch_size", "train__eval_every", "train__checkpoint_every"])
+@pytest.mark.parametrize("key", ["train__tokens_per_pass", "train__eval_every", "train__checkpoint_every"])
 def test_speed_may_change(interrupted: RunDir, key: str) -> None:
     resumed(interrupted, **{key: 7})
 

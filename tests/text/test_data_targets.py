@@ -13,8 +13,9 @@ from test_data import PROMPTED, TALKS, TEXT, Json, section, tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from dpllm.errors import DataError
-from dpllm.privacy.loss import sequence_losses
-from dpllm.privacy.sampling import collate
+from dpllm.privacy.loss import row_sums, token_losses
+from dpllm.privacy.packing import lay_out
+from dpllm.privacy.schedule import Packing
 from dpllm.text.data import TokenSequence, Unit, encode, encode_units
 
 # --- which tokens are learned ----------------------------------------------------------------------------------------
@@ -133,9 +134,10 @@ def test_losses_of_chunks_add_up_to_the_mean_of_the_whole_row(length: int, seed:
     logits_VV = torch.randn(384, 384, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
     def loss(sequences: list[TokenSequence]) -> torch.Tensor:
-        batch = collate([Unit(tuple(sequences))], pad_id=2)
-        logits = logits_VV[batch.input_ids_RT]
-        return sequence_losses(logits, batch.input_ids_RT, batch.loss_mask_RT, batch.denominator_R.double()).sum()
+        tokens = sum(len(sequence.input_ids) for sequence in sequences) + 1
+        laid = lay_out([Unit(tuple(sequences))], Packing(tokens, 1, 0, 16, tokens), pad_id=2)
+        nll_M = token_losses(logits_VV[laid.input_ids_1M], laid.targets)
+        return (row_sums(nll_M, laid.rows) / laid.denominator_R.double()).sum()
 
     (whole,) = encode(LONG, "text", tokenizer(), tiny.reads(10_000, "chunk"))
     ids = torch.tensor(whole.input_ids)
