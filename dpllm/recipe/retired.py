@@ -48,6 +48,7 @@ RETIRED = {
     "synthesize --without-guarantee": "train with differential privacy; to read such texts yourself, dpllm generate RUN",
     "describe --mean": "type --quantiles COLUMN=LOW:HIGH:PARTS --at .5, which one extreme value moves less",
     "describe --rounds": "clusters take five rounds of k-means; leave it out",
+    "describe --words": "words of the encoder's own vocabulary name the clusters; leave it out",
     "describe --scripts": "put the script of each row in a column, and type --shares COLUMN=latin,cyrillic",
     "synthesize --engine": "vLLM was never tested with it; leave it out, and transformers draws the texts, 64 at a time",
     "ledger open": "every budget admits runs in any order; dpllm ledger init can correct it before the first run",

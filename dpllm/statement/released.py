@@ -19,7 +19,6 @@ from dpllm.statement import formatting
 from dpllm.statement.fields import (
     AtLeast1,
     Between0And1,
-    Count,
     NotNegative,
     Number,
     Record,
@@ -66,24 +65,6 @@ class Declared(Record):
     """Public number of units."""
 
 
-class HeldOut(Record):
-    """How a classifier did on rows that are declared public, which cost nothing."""
-
-    source: Text
-    """Whose rows they are."""
-    rows: AtLeast1
-    """How many; one without text counts as wrong."""
-    right: Count
-    """How many have the label that the classifier gives them."""
-    commonest: AtLeast1
-    """How many have the commonest label, which is what guessing finds."""
-
-    def words(self) -> str:
-        """For people."""
-        found, guessed = self.right / self.rows, self.commonest / self.rows
-        return f"{found:.1%} on {self.rows:,} public rows ({self.source}), where the commonest label alone gives {guessed:.1%}"
-
-
 class Release(Record):
     """One statistic, released once."""
 
@@ -106,8 +87,6 @@ class Release(Record):
     """Of the file with the centres or weights that were released with it."""
     encoder: Sha256 | None = None
     """Of the encoder's weights, configuration and vocabulary."""
-    held_out: HeldOut | None = None
-    """Of a classifier, where the recipe names public held-out rows."""
 
     def counts(self) -> list[tuple[str, float]]:
         """Each declared value and "other", or each cluster, with its noisy count."""

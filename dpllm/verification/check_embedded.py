@@ -66,5 +66,4 @@ def _promise(found: Statistics) -> Iterator[Check]:
     if found.epsilon < epsilon * (1 - TOLERANCE) or not close(found.epsilon, epsilon, costs.OTHER_VERSION):
         raise Wrong(f"epsilon is {epsilon:.6g} by its event, and another is stated. {_AGAIN}")
     yield verified("promise", f"{one.cost} are epsilon {epsilon:.6g} at delta {found.delta:g}, below 1/N.")
-    tried = f" So is its accuracy: {one.held_out.words()}." if one.held_out else ""
-    yield asserted("author's word", f"that the numbers are of these data, by this encoder, of so many units.{tried}")
+    yield asserted("author's word", "that the numbers are of these data, by this encoder, of so many units.")
