@@ -7,6 +7,7 @@ an epsilon as a guarantee where there is none.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from dpllm.auditing.bounds import Claim
@@ -157,6 +158,11 @@ def _released(describe: Json, terms: Terms | None, record: RunRecord) -> Statist
     one, ledger = Statistics.pick(describe), record.ledger
     if not one.drawn:
         raise ConfigError("describe.json is of a dry run and holds no values. Name the file of the released ones.")
+    if one.pure == math.inf:
+        raise ConfigError(
+            "describe.json is of clusters or a classifier, which have a card of their own, in the folder that holds it. Name a "
+            "file of statistics."
+        )
     mine = None if terms is None or ledger is None else (ledger.dataset, terms.unit, terms.neighbouring_relation)
     if (one.dataset, one.unit, one.neighbouring_relation) != mine:
         raise ConfigError(

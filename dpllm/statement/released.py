@@ -163,12 +163,10 @@ class Statistics(Record):
 
 
 class BesideRun(Statistics):
-    """What was released about the training data; absent where the author names nothing."""
+    """What was released about the training data, by OpenDP; absent where the author names nothing."""
 
     with_run: NotNegative | None
     """Epsilon of the run and these releases together, at the run's delta; null where the run gives no guarantee."""
-    with_all: NotNegative | None = None
-    """The same with the models before the run on the same data, where there are some, beside Gaussian sums; absent elsewhere."""
 
 
 def page(shown: Statistics) -> str:

@@ -27,7 +27,6 @@ from dpllm.statement.fields import (
     Generator,
     Json,
     Lattice,
-    Lineage,
     Sampling,
     Terms,
 )
@@ -66,7 +65,7 @@ def state(
     """
     numbers = {} if terms is None else terms.to_json() if reason is None else {"attempted": terms.to_json()}
     lost = {"lost": record.steps_lost} if record.steps_lost else {}
-    beside = beside_run(statistics, terms, reason is None, record.lineage) if statistics else None
+    beside = beside_run(statistics, terms, reason is None) if statistics else None
     where_known = {
         "reason": reason,
         "labels": record.labels and record.labels.to_json(),
@@ -204,20 +203,13 @@ def composed(ledger: LedgerRecord, delta: float | None) -> Composed:
     )
 
 
-def beside_run(
-    released: Statistics, terms: Promised | None, guarantee: bool, models: Lineage | None = None
-) -> BesideRun:
-    """What was released about the training data, and what it comes to together with the run, and the models before it."""
-    with_run, more = None, {}
+def beside_run(released: Statistics, terms: Promised | None, guarantee: bool) -> BesideRun:
+    """What was released about the training data, and what it comes to together with the run."""
+    with_run = None
     if terms is not None and guarantee:
         event = compose([terms.event, released.event()])
         with_run = finite(stated(event, terms.delta, terms.neighbouring_relation)[0])
-        if models and models.composed and released.pure == math.inf:
-            total, _ = lineage.together(
-                models.mine, lineage.Own(event, terms.delta, terms.unit, terms.neighbouring_relation)
-            )
-            more = {"with_all": total.epsilon if total else None}
-    return BesideRun.pick(released.to_json(), with_run=with_run, **more)
+    return BesideRun.pick(released.to_json(), with_run=with_run)
 
 
 def not_covered(unit: str, relation: str) -> tuple[str, ...]:

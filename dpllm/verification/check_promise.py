@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import cast, get_args
 
-from dpllm.privacy import accounting, banded, embedded
-from dpllm.privacy.events import PureDP, SelfComposed
+from dpllm.privacy import accounting, banded
+from dpllm.privacy.events import PureDP
 from dpllm.privacy.plan import noise_scale, steps_event
 from dpllm.privacy.privacy_loss import Relation
 from dpllm.privacy.releases import OTHER, Kind, Statistic, tidy, told
@@ -221,12 +221,10 @@ def check_statistics(found: Published) -> Iterator[Check]:
     shown, terms = found.record.statistics, found.record.terms
     if shown is not None:
         size = terms.sampling.dataset_size - terms.sampling.canary_slots if terms else 1
-        yield from check_beside(shown, terms, size, found.record.guarantee, found.record.lineage)
+        yield from check_beside(shown, terms, size, found.record.guarantee)
 
 
-def check_beside(
-    shown: BesideRun, terms: Promised | None, size: int, guarantee: bool, lineage: Lineage | None = None
-) -> Iterator[Check]:
+def check_beside(shown: BesideRun, terms: Promised | None, size: int, guarantee: bool) -> Iterator[Check]:
     """Statistics beside a run, or beside texts, of so many units."""
     if terms is None or (shown.unit, shown.neighbouring_relation) != (terms.unit, terms.neighbouring_relation):
         raise Wrong(f"the statistics protect another unit, or use another relation. {again(terms)}")
@@ -235,71 +233,33 @@ def check_beside(
         raise Wrong(
             f"the statistics' epsilon is stated at a delta of 1/N or more, which protects nobody. {again(terms)}"
         )
-    if not shown.drawn or sum(quick_epsilon(one, shown.delta) for one in shown.releases) > costs.LARGE:
+    if not shown.drawn or shown.pure > costs.LARGE:
         raise Wrong(f"the statistics were not drawn, or have an epsilon above {costs.LARGE:g}. {again(terms)}")
     for one in shown.releases:
-        check_release(one, shown.max_examples_per_unit, again(terms))
+        _check_release(one, shown.max_examples_per_unit, again(terms))
     alone = costs.together([shown.event()], shown.delta, relation)
-    for event in (parent.event for parent in lineage.mine if parent.event) if lineage else ():
-        costs.bounded(event)
-    due = state.beside_run(shown, terms, guarantee, lineage)
-    both = due.with_run
-    if not (
-        close(shown.epsilon, alone, slack)
-        and close(shown.with_run, both, slack)
-        and close(shown.with_all, due.with_all, slack)
-    ):
+    both = state.beside_run(shown, terms, guarantee).with_run
+    if not (close(shown.epsilon, alone, slack) and close(shown.with_run, both, slack)):
         raise Wrong(f"statistics cost {alone:.6g}, with all else {both}, but other figures are stated. {again(terms)}")
     with_run = "" if both is None else f", with all else {both:.6g} at delta {terms.delta:g}"
     yield verified(name, f"{len(shown.releases)} releases cost epsilon {alone:.6g} at delta {shown.delta:g}{with_run}.")
-    yield asserted("values of statistics", "the author's word that OpenDP or dpllm drew them from these data.")
+    yield asserted("values of statistics", "the author's word that OpenDP drew them from these data.")
 
 
-def quick_epsilon(one: Release, delta: float) -> float:
-    """An epsilon of one release that takes no time to compute."""
-    if isinstance(one.event, PureDP):
-        return one.event.epsilon
-    costs.bounded(one.event)
-    return accounting.epsilon(one.event, delta, "zero_out", "rdp")
-
-
-def check_release(one: Release, rows: int, again: str) -> None:
-    """A statistic that dpllm releases, by its mechanism, with the error that its epsilon or noise gives."""
-    if isinstance(one.event, SelfComposed):
-        return _check_embedded(one, one.event.count, again)
+def _check_release(one: Release, rows: int, again: str) -> None:
+    """A statistic that dpllm releases, by its mechanism, with the error that its epsilon gives."""
     given = one.declared.model_dump(exclude_none=True)
     kinds = {"": "units", "values": "shares", "numbers quantile": "quantiles"}
     asked = Statistic(cast(Kind, kinds.get(" ".join(given))), one.statistic.partition(" of ")[2], **given)
     stated = one.mechanism, one.error_95, one.error_of
     if (
-        not asked.kind
+        not isinstance(one.event, PureDP)
+        or not asked.kind
         or asked.name != one.statistic
         or any(differences(stated, told(asked, rows, one.event.epsilon)))
         or not _possible(asked, one.value)
     ):
         raise Wrong(f"{one.statistic} is no statistic of dpllm, by that mechanism and with that error. {again}")
-
-
-def _check_embedded(one: Release, count: int, again: str) -> None:
-    """Clusters, or a classifier: as many sums as its mechanism has, the error of their noise, a whole count for each name."""
-    declared, names = one.declared, [*(one.value or {})]
-    kind: embedded.Kind = "clusters" if declared.clusters else "classifier"
-    event = embedded.event_of(kind, one.noise_multiplier, count)
-    stated = one.mechanism, one.error_95, one.error_of
-    due = embedded.NAMES[kind], embedded.error_of(one.noise_multiplier), embedded.COUNTED
-    public = {"encoder", "units", "max_length", "dimensions", "clusters" if declared.clusters else "values"}
-    right = one.statistic.startswith("classifier of ") and sorted([*(declared.values or ()), OTHER]) == sorted(names)
-    if declared.clusters:
-        right = [name[:3] for name in sorted(names)] == [f"{number:02} " for number in range(1, declared.clusters + 1)]
-        right &= one.statistic == "clusters of texts"
-    right &= declared.model_dump(exclude_none=True).keys() == public and all(map(str.isprintable, names))
-    if (
-        one.event != event
-        or any(differences(stated, due))
-        or not all(float(count).is_integer() and abs(count) < 2.0**52 for count in (one.value or {}).values())
-        or not (right and one.vectors and one.encoder)
-    ):
-        raise Wrong(f"{one.statistic} is no release of dpllm, by that mechanism and with that error. {again}")
 
 
 def _possible(asked: Statistic, value: Mapping[str, float] | None) -> bool:

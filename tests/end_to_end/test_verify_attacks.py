@@ -152,6 +152,7 @@ def test_a_lineage_cannot_deny_the_common_dataset_or_add_other_units(run: Path) 
     for stated, wrong in (
         (honest, False),
         (denied, True),
+        ({**honest, "composed": None, "reason": "the author says so"}, True),
         ({**honest, "base": _parent(block, unit="author")}, True),
         ({**honest, "ancestors": [_parent(block, dataset="other")] * 20}, True),
     ):
