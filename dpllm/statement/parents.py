@@ -7,10 +7,8 @@ not import torch or read any row.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -116,7 +114,7 @@ def _of_adapter(config: RunConfig, path: Path, base: Base | None) -> Base:
             "learned is unknown. Start from an adapter that was trained on this very base, or without one (model.adapter: null)."
         )
     if record is None:
-        files = {name: _sha256(path / name) for name in ADAPTER}
+        files = {name: sha256(path / name) for name in ADAPTER}
         nothing = dict.fromkeys((*_PROMISED, "dataset", "entry", "head"))
         unknown = Ancestor(name=_public(path), guarantee=False, **nothing, files_digest=digest(files), adapter=True)
         return Base(unknown, (), files[ADAPTER[1]])
@@ -178,15 +176,12 @@ def _stated(path: Path, what: str) -> PrivacyRecord | None:
 
 
 def _refuse_no_model(name: str, files: Collection[str]) -> None:
-    if "adapter_config.json" in files and "config.json" not in files:
+    adapter = "adapter_config.json" in files and "config.json" not in files
+    if adapter or ("run.json" in files and "export" in files):
         raise ConfigError(
-            f"model.name_or_path {name}: is an adapter and not a whole model. Type --model.adapter with its directory to go on "
-            "from it, or merge it into its base, dpllm merge RUN, and name what that writes."
-        )
-    if "run.json" in files and "export" in files:
-        raise ConfigError(
-            f"model.name_or_path {name}: is a run directory, not a model. Name its export/ if the run trained whole layers; if "
-            f"it trained an adapter, type dpllm merge {name} and name what that writes."
+            f"model.name_or_path {name}: is {'an adapter' if adapter else 'a run directory'} and not a whole model. Name what "
+            "dpllm merge RUN writes, or the export/ of a run that trained whole layers; to go on from an adapter, type "
+            "--model.adapter with its directory."
         )
 
 
@@ -203,7 +198,7 @@ def _read(path: Path) -> PrivacyRecord:
 
 
 def _refuse_changed(files: dict[str, str], found: dict[str, Path], what: str) -> None:
-    wrong = [name for name, sha in files.items() if name not in found or _sha256(found[name]) != sha]
+    wrong = [name for name, stated in files.items() if name not in found or sha256(found[name]) != stated]
     wrong += [name for name in sorted(found) if name.endswith(_WEIGHTS) and name not in files]
     if wrong:
         raise Refused(
@@ -215,16 +210,6 @@ def _refuse_changed(files: dict[str, str], found: dict[str, Path], what: str) ->
 def _public(path: Path) -> str:
     path = path.resolve()
     return f"{path.parent.name}/{path.name}" if path.name in ("export", "merged") else path.name
-
-
-def _sha256(path: Path) -> str:
-    seen = path.stat()
-    return _sha256_of(path, seen.st_size, seen.st_mtime_ns, seen.st_ino)
-
-
-@lru_cache(maxsize=4096)  # one sweep looks at the same weights many times
-def _sha256_of(path: Path, size: int, modified: int, inode: int) -> str:
-    return sha256(path)
 
 
 def _hub_file(name: str, file: str, revision: str | None, fetch: bool) -> Path | None:
@@ -248,10 +233,7 @@ def _base(name: str, record: PrivacyRecord, *, adapter: bool = False) -> Base:
     if record.guarantee:
         terms = record.terms
         promised = {key: getattr(terms, key) for key in _PROMISED}
-        try:
-            costs = accounting.stated(terms.event, terms.delta, terms.neighbouring_relation)[0]
-        except DpllmError:
-            costs = math.inf
+        costs, _ = accounting.stated(terms.event, terms.delta, terms.neighbouring_relation)
         if costs > terms.epsilon * (1 + _ROUNDING) + _ROUNDING:
             raise Refused(
                 f"the privacy block of {name} states epsilon {terms.epsilon:g}, and its own event costs {costs:g} "

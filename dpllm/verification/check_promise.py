@@ -289,21 +289,23 @@ def lineage_of(lineage: Lineage | None, own: Promised | None, account: Composed 
         yield asserted("lineage", "none: the author says that the base model has no privacy statement.")
         return
     parents, mine = lineage.models, lineage.mine
-    if len(parents) > MOST_PARENTS:
-        raise Wrong(f"{len(parents)} earlier models are named, more than {MOST_PARENTS}. {_AGAIN}")
-    charged = account and account.dataset
-    if charged != lineage.dataset and charged in [parent.dataset for parent in parents if parent.dataset]:
-        raise Wrong(f"an earlier model was trained on this run's dataset, but lineage denies it. {_AGAIN}")
+    charged, learned = account.dataset if account else None, {parent.dataset for parent in parents}
+    rules = {
+        f"more than {MOST_PARENTS} earlier models are named": len(parents) <= MOST_PARENTS,
+        "same_dataset contradicts the datasets that are named": lineage.same_dataset == bool(mine),
+        "an earlier model was trained on this run's dataset, but lineage denies it": charged in (None, lineage.dataset)
+        or charged not in learned,
+        "an earlier model was trained on the same dataset without a guarantee, so this one has none": own is None
+        or all(parent.guarantee for parent in mine),
+    }
+    if wrong := [problem for problem, good in rules.items() if not good]:
+        raise Wrong(f"{listed(wrong)}. {_AGAIN}")
     for parent in parents:
         _check_parent(parent)
-    if lineage.same_dataset != bool(mine):
-        raise Wrong(f"same_dataset contradicts the datasets that are named. {_AGAIN}")
-    if own is not None and any(not parent.guarantee for parent in mine):
-        raise Wrong("an earlier model was trained on the same dataset without a guarantee. Do not rely on this one.")
-    total, why = together(mine, own)
-    if (stated := lineage.composed) is None:
-        if mine and own is not None and (not lineage.reason or total is not None):
-            raise Wrong(f"earlier models were trained on the same dataset, but no total is stated. {_AGAIN}")
+    (total, why), stated = together(mine, own), lineage.composed
+    if stated is None:
+        if total or not lineage.reason:
+            raise Wrong(f"no total of all runs on the dataset is stated, or no reason why. {_AGAIN}")
         yield asserted(
             "lineage", f"{listed([parent.name for parent in parents])}: no total is stated ({lineage.reason})."
         )

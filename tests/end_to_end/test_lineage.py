@@ -209,10 +209,6 @@ LIES: dict[str, tuple[Callable[[Path], object], str]] = {
     "tokenizer": (lambda base: (base / "tokenizer.json").unlink(), OTHER_FILES),
     "epsilon": (_block(lambda block: {**block, "epsilon": block["epsilon"] / 2}), "its own event costs"),
     "key": (_block(lambda block: {**block, "unheard_of": 1}), "is no privacy block"),
-    "dataset": (
-        _block(lambda block: {**block, "composed": {**block["composed"], "dataset": "letters"}}),
-        "one of the two was changed",
-    ),
     "no block": (lambda base: (base / "privacy.json").unlink(), "privacy.json is missing"),
 }
 
