@@ -109,6 +109,7 @@ def describe(known: argparse.Namespace, rest: list[str]) -> int:
         if lengths:
             raise ConfigError("--lengths counts tokens and needs a tokenizer. Type --tokenizer MODEL, or a recipe.")
         keys["model.name_or_path"] = "none"
+    config = around(known.data, keys, "dpllm describe")
     cost, create = (known.epsilon, known.delta), not known.dry_run
     if embedded:
         from dpllm.run import embeddings  # and torch
@@ -116,13 +117,11 @@ def describe(known: argparse.Namespace, rest: list[str]) -> int:
 
         values = tuple(map(value_name, known.values.split(","))) if known.values else ()  # as the data's are read
         wanted = embeddings.Asked(known.clusters, known.predict, values)
-        config = around(known.data, keys, "dpllm describe")
         return _release(known, embeddings.offered(config, wanted, *cost, create=create), wanted.kind)
     from dpllm.run import describe as statistics
     from dpllm.text.asked import parse
 
     asked = [parse(kind, text, known.at) for kind, text in known.asked]
-    config = around(known.data, keys, "dpllm describe")
     return _release(known, statistics.offered(config, asked, *cost, create=create), "describe.json")
 
 

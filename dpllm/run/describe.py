@@ -44,7 +44,7 @@ DELTA = 1e-9
 FINEST = 1e-4
 """Epsilons are multiples of it, as PLD counts."""
 MOST_TEXT = 160_000
-"""Bytes of all releases as JSON, to which values add as much again: ``dpllm verify`` still reads a card that shows them."""
+"""Bytes of all releases as JSON; with values, not three times as many, ``dpllm verify`` still reads a card that shows them."""
 Charge = Callable[[int], None]
 """Writes down that a step of a release, counted from 1, is about to be drawn."""
 

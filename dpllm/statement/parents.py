@@ -6,7 +6,6 @@ not import torch or read any row.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -31,7 +30,6 @@ _OURS |= {"peft_version", "task_type", "auto_mapping", "base_model_name_or_path"
 _PLAIN: dict[str, Any] = {"peft_type": ["LORA"], "bias": ["none"], "init_lora_weights": [True, "gaussian"]}
 """Keys of adapter_config.json that the recipe answers for or that change nothing, and harmless values of others."""
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack")
-_LARGEST_BLOCK = 2**24  # bytes
 _PROMISED = ("epsilon", "delta", "unit", "neighbouring_relation", "event")
 _ROUNDING = 1e-3  # between versions of an accountant
 
@@ -187,10 +185,8 @@ def _refuse_no_model(name: str, files: Collection[str]) -> None:
 
 def _read(path: Path) -> PrivacyRecord:
     try:
-        if path.stat().st_size > _LARGEST_BLOCK:
-            raise ValueError
-        return privacy_record.read(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, RecursionError, DpllmError):
+        return privacy_record.read(read_json(path))
+    except DpllmError:
         raise Refused(
             f"{path}: is no privacy block that this version of dpllm can read, so what a run on this model would promise is "
             "unknown. Take a copy that dpllm verify passes, or write its card again with dpllm card."

@@ -111,9 +111,7 @@ class Release(Record):
         value, error = self.value, f"± {self.error_95:,.3g} {self.error_of}"
         if value is None:
             return error
-        if self.declared.clusters:
-            return f"{', '.join(f'{name}: {count:,}' for name, count in self.counts())} ({error})"
-        if self.declared.values is None:
+        if not (self.declared.values or self.declared.clusters):
             return f"{next(iter(value.values())):,g} ({error})"
         total = max(1, sum(max(0, count) for count in value.values()))
         parts = [f"{name} {count:,} = {max(0, count) / total:.1%}" for name, count in self.counts()]
