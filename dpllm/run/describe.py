@@ -200,7 +200,7 @@ class Opened:
         """A model that learned these data tells of them by itself; ``publish.ordered.with_base`` adds that up for texts alone."""
         refuse_adapter(config)
         base = parents.of_base(config)
-        if base and any(one.dataset in (self.account, None) for one in (base.statement, *base.ancestors)):
+        if base and any(one.dataset in (self.account, None) for one in base.models):
             raise Refused(
                 f"{config.model.name_or_path}: was tuned on {self.account}, or says not on what, so that its own privacy loss "
                 "would have to be added. Use a base model that never saw these data."

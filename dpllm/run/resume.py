@@ -129,9 +129,8 @@ def same_recipe(config: RunConfig, run: RunDir) -> None:
 
 def same_lineage(base: Base | None, config: RunConfig, run: RunDir) -> None:
     """Refuses, with Refused, a base or adapter whose files or statement are not what the run started from, or cannot be read."""
-    record = read_run(run)
-    before = (record.lineage.base, *record.lineage.ancestors) if record.lineage else ()
-    if before != ((base.statement, *base.ancestors) if base else ()):
+    stated = read_run(run).lineage
+    if (stated.models if stated else ()) != (base.models if base else ()):
         gone = " (none is found now: it was removed, or the Hub cannot be reached)" if base is None else ""
         raise Refused(
             f"{run.root}: {'model.adapter' if config.model.adapter else 'model.name_or_path'} no longer holds the files and the "

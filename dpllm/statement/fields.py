@@ -351,8 +351,6 @@ class Ancestor(Record):
     """Name of the dataset in its ledger."""
     entry: str | int | None
     """Its entry there."""
-    head: str | None
-    """Hash of that ledger's last entry then."""
     files_digest: str | None
     """SHA-256 over the hashes of its files."""
     adapter: bool = False

@@ -113,7 +113,7 @@ def _of_adapter(config: RunConfig, path: Path, base: Base | None) -> Base:
         )
     if record is None:
         files = {name: sha256(path / name) for name in ADAPTER}
-        nothing = dict.fromkeys((*_PROMISED, "dataset", "entry", "head"))
+        nothing = dict.fromkeys((*_PROMISED, "dataset", "entry"))
         unknown = Ancestor(name=_public(path), guarantee=False, **nothing, files_digest=digest(files), adapter=True)
         return Base(unknown, (), files[ADAPTER[1]])
     found = replace(_base(_public(path), record, adapter=True), weights=record.files[ADAPTER[1]])
@@ -247,7 +247,6 @@ def _base(name: str, record: PrivacyRecord, *, adapter: bool = False) -> Base:
         **promised,
         dataset=dataset,
         entry=account.entry if account else None,
-        head=account.head if account else None,
         files_digest=digest(record.files),
     )
     labels = (record.labels,) if record.labels else ()

@@ -74,8 +74,12 @@ def _promise(found: Statistics) -> Iterator[Check]:
     if not _is_ours(one):
         raise Wrong(f"{one.statistic} is no release of dpllm, by that mechanism and with that error. {_AGAIN}")
     costs.bounded(one.event)
-    least = accounting.epsilon(one.event, delta, "zero_out", "rdp")  # which takes no time to compute
-    if not found.drawn or units is None or delta * units >= 1 or least > costs.LARGE:
+    if (
+        not found.drawn
+        or units is None
+        or delta * units >= 1
+        or accounting.epsilon(one.event, delta, "zero_out", "rdp") > costs.LARGE  # which takes no time to compute
+    ):
         raise Wrong(f"the release was not drawn, has a delta of 1/N or more, or promises nothing. {_AGAIN}")
     epsilon = costs.together([one.event], delta, relation)
     if found.epsilon < epsilon * (1 - TOLERANCE) or not close(found.epsilon, epsilon, costs.OTHER_VERSION):

@@ -127,7 +127,7 @@ def test_a_resumed_run_stands_on_the_base_that_it_started_from(place: Place, mon
     block, card, run = place.base / "privacy.json", place.base / "README.md", RunDir(place.run)
     kept, text, record = block.read_bytes(), card.read_bytes(), run.run.read_bytes()
     changed = json.loads(kept)
-    changed["composed"]["head"] = "0" * 64
+    changed["composed"]["entry"] = "0" * 16
     block.write_text(json.dumps(changed))
 
     def said() -> str:

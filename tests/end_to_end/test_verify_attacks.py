@@ -132,7 +132,7 @@ def _parent(block: published.Json, **other: object) -> published.Json:
     names = ("epsilon", "delta", "unit", "neighbouring_relation", "event")
     own = {name: block[name] for name in names}
     return {
-        "name": "m", "guarantee": True, **own, "dataset": "notes", "entry": "0" * 16, "head": "0" * 64,
+        "name": "m", "guarantee": True, **own, "dataset": "notes", "entry": "0" * 16,
         "files_digest": "0" * 64, **other,
     }  # fmt: skip
 

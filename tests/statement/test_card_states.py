@@ -49,7 +49,6 @@ def parent(**changes: Any) -> Json:
         "neighbouring_relation": "zero_out",
         "dataset": "ward-7-notes",
         "entry": "2",
-        "head": "cd" * 32,
         "event": plan()["event"],
         "files_digest": HASH,
         **changes,

@@ -57,7 +57,6 @@ def statement(**changes: Any) -> Ancestor:
         "event": made.event,
         "dataset": "notes",
         "entry": "aa" * 8,
-        "head": "0b" * 32,
         "files_digest": "0c" * 32,
         **changes,
     }
@@ -65,7 +64,7 @@ def statement(**changes: Any) -> Ancestor:
 
 
 def unprotected(**changes: Any) -> Ancestor:
-    nothing = dict.fromkeys(("epsilon", "delta", "unit", "neighbouring_relation", "event", "entry", "head"))
+    nothing = dict.fromkeys(("epsilon", "delta", "unit", "neighbouring_relation", "event", "entry"))
     return statement(guarantee=False, **{**nothing, **changes})
 
 
