@@ -32,7 +32,8 @@ from dpllm.canaries import canaries
 from dpllm.canaries.canaries import CanaryPlan
 from dpllm.errors import ConfigError, DpllmError, Refused
 from dpllm.model import loading
-from dpllm.recipe.config import RunConfig, dump_config
+from dpllm.recipe import names
+from dpllm.recipe.config import RunConfig
 from dpllm.run.directory import RunDir, open_run
 from dpllm.run.loop import train
 from dpllm.run.promise import read_subject
@@ -202,9 +203,7 @@ def _finished(shadow: RunDir, recipe: RunConfig, plan: CanaryPlan) -> bool:
             [(one.canary_id, one.group, one.text) for one in (*which.canaries, *which.references)]
             for which in (plan, canaries.load(shadow.canaries))
         )
-        moved = _changed(opened.config, privacy={"ledger": recipe.privacy.ledger})
-        moved = moved.model_copy(update={"output_dir": recipe.output_dir})  # however the run's path is typed today
-        same = dump_config(moved) == dump_config(recipe) and trained == planned
+        same = names.of_training(opened.config) == names.of_training(recipe) and trained == planned
         return same and opened.status == "completed" and any(shadow.export.glob("*.safetensors"))
     return False
 
