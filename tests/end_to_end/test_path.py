@@ -411,7 +411,8 @@ def test_weights_that_are_not_finite_are_neither_exported_nor_used(place: Place,
     shutil.copytree(finished.run, run)
     (adapter,) = run.glob("export/*.safetensors")
     save_file({name: tensor * math.inf for name, tensor in load_file(adapter).items()}, adapter)
-    assert "has a value that is not finite" in dpllm_("generate", run).err  # of which synthesize makes its rows
+    answer = dpllm_("generate", run / "export", "--base", finished.base)  # of which synthesize makes its rows
+    assert "has a value that is not finite" in answer.err
     with pytest.raises(Refused, match="has a value that is not finite"):  # an audit
         load_for_scoring(load_config(run / "config.yaml"), run / "export", torch.device("cpu"))
 
