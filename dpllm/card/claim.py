@@ -44,13 +44,15 @@ def statement_of(
         statistics: ``describe.json``; None without one.
 
     Returns:
-        The statement. ``guarantee`` is true only if the run kept every assumption and its audits do not contradict it. Otherwise
-        ``reason`` says why, and the Plan's numbers stand under ``attempted`` and nowhere else.
+        The statement, of the epsilon of the whole Plan, also where the run was interrupted: whoever stopped it may have looked at
+        figures that carry no noise. ``guarantee`` is true only if the run kept every assumption and its audits do not contradict
+        it. Otherwise ``reason`` says why, and the Plan's numbers stand under ``attempted`` and nowhere else.
 
     Raises:
-        ConfigError: These are parts of two runs, or one of them holds what no statement may say.
+        ConfigError: The audit is not of this run, or one of these holds what no statement may say.
     """
-    _check_one_run(plan, record, audit)
+    if audit is not None:
+        _check_audit(audit, plan, record)
     reason = why_not(config, plan, record, audit)
     terms = None
     if plan is not None:
@@ -59,7 +61,6 @@ def statement_of(
             optimizer=config.train.optimizer,
             generator=record.generator or "philox",  # version 0.1.0 took that and did not write it down
             lattice=record.lattice,
-            spent=stated_epsilon(plan, record),
             trade_off=tradeoff_figure.trade_off(plan.event, plan.neighbouring_relation),
         )
     model, ledger = record.model, record.ledger
@@ -96,13 +97,12 @@ def why_not(config: RunConfig, plan: PlanRecord | None, record: RunRecord, audit
         return (record.guarantee.reason or "an assumption of the guarantee was broken").rstrip(". ")
     if (broken := derived.deviations(config)[0]) is not None:  # whatever the record says
         return broken
-    epsilon = stated_epsilon(plan, record)
-    if audit is None or not contradicts(audit, epsilon):
+    if audit is None or not contradicts(audit, plan.epsilon):
         return None
     found, finding = audit.epsilon_lower_bound, audit.verdict_reason.rstrip(". ")
-    if found.value > epsilon:
+    if found.value > plan.epsilon:
         sure, at_least = formatting.percent(1 - found.alpha), formatting.measured(found.value)
-        planned = f"the run was planned for {formatting.bound(epsilon)}"
+        planned = f"the run was planned for {formatting.bound(plan.epsilon)}"
         finding = f"epsilon is at least {at_least} with {sure} confidence, and {planned}"
     return f"the audit of these weights contradicts it: {finding}"
 
@@ -112,31 +112,8 @@ def contradicts(audit: AuditRecord, epsilon: float) -> bool:
     return audit.verdict == "falsified" or audit.epsilon_lower_bound.value > epsilon
 
 
-def stated_epsilon(plan: PlanRecord, record: RunRecord) -> float:
-    """The epsilon of the whole Plan, or more if more was spent.
-
-    An interrupted run states no less: whoever stopped it may have looked at figures that carry no noise.
-
-    Raises:
-        ConfigError: What was spent is given at another delta than what was planned, so the two cannot be compared.
-    """
-    spent = record.epsilon_spent
-    if spent is not None and record.delta not in (None, plan.delta):
-        raise ConfigError(
-            f"run.json gives the epsilon spent at delta {record.delta}, plan.json at delta {plan.delta}, so the "
-            "card cannot state one of them. The run directory is damaged: train again."
-        )
-    return max(plan.epsilon, spent or 0.0)
-
-
-def _check_one_run(plan: PlanRecord | None, record: RunRecord, audit: AuditRecord | None) -> None:
-    """Refuses a Plan of another run, an audit of other weights, and one that tested something else than training fixed."""
-    if plan and (
-        record.manifest.get("plan.json", plan.digest) != plan.digest or record.steps_planned != plan.num_steps
-    ):
-        raise ConfigError("plan.json is not the Plan in run.json: the directory holds parts of two runs. Train again.")
-    if audit is None:
-        return
+def _check_audit(audit: AuditRecord, plan: PlanRecord | None, record: RunRecord) -> None:
+    """Refuses an audit of other weights, and one that tested something else than training fixed."""
     strangers = sorted(name for name, digest in audit.weights.items() if record.artifacts.get(name) != digest)
     rules = {
         f"about other weights ({', '.join(strangers) or 'none at all'}) than": not strangers and bool(audit.weights)

@@ -37,7 +37,7 @@ from dpllm.statement.run_files import LedgerRecord, PlanRecord, RunRecord
 
 ACCOUNTANT = "dp-accounting PLD"
 _OF_THE_PLAN = ("accountants", "limits", "curve")
-"""Other words for the planned epsilon, which are not true of one that is larger."""
+"""Other words for the planned epsilon."""
 
 
 def state(
@@ -105,7 +105,6 @@ def terms_of(
     optimizer: str,
     generator: Generator,
     lattice: Lattice | None,
-    spent: float | None = None,
     trade_off: list[list[float]] | None = None,
 ) -> Terms:
     """The numbers of the Plan: everything that is needed to compute epsilon again.
@@ -115,15 +114,12 @@ def terms_of(
         optimizer: What the noised sums were given to.
         generator: Of the noise.
         lattice: To which noise and contributions were rounded.
-        spent: Epsilon, where it is more than planned: then the Plan's other words for it are left out.
         trade_off: Of the event, see ``tradeoff_figure.trade_off``; None: left out.
     """
-    more = spent is not None and spent > plan.epsilon
     left_out = {name for name in _OF_THE_PLAN if not getattr(plan, name)}
-    left_out |= {*_OF_THE_PLAN} if more else set()
     coefficients = plan.coefficients
     found: Json = {
-        "epsilon": spent if more else plan.epsilon,
+        "epsilon": plan.epsilon,
         "definition": DEFINITION,
         "holds_for": "run",
         "trust_model": "central",
@@ -138,14 +134,12 @@ def terms_of(
         "without_amplification": None,
         "randomness": {"generator": generator, "secure_noise": generator == CRYPTOGRAPHIC, "lattice": lattice},
     }
-    if trade_off and not more:
+    if trade_off:
         found["trade_off"] = trade_off
     if coefficients:
         rate = step_of(plan.event).probability
         found["banded"] = {"bands": len(coefficients), "coefficients": coefficients, "group_rate": rate}
     terms = Terms.pick({name: value for name, value in plan.to_json().items() if name not in left_out}, **found)
-    if more:
-        return terms
     return terms.model_copy(update={"without_amplification": without_amplification(terms, plan.num_steps)})
 
 
