@@ -155,12 +155,8 @@ def test_an_export_is_verified_and_its_events_are_imported(say, place: Place, tm
     assert main(["ledger", "verify", "--file", str(export), "--head", f"{'0' * 64}:1"]) == 4
     other = str(tmp_path / "other.sqlite")
     event = tmp_path / "event.json"
-    for value in (
-        EVENT.to_json(),
-        {"event": EVENT.to_json(), "num_steps": 4, "unit": "example"},
-    ):  # the latter as in plan.json
+    for name, value in (("an event", EVENT.to_json()), ("plan.json", {"event": EVENT.to_json(), "num_steps": 4})):
         event.write_text(json.dumps(value))
-        name = f"notes of {len(value)} keys"
         assert main(["ledger", "import", name, "--event", str(event), *WHO, "--ledger", other]) == 0
         with Ledger(Path(other)) as taken:
             assert taken.spent(name) == pytest.approx(spent)
