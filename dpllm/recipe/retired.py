@@ -60,6 +60,8 @@ RETIRED = {
     "generate --beams": "a sample is drawn, not searched for; --temperature 0 takes the likeliest token each time",
     "merge --dtype": "the weights are written as the recipe loads the base; model.save_pretrained writes any other dtype",
     "push --replace": "other files make the card fail there; remove them with hf repo-files delete, or name another repository",
+    "ledger --from": "type dpllm ledger import NAME --event RUN/plan.json for each run of the other ledger",
+    "ledger history": "dpllm ledger show has budgets, runs and exceptions; dpllm ledger export prints every entry",
     "ledger --served": "dpllm verify DIR --ledger FILE says whether the ledger holds a served model's run",
     "ledger plot": "it had no effect; dpllm ledger show says what is left, and dpllm ledger metrics tells Prometheus",
     # Attacks of dpllm audit --attack.

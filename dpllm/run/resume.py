@@ -85,7 +85,7 @@ def _check_reservation(run: RunDir, own: Run, ledger: Ledger, policy: DatasetPol
     account, dataset = own.reservation.dataset, policy.dataset
     if own.state == "reconciled":
         raise Refused(
-            f"{run.root}: its reservation was closed (dpllm ledger history says by whom), and its unused steps may have gone to "
+            f"{run.root}: its reservation was closed (dpllm ledger export says by whom), and its unused steps may have gone to "
             "other runs. Start anew with --overwrite."
         )
     if account != ledger.records.charged_to(dataset, policy.derived_from):
