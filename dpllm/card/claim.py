@@ -63,19 +63,18 @@ def statement_of(
             lattice=record.lattice,
             trade_off=tradeoff_figure.trade_off(plan.event, plan.neighbouring_relation),
         )
-    model, ledger = record.model, record.ledger
-    base = model.name_or_path if model.commit or is_builtin(model.name_or_path) else names.last_part(model.name_or_path)
+    ledger = record.ledger
     recipe = {
         "released": "adapter weights" if isinstance(config.adapter, LoraConfig) else "model weights",
         "dataset": ledger.dataset if ledger else names.public_name(config.data.train),
         "data_public": config.data.public,
-        "base_model": base,
+        "base_model": _base_of(record),
         "not_covered": _not_covered(config, plan, record) if reason is None else [_EVERYTHING],
         "tuning": config.card.tuning,
         "contact": config.card.contact,
         "recipe_digest": names.digest(config),
     }
-    found = state.state(
+    statement = state.state(
         recipe,
         record,
         terms,
@@ -85,7 +84,13 @@ def statement_of(
         record.artifacts if files is None else files,
     )
     template = {"template": config.data.template} if config.data.template else {}  # "[/INST]" is no path
-    return privacy_record.read({**names.without_paths(found.to_json()), **template})
+    return privacy_record.read({**names.without_paths(statement.to_json()), **template})
+
+
+def _base_of(record: RunRecord) -> str:
+    """As the statement names the base model: of a directory, its last part."""
+    name = record.model.name_or_path
+    return name if record.model.commit or is_builtin(name) else names.last_part(name)
 
 
 def why_not(config: RunConfig, plan: PlanRecord | None, record: RunRecord, audit: AuditRecord | None) -> str | None:
