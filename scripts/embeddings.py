@@ -61,7 +61,7 @@ def vectors(known: argparse.Namespace, source: str) -> tuple[Floats, list[str], 
         rows = data.load_table(config.train, config, None, folder).rows
         if not (path := known.cache / f"{key}.npz").exists():
             encoder = Encoder(ModelConfig(name_or_path=known.encoder), known.max_length)
-            centre_D = encoder.around(None, 1).centre_D
+            centre_D = encoder.around(1).centre_D
             found_RD = encoder.of_rows(each_row(rows), ("text",), lambda vectors_RD: vectors_RD)  # as they are
             known.cache.mkdir(parents=True, exist_ok=True)
             np.savez(path, vectors=found_RD, centre=centre_D)

@@ -65,15 +65,11 @@ FEATURES = (
         (
             "*/describe.py",
             "run/embeddings.py",
-            "run/projections.py",
-            "run/mechanism.py",
             "privacy/releases.py",
-            "privacy/bounded_range.py",
             "statement/released.py",
-            "statement/stored_events.py",
             "verification/check_embedded.py",
         ),
-        1_774,
+        1_266,
     ),
     Feature(
         "synthetic texts and private inference",
@@ -92,19 +88,20 @@ FEATURES = (
             "card/inference_card.py",
             "verification/check_inference.py",
             "verification/check_dataset.py",
+            "privacy/bounded_range.py",
             "privacy/voting.py",
             "model/longest.py",
             "model/reading.py",
             "text/asked.py",
             "text/prompts.py",
         ),
-        3_229,
+        3_305,
     ),
     Feature(
         "publishing models",
         "Texts from a model, one merged set of weights, a search for leaks, and a Hub upload that is checked first.",
         ("publish/*.py", "cli/publish.py"),
-        1_109,
+        1_091,
     ),
     Feature(
         "accounting",
@@ -154,7 +151,7 @@ FEATURES = (
         "recipes and runs",
         "One recipe in, one folder out: planned, trained, resumed, recorded.",
         ("run/*.py", "recipe/*.py", "cli/plan.py", "cli/__init__.py", "__init__.py", "__main__.py", "progress.py"),
-        5_309,
+        5_633,
     ),
     Feature(
         "forecast and advice",
@@ -172,44 +169,44 @@ FEATURES = (
         "ledger",
         "One account for each dataset, in SQLite or PostgreSQL, that no run can overspend.",
         ("ledger/*.py", "cli/ledger.py"),
-        2_878,
+        2_713,
     ),
     Feature(
         "canaries and audits",
         "What a model memorised: canaries, extraction, membership, with bounds that hold.",
         ("auditing/*.py", "canaries/*.py", "cli/audit.py", "cli/canaries.py"),
-        4_237,
+        4_231,
     ),
     Feature(
         "audits of other models",
         "The same audit of a model that was trained elsewhere, and the bound over many runs.",
         ("lab/*.py",),
-        606,
+        599,
     ),
     Feature(
         "cards and statements",
         "A model card whose every figure is derived from recorded facts.",
         ("statement/*.py", "card/*.py"),
-        2_821,
+        2_756,
     ),
     Feature(
         "verification",
         "Anyone recomputes a card from its files.",
         ("verification/*.py",),
-        2_212,
+        2_146,
     ),
     Feature(
         "comparison",
         "Runs side by side, and a sweep that is paid as one.",
         ("comparison/*.py", "cli/compare.py"),
-        1_147,
+        1_123,
     ),
     Feature(
         "errors and files", "Messages of three parts; files that are whole or absent.", ("errors.py", "files.py"), 450
     ),
 )
 LIMITS = {
-    "modules": 195,
+    "modules": 194,
     "longest module": 413,
     "longest function": 60,
     "most parameters": 8,
@@ -219,7 +216,7 @@ LIMITS = {
     "upward arrows": 0,
     "rooms in cycles": 0,
 }
-MOST_LINES = 37_396  # of all features together; 31,000 is aimed at, and never above 33,500 after that
+MOST_LINES = 36_937  # of all features together; 31,000 is aimed at, and never above 33,500 after that
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 

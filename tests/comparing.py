@@ -15,6 +15,7 @@ from dpllm.privacy.accounting import dp_sgd_event
 from dpllm.recipe import names
 from dpllm.recipe.config import RunConfig, dump_config
 from dpllm.run.directory import RunDir
+from dpllm.statement.run_files import read_plan
 
 Json = dict[str, Any]
 EVENT = dp_sgd_event(1.0, 40.0, 4)  # cheap to account
@@ -103,6 +104,12 @@ def make_run(
         "spent_epsilon": 1.17 * epsilon, "used": None, "final": False, "imported": 0,
         "group": {"name": group, "runs": 2, "epsilon": 9.1, "delta": 1e-5} if group else None,
     }  # fmt: skip
+    written = {f"export/{name}": value for name, value in (artifacts or weights(root)).items()}
+    written["config.yaml"] = names.of_training(config)
+    if enabled:
+        promise = cards.plan(epsilon=epsilon, unit="example", max_examples_per_unit=None, event=EVENT.to_json())
+        write_json(run.plan, promise)
+        written["plan.json"] = read_plan(run).digest
     write_json(
         run.run,
         {
@@ -111,10 +118,7 @@ def make_run(
             "epsilon_spent": epsilon if enabled else None,
             "delta": 1e-5 if enabled else None,
             "model": {**cards.record()["model"], "name_or_path": "builtin:tiny", "commit": None},
-            "manifest": {
-                "config.yaml": names.of_training(config),
-                **{f"export/{name}": value for name, value in (artifacts or weights(root)).items()},
-            },
+            "manifest": written,
             "ledger": ledger if enabled else None,
             "metrics": {"public": evaluated if config.data.eval_public else {}},
             "steps_planned": 100,
@@ -126,9 +130,6 @@ def make_run(
         },
     )
     write_json(run.private / "summary.json", evaluated)
-    if enabled:
-        promise = cards.plan(epsilon=epsilon, unit="example", max_examples_per_unit=None, event=EVENT.to_json())
-        write_json(run.plan, promise)
     if audit:
         write_json(run.audit_dir(enabled) / "audit.json", measured_audit(epsilon, weights(root)))
     return run

@@ -11,6 +11,7 @@ import pytest
 
 from dpllm.cli import main
 from dpllm.ledger import open_ledger
+from dpllm.run import embeddings
 from dpllm.statement.released import Statistics
 
 Json = dict[str, Any]
@@ -18,7 +19,6 @@ Say = Callable[..., tuple[int, str, str]]
 PREDICT = ["--predict", "label", "--values", "yes,no"]
 CLUSTERS = ["--clusters", "2"]
 UNITS = 40
-WORDS = ["the pain is worse after meals", "he asked for a letter", "the boat and the dog", "seen at home on Monday"]
 
 
 def rows(units: int = UNITS) -> list[Json]:
@@ -43,22 +43,13 @@ def say(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
     """Types ``dpllm describe`` on rows; returns exit code and what was printed."""
     monkeypatch.setenv("COLUMNS", "250")
     monkeypatch.chdir(tmp_path)
+    for constant in ("WORDS", "MIXED"):  # fewer texts to read, for the centre and the names
+        monkeypatch.setattr(embeddings, constant, 30)
     write(rows())
-    Path("public.txt").write_text("\n".join(WORDS))
 
     def typed(*words: object, epsilon: float = 20.0) -> tuple[int, str, str]:
-        fixed = [
-            "rows.jsonl",
-            "--unit",
-            "who",
-            "--max-examples-per-unit",
-            4,
-            "--dataset",
-            "notes",
-            "--ledger",
-            "l.sqlite",
-        ]
-        fixed += ["--epsilon", epsilon, "--encoder", "builtin:tiny", "--data.max_length", 16, "--words", "public.txt"]
+        fixed = ["rows.jsonl", "--unit", "who", "--max-examples-per-unit", 4, "--dataset", "notes"]
+        fixed += ["--ledger", "l.sqlite", "--epsilon", epsilon, "--encoder", "builtin:tiny", "--data.max_length", 16]
         code = main(["describe", *map(str, [*fixed, *words])])
         return code, *capsys.readouterr()
 

@@ -21,7 +21,7 @@ from huggingface_hub import CardData, ModelCardData
 from dpllm.auditing.record import read_audit
 from dpllm.card.claim import statement_of
 from dpllm.errors import ConfigError
-from dpllm.files import BLOCK, CARD, SIGNATURE, UNHASHED, hashes, read_json, unknown, write_whole
+from dpllm.files import BLOCK, CARD, SIGNATURE, hashes, read_json, write_whole
 from dpllm.recipe import names
 from dpllm.recipe.config import LoraConfig, RunConfig
 from dpllm.recipe.names import is_builtin
@@ -47,13 +47,10 @@ def write_card(run: RunDir, describe: Path | None = None) -> Path:
         The path of ``export/README.md``.
 
     Raises:
-        ConfigError: A file is missing or damaged, the run was refused, export/ does not hold what the run wrote, or the audit
-            belongs to other weights.
+        ConfigError: A file is missing or not what the run wrote, the run was refused, a private file lies in export/audit, or the
+            audit belongs to other weights.
     """
-    config, record, statement = _read(run, describe or run.describe)
-    found = hashes(run.export, UNHASHED | {tradeoff_figure.FILE})
-    _check_artifacts(run, record, found)
-    made = pages(config, record, statement, found)
+    made = _made(run, describe or run.describe)
     if describe is not None:
         write_whole(run.describe, describe.read_bytes())
     before = run.export / BLOCK
@@ -83,9 +80,7 @@ def rerender(directory: Path) -> dict[str, str]:
         ConfigError: See ``write_card``.
     """
     run = RunDir(directory)
-    config, record, statement = _read(run, run.describe)
-    audits = {name: digest for name, digest in hashes(run.export).items() if name.startswith("audit/")}
-    return pages(config, record, statement, {**record.artifacts, **audits})
+    return _made(run, run.describe)
 
 
 def pages(config: RunConfig, record: RunRecord, statement: PrivacyRecord, beside: Mapping[str, str]) -> dict[str, str]:
@@ -165,8 +160,8 @@ def page(template: str, front: CardData, parts: Mapping[str, str], config: RunCo
     return text
 
 
-def _read(run: RunDir, describe: Path) -> tuple[RunConfig, RunRecord, PrivacyRecord]:
-    """Recipe and record of a run, and its statement, which names no files yet."""
+def _made(run: RunDir, describe: Path) -> dict[str, str]:
+    """The pages of a run; they name the files that the run wrote and those of the audit, so no other file verifies."""
     opened = open_run(run)
     config, record = opened.config, opened.record
     if not record.artifacts:
@@ -175,27 +170,17 @@ def _read(run: RunDir, describe: Path) -> tuple[RunConfig, RunRecord, PrivacyRec
             "dpllm train RECIPE --resume, or train again."
         )
     released = read_json(describe) if describe != run.describe or describe.exists() else None
-    if not config.privacy.enabled:
-        return config, record, statement_of(config, None, record, None, {}, released)
     folder = run.export / "audit"
-    audit = read_audit(folder / "audit.json") if (folder / "audit.json").exists() else None
-    return config, record, statement_of(config, read_plan(run), record, audit, {}, released)
-
-
-def _check_artifacts(run: RunDir, record: RunRecord, files: Mapping[str, str]) -> None:
-    # An audit alone is added behind the run; any other name, or a link, may stand for a private file.
-    added = [name for name in files if name not in record.artifacts]
-    other = [name for name in added if not name.startswith("audit/") or _private(run, run.export / name)]
-    if strange := unknown(files) + other:
+    audits = {f"audit/{name}": digest for name, digest in hashes(folder).items()}
+    if copied := [name for name in audits if _private(run, run.export / name)]:
         raise ConfigError(
-            f"{run.export}: {strange[0]} does not belong in an export, and everything beside the card is published with it. Move "
-            "it elsewhere, then type the command again."
+            f"{run.export}: {copied[0]} holds what a file in private/ holds, and would be published with the card. Remove it, "
+            "and type the command again."
         )
-    if missing := sorted(record.artifacts.keys() - files.keys()):
-        raise ConfigError(
-            f"{run.export}: {missing[0]}, which the run wrote, is missing, so a card would describe other files. Restore it, or "
-            "train again."
-        )
+    plan = read_plan(run) if config.privacy.enabled else None
+    audit = read_audit(folder / "audit.json") if plan and (folder / "audit.json").exists() else None
+    statement = statement_of(config, plan, record, audit, {}, released)
+    return pages(config, record, statement, {**record.artifacts, **audits})
 
 
 def _private(run: RunDir, path: Path) -> bool:

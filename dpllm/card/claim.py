@@ -7,6 +7,7 @@ an epsilon as a guarantee where there is none.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from dpllm.auditing.bounds import Claim
@@ -43,13 +44,15 @@ def statement_of(
         statistics: ``describe.json``; None without one.
 
     Returns:
-        The statement. ``guarantee`` is true only if the run kept every assumption and its audits do not contradict it. Otherwise
-        ``reason`` says why, and the Plan's numbers stand under ``attempted`` and nowhere else.
+        The statement, of the epsilon of the whole Plan, also where the run was interrupted: whoever stopped it may have looked at
+        figures that carry no noise. ``guarantee`` is true only if the run kept every assumption and its audits do not contradict
+        it. Otherwise ``reason`` says why, and the Plan's numbers stand under ``attempted`` and nowhere else.
 
     Raises:
-        ConfigError: These are parts of two runs, or one of them holds what no statement may say.
+        ConfigError: The audit is not of this run, or one of these holds what no statement may say.
     """
-    _check_one_run(plan, record, audit)
+    if audit is not None:
+        _check_audit(audit, plan, record)
     reason = why_not(config, plan, record, audit)
     terms = None
     if plan is not None:
@@ -58,22 +61,20 @@ def statement_of(
             optimizer=config.train.optimizer,
             generator=record.generator or "philox",  # version 0.1.0 took that and did not write it down
             lattice=record.lattice,
-            spent=stated_epsilon(plan, record),
             trade_off=tradeoff_figure.trade_off(plan.event, plan.neighbouring_relation),
         )
-    model, ledger = record.model, record.ledger
-    base = model.name_or_path if model.commit or is_builtin(model.name_or_path) else names.last_part(model.name_or_path)
+    ledger = record.ledger
     recipe = {
         "released": "adapter weights" if isinstance(config.adapter, LoraConfig) else "model weights",
         "dataset": ledger.dataset if ledger else names.public_name(config.data.train),
         "data_public": config.data.public,
-        "base_model": base,
+        "base_model": _base_of(record),
         "not_covered": _not_covered(config, plan, record) if reason is None else [_EVERYTHING],
         "tuning": config.card.tuning,
         "contact": config.card.contact,
         "recipe_digest": names.digest(config),
     }
-    found = state.state(
+    statement = state.state(
         recipe,
         record,
         terms,
@@ -83,7 +84,13 @@ def statement_of(
         record.artifacts if files is None else files,
     )
     template = {"template": config.data.template} if config.data.template else {}  # "[/INST]" is no path
-    return privacy_record.read({**names.without_paths(found.to_json()), **template})
+    return privacy_record.read({**names.without_paths(statement.to_json()), **template})
+
+
+def _base_of(record: RunRecord) -> str:
+    """As the statement names the base model: of a directory, its last part."""
+    name = record.model.name_or_path
+    return name if record.model.commit or is_builtin(name) else names.last_part(name)
 
 
 def why_not(config: RunConfig, plan: PlanRecord | None, record: RunRecord, audit: AuditRecord | None) -> str | None:
@@ -95,13 +102,12 @@ def why_not(config: RunConfig, plan: PlanRecord | None, record: RunRecord, audit
         return (record.guarantee.reason or "an assumption of the guarantee was broken").rstrip(". ")
     if (broken := derived.deviations(config)[0]) is not None:  # whatever the record says
         return broken
-    epsilon = stated_epsilon(plan, record)
-    if audit is None or not contradicts(audit, epsilon):
+    if audit is None or not contradicts(audit, plan.epsilon):
         return None
     found, finding = audit.epsilon_lower_bound, audit.verdict_reason.rstrip(". ")
-    if found.value > epsilon:
+    if found.value > plan.epsilon:
         sure, at_least = formatting.percent(1 - found.alpha), formatting.measured(found.value)
-        planned = f"the run was planned for {formatting.bound(epsilon)}"
+        planned = f"the run was planned for {formatting.bound(plan.epsilon)}"
         finding = f"epsilon is at least {at_least} with {sure} confidence, and {planned}"
     return f"the audit of these weights contradicts it: {finding}"
 
@@ -111,31 +117,8 @@ def contradicts(audit: AuditRecord, epsilon: float) -> bool:
     return audit.verdict == "falsified" or audit.epsilon_lower_bound.value > epsilon
 
 
-def stated_epsilon(plan: PlanRecord, record: RunRecord) -> float:
-    """The epsilon of the whole Plan, or more if more was spent.
-
-    An interrupted run states no less: whoever stopped it may have looked at figures that carry no noise.
-
-    Raises:
-        ConfigError: What was spent is given at another delta than what was planned, so the two cannot be compared.
-    """
-    spent = record.epsilon_spent
-    if spent is not None and record.delta not in (None, plan.delta):
-        raise ConfigError(
-            f"run.json gives the epsilon spent at delta {record.delta}, plan.json at delta {plan.delta}, so the "
-            "card cannot state one of them. The run directory is damaged: train again."
-        )
-    return max(plan.epsilon, spent or 0.0)
-
-
-def _check_one_run(plan: PlanRecord | None, record: RunRecord, audit: AuditRecord | None) -> None:
-    """Refuses a Plan of another run, an audit of other weights, and one that tested something else than training fixed."""
-    if plan and (
-        record.manifest.get("plan.json", plan.digest) != plan.digest or record.steps_planned != plan.num_steps
-    ):
-        raise ConfigError("plan.json is not the Plan in run.json: the directory holds parts of two runs. Train again.")
-    if audit is None:
-        return
+def _check_audit(audit: AuditRecord, plan: PlanRecord | None, record: RunRecord) -> None:
+    """Refuses an audit of other weights, and one that tested something else than training fixed."""
     strangers = sorted(name for name, digest in audit.weights.items() if record.artifacts.get(name) != digest)
     rules = {
         f"about other weights ({', '.join(strangers) or 'none at all'}) than": not strangers and bool(audit.weights)
@@ -157,6 +140,11 @@ def _released(describe: Json, terms: Terms | None, record: RunRecord) -> Statist
     one, ledger = Statistics.pick(describe), record.ledger
     if not one.drawn:
         raise ConfigError("describe.json is of a dry run and holds no values. Name the file of the released ones.")
+    if one.pure == math.inf:
+        raise ConfigError(
+            "describe.json is of clusters or a classifier, which have a card of their own, in the folder that holds it. Name a "
+            "file of statistics."
+        )
     mine = None if terms is None or ledger is None else (ledger.dataset, terms.unit, terms.neighbouring_relation)
     if (one.dataset, one.unit, one.neighbouring_relation) != mine:
         raise ConfigError(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dpllm.errors import ConfigError
-from dpllm.files import BLOCK, CARD, hashes, read_json, sha256, write_whole
+from dpllm.files import BLOCK, CARD, read_json, sha256, write_whole
 from dpllm.recipe.config import RunConfig
 from dpllm.run.directory import RunDir
 from dpllm.statement import formatting, privacy_record, section, synthetic
@@ -37,9 +37,8 @@ def write_dataset_card(directory: Path, run: RunDir) -> Path:
         The path of README.md.
 
     Raises:
-        ConfigError: A file is missing or damaged, there are others, the run has no card or does not show the statistic that
-            control codes were drawn from, its model or that statistic is another than the rows come from, or a text of the recipe
-            holds a marker.
+        ConfigError: A file is missing or damaged, the run has no card or does not show the statistic that control codes were
+            drawn from, its model or that statistic is another than the rows come from, or a text of the recipe holds a marker.
     """
     given = read_json(directory / RECORD)
     block = run.export / BLOCK
@@ -51,12 +50,6 @@ def write_dataset_card(directory: Path, run: RunDir) -> Path:
         raise ConfigError(
             f"{directory}: {ROWS}, or the card in {run.export}, is missing, so nothing says what the rows come from. Type "
             f"dpllm card {run.root}, and then dpllm synthesize {run.root}."
-        )
-    former = set(hashes(directory)) - synthetic.files(statement)
-    if strange := sorted(former - {synthetic.FIGURE}):
-        raise ConfigError(
-            f"{directory}: {strange[0]} does not belong in a data set, and everything in the folder is published. Move it "
-            "elsewhere, then type the command again."
         )
     of_run = {mine: (run.export / name).read_bytes() for mine, name in copied.items()}
     files = {name: hashlib.sha256(content).hexdigest() for name, content in of_run.items()}
@@ -73,8 +66,8 @@ def write_dataset_card(directory: Path, run: RunDir) -> Path:
     written: dict[str, str | bytes] = {**of_run, RECORD: record_text, CARD: text}
     for name, content in written.items():
         write_whole(directory / name, content)
-    if former:  # the figure of a guarantee that the run has lost
-        (directory / synthetic.FIGURE).unlink()
+    if synthetic.FIGURE not in synthetic.files(statement):  # of a guarantee that the run has lost
+        (directory / synthetic.FIGURE).unlink(missing_ok=True)
     return directory / CARD
 
 

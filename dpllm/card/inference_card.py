@@ -9,8 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from dpllm.card import dataset_card
-from dpllm.errors import ConfigError
-from dpllm.files import CARD, hashes, sha256, write_whole
+from dpllm.files import CARD, sha256, write_whole
 from dpllm.recipe.config import RunConfig
 from dpllm.statement import formatting, inference, section
 from dpllm.statement.fields import Json
@@ -33,15 +32,8 @@ def write_inference_card(directory: Path, config: RunConfig, record: Inference) 
         The path of README.md.
 
     Raises:
-        ConfigError: The rows are missing, another file lies there, or a text of record or recipe holds a marker.
+        ConfigError: A text of record or recipe holds a marker.
     """
-    if not (directory / ROWS).is_file():
-        raise ConfigError(f"{directory}: {ROWS} is missing, so there is nothing to describe. Put the file back.")
-    if strange := sorted(set(hashes(directory)) - {ROWS, CARD, RECORD}):
-        raise ConfigError(
-            f"{directory}: {strange[0]} does not belong in a data set, and everything in the folder is published. Move it "
-            "elsewhere, then type the command again."
-        )
     record = record.model_copy(update={"files": {ROWS: sha256(directory / ROWS)}})
     text = dataset_card.whole_page(config, front_matter(record), render(record), s=record)
     write_whole(directory / RECORD, section.dump_block(record.to_json()))

@@ -54,7 +54,6 @@ def add_commands(add: AddCommand) -> None:
     group.add_argument(
         "--encoder", metavar="MODEL", help="model or sentence encoder that reads the texts (default: the recipe's)"
     )
-    group.add_argument("--words", type=Path, metavar="FILE", help="public texts, one a line, to centre on and name by")
     take_data(parser)
     take_final(parser)
     parser.add_argument("--tokenizer", metavar="MODEL", help="model whose tokens are counted (default: the recipe's)")
@@ -110,20 +109,19 @@ def describe(known: argparse.Namespace, rest: list[str]) -> int:
         if lengths:
             raise ConfigError("--lengths counts tokens and needs a tokenizer. Type --tokenizer MODEL, or a recipe.")
         keys["model.name_or_path"] = "none"
+    config = around(known.data, keys, "dpllm describe")
     cost, create = (known.epsilon, known.delta), not known.dry_run
     if embedded:
         from dpllm.run import embeddings  # and torch
         from dpllm.text.data import value_name
 
         values = tuple(map(value_name, known.values.split(","))) if known.values else ()  # as the data's are read
-        wanted = embeddings.Asked(known.clusters, known.predict, values, known.words)
-        config = around(known.data, keys, "dpllm describe")
+        wanted = embeddings.Asked(known.clusters, known.predict, values)
         return _release(known, embeddings.offered(config, wanted, *cost, create=create), wanted.kind)
     from dpllm.run import describe as statistics
     from dpllm.text.asked import parse
 
     asked = [parse(kind, text, known.at) for kind, text in known.asked]
-    config = around(known.data, keys, "dpllm describe")
     return _release(known, statistics.offered(config, asked, *cost, create=create), "describe.json")
 
 
@@ -145,8 +143,7 @@ def _release(known: argparse.Namespace, offered: AbstractContextManager[Offer], 
     with offered as offer:
         found = offer.statistics if known.dry_run else offer.release(output)
     told = f"Together epsilon {found.epsilon:.4f} at delta {found.delta:g} per {found.unit} of {found.dataset}"
-    tried = [f" Accuracy {one.held_out.words()}." for one in found.releases if one.held_out]
-    column, end = "released (95% error)", f", charged to the ledger; all of it is in {output}.{''.join(tried)}"
+    column, end = "released (95% error)", f", charged to the ledger; all of it is in {output}."
     if known.dry_run:
         column = "95% error"
         end = f". Ledger: {offer.seen or 'none there yet'}. Nothing was spent."

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpllm.cli.plan import by_this_user, show, take_json, take_ledger, writing
-from dpllm.errors import ConfigError, LedgerContradiction
+from dpllm.errors import ConfigError, LedgerContradiction, Refused
 
 if TYPE_CHECKING:
+    from rich.console import Group
+
     from dpllm.ledger import Ledger
     from dpllm.ledger.values import Budget
     from dpllm.privacy.events import Event
@@ -21,7 +27,6 @@ ACTIONS = {
     "init": "set a dataset's budget, once",
     "except": "permit training without differential privacy on a dataset; every later card will say so",
     "show": "how much of each dataset's budget is used",
-    "history": "list every entry of the chain",
     "verify": "detect edits, cuts and reordering (exit code 4)",
     "reconcile": "close a run that will not go on",
     "adopt": "register the new location of a ledger that was moved",
@@ -41,10 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         made[name] = action
     for name in ("init", "except", "import"):
         made[name].add_argument("dataset", help="name of the dataset")
-    for name in ("show", "history", "verify"):
+    for name in ("show", "verify"):
         take_json(made[name])
-    for name in ("show", "history"):
-        made[name].add_argument("dataset", nargs="?", help="name of the dataset (default: all)")
+    made["show"].add_argument("dataset", nargs="?", help="name of the dataset (default: all)")
     for name in ("init", "except", "reconcile", "adopt", "import"):
         made[name].add_argument("--by", help="who is responsible for it (default: this user)")
         made[name].add_argument("--reason", required=True, help="why")
@@ -63,15 +67,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--data", help="a data file, or a recipe that names its columns: copies are recognised from now on"
     )
     verify = made["verify"]
-    verify.add_argument("--head", help="a head that was copied elsewhere, as HASH:COUNT, or the path of a run.json")
+    verify.add_argument("--head", help="a head that was copied elsewhere, as HASH:COUNT")
     verify.add_argument("--file", help="verify an exported chain instead")
     made["reconcile"].add_argument("entry", help="the reservation's entry, as dpllm ledger show lists it")
     imported = made["import"]
     imported.add_argument("--run", default="elsewhere", help="name of the run")
     imported.add_argument("--epsilon", type=float, help="what it stated")
     imported.add_argument("--delta", type=float, default=0.0, help="delta of that epsilon")
-    imported.add_argument("--event", help="JSON file with its accounting event, if known")
-    imported.add_argument("--from", dest="source", help="an exported ledger: all runs of the dataset there")
+    imported.add_argument("--event", help="JSON file with its accounting event, if known, or the plan.json of a run")
     made["export"].add_argument("--output", help="file (default: standard output)")
     text = "directory of the node exporter's textfile collector (default: standard output)"
     made["metrics"].add_argument("--textfile", metavar="DIR", help=text)
@@ -96,18 +99,13 @@ def run(known: argparse.Namespace, rest: list[str]) -> int:
         where = known.ledger or default_path()
         raise ConfigError(f"{where}: no ledger there yet; the first private run makes one. Name another with --ledger.")
     with ledger, ledger.counting():
-        if known.action not in ("verify", "history", "export", "show", "metrics", "adopt"):
+        if known.action not in ("verify", "export", "show", "metrics", "adopt"):
             ledger.refuse_if_tampered()
         code: int = globals()[f"_{known.action}"](ledger, known)
         return code
 
 
 def _wanted(known: argparse.Namespace) -> Budget:
-    """The budget that was typed.
-
-    Raises:
-        ConfigError: It bounds nothing, or something that was named is not there.
-    """
     from dpllm.ledger.budgets import check_budget
     from dpllm.ledger.values import Budget
 
@@ -170,30 +168,112 @@ def _except(ledger: Ledger, known: argparse.Namespace) -> int:
 
 
 def _show(ledger: Ledger, known: argparse.Namespace) -> int:
-    from dpllm.ledger import tables
-
-    found = tables.overview_values(ledger, _names(ledger, known.dataset))
-    return show(known, found if known.json else tables.overview(found))
-
-
-def _names(ledger: Ledger, dataset: str | None) -> list[str]:
     names = ledger.datasets()
-    if dataset is None:
-        return names
-    account = ledger.records.account_name(dataset)
-    if account not in names:
-        raise ConfigError(f"{ledger.location}: knows no dataset {dataset!r}. It knows: {', '.join(names) or 'none'}.")
-    return [account]
+    if known.dataset is not None:
+        account = ledger.records.account_name(known.dataset)
+        if account not in names:
+            raise ConfigError(
+                f"{ledger.location}: knows no dataset {known.dataset!r}. It knows: {', '.join(names) or 'none'}."
+            )
+        names = [account]
+    found = _overview_values(ledger, names)
+    return show(known, found if known.json else _overview(found))
 
 
-def _history(ledger: Ledger, known: argparse.Namespace) -> int:
-    from dpllm.ledger import tables
+def _overview_values(ledger: Ledger, datasets: Sequence[str]) -> dict[str, Any]:
+    from dpllm.ledger import admission
 
-    entries = ledger.history(known.dataset)  # as stored, so that an edited chain can be looked at
-    if known.dataset is not None and not entries:
-        _names(ledger, known.dataset)
-    found = tables.chain_values(entries)
-    return show(known, found if known.json else tables.chain_table(found))
+    found = {}
+    for name in datasets:
+        account, imports = ledger.account(name), [entry.facts for entry in ledger.chain.of(name, "import")]
+        found[name] = {
+            "budget": asdict(account.budget) if account.budget else None,
+            "runs": [
+                {key: getattr(run, key) for key in ("state", "steps", "heartbeat")}
+                | {key: getattr(run.reservation, key) for key in ("entry", "run", "num_steps", "epsilon", "delta")}
+                for run in account.runs
+            ],
+            "used": admission.used(account),
+            "imports": [{"run": facts["run"], "event": facts["event"]} for facts in imports],
+            "says": totals(ledger, name),
+        }
+    refused = ledger.refusals().items()
+    refusals = [{"dataset": dataset, "reason": reason, "number": number} for (dataset, reason), number in refused]
+    chain = {"location": str(ledger.location), "head": ledger.head(), "problems": ledger.verify()}
+    return {"datasets": found, "refusals": refusals, **chain}
+
+
+def _overview(found: dict[str, Any]) -> Group:
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    from dpllm.ledger.values import OPEN
+
+    def plain(text: object) -> Text:
+        """Text as it is: no markup, and nothing that moves the cursor or cannot be encoded."""
+        return Text("".join(letter if letter.isprintable() else "?" for letter in str(text)))
+
+    parts: list[Any] = []
+    for name, one in found["datasets"].items():
+        table = Table(title=plain(name), title_justify="left", title_style="bold")
+        table.add_column("entry", no_wrap=True)
+        for column in ("run", "steps", "state", "epsilon", "delta"):
+            table.add_column(column, justify="left" if column in ("run", "state") else "right")
+        for run in one["runs"]:
+            cost = f"{run['epsilon']:.3f}", f"{run['delta']:g}"
+            state = run["state"] + (f", seen {_age(run['heartbeat'])} ago" if run["state"] in OPEN else "")
+            table.add_row(run["entry"], plain(run["run"]), f"{run['steps']}/{run['num_steps']}", state, *cost)
+        for past in one["imports"]:
+            event = past["event"]
+            cost = (f"{event['epsilon']:.3f}", f"{event['delta']:g}") if event["type"] == "imported" else ("", "")
+            table.add_row("", plain(f"{past['run']} (imported)"), "", "imported", *cost)
+        parts += [table, *map(plain, one["says"]), ""]
+    if refused := [f"{one['dataset']}: {one['reason']} {one['number']}" for one in found["refusals"]]:
+        parts.append(plain("Refused: " + "; ".join(refused)))
+    head = found["head"]
+    sound = f"{found['location']}: {head['count']} entries, chain unbroken, head {head['hash'][:12]}"
+    return Group(*parts, plain(found["problems"][0] if found["problems"] else sound))
+
+
+def totals(ledger: Ledger, dataset: str) -> list[str]:
+    """How much of a dataset's budget is used, or without one or after a final run what all runs come to; then the rest."""
+    from dpllm.ledger import admission
+    from dpllm.ledger.reserving import group_total
+    from dpllm.ledger.values import used_in_words
+
+    account = ledger.account(dataset)
+    budget, share = account.budget, admission.used(account)
+    lines = []
+    if budget is not None and share is not None:
+        fit = ""
+        if account.runs:
+            last = account.runs[-1]
+            fit = f"; {admission.how_many(account, last.event)} more like run {last.reservation.run} fit"
+        lines.append(f"{used_in_words(share, budget)}{fit}.")
+    else:
+        try:
+            spent = ledger.spent(dataset)
+            total = f"epsilon {spent:.4f}"
+        except Refused:  # imports may be of kinds that no accountant knows together
+            spent, total = math.inf, "no epsilon that an accountant knows"
+        exact = account.final and not account.imports  # an import may have been chosen after the final run's results
+        how = "closed by a final reservation: exactly" if exact else "as if fixed in advance:"
+        exceeds = ", which exceeds the budget" if budget and spent > budget.epsilon else ""
+        lines.append(f"All runs, {how} {total}{exceeds}.")
+    lines.append(f"Budget: {budget}." if budget else "No budget is set: runs are charged without a limit.")
+    for name, runs in account.groups().items():
+        found, done = group_total(account, name), sum(run.state == "completed" for run in runs)
+        lines.append(
+            f"Tuning group {name}: {found['runs']} runs fixed together, {done} completed; all of them come to epsilon "
+            f"{found['epsilon']:.3f} at delta {found['delta']:g}."
+        )
+    return lines + [f"Exception: {line}." for line in account.deviations()]
+
+
+def _age(heartbeat: float) -> str:
+    age = max(0, round(time.time() - heartbeat))
+    return f"{age} s" if age < 120 else f"{age // 60} min" if age < 7200 else f"{age // 3600} h"
 
 
 def _verify(ledger: Ledger | None, known: argparse.Namespace) -> int:
@@ -216,26 +296,17 @@ def _verify(ledger: Ledger | None, known: argparse.Namespace) -> int:
         return 0
     print(f"{where}: {last['count']} entries, chain unbroken, head {last['hash']}:{last['count']}")
     if head is None:
-        print(
-            "A chain that was cut or written anew shows only against a head copied elsewhere: --head HASH:COUNT or RUN/run.json"
-        )
+        print("A chain that was cut or written anew shows only against a head copied elsewhere: --head HASH:COUNT")
     return 0
 
 
 def _head(text: str | None) -> dict[str, Any] | None:
-    from dpllm.files import read_json
-
     if text is None:
         return None
-    if os.path.exists(text):
-        record = read_json(Path(text)).get("ledger")
-        head = record.get("head") if isinstance(record, dict) else None
-        if not isinstance(head, dict) or type(head.get("count")) is not int:
-            raise ConfigError(f"{text}: has no head of a ledger. Give the run.json of a private run, or HASH:COUNT.")
-        return head
     if not (found := re.fullmatch(r"(.{64}):([1-9][0-9]{0,17})", text)):
         raise ConfigError(
-            f"--head {text!r} is neither HASH:COUNT, with a count of 1 or more, nor the path of a run.json."
+            f"--head {text!r} is no HASH:COUNT with a count of 1 or more. For the head in a run's run.json, type dpllm verify "
+            "RUN --ledger FILE."
         )
     return {"hash": found[1], "count": int(found[2])}
 
@@ -260,27 +331,17 @@ def _adopt(ledger: Ledger, known: argparse.Namespace) -> int:
 
 def _import(ledger: Ledger, known: argparse.Namespace) -> int:
     from dpllm.files import read_json
-    from dpllm.ledger import budgets, tables
-    from dpllm.ledger.chain import event_of, read_export
+    from dpllm.ledger import budgets
     from dpllm.ledger.values import LABELS
     from dpllm.privacy.events import Imported, read
     from dpllm.privacy.parts import imported_delta
 
-    given = [name for name in ("epsilon", "event", "source") if getattr(known, name) is not None]
-    if len(given) != 1:
-        raise ConfigError("what was spent? Type one of --epsilon E [--delta D], --event FILE, or --from EXPORT.")
+    if (known.epsilon is None) == (known.event is None):
+        raise ConfigError("what was spent? Type --epsilon E [--delta D], or --event FILE.")
     event: Event
-    if known.source:
-        value = read_json(Path(known.source))
-        read_export(value, Path(known.source))
-        event, unit, relation = event_of(value, known.dataset)
-        if known.unit not in (None, unit) or known.relation not in (None, relation):
-            raise ConfigError(
-                f"{known.source}: accounts per {unit!r} under {relation!r}. Leave out --unit and --relation."
-            )
-        known.unit, known.relation = unit, relation
-    elif known.event:
-        event = read({key: part for key, part in read_json(Path(known.event)).items() if key != "schema_version"})
+    if known.event:
+        value = read_json(Path(known.event))
+        event = read(value["event"] if "num_steps" in value else value)
     else:
         event = Imported(known.epsilon, known.delta)
     account, delta = ledger.account(known.dataset), imported_delta(event)
@@ -289,7 +350,7 @@ def _import(ledger: Ledger, known: argparse.Namespace) -> int:
         raise ConfigError(
             f"the budget of {known.dataset} sets aside a delta of {budget.import_delta:g} for imports, and this one has "
             f"{delta:g}, so that no run would be admitted after it. Type first: dpllm ledger init {known.dataset} "
-            f"--import-delta {delta:g}, with the rest as before; or enter its accounting event (--event, --from)."
+            f"--import-delta {delta:g}, with the rest as before; or enter its accounting event (--event FILE)."
         )
     unit = known.unit or (budget.unit if budget else "example")
     if known.dataset.startswith(LABELS):
@@ -297,7 +358,7 @@ def _import(ledger: Ledger, known: argparse.Namespace) -> int:
     relation = known.relation or (budget.relation if budget else "zero_out")
     who = {"by": known.by, "reason": known.reason}
     budgets.import_run(ledger, known.dataset, event=event, run=known.run, unit=unit, relation=relation, **who)
-    print(f"{known.dataset}: entered. {tables.totals(ledger, known.dataset)[0]}")
+    print(f"{known.dataset}: entered. {totals(ledger, known.dataset)[0]}")
     if (ledger.used(known.dataset) or 0) >= 1:
         print("That leaves nothing of the budget: every further run will be refused.")
     return 0

@@ -8,9 +8,8 @@ may not be published.
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -90,23 +89,6 @@ def compare(
 
 def look(runs: Sequence[RunDir], output: Path | None = None, *, public: bool) -> tuple[Json, Path]:
     """All figures of a comparison, and where they go; nothing is written. See ``compare``."""
-    with _readable(runs):
-        return _look(runs, output, public)
-
-
-@contextlib.contextmanager
-def _readable(runs: Sequence[RunDir]) -> Iterator[None]:
-    """Files that lack a key, or hold another kind of value than dpllm writes, are damaged."""
-    try:
-        yield
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{', '.join(str(run.root) for run in runs)}: a file of one of them is damaged ({type(error).__name__}: {error}), so "
-            "they cannot be compared. Restore it, or train or audit that run again."
-        ) from error
-
-
-def _look(runs: Sequence[RunDir], output: Path | None, public: bool) -> tuple[Json, Path]:
     sides = compared_runs.read(runs, public=public)
     run = sides[0].run  # the one without differential privacy comes last
     target = output or (run.root / "comparison" if public else run.private / "compare")

@@ -17,11 +17,11 @@ from dpllm.card.claim import statement_of
 from dpllm.errors import ConfigError
 from dpllm.files import read_json, resolved
 from dpllm.recipe.config import RunConfig
-from dpllm.run.directory import RunDir
+from dpllm.run.directory import Run, RunDir, open_run
 from dpllm.run.resume import flat
 from dpllm.statement.fields import Json
 from dpllm.statement.privacy_record import PrivacyRecord
-from dpllm.statement.run_files import COST, RunRecord, read_plan, read_run
+from dpllm.statement.run_files import COST, RunRecord, read_plan
 
 TASKS = "tasks.json"
 """Under private/: scores of texts, which ``dpllm.comparison.tasks`` computes once."""
@@ -67,26 +67,25 @@ def read(runs: Sequence[RunDir], *, public: bool) -> list[Side]:
     """Reads two or more runs that can be compared, the one without differential privacy last.
 
     Raises:
-        ConfigError: Fewer than two runs, one twice, two without differential privacy; or one that was refused or has canaries
-            and no audit.
+        ConfigError: Fewer than two runs, one twice, two without differential privacy; or one that was refused, has other files
+            than it wrote, or canaries and no audit.
     """
     if len(runs) < 2:
         raise ConfigError("a comparison needs at least two runs. Type: dpllm compare BASELINE RUN RUN.")
-    configs = [run.load_config() for run in runs]
-    free = [run.root for run, config in zip(runs, configs, strict=True) if not config.privacy.enabled]
+    opened = [open_run(run) for run in runs]
+    free = [one.directory.root for one in opened if not one.config.privacy.enabled]
     if len(free) > 1:
         raise ConfigError(
             f"{free[0]} and {free[1]}: both were trained without differential privacy, but a comparison has only one such "
             "baseline. Name one of them, and runs with privacy.enabled: true."
         )
-    records = [read_run(run) for run in runs]
-    _refuse_copies(runs, records)
-    budgeted = any(record.ledger and record.ledger.budget for record in records)
-    evaluation_public = all(config.data.eval_public for config in configs)
+    _refuse_copies(opened)
+    budgeted = any(one.record.ledger and one.record.ledger.budget for one in opened)
+    evaluation_public = all(one.config.data.eval_public for one in opened)
     sides = []
-    for name, run, config, record in zip(_names(runs), runs, configs, records, strict=True):
-        open_data = config.data.public and not budgeted  # whoever set a budget knew better
-        sides.append(_side(name, run, config, record, public, open_data, evaluation_public))
+    for name, one in zip(_names(runs), opened, strict=True):
+        open_data = one.config.data.public and not budgeted  # whoever set a budget knew better
+        sides.append(_side(name, one, public, open_data, evaluation_public))
     if len({(side.tasks["prompts"], side.tasks["references"]) for side in sides if side.tasks}) > 1:
         sides = [replace(side, tasks=None) for side in sides]  # of different prompts: nothing to compare
     return sorted(
@@ -94,14 +93,17 @@ def read(runs: Sequence[RunDir], *, public: bool) -> list[Side]:
     )
 
 
-def _refuse_copies(runs: Sequence[RunDir], records: Sequence[RunRecord]) -> None:
+def _refuse_copies(runs: Sequence[Run]) -> None:
     """A run that is named twice, or a copy of one, would count as another that agrees with it."""
-    known: dict[str, RunDir] = {}
-    for run, record in zip(runs, records, strict=True):
-        weights = [digest for name, digest in sorted(record.artifacts.items()) if name.endswith(".safetensors")]
-        first = known.setdefault(repr(weights or resolved(run.root)), run)
+    known: dict[str, Run] = {}
+    for run in runs:
+        root = run.directory.root
+        weights = [digest for name, digest in sorted(run.record.artifacts.items()) if name.endswith(".safetensors")]
+        first = known.setdefault(repr(weights or resolved(root)), run)
         if first is not run:
-            raise ConfigError(f"{run.root}: has the same weights as {first.root}, so they are one run. Name each once.")
+            raise ConfigError(
+                f"{root}: has the same weights as {first.directory.root}, so they are one run. Name each once."
+            )
 
 
 def _names(runs: Sequence[RunDir]) -> list[str]:
@@ -110,9 +112,8 @@ def _names(runs: Sequence[RunDir]) -> list[str]:
     return [name if seen[name] == 1 else f"{name} ({number})" for number, name in enumerate(folders, start=1)]
 
 
-def _side(
-    name: str, run: RunDir, config: RunConfig, record: RunRecord, public: bool, open_data: bool, evaluation_public: bool
-) -> Side:
+def _side(name: str, opened: Run, public: bool, open_data: bool, evaluation_public: bool) -> Side:
+    run, config, record = opened.directory, opened.config, opened.record
     private = config.privacy.enabled
     if not public:
         summary = read_json(run.private / "summary.json")
@@ -126,7 +127,7 @@ def _side(
     if config.audit.plants and public and not (private or open_data):
         left_out.append(f"{name}: the audit, because it {unprotected}.")
     elif config.audit.plants:
-        audit = _audit(run, private, public and not open_data)
+        audit = _audit(run, private)
     statement = statement_of(config, read_plan(run) if private else None, record, audit)
     evaluation: Json = {}
     tasks = None
@@ -141,18 +142,11 @@ def _side(
     return Side(name, run, config, record, statement, evaluation, tasks, tuple(left_out))
 
 
-def _audit(run: RunDir, private: bool, published: bool) -> AuditRecord:
-    """The audit of a run; where only a published one may be shown, it has to say that it is."""
+def _audit(run: RunDir, private: bool) -> AuditRecord:
     path = run.audit_dir(private) / "audit.json"
     if not path.exists():
         raise ConfigError(f"{run.root}: has canaries but no audit to compare. Run dpllm audit {run.root} first.")
-    audit = read_audit(path)
-    if published and not audit.published:
-        raise ConfigError(
-            f"{run.export}: holds an audit that may not be published, so the directory was changed by hand. Run dpllm audit "
-            f"{run.root} again."
-        )
-    return audit
+    return read_audit(path)
 
 
 def cached_tasks(run: RunDir, record: RunRecord) -> Json | None:

@@ -33,18 +33,13 @@ def order_of(budget: Budget) -> float:
     """The order of a budget's filter, which no result can choose."""
     if budget.relation == "label_changed":  # whose epsilons are known, and add up
         return renyi.SUM
-    return renyi.filter_order(budget.epsilon, _conversion_delta(budget))
-
-
-def _conversion_delta(budget: Budget) -> float:
-    """The delta at which the filter's divergence becomes an epsilon."""
-    return budget.delta - budget.import_delta
+    return renyi.filter_order(budget.epsilon, budget.delta - budget.import_delta)
 
 
 def filter_allowance(budget: Budget) -> float:
     """The Renyi divergence that a budget allows in all; 0 or less where its filter admits nothing."""
     assert budget.order is not None
-    return renyi.allowance(budget.epsilon, _conversion_delta(budget), budget.order)
+    return renyi.allowance(budget.epsilon, budget.delta - budget.import_delta, budget.order)
 
 
 def filter_spent(account: Account, order: float) -> float:

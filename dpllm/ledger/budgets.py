@@ -34,12 +34,8 @@ def set_budget(ledger: Ledger, dataset: str, budget: Budget, *, records: Fingerp
     with ledger.chain.writing():
         account = ledger.account(dataset)
         if account.dataset != dataset:
-            raise Refused(
-                f"dataset {dataset!r} derives from {account.dataset!r}, whose budget it is charged to. Set the budget of "
-                f"{account.dataset!r}.",
-                dataset=dataset,
-                reason="derived",
-            )
+            why = f"dataset {dataset!r} derives from {account.dataset!r}, to which it is charged. Set the budget of that one."
+            raise Refused(why, dataset=dataset, reason="derived")
         if account.budget is None:
             ledger.same_unit(dataset, wanted.unit, wanted.relation)
             wanted = _beside_imports(account, wanted)
@@ -54,7 +50,6 @@ def set_budget(ledger: Ledger, dataset: str, budget: Budget, *, records: Fingerp
 
 
 def _corrected(account: Account, present: Budget, wanted: Budget) -> Budget:
-    """The budget that there is where the wish is the same, or the wish where its owner may still correct it."""
     # What init chooses by itself does not make the same wish another budget.
     asked = replace(wanted, by=present.by, reason=present.reason, order=present.order)
     if account.used and asked.import_delta <= present.import_delta:
@@ -75,11 +70,8 @@ def _corrected(account: Account, present: Budget, wanted: Budget) -> Budget:
 def _beside_imports(account: Account, wanted: Budget) -> Budget:
     """A budget of an account that may have runs or imports, whose delta it sets aside."""
     if account.final:
-        raise Refused(
-            f"dataset {account.dataset!r} was closed for good by a final run, so there is nothing left to limit.",
-            dataset=account.dataset,
-            reason="closed",
-        )
+        why = f"dataset {account.dataset!r} was closed for good by a final run, so there is nothing left to limit."
+        raise Refused(why, dataset=account.dataset, reason="closed")
     imported = admission.delta_imported(account)
     if not imported < wanted.delta:
         raise Refused(

@@ -9,15 +9,14 @@ import hashlib
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dpllm.errors import ConfigError, LedgerContradiction, Refused
+from dpllm.errors import ConfigError, Refused
 from dpllm.ledger import place
-from dpllm.ledger.store import NOT_READ, Store
-from dpllm.privacy.events import Event, compose, read
+from dpllm.ledger.store import SCHEMA_VERSION, Store
 
 GENESIS = "0" * 64
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
@@ -75,22 +74,6 @@ def _facts(payload: str, seq: int) -> dict[str, Any]:
     return facts
 
 
-def _current(entry: Entry) -> Entry:
-    """The link, unless an earlier version wrote what this one does not read.
-
-    Raises:
-        Refused: A list of runs, another budget than that of a Renyi filter, or a run that does not say whether it is final.
-    """
-    earlier = entry.kind in ("gate", "seal")
-    with suppress(Refused, TypeError):  # no text, as ``broken`` says
-        if entry.kind in ("budget", "reserve"):
-            names = entry.facts.keys()
-            earlier = names >= BUDGET and ("gate" in names or not names >= KINDS[entry.kind])
-    if earlier:
-        raise Refused(f"entry {entry.seq} of the ledger is of an earlier version, and {NOT_READ}")
-    return entry
-
-
 def canonical(value: object) -> str:
     """JSON with sorted keys and no spaces; two equal values have one text."""
     return _ENCODER.encode(value)
@@ -146,10 +129,10 @@ class Chain:
         self._holds = 0
 
     def stored(self, where: str = "", *values: object) -> list[Entry]:
-        """Links as they are stored, of which nothing is checked but that this version wrote them."""
+        """Links as they are stored, of which nothing is checked."""
         columns = ", ".join(Entry._fields)
         rows = self.store.rows(f"SELECT {columns} FROM entries {where} ORDER BY seq", *values)
-        return [_current(Entry._make(row)) for row in rows]
+        return [Entry._make(row) for row in rows]
 
     def of(self, dataset: str, *kinds: str) -> list[Entry]:
         """Links of a dataset, of all or of these kinds, oldest first; refused where something else changed the chain."""
@@ -225,10 +208,16 @@ class Chain:
             raise
 
     def append(self, kind: str, dataset: str, content: dict[str, Any]) -> int:
-        """Adds a link, within ``writing``, with the time of this machine in UTC; returns its number."""
+        """Adds a link, within ``writing``, with the time of this machine in UTC; returns its number.
+
+        Raises:
+            ConfigError: It is one that no process could read again.
+        """
         payload = canonical({**content, "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())})
         entry = Entry(len(self._links) + 1, kind, dataset, payload, self._last_hash(), "")
         entry = entry._replace(hash=entry.expected_hash())
+        if _malformed(entry):
+            raise ConfigError(f"the ledger cannot hold {payload} as {kind}. Give steps as integers.")
         self.store.rows("INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?)", *entry)
         self._keep([entry])
         return entry.seq
@@ -269,24 +258,24 @@ class Chain:
         with self.store.read():
             entries = [entry._asdict() for entry in self.stored()]
             progress = dict(self.store.rows("SELECT entry, steps FROM progress ORDER BY seq"))
-            return {"kind": "dpllm ledger", "entries": entries, "progress": progress, "head": self.head()}
+            whole = {"entries": entries, "progress": progress, "head": self.head()}
+            return {"kind": "dpllm ledger", "version": SCHEMA_VERSION, **whole}
 
 
 def read_export(value: dict[str, Any], path: Path) -> list[Entry]:
     """The links of an export.
 
     Raises:
-        ConfigError: It is none.
-        Refused: An earlier version wrote what this one does not read.
+        ConfigError: It is none, or one of another version.
     """
     try:
-        known = value["kind"] == "dpllm ledger" and isinstance(value["progress"], dict)
-        if not known or set(value["head"]) != {"hash", "count"}:
+        known = (value["kind"], value["version"]) == ("dpllm ledger", SCHEMA_VERSION)
+        if not known or not isinstance(value["progress"], dict) or set(value["head"]) != {"hash", "count"}:
             raise ValueError
         return _links(value)
     except (KeyError, TypeError, ValueError):
         raise ConfigError(
-            f"{path}: is no export of a ledger. Make one with dpllm ledger export --output FILE."
+            f"{path}: is no export of a ledger of version {SCHEMA_VERSION}. Make one with dpllm ledger export --output FILE."
         ) from None
 
 
@@ -300,31 +289,5 @@ def verify_export(value: dict[str, Any], head: dict[str, Any] | None = None) -> 
     return contradictions(entries, value["progress"], head)
 
 
-def event_of(value: dict[str, Any], dataset: str) -> tuple[Event, str, str]:
-    """Everything that an exported ledger reserved or imported for a dataset: one event, its unit and its relation.
-
-    Raises:
-        LedgerContradiction: Its chain is broken.
-        ConfigError: It spent nothing on that dataset, or by several units or relations.
-    """
-    if problems := verify_export(value):
-        raise LedgerContradiction("the exported ledger cannot be trusted: " + " ".join(problems))
-    spent = [e.facts for e in _links(value) if e.dataset == dataset and e.kind in ("reserve", "import")]
-    if not spent:
-        raise ConfigError(f"the exported ledger holds no run on dataset {dataset!r}.")
-    if flawed := [str(facts["run"]) for facts in spent if facts.get("flaw") is not None]:
-        raise ConfigError(
-            f"the exported ledger's run {flawed[0]!r} on dataset {dataset!r} gives no guarantee, so no event covers all. "
-            "Enter the others with --event FILE, and say so: dpllm ledger except NAME."
-        )
-    meant = {(facts["unit"], facts["relation"]) for facts in spent}
-    if len(meant) != 1:
-        raise ConfigError(
-            f"the exported ledger accounts dataset {dataset!r} by several units or relations, which do not add."
-        )
-    [(unit, relation)] = meant
-    return compose([read(facts["event"]) for facts in spent]), unit, relation
-
-
 def _links(value: dict[str, Any]) -> list[Entry]:
-    return [_current(Entry(**{name: row[name] for name in Entry._fields})) for row in value["entries"]]
+    return [Entry(**{name: row[name] for name in Entry._fields}) for row in value["entries"]]

@@ -84,29 +84,26 @@ def terms(ledger: Ledger | None, dataset: str, derived_from: str | None, fit_bud
 
 
 def _refuse_without_privacy(config: RunConfig, name: str, budgeted: bool) -> None:
-    if config.privacy.enabled and not (budgeted and config.privacy.insecure_seed is not None):
-        return
-    if config.privacy.enabled:
+    if not config.privacy.enabled and (budgeted or not config.data.public):
+        whose = "has a privacy budget" if budgeted else "is not declared public"
+        public = "" if budgeted else ", or data.public: true if the data are"
         why = (
-            f"privacy.insecure_seed on dataset {name!r}, which has a privacy budget: who knows the seed can take the noise off, "
-            "and the ledger would add the run up as if nobody could. Remove privacy.insecure_seed, or let the budget's owner "
-            "record an exception: "
+            f"privacy.enabled: false on dataset {name!r}, which {whose}: whatever it holds could be read out of the adapter. Set "
+            f"privacy.enabled: true{public}"
         )
-    elif budgeted:
+    elif config.privacy.enabled and budgeted and config.privacy.insecure_seed is not None:
         why = (
-            f"privacy.enabled: false on dataset {name!r}, which has a privacy budget: whatever it holds could be read out of the "
-            "adapter, and no ledger would show it. Set privacy.enabled: true, or let the budget's owner record an exception: "
-        )
-    elif not config.data.public:
-        why = (
-            "privacy.enabled: false trains without differential privacy, and data.train is not declared public: whatever it "
-            "holds could be read out of the adapter. Set data.public: true if it is public, or privacy.enabled: true; or let "
-            "whoever answers for the data record an exception: "
+            f"privacy.insecure_seed on dataset {name!r}, which has a privacy budget: who knows the seed can take the noise off. "
+            "Remove privacy.insecure_seed"
         )
     else:
         return
-    command = f"dpllm ledger except {name} --by NAME --reason WHY."
-    raise Refused(why + command, dataset=name, reason="no_privacy")
+    who = "the budget's owner" if budgeted else "whoever answers for the data"
+    raise Refused(
+        f"{why}; or let {who} record an exception: dpllm ledger except {name} --by NAME --reason WHY.",
+        dataset=name,
+        reason="no_privacy",
+    )
 
 
 def _check_evaluation(config: RunConfig, source: Source, table: Table, ledger: Ledger | None, dataset: str) -> None:

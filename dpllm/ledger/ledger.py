@@ -33,9 +33,6 @@ from dpllm.ledger.values import (
 )
 from dpllm.privacy.accounting import Relation, compose, stated
 
-# What decides whether a run fits; a rival's entry of one of these kinds makes a check stale.
-DECIDING = ("budget", "reserve", "reconcile", "import", "data")
-
 
 def open_ledger(location: str | os.PathLike[str] | None, *, create: bool = True) -> Ledger | None:
     """Opens the ledger that a recipe names: a path, a ``postgresql://`` URL, or None for the file in the user's data directory.
@@ -96,10 +93,6 @@ class Ledger:
     ) -> Reservation:
         """Charges a whole run before it starts, or refuses it and writes nothing; see ``reserving.reserve_all``."""
         return reserve_all(self, dataset, [request], records=records, derived_from=derived_from)[0]
-
-    def outdated(self, seen: int, *datasets: str) -> bool:
-        """Whether what decides about these datasets was entered after the first ``seen`` links."""
-        return any(entry.kind in DECIDING and entry.dataset in datasets for entry in self.chain.since(seen))
 
     def charge(self, entry: str, step: int) -> None:
         """Records that step number ``step``, counted from 1, is about to be applied; this is the heartbeat too.
@@ -162,19 +155,15 @@ class Ledger:
 
     def closed_with(self, entry: str) -> str | None:
         """The digest of the files with which a run ended; None where none was entered, or no such run."""
-        ends = [
-            one for one in self.chain.of(self.run(entry).reservation.dataset, "commit") if one.facts["entry"] == entry
-        ]
-        known: list[str] = [one.facts["manifest"] for one in ends if "manifest" in one.facts]
-        return known[-1] if known else None
+        ends = self.chain.of(self._claim(entry)[0].dataset, "commit")
+        known = [one.facts.get("manifest") for one in ends if one.facts["entry"] == entry]
+        return next((manifest for manifest in reversed(known) if manifest is not None), None)
 
     def reconcile(self, entry: str, by: str, reason: str) -> Run:
         """Closes a run that will not go on. Its executed steps stay charged.
 
         A budget's filter gets back the steps that were never executed. Of a final run they stay charged, because what is composed
         as if fixed in advance may not be cut short afterwards.
-
-        For ``entry``, the start of it will do where only one begins so, and so will the run's name.
 
         Raises:
             Refused: The run is finished already.
@@ -183,17 +172,9 @@ class Ledger:
         check_person("a run is reconciled", by, reason)
         self.refuse_if_tampered()
         with self.chain.writing():
-            claims = [run.reservation for name in self.datasets() for run in self.account(name).runs]
-            found = [claim.entry for claim in claims if claim.run == entry]
-            found = found or sorted(claim.entry for claim in claims if entry and claim.entry.startswith(entry))
-            if len(found) > 1 and entry not in found:
-                raise ConfigError(
-                    f"reservations {', '.join(found)} all begin with {entry!r}. Type more of the one you mean."
-                )
-            claim, steps = self._unfinished(found[0] if len(found) == 1 else entry)
-            content = {"entry": claim.entry, "steps": steps, "by": by, "reason": reason}
-            self.chain.append("reconcile", claim.dataset, content)
-        return self.run(claim.entry)
+            claim, steps = self._unfinished(entry)
+            self.chain.append("reconcile", claim.dataset, {"entry": entry, "steps": steps, "by": by, "reason": reason})
+        return self.run(entry)
 
     def _claim(self, entry: str) -> tuple[Reservation, int]:
         """A reservation and the steps that it charged."""

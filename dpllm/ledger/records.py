@@ -30,8 +30,7 @@ class Fingerprint:
     """The records of one dataset, as the ledger with this key knows them."""
 
     digest: str  # of all records, in hexadecimal; equal for two datasets with the same records in any order
-    # Sorted keyed hashes of the distinct records, ``HASH_BYTES`` bytes each, joined. Earlier versions had others among them: of
-    # single columns, and one for each repetition.
+    # Sorted keyed hashes of the distinct records, ``HASH_BYTES`` bytes each, joined.
     hashes: bytes
     num_records: int  # duplicates included
 

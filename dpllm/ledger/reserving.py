@@ -25,6 +25,9 @@ from dpllm.privacy.accounting import Event, compose, count_releases, finite, sta
 if TYPE_CHECKING:
     from dpllm.ledger.ledger import Ledger
 
+# What decides whether a run fits; a rival's entry of one of these kinds makes a check stale.
+DECIDING = frozenset({"budget", "reserve", "reconcile", "import", "data"})
+
 
 def reserve_all(
     ledger: Ledger,
@@ -75,23 +78,17 @@ def reserve_all(
     with ledger.chain.moment() as seen:
         account = admitting()
     with ledger.chain.writing():
-        if once or ledger.outdated(seen, account.dataset, dataset):  # copies have other names
+        since = [entry.kind for entry in ledger.chain.since(seen) if entry.dataset in (account.dataset, dataset)]
+        if once or not DECIDING.isdisjoint(since):  # copies have other names
             account = admitting()
-        claims = [_claim(account, one, cost, group) for one, cost in zip(requests, costs, strict=True)]
         ledger.records.register(dataset, records, derived_from)
-        for claim, one in zip(claims, requests, strict=True):
-            _enter(ledger, dataset, claim, one)
-    return claims
+        return [_enter(ledger, dataset, account, one, cost, group) for one, cost in zip(requests, costs, strict=True)]
 
 
-def _enter(ledger: Ledger, dataset: str, claim: Reservation, one: RunRequest) -> None:
-    facts = {key: value for key, value in asdict(claim).items() if key not in ("group", "flaw") or value is not None}
-    seq = ledger.chain.append("reserve", claim.dataset, {**facts, "event": one.event.to_json(), "data": dataset})
-    ledger.store.rows("INSERT INTO progress VALUES (?, ?, 0, ?)", claim.entry, seq, time.time())
-
-
-def _claim(account: Account, one: RunRequest, cost: float, group: str | None) -> Reservation:
-    return Reservation(
+def _enter(
+    ledger: Ledger, dataset: str, account: Account, one: RunRequest, cost: float, group: str | None
+) -> Reservation:
+    claim = Reservation(
         entry=secrets.token_hex(8),  # random, so that an entry means no other run in another ledger
         dataset=account.dataset,
         run=one.run,
@@ -104,6 +101,10 @@ def _claim(account: Account, one: RunRequest, cost: float, group: str | None) ->
         flaw=one.flaw,
         final=one.final,
     )
+    facts = {key: value for key, value in asdict(claim).items() if value is not None}
+    seq = ledger.chain.append("reserve", claim.dataset, {**facts, "event": one.event.to_json(), "data": dataset})
+    ledger.store.rows("INSERT INTO progress VALUES (?, ?, 0, ?)", claim.entry, seq, time.time())
+    return claim
 
 
 def use_reservation(
@@ -165,7 +166,6 @@ def comes_to(account: Account, spent: float, group: str | None) -> dict[str, Any
 
 
 def _cost(dataset: str, one: RunRequest) -> float:
-    """What a run costs alone, at its own delta."""
     paid = count_releases(one.event)
     if not 0 <= one.num_steps <= paid:
         raise ConfigError(

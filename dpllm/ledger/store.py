@@ -22,7 +22,7 @@ from dpllm.errors import ConfigError, Refused
 from dpllm.files import make_lockable
 from dpllm.ledger.place import Spot
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 TABLES = {  # table -> columns
     "meta": "key TEXT PRIMARY KEY, value TEXT NOT NULL",
     "entries": "seq {integer} PRIMARY KEY, kind TEXT NOT NULL, dataset TEXT NOT NULL, payload TEXT NOT NULL, "
@@ -51,10 +51,6 @@ GUARDS = {
     for table, (insert, update) in _REFUSED.items()
     for moment, when in (("INSERT", insert), ("UPDATE", update), ("DELETE", "true"))
 }
-NOT_READ = (  # of what earlier versions wrote
-    "this dpllm does not read it: taken for something else, it would understate epsilon. Let the dpllm that wrote it say what is "
-    "spent, and enter that in a new ledger: dpllm ledger import NAME --epsilon E --delta D --ledger FILE --by NAME --reason WHY."
-)
 PATIENCE = 60  # seconds that a process waits for the others
 ONLY_GROWS = "the ledger only grows"
 # Of a file that may be a stranger's: bytes of one value, steps of SQLite's machine.
@@ -107,8 +103,12 @@ def _create(tables: Iterable[str], **types: str) -> list[str]:
 
 def _check_version(store: Store) -> None:
     found = [value for (value,) in store.rows("SELECT value FROM meta WHERE key = 'schema_version'")]
-    if found in (["1"], ["2"]):
-        raise Refused(f"ledger {store.location} is of version {found[0]}, and {NOT_READ}")
+    if found in (["1"], ["2"], ["3"]):
+        raise Refused(
+            f"ledger {store.location} is of version {found[0]}, and this dpllm does not read it. Let the dpllm that wrote it say "
+            "what is spent, and enter that in a new ledger: dpllm ledger import NAME --epsilon E --delta D --ledger FILE "
+            "--by NAME --reason WHY."
+        )
     if found != [str(SCHEMA_VERSION)]:
         raise store.unusable(f"its schema version is {found}, and this dpllm knows {SCHEMA_VERSION}")
 

@@ -44,7 +44,6 @@ OPTIONS: dict[Kind, tuple[str, str, str]] = {
     ),
 }
 """Options of ``dpllm describe``: what each takes, an example, its help."""
-_Made = tuple[Any, Callable[[Any], dict[str, float]], Callable[[Any], Any]]
 
 
 @dataclass(frozen=True)
@@ -80,17 +79,21 @@ def tidy(number: float) -> float:
 class Measurement:
     """One release, before it is drawn."""
 
-    mechanism: str  # its name in the literature
+    asked: Statistic
     event: PureDP  # what it costs: with OpenDP's epsilon
+    mechanism: str  # its name in the literature
     error: float  # with 95% probability it errs by at most this; it follows from what is declared
     error_of: str  # what ``error`` counts, in words
     measure: Any  # OpenDP's measurement
-    read: Callable[[Any], dict[str, float]]  # what ``measure`` gives -> named numbers
-    prepare: Callable[[Any], Any]  # one exact value -> the element of a list that ``measure`` takes
 
     def release(self, values: Iterable[Any]) -> dict[str, float]:
         """Draws it once, from the exact values of all rows."""
-        return self.read(draw(self.measure, [self.prepare(value) for value in values]))
+        asked, declared = self.asked, frozenset(self.asked.values)
+        if asked.numbers:
+            return {f"{asked.quantile:g}": tidy(draw(self.measure, list(values)))}
+        # No text of a row goes further than what was declared.
+        found = draw(self.measure, [value if value in declared else OTHER for value in values])
+        return dict(zip((*asked.values, OTHER), found, strict=True)) if asked.values else {"units": found}
 
 
 def measurement(asked: Statistic, rows: int, epsilon: float) -> Measurement:
@@ -100,24 +103,23 @@ def measurement(asked: Statistic, rows: int, epsilon: float) -> Measurement:
         ConfigError: OpenDP is not installed, or has no noise for so small or large an epsilon.
     """
     try:
-        from opendp.mod import OpenDPException, enable_features
+        from opendp.mod import OpenDPException, binary_search_param, enable_features
     except ImportError:
         raise ConfigError(
             "statistics need OpenDP for their noise, which is not installed. Type: pip install opendp"
         ) from None
     enable_features("contrib")
-    make = _counted if asked.kind in ("units", "shares") else _quantile
     rows = 1 if asked.kind == "units" else rows
     try:
-        measure, read, prepare = make(asked, rows, epsilon)
+        make = _quantile(asked) if asked.numbers else _counted(asked)
+        measure = make(binary_search_param(make, rows, epsilon))  # of the least noise for it
         cost = measure.map(rows)
-        mechanism, error, what = told(asked, rows, cost)
+        return Measurement(asked, PureDP(cost), *told(asked, rows, cost), measure)
     except (OpenDPException, ValueError, OverflowError) as problem:
         raise ConfigError(
             f"{asked.name}: OpenDP has no mechanism of epsilon {epsilon:g} for it ({type(problem).__name__}). Give it another "
             "part of epsilon, or declare other values."
         ) from None
-    return Measurement(mechanism, PureDP(cost), error, what, measure, read, prepare)
 
 
 def told(asked: Statistic, rows: int, epsilon: float) -> tuple[str, float, str]:
@@ -138,7 +140,8 @@ def draw(measure: Any, values: list[Any]) -> Any:
     return measure(values)
 
 
-def _counted(asked: Statistic, rows: int, epsilon: float) -> _Made:
+def _counted(asked: Statistic) -> Callable[[float], Any]:
+    """From a scale to the measurement of a count, or of one for each value."""
     from opendp import domains, measurements, metrics, transformations
 
     space = domains.vector_domain(domains.atom_domain(T="String")), metrics.symmetric_distance()
@@ -146,34 +149,14 @@ def _counted(asked: Statistic, rows: int, epsilon: float) -> _Made:
     if asked.values:
         exact = transformations.make_count_by_categories(*space, list(asked.values), MO="L1Distance<i64>", TOA="i64")
     space = exact.output_domain, exact.output_metric
-    measure = _least_noise(lambda scale: exact >> measurements.make_laplace(*space, scale=scale), rows, epsilon)
-    declared = frozenset(asked.values)
-
-    def read(found: Any) -> dict[str, float]:
-        return dict(zip((*asked.values, OTHER), found, strict=True)) if asked.values else {"units": found}
-
-    def prepare(value: str) -> str:
-        return value if value in declared else OTHER  # no text of a row goes further
-
-    return measure, read, prepare
+    return lambda scale: exact >> measurements.make_laplace(*space, scale=scale)
 
 
-def _quantile(asked: Statistic, rows: int, epsilon: float) -> _Made:
+def _quantile(asked: Statistic) -> Callable[[float], Any]:
+    """From a scale to the measurement of a quantile."""
     from opendp import domains, measurements, measures, metrics
 
     space = domains.vector_domain(domains.atom_domain(T="f64", nan=False)), metrics.symmetric_distance()
-    best = partial(
+    return partial(
         measurements.make_private_quantile, *space, measures.max_divergence(), list(asked.numbers), asked.quantile
     )
-
-    def read(found: float) -> dict[str, float]:
-        return {f"{asked.quantile:g}": tidy(found)}
-
-    return _least_noise(best, rows, epsilon), read, lambda value: value
-
-
-def _least_noise(make: Callable[[float], Any], rows: int, epsilon: float) -> Any:
-    """The measurement of least scale whose map says at most ``epsilon``."""
-    from opendp.mod import binary_search_param
-
-    return make(binary_search_param(make, rows, epsilon))

@@ -21,9 +21,8 @@ from transformers import GenerationConfig
 from dpllm.errors import ConfigError
 from dpllm.files import BLOCK, read_json
 from dpllm.model import generation, loading
-from dpllm.recipe.config import ModelConfig, RunConfig
-from dpllm.run.directory import RunDir
-from dpllm.statement.run_files import read_run
+from dpllm.recipe.config import ModelConfig
+from dpllm.run.directory import Run, RunDir, open_run
 from dpllm.text.layouts import Format
 from dpllm.text.prompts import Prompt, encode
 
@@ -70,19 +69,18 @@ def load(path: Path, *, base: str | None = None, chat: bool | None = None) -> Ge
             export as its card says.
 
     Raises:
-        ConfigError: There is no model, or its base cannot be found.
+        ConfigError: There is no model, its base cannot be found, or the run's files are not those that it wrote.
         Refused: A weight is not finite.
     """
-    run = RunDir(path)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    config = run.load_config() if run.config.exists() else None
-    export = run.export if config else path
+    run = open_run(RunDir(path), released=True) if RunDir(path).config.exists() else None
+    config, export = (run.config, run.export_dir) if run else (None, path)
     if not any(export.glob("*.safetensors")):
         raise ConfigError(
             f"{path}: holds no weights to sample from. Type a finished run, its export, or what dpllm merge wrote."
         )
     tokenizer = transformers.AutoTokenizer.from_pretrained(export)
-    of = _base(export, config, base) if (export / "adapter_config.json").exists() else None
+    of = _base(export, run, base) if (export / "adapter_config.json").exists() else None
     if of:
         tuned: Any = PeftModel.from_pretrained(loading.load_base(of, device), str(export)).eval()
     else:
@@ -96,7 +94,7 @@ def load(path: Path, *, base: str | None = None, chat: bool | None = None) -> Ge
     fmt: Format = (
         "messages" if chat else "text" if known == "auto" or (chat is False and known == "messages") else known
     )
-    return Generator(tuned, tokenizer, fmt, template, _unprotected(run if config else None, export))
+    return Generator(tuned, tokenizer, fmt, template, _unprotected(run, export))
 
 
 def sample(
@@ -178,12 +176,12 @@ def room(generator: Generator, encoded: Sequence[Sequence[int]]) -> int | None:
     return None if most is None else int(most) - max(map(len, encoded), default=0)
 
 
-def _base(export: Path, config: RunConfig | None, base: str | None) -> ModelConfig:
+def _base(export: Path, run: Run | None, base: str | None) -> ModelConfig:
     """Which base model an adapter belongs to."""
-    if config is not None:
-        commit = read_run(RunDir(export.parent)).model.commit
-        name, revision = base or config.model.name_or_path, None if base else commit or config.model.revision
-        return config.model.model_copy(update={"name_or_path": name, "revision": revision})
+    if run is not None:
+        model, commit = run.config.model, run.record.model.commit
+        name, revision = base or model.name_or_path, None if base else commit or model.revision
+        return model.model_copy(update={"name_or_path": name, "revision": revision})
     named = base or read_json(export / "adapter_config.json").get("base_model_name_or_path")
     if not isinstance(named, str):
         raise ConfigError(
@@ -204,12 +202,12 @@ def _base(export: Path, config: RunConfig | None, base: str | None) -> ModelConf
     return wanted
 
 
-def _unprotected(run: RunDir | None, export: Path) -> str | None:
+def _unprotected(run: Run | None, export: Path) -> str | None:
     block = read_json(export / BLOCK) if (export / BLOCK).exists() else None
     if block is not None and block.get("guarantee") is not True:
         return str(block.get("reason", "its card gives no reason"))
     if run is not None:
-        held = read_run(run).guarantee
+        held = run.record.guarantee
         return None if held.holds else held.reason or "its record gives no reason"
     return "no privacy statement lies beside it" if block is None else None
 

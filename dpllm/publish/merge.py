@@ -22,11 +22,10 @@ from dpllm.errors import ConfigError, Refused
 from dpllm.files import BLOCK, CARD, UNHASHED, hashes, keep_publishable, read_json, whole_directory
 from dpllm.model import loading
 from dpllm.recipe.config import LoraConfig, RunConfig
-from dpllm.run.directory import RunDir
-from dpllm.statement import parents, privacy_record, section
+from dpllm.run.directory import Run, RunDir, open_run
+from dpllm.statement import parents, privacy_record
 from dpllm.statement.fields import Lineage
 from dpllm.statement.privacy_record import PrivacyRecord
-from dpllm.statement.run_files import read_run
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.1, torch.bfloat16: 0.1}  # of logits, of their spread
 
@@ -42,7 +41,7 @@ def merge(run: RunDir, output: Path | None = None) -> Path:
         The directory. Weights are of the dtype in which the recipe loads the base, or else of its checkpoint's.
 
     Raises:
-        ConfigError: No such run, no card, a card of other weights, a run that trained whole layers, or an output directory that
+        ConfigError: No such run, other files than it wrote, no card, a run that trained whole layers, or an output directory that
             holds something else.
         Refused: A quantised base model, a base whose own statement changed since the run, or a merged model that computes
             something else.
@@ -51,21 +50,22 @@ def merge(run: RunDir, output: Path | None = None) -> Path:
         The guarantee of the run, unchanged: the output is a function of the released adapter and of public files
         (post-processing; Dwork and Roth 2014, "The Algorithmic Foundations of Differential Privacy", proposition 2.1).
     """
-    config, statement = _subject(run)
+    opened, statement = carded(run)
+    config, record = opened.config, opened.record
+    _check_mergeable(run, config)
     output = output or run.root / "merged"
     _check_output(run, output)
     # With the very commit of the base model that the run used.
-    commit = read_run(run).model.commit or config.model.revision
+    commit = record.model.commit or config.model.revision
     pinned = config.model_copy(update={"model": config.model.model_copy(update={"revision": commit})})
     _check_base(pinned, statement.lineage)
     with whole_directory(output) as part:
         merge_weights(pinned, run.export, part)
-        _write_statement(config, run, statement, part)
+        _write_statement(opened, statement, part)
     return output
 
 
-def _subject(run: RunDir) -> tuple[RunConfig, PrivacyRecord]:
-    config = run.load_config()
+def _check_mergeable(run: RunDir, config: RunConfig) -> None:
     if not isinstance(config.adapter, LoraConfig):
         raise ConfigError(
             f"{run.root}: trained whole layers, so there is no adapter to merge: {run.export} already is a plain transformers "
@@ -76,28 +76,25 @@ def _subject(run: RunDir) -> tuple[RunConfig, PrivacyRecord]:
             f"{run.root}: the adapter was trained on a base in {config.model.quantization}; merging it into the full-precision "
             "base would give a model that nobody trained or audited. Serve base and adapter together, as the card's Use says."
         )
-    return config, carded(run)
 
 
-def carded(run: RunDir) -> PrivacyRecord:
-    """The privacy statement of a run, which is on its card and about the very files of export/.
+def carded(run: RunDir) -> tuple[Run, PrivacyRecord]:
+    """A run whose files are those that it wrote, and its privacy statement.
 
     Raises:
-        ConfigError: There is no card, or it is of other files.
+        ConfigError: Other files lie there; or there is no card, or it was written before the latest audit.
     """
+    opened = open_run(run, released=True)
     if not all((run.export / name).exists() for name in (BLOCK, CARD)):
         raise ConfigError(
-            f"{run.export}: has no card yet, so the merged model would say nothing about its privacy. Type dpllm card "
-            f"{run.root} first."
+            f"{run.export}: has no card yet, which says what is promised. Type dpllm card {run.root} first."
         )
     statement = privacy_record.read(read_json(run.export / BLOCK))
-    shown = section.front_matter((run.export / CARD).read_text(encoding="utf-8")).get("privacy")
-    if shown != section.matter(statement) or statement.files != hashes(run.export, UNHASHED):
+    if statement.files != hashes(run.export, UNHASHED):
         raise ConfigError(
-            f"{run.export}: its card is about other files than are here, so it would describe another model. Type dpllm card "
-            f"{run.root} again."
+            f"{run.export}: its card was written before what lies there now, such as an audit. Type dpllm card {run.root} again."
         )
-    return statement
+    return opened, statement
 
 
 def _check_output(run: RunDir, output: Path) -> None:
@@ -182,14 +179,14 @@ def _untie(tuned: Any) -> None:
     settings.tie_word_embeddings = tuned.config.tie_word_embeddings = False
 
 
-def _write_statement(config: RunConfig, run: RunDir, statement: PrivacyRecord, output: Path) -> None:
+def _write_statement(run: Run, statement: PrivacyRecord, output: Path) -> None:
     """Tokenizer, audit and card, and the privacy block with the hashes of what lies here now."""
     adapter = {name for name in statement.files if Path(name).name.startswith("adapter_")}
     for name in statement.files.keys() - adapter:
         (output / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(run.export / name, output / name)
+        shutil.copyfile(run.export_dir / name, output / name)
     keep_publishable(output)
     merged_from = privacy_record.MergedFrom(files={name: statement.files[name] for name in sorted(adapter)})
     merged = statement.model_copy(update={"merged_from": merged_from})
-    for name, text in card.pages(config, read_run(run), merged, hashes(output, UNHASHED)).items():
+    for name, text in card.pages(run.config, run.record, merged, hashes(output, UNHASHED)).items():
         (output / name).write_text(text, encoding="utf-8", newline="\n")

@@ -147,7 +147,7 @@ def with_base(
     """What the texts promise together with the models before them: a model that learned these data tells of them by itself.
 
     Raises:
-        Refused: See ``lineage.compose_with_base``; or a model learned these data, or says not which, and no total follows.
+        Refused: A model learned these data, or says not which, and no total follows.
     """
     found = lineage.compose_with_base(
         parents.of_base(config),

@@ -22,12 +22,11 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from dpllm.errors import ConfigError, DpllmError, Refused
 from dpllm.files import BLOCK, CARD, UNHASHED, read_json, sha256
 from dpllm.publish import leaks
-from dpllm.run.directory import RunDir
+from dpllm.run.directory import RunDir, open_run
 from dpllm.statement import privacy_record
 from dpllm.statement.privacy_record import PrivacyRecord
 from dpllm.statement.synthetic import MODEL_BLOCK, RECORD, ROWS, read
 from dpllm.verification.check_dataset import OF_MODEL, run_of
-from dpllm.verification.check_export import regular_files
 from dpllm.verification.values import Wrong
 from dpllm.verification.verify import insist
 
@@ -140,17 +139,10 @@ def _search(source: _Source, statement: PrivacyRecord, names: list[str]) -> list
 
 def _statement(source: _Source, ledger: str | None, without_guarantee: bool) -> PrivacyRecord:
     """The privacy statement, once every refusal is behind it."""
-    config = source.run.load_config() if source.run else None
-    block = source.folder / (MODEL_BLOCK if source.kind == "dataset" else BLOCK)
-    for name in (CARD, block.relative_to(source.folder)):
-        if not (source.folder / name).is_file():
-            raise Refused(
-                f"{source.folder}: has no {name}, so nobody who downloads it would know its guarantee. Type dpllm card "
-                f"{source.root} first."
-            )
+    config = open_run(source.run).config if source.run else None
     named = config.privacy.ledger if config else None  # which is the publisher's own word here
     found = insist(source.root, named if ledger is None and named and "://" in named else ledger)
-    statement = privacy_record.read(read_json(block))
+    statement = privacy_record.read(read_json(source.folder / (MODEL_BLOCK if source.kind == "dataset" else BLOCK)))
     if statement.terms is not None and statement.composed is None:
         raise Refused(
             f"{source.root}: is in no ledger, so its privacy cost cannot be added to that of other runs on the same data. Set "
@@ -172,18 +164,11 @@ def _statement(source: _Source, ledger: str | None, without_guarantee: bool) -> 
 
 
 def _files(source: _Source, listed: dict[str, str]) -> tuple[Upload, ...]:
-    """Everything in the folder, with the hashes that were verified."""
-    names, strange = regular_files(source.folder, strict=True)
-    hashes = {name: sha256(source.folder / name, follow=False) for name in names}
-    known = {CARD, RECORD} if source.kind == "dataset" else UNHASHED
-    changed = [name for name, digest in hashes.items() if name not in known and listed.get(name) != digest]
-    if strange or changed:
-        raise _changed(source, [*strange, *changed][0])
-    return tuple(Upload(name, (source.folder / name).stat().st_size, hashes[name]) for name in names)
-
-
-def _changed(source: _Source, name: str) -> Refused:
-    return Refused(f"{source.folder}: {name} changed while it was being checked. Type the command again.")
+    """Everything that was verified, with the hashes that were verified; the upload refuses other content."""
+    beside = {CARD, RECORD} if source.kind == "dataset" else UNHASHED
+    found = {name: source.folder / name for name in beside}
+    hashes = listed | {name: sha256(path, follow=False) for name, path in found.items() if path.exists()}
+    return tuple(Upload(name, (source.folder / name).stat().st_size, hashes[name]) for name in sorted(hashes))
 
 
 def _upload(source: _Source, found: Push, *, private: bool) -> Push:
@@ -200,7 +185,9 @@ def _upload(source: _Source, found: Push, *, private: bool) -> Push:
             # Small files are sent as they are read here; of a large one the Hub takes the content of this hash alone.
             added = CommitOperationAdd(file.path, path.read_bytes() if file.size <= _AT_ONCE else str(path))
             if added.upload_info.sha256.hex() != file.sha256:
-                raise _changed(source, file.path)
+                raise Refused(
+                    f"{source.folder}: {file.path} changed while it was being checked. Type the command again."
+                )
             operations.append(added)
         with warnings.catch_warnings():
             # It takes the token table of the audit for a dataset.

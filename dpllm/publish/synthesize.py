@@ -148,7 +148,8 @@ def synthesize(
         DataError: The prompts cannot be read.
         Refused: A run without guarantee on data that are not public; or prompts that are its private data.
     """
-    config, statement = run.load_config(), carded(run)
+    opened, statement = carded(run)
+    config = opened.config
     output = _place(run, statement, output)
     if min(order.rows, order.attempts, (order.seed or 0) + 1) < 1:
         raise ConfigError(

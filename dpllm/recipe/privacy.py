@@ -68,3 +68,12 @@ class PrivacyConfig(Section):
         if self.noise == "independent" and self.bands != "auto":
             raise ValueError("privacy.bands needs banded noise; set privacy.noise: banded, or leave privacy.bands out")
         return self
+
+    @model_validator(mode="after")
+    def _final(self) -> Self:
+        if self.fit_budget and self.final:
+            raise ValueError(
+                "privacy.fit_budget fits a run beside others, and none can follow one that is final; leave privacy.fit_budget "
+                "out, and set privacy.epsilon to that of the budget or less"
+            )
+        return self

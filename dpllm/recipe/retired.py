@@ -49,6 +49,7 @@ RETIRED = {
     "synthesize --without-guarantee": "train with differential privacy; to read such texts yourself, dpllm generate RUN",
     "describe --mean": "type --quantiles COLUMN=LOW:HIGH:PARTS --at .5, which one extreme value moves less",
     "describe --rounds": "clusters take five rounds of k-means; leave it out",
+    "describe --words": "words of the encoder's own vocabulary name the clusters; leave it out",
     "describe --scripts": "put the script of each row in a column, and type --shares COLUMN=latin,cyrillic",
     "synthesize --engine": "vLLM was never tested with it; leave it out, and transformers draws the texts, 64 at a time",
     "ledger open": "every budget admits runs in any order; dpllm ledger init can correct it before the first run",
@@ -60,6 +61,8 @@ RETIRED = {
     "generate --beams": "a sample is drawn, not searched for; --temperature 0 takes the likeliest token each time",
     "merge --dtype": "the weights are written as the recipe loads the base; model.save_pretrained writes any other dtype",
     "push --replace": "other files make the card fail there; remove them with hf repo-files delete, or name another repository",
+    "ledger --from": "type dpllm ledger import NAME --event RUN/plan.json for each run of the other ledger",
+    "ledger history": "dpllm ledger show has budgets, runs and exceptions; dpllm ledger export prints every entry",
     "ledger --served": "dpllm verify DIR --ledger FILE says whether the ledger holds a served model's run",
     "ledger plot": "it had no effect; dpllm ledger show says what is left, and dpllm ledger metrics tells Prometheus",
     # Attacks of dpllm audit --attack.

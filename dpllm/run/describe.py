@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,9 +28,9 @@ from dpllm.files import alone, scratch, write_json
 from dpllm.ledger import Ledger, Outlook, RunRequest, dataset_policy, open_ledger
 from dpllm.ledger.reserving import reserve_all
 from dpllm.privacy.accounting import Relation, compose, stated
-from dpllm.privacy.events import Event, PureDP, count_releases, number
+from dpllm.privacy.events import Event, count_releases, number
 from dpllm.privacy.plan import auto_delta, resolved_delta
-from dpllm.privacy.releases import OTHER, Measurement, Statistic, measurement
+from dpllm.privacy.releases import Measurement, Statistic, measurement
 from dpllm.recipe.config import RunConfig
 from dpllm.recipe.derived import public_units
 from dpllm.statement import parents
@@ -42,18 +41,12 @@ from dpllm.text.rows import Groups
 
 DELTA = 1e-9
 """At which a total is stated where neither a budget nor the user names another: no release needs one."""
-MOST_DELTA = 1e-5
-"""A larger one makes no release less noisy."""
-FINEST, MOST_PERCENT = 1e-4, 1000
-"""Epsilons are multiples of it, as PLD counts; and how much more than its share of a sum a release may get."""
-MOST_TEXT = 400_000
-"""Bytes of all releases as JSON: with them a card is one that ``dpllm verify`` still reads, and a release is paid for once."""
+FINEST = 1e-4
+"""Epsilons are multiples of it, as PLD counts."""
+MOST_TEXT = 160_000
+"""Bytes of all releases as JSON; with values, not three times as many, ``dpllm verify`` still reads a card that shows them."""
 Charge = Callable[[int], None]
 """Writes down that a step of a release, counted from 1, is about to be drawn."""
-
-
-def _written(output: Path, released: Statistics) -> None:
-    write_json(output, released.to_json())
 
 
 @dataclass(frozen=True)
@@ -73,21 +66,6 @@ class Offer:
     _ready: Callable[[], object]  # what may fail because of a row, while it is free
     _draws: Sequence[Callable[[Charge], dict[str, Any]]]  # of each release: fields that are known when it is drawn
     _write: Callable[[Path, Statistics], None]
-
-    @classmethod
-    def of(
-        cls,
-        source: Opened,
-        found: Statistics,
-        ready: Callable[[], object],
-        draws: Sequence[Callable[[Charge], dict[str, Any]]],
-        write: Callable[[Path, Statistics], None] = _written,
-        notes: tuple[str, ...] = (),
-    ) -> Offer:
-        """What the ledger says of ``found``, and would say."""
-        ledger = source.ledger
-        seen = ledger.outlook(source.account, _requests(found, source.final)) if ledger else None
-        return cls(found, seen, notes, source, ready, draws, write)
 
     def release(self, output: Path) -> Statistics:
         """Reserves, draws and writes; within ``offered`` with ``create``.
@@ -164,7 +142,10 @@ def offered(
             charge(1)
             return {"value": measure.release(exact(one))}
 
-        yield Offer.of(source, found, ready, [partial(draw, *one) for one in made])
+        def write(output: Path, released: Statistics) -> None:
+            write_json(output, released.to_json())
+
+        yield Offer(found, source.outlook(found), (), source, ready, [partial(draw, *one) for one in made], write)
 
 
 def without_evaluation(config: RunConfig) -> RunConfig:
@@ -211,11 +192,15 @@ class Opened:
             "software": {"dpllm": dpllm.__version__, **software},
         }
 
+    def outlook(self, offered: Statistics) -> Outlook | None:
+        """What the ledger holds, and would hold; None where there is none yet."""
+        return self.ledger.outlook(self.account, _requests(offered, self.final)) if self.ledger else None
+
     def refuse_tuned(self, config: RunConfig) -> None:
         """A model that learned these data tells of them by itself; ``publish.ordered.with_base`` adds that up for texts alone."""
         refuse_adapter(config)
         base = parents.of_base(config)
-        if base and any(one.dataset in (self.account, None) for one in (base.statement, *base.ancestors)):
+        if base and any(one.dataset in (self.account, None) for one in base.models):
             raise Refused(
                 f"{config.model.name_or_path}: was tuned on {self.account}, or says not on what, so that its own privacy loss "
                 "would have to be added. Use a base model that never saw these data."
@@ -260,43 +245,37 @@ def _priced(
     config: RunConfig, asked: Sequence[Sequence[Statistic]], epsilon: float, source: Opened
 ) -> tuple[list[tuple[Statistic, Measurement]], Statistics]:
     """Each release with its measurement, and all that is known of them before they are drawn."""
-    rows = config.data.max_examples_per_unit or 1
-    relation = relation_of(config)
-    shares = [(one, 1 / len(asked) / len(group)) for group in asked for one in group]
-    costs = _costs([share for _, share in shares], epsilon, source.delta, relation)
-    made = [(one, measurement(one, rows, cost)) for (one, _), cost in zip(shares, costs, strict=True)]
+    number("--epsilon", epsilon, 0.0, 1000.0)
+    made = []
+    for group in asked:
+        cost = int(epsilon / len(asked) / len(group) / FINEST + 1e-6) * FINEST
+        if cost < FINEST:
+            raise ConfigError(
+                f"--epsilon {epsilon:g} leaves less than {FINEST:g} to each {group[0].name}, which would be pure noise. Ask for "
+                "fewer statistics, or raise --epsilon."
+            )
+        made += [(one, measurement(one, config.data.max_examples_per_unit or 1, cost)) for one in group]
     fields = source.facts(config, compose([one.event for _, one in made]), opendp=metadata.version("opendp"))
-    about = ({"statistic": asked.name, "declared": asked.declared(), "mechanism": one.mechanism} for asked, one in made)
-    errors = ({"event": one.event.to_json(), "error_95": one.error, "error_of": one.error_of} for _, one in made)
-    releases = [{**what, **how, "value": None, "entry": None} for what, how in zip(about, errors, strict=True)]
-    largest = [dict.fromkeys((*asked.values, OTHER), 1e9) for asked, _ in made]
-    drawn = [{**one, "value": value} for one, value in zip(releases, largest, strict=True)]
-    if len(Statistics.pick({**fields, "releases": drawn}).model_dump_json(indent=2)) > MOST_TEXT:
+    releases = [
+        {
+            "statistic": statistic.name,
+            "declared": statistic.declared(),
+            "mechanism": one.mechanism,
+            "event": one.event,
+            "error_95": one.error,
+            "error_of": one.error_of,
+            "value": None,
+            "entry": None,
+        }
+        for statistic, one in made
+    ]
+    found = Statistics.pick({**fields, "releases": releases})
+    if len(found.model_dump_json(indent=2)) > MOST_TEXT:
         raise ConfigError(
             "too many values or candidates are declared for a card to show what is released, and all of them would be paid "
             "for. Declare fewer: with several columns, each combination counts."
         )
-    return made, Statistics.pick({**fields, "releases": releases})
-
-
-def _costs(shares: Sequence[float], epsilon: float, delta: float, relation: Relation) -> list[float]:
-    """The epsilon of each release, in proportion to its share; many of them cost less than their sum, and get more."""
-    number("--epsilon", epsilon, 0.0, 1000.0)
-
-    def costs(percent: int) -> list[float]:
-        return [int(epsilon * percent / 100 * share / FINEST + 1e-6) * FINEST for share in shares]
-
-    def exceeds(percent: int) -> bool:
-        event = compose([PureDP(one) for one in costs(percent)])
-        return stated(event, min(delta, MOST_DELTA), relation)[0] > epsilon
-
-    found = costs(bisect_left(range(1, MOST_PERCENT + 1), True, key=exceeds))
-    if min(found) < FINEST:
-        raise ConfigError(
-            f"--epsilon {epsilon:g} leaves less than {FINEST:g} to one of {len(shares)} releases, which would be pure noise. "
-            "Ask for fewer, or raise --epsilon."
-        )
-    return found
+    return made, found
 
 
 def _requests(asked: Statistics, final: bool) -> list[RunRequest]:

@@ -150,11 +150,12 @@ def _digest(run: RunDir, path: Path, config: RunConfig) -> str:
     return hmac.new(key, sha256(path).encode(), "sha256").hexdigest()
 
 
-def open_run(run: RunDir, *, goes_on: bool = False) -> Run:
+def open_run(run: RunDir, *, goes_on: bool = False, released: bool = False) -> Run:
     """A run of which every file that is there is the one that the run wrote: what follows from it needs no other check.
 
     Files may be missing, as of a copy without private/. The ledger, where this machine has it, knows the manifest too. Of a run
-    that ``goes_on``, only what stood before its first step is compared: the rest was being written when it stopped.
+    that ``goes_on``, only what stood before its first step is compared: the rest was being written when it stopped. For what is
+    made of ``released`` files alone nothing in private/ is read.
 
     Raises:
         ConfigError: The directory holds no run, or another file than the recipe was changed, or added to the weights.
@@ -165,7 +166,11 @@ def open_run(run: RunDir, *, goes_on: bool = False) -> Run:
     added = [run.plan]
     if goes_on:
         written = {path: digest for path, digest in written.items() if path in (run.plan, run.canaries)}
-    elif record.artifacts:  # else it was stopped before it exported, whatever an earlier attempt left there
+    elif released:
+        written = {path: digest for path, digest in written.items() if not path.is_relative_to(run.private)}
+    if (
+        record.artifacts and not goes_on
+    ):  # else it was stopped before it exported, whatever an earlier attempt left there
         listed = [path.relative_to(run.export).as_posix() for path in run.export.rglob("*")]
         added += [run.export / name for name in of_model(listed)]
     changed = [path for path, digest in written.items() if path.exists() and _digest(run, path, config) != digest]

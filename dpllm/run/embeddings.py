@@ -19,7 +19,6 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ import numpy as np
 import safetensors.numpy
 import torch
 import transformers
-from numpy.typing import NDArray
 
 from dpllm.errors import ConfigError
 from dpllm.files import CARD, read_json, scratch, whole_directory, write_json, write_whole
@@ -35,14 +33,13 @@ from dpllm.model import environment, loading
 from dpllm.model.reading import Embedder
 from dpllm.privacy import embedded
 from dpllm.privacy.accounting import calibrate_noise_multiplier
-from dpllm.privacy.accounting import stated as cost_of
 from dpllm.privacy.embedded import DIMENSIONS, NAMES, Floats, Kind, Projection, unit_length
 from dpllm.privacy.releases import OTHER
 from dpllm.progress import tell
 from dpllm.recipe import names
 from dpllm.recipe.config import DataConfig, ModelConfig, RunConfig
-from dpllm.run.describe import MOST_DELTA, Charge, Offer, Opened, opened, relation_of, without_evaluation
-from dpllm.statement.released import RECORD, VECTORS, HeldOut, Statistics, page, read_vectors
+from dpllm.run.describe import Charge, Offer, Opened, opened, relation_of, without_evaluation
+from dpllm.statement.released import RECORD, VECTORS, Statistics, page, read_vectors
 from dpllm.text import data
 from dpllm.text.asked import text_of
 from dpllm.text.data import value_name
@@ -53,8 +50,10 @@ WORDS, MIXED, MIXED_WORDS = 400, 200, 16
 """Of an encoder's vocabulary that name clusters; and how many texts, of how many of them, the centre is the mean of."""
 ROUNDS = 5
 """Of k-means, each of which costs."""
-SHOWN = 60
-"""Characters of a public text in the name of a cluster."""
+MOST_DELTA = 1e-5
+"""A larger one makes no release less noisy."""
+NAMED_BY = 3
+"""Words in the name of a cluster."""
 
 
 @dataclass(frozen=True)
@@ -65,13 +64,11 @@ class Asked:
         clusters: How many; 0 for a classifier.
         column: That is predicted.
         values: Its declared ones; others count as other.
-        texts: A file of public texts, one a line, that are centred on and name clusters; None: words of the encoder's vocabulary.
     """
 
     clusters: int = 0
     column: str = ""
     values: tuple[str, ...] = ()
-    texts: Path | None = None
 
     def __post_init__(self) -> None:
         """Refuses what nothing could be asked by, with a ConfigError."""
@@ -100,13 +97,10 @@ def offered(
     """What clusters or a classifier would cost, and how exact they would be; spends nothing. See ``describe.offered``.
 
     Raises:
-        ConfigError: More clusters than the public number of units bears, no public texts, an unsuitable epsilon.
+        ConfigError: More clusters than the public number of units bears, an unsuitable epsilon.
         Refused: The encoder was tuned on these data, or cannot be read in batches.
     """
-    columns, held_out = [asked.column] if asked.column else [], config.data.eval if asked.column else None
-    if not (held_out and config.data.eval_public):
-        config = without_evaluation(config)
-    public = _lines(asked.texts) if asked.texts else None
+    config, columns = without_evaluation(config), [asked.column] if asked.column else []
     with opened(config, delta, columns, most=MOST_DELTA, create=create) as source:
         source.refuse_tuned(config)
         if (config.data.max_examples_per_unit or 1) > embedded.MOST_ROWS:
@@ -114,36 +108,28 @@ def offered(
                 f"--max-examples-per-unit: products of over {embedded.MOST_ROWS:,} rows would not be added exactly. Type fewer."
             )
         units = config.data.public_size or len(source.units)  # as many under zero_out, whoever is missing
-        job = _Job(config, asked, source, public)
-        steps, relation = embedded.event_of(asked.kind, 1.0, ROUNDS).count, relation_of(config)
-        sigma = calibrate_noise_multiplier(epsilon, min(source.delta, MOST_DELTA), 1.0, steps, relation)
+        rounds = embedded.event_of(asked.kind, 1.0, ROUNDS).count
+        sigma = calibrate_noise_multiplier(epsilon, min(source.delta, MOST_DELTA), 1.0, rounds, relation_of(config))
         sigma = max(sigma, embedded.least_noise(units))
         if sigma > embedded.MOST_NOISE:
             raise ConfigError(
                 f"--epsilon {epsilon:g} takes noise of {sigma:,.0f} units, which would drown everything. Raise it."
             )
-        release, notes = job.release(sigma, units), []
+        size = DIMENSIONS[asked.kind]
+        note = f"A classifier needs well above {sigma * size * math.sqrt(size):,.0f} units; there are {units:,}."
         if asked.clusters:
-            least = embedded.least_size(sigma, DIMENSIONS["clusters"])
+            least = embedded.least_size(sigma, size)
+            note = f"A cluster moves if it has {least:,} units or more, of {units:,}."
             if asked.clusters > (most := max(1, units // least)):
                 raise ConfigError(
                     f"{units:,} units are too few for {asked.clusters} clusters at epsilon {epsilon:g}: one below {least:,} "
                     f"would hide in the noise. Type a larger --epsilon{f', or --clusters {most} or less' if most > 1 else ''}."
                 )
-            notes = [f"A cluster moves if it has {least:,} units or more, of {units:,}."]
-        else:
-            size = DIMENSIONS["classifier"]
-            notes = [f"A classifier needs well above {sigma * size * math.sqrt(size):,.0f} units; there are {units:,}."]
-            if held_out and not config.data.eval:
-                notes += [
-                    "data.eval is not declared public, so no accuracy on it: if it is, type --data.eval_public true."
-                ]
-        event = embedded.event_of(asked.kind, sigma, ROUNDS)
-        versions = environment.versions()
+        job, versions = _Job(config, asked, source, sigma), environment.versions()
+        release = job.release(units)
         software = {name: versions[name] for name in ("torch", "transformers")}
-        found = Statistics.pick({**source.facts(config, event, **software), "releases": [release]})
-        draw = partial(job.draw, sigma)
-        yield Offer.of(source, found, job.read, [draw], job.write, tuple(notes))
+        found = Statistics.pick({**source.facts(config, release["event"], **software), "releases": [release]})
+        yield Offer(found, source.outlook(found), (note,), source, job.read, [job.draw], job.write)
 
 
 class Encoder:
@@ -203,10 +189,10 @@ class Encoder:
     def _embedder(self, width: int) -> Embedder:
         return Embedder(self._model, self._tokenizer, width, self._pooling)
 
-    def around(self, public: Sequence[str] | None, dimensions: int) -> Projection:
-        """Centred on the mean of public texts; without any, of texts of random words of the vocabulary."""
-        mixed, words = random.Random(0), [] if public else self.words()
-        texts = public or [" ".join(mixed.choices(words, k=MIXED_WORDS)) for _ in range(MIXED)]
+    def around(self, dimensions: int) -> Projection:
+        """Centred on the mean of texts of random words of its vocabulary."""
+        mixed, words = random.Random(0), self.words()
+        texts = [" ".join(mixed.choices(words, k=MIXED_WORDS)) for _ in range(MIXED)]
         return Projection(self.of_public(texts).mean(axis=0), dimensions)
 
     def words(self) -> list[str]:
@@ -219,8 +205,7 @@ class Encoder:
         ]
         if len(words) < 2:
             raise ConfigError(
-                "the encoder's vocabulary has no whole words in small letters, to centre on and to name clusters by. Type "
-                "--words FILE, with public texts, one a line."
+                "the encoder's vocabulary has no whole words in small letters, to centre on and to name clusters by. Use another."
             )
         return words[:WORDS]
 
@@ -228,11 +213,10 @@ class Encoder:
 class _Job:
     """One release in the making."""
 
-    def __init__(self, config: RunConfig, asked: Asked, source: Opened, public: list[str] | None) -> None:
-        self._config, self._asked, self._source, self._public = config, asked, source, public
-        self._labels = (*asked.values, OTHER) if asked.values else ()
+    def __init__(self, config: RunConfig, asked: Asked, source: Opened, sigma: float) -> None:
+        self._config, self._asked, self._source, self._sigma = config, asked, source, sigma
 
-    def release(self, sigma: float, units: int) -> dict[str, Any]:
+    def release(self, units: int) -> dict[str, Any]:
         """All of it that is known before it is drawn."""
         asked, kind = self._asked, self._asked.kind
         declared = {"encoder": names.public_name(self._config.model.name_or_path), "units": units}
@@ -242,74 +226,52 @@ class _Job:
             "statistic": f"classifier of {asked.column}" if asked.column else "clusters of texts",
             "declared": declared,
             "mechanism": NAMES[kind],
-            "event": embedded.event_of(kind, sigma, ROUNDS),
-            "error_95": embedded.error_of(sigma),
+            "event": embedded.event_of(kind, self._sigma, ROUNDS),
+            "error_95": embedded.error_of(self._sigma),
             "error_of": embedded.COUNTED,
             "value": None,
             "entry": None,
         }
 
     def read(self) -> None:
-        """The vector of each unit, and how often each label occurs; private."""
-        config, source, asked = self._config, self._source, self._asked
-        encoder = Encoder(config.model, config.data.max_length)
-        around = encoder.around(self._public, DIMENSIONS[asked.kind])
-        self._centre_D, self._names = around.centre_D, self._public or encoder.words()
-        self._names_RP = around(encoder.of_public(self._names)) if asked.clusters else None
+        """The vector and the label of each row, of which the last is other; private."""
+        source, asked = self._source, self._asked
+        encoder = Encoder(self._config.model, self._config.data.max_length)
+        around = encoder.around(DIMENSIONS[asked.kind])
+        self._centre_D, self._digest, self._words = around.centre_D, encoder.digest, encoder.words()
+        self._words_RP = around(encoder.of_public(self._words)) if asked.clusters else None
         rows = source.units.each_alone()
         self._rows_RP = encoder.of_rows(rows, FIELDS[source.table.format], around)
         self._units_R = np.repeat(np.arange(len(source.units)), [len(unit) for unit in source.units])
-        self._labels_R, self._digest, self._tried = self._numbers(rows), encoder.digest, None
-        if config.data.eval:  # declared public
-            with scratch() as cache:
-                table = data.load_table(config.data.eval, config.data, config.data.eval_split, cache)
-                data.check_columns([asked.column], table.rows, table.name)
-                tried = each_row(table.rows)
-                self._tried = encoder.of_rows(tried, FIELDS[table.format], around), self._numbers(tried)
+        numbers = {value: number for number, value in enumerate(asked.values)}
+        self._labels_R = np.array(
+            [numbers.get(value_name(row.get(asked.column)), len(numbers)) for [row] in rows], dtype=np.int64
+        )
 
-    def _numbers(self, rows: Groups) -> NDArray[np.int64]:
-        """Of the label of each row, of which the last is other."""
-        numbers = {value: number for number, value in enumerate(self._asked.values)}
-        told = (value_name(row.get(self._asked.column)) for [row] in rows) if numbers else ()
-        return np.array([numbers.get(value, len(numbers)) for value in told], dtype=np.int64)
-
-    def draw(self, sigma: float, charge: Charge) -> dict[str, Any]:
+    def draw(self, charge: Charge) -> dict[str, Any]:
         """Draws it, and keeps what goes into its files."""
         asked, rows_RP, units_R = self._asked, self._rows_RP, self._units_R
         if asked.clusters:
-            sizes, vectors = embedded.k_means(rows_RP, units_R, asked.clusters, sigma, ROUNDS, charge)
+            sizes, vectors = embedded.k_means(rows_RP, units_R, asked.clusters, self._sigma, ROUNDS, charge)
             named = self._named(vectors)
         else:
-            sizes, vectors = embedded.ada_ssp(rows_RP, self._labels_R, units_R, len(self._labels), sigma, charge)
-            named = list(self._labels)
+            named = [*asked.values, OTHER]
+            sizes, vectors = embedded.ada_ssp(rows_RP, self._labels_R, units_R, len(named), self._sigma, charge)
         self._file = safetensors.numpy.save({"centre": self._centre_D, "vectors": np.ascontiguousarray(vectors)})
         return {
             "value": dict(zip(named, map(int, sizes), strict=True)),
             "vectors": hashlib.sha256(self._file).hexdigest(),
             "encoder": self._digest,
-            "held_out": self._held_out(vectors),
         }
 
-    def _held_out(self, weights_QC: Floats) -> HeldOut | None:
-        """How the classifier does on public rows: a function of what was released and of them."""
-        if self._tried is None:
-            return None
-        rows_RP, labels_R = self._tried
-        right = (embedded.scores(rows_RP, weights_QC).argmax(axis=1) == labels_R) & rows_RP.any(axis=1)
-        many, commonest = len(labels_R), int(np.bincount(labels_R).max())
-        source = names.public_name(self._config.data.eval or "")
-        return HeldOut(source=source, rows=many, right=int(right.sum()), commonest=commonest)
-
     def _named(self, centres_KP: Floats) -> list[str]:
-        """Each cluster by its number and the public texts nearest to its centre."""
-        vectors_RP = self._names_RP
-        assert vectors_RP is not None
-        # What all clusters, or all public texts, have in common would name each of them alike.
-        apart_KP, apart_RP = centres_KP - centres_KP.mean(axis=0), vectors_RP - vectors_RP.mean(axis=0)
+        """Each cluster by its number and the words nearest to its centre."""
+        assert self._words_RP is not None
+        # What all clusters, or all words, have in common would name each of them alike.
+        apart_KP, apart_RP = centres_KP - centres_KP.mean(axis=0), self._words_RP - self._words_RP.mean(axis=0)
         nearest_KR = np.argsort(-apart_KP @ unit_length(apart_RP).T, axis=1, kind="stable")
-        many = 1 if self._public else 3
-        texts = [", ".join(self._names[place] for place in row[:many]) for row in nearest_KR]
-        return [f"{number:02} {text[:SHOWN]}" for number, text in enumerate(texts, 1)]
+        words = [", ".join(self._words[place] for place in row[:NAMED_BY]) for row in nearest_KR]
+        return [f"{number:02} {text}" for number, text in enumerate(words, 1)]
 
     def write(self, output: Path, released: Statistics) -> None:
         """The folder, whole or not at all."""
@@ -317,16 +279,6 @@ class _Job:
             write_whole(part / VECTORS, self._file)
             write_json(part / RECORD, released.to_json())
             write_whole(part / CARD, page(released))
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        found = list(dict.fromkeys(filter(None, map(str.strip, path.read_text(encoding="utf-8").splitlines()))))
-    except (OSError, UnicodeDecodeError):
-        found = []
-    if len(found) < 2:
-        raise ConfigError(f"--words {path}: has no public texts, one a line, two or more. Name such a file.")
-    return found
 
 
 def classify(folder: Path, source: str, encoder: str | None) -> Iterator[str | None]:
@@ -346,8 +298,7 @@ def classify(folder: Path, source: str, encoder: str | None) -> Iterator[str | N
     centre_D, vectors = read_vectors(folder / VECTORS, release)
     declared, sizes = release.declared, release.value or {}
     labels = [*declared.values, OTHER] if declared.values else sorted(sizes)
-    cost, _ = cost_of(stated.event(), stated.delta, stated.neighbouring_relation)
-    if not labels or sorted(labels) != sorted(sizes) or not cost <= stated.epsilon * (1 + 1e-3):
+    if not labels or sorted(labels) != sorted(sizes):
         raise ConfigError(f"{folder}: is not as it was released. Type dpllm verify {folder}, which says why.")
     model = ModelConfig(name_or_path=encoder or str(declared.encoder))
     reader = Encoder(model, declared.max_length or 2)

@@ -58,10 +58,6 @@ def read_turns(path: Path, coefficients: tuple[float, ...], width: int) -> Bande
     if not coefficients:
         return None
     kept = read_groups(path)
-    if kept.bands != len(coefficients) or kept.slots < width:
-        raise ConfigError(
-            f"{path}: does not belong to this run, whose Plan has other bands. Restore it, or train again."
-        )
     group_N = groups(Turns(kept.bands, kept.key), kept.slots)
     return BandedTurns(coefficients, group_N[kept.slots - width :], kept.starts)
 

@@ -243,7 +243,7 @@ def decide(
         if resumed and not found.errors:
             found.attempt(same_lineage, base, config, run)
         subject = replace(subject, labels=found.attempt(lineage.of_labels, subject.labels, base, ledger))
-        about = {"dataset": dataset, "derived_from": parent, "book": ledger, "plan": plan, "labels": subject.labels}
+        about = {"dataset": dataset, "derived_from": parent, "book": ledger, "plan": plan}
         ancestry = found.attempt(lineage.compose_with_base, base, config, **about)
         of_base = (base.weights, base.labels) if base else ()
         return Decision(config, subject, schedule, plan, seen, ancestry, resumed, tuple(found.errors), *of_base)

@@ -85,7 +85,7 @@ def _check_reservation(run: RunDir, own: Run, ledger: Ledger, policy: DatasetPol
     account, dataset = own.reservation.dataset, policy.dataset
     if own.state == "reconciled":
         raise Refused(
-            f"{run.root}: its reservation was closed (dpllm ledger history says by whom), and its unused steps may have gone to "
+            f"{run.root}: its reservation was closed (dpllm ledger export says by whom), and its unused steps may have gone to "
             "other runs. Start anew with --overwrite."
         )
     if account != ledger.records.charged_to(dataset, policy.derived_from):
@@ -129,9 +129,8 @@ def same_recipe(config: RunConfig, run: RunDir) -> None:
 
 def same_lineage(base: Base | None, config: RunConfig, run: RunDir) -> None:
     """Refuses, with Refused, a base or adapter whose files or statement are not what the run started from, or cannot be read."""
-    record = read_run(run)
-    before = (record.lineage.base, *record.lineage.ancestors) if record.lineage else ()
-    if before != ((base.statement, *base.ancestors) if base else ()):
+    stated = read_run(run).lineage
+    if (stated.models if stated else ()) != (base.models if base else ()):
         gone = " (none is found now: it was removed, or the Hub cannot be reached)" if base is None else ""
         raise Refused(
             f"{run.root}: {'model.adapter' if config.model.adapter else 'model.name_or_path'} no longer holds the files and the "

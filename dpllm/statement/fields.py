@@ -193,7 +193,7 @@ class CrossCheck(Record):
 
 
 class MechanismLimits(Record):
-    """What no membership test can exceed, from every (epsilon, delta) of the event at once; absent likewise."""
+    """What no membership test can exceed, from every (epsilon, delta) of the event at once."""
 
     auc: Share | None
     """Largest area under the ROC curve."""
@@ -228,10 +228,10 @@ class Promise(Record):
     accountant: Accountant
     cross_check: CrossCheck | None
     accountants: dict[Annotated[str, Field(pattern=r"^[a-z]+$")], NotNegative | None] | None = None
-    """Epsilon by each accountant that knows the event; absent where more was spent than planned."""
+    """Epsilon by each accountant that knows the event."""
     limits: MechanismLimits | None = None
     curve: tuple[tuple[Number, Number | None], ...] | None = None
-    """Pairs of delta and the epsilon certified at it, null where none is; absent likewise."""
+    """Pairs of delta and the epsilon certified at it, null where none is."""
     event: RunEvent
     """The mechanism as a value, from which epsilon can be computed again."""
 
@@ -255,8 +255,7 @@ class Terms(Promise):
     """Epsilon at the same delta if batches had come from shuffling, rounded up to four digits; null where none can be stated."""
     randomness: Randomness
     trade_off: tuple[tuple[Share, Share], ...] | None = None
-    """Pairs of a false-positive rate and the largest true-positive rate of any membership test, in 4 digits; absent where
-    more was spent than planned."""
+    """Pairs of a false-positive rate and the largest true-positive rate of any membership test, in 4 digits."""
 
     @property
     def group_size(self) -> int:
@@ -351,8 +350,6 @@ class Ancestor(Record):
     """Name of the dataset in its ledger."""
     entry: str | int | None
     """Its entry there."""
-    head: str | None
-    """Hash of that ledger's last entry then."""
     files_digest: str | None
     """SHA-256 over the hashes of its files."""
     adapter: bool = False

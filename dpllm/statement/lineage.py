@@ -6,6 +6,7 @@ that run.json and the card have under ``lineage``. Must not import torch or read
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,7 +21,7 @@ from dpllm.statement.labels import Labels
 from dpllm.statement.parents import Base
 
 if TYPE_CHECKING:
-    from dpllm.ledger import Ledger, Run
+    from dpllm.ledger import Ledger
     from dpllm.privacy.events import Event
     from dpllm.privacy.plan import Plan
     from dpllm.privacy.privacy_loss import Relation
@@ -44,7 +45,6 @@ def compose_with_base(
     derived_from: str | None,
     book: Ledger | None,
     plan: Plan | Own | None,
-    labels: Labels | None = None,
 ) -> Lineage | None:
     """What a run and the models before it promise together.
 
@@ -54,14 +54,10 @@ def compose_with_base(
         dataset: The name of its data in the ledger.
         derived_from: The dataset that is charged instead, where the recipe declares one.
         book: The ledger that the recipe names; None where there is none yet.
-        labels: Of its own pairs, where they were flipped at the source.
         plan: The promise; None without differential privacy, or where only refusals are asked for.
 
     Returns:
         None without a block; else the common dataset, and the total of all on it or the reason why there is none.
-
-    Raises:
-        Refused: The ledger contradicts the block.
 
     Guarantee:
         ``composed`` bounds what all these runs together reveal about one unit of the common dataset: each is an adaptive
@@ -72,78 +68,19 @@ def compose_with_base(
     """
     if base is None:
         return None
-    parent = base.statement
-    _refuse_contradiction(parent, _held(book, parent.entry))
     account = book.records.charged_to(dataset, derived_from) if book else derived_from or dataset
     mine = [one for one in base.models if one.dataset == account]
     composed, reason = together(mine, plan, derived.deviations(config)[0])
-    if parent.dataset is None:
-        reason = f"nothing says on which data {parent.name} was trained"
-    elif not mine and labels and labels.dataset in (one.dataset for one in base.labels):
-        reason = f"their pairs are different data, of the same {labels.dataset}, whose total stands beside the labels"
+    if base.statement.dataset is None:
+        reason = f"nothing says on which data {base.statement.name} was trained"
     return Lineage(
-        base=parent,
+        base=base.statement,
         ancestors=base.ancestors,
         same_dataset=bool(mine),
         dataset=account if mine else None,
         composed=composed,
         reason=reason,
     )
-
-
-def _refuse_contradiction(parent: Ancestor, held: Run | None) -> None:
-    if held and (held.reservation.dataset != parent.dataset or parent.event not in (None, held.event)):
-        raise Refused(
-            f"the privacy block of {parent.name} says otherwise than entry {parent.entry} of the ledger on its dataset or its "
-            "event: one of the two was changed. Take a copy that dpllm verify passes.",
-            dataset=held.reservation.dataset,
-            reason="lineage",
-        )
-
-
-def of_labels(labels: Labels | None, base: Base | None, book: Ledger | None) -> Labels | None:
-    """The labels of a run with the total of their account: what the ledger, their record and the models before it know."""
-    if labels is None:
-        return None
-    held = 0.0
-    if book and (run := _held(book, labels.entry)) and run.reservation.dataset == labels.dataset:
-        held = added(*book.account(labels.dataset).events())
-    return labels.with_account(held, base.labels if base else ())
-
-
-def why_not(lineage: Lineage | None) -> str | None:
-    """Why a run's own guarantee does not hold because of the models before it; None if it does."""
-    for parent in lineage.mine if lineage else ():
-        if not parent.guarantee:
-            same = f"which was trained on the same dataset ({parent.dataset}) without a guarantee"
-            return f"what it started from goes back to {parent.name}, {same}"
-    return None
-
-
-def deviations(lineage: Lineage | None) -> list[str]:
-    """Models before this one that promise nothing for their own data, which the card must name."""
-    if lineage is None:
-        return []
-    return [
-        f"{name}, from which this model was made, states no differential privacy guarantee for the data it was trained on: "
-        "these weights may reveal them; a guarantee of this run is about this run's own training data, and only as far as they "
-        "are not among those"
-        for name in dict.fromkeys(
-            parent.name
-            for parent in lineage.models
-            if not parent.guarantee and (parent.dataset is None or parent.dataset != lineage.dataset)
-        )
-    ]
-
-
-def _held(book: Ledger | None, entry: str | int | None) -> Run | None:
-    """The run that a ledger has under an entry; None where it has none."""
-    if book is None or not isinstance(entry, str):
-        return None
-    try:
-        return book.run(entry)
-    except ConfigError:
-        return None
 
 
 def together(
@@ -160,7 +97,7 @@ def together(
         return None, "the runs are on different datasets: each statement is about its own data"
     if own is None or broken:
         return None, f"this run gives no guarantee: {broken or 'nothing was planned'}"
-    known = []
+    events = [own.event]
     for parent in mine:
         theirs, ours = (f"{one.unit}, {one.neighbouring_relation}" for one in (parent, own))
         if not parent.guarantee:
@@ -169,13 +106,45 @@ def together(
             return None, f"{parent.name} was protected by another unit or neighbouring relation ({theirs}; here {ours})"
         if parent.event is None:
             return None, f"{parent.name}, on the same dataset, does not say what it released"
-        known.append(parent.event)
+        events.append(parent.event)
     try:
-        event = accounting.compose([own.event, *known])
-        epsilon, name = accounting.stated(event, own.delta, own.neighbouring_relation)
+        epsilon, name = accounting.stated(accounting.compose(events), own.delta, own.neighbouring_relation)
     except Refused:  # no accountant knows every part
         epsilon, name = math.inf, ""
     if not math.isfinite(epsilon):
         return None, f"no finite epsilon can be certified at delta {own.delta:g} for all runs together"
     accountant = f"dp-accounting {name.upper()} {accounting.versions()['version']}"
     return ComposedLineage(epsilon=epsilon, delta=own.delta, accountant=accountant), None
+
+
+def of_labels(labels: Labels | None, base: Base | None, book: Ledger | None) -> Labels | None:
+    """The labels of a run with the total of their account: what the ledger, their record and the models before it know."""
+    if labels is None:
+        return None
+    held = 0.0
+    with contextlib.suppress(ConfigError):  # the ledger has no such entry
+        if book and book.run(labels.entry).reservation.dataset == labels.dataset:
+            held = added(*book.account(labels.dataset).events())
+    return labels.with_account(held, base.labels if base else ())
+
+
+def why_not(lineage: Lineage | None) -> str | None:
+    """Why a run's own guarantee does not hold because of the models before it; None if it does."""
+    for parent in lineage.mine if lineage else ():
+        if not parent.guarantee:
+            same = f"which was trained on the same dataset ({parent.dataset}) without a guarantee"
+            return f"what it started from goes back to {parent.name}, {same}"
+    return None
+
+
+def deviations(lineage: Lineage | None) -> list[str]:
+    """Models before this one that promise nothing for their own data, which the card must name."""
+    models = lineage.models if lineage else ()
+    mine = lineage.mine if lineage else ()
+    names = dict.fromkeys(one.name for one in models if not one.guarantee and one not in mine)
+    return [
+        f"{name}, from which this model was made, states no differential privacy guarantee for the data it was trained on: "
+        "these weights may reveal them; a guarantee of this run is about this run's own training data, and only as far as they "
+        "are not among those"
+        for name in names
+    ]

@@ -6,11 +6,8 @@ not import torch or read any row.
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -33,7 +30,6 @@ _OURS |= {"peft_version", "task_type", "auto_mapping", "base_model_name_or_path"
 _PLAIN: dict[str, Any] = {"peft_type": ["LORA"], "bias": ["none"], "init_lora_weights": [True, "gaussian"]}
 """Keys of adapter_config.json that the recipe answers for or that change nothing, and harmless values of others."""
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack")
-_LARGEST_BLOCK = 2**24  # bytes
 _PROMISED = ("epsilon", "delta", "unit", "neighbouring_relation", "event")
 _ROUNDING = 1e-3  # between versions of an accountant
 
@@ -116,8 +112,8 @@ def _of_adapter(config: RunConfig, path: Path, base: Base | None) -> Base:
             "learned is unknown. Start from an adapter that was trained on this very base, or without one (model.adapter: null)."
         )
     if record is None:
-        files = {name: _sha256(path / name) for name in ADAPTER}
-        nothing = dict.fromkeys((*_PROMISED, "dataset", "entry", "head"))
+        files = {name: sha256(path / name) for name in ADAPTER}
+        nothing = dict.fromkeys((*_PROMISED, "dataset", "entry"))
         unknown = Ancestor(name=_public(path), guarantee=False, **nothing, files_digest=digest(files), adapter=True)
         return Base(unknown, (), files[ADAPTER[1]])
     found = replace(_base(_public(path), record, adapter=True), weights=record.files[ADAPTER[1]])
@@ -178,24 +174,19 @@ def _stated(path: Path, what: str) -> PrivacyRecord | None:
 
 
 def _refuse_no_model(name: str, files: Collection[str]) -> None:
-    if "adapter_config.json" in files and "config.json" not in files:
+    adapter = "adapter_config.json" in files and "config.json" not in files
+    if adapter or ("run.json" in files and "export" in files):
         raise ConfigError(
-            f"model.name_or_path {name}: is an adapter and not a whole model. Type --model.adapter with its directory to go on "
-            "from it, or merge it into its base, dpllm merge RUN, and name what that writes."
-        )
-    if "run.json" in files and "export" in files:
-        raise ConfigError(
-            f"model.name_or_path {name}: is a run directory, not a model. Name its export/ if the run trained whole layers; if "
-            f"it trained an adapter, type dpllm merge {name} and name what that writes."
+            f"model.name_or_path {name}: is {'an adapter' if adapter else 'a run directory'} and not a whole model. Name what "
+            "dpllm merge RUN writes, or the export/ of a run that trained whole layers; to go on from an adapter, type "
+            "--model.adapter with its directory."
         )
 
 
 def _read(path: Path) -> PrivacyRecord:
     try:
-        if path.stat().st_size > _LARGEST_BLOCK:
-            raise ValueError
-        return privacy_record.read(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, RecursionError, DpllmError):
+        return privacy_record.read(read_json(path))
+    except DpllmError:
         raise Refused(
             f"{path}: is no privacy block that this version of dpllm can read, so what a run on this model would promise is "
             "unknown. Take a copy that dpllm verify passes, or write its card again with dpllm card."
@@ -203,7 +194,7 @@ def _read(path: Path) -> PrivacyRecord:
 
 
 def _refuse_changed(files: dict[str, str], found: dict[str, Path], what: str) -> None:
-    wrong = [name for name, sha in files.items() if name not in found or _sha256(found[name]) != sha]
+    wrong = [name for name, stated in files.items() if name not in found or sha256(found[name]) != stated]
     wrong += [name for name in sorted(found) if name.endswith(_WEIGHTS) and name not in files]
     if wrong:
         raise Refused(
@@ -215,16 +206,6 @@ def _refuse_changed(files: dict[str, str], found: dict[str, Path], what: str) ->
 def _public(path: Path) -> str:
     path = path.resolve()
     return f"{path.parent.name}/{path.name}" if path.name in ("export", "merged") else path.name
-
-
-def _sha256(path: Path) -> str:
-    seen = path.stat()
-    return _sha256_of(path, seen.st_size, seen.st_mtime_ns, seen.st_ino)
-
-
-@lru_cache(maxsize=4096)  # one sweep looks at the same weights many times
-def _sha256_of(path: Path, size: int, modified: int, inode: int) -> str:
-    return sha256(path)
 
 
 def _hub_file(name: str, file: str, revision: str | None, fetch: bool) -> Path | None:
@@ -248,10 +229,7 @@ def _base(name: str, record: PrivacyRecord, *, adapter: bool = False) -> Base:
     if record.guarantee:
         terms = record.terms
         promised = {key: getattr(terms, key) for key in _PROMISED}
-        try:
-            costs = accounting.stated(terms.event, terms.delta, terms.neighbouring_relation)[0]
-        except DpllmError:
-            costs = math.inf
+        costs, _ = accounting.stated(terms.event, terms.delta, terms.neighbouring_relation)
         if costs > terms.epsilon * (1 + _ROUNDING) + _ROUNDING:
             raise Refused(
                 f"the privacy block of {name} states epsilon {terms.epsilon:g}, and its own event costs {costs:g} "
@@ -269,7 +247,6 @@ def _base(name: str, record: PrivacyRecord, *, adapter: bool = False) -> Base:
         **promised,
         dataset=dataset,
         entry=account.entry if account else None,
-        head=account.head if account else None,
         files_digest=digest(record.files),
     )
     labels = (record.labels,) if record.labels else ()

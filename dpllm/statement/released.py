@@ -19,7 +19,6 @@ from dpllm.statement import formatting
 from dpllm.statement.fields import (
     AtLeast1,
     Between0And1,
-    Count,
     NotNegative,
     Number,
     Record,
@@ -66,24 +65,6 @@ class Declared(Record):
     """Public number of units."""
 
 
-class HeldOut(Record):
-    """How a classifier did on rows that are declared public, which cost nothing."""
-
-    source: Text
-    """Whose rows they are."""
-    rows: AtLeast1
-    """How many; one without text counts as wrong."""
-    right: Count
-    """How many have the label that the classifier gives them."""
-    commonest: AtLeast1
-    """How many have the commonest label, which is what guessing finds."""
-
-    def words(self) -> str:
-        """For people."""
-        found, guessed = self.right / self.rows, self.commonest / self.rows
-        return f"{found:.1%} on {self.rows:,} public rows ({self.source}), where the commonest label alone gives {guessed:.1%}"
-
-
 class Release(Record):
     """One statistic, released once."""
 
@@ -106,8 +87,6 @@ class Release(Record):
     """Of the file with the centres or weights that were released with it."""
     encoder: Sha256 | None = None
     """Of the encoder's weights, configuration and vocabulary."""
-    held_out: HeldOut | None = None
-    """Of a classifier, where the recipe names public held-out rows."""
 
     def counts(self) -> list[tuple[str, float]]:
         """Each declared value and "other", or each cluster, with its noisy count."""
@@ -132,9 +111,7 @@ class Release(Record):
         value, error = self.value, f"± {self.error_95:,.3g} {self.error_of}"
         if value is None:
             return error
-        if self.declared.clusters:
-            return f"{', '.join(f'{name}: {count:,}' for name, count in self.counts())} ({error})"
-        if self.declared.values is None:
+        if not (self.declared.values or self.declared.clusters):
             return f"{next(iter(value.values())):,g} ({error})"
         total = max(1, sum(max(0, count) for count in value.values()))
         parts = [f"{name} {count:,} = {max(0, count) / total:.1%}" for name, count in self.counts()]
@@ -184,12 +161,10 @@ class Statistics(Record):
 
 
 class BesideRun(Statistics):
-    """What was released about the training data; absent where the author names nothing."""
+    """What was released about the training data, by OpenDP; absent where the author names nothing."""
 
     with_run: NotNegative | None
     """Epsilon of the run and these releases together, at the run's delta; null where the run gives no guarantee."""
-    with_all: NotNegative | None = None
-    """The same with the models before the run on the same data, where there are some, beside Gaussian sums; absent elsewhere."""
 
 
 def page(shown: Statistics) -> str:

@@ -27,7 +27,6 @@ from dpllm.statement.fields import (
     Generator,
     Json,
     Lattice,
-    Lineage,
     Sampling,
     Terms,
 )
@@ -38,7 +37,7 @@ from dpllm.statement.run_files import LedgerRecord, PlanRecord, RunRecord
 
 ACCOUNTANT = "dp-accounting PLD"
 _OF_THE_PLAN = ("accountants", "limits", "curve")
-"""Other words for the planned epsilon, which are not true of one that is larger."""
+"""Other words for the planned epsilon."""
 
 
 def state(
@@ -66,7 +65,7 @@ def state(
     """
     numbers = {} if terms is None else terms.to_json() if reason is None else {"attempted": terms.to_json()}
     lost = {"lost": record.steps_lost} if record.steps_lost else {}
-    beside = beside_run(statistics, terms, reason is None, record.lineage) if statistics else None
+    beside = beside_run(statistics, terms, reason is None) if statistics else None
     where_known = {
         "reason": reason,
         "labels": record.labels and record.labels.to_json(),
@@ -106,7 +105,6 @@ def terms_of(
     optimizer: str,
     generator: Generator,
     lattice: Lattice | None,
-    spent: float | None = None,
     trade_off: list[list[float]] | None = None,
 ) -> Terms:
     """The numbers of the Plan: everything that is needed to compute epsilon again.
@@ -116,15 +114,12 @@ def terms_of(
         optimizer: What the noised sums were given to.
         generator: Of the noise.
         lattice: To which noise and contributions were rounded.
-        spent: Epsilon, where it is more than planned: then the Plan's other words for it are left out.
         trade_off: Of the event, see ``tradeoff_figure.trade_off``; None: left out.
     """
-    more = spent is not None and spent > plan.epsilon
     left_out = {name for name in _OF_THE_PLAN if not getattr(plan, name)}
-    left_out |= {*_OF_THE_PLAN} if more else set()
     coefficients = plan.coefficients
     found: Json = {
-        "epsilon": spent if more else plan.epsilon,
+        "epsilon": plan.epsilon,
         "definition": DEFINITION,
         "holds_for": "run",
         "trust_model": "central",
@@ -139,14 +134,12 @@ def terms_of(
         "without_amplification": None,
         "randomness": {"generator": generator, "secure_noise": generator == CRYPTOGRAPHIC, "lattice": lattice},
     }
-    if trade_off and not more:
+    if trade_off:
         found["trade_off"] = trade_off
     if coefficients:
         rate = step_of(plan.event).probability
         found["banded"] = {"bands": len(coefficients), "coefficients": coefficients, "group_rate": rate}
     terms = Terms.pick({name: value for name, value in plan.to_json().items() if name not in left_out}, **found)
-    if more:
-        return terms
     return terms.model_copy(update={"without_amplification": without_amplification(terms, plan.num_steps)})
 
 
@@ -204,20 +197,13 @@ def composed(ledger: LedgerRecord, delta: float | None) -> Composed:
     )
 
 
-def beside_run(
-    released: Statistics, terms: Promised | None, guarantee: bool, models: Lineage | None = None
-) -> BesideRun:
-    """What was released about the training data, and what it comes to together with the run, and the models before it."""
-    with_run, more = None, {}
+def beside_run(released: Statistics, terms: Promised | None, guarantee: bool) -> BesideRun:
+    """What was released about the training data, and what it comes to together with the run."""
+    with_run = None
     if terms is not None and guarantee:
         event = compose([terms.event, released.event()])
         with_run = finite(stated(event, terms.delta, terms.neighbouring_relation)[0])
-        if models and models.composed and released.pure == math.inf:
-            total, _ = lineage.together(
-                models.mine, lineage.Own(event, terms.delta, terms.unit, terms.neighbouring_relation)
-            )
-            more = {"with_all": total.epsilon if total else None}
-    return BesideRun.pick(released.to_json(), with_run=with_run, **more)
+    return BesideRun.pick(released.to_json(), with_run=with_run)
 
 
 def not_covered(unit: str, relation: str) -> tuple[str, ...]:

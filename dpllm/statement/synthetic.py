@@ -97,14 +97,13 @@ def read(value: object) -> Synthetic:
 def epsilon(statement: PrivacyRecord) -> float | None:
     """What the folder costs at the run's delta: the model, all statistics on its card, and the models before it on the same data.
 
-    None without a guarantee. With earlier models, statistics whose delta is 0 are added (basic composition), and others composed.
+    None without a guarantee. With earlier models, statistics are added (basic composition): their delta is 0.
     """
     if statement.terms is None or not statement.guarantee:
         return None
     lineage, released = statement.lineage, statement.statistics
     if lineage is not None and lineage.composed is not None:
-        added = lineage.composed.epsilon + (released.pure if released else 0.0)
-        return added if released is None or released.with_all is None else released.with_all
+        return lineage.composed.epsilon + (released.pure if released else 0.0)
     return released.with_run if released else statement.terms.epsilon
 
 

@@ -67,9 +67,9 @@ def check(found: Published) -> Iterator[Check]:
     yield _belongs(found, stated.terms, report)
     yield _in_block(stated, stated.audit, report)
     table, tokens = tables(folder)
-    gradient = _gradient(folder, stated.terms, stated.steps, report)
+    from_steps = gradient(folder, stated.terms, stated.steps, report)
     yield _rows(stated.terms, table, tokens, report)
-    yield _statistics(stated.terms, report, table, tokens, gradient)
+    yield _statistics(stated.terms, report, table, tokens, from_steps)
     left = ["shadows"] if report.shadows else []
     if report.controls.words:
         left.append("the control by words")
@@ -224,7 +224,8 @@ def _rows(terms: Terms, table: tuple[CanaryScores, ...], tokens: TokenTable, rep
     return verified("audit: scores", f"{len(table)} canaries and references, each the sum of its tokens{of_pairs}.")
 
 
-def _gradient(folder: Path, terms: Terms, steps: Steps, report: AuditRecord) -> GradientTable | None:
+def gradient(folder: Path, terms: Terms, steps: Steps, report: AuditRecord) -> GradientTable | None:
+    """The gradient canaries of an audit, where it names some; ``Wrong`` says what is wrong with their table."""
     path = folder / "gradient.parquet"
     if report.gradient is None:
         if path.exists():

@@ -10,11 +10,23 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dpllm.files import CARD, SCHEMA_VERSION
-from dpllm.statement.released import MOST_VECTORS, RECORD, VECTORS, Statistics, page, read_vectors
+from dpllm.privacy import accounting, embedded
+from dpllm.privacy.events import SelfComposed
+from dpllm.privacy.releases import OTHER
+from dpllm.statement.released import MOST_VECTORS, RECORD, VECTORS, Release, Statistics, page, read_vectors
 from dpllm.verification import check_export, check_ledger, costs
 from dpllm.verification.check_dataset import of_folder, record_of
-from dpllm.verification.check_promise import check_release, quick_epsilon
-from dpllm.verification.values import TOLERANCE, Check, Wrong, asserted, close, read_text, regular, verified
+from dpllm.verification.values import (
+    TOLERANCE,
+    Check,
+    Wrong,
+    asserted,
+    close,
+    differences,
+    read_text,
+    regular,
+    verified,
+)
 
 _AGAIN = "Restore the folder from where it was published."
 
@@ -58,13 +70,44 @@ def _read(stated: object) -> Statistics:
 def _promise(found: Statistics) -> Iterator[Check]:
     """The event against mechanism and error, epsilon against the event."""
     [one] = found.releases
-    check_release(one, found.max_examples_per_unit, _AGAIN)
-    units = one.declared.units
-    if not found.drawn or units is None or found.delta * units >= 1 or quick_epsilon(one, found.delta) > costs.LARGE:
+    units, delta, relation = one.declared.units, found.delta, found.neighbouring_relation
+    if not _is_ours(one):
+        raise Wrong(f"{one.statistic} is no release of dpllm, by that mechanism and with that error. {_AGAIN}")
+    costs.bounded(one.event)
+    if (
+        not found.drawn
+        or units is None
+        or delta * units >= 1
+        or accounting.epsilon(one.event, delta, "zero_out", "rdp") > costs.LARGE  # which takes no time to compute
+    ):
         raise Wrong(f"the release was not drawn, has a delta of 1/N or more, or promises nothing. {_AGAIN}")
-    epsilon = costs.together([one.event], found.delta, found.neighbouring_relation)
+    epsilon = costs.together([one.event], delta, relation)
     if found.epsilon < epsilon * (1 - TOLERANCE) or not close(found.epsilon, epsilon, costs.OTHER_VERSION):
         raise Wrong(f"epsilon is {epsilon:.6g} by its event, and another is stated. {_AGAIN}")
-    yield verified("promise", f"{one.cost} are epsilon {epsilon:.6g} at delta {found.delta:g}, below 1/N.")
-    tried = f" So is its accuracy: {one.held_out.words()}." if one.held_out else ""
-    yield asserted("author's word", f"that the numbers are of these data, by this encoder, of so many units.{tried}")
+    yield verified("promise", f"{one.cost} are epsilon {epsilon:.6g} at delta {delta:g}, below 1/N.")
+    yield asserted("author's word", "that the numbers are of these data, by this encoder, of so many units.")
+
+
+def _is_ours(one: Release) -> bool:
+    """Whether it has as many sums as its mechanism, the error of their noise, and a whole count for each name."""
+    if not isinstance(one.event, SelfComposed):
+        return False
+    declared, value = one.declared, one.value or {}
+    kind: embedded.Kind = "clusters" if declared.clusters else "classifier"
+    named = sorted([*(declared.values or ()), OTHER]) == sorted(value)
+    named &= one.statistic.startswith("classifier of ")
+    if declared.clusters:
+        named = [name[:3] for name in sorted(value)] == [f"{number:02} " for number in range(1, declared.clusters + 1)]
+        named &= one.statistic == "clusters of texts"
+    stated = one.mechanism, one.error_95, one.error_of
+    due = embedded.NAMES[kind], embedded.error_of(one.noise_multiplier), embedded.COUNTED
+    public = {"encoder", "units", "max_length", "dimensions", "clusters" if declared.clusters else "values"}
+    return (
+        named
+        and one.event == embedded.event_of(kind, one.noise_multiplier, one.event.count)
+        and not any(differences(stated, due))
+        and declared.model_dump(exclude_none=True).keys() == public
+        and all(map(str.isprintable, value))
+        and all(float(count).is_integer() and abs(count) < 2.0**52 for count in value.values())
+        and bool(one.vectors and one.encoder)
+    )

@@ -119,7 +119,7 @@ def _promise(found: Folder) -> Iterator[Check]:
     # Such a promise protects nobody, and would take minutes.
     if accounting.epsilon(record.event, record.delta, record.neighbouring_relation, "rdp") > costs.LARGE:
         raise Wrong(f"the event costs an epsilon above {costs.LARGE:g}, which is no promise. {_AGAIN}")
-    yield tried("epsilon", check_promise.check_epsilon, record, True)
+    yield tried("epsilon", check_promise.check_epsilon, record)
     yield tried("cross-check", check_promise.check_cross_check, record)
     yield from guarded("statistics", _statistics, record)
     yield from guarded("lineage", _lineage, record)

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import cast, get_args
 
-from dpllm.privacy import accounting, banded, embedded
-from dpllm.privacy.events import PureDP, SelfComposed
+from dpllm.privacy import accounting, banded
+from dpllm.privacy.events import PureDP
 from dpllm.privacy.plan import noise_scale, steps_event
 from dpllm.privacy.privacy_loss import Relation
 from dpllm.privacy.releases import OTHER, Kind, Statistic, tidy, told
@@ -52,9 +52,7 @@ def check(found: Published) -> Iterator[Check]:
         yield verified("promise", f"none is made: {record.reason}.{attempted}")
     if terms is None:
         return
-    # What was spent beyond the plan is stated without the plan's other figures.
-    planned = any(getattr(terms, name) is not None for name in OF_THE_EVENT)
-    yield tried("epsilon", check_epsilon, terms, planned)
+    yield tried("epsilon", check_epsilon, terms)
     yield tried("sizes", _sizes, record, terms)
     yield tried("other accountants", _accountants, terms)
     yield tried("cross-check", check_cross_check, terms)
@@ -63,8 +61,8 @@ def check(found: Published) -> Iterator[Check]:
     yield tried("terms", _generator, terms)
 
 
-def check_epsilon(terms: Promised, exact: bool) -> Check:
-    """Epsilon against the event, which costs no more and, if ``exact``, no less."""
+def check_epsilon(terms: Promised) -> Check:
+    """Epsilon against the event, which costs as much."""
     accountant = terms.accountant
     if accountant.name != ACCOUNTANT or accountant.interval != accounting.FINE_INTERVAL:
         raise Wrong(f"accountant is not {ACCOUNTANT} at interval {accounting.FINE_INTERVAL:g}. {again(terms)}")
@@ -75,7 +73,7 @@ def check_epsilon(terms: Promised, exact: bool) -> Check:
         raise Wrong(
             f"the event costs epsilon {least:.12g} at delta {delta:g}, but {stated:.12g} is stated{by(terms)}. {again(terms)}"
         )
-    if exact and stated > least * (1 + slack):
+    if stated > least * (1 + slack):
         raise Wrong(
             f"epsilon {stated:.12g} is stated, but the event costs {least:.12g}: parts of two statements{by(terms)}. "
             f"{again(terms)}"
@@ -138,8 +136,6 @@ def _sizes(record: PrivacyRecord, terms: Terms) -> Check:
 
 def _accountants(terms: Terms) -> Check:
     name = "other accountants"
-    if terms.accountants is None:
-        return asserted(name, "none are stated: more was spent than planned.")
     fresh = costs.beside(terms)
     slack = max(rounding(terms, OTHER_RDP), costs.COARSE if costs.of(terms)[1] else 0.0)
     wrong = list(differences(terms.accountants, fresh, tolerance=slack))
@@ -198,8 +194,6 @@ def _attackers(terms: Terms) -> Check:
 
 def _shuffled(record: PrivacyRecord, terms: Terms) -> Check:
     name, stated = "without amplification", terms.without_amplification
-    if stated is None and terms.accountants is None:
-        return asserted(name, "none is stated: more was spent than planned.")
     fresh = state.without_amplification(terms, record.steps.planned)
     if stated != fresh:  # rounded up to four digits, by no accountant's version
         raise Wrong(f"{stated} is stated, but the same noise without credit for sampling costs {fresh}. {_AGAIN}")
@@ -221,12 +215,10 @@ def check_statistics(found: Published) -> Iterator[Check]:
     shown, terms = found.record.statistics, found.record.terms
     if shown is not None:
         size = terms.sampling.dataset_size - terms.sampling.canary_slots if terms else 1
-        yield from check_beside(shown, terms, size, found.record.guarantee, found.record.lineage)
+        yield from check_beside(shown, terms, size, found.record.guarantee)
 
 
-def check_beside(
-    shown: BesideRun, terms: Promised | None, size: int, guarantee: bool, lineage: Lineage | None = None
-) -> Iterator[Check]:
+def check_beside(shown: BesideRun, terms: Promised | None, size: int, guarantee: bool) -> Iterator[Check]:
     """Statistics beside a run, or beside texts, of so many units."""
     if terms is None or (shown.unit, shown.neighbouring_relation) != (terms.unit, terms.neighbouring_relation):
         raise Wrong(f"the statistics protect another unit, or use another relation. {again(terms)}")
@@ -235,75 +227,33 @@ def check_beside(
         raise Wrong(
             f"the statistics' epsilon is stated at a delta of 1/N or more, which protects nobody. {again(terms)}"
         )
-    if not shown.drawn or sum(quick_epsilon(one, shown.delta) for one in shown.releases) > costs.LARGE:
+    if not shown.drawn or shown.pure > costs.LARGE:
         raise Wrong(f"the statistics were not drawn, or have an epsilon above {costs.LARGE:g}. {again(terms)}")
     for one in shown.releases:
-        check_release(one, shown.max_examples_per_unit, again(terms))
+        _check_release(one, shown.max_examples_per_unit, again(terms))
     alone = costs.together([shown.event()], shown.delta, relation)
-    for event in (parent.event for parent in lineage.mine if parent.event) if lineage else ():
-        costs.bounded(event)
-    due = state.beside_run(shown, terms, guarantee, lineage)
-    both = due.with_run
-    if not (
-        close(shown.epsilon, alone, slack)
-        and close(shown.with_run, both, slack)
-        and close(shown.with_all, due.with_all, slack)
-    ):
+    both = state.beside_run(shown, terms, guarantee).with_run
+    if not (close(shown.epsilon, alone, slack) and close(shown.with_run, both, slack)):
         raise Wrong(f"statistics cost {alone:.6g}, with all else {both}, but other figures are stated. {again(terms)}")
     with_run = "" if both is None else f", with all else {both:.6g} at delta {terms.delta:g}"
     yield verified(name, f"{len(shown.releases)} releases cost epsilon {alone:.6g} at delta {shown.delta:g}{with_run}.")
-    yield asserted("values of statistics", "the author's word that OpenDP or dpllm drew them from these data.")
+    yield asserted("values of statistics", "the author's word that OpenDP drew them from these data.")
 
 
-def quick_epsilon(one: Release, delta: float) -> float:
-    """An epsilon of one release that takes no time to compute."""
-    if isinstance(one.event, PureDP):
-        return one.event.epsilon
-    costs.bounded(one.event)
-    return accounting.epsilon(one.event, delta, "zero_out", "rdp")
-
-
-def check_release(one: Release, rows: int, again: str) -> None:
-    """A statistic that dpllm releases, by its mechanism, with the error that its epsilon or noise gives."""
-    if isinstance(one.event, SelfComposed):
-        return _check_embedded(one, one.event.count, again)
+def _check_release(one: Release, rows: int, again: str) -> None:
+    """A statistic that dpllm releases, by its mechanism, with the error that its epsilon gives."""
     given = one.declared.model_dump(exclude_none=True)
     kinds = {"": "units", "values": "shares", "numbers quantile": "quantiles"}
     asked = Statistic(cast(Kind, kinds.get(" ".join(given))), one.statistic.partition(" of ")[2], **given)
     stated = one.mechanism, one.error_95, one.error_of
     if (
-        not asked.kind
+        not isinstance(one.event, PureDP)
+        or not asked.kind
         or asked.name != one.statistic
         or any(differences(stated, told(asked, rows, one.event.epsilon)))
         or not _possible(asked, one.value)
-        or one.held_out
     ):
         raise Wrong(f"{one.statistic} is no statistic of dpllm, by that mechanism and with that error. {again}")
-
-
-def _check_embedded(one: Release, count: int, again: str) -> None:
-    """Clusters, or a classifier: as many sums as its mechanism has, the error of their noise, a whole count for each name."""
-    declared, names, tried = one.declared, [*(one.value or {})], one.held_out
-    kind: embedded.Kind = "clusters" if declared.clusters else "classifier"
-    event = embedded.event_of(kind, one.noise_multiplier, count)
-    stated = one.mechanism, one.error_95, one.error_of
-    due = embedded.NAMES[kind], embedded.error_of(one.noise_multiplier), embedded.COUNTED
-    public = {"encoder", "units", "max_length", "dimensions", "clusters" if declared.clusters else "values"}
-    right = one.statistic.startswith("classifier of ") and sorted([*(declared.values or ()), OTHER]) == sorted(names)
-    if declared.clusters:
-        right = [name[:3] for name in sorted(names)] == [f"{number:02} " for number in range(1, declared.clusters + 1)]
-        right &= one.statistic == "clusters of texts"
-    right &= declared.model_dump(exclude_none=True).keys() == public and all(map(str.isprintable, names))
-    if tried:
-        right &= not declared.clusters and tried.right <= tried.rows
-        right &= tried.commonest <= tried.rows <= tried.commonest * len(names)
-    if (
-        one.event != event
-        or any(differences(stated, due))
-        or not all(float(count).is_integer() and abs(count) < 2.0**52 for count in (one.value or {}).values())
-        or not (right and one.vectors and one.encoder)
-    ):
-        raise Wrong(f"{one.statistic} is no release of dpllm, by that mechanism and with that error. {again}")
 
 
 def _possible(asked: Statistic, value: Mapping[str, float] | None) -> bool:
@@ -333,21 +283,23 @@ def lineage_of(lineage: Lineage | None, own: Promised | None, account: Composed 
         yield asserted("lineage", "none: the author says that the base model has no privacy statement.")
         return
     parents, mine = lineage.models, lineage.mine
-    if len(parents) > MOST_PARENTS:
-        raise Wrong(f"{len(parents)} earlier models are named, more than {MOST_PARENTS}. {_AGAIN}")
-    charged = account and account.dataset
-    if charged != lineage.dataset and charged in [parent.dataset for parent in parents if parent.dataset]:
-        raise Wrong(f"an earlier model was trained on this run's dataset, but lineage denies it. {_AGAIN}")
+    charged, learned = account.dataset if account else None, {parent.dataset for parent in parents}
+    rules = {
+        f"more than {MOST_PARENTS} earlier models are named": len(parents) <= MOST_PARENTS,
+        "same_dataset contradicts the datasets that are named": lineage.same_dataset == bool(mine),
+        "an earlier model was trained on this run's dataset, but lineage denies it": charged in (None, lineage.dataset)
+        or charged not in learned,
+        "an earlier model was trained on the same dataset without a guarantee, so this one has none": own is None
+        or all(parent.guarantee for parent in mine),
+    }
+    if wrong := [problem for problem, good in rules.items() if not good]:
+        raise Wrong(f"{listed(wrong)}. {_AGAIN}")
     for parent in parents:
         _check_parent(parent)
-    if lineage.same_dataset != bool(mine):
-        raise Wrong(f"same_dataset contradicts the datasets that are named. {_AGAIN}")
-    if own is not None and any(not parent.guarantee for parent in mine):
-        raise Wrong("an earlier model was trained on the same dataset without a guarantee. Do not rely on this one.")
-    total, why = together(mine, own)
-    if (stated := lineage.composed) is None:
-        if mine and own is not None and (not lineage.reason or total is not None):
-            raise Wrong(f"earlier models were trained on the same dataset, but no total is stated. {_AGAIN}")
+    (total, why), stated = together(mine, own), lineage.composed
+    if stated is None:
+        if total or not lineage.reason:
+            raise Wrong(f"no total of all runs on the dataset is stated, or no reason why. {_AGAIN}")
         yield asserted(
             "lineage", f"{listed([parent.name for parent in parents])}: no total is stated ({lineage.reason})."
         )

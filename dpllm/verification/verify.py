@@ -18,20 +18,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
-
 from dpllm.auditing.blind import words_control
-from dpllm.auditing.gradient import COLUMNS, read_gradient, tabulate
 from dpllm.canaries import canaries
 from dpllm.card import claim
 from dpllm.errors import ConfigError, Refused
 from dpllm.files import BLOCK, CARD, SIGNATURE, write_whole
 from dpllm.run.directory import RunDir
 from dpllm.run.labels import SUFFIX
-from dpllm.run.projections import read_projections, read_turns
 from dpllm.statement import inference, released, synthetic, tradeoff_figure
 from dpllm.statement.privacy_record import Audit
-from dpllm.statement.run_files import RunRecord, read_plan, read_run
+from dpllm.statement.run_files import read_plan, read_run
 from dpllm.verification import (
     check_audits,
     check_dataset,
@@ -108,9 +104,7 @@ def verify(path: Path, *, ledger: str | None = None, signers: Path | None = None
                 run.run,
                 run.describe,
                 run.canaries,
-                run.groups,
                 run.audits,
-                run.projections,
             ):
                 if os.path.lexists(beside):
                     fit(beside)
@@ -186,9 +180,7 @@ def check_run(found: Published) -> Iterator[Check]:
     if run is None:
         yield asserted("run", "only the export is here: recipe, Plan and record of the run cannot be compared.")
         return
-    record = read_run(run, read_object)
-    yield tried("run: files", _artifacts, found, record)
-    yield tried("run", _block, found, run, record)
+    yield tried("run", _block, found, run)
     if found.record.audit is not None:
         yield tried("audit: canaries", _coins, found, run, found.record.audit)
     elif found.record.terms is not None and (made := _audits_made(run)):
@@ -202,26 +194,23 @@ def _audits_made(run: RunDir) -> int:
     return len(run.audits.read_text(encoding="utf-8", errors="replace").splitlines()) if run.audits.exists() else 0
 
 
-def _artifacts(found: Published, record: RunRecord) -> Check:
-    wrote = record.artifacts
-    changed = [name for name, digest in wrote.items() if found.hashes.get(name) != digest]
-    known = {*wrote, tradeoff_figure.FILE}  # the card's figure, like an audit, is checked by itself
-    added = [name for name in found.hashes if name not in known and not name.startswith("audit/")]
-    if changed or added:
-        raise Wrong(f"{listed(sorted(changed + added))}: not what the run wrote. Restore the files, or train again.")
-    return verified("run: files", f"{len(wrote)} files of export/ are those that the run wrote, and it has no other.")
-
-
-def _block(found: Published, run: RunDir, record: RunRecord) -> Check:
-    config = run.load_config()
+def _block(found: Published, run: RunDir) -> Check:
+    config, record = run.load_config(), read_run(run, read_object)
     plan = read_plan(run, read_object) if config.privacy.enabled else None
+    if plan and record.manifest.get(run.plan.name) != plan.digest:
+        raise Wrong(f"plan.json is not the Plan with which the run was made. {_AGAIN}")
+    # An audit and the figure of the card, which are checked by themselves, come behind the run.
+    later = {name: digest for name, digest in found.hashes.items() if name.startswith("audit/")}
+    later |= {name: digest for name, digest in found.hashes.items() if name == tradeoff_figure.FILE}
     folder = run.audit_dir(True)
     audit = check_audits.published_audit(folder) if plan is not None and (folder / "audit.json").exists() else None
     statistics = read_object(run.describe) if run.describe.exists() else None
-    fresh = claim.statement_of(config, plan, record, audit, found.record.files, statistics)
+    fresh = claim.statement_of(config, plan, record, audit, {**record.artifacts, **later}, statistics)
     if wrong := list(differences(found.block, fresh.to_json(), tolerance=0.0)):
         raise Wrong(f"{listed(wrong)} of privacy.json does not follow from recipe, Plan and record. {_AGAIN}")
-    return verified("run", "config.yaml, plan.json and run.json give exactly this privacy.json.")
+    return verified(
+        "run", "config.yaml, plan.json and run.json give exactly this privacy.json, with the files it names."
+    )
 
 
 def _coins(found: Published, run: RunDir, audit: Audit) -> Check:
@@ -229,11 +218,11 @@ def _coins(found: Published, run: RunDir, audit: Audit) -> Check:
     name = "audit: canaries"
     if not run.canaries.exists():
         return asserted(name, "private/canaries.json is not here, so the commitment cannot be opened.")
-    plan = canaries.load(run.canaries)
+    plan, folder, terms = canaries.load(run.canaries), found.directory / "audit", found.record.terms
     if plan.commitment != audit.commitment:
         raise Wrong(f"the card commits to canaries other than those in private/canaries.json. {_AGAIN}")
     coins = {canary.canary_id: (canary.group, canary.inserted) for canary in plan.canaries}
-    table, tokens = check_audits.tables(found.directory / "audit")
+    table, tokens = check_audits.tables(folder)
     scored = {row.canary_id: (row.group, row.inserted) for row in table if row.group}
     references = {row.canary_id for row in table if not row.group}
     if (
@@ -242,19 +231,11 @@ def _coins(found: Published, run: RunDir, audit: Audit) -> Check:
         or references != {reference.canary_id for reference in plan.references}
     ):
         raise Wrong("the audit's coins or canaries are not those committed to before training. Audit again.")
-    if plan.gradient_coins and audit.gradient:
-        promise = read_plan(run)
-        of_plan, bands = (promise.sampling_rate, audit.gradient.noise_planned), max(1, len(promise.coefficients))
-        path = found.directory / "audit" / "gradient.parquet"
-        check_audits.described(path, COLUMNS, check_audits.MOST_ROWS)
-        shown = read_gradient(path, *of_plan, bands)
-        turns = read_turns(run.groups, promise.coefficients, len(plan.gradient_coins))
-        kept = tabulate(read_projections(run.projections), plan.gradient_coins, *of_plan, turns)
-        if not all(np.allclose(getattr(shown, name), getattr(kept, name), rtol=1e-9, atol=1e-9) for name in vars(kept)):
-            raise Wrong(
-                "the audit's coins or scores of gradient canaries are not those that the run kept. Audit again."
-            )
-    stated = check_audits.published_audit(found.directory / "audit").controls.words
+    report = check_audits.published_audit(folder)
+    gradient = check_audits.gradient(folder, terms, found.record.steps, report) if terms else None
+    if gradient and tuple(gradient.inserted_M) != plan.gradient_coins:
+        raise Wrong("the coins of gradient canaries are not those committed to before training. Audit again.")
+    stated = report.controls.words
     if any(differences(stated.to_json() if stated else None, words_control(plan.canaries))):
         raise Wrong("the control by words in audit.json is not what the canaries' words give. Audit again.")
     made = _audits_made(run)

@@ -309,7 +309,7 @@ def test_a_bound_by_falling_weights_is_computed_again(tmp_path):
     report, block = read_json(card / "audit" / "audit.json"), read_json(card / "privacy.json")
     rows, tokens = read_scores(card / "audit")
     stated = privacy_record.read(block)
-    gradient = check_audits._gradient(card / "audit", stated.terms, stated.steps, parse_audit(report, "audit.json"))
+    gradient = check_audits.gradient(card / "audit", stated.terms, stated.steps, parse_audit(report, "audit.json"))
     beside = Beside(
         stated.terms.limits.to_json(), report["controls"]["words"], report["controls"]["twin"], gradient=gradient
     )

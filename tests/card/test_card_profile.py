@@ -30,20 +30,6 @@ def test_the_one_membership_limit_is_the_tightest_that_is_known() -> None:
     assert "3.7%" not in text()
 
 
-def test_they_are_left_out_where_more_was_spent_than_planned() -> None:
-    """They are about the plan, and would be too small."""
-    block = render_card(config(), plan(limits=LIMITS, curve=CURVE), record(), None)[1]
-    assert block["limits"] == LIMITS
-    assert block["curve"] == CURVE
-    more = record(epsilon_spent=3.5)
-    card, block = render_card(config(), plan(limits=LIMITS, curve=CURVE), more, None)
-    assert block["epsilon"] == 3.5
-    assert not {"limits", "curve", "trade_off"} & block.keys()
-    assert block["without_amplification"] is None
-    assert "at other δ" not in card
-    assert "| Without credit for sampling | not computed |" in card
-
-
 def test_a_card_without_a_second_accountant_says_so() -> None:
     card = text(cross_check=None)
     assert "| Second accountant | none supports this event |" in card

@@ -27,9 +27,8 @@ from dpllm.errors import ConfigError
 from dpllm.files import write_json
 from dpllm.privacy import embedded
 from dpllm.privacy.accounting import compose, epsilon
-from dpllm.privacy.events import Gaussian, PureDP, SelfComposed, read
-from dpllm.statement import privacy_record, section, state, synthetic, tradeoff_figure
-from dpllm.statement.formatting import bound
+from dpllm.privacy.events import PureDP, read
+from dpllm.statement import section
 from dpllm.verification import check_promise
 from dpllm.verification.values import Published, Wrong
 
@@ -142,98 +141,14 @@ def test_verify_computes_both_epsilons_again() -> None:
             verified(forged(block, **changes))
 
 
-SUMS = embedded.event_of("clusters", 8.0, 5)
-
-
-def clustered() -> Json:
-    """Statistics of which one is clusters."""
-    one, other = described()["releases"]
-    declared = {"clusters": 2, "encoder": "builtin:tiny", "max_length": 64, "dimensions": 16, "units": 640}
-    clusters = {
-        "statistic": "clusters of texts",
-        "declared": declared,
-        "mechanism": embedded.NAMES["clusters"],
-        "event": SUMS.to_json(),
-        "error_95": embedded.error_of(8.0),
-        "error_of": embedded.COUNTED,
-        "value": {"01 cough, chest": 410, "02 letter": 233},
-        "entry": other["entry"],
-        "vectors": "0" * 64,
-        "encoder": "0" * 64,
-    }
-    alone = epsilon(compose([read(one["event"]), SUMS]), described()["delta"], "zero_out")
-    return described(releases=[one, clusters], epsilon=alone)
-
-
-def test_clusters_stand_beside_statistics_and_add_to_the_run_as_gaussian_sums() -> None:
-    text, block = render_card(config(), plan(), record(), audit(), statistics=clustered())
-    together = epsilon(compose([read(plan()["event"]), PureDP(0.25), SUMS]), 1e-5, "zero_out")
-    assert block["statistics"]["with_run"] == pytest.approx(together)
-    assert "01 cough, chest: 410, 02 letter: 233 (± 22.7 units in each count) | 5 sums, noise multiplier 8 |" in text
-    block = json.loads(json.dumps(block))
-    assert verified(block)["statistics"] == "verified"
-    pure, sums = block["statistics"]["releases"]
-    for change in (
-        {"event": embedded.event_of("clusters", 9.0, 5).to_json()},
-        {"event": embedded.event_of("clusters", 1e-6, 5).to_json(), "error_95": embedded.error_of(1e-6)},
-        {"mechanism": embedded.NAMES["classifier"]},
-        {"error_95": 1.0},
-        {"error_of": "units"},
-        {"value": {"01 cough": 4}},
-        {"value": {"01 cough": 4, "03 letter": 3}},
-        {"value": {"01 cough": 4, "02 letter": 3.5}},
-        {"declared": {**sums["declared"], "values": ["a", "b"]}},
-    ):
-        with pytest.raises(Wrong):
-            verified(forged(block, releases=[pure, {**sums, **change}]))
-
-
-def test_gaussian_sums_have_no_epsilon_at_a_delta_of_0() -> None:
-    """So a share that is recognised follows from epsilon and delta of all together, and models before allow no sum."""
-    statement = privacy_record.read(render_card(config(), plan(), record(), audit(), statistics=clustered())[1])
-    assert statement.statistics is not None
-    assert statement.statistics.pure == float("inf")
-    assert synthetic.epsilon(statement) == statement.statistics.with_run
-    terms = statement.terms.model_copy(
-        update={"epsilon": synthetic.epsilon(statement), "limits": None, "trade_off": None}
-    )
-    assert synthetic.recognised(statement) == tradeoff_figure.recognised(terms)
-
-
-def test_gaussian_sums_and_the_models_before_the_run_are_composed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By their events, since their epsilons do not add; mutants forget the models, the sums, or to compute it again."""
-    before = SelfComposed(50, Gaussian(12.0))
-    account = {"dataset": record()["ledger"]["dataset"], "entry": "0" * 16, "head": "0" * 64, "files_digest": "0" * 64}
-    terms = {"delta": 1e-5, "unit": plan()["unit"], "neighbouring_relation": "zero_out"}
-    cost = epsilon(before, 1e-5, "zero_out")
-    base = {"name": "first", "guarantee": True, "epsilon": cost, "event": before.to_json(), **terms, **account}
-    both = epsilon(compose([read(plan()["event"]), before]), 1e-5, "zero_out")
-    total = {"epsilon": both, "delta": 1e-5, "accountant": "dp-accounting PLD"}
-    line = {"base": base, "ancestors": [], "same_dataset": True, "dataset": account["dataset"], "composed": total}
-    after = record(lineage={**line, "reason": None})
-    text, block = render_card(config(), plan(), after, audit(), statistics=clustered())
-    all_of_it = epsilon(compose([read(plan()["event"]), PureDP(0.25), SUMS, before]), 1e-5, "zero_out")
-    assert block["statistics"]["with_all"] == pytest.approx(all_of_it)
-    assert all_of_it > max(block["statistics"]["with_run"], both)
-    statement = privacy_record.read(block)
-    assert synthetic.epsilon(statement) == block["statistics"]["with_all"]
-    assert f"with the models before this one on the same dataset too, ε = {bound(all_of_it)}" in text
-    block = json.loads(json.dumps(block))
-    assert verified(block)["statistics"] == "verified"
-    for wrong in (None, all_of_it * 0.99, both):
-        with pytest.raises(Wrong):
-            verified(forged(block, with_all=wrong))
-    pure = render_card(config(), plan(), after, audit(), statistics=described())[1]
-    assert "with_all" not in pure["statistics"]
-    hidden = json.loads(json.dumps(block))
-    hidden["lineage"] |= {"composed": None, "reason": "the author says so"}
-    shown = privacy_record.read(hidden)
-    with pytest.raises(Wrong, match="no total is stated"):
-        list(check_promise.lineage_of(shown.lineage, shown.terms, shown.composed))
-    block["lineage"]["base"]["event"] = SelfComposed(10**9, Gaussian(12.0)).to_json()
-    monkeypatch.setattr(state, "beside_run", lambda *_: pytest.fail("an event that takes hours was composed"))
-    with pytest.raises(Wrong, match="steps"):
-        verified(block)
+def test_clusters_have_a_card_of_their_own() -> None:
+    sums = {"event": embedded.event_of("clusters", 8.0, 5).to_json()}
+    clustered = described(releases=[described()["releases"][0] | sums])
+    with pytest.raises(ConfigError, match="a card of their own"):
+        render_card(config(), plan(), record(), audit(), statistics=clustered)
+    block = json.loads(json.dumps(render_card(config(), plan(), record(), audit(), statistics=described())[1]))
+    with pytest.raises(Wrong):
+        verified(forged(block, releases=clustered["releases"]))
 
 
 @pytest.mark.parametrize(("delta", "good"), [(0.9, False), (1 / 640, False), (1 / 641, True)])

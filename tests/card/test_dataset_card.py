@@ -142,14 +142,6 @@ def test_rows_asked_for_as_often_as_in_training_rows_never_get_a_guarantee(tmp_p
         make_data_set(run, tmp_path / "set", shares=None)
 
 
-def test_another_file_in_the_folder_is_refused(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", statistics=released())
-    folder = make_data_set(run, tmp_path / "set")
-    (folder / "data" / "notes.jsonl").write_text("private")
-    with pytest.raises(ConfigError, match=r"data/notes\.jsonl"):
-        write_dataset_card(folder, run)
-
-
 @pytest.mark.parametrize("change", [{"rows": 0}, {"more": 1}, {"schema_version": 2}, {"files": {"a": "b"}}])
 def test_a_record_is_closed(change: dict[str, object]) -> None:
     assert synthetic.read(record()).shares == SHARES

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 from cards import steady
 from written_rows import COST, ROWS, released
-from written_texts import EVENT, inferred, make_texts, recipe, stated, write_texts
+from written_texts import EVENT, inferred, make_texts, stated, write_texts
 
 from dpllm.card import inference_card
-from dpllm.card.inference_card import write_inference_card
 from dpllm.errors import ConfigError
 from dpllm.privacy.accounting import compose, epsilon
 from dpllm.privacy.events import BoundedRange, PureDP
@@ -147,16 +146,6 @@ def test_hostile_text_in_all_fields_still_verifies(tmp_path: Path) -> None:
 def test_a_marker_in_a_text_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="marker"):
         make_texts(tmp_path / "a", prompt="{text} <!-- /dpllm:inference -->")
-
-
-def test_another_file_or_none_is_refused(tmp_path: Path) -> None:
-    folder = make_texts(tmp_path / "a")
-    write_inference_card(folder, recipe(), inferred())
-    (folder / "data" / "notes.jsonl").write_text("private")
-    with pytest.raises(ConfigError, match=r"data/notes\.jsonl"):
-        write_inference_card(folder, recipe(), inferred())
-    with pytest.raises(ConfigError, match="missing"):
-        write_inference_card(tmp_path / "b", recipe(), inferred())
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,6 @@ PRINTED_BY: dict[str, tuple[str, ...]] = {
     "lab": ("audit",),
     "ledger/admission.py": (*RECIPES, "sweep", "describe", "synthesize"),
     "ledger/budgets.py": ("ledger init",),
-    "ledger/chain.py": ("ledger import",),
     "ledger/dataset_policy.py": ("ledger init",),
     "ledger/store.py": ("train",),
     "ledger/values.py": ("ledger init", "ledger import", "ledger adopt", "ledger reconcile", "ledger except"),

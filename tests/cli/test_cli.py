@@ -175,7 +175,7 @@ def test_a_command_that_nobody_reads_ends_without_a_traceback(recipe: Path, both
         pass
     commands = [
         *([], ["--help"], ["--version"], ["plan", "--keys"], ["train", "--help"], ["ledger", "verify", *ledger]),
-        *(["plan", str(recipe)], ["plan", str(recipe), "--json"], ["ledger", "history", "--json", *ledger]),
+        *(["plan", str(recipe)], ["plan", str(recipe), "--json"], ["ledger", "show", "--json", *ledger]),
         *(["describe", str(recipe), "--epsilon", "1", "--units", "--dry-run"], ["ledger", "show", *ledger]),
         ["epsilon", *["--dataset-size", "99", "--batch-size", "9", "--steps", "9", "--noise-multiplier", "2"]],
     ][: 6 if both else None]

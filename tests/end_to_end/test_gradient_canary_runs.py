@@ -118,12 +118,8 @@ def test_verify_computes_them_again_and_misses_a_table_that_is_gone(planted: Pla
     assert dpllm_("verify", export).code == 4
 
 
-@pytest.mark.parametrize("column", ["inserted", "squares", "total", "score"])
-def test_other_coins_and_scores_than_the_run_kept_are_seen_beside_it(
-    planted: Place, tmp_path: Path, column: str
-) -> None:
-    change = np.logical_not if column == "inserted" else lambda values: values * 4
-    answer = dpllm_("verify", edited(planted, tmp_path, **{column: change}), "--json")
+def test_other_coins_than_the_run_committed_to_are_seen_beside_it(planted: Place, tmp_path: Path) -> None:
+    answer = dpllm_("verify", edited(planted, tmp_path, inserted=np.logical_not), "--json")
     failed = {one["name"] for one in json.loads(answer.out)["checks"] if one["status"] == "failed"}
     assert "audit: canaries" in failed
 
@@ -143,7 +139,7 @@ def test_projections_that_are_not_those_of_the_run_are_refused(planted: Place, t
         np.save(run.projections, found[:-1] if damage == "shorter" else np.full_like(found, np.nan))
     answer = dpllm_("audit", run.root)
     assert answer.code == 2
-    assert "Restore" in answer.err
+    assert "gradient_canaries.npy" in answer.err
 
 
 def test_a_run_without_privacy_holds_their_slots_and_plants_none(place: Place) -> None:

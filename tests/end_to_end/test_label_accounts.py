@@ -51,7 +51,7 @@ def test_models_on_labels_of_the_same_people_state_all_of_them(asked: Place) -> 
     block = trained(asked, second, *trained_on(new), "--model.adapter", first / "export")
     assert (block["labels"]["unit_epsilon"], block["labels"]["account_epsilon"]) == (4.5, 9.0)
     assert [one["unit_epsilon"] for one in block["labels_before"]] == [4.5]
-    assert "labels of notes, whose total" in block["lineage"]["reason"]
+    assert "different datasets" in block["lineage"]["reason"]  # their labels have one account, whose total is stated
     card = (second / "export" / "README.md").read_text()
     assert "ε = 9 for all that its account holds" in card
     assert "`labels of notes` holds ε = 9 for one `who`, 4.5 of it for this draw" in card

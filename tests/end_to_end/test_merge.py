@@ -13,7 +13,7 @@ import tiny
 import torch
 import transformers
 import yaml
-from running import SENTINEL, Place, as_trained, contents, done, dpllm_, edit_recipe
+from running import SENTINEL, Place, contents, done, dpllm_, edit_recipe
 from safetensors.torch import load_file, save_file
 
 from dpllm.auditing.scores import score_canaries
@@ -228,17 +228,7 @@ def test_a_run_without_privacy_merges_with_its_warning(baseline: Place, tmp_path
 def _frozen(place: Place) -> None:
     value = yaml.safe_load((place.run / "config.yaml").read_text())
     (place.run / "config.yaml").write_text(yaml.safe_dump({**value, "adapter": {"method": "frozen"}}))
-    as_trained(place.run)
-
-
-def _other_weights(place: Place) -> None:
-    path = place.run / "export" / "adapter_model.safetensors"
-    save_file({name: tensor + 1 for name, tensor in load_file(path).items()}, path)
-
-
-def _edited_block(place: Place) -> None:
-    block = block_of(place.run / "export")
-    (place.run / "export" / "privacy.json").write_text(json.dumps({**block, "epsilon": 0.1}))
+    edit_recipe(place.run, "card")
 
 
 def _occupied(place: Place) -> None:
@@ -252,13 +242,11 @@ def _occupied(place: Place) -> None:
         (_frozen, (), 2, "trained whole layers"),
         (lambda place: edit_recipe(place.run, "model", quantization="4bit"), (), 3, "trained on a base in 4bit"),
         (lambda place: (place.run / "export" / "README.md").unlink(), (), 2, "dpllm card"),
-        (_other_weights, (), 2, "dpllm card"),
-        (_edited_block, (), 2, "dpllm card"),
         (_occupied, (), 2, "already holds files"),
         (lambda place: None, ("--output", "EXPORT"), 2, "reserved for the run"),
         (lambda place: shutil.rmtree(place.run), (), 2, "holds no run"),
     ],
-    ids=["frozen", "quantised", "no card", "other weights", "edited block", "occupied", "in export", "no run"],
+    ids=["frozen", "quantised", "no card", "occupied", "in export", "no run"],
 )
 def test_mistakes_are_one_line_each(
     copy: Place, mistake: Callable[[Place], None], arguments: tuple[str, ...], code: int, message: str

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from dpllm.ledger import Ledger
 from dpllm.run.directory import RunDir
+from dpllm.statement.run_files import read_plan
 
 TOTAL = 6
 SIGNALS = ("SIGTERM", "SIGKILL")
@@ -168,6 +169,15 @@ def reconciled(place: Place) -> None:
         ledger.reconcile(ledger.runs("notes")[0].reservation.entry, "alice", "the machine is gone")
 
 
+def with_a_plan_of_another_event(place: Place) -> None:
+    """As if the checkpoint, which names the reservation, were another run's."""
+    run, plan, record = RunDir(place.run), place.json("plan.json"), place.json("run.json")
+    plan["event"]["count"] += 1
+    run.plan.write_text(json.dumps(plan))
+    record["manifest"]["plan.json"] = read_plan(run).digest
+    run.run.write_text(json.dumps(record))
+
+
 def head(place: Place) -> Any:
     if not place.ledger.exists():
         return None
@@ -184,6 +194,7 @@ REFUSED: dict[str, tuple[Callable[[Place], object], tuple[Any, ...], int, str]] 
     "damaged": (with_damaged_checkpoints, (), 3, "truncated or was edited"),
     "no checkpoint": (lambda place: shutil.rmtree(place.run / "private" / "resume"), (), 2, "holds no checkpoint"),
     "reconciled": (reconciled, (), 3, "was closed"),
+    "another event": (with_a_plan_of_another_event, (), 3, "another accounting event than the run reserved"),
 }
 
 

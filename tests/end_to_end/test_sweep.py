@@ -129,7 +129,6 @@ def test_the_ledger_holds_one_group_and_each_run_its_total(swept: tuple[Place, A
         assert total["epsilon"] == pytest.approx(ledger["spent_epsilon"])
     assert record(place, "eps-inf")["ledger"] is None
     assert f"Tuning group {name}" in done("ledger", "show", "--ledger", place.ledger).out
-    assert "tuning group" in done("ledger", "history", "--ledger", place.ledger).out
     assert "One of 3 runs that differ in privacy.epsilon alone (2, 8, inf)" in (
         place.root / SWEEP / "eps-8" / "config.yaml"
     ).read_text().replace("\n    ", " ")

@@ -235,8 +235,8 @@ def test_a_run_needs_its_card(finished: Place, tmp_path: Path) -> None:
     (run / "export" / "privacy.json").unlink()
     assert f"Type dpllm card {run} first" in refused(run, *FEW)
     shutil.copy(finished.run / "export" / "privacy.json", run / "export")
-    (run / "export" / "tokenizer_config.json").write_text("{}")
-    assert "is about other files" in refused(run, *FEW)
+    (run / "export" / "audit" / "audit.json").write_text("{}")
+    assert "was written before what lies there now" in refused(run, *FEW)
 
 
 def test_without_guarantee_only_public_data_give_public_rows(baseline: Place, finished: Place, tmp_path: Path) -> None:
@@ -344,7 +344,7 @@ def test_filters_do_not_change_the_codes(coded: Place, tmp_path: Path) -> None:
 
 def test_codes_follow_the_noisy_counts_without_other_and_negative_ones(coded: Place) -> None:
     run = RunDir(coded.run)
-    config, statement = run.load_config(), synthesize.carded(run)
+    config, statement = run.load_config(), synthesize.carded(run)[1]
     assert statement.statistics
     first = statement.statistics.releases[0]
 
@@ -437,7 +437,6 @@ def test_private_data_of_the_run_are_no_prompts(
 def test_prompts_of_a_run_on_public_data_are_not_compared(finished: Place, tmp_path: Path) -> None:
     run = as_format(finished, tmp_path / "run", "prompt_completion")
     edit_recipe(run, "data", public=True)
-    edit_recipe(run, "privacy", ledger=str(tmp_path / "gone.sqlite"))  # which knows the manifest as it was
     RunDir(run).rows.unlink()
     done("card", run)
     (tmp_path / "public.txt").write_text("Anna bought\n")

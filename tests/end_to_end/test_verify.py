@@ -211,11 +211,11 @@ def test_changed_weights_are_seen(run: Path) -> None:
     for tensor in tensors.values():
         tensor += 1e-3
     save_file(tensors, path)
-    assert {"files", "run: files"} <= failing(run)
+    assert "files" in failing(run)
     assert dpllm_("verify", run).code == 4
     # With all hashes of the card renewed, the audit and the record still speak of other weights.
     rehash(run / "export", "adapter_model.safetensors")
-    assert {"audit", "run: files"} <= failing(run)
+    assert {"audit", "run"} <= failing(run)
 
 
 # Whoever edits privacy.json, the front matter, the sections and the figure together.

@@ -132,7 +132,7 @@ def _parent(block: published.Json, **other: object) -> published.Json:
     names = ("epsilon", "delta", "unit", "neighbouring_relation", "event")
     own = {name: block[name] for name in names}
     return {
-        "name": "m", "guarantee": True, **own, "dataset": "notes", "entry": "0" * 16, "head": "0" * 64,
+        "name": "m", "guarantee": True, **own, "dataset": "notes", "entry": "0" * 16,
         "files_digest": "0" * 64, **other,
     }  # fmt: skip
 
@@ -152,6 +152,7 @@ def test_a_lineage_cannot_deny_the_common_dataset_or_add_other_units(run: Path) 
     for stated, wrong in (
         (honest, False),
         (denied, True),
+        ({**honest, "composed": None, "reason": "the author says so"}, True),
         ({**honest, "base": _parent(block, unit="author")}, True),
         ({**honest, "ancestors": [_parent(block, dataset="other")] * 20}, True),
     ):

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ledger_stores import DELTA, EVENT, TERMS, Place, budget, cost_of, request, reserve, room_for
 
+from dpllm.cli.ledger import totals
 from dpllm.errors import BudgetExceeded, Refused
 from dpllm.ledger import Ledger, admission, budgets
 from dpllm.ledger.reserving import reserve_all
@@ -334,10 +335,12 @@ def test_what_is_imported_after_a_final_run_is_entered_and_shown_as_exceeding(le
 
     budgets.set_budget(ledger, "notes", budget(cost_of(1)))
     claim = reserve(ledger, final=True)
+    assert "exactly" in totals(ledger, "notes")[0]
     budgets.import_run(ledger, "notes", event=EVENT, run="x", **TERMS, **WHO)
     assert ledger.spent("notes") == cost_of(2) > ledger.budget("notes").epsilon
     told = comes_to(ledger.account("notes"), ledger.spent("notes"), claim.group)
     assert (told["final"], told["used"], told["spent_epsilon"], told["imported"]) == (True, None, cost_of(2), 1)
+    assert "exactly" not in totals(ledger, "notes")[0]
 
 
 def test_an_event_without_renyi_divergence_is_admitted_as_final_alone(ledger: Ledger):

@@ -37,7 +37,7 @@ def test_a_copy_is_refused_until_it_is_adopted_by_name(original: Path, capsys: p
         assert "is a copy" in (ledger.outlook("notes", [request()]).refusal or "")  # so says the plan of a run
         assert ledger.head() == head
         assert ledger.verify() == []
-    for reading in ("show", "history", "verify", "export"):
+    for reading in ("show", "verify", "export"):
         assert main(["ledger", reading, "--ledger", str(copy)]) == 0
     capsys.readouterr()
     assert main(["ledger", "adopt", "--ledger", str(copy), "--by", "bob", "--reason", "new disk"]) == 0

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from dpllm.errors import ConfigError
+from dpllm.privacy import releases
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.events import PureDP
 from dpllm.privacy.releases import measurement
@@ -166,10 +167,13 @@ def test_without_opendp_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> No
         measurement(UNITS, 1, 1.0)
 
 
-def test_only_declared_text_reaches_opendp() -> None:
+def test_only_declared_text_reaches_opendp(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not half a character, nor a zero, at which a library of C would stumble."""
-    made = measurement(SHARES, 1, 1.0)
-    assert [made.prepare(value) for value in ("yes", "\0", "\ud800", "", "private")] == ["yes", *[OTHER] * 4]
+    given: list[str] = []
+    monkeypatch.setattr(releases, "draw", lambda _, values: given.extend(values) or [1, 0, 4])
+    found = measurement(SHARES, 1, 1.0).release(["yes", "\0", "\ud800", "", "private"])
+    assert given == ["yes", *[OTHER] * 4]
+    assert found == {"yes": 1, "no": 0, OTHER: 4}
 
 
 @pytest.mark.parametrize("cost", [1e-320, 1e300])

@@ -122,6 +122,11 @@ def test_a_wrong_value_names_its_key_in_every_line(tmp_path: Path, key: str, val
     assert all(line.startswith(f"{key}: ") for line in message.splitlines()), message
 
 
+def test_a_final_run_does_not_fit_itself_beside_others(tmp_path: Path) -> None:
+    message = problem(tmp_path, put(put(raw(), "privacy.fit_budget", True), "privacy.final", True))
+    assert "set privacy.epsilon to that of the budget or less" in message
+
+
 @pytest.mark.parametrize("bands", ["many", 2.5, [4], {"n": 4}, 0])
 def test_a_wrong_number_of_bands_is_one_line(tmp_path: Path, bands: Any) -> None:
     message = problem(tmp_path, put(put(raw(), "privacy.noise", "banded"), "privacy.bands", bands))

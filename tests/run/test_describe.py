@@ -115,14 +115,6 @@ def test_of_two_that_write_one_file_the_second_spends_nothing(say: Callable[...,
     assert say("--units", "--output", "new/describe.json")[0] == 0
 
 
-def test_many_releases_cost_less_than_their_sum(say: Callable[..., Any]) -> None:
-    """The whole epsilon at delta is shared out, as PLD composes it, and not a sum of epsilons."""
-    assert say(*["--units"] * 60, "--delta", "1e-5")[0] == 0
-    parts = [one.event.epsilon for one in released().releases]
-    assert sum(parts) > 1.5
-    assert 0.97 < direct(parts, 1e-5) <= 1.0
-
-
 def test_a_large_delta_makes_no_release_more_exact(say: Callable[..., Any]) -> None:
     """A release has no delta to spend: at 0.99 of a public N of 1 it cost seven times what was asked for."""
     write(rows(1))

@@ -55,15 +55,12 @@ def test_a_release_is_charged_round_by_round_and_verifies(
     assert "holds an earlier release" in error
 
 
-def test_without_public_texts_words_of_the_vocabulary_name_clusters(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embeddings, "WORDS", 20)
-    monkeypatch.setattr(embeddings, "MIXED", 5)
+def test_a_recipe_gives_data_and_encoder(say: Say) -> None:
     Path("own.yaml").write_text(
         "model: {name_or_path: builtin:tiny}\ndata: {train: rows.jsonl}\ntrain: {steps: 1}\noutput_dir: r\n",
     )
     words = ["own.yaml", "--epsilon", "20", *CLUSTERS, "--ledger", "l.sqlite", "--data.max_length", "16"]
     assert main(["describe", *words]) == 0
-    assert all(name[3:].count(", ") == 2 for name in released("clusters").releases[0].value or {})
 
 
 def test_a_crash_in_the_second_round_stays_charged_and_is_not_drawn_again(
@@ -139,7 +136,6 @@ def test_odd_texts_and_a_unit_of_a_thousand_rows_are_no_error(say: Say) -> None:
         ([*CLUSTERS, "--units"], "by another dpllm describe"),
         (["--clusters", "1"], "--clusters 1: is 2 to 99"),
         (["--clusters", "100"], "--clusters 100: is 2 to 99"),
-        ([*CLUSTERS, "--words", "none.txt"], "--words none.txt"),
         ([*CLUSTERS, "--encoder", "builtin:none"], "builtin"),
         ([*CLUSTERS, "--max-examples-per-unit", "10000"], "--max-examples-per-unit"),
         ([*CLUSTERS, "--data.public_size", "1"], "data.public_size 1 is wrong"),
@@ -176,7 +172,7 @@ def test_an_encoder_that_couples_rows_or_learned_these_data_is_refused(
         code, _, error = say(*PREDICT)
     assert (code, ledger().runs("notes")) == (3, [])
     assert "outlier columns" in error
-    whose = type("Base", (), {"statement": type("One", (), {"dataset": "notes"})(), "ancestors": ()})()
+    whose = type("Base", (), {"models": [type("One", (), {"dataset": "notes"})()]})()
     monkeypatch.setattr("dpllm.run.describe.parents.of_base", lambda config: whose)
     code, _, error = say(*PREDICT)
     assert (code, ledger().runs("notes")) == (3, [])

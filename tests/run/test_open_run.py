@@ -60,7 +60,12 @@ def test_a_changed_file_is_named_and_a_missing_one_is_of_a_copy(run: RunDir, nam
     open_run(run)
 
 
-@pytest.mark.parametrize("changes", [{"data": {"public": True}}, {"privacy": {"epsilon": 9.0}}])
+@pytest.mark.parametrize(
+    "changes",
+    [{"data": {"public": True}}, {"data": {"eval_public": True}}, {"train": {"optimizer": "sgd"}},
+     {"privacy": {"epsilon": 9.0}}, {"privacy": {"secure_noise": True}}],
+    ids=str,
+)  # fmt: skip
 def test_a_changed_recipe_decides_nothing(run: RunDir, changes: dict[str, Any]) -> None:
     run.config.write_text(dump_config(cards.config(**changes)), encoding="utf-8")
     for reads in (open_run, RunDir.load_config):
@@ -74,7 +79,8 @@ def test_a_changed_recipe_decides_nothing(run: RunDir, changes: dict[str, Any]) 
 
 
 def test_the_words_of_the_card_may_change_and_the_layout_of_the_plan(run: RunDir) -> None:
-    run.config.write_text(dump_config(cards.config(card={"title": "Another"})), encoding="utf-8")
+    again = cards.config(card={"title": "Another"}, telemetry={"port": 9999})
+    run.config.write_text(dump_config(again), encoding="utf-8")
     write_json(run.plan, read_json(run.plan))
     open_run(run)
 

@@ -49,7 +49,6 @@ def parent(**changes: Any) -> Json:
         "neighbouring_relation": "zero_out",
         "dataset": "ward-7-notes",
         "entry": "2",
-        "head": "cd" * 32,
         "event": plan()["event"],
         "files_digest": HASH,
         **changes,
@@ -147,7 +146,12 @@ STATES = {
         record=of_ledger(final=True, budget=FILTER),
     ),
     "final run and an import": State(
-        ("ε = 11 at δ = 1e-05", "That exceeds the budget of ε = 10, through what was made elsewhere."),
+        (
+            "ε = 11 at δ = 1e-05 for all runs",
+            "up to this one, if all were fixed in advance.",
+            "That exceeds the budget of ε = 10, through what was made elsewhere.",
+            "| Composition | as if all runs had been fixed in advance",
+        ),
         record=of_ledger(final=True, budget=FILTER, imported=1, spent_epsilon=11.0),
     ),
     "tuning group": State(

@@ -214,7 +214,7 @@ MACHINE_ONLY = (
     "audit.weights", "software", "hardware", "recipe_digest", "files",
 )  # fmt: skip
 """Constants, what is worded together with another field, and what no sentence could hold; the digest covers them."""
-LATER = ("neighbouring_relation", "entry", "head", "event", "files_digest")
+LATER = ("neighbouring_relation", "entry", "event", "files_digest")
 """Likewise, of each earlier model."""
 
 

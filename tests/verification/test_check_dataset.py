@@ -136,13 +136,25 @@ def test_a_code_that_the_released_counts_do_not_name_is_found(folder: Path, valu
     assert failing(folder) == {"rows"}
 
 
-def test_the_card_of_rows_that_would_not_verify_is_not_written(made: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(made.parent, tmp_path / "run")) / "synthetic"
+def _another_file(folder: Path) -> None:
+    (folder / "data" / "notes.jsonl").write_text("private")
+
+
+def _a_code_that_nobody_asked_for(folder: Path) -> None:
     write_rows(folder, [{**ROWS[0], "visit": "school"}, *ROWS[1:]])
+
+
+@pytest.mark.parametrize("change", [_another_file, _a_code_that_nobody_asked_for])
+def test_the_card_of_a_folder_that_would_not_verify_is_not_written(
+    made: Path, tmp_path: Path, change: Callable[[Path], None]
+) -> None:
+    folder = Path(shutil.copytree(made.parent, tmp_path / "run")) / "synthetic"
+    change(folder)
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     assert main(["card", str(folder)]) == 3
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     write_rows(folder, ROWS)
+    (folder / "data" / "notes.jsonl").unlink(missing_ok=True)
     assert main(["card", str(folder)]) == 0
 
 

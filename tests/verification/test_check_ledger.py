@@ -131,23 +131,18 @@ def test_a_trigger_of_a_stranger_never_runs(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["file", "export"])
 def test_a_ledger_of_an_earlier_version_is_refused_by_name(tmp_path: Path, name: str) -> None:
     path = tmp_path / "ledger.sqlite"
-    earlier = {
-        "epsilon": 8.0,
-        "delta": 1e-5,
-        "unit": "example",
-        "relation": "zero_out",
-        "gate": "planned",
-        "order": None,
-    }
     with Ledger(path) as ledger:
-        with ledger.chain.writing():
-            ledger.chain.append("budget", "notes", earlier)
-        value = {"kind": "dpllm ledger", "entries": [one._asdict() for one in ledger.chain._links], "progress": {}}
-        value["head"] = ledger.head()
-    if name == "export":
+        reserve(ledger)
+        value = ledger.chain.export()
+    if name == "file":
+        with closing(sqlite3.connect(path)) as db:
+            db.execute("UPDATE meta SET value = '3' WHERE key = 'schema_version'")
+            db.commit()
+    else:
+        del value["version"]
         path.unlink()
         path.write_text(json.dumps(value), encoding="utf-8")
-    with pytest.raises(Wrong, match=r"the ledger cannot be read .*of an earlier version"):
+    with pytest.raises(Wrong, match=r"the ledger cannot be read .*of version"):
         last(published(tmp_path / "run", str(path)))
 
 

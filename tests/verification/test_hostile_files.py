@@ -92,7 +92,7 @@ def test_bytes_count_as_rows_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         check_audits.described(path, COLUMNS, check_audits.MOST_ROWS)
 
 
-@pytest.mark.parametrize("name", ["config", "plan", "run", "describe", "canaries", "groups", "projections", "audits"])
+@pytest.mark.parametrize("name", ["config", "plan", "run", "describe", "canaries", "audits"])
 @pytest.mark.parametrize("kind", ["pipe", "link", "giant"])
 def test_what_a_run_directory_holds_is_read_where_it_is_a_small_file(run: RunDir, name: str, kind: str) -> None:
     path: Path = getattr(run, name)

@@ -8,14 +8,15 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
+from cards import audit, config, make_run, plan, record
+from published import failing, rehash
 
+from dpllm.card.card import write_card
 from dpllm.cli import main
-from dpllm.verification import apart, verify
-from dpllm.verification.values import Wrong
+from dpllm.verification import apart
+from dpllm.verification.verify import verify
 
 CARD = Path(__file__).parents[2] / "model_cards" / "clinic-epsilon-8"
 
@@ -36,13 +37,14 @@ def test_folders_in_folders_are_looked_at_without_recursion(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["generation_config.json", "chat_template.jinja", "more.safetensors"])
-def test_a_file_that_neither_run_nor_card_nor_audit_wrote_is_named(name: str) -> None:
-    wrote = {"adapter_model.safetensors": "a"}
-    record: Any = SimpleNamespace(artifacts=wrote)
-    fine: Any = SimpleNamespace(hashes={**wrote, "privacy.svg": "b", "audit/audit.json": "c"})
-    assert verify._artifacts(fine, record).status == "verified"
-    with pytest.raises(Wrong, match=name):
-        verify._artifacts(SimpleNamespace(hashes={**fine.hashes, name: "d"}), record)  # type: ignore[arg-type]
+def test_a_file_that_neither_run_nor_card_nor_audit_wrote_is_named(tmp_path: Path, name: str) -> None:
+    run = make_run(tmp_path, config(), plan(), record(), audit())
+    write_card(run)
+    assert "run" not in failing(run.root)
+    (run.export / name).write_text("{}")
+    rehash(run.export, name)  # by somebody who writes all of export/ anew
+    (said,) = (check.detail for check in verify(run.root).checks if check.name == "run")
+    assert f"files.{name}" in said
 
 
 def test_names_that_a_terminal_cannot_write_end_in_lines(tmp_path: Path) -> None:
