@@ -30,7 +30,7 @@ def alone(model: Any, row: list[int]) -> np.ndarray:
 
 def test_each_row_has_the_logits_that_it_has_alone(model: Any) -> None:
     rows = [[3, 4, 5], [7], [9, 8, 7, 6, 5, 4], [1, 2]]
-    reader = Reader(model, 6, [1], 3)  # two physical batches, the last one filled up
+    reader = Reader(model, 6, [1], 3)  # two batches, the last one filled up
     assert reader.read(rows) == pytest.approx(np.array([alone(model, row) for row in rows]), abs=1e-5)
     for token in (11, 12):
         rows = [[*row, token] for row in rows]

@@ -122,8 +122,8 @@ def test_what_cannot_hold_is_refused_before_anything_is_spent(model: nn.Module, 
         engine(model.bfloat16(), ledger)
 
 
-def test_rows_are_padded_to_no_more_positions_than_the_model_has(tmp_path: Path, ledger: dpllm.Ledger) -> None:
-    """A step would fail once it was charged: shapes followed max_length, and the self-check the model."""
+def test_rows_count_no_more_positions_than_the_model_has(tmp_path: Path, ledger: dpllm.Ledger) -> None:
+    """A step would fail once it was charged: padding counts to max_length, and the self-check follows the model."""
     short = transformers.AutoModelForCausalLM.from_pretrained(
         tiny.save_model(tmp_path / "short", "gpt2", max_position_embeddings=24)
     )
