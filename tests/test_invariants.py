@@ -31,5 +31,5 @@ def test_what_holds_it_and_what_catches_a_break_exist(number: str) -> None:
     assert tests or mutants
     assert [name for name in mutants if f'"{name}": ' not in MUTANTS] == []
     for file, name in tests:
-        found = ast.parse((ROOT / file).read_text("utf-8")).body
-        assert name in [one.name for one in found if isinstance(one, ast.FunctionDef)], f"{file}::{name}"
+        body = ast.parse((ROOT / file).read_text("utf-8")).body
+        assert name in [node.name for node in body if isinstance(node, ast.FunctionDef)], f"{file}::{name}"

@@ -74,7 +74,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     imported.add_argument("--run", default="elsewhere", help="name of the run")
     imported.add_argument("--epsilon", type=float, help="what it stated")
     imported.add_argument("--delta", type=float, default=0.0, help="delta of that epsilon")
-    imported.add_argument("--event", help="JSON file with its accounting event, if known, or the plan.json of a run")
+    imported.add_argument(
+        "--event",
+        help="JSON file with its accounting event, if known, or the plan.json of a run, whose unit and relation count",
+    )
     made["export"].add_argument("--output", help="file (default: standard output)")
     text = "directory of the node exporter's textfile collector (default: standard output)"
     made["metrics"].add_argument("--textfile", metavar="DIR", help=text)
@@ -176,17 +179,17 @@ def _show(ledger: Ledger, known: argparse.Namespace) -> int:
                 f"{ledger.location}: knows no dataset {known.dataset!r}. It knows: {', '.join(names) or 'none'}."
             )
         names = [account]
-    found = _overview_values(ledger, names)
-    return show(known, found if known.json else _overview(found))
+    overview = _overview_values(ledger, names)
+    return show(known, overview if known.json else _overview(overview))
 
 
 def _overview_values(ledger: Ledger, datasets: Sequence[str]) -> dict[str, Any]:
     from dpllm.ledger import admission
 
-    found = {}
+    accounts = {}
     for name in datasets:
         account, imports = ledger.account(name), [entry.facts for entry in ledger.chain.of(name, "import")]
-        found[name] = {
+        accounts[name] = {
             "budget": asdict(account.budget) if account.budget else None,
             "runs": [
                 {key: getattr(run, key) for key in ("state", "steps", "heartbeat")}
@@ -200,10 +203,10 @@ def _overview_values(ledger: Ledger, datasets: Sequence[str]) -> dict[str, Any]:
     refused = ledger.refusals().items()
     refusals = [{"dataset": dataset, "reason": reason, "number": number} for (dataset, reason), number in refused]
     chain = {"location": str(ledger.location), "head": ledger.head(), "problems": ledger.verify()}
-    return {"datasets": found, "refusals": refusals, **chain}
+    return {"datasets": accounts, "refusals": refusals, **chain}
 
 
-def _overview(found: dict[str, Any]) -> Group:
+def _overview(overview: dict[str, Any]) -> Group:
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -215,25 +218,25 @@ def _overview(found: dict[str, Any]) -> Group:
         return Text("".join(letter if letter.isprintable() else "?" for letter in str(text)))
 
     parts: list[Any] = []
-    for name, one in found["datasets"].items():
+    for name, account in overview["datasets"].items():
         table = Table(title=plain(name), title_justify="left", title_style="bold")
         table.add_column("entry", no_wrap=True)
         for column in ("run", "steps", "state", "epsilon", "delta"):
             table.add_column(column, justify="left" if column in ("run", "state") else "right")
-        for run in one["runs"]:
+        for run in account["runs"]:
             cost = f"{run['epsilon']:.3f}", f"{run['delta']:g}"
             state = run["state"] + (f", seen {_age(run['heartbeat'])} ago" if run["state"] in OPEN else "")
             table.add_row(run["entry"], plain(run["run"]), f"{run['steps']}/{run['num_steps']}", state, *cost)
-        for past in one["imports"]:
+        for past in account["imports"]:
             event = past["event"]
             cost = (f"{event['epsilon']:.3f}", f"{event['delta']:g}") if event["type"] == "imported" else ("", "")
             table.add_row("", plain(f"{past['run']} (imported)"), "", "imported", *cost)
-        parts += [table, *map(plain, one["says"]), ""]
-    if refused := [f"{one['dataset']}: {one['reason']} {one['number']}" for one in found["refusals"]]:
+        parts += [table, *map(plain, account["says"]), ""]
+    if refused := [f"{each['dataset']}: {each['reason']} {each['number']}" for each in overview["refusals"]]:
         parts.append(plain("Refused: " + "; ".join(refused)))
-    head = found["head"]
-    sound = f"{found['location']}: {head['count']} entries, chain unbroken, head {head['hash'][:12]}"
-    return Group(*parts, plain(found["problems"][0] if found["problems"] else sound))
+    head = overview["head"]
+    sound = f"{overview['location']}: {head['count']} entries, chain unbroken, head {head['hash'][:12]}"
+    return Group(*parts, plain(overview["problems"][0] if overview["problems"] else sound))
 
 
 def totals(ledger: Ledger, dataset: str) -> list[str]:
@@ -263,10 +266,10 @@ def totals(ledger: Ledger, dataset: str) -> list[str]:
         lines.append(f"All runs, {how} {total}{exceeds}.")
     lines.append(f"Budget: {budget}." if budget else "No budget is set: runs are charged without a limit.")
     for name, runs in account.groups().items():
-        found, done = group_total(account, name), sum(run.state == "completed" for run in runs)
+        group, done = group_total(account, name), sum(run.state == "completed" for run in runs)
         lines.append(
-            f"Tuning group {name}: {found['runs']} runs fixed together, {done} completed; all of them come to epsilon "
-            f"{found['epsilon']:.3f} at delta {found['delta']:g}."
+            f"Tuning group {name}: {group['runs']} runs fixed together, {done} completed; all of them come to epsilon "
+            f"{group['epsilon']:.3f} at delta {group['delta']:g}."
         )
     return lines + [f"Exception: {line}." for line in account.deviations()]
 
@@ -339,9 +342,14 @@ def _import(ledger: Ledger, known: argparse.Namespace) -> int:
     if (known.epsilon is None) == (known.event is None):
         raise ConfigError("what was spent? Type --epsilon E [--delta D], or --event FILE.")
     event: Event
+    plan: dict[str, Any] = {}
     if known.event:
         value = read_json(Path(known.event))
-        event = read(value["event"] if "num_steps" in value else value)
+        if "num_steps" in value:
+            plan = value
+            if lacking := [key for key in ("event", "unit", "neighbouring_relation") if not plan.get(key)]:
+                raise ConfigError(f"{known.event}: a plan.json without {lacking[0]!r} is damaged. Give the run's own.")
+        event = read(plan.get("event", value))
     else:
         event = Imported(known.epsilon, known.delta)
     account, delta = ledger.account(known.dataset), imported_delta(event)
@@ -352,10 +360,15 @@ def _import(ledger: Ledger, known: argparse.Namespace) -> int:
             f"{delta:g}, so that no run would be admitted after it. Type first: dpllm ledger init {known.dataset} "
             f"--import-delta {delta:g}, with the rest as before; or enter its accounting event (--event FILE)."
         )
-    unit = known.unit or (budget.unit if budget else "example")
     if known.dataset.startswith(LABELS):
         known.relation = "label_changed"
-    relation = known.relation or (budget.relation if budget else "zero_out")
+    unit = plan["unit"] if plan else known.unit or (budget.unit if budget else "example")
+    relation = plan["neighbouring_relation"] if plan else known.relation or (budget.relation if budget else "zero_out")
+    if known.unit not in (None, unit) or known.relation not in (None, relation):
+        raise ConfigError(
+            f"{known.event}: its run protects a {unit} under {relation}, and an account counts one unit and one relation. Leave "
+            "out --unit and --relation, and name a dataset that is accounted so."
+        )
     who = {"by": known.by, "reason": known.reason}
     budgets.import_run(ledger, known.dataset, event=event, run=known.run, unit=unit, relation=relation, **who)
     print(f"{known.dataset}: entered. {totals(ledger, known.dataset)[0]}")

@@ -92,8 +92,8 @@ class Measurement:
         if asked.numbers:
             return {f"{asked.quantile:g}": tidy(draw(self.measure, list(values)))}
         # No text of a row goes further than what was declared.
-        found = draw(self.measure, [value if value in declared else OTHER for value in values])
-        return dict(zip((*asked.values, OTHER), found, strict=True)) if asked.values else {"units": found}
+        noisy = draw(self.measure, [value if value in declared else OTHER for value in values])
+        return dict(zip((*asked.values, OTHER), noisy, strict=True)) if asked.values else {"units": noisy}
 
 
 def measurement(asked: Statistic, rows: int, epsilon: float) -> Measurement:

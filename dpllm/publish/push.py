@@ -166,8 +166,8 @@ def _statement(source: _Source, ledger: str | None, without_guarantee: bool) -> 
 def _files(source: _Source, listed: dict[str, str]) -> tuple[Upload, ...]:
     """Everything that was verified, with the hashes that were verified; the upload refuses other content."""
     beside = {CARD, RECORD} if source.kind == "dataset" else UNHASHED
-    found = {name: source.folder / name for name in beside}
-    hashes = listed | {name: sha256(path, follow=False) for name, path in found.items() if path.exists()}
+    paths = {name: source.folder / name for name in beside}
+    hashes = listed | {name: sha256(path, follow=False) for name, path in paths.items() if path.exists()}
     return tuple(Upload(name, (source.folder / name).stat().st_size, hashes[name]) for name in sorted(hashes))
 
 

@@ -131,7 +131,7 @@ def offered(
     columns = (name for group in asked for one in group for name in columns_of(one))
     with opened(without_evaluation(config), delta, columns, most=DELTA, create=create) as source:
         exact = partial(exact_values, units=source.units, table=source.table, data=config.data, tokenizer=tokenizer)
-        made, found = _priced(config, asked, epsilon, source)
+        made, statistics = _priced(config, asked, epsilon, source)
 
         def ready() -> None:
             # A row that cannot be read, say by a chat template, is refused while that is free.
@@ -145,7 +145,9 @@ def offered(
         def write(output: Path, released: Statistics) -> None:
             write_json(output, released.to_json())
 
-        yield Offer(found, source.outlook(found), (), source, ready, [partial(draw, *one) for one in made], write)
+        yield Offer(
+            statistics, source.outlook(statistics), (), source, ready, [partial(draw, *one) for one in made], write
+        )
 
 
 def without_evaluation(config: RunConfig) -> RunConfig:
@@ -269,13 +271,13 @@ def _priced(
         }
         for statistic, one in made
     ]
-    found = Statistics.pick({**fields, "releases": releases})
-    if len(found.model_dump_json(indent=2)) > MOST_TEXT:
+    statistics = Statistics.pick({**fields, "releases": releases})
+    if len(statistics.model_dump_json(indent=2)) > MOST_TEXT:
         raise ConfigError(
             "too many values or candidates are declared for a card to show what is released, and all of them would be paid "
             "for. Declare fewer: with several columns, each combination counts."
         )
-    return made, found
+    return made, statistics
 
 
 def _requests(asked: Statistics, final: bool) -> list[RunRequest]:

@@ -168,9 +168,8 @@ def open_run(run: RunDir, *, goes_on: bool = False, released: bool = False) -> R
         written = {path: digest for path, digest in written.items() if path in (run.plan, run.canaries)}
     elif released:
         written = {path: digest for path, digest in written.items() if not path.is_relative_to(run.private)}
-    if (
-        record.artifacts and not goes_on
-    ):  # else it was stopped before it exported, whatever an earlier attempt left there
+    # Without artifacts it was stopped before it exported, whatever an earlier attempt left there.
+    if record.artifacts and not goes_on:
         listed = [path.relative_to(run.export).as_posix() for path in run.export.rglob("*")]
         added += [run.export / name for name in of_model(listed)]
     changed = [path for path, digest in written.items() if path.exists() and _digest(run, path, config) != digest]

@@ -128,8 +128,8 @@ def offered(
         job, versions = _Job(config, asked, source, sigma), environment.versions()
         release = job.release(units)
         software = {name: versions[name] for name in ("torch", "transformers")}
-        found = Statistics.pick({**source.facts(config, release["event"], **software), "releases": [release]})
-        yield Offer(found, source.outlook(found), (note,), source, job.read, [job.draw], job.write)
+        statistics = Statistics.pick({**source.facts(config, release["event"], **software), "releases": [release]})
+        yield Offer(statistics, source.outlook(statistics), (note,), source, job.read, [job.draw], job.write)
 
 
 class Encoder:

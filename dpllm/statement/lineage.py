@@ -140,8 +140,8 @@ def why_not(lineage: Lineage | None) -> str | None:
 def deviations(lineage: Lineage | None) -> list[str]:
     """Models before this one that promise nothing for their own data, which the card must name."""
     models = lineage.models if lineage else ()
-    mine = lineage.mine if lineage else ()
-    names = dict.fromkeys(one.name for one in models if not one.guarantee and one not in mine)
+    same_data = lineage.mine if lineage else ()
+    names = dict.fromkeys(one.name for one in models if not one.guarantee and one not in same_data)
     return [
         f"{name}, from which this model was made, states no differential privacy guarantee for the data it was trained on: "
         "these weights may reveal them; a guarantee of this run is about this run's own training data, and only as far as they "

@@ -18,6 +18,7 @@ from dpllm.privacy.accounting import dp_sgd_event
 
 BUDGET = ["--epsilon", "8", "--delta", "1e-5", "--unit", "patient", "--by", "alice", "--reason", "study 7"]
 WHO = ["--by", "bob", "--reason", "because"]
+PLAN = {"event": EVENT.to_json(), "num_steps": 4, "unit": "patient", "neighbouring_relation": "zero_out"}
 
 
 @pytest.fixture
@@ -126,13 +127,13 @@ def test_nothing_is_made_for_a_budget_that_cannot_be(tmp_path: Path, capsys: pyt
 def test_what_is_shown_is_one_object(say):
     say("init", "notes", *BUDGET, "--import-delta", "1e-7")
     say("import", "notes", "--epsilon", "1", "--delta", "1e-7", *WHO)
-    found = {action: json.loads(say(action, "--json")[1]) for action in ("show", "verify")}
-    shown = found["show"]["datasets"]["notes"]
+    printed = {action: json.loads(say(action, "--json")[1]) for action in ("show", "verify")}
+    shown = printed["show"]["datasets"]["notes"]
     assert shown["budget"]["epsilon"] == 8
     assert [entry["event"]["epsilon"] for entry in shown["imports"]] == [1]
     assert any("Budget: epsilon 8" in line for line in shown["says"])
-    assert found["verify"]["problems"] == []
-    assert found["verify"]["head"] == found["show"]["head"]
+    assert printed["verify"]["problems"] == []
+    assert printed["verify"]["head"] == printed["show"]["head"]
 
 
 def test_exceptions_are_the_owners(say):
@@ -155,7 +156,7 @@ def test_an_export_is_verified_and_its_events_are_imported(say, place: Place, tm
     assert main(["ledger", "verify", "--file", str(export), "--head", f"{'0' * 64}:1"]) == 4
     other = str(tmp_path / "other.sqlite")
     event = tmp_path / "event.json"
-    for name, value in (("an event", EVENT.to_json()), ("plan.json", {"event": EVENT.to_json(), "num_steps": 4})):
+    for name, value in (("an event", EVENT.to_json()), ("plan.json", PLAN)):
         event.write_text(json.dumps(value))
         assert main(["ledger", "import", name, "--event", str(event), *WHO, "--ledger", other]) == 0
         with Ledger(Path(other)) as taken:
@@ -168,6 +169,27 @@ def test_an_export_is_verified_and_its_events_are_imported(say, place: Place, tm
     code, out = say("verify", "--head", f"{'0' * 64}:{head['count']}")
     assert (code, "lacks an earlier head" in out) == (4, True)
     assert "shows only against a head copied elsewhere" in say("verify")[1]
+
+
+@pytest.mark.parametrize(
+    ("plan", "typed", "code"),
+    [
+        ({}, (), 0),
+        ({}, ("--unit", "patient", "--relation", "zero_out"), 0),
+        ({}, ("--unit", "user"), 2),
+        ({}, ("--relation", "add_or_remove_one"), 2),
+        ({"unit": "example"}, (), 3),  # the account is per patient
+        ({"neighbouring_relation": "add_or_remove_one"}, (), 3),
+        ({"unit": None}, (), 2),
+        ({"event": None}, (), 2),
+    ],
+)
+def test_a_plan_is_imported_by_its_own_unit_and_relation(say, tmp_path: Path, plan, typed, code: int):
+    """Entered by the budget's unit, a run per example would count as one that protects whole patients."""
+    say("init", "notes", *BUDGET)
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({**PLAN, **plan}))
+    assert say("import", "notes", "--event", path, *typed, *WHO)[0] == code
 
 
 def test_an_edit_is_exit_code_4_for_verify_and_3_for_everything_else(say, place: Place):

@@ -100,6 +100,8 @@ def test_no_run_reserves_more_steps_than_its_event_pays_for(ledger: Ledger):
 
 def test_steps_are_charged_one_by_one_and_never_beyond_the_reservation(ledger: Ledger):
     entry = reserve(ledger).entry
+    with pytest.raises(ConfigError, match="integers"):
+        ledger.charge(entry, 1.0)  # its entry could not be read again either
     assert ledger.run(entry).steps == 0
     for wrong in (0, 2, -1):
         with pytest.raises(Refused):

@@ -169,11 +169,11 @@ def test_without_opendp_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_only_declared_text_reaches_opendp(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not half a character, nor a zero, at which a library of C would stumble."""
-    given: list[str] = []
-    monkeypatch.setattr(releases, "draw", lambda _, values: given.extend(values) or [1, 0, 4])
-    found = measurement(SHARES, 1, 1.0).release(["yes", "\0", "\ud800", "", "private"])
-    assert given == ["yes", *[OTHER] * 4]
-    assert found == {"yes": 1, "no": 0, OTHER: 4}
+    passed_on: list[str] = []
+    monkeypatch.setattr(releases, "draw", lambda _, values: passed_on.extend(values) or [1, 0, 4])
+    counts = measurement(SHARES, 1, 1.0).release(["yes", "\0", "\ud800", "", "private"])
+    assert passed_on == ["yes", *[OTHER] * 4]
+    assert counts == {"yes": 1, "no": 0, OTHER: 4}
 
 
 @pytest.mark.parametrize("cost", [1e-320, 1e300])
