@@ -155,8 +155,8 @@ def _step(part: SampledSums, relation: Relation, interval: float) -> PrivacyLoss
     from dp_accounting import NeighboringRelation
     from dp_accounting.pld import privacy_loss_distribution as pld
 
-    if part.group_size > 1:
-        return _mixture_loss(part, interval)
+    if part.probability < 1.0 or part.group_size > 1:
+        return _sampled_loss(part, interval)
     zero_out, add_or_remove = NeighboringRelation.REPLACE_SPECIAL, NeighboringRelation.ADD_OR_REMOVE_ONE
     return pld.from_gaussian_mechanism(
         part.noise_multiplier,
@@ -166,20 +166,50 @@ def _step(part: SampledSums, relation: Relation, interval: float) -> PrivacyLoss
     )
 
 
-def _mixture_loss(part: SampledSums, interval: float) -> PrivacyLossDistribution:
-    """One step for a group, discretised by connecting the dots as dp-accounting does."""
+def _sampled_loss(part: SampledSums, interval: float) -> PrivacyLossDistribution:
+    """One step over a Poisson sample, discretised by connecting the dots as dp-accounting does, with all points at once."""
     import numpy as np
     from dp_accounting.pld import pld_pmf
     from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 
+    loss_of = _gaussian if part.group_size == 1 else _mixture
     directions = []
     for removes in (True, False):
-        mixture = _mixture(part, removes=removes)
-        bounds = mixture.connect_dots_bounds()
+        loss = loss_of(part, removes=removes)
+        bounds = loss.connect_dots_bounds()
         low, high = math.floor(bounds.epsilon_lower / interval), math.ceil(bounds.epsilon_upper / interval)
-        deltas = mixture.get_delta_for_epsilon(np.arange(low, high + 1) * interval)
+        deltas = loss.get_delta_for_epsilon(np.arange(low, high + 1) * interval)
         directions.append(pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(interval, low, high, deltas))
     return PrivacyLossDistribution(*directions)
+
+
+def _gaussian(part: SampledSums, *, removes: bool) -> Any:
+    """dp-accounting's loss of a sampled Gaussian at distance 1, with all points inverted at once; its own loop takes a second.
+
+    With g = log(1 + (e^l - 1) / q), where l is the loss (remove) or its negative (add), the loss is reached at
+    -1/2 - g s^2 (remove) or 1/2 + g s^2 (add).
+    """
+    import numpy as np
+    from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType, GaussianPrivacyLoss
+
+    q, variance = part.probability, part.noise_multiplier**2
+
+    class SampledGaussian(GaussianPrivacyLoss):  # type: ignore[misc]  # dp-accounting has no types
+        def get_delta_for_epsilon(self, epsilon: Any) -> Any:
+            losses = epsilon if removes else -epsilon
+            near, far = np.minimum(losses, 1.0), np.maximum(losses, 1.0)  # e^loss overflows far from 0
+            with np.errstate(divide="ignore"):  # at log(1 - q), the least loss that removing has
+                g = np.where(
+                    losses < 1.0,
+                    np.log1p(np.maximum(np.expm1(near) / q, -1.0)),
+                    far - math.log(q) + np.log1p((q - 1.0) * np.exp(-far)),
+                )
+            x = -0.5 - g * variance if removes else 0.5 + g * variance
+            deltas = self.mu_upper_cdf(x) - np.exp(epsilon + self.mu_lower_log_cdf(x))
+            return np.clip(deltas, 0.0, 1.0)
+
+    direction = AdjacencyType.REMOVE if removes else AdjacencyType.ADD
+    return SampledGaussian(part.noise_multiplier, sampling_prob=q, adjacency_type=direction)
 
 
 def _mixture(part: SampledSums, *, removes: bool) -> Any:
