@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from dpllm.errors import ConfigError
+from dpllm.errors import ConfigError, NotBatchInvariant
 from dpllm.model import processes
 from dpllm.privacy.attention import attends_by_interface
 from dpllm.privacy.gradients import is_wide
@@ -128,7 +128,11 @@ def rehearse(engine: StepEngine, config: RunConfig, vocab_size: int, device: tor
     meter = _Meter(device)
     while True:
         tell("Measuring memory", note=str(engine.packing), public=True)
-        used = -processes.least(-meter.peak_of(lambda: engine.rehearse(_rehearsal(engine.packing, vocab_size))))
+        try:
+            used = -processes.least(-meter.peak_of(lambda: engine.rehearse(_rehearsal(engine.packing, vocab_size))))
+        except NotBatchInvariant:  # its attention, on every rank alike
+            engine.repack(replace(engine.packing, alone=True))
+            continue
         if used <= budget(meter.free):
             return
         if config.train.tokens_per_pass == "auto" and (smaller := engine.packing.half()):

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface, PretrainedConfig
 
-from dpllm.errors import Refused
+from dpllm.errors import NotBatchInvariant
 from dpllm.privacy.packing import Pass, Segment
 
 _VARLEN: Callable[..., Any] | None = None
@@ -41,7 +41,14 @@ NAME = "dpllm_packed"  # as transformers knows it
 HARMLESS = frozenset(
     {"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "is_causal"}
 )
-HARMLESS |= {"return_dict", "logits_to_keep", "num_items_in_batch", "position_embeddings", "layer_idx"}
+HARMLESS |= {
+    "return_dict",
+    "output_router_logits",
+    "logits_to_keep",
+    "num_items_in_batch",
+    "position_embeddings",
+    "layer_idx",
+}
 
 
 class Layout:
@@ -129,13 +136,16 @@ def by_rows(
     """What transformers' attention interface expects of an attention: (1, M, H, d), and no weights.
 
     Raises:
-        Refused: The model asks for something that is not computed here; it would be ignored.
+        NotBatchInvariant: The model asks for something that is not computed here, and would be ignored.
     """
     options = Options(**{name: asked.pop(name) for name in Options._fields if asked.get(name) is not None})
     unknown = sorted(name for name, value in asked.items() if value is not None and name not in HARMLESS)
     if unknown or attention_mask is not None or not _layouts:
         what = ", ".join(unknown) or "a mask"
-        raise Refused(f"{type(module).__name__} asks its attention for {what}, which rows of one pass cannot have.")
+        raise NotBatchInvariant(
+            f"{type(module).__name__} asks its attention for {what}, which rows of one pass cannot have, so that they could not "
+            "be kept apart."
+        )
     layout, kind = _layouts[-1], query_1HMd.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):  # the planner runs shapes alone
         dtype = torch.get_autocast_dtype(kind)

@@ -317,11 +317,13 @@ class StepEngine:
         for layer in self._adapters:
             vars(layer).pop("_cast_input_dtype", None)
 
-    def self_check(self, vocab_size: int, low_precision: bool = False, pad_id: int = 0) -> Checked:
+    def self_check(
+        self, vocab_size: int, low_precision: bool = False, pad_id: int = 0, company: bool = True
+    ) -> Checked:
         """Compares with brute-force autograd, in passes as they will run: see ``selfcheck.self_check``.
 
         In low precision, where the forward pass is not float32, 5e-2 is accepted (of pairs 0.1), not 1e-3. Without a Plan there
-        is no check.
+        is no check. ``company``: whether kernels may round a unit by its place or its company, bit for bit, is asked as well.
 
         Raises:
             NotBatchInvariant: The engine can then be asked again, after ``repack``.
@@ -343,6 +345,7 @@ class StepEngine:
                     pad_id=pad_id,
                     # A pair's gradient is a difference of two, and their roundings add up.
                     tolerance=LOW_PRECISION_TOLERANCE * (1 + (self.pairs is not None)) if low_precision else TOLERANCE,
+                    company=company,
                 )
                 checked = self_check(subject)
         except NotBatchInvariant:

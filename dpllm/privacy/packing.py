@@ -239,7 +239,8 @@ def lay_out(units: Sequence[Unit], packing: Packing, pad_id: int, width: int = 0
         positions += [at + place - 1 for place, learned in enumerate(sequence.loss_mask) if learned]
         rows.append(Segment(at, at + slot, owner))
         at += slot
-    assert at < total or packing.alone, "the last position of a pass is padding"
+    if at >= total and not packing.alone:
+        raise ValueError(f"units of {at} tokens in a pass of {total}, whose last position is padding")
     ids_1M, counted_1M = (torch.tensor(one, dtype=torch.long).view(shape) for one in (ids, counted))
     return Pass(
         ids_1M,

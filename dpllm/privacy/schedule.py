@@ -76,6 +76,9 @@ def group_rate(schedule: Schedule, bands: int) -> float:
     return bands * schedule.expected_batch_size / schedule.dataset_size
 
 
+LARGEST_PASS = 2**20  # tokens that may be asked for
+
+
 @dataclass(frozen=True)
 class Packing:
     """The one shape of a pass: how many tokens, and what may lie in it. All of it follows from public numbers."""

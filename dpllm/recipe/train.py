@@ -5,10 +5,11 @@ Comes in: values of a YAML file. Goes out: one ``TrainConfig``. Must not see dat
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
+from dpllm.privacy.schedule import LARGEST_PASS
 from dpllm.recipe.section import Section, number_or_auto
 
 
@@ -26,7 +27,7 @@ class TrainConfig(Section):
     batch_size: PositiveInt = 256
     """Expected logical batch size B, in privacy units (rows, with data.sampling: example); the sampling rate is B / N and
     the divisor of the sum is B."""
-    tokens_per_pass: Literal["auto"] | PositiveInt = "auto"
+    tokens_per_pass: Literal["auto"] | Annotated[PositiveInt, Field(le=LARGEST_PASS)] = "auto"
     """Tokens of one forward pass, in which whole units lie one after the other without padding. It changes memory and speed,
     never the guarantee. auto: from batch_size and data.max_length; rounded up so that the longest row fits. Recorded in
     run.json."""
@@ -64,7 +65,7 @@ class TrainConfig(Section):
     process_timeout: float = Field(default=1800.0, gt=0)
     """With several processes: seconds that a step may take before the run is ended (a process hangs, or the network fails)."""
 
-    _tokens = field_validator("tokens_per_pass", mode="wrap")(number_or_auto("tokens"))
+    _tokens = field_validator("tokens_per_pass", mode="wrap")(number_or_auto("tokens", f" to {LARGEST_PASS:,}"))
 
     @property
     def pairs(self) -> bool:

@@ -28,7 +28,7 @@ from dpllm.privacy.noise import GaussianNoise
 from dpllm.privacy.packing import passes_of
 from dpllm.privacy.plan import Plan, Settings, make_plan
 from dpllm.privacy.sampling import PoissonSampler
-from dpllm.privacy.schedule import make_schedule
+from dpllm.privacy.schedule import LARGEST_PASS, make_schedule
 from dpllm.privacy.selfcheck import longest_row
 from dpllm.privacy.stream import Turns, os_entropy
 from dpllm.run.mechanism import check_passes, is_low
@@ -132,14 +132,15 @@ class Engine:
         vocabulary = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
         max_length = longest_row(model, max_length)
         _check_units(self._units, size, max_length, vocabulary)
-        if tokens_per_pass is not None and tokens_per_pass < 1:
-            raise ConfigError(f"tokens_per_pass is {tokens_per_pass}. Give 1 or more.")
+        tokens = (
+            None if tokens_per_pass is None else events.integer("tokens_per_pass", tokens_per_pass, 1, LARGEST_PASS)
+        )
         self.dropout_off = loading.without_dropout(model.train())
         self._pad_id = getattr(model.config, "pad_token_id", None) or 0
         torch.set_float32_matmul_precision("highest")
         device = next(model.parameters()).device
         batch, noise = schedule.expected_batch_size, GaussianNoise(os_entropy(), device)
-        packing = memory.packing_of_model(model, batch, max_length, vocabulary, device, tokens_per_pass)
+        packing = memory.packing_of_model(model, batch, max_length, vocabulary, device, tokens)
         self._engine = StepEngine(model, optimizer, schedule, plan, packing, noise=noise)
         try:
             check_passes(self._engine, vocabulary, pad_id=self._pad_id)

@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,16 +19,20 @@ import pytest
 import tiny_models as tm
 import torch
 from cases import BF16, FAMILIES, HEAD, MODES, TIED, Shapes
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy import stats
 from tiny_models import FROZEN, LORA, Toy
 from torch import Tensor, nn
 
 from dpllm.errors import NotBatchInvariant, Refused
-from dpllm.privacy import gradients, noise
+from dpllm.privacy import attention, gradients, noise, selfcheck
 from dpllm.privacy.gradients import PassGradients
 from dpllm.privacy.noise import GaussianNoise
-from dpllm.privacy.packing import Targets
+from dpllm.privacy.packing import Targets, lay_out
 from dpllm.privacy.plan import noise_scale, spacing_of
+from dpllm.privacy.schedule import Packing, packing_of
+from dpllm.run.mechanism import check_passes
 
 MIXED = ((9, 4), (17,), (5,), (12,), (3, 7, 2), (31,), (6,), (6,), (40, 2), (23,))
 CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
@@ -187,8 +192,65 @@ def test_a_row_that_reads_the_row_before_is_refused(backward: bool) -> None:
     def reads(x_1Md: Tensor) -> Tensor:
         return x_1Md + 0.1 * x_1Md.roll(-1 if backward else 1, dims=1)  # a row's last token has no gradient of its own
 
-    with pytest.raises(Refused):
+    with pytest.raises(NotBatchInvariant):
         changed(reads, backward).self_check(tm.VOCABULARY)
+
+
+def test_what_reads_the_row_before_runs_each_example_by_itself() -> None:
+    """A short convolution or a recurrence (LFM2, RecurrentGemma), of which attention knows nothing."""
+    engine = changed(lambda x_1Md: x_1Md + 0.1 * x_1Md.roll(1, dims=1))
+    check_passes(engine, tm.VOCABULARY, pad_id=0)
+    assert engine.packing.alone
+    same_bits(engine)
+
+
+def test_so_does_attention_that_asks_for_what_rows_of_a_pass_cannot_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "HARMLESS", frozenset())
+    engine = tm.make_engine(tm.build("llama", LORA))
+    check_passes(engine, tm.VOCABULARY, pad_id=0)
+    assert engine.packing.alone
+    same_bits(engine)
+
+
+def test_a_long_row_that_is_read_otherwise_in_a_pass_is_seen() -> None:
+    """A model of its own window, say: the rows that are compared with autograd are shorter."""
+
+    def longer(x_1Md: Tensor) -> Tensor:
+        return x_1Md + torch.linspace(-1.0, 1.0, x_1Md.shape[2]) * (16 < x_1Md.shape[1] != tm.TOKENS)
+
+    engine = changed(longer)
+    with torch.no_grad():
+        engine._model.get_output_embeddings().weight.mul_(50)  # as sure of its words as a model that has learned
+    with pytest.raises(NotBatchInvariant, match="the loss of a row changes"):
+        engine.self_check(tm.VOCABULARY)
+
+
+@pytest.mark.parametrize("longest", range(2, 32))
+def test_small_passes_are_checked_too(longest: int) -> None:
+    tm.make_engine(built("llama"), tokens=32, longest=longest).self_check(tm.VOCABULARY)
+
+
+@settings(max_examples=500, deadline=None, derandomize=True)
+@given(
+    st.integers(1, 600),
+    st.integers(2, 2_100),
+    st.one_of(st.none(), st.integers(1, 4_000)),
+    st.sampled_from([32, 64, 128, 256]),
+    st.sampled_from([1, 2]),
+    st.integers(1, 200),
+)
+def test_what_the_check_shows_in_company_fits_passes_of_any_length(
+    batch: int, max_length: int, asked: int | None, multiple: int, each: int, most: int
+) -> None:
+    tokens = packing_of(batch, max_length, asked, multiple=multiple, least=512, most=2_048, rows_each=each)
+    packing = Packing(tokens, most, 1, 128, max_length, each, multiple)
+    subject: Any = SimpleNamespace(longest=max_length, packing=packing, vocab_size=9, pad_id=0)
+    units = selfcheck._company(subject)
+    order = range(len(units))
+    halves = [selfcheck._placed(subject, units, order[:half], 3, before) for half in order for before in (True, False)]
+    for some in [units, *(some for some, _ in halves[:40])]:
+        assert len(some) <= most
+        lay_out(some, packing, 0)
 
 
 def test_padding_is_that_of_training() -> None:

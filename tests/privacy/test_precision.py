@@ -13,13 +13,15 @@ from cases import BF16, FP16, MODES, built, generated
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft.tuners.tuners_utils import BaseTunerLayer
+from tiny_models import LORA
 from torch import nn
 from torch.nn import functional
 
-from dpllm.privacy import clipping, gradients
+from dpllm.privacy import clipping, gradients, selfcheck
 from dpllm.privacy.gradients import PassGradients
 from dpllm.privacy.packing import Segment
 from dpllm.privacy.rules import Formed, LookedUp, Product
+from dpllm.run.mechanism import check_in_float32
 
 
 def lowered(net: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -58,6 +60,13 @@ def test_adapters_on_a_base_of_low_precision_are_bounded(family: str, dtype: tor
     engine = tm.make_engine(net, tm.plan(0.02), mode=mode)
     checks.bounded(engine, tm.units(((9, 4), (16,), (5,), (40,)), seed=1))
     assert engine.self_check(tm.VOCABULARY, low_precision=True).error <= 5e-2
+
+
+def test_the_small_copy_in_float32_says_nothing_of_the_kernels_that_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own may round by company where those of the run do not, and would end a run that is right."""
+    monkeypatch.setattr(selfcheck, "_check_company", lambda *_: pytest.fail("asked the copy"))
+    config, net = tm.recipe(adapter=LORA), tm.build("llama")
+    check_in_float32(config, net, tm.plan(), tm.CPU, tm.packing())
 
 
 @pytest.mark.parametrize("mode", MODES)

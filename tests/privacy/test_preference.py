@@ -232,6 +232,13 @@ def test_the_self_check_of_pairs_passes(name: str) -> None:
         assert make_engine(built(name), LOSSES["dpo"], tokens=tokens).self_check(tm.VOCABULARY).error < 1e-4
 
 
+@pytest.mark.parametrize("longest", [2, 7, 8, 11, 15])
+def test_small_passes_of_pairs_are_checked_too(longest: int) -> None:
+    engine = make_engine(built("llama"), LOSSES["dpo"])
+    engine.repack(replace(engine.packing, tokens=32, max_length=longest))
+    engine.self_check(tm.VOCABULARY)
+
+
 def test_it_sees_a_kernel_that_rounds_by_company() -> None:
     """A pair alone in its pass has no company but itself."""
 

@@ -87,7 +87,7 @@ WRONG: dict[str, list[Any]] = {
     "train": [5],
     "train.steps": ["many", 1.5, True, 0],
     "train.batch_size": [0],
-    "train.tokens_per_pass": [-4, 0, "many"],
+    "train.tokens_per_pass": [-4, 0, "many", 2**20 + 1],
     "train.learning_rate": [[1]],
     "train.optimizer": ["lion"],
     "train.warmup": [1.0],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -366,6 +367,12 @@ def test_a_promise_of_impossible_numbers_is_one_line(num_units: Any, given: dict
 def test_integers_of_numpy_are_integers() -> None:
     sizes = {"batch_size": np.int64(4), "steps": np.int32(3), "bands": np.int64(3)}
     assert dpllm.promise(np.int64(N), epsilon=20, max_grad_norm=0.1, **sizes) == planned(steps=3, bands=3)
+
+
+@pytest.mark.parametrize("tokens", ["auto", math.nan, math.inf, 100.5, True, 64.0, 0, 2**20 + 1])
+def test_tokens_of_a_pass_are_a_whole_number(model: nn.Module, ledger: dpllm.Ledger, tokens: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^tokens_per_pass is .*Set an integer >= 1 and <= 1048576\.$"):
+        engine(model, ledger, tokens_per_pass=tokens)
 
 
 def test_arguments_of_another_kind_are_one_line(model: nn.Module, ledger: dpllm.Ledger) -> None:
