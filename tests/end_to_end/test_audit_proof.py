@@ -25,7 +25,7 @@ RECIPE = {
     "data.max_length": 96,
     "train.batch_size": 64,
     "train.learning_rate": 0.01,
-    "train.steps": 140,
+    "train.steps": 200,
     "audit.canaries": CANARIES,
 }
 
