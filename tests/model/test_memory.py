@@ -404,7 +404,7 @@ def test_anything_else_is_one_line(value: Any, tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text("model: {name_or_path: a}\ndata: {train: b}\ntrain: {steps: 1}\noutput_dir: c\n")
     assert load_config(path, {"train.tokens_per_pass": "auto"}).train.tokens_per_pass == "auto"
-    with pytest.raises(ConfigError, match="whole number of tokens, 1 or more, or auto") as caught:
+    with pytest.raises(ConfigError, match="whole number of tokens, 1 to 1,048,576, or auto") as caught:
         load_config(path, {"train.tokens_per_pass": value})
     assert "\n" not in str(caught.value)
 
