@@ -127,7 +127,7 @@ FEATURES = (
         "exact private steps",
         "Sampling, clipping, noise and a check of every model against brute force: the promise holds bit for bit.",
         ("privacy/*.py",),
-        3_572,
+        3_566,
     ),
     Feature(
         "models and memory",
@@ -145,19 +145,19 @@ FEATURES = (
         "one's own loop",
         "The same guarantee in a training loop that the user writes.",
         ("run/own_loop.py",),
-        302,
+        300,
     ),
     Feature(
         "recipes and runs",
         "One recipe in, one folder out: planned, trained, resumed, recorded.",
         ("run/*.py", "recipe/*.py", "cli/plan.py", "cli/__init__.py", "__init__.py", "__main__.py", "progress.py"),
-        5_374,
+        5_375,
     ),
     Feature(
         "forecast and advice",
         "The memory of a run, and settings that are likely to hurt, before anything is spent.",
         ("forecast/*.py",),
-        442,
+        446,
     ),
     Feature(
         "telemetry",
@@ -187,7 +187,7 @@ FEATURES = (
         "cards and statements",
         "A model card whose every figure is derived from recorded facts.",
         ("statement/*.py", "card/*.py"),
-        2_752,
+        2_755,
     ),
     Feature(
         "verification",

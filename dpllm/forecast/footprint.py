@@ -15,7 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ import transformers
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpllm.errors import ConfigError, DpllmError
+from dpllm.errors import ConfigError, DpllmError, NotBatchInvariant
 from dpllm.model import adapters, loading
 from dpllm.model import memory as device_memory
 from dpllm.privacy import guards
@@ -100,7 +100,11 @@ def footprint(config: RunConfig, bands: int = 1, gpu: str | None = None) -> Foot
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in net.parameters()]
     packing = device_memory.packing_for(config, net, net.get_input_embeddings().weight.shape[0], device)
     while True:
-        counted = _count(config, net, packing)
+        try:
+            counted = _count(config, net, packing)
+        except NotBatchInvariant:  # as the self-check will find
+            packing = replace(packing, alone=True)
+            continue
         memory = _memory(config, net, counted, packing, device, bands) if counted is not None else None
         smaller = packing.half() if config.train.tokens_per_pass == "auto" else None
         if memory is None or gpu is None or smaller is None or memory.total <= device_memory.budget(GPU_MEMORY[gpu]):

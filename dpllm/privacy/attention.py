@@ -41,14 +41,8 @@ NAME = "dpllm_packed"  # as transformers knows it
 HARMLESS = frozenset(
     {"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "is_causal"}
 )
-HARMLESS |= {
-    "return_dict",
-    "output_router_logits",
-    "logits_to_keep",
-    "num_items_in_batch",
-    "position_embeddings",
-    "layer_idx",
-}
+HARMLESS |= {"return_dict", "logits_to_keep", "num_items_in_batch", "position_embeddings", "layer_idx"}
+HARMLESS |= {"output_router_logits"}
 
 
 class Layout:

@@ -287,7 +287,7 @@ def attacker_limits_of(event: Event, relation: Relation) -> dict[str, float | No
             puts two lines above the ROC curve. The smallest of all lines at 512 values of epsilon is a concave polygon
             that lies above the curve, and its area is computed exactly.
         `gdp_mu`: the smallest mu for which the Gaussian mechanism N(mu, 1) against N(0, 1) has at least the delta of this
-            event at each of these epsilons with delta > 1e-10; None where no mu has. It is a summary, and comparable
+            event at each of these epsilons with delta >= 1e-10; None where no mu has. It is a summary, and comparable
             between mechanisms. It is not a proof of mu-GDP: that would take every epsilon, and Poisson sampling has
             none in the far tail below its own 1/sigma. It is not the central limit approximation either, which lies below.
 
@@ -375,7 +375,7 @@ def _gaussian_mu(epsilons: Sequence[float], deltas: Sequence[float]) -> float | 
     import numpy as np
 
     eps, delta = np.asarray(epsilons), np.asarray(deltas)
-    kept = delta > SMALLEST_DELTA * (1 + 1e-6)  # the last one is as large but for rounding, which may not decide
+    kept = delta >= SMALLEST_DELTA * (1 - 1e-6)  # the last one is as large but for rounding, which may not decide
     eps, delta = eps[kept], delta[kept]
     if not len(delta):
         return 0.0

@@ -96,8 +96,8 @@ def self_check(subject: Subject) -> Checked:
     longest, device = subject.longest, subject.device
     # As few tokens as show rows that differ, and a unit of two, unless each row has a pass of its own.
     lengths = [(9,), (13,), (4,)] if subject.packing.alone else [(9, 5), (13,), (4,)]
-    if not subject.packing.alone and subject.packing.rows_each * 31 > subject.packing.room:
-        lengths = [(4, 2), (6,), (3,)]
+    if not subject.packing.alone and subject.packing.rows_each * sum(map(sum, lengths)) > subject.packing.room:
+        lengths = [(4, 2), (6,), (3,)]  # two of each fit the smallest pass of all, of 32 tokens
     units = _units_of([[max(2, min(length, longest)) for length in of_one] for of_one in lengths], subject)
     attention = RowAttention(subject.model)
     devices = [device] if device.type == "cuda" else []

@@ -39,14 +39,15 @@ class Section(BaseModel):
         return values
 
 
-def number_or_auto(of: str, most: str = " or more") -> Callable[[Any, ValidatorFunctionWrapHandler], Any]:
+def number_or_auto(of: str, most: int | None = None) -> Callable[[Any, ValidatorFunctionWrapHandler], Any]:
     """Reads a positive number of something, or auto; what is wrong is one line, not one for each of the two types."""
+    limit = " or more" if most is None else f" to {most:,}"
 
     def read_either(value: Any, read: ValidatorFunctionWrapHandler) -> Any:
         try:
             return read(value)
         except ValidationError:
-            raise ValueError(f"should be a whole number of {of}, 1{most}, or auto") from None
+            raise ValueError(f"should be a whole number of {of}, 1{limit}, or auto") from None
 
     return read_either
 

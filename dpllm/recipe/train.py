@@ -65,7 +65,7 @@ class TrainConfig(Section):
     process_timeout: float = Field(default=1800.0, gt=0)
     """With several processes: seconds that a step may take before the run is ended (a process hangs, or the network fails)."""
 
-    _tokens = field_validator("tokens_per_pass", mode="wrap")(number_or_auto("tokens", f" to {LARGEST_PASS:,}"))
+    _tokens = field_validator("tokens_per_pass", mode="wrap")(number_or_auto("tokens", LARGEST_PASS))
 
     @property
     def pairs(self) -> bool:

@@ -70,10 +70,10 @@ def promise(
     return make_plan(wanted, schedule)
 
 
-def _whole(name: str, value: int) -> int:
+def _whole(name: str, value: int, most: int | None = None) -> int:
     """Of 1 or more; an integer of numpy is one."""
     plain = isinstance(value, Integral) and not isinstance(value, bool)
-    return events.integer(name, int(value) if plain else value, 1)
+    return events.integer(name, int(value) if plain else value, 1, most)
 
 
 CALLS = ("forward", "_call_impl", "_compiled_call_impl")  # of a layer itself, if set, in place of its class's
@@ -132,9 +132,7 @@ class Engine:
         vocabulary = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
         max_length = longest_row(model, max_length)
         _check_units(self._units, size, max_length, vocabulary)
-        tokens = (
-            None if tokens_per_pass is None else events.integer("tokens_per_pass", tokens_per_pass, 1, LARGEST_PASS)
-        )
+        tokens = None if tokens_per_pass is None else _whole("tokens_per_pass", tokens_per_pass, LARGEST_PASS)
         self.dropout_off = loading.without_dropout(model.train())
         self._pad_id = getattr(model.config, "pad_token_id", None) or 0
         torch.set_float32_matmul_precision("highest")

@@ -78,7 +78,7 @@ class Record(BaseModel):
     """A part of the statement: immutable, closed to other fields, and no value of another type is taken for one."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True, defer_build=True
     )
 
     @classmethod

@@ -7,6 +7,7 @@ there. Must not know how a statement is made, worded or checked.
 from __future__ import annotations
 
 import json
+from functools import cache
 from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
@@ -322,12 +323,14 @@ class NotGuaranteed(_Statement):
 PrivacyRecord = Guaranteed | NotGuaranteed
 
 
-_READER: TypeAdapter[PrivacyRecord] = TypeAdapter(Annotated[PrivacyRecord, Field(discriminator="guarantee")])
+@cache
+def _reader() -> TypeAdapter[PrivacyRecord]:
+    return TypeAdapter(Annotated[PrivacyRecord, Field(discriminator="guarantee")])
 
 
 def schema() -> Json:
     """The JSON Schema (draft 2020-12) of a privacy statement."""
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **_READER.json_schema()}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **_reader().json_schema()}
 
 
 def read(block: object) -> PrivacyRecord:
@@ -341,7 +344,7 @@ def read(block: object) -> PrivacyRecord:
     """
     try:
         text = json.dumps(block, allow_nan=False, sort_keys=True)
-        record = _READER.validate_json(text)
+        record = _reader().validate_json(text)
     except ValidationError as error:
         raise NotAStatement.of(error, tag=True) from None
     except (TypeError, ValueError, RecursionError):

@@ -15,6 +15,7 @@ from torch import nn
 from dpllm.errors import ConfigError, Refused
 from dpllm.forecast.footprint import footprint, skeleton, tally
 from dpllm.model import adapters, loading, memory
+from dpllm.privacy import attention
 from dpllm.recipe.config import RunConfig
 
 WORKER = Path(__file__).with_name("footprint_worker.py")
@@ -54,6 +55,16 @@ def test_what_trains_is_what_would_train(family: str, adapter: dict[str, Any], t
     assert found.memory is not None
     assert found.memory.trainable == 4 * found.trainable
     assert found.memory.weights == 4 * (found.total - found.trainable)
+
+
+def test_attention_that_cannot_keep_rows_apart_is_planned_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "HARMLESS", frozenset())
+    seen = footprint(recipe(only_config(tmp_path / "config")))
+    assert seen.packing.alone
+    assert seen.memory is not None
+    assert not seen.refusals
 
 
 @pytest.mark.parametrize("family", tiny.MIXED)

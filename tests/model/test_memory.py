@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from dpllm.errors import ConfigError, Refused
+from dpllm.errors import ConfigError, NotBatchInvariant, Refused
 from dpllm.model import memory, processes
 from dpllm.privacy.packing import Pass
 from dpllm.privacy.schedule import Packing
@@ -175,6 +175,21 @@ def test_rehearsals_of_pairs_and_of_examples_by_themselves(monkeypatch: pytest.M
     fake.packing = Packing(96, 8, 100, targets=16, max_length=16, rows_each=2, alone=True)
     fake.fit(recipe())
     assert [tuple(each.input_ids_1M.shape) for each in fake.rehearsed[1]] == [(2, 16)] * 3
+
+
+def test_attention_that_cannot_keep_rows_apart_gets_examples_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rehearsal is the first to run it on a GPU; on several, each finds the same."""
+    fake, rehearse = Fake(monkeypatch, free=100 * GB, token=1, tokens=96), Fake.rehearse
+
+    def refused(self: Fake, passes: Sequence[Pass]) -> None:
+        rehearse(self, passes)
+        if not self.packing.alone:
+            raise NotBatchInvariant("Attention asks its attention for sinks")
+
+    monkeypatch.setattr(Fake, "rehearse", refused)
+    fake.fit(recipe())
+    assert fake.packing.alone
+    assert fake.tokens == [96, 16]
 
 
 def test_what_does_not_fit_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:

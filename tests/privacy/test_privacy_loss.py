@@ -13,7 +13,14 @@ from scipy.stats import norm
 from dpllm.errors import ConfigError, Refused
 from dpllm.privacy.accounting import compose, dp_sgd_event, epsilon
 from dpllm.privacy.events import Gaussian, Imported, RepeatAndSelect
-from dpllm.privacy.privacy_loss import _area, attacker_limits, attacker_limits_of, roc_limits
+from dpllm.privacy.privacy_loss import (
+    _area,
+    _gaussian_mu,
+    attacker_limits,
+    attacker_limits_of,
+    profile,
+    roc_limits,
+)
 
 RUN = dp_sgd_event(0.02, 0.8, 150)
 
@@ -105,6 +112,13 @@ def test_a_larger_mu_bounds_the_profile_of_a_sampled_run() -> None:
         gaps.append(dp.get_epsilon_gaussian(1 / mu, float(delta)) - epsilon(RUN, float(delta), "zero_out"))
     assert min(gaps) >= -2e-3
     assert attacker_limits_of(RUN, "add_or_remove_one")["gdp_mu"] == mu
+
+
+def test_whether_the_last_delta_counts_does_not_hang_on_its_rounding() -> None:
+    """It is 1e-10 but for rounding, and with it mu is larger by up to a thousandth."""
+    epsilons, deltas = profile(RUN, "zero_out")
+    above, below = ([*deltas[:-1], 1e-10 * (1 + moved)] for moved in (1e-12, -1e-12))
+    assert _gaussian_mu(epsilons, above) == pytest.approx(_gaussian_mu(epsilons, below), rel=1e-9)
 
 
 def test_limits_where_there_is_no_distribution() -> None:

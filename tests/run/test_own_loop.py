@@ -371,6 +371,8 @@ def test_integers_of_numpy_are_integers() -> None:
 
 @pytest.mark.parametrize("tokens", ["auto", math.nan, math.inf, 100.5, True, 64.0, 0, 2**20 + 1])
 def test_tokens_of_a_pass_are_a_whole_number(model: nn.Module, ledger: dpllm.Ledger, tokens: Any) -> None:
+    with engine(model, ledger, tokens_per_pass=np.int64(512)):
+        pass
     with pytest.raises(ConfigError, match=r"^tokens_per_pass is .*Set an integer >= 1 and <= 1048576\.$"):
         engine(model, ledger, tokens_per_pass=tokens)
 
