@@ -102,8 +102,10 @@ def timed(step: Step, batches: Batches, device: torch.device) -> dict[str, float
     return {**seconds, "peak_memory_bytes": torch.cuda.max_memory_allocated()} if cuda else seconds
 
 
-def measure(bench: Bench, case: dict[str, Any], options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Interleaved repetitions of one configuration; the first, a warm-up, is dropped."""
+def measure(
+    bench: Bench, case: dict[str, Any], options: argparse.Namespace, deadline: float
+) -> dict[str, dict[str, Any]]:
+    """Interleaved repetitions of one configuration, one behind the deadline; the first, a warm-up, is dropped."""
     names, shape = options.variants, options.shape
     if case["mixed"]:
         names = [name for name in names if not name.startswith("opacus")]
@@ -115,7 +117,7 @@ def measure(bench: Bench, case: dict[str, Any], options: argparse.Namespace) -> 
     warm_up = warm_up_of(bench, shape, batches)
     found: dict[str, dict[str, Any]] = {name: {"error": None, **{raw: [] for raw in RAW}} for name in names}
     for repetition in range(options.repetitions + 1):
-        if repetition > 1 and time.monotonic() > options.deadline:
+        if repetition > 1 and time.monotonic() > deadline:
             break
         start = repetition % len(names)
         for name in names[start:] + names[:start]:
@@ -302,7 +304,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--physical-batches", type=int, default=2, help="in a logical step (default: 2)")
     parser.add_argument("--no-memory", dest="memory", action="store_false", help="no peak memory on a CPU")
     parser.add_argument(
-        "--limit", type=float, default=math.inf, help="seconds, after which one repetition of each is enough"
+        "--limit",
+        type=float,
+        default=math.inf,
+        help="seconds, of which each case has a share, after which one repetition is enough",
     )
     parser.add_argument("--output", type=Path, help="JSON file (default: benchmarks/step-SHAPE-DATE.json)")
     parser.add_argument("--strict", action="store_true", help="exit code 1 unless every bar that was asked for is met")
@@ -342,6 +347,7 @@ def main(options: argparse.Namespace) -> int:
         "bars": [],
     }
     console.print(f"{options.shape} on {device}, {torch.get_num_threads()} threads, torch {torch.__version__}")
+    cases = len(options.methods) * len(options.lengths) * len(options.checkpointing) * len(options.rows_of)
     for method in options.methods:
         bench = build(options.shape, method, device)
         print(f"model built after {time.perf_counter() - begun:.0f} s", file=sys.stderr, flush=True)
@@ -360,9 +366,10 @@ def main(options: argparse.Namespace) -> int:
                     "checkpointing": on == "on",
                     "mixed": kind == "mixed",
                 }
+                share = options.deadline - options.limit * (cases - 1 - len(report["results"])) / cases
                 counted = method == "lora" and kind == "equal"
                 before = limit(bench, case, options) if counted else {}
-                result = {**case, "variants": measure(bench, case, options), **before}
+                result = {**case, "variants": measure(bench, case, options, share), **before}
                 if counted:
                     result = min(result, {**result, **limit(bench, case, options)}, key=lambda one: one["limit_s"])
                 report["results"].append(result)

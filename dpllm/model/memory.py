@@ -9,7 +9,6 @@ Shape suffixes: R rows, T tokens.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import re
 import sys
@@ -92,7 +91,7 @@ def packing_of_model(
         most=most_tokens,
         rows_each=rows_each,
     )
-    units = max(1, math.ceil(tokens / longest))  # as long as allowed
+    units = max(1, (tokens - 1) // longest)  # as long as allowed
     held = fits >= FULL_ROWS * units
     most = min(fits, max(MOST_ROWS * units, tokens // SHORT if kind == "cpu" else 0))
     return Packing(

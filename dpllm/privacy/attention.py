@@ -23,7 +23,7 @@ from torch.nn import functional
 from transformers import AttentionInterface, PretrainedConfig
 
 from dpllm.errors import NotBatchInvariant
-from dpllm.privacy.packing import Pass, Segment
+from dpllm.privacy.packing import Pass, Segment, sent
 
 _VARLEN: Callable[..., Any] | None = None
 _VARLEN_OPTIONS: frozenset[str] = frozenset()
@@ -62,7 +62,7 @@ class Layout:
             stop = self.rows[-1].stop if self.rows else 0
             starts = [*(row.start for row in self.rows), *range(stop, tokens, self.longest)]
             starts += [tokens] * (1 + max(0, MANY_ROWS - len(starts)))
-            self._boundaries = torch.tensor(starts, dtype=torch.int32, device=device)
+            self._boundaries = sent(starts, torch.int32, device)
         return self._boundaries
 
 

@@ -12,7 +12,7 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,7 +72,8 @@ class PerUnitClipper:
         """Hooks into the model, of which ``parameters`` train; ``clipping`` is a key of ``FUNCTIONS``."""
         self._parameters, self._function = parameters, FUNCTIONS[clipping]
         layers = layers_of(parameters)
-        self._layer_L = [layers.index(name.rpartition(".")[0]) for name in parameters]
+        layer_L = [layers.index(name.rpartition(".")[0]) for name in parameters]
+        self._layers, self._layer_L = len(layers), torch.tensor(layer_L, device=next(iter(parameters.values())).device)
         self._long: Tensor | None = None  # see clipped_by_layer
         self._gradients = PassGradients(parameters, most_units, held_numbers)
         self._unfinished_P: Tensor | None = None  # the gradient so far of a unit that goes on in the next pass
@@ -94,7 +95,7 @@ class PerUnitClipper:
 
         Un-noised.
         """
-        return tuple(self._long.tolist()) if self._long is not None else (0,) * (max(self._layer_L) + 1)
+        return tuple(self._long.tolist()) if self._long is not None else (0,) * self._layers
 
     def add(
         self,
@@ -139,13 +140,12 @@ class PerUnitClipper:
             self._unfinished_P = gradient_P
             return loss_R.detach()[: len(some.rows)], loss_R.new_zeros(0, dtype=torch.float64)
         square_LU = gradients.unit_norms() if gradient_P is None else self._square_of(gradient_P)
-        # One after the other: a kernel's sum over L may take another order for the last of U units.
-        norm_U = reduce(torch.add, square_LU).sqrt() / loss_scale
+        norm_U = gradients.added_up(square_LU).sqrt() / loss_scale
         self._count_long(square_LU, max_grad_norm * loss_scale)
         counted_U = torch.isfinite(norm_U)  # what is not has the factor 0 and is left out of the sum as well
         factor_U = self._function(norm_U, max_grad_norm).where(counted_U, 0.0) / (loss_scale * spacing)
         if gradient_P is None:
-            gradients.add_to(sum_P, factor_U, counted_U.tolist())
+            gradients.add_to(sum_P, factor_U, counted_U)
         elif bool(counted_U[0]):
             for part_P, into_P in zip(torch.split(gradient_P, FORMED), torch.split(sum_P, FORMED), strict=True):
                 into_P += part_P.double().mul_(factor_U[0]).round_()
@@ -176,8 +176,7 @@ class PerUnitClipper:
         return torch.stack(norm_L).square_().unsqueeze(1)
 
     def _count_long(self, square_LU: Tensor, max_grad_norm: float) -> None:
-        layer_L = torch.tensor(self._layer_L, device=square_LU.device)
-        square_GU = square_LU.new_zeros(max(self._layer_L) + 1, square_LU.shape[1]).index_add_(0, layer_L, square_LU)
+        square_GU = square_LU.new_zeros(self._layers, square_LU.shape[1]).index_add_(0, self._layer_L, square_LU)
         long = (~(square_GU <= max_grad_norm**2 / len(square_GU))).sum(dim=1)
         self._long = long if self._long is None else self._long + long
 
@@ -203,9 +202,11 @@ class PerUnitClipper:
         tokens = self._tokens
         if tokens is None:
             return values if values.dim() > 2 else values.unsqueeze(0)
+        if values.shape[:2] == (1, tokens):
+            return values
         if values.dim() == 2 and values.shape[0] == tokens:
             return values.unsqueeze(0)
-        for place in range(1, values.dim()):
+        for place in range(2, values.dim()):
             if values.shape[0] == 1 and values.shape[place] == tokens:
                 return values.movedim(place, 1)
         raise Refused(
@@ -239,7 +240,7 @@ def plain_sum(
         if parameter.grad is not None:
             part_P.add_(parameter.grad.flatten(), alpha=1 / loss_scale)
         parameter.grad = None
-    return loss_R.detach(), torch.full((some.num_units - some.goes_on,), float("nan"))
+    return loss_R.detach(), loss_R.new_full((some.num_units - some.goes_on,), float("nan"))
 
 
 def refuse_foreign_gradients(parameters: Mapping[str, nn.Parameter]) -> None:

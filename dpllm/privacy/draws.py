@@ -23,7 +23,7 @@ from dpllm.privacy.clipping import Losses
 from dpllm.privacy.packing import Pass
 
 if TYPE_CHECKING:
-    from dpllm.privacy.selfcheck import Subject
+    from dpllm.privacy.reference import Subject
 
 SEEDS = 7, 8
 

@@ -32,8 +32,9 @@ from dpllm.privacy.noise import BandedNoise, GaussianNoise
 from dpllm.privacy.packing import Pass
 from dpllm.privacy.plan import Plan, Schedule, noise_scale, spacing_of
 from dpllm.privacy.preference import PairLoss
+from dpllm.privacy.reference import Subject
 from dpllm.privacy.schedule import Packing
-from dpllm.privacy.selfcheck import Checked, Subject, self_check
+from dpllm.privacy.selfcheck import Checked, self_check
 from dpllm.progress import heard_by, tell
 
 FP16_LOSS_SCALE = 1024.0  # constant, so that no step depends on an overflow
@@ -180,7 +181,9 @@ class StepEngine:
         clipper = self._clipper
         dtype = torch.float32 if clipper is None else torch.float64
         flat_P = torch.zeros(self.size, dtype=dtype, device=self._device)
-        loss, units, clipped, norms, spacing = 0.0, 0, 0, 0.0, self._spacing()
+        losses: list[Tensor] = []
+        norms: list[Tensor] = []
+        units, bound, spacing = 0, self.max_grad_norm, self._spacing()
         if clipper is not None:
             clipper.start()
         if batches and batches[-1].goes_on:
@@ -196,16 +199,21 @@ class StepEngine:
                         self._attention, self.parameters, self.losses, on_device, flat_P, self._scale
                     )
                 else:
-                    bound = self.max_grad_norm
                     loss_R, norm_U = clipper.add(self.losses, on_device, flat_P, bound, spacing, self._scale)
-                    clipped += int((~(norm_U <= bound)).sum())  # nan is clipped, to zero
-            loss += float(loss_R.sum())
-            norms += float(norm_U.sum())
+            losses.append(loss_R)  # read behind the last pass: each would wait for the device
+            norms.append(norm_U)
             units += len(norm_U)
         if self.canaries is not None:
             self.canaries.add_to(flat_P, canaries, self.max_grad_norm, spacing)
         flat_P *= spacing  # whole numbers until here
-        return flat_P, Diagnostics(loss, units, clipped, norms, clipper.clipped_by_layer() if clipper else ())
+        loss_U, norm_U = (torch.cat([flat_P.new_zeros(0), *some]).double() for some in (losses, norms))
+        return flat_P, Diagnostics(
+            loss_sum=float(loss_U.sum()),
+            units=units,
+            clipped=int((~(norm_U <= bound)).sum()) if clipper else 0,  # nan is clipped, to zero
+            norm_sum=float(norm_U.sum()),
+            clipped_by_layer=clipper.clipped_by_layer() if clipper else (),
+        )
 
     def rehearse(self, batches: Sequence[Pass]) -> None:
         """Holds what a step over these synthetic batches holds at its peak, and changes nothing: to measure memory.

@@ -14,22 +14,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, reduce
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dpllm.privacy.packing import Segment
+from dpllm.privacy.packing import Segment, sent
 from dpllm.privacy.rules import Formed, LookedUp, Part, Product, Summed
 
 WIDE = 16_384  # rows of a weight that is a head over a vocabulary
 CACHED = 2**16  # numbers whose norm is taken at once: they stay in a processor's cache
 FORMED = 2**21  # numbers of a gradient that is formed twice, of which so many exist at once
 ADDED = 2**17  # numbers of all units that are added at once
-LAUNCHED = frozenset({"cuda"})  # devices on which calls of kernels cost more than numbers: all units share one
-ADDED_LAUNCHED = 2**25
-INDEXED = 2**28  # numbers that one call of a kernel spans: of more, kernels count otherwise, and cut them in parts
 ALIGNED = 32  # numbers; where a gradient begins in the buffer, so that kernels read it alike for each unit
-BLOCK = 128  # tokens of a unit that one product on a GPU takes
 
 
 @dataclass(frozen=True)
@@ -78,10 +76,10 @@ class PassGradients:
         ends = [place.held + place.size for place in self.places.values() if place.held is not None]
         self._held = -(-max(ends, default=0) // ALIGNED) * ALIGNED
         self._most, self._device = most_units, next(iter(parameters.values())).device
-        self._together = self._device.type in LAUNCHED
-        self._group = max(1, min(most_units, INDEXED // max(1, self._held)))  # units whose norms are taken in one call
-        self._rows = self._group * -(-most_units // self._group)
-        self._blocks: Blocks | None = None
+        self._kernels = kernels_for(self._device)  # where there are such, all units share one call
+        self._bounds_2U: Tensor | None = None  # for them: where units begin and end
+        spans = [(place.held, place.size) for place in self.places.values() if place.held is not None]
+        self._held_2L = torch.tensor([*zip(*spans, strict=True)], device=self._device)  # and where parameters do
         self._buffer_UP: Tensor | None = None
         self._units: list[Segment] = []
         self._seen: set[int] = set()
@@ -92,9 +90,11 @@ class PassGradients:
         self._units, self._seen, self._parts = list(units), set(), {}
         if len(units) > self._most:
             raise ValueError(f"{len(units)} units in a pass of {self._most}")
-        self._blocks = None
+        if self._kernels is not None:
+            bounds = [[unit.start for unit in units], [unit.stop for unit in units]]
+            self._bounds_2U = sent(bounds, torch.long, self._device)
         if self._buffer_UP is None:
-            self._buffer_UP = torch.zeros((self._rows, self._held), device=self._device)
+            self._buffer_UP = torch.zeros((self._most, self._held), device=self._device)
 
     def close(self) -> None:
         """Forgets the last pass, and keeps its memory for the next."""
@@ -117,8 +117,9 @@ class PassGradients:
             return
         assert self._buffer_UP is not None
         slot_UP = self._buffer_UP[:, place.held : place.held + place.size]
-        if self._together and isinstance(part, (Product, Summed)) and self._units:
-            self._add_together(part, slot_UP.view(-1, *place.shape), first)
+        if self._kernels is not None and isinstance(part, (Product, Summed)):
+            if self._units:
+                self._add_together(part, slot_UP, place, first)
             return
         if isinstance(part, Product):
             _products(part, self._units, slot_UP.view(-1, *place.shape), first)
@@ -129,35 +130,43 @@ class PassGradients:
                 into.zero_()
             _add_one(part, number, unit, into)
 
-    def _add_together(self, part: Product | Summed, into_U: Tensor, first: bool) -> None:
-        """Every unit's share of a part at once, in shapes that follow from public numbers."""
-        tokens = len(part.left_Mi if isinstance(part, Product) else part.values_M)
-        if self._blocks is None or self._blocks.tokens != tokens:
-            self._blocks = Blocks(self._units, tokens, self._most, self._device)
-        blocks, count = self._blocks, len(self._units)
+    def _add_together(self, part: Product | Summed, slot_UP: Tensor, place: Place, first: bool) -> None:
+        """Every unit's share of a part at once."""
+        assert self._kernels is not None
+        assert self._bounds_2U is not None
         if isinstance(part, Product):
-            gradient_U = blocks.products(part.left_Mi, part.right_Mj)
+            tokens, left, right = len(part.left_Mi), part.left_Mi.flatten(0, -2), part.right_Mj.flatten(0, -2)
+            into_Uij = slot_UP.view(-1, *place.shape)
         else:
-            gradient_U = blocks.sums(part.values_M, into_U.dim() - 1)
-        if first:
-            into_U[:count] = gradient_U
-        else:
-            into_U[:count] += gradient_U
+            tokens, right = len(part.values_M), part.values_M.reshape(-1, place.size)
+            left, into_Uij = right.new_ones(1, 1).expand(len(right), 1), slot_UP.unsqueeze(1)
+        left, right = (one if one.stride(-1) == 1 else one.contiguous() for one in (left, right))
+        self._kernels.products(left, right, self._bounds_2U, into_Uij, tokens, first)
 
     def unit_norms(self) -> Tensor:
         """square_LU: the squared L2 norm of each unit's gradient of each parameter, in float64."""
         square_LU = torch.zeros((len(self.places), len(self._units)), dtype=torch.float64, device=self._device)
-        for row, (name, place) in enumerate(self.places.items()):
-            if self._together and place.held is not None and self._buffer_UP is not None:
-                held_UP = self._buffer_UP[:, place.held : place.held + place.size]
-                for start in range(0, len(self._units), self._group):  # always as many units in a call
-                    part_UP = held_UP[start : start + self._group]
-                    norm_U = torch.linalg.vector_norm(part_UP, dim=1, dtype=torch.float64)
-                    square_LU[row, start : start + self._group] = norm_U[: len(self._units) - start].square()
-                continue
+        rows = list(enumerate(self.places.items()))
+        if self._kernels is not None and self._held_2L.numel():
+            assert self._buffer_UP is not None
+            held_LU = square_LU.new_empty(self._held_2L.shape[1], len(self._units))
+            self._kernels.squares(self._buffer_UP, self._held_2L, held_LU)
+            if len(held_LU) == len(square_LU):
+                return held_LU
+            square_LU[[row for row, (_, place) in rows if place.held is not None]] = held_LU
+            rows = [(row, each) for row, each in rows if each[1].held is None]
+        for row, (name, place) in rows:
             for number in range(len(self._units)):
                 square_LU[row, number] = sum(_square(part) for part in self._chunks(name, place, number))
         return square_LU
+
+    def added_up(self, square_LU: Tensor) -> Tensor:
+        """square_U: one after the other, since a kernel's sum over L may take another order for the last of U units."""
+        if self._kernels is None:
+            return reduce(torch.add, square_LU.unbind())
+        square_U = torch.empty_like(square_LU[0])
+        self._kernels.add_up(square_LU, square_U)
+        return square_U
 
     def _chunks(self, name: str, place: Place, number: int) -> Iterator[Tensor]:
         """One unit's gradient of one parameter, flat, in parts of a public size."""
@@ -183,31 +192,37 @@ class PassGradients:
                 _add_one(part, number, unit, gradient, start)
             yield slice(start, stop), gradient
 
-    def add_to(self, sum_P: Tensor, factor_U: Tensor, counted: Sequence[bool]) -> None:
+    def add_to(self, sum_P: Tensor, factor_U: Tensor, counted_U: Tensor) -> None:
         """Adds the counted units' gradients times ``factor_U``, each rounded to whole numbers, into ``sum_P``, in float64.
 
         The sum of whole numbers below 2^53 is exact, so it is the same in any order and any company.
         """
         assert self._buffer_UP is not None
-        taken = [number for number, good in enumerate(counted) if good]
+        held_UP = self._buffer_UP[: len(self._units)]
+        stretches = list(self._stretches())
+        if self._kernels is not None:
+            counted_factor_U = factor_U.where(counted_U, 0.0)
+            for start, stop, held in stretches:
+                self._kernels.add_rounded(held_UP[:, held : held + stop - start], counted_factor_U, sum_P[start:stop])
+            stretches = []
+        twice = {name: place for name, place in self.places.items() if place.held is None}
+        if not stretches and not twice:
+            return  # without waiting for a GPU to say who counts
+        taken = counted_U.nonzero().flatten().tolist()
         if not taken:
             return
-        held_UP, factor_U1 = self._buffer_UP, factor_U[:, None]
-        if len(taken) < len(self._units):  # 0 * nan is nan: one bad unit would poison everybody's sum
-            held_UP[[number for number, good in enumerate(counted) if not good]] = 0
-        held_UP = held_UP[: len(self._units)]
-        for into, stop, held in self._stretches():
-            width = max(1, (ADDED_LAUNCHED if self._together else ADDED) // len(self._units))
+        held_UP[~counted_U] = 0  # 0 * nan is nan: one bad unit would poison everybody's sum
+        width = max(1, ADDED // len(self._units))
+        for into, stop, held in stretches:
             for start in range(into, stop, width):
                 end, at = min(start + width, stop), held + start - into
-                part_UP = held_UP[:, at : at + end - start].double().mul_(factor_U1).round_()
+                part_UP = held_UP[:, at : at + end - start].double().mul_(factor_U[:, None]).round_()
                 sum_P[start:end] += part_UP.sum(dim=0)
-        for name, place in self.places.items():
-            if place.held is None:
-                target = sum_P[place.start : place.start + place.size].view(place.shape)
-                for number in taken:
-                    for rows, gradient in self._formed(name, place, number):
-                        target[rows] += gradient.double().mul_(factor_U[number]).round_()
+        for name, place in twice.items():
+            target = sum_P[place.start : place.start + place.size].view(place.shape)
+            for number in taken:
+                for rows, gradient in self._formed(name, place, number):
+                    target[rows] += gradient.double().mul_(factor_U[number]).round_()
 
     def _stretches(self) -> Iterator[tuple[int, int, int]]:
         """(start, stop, where it is held) of coordinates that are neighbours in both."""
@@ -236,87 +251,19 @@ class PassGradients:
         return found_P
 
 
-class Blocks:
-    """The tokens of every unit of a pass in blocks of one size, the last of a unit filled up with zeros.
+@cache
+def kernels_for(device: torch.device) -> Any:
+    """The module of kernels for this device, ``kernels``; None where Triton, or the compiler that it calls, is missing."""
+    if device.type != "cuda":
+        return None
+    try:
+        from dpllm.privacy import kernels
 
-    Each block is multiplied by itself and the blocks of a unit are added in pairs, so that what a unit gets follows from its own
-    tokens; and in as many blocks as any pass can have, so that the shape of what is multiplied is public.
-
-    Shape suffixes: B blocks, N tokens of one.
-    """
-
-    def __init__(self, units: Sequence[Segment], tokens: int, most_units: int, device: torch.device) -> None:
-        """``tokens`` of a pass, M, of which units have theirs in ``units``, at least one."""
-        self.tokens = tokens
-        firsts: list[int] = []
-        lasts: list[int] = []
-        owned: list[list[int]] = []
-        for unit in units:
-            start, stop = unit.start, min(unit.stop, tokens)
-            begins = range(start, stop, BLOCK)
-            owned.append(list(range(len(firsts), len(firsts) + len(begins))))
-            firsts += begins
-            lasts += [stop] * len(begins)
-        count = tokens // BLOCK + most_units + 1
-        unused = count - len(firsts)
-        first_B1, last_B1 = (
-            torch.tensor([*values, *[0] * unused], device=device)[:, None] for values in (firsts, lasts)
-        )
-        place_BN = first_B1 + torch.arange(BLOCK, device=device)
-        self._absent_BN = place_BN >= last_B1
-        # In the place of an absent token stands one of the same block, times zero.
-        self._place_BN = torch.where(self._absent_BN, first_B1, place_BN)
-        self._pairs: list[tuple[Tensor, Tensor]] = []
-        nothing = count - 1  # a block that is always unused
-        while any(len(blocks) > 1 for blocks in owned):
-            owned, nothing = self._halved(owned, nothing, device)
-        self._of_unit_U = torch.tensor([blocks[0] for blocks in owned], device=device)
-
-    def _halved(self, owned: list[list[int]], nothing: int, device: torch.device) -> tuple[list[list[int]], int]:
-        """Pairs of neighbouring blocks of each unit become one; ``nothing`` is where a block of zeros stands."""
-        earlier: list[int] = []
-        later: list[int] = []
-        halved: list[list[int]] = []
-        for blocks in owned:
-            halved.append(list(range(len(earlier), len(earlier) + len(blocks[::2]))))
-            earlier += blocks[::2]
-            later += [*blocks[1::2], *[nothing] * (len(blocks) % 2)]
-        earlier.append(nothing)
-        later.append(nothing)
-        self._pairs.append((torch.tensor(earlier, device=device), torch.tensor(later, device=device)))
-        return halved, len(earlier) - 1
-
-    def products(self, left_Mi: Tensor, right_Mj: Tensor) -> Tensor:
-        """gradient_Uij: left.T @ right of each unit's tokens, in float32."""
-        left_Bi, right_Bj = self._taken(left_Mi), self._taken(right_Mj)
-        if left_Bi.numel() <= right_Bj.numel():
-            left_Bi = self._present(left_Bi)
-        else:
-            right_Bj = self._present(right_Bj)
-        left_BNi, right_BNj = left_Bi.flatten(1, -2), right_Bj.flatten(1, -2)
-        low = left_BNi.dtype == right_BNj.dtype and left_BNi.dtype.itemsize == 2 and left_BNi.is_cuda
-        if low:
-            return self._added(torch.bmm(left_BNi.transpose(1, 2), right_BNj, out_dtype=torch.float32))
-        return self._added(torch.bmm(left_BNi.float().transpose(1, 2), right_BNj.float()))
-
-    def sums(self, values_M: Tensor, dims: int) -> Tensor:
-        """gradient_U: the sum over each unit's tokens and what stands between them and the last ``dims`` dimensions."""
-        values_BN = self._present(self._taken(values_M).float())
-        return self._added(values_BN.flatten(1, values_BN.dim() - 1 - dims).sum(dim=1))
-
-    def _taken(self, values_M: Tensor) -> Tensor:
-        """(B, N, ...)."""
-        return values_M.index_select(0, self._place_BN.flatten()).view(*self._place_BN.shape, *values_M.shape[1:])
-
-    def _present(self, values_BN: Tensor) -> Tensor:
-        """Zero where no token is."""
-        return values_BN.masked_fill(self._absent_BN.view(*self._absent_BN.shape, *[1] * (values_BN.dim() - 2)), 0)
-
-    def _added(self, part_B: Tensor) -> Tensor:
-        part_B[-1] = 0
-        for earlier, later in self._pairs:
-            part_B = part_B.index_select(0, earlier) + part_B.index_select(0, later)
-        return part_B.index_select(0, self._of_unit_U)
+        one = torch.ones(1, device=device)
+        kernels.add_rounded(one[None], one.double(), one.double())
+    except Exception:  # whatever a compiler that is missing ends in
+        return None
+    return kernels
 
 
 def _square(part: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 
 from dpllm.errors import Refused
+from dpllm.privacy import guards
 from dpllm.privacy.packing import Pass, Segment, Targets
 
 CHUNK = {"cuda": 2**26}  # numbers of a chunk's logits; public, and the same for every batch
@@ -76,8 +77,9 @@ def row_sums(nll_M: Tensor, rows: Sequence[Segment]) -> Tensor:
     """nll_R: the sum over each row's own positions, in a shape that follows from the row alone; one zero where there is none."""
     if not rows:
         return nll_M[:1] * 0.0
+    lengths = [row.stop - row.start for row in rows]
     # Copied, so that each begins where memory is aligned: kernels take the rest of a block by itself, and first.
-    return torch.stack([nll_M[row.start : row.stop].clone().sum() for row in rows])
+    return torch.stack([piece_L.clone().sum() for piece_L in torch.split(nll_M[: sum(lengths)], lengths)])
 
 
 def _check_shape(values: Tensor, targets: Targets) -> None:
@@ -107,7 +109,8 @@ def log_likelihood_(logits_nV: Tensor, target_n: Tensor) -> tuple[Tensor, Tensor
 
 def minus_one_(softmax_nV: Tensor, target_n: Tensor) -> None:
     """From the softmax to the gradient of nll with respect to the logits, in place."""
-    softmax_nV[torch.arange(len(target_n), device=target_n.device), target_n] -= 1.0
+    with guards.distinct():
+        softmax_nV[torch.arange(len(target_n), device=target_n.device), target_n] -= 1.0
 
 
 class _FromLogits(torch.autograd.Function):
@@ -260,7 +263,7 @@ class _FromHidden(torch.autograd.Function):
     ) -> Tensor:
         dtype, vocabulary = weight_Vd.dtype, len(weight_Vd)
         scale = FLOAT16_SCALE if dtype == torch.float16 else 1.0
-        nll_M = hidden_Md.new_zeros(len(hidden_Md), dtype=wide(dtype))
+        nll_N = hidden_Md.new_empty(len(targets.position_N), dtype=wide(dtype))
         count, size = len(targets.position_N), targets.pack
         gradient_Nd = weight_Vd.new_empty((count if needed else 0, weight_Vd.shape[1]))
         # One buffer for all chunks: allocating each anew would cost page faults on a CPU.
@@ -276,7 +279,7 @@ class _FromHidden(torch.autograd.Function):
             if hit_M is not None:
                 hit_M[position_n] = high_nV.argmax(dim=1) == target_n
             nll_n1, _, total_n1 = log_likelihood_(high_nV, target_n)
-            nll_M[position_n] = nll_n1.squeeze(1)
+            nll_N[part] = nll_n1.squeeze(1)
             if not needed:
                 continue
             high_nV.div_(total_n1)
@@ -284,6 +287,8 @@ class _FromHidden(torch.autograd.Function):
             if high_nV.dtype != dtype:
                 low_nV.copy_(high_nV.mul_(scale))
             torch.mm(low_nV, weight_Vd, out=gradient_Nd[part])
+        nll_M = nll_N.new_zeros(len(hidden_Md))
+        nll_M[targets.position_N] = nll_N
         nll_M[-1] = 0.0  # what fills a pack is nobody's
         if hit_M is not None:
             hit_M[-1] = False

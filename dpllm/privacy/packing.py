@@ -14,12 +14,18 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from dpllm.privacy.schedule import Packing, TokenSequence, Unit
+
+
+def sent(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers on a device, for which nothing waits."""
+    made = torch.tensor(values, dtype=dtype)
+    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
 
 
 class Segment(NamedTuple):

@@ -139,6 +139,9 @@ def packing_of(
     longest = rows_each * max_length
     if tokens is None:
         times = min(3.0, max(1.0, 0.5 * math.log2(max(batch, 2)) - 1.0))  # 1 at 16, 2 at 64, 3 at 256
-        examples = max(1, round(max(least, min(most, times * longest)) / longest))
+        wished = max(
+            min(least, batch * longest), min(most, times * longest)
+        )  # no more than a step can be expected to have
+        examples = max(1, int(wished // longest))
         tokens = examples * longest + 1  # so many of the longest, and a token of padding
     return multiple * math.ceil(max(tokens, longest + 1) / multiple)

@@ -11,10 +11,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,50 +21,13 @@ from torch import Tensor, nn
 from dpllm.errors import NotBatchInvariant, Refused
 from dpllm.privacy.attention import RowAttention
 from dpllm.privacy.clipping import Losses, PerUnitClipper
-from dpllm.privacy.draws import calls_of, gradients_of, refuse_random_numbers
-from dpllm.privacy.packing import Pass, Segment, lay_out
-from dpllm.privacy.schedule import Packing, TokenSequence, Unit
+from dpllm.privacy.draws import calls_of, refuse_random_numbers
+from dpllm.privacy.packing import Pass, Segment
+from dpllm.privacy.reference import ADVICE, Subject, brute_force, compare
+from dpllm.privacy.schedule import TokenSequence, Unit
 from dpllm.progress import tell
 
 MOST_UNITS = 512  # that are shown in company
-ROUNDED = 1e-6  # relative error of losses that float32 rounds differently
-
-
-@dataclass(frozen=True)
-class Subject:
-    """What is checked: the engine's parts, and the passes that will run."""
-
-    model: nn.Module  # as it trains, without hooks
-    parameters: Mapping[str, nn.Parameter]  # all that train; they require gradients and hold none
-    losses: Losses
-    make_clipper: Callable[[], PerUnitClipper]  # with flat clipping
-    device: torch.device
-    vocab_size: int  # tokens are drawn below this
-    packing: Packing
-    pad_id: int  # as in training
-    tolerance: float  # relative error that is accepted
-    company: bool = True  # whether units are shown in other company, bit for bit
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest row that can run."""
-        return longest_row(self.model, self.packing.max_length)
-
-    def laid_out(self, units: Sequence[Unit]) -> Pass:
-        """As in training, on the device."""
-        return lay_out(units, self.packing, self.pad_id).to(self.device)
-
-    def by_itself(self, unit: Unit, width: int = 0) -> Pass:
-        """A unit's rows, padded as batches usually are, and read by the model's own attention."""
-        return lay_out([unit], replace(self.packing, alone=True), self.pad_id, width).to(self.device)
-
-
-def longest_row(model: nn.Module, max_length: int) -> int:
-    """Tokens of the longest row that the model can run: a table of positions ends, and rows beyond it fail by themselves."""
-    config: Any = getattr(model, "config", None)
-    positions = getattr(config, "max_position_embeddings", None) or 0
-    endless = getattr(config, "rope_parameters", None) or positions < 1  # XLNet says -1
-    return max_length if endless else min(max_length, positions)
 
 
 @dataclass(frozen=True)
@@ -108,7 +70,7 @@ def self_check(subject: Subject) -> Checked:
             still = _still(subject, first)
             refuse_random_numbers(subject, still, first)
         _check_longest(subject, attention, still)
-        norm_U, bound, expected_P, loss_U = _brute_force(subject, attention, units)
+        norm_U, bound, clipped_sum, loss_U = brute_force(subject, attention, units)
         clipper = subject.make_clipper()
         try:
             spacing = _spacing(bound, len(units))
@@ -119,10 +81,10 @@ def self_check(subject: Subject) -> Checked:
             digest = _check_company(subject, clipper) if subject.company and not subject.packing.alone else ""
         finally:
             clipper.close()
+        error = compare(subject, sum_P, clipped_sum)  # names the layer, if one stands out
     worst = float(((seen_U - norm_U).abs() / norm_U).max())
-    error = _compare(subject.parameters, sum_P, expected_P, subject.tolerance)  # names the layer, if one stands out
     if not worst <= subject.tolerance:
-        raise Refused(f"self-check: per-unit gradient norms are off by {worst:.1e} (relative).{_ADVICE}")
+        raise Refused(f"self-check: per-unit gradient norms are off by {worst:.1e} (relative).{ADVICE}")
     return Checked(max(worst, error), digest)
 
 
@@ -295,76 +257,6 @@ def _still(subject: Subject, batch: Pass) -> Losses:
         return loss_R
 
     return still
-
-
-def _brute_force(
-    subject: Subject, attention: RowAttention, units: Sequence[Unit]
-) -> tuple[Tensor, float, Tensor, Tensor]:
-    """norm_U, a C between the norms (some units are clipped, others not), the clipped sum at that C, and loss_U.
-
-    One unit's gradient at a time, so that no more than one is held: of a large model's last blocks each is gigabytes.
-    """
-    width = 0 if subject.packing.alone else _reference_width(subject, attention, units)
-
-    def gradient(unit: Unit) -> tuple[Tensor, float]:
-        loss_R = subject.losses(subject.by_itself(unit, width))
-        found = gradients_of(loss_R, subject.parameters)
-        parts = [found[name] if name in found else torch.zeros_like(p) for name, p in subject.parameters.items()]
-        return torch.cat([part.flatten() for part in parts]).double(), float(loss_R.detach().double().sum())
-
-    norms, losses = [], []
-    for unit in units:
-        gradient_P, loss = gradient(unit)
-        norms.append(float(gradient_P.norm()))
-        losses.append(loss)
-    if not all(0 < norm < math.inf for norm in norms):
-        raise Refused(
-            f"self-check: the gradient of a synthetic row has the norm {min(norms)} to {max(norms)}, so nothing can be "
-            "compared. The base model's weights or its padding embedding give losses that are not finite: use another one; with "
-            "train.precision: fp16, the constant loss scale may overflow: set bf16 or fp32."
-        )
-    bound = sorted(norms)[(len(norms) - 1) // 2] * 1.01
-    expected_P = torch.zeros(0)
-    for unit, norm in zip(units, norms, strict=True):
-        part_P = gradient(unit)[0] * min(1.0, bound / norm)
-        expected_P = part_P if not len(expected_P) else expected_P + part_P
-    norm_U, loss_U = (torch.tensor(one, dtype=torch.float64, device=subject.device) for one in (norms, losses))
-    return norm_U, bound, expected_P, loss_U
-
-
-def _reference_width(subject: Subject, attention: RowAttention, units: Sequence[Unit]) -> int:
-    """0, or ``longest`` where the model reads a row by the largest position that stands beside it, as longrope does."""
-    some = subject.laid_out(units)
-    with torch.no_grad():
-        with attention.of(some):
-            together = subject.losses(some).double()
-
-        def away(width: int) -> float:
-            alone = torch.cat([subject.losses(subject.by_itself(unit, width)) for unit in units]).double()
-            return float((alone - together).abs().max() / together.abs().max())
-
-        near = away(0)  # losses tell much less of positions than gradients do
-        return subject.longest if near > ROUNDED and away(subject.longest) < near / 2 else 0
-
-
-def _compare(parameters: Mapping[str, nn.Parameter], sum_P: Tensor, expected_P: Tensor, tolerance: float) -> float:
-    """Largest relative error of a parameter's clipped sum; raises naming the worst."""
-    sizes, whole = [parameter.numel() for parameter in parameters.values()], float(expected_P.norm())
-    errors = {}
-    for name, seen, part in zip(parameters, torch.split(sum_P, sizes), torch.split(expected_P, sizes), strict=True):
-        # Some gradients (a key bias) are zero but for rounding.
-        errors[name] = float((seen - part).norm()) / max(float(part.norm()), 1e-3 * whole)
-    name = max(errors, key=lambda key: errors[key] if errors[key] == errors[key] else float("inf"))
-    if not errors[name] <= tolerance:
-        raise Refused(f"self-check: the clipped sum of {name} is off by {errors[name]:.1e} (relative).{_ADVICE}")
-    return errors[name]
-
-
-_ADVICE = (
-    " Its gradient does not come from ordinary calls of its layer (a weight used outside it, a fused kernel, a layer called "
-    "with another layout), so clipping would not bound it. Do not train this layer: change adapter.target_modules or "
-    "adapter.last_blocks."
-)
 
 
 def _units_of(lengths: Sequence[Sequence[int]], subject: Subject) -> list[Unit]:

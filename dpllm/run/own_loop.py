@@ -27,9 +27,9 @@ from dpllm.privacy.engine import Diagnostics, StepEngine
 from dpllm.privacy.noise import GaussianNoise
 from dpllm.privacy.packing import passes_of
 from dpllm.privacy.plan import Plan, Settings, make_plan
+from dpllm.privacy.reference import longest_row
 from dpllm.privacy.sampling import PoissonSampler
 from dpllm.privacy.schedule import LARGEST_PASS, make_schedule
-from dpllm.privacy.selfcheck import longest_row
 from dpllm.privacy.stream import Turns, os_entropy
 from dpllm.run.mechanism import check_passes, is_low
 from dpllm.text.data import TokenSequence, Unit

@@ -26,7 +26,7 @@ from tiny_models import FROZEN, LORA, Toy
 from torch import Tensor, nn
 
 from dpllm.errors import NotBatchInvariant, Refused
-from dpllm.privacy import attention, gradients, noise, selfcheck
+from dpllm.privacy import attention, noise, selfcheck
 from dpllm.privacy.gradients import PassGradients
 from dpllm.privacy.noise import GaussianNoise
 from dpllm.privacy.packing import Targets, lay_out
@@ -75,13 +75,6 @@ def same_bits(engine: Any) -> None:
     assert torch.equal(whole, sum(added(engine, [one]) for one in some))
     random.Random(1).shuffle(some)
     assert torch.equal(added(engine, some), whole)
-
-
-@pytest.mark.parametrize("name", ["llama", "everything"])
-def test_so_it_is_where_all_units_share_a_call_as_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gradients, "LAUNCHED", frozenset({"cpu"}))
-    monkeypatch.setattr(gradients, "BLOCK", 8)
-    same_bits(tm.make_engine(built(name), tm.plan(0.05)))
 
 
 def test_so_it_is_under_automatic_clipping() -> None:

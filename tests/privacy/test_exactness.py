@@ -32,7 +32,7 @@ from tiny_models import FROZEN, LORA, RAGGED, Toy
 from torch import Tensor, nn
 
 from dpllm.privacy import gradients, guards
-from dpllm.privacy.packing import Pass, Segment
+from dpllm.privacy.packing import Pass
 
 # --- the matrix ------------------------------------------------------------------------------------------------------
 
@@ -79,66 +79,6 @@ def test_adapters_on_a_router_and_the_last_block_of_a_mixture_are_refused() -> N
 def test_gradient_checkpointing_changes_nothing(kind: str, name: str, mode: str) -> None:
     _, adapter, changes = CASES[name]
     checks.checkpointed(kind, adapter, tm.brute_force(built(name), tm.units(RAGGED)), mode, **changes)
-
-
-# --- all units in one call, as on a GPU -------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a device where calls of kernels cost more than numbers, in blocks of few tokens."""
-    monkeypatch.setattr(gradients, "LAUNCHED", frozenset({"cpu"}))
-    monkeypatch.setattr(gradients, "BLOCK", 4)
-
-
-@pytest.mark.parametrize(
-    "name", ["llama, all-linear", "gpt2, everything", "gemma3_text, everything", "LoRA on the embedding"]
-)
-def test_units_in_one_call_are_as_exact(name: str, together: None) -> None:
-    checks.exact(built(name), ragged(), reference(name))
-    checks.whole_units(built(name))
-    checks.empty_passes(built(name))
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_unit_without_a_finite_gradient_adds_nothing_in_one_call(bad: float, together: None) -> None:
-    checks.not_finite("held", LORA, bad)
-
-
-@settings(parent=generated, max_examples=60)
-@given(
-    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=8),
-    block=st.sampled_from([16, 32]),
-    wide=st.integers(1, 3),
-)
-def test_blocks_add_up_to_each_units_sum_and_follow_it_alone(lengths: list[int], block: int, wide: int) -> None:
-    """At another place and beside others that are not even finite, to the last bit."""
-    generator, tokens = torch.Generator().manual_seed(1), 400
-    each = [torch.randn(2, length, wide, 16, generator=generator) for length in lengths]
-
-    def of(order: list[int], filled: float) -> tuple[Tensor, Tensor]:
-        left, right = torch.full((2, tokens, wide, 16), filled)
-        units, at = [], 3
-        for number in order:
-            stop = at + lengths[number]
-            left[at:stop], right[at:stop] = each[number]
-            units.append(Segment(at, stop, len(units)))
-            at = stop + 1
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(gradients, "BLOCK", block)
-            blocks = gradients.Blocks(units, tokens, 8, torch.device("cpu"))
-        return blocks.products(left, right), blocks.sums(left, 1)
-
-    forward = list(range(len(lengths)))
-    products_Uij, sums_Ui = of(forward, 0.0)
-    for number, (left, right) in enumerate(each):
-        exact_ij = left.flatten(0, 1).double().T @ right.flatten(0, 1).double()
-        torch.testing.assert_close(products_Uij[number].double(), exact_ij, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(sums_Ui[number].double(), left.double().sum(dim=(0, 1)), rtol=1e-4, atol=1e-4)
-    for order in (forward[::-1], forward[1:]):
-        others = of(order, float("nan")) if order else (products_Uij[:0], sums_Ui[:0])
-        assert torch.equal(others[0], products_Uij[order])
-        assert torch.equal(others[1], sums_Ui[order])
 
 
 # --- batches of every shape ------------------------------------------------------------------------------------------

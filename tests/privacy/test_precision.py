@@ -94,7 +94,6 @@ def test_the_rounding_of_a_unit_does_not_follow_its_neighbours(scale: float, mod
     low=st.booleans(),
     looked_up=st.booleans(),
     mode=st.sampled_from(MODES),
-    launched=st.booleans(),
     seed=st.integers(0, 10**6),
 )
 def test_parts_that_cancel_are_clipped_to_at_most_c(
@@ -106,7 +105,6 @@ def test_parts_that_cancel_are_clipped_to_at_most_c(
     low: bool,
     looked_up: bool,
     mode: str,
-    launched: bool,
     seed: int,
 ) -> None:
     """Any products, several calls of one layer, and lookups (a tied head), whose sum nearly vanishes."""
@@ -114,30 +112,26 @@ def test_parts_that_cancel_are_clipped_to_at_most_c(
     dtype = torch.bfloat16 if low else torch.float32
     i += 2 * looked_up
     parameter = nn.Parameter(torch.zeros(i, j))
-    with pytest.MonkeyPatch.context() as patch:
-        if launched:  # all units share a call, as on a GPU
-            patch.setattr(gradients, "LAUNCHED", frozenset({"cpu"}))
-            patch.setattr(gradients, "BLOCK", 8)
-        held = PassGradients({"weight": parameter}, 3, i * j if mode == "held" else 0)
-        held.open([Segment(0, tokens[0], 0), Segment(tokens[0], end, 1)])
-        for _ in range(copies):
-            left, right = (torch.randn(end + 3, width, generator=generator) for width in (i, j))
-            left, right = (left * 10**log_scale).to(dtype), right.to(dtype)
-            held.add(parameter, Product(left, right))
-            held.add(parameter, Product(-left, right))
-        if looked_up:
-            ids = torch.randint(0, i, (end + 3,), generator=generator)
-            values = 10**log_scale * torch.randn(end + 3, j, generator=generator)
-            held.add(parameter, LookedUp(ids, values))
-            held.add(parameter, Product(-functional.one_hot(ids, i).float(), values))
-        held.add(parameter, Product(*(torch.randn(end + 3, width, generator=generator) for width in (i, j))))
-        norm_U, bound, spacing = held.unit_norms().sum(dim=0).sqrt(), 1e-3, 2.0**-50
-        for unit in range(2):
-            sum_P = torch.zeros(i * j, dtype=torch.float64)
-            factor_U = torch.zeros(2, dtype=torch.float64)
-            factor_U[unit] = (bound / norm_U[unit]).clamp(max=1.0) / spacing
-            held.add_to(sum_P, factor_U, [True, True])
-            assert float(sum_P.norm()) * spacing <= bound * checks.BOUND
+    held = PassGradients({"weight": parameter}, 3, i * j if mode == "held" else 0)
+    held.open([Segment(0, tokens[0], 0), Segment(tokens[0], end, 1)])
+    for _ in range(copies):
+        left, right = (torch.randn(end + 3, width, generator=generator) for width in (i, j))
+        left, right = (left * 10**log_scale).to(dtype), right.to(dtype)
+        held.add(parameter, Product(left, right))
+        held.add(parameter, Product(-left, right))
+    if looked_up:
+        ids = torch.randint(0, i, (end + 3,), generator=generator)
+        values = 10**log_scale * torch.randn(end + 3, j, generator=generator)
+        held.add(parameter, LookedUp(ids, values))
+        held.add(parameter, Product(-functional.one_hot(ids, i).float(), values))
+    held.add(parameter, Product(*(torch.randn(end + 3, width, generator=generator) for width in (i, j))))
+    norm_U, bound, spacing = held.unit_norms().sum(dim=0).sqrt(), 1e-3, 2.0**-50
+    for unit in range(2):
+        sum_P = torch.zeros(i * j, dtype=torch.float64)
+        factor_U = torch.zeros(2, dtype=torch.float64)
+        factor_U[unit] = (bound / norm_U[unit]).clamp(max=1.0) / spacing
+        held.add_to(sum_P, factor_U, torch.tensor([True, True]))
+        assert float(sum_P.norm()) * spacing <= bound * checks.BOUND
 
 
 @pytest.mark.parametrize("counted", [(True, True, True), (True, False, True)], ids=["all finite", "one not finite"])
@@ -165,7 +159,7 @@ def test_parameters_that_are_added_together_get_the_bits_of_each_alone(
         expected.append(before + sum(one for one, good in zip(rounded_U, counted, strict=True) if good))
         square_LU.append(gradient_U.flatten(1).double().square().sum(dim=1))
     torch.testing.assert_close(held.unit_norms(), torch.stack(square_LU), equal_nan=True)
-    held.add_to(sum_P, factor_U, counted)
+    held.add_to(sum_P, factor_U, torch.tensor(counted))
     assert torch.equal(sum_P, torch.cat(expected))
 
 

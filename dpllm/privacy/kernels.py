@@ -1,0 +1,128 @@
+"""Kernels that compute for every unit of a pass in one call, in Triton, for GPUs.
+
+Comes in: tokens of a pass and where each unit's begin and end. Goes out: every unit's gradient, its squared norm, the sum under
+given factors. A unit's numbers are computed by programs that read that unit alone, in an order that follows from its own tokens
+and from public numbers, so that they have the same bits at any place and in any company.
+
+Shape suffixes: M tokens of a pass, U units, L parameters, P coordinates.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LEAST, MOST, MOST_WIDE = 16, 128, 64  # numbers of a tile's side, as tensor cores take them; MOST_WIDE of float32
+TOKENS = 64  # of a unit that one tile reads at once
+AT_ONCE = 1024  # coordinates of one program
+WHOLE = 1.5 * 2.0**52  # added to a float64 below 2^51 and taken off again, it leaves the nearest whole number
+MEASURED = 4096  # numbers of a gradient of which a program adds up the squares at once
+
+
+@triton.jit(do_not_specialize=["units", "tokens", "each", "first"])
+def _products(
+    left, right, bounds_2U, into, left_row, right_row, into_row, units, tokens, each, wide, high, first,
+    WIDE: tl.constexpr, HIGH: tl.constexpr, TOKENS: tl.constexpr, LOW: tl.constexpr,
+):  # fmt: skip
+    unit = tl.program_id(0)
+    start = tl.load(bounds_2U + unit) * each
+    stop = tl.minimum(tl.load(bounds_2U + units + unit), tokens) * each
+    i, j = tl.program_id(1) * WIDE + tl.arange(0, WIDE), tl.program_id(2) * HIGH + tl.arange(0, HIGH)
+    sum_ij = tl.zeros((WIDE, HIGH), tl.float32)
+    for begin in range(start, stop, TOKENS):
+        n = begin + tl.arange(0, TOKENS)
+        left_in = tl.load(left + n[None, :] * left_row + i[:, None], (n[None, :] < stop) & (i[:, None] < wide), 0.0)
+        right_nj = tl.load(right + n[:, None] * right_row + j[None, :], (n[:, None] < stop) & (j[None, :] < high), 0.0)
+        if not LOW:
+            left_in, right_nj = left_in.to(tl.float32), right_nj.to(tl.float32)
+        sum_ij = tl.dot(left_in, right_nj, sum_ij, input_precision="ieee")
+    inside = (i[:, None] < wide) & (j[None, :] < high)
+    place = into + unit.to(tl.int64) * into_row + i[:, None] * high + j[None, :]
+    if first == 0:
+        sum_ij += tl.load(place, inside, 0.0)
+    tl.store(place, sum_ij, inside)
+
+
+@triton.jit
+def _squares(held_UP, places_2L, square_LU, row, AT_ONCE: tl.constexpr):
+    layer, unit = tl.program_id(0), tl.program_id(1)
+    start = tl.load(places_2L + layer)
+    size = tl.load(places_2L + tl.num_programs(0) + layer)
+    square = tl.zeros((AT_ONCE,), tl.float64)
+    for begin in range(0, size, AT_ONCE):
+        place = begin + tl.arange(0, AT_ONCE)
+        number = tl.load(held_UP + unit.to(tl.int64) * row + start + place, place < size, 0.0).to(tl.float64)
+        square += number * number
+    tl.store(square_LU + layer * tl.num_programs(1) + unit, tl.sum(square))
+
+
+@triton.jit
+def _totals(square_LU, square_U, layers):
+    unit, units = tl.program_id(0), tl.num_programs(0)
+    total = tl.load(square_LU + unit)
+    for layer in range(1, layers):
+        total += tl.load(square_LU + layer * units + unit)
+    tl.store(square_U + unit, total)
+
+
+@triton.jit(do_not_specialize=["units"])
+def _added(held_UP, factor_U, sum_P, row, units, size, AT_ONCE: tl.constexpr, WHOLE: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * AT_ONCE + tl.arange(0, AT_ONCE)
+    inside = place < size
+    total, held = tl.load(sum_P + place, inside, 0.0), held_UP + place
+    for unit in range(units):
+        factor = tl.load(factor_U + unit)
+        number = tl.load(held, inside, 0.0).to(tl.float64) * factor
+        total += (tl.where(factor == 0.0, 0.0, number) + WHOLE) - WHOLE  # 0 * nan is nan
+        held += row
+    tl.store(sum_P + place, total, inside)
+
+
+def products(left_Ni: Tensor, right_Nj: Tensor, bounds_2U: Tensor, into_Uij: Tensor, tokens: int, first: bool) -> None:
+    """left.T @ right of each unit's rows, in float32, added to ``into_Uij`` or, if ``first``, in its place.
+
+    Args:
+        left_Ni: Rows of the pass, as many for each token.
+        right_Nj: As many.
+        bounds_2U: The token at which each unit begins, and the one behind its last.
+        into_Uij: Of so many units, or of more.
+        tokens: Of the pass.
+        first: Whether what stands there is replaced.
+    """
+    units, each, (wide, high) = bounds_2U.shape[1], len(left_Ni) // tokens, into_Uij.shape[1:]
+    low = left_Ni.dtype == right_Nj.dtype and left_Ni.dtype.itemsize == 2
+    most = MOST if low else MOST_WIDE
+    tile = [min(most, max(LEAST, triton.next_power_of_2(side))) for side in (wide, high)]
+    grid = units, triton.cdiv(wide, tile[0]), triton.cdiv(high, tile[1])
+    rows = left_Ni.stride(0), right_Nj.stride(0), into_Uij.stride(0)
+    _products[grid](
+        left_Ni, right_Nj, bounds_2U, into_Uij, *rows, units, tokens, each, wide, high, int(first), *tile, TOKENS, low
+    )
+
+
+def squares(held_UP: Tensor, places_2L: Tensor, square_LU: Tensor) -> None:
+    """The squared L2 norm of each unit's gradient of each parameter, in float64.
+
+    Args:
+        held_UP: Gradients, float32.
+        places_2L: Where each parameter begins, and its size.
+        square_LU: Where the norms go.
+    """
+    _squares[square_LU.shape](held_UP, places_2L, square_LU, held_UP.stride(0), MEASURED, num_warps=8)
+
+
+def add_up(square_LU: Tensor, square_U: Tensor) -> None:
+    """The sum over L, from the first to the last."""
+    _totals[square_U.shape](square_LU, square_U, len(square_LU))
+
+
+def add_rounded(held_UP: Tensor, factor_U: Tensor, sum_P: Tensor) -> None:
+    """Adds each unit's numbers times its factor, each rounded to a whole number, into ``sum_P``, in float64.
+
+    What has the factor 0 is not read.
+    """
+    grid = (triton.cdiv(len(sum_P), AT_ONCE),)
+    _added[grid](
+        held_UP, factor_U, sum_P, held_UP.stride(0), len(factor_U), len(sum_P), AT_ONCE, WHOLE, enable_fp_fusion=False
+    )

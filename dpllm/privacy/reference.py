@@ -1,0 +1,176 @@
+"""What ordinary autograd says of a few units, each by itself, and how far an engine may be off: the reference of the self-check.
+
+Comes in: a ``Subject``, units of random tokens. Goes out: norms, losses and a clipped sum; a refusal that names the layer. Rows
+are synthetic; this module must not see data.
+
+Shape suffixes: R rows, U units, P coordinates.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpllm.errors import Refused
+from dpllm.privacy.attention import RowAttention
+from dpllm.privacy.clipping import Losses, PerUnitClipper
+from dpllm.privacy.draws import gradients_of
+from dpllm.privacy.packing import Pass, lay_out
+from dpllm.privacy.schedule import Packing, Unit
+
+ROUNDED = 1e-6  # relative error of losses that float32 rounds differently
+# What rounding does to the reference is measured by rounding otherwise: layers' outputs are moved by as much as rounding moves
+# them, and the backward pass is of losses times SCALE. The engine, whose kernels are others, may be off by ROUNDINGS times as
+# much, and never by more than SEEN: where a contribution is missing it is 1.
+SCALE, ROUNDINGS, SEEN = 0.73, 4.0, 0.4
+ADVICE = (
+    " Its gradient does not come from ordinary calls of its layer (a weight used outside it, a fused kernel, a layer called "
+    "with another layout), so clipping would not bound it. Do not train this layer: change adapter.target_modules or "
+    "adapter.last_blocks."
+)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is checked: the engine's parts, and the passes that will run."""
+
+    model: nn.Module  # as it trains, without hooks
+    parameters: Mapping[str, nn.Parameter]  # all that train; they require gradients and hold none
+    losses: Losses
+    make_clipper: Callable[[], PerUnitClipper]  # with flat clipping
+    device: torch.device
+    vocab_size: int  # tokens are drawn below this
+    packing: Packing
+    pad_id: int  # as in training
+    tolerance: float  # relative error that is accepted
+    company: bool = True  # whether units are shown in other company, bit for bit
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row that can run."""
+        return longest_row(self.model, self.packing.max_length)
+
+    def laid_out(self, units: Sequence[Unit]) -> Pass:
+        """As in training, on the device."""
+        return lay_out(units, self.packing, self.pad_id).to(self.device)
+
+    def by_itself(self, unit: Unit, width: int = 0) -> Pass:
+        """A unit's rows, padded as batches usually are, and read by the model's own attention."""
+        return lay_out([unit], replace(self.packing, alone=True), self.pad_id, width).to(self.device)
+
+
+def longest_row(model: nn.Module, max_length: int) -> int:
+    """Tokens of the longest row that the model can run: a table of positions ends, and rows beyond it fail by themselves."""
+    config: Any = getattr(model, "config", None)
+    positions = getattr(config, "max_position_embeddings", None) or 0
+    endless = getattr(config, "rope_parameters", None) or positions < 1  # XLNet says -1
+    return max_length if endless else min(max_length, positions)
+
+
+def brute_force(
+    subject: Subject, attention: RowAttention, units: Sequence[Unit]
+) -> tuple[Tensor, float, Callable[[bool], Tensor], Tensor]:
+    """norm_U, a C between the norms (some units are clipped, others not), the clipped sum at that C, and loss_U.
+
+    The sum is a function of whether it is to be rounded otherwise.
+    One unit's gradient at a time, so that no more than one is held: of a large model's last blocks each is gigabytes.
+    """
+    width = 0 if subject.packing.alone else _reference_width(subject, attention, units)
+
+    def gradient(unit: Unit, scale: float = 1.0) -> tuple[Tensor, float]:
+        loss_R = subject.losses(subject.by_itself(unit, width))
+        found = gradients_of(loss_R * scale, subject.parameters)
+        parts = [found[name] if name in found else torch.zeros_like(p) for name, p in subject.parameters.items()]
+        return torch.cat([part.flatten() for part in parts]).double() / scale, float(loss_R.detach().double().sum())
+
+    norms, losses = [], []
+    for unit in units:
+        gradient_P, loss = gradient(unit)
+        norms.append(float(gradient_P.norm()))
+        losses.append(loss)
+    if not all(0 < norm < math.inf for norm in norms):
+        raise Refused(
+            f"self-check: the gradient of a synthetic row has the norm {min(norms)} to {max(norms)}, so nothing can be "
+            "compared. The base model's weights or its padding embedding give losses that are not finite: use another one; with "
+            "train.precision: fp16, the constant loss scale may overflow: set bf16 or fp32."
+        )
+    bound = sorted(norms)[(len(norms) - 1) // 2] * 1.01
+
+    def clipped_sum(otherwise: bool) -> Tensor:
+        some = zip(units, norms, strict=True)
+        scale, moved = (SCALE, _moved(subject.model)) if otherwise else (1.0, contextlib.nullcontext())
+        with moved:
+            return reduce(torch.add, (gradient(unit, scale)[0] * min(1.0, bound / norm) for unit, norm in some))
+
+    norm_U, loss_U = (torch.tensor(one, dtype=torch.float64, device=subject.device) for one in (norms, losses))
+    return norm_U, bound, clipped_sum, loss_U
+
+
+def _reference_width(subject: Subject, attention: RowAttention, units: Sequence[Unit]) -> int:
+    """0, or ``longest`` where the model reads a row by the largest position that stands beside it, as longrope does."""
+    some = subject.laid_out(units)
+    with torch.no_grad():
+        with attention.of(some):
+            together = subject.losses(some).double()
+
+        def away(width: int) -> float:
+            alone = torch.cat([subject.losses(subject.by_itself(unit, width)) for unit in units]).double()
+            return float((alone - together).abs().max() / together.abs().max())
+
+        near = away(0)  # losses tell much less of positions than gradients do
+        return subject.longest if near > ROUNDED and away(subject.longest) < near / 2 else 0
+
+
+@contextlib.contextmanager
+def _moved(model: nn.Module) -> Iterator[None]:
+    """What a layer returns in low precision is moved at random, by as much as rounding moves it."""
+    generators: dict[torch.device, torch.Generator] = {}
+
+    def move(layer: nn.Module, inputs: object, output: object) -> Tensor | None:
+        if not isinstance(output, Tensor) or not output.is_floating_point():
+            return None
+        generator = generators.setdefault(output.device, torch.Generator(output.device).manual_seed(1))
+        moves = 1 - 2 * torch.rand(output.shape, generator=generator, device=output.device)
+        high = output.to(torch.promote_types(output.dtype, torch.float32))
+        return (high * (1 + moves * torch.finfo(output.dtype).eps / 2)).to(output.dtype)
+
+    layers = [module for module in model.modules() if next(module.children(), None) is None]
+    hooks = [layer.register_forward_hook(move) for layer in layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def compare(subject: Subject, sum_P: Tensor, clipped_sum: Callable[[bool], Tensor]) -> float:
+    """Largest relative error of a parameter's clipped sum; raises naming the worst.
+
+    Where rounding alone moves the reference by more than the tolerance allows (bfloat16, of gradients that nearly vanish), a few
+    times as much is accepted, as far as a contribution that is missing would still be seen.
+    """
+    expected_P = clipped_sum(False)
+    errors, accepted = _apart(subject.parameters, sum_P, expected_P), subject.tolerance
+    name = max(errors, key=lambda key: errors[key] if errors[key] == errors[key] else float("inf"))
+    if not errors[name] <= accepted:
+        rounding = _apart(subject.parameters, clipped_sum(True), expected_P)
+        over = {key: error / max(accepted, min(SEEN, ROUNDINGS * rounding[key])) for key, error in errors.items()}
+        name = max(over, key=lambda key: over[key] if over[key] == over[key] else float("inf"))
+        if not over[name] <= 1.0:
+            raise Refused(f"self-check: the clipped sum of {name} is off by {errors[name]:.1e} (relative).{ADVICE}")
+    return max(errors.values())
+
+
+def _apart(parameters: Mapping[str, nn.Parameter], seen_P: Tensor, expected_P: Tensor) -> dict[str, float]:
+    """The relative error of each parameter."""
+    sizes, whole = [parameter.numel() for parameter in parameters.values()], float(expected_P.norm())
+    split = zip(parameters, torch.split(seen_P, sizes), torch.split(expected_P, sizes), strict=True)
+    # Some gradients (a key bias) are zero but for rounding.
+    return {name: float((seen - part).norm()) / max(float(part.norm()), 1e-3 * whole) for name, seen, part in split}
