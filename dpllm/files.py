@@ -355,6 +355,7 @@ class RunPaths:
         "private/groups.json"
     )  # banded noise: the key of the groups, and the steps with which attempts began
     projections = _Below("private/gradient_canaries.npy")  # what each step released along each gradient canary
+    along = _Below("private/weights_along_canaries.npy")  # where along them the weights began, and where they ended
     resume = _Below("private/resume")  # the checkpoints that a resumed run starts from: secret
     audits = _Below("private/audits.jsonl")  # one line for each audit that was made: private
     metrics = _Below("private/metrics.jsonl")  # un-noised diagnostics, one JSON value a line: private

@@ -1,7 +1,7 @@
-"""What a run shows of its gradient canaries: a lower bound on epsilon, the noise, and how often they were drawn.
+"""What a run shows of its gradient canaries: lower bounds on epsilon, the noise, and how often they were drawn.
 
-Comes in: what each step released along each canary, and the coins. Goes out: a table of four columns, which is published, and
-what follows from it. Torch is not imported, so that anyone can compute it again.
+Comes in: what each step released along each canary, how far the weights went, and the coins. Goes out: a table, which is
+published, and what follows from it. Torch is not imported, so that anyone can compute it again.
 
 Shape suffixes: T steps, M canaries, I those whose coins said in, O the others.
 """
@@ -15,19 +15,21 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy import stats
+from scipy import optimize, special, stats
 
 from dpllm.auditing import statistics
-from dpllm.auditing.bounds import epsilon_lower_bound
+from dpllm.auditing.bounds import LARGEST_EPSILON, epsilon_lower_bound
 from dpllm.auditing.statistics import Floats
 from dpllm.errors import ConfigError
 from dpllm.files import write_whole
 from dpllm.privacy import banded
 from dpllm.run.projections import BandedTurns
-from dpllm.statement.privacy_record import GradientAudit
+from dpllm.statement.privacy_record import GradientAudit, WeightsAudit
 
 SHARE_OF_ALPHA = 0.5
 """Of the audit's alpha, what the tests of gradient canaries take together."""
+SHARE_OF_WEIGHTS = 0.2
+"""Of what remains for bounds, what the bound from the weights alone takes; the rest is for whoever saw every step."""
 SHARE_OF_MEASURES = 0.05
 """Of the audit's alpha, what the test of the noise takes, and that of the draws: they are powerful, and the bound is not."""
 CONFIDENCE = 0.95
@@ -53,7 +55,8 @@ class GradientTable:
         pairs: How many pairs of them.
         sampling_rate: q of the Plan, in (0, 1].
         noise: Standard deviation of the Plan's noise over C, > 0; of banded noise, of its fresh part.
-        bands: b; 1 for independent noise.
+        coefficients: c_0, ..., c_{b-1} of banded noise; none for independent noise.
+        weights_M: How far the weights went against the canary, from before the first step to after the last; None: not kept.
     """
 
     inserted_M: NDArray[np.bool_]
@@ -64,11 +67,22 @@ class GradientTable:
     pairs: int
     sampling_rate: float
     noise: float
-    bands: int = 1
+    coefficients: tuple[float, ...] = ()
+    weights_M: Floats | None = None
+
+    @property
+    def bands(self) -> int:
+        """b; 1 for independent noise."""
+        return max(1, len(self.coefficients))
 
 
 def tabulate(
-    proj_TM: ArrayLike, coins: ArrayLike, sampling_rate: float, noise: float, turns: BandedTurns | None = None
+    proj_TM: ArrayLike,
+    coins: ArrayLike,
+    sampling_rate: float,
+    noise: float,
+    turns: BandedTurns | None = None,
+    weights_M: ArrayLike | None = None,
 ) -> GradientTable:
     """The table of a run.
 
@@ -78,6 +92,7 @@ def tabulate(
         sampling_rate: See ``GradientTable``.
         noise: See ``GradientTable``.
         turns: Where the noise is banded. What an attempt released behind a step that was not seen is not read.
+        weights_M: See ``GradientTable``.
 
     References:
         The score: Neyman and Pearson's for one step, summed as if steps were independent; that they are not costs power and
@@ -111,7 +126,8 @@ def tabulate(
         len(pairs),
         sampling_rate,
         noise,
-        bands,
+        turns.coefficients if turns else (),
+        None if weights_M is None else np.asarray(weights_M, dtype=np.float64),
     )
 
 
@@ -126,12 +142,13 @@ def examine(table: GradientTable, *, delta: float, alpha: float) -> GradientAudi
     """What the table proves about the run, and what it measures of its noise and its sampling.
 
     Guarantee:
-        Of a run that kept its Plan, the bound exceeds epsilon with probability at most its part of ``SHARE_OF_ALPHA`` alpha:
-        coins are fair, and vectors do not depend on data. Noise and draws are called wrong with at most theirs, if later
-        gradients shorten differences by no more than a tenth, and lengthen totals by no more than a quarter. The noise is tested
-        on canaries that were not inserted, one-sided: what gradients add of themselves only makes differences longer, so that
-        less than chi-square allows is noise that is missing or was used twice. The draws are tested by how much further the
-        totals of inserted canaries lie, one-sided, by Welch's test with no less variance than the Plan has.
+        Of a run that kept its Plan, each of the two bounds exceeds epsilon with probability at most its part of
+        ``SHARE_OF_ALPHA`` alpha: coins are fair, and vectors do not depend on data. Noise and draws are called wrong with at
+        most theirs, if later gradients shorten differences by no more than a tenth, and lengthen totals by no more than a
+        quarter. The noise is tested on canaries that were not inserted, one-sided: what gradients add of themselves only makes
+        differences longer, so that less than chi-square allows is noise that is missing or was used twice. The draws are tested
+        by how much further the totals of inserted canaries lie, one-sided, by Welch's test with no less variance than the Plan
+        has.
 
     Args:
         table: Of the run.
@@ -143,6 +160,8 @@ def examine(table: GradientTable, *, delta: float, alpha: float) -> GradientAudi
     """
     inside, level = table.inserted_M, SHARE_OF_MEASURES * alpha
     of_bound = SHARE_OF_ALPHA * alpha - 2 * level
+    of_weights = SHARE_OF_WEIGHTS * of_bound if table.weights_M is not None else 0.0
+    of_bound -= of_weights
     # Many of the inserted were never drawn, so the highest scores alone are guessed.
     reach = min(round(2 * math.sqrt(len(inside))), len(inside) // 2)
     bound = epsilon_lower_bound(table.score_M, inside, delta=delta, alpha=of_bound, falling_in=[reach] if reach else [])
@@ -172,7 +191,70 @@ def examine(table: GradientTable, *, delta: float, alpha: float) -> GradientAudi
             "drawn_planned": expected,
             "noise_refuted": noise_p < level,
             "drawn_refuted": drawn_p < level,
+            "weights": _of_weights(table, delta, of_weights),
         }
+    )
+
+
+def _of_weights(table: GradientTable, delta: float, alpha: float) -> WeightsAudit | None:
+    """What the first and the last weights prove, and what they are expected to show."""
+    if table.weights_M is None:
+        return None
+    inside, reach = table.inserted_M, min(round(4 * math.sqrt(len(table.inserted_M))), len(table.inserted_M))
+    found = epsilon_lower_bound(table.weights_M, inside, delta=delta, alpha=alpha, falling=[reach])
+    area = statistics.auc(table.weights_M[inside], table.weights_M[~inside], CONFIDENCE)
+    return WeightsAudit.pick(
+        {
+            "epsilon_lower_bound": found.value,
+            "alpha": alpha,
+            "ceiling": found.ceiling,
+            **statistics.shown("auc", area),
+            "expected_epsilon": expected_epsilon(table, delta),
+        }
+    )
+
+
+def expected_epsilon(table: GradientTable, delta: float) -> float:
+    """Epsilon of the sum of all releases alone: what is expected to be visible in the final weights, and no bound.
+
+    N(0, s^2) against Binomial(T, q) + N(0, s^2), in units of C, s^2 the variance of the noise of all steps together: the weights
+    are taken to be that sum. Of banded noise a unit has T / b turns, each at b q.
+
+    References:
+        Steinke et al. 2024, "The Last Iterate Advantage" (2410.06186), a heuristic, which contrived losses exceed.
+    """
+    turns, rate = table.steps // table.bands, min(1.0, table.bands * table.sampling_rate)
+    if not turns:
+        return 0.0
+    coefficients = table.coefficients or (1.0,)
+    spread = table.noise * float(np.linalg.norm(np.cumsum(banded.inverse(coefficients, table.steps))))
+    count_K = np.arange(turns + 1.0)
+    weight_K = stats.binom.logpmf(count_K, turns, rate)
+
+    def log_ratio(x: float) -> float:
+        return float(special.logsumexp(weight_K + (count_K * x - count_K**2 / 2) / spread**2))
+
+    def above(epsilon: float) -> float:
+        """The larger of the two deltas at epsilon, less ``delta``."""
+        reach = 40 * spread + turns
+        ends = log_ratio(-reach), log_ratio(reach)
+        joined = absent = 0.0
+        if epsilon < ends[1]:
+            x = optimize.brentq(lambda x: log_ratio(x) - epsilon, -reach, reach) if epsilon > ends[0] else -reach
+            tails_K = np.exp(weight_K) * stats.norm.sf((x - count_K) / spread)
+            joined = float(tails_K.sum()) - math.exp(epsilon) * float(stats.norm.sf(x / spread))
+        if -epsilon > ends[0]:
+            x = optimize.brentq(lambda x: log_ratio(x) + epsilon, -reach, reach)
+            tails_K = np.exp(weight_K) * stats.norm.cdf((x - count_K) / spread)
+            absent = float(stats.norm.cdf(x / spread)) - math.exp(epsilon) * float(tails_K.sum())
+        return max(joined, absent) - delta
+
+    if above(0.0) <= 0:
+        return 0.0
+    return (
+        float(optimize.brentq(above, 0.0, LARGEST_EPSILON, xtol=1e-9))
+        if above(LARGEST_EPSILON) < 0
+        else LARGEST_EPSILON
     )
 
 
@@ -202,6 +284,8 @@ def _drawn(table: GradientTable) -> tuple[float, float, float]:
 _ARRAYS = {"inserted": "inserted_M", "score": "score_M", "squares": "squares_M", "total": "total_M"}
 COLUMNS = {*_ARRAYS, "steps", "pairs"}
 """Of gradient.parquet: the fields of ``GradientTable``."""
+OPTIONAL = ("weights",)
+"""The same, where the weights before the first step were kept."""
 
 
 def write_gradient(table: GradientTable, path: Path) -> None:
@@ -211,14 +295,17 @@ def write_gradient(table: GradientTable, path: Path) -> None:
 
     rows = len(table.inserted_M)
     columns = {name: getattr(table, attribute) for name, attribute in _ARRAYS.items()}
+    columns |= {} if table.weights_M is None else {"weights": table.weights_M}
     columns |= {name: np.full(rows, getattr(table, name), dtype=np.int64) for name in ("steps", "pairs")}
     content = io.BytesIO()
     parquet.write_table(pyarrow.table(columns), content)
     write_whole(path, content.getvalue())
 
 
-def read_gradient(path: Path, sampling_rate: float, noise: float, bands: int = 1) -> GradientTable:
-    """Reads what ``write_gradient`` wrote, of a run with this q, this noise and so many bands.
+def read_gradient(
+    path: Path, sampling_rate: float, noise: float, coefficients: tuple[float, ...] = ()
+) -> GradientTable:
+    """Reads what ``write_gradient`` wrote, of a run with this q, this noise and these coefficients of banded noise.
 
     Raises:
         ConfigError: Missing or damaged file, or one that holds something else.
@@ -229,16 +316,20 @@ def read_gradient(path: Path, sampling_rate: float, noise: float, bands: int = 1
     try:
         with open(path, "rb") as file:  # pyarrow opens no name that is not UTF-8
             read = parquet.read_table(file, use_threads=False)
-        if set(read.column_names) != COLUMNS or not read.num_rows:
+        if not COLUMNS <= set(read.column_names) <= {*COLUMNS, *OPTIONAL} or not read.num_rows:
             raise ValueError("other columns")
-        score_M, squares_M, total_M = (read[name].cast(pyarrow.float64()).to_numpy() for name in list(_ARRAYS)[1:])
-        if not all(np.isfinite(column).all() for column in (score_M, squares_M, total_M)) or (squares_M < 0).any():
+        floats = [*list(_ARRAYS)[1:], *(name for name in OPTIONAL if name in read.column_names)]
+        score_M, squares_M, total_M, *weights = (read[name].cast(pyarrow.float64()).to_numpy() for name in floats)
+        if not all(np.isfinite(column).all() for column in (score_M, squares_M, total_M, *weights)):
             raise ValueError("no number")
+        if (squares_M < 0).any():
+            raise ValueError("no square")
         if any(column.null_count for column in read.columns) or not pyarrow.types.is_boolean(read["inserted"].type):
             raise ValueError("no coin")
         inserted_M = read["inserted"].to_numpy(zero_copy_only=False)
         counted = [read[name].cast(pyarrow.int64()).unique().to_pylist() for name in ("steps", "pairs")]
         ((steps,), (pairs,)) = counted  # the same in every row
-        return GradientTable(inserted_M, score_M, squares_M, total_M, steps, pairs, sampling_rate, noise, bands)
+        numbers = steps, pairs, sampling_rate, noise, coefficients
+        return GradientTable(inserted_M, score_M, squares_M, total_M, *numbers, *weights)
     except (OSError, pyarrow.ArrowException, KeyError, IndexError, ValueError, TypeError):
         raise ConfigError(f"{path}: is missing, or not a table of gradient canaries. Run dpllm audit again.") from None

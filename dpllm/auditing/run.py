@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from dpllm.auditing import attacks
@@ -36,7 +37,7 @@ from dpllm.recipe.config import RunConfig
 from dpllm.recipe.retired import RETIRED
 from dpllm.run import checkpoint
 from dpllm.run.directory import RunDir, open_run
-from dpllm.run.projections import read_projections, read_turns
+from dpllm.run.projections import read_projections, read_turns, read_weights
 from dpllm.statement.run_files import AuditSettings, read_plan, read_run
 from dpllm.telemetry.live import publish_audit
 from dpllm.text.data import load_table
@@ -207,8 +208,10 @@ def _gradient(run: RunDir, plan: CanaryPlan) -> GradientTable:
     assert lattice is not None
     proj_TM, promise = read_projections(run.projections), read_plan(run)
     turns = read_turns(run.groups, promise.coefficients, len(plan.gradient_coins))
-    noise = lattice.noise_over_max_grad_norm
-    return tabulate(proj_TM, plan.gradient_coins, promise.sampling_rate, noise, turns)
+    noise, along = lattice.noise_over_max_grad_norm, read_weights(run.along)
+    # Descent: what adds to a gradient takes off the weight.
+    moved_M = None if along is None or np.isnan(along).any() else along[0] - along[1]
+    return tabulate(proj_TM, plan.gradient_coins, promise.sampling_rate, noise, turns, moved_M)
 
 
 def _summary(examined: _Examined, twin: str | None) -> Summary:

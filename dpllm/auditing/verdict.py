@@ -142,6 +142,8 @@ def _contradiction(gradient: GradientAudit | None, epsilon: float) -> str:
         )
     if gradient.epsilon_lower_bound > epsilon:
         return f"The lower bound {gradient.epsilon_lower_bound:.3g} of the gradient canaries is larger"
+    if gradient.weights and gradient.weights.epsilon_lower_bound > epsilon:
+        return f"The lower bound {gradient.weights.epsilon_lower_bound:.3g} of the gradient canaries in the weights is larger"
     return ""
 
 

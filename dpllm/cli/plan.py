@@ -52,6 +52,17 @@ def take_ledger(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ledger", help="path or postgresql:// URL (default: a file in the user's data directory)")
 
 
+CONSTANT_RATE = "with --twin: the twin's learning rate stays constant, so that its weights show more of each step"
+
+
+def check_rate(known: argparse.Namespace) -> None:
+    """Refuses --constant-rate without a twin to train so."""
+    if known.constant_rate and not known.twin:
+        raise ConfigError(
+            "--constant-rate is of an audit twin. Type --twin too, or set train.lr_scheduler for the run itself."
+        )
+
+
 def take_final(parser: argparse.ArgumentParser) -> None:
     """Declares --final, which sets ``privacy.final`` of the recipe."""
     text = "the first and last reservation on the dataset, by its exact epsilon: no run can follow (privacy.final)"
@@ -76,6 +87,7 @@ def add_commands(add: AddCommand) -> None:
         action="store_true",
         help="epsilon of the recipe without text canaries and its audit twin together",
     )
+    option("--constant-rate", action="store_true", help=CONSTANT_RATE)
     option = trained.add_argument
     option("--resume", action="store_true", help="go on with the interrupted run in output_dir")
     option("--overwrite", action="store_true", help="replace the run in output_dir")
@@ -136,10 +148,11 @@ def plan(known: argparse.Namespace, rest: list[str]) -> int:
         return _show_keys()
     if known.recipe and (Path(known.recipe) / "config.yaml").is_file():  # the directory of a run
         known.recipe = str(Path(known.recipe) / "config.yaml")
+    check_rate(known)
     if known.twin:
         from dpllm.comparison.sweep import together, twins
 
-        points = twins(*parse_recipe(known, rest))
+        points = twins(*parse_recipe(known, rest), constant_rate=known.constant_rate)
     config = points[0].config if known.twin else load_recipe(known, rest)
     if known.device and not known.model:
         raise ConfigError("--device says for which GPU --model counts memory. Type both.")

@@ -104,24 +104,37 @@ def _parse_epsilons(value: Any) -> list[float]:
     return sorted(epsilons.values())
 
 
-def twins(recipe: str | Path, overrides: Mapping[str, Any]) -> list[Point]:
+def twins(recipe: str | Path, overrides: Mapping[str, Any], *, constant_rate: bool = False) -> list[Point]:
     """The recipe without canaries of text, to be published, and its audit twin, with its own or where it has none the usual ones.
 
-    The twin trains on the same people again, so it is paid for, and its weights hold the canaries' text.
+    The twin trains on the same people again, so it is paid for, and its weights hold the canaries' text. ``constant_rate``: its
+    learning rate stays what the recipe's is at most, so that its weights show more of the last steps.
     """
     config = load_config(recipe, overrides)
     if not config.privacy.enabled:
         raise ConfigError(f"{recipe}: privacy.enabled is false, so a twin has no guarantee to test. Leave --twin out.")
+    if constant_rate and config.train.lr_scheduler == "constant":
+        raise ConfigError(f"{recipe}: train.lr_scheduler is constant already. Leave --constant-rate out.")
     most, usual = config.data.max_examples_per_unit or 32, CanaryConfig()
     groups = {copies: number for copies, number in usual.groups.items() if copies <= most}
     texts = config.audit.canaries or usual.model_copy(update={"groups": groups})
     points = []
-    for name, said, canaries in (
-        ("production", "Trained beside an audit twin with canaries of text, which is not published", None),
-        ("twin", "The audit twin of a run without canaries of text, and not to be published", texts),
+    twin, settings = "The audit twin of a run without canaries of text, and not to be published", config.train
+    if constant_rate:
+        twin += ", at a constant learning rate where that run's falls: its weights show more of each step"
+        settings = settings.model_copy(update={"lr_scheduler": "constant", "warmup": 0.0})
+    for name, said, canaries, train in (
+        (
+            "production",
+            "Trained beside an audit twin with canaries of text, which is not published",
+            None,
+            config.train,
+        ),
+        ("twin", twin, texts, settings),
     ):
         audit = config.audit.model_copy(update={"canaries": canaries})
-        one = config.model_copy(update={"audit": audit, "output_dir": str(Path(config.output_dir) / name)})
+        place = str(Path(config.output_dir) / name)
+        one = config.model_copy(update={"audit": audit, "train": train, "output_dir": place})
         points.append(Point(config.privacy.epsilon, one, name, said))
     return points
 

@@ -133,7 +133,7 @@ def manifest_of(run: RunDir, config: RunConfig, *, ended: bool) -> dict[str, str
     if not run.key.exists():
         write_whole(run.key, secrets.token_hex(32), mode=0o600)
     before = [run.config, run.plan, run.canaries]
-    private = [run.rows, run.groups, run.projections, run.references, run.layers, run.metrics, run.summary]
+    private = [run.rows, run.groups, run.projections, run.along, run.references, run.layers, run.metrics, run.summary]
     export = sorted(path for path in run.export.rglob("*") if path.is_file())
     written = [path for path in (before + private + export if ended else before) if path.exists()]
     return {path.relative_to(run.root).as_posix(): _digest(run, path, config) for path in written}

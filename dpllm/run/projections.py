@@ -1,7 +1,7 @@
-"""What every step released along the gradient canaries, and with banded noise who could join when: two private files.
+"""What every step released along the gradient canaries, how far the weights went, and with banded noise who could join when.
 
-Comes in: one number for each canary and step, in units of C; the key of the groups. Goes out: the same after the run, without
-the steps that a crash took. Knows no coins.
+Comes in: one number for each canary and step, in units of C; the weights' before and after; the key of the groups. Goes out: the
+same after the run, without the steps that a crash took: private files. Knows no coins.
 
 Shape suffixes: T steps, M canaries.
 """
@@ -42,6 +42,22 @@ class Projections:
         """Keeps what step ``step``, counted from 1, released."""
         self._kept_TM[step - 1] = proj_M
         self._kept_TM.flush()  # type: ignore[attr-defined]  # a memmap
+
+
+def keep_weights(path: Path, first_M: NDArray[np.float64], last_M: NDArray[np.float64] | None = None) -> None:
+    """private/weights_along_canaries.npy, float64 of shape (2, M): the weights along each canary, before and after the run."""
+    content = io.BytesIO()
+    np.save(content, np.stack([first_M, np.full_like(first_M, np.nan) if last_M is None else last_M]))
+    write_whole(path, content.getvalue())
+
+
+def read_weights(path: Path) -> NDArray[np.float64] | None:
+    """Shape (2, M); None where it is missing or damaged. The second row is nan before the end of the run."""
+    try:
+        kept = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError):
+        return None
+    return kept if kept.ndim == 2 and len(kept) == 2 and kept.dtype == np.float64 else None
 
 
 @dataclass(frozen=True, eq=False)

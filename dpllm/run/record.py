@@ -16,6 +16,8 @@ from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any, Literal, Self
 
+import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console
 
 from dpllm import files
@@ -31,7 +33,7 @@ from dpllm.run import checkpoint
 from dpllm.run.build import Prepared
 from dpllm.run.directory import manifest_of
 from dpllm.run.failures import StepDeadline
-from dpllm.run.projections import Projections, read_groups
+from dpllm.run.projections import Projections, keep_weights, read_groups, read_weights
 from dpllm.run.screen import Screen, only_seen, summary, summary_table
 from dpllm.statement import lineage
 from dpllm.statement.run_files import COST, Guarantee, Metrics, ModelRecord, RunRecord, read_run
@@ -91,6 +93,8 @@ class Recorder:
             if prepared.engine.canaries is not None:
                 width = prepared.config.audit.gradient_canaries
                 self._projections = Projections(prepared.run.projections, total, width)
+                if not self._step or read_weights(prepared.run.along) is None:
+                    self._keep_weights(None)
             self._write_unfinished(None, "its process was killed; the ledger holds its steps")
             base_holds = lineage.why_not(prepared.decision.lineage) is None
             self._telemetry.begin(self._step, self._epsilon_after(self._step), base_holds=base_holds)
@@ -174,6 +178,14 @@ class Recorder:
             )
             checkpoint.save_resume(prepared.run, prepared.model, prepared.optimizer, state)
 
+    def _keep_weights(self, first_M: NDArray[np.float64] | None) -> None:
+        """Where the weights are along the gradient canaries: as they began or, after those that are given, ended."""
+        along_M = self._prepared.engine.weights_along_canaries()
+        if along_M is None:
+            return
+        now_M = along_M.numpy()
+        keep_weights(self._prepared.run.along, *((now_M,) if first_M is None else (first_M, now_M)))
+
     def finish(self) -> None:
         """Exports, closes the reservation, writes run.json, in this order: a run that is killed meanwhile can be resumed.
 
@@ -187,6 +199,8 @@ class Recorder:
         loading.check_finite(prepared.model, "nothing is exported")
         self._finishing = True
         with self._writing():
+            if (kept := read_weights(prepared.run.along)) is not None:
+                self._keep_weights(kept[0])
             checkpoint.export(prepared.model, prepared.tokenizer, prepared.run)
             cost = self._cost(datetime.now(UTC).isoformat(timespec="seconds"))
             manifest = manifest_of(prepared.run, prepared.config, ended=True)

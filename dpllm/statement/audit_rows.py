@@ -88,7 +88,7 @@ def findings(
 def _gradient(seen: GradientAudit, thing: str, planned: int) -> list[Row]:
     steps = count(seen.steps) + (f" of {count(planned)}" if seen.steps < planned else "")
     most = f"at most {measured(seen.ceiling)}; AUC {measured(seen.auc)}, {interval(seen.auc_interval)}"
-    return [
+    rows = [
         Row(
             "Gradient canaries",
             f"{count(seen.canaries)} known vectors of length C were each planted in the summed gradients, or left out, by a "
@@ -105,6 +105,19 @@ def _gradient(seen: GradientAudit, thing: str, planned: int) -> list[Row]:
             f"{measured(seen.drawn_planned)} was planned.",
         ),
     ]
+    if (held := seen.weights) is not None:
+        most = f"at most {measured(held.ceiling)}; AUC {measured(held.auc)}, {interval(held.auc_interval)}"
+        rows.insert(
+            1,
+            Row(
+                "The same in the weights",
+                f"whoever holds the weights before and after the run, and saw no step, could prove ε ≥ "
+                f"{measured(held.epsilon_lower_bound)} with {percent(1 - held.alpha)} confidence ({most}).",
+                f"Expected to be visible in the final weights is ε {measured(held.expected_epsilon)}, by the last-iterate "
+                "comparison, a heuristic and no bound: of that an audit with so many vectors finds a part.",
+            ),
+        )
+    return rows
 
 
 def attacks(found: Iterable[tuple[str, Attack]]) -> Table:

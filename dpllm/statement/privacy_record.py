@@ -163,6 +163,23 @@ class Canaries(Record):
     """Canaries that no coin could plant."""
 
 
+class WeightsAudit(Record):
+    """What the weights before and after the run show of the same vectors, without any step between."""
+
+    epsilon_lower_bound: Number
+    """What whoever holds both could prove about epsilon."""
+    alpha: Between0And1
+    """Probability that it exceeds the truth."""
+    ceiling: Number
+    """The most that an attack which is always right would have shown."""
+    auc: Share | None
+    """Area under the ROC curve of how far the weights went along each vector."""
+    auc_interval: tuple[Number, Number] | None
+    """Its 95% interval."""
+    expected_epsilon: Number
+    """What is expected to be visible of one unit in the final weights, by the last-iterate comparison; no bound."""
+
+
 class GradientAudit(Record):
     """What every step of the run showed of vectors that coins planted in its sums; absent where there were none."""
 
@@ -200,6 +217,8 @@ class GradientAudit(Record):
     """The same by the Plan."""
     drawn_refuted: bool
     """Whether more was measured than chance allows."""
+    weights: WeightsAudit | None = None
+    """What the weights alone show; null where the first ones were not kept."""
 
 
 class Audit(Record):

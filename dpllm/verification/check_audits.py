@@ -10,14 +10,14 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from dpllm.auditing.bounds import Claim
-from dpllm.auditing.gradient import COLUMNS, GradientTable, read_gradient
+from dpllm.auditing.gradient import COLUMNS, OPTIONAL, GradientTable, read_gradient
 from dpllm.auditing.record import CONTROL_LEVEL, AuditRecord, Summary, parse_audit
 from dpllm.auditing.summary import Beside, summarise
 from dpllm.auditing.table import CanaryScores, TokenTable, by_group, read_scores
@@ -161,7 +161,7 @@ def _only_numbers(path: Path) -> None:
         raise Wrong(f"{path.name} has a canary name that dpllm never writes. {AUDIT_AGAIN}")
 
 
-def described(path: Path, wanted: set[str], most: int) -> None:
+def described(path: Path, wanted: set[str], most: int, optional: Sequence[str] = ()) -> None:
     """Refuses a parquet file with other columns, with text beside them, or with more rows, before any of it is unpacked."""
     from pyarrow import ArrowException, parquet
 
@@ -177,7 +177,7 @@ def described(path: Path, wanted: set[str], most: int) -> None:
     except (ArrowException, OSError):
         raise Wrong(f"{path.name} is not a parquet file. {AUDIT_AGAIN}") from None
     names = set(found.schema.names)
-    if names != wanted or (found.metadata or {}).keys() - {b"ARROW:schema"}:
+    if not wanted <= names <= {*wanted, *optional} or (found.metadata or {}).keys() - {b"ARROW:schema"}:
         raise Wrong(f"{path.name} has other columns than dpllm writes; these could be text. {AUDIT_AGAIN}")
     fields_of = found.schema.to_arrow_schema()
     if fields_of.metadata or any(one.metadata for one in fields_of):
@@ -231,11 +231,11 @@ def gradient(folder: Path, terms: Terms, steps: Steps, report: AuditRecord) -> G
         if path.exists():
             raise Wrong(f"gradient.parquet is there, but audit.json names no gradient canaries. {AUDIT_AGAIN}")
         return None
-    described(path, COLUMNS, MOST_ROWS)
+    described(path, COLUMNS, MOST_ROWS, OPTIONAL)
     lattice = terms.randomness.lattice
     try:
-        bands = terms.banded.bands if terms.banded else 1
-        table = read_gradient(path, terms.sampling.sampling_rate, lattice.noise_over_max_grad_norm, bands)
+        coefficients = terms.banded.coefficients if terms.banded else ()
+        table = read_gradient(path, terms.sampling.sampling_rate, lattice.noise_over_max_grad_norm, coefficients)
     except ConfigError as error:
         raise Wrong(str(error).replace(f"{folder}/", "")) from None
     # A step that was not seen takes one pair at most.

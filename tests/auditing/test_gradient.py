@@ -11,7 +11,17 @@ import pytest
 from pyarrow import parquet
 from scipy import stats
 
-from dpllm.auditing.gradient import GradientTable, examine, read_gradient, seen, tabulate, write_gradient
+from dpllm.auditing.gradient import (
+    SHARE_OF_ALPHA,
+    SHARE_OF_MEASURES,
+    GradientTable,
+    examine,
+    expected_epsilon,
+    read_gradient,
+    seen,
+    tabulate,
+    write_gradient,
+)
 from dpllm.errors import ConfigError
 
 RATE, STEPS, NOISE, DELTA, ALPHA = 0.05, 40, 0.7, 1e-5, 0.05
@@ -26,14 +36,19 @@ def run(
     length: float = 1.0,
     drift: float = 0.0,
     again: bool = False,
+    rates: Any = None,
 ) -> GradientTable:
-    """What a run would release, with gradients of the data that drift along each canary; ``again``: one noise for all steps."""
+    """What a run would release, with gradients of the data that drift along each canary; ``again``: one noise for all steps.
+
+    ``rates``: learning rates of the steps, whose sum the weights are; none: the first weights were not kept.
+    """
     generator = np.random.default_rng(seed)
     coins_M = generator.random(canaries) < 0.5
     noise_TM = generator.normal(0.0, noise, (1 if again else STEPS, canaries))
     drawn_TM = (generator.random((STEPS, canaries)) < rate) & coins_M
     drift_TM = drift * generator.normal(size=canaries) * np.linspace(1.0, 0.5, STEPS)[:, None]
-    return tabulate(noise_TM + length * drawn_TM + drift_TM, coins_M, RATE, NOISE)
+    seen_TM = noise_TM + length * drawn_TM + drift_TM
+    return tabulate(seen_TM, coins_M, RATE, NOISE, weights_M=None if rates is None else rates @ seen_TM)
 
 
 def examined(table: GradientTable) -> Any:
@@ -112,6 +127,89 @@ def test_whoever_sees_the_steps_proves_something_and_never_more_than_the_mechani
     assert max(bounds) <= epsilon
 
 
+CONSTANT, LINEAR = np.full(STEPS, 0.1), np.linspace(0.1, 0.0, STEPS)
+
+
+@pytest.mark.parametrize("rates", [CONSTANT, LINEAR], ids=["constant", "linear"])
+def test_of_the_weights_nothing_is_proved_where_nothing_was_planted(rates: Any, full: bool) -> None:
+    audits = 1000 if full else 100
+    found = [examined(run(seed, rate=0.0, drift=0.3, rates=rates)).weights for seed in range(audits)]
+    above = sum(one.epsilon_lower_bound > 0 for one in found)
+    assert above <= 0.065 * audits
+    assert stats.binom.sf(above - 1, audits, found[0].alpha) > 1e-3
+
+
+def test_of_the_weights_something_is_proved_and_never_more_than_the_mechanism_has(full: bool) -> None:
+    """By the last iterate, less than by its steps; and by a constant rate more than by one that falls."""
+    from dpllm.privacy import accounting, events
+
+    noise, audits = 0.35, 1000 if full else 60
+    epsilon = accounting.epsilon(events.dp_sgd_event(RATE, noise, STEPS), DELTA, "zero_out")
+    bounds = {}
+    for name, rates in (("constant", CONSTANT), ("linear", LINEAR)):
+        found = [examined(run(seed, noise=noise, rates=rates)) for seed in range(audits)]
+        held = [one.weights.epsilon_lower_bound for one in found]
+        assert max(held) <= epsilon
+        bounds[name] = np.mean(held), np.mean([one.weights.auc for one in found])
+    assert 0 < bounds["linear"][0] < bounds["constant"][0] < np.mean([one.epsilon_lower_bound for one in found])
+    assert 0.55 < bounds["linear"][1] < bounds["constant"][1] < 0.8
+
+
+def test_alpha_is_split_beforehand() -> None:
+    alone, both = examined(run(1)), examined(run(1, rates=CONSTANT))
+    assert alone.weights is None
+    assert alone.alpha == pytest.approx((SHARE_OF_ALPHA - 2 * SHARE_OF_MEASURES) * ALPHA)
+    assert both.alpha + both.weights.alpha == pytest.approx(alone.alpha)
+    assert both.weights.alpha == pytest.approx(alone.alpha / 5)
+
+
+def table_of(noise: float, steps: int, rate: float, coefficients: tuple[float, ...] = ()) -> GradientTable:
+    nothing_M = np.zeros(2)
+    pair = np.array([True, False]), nothing_M, nothing_M, nothing_M
+    return GradientTable(*pair, steps, steps // 2, rate, noise, coefficients)
+
+
+@pytest.mark.parametrize(
+    ("noise", "steps", "rate", "coefficients"),
+    [
+        (0.7575, 24, 0.123, ()),
+        (1.2658, 24, 0.123, ()),
+        (2.0, 100, 0.01, ()),
+        (0.5, 8, 1.0, ()),
+        (1.5, 24, 0.123, (1.0, 0.5)),
+        (1.5, 30, 0.05, (1.0, 0.6, 0.3)),
+    ],
+)
+def test_what_is_expected_of_the_weights_is_the_epsilon_of_all_releases_together(
+    noise: float, steps: int, rate: float, coefficients: tuple[float, ...]
+) -> None:
+    """By dp-accounting's mixture of Gaussians, at the noise that a simulation of the releases finds."""
+    import dp_accounting as dp
+    from dp_accounting.dp_event import MixtureOfGaussiansDpEvent
+    from dp_accounting.pld import PLDAccountant
+    from scipy.linalg import toeplitz
+
+    bands = max(1, len(coefficients))
+    first = np.zeros(steps)
+    first[:bands] = coefficients or (1.0,)
+    spread = noise * np.linalg.norm(np.linalg.inv(np.tril(toeplitz(first))).sum(axis=0))
+    turns = steps // bands
+    weights = stats.binom.pmf(range(turns + 1), turns, min(1.0, bands * rate))
+    kept = weights > 0
+    accountant = PLDAccountant(dp.NeighboringRelation.ADD_OR_REMOVE_ONE, 2e-3)
+    accountant.compose(MixtureOfGaussiansDpEvent(spread, list(np.arange(turns + 1.0)[kept]), list(weights[kept])))
+    expected = expected_epsilon(table_of(noise, steps, rate, coefficients), DELTA)
+    assert expected == pytest.approx(accountant.get_epsilon(DELTA), rel=3e-3)
+
+
+def test_what_is_expected_of_published_settings() -> None:
+    """SmolLM2 on E2E at epsilon 8 and 3: the heuristic's 5.59 and 2.54."""
+    assert expected_epsilon(table_of(0.7575, 24, 0.123), DELTA) == pytest.approx(5.594, abs=1e-3)
+    assert expected_epsilon(table_of(1.2658, 24, 0.123), DELTA) == pytest.approx(2.539, abs=1e-3)
+    assert expected_epsilon(table_of(50.0, 24, 0.123), DELTA) == pytest.approx(0.0, abs=0.05)
+    assert expected_epsilon(table_of(0.7575, 0, 0.123), DELTA) == 0.0
+
+
 def test_steps_that_a_crash_took_are_left_out() -> None:
     generator = np.random.default_rng(0)
     proj_TM, coins_M = generator.normal(0, NOISE, (6, 50)), generator.random(50) < 0.5
@@ -149,16 +247,20 @@ def test_the_attack_is_seen_where_it_works_and_not_elsewhere() -> None:
 
 
 def test_a_table_reads_back_exactly_and_a_damaged_one_is_refused(tmp_path: Path) -> None:
-    table, path = run(5, 60), tmp_path / "gradient.parquet"
+    path = tmp_path / "gradient.parquet"
+    write_gradient(run(5, 60), path)
+    assert read_gradient(path, RATE, NOISE).weights_M is None
+    table = run(5, 60, rates=CONSTANT)
     write_gradient(table, path)
     again = read_gradient(path, RATE, NOISE)
-    for name in ("inserted_M", "score_M", "squares_M", "total_M"):
+    for name in ("inserted_M", "score_M", "squares_M", "total_M", "weights_M"):
         np.testing.assert_array_equal(getattr(again, name), getattr(table, name))
     assert (again.steps, again.pairs) == (table.steps, table.pairs)
     again = parquet.read_table(path)
     odd = {
         "squares": [-1.0] * 60,
         "score": [float("nan")] * 60,
+        "weights": [float("inf")] * 60,
         "inserted": [None, *[True] * 59],
         "steps": [1, *[9] * 59],
         "pairs": [0.5] * 60,

@@ -59,7 +59,7 @@ def test_what_each_step_showed_is_kept_in_private_and_scores_are_published(plant
     assert proj_TM.shape == (6, CANARIES)
     assert np.isfinite(proj_TM).all()
     published = parquet.read_table(run.export / "audit" / "gradient.parquet")
-    assert set(published.column_names) == {"inserted", "score", "squares", "total", "steps", "pairs"}
+    assert set(published.column_names) == {"inserted", "score", "squares", "total", "weights", "steps", "pairs"}
     assert tuple(published["inserted"].to_pylist()) == canaries.load(run.canaries).gradient_coins
     everything = b"".join(path.read_bytes() for path in run.export.rglob("*") if path.is_file())
     assert canaries.load(run.canaries).gradient_key.encode() not in everything
@@ -72,6 +72,21 @@ def test_the_card_says_what_they_show_and_what_they_do_not(planted: Place) -> No
     assert f"where {found['noise_planned']:.3f} C was planned;" in card
     assert "An observer of the noised sums of 6 steps" in card
     assert "whoever holds only the weights sees less" in card
+    held = found["weights"]
+    assert f"Expected to be visible in the final weights is ε {held['expected_epsilon']:.2f}" in card
+    assert held["expected_epsilon"] < planted.json("plan.json")["epsilon"]
+
+
+def test_how_far_the_weights_went_is_measured_on_the_weights_themselves(planted: Place) -> None:
+    """Beside the projections of a second process that reads the export: B begins at zero, and A at what the seed draws."""
+    run = RunDir(planted.run)
+    first_M, last_M = np.load(run.along)
+    assert np.isfinite(last_M).all()
+    published = parquet.read_table(run.export / "audit" / "gradient.parquet")
+    np.testing.assert_allclose(np.array(published["weights"]), first_M - last_M)
+    assert float(np.abs(first_M - last_M).max()) > 0
+    moved = np.load(run.projections).astype(float).sum(axis=0)
+    assert np.corrcoef(first_M - last_M, moved)[0, 1] > 0.3  # descent, by Adam at a falling rate
 
 
 TABLE = Path("export/audit/gradient.parquet")
@@ -97,13 +112,14 @@ def edited(planted: Place, folder: Path, **columns: Any) -> Path:
     [
         ({"squares": lambda column: column * 1.3}, "gradient"),
         ({"score": "0.25"}, "something other than numbers"),
+        ({"weights": lambda column: column[::-1]}, "gradient"),
         ({"note": "a patient"}, "other columns than dpllm writes"),
         ({"score": lambda column: [[0.5] * 1000] * len(column)}, "gradient.parquet has other columns"),
         ({"steps": 10**9}, "counts other steps"),
         ({"pairs": 1}, "counts other steps"),
         ({"steps": 5, "pairs": 0}, "counts other steps"),
     ],
-    ids=["an edit", "text", "a column more", "lists", "steps", "pairs", "both"],
+    ids=["an edit", "text", "the weights", "a column more", "lists", "steps", "pairs", "both"],
 )
 def test_verify_sees_a_table_that_was_edited(planted: Place, tmp_path: Path, columns: Json, said: str) -> None:
     answer = dpllm_("verify", edited(planted, tmp_path, **columns) / "export", "--json")
@@ -165,10 +181,13 @@ def test_a_resumed_run_goes_on_with_the_same_vectors_and_coins(place: Place, mon
     run = RunDir(place.run)
     before, coins = np.load(run.projections), run.canaries.read_bytes()
     assert np.isnan(before[3:]).all()
+    began = np.load(run.along)[0]
     done("train", place.recipe, "--resume")
     after = np.load(run.projections)
     np.testing.assert_array_equal(after[:3], before[:3])
     assert np.isfinite(after).all()
+    np.testing.assert_array_equal(np.load(run.along)[0], began)
+    assert np.isfinite(np.load(run.along)).all()
     assert run.canaries.read_bytes() == coins
     assert (calls[0]._sign_KM == calls[-1]._sign_KM).all()
     done("audit", place.run)

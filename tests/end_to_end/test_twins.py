@@ -73,6 +73,36 @@ def test_no_canary_of_text_is_in_what_is_published(trained: tuple[Place, dict[st
         assert len(book.runs("notes")) == 2
 
 
+def test_a_twin_may_keep_its_rate_and_its_card_says_so(tmp_path: Path, base: Path) -> None:
+    """The published run's stays as the recipe has it."""
+    place = place_of(tmp_path / "place", base, 8)
+    planned = json.loads(done("plan", place.recipe, "--twin", "--constant-rate", "--json").out)
+    said = json.loads(done("sweep", place.recipe, "--twin", "--constant-rate", "--json").out)
+    assert said["together"]["epsilon"] == pytest.approx(planned["twin"]["epsilon"])
+    production, other = (RunDir(place.root / "both" / name) for name in ("production", "twin"))
+    own = place.load_config().train
+    assert production.load_config().train == own
+    assert own.lr_scheduler != "constant"
+    kept = other.load_config().train
+    assert (kept.lr_scheduler, kept.warmup) == ("constant", 0.0)
+    assert kept.model_copy(update={"lr_scheduler": own.lr_scheduler, "warmup": own.warmup}) == own
+    for run, says in ((production, False), (other, True)):
+        card = (run.export / "README.md").read_text("utf-8")
+        assert ("at a constant learning rate where that run's falls" in card) is says
+        assert "0 failed" in done("verify", run.root, "--ledger", place.ledger).out
+
+
+def test_a_constant_rate_without_a_twin_or_beside_one_is_refused(tmp_path: Path, base: Path) -> None:
+    place = place_of(tmp_path / "place", base, 8)
+    for command in ("plan", "sweep"):
+        answer = dpllm_(command, place.recipe, "--constant-rate")
+        assert answer.code == 2
+        assert "Type --twin too" in answer.err
+    answer = twin(place, "--constant-rate", "--train.lr_scheduler", "constant")
+    assert answer.code == 2
+    assert "constant already" in answer.err
+
+
 def test_a_budget_for_one_of_them_admits_neither(tmp_path: Path, base: Path) -> None:
     place = place_of(tmp_path / "place", base, 3)
     planned = dpllm_("plan", place.recipe, "--twin")
