@@ -160,8 +160,8 @@ def examine(table: GradientTable, *, delta: float, alpha: float) -> GradientAudi
     """
     inside, level = table.inserted_M, SHARE_OF_MEASURES * alpha
     of_bound = SHARE_OF_ALPHA * alpha - 2 * level
-    of_weights = SHARE_OF_WEIGHTS * of_bound if table.weights_M is not None else 0.0
-    of_bound -= of_weights
+    share = SHARE_OF_WEIGHTS * of_bound if table.weights_M is not None else 0.0
+    of_bound -= share
     # Many of the inserted were never drawn, so the highest scores alone are guessed.
     reach = min(round(2 * math.sqrt(len(inside))), len(inside) // 2)
     bound = epsilon_lower_bound(table.score_M, inside, delta=delta, alpha=of_bound, falling_in=[reach] if reach else [])
@@ -191,7 +191,7 @@ def examine(table: GradientTable, *, delta: float, alpha: float) -> GradientAudi
             "drawn_planned": expected,
             "noise_refuted": noise_p < level,
             "drawn_refuted": drawn_p < level,
-            "weights": _of_weights(table, delta, of_weights),
+            **({"weights": of_weights} if (of_weights := _of_weights(table, delta, share)) else {}),
         }
     )
 

@@ -281,12 +281,6 @@ class StepEngine:
         released_P /= self._schedule.expected_batch_size
         return released_P
 
-    def weights_along_canaries(self) -> Tensor | None:
-        """proj_M: what trains, along each gradient canary, on the CPU; None where there are none."""
-        if self.canaries is None:
-            return None
-        return self.canaries.project(torch.cat([one.detach().flatten() for one in self.parameters.values()]))
-
     def forget_noise(self) -> None:
         """Takes back no earlier noise from now on, as a resumed run does; for a step that was drawn and did not end."""
         if isinstance(self._noise, BandedNoise):

@@ -9,7 +9,7 @@ Shape suffixes: M canaries, K coordinates of each, P trainable coordinates.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -77,6 +77,10 @@ class GradientCanaries:
         for part_RM, sign_RM in zip(*parts, strict=True):
             total_M += (part_RM * sign_RM).sum(dim=0)
         return (total_M / math.sqrt(self._each)).cpu()
+
+    def along(self, parameters: Iterable[Tensor]) -> Tensor:
+        """proj_M of the weights themselves, in the order in which sums hold them."""
+        return self.project(torch.cat([one.detach().flatten() for one in parameters]))
 
     def _grid(self, flat_P: Tensor) -> Tensor:
         return flat_P[: self._each * self._width].view(self._each, self._width)

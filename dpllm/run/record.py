@@ -180,10 +180,9 @@ class Recorder:
 
     def _keep_weights(self, first_M: NDArray[np.float64] | None) -> None:
         """Where the weights are along the gradient canaries: as they began or, after those that are given, ended."""
-        along_M = self._prepared.engine.weights_along_canaries()
-        if along_M is None:
-            return
-        now_M = along_M.numpy()
+        engine = self._prepared.engine
+        assert engine.canaries is not None
+        now_M = engine.canaries.along(engine.parameters.values()).numpy()
         keep_weights(self._prepared.run.along, *((now_M,) if first_M is None else (first_M, now_M)))
 
     def finish(self) -> None:
@@ -199,7 +198,7 @@ class Recorder:
         loading.check_finite(prepared.model, "nothing is exported")
         self._finishing = True
         with self._writing():
-            if (kept := read_weights(prepared.run.along)) is not None:
+            if prepared.engine.canaries and (kept := read_weights(prepared.run.along)) is not None:
                 self._keep_weights(kept[0])
             checkpoint.export(prepared.model, prepared.tokenizer, prepared.run)
             cost = self._cost(datetime.now(UTC).isoformat(timespec="seconds"))

@@ -218,7 +218,7 @@ class GradientAudit(Record):
     drawn_refuted: bool
     """Whether more was measured than chance allows."""
     weights: WeightsAudit | None = None
-    """What the weights alone show; null where the first ones were not kept."""
+    """What the weights alone show; absent where the first ones were not kept."""
 
 
 class Audit(Record):

@@ -11,6 +11,7 @@ from running import Answer, Place, done, dpllm_, make_place
 from dpllm.canaries import canaries
 from dpllm.ledger import Ledger
 from dpllm.ledger.reserving import group_total
+from dpllm.recipe.config import load_config
 from dpllm.run.directory import RunDir
 
 WORDS = {"groups": {1: 20, 4: 4}, "references": 100, "digits": 12}
@@ -80,7 +81,7 @@ def test_a_twin_may_keep_its_rate_and_its_card_says_so(tmp_path: Path, base: Pat
     said = json.loads(done("sweep", place.recipe, "--twin", "--constant-rate", "--json").out)
     assert said["together"]["epsilon"] == pytest.approx(planned["twin"]["epsilon"])
     production, other = (RunDir(place.root / "both" / name) for name in ("production", "twin"))
-    own = place.load_config().train
+    own = load_config(place.recipe).train
     assert production.load_config().train == own
     assert own.lr_scheduler != "constant"
     kept = other.load_config().train
