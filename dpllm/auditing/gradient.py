@@ -33,6 +33,9 @@ SHARE_OF_WEIGHTS = 0.2
 SHARE_OF_MEASURES = 0.05
 """Of the audit's alpha, what the test of the noise takes, and that of the draws: they are powerful, and the bound is not."""
 CONFIDENCE = 0.95
+LEAST_SPREAD, MOST_SPREAD, SMALLEST = 1e-6, 1e9, -800.0
+"""Of what is expected of the weights: noise in units of C beyond which it is all, or 0; logarithm of a share that is not
+counted."""
 LEAST_NOISE, MOST_DRAWN = 0.9, 1.25
 """Of what is planned: beyond these, noise and draws are called wrong. What is between is left to later gradients, which answer to
 what earlier steps released: where the loss is concave along a canary, they shorten differences and lengthen totals."""
@@ -56,7 +59,8 @@ class GradientTable:
         sampling_rate: q of the Plan, in (0, 1].
         noise: Standard deviation of the Plan's noise over C, > 0; of banded noise, of its fresh part.
         coefficients: c_0, ..., c_{b-1} of banded noise; none for independent noise.
-        weights_M: How far the weights went against the canary, from before the first step to after the last; None: not kept.
+        weights_M: How far the weights went against the canary, from before the first step to after the last; None: a table of a
+            version that did not keep them.
     """
 
     inserted_M: NDArray[np.bool_]
@@ -228,8 +232,11 @@ def expected_epsilon(table: GradientTable, delta: float) -> float:
         return 0.0
     coefficients = table.coefficients or (1.0,)
     spread = table.noise * float(np.linalg.norm(np.cumsum(banded.inverse(coefficients, table.steps))))
+    if not LEAST_SPREAD < spread < MOST_SPREAD:
+        return 0.0 if spread >= MOST_SPREAD else LARGEST_EPSILON
     count_K = np.arange(turns + 1.0)
     weight_K = stats.binom.logpmf(count_K, turns, rate)
+    count_K, weight_K = count_K[weight_K > SMALLEST], weight_K[weight_K > SMALLEST]
 
     def log_ratio(x: float) -> float:
         return float(special.logsumexp(weight_K + (count_K * x - count_K**2 / 2) / spread**2))

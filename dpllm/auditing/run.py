@@ -17,7 +17,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from dpllm.auditing import attacks
@@ -208,10 +207,11 @@ def _gradient(run: RunDir, plan: CanaryPlan) -> GradientTable:
     assert lattice is not None
     proj_TM, promise = read_projections(run.projections), read_plan(run)
     turns = read_turns(run.groups, promise.coefficients, len(plan.gradient_coins))
-    noise, along = lattice.noise_over_max_grad_norm, read_weights(run.along)
-    # Descent: what adds to a gradient takes off the weight.
-    moved_M = None if along is None or np.isnan(along).any() else along[0] - along[1]
-    return tabulate(proj_TM, plan.gradient_coins, promise.sampling_rate, noise, turns, moved_M)
+    first_M, last_M = read_weights(run.along)
+    moved_M = first_M - last_M  # descent: what adds to a gradient takes off the weight
+    return tabulate(
+        proj_TM, plan.gradient_coins, promise.sampling_rate, lattice.noise_over_max_grad_norm, turns, moved_M
+    )
 
 
 def _summary(examined: _Examined, twin: str | None) -> Summary:

@@ -299,7 +299,12 @@ def _as_fixed(points: Sequence[Point], state: dict[str, Any]) -> list[Point]:
     fixed = []
     for point in points:
         said = f"{point.said}, fixed together before the first as tuning group {state['group']} of the ledger."
-        card = point.config.card.model_copy(update={"tuning": point.config.card.tuning or said})
+        own = point.config.card.tuning
+        if own and point.name == "twin":  # which says what differs
+            said = f"{own} {said}"
+        elif own:
+            said = own
+        card = point.config.card.model_copy(update={"tuning": said})
         fixed.append(replace(point, config=point.config.model_copy(update={"card": card})))
     return fixed
 

@@ -253,14 +253,15 @@ class PassGradients:
 
 @cache
 def kernels_for(device: torch.device) -> Any:
-    """The module of kernels for this device, ``kernels``; None where Triton, or the compiler that it calls, is missing."""
+    """The module of kernels for this device, ``kernels``; None where Triton or its compiler is missing, or a GPU is too small."""
     if device.type != "cuda":
         return None
     try:
         from dpllm.privacy import kernels
 
-        one = torch.ones(1, device=device)
-        kernels.add_rounded(one[None], one.double(), one.double())
+        kernels.try_out(device)
+    except torch.OutOfMemoryError:
+        raise
     except Exception:  # whatever a compiler that is missing ends in
         return None
     return kernels

@@ -9,6 +9,9 @@ Shape suffixes: M tokens of a pass, U units, L parameters, P coordinates.
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -79,6 +82,11 @@ def _added(held_UP, factor_U, sum_P, row, units, size, AT_ONCE: tl.constexpr, WH
     tl.store(sum_P + place, total, inside)
 
 
+def _device_of(values: Tensor) -> Any:
+    """Triton starts kernels on the current device, and in its stream: this makes it that of the values."""
+    return torch.cuda.device_of(values)  # type: ignore[no-untyped-call]
+
+
 def products(left_Ni: Tensor, right_Nj: Tensor, bounds_2U: Tensor, into_Uij: Tensor, tokens: int, first: bool) -> None:
     """left.T @ right of each unit's rows, in float32, added to ``into_Uij`` or, if ``first``, in its place.
 
@@ -96,9 +104,23 @@ def products(left_Ni: Tensor, right_Nj: Tensor, bounds_2U: Tensor, into_Uij: Ten
     tile = [min(most, max(LEAST, triton.next_power_of_2(side))) for side in (wide, high)]
     grid = units, triton.cdiv(wide, tile[0]), triton.cdiv(high, tile[1])
     rows = left_Ni.stride(0), right_Nj.stride(0), into_Uij.stride(0)
-    _products[grid](
-        left_Ni, right_Nj, bounds_2U, into_Uij, *rows, units, tokens, each, wide, high, int(first), *tile, TOKENS, low
-    )
+    with _device_of(left_Ni):
+        _products[grid](
+            left_Ni,
+            right_Nj,
+            bounds_2U,
+            into_Uij,
+            *rows,
+            units,
+            tokens,
+            each,
+            wide,
+            high,
+            int(first),
+            *tile,
+            TOKENS,
+            low,
+        )
 
 
 def squares(held_UP: Tensor, places_2L: Tensor, square_LU: Tensor) -> None:
@@ -109,12 +131,14 @@ def squares(held_UP: Tensor, places_2L: Tensor, square_LU: Tensor) -> None:
         places_2L: Where each parameter begins, and its size.
         square_LU: Where the norms go.
     """
-    _squares[square_LU.shape](held_UP, places_2L, square_LU, held_UP.stride(0), MEASURED, num_warps=8)
+    with _device_of(held_UP):
+        _squares[square_LU.shape](held_UP, places_2L, square_LU, held_UP.stride(0), MEASURED, num_warps=8)
 
 
 def add_up(square_LU: Tensor, square_U: Tensor) -> None:
     """The sum over L, from the first to the last."""
-    _totals[square_U.shape](square_LU, square_U, len(square_LU))
+    with _device_of(square_LU):
+        _totals[square_U.shape](square_LU, square_U, len(square_LU))
 
 
 def add_rounded(held_UP: Tensor, factor_U: Tensor, sum_P: Tensor) -> None:
@@ -122,7 +146,22 @@ def add_rounded(held_UP: Tensor, factor_U: Tensor, sum_P: Tensor) -> None:
 
     What has the factor 0 is not read.
     """
-    grid = (triton.cdiv(len(sum_P), AT_ONCE),)
-    _added[grid](
-        held_UP, factor_U, sum_P, held_UP.stride(0), len(factor_U), len(sum_P), AT_ONCE, WHOLE, enable_fp_fusion=False
-    )
+    grid, rest = (triton.cdiv(len(sum_P), AT_ONCE),), (AT_ONCE, WHOLE)
+    with _device_of(held_UP):
+        _added[grid](
+            held_UP, factor_U, sum_P, held_UP.stride(0), len(factor_U), len(sum_P), *rest, enable_fp_fusion=False
+        )
+
+
+def try_out(device: torch.device) -> None:
+    """Compiles and runs every kernel, products of the largest tiles too; raises what a GPU or a compiler says against it."""
+    for dtype, side in ((torch.bfloat16, MOST), (torch.float32, MOST_WIDE)):
+        ones = torch.ones(side, side, device=device, dtype=dtype)
+        into = torch.zeros(1, side, side, device=device)
+        products(ones, ones, torch.tensor([[0], [side]], device=device), into, side, True)
+    held_UP = into.flatten(1)
+    square_LU, sum_P = held_UP.new_zeros((1, 1), dtype=torch.float64), held_UP[0].double()
+    squares(held_UP, torch.tensor([[0], [held_UP.shape[1]]], device=device), square_LU)
+    add_up(square_LU, square_LU[0].clone())
+    add_rounded(held_UP, square_LU[0], sum_P)
+    torch.cuda.synchronize(device)

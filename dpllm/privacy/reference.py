@@ -28,7 +28,7 @@ from dpllm.privacy.schedule import Packing, Unit
 ROUNDED = 1e-6  # relative error of losses that float32 rounds differently
 # What rounding does to the reference is measured by rounding otherwise: layers' outputs are moved by as much as rounding moves
 # them, and the backward pass is of losses times SCALE. The engine, whose kernels are others, may be off by ROUNDINGS times as
-# much, and never by more than SEEN: where a contribution is missing it is 1.
+# much, and never by more than SEEN: where a parameter's only contribution is missing it is 1.
 SCALE, ROUNDINGS, SEEN = 0.73, 4.0, 0.4
 ADVICE = (
     " Its gradient does not come from ordinary calls of its layer (a weight used outside it, a fused kernel, a layer called "
@@ -161,7 +161,8 @@ def compare(subject: Subject, sum_P: Tensor, clipped_sum: Callable[[bool], Tenso
     name = max(errors, key=lambda key: errors[key] if errors[key] == errors[key] else float("inf"))
     if not errors[name] <= accepted:
         rounding = _apart(subject.parameters, clipped_sum(True), expected_P)
-        over = {key: error / max(accepted, min(SEEN, ROUNDINGS * rounding[key])) for key, error in errors.items()}
+        known = {key: moved if math.isfinite(moved) else 0.0 for key, moved in rounding.items()}
+        over = {key: error / max(accepted, min(SEEN, ROUNDINGS * known[key])) for key, error in errors.items()}
         name = max(over, key=lambda key: over[key] if over[key] == over[key] else float("inf"))
         if not over[name] <= 1.0:
             raise Refused(f"self-check: the clipped sum of {name} is off by {errors[name]:.1e} (relative).{ADVICE}")

@@ -8,6 +8,7 @@ Shape suffixes: T steps, M canaries.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 from dataclasses import dataclass
@@ -51,13 +52,16 @@ def keep_weights(path: Path, first_M: NDArray[np.float64], last_M: NDArray[np.fl
     write_whole(path, content.getvalue())
 
 
-def read_weights(path: Path) -> NDArray[np.float64] | None:
-    """Shape (2, M); None where it is missing or damaged. The second row is nan before the end of the run."""
-    try:
-        kept = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError):
-        return None
-    return kept if kept.ndim == 2 and len(kept) == 2 and kept.dtype == np.float64 else None
+def read_weights(path: Path) -> NDArray[np.float64]:
+    """Shape (2, M); the second row is nan before the end of the run. A missing or damaged file is a ConfigError."""
+    with contextlib.suppress(OSError, ValueError, EOFError):
+        kept: NDArray[np.float64] = np.load(path, allow_pickle=False)
+        if kept.ndim == 2 and len(kept) == 2 and kept.dtype == np.float64 and np.isfinite(kept[0]).all():
+            return kept
+    raise ConfigError(
+        f"{path}: is missing or damaged, so what the weights show of the gradient canaries is not known. Restore it, or train "
+        "again."
+    )
 
 
 @dataclass(frozen=True, eq=False)

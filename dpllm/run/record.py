@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from dpllm import files
-from dpllm.errors import DpllmError
+from dpllm.errors import ConfigError, DpllmError
 from dpllm.files import read_json, write_json
 from dpllm.model import environment, loading, memory
 from dpllm.model.evaluate import HeldOut
@@ -93,7 +93,7 @@ class Recorder:
             if prepared.engine.canaries is not None:
                 width = prepared.config.audit.gradient_canaries
                 self._projections = Projections(prepared.run.projections, total, width)
-                if not self._step or read_weights(prepared.run.along) is None:
+                if not self._step:
                     self._keep_weights(None)
             self._write_unfinished(None, "its process was killed; the ledger holds its steps")
             base_holds = lineage.why_not(prepared.decision.lineage) is None
@@ -198,8 +198,9 @@ class Recorder:
         loading.check_finite(prepared.model, "nothing is exported")
         self._finishing = True
         with self._writing():
-            if prepared.engine.canaries and (kept := read_weights(prepared.run.along)) is not None:
-                self._keep_weights(kept[0])
+            if prepared.engine.canaries is not None:
+                with contextlib.suppress(ConfigError):  # a file that is gone is the audit's to say
+                    self._keep_weights(read_weights(prepared.run.along)[0])
             checkpoint.export(prepared.model, prepared.tokenizer, prepared.run)
             cost = self._cost(datetime.now(UTC).isoformat(timespec="seconds"))
             manifest = manifest_of(prepared.run, prepared.config, ended=True)

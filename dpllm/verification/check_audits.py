@@ -24,6 +24,7 @@ from dpllm.auditing.table import CanaryScores, TokenTable, by_group, read_scores
 from dpllm.card import claim
 from dpllm.errors import ConfigError, DpllmError
 from dpllm.files import SETTINGS, of_model
+from dpllm.privacy import banded
 from dpllm.statement.fields import Steps, Terms
 from dpllm.statement.privacy_record import Audit, CanaryGroup, PrivacyRecord
 from dpllm.statement.run_files import AuditSettings
@@ -232,9 +233,11 @@ def gradient(folder: Path, terms: Terms, steps: Steps, report: AuditRecord) -> G
             raise Wrong(f"gradient.parquet is there, but audit.json names no gradient canaries. {AUDIT_AGAIN}")
         return None
     described(path, COLUMNS, MOST_ROWS, OPTIONAL)
-    lattice = terms.randomness.lattice
+    lattice, coefficients = terms.randomness.lattice, terms.banded.coefficients if terms.banded else ()
+    bands_fit = not coefficients or (len(coefficients) <= banded.MOST_BANDS and banded.admissible(coefficients))
+    if steps.planned > costs.MOST_STEPS or not bands_fit:
+        raise Wrong("more steps or bands are stated than an audit by gradient canaries can be computed again for.")
     try:
-        coefficients = terms.banded.coefficients if terms.banded else ()
         table = read_gradient(path, terms.sampling.sampling_rate, lattice.noise_over_max_grad_norm, coefficients)
     except ConfigError as error:
         raise Wrong(str(error).replace(f"{folder}/", "")) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +209,14 @@ def test_what_is_expected_of_published_settings() -> None:
     assert expected_epsilon(table_of(1.2658, 24, 0.123), DELTA) == pytest.approx(2.539, abs=1e-3)
     assert expected_epsilon(table_of(50.0, 24, 0.123), DELTA) == pytest.approx(0.0, abs=0.05)
     assert expected_epsilon(table_of(0.7575, 0, 0.123), DELTA) == 0.0
+
+
+def test_what_is_expected_is_a_number_soon_whatever_a_table_says() -> None:
+    start = time.process_time()
+    for noise in (1e-300, 1e-12, 1e-4, 1e4, 1e160, 1e300):
+        for steps, rate in ((1, 1.0), (1_000_000, 0.5), (1_000_000, 1e-9)):
+            assert 0 <= expected_epsilon(table_of(noise, steps, rate), DELTA) <= 64
+    assert time.process_time() - start < 30
 
 
 def test_steps_that_a_crash_took_are_left_out() -> None:

@@ -158,6 +158,22 @@ def test_projections_that_are_not_those_of_the_run_are_refused(planted: Place, t
     assert "gradient_canaries.npy" in answer.err
 
 
+@pytest.mark.parametrize("damage", ["no file", "no array", "another shape"])
+def test_weights_that_were_not_kept_are_refused_and_keep_no_run_from_its_end(
+    planted: Place, place: Place, tmp_path: Path, damage: str
+) -> None:
+    run = RunDir(shutil.copytree(planted.run, tmp_path / "run"))
+    if damage == "no file":
+        run.along.unlink()
+    elif damage == "no array":
+        run.along.write_bytes(b"")
+    else:
+        np.save(run.along, np.zeros((3, CANARIES)))
+    answer = dpllm_("audit", run.root)
+    assert answer.code == 2
+    assert "weights_along_canaries.npy" in answer.err
+
+
 def test_a_run_without_privacy_holds_their_slots_and_plants_none(place: Place) -> None:
     place.write({**SETTINGS, "privacy.enabled": False, "data.public": True})
     done("train", place.recipe)

@@ -49,6 +49,12 @@ def test_no_rounding_hides_what_is_missing(factor: float) -> None:
             compared(second_times(factor), rounding)
 
 
+@pytest.mark.parametrize("rounding", [float("nan"), float("inf")])
+def test_a_reference_that_is_not_finite_excuses_nothing(rounding: float) -> None:
+    with pytest.raises(Refused, match="clipped sum of second"):
+        compared(second_times(1.35), rounding, tolerance=1e-3)
+
+
 def test_rounding_of_one_layer_excuses_no_other() -> None:
     with pytest.raises(Refused, match="clipped sum of first"):
         compared(torch.cat([EXACT[:20] * 1.1, EXACT[20:]]), 0.05)
