@@ -175,7 +175,7 @@ FEATURES = (
         "canaries and audits",
         "What a model memorised: canaries, extraction, membership, with bounds that hold.",
         ("auditing/*.py", "canaries/*.py", "cli/audit.py", "cli/canaries.py"),
-        4_334,
+        4_332,
     ),
     Feature(
         "audits of other models",
@@ -216,7 +216,7 @@ LIMITS = {
     "upward arrows": 0,
     "rooms in cycles": 0,
 }
-MOST_LINES = 37_561  # of all features together; 31,000 is aimed at, and never above 33,500 after that
+MOST_LINES = 37_559  # of all features together; 31,000 is aimed at, and never above 33,500 after that
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 

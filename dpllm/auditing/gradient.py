@@ -195,7 +195,7 @@ def examine(table: GradientTable, *, delta: float, alpha: float) -> GradientAudi
             "drawn_planned": expected,
             "noise_refuted": noise_p < level,
             "drawn_refuted": drawn_p < level,
-            **({"weights": of_weights} if (of_weights := _of_weights(table, delta, share)) else {}),
+            **({"weights": held} if (held := _of_weights(table, delta, share)) else {}),
         }
     )
 
@@ -205,13 +205,13 @@ def _of_weights(table: GradientTable, delta: float, alpha: float) -> WeightsAudi
     if table.weights_M is None:
         return None
     inside, reach = table.inserted_M, min(round(4 * math.sqrt(len(table.inserted_M))), len(table.inserted_M))
-    found = epsilon_lower_bound(table.weights_M, inside, delta=delta, alpha=alpha, falling=[reach])
+    bound = epsilon_lower_bound(table.weights_M, inside, delta=delta, alpha=alpha, falling=[reach])
     area = statistics.auc(table.weights_M[inside], table.weights_M[~inside], CONFIDENCE)
     return WeightsAudit.pick(
         {
-            "epsilon_lower_bound": found.value,
+            "epsilon_lower_bound": bound.value,
             "alpha": alpha,
-            "ceiling": found.ceiling,
+            "ceiling": bound.ceiling,
             **statistics.shown("auc", area),
             "expected_epsilon": expected_epsilon(table, delta),
         }
@@ -258,11 +258,9 @@ def expected_epsilon(table: GradientTable, delta: float) -> float:
 
     if above(0.0) <= 0:
         return 0.0
-    return (
-        float(optimize.brentq(above, 0.0, LARGEST_EPSILON, xtol=1e-9))
-        if above(LARGEST_EPSILON) < 0
-        else LARGEST_EPSILON
-    )
+    if above(LARGEST_EPSILON) >= 0:
+        return LARGEST_EPSILON
+    return float(optimize.brentq(above, 0.0, LARGEST_EPSILON, xtol=1e-9))
 
 
 def seen(table: GradientTable, level: float) -> str:

@@ -134,8 +134,8 @@ def twins(recipe: str | Path, overrides: Mapping[str, Any], *, constant_rate: bo
     ):
         audit = config.audit.model_copy(update={"canaries": canaries})
         place = str(Path(config.output_dir) / name)
-        one = config.model_copy(update={"audit": audit, "train": train, "output_dir": place})
-        points.append(Point(config.privacy.epsilon, one, name, said))
+        trained = config.model_copy(update={"audit": audit, "train": train, "output_dir": place})
+        points.append(Point(config.privacy.epsilon, trained, name, said))
     return points
 
 

@@ -80,7 +80,7 @@ class GradientCanaries:
 
     def along(self, parameters: Iterable[Tensor]) -> Tensor:
         """proj_M of the weights themselves, in the order in which sums hold them."""
-        return self.project(torch.cat([one.detach().flatten() for one in parameters]))
+        return self.project(torch.cat([parameter.detach().flatten() for parameter in parameters]))
 
     def _grid(self, flat_P: Tensor) -> Tensor:
         return flat_P[: self._each * self._width].view(self._each, self._width)

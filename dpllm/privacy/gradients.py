@@ -140,7 +140,7 @@ class PassGradients:
         else:
             tokens, right = len(part.values_M), part.values_M.reshape(-1, place.size)
             left, into_Uij = right.new_ones(1, 1).expand(len(right), 1), slot_UP.unsqueeze(1)
-        left, right = (one if one.stride(-1) == 1 else one.contiguous() for one in (left, right))
+        left, right = (rows if rows.stride(-1) == 1 else rows.contiguous() for rows in (left, right))
         self._kernels.products(left, right, self._bounds_2U, into_Uij, tokens, first)
 
     def unit_norms(self) -> Tensor:

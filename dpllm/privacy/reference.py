@@ -79,15 +79,15 @@ def brute_force(
 ) -> tuple[Tensor, float, Callable[[bool], Tensor], Tensor]:
     """norm_U, a C between the norms (some units are clipped, others not), the clipped sum at that C, and loss_U.
 
-    The sum is a function of whether it is to be rounded otherwise.
-    One unit's gradient at a time, so that no more than one is held: of a large model's last blocks each is gigabytes.
+    The sum is a function of whether it is to be rounded otherwise. One unit's gradient at a time, so that no more than one is
+    held: of a large model's last blocks each is gigabytes.
     """
     width = 0 if subject.packing.alone else _reference_width(subject, attention, units)
 
     def gradient(unit: Unit, scale: float = 1.0) -> tuple[Tensor, float]:
         loss_R = subject.losses(subject.by_itself(unit, width))
-        found = gradients_of(loss_R * scale, subject.parameters)
-        parts = [found[name] if name in found else torch.zeros_like(p) for name, p in subject.parameters.items()]
+        known = gradients_of(loss_R * scale, subject.parameters)
+        parts = [known[name] if name in known else torch.zeros_like(p) for name, p in subject.parameters.items()]
         return torch.cat([part.flatten() for part in parts]).double() / scale, float(loss_R.detach().double().sum())
 
     norms, losses = [], []

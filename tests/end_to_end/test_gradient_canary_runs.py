@@ -127,6 +127,16 @@ def test_verify_sees_a_table_that_was_edited(planted: Place, tmp_path: Path, col
     assert said in answer.out
 
 
+def test_verify_computes_no_table_again_for_more_steps_than_it_can(planted: Place, tmp_path: Path) -> None:
+    export = Path(shutil.copytree(planted.run / "export", tmp_path / "export"))
+    stated = json.loads((export / "privacy.json").read_text())
+    stated["steps"]["planned"] = 10**7
+    (export / "privacy.json").write_text(json.dumps(stated))
+    answer = dpllm_("verify", export, "--json")
+    assert answer.code == 4
+    assert "more steps or bands are stated" in answer.out
+
+
 def test_verify_computes_them_again_and_misses_a_table_that_is_gone(planted: Place, tmp_path: Path) -> None:
     export = Path(shutil.copytree(planted.run / "export", tmp_path / "export"))
     assert dpllm_("verify", export).code == 0

@@ -78,7 +78,8 @@ def test_a_twin_may_keep_its_rate_and_its_card_says_so(tmp_path: Path, base: Pat
     """The published run's stays as the recipe has it."""
     place = place_of(tmp_path / "place", base, 8)
     planned = json.loads(done("plan", place.recipe, "--twin", "--constant-rate", "--json").out)
-    said = json.loads(done("sweep", place.recipe, "--twin", "--constant-rate", "--json").out)
+    chosen = ("--card.tuning", "Settings were chosen on public notes.")
+    said = json.loads(done("sweep", place.recipe, "--twin", "--constant-rate", "--json", *chosen).out)
     assert said["together"]["epsilon"] == pytest.approx(planned["twin"]["epsilon"])
     production, other = (RunDir(place.root / "both" / name) for name in ("production", "twin"))
     own = load_config(place.recipe).train
@@ -89,6 +90,7 @@ def test_a_twin_may_keep_its_rate_and_its_card_says_so(tmp_path: Path, base: Pat
     assert kept.model_copy(update={"lr_scheduler": own.lr_scheduler, "warmup": own.warmup}) == own
     for run, says in ((production, False), (other, True)):
         card = (run.export / "README.md").read_text("utf-8")
+        assert "Settings were chosen on public notes." in card
         assert ("at a constant learning rate where that run's falls" in card) is says
         assert "0 failed" in done("verify", run.root, "--ledger", place.ledger).out
 

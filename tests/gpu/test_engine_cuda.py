@@ -112,8 +112,8 @@ def test_in_bf16_it_is_the_same_up_to_its_rounding(family: str) -> None:
     bound = float(exact_UP.norm(dim=1).median())
     engine = tm.make_engine(net, tm.plan(bound), device=CUDA, tokens=TOKENS, autocast=BF16)
     packed_P, alone_P = (tm.clipped_sum(engine, some, tokens) for tokens in (TOKENS, tm.ALONE))
-    assert apart(packed_P, clip(exact_UP, bound)) <= 5e-2
-    assert apart(packed_P, alone_P) <= 1e-1  # two such roundings; 0.052 was seen
+    for sum_P in (packed_P, alone_P):  # of each other they may be off by two such roundings: 0.052 was seen
+        assert apart(sum_P, clip(exact_UP, bound)) <= 5e-2
 
 
 @pytest.mark.parametrize("window", [None, 100])

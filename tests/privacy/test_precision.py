@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import checks
@@ -225,3 +227,26 @@ def _looking(receive: Any, kept: set[torch.dtype]) -> Any:
         receive(self, layer, name, rule, input, backprop)
 
     return look
+
+
+@pytest.mark.parametrize("failure", [ImportError("no Triton"), RuntimeError("no compiler")])
+def test_without_kernels_units_are_computed_one_after_the_other(
+    failure: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lack of memory is no lack of a compiler."""
+    kernels = ModuleType("dpllm.privacy.kernels")
+    monkeypatch.setitem(sys.modules, "dpllm.privacy.kernels", kernels)
+    monkeypatch.setattr(sys.modules["dpllm.privacy"], "kernels", kernels, raising=False)
+
+    def try_out(device: torch.device) -> None:
+        raise failure
+
+    kernels.try_out = try_out  # type: ignore[attr-defined]
+    cuda, kernels_for = torch.device("cuda"), gradients.kernels_for.__wrapped__
+    assert kernels_for(cuda) is None
+    failure = torch.OutOfMemoryError()
+    with pytest.raises(torch.OutOfMemoryError):
+        kernels_for(cuda)
+    kernels.try_out = lambda device: None  # type: ignore[attr-defined]
+    assert kernels_for(cuda) is kernels
+    assert kernels_for(torch.device("cpu")) is None
