@@ -28,6 +28,8 @@ CACHED = 2**16  # numbers whose norm is taken at once: they stay in a processor'
 FORMED = 2**21  # numbers of a gradient that is formed twice, of which so many exist at once
 ADDED = 2**17  # numbers of all units that are added at once
 ALIGNED = 32  # numbers; where a gradient begins in the buffer, so that kernels read it alike for each unit
+NARROW = 64  # columns up to which a processor forms a tall matrix several times faster if its transpose lies in memory
+MEASURED = 4  # units whose norms are taken at once, always so many: a sum over one row alone would take another order
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,12 @@ class Place:
     size: int
     shape: torch.Size
     held: int | None  # where in the buffer of held gradients; None: formed twice
+    transposed: bool = False  # held as its transpose
+
+    @property
+    def held_shape(self) -> torch.Size:
+        """Of what the buffer holds."""
+        return torch.Size(reversed(self.shape)) if self.transposed else self.shape
 
 
 def is_wide(parameter: Tensor) -> bool:
@@ -45,16 +53,23 @@ def is_wide(parameter: Tensor) -> bool:
     return parameter.dim() == 2 and max(parameter.shape) >= WIDE and min(parameter.shape) > 64
 
 
-def places_of(parameters: Mapping[str, nn.Parameter], held_numbers: int) -> dict[str, Place]:
-    """Which gradients are held: all that are no head over a vocabulary, as far as ``held_numbers`` of a unit allow."""
+def places_of(parameters: Mapping[str, nn.Parameter], held_numbers: int, transposes: bool = True) -> dict[str, Place]:
+    """Which gradients are held: all that are no head over a vocabulary, as far as ``held_numbers`` of a unit allow.
+
+    ``transposes``: whether tall, narrow ones (LoRA's B) are held as their transposes.
+    """
     wide = {name for name, p in parameters.items() if is_wide(p)}
     matrices = {name for name, p in parameters.items() if p.dim() == 2}
     small = sum(p.numel() for name, p in parameters.items() if name not in wide)
     twice = wide if small <= held_numbers else matrices
     places, start, held = {}, 0, 0
     for name, parameter in parameters.items():
-        size = parameter.numel()
-        places[name] = Place(start, size, parameter.shape, None if name in twice else held)
+        size, shape = parameter.numel(), parameter.shape
+        tall = len(shape) == 2 and shape[1] <= min(NARROW, shape[0])
+        if name in twice:
+            places[name] = Place(start, size, shape, None)
+        else:
+            places[name] = Place(start, size, shape, held, transposed=tall and transposes)
         start += size
         held += 0 if name in twice else -(-size // ALIGNED) * ALIGNED
     return places
@@ -69,14 +84,15 @@ class PassGradients:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], most_units: int, held_numbers: int) -> None:
         """``held_numbers``: coordinates of one unit that may be held."""
-        self.places = places_of(parameters, held_numbers)
+        self._device = next(iter(parameters.values())).device
+        self._kernels = kernels_for(self._device)  # where there are such, all units share one call
+        self.places = places_of(parameters, held_numbers, transposes=self._kernels is None)
         self._of = {id(parameter): self.places[name] for name, parameter in parameters.items()}
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self.size = sum(place.size for place in self.places.values())
         ends = [place.held + place.size for place in self.places.values() if place.held is not None]
         self._held = -(-max(ends, default=0) // ALIGNED) * ALIGNED
-        self._most, self._device = most_units, next(iter(parameters.values())).device
-        self._kernels = kernels_for(self._device)  # where there are such, all units share one call
+        self._most = most_units
         self._bounds_2U: Tensor | None = None  # for them: where units begin and end
         spans = [(place.held, place.size) for place in self.places.values() if place.held is not None]
         self._held_2L = torch.tensor([*zip(*spans, strict=True)], device=self._device)  # and where parameters do
@@ -93,8 +109,10 @@ class PassGradients:
         if self._kernels is not None:
             bounds = [[unit.start for unit in units], [unit.stop for unit in units]]
             self._bounds_2U = sent(bounds, torch.long, self._device)
-        if self._buffer_UP is None:
-            self._buffer_UP = torch.zeros((self._most, self._held), device=self._device)
+        rows = -(-len(units) // MEASURED) * MEASURED
+        if self._buffer_UP is None or len(self._buffer_UP) < rows:
+            self._buffer_UP = None  # before its successor takes its place
+            self._buffer_UP = torch.zeros((rows, self._held), device=self._device)
 
     def close(self) -> None:
         """Forgets the last pass, and keeps its memory for the next."""
@@ -115,20 +133,25 @@ class PassGradients:
         if place.held is None:
             self._parts.setdefault(self._names[id(parameter)], []).append(part)
             return
-        assert self._buffer_UP is not None
-        slot_UP = self._buffer_UP[:, place.held : place.held + place.size]
+        into_U = self._slots(place)
         if self._kernels is not None and isinstance(part, (Product, Summed)):
             if self._units:
-                self._add_together(part, slot_UP, place, first)
+                self._add_together(part, into_U.flatten(1), place, first)
             return
         if isinstance(part, Product):
-            _products(part, self._units, slot_UP.view(-1, *place.shape), first)
+            _products(part, self._units, into_U, first)
             return
-        for number, unit in enumerate(self._units):
-            into = slot_UP[number].view(place.shape)
+        for number, (unit, into) in enumerate(zip(self._units, into_U, strict=False)):
             if first:
                 into.zero_()
             _add_one(part, number, unit, into)
+
+    def _slots(self, place: Place) -> Tensor:
+        """(units or more, *shape): where each unit's gradient of a parameter is held."""
+        assert self._buffer_UP is not None
+        assert place.held is not None
+        slots_U = self._buffer_UP[:, place.held : place.held + place.size].view(-1, *place.held_shape)
+        return slots_U.mT if place.transposed else slots_U
 
     def _add_together(self, part: Product | Summed, slot_UP: Tensor, place: Place, first: bool) -> None:
         """Every unit's share of a part at once."""
@@ -156,9 +179,22 @@ class PassGradients:
             square_LU[[row for row, (_, place) in rows if place.held is not None]] = held_LU
             rows = [(row, each) for row, each in rows if each[1].held is None]
         for row, (name, place) in rows:
+            if place.held is not None:
+                self._measure(place, square_LU[row])
+                continue
             for number in range(len(self._units)):
-                square_LU[row, number] = sum(_square(part) for part in self._chunks(name, place, number))
+                square_LU[row, number] = sum(_square(part) for _, part in self._formed(name, place, number))
         return square_LU
+
+    def _measure(self, place: Place, into_U: Tensor) -> None:
+        """The squared norms of one held gradient: some units at a time, some coordinates at a time."""
+        assert self._buffer_UP is not None
+        assert place.held is not None
+        for first in range(0, len(into_U), MEASURED):
+            rows_UP = self._buffer_UP[first : first + MEASURED, place.held : place.held + place.size]
+            for some_UP in torch.split(rows_UP, max(1, CACHED // MEASURED), dim=1):
+                square_U = torch.linalg.vector_norm(some_UP.double(), dim=1).square_()
+                into_U[first : first + MEASURED] += square_U[: len(into_U) - first]
 
     def added_up(self, square_LU: Tensor) -> Tensor:
         """square_U: one after the other, since a kernel's sum over L may take another order for the last of U units."""
@@ -167,15 +203,6 @@ class PassGradients:
         square_U = torch.empty_like(square_LU[0])
         self._kernels.add_up(square_LU, square_U)
         return square_U
-
-    def _chunks(self, name: str, place: Place, number: int) -> Iterator[Tensor]:
-        """One unit's gradient of one parameter, flat, in parts of a public size."""
-        if place.held is not None:
-            assert self._buffer_UP is not None
-            yield from torch.split(self._buffer_UP[number, place.held : place.held + place.size], CACHED)
-            return
-        for _, gradient in self._formed(name, place, number):
-            yield gradient.flatten()
 
     def _formed(self, name: str, place: Place, number: int) -> Iterator[tuple[slice | Tensor, Tensor]]:
         """One unit's gradient of one matrix, some of its rows at a time, in float32; the same bits each time."""
@@ -206,18 +233,24 @@ class PassGradients:
                 self._kernels.add_rounded(held_UP[:, held : held + stop - start], counted_factor_U, sum_P[start:stop])
             stretches = []
         twice = {name: place for name, place in self.places.items() if place.held is None}
-        if not stretches and not twice:
+        if self._kernels is not None and not twice:
             return  # without waiting for a GPU to say who counts
         taken = counted_U.nonzero().flatten().tolist()
         if not taken:
             return
-        held_UP[~counted_U] = 0  # 0 * nan is nan: one bad unit would poison everybody's sum
+        if len(taken) < len(held_UP):
+            held_UP[~counted_U] = 0  # 0 * nan is nan: one bad unit would poison everybody's sum
         width = max(1, ADDED // len(self._units))
         for into, stop, held in stretches:
             for start in range(into, stop, width):
                 end, at = min(start + width, stop), held + start - into
-                part_UP = held_UP[:, at : at + end - start].double().mul_(factor_U[:, None]).round_()
-                sum_P[start:end] += part_UP.sum(dim=0)
+                sum_P[start:end] += _rounded(held_UP[:, at : at + end - start], factor_U)
+        for place in (place for place in self.places.values() if place.transposed):
+            into_ji = sum_P[place.start : place.start + place.size].view(place.shape).t()
+            held_Uji = self._slots(place).mT[: len(self._units)]
+            high = max(1, width // into_ji.shape[1])
+            for some_ji, some_Uji in zip(torch.split(into_ji, high), torch.split(held_Uji, high, dim=1), strict=True):
+                some_ji += _rounded(some_Uji, factor_U)
         for name, place in twice.items():
             target = sum_P[place.start : place.start + place.size].view(place.shape)
             for number in taken:
@@ -225,10 +258,10 @@ class PassGradients:
                     target[rows] += gradient.double().mul_(factor_U[number]).round_()
 
     def _stretches(self) -> Iterator[tuple[int, int, int]]:
-        """(start, stop, where it is held) of coordinates that are neighbours in both."""
+        """(start, stop, where it is held) of coordinates that are neighbours in both, in the same order."""
         start = stop = held = 0
         for place in self.places.values():
-            if place.held is None:
+            if place.held is None or place.transposed:
                 continue
             if place.start != stop or place.held - held != place.start - start:
                 if stop > start:
@@ -244,7 +277,7 @@ class PassGradients:
         for name, place in self.places.items():
             into = found_P[place.start : place.start + place.size]
             if place.held is not None:
-                torch.cat(list(self._chunks(name, place, number)), out=into)
+                into.view(place.shape).copy_(self._slots(place)[number])
                 continue
             for rows, gradient in self._formed(name, place, number):
                 into.view(place.shape)[rows] = gradient
@@ -265,6 +298,12 @@ def kernels_for(device: torch.device) -> Any:
     except Exception:  # whatever a compiler that is missing ends in
         return None
     return kernels
+
+
+def _rounded(gradient_U: Tensor, factor_U: Tensor) -> Tensor:
+    """The sum over units of each one's multiple of its gradient, in whole numbers."""
+    multiple_U = gradient_U.double().mul_(factor_U.view(-1, *[1] * (gradient_U.dim() - 1)))
+    return multiple_U.round_().sum(dim=0)
 
 
 def _square(part: Tensor) -> Tensor:
@@ -305,11 +344,13 @@ def _looked_up(parts: Sequence[LookedUp], unit: Segment) -> tuple[Tensor, Tensor
 
 def _products(part: Product, units: Sequence[Segment], into_Uij: Tensor, first: bool) -> None:
     """Each unit's left.T @ right, of its own tokens, in float32."""
-    left_Mi, right_Mj = part.left_Mi.float(), part.right_Mj.float()
-    for number, unit in enumerate(units):
-        tokens = slice(unit.start, unit.stop)
-        left_iN, right_Nj = _rows_of(left_Mi[tokens]).t(), _rows_of(right_Mj[tokens])
+    left, right = _rows_of(part.left_Mi), _rows_of(part.right_Mj)
+    rows = len(left) // len(part.left_Mi)  # of each token
+    sizes = [(min(unit.stop, len(part.left_Mi)) - unit.start) * rows for unit in units]
+    sizes.append(len(left) - sum(sizes))  # what pads the pass
+    lefts, rights = torch.split(left.t(), sizes, dim=1), torch.split(right, sizes)
+    for left_iN, right_Nj, into_ij in zip(lefts, rights, into_Uij[: len(units)], strict=False):
         if first:
-            torch.mm(left_iN, right_Nj, out=into_Uij[number])
+            torch.mm(left_iN, right_Nj, out=into_ij)
         else:
-            into_Uij[number].addmm_(left_iN, right_Nj)
+            into_ij.addmm_(left_iN, right_Nj)
