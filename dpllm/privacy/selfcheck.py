@@ -28,6 +28,7 @@ from dpllm.privacy.schedule import TokenSequence, Unit
 from dpllm.progress import tell
 
 MOST_UNITS = 512  # that are shown in company
+MOST_SHORT = 4  # rows of two tokens among them: each unit's gradient is held
 
 
 @dataclass(frozen=True)
@@ -132,13 +133,14 @@ def has_experts(model: nn.Module) -> str | None:
 def _company(subject: Subject) -> list[Unit]:
     """Units that fill a pass: the longest row, one of two rows, one of one token again and again, and rows of many lengths."""
     longest, each = subject.longest, subject.packing.rows_each
-    lengths, left = [[longest]], subject.packing.room - each * longest
+    lengths, left, short = [[longest]], subject.packing.room - each * longest, 0
     for number in range(min(subject.packing.most_units, MOST_UNITS) - 1):
         length = 2 + (7 * number * number + 3 * number) % max(1, longest - 1)
         of_one = [length, max(2, length // 2)] if number == 1 else [length]
         if each * sum(of_one) > left:
             of_one = [2]
-        if each * sum(of_one) > left:
+            short += 1
+        if each * sum(of_one) > left or short > MOST_SHORT:
             break
         lengths.append(of_one)
         left -= each * sum(of_one)
