@@ -12,11 +12,13 @@ Shape suffixes: M tokens of a pass, U units, L parameters, P coordinates.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, reduce
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -24,12 +26,13 @@ from dpllm.privacy.packing import Segment, sent
 from dpllm.privacy.rules import Formed, LookedUp, Part, Product, Summed
 
 WIDE = 16_384  # rows of a weight that is a head over a vocabulary
-CACHED = 2**16  # numbers whose norm is taken at once: they stay in a processor's cache
+CACHED = 2**16  # numbers that are squared at once, of so many units: they stay in a processor's cache
+TOGETHER = 8
 FORMED = 2**21  # numbers of a gradient that is formed twice, of which so many exist at once
 ADDED = 2**17  # numbers of all units that are added at once
 ALIGNED = 32  # numbers; where a gradient begins in the buffer, so that kernels read it alike for each unit
 NARROW = 64  # columns up to which a processor forms a tall matrix several times faster if its transpose lies in memory
-MEASURED = 4  # units whose norms are taken at once, always so many: a sum over one row alone would take another order
+SMALL = 2**16  # numbers of a gradient that one thread forms sooner than several
 
 
 @dataclass(frozen=True)
@@ -109,10 +112,9 @@ class PassGradients:
         if self._kernels is not None:
             bounds = [[unit.start for unit in units], [unit.stop for unit in units]]
             self._bounds_2U = sent(bounds, torch.long, self._device)
-        rows = -(-len(units) // MEASURED) * MEASURED
-        if self._buffer_UP is None or len(self._buffer_UP) < rows:
+        if self._buffer_UP is None or len(self._buffer_UP) < len(units):
             self._buffer_UP = None  # before its successor takes its place
-            self._buffer_UP = torch.zeros((rows, self._held), device=self._device)
+            self._buffer_UP = torch.zeros((len(units), self._held), device=self._device)
 
     def close(self) -> None:
         """Forgets the last pass, and keeps its memory for the next."""
@@ -170,31 +172,21 @@ class PassGradients:
         """square_LU: the squared L2 norm of each unit's gradient of each parameter, in float64."""
         square_LU = torch.zeros((len(self.places), len(self._units)), dtype=torch.float64, device=self._device)
         rows = list(enumerate(self.places.items()))
-        if self._kernels is not None and self._held_2L.numel():
+        if self._held_2L.numel() and self._units:
             assert self._buffer_UP is not None
             held_LU = square_LU.new_empty(self._held_2L.shape[1], len(self._units))
-            self._kernels.squares(self._buffer_UP, self._held_2L, held_LU)
+            if self._kernels is not None:
+                self._kernels.squares(self._buffer_UP, self._held_2L, held_LU)
+            else:
+                held_LU[:] = _squares(self._buffer_UP[: len(self._units)], self._held_2L[0]).T
             if len(held_LU) == len(square_LU):
                 return held_LU
             square_LU[[row for row, (_, place) in rows if place.held is not None]] = held_LU
             rows = [(row, each) for row, each in rows if each[1].held is None]
         for row, (name, place) in rows:
-            if place.held is not None:
-                self._measure(place, square_LU[row])
-                continue
             for number in range(len(self._units)):
                 square_LU[row, number] = sum(_square(part) for _, part in self._formed(name, place, number))
         return square_LU
-
-    def _measure(self, place: Place, into_U: Tensor) -> None:
-        """The squared norms of one held gradient: some units at a time, some coordinates at a time."""
-        assert self._buffer_UP is not None
-        assert place.held is not None
-        for first in range(0, len(into_U), MEASURED):
-            rows_UP = self._buffer_UP[first : first + MEASURED, place.held : place.held + place.size]
-            for some_UP in torch.split(rows_UP, max(1, CACHED // MEASURED), dim=1):
-                square_U = torch.linalg.vector_norm(some_UP.double(), dim=1).square_()
-                into_U[first : first + MEASURED] += square_U[: len(into_U) - first]
 
     def added_up(self, square_LU: Tensor) -> Tensor:
         """square_U: one after the other, since a kernel's sum over L may take another order for the last of U units."""
@@ -300,6 +292,23 @@ def kernels_for(device: torch.device) -> Any:
     return kernels
 
 
+def _squares(buffer_UP: Tensor, start_L: Tensor) -> Tensor:
+    """square_UL in float64, of gradients side by side that begin at ``start_L``, multiples of ``ALIGNED``, with zeros between.
+
+    Sums of ``ALIGNED`` squares, then the sums of these: both orders follow from the gradient's own size.
+    """
+    units, size = buffer_UP.shape
+    sum_UK = torch.empty((units, size // ALIGNED), dtype=torch.float64, device=buffer_UP.device)
+    width = max(1, CACHED // TOGETHER // ALIGNED)
+    for first in range(0, units, TOGETHER):
+        rows_UKa = buffer_UP[first : first + TOGETHER].view(-1, size // ALIGNED, ALIGNED)
+        for start in range(0, size // ALIGNED, width):
+            square_UKa = rows_UKa[:, start : start + width].double().square_()
+            sum_UK[first : first + TOGETHER, start : start + width] = square_UKa.sum(dim=-1)
+    starts = (start_L // ALIGNED).cpu().numpy()
+    return torch.from_numpy(np.add.reduceat(sum_UK.cpu().numpy(), starts, axis=1)).to(buffer_UP.device)
+
+
 def _rounded(gradient_U: Tensor, factor_U: Tensor) -> Tensor:
     """The sum over units of each one's multiple of its gradient, in whole numbers."""
     multiple_U = gradient_U.double().mul_(factor_U.view(-1, *[1] * (gradient_U.dim() - 1)))
@@ -349,8 +358,19 @@ def _products(part: Product, units: Sequence[Segment], into_Uij: Tensor, first: 
     sizes = [(min(unit.stop, len(part.left_Mi)) - unit.start) * rows for unit in units]
     sizes.append(len(left) - sum(sizes))  # what pads the pass
     lefts, rights = torch.split(left.t(), sizes, dim=1), torch.split(right, sizes)
-    for left_iN, right_Nj, into_ij in zip(lefts, rights, into_Uij[: len(units)], strict=False):
-        if first:
-            torch.mm(left_iN, right_Nj, out=into_ij)
-        else:
-            into_ij.addmm_(left_iN, right_Nj)
+    with _one_thread() if left.shape[1] * right.shape[1] <= SMALL else contextlib.nullcontext():
+        for left_iN, right_Nj, into_ij in zip(lefts, rights, into_Uij[: len(units)], strict=False):
+            if first:
+                torch.mm(left_iN, right_Nj, out=into_ij)
+            else:
+                into_ij.addmm_(left_iN, right_Nj)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
