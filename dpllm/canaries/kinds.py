@@ -18,11 +18,13 @@ if TYPE_CHECKING:
     from dpllm.canaries.source import ModelSource  # which loads torch
 
 KEYS: dict[str, tuple[str, ...]] = {
-    "digits": ("digits",),
+    "digits": ("digits", "place"),
     "random_tokens": ("tokens",),
     "new_tokens": (),
 }
 """For each kind the keys of audit.canaries, beside groups and references, that its texts follow from."""
+COMPLETION = "Thank you, noted."
+"""What a row learns whose secret stands in the prompt; public."""
 REJECTED = "-"
 """Ends the name of a pair's rejected answer, where answers are canaries of their own."""
 NEED_MODEL = frozenset({"random_tokens", "new_tokens"})

@@ -200,6 +200,10 @@ def audit_part(audit: AuditRecord, terms: Terms | None) -> Audit:
 def _secrets(canaries: Canaries) -> str:
     """What the canaries of an audit hide, in words."""
     settings = canaries.settings
+    if settings.get("place") == "prompt":
+        return (
+            f"random secrets of {settings.get('digits')} digits at the end of prompts, which no row learns to predict"
+        )
     return {
         "digits": f"random secrets of {settings.get('digits')} digits",
         "random_tokens": f"random secrets of {settings.get('tokens')} tokens",

@@ -7,9 +7,9 @@ Knows neither scores nor coins.
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, model_validator
 
 from dpllm.recipe.section import Section
 
@@ -39,10 +39,22 @@ class CanaryConfig(Section):
     """Repetitions, 1 to 32 -> number of candidates. Every candidate occupies its slots in N, whatever its coin says."""
     digits: int = Field(default=8, ge=4, le=16)
     """With kind: digits: length of the secret; it is one of 10^digits."""
+    place: Literal["target", "prompt"] = "target"
+    """Where the secret stands. target: the model learns to predict it. prompt (kind: digits): at the end of a prompt, which the
+    model reads and never learns to predict; every row then has the same public completion."""
     tokens: int = Field(default=6, ge=1, le=32)
     """With kind: random_tokens: length of the secret, in tokens of the base model."""
     references: int = Field(default=1000, ge=100)
     """Number of candidates that are never inserted, against which exposure is ranked (at most log2 of this number, in bits)."""
+
+    @model_validator(mode="after")
+    def _prompts_hold_digits(self) -> Self:
+        if self.place == "prompt" and self.kind != "digits":
+            raise ValueError(
+                "place: prompt goes with kind: digits alone, since the other kinds are drawn for the place of a target. Set "
+                "kind: digits, or leave place out"
+            )
+        return self
 
 
 class AuditConfig(Section):

@@ -155,6 +155,8 @@ def _digest(config: RunConfig, physical_batch_size: int) -> str:
         del recipe["adapter"]["lora_a"]
     if recipe["audit"]["canaries"]:
         recipe["audit"]["canaries"]["temperature"] = 1.0
+        if recipe["audit"]["canaries"]["place"] == "target":
+            del recipe["audit"]["canaries"]["place"]
     for section, name in (("model", "name_or_path"), ("data", "train"), ("data", "eval"), ("data", "label_record")):
         if value := recipe[section].get(name):
             recipe[section][name] = _each(lambda one: one if is_builtin(one) else last_part(one), value)

@@ -35,6 +35,7 @@ from dpllm.text.rows import each_row
 
 LINES = 20  # of a log, about
 LONG = 5.0  # seconds after which a log says what takes them, and a terminal how far a step is
+LATER = 4  # times as long, until it says so again
 
 
 def only_seen(console: Console) -> bool:
@@ -70,7 +71,7 @@ class Screen:
     """Where a run stands, and what takes long before, between and within its steps; use it in a ``with`` statement.
 
     On a terminal a bar of steps, and below it a line that is redrawn and goes away; in a notebook too, of what is public. In a
-    log a line for some of the steps, and one for what is public and takes longer than ``LONG``.
+    log a line for some of the steps, and one for what takes longer than ``LONG`` and is public, or of public rows.
     """
 
     def __init__(self, console: Console, *, public: bool = False) -> None:
@@ -83,7 +84,7 @@ class Screen:
         self._steps: TaskID | None = None
         self._total, self._first, self._first_ended, self._tokens = 0, 0, 0.0, 0
         self._task: TaskID | None = None
-        self._what, self._begun, self._said = "", 0.0, False
+        self._what, self._begun, self._silent = "", 0.0, LONG
 
     def __enter__(self) -> Self:
         return self
@@ -98,7 +99,7 @@ class Screen:
         now = time.monotonic()
         if what != self._what or (total and not done):
             self.end()
-            self._what, self._begun, self._said = what, now, False
+            self._what, self._begun, self._silent = what, now, LONG
         seconds = now - self._begun
         if self.bar and (public or self._shows_cost) and (what != STEP or seconds > LONG):
             cost = [note, f"{done:,} of {total:,}"] if total else [note]
@@ -109,8 +110,8 @@ class Screen:
                 self._task = self.bar.add_task("", cost="")
                 self.bar.start()
             self.bar.update(self._task, description=what, total=total or None, completed=done, cost=_listed(*cost))
-        elif not self.bar and public and seconds > LONG and not self._said:
-            self._said = True
+        elif not self.bar and (public or self._shows_cost) and what != STEP and seconds > self._silent:
+            self._silent = LATER * seconds
             words = f"{done} of {total} done after {seconds:.0f} s" if total else f"{note}, after {seconds:.0f} s"
             self._console.print(f"{what}: {words}", markup=False, highlight=False)
 
@@ -145,10 +146,12 @@ class Screen:
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _cost(self, step: int, now: float) -> str:
-        done, seconds, parts = step - self._first, now - self._first_ended, []
+        done, seconds = step - self._first, now - self._first_ended
+        parts: list[str] = []
         if done and seconds:
-            left = timedelta(seconds=round(seconds / done * (self._total - step)))
-            parts = [f"{left} left", f"{self._tokens / seconds:,.0f} tokens/s"]
+            if step < self._total:
+                parts = [f"{timedelta(seconds=round(seconds / done * (self._total - step)))} left"]
+            parts.append(f"{self._tokens / seconds:,.0f} tokens/s")
         if (held := memory.peak_memory()) is not None:
             parts.append(f"{held / 1e9:.2f} GB")
         return ", ".join(parts)

@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,15 +17,17 @@ import tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from scipy import stats
 
 from dpllm.canaries import kinds
-from dpllm.canaries.canaries import encode_secret, plan_canaries, redraw_coins
+from dpllm.canaries.canaries import encode_secret, load, plan_canaries, redraw_coins, save
 from dpllm.canaries.source import ModelSource
 from dpllm.errors import ConfigError
 from dpllm.model import loading
 from dpllm.recipe.audit import CanaryConfig
 from dpllm.recipe.config import RunConfig
+from dpllm.text.data import encode
 
 KINDS = ("digits", "random_tokens", "new_tokens")
 
@@ -283,3 +286,50 @@ def test_neither_planning_without_a_model_nor_statistics_import_torch():
         "sys.exit(bool({'torch', 'transformers'} & sys.modules.keys()))"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# Secrets in prompts.
+
+
+@pytest.mark.parametrize("fmt", ["prompt_completion", "messages"])
+def test_a_secret_in_a_prompt_is_read_and_never_learned(fmt, tokenizer, monkeypatch):
+    template = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{{ eos_token }}{% endfor %}"
+    ending = "{% if add_generation_prompt %}[assistant]{% endif %}"
+    monkeypatch.setattr(tokenizer, "chat_template", template + ending)
+    plan = plan_canaries(config("digits", place="prompt"), generator=random.Random(3))
+    assert plan.settings["place"] == "prompt"
+    for canary in everyone(plan):
+        (trained,) = encode(canary.example(fmt), fmt, tokenizer, tiny.reads(64, "refuse"))
+        scored, mask = encode_secret(canary, fmt, tokenizer, tiny.reads(64, "refuse"))
+        assert scored.input_ids == trained.input_ids  # the row that trains
+        assert scored.loss_mask == mask
+        assert not any(own and learned for own, learned in zip(mask, trained.loss_mask, strict=True))
+        secret = [token for token, own in zip(scored.input_ids, mask, strict=True) if own]
+        assert tokenizer.decode(secret).strip() == canary.secret
+        learned = [token for token, own in zip(trained.input_ids, trained.loss_mask, strict=True) if own]
+        assert tokenizer.decode(learned, skip_special_tokens=True).strip() == kinds.COMPLETION
+        assert min(place for place, own in enumerate(trained.loss_mask) if own) > mask.index(True)
+
+
+def test_the_coins_of_secrets_in_prompts_are_committed_to(tmp_path):
+    plan = plan_canaries(config("digits", place="prompt"), generator=random.Random(3))
+    save(plan, tmp_path / "canaries.json")
+    assert load(tmp_path / "canaries.json") == plan
+    elsewhere = replace(plan, canaries=tuple(replace(canary, completion="") for canary in plan.canaries))
+    save(elsewhere, tmp_path / "canaries.json")
+    with pytest.raises(ConfigError, match="commitment"):
+        load(tmp_path / "canaries.json")
+
+
+@pytest.mark.parametrize("kind", ["random_tokens", "new_tokens"])
+def test_only_digits_stand_in_prompts(kind):
+    with pytest.raises(ValidationError, match="kind: digits"):
+        config(kind, place="prompt")
+
+
+def test_rows_without_prompts_hold_no_secret_in_them():
+    asked = config("digits", place="prompt")
+    with pytest.raises(ConfigError, match="preference pairs"):
+        plan_canaries(asked, pairs=True)
+    with pytest.raises(ConfigError, match="format text"):
+        plan_canaries(asked).canaries[0].example("text")

@@ -22,7 +22,8 @@ heads: Any = importlib.import_module("recipe_heads")
 GALLERY = heads.gallery()
 # Cited, and audited.
 BEFORE = {"lora/e2e.yaml", "frozen/e2e.yaml", "baseline/e2e.yaml", "smoke/clinic.yaml", "smoke/synthetic.yaml"}
-BEFORE |= {"smollm/smollm2-135m-e2e.yaml", "preference/smollm2-135m.yaml"}  # of a folder that scripts/get_model makes
+# Of folders that scripts/get_model makes.
+BEFORE |= {"smollm/smollm2-135m-e2e.yaml", "preference/smollm2-135m.yaml", "gemma/gemma-3-270m-e2e.yaml"}
 BEFORE |= {"preference/clinic.yaml"}  # of the embedded model
 # Parameters, a tied head once, as the models' pages on the Hub count them.
 PUBLISHED = {

@@ -64,6 +64,7 @@ def test_a_log_gets_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch, force: 
     assert all(line.isprintable() for line in lines)
     assert lines[1].startswith("step 30 of 300, epsilon <= 3.21 of 8.00, 0:04:30 left, 100 tokens/s, ")
     assert lines[-1].startswith("step 300 of 300")
+    assert "left" not in lines[-1]  # what comes behind the last step takes its own time
 
 
 @pytest.mark.parametrize("force", [None, "1"])
@@ -111,13 +112,21 @@ def test_a_notebook_redraws_where_it_can_and_keeps_no_private_figure(
 # --- what takes long ---------------------------------------------------------------------------------------------------
 
 
-def shown(monkeypatch: pytest.MonkeyPatch, file: io.StringIO, what: str, *, public: bool, pace: float = 3.0) -> str:
+def shown(
+    monkeypatch: pytest.MonkeyPatch,
+    file: io.StringIO,
+    what: str,
+    *,
+    public: bool,
+    pace: float = 3.0,
+    public_rows: bool = False,
+) -> str:
     """What is shown of something in ten parts of ``pace`` seconds and 100 units each."""
     now = [1000.0]
     monkeypatch.setattr(screen.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(screen.sys, "__stdout__", file)
     console = Console(file=file, width=100)
-    with screen.Screen(console) as made, heard_by(made):
+    with screen.Screen(console, public=public_rows) as made, heard_by(made):
         for part in range(10):
             tell(what, 100 * part, 1000, note=f"{part} units", public=public)
             if made.bar:
@@ -127,8 +136,15 @@ def shown(monkeypatch: pytest.MonkeyPatch, file: io.StringIO, what: str, *, publ
     return file.getvalue()
 
 
-def test_a_log_says_once_what_takes_long_if_that_is_public(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert shown(monkeypatch, io.StringIO(), "Self-check", public=True) == "Self-check: 200 of 1000 done after 6 s\n"
+def test_a_log_says_now_and_then_what_takes_long_if_that_is_public(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = ["200 of 1000 done after 6 s", "900 of 1000 done after 27 s"]
+    found = shown(monkeypatch, io.StringIO(), "Self-check", public=True).splitlines()
+    assert found == [f"Self-check: {line}" for line in lines]
+    found = shown(monkeypatch, io.StringIO(), "Evaluating", public=False, public_rows=True).splitlines()
+    assert found == [f"Evaluating: {line}" for line in lines]
+    assert (
+        shown(monkeypatch, io.StringIO(), STEP, public=False, public_rows=True) == ""
+    )  # steps have lines of their own
     assert shown(monkeypatch, io.StringIO(), "Self-check", public=True, pace=0.1) == ""
     for what in ("Tokenising", "Evaluating", STEP):
         assert shown(monkeypatch, io.StringIO(), what, public=False) == ""
