@@ -13,7 +13,7 @@ import pickle
 import tempfile
 from abc import abstractmethod
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -51,8 +51,8 @@ class OpenFile:
             start, size = start + len(part), size - len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def __del__(self) -> None:
-        os.close(self._descriptor)
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # when a program ends, os may be gone before
+        close(self._descriptor)
 
 
 class ReadWhenAsked(Sequence[T]):
