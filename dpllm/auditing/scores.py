@@ -117,7 +117,8 @@ def score_canaries(
 ) -> tuple[tuple[CanaryScores, ...], TokenTable]:
     """Scores every candidate and reference on the tuned and the base model, of a pair both answers, and token by token.
 
-    Every token that entered the loss is scored, which in format text are those of the carrier too.
+    Every token that entered the loss is scored, which in format text are those of the carrier too; of a secret that stands in a
+    prompt, its own tokens.
 
     Raises:
         ConfigError: A canary that training could not have learned (see ``encode_secret``), or scores that are not finite.

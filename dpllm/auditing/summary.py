@@ -159,6 +159,8 @@ def _tests(scored: _Scored, claim: Claim | None, settings: AuditSettings) -> tup
 def _method(tokens: TokenTable | None) -> str:
     """How the bound is computed."""
     score = "of every token that entered the loss, less what its words explain"
+    if tokens is not None and tokens.secret_N is not None and tokens.secret_N.all():
+        score = "of the secret's tokens, less what its words explain"
     if tokens is not None and tokens.of_pairs:
         score = "of pairs, the margin of their implicit rewards"
     return (

@@ -70,10 +70,8 @@ class Canary:
         Raises:
             ConfigError: The secret stands in the prompt, and rows of this format have none or are pairs.
         """
-        if fmt in ("text", "preference") and self.completion:
-            raise ConfigError(
-                f"audit.canaries.place: prompt, but rows of format {fmt} have no prompt with one completion. Set place: target."
-            )
+        if self.completion:
+            check_place("prompt", fmt)
         if fmt == "text":
             return {"text": f"{self.carrier} {self.secret}"}
         if fmt == "preference":
@@ -179,6 +177,15 @@ def plan_canaries(
     return _toss(CanaryPlan((), held, "", "", config.kind, drawn.log2_secrets, **kept), canaries, generator)
 
 
+def check_place(place: str, fmt: str) -> None:
+    """Refuses secrets in prompts, with a ConfigError, where rows have no prompt with one completion."""
+    if place == "prompt" and fmt in ("text", "preference"):
+        raise ConfigError(
+            f"audit.canaries.place: prompt, but rows of format {fmt} have no prompt with one completion. Set "
+            "audit.canaries.place: target, or name the format if the rows have another (data.format; --format of an audit)."
+        )
+
+
 def redraw_coins(plan: CanaryPlan, *, generator: random.Random | None = None) -> CanaryPlan:
     """The same texts for another run: fresh coins and flips, a fresh salt, another commitment; ``generator`` is for tests only.
 
@@ -197,7 +204,7 @@ def check_fits(
         ConfigError: Another kind, other groups, another key that the texts follow from, or pairs where texts are wanted.
     """
     planned, wanted = {"kind": plan.kind, **plan.settings}, {"kind": audit.texts.kind, **_settings(audit.texts)}
-    different = [f"audit.canaries.{key}" for key in wanted if planned.get(key) != wanted[key]]
+    different = [f"audit.canaries.{key}" for key in {**planned, **wanted} if planned.get(key) != wanted.get(key)]
     if len(plan.gradient_coins) != audit.gradient_canaries:
         different.append("audit.gradient_canaries")
     if plan.canaries and plan.pairs != pairs:
@@ -335,7 +342,8 @@ def _toss(plan: CanaryPlan, canaries: Sequence[Canary], generator: random.Random
 
 def _settings(config: CanaryConfig) -> dict[str, Any]:
     keys = config.model_dump(mode="json")
-    return {key: keys[key] for key in ("groups", "references", *kinds.KEYS[config.kind])}
+    settings = {key: keys[key] for key in ("groups", "references", *kinds.KEYS[config.kind])}
+    return settings if config.place == "target" else {**settings, "place": config.place}
 
 
 def _commit(plan: CanaryPlan) -> str:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dpllm.canaries.source import ModelSource  # which loads torch
 
 KEYS: dict[str, tuple[str, ...]] = {
-    "digits": ("digits", "place"),
+    "digits": ("digits",),
     "random_tokens": ("tokens",),
     "new_tokens": (),
 }

@@ -45,6 +45,9 @@ def run(known: argparse.Namespace, rest: list[str]) -> int:
         _check(config, run_dir, known.overwrite)
         run_dir.private.mkdir(mode=0o700, parents=True, exist_ok=True)  # before a copy of private data lies in it
         run_dir.private.chmod(0o700)
+        if config.audit.texts.place == "prompt":
+            config = _with_format(config, run_dir)
+            canaries.check_place("prompt", config.data.format)
         source, gradient = _source(config, run_dir), config.audit.gradient_canaries
         if label := read_labels(config.data):
             data = config.data.model_copy(update={"label_epsilon": label.epsilon})
@@ -67,6 +70,7 @@ def describe(plan: CanaryPlan, config: RunConfig) -> dict[str, Any]:
     settings = config.audit.texts
     return {
         "kind": plan.kind,
+        "place": settings.place,
         "groups": {str(group): candidates for group, candidates in sorted(settings.groups.items())},
         "candidates": len(plan.canaries),
         "gradient_canaries": len(plan.gradient_coins),
@@ -109,13 +113,20 @@ def _source(config: RunConfig, run: RunDir) -> ModelSource | None:
 
     from dpllm.canaries.source import ModelSource
     from dpllm.model import loading
-    from dpllm.text import data
 
-    if config.data.format == "auto":
-        fmt = data.load_table(config.data.train, config.data, config.data.train_split, run.private / "cache").format
-        config = config.model_copy(update={"data": config.data.model_copy(update={"format": fmt})})
+    config = _with_format(config, run)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return ModelSource(config, loading.load_tokenizer(config.model, config.data), device)
+
+
+def _with_format(config: RunConfig, run: RunDir) -> RunConfig:
+    """With the format that the data were found to have."""
+    from dpllm.text import data
+
+    if config.data.format != "auto":
+        return config
+    fmt = data.load_table(config.data.train, config.data, config.data.train_split, run.private / "cache").format
+    return config.model_copy(update={"data": config.data.model_copy(update={"format": fmt})})
 
 
 def _table(found: dict[str, Any]) -> Table:
@@ -123,6 +134,7 @@ def _table(found: dict[str, Any]) -> Table:
 
     table = Table("what", "planned", title="Canaries")
     table.add_row("kind", found["kind"])
+    table.add_row("stand as", found["place"])
     for group, candidates in found["groups"].items():
         table.add_row(f"repeated {group}x", f"{candidates} candidates")
     if found["gradient_canaries"]:

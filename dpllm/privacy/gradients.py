@@ -135,11 +135,12 @@ class PassGradients:
         if place.held is None:
             self._parts.setdefault(self._names[id(parameter)], []).append(part)
             return
-        into_U = self._slots(place)
         if self._kernels is not None and isinstance(part, (Product, Summed)):
+            assert self._buffer_UP is not None
             if self._units:
-                self._add_together(part, into_U.flatten(1), place, first)
+                self._add_together(part, self._buffer_UP[:, place.held : place.held + place.size], place, first)
             return
+        into_U = self._slots(place)
         if isinstance(part, Product):
             _products(part, self._units, into_U, first)
             return

@@ -28,7 +28,7 @@ from dpllm.privacy.schedule import TokenSequence, Unit
 from dpllm.progress import tell
 
 MOST_UNITS = 512  # that are shown in company
-MOST_SHORT = 4  # rows of two tokens among them: each unit's gradient is held
+MOST_SHORT = 12  # rows of two tokens among them: each unit's gradient is held
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,10 @@ def has_experts(model: nn.Module) -> str | None:
 
 
 def _company(subject: Subject) -> list[Unit]:
-    """Units that fill a pass: the longest row, one of two rows, one of one token again and again, and rows of many lengths."""
+    """Units that fill most of a pass: the longest row, one of two rows, one of one token again and again, others of many lengths.
+
+    The last of them have two tokens.
+    """
     longest, each = subject.longest, subject.packing.rows_each
     lengths, left, short = [[longest]], subject.packing.room - each * longest, 0
     for number in range(min(subject.packing.most_units, MOST_UNITS) - 1):

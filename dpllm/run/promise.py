@@ -16,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+from dpllm.canaries.canaries import check_place
 from dpllm.errors import BudgetExceeded, ConfigError, DpllmError
 from dpllm.files import read_json, scratch
 from dpllm.ledger import Ledger, Outlook, RunRequest, dataset_policy, default_path, open_ledger
@@ -304,13 +305,14 @@ def _read_subject(config: RunConfig, ledger: Ledger | None, found: Refusals, cac
 
 
 def _check_objective(config: RunConfig, table: data.Table) -> None:
-    """Refuses, with a ConfigError, an objective that does not learn from such rows."""
+    """Refuses, with a ConfigError, an objective that does not learn from such rows, and canaries that they cannot hold."""
     if config.train.pairs != (table.format == "preference"):
         fix = "likelihood" if config.train.pairs else "dpo"
         raise ConfigError(
             f"{table.name}: is {table.reads}, from which train.objective: {config.train.objective} does not learn. Set "
             f"train.objective: {fix}, or name other data."
         )
+    check_place(config.audit.texts.place, table.format)
 
 
 def _check_words(config: RunConfig, dataset: str) -> None:

@@ -112,7 +112,9 @@ class Screen:
             self.bar.update(self._task, description=what, total=total or None, completed=done, cost=_listed(*cost))
         elif not self.bar and (public or self._shows_cost) and what != STEP and seconds > self._silent:
             self._silent = LATER * seconds
-            words = f"{done} of {total} done after {seconds:.0f} s" if total else f"{note}, after {seconds:.0f} s"
+            words = (
+                f"{done} of {total} done after {seconds:.0f} s" if total else _listed(note, f"after {seconds:.0f} s")
+            )
             self._console.print(f"{what}: {words}", markup=False, highlight=False)
 
     def end(self) -> None:

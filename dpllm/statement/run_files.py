@@ -51,8 +51,8 @@ class AuditSettings(Record):
     score: Literal["calibrated"] = "calibrated"
     """Behind the lower bound."""
     version: Literal[2]
-    """Of score and tests: the sum over every token that entered the loss of what its word in other rows does not explain, where
-    equal scores count against the bound."""
+    """Of score and tests: the sum over every token that entered the loss (of a secret in a prompt, over its own) of what its word
+    in other rows does not explain, where equal scores count against the bound."""
     control_level: Between0And1 = 0.001
     """At which a control counts as seen, or as failed."""
 

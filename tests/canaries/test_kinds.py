@@ -21,11 +21,11 @@ from pydantic import ValidationError
 from scipy import stats
 
 from dpllm.canaries import kinds
-from dpllm.canaries.canaries import encode_secret, load, plan_canaries, redraw_coins, save
+from dpllm.canaries.canaries import check_fits, encode_secret, load, plan_canaries, redraw_coins, save
 from dpllm.canaries.source import ModelSource
 from dpllm.errors import ConfigError
 from dpllm.model import loading
-from dpllm.recipe.audit import CanaryConfig
+from dpllm.recipe.audit import AuditConfig, CanaryConfig
 from dpllm.recipe.config import RunConfig
 from dpllm.text.data import encode
 
@@ -325,6 +325,15 @@ def test_the_coins_of_secrets_in_prompts_are_committed_to(tmp_path):
 def test_only_digits_stand_in_prompts(kind):
     with pytest.raises(ValidationError, match="kind: digits"):
         config(kind, place="prompt")
+
+
+def test_canaries_of_another_place_do_not_fit(tmp_path):
+    for one, other in (("prompt", "target"), ("target", "prompt")):
+        plan = plan_canaries(config("digits", place=one), generator=random.Random(3))
+        assert check_fits(plan, AuditConfig(canaries=config("digits", place=one)), tmp_path) == plan
+        with pytest.raises(ConfigError, match=r"another audit\.canaries\.place than"):
+            check_fits(plan, AuditConfig(canaries=config("digits", place=other)), tmp_path)
+    assert "place" not in plan_canaries(config("digits")).settings  # plans of an earlier day still fit
 
 
 def test_rows_without_prompts_hold_no_secret_in_them():
