@@ -40,6 +40,7 @@ def test_planned_canaries_are_private_and_named_by_numbers_alone(place):
     assert again.commitment != plan.commitment
     assert value == {
         "kind": "digits",
+        "place": "target",
         "groups": {"1": 12, "2": 3},
         "candidates": 15,
         "gradient_canaries": 0,

@@ -165,6 +165,48 @@ def test_parameters_that_are_added_together_get_the_bits_of_each_alone(
     assert torch.equal(sum_P, torch.cat(expected))
 
 
+def test_a_unit_has_the_bits_that_it_has_alone_with_any_threads() -> None:
+    """Tall, wide and square matrices, odd sizes, more units than are measured together; a buffer that grows and is used again."""
+    generator = torch.Generator().manual_seed(6)
+    shapes = [(700, 8), (8, 700), (2000, 40), (65, 64), (33, 33), (7, 1), (1, 7), (300, 300)]
+    parameters = {str(number): nn.Parameter(torch.zeros(shape)) for number, shape in enumerate(shapes)}
+    held = PassGradients(parameters, 20, 10**7)
+    lengths = torch.randint(1, 40, (11,), generator=generator).tolist()
+    parts = [[torch.randn(sum(lengths) + 5, width, generator=generator) for width in shape] for shape in shapes]
+
+    def seen(numbers: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """square_LU and the sum of these units, which lie one after the other in a pass of their own."""
+        starts = [sum(lengths[:number]) for number in numbers]
+        rows = [row for number, at in zip(numbers, starts, strict=True) for row in range(at, at + lengths[number])]
+        ends = [sum(lengths[number] for number in numbers[: place + 1]) for place in range(len(numbers))]
+        held.open(
+            [Segment(end - lengths[n], end, place) for place, (n, end) in enumerate(zip(numbers, ends, strict=True))]
+        )
+        padded = [*rows, *range(sum(lengths), sum(lengths) + 5)]
+        for parameter, (left, right) in zip(parameters.values(), parts, strict=True):
+            held.add(parameter, Product(left[padded], right[padded]))
+        sum_P = torch.zeros(held.size, dtype=torch.float64)
+        square_LU = held.unit_norms()
+        held.add_to(
+            sum_P, torch.full((len(numbers),), 1e6, dtype=torch.float64), torch.ones(len(numbers), dtype=torch.bool)
+        )
+        return square_LU, sum_P
+
+    threads = torch.get_num_threads()
+    try:
+        for first, then in ((1, 2), (2, 1)):
+            torch.set_num_threads(first)
+            alone = [seen([number]) for number in range(11)]
+            torch.set_num_threads(then)
+            for numbers in (list(range(11)), [10, 3, 7], list(range(10, -1, -1))):
+                square_LU, sum_P = seen(numbers)
+                assert torch.equal(square_LU, torch.cat([alone[number][0] for number in numbers], dim=1))
+                assert torch.equal(sum_P, torch.stack([alone[number][1] for number in numbers]).sum(dim=0))
+            assert torch.get_num_threads() == then
+    finally:
+        torch.set_num_threads(threads)
+
+
 PRODUCTS = {
     "backends": torch.backends,
     "backends.cuda.matmul": torch.backends.cuda.matmul,
