@@ -182,7 +182,7 @@ def check_place(place: str, fmt: str) -> None:
     if place == "prompt" and fmt in ("text", "preference"):
         raise ConfigError(
             f"audit.canaries.place: prompt, but rows of format {fmt} have no prompt with one completion. Set "
-            "audit.canaries.place: target, or name the format if the rows have another (data.format; --format of an audit)."
+            "audit.canaries.place: target, or data.format if the rows have another."
         )
 
 

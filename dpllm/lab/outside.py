@@ -22,7 +22,7 @@ from dpllm.auditing.record import Bound, Summary
 from dpllm.auditing.scores import score_encoded
 from dpllm.auditing.summary import Beside, summarise
 from dpllm.canaries import canaries
-from dpllm.canaries.canaries import Canary, check_place, count_groups, encode_secret
+from dpllm.canaries.canaries import Canary, count_groups, encode_secret
 from dpllm.errors import ConfigError
 from dpllm.model import elsewhere
 from dpllm.model.loading import ScoringModels, positions
@@ -160,7 +160,11 @@ def _summary(models: ScoringModels, planned: Manifest, claim: Claim | None, fmt:
 
 def _encode(canary: Canary, fmt: Format, tokenizer: Any, longest: int) -> tuple[TokenSequence, tuple[bool, ...]]:
     data = DataConfig(train="elsewhere", max_length=longest, long_examples="refuse")
-    check_place("prompt" if canary.completion else "target", fmt)
+    if canary.completion and fmt == "text":
+        raise ConfigError(
+            f"canary {canary.canary_id}: its secret stands in a prompt, and rows of format text have none. Type the --format of "
+            "training."
+        )
     try:
         return encode_secret(canary, fmt, tokenizer, data)
     except ConfigError:
