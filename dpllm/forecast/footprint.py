@@ -110,7 +110,7 @@ def footprint(config: RunConfig, bands: int = 1, gpu: str | None = None) -> Foot
         if memory is None or gpu is None or smaller is None or memory.total <= device_memory.budget(GPU_MEMORY[gpu]):
             break
         packing = smaller  # as the rehearsal on that GPU would
-    basis = f"estimates: one process, every sequence {config.data.max_length} tokens long" if memory else UNCOUNTED
+    basis = f"estimates: one process, full passes, rows of {config.data.max_length} tokens" if memory else UNCOUNTED
     return Footprint(
         kinds=tuple(adapters.trainable_table(net)),
         trainable=sum(size for size, trains in sizes if trains),

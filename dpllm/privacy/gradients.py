@@ -27,7 +27,7 @@ from dpllm.privacy.rules import Formed, LookedUp, Part, Product, Summed
 
 WIDE = 16_384  # rows of a weight that is a head over a vocabulary
 CACHED = 2**16  # numbers that are squared at once, of so many units: they stay in a processor's cache
-TOGETHER = 8
+TOGETHER = 8  # units
 FORMED = 2**21  # numbers of a gradient that is formed twice, of which so many exist at once
 ADDED = 2**17  # numbers of all units that are added at once
 ALIGNED = 32  # numbers; where a gradient begins in the buffer, so that kernels read it alike for each unit
@@ -312,7 +312,7 @@ def _squares(buffer_UP: Tensor, start_L: Tensor) -> Tensor:
 
 def _rounded(gradient_U: Tensor, factor_U: Tensor) -> Tensor:
     """The sum over units of each one's multiple of its gradient, in whole numbers."""
-    multiple_U = gradient_U.double().mul_(factor_U.view(-1, *[1] * (gradient_U.dim() - 1)))
+    multiple_U = gradient_U.double().mul_(factor_U.view(-1, *(1 for _ in gradient_U.shape[1:])))
     return multiple_U.round_().sum(dim=0)
 
 

@@ -16,7 +16,7 @@ from score_tables import row, token_table
 from dpllm.auditing.blind import words_control
 from dpllm.auditing.bounds import Claim, OneRunBound
 from dpllm.auditing.record import Controls, parse_audit
-from dpllm.auditing.summary import Beside, summarise
+from dpllm.auditing.summary import Beside, _method, summarise
 from dpllm.auditing.table import read_scores, sum_up
 from dpllm.auditing.verdict import group_test, judge, levels
 from dpllm.canaries import canaries
@@ -125,6 +125,15 @@ def test_coins_that_were_none_give_no_verdict(failed, value):
     said, reason = judge(CLAIM, bound(value), {}, 100, controls(**{failed: True}))
     assert said == "inconclusive"
     assert "cannot be trusted" in reason
+
+
+@pytest.mark.parametrize(
+    ("secret", "words"), [([1, 1, 1], "the secret's tokens"), ([0, 1, 1], "every token that entered")]
+)
+def test_a_bound_says_which_tokens_were_scored(secret, words):
+    """Of secrets in prompts those that no loss had."""
+    table = token_table([[-1.0, -2.0, -3.0]], [[-1.0, -2.0, -3.0]], secret_N=np.array(secret, dtype=bool))
+    assert f"of {words}" in _method(table)
 
 
 def test_carriers_whose_words_tell_the_coin_give_no_verdict(seed):

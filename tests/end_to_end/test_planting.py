@@ -56,6 +56,16 @@ def test_planned_canaries_are_private_and_named_by_numbers_alone(place):
     assert sorted(path.name for path in place.run.iterdir()) == ["private"]
 
 
+@pytest.mark.parametrize("command", [("canaries", "plan"), ("plan",), ("train",)])
+def test_secrets_in_prompts_are_refused_where_rows_have_none_before_anything_is_drawn(place, command):
+    place.write({"audit.canaries": {**FEW, "place": "prompt"}})
+    refused = dpllm_(*command, place.recipe)
+    assert refused.code == 2
+    assert "rows of format text have no prompt" in " ".join((refused.out + refused.err).split())
+    assert not manifest(place).exists()
+    assert not place.ledger.exists()
+
+
 def test_training_plants_what_was_planned_and_never_twice(planned):
     """With coins drawn again by somebody else, as for a run that has the texts of another."""
     plan = canaries.redraw_coins(canaries.load(manifest(planned)))

@@ -1,5 +1,7 @@
 """The peak memory of one real logical step of a model with random weights: run in a process of its own.
 
+Its passes are full of rows of full length, but the last, which has as many rows as a pass may have: each holds a gradient.
+
 Arguments: a directory with config.json, rows of a pass, tokens of a row, passes, lora or frozen. Prints bytes.
 """
 
@@ -56,13 +58,14 @@ def main(folder: str, rows: int, tokens: int, count: int, method: str) -> int:
     engine = StepEngine(net, optimizer, plan.schedule, plan, packing, noise=noise)
     generator = torch.Generator().manual_seed(1)
 
-    def unit() -> Unit:
+    def unit(tokens: int) -> Unit:
         ids = torch.randint(0, base.vocab_size, (tokens,), generator=generator).tolist()
         return Unit((TokenSequence(tuple(ids), (False,) + (True,) * (tokens - 1), tokens - 1),))
 
-    units = [unit() for _ in range(rows * count)]
-    passes = passes_of(range(len(units)), units, packing, 0)
-    assert len(passes) == count
+    long = [unit(tokens) for _ in range(rows * count)]
+    many = [unit(packing.room // packing.most_units) for _ in range(packing.most_units)]
+    passes = [some for units in (long, many) for some in passes_of(range(len(units)), units, packing, 0)]
+    assert [some.num_units for some in passes] == [*[rows] * count, packing.most_units]
     engine.step(passes)
     reset_peak()
     engine.step(passes)

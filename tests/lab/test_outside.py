@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 
 import pytest
@@ -13,10 +14,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from dpllm.auditing.bounds import Claim
+from dpllm.canaries.canaries import plan_canaries, save
 from dpllm.errors import ConfigError, DpllmError
 from dpllm.lab.outside import audit_outside, outside_claim
 from dpllm.model import elsewhere
 from dpllm.model.loading import positions
+from dpllm.recipe.audit import CanaryConfig
 
 TARGETS = ["q_proj", "v_proj"]
 SECRET = "Sigrid Forsberg owes 4711"
@@ -266,6 +269,13 @@ def test_canaries_that_the_model_cannot_read_are_refused_without_their_text(adap
     with pytest.raises(ConfigError, match="canary c00060") as caught:
         audit_outside(adapter, path)
     assert "Sigrid" not in str(caught.value)
+
+
+def test_a_secret_in_a_prompt_is_refused_in_a_format_that_has_none(adapter, tmp_path):
+    plan = plan_canaries(CanaryConfig(groups={1: 4}, references=100, place="prompt"), generator=random.Random(2))
+    save(plan, tmp_path / "canaries.json")
+    with pytest.raises(ConfigError, match="its secret stands in a prompt, and rows of format text have none"):
+        audit_outside(adapter, tmp_path / "canaries.json", fmt="text")
 
 
 def test_weights_that_are_not_numbers_give_no_report(adapter, tmp_path):
