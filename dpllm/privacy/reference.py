@@ -12,7 +12,6 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
 from typing import Any
 
 import torch
@@ -35,6 +34,8 @@ ADVICE = (
     "with another layout), so clipping would not bound it. Do not train this layer: change adapter.target_modules or "
     "adapter.last_blocks."
 )
+Again = Callable[[bool], tuple[Tensor, Tensor]]
+"""Whether to round otherwise -> the clipped sum_P, norm_U."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def longest_row(model: nn.Module, max_length: int) -> int:
 
 def brute_force(
     subject: Subject, attention: RowAttention, units: Sequence[Unit]
-) -> tuple[Tensor, float, Callable[[bool], Tensor], Tensor]:
+) -> tuple[Tensor, float, Again, Tensor]:
     """norm_U, a C between the norms (some units are clipped, others not), the clipped sum at that C, and loss_U.
 
     The sum is a function of whether it is to be rounded otherwise. One unit's gradient at a time, so that no more than one is
@@ -103,14 +104,18 @@ def brute_force(
         )
     bound = sorted(norms)[(len(norms) - 1) // 2] * 1.01
 
-    def clipped_sum(otherwise: bool) -> Tensor:
-        some = zip(units, norms, strict=True)
+    def again(otherwise: bool) -> tuple[Tensor, Tensor]:
         scale, moved = (SCALE, _moved(subject.model)) if otherwise else (1.0, contextlib.nullcontext())
+        sum_P, others = torch.zeros((), dtype=torch.float64, device=subject.device), []
         with moved:
-            return reduce(torch.add, (gradient(unit, scale)[0] * min(1.0, bound / norm) for unit, norm in some))
+            for unit, norm in zip(units, norms, strict=True):
+                gradient_P, _ = gradient(unit, scale)
+                others.append(gradient_P.norm())
+                sum_P = sum_P + gradient_P * min(1.0, bound / norm)
+        return sum_P, torch.stack(others)
 
     norm_U, loss_U = (torch.tensor(one, dtype=torch.float64, device=subject.device) for one in (norms, losses))
-    return norm_U, bound, clipped_sum, loss_U
+    return norm_U, bound, again, loss_U
 
 
 def _reference_width(subject: Subject, attention: RowAttention, units: Sequence[Unit]) -> int:
@@ -150,28 +155,35 @@ def _moved(model: nn.Module) -> Iterator[None]:
             hook.remove()
 
 
-def compare(subject: Subject, sum_P: Tensor, clipped_sum: Callable[[bool], Tensor]) -> float:
-    """Largest relative error of a parameter's clipped sum; raises naming the worst.
+def compare(subject: Subject, seen_U: Tensor, seen_P: Tensor, again: Again) -> float:
+    """Largest relative error of a unit's norm and of a parameter's clipped sum; raises naming the worst.
 
     Where rounding alone moves the reference by more than the tolerance allows (bfloat16, of gradients that nearly vanish), a few
     times as much is accepted, as far as a contribution that is missing would still be seen.
     """
-    expected_P = clipped_sum(False)
-    errors, accepted = _apart(subject.parameters, sum_P, expected_P), subject.tolerance
+    expected = again(False)
+    errors, accepted = _apart(subject.parameters, (seen_P, seen_U), expected), subject.tolerance
     name = max(errors, key=lambda key: errors[key] if errors[key] == errors[key] else float("inf"))
     if not errors[name] <= accepted:
-        rounding = _apart(subject.parameters, clipped_sum(True), expected_P)
+        rounding = _apart(subject.parameters, again(True), expected)
         known = {key: moved if math.isfinite(moved) else 0.0 for key, moved in rounding.items()}
         over = {key: error / max(accepted, min(SEEN, ROUNDINGS * known[key])) for key, error in errors.items()}
         name = max(over, key=lambda key: over[key] if over[key] == over[key] else float("inf"))
         if not over[name] <= 1.0:
-            raise Refused(f"self-check: the clipped sum of {name} is off by {errors[name]:.1e} (relative).{ADVICE}")
+            raise Refused(f"self-check: {name} is off by {errors[name]:.1e} (relative).{ADVICE}")
     return max(errors.values())
 
 
-def _apart(parameters: Mapping[str, nn.Parameter], seen_P: Tensor, expected_P: Tensor) -> dict[str, float]:
-    """The relative error of each parameter."""
+def _apart(
+    parameters: Mapping[str, nn.Parameter], seen: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]
+) -> dict[str, float]:
+    """The relative error of each parameter's clipped sum, and the largest of a unit's norm."""
+    (seen_P, seen_U), (expected_P, expected_U) = seen, expected
     sizes, whole = [parameter.numel() for parameter in parameters.values()], float(expected_P.norm())
     split = zip(parameters, torch.split(seen_P, sizes), torch.split(expected_P, sizes), strict=True)
     # Some gradients (a key bias) are zero but for rounding.
-    return {name: float((seen - part).norm()) / max(float(part.norm()), 1e-3 * whole) for name, seen, part in split}
+    sums = {
+        f"the clipped sum of {name}": float((seen - part).norm()) / max(float(part.norm()), 1e-3 * whole)
+        for name, seen, part in split
+    }
+    return {**sums, "the norm of a unit's gradient": float(((seen_U - expected_U).abs() / expected_U).max())}

@@ -21,12 +21,17 @@ from dpllm.privacy.rules import Part, Product
 EXACT = torch.linspace(1.0, 2.0, 60, dtype=torch.float64)
 
 
-def compared(seen_P: Tensor, rounding: float, tolerance: float = 5e-2) -> float:
-    """Against a reference of two parameters, the second of which rounding moves by so much."""
+NORMS = torch.tensor([3.0, 4.0], dtype=torch.float64)
+
+
+def compared(
+    seen_P: Tensor, rounding: float, tolerance: float = 5e-2, seen_U: Tensor = NORMS, of_norms: float = 0.0
+) -> float:
+    """Against a reference of two parameters and two units: rounding moves the second of each by so much."""
     parameters = {"first": nn.Parameter(torch.zeros(20)), "second": nn.Parameter(torch.zeros(40))}
     subject: Any = SimpleNamespace(parameters=parameters, tolerance=tolerance)
-    moved = torch.cat([EXACT[:20], EXACT[20:] * (1 + rounding)])
-    return reference.compare(subject, seen_P, lambda otherwise: moved if otherwise else EXACT)
+    moved = torch.cat([EXACT[:20], EXACT[20:] * (1 + rounding)]), NORMS * torch.tensor([1.0, 1.0 + of_norms])
+    return reference.compare(subject, seen_U, seen_P, lambda otherwise: moved if otherwise else (EXACT, NORMS))
 
 
 def second_times(factor: float) -> Tensor:
@@ -58,6 +63,20 @@ def test_a_reference_that_is_not_finite_excuses_nothing(rounding: float) -> None
 def test_rounding_of_one_layer_excuses_no_other() -> None:
     with pytest.raises(Refused, match="clipped sum of first"):
         compared(torch.cat([EXACT[:20] * 1.1, EXACT[20:]]), 0.05)
+
+
+def norms_times(factor: float) -> Tensor:
+    return NORMS * torch.tensor([1.0, factor], dtype=torch.float64)
+
+
+def test_norms_are_held_to_their_own_rounding() -> None:
+    assert compared(EXACT, 0.0, seen_U=norms_times(1.03)) == pytest.approx(0.03)
+    assert compared(EXACT, 0.0, seen_U=norms_times(0.92), of_norms=-0.025) == pytest.approx(0.08)
+    with pytest.raises(Refused, match=r"norm of a unit's gradient is off by 8\.0e-02"):
+        compared(EXACT, 0.1, seen_U=norms_times(1.08), of_norms=0.015)
+    for factor in (0.0, 0.5, 2.0, float("nan"), float("inf")):
+        with pytest.raises(Refused, match="norm of a unit's gradient"):
+            compared(EXACT, 1.0, seen_U=norms_times(factor), of_norms=1.0)
 
 
 def test_outputs_of_low_precision_are_moved_by_as_much_as_rounding_moves_them() -> None:
