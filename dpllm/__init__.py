@@ -27,7 +27,6 @@ from dpllm.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import TrainerCallback
 
-    from dpllm.auditing.record import AuditRecord
     from dpllm.comparison.compare import Comparison
     from dpllm.ledger import Ledger as Ledger
     from dpllm.publish.generate import Sample
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from dpllm.run.own_loop import Engine as Engine
     from dpllm.run.own_loop import promise as promise
     from dpllm.run.promise import Decision
+    from dpllm.statement.audit import AuditRecord
     from dpllm.text.data import TokenSequence as TokenSequence
     from dpllm.text.data import Unit as Unit
     from dpllm.verification.values import Verification
@@ -142,8 +142,8 @@ def _with_rows(recipe: Recipe, folder: Path | None = None, resume: bool = False,
     paths = {}
     for name, held in given.items():
         file = getattr(before, name, None)
-        paths[name] = str(write_rows(held, named, place, name, Path(file) if isinstance(file, str) else None))
-    return config.model_copy(update={"data": data.model_copy(update=paths)})
+        paths[f"data.{name}"] = str(write_rows(held, named, place, name, Path(file) if isinstance(file, str) else None))
+    return config.changed(paths)
 
 
 def plan(recipe: Recipe, *, train: Any = None, eval: Any = None) -> Decision:

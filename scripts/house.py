@@ -127,7 +127,7 @@ FEATURES = (
         "exact private steps",
         "Sampling, clipping, noise and a check of every model against brute force: the promise holds bit for bit.",
         ("privacy/*.py",),
-        3_860,
+        3_869,
     ),
     Feature(
         "models and memory",
@@ -151,7 +151,7 @@ FEATURES = (
         "recipes and runs",
         "One recipe in, one folder out: planned, trained, resumed, recorded.",
         ("run/*.py", "recipe/*.py", "cli/plan.py", "cli/__init__.py", "__init__.py", "__main__.py", "progress.py"),
-        5_443,
+        5_479,
     ),
     Feature(
         "forecast and advice",
@@ -175,38 +175,38 @@ FEATURES = (
         "canaries and audits",
         "What a model memorised: canaries, extraction, membership, with bounds that hold.",
         ("auditing/*.py", "canaries/*.py", "cli/audit.py", "cli/canaries.py"),
-        4_388,
+        4_024,
     ),
     Feature(
         "audits of other models",
         "The same audit of a model that was trained elsewhere, and the bound over many runs.",
         ("lab/*.py",),
-        604,
+        603,
     ),
     Feature(
         "cards and statements",
         "A model card whose every figure is derived from recorded facts.",
         ("statement/*.py", "card/*.py"),
-        2_791,
+        3_076,
     ),
     Feature(
         "verification",
         "Anyone recomputes a card from its files.",
         ("verification/*.py",),
-        2_149,
+        2_147,
     ),
     Feature(
         "comparison",
         "Runs side by side, and a sweep that is paid as one.",
         ("comparison/*.py", "cli/compare.py"),
-        1_152,
+        1_145,
     ),
     Feature(
-        "errors and files", "Messages of three parts; files that are whole or absent.", ("errors.py", "files.py"), 450
+        "errors and files", "Messages of three parts; files that are whole or absent.", ("errors.py", "files.py"), 436
     ),
 )
 LIMITS = {
-    "modules": 197,
+    "modules": 198,
     "longest module": 413,
     "longest function": 60,
     "most parameters": 8,
@@ -216,7 +216,7 @@ LIMITS = {
     "upward arrows": 0,
     "rooms in cycles": 0,
 }
-MOST_LINES = 37_712  # of all features together; 31,000 is aimed at, and never above 33,500 after that
+MOST_LINES = 37_668  # of all features together; 31,000 is aimed at, and never above 33,500 after that
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 

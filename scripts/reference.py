@@ -48,7 +48,7 @@ def _fields(parts: Json, name: str, prefix: str = "") -> Iterator[tuple[str, str
         place, (target, kind) = f"{prefix}{key}", resolved(parts, field)
         yield place, kind, one_line({**target, **field}["description"])
         inner = [target, *(resolved(parts, one)[0] for one in target.get("patternProperties", {}).values())]
-        for one in inner if key != "attempted" else ():  # the terms once more
+        for one in inner if place not in ("attempted", "audit.repeated", "audit.sampling") else ():  # more of the same
             if one.get("properties"):
                 yield from _fields(parts, one["title"], f"{place}." if one is target else f"{place}.<name>.")
 

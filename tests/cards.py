@@ -9,7 +9,6 @@ from typing import Any
 
 import yaml
 
-from dpllm.auditing.record import parse_audit
 from dpllm.card.card import compose
 from dpllm.card.claim import statement_of
 from dpllm.files import write_json
@@ -18,6 +17,8 @@ from dpllm.recipe import names
 from dpllm.recipe.config import RunConfig, dump_config
 from dpllm.run.directory import RunDir
 from dpllm.statement import privacy_record, section
+from dpllm.statement.audit import parse_audit
+from dpllm.statement.audit_bounds import Claim
 from dpllm.statement.run_files import PlanRecord, RunRecord, read_plan
 
 Json = dict[str, Any]
@@ -127,7 +128,10 @@ def whole_audit(parts: Json) -> Json:
         "base_control_auc_interval",
     )
     whole: Json = {"schema_version": 4, "repeated": {}, "published": True, "sampling": None, **parts}
-    whole["attacks"] = {name: {**dict.fromkeys(("limits", *rates)), **one} for name, one in parts["attacks"].items()}
+    limits = Claim(**parts["claim"]).limits(1, None) if parts["claim"] else None
+    whole["attacks"] = {
+        name: {"limits": limits, **dict.fromkeys(rates), **one} for name, one in parts["attacks"].items()
+    }
     whole["exposure"] = {
         group: {"held_out_mean": 1.44, "largest_possible": 9.97, **seen} for group, seen in parts["exposure"].items()
     }
@@ -141,7 +145,12 @@ def whole_audit(parts: Json) -> Json:
     }
     whole["epsilon_lower_bound"] = {**bound, "num_canaries": 200, "slope": 0.5, **parts["epsilon_lower_bound"]}
     whole["controls"] = {"twin": None, "level": 0.001, **parts["controls"]}
-    whole["canaries"] = {"kind": "digits", "settings": {"digits": 8}, "log2_secrets": 26.6, **parts["canaries"]}
+    whole["canaries"] = {
+        "kind": "digits",
+        "settings": {"digits": 8, "groups": {"1": 200, "16": 20}, "references": 1000},
+        "log2_secrets": 26.6,
+        **parts["canaries"],
+    }
     return whole
 
 

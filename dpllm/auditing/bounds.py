@@ -13,17 +13,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import fft, optimize
 from scipy.special import gammaln
 
-from dpllm.privacy.privacy_loss import attacker_limits
-from dpllm.statement.fields import AtLeast1, Between0And1, Count, Number, Record, Share
+from dpllm.statement.audit_bounds import OneRunBound, Side
 
 # A legend of shapes: M candidates, K weights, W outcomes of a sum of weights, F frequencies.
 
@@ -31,9 +29,6 @@ LARGEST_EPSILON = 64.0
 """No bound is sought above it."""
 _TOLERANCE = 1e-9
 _WEIGHTS = 8  # K: twice as many find 0.5% more, and take twice as long
-
-Side = Literal["falling", "falling_in"]
-"""Guesses on both ends of the ranking, half of them "in"; or "in" for the highest scores alone. Weights fall with the rank."""
 
 
 class Outcome(NamedTuple):
@@ -43,71 +38,6 @@ class Outcome(NamedTuple):
     guesses: int
     correct: int
     weight: int
-
-
-class OneRunBound(Record):
-    """What the one-run test certifies, and the most that it could have certified."""
-
-    value: Number
-    """Lower bound on epsilon."""
-    alpha: Between0And1
-    """Probability that it exceeds the truth."""
-    delta: Share
-    """Delta at which it is stated."""
-    falling: tuple[AtLeast1, ...]
-    """Numbers of guesses on both sides, with weights that fall with the rank."""
-    falling_in: tuple[AtLeast1, ...]
-    """The same on the highest scores alone."""
-    best_guesses: AtLeast1 | None
-    """Guesses of the best of the tests; null where none could be played."""
-    best_side: Side | None
-    """Of which kind it was."""
-    correct: Count | None
-    """How many of its guesses were right."""
-    weight: Count | None
-    """Sum of their weights."""
-    num_canaries: Count
-    """Canaries with a coin each."""
-    ceiling: Number
-    """The most that an attack which is always right would have shown."""
-
-
-@dataclass(frozen=True)
-class GroupClaim:
-    """What an (epsilon, delta) for one row promises for k copies of it."""
-
-    epsilon: float
-    delta: float
-    """At most 1, and 1 says nothing."""
-    repetitions: int
-    """k."""
-
-
-@dataclass(frozen=True)
-class Claim:
-    """What the Plan promises for one privacy unit."""
-
-    epsilon: float
-    delta: float
-    unit: str
-
-    def units(self, repetitions: int) -> int:
-        """How many privacy units a canary with so many repetitions holds: one each where rows are the unit, else one."""
-        return repetitions if self.unit == "example" else 1
-
-    def of(self, repetitions: int) -> GroupClaim:
-        """The claim that a canary with so many repetitions is under."""
-        return group_claim(self.epsilon, self.delta, self.units(repetitions))
-
-    def limits(self, repetitions: int, whole: Mapping[str, float | None] | None) -> dict[str, float]:
-        """What no attack on such a canary can exceed, see ``attacker_limits``.
-
-        ``whole`` is the same of one unit from the whole mechanism, which says more than one (epsilon, delta); None: not known.
-        """
-        target = self.of(repetitions)
-        known = (whole or {}) if self.units(repetitions) == 1 else {}
-        pair = attacker_limits(target.epsilon, target.delta)
-        return {name: min(value, known.get(name) or value) for name, value in pair.items()}
 
 
 def p_value(num_canaries: int, counts_K: tuple[int, ...], weight: int, epsilon: float, delta: float) -> float:
@@ -259,39 +189,6 @@ def outcomes(
         weight = int(right_in[above].sum() + right_out[below].sum())
         played.append(Outcome(side, r, int(right_in[above[-1]] + right_out[below[-1]]), weight))
     return played, level
-
-
-def group_claim(epsilon: float, delta: float, repetitions: int) -> GroupClaim:
-    """What a claim for one row promises for a canary that holds ``repetitions`` of them.
-
-    Guarantee:
-        A mechanism that is (epsilon, delta)-DP for one row is (k epsilon, delta (1 + e^eps + ... + e^((k - 1) eps)))-DP
-        for k rows. A tighter statement needs the mechanism itself.
-
-    Args:
-        epsilon: At least 0; may be infinite.
-        delta: In [0, 1].
-        repetitions: k >= 1.
-
-    References:
-        Dwork and Roth 2014, "The Algorithmic Foundations of Differential Privacy", theorem 2.2, with the delta that
-        composing the inequality k times gives: delta (e^(k eps) - 1) / (e^eps - 1).
-
-    Raises:
-        ValueError: A value is out of range.
-    """
-    if not epsilon >= 0 or not 0 <= delta <= 1 or repetitions < 1:
-        raise ValueError(
-            f"a group claim needs epsilon >= 0, delta in [0, 1], k >= 1: {epsilon}, {delta}, {repetitions}"
-        )
-    if delta == 0 or repetitions == 1:
-        return GroupClaim(epsilon * repetitions, delta, repetitions)
-    if epsilon == math.inf:
-        return GroupClaim(math.inf, 1.0, repetitions)
-    # The largest term first, e^((k - 1) eps), and the others as shares of it; at most 1 before anything overflows.
-    shares = repetitions if epsilon == 0 else math.expm1(-repetitions * epsilon) / math.expm1(-epsilon)
-    log_delta = math.log(delta) + (repetitions - 1) * epsilon + math.log(shares)
-    return GroupClaim(epsilon * repetitions, math.exp(min(0.0, log_delta)), repetitions)
 
 
 def checked(scores: ArrayLike, inserted: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:

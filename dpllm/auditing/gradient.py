@@ -24,7 +24,7 @@ from dpllm.errors import ConfigError
 from dpllm.files import write_whole
 from dpllm.privacy import banded
 from dpllm.run.projections import BandedTurns
-from dpllm.statement.privacy_record import GradientAudit, WeightsAudit
+from dpllm.statement.audit_bounds import GradientAudit, WeightsAudit
 
 SHARE_OF_ALPHA = 0.5
 """Of the audit's alpha, what the tests of gradient canaries take together."""

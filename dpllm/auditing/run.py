@@ -21,9 +21,7 @@ import torch
 
 from dpllm.auditing import attacks
 from dpllm.auditing.blind import words_control
-from dpllm.auditing.bounds import Claim
 from dpllm.auditing.gradient import GradientTable, tabulate, write_gradient
-from dpllm.auditing.record import AuditRecord, Summary, read_audit
 from dpllm.auditing.scores import score_canaries
 from dpllm.auditing.summary import DELTA_WITHOUT_CLAIM, PRIMARY_ATTACK, Beside, summarise
 from dpllm.auditing.table import CanaryScores, TokenTable, write_tokens
@@ -35,9 +33,11 @@ from dpllm.model import loading
 from dpllm.recipe.config import RunConfig
 from dpllm.recipe.retired import RETIRED
 from dpllm.run import checkpoint
-from dpllm.run.directory import RunDir, open_run
+from dpllm.run.directory import Run, RunDir, open_run
 from dpllm.run.projections import read_projections, read_turns, read_weights
-from dpllm.statement.run_files import AuditSettings, read_plan, read_run
+from dpllm.statement.audit import AuditRecord, Summary, read_audit
+from dpllm.statement.audit_bounds import Claim
+from dpllm.statement.run_files import AuditSettings, PlanRecord
 from dpllm.telemetry.live import publish_audit
 from dpllm.text.data import load_table
 from dpllm.text.layouts import Format
@@ -72,11 +72,12 @@ def audit(run: RunDir, *, twin: RunDir | None = None, shadows: Shadows | None = 
             a twin that is none.
         Refused: Shadows that may not be trained.
     """
-    config, plan, claim = _subject(run)
+    opened, plan, claim = _subject(run)
+    config = opened.config
     if shadows and plan.label_epsilon:
         raise ConfigError(f"{run.root}: its canaries are labels, which shadow runs do not know. Leave --shadows out.")
     seen, public = _twin(config, twin) if twin else (None, True)
-    examined = _examine(run, config, plan, claim)
+    examined = _examine(opened, plan, claim)
     given = {}
     if shadows:
         scored = attacks.of_whole_rows(examined.table, examined.tokens)
@@ -148,29 +149,30 @@ def attack(run: RunDir, name: str) -> dict[str, Any]:
         near = difflib.get_close_matches(name, ATTACKS, 1)
         advice = f"Did you mean {near[0]}?" if near else f"Type one of {', '.join(ATTACKS)}."
         raise ConfigError(f"--attack {name}: no such attack. {advice}")
-    config, plan, claim = _subject(run)
+    opened, plan, claim = _subject(run)
     if not plan.canaries:
         raise ConfigError(
             f"{run.root}: no canaries of text were planted, which --attack {name} looks for. Leave --attack out, and the "
             f"gradient canaries are audited. {_twin_of(run)}"
         )
-    summary = _summary(_examine(run, config, plan, claim), None)
+    summary = _summary(_examine(opened, plan, claim), None)
     if name in PARTS:
         return {part: summary.to_json()[part] for part in PARTS[name]}
     return {group: seen[name].to_json() for group, seen in summary.by_group().items() if name in seen}
 
 
-def load_models(run: RunDir, config: RunConfig) -> ScoringModels:
+def load_models(run: Run) -> ScoringModels:
     """The weights of a run beside its base.
 
     Raises:
         ConfigError: The run exported none.
     """
-    if not read_run(run).artifacts or not any(run.export.glob("*.safetensors")):
+    if not run.record.artifacts or not any(run.export_dir.glob("*.safetensors")):
         raise ConfigError(
-            f"{run.export}: holds no weights to audit; the run did not finish. Train again, or resume it."
+            f"{run.export_dir}: holds no weights to audit; the run did not finish. Train again, or resume it."
         )
-    return loading.load_for_scoring(config, run.export, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return loading.load_for_scoring(run.config, run.export_dir, device)
 
 
 @dataclass(frozen=True)
@@ -186,28 +188,27 @@ class _Examined:
     """Of the report, beside the summary."""
 
 
-def _examine(run: RunDir, config: RunConfig, plan: CanaryPlan, claim: Claim | None) -> _Examined:
-    models = load_models(run, config)
-    table, tokens = score_canaries(models, plan, _format(run, config), config.data)
-    promise = read_plan(run).to_json() if config.privacy.enabled else None
-    settings = AuditSettings.pick(promise["audit"] if promise else config.audit.fixed())
+def _examine(run: Run, plan: CanaryPlan, claim: Claim | None) -> _Examined:
+    table, tokens = score_canaries(load_models(run), plan, _format(run), run.config.data)
+    promise = run.plan
+    settings = (promise and promise.audit) or AuditSettings.pick(run.config.audit.fixed())
     beside = Beside(
-        limits=promise.get("limits") if promise else None,
+        limits=promise.limits.to_json() if promise and promise.limits else None,
         words=words_control(plan.canaries),
         own_references=plan.label_epsilon is not None,
-        gradient=_gradient(run, plan) if promise and plan.gradient_coins else None,
+        gradient=_gradient(run, promise, plan) if promise and plan.gradient_coins else None,
     )
-    parts = {"settings": settings, "canaries": _describe(plan), "weights": checkpoint.weight_hashes(run.export)}
+    parts = {"settings": settings, "canaries": _describe(plan), "weights": checkpoint.weight_hashes(run.export_dir)}
     return _Examined(table, tokens, claim, settings, beside, parts)
 
 
-def _gradient(run: RunDir, plan: CanaryPlan) -> GradientTable:
+def _gradient(run: Run, promise: PlanRecord, plan: CanaryPlan) -> GradientTable:
     """What the steps of a run with differential privacy released along its gradient canaries."""
-    lattice = read_run(run).lattice
+    lattice, place = run.record.lattice, run.directory
     assert lattice is not None
-    proj_TM, promise = read_projections(run.projections), read_plan(run)
-    turns = read_turns(run.groups, promise.coefficients, len(plan.gradient_coins))
-    first_M, last_M = read_weights(run.along)
+    proj_TM = read_projections(place.projections)
+    turns = read_turns(place.groups, promise.coefficients, len(plan.gradient_coins))
+    first_M, last_M = read_weights(place.along)
     moved_M = first_M - last_M  # descent: what adds to a gradient takes off the weight
     return tabulate(
         proj_TM, plan.gradient_coins, promise.sampling_rate, lattice.noise_over_max_grad_norm, turns, moved_M
@@ -226,9 +227,10 @@ def _twin_of(run: RunDir) -> str:
     )
 
 
-def _subject(run: RunDir) -> tuple[RunConfig, CanaryPlan, Claim | None]:
-    """Recipe, canaries and promise of a run, which belong together."""
-    config = open_run(run).config
+def _subject(run: RunDir) -> tuple[Run, CanaryPlan, Claim | None]:
+    """A run, its canaries and what they test, which belong together."""
+    opened = open_run(run)
+    config = opened.config
     if not config.audit.plants:
         raise ConfigError(f"{run.root}: no canaries were planted, so there is nothing to measure. {_twin_of(run)}")
     plan = canaries.load(run.canaries)
@@ -243,22 +245,23 @@ def _subject(run: RunDir) -> tuple[RunConfig, CanaryPlan, Claim | None]:
             f"{run.canaries}: every coin said out, so no canary was planted. Plan more candidates (audit.canaries.groups) and "
             "train again."
         )
-    if config.privacy.enabled:
-        promise = read_plan(run)
-        return config, plan, Claim(promise.epsilon, promise.delta, promise.unit)
-    return config, plan, Claim(plan.label_epsilon, 0.0, "label") if plan.label_epsilon else None
+    if promise := opened.plan:
+        return opened, plan, Claim(promise.epsilon, promise.delta, promise.unit)
+    return opened, plan, Claim(plan.label_epsilon, 0.0, "label") if plan.label_epsilon else None
 
 
-def _format(run: RunDir, config: RunConfig) -> Format:
+def _format(run: Run) -> Format:
     """How the training rows read; where the recipe left it to the data, their columns are looked at again."""
-    if config.data.format != "auto":
-        return config.data.format
-    return load_table(config.data.train, config.data, config.data.train_split, run.private / "cache").format
+    data = run.config.data
+    if data.format != "auto":
+        return data.format
+    return load_table(data.train, data, data.train_split, run.directory.private / "cache").format
 
 
 def _twin(config: RunConfig, twin: RunDir) -> tuple[str, bool]:
     """Where the attack was seen to work on a run without privacy (empty: nowhere), and whether that may be published."""
-    other = open_run(twin).config
+    opened = open_run(twin)
+    other = opened.config
     if other.privacy.enabled:
         raise ConfigError(
             f"{twin.root}: was trained with differential privacy, so it cannot show whether the attack works. "
@@ -273,10 +276,10 @@ def _twin(config: RunConfig, twin: RunDir) -> tuple[str, bool]:
                 f"{twin.root}: its section {name} of the recipe differs, so it is not a twin and its audit says nothing about "
                 "this run. Train a twin from the same recipe with --privacy.enabled false."
             )
-    path = twin.audit_dir(False) / "audit.json"
-    if not path.exists():
+    report = opened.audit
+    if report is None:
         raise ConfigError(f"{twin.root}: has no audit yet to serve as a control. Type: dpllm audit {twin.root}")
-    report = read_audit(path)
+    path = twin.audit_dir(False) / "audit.json"
     if report.weights != checkpoint.weight_hashes(twin.export):
         raise ConfigError(f"{path}: is about other weights than {twin.root} has now. Type: dpllm audit {twin.root}")
     if report.claim is not None:

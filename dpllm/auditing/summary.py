@@ -15,15 +15,15 @@ import numpy as np
 
 from dpllm.auditing import attacks, extraction, statistics
 from dpllm.auditing import gradient as gradient_canaries
-from dpllm.auditing.bounds import Claim, OneRunBound, epsilon_lower_bound
+from dpllm.auditing.bounds import epsilon_lower_bound
 from dpllm.auditing.gradient import GradientTable
-from dpllm.auditing.record import SCHEMA_VERSION, Controls, GroupTest, Summary
 from dpllm.auditing.statistics import Floats, shown
 from dpllm.auditing.table import CanaryScores, TokenTable, by_group
 from dpllm.auditing.verdict import group_test, judge, levels
 from dpllm.errors import ConfigError
 from dpllm.recipe.audit import default_ways
-from dpllm.statement.privacy_record import GradientAudit
+from dpllm.statement.audit import SCHEMA_VERSION, Controls, GroupTest, Summary
+from dpllm.statement.audit_bounds import Claim, GradientAudit, OneRunBound
 from dpllm.statement.run_files import AuditSettings
 
 CONFIDENCE = 0.95

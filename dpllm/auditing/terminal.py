@@ -14,8 +14,8 @@ from rich.console import Group
 from rich.table import Column, Table
 from rich.text import Text
 
-from dpllm.auditing.record import Attack, AuditRecord, Summary
 from dpllm.statement import audit_rows
+from dpllm.statement.audit import Attack, AuditRecord, Summary
 from dpllm.statement.audit_rows import Row
 from dpllm.statement.formatting import bound, by_number, estimate, measured
 
@@ -27,7 +27,7 @@ def table(report: Summary) -> Group:
     claim, gradient, groups = report.claim, report.gradient, report.by_group()
     beside = f", beside ε = {bound(claim.epsilon)} claimed" if claim else ""
     rows = audit_rows.findings(
-        report.epsilon_lower_bound.stated(),
+        report.epsilon_lower_bound,
         report.controls,
         gradient,
         beside=beside,

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from dpllm.auditing.bounds import Claim, GroupClaim, OneRunBound, one_run_ceiling
-from dpllm.auditing.record import Controls, GroupTest
+from dpllm.auditing.bounds import one_run_ceiling
 from dpllm.recipe.audit import default_ways
-from dpllm.statement.privacy_record import GradientAudit
+from dpllm.statement.audit import Controls, GroupTest
+from dpllm.statement.audit_bounds import Claim, GradientAudit, GroupClaim, OneRunBound
 
 
 def group_test(claim: GroupClaim, bound: OneRunBound) -> GroupTest:

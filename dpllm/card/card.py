@@ -18,7 +18,6 @@ from typing import Any
 import yaml
 from huggingface_hub import CardData, ModelCardData
 
-from dpllm.auditing.record import read_audit
 from dpllm.card.claim import statement_of
 from dpllm.errors import ConfigError
 from dpllm.files import BLOCK, CARD, SIGNATURE, hashes, read_json, write_whole
@@ -28,7 +27,7 @@ from dpllm.recipe.names import is_builtin
 from dpllm.run.directory import RunDir, open_run
 from dpllm.statement import formatting, section, tradeoff_figure
 from dpllm.statement.privacy_record import PrivacyRecord
-from dpllm.statement.run_files import RunRecord, read_plan
+from dpllm.statement.run_files import RunRecord
 
 DP_TAGS = ("differential-privacy", "dp-sgd")
 
@@ -177,9 +176,8 @@ def _made(run: RunDir, describe: Path) -> dict[str, str]:
             f"{run.export}: {copied[0]} holds what a file in private/ holds, and would be published with the card. Remove it, "
             "and type the command again."
         )
-    plan = read_plan(run) if config.privacy.enabled else None
-    audit = read_audit(folder / "audit.json") if plan and (folder / "audit.json").exists() else None
-    statement = statement_of(config, plan, record, audit, {}, released)
+    audit = opened.audit if config.privacy.enabled else None
+    statement = statement_of(config, opened.plan, record, audit, {}, released)
     return pages(config, record, statement, {**record.artifacts, **audits})
 
 

@@ -10,15 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from dpllm.auditing.bounds import Claim
-from dpllm.auditing.record import AuditRecord, Canaries
 from dpllm.errors import ConfigError
 from dpllm.recipe import derived, names
 from dpllm.recipe.config import LoraConfig, RunConfig
 from dpllm.recipe.names import is_builtin
 from dpllm.statement import formatting, privacy_record, state, tradeoff_figure
+from dpllm.statement.audit import AuditRecord
+from dpllm.statement.audit_bounds import Claim
 from dpllm.statement.fields import Json, Terms
-from dpllm.statement.privacy_record import Audit, PrivacyRecord
+from dpllm.statement.privacy_record import PrivacyRecord
 from dpllm.statement.released import Statistics
 from dpllm.statement.run_files import PlanRecord, RunRecord
 
@@ -79,7 +79,7 @@ def statement_of(
         record,
         terms,
         reason,
-        None if audit is None else audit_part(audit, terms if reason is None else None),
+        audit,
         None if statistics is None else _released(statistics, terms, record),
         record.artifacts if files is None else files,
     )
@@ -164,48 +164,3 @@ def _not_covered(config: RunConfig, plan: PlanRecord | None, record: RunRecord) 
         interrupted=record.status == "interrupted",
     )
     return lines.strip().splitlines()
-
-
-def audit_part(audit: AuditRecord, terms: Terms | None) -> Audit:
-    """What the statement holds of an audit: everything that the card shows.
-
-    Args:
-        audit: ``audit.json``.
-        terms: The terms that the run guarantees, whose limits then stand beside each attack; None without a guarantee.
-    """
-    whole = None if terms is None or terms.limits is None else terms.limits.to_json()
-
-    def limits(group: int) -> Json | None:
-        return None if terms is None else Claim(terms.epsilon, terms.delta, terms.unit).limits(group, whole)
-
-    words_control, canaries = audit.controls.words, audit.canaries
-    return Audit.pick(
-        audit.to_json(),
-        epsilon_lower_bound=audit.epsilon_lower_bound.stated(),
-        attacks={
-            name: privacy_record.Attack.pick(one.to_json(), limits=limits(one.group))
-            for name, one in audit.attacks.items()
-        },
-        exposure={group: privacy_record.Exposure.pick(seen.to_json()) for group, seen in audit.exposure.items()},
-        extraction=audit.extraction,
-        controls=privacy_record.Controls.pick(
-            audit.controls.to_json(),
-            words=privacy_record.WordsControl.pick(words_control.to_json()) if words_control else None,
-        ),
-        canaries=privacy_record.Canaries.pick(canaries.to_json(), secrets=_secrets(canaries)),
-        commitment=canaries.commitment,
-    )
-
-
-def _secrets(canaries: Canaries) -> str:
-    """What the canaries of an audit hide, in words."""
-    settings = canaries.settings
-    if settings.get("place") == "prompt":
-        return (
-            f"random secrets of {settings.get('digits')} digits at the end of prompts, which no row learns to predict"
-        )
-    return {
-        "digits": f"random secrets of {settings.get('digits')} digits",
-        "random_tokens": f"random secrets of {settings.get('tokens')} tokens",
-        "new_tokens": "secrets of tokens that the base model hardly expects",
-    }[canaries.kind]

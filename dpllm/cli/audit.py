@@ -108,7 +108,7 @@ def _run(known: argparse.Namespace, path: Path) -> int:
     if known.members:
         from dpllm.auditing.members import audit_run_members
 
-        found = audit_run_members(run, audits.load_models(run, open_run(run).config))
+        found = audit_run_members(run, audits.load_models(open_run(run)))
         return _show(known, found, terminal.members_table(found), f"Private: {run.private / 'audit_members.json'}")
     if known.attack:
         part = audits.attack(run, known.attack)

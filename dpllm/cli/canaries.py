@@ -50,8 +50,7 @@ def run(known: argparse.Namespace, rest: list[str]) -> int:
             canaries.check_place("prompt", config.data.format)
         source, gradient = _source(config, run_dir), config.audit.gradient_canaries
         if label := read_labels(config.data):
-            data = config.data.model_copy(update={"label_epsilon": label.epsilon})
-            config = config.model_copy(update={"data": data})
+            config = config.changed({"data.label_epsilon": label.epsilon})
         plan = canaries.plan_canaries(config.audit.texts, source=source, gradient=gradient, **pairs_of(config))
         canaries.save(plan, run_dir.canaries)
     found = describe(plan, config)
@@ -126,7 +125,7 @@ def _with_format(config: RunConfig, run: RunDir) -> RunConfig:
     if config.data.format != "auto":
         return config
     fmt = data.load_table(config.data.train, config.data, config.data.train_split, run.private / "cache").format
-    return config.model_copy(update={"data": config.data.model_copy(update={"format": fmt})})
+    return config.changed({"data.format": fmt})
 
 
 def _table(found: dict[str, Any]) -> Table:

@@ -21,8 +21,8 @@ from dpllm.errors import ConfigError
 from dpllm.files import as_json, resolved, write_json, write_whole
 from dpllm.recipe import names
 from dpllm.run.directory import RunDir
+from dpllm.statement.audit import AuditRecord
 from dpllm.statement.fields import Json
-from dpllm.statement.privacy_record import Audit
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -143,7 +143,7 @@ def _utility(side: Side, moment: str, which: str) -> Json:
     return {name: value for name, value in held_out.items() if value is not None} | scores
 
 
-def _leakage(audit: Audit) -> Json:
+def _leakage(audit: AuditRecord) -> Json:
     """What the audit says; each measure with its interval, or its ceiling and confidence, beside it."""
     attack, bound = audit.attacks.get(PRIMARY_ATTACK), audit.epsilon_lower_bound
     groups = audit.extraction.values()

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dpllm.auditing.record import AuditRecord, read_audit
 from dpllm.card.claim import statement_of
 from dpllm.errors import ConfigError
 from dpllm.files import read_json, resolved
@@ -21,7 +20,7 @@ from dpllm.run.directory import Run, RunDir, open_run
 from dpllm.run.resume import flat
 from dpllm.statement.fields import Json
 from dpllm.statement.privacy_record import PrivacyRecord
-from dpllm.statement.run_files import COST, RunRecord, read_plan
+from dpllm.statement.run_files import COST, RunRecord
 
 TASKS = "tasks.json"
 """Under private/: scores of texts, which ``dpllm.comparison.tasks`` computes once."""
@@ -127,8 +126,10 @@ def _side(name: str, opened: Run, public: bool, open_data: bool, evaluation_publ
     if config.audit.plants and public and not (private or open_data):
         left_out.append(f"{name}: the audit, because it {unprotected}.")
     elif config.audit.plants:
-        audit = _audit(run, private)
-    statement = statement_of(config, read_plan(run) if private else None, record, audit)
+        audit = opened.audit
+        if audit is None:
+            raise ConfigError(f"{run.root}: has canaries but no audit to compare. Run dpllm audit {run.root} first.")
+    statement = statement_of(config, opened.plan, record, audit)
     evaluation: Json = {}
     tasks = None
     if config.data.eval is not None and public and not evaluation_public:
@@ -140,13 +141,6 @@ def _side(name: str, opened: Run, public: bool, open_data: bool, evaluation_publ
         evaluation = record.metrics.public if public else read_json(run.private / "summary.json")
         tasks = cached_tasks(run, record)
     return Side(name, run, config, record, statement, evaluation, tasks, tuple(left_out))
-
-
-def _audit(run: RunDir, private: bool) -> AuditRecord:
-    path = run.audit_dir(private) / "audit.json"
-    if not path.exists():
-        raise ConfigError(f"{run.root}: has canaries but no audit to compare. Run dpllm audit {run.root} first.")
-    return read_audit(path)
 
 
 def cached_tasks(run: RunDir, record: RunRecord) -> Json | None:

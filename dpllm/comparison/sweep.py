@@ -32,7 +32,7 @@ from dpllm.statement.run_files import read_status
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from dpllm.auditing.record import AuditRecord
+    from dpllm.statement.audit import AuditRecord
 
 STATE = "sweep.json"
 """In the group's directory: a digest of what was asked for, and the group's name; public values only."""
@@ -82,10 +82,10 @@ def at_epsilons(recipe: str | Path, overrides: Mapping[str, Any]) -> list[Point]
     said = f"One of {len(epsilons)} runs that differ in privacy.epsilon alone ({several})"
     points = []
     for epsilon in epsilons:
-        terms: dict[str, Any] = {"epsilon": epsilon} if math.isfinite(epsilon) else {"enabled": False}
+        terms: dict[str, Any] = {"privacy.epsilon": epsilon} if math.isfinite(epsilon) else {"privacy.enabled": False}
         name = f"eps-{epsilon:g}"
-        privacy, place = config.privacy.model_copy(update=terms), str(Path(config.output_dir) / name)
-        points.append(Point(epsilon, config.model_copy(update={"privacy": privacy, "output_dir": place}), name, said))
+        place = str(Path(config.output_dir) / name)
+        points.append(Point(epsilon, config.changed({**terms, "output_dir": place}), name, said))
     return points
 
 
@@ -117,12 +117,12 @@ def twins(recipe: str | Path, overrides: Mapping[str, Any], *, constant_rate: bo
         raise ConfigError(f"{recipe}: train.lr_scheduler is constant already. Leave --constant-rate out.")
     most, usual = config.data.max_examples_per_unit or 32, CanaryConfig()
     groups = {copies: number for copies, number in usual.groups.items() if copies <= most}
-    texts = config.audit.canaries or usual.model_copy(update={"groups": groups})
+    texts = config.audit.canaries or usual.changed({"groups": groups})
     points = []
     twin, settings = "The audit twin of a run without canaries of text, and not to be published", config.train
     if constant_rate:
         twin += ", at a constant learning rate where that run's falls: its weights show more of each step"
-        settings = settings.model_copy(update={"lr_scheduler": "constant", "warmup": 0.0})
+        settings = settings.changed({"lr_scheduler": "constant", "warmup": 0.0})
     for name, said, canaries, train in (
         (
             "production",
@@ -132,9 +132,8 @@ def twins(recipe: str | Path, overrides: Mapping[str, Any], *, constant_rate: bo
         ),
         ("twin", twin, texts, settings),
     ):
-        audit = config.audit.model_copy(update={"canaries": canaries})
         place = str(Path(config.output_dir) / name)
-        trained = config.model_copy(update={"audit": audit, "train": train, "output_dir": place})
+        trained = config.changed({"audit.canaries": canaries, "train": train, "output_dir": place})
         points.append(Point(config.privacy.epsilon, trained, name, said))
     return points
 
@@ -304,8 +303,7 @@ def _as_fixed(points: Sequence[Point], state: dict[str, Any]) -> list[Point]:
             said = f"{own} {said}"
         elif own:
             said = own
-        card = point.config.card.model_copy(update={"tuning": said})
-        fixed.append(replace(point, config=point.config.model_copy(update={"card": card})))
+        fixed.append(replace(point, config=point.config.changed({"card.tuning": said})))
     return fixed
 
 
@@ -343,8 +341,8 @@ def _audit(points: Sequence[Point], console: Console) -> list[str]:
 
 
 def _audit_one(point: Point, control: RunDir | None) -> AuditRecord:
-    from dpllm.auditing.record import read_audit
     from dpllm.auditing.run import audit
+    from dpllm.statement.audit import read_audit
 
     path = point.run.audit_dir(point.config.privacy.enabled) / "audit.json"
     if path.exists():  # of an earlier start; another audit would count as one more

@@ -16,9 +16,8 @@ from dpllm.errors import ConfigError
 from dpllm.files import write_json
 from dpllm.recipe.config import RunConfig
 from dpllm.recipe.names import public_name
-from dpllm.run.directory import RunDir
+from dpllm.run.directory import Run, RunDir, open_run
 from dpllm.statement.fields import Json
-from dpllm.statement.run_files import read_run
 from dpllm.text import control, data
 from dpllm.text.prompts import encode
 
@@ -40,38 +39,40 @@ def measure(runs: Sequence[RunDir], rows: int, console: Console | None = None) -
     """
     if not importlib.util.find_spec("sacrebleu"):
         raise ConfigError("--tasks computes BLEU with sacrebleu, which is not installed. Type: pip install sacrebleu")
-    known = [cached_tasks(run, read_run(run)) for run in runs]
+    opened = [open_run(run) for run in runs]
+    known = [cached_tasks(run.directory, run.record) for run in opened]
     known = [found if found and found.get("asked") == rows else None for found in known]
     base = any(found and found["base"] for found in known)
-    for run, found in zip(runs, known, strict=True):
+    for one, found in zip(opened, known, strict=True):
         if found and base:
             continue
-        config = run.load_config()
+        run, config = one.directory, one.config
         if config.data.eval is None:
             raise ConfigError(f"{run.root}: data.eval is not set, so there are no references. Leave --tasks out.")
         if console is not None:
             text = f"{run.root.name}: what it writes on {public_name(config.data.eval)}"
             console.print(text, markup=False, highlight=False)
-        write_json(run.private / TASKS, _written(run, config, base, rows))
+        write_json(run.private / TASKS, _written(one, base, rows))
         (run.private / TASKS).chmod(0o600)
         base = True
 
 
-def _written(run: RunDir, config: RunConfig, base: bool, rows: int) -> Json:
+def _written(run: Run, base: bool, rows: int) -> Json:
     """BLEU of completions against all references of each prompt, see ``PROTOCOL``; of the base model where it is not known."""
     from dpllm.auditing.run import load_models
     from dpllm.model.generation import complete, until_end
     from dpllm.run.checkpoint import weight_hashes
 
+    config, place = run.config, run.directory
     assert config.data.eval is not None
-    table = data.load_table(config.data.eval, config.data, config.data.eval_split, run.private / "cache")
+    table = data.load_table(config.data.eval, config.data, config.data.eval_split, place.private / "cache")
     if table.format != "prompt_completion":
         raise ConfigError(
             f"{public_name(config.data.eval)}: has no prompts with completions, so there are no references for BLEU. "
             "Leave --tasks out."
         )
     references = by_prompt(table.rows, rows)
-    models = load_models(run, config)
+    models = load_models(run)
     prompts, num_tokens = _encoded(references, models, config)
 
     def score(model: Any) -> Json:
@@ -81,7 +82,7 @@ def _written(run: RunDir, config: RunConfig, base: bool, rows: int) -> Json:
         return {"bleu": bleu(texts, list(references.values()))}
 
     found = {
-        "weights": weight_hashes(run.export),
+        "weights": weight_hashes(run.export_dir),
         "protocol": PROTOCOL,
         "num_tokens": num_tokens,
         "asked": rows,

@@ -17,8 +17,7 @@ import torch
 from scipy import stats
 
 from dpllm.auditing.blind import words_control
-from dpllm.auditing.bounds import Claim, epsilon_lower_bound
-from dpllm.auditing.record import Bound, Summary
+from dpllm.auditing.bounds import epsilon_lower_bound
 from dpllm.auditing.scores import score_encoded
 from dpllm.auditing.summary import Beside, summarise
 from dpllm.canaries import canaries
@@ -30,6 +29,8 @@ from dpllm.recipe import names
 from dpllm.recipe.audit import AuditConfig, default_ways
 from dpllm.recipe.config import DataConfig
 from dpllm.run import checkpoint
+from dpllm.statement.audit import Bound, Summary
+from dpllm.statement.audit_bounds import Claim
 from dpllm.statement.run_files import AuditSettings
 from dpllm.text.data import TokenSequence
 from dpllm.text.layouts import Format

@@ -95,7 +95,7 @@ def may_train(run: RunDir, config: RunConfig) -> None:
             f"{run.root}: the run did not complete, or lost steps in a crash, so shadow runs of its recipe would not be "
             "comparable. Audit it without --shadows, or train it again."
         )
-    policy = read_subject(_changed(config, data={"eval": None, "eval_public": False}), run.private / "cache").policy
+    policy = read_subject(config.changed({"data.eval": None, "data.eval_public": False}), run.private / "cache").policy
     assert policy is not None
     book = ledger.open_ledger(config.privacy.ledger, create=False)
     with contextlib.ExitStack() as held:
@@ -170,29 +170,27 @@ def score_shadows(runs: Sequence[RunDir]) -> ShadowScores:
 
 def _recipe(run: RunDir, config: RunConfig, shadow: RunDir) -> RunConfig:
     """The run's recipe, with the noise that its Plan found, without what is measured or saved on the way."""
-    privacy: dict[str, Any] = {
-        "insecure_seed": None,  # or all shadows would have the same noise
-        "ledger": str(shadow.root.parent / "ledger.sqlite"),
-        "derived_from": None,  # that ledger knows no parent
+    changes: dict[str, Any] = {
+        "data.eval": None,
+        "data.eval_public": False,
+        "privacy.insecure_seed": None,  # or all shadows would have the same noise
+        "privacy.ledger": str(shadow.root.parent / "ledger.sqlite"),
+        "privacy.derived_from": None,  # that ledger knows no parent
+        "train.eval_every": None,
+        "train.checkpoint_every": None,
+        "train.sample_prompts": None,
+        "train.sample_every": None,
+        "telemetry.textfile": None,
+        "telemetry.port": None,
+        "telemetry.trackers": [],
+        "output_dir": str(shadow.root),
     }
     if config.privacy.enabled:
-        promise = read_plan(run)
-        privacy |= {"noise_multiplier": promise.noise_multiplier, "delta": promise.delta}
+        plan = read_plan(run)
+        changes |= {"privacy.noise_multiplier": plan.noise_multiplier, "privacy.delta": plan.delta}
         if config.privacy.noise == "banded":
-            privacy["bands"] = max(1, len(promise.coefficients))  # which auto found, and need not find here
-    return _changed(
-        config,
-        data={"eval": None, "eval_public": False},
-        privacy=privacy,
-        train={"eval_every": None, "checkpoint_every": None, "sample_prompts": None, "sample_every": None},
-        telemetry={"textfile": None, "port": None, "trackers": []},
-    ).model_copy(update={"output_dir": str(shadow.root)})
-
-
-def _changed(config: RunConfig, **sections: dict[str, Any]) -> RunConfig:
-    return config.model_copy(
-        update={name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
-    )
+            changes["privacy.bands"] = max(1, len(plan.coefficients))  # which auto found, and need not find here
+    return config.changed(changes)
 
 
 def _finished(shadow: RunDir, recipe: RunConfig, plan: CanaryPlan) -> bool:

@@ -153,7 +153,7 @@ def records_of(source: str, ledger: Ledger, unit: str, labels: bool = False) -> 
         raise ConfigError(
             f"{source}: data.unit is {wanted.unit!r}, and the budget would count per {unit!r}. Type --unit."
         )
-    by_unit = wanted.model_copy(update={"unit": unit, "max_examples_per_unit": 1})
+    by_unit = wanted.changed({"unit": unit, "max_examples_per_unit": 1})
     units = len(data.group_rows(table, by_unit))
     if labels and table.format != "preference":
         raise ConfigError(f"{source}: is {table.reads}, and labels are of pairs. Name the pairs, or leave out --data.")

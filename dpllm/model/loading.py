@@ -274,7 +274,7 @@ def shrunken(config: RunConfig, model: Any, device: torch.device) -> Any:
         del small.quantization_config
     adapter = config.adapter
     if isinstance(adapter, FrozenConfig):
-        adapter = adapter.model_copy(update={"last_blocks": min(adapter.last_blocks, kept)})
+        adapter = adapter.changed({"last_blocks": min(adapter.last_blocks, kept)})
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(0)
         try:
@@ -283,7 +283,7 @@ def shrunken(config: RunConfig, model: Any, device: torch.device) -> Any:
                 small, dtype=torch.float32, attn_implementation=model.config._attn_implementation
             )
             net = net.to(device).requires_grad_(False)
-            net = adapters.attach(net, config.model_copy(update={"adapter": adapter}))
+            net = adapters.attach(net, config.changed({"adapter": adapter}))
         except Exception as error:  # whatever a model class of the Hub raises
             raise Refused(
                 f"the self-check needs a small float32 copy of {type(model).__name__}, which could not be built "

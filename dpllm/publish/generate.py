@@ -181,7 +181,7 @@ def _base(export: Path, run: Run | None, base: str | None) -> ModelConfig:
     if run is not None:
         model, commit = run.config.model, run.record.model.commit
         name, revision = base or model.name_or_path, None if base else commit or model.revision
-        return model.model_copy(update={"name_or_path": name, "revision": revision})
+        return model.changed({"name_or_path": name, "revision": revision})
     named = base or read_json(export / "adapter_config.json").get("base_model_name_or_path")
     if not isinstance(named, str):
         raise ConfigError(

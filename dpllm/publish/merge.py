@@ -57,7 +57,7 @@ def merge(run: RunDir, output: Path | None = None) -> Path:
     _check_output(run, output)
     # With the very commit of the base model that the run used.
     commit = record.model.commit or config.model.revision
-    pinned = config.model_copy(update={"model": config.model.model_copy(update={"revision": commit})})
+    pinned = config.changed({"model.revision": commit})
     _check_base(pinned, statement.lineage)
     with whole_directory(output) as part:
         merge_weights(pinned, run.export, part)
@@ -109,7 +109,7 @@ def _check_output(run: RunDir, output: Path) -> None:
 
 
 def _check_base(config: RunConfig, stated: Lineage | None) -> None:
-    alone = config.model_copy(update={"model": config.model.model_copy(update={"adapter": None})})
+    alone = config.changed({"model.adapter": None})
     if stated and not parents.same_base(parents.of_base(alone), stated):
         raise Refused(
             f"model.name_or_path {config.model.name_or_path}: is not the base model that the run was trained on (its privacy "
@@ -126,7 +126,7 @@ def merge_weights(config: RunConfig, adapter: Path, output: Path, max_shard_size
     wanted = _dtype(config)
     name = next(name for name, known in loading.DTYPES.items() if known == wanted)
     cpu = torch.device("cpu")
-    base = loading.load_base(config.model.model_copy(update={"dtype": name}), cpu)
+    base = loading.load_base(config.model.changed({"dtype": name}), cpu)
     if getattr(base.config, "quantization_config", None) is not None:
         raise Refused(
             f"{config.model.name_or_path}: its checkpoint is quantised, so an adapter cannot be added to its weights exactly. "

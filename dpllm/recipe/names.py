@@ -86,23 +86,21 @@ def publishable(config: RunConfig) -> RunConfig:
     are left out; a seed of the noise, with which the noise can be taken off, becomes 0. A card says the same of it, byte for
     byte.
     """
-    data, model = config.data, config.model
-    started = last_part(model.adapter) if model.adapter else None
-    told = {
-        name: _each(public_name, source)
+    sources = {
+        f"data.{name}": _each(public_name, source)
         for name in ("train", "eval", "label_record")
-        if (source := getattr(data, name))
+        if (source := getattr(config.data, name))
     }
-    seed = None if config.privacy.insecure_seed is None else 0
-    prompts = config.train.sample_prompts
-    asked = public_name(prompts) if isinstance(prompts, str) else prompts
-    return config.model_copy(
-        update={
-            "model": model.model_copy(update={"name_or_path": public_name(model.name_or_path), "adapter": started}),
-            "data": data.model_copy(update=told),
-            "privacy": config.privacy.model_copy(update={"ledger": None, "insecure_seed": seed}),
-            "train": config.train.model_copy(update={"sample_prompts": asked}),
-            "telemetry": config.telemetry.model_copy(update={"textfile": None}),
+    adapter, prompts = config.model.adapter, config.train.sample_prompts
+    return config.changed(
+        {
+            **sources,
+            "model.name_or_path": public_name(config.model.name_or_path),
+            "model.adapter": last_part(adapter) if adapter else None,
+            "privacy.ledger": None,
+            "privacy.insecure_seed": None if config.privacy.insecure_seed is None else 0,
+            "train.sample_prompts": public_name(prompts) if isinstance(prompts, str) else prompts,
+            "telemetry.textfile": None,
             "output_dir": last_part(config.output_dir),
         }
     )
@@ -169,6 +167,13 @@ def _each(change: Callable[[str], str], source: Source) -> Source:
 
 def of_training(config: RunConfig) -> str:
     """The digest of what trained, as run.json keeps it: without the card's words, what is watched, and how often or fast."""
-    train = config.train.model_copy(update={"tokens_per_pass": "auto", "eval_every": None, "checkpoint_every": None})
-    update = {"card": CardConfig(), "telemetry": TelemetryConfig(), "train": train}
-    return _digest(config.model_copy(update=update), physical_batch_size=1)
+    trained = config.changed(
+        {
+            "card": CardConfig(),
+            "telemetry": TelemetryConfig(),
+            "train.tokens_per_pass": "auto",
+            "train.eval_every": None,
+            "train.checkpoint_every": None,
+        }
+    )
+    return _digest(trained, physical_batch_size=1)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import difflib
 import os
 import textwrap
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Self, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidatorFunctionWrapHandler, model_validator
@@ -25,6 +25,20 @@ class Section(BaseModel):
     """A part of the recipe: immutable, and an unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+    def changed(self, values: Mapping[str, Any]) -> Self:
+        """A copy with other values at dotted keys, as in ``config.changed({"privacy.epsilon": 3.0})``; they are not checked.
+
+        Raises:
+            KeyError: No such key.
+        """
+        update: dict[str, Any] = {}
+        for key, value in values.items():
+            section, _, rest = key.partition(".")
+            if section not in type(self).model_fields:
+                raise KeyError(key)
+            update[section] = update.get(section, getattr(self, section)).changed({rest: value}) if rest else value
+        return self.model_copy(update=update)
 
     @model_validator(mode="before")
     @classmethod

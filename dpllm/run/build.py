@@ -255,8 +255,9 @@ def _gradient_canaries(planted: CanaryPlan, size: int, plan: Plan, device: torch
 
 def _here(decision: Decision, config: RunConfig) -> Decision:
     """Rank 0's decision with places of this machine, and what was found in the data."""
-    found = {name: getattr(decision.config.data, name) for name in ("format", "label_epsilon", "chat_template")}
-    return replace(decision, config=config.model_copy(update={"data": config.data.model_copy(update=found)}))
+    data = decision.config.data
+    seen = {f"data.{name}": getattr(data, name) for name in ("format", "label_epsilon", "chat_template")}
+    return replace(decision, config=config.changed(seen))
 
 
 def _canaries(config: RunConfig, run: RunDir, resume: bool, tokenizer: Any, device: torch.device) -> CanaryPlan:

@@ -152,7 +152,7 @@ def offered(
 
 def without_evaluation(config: RunConfig) -> RunConfig:
     """The same recipe, whose evaluation data nobody reads."""
-    return config.model_copy(update={"data": config.data.model_copy(update={"eval": None})})
+    return config.changed({"data.eval": None})
 
 
 def refuse_adapter(config: RunConfig) -> None:
@@ -231,7 +231,7 @@ def opened(
             stack.enter_context(ledger)
             stack.enter_context(ledger.counting())
         # A recipe without differential privacy may be asked about as any other.
-        owner = config.model_copy(update={"privacy": config.privacy.model_copy(update={"enabled": True})})
+        owner = config.changed({"privacy.enabled": True})
         policy = dataset_policy.find_policy(owner, table, ledger)
         account = ledger.records.charged_to(policy.dataset, policy.derived_from) if ledger else policy.dataset
         budget = ledger.budget(account) if ledger else None

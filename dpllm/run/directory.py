@@ -12,6 +12,7 @@ import secrets
 import shutil
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from dpllm.errors import ConfigError, DpllmError, Refused
@@ -19,8 +20,9 @@ from dpllm.files import RunPaths, alone, digest, of_model, resolved, sha256, wri
 from dpllm.ledger import open_ledger
 from dpllm.recipe import names
 from dpllm.recipe.config import RunConfig, load_config
+from dpllm.statement.audit import AuditRecord, read_audit
 from dpllm.statement.formatting import html_table
-from dpllm.statement.run_files import RunRecord, read_plan, read_run, read_status
+from dpllm.statement.run_files import PlanRecord, RunRecord, read_plan, read_run, read_status
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,17 @@ class Run:
     directory: RunDir
     record: RunRecord
     config: RunConfig
+
+    @cached_property
+    def plan(self) -> PlanRecord | None:
+        """The promise; None without differential privacy."""
+        return read_plan(self.directory) if self.config.privacy.enabled else None
+
+    @property
+    def audit(self) -> AuditRecord | None:
+        """The last audit of these weights, of a run without differential privacy that in private/; None where there is none."""
+        path = self.directory.audit_dir(self.config.privacy.enabled) / "audit.json"
+        return read_audit(path) if path.exists() else None
 
     @property
     def status(self) -> str:

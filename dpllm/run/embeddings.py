@@ -143,7 +143,7 @@ class Encoder:
             Refused: Its 8-bit products couple rows.
         """
         # As whoever applies what is released loads it, wherever and from whichever recipe.
-        model = model.model_copy(update={"dtype": "float32", "quantization": None})
+        model = model.changed({"dtype": "float32", "quantization": None})
         self._tokenizer = loading.load_tokenizer(model)
         self._pooling = loading.pooling_of(model)
         kind = transformers.AutoModel if self._pooling else transformers.AutoModelForCausalLM

@@ -67,8 +67,8 @@ class Subject:
 
     @property
     def found(self) -> dict[str, Any]:
-        """Keys of the recipe's section data that the data decide."""
-        return {"format": self.format, "label_epsilon": self.labels.epsilon if self.labels else None}
+        """Keys of the recipe that the data decide."""
+        return {"data.format": self.format, "data.label_epsilon": self.labels.epsilon if self.labels else None}
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ def decide(
         cache: Where the rows that are read are kept, for whoever trains on them; None: nowhere.
     """
     found, run = Refusals(), RunDir(Path(config.output_dir))
-    config = _update(config, "data", chat_template=found.attempt(chats.read_template, config.data.chat_template))
+    config = config.changed({"data.chat_template": found.attempt(chats.read_template, config.data.chat_template)})
     found.attempt(derived.check_modes, config)
     if start is not None:
         found.attempt(check_directory, config, run, resume=start.resume, overwrite=start.overwrite)
@@ -220,7 +220,7 @@ def decide(
         subject = subject or _read_subject(config, ledger, found, cache)
         if subject is None:
             return Decision(config, refusals=tuple(found.errors))
-        config, resumed = _update(config, "data", **subject.found), None
+        config, resumed = config.changed(subject.found), None
         found.attempt(_check_machine, config, start)
         dataset, parent = subject.dataset, config.privacy.derived_from if subject.policy else None
         if start and start.resume:
@@ -365,9 +365,16 @@ def _plan(
     """The Plan, and what is to be said where the budget leaves too little for its noise to be calibrated."""
     cache, over = accounting_cache(), None
     if schedule is None:  # delta can be judged all the same: by one step of one unit, with noise that meets any target
-        one = _update(config, "train", batch_size=1, steps=1, epochs=None)
-        any_target = {"epsilon": UNBOUNDED, "noise_multiplier": 100.0, "clipping": "flat", "noise": "independent"}
-        found.attempt(derived.plan_of, _update(one, "privacy", **any_target), num_units, cache)
+        any_target = {
+            "train.batch_size": 1,
+            "train.steps": 1,
+            "train.epochs": None,
+            "privacy.epsilon": UNBOUNDED,
+            "privacy.noise_multiplier": 100.0,
+            "privacy.clipping": "flat",
+            "privacy.noise": "independent",
+        }
+        found.attempt(derived.plan_of, config.changed(any_target), num_units, cache)
         return None, None
     try:
         return derived.plan_of(config, num_units, cache, **terms), None
@@ -376,7 +383,7 @@ def _plan(
     except DpllmError as error:
         found.add(error)
     # What it would cost all the same: without the filter, and with no target for a noise multiplier that is given.
-    relaxed = _update(config, "privacy", epsilon=UNBOUNDED) if config.privacy.noise_multiplier else config
+    relaxed = config.changed({"privacy.epsilon": UNBOUNDED}) if config.privacy.noise_multiplier else config
     try:
         plan = derived.plan_of(relaxed, num_units, cache, largest_delta=terms["largest_delta"])
     except DpllmError:  # what refuses even that was said already
@@ -388,12 +395,8 @@ def _resumed_plan(config: RunConfig, num_units: int, resumed: ResumeState) -> Pl
     """The same promise once more: its noise was calibrated to what was left of the budget then."""
     before, cache = resumed.plan, accounting_cache()
     assert before is not None
-    again = _update(config, "privacy", noise_multiplier=before.noise_multiplier, delta=before.delta)
+    again = config.changed({"privacy.noise_multiplier": before.noise_multiplier, "privacy.delta": before.delta})
     coefficients = before.coefficients  # no other machine's last bits
     plan = derived.plan_of(again, num_units, cache, coefficients=coefficients)
     check_promise(plan, before)
     return plan
-
-
-def _update(config: RunConfig, section: str, **values: Any) -> RunConfig:
-    return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from dpllm.statement.audit import Attack, Bound, Controls, Exposure, Extraction
+from dpllm.statement.audit_bounds import GradientAudit
 from dpllm.statement.formatting import (
     bound,
     by_number,
@@ -22,7 +24,6 @@ from dpllm.statement.formatting import (
     percent_bound,
     share,
 )
-from dpllm.statement.privacy_record import Attack, Bound, Controls, Exposure, Extraction, GradientAudit
 
 NO_LIMIT = "no limit"
 
@@ -56,9 +57,8 @@ def findings(
         planned: Steps of the run.
     """
     at = f" at δ = {number_text(found.delta)}" if found.delta is not None else ""
-    guesses = (
-        f"{count(found.num_canaries)} canaries, {count(found.correct)} of {count(found.best_guesses)} guesses right"
-    )
+    right, guessed = count(found.correct or 0), count(found.best_guesses or 0)
+    guesses = f"{count(found.num_canaries)} canaries, {right} of {guessed} guesses right"
     tells = "tells" if controls.base_separates else "does not tell"
     checked = f"The base model, which never saw the canaries, {tells} the planted ones from the others."
     if controls.words:
@@ -120,12 +120,12 @@ def _gradient(seen: GradientAudit, thing: str, planned: int) -> list[Row]:
     return rows
 
 
-def attacks(found: Iterable[tuple[str, Attack]]) -> Table:
-    """Membership of planted canaries, by attacks on groups of them."""
+def attacks(found: Iterable[tuple[str, Attack]], *, claimed: bool = True) -> Table:
+    """Membership of planted canaries, by attacks on groups of them; beside what epsilon allows where it is ``claimed``."""
     rows: list[tuple[str, ...]] = []
     sure = 0.0
     for name, one in found:
-        sure, limits = one.confidence, one.limits
+        sure, limits = one.confidence, one.limits if claimed else None
         rate, between = share(one.tpr_at_1_percent_fpr), one.tpr_at_1_percent_fpr_interval
         rows.append(
             (

@@ -20,6 +20,7 @@ from dpllm.privacy.accounting import compose, finite, stated
 from dpllm.privacy.events import step_of
 from dpllm.privacy.privacy_loss import attacker_limits_of
 from dpllm.statement import formatting, lineage, privacy_record
+from dpllm.statement.audit import AuditRecord
 from dpllm.statement.fields import (
     CRYPTOGRAPHIC,
     DEFINITION,
@@ -31,7 +32,7 @@ from dpllm.statement.fields import (
     Terms,
 )
 from dpllm.statement.inference import Inference, Promised, whole
-from dpllm.statement.privacy_record import Audit, PrivacyRecord
+from dpllm.statement.privacy_record import PrivacyRecord
 from dpllm.statement.released import BesideRun, Statistics
 from dpllm.statement.run_files import LedgerRecord, PlanRecord, RunRecord
 
@@ -45,7 +46,7 @@ def state(
     record: RunRecord,
     terms: Terms | None,
     reason: str | None,
-    audit: Audit | None,
+    audit: AuditRecord | None,
     statistics: Statistics | None,
     files: Mapping[str, str],
 ) -> PrivacyRecord:

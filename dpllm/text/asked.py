@@ -94,7 +94,7 @@ def exact_values(asked: Statistic, units: Groups, table: Table, data: DataConfig
     if asked.kind == "units":
         yield from ("" for _ in units)
     elif asked.kind == "lengths":
-        whole = data.model_copy(update={"max_length": 2**40, "long_examples": "truncate"})
+        whole = data.changed({"max_length": 2**40, "long_examples": "truncate"})
         for unit in iter_units(units.each_alone(), table.format, tokenizer, whole):
             yield float(sum(len(one.input_ids) for one in unit.sequences))
     else:

@@ -26,7 +26,7 @@ from dpllm.files import BLOCK, CARD, SIGNATURE, write_whole
 from dpllm.run.directory import RunDir
 from dpllm.run.labels import SUFFIX
 from dpllm.statement import inference, released, synthetic, tradeoff_figure
-from dpllm.statement.privacy_record import Audit
+from dpllm.statement.audit import AuditRecord
 from dpllm.statement.run_files import read_plan, read_run
 from dpllm.verification import (
     check_audits,
@@ -213,13 +213,13 @@ def _block(found: Published, run: RunDir) -> Check:
     )
 
 
-def _coins(found: Published, run: RunDir, audit: Audit) -> Check:
+def _coins(found: Published, run: RunDir, audit: AuditRecord) -> Check:
     """Canaries and coins are those that were committed to before training."""
     name = "audit: canaries"
     if not run.canaries.exists():
         return asserted(name, "private/canaries.json is not here, so the commitment cannot be opened.")
     plan, folder, terms = canaries.load(run.canaries), found.directory / "audit", found.record.terms
-    if plan.commitment != audit.commitment:
+    if plan.commitment != audit.canaries.commitment:
         raise Wrong(f"the card commits to canaries other than those in private/canaries.json. {_AGAIN}")
     coins = {canary.canary_id: (canary.group, canary.inserted) for canary in plan.canaries}
     table, tokens = check_audits.tables(folder)

@@ -11,8 +11,8 @@ import pytest
 from cards import audit
 from jsonschema import Draft202012Validator
 
-from dpllm.auditing.record import parse_audit, read_audit, schema
 from dpllm.errors import ConfigError
+from dpllm.statement.audit import parse_audit, read_audit, schema
 
 PUBLISHED = sorted(Path(__file__).parents[2].glob("model_cards/*/export/audit/audit.json"))
 

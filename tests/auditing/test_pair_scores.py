@@ -10,12 +10,12 @@ import pytest
 import tiny
 
 from dpllm.auditing import attacks
-from dpllm.auditing.bounds import Claim
 from dpllm.auditing.summary import Beside, summarise
 from dpllm.auditing.table import CanaryScores, TokenTable, read_scores, sum_up, write_tokens
 from dpllm.canaries.canaries import encode_secret, plan_canaries
 from dpllm.errors import ConfigError
 from dpllm.recipe.audit import AuditConfig, CanaryConfig
+from dpllm.statement.audit_bounds import Claim
 from dpllm.statement.run_files import AuditSettings
 from dpllm.text import data
 

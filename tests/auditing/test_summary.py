@@ -14,18 +14,17 @@ from scipy import stats
 from score_tables import row, token_table
 
 from dpllm.auditing.blind import words_control
-from dpllm.auditing.bounds import Claim, OneRunBound
-from dpllm.auditing.record import Controls, parse_audit
 from dpllm.auditing.summary import Beside, _method, summarise
 from dpllm.auditing.table import read_scores, sum_up
 from dpllm.auditing.verdict import group_test, judge, levels
 from dpllm.canaries import canaries
 from dpllm.canaries.canaries import CanaryConfig
-from dpllm.card import claim
 from dpllm.errors import ConfigError
 from dpllm.files import read_json
 from dpllm.recipe.audit import default_ways
 from dpllm.statement import privacy_record
+from dpllm.statement.audit import Controls, parse_audit
+from dpllm.statement.audit_bounds import Claim, GradientAudit, OneRunBound
 from dpllm.statement.run_files import AuditSettings
 from dpllm.verification import check_audits
 from dpllm.verification.values import Published, Wrong
@@ -113,7 +112,7 @@ def test_without_canaries_of_text_gradient_canaries_decide_about_the_mechanism(v
     seen |= {"noise": 0.7, "noise_interval": None, "noise_planned": 0.7}
     seen |= {"drawn": 1.0, "drawn_standard_error": None, "drawn_planned": 1.0}
     nothing = bound(0.0, ceiling=0.0, num_canaries=0)
-    gradient = privacy_record.GradientAudit.pick(seen)
+    gradient = GradientAudit.pick(seen)
     said, reason = judge(CLAIM, nothing, {}, 0, controls(positive=positive), gradient)
     assert said == word
     assert said == "falsified" or "nothing was asked of the weights" in reason
@@ -308,7 +307,7 @@ def checked(folder, report):
     (folder / "audit" / "audit.json").write_text(json.dumps(report))
     audit = parse_audit(report, "audit.json")
     block = read_json(folder / "privacy.json")
-    block["audit"] = claim.audit_part(audit, privacy_record.read(block).terms).to_json()
+    block["audit"] = audit.to_json()
     found = Published(folder, block, card="", hashes=dict(report["weights"]))
     return {check.name: check.status for check in check_audits.check(found)}
 

@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from dpllm.auditing import terminal
-from dpllm.auditing.record import parse_audit
 from dpllm.statement import audit_rows
+from dpllm.statement.audit import parse_audit
 
 AUDITS = sorted(Path(__file__).parents[2].glob("model_cards/**/audit.json"))
 

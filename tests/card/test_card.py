@@ -282,7 +282,7 @@ def test_the_front_matter_names_the_statement_by_its_hash(tmp_path: Path) -> Non
     path = write_card(run)
     assert path == run.export / "README.md"
     written = json.loads((run.export / "privacy.json").read_text())
-    assert written["schema_version"] == 2
+    assert written["schema_version"] == 3
     shown = front_matter(path.read_text(encoding="utf-8"))["privacy"]
     assert shown["sha256"] == hashlib.sha256((run.export / "privacy.json").read_bytes()).hexdigest()
     assert shown == pointer(written)

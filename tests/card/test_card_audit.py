@@ -8,7 +8,7 @@ import pytest
 from cards import EPSILON, HASH, SETTINGS, Json, audit, config, plan, record, render_card
 
 from dpllm.errors import ConfigError
-from dpllm.statement import formatting
+from dpllm.statement.audit_bounds import Claim
 
 
 def test_audit_stands_beside_its_controls_and_limits() -> None:
@@ -28,19 +28,26 @@ def test_audit_stands_beside_its_controls_and_limits() -> None:
 
 
 def test_limit_of_repeated_canaries_is_that_of_the_group() -> None:
-    the_audit = audit()
-    the_audit["attacks"] = {"ratio": {**the_audit["attacks"]["ratio"], "group": 4}}
-    the_audit["claim"] = {"epsilon": 0.5, "delta": 1e-3, "unit": "example"}
-    rows = config(data={"unit": "example", "max_examples_per_unit": None})
-    promise = {"epsilon": 0.5, "delta": 1e-3}
-    text, _ = render_card(rows, plan(unit="example", **promise), record(epsilon_spent=None), the_audit)
     delta = 1e-3 * math.expm1(2.0) / math.expm1(0.5)
-    assert f"| {formatting.bound(1 - (1 - delta) ** 2 / (1 + math.exp(2.0)))} |" in text
+    largest = 1 - (1 - delta) ** 2 / (1 + math.exp(2.0))
+    assert Claim(0.5, 1e-3, "example").limits(4, None)["auc"] == pytest.approx(largest)
     # All copies belong to one patient, whom one epsilon protects.
-    the_audit["claim"]["unit"] = "patient_id"
-    text, _ = render_card(config(), plan(**promise), record(epsilon_spent=None), the_audit)
-    assert f"| {formatting.bound(1 - (1 - 1e-3) ** 2 / (1 + math.exp(0.5)))} |" in text
-    assert "All copies of a canary belong to one unit" in text
+    largest = 1 - (1 - 1e-3) ** 2 / (1 + math.exp(0.5))
+    assert Claim(0.5, 1e-3, "patient_id").limits(4, None)["auc"] == pytest.approx(largest)
+    assert "All copies of a canary belong to one unit" in render_card(config(), plan(), record(), audit())[0]
+
+
+def test_an_audit_stands_in_the_statement_as_audit_json_holds_it() -> None:
+    assert render_card(config(), plan(), record(), audit())[1]["audit"] == audit()
+
+
+def test_limits_stand_beside_attacks_only_where_epsilon_is_guaranteed() -> None:
+    text, _ = render_card(config(), plan(), record(), audit())
+    assert "| ratio | 1 | 0.53 (0.45 to 0.61) | 0.9525 |" in text
+    refuted = audit(verdict="falsified", verdict_reason="The lower bound 4 exceeds the claim.")
+    text, block = render_card(config(), plan(), record(), refuted)
+    assert not block["guarantee"]
+    assert "| ratio | 1 | 0.53 (0.45 to 0.61) | no limit |" in text
 
 
 @pytest.mark.parametrize(
@@ -63,8 +70,9 @@ def test_audit_of_other_weights_or_canaries_is_refused(changes: Json) -> None:
 
 def test_an_audit_without_canaries_planted_once_has_a_card() -> None:
     bound = {**audit()["epsilon_lower_bound"], "value": 0.0, "best_guesses": None, "correct": None, "num_canaries": 0}
-    _, block = render_card(config(), plan(), record(), audit(epsilon_lower_bound=bound))
-    assert (block["audit"]["epsilon_lower_bound"]["best_guesses"], block["guarantee"]) == (0, True)
+    text, block = render_card(config(), plan(), record(), audit(epsilon_lower_bound=bound))
+    assert block["guarantee"]
+    assert "No canary of text was planted" in text
 
 
 def test_an_unknown_kind_of_canary_is_refused_by_its_field() -> None:

@@ -46,8 +46,8 @@ def test_what_is_known_of_these_weights_is_not_computed_again(tmp_path: Path, mo
     runs = [make_run(tmp_path / name, epsilon) for name, epsilon in (("a", 3.0), ("b", INF), ("c", 8.0))]
     score, asked = {"value": 60.0, "interval": None}, []
 
-    def compute(run: Any, config: Any, base: bool, rows: int) -> dict[str, Any]:
-        asked.append((run.root.name, base))
+    def compute(run: Any, base: bool, rows: int) -> dict[str, Any]:
+        asked.append((run.directory.root.name, base))
         return {"weights": {}, "tuned": {}, "base": None if base else {}}
 
     monkeypatch.setattr(tasks, "_written", compute)

@@ -17,7 +17,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from dpllm.auditing import summary
-from dpllm.auditing.bounds import Claim
 from dpllm.auditing.run import audit
 from dpllm.auditing.table import read_scores
 from dpllm.canaries import canaries
@@ -28,6 +27,7 @@ from dpllm.recipe import names
 from dpllm.recipe.config import DataConfig, RunConfig, dump_config
 from dpllm.run import checkpoint
 from dpllm.run.directory import RunDir
+from dpllm.statement.audit_bounds import Claim
 from dpllm.statement.run_files import AuditSettings, read_plan
 
 CANARIES = {"groups": {1: 120, 8: 10}, "digits": 12, "references": 150}

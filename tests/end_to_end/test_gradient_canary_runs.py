@@ -16,7 +16,6 @@ import pytest
 from pyarrow import parquet
 from running import Json, Place, done, dpllm_, make_place
 
-from dpllm.auditing.record import read_audit
 from dpllm.auditing.run import figures
 from dpllm.canaries import canaries
 from dpllm.privacy.engine import StepEngine
@@ -24,6 +23,7 @@ from dpllm.privacy.noise import GaussianNoise
 from dpllm.recipe.config import load_config
 from dpllm.recipe.derived import plan_of
 from dpllm.run.directory import RunDir
+from dpllm.statement.audit import read_audit
 
 CANARIES = 60
 SETTINGS = {

@@ -17,7 +17,6 @@ import torch
 from running import Place, charged, done, dpllm_, fails_in_step
 
 from dpllm.auditing import attacks
-from dpllm.auditing.record import read_audit
 from dpllm.auditing.summary import Beside, summarise
 from dpllm.auditing.table import TokenTable, read_scores, sum_up, write_tokens
 from dpllm.errors import Refused
@@ -29,6 +28,7 @@ from dpllm.privacy.schedule import TokenSequence, Unit
 from dpllm.publish import leaks
 from dpllm.run import reference_logprobs
 from dpllm.run.directory import RunDir
+from dpllm.statement.audit import read_audit
 
 PAIRS = {"train.objective": "dpo", "train.beta": 0.5, "privacy.noise_multiplier": 1.0}  # nothing to calibrate
 

@@ -18,13 +18,13 @@ import tiny
 from metrics_text import Series, free_port, promtool_is_silent, scrape, series, value
 from running import SENTINEL, STEPS, Place, done, dpllm_, fails_in_step, make_place, rows
 
-from dpllm.auditing.record import read_audit
 from dpllm.auditing.run import figures
 from dpllm.model import evaluate
 from dpllm.privacy.engine import Diagnostics, StepEngine
 from dpllm.recipe import derived
 from dpllm.recipe.config import load_config
 from dpllm.run.directory import RunDir
+from dpllm.statement.audit import read_audit
 from dpllm.telemetry import metrics
 from dpllm.telemetry.live import publish_audit
 

@@ -14,7 +14,7 @@ from dpllm.auditing.members import audit_run_members
 from dpllm.auditing.run import audit, load_models
 from dpllm.comparison import tasks
 from dpllm.publish import generate
-from dpllm.run.directory import RunDir
+from dpllm.run.directory import RunDir, open_run
 from dpllm.text import data, layouts
 
 TEMPLATE = "[INST] {prompt} [/INST]\n### Answer:\n{completion}"
@@ -64,9 +64,9 @@ def test_every_text_is_made_by_the_template(run: Place, templates: list[str | No
         audit(place)
         done("card", run.run)
     elif way == "members":
-        audit_run_members(place, load_models(place, config))
+        audit_run_members(place, load_models(open_run(place)))
     elif way == "tasks":
-        tasks._encoded({"Who?": ["Anna"]}, load_models(place, config), config)
+        tasks._encoded({"Who?": ["Anna"]}, load_models(open_run(place)), config)
     elif way == "generate":
         done("generate", run.run, "--prompt", "Who?", "--num", 1, "--max-new-tokens", 2)
     else:

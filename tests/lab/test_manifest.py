@@ -11,13 +11,14 @@ import pytest
 from score_tables import token_table
 
 from dpllm.auditing import attacks, statistics
-from dpllm.auditing.bounds import Claim, epsilon_lower_bound
+from dpllm.auditing.bounds import epsilon_lower_bound
 from dpllm.auditing.table import CanaryScores
 from dpllm.canaries import canaries
 from dpllm.errors import ConfigError
 from dpllm.lab import outside
 from dpllm.lab.outside import FEWEST_OUT, Manifest, read_manifest
 from dpllm.recipe.audit import CanaryConfig, default_ways
+from dpllm.statement.audit_bounds import Claim
 
 COINS = {"coins": "independent"}
 SECRET = "Sigrid Forsberg owes 4711"

@@ -13,13 +13,13 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from dpllm.auditing.bounds import Claim
 from dpllm.canaries.canaries import plan_canaries, save
 from dpllm.errors import ConfigError, DpllmError
 from dpllm.lab.outside import audit_outside, outside_claim
 from dpllm.model import elsewhere
 from dpllm.model.loading import positions
 from dpllm.recipe.audit import CanaryConfig
+from dpllm.statement.audit_bounds import Claim
 
 TARGETS = ["q_proj", "v_proj"]
 SECRET = "Sigrid Forsberg owes 4711"

@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import optimize, stats
 
-from dpllm.auditing.bounds import OneRunBound, epsilon_lower_bound
+from dpllm.auditing.bounds import epsilon_lower_bound
 from dpllm.recipe.audit import default_ways
+from dpllm.statement.audit_bounds import OneRunBound
 
 ALPHA = 0.05
 SPREAD_GRID = (10, 15, 22, 33, 50, 80, 130, 220, 400)

@@ -24,11 +24,12 @@ from audit_simulation import (
 )
 from scipy import stats
 
-from dpllm.auditing.bounds import epsilon_lower_bound, group_claim, one_run_ceiling
+from dpllm.auditing.bounds import epsilon_lower_bound, one_run_ceiling
 from dpllm.auditing.statistics import auc, exposure, exposure_null_mean, rank_sum_p_value
 from dpllm.privacy.accounting import dp_sgd_event
 from dpllm.privacy.accounting import epsilon as stated_epsilon
 from dpllm.recipe.audit import default_ways
+from dpllm.statement.audit_bounds import group_claim
 
 
 def test_the_sampled_gaussian_has_the_epsilon_that_the_simulations_say() -> None:

@@ -9,14 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpllm.auditing.bounds import (
-    epsilon_lower_bound,
-    epsilon_of,
-    group_claim,
-    one_run_ceiling,
-    outcomes,
-    p_value,
-)
+from dpllm.auditing.bounds import epsilon_lower_bound, epsilon_of, one_run_ceiling, outcomes, p_value
+from dpllm.statement.audit_bounds import group_claim
 
 GRID = (10, 20, 50, 100, 200)
 

@@ -297,3 +297,21 @@ def test_embedded_data_are_public_and_others_are_not(tmp_path: Path) -> None:
             value = put(put(raw(), "data.train", train), "data.eval", held_out)
             data = load_config(write(tmp_path, value)).data
             assert (data.public, data.eval_public) == (public, eval_public)
+
+
+def test_a_changed_recipe_differs_in_the_named_keys_alone() -> None:
+    before = RunConfig.model_validate(put(raw(), "audit.canaries.groups", {1: 20}))
+    changes = {"privacy.epsilon": 5.0, "privacy.delta": 1e-6, "output_dir": "runs/b", "audit.canaries.digits": 9}
+    after = before.changed(changes)
+    expected = before.model_dump()
+    for key, value in changes.items():
+        put(expected, key, value)
+    assert after.model_dump() == expected != before.model_dump()
+    assert before.changed({}) == before
+
+
+@pytest.mark.parametrize("key", ["epsilom", "privacy.epsilom", "audit.canaries.digit"])
+def test_a_change_of_a_key_that_no_recipe_has_is_an_error(key: str) -> None:
+    before = RunConfig.model_validate(put(raw(), "audit.canaries.groups", {1: 20}))
+    with pytest.raises(KeyError):
+        before.changed({key: 1})

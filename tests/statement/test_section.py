@@ -211,9 +211,16 @@ MACHINE_ONLY = (
     "schema_version", "definition", "holds_for", "trust_model", "mechanism", "sampling.scheme", "sampling.of", "status",
     "sampling.implemented_as_accounted", "randomness.generator", "accountants", "trade_off", "event", "base_model.covered",
     "composed.budget.order", "composed.final", "lineage.dataset", "lineage.reason", "audit.canaries",
-    "audit.weights", "software", "hardware", "recipe_digest", "files",
+    "audit.weights", "audit.schema_version", "audit.claim", "audit.settings", "audit.published", "software", "hardware",
+    "recipe_digest", "files",
 )  # fmt: skip
 """Constants, what is worded together with another field, and what no sentence could hold; the digest covers them."""
+DETAILS = (
+    "confidence", "tpr_at_fpr_0.001", "tpr_at_0.1_percent_fpr", "tpr_at_0.1_percent_fpr_interval", "base_control_auc",
+    "base_control_auc_interval", "held_out_mean", "largest_possible", "falling", "falling_in", "best_side", "weight", "slope",
+    "twin", "level", "interval", "sampling", "repeated",
+)  # fmt: skip
+"""Likewise, of an audit."""
 LATER = ("neighbouring_relation", "entry", "event", "files_digest")
 """Likewise, of each earlier model."""
 
@@ -234,7 +241,7 @@ def test_every_field_that_people_read_is_worded() -> None:
     for path in leaves(block):
         name = ".".join(map(str, path))
         later = path[0] == "lineage" and any(part in LATER for part in path)
-        detail = name.startswith("audit.attacks") and path[-1] in ("confidence", "tpr_at_fpr_0.001")
+        detail = path[0] == "audit" and any(part in DETAILS for part in path)
         if name.startswith(MACHINE_ONLY) or later or detail:
             continue
         try:

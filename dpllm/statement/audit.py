@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Generic, Literal, TypeVar
+from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError
 
-from dpllm.auditing.bounds import Claim, GroupClaim, OneRunBound
 from dpllm.errors import ConfigError
 from dpllm.files import read_json
-from dpllm.statement import privacy_record
+from dpllm.statement.audit_bounds import Claim, GradientAudit, GroupClaim, OneRunBound
 from dpllm.statement.fields import (
     AtLeast1,
     Between0And1,
@@ -30,7 +29,6 @@ from dpllm.statement.fields import (
     Text,
 )
 from dpllm.statement.formatting import bound, html_table, measured
-from dpllm.statement.privacy_record import CanaryGroup, Extraction, GradientAudit
 from dpllm.statement.run_files import AuditSettings
 
 SCHEMA_VERSION = 4
@@ -40,23 +38,63 @@ CONTROL_LEVEL = 0.001
 """A control counts as seen, or as failed, at this level: a true control fails once in a thousand audits."""
 
 Interval = tuple[Number, Number]
-_Value = TypeVar("_Value")
+AttackName = Annotated[str, Field(pattern=r"^[a-z0-9_.+-]+$")]
+Probability = Annotated[str, Field(pattern=r"^0\.[0-9]+$")]
 
 
-class Sides(Record, Generic[_Value]):
-    """One figure of three sides."""
+class Sides(Record):
+    """Counts of three sides."""
 
-    inserted: _Value
+    inserted: Count
     """Of planted secrets, by the tuned model."""
-    base: _Value
+    base: Count
     """Of the same ones, by the base model."""
-    held_out: _Value
+    held_out: Count
     """Of secrets that were left out, by the tuned model."""
 
 
-class Attack(privacy_record.Attack):
-    """One attack on the canaries of one group; its limits are those of the claim."""
+class MedianAttempts(Record):
+    """Samples for an even chance of the median secret of three sides; null: never, or no secret."""
 
+    inserted: Number | None
+    """Of planted secrets, by the tuned model."""
+    base: Number | None
+    """Of the same ones, by the base model."""
+    held_out: Number | None
+    """Of secrets that were left out, by the tuned model."""
+
+
+class AttackLimits(Record):
+    """What the claim allows an attack at most."""
+
+    tpr_at_fpr_0_01: Share = Field(alias="tpr_at_fpr_0.01")
+    """Largest true-positive rate at a false-positive rate of 1%."""
+    tpr_at_fpr_0_001: Share = Field(alias="tpr_at_fpr_0.001")
+    """Largest true-positive rate at a false-positive rate of 0.1%."""
+    auc: Share
+    """Largest area under the ROC curve."""
+
+
+class Attack(Record):
+    """One attack on the canaries of one group."""
+
+    group: AtLeast1
+    """How often each of its canaries was planted."""
+    auc: Share | None
+    """Area under its ROC curve."""
+    auc_interval: tuple[Number, Number] | None
+    """Confidence interval."""
+    confidence: Share
+    """Of the intervals."""
+    tpr_at_1_percent_fpr: Share | None
+    """True-positive rate at a false-positive rate of 1%."""
+    tpr_at_1_percent_fpr_interval: tuple[Number, Number] | None
+    """Confidence interval."""
+    positives: Count
+    """Planted canaries."""
+    negatives: Count
+    """Canaries that were left out, references included."""
+    limits: AttackLimits | None
     tpr_at_0_1_percent_fpr: Share | None = Field(alias="tpr_at_0.1_percent_fpr")
     """True-positive rate at a false-positive rate of 0.1%."""
     tpr_at_0_1_percent_fpr_interval: Interval | None = Field(alias="tpr_at_0.1_percent_fpr_interval")
@@ -67,9 +105,21 @@ class Attack(privacy_record.Attack):
     """Confidence interval."""
 
 
-class Exposure(privacy_record.Exposure):
+class Exposure(Record):
     """Exposure of one group, in bits."""
 
+    inserted: Count
+    """Planted canaries."""
+    mean: Number | None
+    """Mean exposure."""
+    null_mean: Number | None
+    """Its mean if nothing is remembered."""
+    base_mean: Number | None
+    """Mean exposure under the base model."""
+    p_value: Number | None
+    """Of the hypothesis that planted ones rank like others."""
+    maximum: Number | None
+    """Largest exposure."""
     held_out_mean: Number | None
     """Mean exposure of the canaries that were left out."""
     largest_possible: Number
@@ -84,9 +134,20 @@ class Bound(OneRunBound):
     slope: Number | None = None
     """How much of a log-probability before training is left after it; absent where nothing was ranked."""
 
-    def stated(self) -> privacy_record.Bound:
-        """What a privacy statement holds of it."""
-        return privacy_record.Bound.pick(self.to_json(), best_guesses=self.best_guesses or 0, correct=self.correct or 0)
+
+class Extraction(Record):
+    """Extraction of one group, as counts."""
+
+    inserted: Count
+    """Planted."""
+    tuned: Count
+    """Of these, completed by the tuned model."""
+    base: Count
+    """Of these, completed by the base model."""
+    held_out: Count
+    """Left out."""
+    held_out_tuned: Count
+    """Of these, completed by the tuned model."""
 
 
 class GroupTest(OneRunBound):
@@ -101,46 +162,53 @@ class Repeated(Record):
 
     claim: GroupClaim | None
     """What the claim promises for so many copies."""
-    attacks: dict[Text, Attack]
+    attacks: dict[AttackName, Attack]
     """The attacks that need sums alone, by name."""
     test: GroupTest | None
     """Null where the claim for so many copies could not have been refuted."""
 
 
-class Sampling(Record):
+class SampledExtraction(Record):
     """One way of sampling at temperature 1."""
 
-    discoverable: dict[str, dict[str, Sides[Count]]]
+    discoverable: dict[Probability, ByCopies[Sides]]
     """Secrets that come out with probability p within n samples, by p and then by n."""
-    never: Sides[Count]
+    never: Sides
     """Secrets that cannot come out."""
-    median_attempts: Sides[Number | None]
-    """Samples for an even chance of the median secret; null: never, or no secret."""
+    median_attempts: MedianAttempts
 
 
 class Discoverable(Record):
     """How many secrets of one group sampling gives away."""
 
-    canaries: Sides[Count]
+    canaries: Sides
     """How many there are."""
-    all_tokens: Sampling
+    all_tokens: SampledExtraction
     """From the whole vocabulary."""
-    top_k: Sampling
+    top_k: SampledExtraction
     """From the likeliest tokens."""
 
 
-class WordsControl(privacy_record.WordsControl):
+class WordsControl(Record):
     """A classifier that sees words and no model."""
 
+    auc: Number | None
+    """Area under its ROC curve."""
+    succeeds: bool
+    """Whether it tells planted ones from the others."""
     interval: Interval
     """Of its area under the curve."""
 
 
-class Controls(privacy_record.Controls):
+class Controls(Record):
     """What has to hold before an audit that finds nothing means anything."""
 
+    base_separates: bool
+    """The base model, which saw no canary, tells planted ones from the others."""
     words: WordsControl | None
     """Null where there were too few canaries."""
+    positive: str | None
+    """Where the attack was seen to work; null: nowhere."""
     twin: str | None
     """Where the attack was seen to work on a run without privacy; empty: nowhere; null: no twin was looked at."""
     level: Between0And1
@@ -154,7 +222,7 @@ class Summary(Record):
     """Version of audit.json."""
     claim: Claim | None
     """What was tested; null for a run that claims nothing."""
-    attacks: dict[Text, Attack]
+    attacks: dict[AttackName, Attack]
     """Attacks on the least repeated canaries, by name."""
     exposure: ByCopies[Exposure]
     """How planted secrets rank among ones never planted."""
@@ -198,13 +266,36 @@ class Summary(Record):
         return least | {group: seen.attacks for group, seen in self.repeated.items()}
 
 
+class CanaryGroup(Record):
+    """One group."""
+
+    candidates: Count
+    """Candidates."""
+    inserted: Count
+    """Of these, planted by their coin."""
+
+
+class CanarySettings(Record):
+    """What the texts of canaries follow from, beside chance."""
+
+    groups: ByCopies[AtLeast1]
+    """Candidates by how often each was to be planted."""
+    references: Count
+    """Canaries that no coin could plant."""
+    digits: AtLeast1 | None = None
+    """Of a number; absent of other kinds."""
+    tokens: AtLeast1 | None = None
+    """Of random tokens; absent of other kinds."""
+    place: Literal["prompt"] | None = None
+    """Where a secret stands, if it is no target; absent elsewhere."""
+
+
 class Canaries(Record):
     """What was planted, without its text."""
 
     kind: Literal["digits", "random_tokens", "new_tokens"]
     """Kind of secret."""
-    settings: Json
-    """What the texts follow from."""
+    settings: CanarySettings
     log2_secrets: Number
     """Size of the space that a secret was drawn from, in bits."""
     groups: ByCopies[CanaryGroup]
@@ -214,9 +305,19 @@ class Canaries(Record):
     commitment: str
     """Hash of the canaries and their coins, fixed before training."""
 
+    @property
+    def secrets(self) -> str:
+        """What they hide, in words."""
+        if self.kind == "new_tokens":
+            return "secrets of tokens that the base model hardly expects"
+        settings = self.settings
+        size = f"{settings.digits} digits" if self.kind == "digits" else f"{settings.tokens} tokens"
+        where = " at the end of prompts, which no row learns to predict" if settings.place == "prompt" else ""
+        return f"random secrets of {size}{where}"
+
 
 class AuditRecord(Summary):
-    """audit.json of a run: the summary, and what needs models, texts or other runs."""
+    """audit.json of a run, and what its statement holds of the audit: the summary, and what needs models, texts or other runs."""
 
     canaries: Canaries
     settings: AuditSettings
