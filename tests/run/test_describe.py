@@ -92,7 +92,8 @@ def test_each_release_is_an_entry_and_the_ledger_composes_them_with_training(say
     assert 0.99 < found.epsilon <= 1.0
     book.reserve("notes", RunRequest(dp_sgd_event(0.02, 0.8, 150), 1e-6, 150, "who", "zero_out"))
     run = pld.from_gaussian_mechanism(0.8, sampling_prob=0.02, value_discretization_interval=1e-4).self_compose(150)
-    assert book.spent("notes", 1e-6) == pytest.approx(direct(parts, 1e-6, run), rel=1e-9)
+    # Points of one step differ by 2e-16 from dp-accounting's, and 150 steps by 1.1e-9 on some processors.
+    assert book.spent("notes", 1e-6) == pytest.approx(direct(parts, 1e-6, run), rel=1e-8)
 
 
 def test_a_statistic_asked_twice_costs_twice(say: Callable[..., Any]) -> None:
