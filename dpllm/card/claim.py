@@ -46,7 +46,7 @@ def statement_of(
     Returns:
         The statement, of the epsilon of the whole Plan, also where the run was interrupted: whoever stopped it may have looked at
         figures that carry no noise. ``guarantee`` is true only if the run kept every assumption and its audits do not contradict
-        it. Otherwise ``reason`` says why, and the Plan's numbers stand under ``attempted`` and nowhere else.
+        it. Otherwise ``reason`` says why, and the Plan's numbers stand under ``attempted`` and ``audit.claim`` alone.
 
     Raises:
         ConfigError: The audit is not of this run, or one of these holds what no statement may say.

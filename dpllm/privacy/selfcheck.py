@@ -71,7 +71,7 @@ def self_check(subject: Subject) -> Checked:
             still = _still(subject, first)
             refuse_random_numbers(subject, still, first)
         _check_longest(subject, attention, still)
-        _, bound, again, loss_U = brute_force(subject, attention, units)
+        bound, again, loss_U = brute_force(subject, attention, units)
         clipper = subject.make_clipper()
         try:
             spacing = _spacing(bound, len(units))

@@ -30,14 +30,15 @@ class Section(BaseModel):
         """A copy with other values at dotted keys, as in ``config.changed({"privacy.epsilon": 3.0})``; they are not checked.
 
         Raises:
-            KeyError: No such key.
+            KeyError: No such key, or its section is null.
         """
         update: dict[str, Any] = {}
         for key, value in values.items():
             section, _, rest = key.partition(".")
-            if section not in type(self).model_fields:
+            before: Any = update.get(section, getattr(self, section, None))
+            if section not in type(self).model_fields or (rest and not isinstance(before, Section)):
                 raise KeyError(key)
-            update[section] = update.get(section, getattr(self, section)).changed({rest: value}) if rest else value
+            update[section] = before.changed({rest: value}) if rest else value
         return self.model_copy(update=update)
 
     @model_validator(mode="before")

@@ -90,7 +90,7 @@ class Run:
 
     @property
     def audit(self) -> AuditRecord | None:
-        """The last audit of these weights, of a run without differential privacy that in private/; None where there is none."""
+        """What its card shows, or in private/ of a run without differential privacy; None without an audit."""
         path = self.directory.audit_dir(self.config.privacy.enabled) / "audit.json"
         return read_audit(path) if path.exists() else None
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from dpllm.errors import ConfigError
 from dpllm.files import read_json
@@ -302,8 +302,16 @@ class Canaries(Record):
     """Canaries by how often each was planted."""
     references: Count
     """Canaries that no coin could plant."""
-    commitment: str
+    commitment: Sha256
     """Hash of the canaries and their coins, fixed before training."""
+
+    @model_validator(mode="after")
+    def _of_its_kind(self) -> Self:
+        settings = self.settings
+        named = (settings.digits is not None, settings.tokens is not None)
+        if named != (self.kind == "digits", self.kind == "random_tokens") or (settings.place and not settings.digits):
+            raise ValueError(f"kind {self.kind} has other settings")
+        return self
 
     @property
     def secrets(self) -> str:

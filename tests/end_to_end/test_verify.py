@@ -239,7 +239,7 @@ RECOMPUTED = {
     ],
     "audit": [
         *("audit/verdict", "audit/epsilon_lower_bound/value", "audit/attacks/calibrated/auc", "audit/exposure/1/mean"),
-        *("audit/commitment", "audit/audits_run", "sampling/canary_slots", "unit"),
+        *("audit/canaries/commitment", "audit/audits_run", "sampling/canary_slots", "unit"),
     ],
     "ledger": ["composed/delta", "composed/used=0.1", "composed/spent_epsilon=1.0"],
 }  # fmt: skip
@@ -285,7 +285,7 @@ def _others(where: published.Where, value: object) -> list[object]:
         # What reads deltas in the tail rounds by the processor: three times what may differ; a part in 1e8 of the rest.
         step = 3e-5 if where[0] in ("curve", "limits") and where[-1] != 0 else 1e-8
         step = 3e-3 if where == ("limits", "gdp_mu") else step
-        return [value * (1 + step), value * (1 - step), value + 1] if value else [1e-9]
+        return [value * (1 + step), value * (1 - step), value + max(1.0, abs(value))] if value else [1e-9]
     words = {"optimizer": "sgd", "clipping": "automatic", "neighbouring_relation": "add_or_remove_one"}
     if isinstance(value, str):
         turned = value[:-1] + ("1" if value[-1:] == "0" else "0")

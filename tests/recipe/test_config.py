@@ -315,3 +315,5 @@ def test_a_change_of_a_key_that_no_recipe_has_is_an_error(key: str) -> None:
     before = RunConfig.model_validate(put(raw(), "audit.canaries.groups", {1: 20}))
     with pytest.raises(KeyError):
         before.changed({key: 1})
+    with pytest.raises(KeyError):
+        RunConfig.model_validate(raw()).changed({"audit.canaries.digits": 9})
