@@ -57,3 +57,22 @@ def test_a_damaged_audit_is_refused_in_one_line_that_names_the_field(tmp_path: P
     assert f"{path}: {place}: " in str(refused.value)
     assert "\n" not in str(refused.value)
     assert not Draft202012Validator(schema()).is_valid(value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "own"),
+    [
+        ("digits", {}),
+        ("digits", {"digits": 8, "tokens": 4}),
+        ("random_tokens", {"digits": 8}),
+        ("random_tokens", {"tokens": 4, "place": "prompt"}),
+        ("new_tokens", {"tokens": 4}),
+    ],
+)
+def test_settings_of_canaries_are_those_of_their_kind(kind: str, own: dict[str, Any]) -> None:
+    """Of others a card would say "secrets of None digits"."""
+    canaries = audit()["canaries"]
+    shared = {name: canaries["settings"][name] for name in ("groups", "references")}
+    strange = {**canaries, "kind": kind, "settings": {**shared, **own}}
+    with pytest.raises(ConfigError, match=f"canaries: .*kind {kind} has other settings"):
+        parse_audit(audit(canaries=strange), "audit.json")
