@@ -193,7 +193,7 @@ FEATURES = (
         "verification",
         "Anyone recomputes a card from its files.",
         ("verification/*.py",),
-        2_150,
+        2_149,
     ),
     Feature(
         "comparison",
@@ -216,7 +216,7 @@ LIMITS = {
     "upward arrows": 0,
     "rooms in cycles": 0,
 }
-MOST_LINES = 37_681  # of all features together; 31,000 is aimed at, and never above 33,500 after that
+MOST_LINES = 37_680  # of all features together; 31,000 is aimed at, and never above 33,500 after that
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 

@@ -191,7 +191,7 @@ class _Examined:
 def _examine(run: Run, plan: CanaryPlan, claim: Claim | None) -> _Examined:
     table, tokens = score_canaries(load_models(run), plan, _format(run), run.config.data)
     promise = run.plan
-    settings = (promise and promise.audit) or AuditSettings.pick(run.config.audit.fixed())
+    settings = AuditSettings.pick(promise.to_json()["audit"] if promise else run.config.audit.fixed())
     beside = Beside(
         limits=promise.limits.to_json() if promise and promise.limits else None,
         words=words_control(plan.canaries),

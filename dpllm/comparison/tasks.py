@@ -43,17 +43,17 @@ def measure(runs: Sequence[RunDir], rows: int, console: Console | None = None) -
     known = [cached_tasks(run.directory, run.record) for run in opened]
     known = [found if found and found.get("asked") == rows else None for found in known]
     base = any(found and found["base"] for found in known)
-    for one, found in zip(opened, known, strict=True):
-        if found and base:
+    for run, scored in zip(opened, known, strict=True):
+        if scored and base:
             continue
-        run, config = one.directory, one.config
+        place, config = run.directory, run.config
         if config.data.eval is None:
-            raise ConfigError(f"{run.root}: data.eval is not set, so there are no references. Leave --tasks out.")
+            raise ConfigError(f"{place.root}: data.eval is not set, so there are no references. Leave --tasks out.")
         if console is not None:
-            text = f"{run.root.name}: what it writes on {public_name(config.data.eval)}"
+            text = f"{place.root.name}: what it writes on {public_name(config.data.eval)}"
             console.print(text, markup=False, highlight=False)
-        write_json(run.private / TASKS, _written(one, base, rows))
-        (run.private / TASKS).chmod(0o600)
+        write_json(place.private / TASKS, _written(run, base, rows))
+        (place.private / TASKS).chmod(0o600)
         base = True
 
 

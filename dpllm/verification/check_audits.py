@@ -76,6 +76,7 @@ def check(found: Published) -> Iterator[Check]:
         left.append("the control by words")
     if report.controls.twin:
         left.append("the twin on which the attack is said to work")
+    left.append("kind, length and place of the secrets and their commitment")
     left.append("alpha, the tests and the score, which training fixed")
     yield asserted(
         "audit: what needs the models",
@@ -210,12 +211,10 @@ def _rows(terms: Terms, table: tuple[CanaryScores, ...], tokens: TokenTable, rep
         str(group): CanaryGroup(candidates=len(of_group), inserted=sum(bool(row.inserted) for row in of_group))
         for group, of_group in groups.items()
     }
-    canaries = report.canaries
+    canaries, planned = report.canaries, report.canaries.settings
     sizes = {group: counts.candidates for group, counts in counted.items()}
-    asked = canaries.settings
-    if (canaries.groups, canaries.references) != (counted, references) or (
-        (asked.groups, references) not in ((sizes, asked.references), (sizes, 0))  # labels have none
-    ):
+    same = (canaries.groups, canaries.references, planned.groups) == (counted, references, sizes)
+    if not same or references not in (planned.references, 0):  # labels have none
         raise Wrong(f"its table holds other canaries than audit.json counts. {AUDIT_AGAIN}")
     row_by_row = terms.unit == "example" or terms.sampling.of == "example"
     slots = sum(len(of_group) * (group if row_by_row else 1) for group, of_group in groups.items())

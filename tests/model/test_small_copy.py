@@ -58,7 +58,8 @@ def test_a_small_copy_of_every_model_passes_the_self_check(name: str) -> None:
     vocabulary = small.get_input_embeddings().weight.shape[0]
     assert vocabulary == loading.SHRUNKEN_VOCABULARY
     # Gemma 3's queries nearly vanish here: 1.3e-5 on a processor with AVX-512, of which rounding alone is 4e-6.
-    assert tm.make_engine(small).self_check(vocabulary).error <= 2e-5
+    most = 2e-5 if name == "gemma3, lora" else 1e-5
+    assert tm.make_engine(small).self_check(vocabulary).error <= most
 
 
 def test_the_small_copy_recomputes_where_the_run_does() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dpllm.errors import ConfigError, Refused
-from dpllm.privacy import events
+from dpllm.privacy import events, privacy_loss
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.events import (
     Gaussian,
@@ -25,6 +25,7 @@ from dpllm.privacy.events import (
 )
 from dpllm.privacy.parts import (
     Parts,
+    SampledSums,
     accountants,
     changed,
     dp_event_of,
@@ -216,6 +217,9 @@ def test_pure_dp_costs_what_dp_accounting_says_and_takes_no_delta() -> None:
     run = pld.from_gaussian_mechanism(0.8, sampling_prob=0.02, value_discretization_interval=1e-4).self_compose(150)
     whole = compose([PURE, RUN, PURE])
     direct = one.self_compose(2).compose(run).get_epsilon_for_delta(1e-6)
+    steps = privacy_loss._sampled_loss(SampledSums(0.02, 0.8, 1, 150), 1e-4).self_compose(150)
+    composed = one.self_compose(2).compose(steps).get_epsilon_for_delta(1e-6)
+    assert epsilon(whole, 1e-6, "add_or_remove_one") == pytest.approx(composed, rel=1e-9)
     # Points of one step differ by 2e-16 from dp-accounting's, and 150 steps by 1.1e-9 on some processors.
     assert epsilon(whole, 1e-6, "add_or_remove_one") == pytest.approx(direct, rel=1e-8)
     assert epsilon(RUN, 1e-6, "zero_out") < direct < epsilon(RUN, 1e-6, "zero_out") + 0.5
