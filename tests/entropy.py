@@ -1,7 +1,7 @@
-"""Keys and coins of whole runs from the tests' seed, where users have the operating system's entropy.
+"""Keys, coins and inferred texts of whole runs from the tests' seed, where users have the operating system's entropy.
 
 With fresh ones a run in some hundreds tells another story than its tests expect: "every coin said out", or a noise that its
-own interval of 95% misses.
+own interval of 95% misses, or a text that does not end.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from unittest import mock
 
 from dpllm.canaries import canaries
 from dpllm.privacy import stream
+from dpllm.publish import inference
 
 SEED = "DPLLM_TEST_SEED"
 """The environment variable that carries ``--seed`` to processes of their own."""
@@ -22,8 +23,10 @@ SEED = "DPLLM_TEST_SEED"
 
 @contextlib.contextmanager
 def from_seed(*words: object) -> Iterator[None]:
-    """Canaries, and the keys of batches and noise, that follow from the seed and ``words``."""
+    """Canaries, the keys of batches and noise, and inferred texts, that follow from the seed and ``words``."""
     draws = random.Random(repr((os.environ.get(SEED, "0"), *words)))
-    ours = SimpleNamespace(randbits=draws.getrandbits, SystemRandom=lambda: draws)
-    with mock.patch.object(stream, "secrets", ours), mock.patch.object(canaries, "secrets", ours):
+    ours = SimpleNamespace(randbits=draws.getrandbits, randbelow=draws.randrange, SystemRandom=lambda: draws)
+    with contextlib.ExitStack() as patches:
+        for module in (stream, canaries, inference):
+            patches.enter_context(mock.patch.object(module, "secrets", ours))
         yield
