@@ -28,8 +28,8 @@ from dpllm.model.memory import packing_of_model
 from dpllm.privacy.engine import StepEngine
 from dpllm.privacy.noise import GaussianNoise
 from dpllm.privacy.packing import Pass, passes_of
-from dpllm.privacy.plan import Plan, Schedule
-from dpllm.privacy.schedule import Packing
+from dpllm.privacy.plan import Plan
+from dpllm.privacy.schedule import Packing, Schedule
 from dpllm.recipe.config import FrozenConfig
 from dpllm.text.data import TokenSequence, Unit
 

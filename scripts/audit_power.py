@@ -23,10 +23,10 @@ from dpllm.auditing.run import audit
 from dpllm.auditing.summary import PRIMARY_ATTACK, summarise
 from dpllm.auditing.table import read_scores
 from dpllm.files import read_json, write_json
+from dpllm.privacy.plan import AuditSettings
 from dpllm.recipe.config import load_config
 from dpllm.run.directory import RunDir
 from dpllm.run.loop import train
-from dpllm.statement.run_files import AuditSettings
 
 RECIPE = "recipes/smoke/clinic.yaml"
 REPEATED = {4: 20, 32: 20}

@@ -35,6 +35,7 @@ ROOMS = (  # from top to bottom: a room may import only rooms below it
     "text",
     "recipe",
     "privacy",
+    "records",
     "files",
     "progress",
     "errors",
@@ -69,7 +70,7 @@ FEATURES = (
             "statement/released.py",
             "verification/check_embedded.py",
         ),
-        1_268,
+        1_259,
     ),
     Feature(
         "synthetic texts and private inference",
@@ -95,7 +96,7 @@ FEATURES = (
             "text/asked.py",
             "text/prompts.py",
         ),
-        3_305,
+        3_293,
     ),
     Feature(
         "publishing models",
@@ -115,7 +116,7 @@ FEATURES = (
             "privacy/renyi.py",
             "privacy/plan.py",
         ),
-        2_025,
+        1_961,
     ),
     Feature(
         "banded noise",
@@ -127,7 +128,7 @@ FEATURES = (
         "exact private steps",
         "Sampling, clipping, noise and a check of every model against brute force: the promise holds bit for bit.",
         ("privacy/*.py",),
-        3_870,
+        4_169,
     ),
     Feature(
         "models and memory",
@@ -145,19 +146,19 @@ FEATURES = (
         "one's own loop",
         "The same guarantee in a training loop that the user writes.",
         ("run/own_loop.py",),
-        300,
+        319,
     ),
     Feature(
         "recipes and runs",
         "One recipe in, one folder out: planned, trained, resumed, recorded.",
         ("run/*.py", "recipe/*.py", "cli/plan.py", "cli/__init__.py", "__init__.py", "__main__.py", "progress.py"),
-        5_480,
+        5_519,
     ),
     Feature(
         "forecast and advice",
         "The memory of a run, and settings that are likely to hurt, before anything is spent.",
         ("forecast/*.py",),
-        446,
+        447,
     ),
     Feature(
         "telemetry",
@@ -175,25 +176,25 @@ FEATURES = (
         "canaries and audits",
         "What a model memorised: canaries, extraction, membership, with bounds that hold.",
         ("auditing/*.py", "canaries/*.py", "cli/audit.py", "cli/canaries.py"),
-        4_024,
+        4_028,
     ),
     Feature(
         "audits of other models",
         "The same audit of a model that was trained elsewhere, and the bound over many runs.",
         ("lab/*.py",),
-        603,
+        614,
     ),
     Feature(
         "cards and statements",
         "A model card whose every figure is derived from recorded facts.",
         ("statement/*.py", "card/*.py"),
-        3_084,
+        2_626,
     ),
     Feature(
         "verification",
         "Anyone recomputes a card from its files.",
         ("verification/*.py",),
-        2_149,
+        2_113,
     ),
     Feature(
         "comparison",
@@ -202,11 +203,14 @@ FEATURES = (
         1_145,
     ),
     Feature(
-        "errors and files", "Messages of three parts; files that are whole or absent.", ("errors.py", "files.py"), 436
+        "errors and files",
+        "Messages of three parts; files that are whole or absent.",
+        ("errors.py", "files.py", "records.py"),
+        547,
     ),
 )
 LIMITS = {
-    "modules": 198,
+    "modules": 200,
     "longest module": 413,
     "longest function": 60,
     "most parameters": 8,
@@ -216,7 +220,7 @@ LIMITS = {
     "upward arrows": 0,
     "rooms in cycles": 0,
 }
-MOST_LINES = 37_680  # of all features together; 31,000 is aimed at, and never above 33,500 after that
+MOST_LINES = 37_585  # of all features together; 31,000 is aimed at, and never above 33,500 after that
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 

@@ -12,14 +12,14 @@ import yaml
 from dpllm.card.card import compose
 from dpllm.card.claim import statement_of
 from dpllm.files import write_json
-from dpllm.privacy.plan import noise_scale
+from dpllm.privacy.plan import Mechanism, Plan, noise_scale
 from dpllm.recipe import names
 from dpllm.recipe.config import RunConfig, dump_config
 from dpllm.run.directory import RunDir
 from dpllm.statement import privacy_record, section
 from dpllm.statement.audit import parse_audit
 from dpllm.statement.audit_bounds import Claim
-from dpllm.statement.run_files import PlanRecord, RunRecord, read_plan
+from dpllm.statement.run_files import RunRecord, read_plan
 
 Json = dict[str, Any]
 WEIGHTS, TOKENIZER = b"weights", b"{}"
@@ -52,30 +52,33 @@ def config(**sections: Json) -> RunConfig:
 
 
 def plan(**changes: Any) -> Json:
-    gaussian = {"type": "gaussian", "noise_multiplier": 0.9184}
-    event = {"type": "poisson_sampled", "probability": 0.0720720720720720, "event": gaussian}
-    return {
+    """plan.json: what follows from the numbers of the mechanism follows from the changed ones."""
+    run: Json = {
         "unit": "patient_id",
-        "max_examples_per_unit": 6,
+        "max_examples_per_unit": None if changes.get("unit") == "example" else 6,
+        "sampling": "unit",
         "neighbouring_relation": "zero_out",
         "dataset_size": 888,
         "canary_slots": 248,
-        "sampling_rate": 0.0720720720720720,
+        "expected_batch_size": 64,
         "num_steps": 100,
         "noise_multiplier": 0.9184,
+        "coefficients": [],
         "clipping": "flat",
         "max_grad_norm": 1.0,
         "delta": 1e-05,
-        "epsilon": EPSILON,
         "target_epsilon": 3.0,
-        "expected_batch_size": 64,
-        "accountant": {"name": "dp-accounting", "version": "0.6.0", "interval": 1e-4},
-        "cross_check": {"name": "opacus-prv", "version": "1.6.0", "epsilon": 3.0101},
-        "event": {"type": "self_composed", "count": 100, "event": event},
         "canary_commitment": "c0" * 32,
         "audit": SETTINGS,
-        **changes,
     }
+    promised = Plan.of(Mechanism.pick({**run, **changes})).to_json()
+    second = {"name": "opacus-prv", "version": "1.6.0", "epsilon": 3.0101}
+    return {
+        **promised,
+        "epsilon": EPSILON,
+        "cross_check": second,
+        **changes,
+    }  # which is not checked where words are made
 
 
 def record(**changes: Any) -> Json:
@@ -111,6 +114,7 @@ def record(**changes: Any) -> Json:
         },
         "manifest": {f"export/{name}": value for name, value in artifacts.items()},
         "metrics": {"public": {}},
+        "generator": "philox",
         "lattice": {"coordinates": 2359296, "noise_over_max_grad_norm": noise_scale(0.9184, 1.0, 2359296)},
         "started_at": "2026-11-21T02:30:11+00:00",
         "finished_at": "2026-11-21T02:51:40+00:00",
@@ -233,7 +237,7 @@ def render_card(
     statistics: Json | None = None,
 ) -> tuple[str, Json]:
     """A card and its privacy block; with ``files`` None it names those of the record."""
-    promised, happened = the_plan and PlanRecord.pick(the_plan), RunRecord.pick(the_record)
+    promised, happened = the_plan and Plan.pick(the_plan), RunRecord.pick(the_record)
     audited = None if the_audit is None else parse_audit(the_audit, "audit.json")
     statement = statement_of(recipe, promised or None, happened, audited, files, statistics)
     return compose(recipe, happened, statement), statement.to_json()

@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from dpllm.privacy.plan import Mechanism, steps_event
 from dpllm.statement import privacy_record, section, tradeoff_figure
 from dpllm.verification.verify import Verification, verify
 
@@ -65,6 +66,17 @@ def verifies_without_torch(folder: Path) -> None:
     assert done.stdout.split() == []
 
 
+def replanned(block: Json, **numbers: Any) -> Json:
+    """A statement with other numbers of the mechanism, and the event that follows from them; what accountants say stays."""
+    plan = {**block["plan"], **numbers}
+    run = Mechanism.pick(plan)
+    event = steps_event(run.noise_multiplier, run.schedule, run.group_size, run.bands).to_json()
+    plan |= {"event": event, "sampling_rate": run.schedule.sampling_rate}
+    plan["mechanism"] = "dp-bandmf" if run.coefficients else "dp-sgd"
+    steps = dict.fromkeys(("planned", "taken"), run.num_steps)
+    return {**block, "plan": plan, "steps": steps if "num_steps" in numbers else block["steps"]}
+
+
 def read(export: Path) -> Json:
     return dict(json.loads((export / "privacy.json").read_text("utf-8")))
 
@@ -77,8 +89,8 @@ def write(export: Path, block: Json) -> None:
 def carry(export: Path, block: Json) -> None:
     """A changed block into every file that follows from it: privacy.json, the front matter, both parts, the figure."""
     record = privacy_record.read(block)
-    if record.guarantee and "trade_off" in block:
-        figure = tradeoff_figure.figure(record.terms)
+    if record.guarantee:
+        figure = tradeoff_figure.figure(record.plan)
         (export / tradeoff_figure.FILE).write_text(figure, encoding="utf-8")
         if tradeoff_figure.FILE in block["files"]:
             block["files"][tradeoff_figure.FILE] = hashlib.sha256(figure.encode()).hexdigest()

@@ -27,9 +27,9 @@ WORTH_KEEPING = 0.02  # seconds of processor time
 @contextmanager
 def accounting(folder: Path) -> Iterator[None]:
     """Keeps distributions of single steps, profiles of whole events, the epsilons of all accountants, and calibrated noise."""
-    from dpllm.privacy import accounting, privacy_loss, renyi
+    from dpllm.privacy import accounting, limits, privacy_loss, renyi
 
-    slow = [privacy_loss._step, privacy_loss.profile, renyi.rdp_epsilon]
+    slow = [privacy_loss._step, limits.profile, renyi.rdp_epsilon]
     slow += [accounting._pld, accounting._prv, accounting._calibrate]
     folder.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:

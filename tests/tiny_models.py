@@ -23,8 +23,8 @@ from dpllm.privacy.attention import attends_by_interface
 from dpllm.privacy.engine import StepEngine
 from dpllm.privacy.noise import GaussianNoise
 from dpllm.privacy.packing import Pass, passes_of
-from dpllm.privacy.plan import Plan, Schedule
-from dpllm.privacy.schedule import Packing
+from dpllm.privacy.plan import Plan
+from dpllm.privacy.schedule import Packing, Schedule
 from dpllm.privacy.selfcheck import has_experts
 from dpllm.recipe.config import RunConfig
 from dpllm.text.data import TokenSequence, Unit

@@ -30,6 +30,7 @@ from dpllm.canaries.canaries import CanaryPlan
 from dpllm.errors import ConfigError
 from dpllm.files import write_json
 from dpllm.model import loading
+from dpllm.privacy.plan import AuditSettings, Plan
 from dpllm.recipe.config import RunConfig
 from dpllm.recipe.retired import RETIRED
 from dpllm.run import checkpoint
@@ -37,7 +38,6 @@ from dpllm.run.directory import Run, RunDir, open_run
 from dpllm.run.projections import read_projections, read_turns, read_weights
 from dpllm.statement.audit import AuditRecord, Summary, read_audit
 from dpllm.statement.audit_bounds import Claim
-from dpllm.statement.run_files import AuditSettings, PlanRecord
 from dpllm.telemetry.live import publish_audit
 from dpllm.text.data import load_table
 from dpllm.text.layouts import Format
@@ -191,7 +191,11 @@ class _Examined:
 def _examine(run: Run, plan: CanaryPlan, claim: Claim | None) -> _Examined:
     table, tokens = score_canaries(load_models(run), plan, _format(run), run.config.data)
     promise = run.plan
-    settings = AuditSettings.pick(promise.to_json()["audit"] if promise else run.config.audit.fixed())
+    settings = promise.audit if promise else run.config.audit.fixed()
+    if settings is None:
+        raise ConfigError(
+            f"{run.directory.plan}: fixes no tests, so they could be chosen by what the audit shows. Train again."
+        )
     beside = Beside(
         limits=promise.limits.to_json() if promise and promise.limits else None,
         words=words_control(plan.canaries),
@@ -202,7 +206,7 @@ def _examine(run: Run, plan: CanaryPlan, claim: Claim | None) -> _Examined:
     return _Examined(table, tokens, claim, settings, beside, parts)
 
 
-def _gradient(run: Run, promise: PlanRecord, plan: CanaryPlan) -> GradientTable:
+def _gradient(run: Run, promise: Plan, plan: CanaryPlan) -> GradientTable:
     """What the steps of a run with differential privacy released along its gradient canaries."""
     lattice, place = run.record.lattice, run.directory
     assert lattice is not None

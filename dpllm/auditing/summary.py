@@ -21,10 +21,10 @@ from dpllm.auditing.statistics import Floats, shown
 from dpllm.auditing.table import CanaryScores, TokenTable, by_group
 from dpllm.auditing.verdict import group_test, judge, levels
 from dpllm.errors import ConfigError
+from dpllm.privacy.plan import AuditSettings
 from dpllm.recipe.audit import default_ways
 from dpllm.statement.audit import SCHEMA_VERSION, Controls, GroupTest, Summary
 from dpllm.statement.audit_bounds import Claim, GradientAudit, OneRunBound
-from dpllm.statement.run_files import AuditSettings
 
 CONFIDENCE = 0.95
 PRIMARY_ATTACK = "calibrated"

@@ -96,7 +96,7 @@ def pages(config: RunConfig, record: RunRecord, statement: PrivacyRecord, beside
     """
     made, listed = {}, dict(beside)
     if statement.guarantee:
-        made[tradeoff_figure.FILE] = tradeoff_figure.figure(statement.terms)
+        made[tradeoff_figure.FILE] = tradeoff_figure.figure(statement.plan)
         listed[tradeoff_figure.FILE] = hashlib.sha256(made[tradeoff_figure.FILE].encode()).hexdigest()
     statement = statement.model_copy(update={"files": dict(sorted(listed.items()))})
     return {**made, CARD: compose(config, record, statement), BLOCK: section.dump_block(statement.to_json())}

@@ -11,23 +11,24 @@ import math
 from collections.abc import Mapping
 
 from dpllm.errors import ConfigError
+from dpllm.privacy.plan import Plan
 from dpllm.recipe import derived, names
 from dpllm.recipe.config import LoraConfig, RunConfig
 from dpllm.recipe.names import is_builtin
-from dpllm.statement import formatting, privacy_record, state, tradeoff_figure
+from dpllm.records import Json
+from dpllm.statement import formatting, privacy_record, state
 from dpllm.statement.audit import AuditRecord
 from dpllm.statement.audit_bounds import Claim
-from dpllm.statement.fields import Json, Terms
 from dpllm.statement.privacy_record import PrivacyRecord
 from dpllm.statement.released import Statistics
-from dpllm.statement.run_files import PlanRecord, RunRecord
+from dpllm.statement.run_files import RunRecord
 
 _EVERYTHING = "everything: this run gives no guarantee"
 
 
 def statement_of(
     config: RunConfig,
-    plan: PlanRecord | None,
+    plan: Plan | None,
     record: RunRecord,
     audit: AuditRecord | None,
     files: Mapping[str, str] | None = None,
@@ -54,15 +55,6 @@ def statement_of(
     if audit is not None:
         _check_audit(audit, plan, record)
     reason = why_not(config, plan, record, audit)
-    terms = None
-    if plan is not None:
-        terms = state.terms_of(
-            plan,
-            optimizer=config.train.optimizer,
-            generator=record.generator or "philox",  # version 0.1.0 took that and did not write it down
-            lattice=record.lattice,
-            trade_off=tradeoff_figure.trade_off(plan.event, plan.neighbouring_relation),
-        )
     ledger = record.ledger
     recipe = {
         "released": "adapter weights" if isinstance(config.adapter, LoraConfig) else "model weights",
@@ -73,14 +65,15 @@ def statement_of(
         "tuning": config.card.tuning,
         "contact": config.card.contact,
         "recipe_digest": names.digest(config),
+        "optimizer": config.train.optimizer,
     }
     statement = state.state(
         recipe,
         record,
-        terms,
+        plan,
         reason,
         audit,
-        None if statistics is None else _released(statistics, terms, record),
+        None if statistics is None else _released(statistics, plan, record),
         record.artifacts if files is None else files,
     )
     template = {"template": config.data.template} if config.data.template else {}  # "[/INST]" is no path
@@ -93,7 +86,7 @@ def _base_of(record: RunRecord) -> str:
     return name if record.model.commit or is_builtin(name) else names.last_part(name)
 
 
-def why_not(config: RunConfig, plan: PlanRecord | None, record: RunRecord, audit: AuditRecord | None) -> str | None:
+def why_not(config: RunConfig, plan: Plan | None, record: RunRecord, audit: AuditRecord | None) -> str | None:
     """Why a run gives no guarantee, as one sentence without its full stop; None where it gives one."""
     if not config.privacy.enabled or plan is None:
         where = ", on data that the recipe declares public" if config.data.public else ""
@@ -117,7 +110,7 @@ def contradicts(audit: AuditRecord, epsilon: float) -> bool:
     return audit.verdict == "falsified" or audit.epsilon_lower_bound.value > epsilon
 
 
-def _check_audit(audit: AuditRecord, plan: PlanRecord | None, record: RunRecord) -> None:
+def _check_audit(audit: AuditRecord, plan: Plan | None, record: RunRecord) -> None:
     """Refuses an audit of other weights, and one that tested something else than training fixed."""
     strangers = sorted(name for name, digest in audit.weights.items() if record.artifacts.get(name) != digest)
     rules = {
@@ -135,7 +128,7 @@ def _check_audit(audit: AuditRecord, plan: PlanRecord | None, record: RunRecord)
         )
 
 
-def _released(describe: Json, terms: Terms | None, record: RunRecord) -> Statistics:
+def _released(describe: Json, plan: Plan | None, record: RunRecord) -> Statistics:
     """What describe.json says, which has to be about the data that the run was charged for, and to add to it."""
     one, ledger = Statistics.pick(describe), record.ledger
     if not one.drawn:
@@ -145,7 +138,7 @@ def _released(describe: Json, terms: Terms | None, record: RunRecord) -> Statist
             "describe.json is of clusters or a classifier, which have a card of their own, in the folder that holds it. Name a "
             "file of statistics."
         )
-    mine = None if terms is None or ledger is None else (ledger.dataset, terms.unit, terms.neighbouring_relation)
+    mine = None if plan is None or ledger is None else (ledger.dataset, plan.unit, plan.neighbouring_relation)
     if (one.dataset, one.unit, one.neighbouring_relation) != mine:
         raise ConfigError(
             f"describe.json is about dataset {one.dataset!r} per {one.unit!r} under {one.neighbouring_relation!r}, and the run "
@@ -154,7 +147,7 @@ def _released(describe: Json, terms: Terms | None, record: RunRecord) -> Statist
     return one
 
 
-def _not_covered(config: RunConfig, plan: PlanRecord | None, record: RunRecord) -> list[str]:
+def _not_covered(config: RunConfig, plan: Plan | None, record: RunRecord) -> list[str]:
     lines = formatting.template("not_covered.txt.j2").render(
         data=config.data,
         visible=formatting.visible,

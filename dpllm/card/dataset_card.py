@@ -14,9 +14,9 @@ from typing import Any
 from dpllm.errors import ConfigError
 from dpllm.files import BLOCK, CARD, read_json, sha256, write_whole
 from dpllm.recipe.config import RunConfig
+from dpllm.records import Json
 from dpllm.run.directory import RunDir
 from dpllm.statement import formatting, privacy_record, section, synthetic
-from dpllm.statement.fields import Json
 from dpllm.statement.privacy_record import PrivacyRecord
 from dpllm.statement.synthetic import MODEL_BLOCK, RECORD, ROWS, Quality, Synthetic
 
@@ -119,7 +119,7 @@ def render(record: Synthetic, statement: PrivacyRecord) -> dict[str, str]:
 
 
 def _context(record: Synthetic, statement: PrivacyRecord) -> Json:
-    total, terms = synthetic.epsilon(statement), statement.terms
+    total, terms = synthetic.epsilon(statement), statement.plan
     if statement.guarantee and (total is None or terms is None):
         raise ValueError("a guarantee without its epsilon")
     return {
@@ -156,8 +156,7 @@ def tables(quality: Quality | None) -> Json:
 
 def front_matter(record: Synthetic, statement: PrivacyRecord) -> Json:
     """The front matter of the card, but for license and language, which are the author's."""
-    block, total = statement.to_json(), synthetic.epsilon(statement)
-    main = {name: block[name] for name in _MAIN if name in block}
+    main, total = section.fields(statement, _MAIN), synthetic.epsilon(statement)
     main |= {} if total is None else {"epsilon": total}
     main |= {"statement": MODEL_BLOCK, "record": RECORD, "sha256": section.digest(record.to_json())}
     return loadable(record.columns, main, guarantee=statement.guarantee)

@@ -11,8 +11,8 @@ from pathlib import Path
 from dpllm.card import dataset_card
 from dpllm.files import CARD, sha256, write_whole
 from dpllm.recipe.config import RunConfig
+from dpllm.records import Json
 from dpllm.statement import formatting, inference, section
-from dpllm.statement.fields import Json
 from dpllm.statement.inference import RECORD, Inference
 from dpllm.statement.synthetic import ROWS
 

@@ -67,7 +67,7 @@ def answer_to(known: argparse.Namespace) -> dict[str, Any]:
         Refused: delta is not below 1/N, or the batch is larger than the data.
     """
     from dpllm import ledger
-    from dpllm.privacy import accounting, events, privacy_loss
+    from dpllm.privacy import accounting, events, limits
     from dpllm.privacy.plan import CURVE_DELTAS
 
     size, batch, group, relation = known.dataset_size, known.batch_size, known.group_size, known.relation
@@ -101,7 +101,7 @@ def answer_to(known: argparse.Namespace) -> dict[str, Any]:
         "bands": bands,
         "accountants": accounting.beside(event, delta, relation, prv=known.accountant == "prv"),
         "curve": accounting.curve(event, relation, sorted({*CURVE_DELTAS, delta}, reverse=True)),
-        "limits": privacy_loss.attacker_limits_of(event, relation),
+        "limits": limits.attacker_limits_of(event, relation),
         "one_unit": None,
         "shuffled": {"epsilon": accounting.stated(shuffled, delta, relation)[0], "epochs": epochs}
         if bands == 1

@@ -20,9 +20,9 @@ from dpllm.comparison.compared_runs import Side
 from dpllm.errors import ConfigError
 from dpllm.files import as_json, resolved, write_json, write_whole
 from dpllm.recipe import names
+from dpllm.records import Json
 from dpllm.run.directory import RunDir
 from dpllm.statement.audit import AuditRecord
-from dpllm.statement.fields import Json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -117,14 +117,14 @@ def look(runs: Sequence[RunDir], output: Path | None = None, *, public: bool) ->
 def _figures(side: Side) -> Json:
     """Of one run; epsilon and delta are None where it gives no guarantee."""
     statement, record = side.statement, side.record
-    terms = statement.terms if statement.guarantee else None
+    plan = statement.plan if statement.guarantee else None
     return {
         "name": side.name,
         "status": record.status,
         "private": side.private,
         "no_guarantee": None if statement.guarantee else statement.reason,
-        "epsilon": terms.epsilon if terms else None,
-        "delta": terms.delta if terms else None,
+        "epsilon": plan.epsilon if plan else None,
+        "delta": plan.delta if plan else None,
         **_utility(side, "after", "tuned"),
         **(_leakage(statement.audit) if statement.audit else {}),
         "steps": record.steps_taken,

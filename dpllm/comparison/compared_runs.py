@@ -16,9 +16,9 @@ from dpllm.card.claim import statement_of
 from dpllm.errors import ConfigError
 from dpllm.files import read_json, resolved
 from dpllm.recipe.config import RunConfig
+from dpllm.records import Json
 from dpllm.run.directory import Run, RunDir, open_run
 from dpllm.run.resume import flat
-from dpllm.statement.fields import Json
 from dpllm.statement.privacy_record import PrivacyRecord
 from dpllm.statement.run_files import COST, RunRecord
 
@@ -88,7 +88,7 @@ def read(runs: Sequence[RunDir], *, public: bool) -> list[Side]:
     if len({(side.tasks["prompts"], side.tasks["references"]) for side in sides if side.tasks}) > 1:
         sides = [replace(side, tasks=None) for side in sides]  # of different prompts: nothing to compare
     return sorted(
-        sides, key=lambda side: (not side.private, side.statement.terms.epsilon if side.statement.terms else 0.0)
+        sides, key=lambda side: (not side.private, side.statement.plan.epsilon if side.statement.plan else 0.0)
     )
 
 

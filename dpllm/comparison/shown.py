@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpllm.files import write_whole
-from dpllm.statement.fields import Json
+from dpllm.records import Json
 from dpllm.statement.formatting import bound, cell, count, estimate, measured, number_text, percent
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from dpllm.errors import ConfigError
 from dpllm.files import write_json
 from dpllm.recipe.config import RunConfig
 from dpllm.recipe.names import public_name
+from dpllm.records import Json
 from dpllm.run.directory import Run, RunDir, open_run
-from dpllm.statement.fields import Json
 from dpllm.text import control, data
 from dpllm.text.prompts import encode
 

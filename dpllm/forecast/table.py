@@ -86,11 +86,12 @@ def _promise(plan: Plan) -> dict[str, str]:
     if plan.max_examples_per_unit is not None:
         how = "drawn together" if plan.sampling == "unit" else "drawn one by one"
         unit = f"user-level: column {plan.unit}, at most {plan.max_examples_per_unit} rows of each, {how}"
-    limits = [f"{words} {value:.3g}" for name, words in LIMITS.items() if (value := plan.limits.get(name)) is not None]
+    known = plan.limits.to_json()
+    limits = [f"{words} {value:.3g}" for name, words in LIMITS.items() if (value := known[name]) is not None]
     return {
         "epsilon": f"{plan.epsilon:.4f} (target {plan.target_epsilon:g})",
         "delta": f"{plan.delta:g} (1/N is {1 / plan.schedule.dataset_size:.2g})",
-        "by accountant": f"{beside} (stated: {plan.accountant['name']} {plan.accountant['version']})",
+        "by accountant": f"{beside} (stated: {plan.accountant.name} {plan.accountant.version})",
         "privacy unit": unit,
         "neighbouring relation": f"{plan.neighbouring_relation}: {RELATION_IN_WORDS[plan.neighbouring_relation]}",
         "limits on an attacker": "membership inference, at most: " + ", ".join(limits)

@@ -25,13 +25,13 @@ from dpllm.canaries.canaries import Canary, count_groups, encode_secret
 from dpllm.errors import ConfigError
 from dpllm.model import elsewhere
 from dpllm.model.loading import ScoringModels, positions
+from dpllm.privacy.plan import AuditSettings
 from dpllm.recipe import names
 from dpllm.recipe.audit import AuditConfig, default_ways
 from dpllm.recipe.config import DataConfig
 from dpllm.run import checkpoint
 from dpllm.statement.audit import Bound, Summary
 from dpllm.statement.audit_bounds import Claim
-from dpllm.statement.run_files import AuditSettings
 from dpllm.text.data import TokenSequence
 from dpllm.text.layouts import Format
 
@@ -148,7 +148,9 @@ def _summary(models: ScoringModels, planned: Manifest, claim: Claim | None, fmt:
     everyone, longest = (*planned.canaries, *planned.references), positions(models.tuned) or MAX_LENGTH
     rows, tokens = score_encoded(models, everyone, [_encode(one, fmt, models.tokenizer, longest) for one in everyone])
     ways = default_ways(sum(one.group == 1 for one in planned.canaries))
-    settings = AuditSettings.pick({**AuditConfig().fixed(), **ways})  # nobody fixed them before, so nobody chooses them
+    settings = AuditSettings.pick(
+        {**AuditConfig().fixed().to_json(), **ways}
+    )  # nobody fixed them before, so nobody chooses them
     beside = Beside(words=words_control(planned.canaries), own_references=not planned.references)
     report = summarise(rows, claim, settings, tokens=tokens, beside=beside)
     if planned.independent_coins:

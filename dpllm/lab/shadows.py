@@ -39,8 +39,17 @@ from dpllm.run.loop import train
 from dpllm.run.promise import read_subject
 from dpllm.statement.run_files import read_plan, read_run
 
-MECHANISM = ("event", "delta", "dataset_size", "expected_batch_size", "max_grad_norm", "clipping")
-"""Of plan.json: what two runs of one recipe and one mechanism have in common, beside the coefficients of banded noise."""
+MECHANISM = (
+    "num_steps",
+    "noise_multiplier",
+    "sampling",
+    "delta",
+    "dataset_size",
+    "expected_batch_size",
+    "max_grad_norm",
+    "clipping",
+)
+"""Of a Plan: what two runs of one recipe and one mechanism have in common, beside the coefficients of banded noise."""
 SAME = 1e-5  # up to which a coefficient is the same: processors round the search for it differently, by about 1e-7
 VARIANCE_FLOOR = 1e-6  # nats squared: runs that differ by less than a thousandth of a nat do not differ
 LIFT_FLOOR = 1e-3  # standard deviations: the least effect of training that a candidate is taken to have

@@ -25,6 +25,7 @@ from dpllm.privacy.events import Event, compose, count_releases, dp_sgd_event, n
 from dpllm.privacy.parts import Parts, accountants, parts_of, require
 from dpllm.privacy.privacy_loss import Relation, epsilon_at, privacy_loss
 from dpllm.privacy.renyi import BELOW_ONE, MAX_NOISE_MULTIPLIER, MIN_NOISE_MULTIPLIER, rdp_epsilon
+from dpllm.records import NotNegative, Positive, Record
 
 __all__ = ["beside", "calibrate_noise_multiplier", "cross_check", "curve", "epsilon", "finite", "stated", "versions"]
 __all__ += ["FINE_INTERVAL", "Event", "Relation", "accountants", "compose", "count_releases", "dp_sgd_event"]
@@ -36,6 +37,28 @@ LEAST_COMPARED = 1e-10  # delta, below which round-off is larger than the gap be
 PRV_GAP = 0.05  # how far PRV may lie above PLD: its own error bound is 0.01
 FORMAT = 2  # of what is calibrated and how: a change of either makes older answers unread
 PROGRESS_SECONDS = 5.0
+
+
+class Accountant(Record):
+    """What computed epsilon."""
+
+    interval: Positive
+    """Discretisation of the privacy loss."""
+    name: str
+    """Name."""
+    version: str
+    """Version."""
+
+
+class CrossCheck(Record):
+    """A second accountant's epsilon for the same event; null where none knows it."""
+
+    epsilon: NotNegative
+    """Its epsilon."""
+    name: str
+    """Name."""
+    version: str
+    """Version."""
 
 
 def epsilon(

@@ -30,10 +30,10 @@ from dpllm.privacy.gradient_canaries import GradientCanaries
 from dpllm.privacy.loss import LOW_PRECISION_TOLERANCE, TOLERANCE, Autocast, TokenLosses, row_sums
 from dpllm.privacy.noise import BandedNoise, GaussianNoise
 from dpllm.privacy.packing import Pass
-from dpllm.privacy.plan import Plan, Schedule, noise_scale, spacing_of
+from dpllm.privacy.plan import Plan, noise_scale, spacing_of
 from dpllm.privacy.preference import PairLoss
 from dpllm.privacy.reference import Subject
-from dpllm.privacy.schedule import Packing
+from dpllm.privacy.schedule import Packing, Schedule
 from dpllm.privacy.selfcheck import Checked, self_check
 from dpllm.progress import heard_by, tell
 

@@ -1,35 +1,44 @@
 """The promise: one frozen value from which sampler, noise, accountant, ledger and card are all built.
 
-Comes in: settings and a schedule, both public. Goes out: a ``Plan``. Must not see data and must not import torch: whoever
-verifies a card computes it again.
+Comes in: a ``Mechanism``, all of it public. Goes out: a ``Plan``, which plan.json and the privacy statement hold as it is. Must
+not see data and must not import torch: whoever verifies a card computes it again.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Literal, Self
 
-from dpllm.errors import BudgetExceeded, ConfigError, Refused
-from dpllm.privacy import accounting, banded, events, privacy_loss, renyi
-from dpllm.privacy.accounting import Relation
+from pydantic import Field, model_validator
+
+from dpllm.errors import BudgetExceeded, Refused
+from dpllm.files import digest
+from dpllm.privacy import accounting, banded, events, limits, renyi
+from dpllm.privacy.accounting import Accountant, CrossCheck, Relation
 from dpllm.privacy.banded import LearningRate
-from dpllm.privacy.events import (
-    CyclicPoisson,
-    Gaussian,
-    PoissonSampled,
-    RunEvent,
-    SelfComposed,
-)
+from dpllm.privacy.clipping_functions import Clipping
+from dpllm.privacy.events import CyclicPoisson, Gaussian, PoissonSampled, SelfComposed
+from dpllm.privacy.limits import MechanismLimits
 from dpllm.privacy.renyi import Fit
 from dpllm.privacy.schedule import Schedule, group_rate
+from dpllm.privacy.stored_events import RunEvent
+from dpllm.records import (
+    AtLeast1,
+    Between0And1,
+    Count,
+    NotNegative,
+    Number,
+    Positive,
+    Record,
+    Share,
+    Text,
+)
 
-__all__ = ["CURVE_DELTAS", "RELATION_IN_WORDS", "Plan", "Schedule", "Settings"]
-__all__ += ["auto_delta", "check_delta", "make_plan", "noise_multiplier_for", "resolved_delta"]
-
+ACCOUNTANT = "dp-accounting PLD"
 CURVE_DELTAS = (1e-4, 1e-5, 1e-6, 1e-7, 1e-8)
 CONSTANT = LearningRate(shape="constant")
 LATTICE_BITS = 30  # the noise's standard deviation is 2^30 to 2^31 times the spacing of the lattice
@@ -42,41 +51,109 @@ RELATION_IN_WORDS: dict[Relation, str] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What is asked of a Plan: public values, which beside the schedule decide it."""
+Neighbours = Literal["zero_out", "add_or_remove_one"]
 
-    epsilon: float  # target, > 0
-    delta: float | Literal["auto"] = "auto"
-    noise_multiplier: float | None = None  # None: calibrated to epsilon
-    max_grad_norm: float = 1.0  # C
-    clipping: str = "flat"  # flat or automatic
-    banded: bool = False
-    bands: int | Literal["auto"] = 1
-    learning_rate: LearningRate = CONSTANT  # which banded noise suits
-    unit: str = "example"
-    sampling: Literal["unit", "example"] = "unit"
-    max_examples_per_unit: int | None = None
-    relation: Relation = "zero_out"
 
-    def __post_init__(self) -> None:
-        for name in ("epsilon", "noise_multiplier", "max_grad_norm"):
-            if (value := getattr(self, name)) is not None and not value > 0:
-                raise ConfigError(f"{name} is {value!r}, from which no guarantee follows. Set a number above 0.")
-        if self.sampling == "example" and self.unit != "example" and not self.max_examples_per_unit:
-            raise ConfigError(
-                "rows are sampled, so max_examples_per_unit is needed. Set it to the most rows of a unit."
-            )
+class AuditSettings(Record):
+    """What the audit may not choose after training."""
+
+    alpha: Number
+    """Probability that a bound exceeds the truth."""
+    falling: tuple[int, ...]
+    """How many canaries the tests of membership guess on both sides, with weights that fall with the rank."""
+    falling_in: tuple[int, ...]
+    """And how many as planted alone."""
+    score: Literal["calibrated"] = "calibrated"
+    """Behind the lower bound."""
+    version: Literal[2]
+    """Of score and tests: the sum over every token that entered the loss (of a secret in a prompt, over its own) of what its word
+    in other rows does not explain, where equal scores count against the bound."""
+    control_level: Between0And1 = 0.001
+    """At which a control counts as seen, or as failed."""
+
+
+class Mechanism(Record):
+    """What runs: every number that decides the promise, and what is fixed beside it before training."""
+
+    unit: Text
+    """Whom the guarantee protects: example (one row of the data), or the name of the column that says whose row it is."""
+    max_examples_per_unit: AtLeast1 | None
+    """Most rows that one unit may bring; null where each row is a unit."""
+    sampling: Literal["unit", "example"]
+    """What is drawn and clipped as a whole: unit, or example for single rows."""
+    neighbouring_relation: Neighbours
+    """How two datasets differ between which the guarantee holds: zero_out (one unit's data replaced by nothing, N unchanged:
+    it was counted and is published) or add_or_remove_one (N was declared)."""
+    dataset_size: AtLeast1
+    """N, the public number of what is sampled, canary slots included."""
+    canary_slots: Count
+    """How many of the N are reserved for the audit's canaries."""
+    expected_batch_size: AtLeast1
+    """Expected number in a step, and the public divisor of the sum."""
+    num_steps: AtLeast1
+    """T, logical steps; epsilon is for all of them."""
+    noise_multiplier: Positive
+    """sigma, standard deviation of the noise over C."""
+    coefficients: tuple[Number, ...]
+    """Of banded noise, first column of the strategy matrix, whose noise is its inverse times independent noise; the squares add
+    up to at most 1. One for each band, which is also the number of groups that take turns. Empty for independent noise."""
+    clipping: Clipping
+    """The clipping function."""
+    max_grad_norm: Positive
+    """C, the L2 norm to which the gradient of each thing that is sampled is clipped."""
+    delta: Between0And1
+    """Slack of the definition; far below 1/N."""
+    target_epsilon: Positive
+    """What the recipe asked for, at least epsilon."""
+    canary_commitment: str | None = None
+    """Hash of the canaries and their coins; null where none were planned."""
+    audit: AuditSettings | None = None
+    """What the audit may not choose later."""
+
+    @property
+    def schedule(self) -> Schedule:
+        """How often whom."""
+        size, batch = self.dataset_size, self.expected_batch_size
+        return Schedule(size, self.canary_slots, batch, sampling_rate=batch / size, num_steps=self.num_steps)
+
+    @property
+    def bands(self) -> int:
+        """b, how many groups take turns and over how many steps noise reaches back; 1 for independent noise."""
+        return max(1, len(self.coefficients))
 
     @property
     def group_size(self) -> int:
         """How many of what is sampled are protected together."""
-        return self.max_examples_per_unit or 1 if self.sampling == "example" else 1
+        return (self.max_examples_per_unit or 1) if self.sampling == "example" else 1
+
+    @property
+    def group_rate(self) -> float:
+        """The probability with which a member of the group whose turn it is joins a step: b times the sampling rate."""
+        return group_rate(self.schedule, self.bands)
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        size, coefficients = self.dataset_size, self.coefficients
+        rules = {
+            "canary_slots do not fit into dataset_size": self.canary_slots < size,
+            "expected_batch_size is larger than dataset_size": self.expected_batch_size <= size,
+            "delta is not below 1/N, so that publishing one record outright would satisfy it": self.delta * size < 1,
+            "max_examples_per_unit belongs to another unit": self.unit != "example"
+            or self.max_examples_per_unit is None,
+            "rows are sampled, and max_examples_per_unit does not say how many of a unit": self.sampling == "unit"
+            or self.unit == "example"
+            or self.max_examples_per_unit is not None,
+            "banded noise is for whole units": not coefficients or self.sampling == "unit",
+            "coefficients are no strategy with columns of norm at most 1": not coefficients
+            or (len(coefficients) > 1 and banded.admissible(coefficients)),
+        }
+        if wrong := [problem for problem, good in rules.items() if not good]:
+            raise ValueError("; ".join(wrong))
+        return self
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What one run promises.
+class Plan(Mechanism):
+    """What one run promises: its mechanism, and everything that follows from it.
 
     Guarantee:
         The trained parameters are (epsilon, delta)-differentially private for the privacy unit ``unit`` under
@@ -88,122 +165,117 @@ class Plan:
         proof.
     """
 
-    schedule: Schedule
-    unit: str  # example, or the name of the column that says whose row it is
-    max_examples_per_unit: int | None  # rows that one unit may bring; None for example
-    neighbouring_relation: Relation  # zero_out (N was counted and is published) or add_or_remove_one (N was declared)
-    noise_multiplier: float  # sigma, the noise's standard deviation over max_grad_norm
-    clipping: str  # flat or automatic
-    max_grad_norm: float  # C
-    delta: float  # below 1/N
-    epsilon: float  # stated by the accountant for the event
-    target_epsilon: float  # what was asked for, at least epsilon
-    accountant: dict[str, Any]  # name, version and discretisation interval
-    event: RunEvent  # the mechanism as a value, from which anyone can recompute epsilon
-    sampling: Literal["unit", "example"] = "unit"  # what is drawn and clipped as a whole; example is a single row
-    coefficients: tuple[float, ...] = ()  # c_0, ..., c_{b-1} of banded noise, of squares that add up to at most 1
-    accountants: dict[str, float | None] = field(default_factory=dict)  # epsilon by each that knows the event
-    limits: dict[str, float | None] = field(default_factory=dict)  # see ``privacy_loss.attacker_limits_of``
-    # (delta, epsilon) at ``CURVE_DELTAS``; None where no epsilon is certified
-    curve: tuple[tuple[float, float | None], ...] = ()
+    schema_version: Literal[2]
+    """Version of plan.json."""
+    definition: Literal["(epsilon, delta)-differential privacy"]
+    """Which definition epsilon and delta belong to."""
+    trust_model: Literal["central"]
+    """Who saw the data: central means whoever ran the training did, and everybody else sees what is released."""
+    mechanism: Literal["dp-sgd", "dp-bandmf"]
+    """What released the weights; dp-bandmf is DP-SGD with banded noise."""
+    sampling_rate: Annotated[float, Field(gt=0, le=1)]
+    """q, probability of each coin, expected_batch_size / dataset_size; with groups, over the draw of the groups too."""
+    event: RunEvent
+    """The mechanism as a value, from which epsilon can be computed again: what is sampled is what is accounted."""
+    epsilon: NotNegative
+    """Privacy loss of the run, an upper bound in full precision."""
+    accountant: Accountant
+    cross_check: CrossCheck | None
+    accountants: dict[Annotated[str, Field(pattern=r"^[a-z]+$")], NotNegative | None]
+    """Epsilon by each accountant that knows the event."""
+    limits: MechanismLimits
+    curve: tuple[tuple[Number, Number | None], ...]
+    """Pairs of delta and the epsilon certified at it, null where none is."""
+    trade_off: tuple[tuple[Share, Share], ...]
+    """Pairs of a false-positive rate and the largest true-positive rate of any membership test, in 4 digits."""
+    without_amplification: NotNegative | None
+    """Epsilon at the same delta if batches had come from shuffling, rounded up to four digits; null where none can be stated, as
+    of banded noise: shuffled anew in each epoch, a unit would come back before the noise that hid it is used up."""
+
+    @classmethod
+    def of(cls, run: Mechanism) -> Plan:
+        """What a mechanism promises. A second accountant is asked when training starts: ``accounting.cross_check``."""
+        event, relation, delta = _event_of(run), run.neighbouring_relation, run.delta
+        derived = {
+            "schema_version": 2,
+            "definition": "(epsilon, delta)-differential privacy",
+            "trust_model": "central",
+            "mechanism": _name_of(run),
+            "sampling_rate": run.schedule.sampling_rate,
+            "event": event,
+            "epsilon": accounting.epsilon(event, delta, relation),
+            "accountant": Accountant(
+                name=ACCOUNTANT, interval=accounting.FINE_INTERVAL, version=accounting.versions()["version"]
+            ),
+            "cross_check": None,
+            "accountants": {
+                name: accounting.finite(value) for name, value in accounting.beside(event, delta, relation).items()
+            },
+            "limits": MechanismLimits.model_validate(limits.attacker_limits_of(event, relation)),
+            "curve": tuple(
+                (at, accounting.finite(value)) for at, value in accounting.curve(event, relation, CURVE_DELTAS)
+            ),
+            "trade_off": limits.trade_off(event, relation),
+            "without_amplification": if_shuffled(run),
+        }
+        return cls.model_validate({**{name: getattr(run, name) for name in Mechanism.model_fields}, **derived})
+
+    @model_validator(mode="after")
+    def _follows(self) -> Self:
+        rules = {
+            "event": self.event == _event_of(self),
+            "sampling_rate": self.sampling_rate == self.schedule.sampling_rate,
+            "mechanism": self.mechanism == _name_of(self),
+        }
+        if wrong := [name for name, good in rules.items() if not good]:
+            raise ValueError(f"{', '.join(wrong)} does not follow from the numbers beside it")
+        return self
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of its content."""
+        return digest(self.to_json())
 
     def in_words(self) -> dict[str, str]:
         """The figures that everybody asks for, by their names."""
-        schedule = self.schedule
         return {
             "epsilon": f"{self.epsilon:.3f}",
             "at delta": f"{self.delta:g}",
             "per": self.unit,
-            "N": str(schedule.dataset_size),
-            "q": f"{schedule.sampling_rate:.4f}",
-            "steps": str(schedule.num_steps),
+            "N": str(self.dataset_size),
+            "q": f"{self.sampling_rate:.4f}",
+            "steps": str(self.num_steps),
             "noise multiplier": f"{self.noise_multiplier:g}",
             "C": f"{self.max_grad_norm:g}",
         }
 
     def __str__(self) -> str:
-        told = self.in_words()
-        promised = " ".join(f"{name} {told.pop(name)}" for name in ("epsilon", "at delta", "per"))
-        drawn = f"N {told['N']}, q {told['q']}, {told['steps']} steps"
-        return f"{promised}, {drawn}, noise multiplier {told['noise multiplier']}, C {told['C']}"
+        words = self.in_words()
+        promised = " ".join(f"{name} {words.pop(name)}" for name in ("epsilon", "at delta", "per"))
+        drawn = f"N {words['N']}, q {words['q']}, {words['steps']} steps"
+        return f"{promised}, {drawn}, noise multiplier {words['noise multiplier']}, C {words['C']}"
 
     __repr__ = __str__
-
-    def __post_init__(self) -> None:
-        if self.coefficients and (len(self.coefficients) < 2 or not banded.admissible(self.coefficients)):
-            raise Refused(
-                "the coefficients of banded noise are not a strategy with columns of norm at most 1, so there would be less "
-                "noise than the accounting assumes. plan.json was edited: start anew with --overwrite."
-            )
-
-    @property
-    def bands(self) -> int:
-        """b, how many groups take turns and over how many steps noise reaches back; 1 for independent noise."""
-        return max(1, len(self.coefficients))
 
     def event_after(self, num_steps: int) -> RunEvent:
         """The event of the first `num_steps` steps."""
         return replace(self.event, count=num_steps)
 
-    def to_json(self) -> dict[str, Any]:
-        """The Plan as plan.json holds it, with the schedule's fields beside the others."""
-        fields = {name: value for name, value in asdict(self).items() if name != "coefficients" or value}
-        return {**fields.pop("schedule"), **fields, "event": self.event.to_json()}
+
+def if_shuffled(run: Mechanism) -> float | None:
+    """Epsilon if batches had come from shuffling: ``limits.without_amplification``; None of banded noise."""
+    epochs = math.ceil(Fraction(run.num_steps * run.expected_batch_size, run.dataset_size))
+    if run.coefficients:
+        return None
+    return limits.without_amplification(run.noise_multiplier, epochs, run.group_size, run.delta)
 
 
-def make_plan(
-    settings: Settings,
-    schedule: Schedule,
-    cache_dir: Path | None = None,
-    *,
-    fit: Fit | None = None,
-    largest_delta: float = 1.0,
-    coefficients: tuple[float, ...] | None = None,
-) -> Plan:
-    """Builds the promise, calibrating the noise where the recipe does not set it.
+def _event_of(run: Mechanism) -> RunEvent:
+    return steps_event(run.noise_multiplier, run.schedule, run.group_size, run.bands)
 
-    Args:
-        settings: What is asked.
-        schedule: Of the run.
-        cache_dir: Where calibrations are remembered.
-        fit: What is left of a Renyi filter that the run is to fit: calibrated noise is then the larger of what meets the
-            target epsilon and what fits. Noise that the settings name is left as it is, for the ledger to judge.
-        largest_delta: Of the dataset's budget, if it has one: ``privacy.delta: auto`` is at most that. Below 1/N itself.
-        coefficients: Of the run that goes on; None: they are optimised for the recipe's steps.
 
-    Raises:
-        Refused: delta >= 1/N, the run's or the budget's; the given noise_multiplier exceeds the target epsilon; the filter cannot
-            count the event; or banded noise has no room (``banded.check``).
-        BudgetExceeded: No noise makes the run fit.
-        ConfigError: The target epsilon cannot be reached.
-    """
-    relation = settings.relation
-    delta = resolved_delta(settings.delta, largest_delta, schedule.dataset_size)
-    coefficients = _coefficients(settings, schedule, delta, cache_dir) if coefficients is None else coefficients
-    bands = max(1, len(coefficients))
-    sigma = _noise(settings, schedule, delta, cache_dir, fit, bands)
-    event = steps_event(sigma, schedule, schedule.num_steps, settings.group_size, bands)
-    return Plan(
-        schedule=schedule,
-        unit=settings.unit,
-        max_examples_per_unit=settings.max_examples_per_unit,
-        sampling=settings.sampling,
-        neighbouring_relation=relation,
-        noise_multiplier=float(sigma),
-        clipping=settings.clipping,
-        max_grad_norm=settings.max_grad_norm,
-        delta=delta,
-        epsilon=accounting.epsilon(event, delta, relation),
-        target_epsilon=settings.epsilon,
-        accountant={**accounting.versions(), "name": "dp-accounting PLD", "interval": accounting.FINE_INTERVAL},
-        event=event,
-        coefficients=coefficients,
-        accountants={
-            name: accounting.finite(value) for name, value in accounting.beside(event, delta, relation).items()
-        },
-        limits=privacy_loss.attacker_limits_of(event, relation),
-        curve=tuple((d, accounting.finite(value)) for d, value in accounting.curve(event, relation, CURVE_DELTAS)),
-    )
+def _name_of(run: Mechanism) -> str:
+    return "dp-bandmf" if run.coefficients else "dp-sgd"
 
 
 def resolved_delta(wanted: float | str, largest_delta: float, size: int, name: str = "privacy.delta") -> float:
@@ -225,8 +297,13 @@ def check_delta(delta: float, dataset_size: int, name: str = "privacy.delta", fi
         )
 
 
-def _fitting(sigma: float, event_of: Callable[[float], RunEvent], fit: Fit) -> float:
-    """The noise multiplier that meets the target and fits the filter."""
+def fitting(sigma: float, event_of: Callable[[float], RunEvent], fit: Fit) -> float:
+    """The larger of ``sigma``, which meets the target, and the least noise multiplier that fits a Renyi filter.
+
+    Raises:
+        Refused: The filter cannot count the event.
+        BudgetExceeded: No noise makes the run fit.
+    """
     if "rdp" not in accounting.accountants(event_of(sigma)):
         raise Refused(
             "data.sampling: example is accounted by a mixture of Gaussians, whose Renyi divergence is not known, so the budget "
@@ -240,15 +317,19 @@ def _fitting(sigma: float, event_of: Callable[[float], RunEvent], fit: Fit) -> f
     return max(sigma, fits)
 
 
-def _coefficients(settings: Settings, schedule: Schedule, delta: float, cache_dir: Path | None) -> tuple[float, ...]:
-    """Of the noise; none where it is independent."""
-    if not settings.banded:
-        return ()
-    bands, rate = settings.bands, settings.learning_rate
-    banded.check(bands, schedule, settings.sampling)
+def strategy_for(
+    epsilon: float,
+    delta: float,
+    schedule: Schedule,
+    relation: Relation,
+    rate: LearningRate,
+    bands: int | Literal["auto"],
+    cache_dir: Path | None = None,
+) -> tuple[float, ...]:
+    """Coefficients of banded noise that suit a learning rate; none where ``auto`` finds that independent noise does as well."""
 
     def sigma_of(bands: int) -> float:
-        return noise_multiplier_for(settings.epsilon, delta, schedule, settings.relation, bands, cache_dir, rough=True)
+        return noise_multiplier_for(epsilon, delta, schedule, relation, bands, cache_dir, rough=True)
 
     if bands == "auto":
         bands = banded.choose(rate, schedule, sigma_of)
@@ -273,33 +354,12 @@ def noise_multiplier_for(
     )
 
 
-def steps_event(noise_multiplier: float, schedule: Schedule, num_steps: int, group_size: int, bands: int) -> RunEvent:
-    """The event of steps on a schedule: its groups take turns where there are bands."""
+def steps_event(noise_multiplier: float, schedule: Schedule, group_size: int, bands: int) -> RunEvent:
+    """The event of all steps of a schedule: its groups take turns where there are bands."""
     noise = Gaussian(noise_multiplier)
     if bands > 1:
-        return CyclicPoisson(bands, num_steps, group_rate(schedule, bands), noise)
-    return SelfComposed(num_steps, PoissonSampled(schedule.sampling_rate, noise, group_size))
-
-
-def _noise(
-    settings: Settings, schedule: Schedule, delta: float, cache_dir: Path | None, fit: Fit | None, bands: int
-) -> float:
-    """The noise multiplier that keeps the recipe's promise."""
-    group, steps, relation = settings.group_size, schedule.num_steps, settings.relation
-    sigma = settings.noise_multiplier or noise_multiplier_for(
-        settings.epsilon, delta, schedule, relation, bands, cache_dir, group_size=group
-    )
-    if fit is not None and settings.noise_multiplier is None:
-        sigma = _fitting(sigma, lambda s: steps_event(s, schedule, steps, group, bands), fit)
-    epsilon = accounting.epsilon(steps_event(sigma, schedule, steps, group, bands), delta, relation)
-    if epsilon > settings.epsilon and settings.noise_multiplier is None and cache_dir is not None:
-        return _noise(settings, schedule, delta, None, fit, bands)  # somebody changed the remembered noise
-    if epsilon > settings.epsilon:
-        raise Refused(
-            f"privacy.noise_multiplier {sigma:g} gives epsilon {epsilon:.3f}, above the target privacy.epsilon "
-            f"{settings.epsilon:g}. Set privacy.noise_multiplier: null to calibrate it, or raise privacy.epsilon."
-        )
-    return sigma
+        return CyclicPoisson(bands, schedule.num_steps, group_rate(schedule, bands), noise)
+    return SelfComposed(schedule.num_steps, PoissonSampled(schedule.sampling_rate, noise, group_size))
 
 
 def noise_scale(noise_multiplier: float, max_grad_norm: float, coordinates: int) -> float:

@@ -1,26 +1,22 @@
-"""The privacy-loss distribution of an event: every epsilon and delta of it at once, and what no membership attack can exceed.
+"""The privacy-loss distribution of an event: every epsilon and delta of it at once.
 
-Comes in: the parts of an event, a neighbouring relation, a discretisation; or an epsilon and a delta. Goes out: dp-accounting's
-distribution, which answers "which epsilon at this delta" and "which delta at this epsilon"; true positive rates, areas under the
-ROC curve, a Gaussian mu. Imports dp-accounting only when it computes.
+Comes in: the parts of an event, a neighbouring relation, a discretisation. Goes out: dp-accounting's distribution, which answers
+"which epsilon at this delta" and "which delta at this epsilon". Imports dp-accounting only when it computes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from dpllm.errors import ConfigError
 from dpllm.privacy import bounded_range
-from dpllm.privacy.events import Event
-from dpllm.privacy.parts import Draws, Parts, SampledSums, parts_of, require
+from dpllm.privacy.parts import Draws, Parts, SampledSums
 
 if TYPE_CHECKING:
-    import numpy as np
     from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
-    from numpy.typing import NDArray
 
 # The first two cost the same under Poisson sampling. label_changed is of one label, whose text is the same in both datasets:
 # it is of releases whose epsilon is known, and no sum of gradients is accounted under it.
@@ -30,12 +26,8 @@ MAX_STEPS = 1_000_000
 CHUNK_OF_DRAWS = 500  # whose curve takes a second
 # Array elements that the deltas of one mixture may take: 8 MB a copy, and some tenths of a second.
 MIXTURE_ELEMENTS = 1_000_000
-FPRS = (0.001, 0.01)
-SMALLEST_DELTA = 1e-10  # below it, round-off in a composed distribution is as large as delta
 ROUND_OFF = 2.0**-52  # of a delta, for each step: three times what Fourier transforms were seen to lose
 MOST_EXPONENT = 500.0  # beyond, probabilities times e^-epsilon have too few digits, and e^epsilon overflows
-INTERVAL = 1e-3  # of the privacy loss: wider than for a stated epsilon, and an upper bound all the same
-NUM_EPSILONS = 512
 
 
 @lru_cache(maxsize=8)
@@ -86,10 +78,10 @@ def epsilon_at(delta: float, loss: PrivacyLossDistribution, parts: Parts) -> flo
     """
     steps = sum(part.times for part in parts.sampled if part.probability < 1) + sum(part.times for part in parts.bounds)
     lost = ROUND_OFF * (steps + sum(draws.times / CHUNK_OF_DRAWS for draws in parts.draws))
-    return _inverse(loss, delta - lost if lost > delta / 100 else delta)
+    return inverse(loss, delta - lost if lost > delta / 100 else delta)
 
 
-def _inverse(loss: PrivacyLossDistribution, delta: float) -> float:
+def inverse(loss: PrivacyLossDistribution, delta: float) -> float:
     """The epsilon of a delta; by halving where dp-accounting's sums of e^-epsilon would underflow."""
     if delta < 0 or float(loss.get_delta_for_epsilon(math.inf)) > delta:
         return math.inf
@@ -104,7 +96,7 @@ def _inverse(loss: PrivacyLossDistribution, delta: float) -> float:
     return high
 
 
-def _deltas_at(loss: PrivacyLossDistribution, epsilons: Sequence[float]) -> list[float]:
+def deltas_at(loss: PrivacyLossDistribution, epsilons: Sequence[float]) -> list[float]:
     """Delta at rising epsilons: dp-accounting's way for many at once multiplies by e^epsilon, which overflows."""
     near = [epsilon for epsilon in epsilons if epsilon <= MOST_EXPONENT]
     deltas = [*loss.get_delta_for_epsilon(near), *map(loss.get_delta_for_epsilon, epsilons[len(near) :])]
@@ -257,142 +249,3 @@ def _mixture(part: SampledSums, *, removes: bool) -> Any:
         weights[all_present],
         adjacency_type=AdjacencyType.REMOVE if removes else AdjacencyType.ADD,
     )
-
-
-def attacker_limits(epsilon: float, delta: float) -> dict[str, float]:
-    """What no membership attack on an (epsilon, delta)-DP release can exceed: epsilon >= 0 or infinite, delta in [0, 1].
-
-    Returns:
-        `tpr_at_fpr_0.01`, `tpr_at_fpr_0.001`: the largest true positive rate, at most 1 and
-            min(e^eps FPR + delta, 1 - e^-eps (1 - delta - FPR)).
-        `auc`: the largest area under the ROC curve, 1 - (1 - delta)^2 / (1 + e^eps). What is above that curve is the
-            area under the trade-off of FNR against FPR: two triangles, each with a base of 1 - delta on an axis and
-            its tip at FPR = FNR = (1 - delta) / (1 + e^eps).
-
-    References:
-        Kairouz, Oh and Viswanath 2015, "The Composition Theorem for Differential Privacy".
-    """
-    shrink, grow = math.exp(-epsilon), math.exp(min(epsilon, 700.0))  # e^710 is too large a float
-    limits = {
-        f"tpr_at_fpr_{fpr}": min(1.0, grow * fpr + delta, 1.0 - shrink * (1.0 - delta - fpr)) for fpr in reversed(FPRS)
-    }
-    return {**limits, "auc": 1.0 - (1.0 - delta) ** 2 * shrink / (1.0 + shrink)}
-
-
-def attacker_limits_of(event: Event, relation: Relation) -> dict[str, float | None]:
-    """What no membership attack can exceed, from every (epsilon, delta) of an event at once: tighter than from one.
-
-    Returns:
-        `tpr_at_fpr_0.001`, `tpr_at_fpr_0.01`, `auc`: upper bounds, as ``attacker_limits``. Each pair (epsilon, delta(epsilon))
-            puts two lines above the ROC curve. The smallest of all lines at 512 values of epsilon is a concave polygon
-            that lies above the curve, and its area is computed exactly.
-        `gdp_mu`: the smallest mu for which the Gaussian mechanism N(mu, 1) against N(0, 1) has at least the delta of this
-            event at each of these epsilons with delta >= 1e-10; None where no mu has. It is a summary, and comparable
-            between mechanisms. It is not a proof of mu-GDP: that would take every epsilon, and Poisson sampling has
-            none in the far tail below its own 1/sigma. It is not the central limit approximation either, which lies below.
-
-    Raises:
-        ConfigError: PLD does not know the event; Refused: no accountant knows every part of it.
-
-    References:
-        Dong, Roth and Su 2022, "Gaussian Differential Privacy", corollary 1 (profile of mu-GDP). Gomez et al. 2025,
-        "(epsilon, delta) Considered Harmful: Best Practices for Reporting Differential Privacy Guarantees" (arXiv
-        2503.10945), on reporting mu. Kairouz, Oh and Viswanath 2015 (the lines).
-    """
-    if parts_of(event) == Parts():
-        return {**{f"tpr_at_fpr_{fpr}": fpr for fpr in FPRS}, "auc": 0.5, "gdp_mu": 0.0}
-    epsilons, deltas = profile(event, relation)
-    return {**roc_limits(epsilons, deltas), "gdp_mu": _gaussian_mu(epsilons, deltas)}
-
-
-def roc_limits(epsilons: Sequence[float], deltas: Sequence[float]) -> dict[str, float | None]:
-    """The true positive rates and the area under the polygon that pairs of (epsilon, delta) put above the ROC curve."""
-    lines = [(0.0, 1.0)]
-    for epsilon, delta in zip(epsilons, deltas, strict=True):
-        shrink = math.exp(-epsilon)
-        lines.append((shrink, 1.0 - shrink * (1.0 - delta)))
-        if epsilon < 700.0:
-            lines.append((1.0 / shrink, delta))
-    tprs = {f"tpr_at_fpr_{fpr}": min(slope * fpr + start for slope, start in lines) for fpr in FPRS}
-    return {**tprs, "auc": _area(lines)}
-
-
-def _area(lines: list[tuple[float, float]]) -> float:
-    """The area under the lower envelope of rising lines on [0, 1], piece by piece."""
-    envelope: list[tuple[float, float, float]] = []  # where a line starts to be the lowest, slope, height at 0
-    for slope, start in sorted(set(lines), key=lambda line: (-line[0], line[1])):
-        while envelope:
-            since, other_slope, other_start = envelope[-1]
-            if slope == other_slope:
-                break  # parallel and not lower
-            since_here = (start - other_start) / (other_slope - slope)
-            if since_here > since:
-                envelope.append((since_here, slope, start))
-                break
-            envelope.pop()  # the flatter line is lower wherever this one would have been the lowest
-        else:
-            envelope.append((0.0, slope, start))
-    ends = [min(since, 1.0) for since, _, _ in envelope[1:]] + [1.0]
-    area = 0.0
-    for (since, slope, start), end in zip(envelope, ends, strict=True):
-        if end > since:
-            area += (end - since) * (start + slope * (since + end) / 2)
-    return area
-
-
-def profile(event: Event, relation: Relation) -> tuple[list[float], list[float]]:
-    """512 epsilons up to where delta is 1e-10, or the least it gets to, and an upper bound on delta at each.
-
-    Raises as ``attacker_limits_of`` does.
-    """
-    require(event, "pld")
-    try:
-        loss = privacy_loss(parts_of(event), relation, INTERVAL)
-        far = _far(lambda delta: _inverse(loss, delta))
-        if far > MOST_EXPONENT:  # a 50,000th of it is fine enough, and quick
-            loss = privacy_loss(parts_of(event), relation, far * INTERVAL / 50)
-        epsilons = [far * i / (NUM_EPSILONS - 1) for i in range(NUM_EPSILONS)]
-        return epsilons, _deltas_at(loss, epsilons)
-    except OverflowError:
-        return [0.0], [1.0]
-
-
-def _far(epsilon_at: Callable[[float], float]) -> float:
-    """The epsilon at the smallest delta that matters, or at the smallest that has one."""
-    found = epsilon_at(SMALLEST_DELTA)
-    low, high = math.log(SMALLEST_DELTA), math.log1p(-1e-9)
-    for _ in range(0 if math.isfinite(found) else 40):
-        middle = (low + high) / 2
-        here = epsilon_at(math.exp(middle))
-        if math.isfinite(here):
-            high, found = middle, here
-        else:
-            low = middle
-    return max(found, 1e-3) if math.isfinite(found) else 1e-3
-
-
-def _gaussian_mu(epsilons: Sequence[float], deltas: Sequence[float]) -> float | None:
-    import numpy as np
-
-    eps, delta = np.asarray(epsilons), np.asarray(deltas)
-    kept = delta >= SMALLEST_DELTA * (1 - 1e-6)  # the last one is as large but for rounding, which may not decide
-    eps, delta = eps[kept], delta[kept]
-    if not len(delta):
-        return 0.0
-    if delta[-1] > 1.001 * SMALLEST_DELTA and len(delta) == len(epsilons):
-        return None  # delta never falls so low: no Gaussian mechanism has such a floor
-    low, high = np.zeros_like(eps), np.full_like(eps, 1e3)
-    if (_gaussian_delta(eps, high) < delta).any():
-        return None
-    for _ in range(60):
-        middle = (low + high) / 2
-        short = _gaussian_delta(eps, middle) < delta
-        low, high = np.where(short, middle, low), np.where(short, high, middle)
-    return float(high.max())
-
-
-def _gaussian_delta(eps: NDArray[np.float64], mu: NDArray[np.float64]) -> NDArray[np.float64]:
-    import numpy as np
-    from scipy.special import log_ndtr, ndtr
-
-    return ndtr(mu / 2 - eps / mu) - np.exp(eps + log_ndtr(-mu / 2 - eps / mu))  # type: ignore[no-any-return]

@@ -143,13 +143,13 @@ def _statement(source: _Source, ledger: str | None, without_guarantee: bool) -> 
     named = config.privacy.ledger if config else None  # which is the publisher's own word here
     found = insist(source.root, named if ledger is None and named and "://" in named else ledger)
     statement = privacy_record.read(read_json(source.folder / (MODEL_BLOCK if source.kind == "dataset" else BLOCK)))
-    if statement.terms is not None and statement.composed is None:
+    if statement.plan is not None and statement.composed is None:
         raise Refused(
             f"{source.root}: is in no ledger, so its privacy cost cannot be added to that of other runs on the same data. Set "
             "privacy.ledger and train again."
         )
     verified = {check.name.removeprefix(OF_MODEL) for check in found.checks if check.status == "verified"}
-    if statement.terms is not None and statement.composed and not {"ledger", "ledger: entry"} <= verified:
+    if statement.plan is not None and statement.composed and not {"ledger", "ledger: entry"} <= verified:
         raise Refused(
             f"{source.root}: is entry {statement.composed.entry} of a ledger that is not here, so the total on its card cannot "
             "be checked. Type --ledger FILE, or an export of it."

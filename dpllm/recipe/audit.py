@@ -7,10 +7,11 @@ Knows neither scores nor coins.
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
+from dpllm.privacy.plan import AuditSettings
 from dpllm.recipe.section import Section
 
 
@@ -80,7 +81,9 @@ class AuditConfig(Section):
         """Which canaries of text are drawn: beside gradient canaries alone, references that nothing plants."""
         return self.canaries or CanaryConfig.model_construct(groups={}, references=100)
 
-    def fixed(self) -> dict[str, Any]:
+    def fixed(self) -> AuditSettings:
         """What of the test has to be fixed before training, as plan.json commits to it."""
         ways = default_ways(self.canaries.groups.get(1, 0) if self.canaries else 0)
-        return {"alpha": self.alpha, **ways, "score": "calibrated", "version": 2, "control_level": 0.001}
+        return AuditSettings.checked(
+            {"alpha": self.alpha, **ways, "score": "calibrated", "version": 2, "control_level": 0.001}
+        )

@@ -5,12 +5,24 @@ Comes in: a recipe and public numbers. Goes out: the small values of ``dpllm.pri
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpllm.errors import ConfigError, Refused
+from dpllm.privacy import banded
 from dpllm.privacy.banded import LearningRate
 from dpllm.privacy.labels import flip_probability
-from dpllm.privacy.plan import Plan, Settings, make_plan
+from dpllm.privacy.plan import (
+    Mechanism,
+    Neighbours,
+    Plan,
+    fitting,
+    noise_multiplier_for,
+    resolved_delta,
+    steps_event,
+    strategy_for,
+)
+from dpllm.privacy.renyi import Fit
 from dpllm.privacy.schedule import Schedule, make_schedule
 from dpllm.recipe.audit import AuditConfig
 from dpllm.recipe.config import DataConfig, LoraConfig, RunConfig, TrainConfig
@@ -47,28 +59,84 @@ def public_units(data: DataConfig, counted: int, delta: float | str = "auto", na
     return declared
 
 
-def settings_of(config: RunConfig) -> Settings:
-    """All that a Plan follows from beside its schedule."""
-    privacy, data = config.privacy, config.data
-    return Settings(
-        epsilon=privacy.epsilon,
-        delta=privacy.delta,
-        noise_multiplier=privacy.noise_multiplier,
-        max_grad_norm=privacy.max_grad_norm,
-        clipping=privacy.clipping,
-        bands=privacy.bands if privacy.noise == "banded" else 1,
-        banded=privacy.noise == "banded",
-        learning_rate=learning_rate_of(config.train),
-        unit=data.unit,
-        sampling=data.sampling,
-        max_examples_per_unit=data.max_examples_per_unit,
-        relation="add_or_remove_one" if data.public_size is not None else "zero_out",
+def plan_of(
+    config: RunConfig,
+    num_units: int,
+    cache_dir: Path | None = None,
+    *,
+    fit: Fit | None = None,
+    largest_delta: float = 1.0,
+    coefficients: tuple[float, ...] | None = None,
+) -> Plan:
+    """The Plan of a recipe with ``privacy.enabled``, whose noise is calibrated where the recipe does not set it.
+
+    Args:
+        config: The recipe.
+        num_units: Privacy units without canaries, >= 1.
+        cache_dir: Where calibrations are remembered.
+        fit: What is left of a Renyi filter that the run is to fit: calibrated noise is then the larger of what meets the
+            target epsilon and what fits. Noise that the recipe names is left as it is, for the ledger to judge.
+        largest_delta: Of the dataset's budget, if it has one: ``privacy.delta: auto`` is at most that. Below 1/N itself.
+        coefficients: Of the run that goes on; None: they are optimised for the recipe's steps.
+
+    Raises:
+        Refused: delta >= 1/N, the run's or the budget's; the given noise_multiplier exceeds the target epsilon; the filter cannot
+            count the event; or banded noise has no room (``banded.check``).
+        BudgetExceeded: No noise makes the run fit.
+        ConfigError: The target epsilon cannot be reached.
+    """
+    privacy, data, schedule = config.privacy, config.data, schedule_of(config, num_units)
+    relation: Neighbours = "add_or_remove_one" if data.public_size is not None else "zero_out"
+    delta = resolved_delta(privacy.delta, largest_delta, schedule.dataset_size)
+    group = (data.max_examples_per_unit or 1) if data.sampling == "example" else 1
+    if coefficients is None:
+        coefficients = _coefficients(config, schedule, delta, relation, cache_dir)
+    bands, sigma = max(1, len(coefficients)), privacy.noise_multiplier
+    if sigma is None:
+        sigma = noise_multiplier_for(privacy.epsilon, delta, schedule, relation, bands, cache_dir, group_size=group)
+        if fit is not None:
+            sigma = fitting(sigma, lambda sigma: steps_event(sigma, schedule, group, bands), fit)
+    plan = Plan.of(
+        Mechanism(
+            unit=data.unit,
+            max_examples_per_unit=data.max_examples_per_unit,
+            sampling=data.sampling,
+            neighbouring_relation=relation,
+            dataset_size=schedule.dataset_size,
+            canary_slots=schedule.canary_slots,
+            expected_batch_size=schedule.expected_batch_size,
+            num_steps=schedule.num_steps,
+            noise_multiplier=float(sigma),
+            coefficients=coefficients,
+            clipping=privacy.clipping,
+            max_grad_norm=privacy.max_grad_norm,
+            delta=delta,
+            target_epsilon=privacy.epsilon,
+        )
+    )
+    if plan.epsilon <= privacy.epsilon:
+        return plan
+    if privacy.noise_multiplier is None and cache_dir is not None:  # somebody changed the remembered noise
+        return plan_of(config, num_units, fit=fit, largest_delta=largest_delta, coefficients=coefficients)
+    raise _above_target(plan)
+
+
+def _above_target(plan: Plan) -> Refused:
+    return Refused(
+        f"privacy.noise_multiplier {plan.noise_multiplier:g} gives epsilon {plan.epsilon:.3f}, above the target privacy.epsilon "
+        f"{plan.target_epsilon:g}. Set privacy.noise_multiplier: null to calibrate it, or raise privacy.epsilon."
     )
 
 
-def plan_of(config: RunConfig, num_units: int, *given: Any, **terms: Any) -> Plan:
-    """The Plan of a recipe with ``privacy.enabled``: see ``make_plan``, which takes the other arguments."""
-    return make_plan(settings_of(config), schedule_of(config, num_units), *given, **terms)
+def _coefficients(
+    config: RunConfig, schedule: Schedule, delta: float, relation: Neighbours, cache_dir: Path | None
+) -> tuple[float, ...]:
+    """Of the noise; none where it is independent."""
+    privacy, rate = config.privacy, learning_rate_of(config.train)
+    if privacy.noise == "independent":
+        return ()
+    banded.check(privacy.bands, schedule, config.data.sampling)
+    return strategy_for(privacy.epsilon, delta, schedule, relation, rate, privacy.bands, cache_dir)
 
 
 def learning_rate_of(train: TrainConfig) -> LearningRate:

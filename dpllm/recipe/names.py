@@ -111,50 +111,14 @@ def digest(config: RunConfig) -> str:
 
     So it does not depend on where the run, its data or its model lie, and says that two runs had the same settings.
     """
-    return _digest(config, physical_batch_size=16)
-
-
-def _digest(config: RunConfig, physical_batch_size: int) -> str:
-    """With a retired key, in whose place passes stand that are not left to dpllm."""
-    recipe = publishable(config).model_dump(mode="json")
-    del recipe["output_dir"]
-    for key in ("process_timeout", "sample_prompts", "sample_every"):  # they say nothing of the result
-        del recipe["train"][key]
-    for key in ("project", "run_name", "group", "entity"):  # nor do these
-        del recipe["telemetry"][key]
-    # Published runs state their digests: later keys count only where they are used, and a retired one still counts.
-    for section, key in (
-        ("audit", "gradient_canaries"),
-        ("model", "adapter"),
-        ("train", "momentum"),
-        ("data", "control"),
-        ("data", "template"),
-        ("data", "chat_template"),
-        ("data", "label_record"),
-        ("data", "label_epsilon"),
-        ("privacy", "fit_budget"),
-        ("privacy", "final"),
-    ):
-        if not recipe[section][key]:
-            del recipe[section][key]
-    if recipe["train"]["objective"] == "likelihood":
-        del recipe["train"]["objective"], recipe["train"]["beta"], recipe["train"]["label_smoothing"]
-    if not any(recipe["data"]["csv"].values()):
-        del recipe["data"]["csv"]
-    if recipe["train"]["tokens_per_pass"] == "auto":
-        del recipe["train"]["tokens_per_pass"]
-        recipe["train"]["physical_batch_size"] = physical_batch_size
-    recipe["privacy"]["grad_sample_mode"] = "auto"
-    recipe["audit"] |= {"guesses": None, "guesses_in": None}
-    recipe["privacy"]["adaptive"] = {"quantile": 0.5, "learning_rate": 0.2, "count_noise_multiplier": None}
-    if recipe["privacy"]["noise"] == "independent":
-        del recipe["privacy"]["noise"], recipe["privacy"]["bands"]
-    if recipe["adapter"].get("lora_a") == "trained":
-        del recipe["adapter"]["lora_a"]
-    if recipe["audit"]["canaries"]:
-        recipe["audit"]["canaries"]["temperature"] = 1.0
-        if recipe["audit"]["canaries"]["place"] == "target":
-            del recipe["audit"]["canaries"]["place"]
+    recipe = publishable(config).model_dump(mode="json", exclude_defaults=True)
+    recipe.setdefault("adapter", {})["method"] = config.adapter.method
+    recipe.pop("output_dir", None)
+    # They say nothing of the result.
+    silent = {"train": ("process_timeout", "sample_prompts", "sample_every")}
+    silent |= {"telemetry": ("project", "run_name", "group", "entity")}
+    for section, keys in silent.items():
+        recipe[section] = {name: value for name, value in recipe.get(section, {}).items() if name not in keys}
     for section, name in (("model", "name_or_path"), ("data", "train"), ("data", "eval"), ("data", "label_record")):
         if value := recipe[section].get(name):
             recipe[section][name] = _each(lambda one: one if is_builtin(one) else last_part(one), value)
@@ -176,4 +140,4 @@ def of_training(config: RunConfig) -> str:
             "train.checkpoint_every": None,
         }
     )
-    return _digest(trained, physical_batch_size=1)
+    return digest(trained)

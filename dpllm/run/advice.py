@@ -162,7 +162,7 @@ def _keeps(plan: Plan, schedule: Schedule, noise: float, group_size: int) -> boo
     # PLD's interval: a tenth of the standard deviation of one step's privacy loss, about.
     spread = schedule.sampling_rate * math.sqrt(math.expm1(min(sigma**-2, 50.0)))
     interval = min(max(spread / 10, accounting.FINE_INTERVAL), WIDEST)
-    event = steps_event(sigma, schedule, schedule.num_steps, group_size, 1)
+    event = steps_event(sigma, schedule, group_size, 1)
     return accounting.epsilon(event, plan.delta, plan.neighbouring_relation, interval=interval) <= plan.epsilon
 
 

@@ -28,10 +28,12 @@ from dpllm.model import environment, loading, memory, processes, sharding
 from dpllm.model.processes import salted, shared
 from dpllm.model.rewards import Rewards
 from dpllm.privacy import accounting
+from dpllm.privacy.accounting import CrossCheck
 from dpllm.privacy.engine import StepEngine
 from dpllm.privacy.gradient_canaries import GradientCanaries
-from dpllm.privacy.plan import Plan, Schedule
+from dpllm.privacy.plan import Plan
 from dpllm.privacy.sampling import PoissonSampler
+from dpllm.privacy.schedule import Schedule
 from dpllm.privacy.selfcheck import Checked
 from dpllm.privacy.stream import os_entropy
 from dpllm.recipe.config import RunConfig, dump_config
@@ -54,7 +56,6 @@ from dpllm.run.reference_logprobs import Pairs, referenced
 from dpllm.run.resume import ResumeState, flat
 from dpllm.run.samples import Samples
 from dpllm.run.screen import tell_lengths
-from dpllm.statement.run_files import PlanRecord
 from dpllm.text import data, prompts, tokens
 from dpllm.text.rows import Groups, each_row
 
@@ -277,7 +278,7 @@ def _canaries(config: RunConfig, run: RunDir, resume: bool, tokenizer: Any, devi
 
 def _write(
     prepared: Prepared,
-    promise: PlanRecord | None,
+    promise: Plan | None,
     planted: CanaryPlan | None,
     groups_key: int,
     table: data.Table,
@@ -321,16 +322,18 @@ def _groups_key(config: RunConfig, run: RunDir, plan: Plan | None, resumed: Resu
     )
 
 
-def _promise(decision: Decision, planted: CanaryPlan | None) -> PlanRecord | None:
+def _promise(decision: Decision, planted: CanaryPlan | None) -> Plan | None:
     """plan.json: the Plan, a second accountant's word, and what the audit may not choose later."""
     plan = decision.plan
-    if plan is None:
-        return None
-    if decision.resumed:
-        return decision.resumed.plan
-    fixed = {"canary_commitment": planted.commitment if planted else None, "audit": decision.config.audit.fixed()}
+    if plan is None or decision.resumed:
+        return plan
     second = accounting.cross_check(plan.event, plan.delta, plan.neighbouring_relation, plan.epsilon)
-    return PlanRecord.pick(fixed, **plan.to_json(), cross_check=second)
+    fixed = {
+        "canary_commitment": planted.commitment if planted else None,
+        "audit": decision.config.audit.fixed(),
+        "cross_check": CrossCheck(**second) if second else None,
+    }
+    return plan.model_copy(update=fixed)
 
 
 def _units(

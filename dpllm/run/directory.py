@@ -18,11 +18,12 @@ from pathlib import Path
 from dpllm.errors import ConfigError, DpllmError, Refused
 from dpllm.files import RunPaths, alone, digest, of_model, resolved, sha256, write_whole
 from dpllm.ledger import open_ledger
+from dpllm.privacy.plan import Plan
 from dpllm.recipe import names
 from dpllm.recipe.config import RunConfig, load_config
 from dpllm.statement.audit import AuditRecord, read_audit
 from dpllm.statement.formatting import html_table
-from dpllm.statement.run_files import PlanRecord, RunRecord, read_plan, read_run, read_status
+from dpllm.statement.run_files import RunRecord, read_plan, read_run, read_status
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class Run:
     config: RunConfig
 
     @cached_property
-    def plan(self) -> PlanRecord | None:
+    def plan(self) -> Plan | None:
         """The promise; None without differential privacy."""
         return read_plan(self.directory) if self.config.privacy.enabled else None
 

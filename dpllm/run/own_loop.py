@@ -22,11 +22,11 @@ from torch import nn
 from dpllm.errors import ConfigError, Refused
 from dpllm.ledger import Ledger, RunRequest
 from dpllm.model import loading, memory, processes
-from dpllm.privacy import events, guards
+from dpllm.privacy import banded, events, guards
 from dpllm.privacy.engine import Diagnostics, StepEngine
 from dpllm.privacy.noise import GaussianNoise
 from dpllm.privacy.packing import passes_of
-from dpllm.privacy.plan import Plan, Settings, make_plan
+from dpllm.privacy.plan import CONSTANT, Mechanism, Plan, noise_multiplier_for, resolved_delta, strategy_for
 from dpllm.privacy.reference import longest_row
 from dpllm.privacy.sampling import PoissonSampler
 from dpllm.privacy.schedule import LARGEST_PASS, make_schedule
@@ -61,13 +61,32 @@ def promise(
     """
     units, batch = _whole("num_units", num_units), _whole("batch_size", batch_size)
     schedule = make_schedule(units, batch, _whole("steps", steps))
-    wanted = Settings(
-        epsilon=events.number("epsilon", epsilon, 0.0),
-        max_grad_norm=events.number("max_grad_norm", max_grad_norm, 1e-20, 1e20, including=True),
-        banded=bands != 1,
-        bands=bands if bands == "auto" else _whole("bands", bands),
+    epsilon = events.number("epsilon", epsilon, 0.0)
+    norm = events.number("max_grad_norm", max_grad_norm, 1e-20, 1e20, including=True)
+    delta, coefficients = resolved_delta("auto", 1.0, units), tuple[float, ...]()
+    if bands != 1:
+        bands = bands if bands == "auto" else _whole("bands", bands)
+        banded.check(bands, schedule, "unit")
+        coefficients = strategy_for(epsilon, delta, schedule, "zero_out", CONSTANT, bands)
+    sigma = noise_multiplier_for(epsilon, delta, schedule, "zero_out", max(1, len(coefficients)))
+    return Plan.of(
+        Mechanism(
+            unit="example",
+            max_examples_per_unit=None,
+            sampling="unit",
+            neighbouring_relation="zero_out",
+            dataset_size=units,
+            canary_slots=0,
+            expected_batch_size=batch,
+            num_steps=schedule.num_steps,
+            noise_multiplier=sigma,
+            coefficients=coefficients,
+            clipping="flat",
+            max_grad_norm=norm,
+            delta=delta,
+            target_epsilon=epsilon,
+        )
     )
-    return make_plan(wanted, schedule)
 
 
 def _whole(name: str, value: int, most: int | None = None) -> int:

@@ -22,7 +22,8 @@ from dpllm.files import read_json, scratch
 from dpllm.ledger import Ledger, Outlook, RunRequest, dataset_policy, default_path, open_ledger
 from dpllm.ledger.dataset_policy import DatasetPolicy
 from dpllm.model import environment
-from dpllm.privacy.plan import Plan, Schedule
+from dpllm.privacy.plan import Plan
+from dpllm.privacy.schedule import Schedule
 from dpllm.progress import tell
 from dpllm.recipe import derived, names
 from dpllm.recipe.config import RunConfig
@@ -388,7 +389,7 @@ def _plan(
         plan = derived.plan_of(relaxed, num_units, cache, largest_delta=terms["largest_delta"])
     except DpllmError:  # what refuses even that was said already
         return None, over
-    return replace(plan, target_epsilon=config.privacy.epsilon), over
+    return plan.model_copy(update={"target_epsilon": config.privacy.epsilon}), over
 
 
 def _resumed_plan(config: RunConfig, num_units: int, resumed: ResumeState) -> Plan:
@@ -397,6 +398,5 @@ def _resumed_plan(config: RunConfig, num_units: int, resumed: ResumeState) -> Pl
     assert before is not None
     again = config.changed({"privacy.noise_multiplier": before.noise_multiplier, "privacy.delta": before.delta})
     coefficients = before.coefficients  # no other machine's last bits
-    plan = derived.plan_of(again, num_units, cache, coefficients=coefficients)
-    check_promise(plan, before)
-    return plan
+    check_promise(derived.plan_of(again, num_units, cache, coefficients=coefficients), before)
+    return before

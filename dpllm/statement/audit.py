@@ -14,8 +14,8 @@ from pydantic import Field, ValidationError, model_validator
 
 from dpllm.errors import ConfigError
 from dpllm.files import read_json
-from dpllm.statement.audit_bounds import Claim, GradientAudit, GroupClaim, OneRunBound
-from dpllm.statement.fields import (
+from dpllm.privacy.plan import AuditSettings
+from dpllm.records import (
     AtLeast1,
     Between0And1,
     ByCopies,
@@ -28,8 +28,8 @@ from dpllm.statement.fields import (
     Share,
     Text,
 )
+from dpllm.statement.audit_bounds import Claim, GradientAudit, GroupClaim, OneRunBound
 from dpllm.statement.formatting import bound, html_table, measured
-from dpllm.statement.run_files import AuditSettings
 
 SCHEMA_VERSION = 4
 """Of audit.json; versions 1 to 3 are refused."""

@@ -12,8 +12,8 @@ from typing import Literal
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
-from dpllm.privacy.privacy_loss import attacker_limits
-from dpllm.statement.fields import AtLeast1, Between0And1, Count, Number, Positive, Record, Share
+from dpllm.privacy.limits import attacker_limits
+from dpllm.records import AtLeast1, Between0And1, Count, Number, Positive, Record, Share
 
 _CLOSED = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
 

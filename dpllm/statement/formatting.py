@@ -10,12 +10,13 @@ import math
 import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
-from decimal import ROUND_CEILING, Decimal
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
+
+from dpllm.privacy.limits import rounded_up
 
 TEMPLATES = Path(__file__).parent / "templates"
 NOT_MEASURED = "not measured"
@@ -35,11 +36,7 @@ def html_table(title: str, rows: Mapping[str, object]) -> str:
 
 def bound(value: float, digits: int = 4) -> str:
     """An upper bound, rounded up to some significant digits, so that the rounded sentence is still true."""
-    number = Decimal(repr(value))
-    if not number.is_finite() or number == 0:
-        return str(value)
-    unit = Decimal(1).scaleb(number.adjusted() - digits + 1)
-    return number_text(float(number.quantize(unit, rounding=ROUND_CEILING)))
+    return number_text(rounded_up(value, digits)) if value else str(value)
 
 
 def bound_or_infinite(value: float | None, digits: int = 4) -> str:

@@ -18,27 +18,15 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from dpllm.privacy import events
+from dpllm.privacy.accounting import Accountant, CrossCheck
 from dpllm.privacy.events import Event, compose
-from dpllm.privacy.privacy_loss import attacker_limits
-from dpllm.statement.fields import (
-    Accountant,
-    AtLeast1,
-    Between0And1,
-    Composed,
-    ComposedLineage,
-    Count,
-    CrossCheck,
-    Lineage,
-    MechanismLimits,
-    NotAStatement,
-    NotNegative,
-    Positive,
-    Terms,
-    Text,
-)
+from dpllm.privacy.limits import MechanismLimits, attacker_limits
+from dpllm.privacy.plan import Plan
+from dpllm.privacy.stored_events import stored_event
+from dpllm.records import AtLeast1, Between0And1, Count, NotAStatement, NotNegative, Positive, Text
+from dpllm.statement.fields import Composed, ComposedLineage, Lineage
 from dpllm.statement.privacy_record import BaseModelName
 from dpllm.statement.released import BesideRun, Statistics
-from dpllm.statement.stored_events import stored_event
 from dpllm.statement.synthetic import Written
 
 RECORD = "inference.json"
@@ -101,7 +89,7 @@ class Inference(Written):
     """Where the model read the records, without names of machines."""
 
 
-Promised = Terms | Inference
+Promised = Plan | Inference
 """What states an epsilon of an event."""
 
 

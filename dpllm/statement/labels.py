@@ -12,7 +12,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field
 
 from dpllm.privacy.labels import flip_probability
-from dpllm.statement.fields import AtLeast1, Positive, Record, Sha256, Text
+from dpllm.records import AtLeast1, Positive, Record, Sha256, Text
 
 
 class Labels(Record):

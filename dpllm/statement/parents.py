@@ -227,7 +227,7 @@ def _hub_file(name: str, file: str, revision: str | None, fetch: bool) -> Path |
 def _base(name: str, record: PrivacyRecord, *, adapter: bool = False) -> Base:
     promised: dict[str, Any] = dict.fromkeys(_PROMISED)
     if record.guarantee:
-        terms = record.terms
+        terms = record.plan
         promised = {key: getattr(terms, key) for key in _PROMISED}
         costs, _ = accounting.stated(terms.event, terms.delta, terms.neighbouring_relation)
         if costs > terms.epsilon * (1 + _ROUNDING) + _ROUNDING:

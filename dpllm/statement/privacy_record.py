@@ -12,22 +12,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from dpllm.privacy.plan import Plan
+from dpllm.records import Json, NotAStatement, Record, Sha256, Text
 from dpllm.statement.audit import AuditRecord
-from dpllm.statement.fields import (
-    Composed,
-    Json,
-    Lineage,
-    NotAStatement,
-    Record,
-    Sha256,
-    Steps,
-    Terms,
-    Text,
-)
+from dpllm.statement.fields import Composed, Lineage, Randomness, Steps
 from dpllm.statement.labels import Labels
 from dpllm.statement.released import BesideRun
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 
 class MergedFrom(Record):
@@ -51,7 +43,7 @@ class BaseModelName(Record):
 class _Statement(Record):
     """What stands in every statement, with a guarantee or without."""
 
-    schema_version: Literal[3]
+    schema_version: Literal[4]
     """Version of this schema."""
     guarantee: bool
     """Whether the run gives a guarantee."""
@@ -61,6 +53,10 @@ class _Statement(Record):
     """Public name of the training data: as the ledger knows them, or the last part of where they lay."""
     data_public: bool
     """Whether the recipe declares the training data public."""
+    optimizer: Literal["adamw", "sgd"]
+    """What trained."""
+    randomness: Randomness | None
+    """Where sampling and noise came from; null without differential privacy."""
     steps: Steps
     status: Literal["completed", "interrupted"]
     """How the run ended."""
@@ -96,30 +92,28 @@ class _Statement(Record):
     """How prompt and completion became one text, of a recipe that says so; `dpllm generate` writes prompts by it."""
 
 
-class Guaranteed(_Statement, Terms):
-    """Of a run that gives a guarantee: its terms stand at the top level."""
+class Guaranteed(_Statement):
+    """Of a run that gives a guarantee."""
 
     guarantee: Literal[True]
     """Whether the run gives a guarantee."""
-
-    @property
-    def terms(self) -> Terms:
-        """What is guaranteed."""
-        return self
+    plan: Plan
+    """What is promised, as plan.json holds it."""
+    randomness: Randomness
 
 
 class NotGuaranteed(_Statement):
-    """Of a run that gives none: the terms that it was planned with are no promise, and stand apart."""
+    """Of a run that gives none: the Plan that it had is no promise, and stands under another name."""
 
     guarantee: Literal[False]
     """Whether the run gives a guarantee."""
     reason: Text
     """Why there is no guarantee; absent where there is one."""
-    attempted: Terms | None = None
-    """The terms that the run was planned with, where they are no guarantee; absent for a run without differential privacy."""
+    attempted: Plan | None = None
+    """plan.json, which is no guarantee of this run; absent for a run without differential privacy."""
 
     @property
-    def terms(self) -> Terms | None:
+    def plan(self) -> Plan | None:
         """What was attempted; None for a run without differential privacy."""
         return self.attempted
 

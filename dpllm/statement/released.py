@@ -15,18 +15,9 @@ from pydantic import Field
 from dpllm.errors import ConfigError
 from dpllm.privacy.events import Composed, Gaussian, PureDP, SelfComposed, compose, mechanism_of
 from dpllm.privacy.releases import OTHER
+from dpllm.privacy.stored_events import stored_event
+from dpllm.records import AtLeast1, Between0And1, NotNegative, Number, Record, Sha256, Share, Text
 from dpllm.statement import formatting
-from dpllm.statement.fields import (
-    AtLeast1,
-    Between0And1,
-    NotNegative,
-    Number,
-    Record,
-    Sha256,
-    Share,
-    Text,
-)
-from dpllm.statement.stored_events import stored_event
 
 RECORD, VECTORS = "describe.json", "vectors.safetensors"
 """Files of a folder of clusters, or of a classifier, beside its card."""

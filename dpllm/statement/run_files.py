@@ -1,6 +1,6 @@
 """plan.json and run.json as typed values: what was promised, and what happened.
 
-Comes in: the files of a run directory. Goes out: a ``PlanRecord`` and a ``RunRecord``, each checked once. Must not import torch.
+Comes in: the files of a run directory. Goes out: a ``Plan`` and a ``RunRecord``, each checked once. Must not import torch.
 """
 
 from __future__ import annotations
@@ -13,22 +13,10 @@ from typing import Literal, TypeVar
 from pydantic import ConfigDict, Field, ValidationError
 
 from dpllm.errors import ConfigError
-from dpllm.files import RunPaths, digest, read_json
-from dpllm.statement.fields import (
-    Between0And1,
-    Charged,
-    CrossCheck,
-    Drawn,
-    Generator,
-    Group,
-    Json,
-    Lattice,
-    Lineage,
-    Number,
-    Promise,
-    Record,
-    Sha256,
-)
+from dpllm.files import RunPaths, read_json
+from dpllm.privacy.plan import Plan
+from dpllm.records import Json, Number, Record, Sha256
+from dpllm.statement.fields import Charged, Generator, Group, Lattice, Lineage
 from dpllm.statement.labels import Labels
 
 COST = ("finished_at", "duration_seconds", "peak_memory_bytes")
@@ -37,48 +25,6 @@ COST = ("finished_at", "duration_seconds", "peak_memory_bytes")
 Status = Literal["completed", "interrupted", "refused"]
 Reader = Callable[[Path], Json]
 _Kind = TypeVar("_Kind", bound=Record)
-
-
-class AuditSettings(Record):
-    """What the audit may not choose after training."""
-
-    alpha: Number
-    """Probability that a bound exceeds the truth."""
-    falling: tuple[int, ...]
-    """How many canaries the tests of membership guess on both sides, with weights that fall with the rank."""
-    falling_in: tuple[int, ...]
-    """And how many as planted alone."""
-    score: Literal["calibrated"] = "calibrated"
-    """Behind the lower bound."""
-    version: Literal[2]
-    """Of score and tests: the sum over every token that entered the loss (of a secret in a prompt, over its own) of what its word
-    in other rows does not explain, where equal scores count against the bound."""
-    control_level: Between0And1 = 0.001
-    """At which a control counts as seen, or as failed."""
-
-
-class PlanRecord(Promise, Drawn):
-    """plan.json: the fields of ``dpllm.privacy.plan.Plan`` and of its schedule, and what was fixed with them."""
-
-    model_config = ConfigDict(extra="allow")  # its digest is of the whole file, also of one by an older version
-
-    schema_version: Literal[1] = 1
-    num_steps: int
-    sampling: Literal["unit", "example"] = "unit"
-    """What is drawn and clipped as a whole."""
-    target_epsilon: Number
-    """What the recipe asked for."""
-    coefficients: tuple[Number, ...] = ()
-    """Of banded noise; empty for independent noise."""
-    cross_check: CrossCheck | None = None
-    canary_commitment: str | None
-    """Hash of the canaries and their coins; None where none were planned."""
-    audit: AuditSettings | None = None
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 of the file's content."""
-        return digest(self.to_json())
 
 
 class Guarantee(Record):
@@ -174,7 +120,7 @@ class RunRecord(Record):
         return {name.removeprefix(export): value for name, value in self.manifest.items() if name.startswith(export)}
 
 
-def read_plan(run: RunPaths, read: Reader = read_json) -> PlanRecord:
+def read_plan(run: RunPaths, read: Reader = read_json) -> Plan:
     """The promise of a run with differential privacy.
 
     Args:
@@ -184,7 +130,7 @@ def read_plan(run: RunPaths, read: Reader = read_json) -> PlanRecord:
     Raises:
         ConfigError: Missing or damaged.
     """
-    return _checked(PlanRecord, run.plan, read(run.plan))
+    return _checked(Plan, run.plan, read(run.plan))
 
 
 def read_run(run: RunPaths, read: Reader = read_json) -> RunRecord:
@@ -215,8 +161,10 @@ def _checked(kind: type[_Kind], path: Path, value: Json) -> _Kind:
     try:
         return kind.model_validate_json(json.dumps(value))
     except ValidationError as error:
-        where = ".".join(map(str, error.errors()[0]["loc"]))
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        problem = f"{where} is not what a run writes there" if where else first["msg"].removeprefix("Value error, ")
         raise ConfigError(
-            f"{path}: {where} is not what a run writes there, so nothing could be said of the run. The file is damaged, or of "
+            f"{path}: {problem}, so nothing could be said of the run. The file is damaged, or of "
             "another version of dpllm: train again."
         ) from None

@@ -20,8 +20,8 @@ from jinja2 import TemplateError
 from dpllm.errors import ConfigError
 from dpllm.files import BLOCK
 from dpllm.privacy.clipping_functions import WORDS
+from dpllm.records import Json
 from dpllm.statement import audit_rows, formatting, tradeoff_figure
-from dpllm.statement.fields import Json
 from dpllm.statement.formatting import template
 from dpllm.statement.privacy_record import PrivacyRecord
 
@@ -61,7 +61,7 @@ def render(record: PrivacyRecord) -> dict[str, str]:
             "clipping_words": WORDS,
             "rows": audit_rows,
             "b": record,
-            "t": record.terms,
+            "t": record.plan,
             "holds": record.guarantee,
             "figure": tradeoff_figure,
             "digest": digest(record.to_json()),
@@ -100,9 +100,14 @@ def escaped(text: str) -> str:
 
 def matter(record: PrivacyRecord) -> Json:
     """The ``privacy`` entry of a card's front matter: the main fields of the statement, and where and what the whole is."""
+    return {**fields(record, _MAIN), "statement": BLOCK, "sha256": digest(record.to_json())}
+
+
+def fields(record: PrivacyRecord, names: Sequence[str]) -> Json:
+    """Those of a statement and of the Plan that it guarantees; names that it does not have are left out."""
     block = record.to_json()
-    main = {name: block[name] for name in _MAIN if name in block}
-    return {**main, "statement": BLOCK, "sha256": digest(block)}
+    known = {**block.get("plan", {}), **block}
+    return {name: known[name] for name in names if name in known}
 
 
 def marked(name: str, text: str) -> str:

@@ -7,44 +7,26 @@ statement, derives the rest again and compares. Pure: must not read a file, a cl
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from fractions import Fraction
-
-import numpy as np
-from scipy import optimize
-from scipy.special import log_ndtr, ndtr
 
 from dpllm.privacy import accounting, events
 from dpllm.privacy.accounting import compose, finite, stated
-from dpllm.privacy.events import step_of
-from dpllm.privacy.privacy_loss import attacker_limits_of
+from dpllm.privacy.limits import attacker_limits_of
+from dpllm.privacy.plan import ACCOUNTANT, Plan
+from dpllm.records import Json
 from dpllm.statement import formatting, lineage, privacy_record
 from dpllm.statement.audit import AuditRecord
-from dpllm.statement.fields import (
-    CRYPTOGRAPHIC,
-    DEFINITION,
-    Composed,
-    Generator,
-    Json,
-    Lattice,
-    Sampling,
-    Terms,
-)
+from dpllm.statement.fields import CRYPTOGRAPHIC, Composed, Randomness
 from dpllm.statement.inference import Inference, Promised, whole
 from dpllm.statement.privacy_record import PrivacyRecord
 from dpllm.statement.released import BesideRun, Statistics
-from dpllm.statement.run_files import LedgerRecord, PlanRecord, RunRecord
-
-ACCOUNTANT = "dp-accounting PLD"
-_OF_THE_PLAN = ("accountants", "limits", "curve")
-"""Other words for the planned epsilon."""
+from dpllm.statement.run_files import LedgerRecord, RunRecord
 
 
 def state(
     recipe: Json,
     record: RunRecord,
-    terms: Terms | None,
+    plan: Plan | None,
     reason: str | None,
     audit: AuditRecord | None,
     statistics: Statistics | None,
@@ -55,8 +37,8 @@ def state(
     Args:
         recipe: What a statement holds of it, in public words.
         record: What happened.
-        terms: ``terms_of`` the Plan; None for a run without differential privacy.
-        reason: Why there is no guarantee; None where there is one. The terms then stand under ``attempted`` and nowhere else.
+        plan: What was promised; None for a run without differential privacy.
+        reason: Why there is no guarantee; None where there is one. The Plan then stands under ``attempted``, and nowhere else.
         audit: Of these weights.
         statistics: What was released about the training data.
         files: SHA-256 of what is published, by path.
@@ -64,9 +46,9 @@ def state(
     Raises:
         NotAStatement: A fact is none that a statement may hold.
     """
-    numbers = {} if terms is None else terms.to_json() if reason is None else {"attempted": terms.to_json()}
+    promised = {} if plan is None else {"plan" if reason is None else "attempted": plan.to_json()}
     lost = {"lost": record.steps_lost} if record.steps_lost else {}
-    beside = beside_run(statistics, terms, reason is None) if statistics else None
+    beside = beside_run(statistics, plan, reason is None) if statistics else None
     where_known = {
         "reason": reason,
         "labels": record.labels and record.labels.to_json(),
@@ -76,7 +58,8 @@ def state(
     block = {
         "schema_version": privacy_record.SCHEMA_VERSION,
         "guarantee": reason is None,
-        **numbers,
+        **promised,
+        "randomness": None if plan is None else _randomness(record).to_json(),
         **recipe,
         "steps": {"planned": record.steps_planned, "taken": record.steps_taken, **lost},
         "status": record.status,
@@ -100,90 +83,11 @@ def state(
     return privacy_record.read(block)
 
 
-def terms_of(
-    plan: PlanRecord,
-    *,
-    optimizer: str,
-    generator: Generator,
-    lattice: Lattice | None,
-    trade_off: list[list[float]] | None = None,
-) -> Terms:
-    """The numbers of the Plan: everything that is needed to compute epsilon again.
-
-    Args:
-        plan: What was promised.
-        optimizer: What the noised sums were given to.
-        generator: Of the noise.
-        lattice: To which noise and contributions were rounded.
-        trade_off: Of the event, see ``tradeoff_figure.trade_off``; None: left out.
-    """
-    left_out = {name for name in _OF_THE_PLAN if not getattr(plan, name)}
-    coefficients = plan.coefficients
-    found: Json = {
-        "epsilon": plan.epsilon,
-        "definition": DEFINITION,
-        "holds_for": "run",
-        "trust_model": "central",
-        "mechanism": "dp-bandmf" if coefficients else "dp-sgd",
-        "optimizer": optimizer,
-        "sampling": Sampling.pick(
-            plan.to_json(),
-            scheme="cyclic_poisson" if coefficients else "poisson",
-            of=plan.sampling,
-            implemented_as_accounted=True,
-        ),
-        "without_amplification": None,
-        "randomness": {"generator": generator, "secure_noise": generator == CRYPTOGRAPHIC, "lattice": lattice},
-    }
-    if trade_off:
-        found["trade_off"] = trade_off
-    if coefficients:
-        rate = step_of(plan.event).probability
-        found["banded"] = {"bands": len(coefficients), "coefficients": coefficients, "group_rate": rate}
-    terms = Terms.pick({name: value for name, value in plan.to_json().items() if name not in left_out}, **found)
-    return terms.model_copy(update={"without_amplification": without_amplification(terms, plan.num_steps)})
-
-
-def without_amplification(terms: Terms, num_steps: int) -> float | None:
-    """Epsilon of the same run if its batches had come from shuffling: one Gaussian release an epoch, no credit for sampling.
-
-    Args:
-        terms: What is promised.
-        num_steps: For which.
-
-    Returns:
-        Rounded up to four digits; None where it is 10,000 or more, or the noise is banded: shuffled anew in each epoch, a unit
-        would come back before the noise that hid it is used up.
-
-    Guarantee:
-        An upper bound for the zero-out relation, if the place of a unit in the order stays when its data are replaced by
-        nothing. A unit of up to k rows that are drawn one by one is taken as one release of sensitivity k C.
-
-    References:
-        Dong, Roth and Su 2022, "Gaussian Differential Privacy", corollary 3.3 (Gaussian releases add up to one).
-    """
-    if terms.banded is not None:
-        return None
-    sampling = terms.sampling
-    epochs = math.ceil(Fraction(num_steps * sampling.expected_batch_size, sampling.dataset_size))
-    try:
-        value = gaussian_epsilon(terms.group_size * math.sqrt(epochs) / terms.noise_multiplier, terms.delta)
-    except (ArithmeticError, ValueError):  # hardly any noise
-        return None
-    return float(formatting.bound(value * (1 + 1e-9)))  # more than the error of its root
-
-
-def gaussian_epsilon(mu: float, delta: float) -> float:
-    """Epsilon of N(mu, 1) against N(0, 1) at delta in (0, 1).
-
-    References:
-        Balle and Wang 2018, "Improving the Gaussian Mechanism for Differential Privacy", theorem 8.
-    """
-
-    def excess(epsilon: float) -> float:
-        return float(ndtr(mu / 2 - epsilon / mu) - np.exp(epsilon + log_ndtr(-mu / 2 - epsilon / mu)) - delta)
-
-    return float(optimize.brentq(excess, 0.0, 1e4, xtol=1e-12)) if mu > 0 and excess(0.0) > 0 else 0.0
+def _randomness(record: RunRecord) -> Randomness:
+    return Randomness.pick(
+        {"generator": record.generator, "secure_noise": record.generator == CRYPTOGRAPHIC},
+        lattice=record.lattice,
+    )
 
 
 def composed(ledger: LedgerRecord, delta: float | None) -> Composed:

@@ -19,8 +19,9 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from dpllm.files import BLOCK, CARD
+from dpllm.privacy.limits import attacker_limits
+from dpllm.records import AtLeast1, Count, Number, Record, Sha256, Share, Text
 from dpllm.statement import tradeoff_figure
-from dpllm.statement.fields import AtLeast1, Count, Number, Record, Sha256, Share, Text
 from dpllm.statement.privacy_record import PrivacyRecord
 
 RECORD, ROWS = "synthetic.json", "data/train.jsonl"
@@ -99,12 +100,12 @@ def epsilon(statement: PrivacyRecord) -> float | None:
 
     None without a guarantee. With earlier models, statistics are added (basic composition): their delta is 0.
     """
-    if statement.terms is None or not statement.guarantee:
+    if statement.plan is None or not statement.guarantee:
         return None
     lineage, released = statement.lineage, statement.statistics
     if lineage is not None and lineage.composed is not None:
         return lineage.composed.epsilon + (released.pure if released else 0.0)
-    return released.with_run if released else statement.terms.epsilon
+    return released.with_run if released else statement.plan.epsilon
 
 
 def recognised(statement: PrivacyRecord) -> float | None:
@@ -112,13 +113,13 @@ def recognised(statement: PrivacyRecord) -> float | None:
 
     None without a guarantee.
     """
-    terms, lineage, released = statement.terms, statement.lineage, statement.statistics
-    if terms is None or not statement.guarantee:
+    plan, lineage, released, total = statement.plan, statement.lineage, statement.statistics, epsilon(statement)
+    if plan is None or total is None:
         return None
-    pair = terms.model_copy(update={"epsilon": epsilon(statement), "limits": None, "trade_off": None})
+    alone = attacker_limits(total, plan.delta)["tpr_at_fpr_0.01"]
     before = lineage is not None and lineage.composed is not None  # whose events are in no curve
     beside = released.pure if released else 0.0
-    return min(tradeoff_figure.recognised(pair), 1.0 if before else tradeoff_figure.recognised(terms, beside))
+    return min(alone, 1.0 if before else tradeoff_figure.recognised(plan, beside))
 
 
 def of_run(statement: PrivacyRecord) -> dict[str, str]:

@@ -23,11 +23,10 @@ from dpllm.card import claim
 from dpllm.errors import ConfigError, DpllmError
 from dpllm.files import SETTINGS, of_model
 from dpllm.privacy import banded
+from dpllm.privacy.plan import AuditSettings, Plan
 from dpllm.statement.audit import CONTROL_LEVEL, AuditRecord, CanaryGroup, Summary, parse_audit
 from dpllm.statement.audit_bounds import Claim
-from dpllm.statement.fields import Steps, Terms
 from dpllm.statement.privacy_record import PrivacyRecord
-from dpllm.statement.run_files import AuditSettings
 from dpllm.verification import costs
 from dpllm.verification.values import (
     WRITE_AGAIN,
@@ -62,15 +61,15 @@ def check(found: Published) -> Iterator[Check]:
             raise Wrong(f"{listed(files)} are in export/, but the card names no audit. {WRITE_AGAIN}")
         yield asserted("audit", "no audit of these weights is published.")
         return
-    if stated.terms is None:
+    if stated.plan is None:
         raise Wrong("audits of runs without differential privacy are private. Delete export/audit.")
     report = published_audit(folder)
-    yield _belongs(found, stated.terms, report)
+    yield _belongs(found, stated.plan, report)
     yield _in_block(stated, stated.audit, report)
     table, tokens = tables(folder)
-    from_steps = gradient(folder, stated.terms, stated.steps, report)
-    yield _rows(stated.terms, table, tokens, report)
-    yield _statistics(stated.terms, report, table, tokens, from_steps)
+    from_steps = gradient(folder, stated, report)
+    yield _rows(stated.plan, table, tokens, report)
+    yield _statistics(stated.plan, report, table, tokens, from_steps)
     left = ["shadows"] if report.shadows else []
     if report.controls.words:
         left.append("the control by words")
@@ -93,7 +92,7 @@ def published_audit(folder: Path) -> AuditRecord:
         raise Wrong(str(error)) from None
 
 
-def _belongs(found: Published, terms: Terms, report: AuditRecord) -> Check:
+def _belongs(found: Published, plan: Plan, report: AuditRecord) -> Check:
     """Weights, canaries and claim are those of the block."""
     merged = found.record.merged_from
     hashes = merged.files if merged else found.hashes
@@ -104,9 +103,11 @@ def _belongs(found: Published, terms: Terms, report: AuditRecord) -> Check:
     if not weights or report.weights != weights:
         raise Wrong(f"audit.json is about other weights than these. {AUDIT_AGAIN}")
     tested = report.claim
-    same = tested is not None and (tested.delta, tested.unit) == (terms.delta, terms.unit)
-    if tested is None or not same or not close(tested.epsilon, terms.epsilon):
+    same = tested is not None and (tested.delta, tested.unit) == (plan.delta, plan.unit)
+    if tested is None or not same or not close(tested.epsilon, plan.epsilon):
         raise Wrong(f"audit.json tested another epsilon, delta or unit than the card states. {AUDIT_AGAIN}")
+    if (report.settings, report.canaries.commitment) != (plan.audit, plan.canary_commitment):
+        raise Wrong(f"audit.json made other tests, or is of other canaries, than the Plan fixed. {AUDIT_AGAIN}")
     if not report.published:
         raise Wrong("audit.json reports on other, private runs and must not be published. Delete it, and audit again.")
     if merged:
@@ -121,7 +122,7 @@ def _in_block(block: PrivacyRecord, stated: AuditRecord, report: AuditRecord) ->
     """What the card shows is what audit.json says, and its verdict goes with the guarantee."""
     if wrong := list(differences(stated.to_json(), report.to_json(), tolerance=0.0)):
         raise Wrong(f"privacy.json and audit.json differ in audit.{listed(wrong)}. {WRITE_AGAIN}")
-    if block.guarantee and claim.contradicts(report, block.epsilon):
+    if block.guarantee and claim.contradicts(report, block.plan.epsilon):
         raise Wrong("the audit contradicts the stated guarantee. Do not rely on it.")
     return verified("audit: in the card", "the card shows what audit.json says.")
 
@@ -193,7 +194,7 @@ def described(path: Path, wanted: set[str], most: int, optional: Sequence[str] =
         )
 
 
-def _rows(terms: Terms, table: tuple[CanaryScores, ...], tokens: TokenTable, report: AuditRecord) -> Check:
+def _rows(plan: Plan, table: tuple[CanaryScores, ...], tokens: TokenTable, report: AuditRecord) -> Check:
     """Scores, tokens and the numbers of canaries speak of the same canaries."""
     rows = {row.canary_id: row for row in table}
     values = [
@@ -216,16 +217,16 @@ def _rows(terms: Terms, table: tuple[CanaryScores, ...], tokens: TokenTable, rep
     same = (canaries.groups, canaries.references, planned.groups) == (counted, references, sizes)
     if not same or references not in (planned.references, 0):  # labels have none
         raise Wrong(f"its table holds other canaries than audit.json counts. {AUDIT_AGAIN}")
-    row_by_row = terms.unit == "example" or terms.sampling.of == "example"
+    row_by_row = plan.unit == "example" or plan.sampling == "example"
     slots = sum(len(of_group) * (group if row_by_row else 1) for group, of_group in groups.items())
     slots += report.gradient.canaries if report.gradient else 0
-    if terms.sampling.canary_slots != slots:
+    if plan.canary_slots != slots:
         raise Wrong(f"canary_slots is not the {slots} slots that the scored canaries hold. {AUDIT_AGAIN}")
     of_pairs = " (of a pair, those of its chosen answer less the others)" if tokens.of_pairs else ""
     return verified("audit: scores", f"{len(table)} canaries and references, each the sum of its tokens{of_pairs}.")
 
 
-def gradient(folder: Path, terms: Terms, steps: Steps, report: AuditRecord) -> GradientTable | None:
+def gradient(folder: Path, stated: PrivacyRecord, report: AuditRecord) -> GradientTable | None:
     """The gradient canaries of an audit, where it names some; ``Wrong`` says what is wrong with their table."""
     path = folder / "gradient.parquet"
     if report.gradient is None:
@@ -233,12 +234,14 @@ def gradient(folder: Path, terms: Terms, steps: Steps, report: AuditRecord) -> G
             raise Wrong(f"gradient.parquet is there, but audit.json names no gradient canaries. {AUDIT_AGAIN}")
         return None
     described(path, COLUMNS, MOST_ROWS, OPTIONAL)
-    lattice, coefficients = terms.randomness.lattice, terms.banded.coefficients if terms.banded else ()
-    bands_fit = not coefficients or (len(coefficients) <= banded.MOST_BANDS and banded.admissible(coefficients))
-    if steps.planned > costs.MOST_STEPS or not bands_fit:
+    plan, randomness, steps = stated.plan, stated.randomness, stated.steps
+    if plan is None or randomness is None:
+        raise Wrong(f"gradient canaries are of a private run, and no Plan is stated. {AUDIT_AGAIN}")
+    if steps.planned > costs.MOST_STEPS or plan.bands > banded.MOST_BANDS:
         raise Wrong("more steps or bands are stated than an audit by gradient canaries can be computed again for.")
     try:
-        table = read_gradient(path, terms.sampling.sampling_rate, lattice.noise_over_max_grad_norm, coefficients)
+        noise = randomness.lattice.noise_over_max_grad_norm
+        table = read_gradient(path, plan.sampling_rate, noise, plan.coefficients)
     except ConfigError as error:
         raise Wrong(str(error).replace(f"{folder}/", "")) from None
     # A step that was not seen takes one pair at most.
@@ -249,7 +252,7 @@ def gradient(folder: Path, terms: Terms, steps: Steps, report: AuditRecord) -> G
 
 
 def _statistics(
-    terms: Terms,
+    plan: Plan,
     report: AuditRecord,
     table: tuple[CanaryScores, ...],
     tokens: TokenTable,
@@ -268,7 +271,7 @@ def _statistics(
         "claim": asdict(report.claim) if report.claim else None,
         "settings": report.settings.to_json(),
         "beside": {
-            "limits": terms.limits.to_json() if terms.limits else None,
+            "limits": plan.limits.to_json(),
             "words": controls.words.to_json() if controls.words else None,
             "twin": controls.twin,
         },

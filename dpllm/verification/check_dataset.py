@@ -14,9 +14,9 @@ from typing import TypeVar
 
 from dpllm.card import dataset_card
 from dpllm.files import CARD, sha256
+from dpllm.records import Json, NotAStatement
 from dpllm.run.directory import RunDir
 from dpllm.statement import synthetic
-from dpllm.statement.fields import Json, NotAStatement
 from dpllm.statement.synthetic import MODEL_BLOCK, MODEL_CARD, RECORD, ROWS, Synthetic, Written
 from dpllm.text import control
 from dpllm.verification import check_export

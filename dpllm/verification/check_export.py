@@ -18,8 +18,8 @@ from typing import Any
 
 import dpllm
 from dpllm.files import BLOCK, UNHASHED, check_shape, publishable, sha256, unknown
+from dpllm.records import NotAStatement
 from dpllm.statement import privacy_record, section, tradeoff_figure
-from dpllm.statement.fields import NotAStatement
 from dpllm.verification.values import (
     BYTES_OF_VALUE,
     MOST_BYTES,
@@ -54,11 +54,12 @@ _KEYS |= {"license_name", "license_link"}
 """Of the front matter: what dpllm writes, and two that the Hub asks for beside a licence of one's own."""
 ASSERTED = {
     "training": (
-        "optimizer clipping max_grad_norm neighbouring_relation randomness banded status steps.taken steps.lost",
+        "optimizer clipping max_grad_norm neighbouring_relation randomness coefficients target_epsilon status "
+        "steps.taken steps.lost",
         "the author's word that these steps ran with this sampler, this clipping and noise from the operating system",
     ),
     "data": (
-        "unit dataset data_public sampling.expected_batch_size sampling.dataset_size max_examples_per_unit",
+        "unit dataset data_public expected_batch_size dataset_size max_examples_per_unit",
         "the author's word on the training data and on what a unit is; of N and batch, only the ratio enters epsilon",
     ),
     "circumstances": (
@@ -84,7 +85,7 @@ def schema(found: Published) -> Iterator[Check]:
 def said(found: Published) -> Iterator[Check]:
     """The fields that are the author's word."""
     stated = found.record.to_json()
-    stated |= stated.get("attempted") or {}
+    stated |= stated.get("plan") or stated.get("attempted") or {}
     for name, (listed_fields, what) in ASSERTED.items():
         there = [field for field in listed_fields.split() if _stated(stated, field)]
         if there:
@@ -190,7 +191,7 @@ def figure(found: Published) -> Iterator[Check]:
         if there:
             raise Wrong(f"{tradeoff_figure.FILE} shows a guarantee, but there is none. {WRITE_AGAIN}")
         return
-    if not there or read_text(found.directory / tradeoff_figure.FILE) != tradeoff_figure.figure(found.record.terms):
+    if not there or read_text(found.directory / tradeoff_figure.FILE) != tradeoff_figure.figure(found.record.plan):
         raise Wrong(f"{tradeoff_figure.FILE} is not the figure that privacy.json gives. {_version(found)}")
     yield verified("figure", f"{tradeoff_figure.FILE} is what privacy.json gives, byte for byte.")
 

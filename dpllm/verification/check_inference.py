@@ -14,7 +14,7 @@ from typing import NamedTuple
 from dpllm.card import dataset_card, inference_card
 from dpllm.files import CARD
 from dpllm.privacy import accounting
-from dpllm.privacy.privacy_loss import attacker_limits_of
+from dpllm.privacy.limits import attacker_limits_of
 from dpllm.statement import inference, state
 from dpllm.statement.inference import RECORD, Inference
 from dpllm.statement.synthetic import ROWS

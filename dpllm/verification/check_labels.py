@@ -15,8 +15,8 @@ from dpllm.ledger.values import event_of
 from dpllm.privacy.events import PureDP
 from dpllm.privacy.labels import flip_probability
 from dpllm.privacy.parts import added
+from dpllm.records import NotAStatement
 from dpllm.run.labels import SUFFIX
-from dpllm.statement.fields import NotAStatement
 from dpllm.statement.labels import LabelRecord, Labels
 from dpllm.verification.check_ledger import chain_at, ledger_of
 from dpllm.verification.values import Check, Published, Wrong, asserted, guarded, read_object, regular, verified

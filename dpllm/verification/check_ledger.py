@@ -25,8 +25,9 @@ from dpllm.ledger.values import account_of, event_of
 from dpllm.privacy import renyi
 from dpllm.privacy.events import Event, RunEvent, count_releases
 from dpllm.privacy.parts import parts_of
+from dpllm.records import Json
 from dpllm.statement import state
-from dpllm.statement.fields import Budget, Composed, Json
+from dpllm.statement.fields import Budget, Composed
 from dpllm.statement.inference import Promised
 from dpllm.statement.released import Statistics
 from dpllm.statement.run_files import LedgerRecord, RunRecord, read_run
@@ -60,7 +61,7 @@ class _Chain:
 
 def check(found: Published) -> Iterator[Check]:
     """What the card says of the budget."""
-    composed, terms = found.record.composed, found.record.terms
+    composed, terms = found.record.composed, found.record.plan
     if composed is None:
         if found.ledger is not None and terms is not None:
             raise Wrong(

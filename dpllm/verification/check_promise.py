@@ -8,57 +8,44 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from typing import cast, get_args
 
 from dpllm.privacy import accounting, banded
 from dpllm.privacy.events import PureDP
-from dpllm.privacy.plan import noise_scale, steps_event
+from dpllm.privacy.plan import ACCOUNTANT, Plan, if_shuffled, noise_scale
 from dpllm.privacy.privacy_loss import Relation
 from dpllm.privacy.releases import OTHER, Kind, Statistic, tidy, told
-from dpllm.privacy.schedule import Schedule
 from dpllm.statement import state
-from dpllm.statement.fields import (
-    CRYPTOGRAPHIC,
-    DEFINITION,
-    Ancestor,
-    Composed,
-    Lattice,
-    Lineage,
-    Terms,
-)
+from dpllm.statement.fields import CRYPTOGRAPHIC, Ancestor, Composed, Lineage
 from dpllm.statement.inference import Promised
 from dpllm.statement.lineage import together
 from dpllm.statement.privacy_record import PrivacyRecord
 from dpllm.statement.released import BesideRun, Release
-from dpllm.statement.run_files import PlanRecord
-from dpllm.statement.state import ACCOUNTANT
 from dpllm.verification import costs
 from dpllm.verification.costs import again, by, rounding
 from dpllm.verification.values import Check, Published, Wrong, asserted, close, differences, listed, tried, verified
 
 OTHER_RDP = 1e-2
 """Relative; how far RDP of another version, which has other orders, may lie from this one."""
-OF_THE_EVENT = ("accountants", "limits", "curve", "trade_off")
 MOST_PARENTS = 10
 _AGAIN = again(None)
 
 
 def check(found: Published) -> Iterator[Check]:
     """Every number of the promise that follows from the event and the public sizes."""
-    record, terms = found.record, found.record.terms
+    record, plan = found.record, found.record.plan
     if not record.guarantee:
-        attempted = "" if terms is None else " The attempted terms are checked below."
+        attempted = "" if plan is None else " The attempted Plan is checked below."
         yield verified("promise", f"none is made: {record.reason}.{attempted}")
-    if terms is None:
+    if plan is None:
         return
-    yield tried("epsilon", check_epsilon, terms)
-    yield tried("sizes", _sizes, record, terms)
-    yield tried("other accountants", _accountants, terms)
-    yield tried("cross-check", check_cross_check, terms)
-    yield tried("limits of attackers", _attackers, terms)
-    yield tried("without amplification", _shuffled, record, terms)
-    yield tried("terms", _generator, terms)
+    yield tried("epsilon", check_epsilon, plan)
+    yield tried("sizes", _sizes, record, plan)
+    yield tried("other accountants", _accountants, plan)
+    yield tried("cross-check", check_cross_check, plan)
+    yield tried("limits of attackers", _attackers, plan)
+    yield tried("without amplification", _shuffled, plan)
+    yield tried("terms", _generator, record, plan)
 
 
 def check_epsilon(terms: Promised) -> Check:
@@ -81,60 +68,35 @@ def check_epsilon(terms: Promised) -> Check:
     return verified("epsilon", f"PLD gives {least:.6g} at delta {delta:g} for the event; {stated:.6g} is stated.")
 
 
-def _again(record: PrivacyRecord, terms: Terms) -> Terms:
-    """The terms that follow from sizes, noise and clipping, without what accountants say of the event."""
-    sampling, planned = terms.sampling, record.steps.planned
-    size, batch = sampling.dataset_size, sampling.expected_batch_size
-    coefficients = terms.banded.coefficients if terms.banded else ()
-    schedule = Schedule(size, sampling.canary_slots, batch, batch / size, planned)
-    plan = PlanRecord.pick(
-        {**Terms.pick(terms.to_json()).to_json(), **asdict(schedule)},
-        sampling=sampling.of,
-        event=steps_event(terms.noise_multiplier, schedule, planned, terms.group_size, max(1, len(coefficients))),
-        coefficients=coefficients,
-        target_epsilon=terms.epsilon,
-        canary_commitment=None,
-    )
-    coordinates = terms.randomness.lattice.coordinates
-    scale = noise_scale(terms.noise_multiplier, 1.0, coordinates)
-    lattice = Lattice(coordinates=coordinates, noise_over_max_grad_norm=scale)
-    return state.terms_of(plan, optimizer=terms.optimizer, generator=terms.randomness.generator, lattice=lattice)
-
-
-def _sizes(record: PrivacyRecord, terms: Terms) -> Check:
-    """The event and all else that follows from N, B, T, sigma and the unit; and that these go together."""
-    size, batch, delta = terms.sampling.dataset_size, terms.sampling.expected_batch_size, terms.delta
-    taken, planned, turns = record.steps.taken, record.steps.planned, terms.banded
-    best = not turns or (
-        len(turns.coefficients) > 1
-        and banded.admissible(turns.coefficients)
-        and banded.near_best(turns.coefficients, min(planned, costs.MOST_STEPS))
-    )
+def _sizes(record: PrivacyRecord, plan: Plan) -> Check:
+    """What goes together; that the event follows from N, B, T, sigma and the unit is a rule of every Plan."""
+    steps, coefficients, delta = record.steps, plan.coefficients, plan.delta
+    best = not coefficients or banded.near_best(coefficients, min(plan.num_steps, costs.MOST_STEPS))
     rules = {
-        "banded.coefficients are not the best of any schedule": best,
-        "banded noise is for whole units": not turns or terms.sampling.of == "unit",
-        "max_examples_per_unit belongs to another unit": terms.unit != "example" or terms.max_examples_per_unit is None,
-        "canary_slots do not fit into dataset_size": terms.sampling.canary_slots < size and batch <= size,
-        "delta is not below 1/N, so that publishing one record outright would satisfy it": delta * size < 1,
-        "steps.taken is more than planned": taken <= planned,
-        "steps.lost is more than taken": (record.steps.lost or 0) <= taken,
-        "a completed run took other steps than planned": record.status != "completed" or taken == planned,
+        "coefficients are not the best of any schedule": best,
+        "steps.planned is not the Plan's num_steps": steps.planned == plan.num_steps,
+        "steps.taken is more than planned": steps.taken <= steps.planned,
+        "steps.lost is more than taken": (steps.lost or 0) <= steps.taken,
+        "a completed run took other steps than planned": record.status != "completed" or steps.taken == steps.planned,
+        "epsilon is above target_epsilon": plan.epsilon <= plan.target_epsilon,
     }
     wrong: list[object] = [problem for problem, good in rules.items() if not good]
-    if not wrong:
-        stated, follows = ({**one.to_json(), **one.randomness.to_json()} for one in (terms, _again(record, terms)))
-        for name in ("event", "sampling", "mechanism", "banded", "lattice"):
-            wrong += differences(stated.get(name), follows.get(name), name, 1e-12)
+    if record.guarantee and not wrong:
+        lattice = record.randomness.lattice
+        scale = noise_scale(plan.noise_multiplier, 1.0, lattice.coordinates)
+        wrong += differences(
+            lattice.noise_over_max_grad_norm, scale, "randomness.lattice.noise_over_max_grad_norm", 1e-12
+        )
     if wrong:
         raise Wrong(f"{listed(wrong)}. {_AGAIN}")
     return verified(
         "sizes",
-        f"N {size}, batch {batch}, {planned} steps and noise {terms.noise_multiplier:.4g} match the event; "
-        f"delta is {delta * size:.2g} / N.",
+        f"N {plan.dataset_size}, batch {plan.expected_batch_size}, {plan.num_steps} steps and noise {plan.noise_multiplier:.4g} "
+        f"match the event; delta is {delta * plan.dataset_size:.2g} / N.",
     )
 
 
-def _accountants(terms: Terms) -> Check:
+def _accountants(terms: Plan) -> Check:
     name = "other accountants"
     fresh = costs.beside(terms)
     slack = max(rounding(terms, OTHER_RDP), costs.COARSE if costs.of(terms)[1] else 0.0)
@@ -168,53 +130,50 @@ def check_cross_check(terms: Promised) -> Check:
     return verified(name, f"RDP gives {fresh:.6g}.")
 
 
-def _attackers(terms: Terms) -> Check:
+def _attackers(plan: Plan) -> Check:
     """Limits and curves: the same event in other words."""
-    name, stated = "limits of attackers", terms.to_json()
-    present = [key for key in OF_THE_EVENT if stated.get(key) is not None]
-    if not present:
-        return asserted(name, "none are stated besides those that follow from epsilon and delta.")
-    if len(present) != len(OF_THE_EVENT):
-        raise Wrong(f"only {', '.join(present)} stand beside epsilon. {_AGAIN}")
-    if costs.of(terms)[1]:
+    name, stated = "limits of attackers", plan.to_json()
+    if costs.of(plan)[1]:
         return asserted(name, "not recomputed: an epsilon in the hundreds limits no attacker.")
-    fresh = costs.attackers(terms.event, terms.neighbouring_relation)
+    fresh = costs.attackers(plan.event, plan.neighbouring_relation)
     # Where curves are stated is the same in every version; the rates are rounded up to four digits, so that one gives one text.
     wrong: list[object] = [
         key for key in ("curve", "trade_off") if [at for at, _ in stated[key]] != [at for at, _ in fresh[key]]
     ]
-    slack = rounding(terms, OTHER_RDP, costs.MAGNIFIED)
+    slack = rounding(plan, OTHER_RDP, costs.MAGNIFIED)
     wrong += costs.wrong_limits(stated["limits"], fresh["limits"], slack)
     wrong += differences(stated["curve"], fresh["curve"], "curve", slack)
-    wrong += differences(stated["trade_off"], fresh["trade_off"], "trade_off", rounding(terms, OTHER_RDP, 0.0))
+    wrong += differences(stated["trade_off"], fresh["trade_off"], "trade_off", rounding(plan, OTHER_RDP, 0.0))
     if wrong:
-        raise Wrong(f"{listed(wrong)} does not follow from the event{by(terms)}. {_AGAIN}")
+        raise Wrong(f"{listed(wrong)} does not follow from the event{by(plan)}. {_AGAIN}")
     return verified(name, "limits and curve, to five digits, and trade_off follow from the event.")
 
 
-def _shuffled(record: PrivacyRecord, terms: Terms) -> Check:
-    name, stated = "without amplification", terms.without_amplification
-    fresh = state.without_amplification(terms, record.steps.planned)
+def _shuffled(plan: Plan) -> Check:
+    name, stated = "without amplification", plan.without_amplification
+    fresh = if_shuffled(plan)
     if stated != fresh:  # rounded up to four digits, by no accountant's version
         raise Wrong(f"{stated} is stated, but the same noise without credit for sampling costs {fresh}. {_AGAIN}")
-    if terms.banded is not None:
+    if plan.coefficients:
         return verified(name, "none is stated: banded noise has no such figure.")
     return verified(name, f"epsilon {stated}, if batches had come from shuffling.")
 
 
-def _generator(terms: Terms) -> Check:
+def _generator(record: PrivacyRecord, plan: Plan) -> Check:
     """What the schema, which fixes the other words, does not say."""
-    if terms.randomness.secure_noise != (terms.randomness.generator == CRYPTOGRAPHIC):
-        raise Wrong(f"randomness.secure_noise is not true of {terms.randomness.generator}. {_AGAIN}")
-    how = " of groups in turn, with banded noise" if terms.banded else ""
-    return verified("terms", f"{DEFINITION}, central, DP-SGD over Poisson samples{how}; the base model is not covered.")
+    if record.guarantee and record.randomness.secure_noise != (record.randomness.generator == CRYPTOGRAPHIC):
+        raise Wrong(f"randomness.secure_noise is not true of {record.randomness.generator}. {_AGAIN}")
+    how = " of groups in turn, with banded noise" if plan.coefficients else ""
+    return verified(
+        "terms", f"{plan.definition}, central, DP-SGD over Poisson samples{how}; the base model is not covered."
+    )
 
 
 def check_statistics(found: Published) -> Iterator[Check]:
     """What was released about the data: its epsilon, alone and with the run, against its events."""
-    shown, terms = found.record.statistics, found.record.terms
+    shown, terms = found.record.statistics, found.record.plan
     if shown is not None:
-        size = terms.sampling.dataset_size - terms.sampling.canary_slots if terms else 1
+        size = terms.dataset_size - terms.canary_slots if terms else 1
         yield from check_beside(shown, terms, size, found.record.guarantee)
 
 
@@ -268,7 +227,7 @@ def _possible(asked: Statistic, value: Mapping[str, float] | None) -> bool:
 def check_lineage(found: Published) -> Iterator[Check]:
     """What a run's base model states, see ``lineage_of``."""
     record = found.record
-    yield from lineage_of(record.lineage, record.terms if record.guarantee else None, record.composed)
+    yield from lineage_of(record.lineage, record.plan if record.guarantee else None, record.composed)
 
 
 def lineage_of(lineage: Lineage | None, own: Promised | None, account: Composed | None) -> Iterator[Check]:

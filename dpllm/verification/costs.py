@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from dpllm.privacy import accounting, plan, privacy_loss
+from dpllm.privacy import accounting, limits
 from dpllm.privacy.accounting import Relation
 from dpllm.privacy.events import Event
 from dpllm.privacy.parts import parts_of
-from dpllm.statement import tradeoff_figure
+from dpllm.privacy.plan import CURVE_DELTAS
 from dpllm.statement.inference import Inference, Promised
 from dpllm.verification.values import TOLERANCE, Difference, Wrong, differences
 
@@ -88,11 +88,11 @@ def attackers(event: Event, relation: Relation) -> dict[str, Any]:
     """``limits``, ``curve`` and ``trade_off`` of a block."""
     bounded(event)
     return {
-        "limits": dict(privacy_loss.attacker_limits_of(event, relation)),
+        "limits": dict(limits.attacker_limits_of(event, relation)),
         "curve": [
-            [delta, accounting.finite(found)] for delta, found in accounting.curve(event, relation, plan.CURVE_DELTAS)
+            [delta, accounting.finite(found)] for delta, found in accounting.curve(event, relation, CURVE_DELTAS)
         ],
-        "trade_off": tradeoff_figure.trade_off(event, relation),
+        "trade_off": limits.trade_off(event, relation),
     }
 
 

@@ -20,9 +20,9 @@ from typing import Any, BinaryIO, Literal, NamedTuple, TypeVar
 
 from dpllm.errors import DpllmError
 from dpllm.files import check_shape
+from dpllm.records import Json, NotAStatement
 from dpllm.run.directory import RunDir
 from dpllm.statement import privacy_record
-from dpllm.statement.fields import Json, NotAStatement
 
 Status = Literal["verified", "asserted", "failed"]
 _Subject = TypeVar("_Subject")

@@ -183,7 +183,7 @@ def check_run(found: Published) -> Iterator[Check]:
     yield tried("run", _block, found, run)
     if found.record.audit is not None:
         yield tried("audit: canaries", _coins, found, run, found.record.audit)
-    elif found.record.terms is not None and (made := _audits_made(run)):
+    elif found.record.plan is not None and (made := _audits_made(run)):
         yield failed(
             "audit: canaries",
             f"{made} audits of this run were made, but the card shows none, which may hide a verdict. {check_audits.AUDIT_AGAIN}",
@@ -218,7 +218,7 @@ def _coins(found: Published, run: RunDir, audit: AuditRecord) -> Check:
     name = "audit: canaries"
     if not run.canaries.exists():
         return asserted(name, "private/canaries.json is not here, so the commitment cannot be opened.")
-    plan, folder, terms = canaries.load(run.canaries), found.directory / "audit", found.record.terms
+    plan, folder = canaries.load(run.canaries), found.directory / "audit"
     if plan.commitment != audit.canaries.commitment:
         raise Wrong(f"the card commits to canaries other than those in private/canaries.json. {_AGAIN}")
     coins = {canary.canary_id: (canary.group, canary.inserted) for canary in plan.canaries}
@@ -232,7 +232,7 @@ def _coins(found: Published, run: RunDir, audit: AuditRecord) -> Check:
     ):
         raise Wrong("the audit's coins or canaries are not those committed to before training. Audit again.")
     report = check_audits.published_audit(folder)
-    gradient = check_audits.gradient(folder, terms, found.record.steps, report) if terms else None
+    gradient = check_audits.gradient(folder, found.record, report) if found.record.plan else None
     if gradient and tuple(gradient.inserted_M) != plan.gradient_coins:
         raise Wrong("the coins of gradient canaries are not those committed to before training. Audit again.")
     stated = report.controls.words

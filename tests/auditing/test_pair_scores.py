@@ -16,7 +16,6 @@ from dpllm.canaries.canaries import encode_secret, plan_canaries
 from dpllm.errors import ConfigError
 from dpllm.recipe.audit import AuditConfig, CanaryConfig
 from dpllm.statement.audit_bounds import Claim
-from dpllm.statement.run_files import AuditSettings
 from dpllm.text import data
 
 
@@ -101,7 +100,7 @@ def test_a_label_audit_compares_each_group_with_its_own_other_answers() -> None:
             group, coin, noise = (1 if number < 200 else 16), bool(rng.random() < 0.5), rng.normal()
             gain = noise + (0.0 if group == 1 else 10.0 * (coin - 0.5))
             rows.append(CanaryScores(f"c{number:05d}", group, coin, 4, gain, 0.0, False, False))
-        settings = AuditSettings.pick(AuditConfig(canaries=CanaryConfig(groups={1: 200, 16: 200})).fixed())
+        settings = AuditConfig(canaries=CanaryConfig(groups={1: 200, 16: 200})).fixed()
         found = summarise(rows, Claim(1.0, 0.0, "label"), settings, beside=Beside(own_references=True))
         above += found.attacks["ratio"].auc_interval[0] > 0.5  # type: ignore[index]
         assert found.repeated["16"].attacks["ratio"].auc > 0.99  # type: ignore[operator]

@@ -21,11 +21,11 @@ from dpllm.canaries import canaries
 from dpllm.canaries.canaries import CanaryConfig
 from dpllm.errors import ConfigError
 from dpllm.files import read_json
+from dpllm.privacy.plan import AuditSettings
 from dpllm.recipe.audit import default_ways
 from dpllm.statement import privacy_record
 from dpllm.statement.audit import Controls, parse_audit
 from dpllm.statement.audit_bounds import Claim, GradientAudit, OneRunBound
-from dpllm.statement.run_files import AuditSettings
 from dpllm.verification import check_audits
 from dpllm.verification.values import Published, Wrong
 
@@ -308,6 +308,7 @@ def checked(folder, report):
     audit = parse_audit(report, "audit.json")
     block = read_json(folder / "privacy.json")
     block["audit"] = audit.to_json()
+    block["plan"]["audit"] = audit.settings.to_json()  # as if fixed before training
     found = Published(folder, block, card="", hashes=dict(report["weights"]))
     return {check.name: check.status for check in check_audits.check(found)}
 
@@ -317,9 +318,9 @@ def test_a_bound_by_falling_weights_is_computed_again(tmp_path):
     report, block = read_json(card / "audit" / "audit.json"), read_json(card / "privacy.json")
     rows, tokens = read_scores(card / "audit")
     stated = privacy_record.read(block)
-    gradient = check_audits.gradient(card / "audit", stated.terms, stated.steps, parse_audit(report, "audit.json"))
+    gradient = check_audits.gradient(card / "audit", stated, parse_audit(report, "audit.json"))
     beside = Beside(
-        stated.terms.limits.to_json(), report["controls"]["words"], report["controls"]["twin"], gradient=gradient
+        stated.plan.limits.to_json(), report["controls"]["words"], report["controls"]["twin"], gradient=gradient
     )
     fresh = summarised(rows, Claim(**report["claim"]), tokens=tokens, beside=beside, **DEFAULT)
     settings = {"alpha": 0.05, **{name: list(ways) for name, ways in DEFAULT.items()}}

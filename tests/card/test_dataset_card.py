@@ -15,9 +15,10 @@ from dpllm.card.dataset_card import write_dataset_card
 from dpllm.errors import ConfigError
 from dpllm.privacy.accounting import compose, epsilon
 from dpllm.privacy.events import PureDP
-from dpllm.privacy.privacy_loss import attacker_limits
+from dpllm.privacy.limits import attacker_limits
+from dpllm.records import NotAStatement
 from dpllm.statement import formatting, privacy_record, section, synthetic, tradeoff_figure
-from dpllm.statement.fields import ComposedLineage, Lineage, NotAStatement
+from dpllm.statement.fields import ComposedLineage, Lineage
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "synthetic.md"
 
@@ -42,7 +43,7 @@ def test_datasets_loads_exactly_the_rows_as_text(folder: Path, tmp_path: Path) -
 
 
 def test_epsilon_is_of_model_and_statistics_together(folder: Path) -> None:
-    terms = privacy_record.read(json.loads((folder / "run" / "privacy.json").read_text("utf-8"))).terms
+    terms = privacy_record.read(json.loads((folder / "run" / "privacy.json").read_text("utf-8"))).plan
     together = epsilon(compose([terms.event, PureDP(COST["epsilon"])]), terms.delta, terms.neighbouring_relation)
     assert together > terms.epsilon
     front = section.front_matter(page(folder))
@@ -53,13 +54,13 @@ def test_epsilon_is_of_model_and_statistics_together(folder: Path) -> None:
 
 def test_epsilon_counts_the_models_before_it_on_the_same_dataset_and_the_statistics(folder: Path) -> None:
     statement = privacy_record.read(json.loads((folder / "run" / "privacy.json").read_text("utf-8")))
-    total = ComposedLineage(epsilon=20.0, delta=statement.terms.delta, accountant="PLD")
+    total = ComposedLineage(epsilon=20.0, delta=statement.plan.delta, accountant="PLD")
     lineage = Lineage.model_construct(composed=total)
     after = statement.model_copy(update={"lineage": lineage})
     assert synthetic.epsilon(after) == 20.0 + COST["epsilon"]
     assert synthetic.epsilon(after.model_copy(update={"statistics": None})) == 20.0
     alone = statement.model_copy(update={"statistics": None})
-    assert synthetic.epsilon(alone) == statement.terms.epsilon < synthetic.epsilon(statement)
+    assert synthetic.epsilon(alone) == statement.plan.epsilon < synthetic.epsilon(statement)
 
 
 def test_the_share_that_is_recognised_counts_the_statistics_and_the_models_before(folder: Path) -> None:
@@ -67,10 +68,10 @@ def test_the_share_that_is_recognised_counts_the_statistics_and_the_models_befor
     most = synthetic.recognised(statement)
     assert f"at most {formatting.percent_bound(most)} of the training examples" in page(folder)
     alone = statement.model_copy(update={"statistics": None})
-    assert synthetic.recognised(alone) == tradeoff_figure.recognised(statement.terms) < most < 0.5
-    total = ComposedLineage(epsilon=20.0, delta=statement.terms.delta, accountant="PLD")
+    assert synthetic.recognised(alone) == tradeoff_figure.recognised(statement.plan) < most < 0.5
+    total = ComposedLineage(epsilon=20.0, delta=statement.plan.delta, accountant="PLD")
     after = alone.model_copy(update={"lineage": Lineage.model_construct(composed=total)})
-    assert synthetic.recognised(after) == attacker_limits(20.0, statement.terms.delta)["tpr_at_fpr_0.01"]
+    assert synthetic.recognised(after) == attacker_limits(20.0, statement.plan.delta)["tpr_at_fpr_0.01"]
 
 
 def test_the_front_matter_is_what_the_hub_and_datasets_read(folder: Path) -> None:

@@ -16,9 +16,9 @@ from dpllm.card import inference_card
 from dpllm.errors import ConfigError
 from dpllm.privacy.accounting import compose, epsilon
 from dpllm.privacy.events import BoundedRange, PureDP
-from dpllm.privacy.privacy_loss import attacker_limits, attacker_limits_of
+from dpllm.privacy.limits import attacker_limits, attacker_limits_of
+from dpllm.records import NotAStatement
 from dpllm.statement import formatting, inference, section, state
-from dpllm.statement.fields import NotAStatement
 from dpllm.verification.verify import verify
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "inference.md"

@@ -23,12 +23,13 @@ from dpllm.canaries import canaries
 from dpllm.canaries.canaries import encode_secret
 from dpllm.errors import ConfigError
 from dpllm.files import read_json, write_json
+from dpllm.privacy.plan import AuditSettings
 from dpllm.recipe import names
 from dpllm.recipe.config import DataConfig, RunConfig, dump_config
 from dpllm.run import checkpoint
 from dpllm.run.directory import RunDir
 from dpllm.statement.audit_bounds import Claim
-from dpllm.statement.run_files import AuditSettings, read_plan
+from dpllm.statement.run_files import read_plan
 
 CANARIES = {"groups": {1: 120, 8: 10}, "digits": 12, "references": 150}
 
@@ -76,7 +77,7 @@ def make_run(base, root, *, adapter, private=True, epsilon=8.0, planted=True):
     plan = canaries.plan_canaries(canaries.CanaryConfig(**CANARIES), generator=random.Random(0))
     canaries.save(plan, run.canaries)
     promise = cards.plan(epsilon=epsilon, delta=1e-5, unit="example", canary_commitment=plan.commitment)
-    promise |= {"audit": config.audit.fixed(), "schema_version": 1}
+    promise |= {"audit": config.audit.fixed().to_json(), "schema_version": 2}
     if private:
         write_json(run.plan, promise)
     written = {"config.yaml": names.of_training(config)}

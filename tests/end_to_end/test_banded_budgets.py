@@ -90,7 +90,7 @@ def test_its_card_verifies_where_no_torch_is(whole: Place) -> None:
     assert answer.returncode == 0, answer.stdout + answer.stderr
     assert "0 failed" in answer.stdout
     block = whole.json("export/privacy.json")
-    assert (block["guarantee"], block["mechanism"]) == (True, "dp-bandmf")
+    assert (block["guarantee"], block["plan"]["mechanism"]) == (True, "dp-bandmf")
     assert block["audit"]["gradient"]["steps"] == STEPS
 
 

@@ -39,7 +39,7 @@ def test_the_card_of_a_described_run_verifies(shown: Place) -> None:
     block = read(shown.run / "export")
     parts = block["statistics"]
     assert len(parts["releases"]) == 4
-    assert block["composed"]["spent_epsilon"] > block["epsilon"], "the ledger holds both"
+    assert block["composed"]["spent_epsilon"] > block["plan"]["epsilon"], "the ledger holds both"
     assert block["composed"]["spent_epsilon"] == pytest.approx(parts["with_run"], rel=1e-6)
 
 

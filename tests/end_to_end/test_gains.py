@@ -108,7 +108,7 @@ def test_a_run_starts_with_the_weights_of_the_adapter_and_states_what_both_cost(
     assert (found["base"]["name"], found["base"]["adapter"]) == ("start/export", True)
     assert found["base"]["entry"] == block["composed"]["entry"]
     assert found["base"]["files_digest"] == digest(block["files"])
-    assert own < found["composed"]["epsilon"] <= own + block["epsilon"]
+    assert own < found["composed"]["epsilon"] <= own + block["plan"]["epsilon"]
     done("card", started.run)
     done("verify", started.run / "export")
     text = (started.run / "export" / "README.md").read_text("utf-8")

@@ -330,14 +330,14 @@ def test_texts_are_asked_for_as_released_shares_say(place: Place) -> None:
 def test_what_a_model_that_learned_these_data_tells_of_them_is_added(merged: Path, place: Place) -> None:
     """A mutant states the epsilon of the texts alone."""
     learned = read_json(merged / "privacy.json")
-    words = place.words("--model", merged, "--dataset", learned["dataset"], "--delta", learned["delta"])
+    words = place.words("--model", merged, "--dataset", learned["dataset"], "--delta", learned["plan"]["delta"])
     said = done(*words, "--dry-run").out
     assert "which learned the same data: epsilon" in said
     assert "which learned the same data: epsilon" in done(*words).out
     record = statement.read(place.record())
-    whole = compose([record.event, privacy_record.read(learned).terms.event])
+    whole = compose([record.event, privacy_record.read(learned).plan.event])
     assert statement.epsilon(record) == pytest.approx(stated(whole, record.delta, "zero_out")[0], rel=1e-9)
-    assert statement.epsilon(record) > max(record.epsilon, learned["epsilon"])
+    assert statement.epsilon(record) > max(record.epsilon, learned["plan"]["epsilon"])
     card = (place.output / "README.md").read_text("utf-8")
     assert f"epsilon: {statement.epsilon(record)}" in card
     assert "learned the same dataset" in card

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from ledger_stores import adopt
+from published import changed
 from running import Place, done, dpllm_, fails_in_step
 from safetensors.torch import load_file, save_file
 
@@ -64,17 +65,17 @@ def test_two_generations_on_the_same_data_state_what_both_cost(parent: Place, ch
     found = child.json("run.json")["lineage"]
     base = json.loads((parent.root / "clinic-notes" / "privacy.json").read_text("utf-8"))
     assert found["base"]["name"] == "clinic-notes"
-    assert found["base"]["epsilon"] == base["epsilon"]
+    assert found["base"]["epsilon"] == base["plan"]["epsilon"]
     assert found["base"]["entry"] == base["composed"]["entry"]
     assert (found["same_dataset"], found["dataset"]) == (True, "notes")
     composed = found["composed"]["epsilon"]
-    assert max(own["epsilon"], base["epsilon"]) < composed <= own["epsilon"] + base["epsilon"]
+    assert max(own["epsilon"], base["plan"]["epsilon"]) < composed <= own["epsilon"] + base["plan"]["epsilon"]
     # The ledger, which knows both runs, comes to the same.
     assert composed == pytest.approx(child.json("run.json")["ledger"]["spent_epsilon"], rel=1e-6)
     block = json.loads((child.run / "export" / "privacy.json").read_text("utf-8"))
     assert block["lineage"] == found
     assert block["guarantee"] is True
-    assert block["epsilon"] == own["epsilon"]  # this run's own, beside what both cost
+    assert block["plan"] == own  # this run's own, beside what both cost
     text = section.parts((child.run / "export" / "README.md").read_text("utf-8"))["privacy"]
     assert "clinic-notes" in text
     assert f"ε = {composed:.2f}"[:6] in text
@@ -207,7 +208,10 @@ LIES: dict[str, tuple[Callable[[Path], object], str]] = {
     "weights": (_weights, OTHER_FILES),
     "another file of weights": (lambda base: (base / "pytorch_model.bin").write_bytes(b"0"), OTHER_FILES),
     "tokenizer": (lambda base: (base / "tokenizer.json").unlink(), OTHER_FILES),
-    "epsilon": (_block(lambda block: {**block, "epsilon": block["epsilon"] / 2}), "its own event costs"),
+    "epsilon": (
+        _block(lambda block: changed(block, ("plan", "epsilon"), lambda value: value / 2)),
+        "its own event costs",
+    ),
     "key": (_block(lambda block: {**block, "unheard_of": 1}), "is no privacy block"),
     "no block": (lambda base: (base / "privacy.json").unlink(), "privacy.json is missing"),
 }

@@ -173,6 +173,7 @@ def with_a_plan_of_another_event(place: Place) -> None:
     """As if the checkpoint, which names the reservation, were another run's."""
     run, plan, record = RunDir(place.run), place.json("plan.json"), place.json("run.json")
     plan["event"]["count"] += 1
+    plan["num_steps"] += 1
     run.plan.write_text(json.dumps(plan))
     record["manifest"]["plan.json"] = read_plan(run).digest
     run.run.write_text(json.dumps(record))

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from ledger_stores import adopt
+from published import replanned
 from rich.console import Console
 from running import SENTINEL, Place, contents, done, make_place
 
@@ -239,7 +240,8 @@ def test_shadows_of_banded_noise_may_be_trained_on_another_machine(
 
     def planned(name: str, *coefficients: float) -> RunDir:
         (tmp_path / name).mkdir(exist_ok=True)
-        (tmp_path / name / "plan.json").write_text(json.dumps({**promise, "coefficients": coefficients}))
+        changed = replanned({"plan": promise, "steps": {}}, coefficients=list(coefficients))["plan"]
+        (tmp_path / name / "plan.json").write_text(json.dumps(changed))
         return RunDir(tmp_path / name)
 
     run = planned("run", 0.8, 0.5, 0.2)

@@ -130,7 +130,7 @@ def test_a_canary_is_found_in_the_description_of_a_safetensors_file(run: Path) -
 
 def _parent(block: published.Json, **other: object) -> published.Json:
     names = ("epsilon", "delta", "unit", "neighbouring_relation", "event")
-    own = {name: block[name] for name in names}
+    own = {name: block["plan"][name] for name in names}
     return {
         "name": "m", "guarantee": True, **own, "dataset": "notes", "entry": "0" * 16,
         "files_digest": "0" * 64, **other,
@@ -142,8 +142,9 @@ def test_a_lineage_cannot_deny_the_common_dataset_or_add_other_units(run: Path) 
 
     export = run / "export"
     block = read(export)
-    total = accounting.stated(accounting.compose([events.read(block["event"])] * 2), block["delta"], "zero_out")[0]
-    composed = {"epsilon": total, "delta": block["delta"], "accountant": "dp-accounting PLD"}
+    plan = block["plan"]
+    total = accounting.stated(accounting.compose([events.read(plan["event"])] * 2), plan["delta"], "zero_out")[0]
+    composed = {"epsilon": total, "delta": plan["delta"], "accountant": "dp-accounting PLD"}
     honest = {
         "base": _parent(block), "ancestors": [], "same_dataset": True, "dataset": "notes", "composed": composed,
         "reason": None,
@@ -175,16 +176,17 @@ def test_a_few_bytes_cannot_fill_the_memory(run: Path) -> None:
 def test_events_that_take_minutes_are_refused(run: Path) -> None:
     export = run / "export"
     block = read(export)
-    step = block["event"]["event"]
-    noiseless = {**block["event"], "event": {**step, "event": {"type": "gaussian", "noise_multiplier": 1e-6}}}
-    many = [{**block["event"], "event": {**step, "probability": 0.1 + number / 1000}} for number in range(20)]
-    write(export, {**block, "event": noiseless})
-    assert {"epsilon", "limits of attackers"} <= failing(export)
-    for count, check in ((10**12, "sizes"), (10**15, "schema")):
-        write(export, {**block, "event": {**block["event"], "count": count}})
-        assert check in failing(export)
-    write(export, {**block, "event": {"type": "composed", "events": many}})  # no run's event: nothing else is computed
-    assert "schema" in failing(export)
+    for numbers, checks in (
+        ({"noise_multiplier": 1e-6}, {"epsilon", "limits of attackers"}),
+        ({"num_steps": 10**12}, {"epsilon", "limits of attackers"}),
+    ):
+        write(export, published.replanned(block, **numbers))
+        assert checks <= failing(export)
+    step = block["plan"]["event"]
+    many = [{**step, "event": {**step["event"], "probability": 0.1 + number / 1000}} for number in range(20)]
+    for event in ({**step, "count": 10**15}, {"type": "composed", "events": many}):  # nothing else is computed
+        write(export, {**block, "plan": {**block["plan"], "event": event}})
+        assert "schema" in failing(export)
 
 
 def test_a_file_that_changes_before_it_is_sent_is_refused(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpllm.forecast.table import largest_batch
-from dpllm.privacy.plan import Schedule
+from dpllm.privacy.schedule import Schedule
 
 
 @settings(derandomize=True, deadline=None, max_examples=50)

@@ -377,7 +377,7 @@ sigma = accounting.calibrate_noise_multiplier(1.0, 1e-5, 0.2, 100, "zero_out")
 event = accounting.dp_sgd_event(0.2, sigma, 100)
 accounting.beside(event, 1e-5, "zero_out")
 accounting.epsilon(accounting.dp_sgd_event(0.2, sigma, 9, 4), 1e-5, "zero_out")
-privacy_loss.attacker_limits_of(event, "zero_out")
+limits.attacker_limits_of(event, "zero_out")
 renyi.filter_order(2.0, 1e-5)
 assert "torch" not in sys.modules
 """

@@ -308,7 +308,7 @@ def test_the_claim_for_a_group_never_overflows_and_never_promises_more_than_noth
 
 def test_a_group_claim_holds_for_the_gaussian():
     """k rows shift a Gaussian k times as far; its exact delta there is below the one of the claim."""
-    from dpllm.statement.state import gaussian_epsilon
+    from dpllm.privacy.limits import gaussian_epsilon
 
     for mu in (0.2, 0.5, 1.0):
         for k in (2, 4, 16):

@@ -18,7 +18,7 @@ from dpllm.auditing.rates import (
     many_runs,
     rate_limits,
 )
-from dpllm.statement.state import gaussian_epsilon
+from dpllm.privacy.limits import gaussian_epsilon
 
 COUNTS = Rates(400, 100, 50, 450)
 

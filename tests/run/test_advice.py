@@ -19,7 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpllm.errors import ConfigError
-from dpllm.privacy.plan import Plan, Schedule
+from dpllm.privacy.plan import Plan
+from dpllm.privacy.schedule import Schedule
 from dpllm.recipe.audit import AuditConfig
 from dpllm.recipe.config import RunConfig, load_config
 from dpllm.recipe.derived import plan_of

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -141,12 +140,12 @@ def test_rows_count_no_more_positions_than_the_model_has(tmp_path: Path, ledger:
 @pytest.mark.parametrize(
     "changed",
     [
-        lambda plan: replace(plan, noise_multiplier=0.01),
-        lambda plan: replace(plan, schedule=replace(plan.schedule, sampling_rate=1.0)),
-        lambda plan: replace(plan, delta=0.5),
-        lambda plan: replace(plan, sampling="example"),
-        lambda plan: replace(plan, target_epsilon=1.0),
-        lambda plan: replace(plan, coefficients=(0.9, 0.1)),
+        lambda plan: plan.model_copy(update={"noise_multiplier": 0.01}),
+        lambda plan: plan.model_copy(update={"sampling_rate": 1.0}),
+        lambda plan: plan.model_copy(update={"delta": 0.5}),
+        lambda plan: plan.model_copy(update={"sampling": "example"}),
+        lambda plan: plan.model_copy(update={"target_epsilon": 1.0}),
+        lambda plan: plan.model_copy(update={"coefficients": (0.9, 0.1)}),
     ],
 )
 def test_a_plan_that_promise_did_not_make_is_refused(model: nn.Module, ledger: dpllm.Ledger, changed: Any) -> None:

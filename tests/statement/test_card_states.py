@@ -103,8 +103,6 @@ GRADIENT = {
     "auc": 0.71, "auc_interval": [0.66, 0.75], "noise": 0.92, "noise_interval": [0.91, 0.93], "noise_planned": 0.9184,
     "noise_refuted": False, "drawn": 7.3, "drawn_standard_error": 0.6, "drawn_planned": 7.2, "drawn_refuted": False,
 }  # fmt: skip
-BANDED = {**plan()["event"], "count": 50}
-BANDED["event"] = {**BANDED["event"], "probability": 2 * BANDED["event"]["probability"]}
 FILTER = {"epsilon": 10.0, "delta": 1e-5, "order": 3.2}
 GROUP = {"name": "sweep-1", "runs": 3, "epsilon": 4.2001, "delta": 1e-5}
 STATES = {
@@ -240,7 +238,7 @@ STATES |= {
         audit=audit(**NO_TEXT),
     ),
     "everything": EVERYTHING,
-    "everything, banded": EVERYTHING._replace(plan={**plan(), "event": BANDED, "coefficients": [0.8, 0.6]}),
+    "everything, banded": EVERYTHING._replace(plan=plan(coefficients=[0.8, 0.5])),
 }
 
 
@@ -315,8 +313,8 @@ def test_a_merged_copy_says_so_and_is_used_as_a_whole_model() -> None:
 
 def test_the_shuffling_fallback_is_larger() -> None:
     text, block = render_card(config(), plan(), record(), None)
-    assert block["without_amplification"] > block["epsilon"]
-    assert f"ε would be {block['without_amplification']:g} at the same δ" in text
+    assert block["plan"]["without_amplification"] > block["plan"]["epsilon"]
+    assert f"ε would be {block['plan']['without_amplification']:g} at the same δ" in text
 
 
 @pytest.mark.parametrize(

@@ -208,8 +208,9 @@ def test_names_stay_in_their_cells() -> None:
 
 
 MACHINE_ONLY = (
-    "schema_version", "definition", "holds_for", "trust_model", "mechanism", "sampling.scheme", "sampling.of", "status",
-    "sampling.implemented_as_accounted", "randomness.generator", "accountants", "trade_off", "event", "base_model.covered",
+    "schema_version", "plan.schema_version", "plan.definition", "plan.trust_model", "plan.mechanism", "plan.sampling",
+    "plan.accountants", "plan.trade_off", "plan.event", "plan.target_epsilon", "plan.canary_commitment", "plan.audit",
+    "plan.num_steps", "status", "randomness.generator", "base_model.covered",
     "composed.budget.order", "composed.final", "lineage.dataset", "lineage.reason", "audit.canaries",
     "audit.weights", "audit.schema_version", "audit.claim", "audit.settings", "audit.published", "software", "hardware",
     "recipe_digest", "files",
@@ -226,12 +227,10 @@ LATER = ("neighbouring_relation", "entry", "event", "files_digest")
 
 
 def test_every_field_that_people_read_is_worded() -> None:
-    limits = {"tpr_at_fpr_0.001": 0.02, "tpr_at_fpr_0.01": 0.1, "auc": 0.7, "gdp_mu": 1.5}
     group = {"name": "sweep-1", "runs": 3, "epsilon": 4.2001, "delta": 1e-5}
     ledger = {**record()["ledger"], "group": group}
     changes = {"lineage": lineage(ancestors=[parent(name="older")]), "ledger": ledger, "deviations": ["a thing"]}
-    promise = plan(limits=limits, curve=[[1e-4, 2.3]], accountants={"pld": 2.99})
-    block = render_card(config(), promise, record(**changes), audit())[1]
+    block = render_card(config(), plan(), record(**changes), audit())[1]
 
     def told(block: Json) -> str:
         parts = rendered(block)

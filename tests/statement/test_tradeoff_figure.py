@@ -13,22 +13,24 @@ from hypothesis import strategies as st
 
 from dpllm.privacy.accounting import compose
 from dpllm.privacy.events import PureDP, dp_sgd_event
-from dpllm.privacy.privacy_loss import attacker_limits_of
+from dpllm.privacy.limits import RATES, MechanismLimits, attacker_limits_of, trade_off
+from dpllm.privacy.plan import Plan
 from dpllm.statement import tradeoff_figure
-from dpllm.statement.fields import MechanismLimits, Terms
 
 EVENT = dp_sgd_event(0.05, 1.1, 100)
 
 
-def terms(**changes: Any) -> Terms:
-    return Terms.model_construct(**{"epsilon": 3.0, "delta": 1e-5, "unit": "patient_id", **changes})
+def terms(**changes: Any) -> Plan:
+    return Plan.model_construct(
+        **{"limits": None, "trade_off": (), "epsilon": 3.0, "delta": 1e-5, "unit": "patient_id", **changes}
+    )
 
 
 def test_the_curve_is_above_guessing_rising_and_holds_the_stated_limits() -> None:
-    curve = tradeoff_figure.trade_off(EVENT, "zero_out")
+    curve = trade_off(EVENT, "zero_out")
     assert curve is not None
     rates, reached = [rate for rate, _ in curve], [tpr for _, tpr in curve]
-    assert tuple(rates) == tradeoff_figure.RATES
+    assert tuple(rates) == RATES
     assert {0.001, 0.01, 0.1, 1.0} <= set(rates)
     assert reached == sorted(reached)
     assert all(rate <= tpr <= 1 for rate, tpr in curve)
@@ -42,7 +44,7 @@ def test_the_curve_is_above_guessing_rising_and_holds_the_stated_limits() -> Non
 @given(st.floats(min_value=0, max_value=800), st.floats(min_value=1e-12, max_value=1e-2), st.booleans())
 @settings(deadline=None, derandomize=True)
 def test_any_guarantee_has_a_figure_that_stays_in_its_frame(epsilon: float, delta: float, known: bool) -> None:
-    curve = [[rate, min(1.0, 3 * rate)] for rate in tradeoff_figure.RATES] if known else None
+    curve = [[rate, min(1.0, 3 * rate)] for rate in RATES] if known else ()
     drawn = tradeoff_figure.figure(terms(epsilon=epsilon, delta=delta, trade_off=curve))
     root = ET.fromstring(drawn)
     _, _, width, height = map(float, root.get("viewBox", "").split())
@@ -102,7 +104,7 @@ def test_the_description_states_the_figures_of_the_terms(unit: str) -> None:
 @pytest.mark.parametrize("beside", [0.1, 0.5, 2.0])
 def test_other_releases_raise_the_share_that_is_recognised(beside: float) -> None:
     """Beside what the composed mechanism allows: never less, and not much more."""
-    known = terms(epsilon=8.0, trade_off=tradeoff_figure.trade_off(EVENT, "zero_out"))
+    known = terms(epsilon=8.0, trade_off=trade_off(EVENT, "zero_out"))
     exact = attacker_limits_of(compose([EVENT, PureDP(beside)]), "zero_out")["tpr_at_fpr_0.01"]
     assert exact is not None
     assert tradeoff_figure.recognised(known) < exact <= tradeoff_figure.recognised(known, beside) <= 2 * exact
@@ -110,7 +112,7 @@ def test_other_releases_raise_the_share_that_is_recognised(beside: float) -> Non
 
 def test_the_card_shows_it_with_its_description() -> None:
     text, block = render_card(config(), plan(), record(), None)
-    whole = Terms.pick(block)
+    whole = Plan.checked(block["plan"])
     assert f"![{tradeoff_figure.alt_text(whole)}](privacy.svg)" in text
     assert f"<title>{tradeoff_figure.alt_text(whole)}</title>".replace("'", "&#x27;") in tradeoff_figure.figure(
         whole

@@ -116,7 +116,7 @@ def test_a_front_matter_holds_what_dpllm_writes_and_the_name_of_a_licence(page: 
 )
 def test_the_front_matter_that_dpllm_writes_is_read_in_one_way(tmp_path: Path, name: str) -> None:
     recipe = config(card={"license": name, "tags": [name]})
-    page = write_card(make_run(tmp_path, recipe, plan(dataset=name), record(), audit()))
+    page = write_card(make_run(tmp_path, recipe, plan(), record(), audit()))
     assert not statement(page)
     assert section.front_matter(page.read_text("utf-8"))["license"] == name
 

@@ -19,8 +19,8 @@ from written_texts import EVENT, inferred, make_texts, stated, write_texts
 from dpllm.ledger import Ledger, RunRequest
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.events import BoundedRange
+from dpllm.records import NotAStatement
 from dpllm.statement import inference
-from dpllm.statement.fields import NotAStatement
 from dpllm.statement.run_files import LedgerRecord
 from dpllm.statement.state import composed
 from dpllm.verification import check_dataset, check_inference

@@ -11,8 +11,8 @@ import pytest
 from dpllm.ledger import Ledger, RunRequest, budgets
 from dpllm.privacy.events import Imported, PureDP
 from dpllm.privacy.labels import flip_probability
+from dpllm.records import NotAStatement
 from dpllm.statement import lineage
-from dpllm.statement.fields import NotAStatement
 from dpllm.statement.labels import Labels
 from dpllm.verification import check_labels
 from dpllm.verification.values import Wrong

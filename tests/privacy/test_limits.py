@@ -13,7 +13,7 @@ from scipy.stats import norm
 from dpllm.errors import ConfigError, Refused
 from dpllm.privacy.accounting import compose, dp_sgd_event, epsilon
 from dpllm.privacy.events import Gaussian, Imported, RepeatAndSelect
-from dpllm.privacy.privacy_loss import (
+from dpllm.privacy.limits import (
     _area,
     _gaussian_mu,
     attacker_limits,

@@ -1,0 +1,266 @@
+"""What no membership test can exceed, and a guarantee in other words: rates, areas, Gaussian mu, epsilon without sampling.
+
+Comes in: an event and a neighbouring relation, or an epsilon and a delta. Goes out: upper bounds. Imports dp-accounting, numpy
+and scipy only when it computes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from decimal import ROUND_CEILING, Decimal
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from dpllm.errors import ConfigError, Refused
+from dpllm.privacy.events import Event
+from dpllm.privacy.parts import Parts, parts_of, require
+from dpllm.privacy.privacy_loss import MOST_EXPONENT, Relation, deltas_at, inverse, privacy_loss
+from dpllm.records import NotNegative, Record, Share
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+FPRS = (0.001, 0.01)
+SMALLEST_DELTA = 1e-10  # below it, round-off in a composed distribution is as large as delta
+INTERVAL = 1e-3  # of the privacy loss: wider than for a stated epsilon, and an upper bound all the same
+NUM_EPSILONS = 512
+POINTS = 25
+DECADES = 3  # from a false-positive rate of 0.1 % to 100 %
+RATES = tuple(float(f"{10 ** (DECADES * (place / (POINTS - 1) - 1)):.6g}") for place in range(POINTS))
+"""False-positive rates at which the curve is known; 0.1 %, 1 % and 10 % are among them."""
+
+
+class MechanismLimits(Record):
+    """What no membership test can exceed, from every (epsilon, delta) of the event at once."""
+
+    auc: Share | None
+    """Largest area under the ROC curve."""
+    gdp_mu: NotNegative | None
+    """Smallest mu of a Gaussian mechanism with at least the delta of this event wherever it is at least 1e-10; a summary."""
+    tpr_at_fpr_0_001: Share | None = Field(alias="tpr_at_fpr_0.001")
+    """Largest true-positive rate at a false-positive rate of 0.1%."""
+    tpr_at_fpr_0_01: Share | None = Field(alias="tpr_at_fpr_0.01")
+    """Largest true-positive rate at a false-positive rate of 1%."""
+
+
+def most_recognised(epsilon: float, delta: float, rate: float) -> float:
+    """The largest true-positive rate of any test of an (epsilon, delta)-DP release at a false-positive rate."""
+    shrink, grow = math.exp(-epsilon), math.exp(min(epsilon, 700.0))  # e^710 is too large a float
+    return min(1.0, grow * rate + delta, 1.0 - shrink * (1.0 - delta - rate))
+
+
+def attacker_limits(epsilon: float, delta: float) -> dict[str, float]:
+    """What no membership attack on an (epsilon, delta)-DP release can exceed: epsilon >= 0 or infinite, delta in [0, 1].
+
+    Returns:
+        `tpr_at_fpr_0.01`, `tpr_at_fpr_0.001`: the largest true positive rate, at most 1 and
+            min(e^eps FPR + delta, 1 - e^-eps (1 - delta - FPR)).
+        `auc`: the largest area under the ROC curve, 1 - (1 - delta)^2 / (1 + e^eps). What is above that curve is the
+            area under the trade-off of FNR against FPR: two triangles, each with a base of 1 - delta on an axis and
+            its tip at FPR = FNR = (1 - delta) / (1 + e^eps).
+
+    References:
+        Kairouz, Oh and Viswanath 2015, "The Composition Theorem for Differential Privacy".
+    """
+    shrink = math.exp(-epsilon)
+    limits = {f"tpr_at_fpr_{rate}": most_recognised(epsilon, delta, rate) for rate in reversed(FPRS)}
+    return {**limits, "auc": 1.0 - (1.0 - delta) ** 2 * shrink / (1.0 + shrink)}
+
+
+def attacker_limits_of(event: Event, relation: Relation) -> dict[str, float | None]:
+    """What no membership attack can exceed, from every (epsilon, delta) of an event at once: tighter than from one.
+
+    Returns:
+        `tpr_at_fpr_0.001`, `tpr_at_fpr_0.01`, `auc`: upper bounds, as ``attacker_limits``. Each pair (epsilon, delta(epsilon))
+            puts two lines above the ROC curve. The smallest of all lines at 512 values of epsilon is a concave polygon
+            that lies above the curve, and its area is computed exactly.
+        `gdp_mu`: the smallest mu for which the Gaussian mechanism N(mu, 1) against N(0, 1) has at least the delta of this
+            event at each of these epsilons with delta >= 1e-10; None where no mu has. It is a summary, and comparable
+            between mechanisms. It is not a proof of mu-GDP: that would take every epsilon, and Poisson sampling has
+            none in the far tail below its own 1/sigma. It is not the central limit approximation either, which lies below.
+
+    Raises:
+        ConfigError: PLD does not know the event; Refused: no accountant knows every part of it.
+
+    References:
+        Dong, Roth and Su 2022, "Gaussian Differential Privacy", corollary 1 (profile of mu-GDP). Gomez et al. 2025,
+        "(epsilon, delta) Considered Harmful: Best Practices for Reporting Differential Privacy Guarantees" (arXiv
+        2503.10945), on reporting mu. Kairouz, Oh and Viswanath 2015 (the lines).
+    """
+    if parts_of(event) == Parts():
+        return {**{f"tpr_at_fpr_{fpr}": fpr for fpr in FPRS}, "auc": 0.5, "gdp_mu": 0.0}
+    epsilons, deltas = profile(event, relation)
+    return {**roc_limits(epsilons, deltas), "gdp_mu": _gaussian_mu(epsilons, deltas)}
+
+
+def roc_limits(epsilons: Sequence[float], deltas: Sequence[float]) -> dict[str, float | None]:
+    """The true positive rates and the area under the polygon that pairs of (epsilon, delta) put above the ROC curve."""
+    lines = [(0.0, 1.0)]
+    for epsilon, delta in zip(epsilons, deltas, strict=True):
+        shrink = math.exp(-epsilon)
+        lines.append((shrink, 1.0 - shrink * (1.0 - delta)))
+        if epsilon < 700.0:
+            lines.append((1.0 / shrink, delta))
+    tprs = {f"tpr_at_fpr_{fpr}": min(slope * fpr + start for slope, start in lines) for fpr in FPRS}
+    return {**tprs, "auc": _area(lines)}
+
+
+def _area(lines: list[tuple[float, float]]) -> float:
+    """The area under the lower envelope of rising lines on [0, 1], piece by piece."""
+    envelope: list[tuple[float, float, float]] = []  # where a line starts to be the lowest, slope, height at 0
+    for slope, start in sorted(set(lines), key=lambda line: (-line[0], line[1])):
+        while envelope:
+            since, other_slope, other_start = envelope[-1]
+            if slope == other_slope:
+                break  # parallel and not lower
+            since_here = (start - other_start) / (other_slope - slope)
+            if since_here > since:
+                envelope.append((since_here, slope, start))
+                break
+            envelope.pop()  # the flatter line is lower wherever this one would have been the lowest
+        else:
+            envelope.append((0.0, slope, start))
+    ends = [min(since, 1.0) for since, _, _ in envelope[1:]] + [1.0]
+    area = 0.0
+    for (since, slope, start), end in zip(envelope, ends, strict=True):
+        if end > since:
+            area += (end - since) * (start + slope * (since + end) / 2)
+    return area
+
+
+@lru_cache(maxsize=8)
+def profile(event: Event, relation: Relation) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """512 epsilons up to where delta is 1e-10, or the least it gets to, and an upper bound on delta at each.
+
+    Raises as ``attacker_limits_of`` does.
+    """
+    require(event, "pld")
+    try:
+        loss = privacy_loss(parts_of(event), relation, INTERVAL)
+        far = _far(lambda delta: inverse(loss, delta))
+        if far > MOST_EXPONENT:  # a 50,000th of it is fine enough, and quick
+            loss = privacy_loss(parts_of(event), relation, far * INTERVAL / 50)
+        epsilons = [far * i / (NUM_EPSILONS - 1) for i in range(NUM_EPSILONS)]
+        return tuple(epsilons), tuple(deltas_at(loss, epsilons))
+    except OverflowError:
+        return (0.0,), (1.0,)
+
+
+def _far(epsilon_at: Callable[[float], float]) -> float:
+    """The epsilon at the smallest delta that matters, or at the smallest that has one."""
+    found = epsilon_at(SMALLEST_DELTA)
+    low, high = math.log(SMALLEST_DELTA), math.log1p(-1e-9)
+    for _ in range(0 if math.isfinite(found) else 40):
+        middle = (low + high) / 2
+        here = epsilon_at(math.exp(middle))
+        if math.isfinite(here):
+            high, found = middle, here
+        else:
+            low = middle
+    return max(found, 1e-3) if math.isfinite(found) else 1e-3
+
+
+def _gaussian_mu(epsilons: Sequence[float], deltas: Sequence[float]) -> float | None:
+    import numpy as np
+
+    eps, delta = np.asarray(epsilons), np.asarray(deltas)
+    kept = delta >= SMALLEST_DELTA * (1 - 1e-6)  # the last one is as large but for rounding, which may not decide
+    eps, delta = eps[kept], delta[kept]
+    if not len(delta):
+        return 0.0
+    if delta[-1] > 1.001 * SMALLEST_DELTA and len(delta) == len(epsilons):
+        return None  # delta never falls so low: no Gaussian mechanism has such a floor
+    low, high = np.zeros_like(eps), np.full_like(eps, 1e3)
+    if (_gaussian_delta(eps, high) < delta).any():
+        return None
+    for _ in range(60):
+        middle = (low + high) / 2
+        short = _gaussian_delta(eps, middle) < delta
+        low, high = np.where(short, middle, low), np.where(short, high, middle)
+    return float(high.max())
+
+
+def _gaussian_delta(eps: NDArray[np.float64], mu: NDArray[np.float64]) -> NDArray[np.float64]:
+    import numpy as np
+    from scipy.special import log_ndtr, ndtr
+
+    return ndtr(mu / 2 - eps / mu) - np.exp(eps + log_ndtr(-mu / 2 - eps / mu))  # type: ignore[no-any-return]
+
+
+def trade_off(event: Event, relation: Relation) -> tuple[tuple[float, float], ...] | None:
+    """The largest true-positive rate that any membership test can have, at each of ``RATES``.
+
+    Args:
+        event: What was released, see ``dpllm.privacy.events``.
+        relation: The neighbouring relation.
+
+    Returns:
+        Pairs of a false-positive and a true-positive rate; None where no accountant knows the event. The second is rounded up
+        to four digits, so that versions of the accountant that differ in the last bits give the same.
+
+    Guarantee:
+        Upper bounds, from the (epsilon, delta) of the event at 512 epsilons at once; see ``attacker_limits_of``.
+
+    References:
+        Kairouz, Oh and Viswanath 2015, "The Composition Theorem for Differential Privacy" (the lines).
+    """
+    try:
+        pairs = list(zip(*profile(event, relation), strict=True))
+    except (ConfigError, Refused):
+        return None
+    tops = ((rate, min(most_recognised(epsilon, delta, rate) for epsilon, delta in pairs)) for rate in RATES)
+    return tuple((rate, min(1.0, max(0.0, rounded_up(top)))) for rate, top in tops)
+
+
+def without_amplification(noise_multiplier: float, epochs: int, group_size: int, delta: float) -> float | None:
+    """Epsilon of the same run if its batches had come from shuffling: one Gaussian release an epoch, no credit for sampling.
+
+    Args:
+        noise_multiplier: Sigma.
+        epochs: Passes over the data, rounded up.
+        group_size: How many of what is sampled may belong to one unit.
+        delta: In (0, 1).
+
+    Returns:
+        Rounded up to four digits; None where it is 10,000 or more.
+
+    Guarantee:
+        An upper bound for the zero-out relation, if the place of a unit in the order stays when its data are replaced by
+        nothing. A unit of up to k rows that are drawn one by one is taken as one release of sensitivity k C.
+
+    References:
+        Dong, Roth and Su 2022, "Gaussian Differential Privacy", corollary 3.3 (Gaussian releases add up to one).
+    """
+    try:
+        value = gaussian_epsilon(group_size * math.sqrt(epochs) / noise_multiplier, delta)
+    except (ArithmeticError, ValueError):  # hardly any noise
+        return None
+    return rounded_up(value * (1 + 1e-9))  # more than the error of its root
+
+
+def gaussian_epsilon(mu: float, delta: float) -> float:
+    """Epsilon of N(mu, 1) against N(0, 1) at delta in (0, 1).
+
+    References:
+        Balle and Wang 2018, "Improving the Gaussian Mechanism for Differential Privacy", theorem 8.
+    """
+    import numpy as np
+    from scipy import optimize
+    from scipy.special import log_ndtr, ndtr
+
+    def excess(epsilon: float) -> float:
+        return float(ndtr(mu / 2 - epsilon / mu) - np.exp(epsilon + log_ndtr(-mu / 2 - epsilon / mu)) - delta)
+
+    return float(optimize.brentq(excess, 0.0, 1e4, xtol=1e-12)) if mu > 0 and excess(0.0) > 0 else 0.0
+
+
+def rounded_up(value: float, digits: int = 4) -> float:
+    """To some significant digits, so that a bound is still one."""
+    number = Decimal(repr(value))
+    if not number.is_finite() or number == 0:
+        return value
+    return float(number.quantize(Decimal(1).scaleb(number.adjusted() - digits + 1), rounding=ROUND_CEILING))

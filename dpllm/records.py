@@ -1,0 +1,111 @@
+"""Records: frozen values that stand in files as JSON, closed to fields that nobody reads.
+
+Comes in: JSON. Goes out: typed values, or what in it is wrong. Must not know what any of them means.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator
+
+from dpllm.errors import ConfigError
+
+Json = dict[str, Any]
+
+_MOST_PROBLEMS, _LONGEST = 20, 100
+
+
+def _as_given(value: Any, check: Any) -> Any:
+    """A number as it stands in the file: 1 is not written back as 1.0."""
+    check(value)
+    return value
+
+
+_GIVEN = WrapValidator(_as_given)
+Number = Annotated[float, _GIVEN]
+NotNegative = Annotated[float, Field(ge=0), _GIVEN]
+Positive = Annotated[float, Field(gt=0), _GIVEN]
+Share = Annotated[float, Field(ge=0, le=1), _GIVEN]
+Between0And1 = Annotated[float, Field(gt=0, lt=1), _GIVEN]
+Count = Annotated[int, Field(ge=0)]
+AtLeast1 = Annotated[int, Field(ge=1)]
+Text = Annotated[str, Field(min_length=1)]
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+_Value = TypeVar("_Value")
+ByCopies = dict[Annotated[str, Field(pattern=r"^[0-9]+$")], _Value]
+"""By how often each canary was planted."""
+
+
+class NotAStatement(ConfigError):
+    """A value that is no privacy statement, or no part of one.
+
+    Attributes:
+        problems: What in it the schema does not allow, one line each.
+    """
+
+    def __init__(self, problems: list[str]) -> None:
+        """Names the first few."""
+        self.problems = problems
+        super().__init__(
+            f"the privacy statement does not keep to its schema ({'; '.join(problems[:3])}), so no reader could rely on its "
+            "fields. It is damaged, or of another version of dpllm: type dpllm card RUN to write it anew, or read it with that."
+        )
+
+    @classmethod
+    def of(cls, error: ValidationError, *, tag: bool = False) -> Self:
+        """Where values are wrong, and why; none is quoted.
+
+        Args:
+            error: What pydantic says.
+            tag: Whether its places begin with the kind of statement.
+        """
+        lines = []
+        for one in error.errors(include_url=False)[:_MOST_PROBLEMS]:
+            place = ".".join(map(str, one["loc"][tag:])) or "the block"
+            place = "guarantee" if one["type"].startswith("union_tag") else place
+            lines.append(f"{place[:_LONGEST]}: {one['msg'].removeprefix('Value error, ')[:_LONGEST]}")
+        return cls(lines)
+
+
+class Record(BaseModel):
+    """A part of the statement: immutable, closed to other fields, and no value of another type is taken for one."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True, defer_build=True
+    )
+
+    @classmethod
+    def pick(cls, source: Json, **given: Any) -> Self:
+        """The fields of this part out of a larger JSON object.
+
+        Args:
+            source: Holds them, and others that are left out.
+            given: Fields that stand elsewhere or are worded otherwise: JSON values, or parts.
+
+        Raises:
+            NotAStatement: One of them is missing, or holds what no statement may say.
+        """
+        names = {field.alias or name for name, field in cls.model_fields.items()}
+        mine = {name: value for name, value in {**source, **given}.items() if name in names}
+        try:
+            # Half a character, of a name that is no UTF-8, is written as a question mark.
+            return cls.model_validate_json(
+                json.dumps(mine, default=lambda part: part.to_json(), ensure_ascii=False).encode(errors="replace")
+            )
+        except ValidationError as error:
+            raise NotAStatement.of(error) from None
+
+    @classmethod
+    def checked(cls, value: object) -> Self:
+        """All of a JSON value as this part, or NotAStatement."""
+        try:
+            return cls.model_validate_json(json.dumps(value, allow_nan=False))
+        except ValidationError as error:
+            raise NotAStatement.of(error) from None
+
+    def to_json(self) -> Json:
+        """What was given, in the order of the fields; what was left out stays out."""
+        copy: Json = json.loads(json.dumps(self.model_dump(exclude_unset=True, by_alias=True, warnings=False)))
+        return copy
