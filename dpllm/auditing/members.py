@@ -22,8 +22,8 @@ from dpllm.auditing.summary import CONFIDENCE, separation
 from dpllm.auditing.table import TokenTable
 from dpllm.errors import ConfigError
 from dpllm.files import write_json
-from dpllm.recipe.config import DataConfig, RunConfig
-from dpllm.run.directory import RunDir
+from dpllm.recipe.config import DataConfig
+from dpllm.run.directory import Run
 from dpllm.text import data
 from dpllm.text.data import Unit, unit_name
 from dpllm.text.layouts import FIELDS, Format
@@ -52,7 +52,7 @@ SIDES = ("members", "non-members")
 MEMBERSHIP, SHIFT = "membership inference", "distribution shift"
 
 
-def audit_run_members(run: RunDir, models: ScoringModels) -> dict[str, Any]:
+def audit_run_members(run: Run, models: ScoringModels) -> dict[str, Any]:
     """Rows of data.train of a finished run, as they trained, against rows of data.eval: the report of ``audit_members``.
 
     It goes to private/audit_members.json.
@@ -60,29 +60,29 @@ def audit_run_members(run: RunDir, models: ScoringModels) -> dict[str, Any]:
     Raises:
         ConfigError: The recipe names no evaluation data; see also ``audit_members``.
     """
-    config = run.load_config()
-    members, non_members, fmt = rows_of_run(config, run)
-    report = audit_members(models, members, non_members, fmt, config.data)
-    write_json(run.private / "audit_members.json", report)
+    members, non_members, fmt = rows_of_run(run)
+    report = audit_members(models, members, non_members, fmt, run.config.data)
+    write_json(run.directory.private / "audit_members.json", report)
     return report
 
 
-def rows_of_run(config: RunConfig, run: RunDir) -> tuple[Sequence[Rows], Sequence[Rows], Format]:
+def rows_of_run(run: Run) -> tuple[Sequence[Rows], Sequence[Rows], Format]:
     """Members and non-members of a run by privacy unit, and how they read."""
-    if config.data.eval is None:
+    settings = run.config.data
+    if settings.eval is None:
         raise ConfigError(
-            f"{run.config}: data.eval is not set, so there are no non-members to compare with. Name held-out rows in data.eval "
-            "and train again."
+            f"{run.directory.config}: data.eval is not set, so there are no non-members to compare with. Name held-out rows in "
+            "data.eval and train again."
         )
-    cache = run.private / "cache"
-    trained = data.load_table(config.data.train, config.data, config.data.train_split, cache)
-    rest = data.load_table(config.data.eval, config.data, config.data.eval_split, cache)
+    cache = run.directory.private / "cache"
+    trained = data.load_table(settings.train, settings, settings.train_split, cache)
+    rest = data.load_table(settings.eval, settings, settings.eval_split, cache)
     if rest.format != trained.format:
         raise ConfigError(
             f"{rest.name}: is read as {rest.format} and the training data as {trained.format}, so any difference could come "
             "from the format. Set data.format, or evaluation data of the same columns."
         )
-    return data.group_rows(trained, config.data), data.group_rows(rest, config.data), trained.format
+    return data.group_rows(trained, settings), data.group_rows(rest, settings), trained.format
 
 
 def audit_members(

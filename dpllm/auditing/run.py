@@ -50,7 +50,7 @@ PARTS = {
     "extraction": ("extraction", "sampling"),
 }
 """Attacks by the parts of the report that they are; all others are scores, under ``attacks`` and ``repeated``."""
-Shadows = Callable[[RunDir, RunConfig, CanaryPlan, Sequence[CanaryScores], float], dict[str, Any]]
+Shadows = Callable[[Run, Sequence[CanaryScores], float], dict[str, Any]]
 ATTACKS = (PRIMARY_ATTACK, *attacks.ATTACKS, *attacks.TOKEN_ATTACKS, *PARTS)
 
 
@@ -81,7 +81,7 @@ def audit(run: RunDir, *, twin: RunDir | None = None, shadows: Shadows | None = 
     given = {}
     if shadows:
         scored = attacks.of_whole_rows(examined.table, examined.tokens)
-        given["shadows"] = shadows(run, config, plan, scored, claim.delta if claim else DELTA_WITHOUT_CLAIM)
+        given["shadows"] = shadows(opened, scored, claim.delta if claim else DELTA_WITHOUT_CLAIM)
     count = _count(run)
     published = config.privacy.enabled and public
     report = shown = _write(run, _record(examined, seen, audits_run=count, published=published, **given), examined)
@@ -237,7 +237,8 @@ def _subject(run: RunDir) -> tuple[Run, CanaryPlan, Claim | None]:
     config = opened.config
     if not config.audit.plants:
         raise ConfigError(f"{run.root}: no canaries were planted, so there is nothing to measure. {_twin_of(run)}")
-    plan = canaries.load(run.canaries)
+    if (plan := opened.canaries) is None:
+        raise ConfigError(f"{run.canaries}: is missing, so nobody knows which canaries were planted. Restore the file.")
     sides = {(canary.group, canary.inserted) for canary in plan.canaries}
     if plan.label_epsilon and len(sides) < 2 * len({group for group, _ in sides}):
         raise ConfigError(

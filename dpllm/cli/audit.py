@@ -108,7 +108,8 @@ def _run(known: argparse.Namespace, path: Path) -> int:
     if known.members:
         from dpllm.auditing.members import audit_run_members
 
-        found = audit_run_members(run, audits.load_models(open_run(run)))
+        opened = open_run(run)
+        found = audit_run_members(opened, audits.load_models(opened))
         return _show(known, found, terminal.members_table(found), f"Private: {run.private / 'audit_members.json'}")
     if known.attack:
         part = audits.attack(run, known.attack)
@@ -118,7 +119,7 @@ def _run(known: argparse.Namespace, path: Path) -> int:
     if known.shadows:
         from dpllm.lab.shadows import audit_shadows, may_train
 
-        may_train(run, run.load_config())
+        may_train(open_run(run))
         shadows = partial(audit_shadows, num_shadows=known.shadows, console=plain_console(stderr=True))
     report = audits.audit(run, twin=twin, shadows=shadows)
     told = f"Written to {run.audit_dir(report.published)}"

@@ -32,12 +32,12 @@ from dpllm.canaries import canaries
 from dpllm.canaries.canaries import CanaryPlan
 from dpllm.errors import ConfigError, DpllmError, Refused
 from dpllm.model import loading
+from dpllm.privacy.plan import Plan
 from dpllm.recipe import names
 from dpllm.recipe.config import RunConfig
-from dpllm.run.directory import RunDir, open_run
+from dpllm.run.directory import Run, RunDir, open_run
 from dpllm.run.loop import train
 from dpllm.run.promise import read_subject
-from dpllm.statement.run_files import read_plan, read_run
 
 MECHANISM = (
     "num_steps",
@@ -67,28 +67,21 @@ class ShadowScores:
 
 
 def audit_shadows(
-    run: RunDir,
-    config: RunConfig,
-    plan: CanaryPlan,
-    table: Sequence[CanaryScores],
-    delta: float,
-    *,
-    num_shadows: int,
-    console: Console,
+    run: Run, table: Sequence[CanaryScores], delta: float, *, num_shadows: int, console: Console
 ) -> dict[str, Any]:
     """Trains what is missing of K shadows of a completed run, scores them, and says what they show about the run.
 
-    Config, plan and table are the run's recipe, canaries and scores; delta is the claim's; console takes a line a shadow.
+    The table holds the run's scores; delta is the claim's; console takes a line a shadow.
 
     Raises:
         ConfigError, Refused: See ``may_train``; or a shadow's Plan is not the run's.
         DpllmError: A shadow was interrupted.
     """
-    scores = score_shadows(train_shadows(run, config, plan, num_shadows, console))
-    return summarise_shadows(by_group(table), scores, delta=delta, alpha=config.audit.alpha)
+    scores = score_shadows(train_shadows(run, num_shadows, console))
+    return summarise_shadows(by_group(table), scores, delta=delta, alpha=run.config.audit.alpha)
 
 
-def may_train(run: RunDir, config: RunConfig) -> None:
+def may_train(run: Run) -> None:
     """Makes sure that shadows of a run may be trained at all.
 
     Every shadow is one more run on data.train that nobody planned for, and together they show more of it than the promise of
@@ -98,13 +91,15 @@ def may_train(run: RunDir, config: RunConfig) -> None:
         ConfigError: The run is not complete, lost steps, or the data are other ones by now.
         Refused: The data are not declared public, or have a budget.
     """
-    record = read_run(run)
+    config, record, folder = run.config, run.record, run.directory
     if record.status != "completed" or record.resumes:
         raise ConfigError(
-            f"{run.root}: the run did not complete, or lost steps in a crash, so shadow runs of its recipe would not be "
+            f"{folder.root}: the run did not complete, or lost steps in a crash, so shadow runs of its recipe would not be "
             "comparable. Audit it without --shadows, or train it again."
         )
-    policy = read_subject(config.changed({"data.eval": None, "data.eval_public": False}), run.private / "cache").policy
+    policy = read_subject(
+        config.changed({"data.eval": None, "data.eval_public": False}), folder.private / "cache"
+    ).policy
     assert policy is not None
     book = ledger.open_ledger(config.privacy.ledger, create=False)
     with contextlib.ExitStack() as held:
@@ -123,61 +118,62 @@ def may_train(run: RunDir, config: RunConfig) -> None:
         registered = book.records.of_account(record.ledger.dataset) if book and record.ledger else None
         if registered and policy.records and policy.records.digest not in registered:
             raise ConfigError(
-                f"{run.root}: data.train no longer holds the records that the run was trained on, so its shadows would be runs "
-                "of another mechanism. Restore the file, or train again."
+                f"{folder.root}: data.train no longer holds the records that the run was trained on, so its shadows would be "
+                "runs of another mechanism. Restore the file, or train again."
             )
 
 
-def train_shadows(
-    run: RunDir, config: RunConfig, plan: CanaryPlan, num_shadows: int, console: Console
-) -> tuple[RunDir, ...]:
+def train_shadows(run: Run, num_shadows: int, console: Console) -> tuple[Run, ...]:
     """Trains what is missing of the first K shadows of a run; what is finished stays, what is not is started over.
 
     Guarantee:
         The coins of each shadow are drawn by ``canaries.redraw_coins`` before it is trained. Nothing is booked in the ledger
         of the run: the shadows have one of their own.
     """
-    may_train(run, config)
-    folder = RunDir(run.private / "shadows")
+    may_train(run)
+    assert run.canaries is not None
+    folder = RunDir(run.directory.private / "shadows")
     folder.root.mkdir(mode=0o700, exist_ok=True)
     runs = tuple(RunDir(folder.root / f"{index:02d}") for index in range(num_shadows))
     with folder.locked():
         for number, shadow in enumerate(runs, start=1):
-            recipe = _recipe(run, config, shadow)
-            if _finished(shadow, recipe, plan):
+            recipe = _recipe(run, shadow)
+            if _finished(shadow, recipe, run.canaries):
                 console.print(f"Shadow {number} of {num_shadows}: trained earlier")
                 continue
             shutil.rmtree(shadow.root, ignore_errors=True)
             shadow.root.mkdir(mode=0o700)
             shadow.private.mkdir(mode=0o700)
-            canaries.save(canaries.redraw_coins(plan), shadow.canaries)
+            canaries.save(canaries.redraw_coins(run.canaries), shadow.canaries)
             if train(recipe, console=Console(quiet=True)).status != "completed":
                 raise DpllmError(
                     f"shadow {number} of {num_shadows} was interrupted. Type the same command again: earlier shadows are kept, "
                     "and this one starts over."
                 )
             console.print(f"Shadow {number} of {num_shadows}: trained")
-    for shadow in runs if config.privacy.enabled else ():
-        _same_mechanism(run, shadow)
-    return runs
+    opened = tuple(open_run(shadow) for shadow in runs)
+    for trained in opened:
+        _same_mechanism(run.plan, trained.plan, trained.directory)
+    return opened
 
 
-def score_shadows(runs: Sequence[RunDir]) -> ShadowScores:
+def score_shadows(runs: Sequence[Run]) -> ShadowScores:
     """Scores the canaries under each of K completed shadows of one run, one model at a time."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    log_probs, coins = [], []
+    log_probs, coins, ids = [], [], tuple[str, ...]()
     for shadow in runs:
-        config, plan = shadow.load_config(), canaries.load(shadow.canaries)
+        config, plan = shadow.config, shadow.canaries
+        assert plan is not None
         assert config.data.format != "auto"  # training writes the format that it found
-        models = loading.load_for_scoring(config, shadow.export, device)
+        models = loading.load_for_scoring(config, shadow.export_dir, device)
         table = attacks.of_whole_rows(*score_canaries(models, plan, config.data.format, config.data))
         log_probs.append(attacks.loss(table[: len(plan.canaries)]))  # candidates stand before references
         coins.append([canary.inserted for canary in plan.canaries])
-    ids = tuple(row.canary_id for row in table[: len(plan.canaries)])
+        ids = tuple(row.canary_id for row in table[: len(plan.canaries)])
     return ShadowScores(ids, np.array(coins, dtype=np.bool_), np.array(log_probs))
 
 
-def _recipe(run: RunDir, config: RunConfig, shadow: RunDir) -> RunConfig:
+def _recipe(run: Run, shadow: RunDir) -> RunConfig:
     """The run's recipe, with the noise that its Plan found, without what is measured or saved on the way."""
     changes: dict[str, Any] = {
         "data.eval": None,
@@ -194,12 +190,11 @@ def _recipe(run: RunDir, config: RunConfig, shadow: RunDir) -> RunConfig:
         "telemetry.trackers": [],
         "output_dir": str(shadow.root),
     }
-    if config.privacy.enabled:
-        plan = read_plan(run)
+    if plan := run.plan:
         changes |= {"privacy.noise_multiplier": plan.noise_multiplier, "privacy.delta": plan.delta}
-        if config.privacy.noise == "banded":
-            changes["privacy.bands"] = max(1, len(plan.coefficients))  # which auto found, and need not find here
-    return config.changed(changes)
+        if run.config.privacy.noise == "banded":
+            changes["privacy.bands"] = plan.bands  # which auto found, and need not find here
+    return run.config.changed(changes)
 
 
 def _finished(shadow: RunDir, recipe: RunConfig, plan: CanaryPlan) -> bool:
@@ -207,23 +202,24 @@ def _finished(shadow: RunDir, recipe: RunConfig, plan: CanaryPlan) -> bool:
     with contextlib.suppress(DpllmError):
         opened = open_run(shadow)
         planned, trained = (
-            [(one.canary_id, one.group, one.text) for one in (*which.canaries, *which.references)]
-            for which in (plan, canaries.load(shadow.canaries))
+            [(one.canary_id, one.group, one.text) for one in (*which.canaries, *which.references)] if which else None
+            for which in (plan, opened.canaries)
         )
         same = names.of_training(opened.config) == names.of_training(recipe) and trained == planned
         return same and opened.status == "completed" and any(shadow.export.glob("*.safetensors"))
     return False
 
 
-def _same_mechanism(run: RunDir, shadow: RunDir) -> None:
-    ours, theirs = read_plan(run), read_plan(shadow)
+def _same_mechanism(ours: Plan | None, theirs: Plan | None, shadow: RunDir) -> None:
+    if ours is None or theirs is None:  # whose recipes are the same, so that neither has one
+        return
     changed = [key for key in MECHANISM if getattr(ours, key) != getattr(theirs, key)]
     same_bands = len(ours.coefficients) == len(theirs.coefficients)
     if not same_bands or not np.allclose(ours.coefficients, theirs.coefficients, rtol=0, atol=SAME):
         changed.append("coefficients")
     if changed:
         raise ConfigError(
-            f"{shadow.root}: its Plan has another {changed[0]} than that of {run.root}, so they are runs of different "
+            f"{shadow.root}: its Plan has another {changed[0]} than that of the run, so they are runs of different "
             f"mechanisms and cannot be compared. Train the run again, or remove {shadow.root.parent}."
         )
 

@@ -114,10 +114,11 @@ def digest(config: RunConfig) -> str:
     recipe = publishable(config).model_dump(mode="json", exclude_defaults=True)
     recipe.setdefault("adapter", {})["method"] = config.adapter.method
     recipe.pop("output_dir", None)
-    # They say nothing of the result.
-    silent = {"train": ("process_timeout", "sample_prompts", "sample_every")}
-    silent |= {"telemetry": ("project", "run_name", "group", "entity")}
-    for section, keys in silent.items():
+    silent = {
+        "train": {"process_timeout", "sample_prompts", "sample_every"},
+        "telemetry": {"project", "run_name", "group", "entity"},
+    }
+    for section, keys in silent.items():  # they say nothing of the result
         recipe[section] = {name: value for name, value in recipe.get(section, {}).items() if name not in keys}
     for section, name in (("model", "name_or_path"), ("data", "train"), ("data", "eval"), ("data", "label_record")):
         if value := recipe[section].get(name):

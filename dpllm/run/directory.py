@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from dpllm.canaries import canaries
+from dpllm.canaries.canaries import CanaryPlan
 from dpllm.errors import ConfigError, DpllmError, Refused
 from dpllm.files import RunPaths, alone, digest, of_model, resolved, sha256, write_whole
 from dpllm.ledger import open_ledger
@@ -88,6 +90,12 @@ class Run:
     def plan(self) -> Plan | None:
         """The promise; None without differential privacy."""
         return read_plan(self.directory) if self.config.privacy.enabled else None
+
+    @cached_property
+    def canaries(self) -> CanaryPlan | None:
+        """What was planted and what was not, with every coin; None where nothing was planned, or private/ is not here."""
+        path = self.directory.canaries
+        return canaries.load(path) if path.exists() else None
 
     @property
     def audit(self) -> AuditRecord | None:

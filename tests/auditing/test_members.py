@@ -26,7 +26,7 @@ from dpllm.auditing.members import (
 )
 from dpllm.errors import ConfigError, DataError
 from dpllm.recipe.config import DataConfig
-from dpllm.run.directory import RunDir
+from dpllm.run.directory import Run, RunDir
 from dpllm.text import data
 
 SIGNIFICANCE = 1e-8
@@ -289,10 +289,15 @@ def write_run(tmp_path, **changes):
     return run
 
 
+def opened(run):
+    """Without a record, which nothing here asks for."""
+    return Run(run, None, run.load_config())
+
+
 def test_members_of_a_run_are_its_training_rows_and_the_report_stays_private(models, monkeypatch, tmp_path):
     scoring(monkeypatch)
     run = write_run(tmp_path)
-    report = audit_run_members(run, models)
+    report = audit_run_members(opened(run), models)
     assert (report["members"], report["non_members"]) == (120, 120)
     path = run.private / "audit_members.json"
     assert json.loads(path.read_text())["note"] == report["note"]
@@ -303,7 +308,7 @@ def test_members_of_a_run_are_its_training_rows_and_the_report_stays_private(mod
 
 def test_units_of_a_run_bring_the_rows_that_trained(tmp_path):
     run = write_run(tmp_path, unit="who", max_examples_per_unit=1, sampling="example")
-    inside, outside, fmt = rows_of_run(run.load_config(), run)
+    inside, outside, fmt = rows_of_run(opened(run))
     assert (len(inside), len(outside), fmt) == (60, 60, "text")
     assert {len(group) for group in (*inside, *outside)} == {1}
     config = run.load_config()
@@ -314,7 +319,7 @@ def test_units_of_a_run_bring_the_rows_that_trained(tmp_path):
 def test_a_run_without_held_out_rows_is_refused(tmp_path):
     run = write_run(tmp_path, eval=None)
     with pytest.raises(ConfigError, match=r"data\.eval") as caught:
-        rows_of_run(run.load_config(), run)
+        rows_of_run(opened(run))
     assert caught.value.exit_code == 2
 
 
@@ -322,8 +327,8 @@ def test_held_out_rows_of_another_form_or_without_a_unit_are_refused(tmp_path):
     run = write_run(tmp_path)
     tiny.write_rows(tmp_path / "eval.jsonl", [{"prompt": "a", "completion": "b"}] * 60)
     with pytest.raises(ConfigError, match="is read as prompt_completion and the training data as text"):
-        rows_of_run(run.load_config(), run)
+        rows_of_run(opened(run))
     run = write_run(tmp_path, unit="who", max_examples_per_unit=1)
     tiny.write_rows(tmp_path / "eval.jsonl", [{"text": "a"}] * 60)
     with pytest.raises(DataError, match="who"):
-        rows_of_run(run.load_config(), run)
+        rows_of_run(opened(run))

@@ -6,8 +6,10 @@ import io
 import json
 import shutil
 import stat
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +27,9 @@ from dpllm.errors import ConfigError, DpllmError, Refused
 from dpllm.files import read_json
 from dpllm.lab import shadows
 from dpllm.model.loading import load_for_scoring
-from dpllm.run.directory import RunDir
+from dpllm.privacy.plan import Plan
+from dpllm.run.directory import RunDir, open_run
+from dpllm.statement.run_files import read_plan
 
 CANARIES = {"groups": {1: 12, 4: 4}, "references": 100, "digits": 12}
 QUICK = {"train.steps": 2, "data.public": True, "audit.canaries": CANARIES}
@@ -41,10 +45,8 @@ def table_of(run: RunDir) -> tuple[CanaryScores, ...]:
 
 
 def audit(place: Place, num_shadows: int, console: Console = QUIET) -> dict[str, object]:
-    run = RunDir(place.run)
-    plan = canaries.load(run.canaries)
-    config = run.load_config()
-    return shadows.audit_shadows(run, config, plan, table_of(run), 1e-3, num_shadows=num_shadows, console=console)
+    run = open_run(RunDir(place.run))
+    return shadows.audit_shadows(run, table_of(run.directory), 1e-3, num_shadows=num_shadows, console=console)
 
 
 def book_of(place: Place) -> bytes:
@@ -106,7 +108,7 @@ def test_everything_about_shadows_stays_private(shadowed: tuple[Place, dict[str,
 
 def test_scores_are_those_of_each_shadow_and_its_own_coins(shadowed: tuple[Place, dict[str, object]]) -> None:
     place, _ = shadowed
-    found = shadows.score_shadows(folders(place))
+    found = shadows.score_shadows([open_run(shadow) for shadow in folders(place)])
     assert found.log_prob_KM.shape == found.coins_KM.shape == (2, 16)
     for position, shadow in enumerate(folders(place)):
         rows = {row.canary_id: row for row in table_of(shadow)}
@@ -165,7 +167,7 @@ def test_a_shadow_of_something_else_is_not_taken_for_one(
     run = RunDir(place.run)
     config, plan = run.load_config(), canaries.load(run.canaries)
     original = folders(place)[0]
-    recipe = shadows._recipe(run, config, original)
+    recipe = shadows._recipe(open_run(run), original)
     assert shadows._finished(original, recipe, plan)
     copy = RunDir(tmp_path / "copy")
     shutil.copytree(original.root, copy.root)
@@ -197,38 +199,35 @@ def test_a_run_that_no_shadow_can_be_like_is_refused_and_public_data_with_a_budg
     place.write(QUICK)
     done("train", place.recipe)
     run = RunDir(place.run)
-    config = run.load_config()
     record = run.run.read_text("utf-8")
     for changed in ({"status": "interrupted"}, {"resumes": ["1 charged steps were lost"]}):
         run.run.write_text(json.dumps({**json.loads(record), **changed}), encoding="utf-8")
         with pytest.raises(ConfigError, match="without --shadows"):
-            shadows.may_train(run, config)
+            shadows.may_train(open_run(run))
     run.run.write_text(record, encoding="utf-8")
     rows = place.train.read_text("utf-8")
     place.train.write_text(rows.replace("red boat", "raft"), encoding="utf-8")
     shutil.rmtree(run.private / "cache", ignore_errors=True)
     with pytest.raises(ConfigError, match="another mechanism"):
-        shadows.may_train(run, config)
+        shadows.may_train(open_run(run))
     place.train.write_text(rows, encoding="utf-8")
     shutil.rmtree(run.private / "cache", ignore_errors=True)
-    shadows.may_train(run, config)
+    shadows.may_train(open_run(run))
     own = ("--ledger", place.ledger, "--by", "Ada", "--reason", "a test")
     budget = ("--epsilon", 20, "--delta", 1e-3, "--data", place.train)
     for change in (("init", "notes", *budget), ("except", "notes")):
         done("ledger", *change, *own)
         with pytest.raises(Refused, match="has a privacy budget"):
-            shadows.may_train(run, config)
+            shadows.may_train(open_run(run))
 
 
 def test_runs_of_another_mechanism_are_not_compared(shadowed: tuple[Place, dict[str, object]], tmp_path: Path) -> None:
     place, _ = shadowed
-    run, shadow = RunDir(place.run), folders(place)[0]
-    shadows._same_mechanism(run, shadow)
-    other = RunDir(tmp_path)
-    promise = read_json(shadow.plan)
-    other.plan.write_text(json.dumps({**promise, "max_grad_norm": 2 * promise["max_grad_norm"]}), encoding="utf-8")
+    plan, shadow = read_plan(RunDir(place.run)), folders(place)[0]
+    shadows._same_mechanism(plan, read_plan(shadow), shadow)
+    other = plan.model_copy(update={"max_grad_norm": 2 * plan.max_grad_norm})
     with pytest.raises(ConfigError, match="another max_grad_norm"):
-        shadows._same_mechanism(run, other)
+        shadows._same_mechanism(plan, other, RunDir(tmp_path))
 
 
 def test_shadows_of_banded_noise_may_be_trained_on_another_machine(
@@ -236,31 +235,31 @@ def test_shadows_of_banded_noise_may_be_trained_on_another_machine(
 ) -> None:
     """Whose processor finds the same coefficients but for their last bits, and whose auto need not find as many."""
     place, _ = shadowed
-    promise = read_json(place.run / "plan.json")
+    opened = open_run(RunDir(place.run))
+    assert opened.plan is not None
+    before: dict[str, Any] = {"plan": opened.plan.to_json(), "steps": {}}
 
-    def planned(name: str, *coefficients: float) -> RunDir:
-        (tmp_path / name).mkdir(exist_ok=True)
-        changed = replanned({"plan": promise, "steps": {}}, coefficients=list(coefficients))["plan"]
-        (tmp_path / name / "plan.json").write_text(json.dumps(changed))
-        return RunDir(tmp_path / name)
+    def planned(*coefficients: float) -> Plan:
+        return Plan.checked(replanned(before, coefficients=list(coefficients))["plan"])
 
-    run = planned("run", 0.8, 0.5, 0.2)
-    shadows._same_mechanism(run, planned("shadow", 0.8 + 1.2e-7, 0.5 - 1e-7, 0.2))
+    plan = planned(0.8, 0.5, 0.2)
+    shadows._same_mechanism(plan, planned(0.8 + 1.2e-7, 0.5 - 1e-7, 0.2), opened.directory)
     for other in ((0.8, 0.501, 0.2), (0.8, 0.5), ()):
         with pytest.raises(ConfigError, match="another coefficients"):
-            shadows._same_mechanism(run, planned("shadow", *other))
-    config = RunDir(place.run).load_config()
-    noisy = config.model_copy(update={"privacy": config.privacy.model_copy(update={"noise": "banded"})})
-    assert [shadows._recipe(one, noisy, run).privacy.bands for one in (run, RunDir(place.run))] == [3, 1]
-    assert shadows._recipe(RunDir(place.run), config, run).privacy.bands == "auto"
+            shadows._same_mechanism(plan, planned(*other), opened.directory)
+    noisy = replace(opened, config=opened.config.changed({"privacy.noise": "banded"}))
+    assert shadows._recipe(noisy, opened.directory).privacy.bands == 1
+    vars(noisy)["plan"] = plan  # as read from plan.json
+    assert shadows._recipe(noisy, opened.directory).privacy.bands == 3
+    assert shadows._recipe(opened, opened.directory).privacy.bands == "auto"
 
 
 def test_a_seeded_run_has_shadows_with_noise_of_their_own(shadowed: tuple[Place, dict[str, object]]) -> None:
     place, _ = shadowed
     run = RunDir(place.run)
     config = run.load_config()
-    seeded = config.model_copy(update={"privacy": config.privacy.model_copy(update={"insecure_seed": 3})})
-    recipe = shadows._recipe(run, seeded, folders(place)[0])
+    seeded = replace(open_run(run), config=config.changed({"privacy.insecure_seed": 3}))
+    recipe = shadows._recipe(seeded, folders(place)[0])
     assert recipe.privacy.insecure_seed is None
     assert recipe.privacy.noise_multiplier == read_json(run.plan)["noise_multiplier"]
     assert recipe.privacy.ledger != config.privacy.ledger

@@ -64,7 +64,7 @@ def test_every_text_is_made_by_the_template(run: Place, templates: list[str | No
         audit(place)
         done("card", run.run)
     elif way == "members":
-        audit_run_members(place, load_models(open_run(place)))
+        audit_run_members(open_run(place), load_models(open_run(place)))
     elif way == "tasks":
         tasks._encoded({"Who?": ["Anna"]}, load_models(open_run(place)), config)
     elif way == "generate":
