@@ -50,7 +50,7 @@ class NotAStatement(ConfigError):
         self.problems = problems
         super().__init__(
             f"the privacy statement does not keep to its schema ({'; '.join(problems[:3])}), so no reader could rely on its "
-            "fields. It is damaged, or of another version of dpllm: type dpllm card RUN to write it anew, or read it with that."
+            "fields. It is damaged, or of another version of dpllm: take it from where it was published, or read it with that."
         )
 
     @classmethod

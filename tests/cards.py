@@ -86,13 +86,12 @@ def record(**changes: Any) -> Json:
     weights = {"adapter_model.safetensors": HASH, "tokenizer.json": hashlib.sha256(TOKENIZER).hexdigest()}
     artifacts: dict[str, str] = changes.pop("artifacts", weights)
     return {
+        "schema_version": 2,
         "status": "completed",
         "guarantee": {"holds": True, "reason": None},
         "deviations": [],
         "steps_planned": 100,
         "steps_taken": 100,
-        "epsilon_spent": EPSILON,
-        "delta": 1e-05,
         "ledger": {
             "dataset": "ward-7-notes",
             "entry": 3,
@@ -282,8 +281,6 @@ def baseline_record(**changes: Any) -> Json:
     return record(
         **{
             "guarantee": {"holds": False, "reason": "privacy.enabled is false"},
-            "epsilon_spent": None,
-            "delta": None,
             "ledger": None,
             **changes,
         }

@@ -114,7 +114,6 @@ def make_run(
         {
             **cards.record(),
             "guarantee": {"holds": enabled, "reason": None},
-            "epsilon_spent": epsilon if enabled else None,
             "delta": 1e-5 if enabled else None,
             "model": {**cards.record()["model"], "name_or_path": "builtin:tiny", "commit": None},
             "manifest": written,

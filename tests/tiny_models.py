@@ -67,24 +67,23 @@ def plan(
     *,
     clipping: str = "flat",
 ) -> Plan:
-    """A Plan with chosen C and sigma; its epsilon is not computed, because no test of the engine reads it."""
-    return Plan(
-        schedule=of or schedule(),
+    """A Plan with chosen C and sigma; nothing that an accountant says is in it, because no test of the engine reads it."""
+    of = of or schedule()
+    return Plan.model_construct(
         unit="example",
         max_examples_per_unit=None,
+        sampling="unit",
         neighbouring_relation="zero_out",
+        dataset_size=of.dataset_size,
+        canary_slots=of.canary_slots,
+        expected_batch_size=of.expected_batch_size,
+        num_steps=of.num_steps,
         noise_multiplier=noise_multiplier,
+        coefficients=(),
         clipping=clipping,
         max_grad_norm=max_grad_norm,
         delta=1e-3,
-        epsilon=8.0,
         target_epsilon=8.0,
-        accountant={},
-        event={},
-        sampling="unit",
-        accountants={},
-        limits={},
-        curve=(),
     )
 
 

@@ -121,7 +121,7 @@ def train(known: argparse.Namespace, rest: list[str]) -> int:
     if known.resume and known.overwrite:
         raise ConfigError("--resume goes on with a run, and --overwrite replaces it. Type one of the two.")
     config = load_recipe(known, rest)
-    from dpllm.run.directory import RunDir
+    from dpllm.run.directory import Run, RunDir
     from dpllm.run.loop import train as run
     from dpllm.run.promise import Start
     from dpllm.run.screen import summary
@@ -130,7 +130,7 @@ def train(known: argparse.Namespace, rest: list[str]) -> int:
     start = Start(known.resume, known.overwrite)
     record = run(config, start, console=plain_console(stderr=known.json, quiet=not main))
     if known.json and main:
-        print(dump(summary(record, RunDir(Path(config.output_dir)), held_out=config.data.eval is not None)))
+        print(dump(summary(Run(RunDir(Path(config.output_dir)), record, config))))
     return 0 if record.status == "completed" else 1
 
 
@@ -225,10 +225,12 @@ def _show(known: argparse.Namespace, seen: Decision, needs: Footprint | None, li
 def _json(seen: Decision, needs: Footprint | None, refusals: list[DpllmError]) -> dict[str, Any]:
     """plan.json's fields, as far as they could be computed, and what stands beside them."""
     from dpllm.forecast.table import largest_batch
+    from dpllm.privacy.plan import LATER
 
+    plan = seen.plan.to_json() if seen.plan else {}
     fields: dict[str, Any] = {
         **(asdict(seen.schedule) if seen.schedule else {}),
-        **(seen.plan.to_json() if seen.plan else {}),
+        **{name: value for name, value in plan.items() if name not in LATER},
         "largest_batch": largest_batch(seen.schedule) if seen.schedule else None,
         "ledger": asdict(seen.ledger) if seen.ledger else None,
         "refusals": [{"exit_code": error.exit_code, "message": str(error)} for error in refusals],

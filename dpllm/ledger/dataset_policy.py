@@ -68,7 +68,7 @@ def find_policy(config: RunConfig, table: Table, ledger: Ledger | None) -> Datas
 
 
 class Terms(TypedDict):
-    """What a budget asks of a plan; arguments of ``make_plan``."""
+    """What a budget asks of a plan; arguments of ``recipe.derived.plan_of``."""
 
     fit: Fit | None
     largest_delta: float

@@ -15,7 +15,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from dpllm.errors import BudgetExceeded, Refused
+from dpllm.errors import BudgetExceeded, ConfigError, Refused
 from dpllm.files import digest
 from dpllm.privacy import accounting, banded, events, limits, renyi
 from dpllm.privacy.accounting import Accountant, CrossCheck, Relation
@@ -34,11 +34,14 @@ from dpllm.records import (
     Number,
     Positive,
     Record,
+    Sha256,
     Share,
     Text,
 )
 
 ACCOUNTANT = "dp-accounting PLD"
+LATER = ("canary_commitment", "audit", "cross_check")
+"""Of a Plan: what is fixed when training starts."""
 CURVE_DELTAS = (1e-4, 1e-5, 1e-6, 1e-7, 1e-8)
 CONSTANT = LearningRate(shape="constant")
 LATTICE_BITS = 30  # the noise's standard deviation is 2^30 to 2^31 times the spacing of the lattice
@@ -57,11 +60,11 @@ Neighbours = Literal["zero_out", "add_or_remove_one"]
 class AuditSettings(Record):
     """What the audit may not choose after training."""
 
-    alpha: Number
+    alpha: Between0And1
     """Probability that a bound exceeds the truth."""
-    falling: tuple[int, ...]
+    falling: tuple[AtLeast1, ...]
     """How many canaries the tests of membership guess on both sides, with weights that fall with the rank."""
-    falling_in: tuple[int, ...]
+    falling_in: tuple[AtLeast1, ...]
     """And how many as planted alone."""
     score: Literal["calibrated"] = "calibrated"
     """Behind the lower bound."""
@@ -105,7 +108,7 @@ class Mechanism(Record):
     """Slack of the definition; far below 1/N."""
     target_epsilon: Positive
     """What the recipe asked for, at least epsilon."""
-    canary_commitment: str | None = None
+    canary_commitment: Sha256 | None = None
     """Hash of the canaries and their coins; null where none were planned."""
     audit: AuditSettings | None = None
     """What the audit may not choose later."""
@@ -133,8 +136,18 @@ class Mechanism(Record):
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
+        try:
+            wrong = [problem for problem, good in self._rules().items() if not good]
+        except (ArithmeticError, ConfigError) as error:  # numbers that no float holds
+            raise ValueError(str(error)) from None
+        if wrong:
+            raise ValueError("; ".join(wrong))
+        return self
+
+    def _rules(self) -> dict[str, bool]:
+        """What holds of every mechanism, by what is wrong where it does not."""
         size, coefficients = self.dataset_size, self.coefficients
-        rules = {
+        return {
             "canary_slots do not fit into dataset_size": self.canary_slots < size,
             "expected_batch_size is larger than dataset_size": self.expected_batch_size <= size,
             "delta is not below 1/N, so that publishing one record outright would satisfy it": self.delta * size < 1,
@@ -147,9 +160,6 @@ class Mechanism(Record):
             "coefficients are no strategy with columns of norm at most 1": not coefficients
             or (len(coefficients) > 1 and banded.admissible(coefficients)),
         }
-        if wrong := [problem for problem, good in rules.items() if not good]:
-            raise ValueError("; ".join(wrong))
-        return self
 
 
 class Plan(Mechanism):
@@ -220,16 +230,16 @@ class Plan(Mechanism):
         }
         return cls.model_validate({**{name: getattr(run, name) for name in Mechanism.model_fields}, **derived})
 
-    @model_validator(mode="after")
-    def _follows(self) -> Self:
-        rules = {
+    def _rules(self) -> dict[str, bool]:
+        follows = {
             "event": self.event == _event_of(self),
             "sampling_rate": self.sampling_rate == self.schedule.sampling_rate,
             "mechanism": self.mechanism == _name_of(self),
         }
-        if wrong := [name for name, good in rules.items() if not good]:
-            raise ValueError(f"{', '.join(wrong)} does not follow from the numbers beside it")
-        return self
+        return {
+            **super()._rules(),
+            **{f"{name} does not follow from the numbers beside it": good for name, good in follows.items()},
+        }
 
     @property
     def digest(self) -> str:

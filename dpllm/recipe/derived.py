@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpllm.errors import ConfigError, Refused
-from dpllm.privacy import banded
+from dpllm.privacy import accounting, banded
 from dpllm.privacy.banded import LearningRate
 from dpllm.privacy.labels import flip_probability
 from dpllm.privacy.plan import (
@@ -80,8 +80,7 @@ def plan_of(
         coefficients: Of the run that goes on; None: they are optimised for the recipe's steps.
 
     Raises:
-        Refused: delta >= 1/N, the run's or the budget's; the given noise_multiplier exceeds the target epsilon; the filter cannot
-            count the event; or banded noise has no room (``banded.check``).
+        Refused: delta >= 1/N; the given noise exceeds the target; the filter cannot count the event; or bands have no room.
         BudgetExceeded: No noise makes the run fit.
         ConfigError: The target epsilon cannot be reached.
     """
@@ -96,7 +95,13 @@ def plan_of(
         sigma = noise_multiplier_for(privacy.epsilon, delta, schedule, relation, bands, cache_dir, group_size=group)
         if fit is not None:
             sigma = fitting(sigma, lambda sigma: steps_event(sigma, schedule, group, bands), fit)
-    plan = Plan.of(
+    epsilon = accounting.epsilon(steps_event(sigma, schedule, group, bands), delta, relation)
+    if epsilon > privacy.epsilon and privacy.noise_multiplier is None and cache_dir is not None:
+        # Somebody changed the remembered noise.
+        return plan_of(config, num_units, fit=fit, largest_delta=largest_delta, coefficients=coefficients)
+    if epsilon > privacy.epsilon:
+        raise _above_target(sigma, epsilon, privacy.epsilon)
+    return Plan.of(
         Mechanism(
             unit=data.unit,
             max_examples_per_unit=data.max_examples_per_unit,
@@ -114,17 +119,12 @@ def plan_of(
             target_epsilon=privacy.epsilon,
         )
     )
-    if plan.epsilon <= privacy.epsilon:
-        return plan
-    if privacy.noise_multiplier is None and cache_dir is not None:  # somebody changed the remembered noise
-        return plan_of(config, num_units, fit=fit, largest_delta=largest_delta, coefficients=coefficients)
-    raise _above_target(plan)
 
 
-def _above_target(plan: Plan) -> Refused:
+def _above_target(sigma: float, epsilon: float, target: float) -> Refused:
     return Refused(
-        f"privacy.noise_multiplier {plan.noise_multiplier:g} gives epsilon {plan.epsilon:.3f}, above the target privacy.epsilon "
-        f"{plan.target_epsilon:g}. Set privacy.noise_multiplier: null to calibrate it, or raise privacy.epsilon."
+        f"privacy.noise_multiplier {sigma:g} gives epsilon {epsilon:.3f}, above the target privacy.epsilon {target:g}. Set "
+        "privacy.noise_multiplier: null to calibrate it, or raise privacy.epsilon."
     )
 
 

@@ -111,12 +111,12 @@ class Run:
     @property
     def epsilon(self) -> float | None:
         """What the run guarantees at ``delta``; None where it guarantees nothing."""
-        return self.record.epsilon_spent if self.record.guarantee.holds else None
+        return self.plan.epsilon if self.plan and self.record.guarantee.holds else None
 
     @property
     def delta(self) -> float | None:
         """Of the guarantee."""
-        return self.record.delta if self.record.guarantee.holds else None
+        return self.plan.delta if self.plan and self.record.guarantee.holds else None
 
     @property
     def export_dir(self) -> Path:

@@ -31,12 +31,12 @@ from dpllm.recipe import derived, names
 from dpllm.recipe.config import RunConfig
 from dpllm.run import checkpoint
 from dpllm.run.build import Prepared
-from dpllm.run.directory import manifest_of
+from dpllm.run.directory import Run, manifest_of
 from dpllm.run.failures import StepDeadline
 from dpllm.run.projections import Projections, keep_weights, read_groups, read_weights
 from dpllm.run.screen import Screen, only_seen, summary, summary_table
 from dpllm.statement import lineage
-from dpllm.statement.run_files import COST, Guarantee, Metrics, ModelRecord, RunRecord, read_run
+from dpllm.statement.run_files import COST, SCHEMA_VERSION, Guarantee, Metrics, ModelRecord, RunRecord, read_run
 from dpllm.telemetry.live import EpsilonSpent, Telemetry
 from dpllm.text.prompts import printable
 
@@ -210,7 +210,7 @@ class Recorder:
             if status == "completed":
                 shutil.rmtree(prepared.run.resume, ignore_errors=True)
         # Private figures stay out of it, as standard output goes into job logs.
-        found = summary(read_run(prepared.run), prepared.run, held_out=bool(prepared.held_out))
+        found = summary(Run(prepared.run, read_run(prepared.run), prepared.config))
         self._console.print(summary_table(found))
         before, after = (self._summary[f"eval_loss_{when}"] for when in ("before", "after"))
         worse = prepared.held_out and (after is None or (before is not None and after > before))
@@ -273,6 +273,7 @@ class Recorder:
         permitted = prepared.decision.policy.deviations
         record = RunRecord.pick(
             cost if may_publish_cost(prepared.config) else {},
+            schema_version=SCHEMA_VERSION,
             status=status,
             guarantee=Guarantee(holds=reason is None and unfinished is None, reason=reason or unfinished),
             deviations=grown(notes + lineage.deviations(prepared.decision.lineage) + prepared.notes, self._deviations),
@@ -281,8 +282,6 @@ class Recorder:
             steps_taken=step,
             steps_lost=self._lost,
             tokens_per_pass=None if prepared.engine.packing.alone else prepared.engine.packing.tokens,
-            epsilon_spent=prepared.plan.epsilon if prepared.plan else None,
-            delta=prepared.plan.delta if prepared.plan else None,
             ledger=prepared.payment.to_json(prepared.plan.delta if prepared.plan else None),
             lineage=prepared.decision.lineage,
             labels=prepared.decision.labels,

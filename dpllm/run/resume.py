@@ -12,7 +12,7 @@ from typing import Any
 from dpllm.errors import ConfigError, Refused
 from dpllm.ledger import Ledger, Run, default_path
 from dpllm.ledger.dataset_policy import DatasetPolicy
-from dpllm.privacy.plan import Plan
+from dpllm.privacy.plan import LATER, Plan
 from dpllm.recipe.config import RunConfig
 from dpllm.run.directory import RunDir, open_run
 from dpllm.statement.parents import Base
@@ -102,8 +102,7 @@ def _check_reservation(run: RunDir, own: Run, ledger: Ledger, policy: DatasetPol
 
 def check_promise(plan: Plan, before: Plan) -> None:
     """Refuses, with Refused, a recipe that promises something else than plan.json does."""
-    later = ("canary_commitment", "audit", "cross_check")  # which training fixes
-    names = [name for name in Plan.model_fields if name not in later]
+    names = [name for name in Plan.model_fields if name not in LATER]
     if changed := sorted(name for name in names if getattr(plan, name) != getattr(before, name)):
         raise Refused(
             f"the recipe now has another {changed[0]} than the run to resume, whose guarantee is already reserved and partly "

@@ -23,12 +23,12 @@ from rich.table import Table
 from rich.text import Text
 
 from dpllm.errors import DpllmError
-from dpllm.files import RunPaths, scratch
+from dpllm.files import scratch
 from dpllm.model import memory
 from dpllm.model.loading import load_tokenizer
 from dpllm.privacy.engine import STEP
 from dpllm.recipe.config import RunConfig
-from dpllm.statement.run_files import RunRecord
+from dpllm.run.directory import Run
 from dpllm.text import data
 from dpllm.text.lengths import Lengths
 from dpllm.text.rows import each_row
@@ -163,12 +163,11 @@ def _listed(*parts: str) -> str:
     return ", ".join(filter(None, parts))
 
 
-def summary(record: RunRecord, run: RunPaths, *, held_out: bool) -> dict[str, Any]:
-    """What ``dpllm train`` says at the end, in public and released values: losses are None where they are private.
-
-    ``held_out`` says whether there are evaluation rows.
-    """
+def summary(ended: Run) -> dict[str, Any]:
+    """What ``dpllm train`` says at the end, in public and released values: losses are None where they are private."""
+    record, run, plan = ended.record, ended.directory, ended.plan
     public, root = record.metrics.public, shlex.quote(str(run.root))
+    held_out = ended.config.data.eval is not None
     follow = [f"dpllm audit {root}"] * run.canaries.exists() + [f"dpllm card {root}"]
     if record.status != "completed":
         again = "--resume" if run.resume.exists() else "--overwrite"
@@ -181,8 +180,8 @@ def summary(record: RunRecord, run: RunPaths, *, held_out: bool) -> dict[str, An
         "steps_lost": record.steps_lost,
         "guarantee": record.guarantee.holds,
         "reason": record.guarantee.reason,
-        "epsilon": record.epsilon_spent,
-        "delta": record.delta,
+        "epsilon": plan.epsilon if plan else None,
+        "delta": plan.delta if plan else None,
         "eval_loss_before": public.get("eval_loss_before"),
         "eval_loss_after": public.get("eval_loss_after"),
         **{name: value for name, value in public.items() if "reward" in name},

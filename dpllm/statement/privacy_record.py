@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 from functools import cache
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
 from dpllm.privacy.plan import Plan
 from dpllm.records import Json, NotAStatement, Record, Sha256, Text
@@ -100,6 +100,7 @@ class Guaranteed(_Statement):
     plan: Plan
     """What is promised, as plan.json holds it."""
     randomness: Randomness
+    """Where sampling and noise came from; null without differential privacy."""
 
 
 class NotGuaranteed(_Statement):
@@ -111,6 +112,12 @@ class NotGuaranteed(_Statement):
     """Why there is no guarantee; absent where there is one."""
     attempted: Plan | None = None
     """plan.json, which is no guarantee of this run; absent for a run without differential privacy."""
+
+    @model_validator(mode="after")
+    def _of_a_private_run(self) -> Self:
+        if (self.randomness is None) != (self.attempted is None):
+            raise ValueError("randomness and attempted are both there, or neither is")
+        return self
 
     @property
     def plan(self) -> Plan | None:

@@ -19,6 +19,8 @@ from dpllm.records import Json, Number, Record, Sha256
 from dpllm.statement.fields import Charged, Generator, Group, Lattice, Lineage
 from dpllm.statement.labels import Labels
 
+SCHEMA_VERSION = 2
+"""Of plan.json and of run.json."""
 COST = ("finished_at", "duration_seconds", "peak_memory_bytes")
 """What a run took. It grows with the longest row: private/summary.json has it, and run.json where all rows are public."""
 
@@ -75,7 +77,7 @@ class RunRecord(Record):
 
     model_config = ConfigDict(extra="ignore")
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2]
     status: Literal["completed", "interrupted"]
     guarantee: Guarantee
     deviations: tuple[str, ...]
@@ -89,9 +91,6 @@ class RunRecord(Record):
     """Of these, those that no checkpoint kept and whose update is in no weights."""
     tokens_per_pass: int | None = None
     """Of a forward pass, padding included; None where each example had a pass of its own."""
-    epsilon_spent: Number | None
-    """Of the whole Plan; None without differential privacy."""
-    delta: Number | None
     ledger: LedgerRecord | None
     lineage: Lineage | None = None
     versions: dict[str, str]
@@ -158,6 +157,11 @@ def read_status(run: RunPaths) -> Status | None:
 
 
 def _checked(kind: type[_Kind], path: Path, value: Json) -> _Kind:
+    if (version := value.get("schema_version")) != SCHEMA_VERSION:
+        raise ConfigError(
+            f"{path}: has schema version {version!r}, and this version of dpllm reads {SCHEMA_VERSION} alone. Audit the run and "
+            "write its card with the version that trained it."
+        )
     try:
         return kind.model_validate_json(json.dumps(value))
     except ValidationError as error:
@@ -165,6 +169,5 @@ def _checked(kind: type[_Kind], path: Path, value: Json) -> _Kind:
         where = ".".join(map(str, first["loc"]))
         problem = f"{where} is not what a run writes there" if where else first["msg"].removeprefix("Value error, ")
         raise ConfigError(
-            f"{path}: {problem}, so nothing could be said of the run. The file is damaged, or of "
-            "another version of dpllm: train again."
+            f"{path}: {problem}, so nothing could be said of the run. The file is damaged: restore it, or train again."
         ) from None

@@ -63,7 +63,7 @@ def state(
         **recipe,
         "steps": {"planned": record.steps_planned, "taken": record.steps_taken, **lost},
         "status": record.status,
-        "composed": composed(record.ledger, record.delta).to_json() if record.ledger else None,
+        "composed": composed(record.ledger, plan.delta if plan else None).to_json() if record.ledger else None,
         "lineage": record.lineage.to_json() if record.lineage else None,
         "base_model": {"name": recipe["base_model"], "revision": record.model.commit, "covered": False},
         "deviations": record.deviations,

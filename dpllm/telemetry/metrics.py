@@ -104,7 +104,7 @@ def of_record(run: RunPaths, config: RunConfig, *, promised: bool | None = None)
         ConfigError: A file is missing or damaged.
     """
     record = read_run(run)
-    plan = read_plan(run) if record.epsilon_spent is not None else None
+    plan = read_plan(run) if config.privacy.enabled else None
     promised = plan is not None and (record.guarantee.holds if promised is None else promised)
     ledger, public = record.ledger, record.metrics.public
     before, after = public.get("eval_accuracy_before"), public.get("eval_accuracy_after")

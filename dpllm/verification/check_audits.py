@@ -59,7 +59,10 @@ def check(found: Published) -> Iterator[Check]:
     if stated.audit is None:
         if files:
             raise Wrong(f"{listed(files)} are in export/, but the card names no audit. {WRITE_AGAIN}")
-        yield asserted("audit", "no audit of these weights is published.")
+        fixed = (
+            ", and canary_slots, canary_commitment and audit of the Plan are the author's word" if stated.plan else ""
+        )
+        yield asserted("audit", f"no audit of these weights is published{fixed}.")
         return
     if stated.plan is None:
         raise Wrong("audits of runs without differential privacy are private. Delete export/audit.")

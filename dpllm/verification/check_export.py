@@ -76,6 +76,11 @@ def schema(found: Published) -> Iterator[Check]:
     try:
         record = privacy_record.read(found.block)
     except NotAStatement as error:
+        if (version := found.block.get("schema_version")) != privacy_record.SCHEMA_VERSION:
+            raise Wrong(
+                f"privacy.json has schema version {version!r}, and this version of dpllm reads {privacy_record.SCHEMA_VERSION} "
+                "alone. Verify it with the version that wrote it, which software.dpllm names."
+            ) from None
         raise Wrong(
             f"privacy.json does not follow its schema: {'; '.join(error.problems[:3])}. {WRITE_AGAIN}"
         ) from None

@@ -81,7 +81,7 @@ def _sizes(record: PrivacyRecord, plan: Plan) -> Check:
         "epsilon is above target_epsilon": plan.epsilon <= plan.target_epsilon,
     }
     wrong: list[object] = [problem for problem, good in rules.items() if not good]
-    if record.guarantee and not wrong:
+    if record.randomness and not wrong:
         lattice = record.randomness.lattice
         scale = noise_scale(plan.noise_multiplier, 1.0, lattice.coordinates)
         wrong += differences(
@@ -161,7 +161,7 @@ def _shuffled(plan: Plan) -> Check:
 
 def _generator(record: PrivacyRecord, plan: Plan) -> Check:
     """What the schema, which fixes the other words, does not say."""
-    if record.guarantee and record.randomness.secure_noise != (record.randomness.generator == CRYPTOGRAPHIC):
+    if record.randomness and record.randomness.secure_noise != (record.randomness.generator == CRYPTOGRAPHIC):
         raise Wrong(f"randomness.secure_noise is not true of {record.randomness.generator}. {_AGAIN}")
     how = " of groups in turn, with banded noise" if plan.coefficients else ""
     return verified(

@@ -76,7 +76,7 @@ positive = st.floats(min_value=1e-6, max_value=1e6, allow_nan=False)
 def test_every_number_survives_yaml(delta: float, sigma: float) -> None:
     event = dp_sgd_event(64 / 888, sigma, 100).to_json()
     promised = {**plan(), "delta": delta, "noise_multiplier": sigma, "event": event}
-    text, block = render_card(config(), promised, record(epsilon_spent=None, delta=None), None)
+    text, block = render_card(config(), promised, record(), None)
     assert front_matter(text)["privacy"] == pointer(block)
     assert front_matter(text)["privacy"]["delta"] == delta
     assert block["plan"]["noise_multiplier"] == sigma
@@ -114,9 +114,7 @@ def test_the_neighbouring_relation_is_named_in_words(relation: str, says: str) -
 
 
 def test_interrupted_run_states_the_whole_plan() -> None:
-    text, block = render_card(
-        config(), plan(), record(status="interrupted", steps_taken=40, epsilon_spent=1.5), audit()
-    )
+    text, block = render_card(config(), plan(), record(status="interrupted", steps_taken=40), audit())
     assert block["plan"]["epsilon"] == EPSILON
     assert block["steps"] == {"planned": 100, "taken": 40}
     assert "40 taken of 100 planned; interrupted" in text

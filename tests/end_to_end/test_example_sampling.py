@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import tiny
 from running import NUM_ROWS, Place, done, rows
 
@@ -24,7 +22,6 @@ def test_a_run_that_samples_rows_is_accounted_for_units(place: Place) -> None:
     assert plan["epsilon"] == epsilon(read(plan["event"]), plan["delta"], plan["neighbouring_relation"]) <= 8.0
     assert plan["cross_check"] is None
     assert record["guarantee"]["holds"]
-    assert math.isclose(record["epsilon_spent"], plan["epsilon"], rel_tol=1e-6)
     done("card", place.run)
     card = " ".join((place.run / "export" / "README.md").read_text(encoding="utf-8").split())
     assert f"N = {people * cap} rows, public" in card

@@ -16,7 +16,7 @@ from running import Place, charged, contents, done, dpllm_, fails_in_step, make_
 from safetensors.torch import load_file
 
 from dpllm.ledger import Ledger
-from dpllm.run.directory import RunDir
+from dpllm.run.directory import RunDir, open_run
 from dpllm.statement.run_files import read_plan
 
 TOTAL = 6
@@ -111,7 +111,8 @@ def test_a_terminated_run_is_consistent_and_says_so(terminated: tuple[Place, int
     assert "Traceback" not in errors
     record, plan = place.json("run.json"), place.json("plan.json")
     assert (record["status"], record["steps_taken"], record["steps_planned"]) == ("interrupted", 3, TOTAL)
-    assert record["epsilon_spent"] == plan["epsilon"]  # the full Plan's, although half of it ran
+    assert open_run(RunDir(place.run)).epsilon == plan["epsilon"]  # the full Plan's, although half of it ran
+    assert plan["num_steps"] == TOTAL
     assert record["guarantee"]["holds"] is True
     assert any("outside the guarantee" in note for note in record["deviations"])
     assert (place.run / "export" / "adapter_model.safetensors").exists()
@@ -137,7 +138,7 @@ def test_a_resumed_run_completes_on_the_same_reservation(terminated: tuple[Place
     assert told in record["deviations"]
     assert not any("interrupted" in note for note in record["deviations"])
     assert record["ledger"]["entry"] == before["ledger"]["entry"]
-    assert record["epsilon_spent"] == before["epsilon_spent"]
+    assert record["manifest"]["plan.json"] == before["manifest"]["plan.json"]
     assert charged(place) == (1, TOTAL)
     assert commits(place) == [("interrupted", 3), ("completed", TOTAL)]
     lines = [json.loads(line) for line in (place.run / "private" / "metrics.jsonl").read_text().splitlines()]
@@ -313,7 +314,7 @@ def test_steps_that_are_lost_in_several_crashes_are_all_counted(killed: tuple[Pl
     record, plan = place.json("run.json"), place.json("plan.json")
     assert (record["status"], record["steps_taken"], record["steps_lost"]) == ("completed", TOTAL, 3)
     assert record["guarantee"]["holds"] is True
-    assert record["epsilon_spent"] == plan["epsilon"]  # as if none had been lost
+    assert open_run(RunDir(place.run)).epsilon == plan["epsilon"]  # as if none had been lost
 
 
 def test_one_process_trains_in_a_run_directory(killed: tuple[Place, int, str], tmp_path: Path) -> None:

@@ -77,6 +77,6 @@ def test_the_summary_as_json_is_all_of_standard_output(tmp_path: Path, base: Pat
     place, answer = trained(tmp_path / "json", base, {}, "--json")
     found = json.loads(answer.out)
     assert (found["status"], found["steps_taken"]) == ("completed", 4)
-    assert found["epsilon"] == place.json("run.json")["epsilon_spent"]
+    assert found["epsilon"] == place.json("plan.json")["epsilon"]
     assert found["next"] == [f"dpllm card {place.run}"]
     assert "Self-check" in answer.err

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -357,6 +358,47 @@ def test_every_field_is_computed_again_or_printed_as_asserted(export: Path, fini
         assert any(name.removeprefix("plan.").startswith(field) for name in survived) or (
             forged != honest and not seen(forged)
         ), field
+
+
+def test_without_an_audit_each_field_of_the_plan_is_computed_again_or_named(export: Path, tmp_path: Path) -> None:
+    export = published.copy(export, tmp_path / "export")
+    block = read(export)
+    block |= {
+        "audit": None,
+        "files": {name: one for name, one in block["files"].items() if not name.startswith("audit/")},
+    }
+    shutil.rmtree(export / "audit")
+    carry(export, block)
+    assert not failing(export)
+    lines = " ".join(check.detail for check in verify(export).checks if check.status == "asserted")
+    for where in leaves(block["plan"]):
+        field = str(where[0])
+        if re.search(rf"\b{field}\b", lines) or where[0] == "cross_check":
+            continue
+        for value in _others(("plan", *where), get(block["plan"], where)):
+            forged = changed(block, ("plan", *where), lambda _, new=value: new)
+            try:
+                carry(export, forged)
+            except ConfigError:
+                write(export, forged)
+            assert failing(export), where
+    named = ("canary_slots", "canary_commitment", "audit of the Plan", "target_epsilon", "max_grad_norm")
+    assert all(field in lines for field in named)
+
+
+def test_what_ran_without_a_guarantee_is_checked_too(export: Path) -> None:
+    block = read(export)
+    block |= {"guarantee": False, "reason": "a test", "attempted": block.pop("plan"), "lineage": None}
+    carry(export, block)
+    before = failing(export)
+    for where, value in (
+        (("randomness", "lattice", "noise_over_max_grad_norm"), 50.0),
+        (("randomness", "secure_noise"), False),
+    ):
+        carry(export, changed(block, where, lambda _, new=value: new))
+        assert failing(export) - before, where
+    with pytest.raises(ConfigError, match="randomness and attempted"):
+        carry(export, {**block, "randomness": None})
 
 
 def test_the_command_prints_asserted_beside_each_field_that_nobody_can_check(export: Path) -> None:

@@ -370,7 +370,7 @@ def test_a_second_accountant_is_one_that_knows_the_event_or_none() -> None:
 def test_accounting_and_calibration_never_import_torch() -> None:
     code = """
 import sys
-from dpllm.privacy import accounting, privacy_loss, renyi
+from dpllm.privacy import accounting, limits, renyi
 from dpllm.privacy.events import Gaussian, Imported, RepeatAndSelect, SelfComposed
 assert not {"torch", "dp_accounting", "scipy", "numpy"} & sys.modules.keys()
 sigma = accounting.calibrate_noise_multiplier(1.0, 1e-5, 0.2, 100, "zero_out")

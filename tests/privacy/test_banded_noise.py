@@ -25,7 +25,7 @@ COEFFICIENTS = banded.strategy(banded.LearningRate(warmup=0.05), STEPS, BANDS)
 
 def promise(sigma: float = 0.7, bound: float = 0.05) -> Plan:
     made = tm.plan(bound, sigma, tm.schedule(100, 10, STEPS))
-    return Plan(**{**vars(made), "coefficients": COEFFICIENTS})
+    return made.model_copy(update={"coefficients": COEFFICIENTS})
 
 
 def released(noise: BandedNoise, scale: float = 3.0) -> banded.Floats:

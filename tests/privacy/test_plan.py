@@ -22,6 +22,7 @@ from dpllm.privacy.limits import attacker_limits_of
 from dpllm.privacy.plan import CURVE_DELTAS, Mechanism, Plan, auto_delta
 from dpllm.privacy.renyi import Fit
 from dpllm.recipe.derived import plan_of, schedule_of
+from dpllm.records import NotAStatement
 
 N = 500
 
@@ -248,3 +249,18 @@ def test_a_mechanism_of_no_promise_is_none(wrong: dict[str, Any], base: Plan) ->
     Mechanism.model_validate({**good, "unit": "patient", "sampling": "example", "max_examples_per_unit": 3})
     with pytest.raises(ValidationError):
         Mechanism.model_validate({**good, **wrong})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("dataset_size", 10**400), ("num_steps", 10**18), ("noise_multiplier", 1e300), ("num_steps", 10**400)],
+)
+def test_numbers_that_no_float_or_event_holds_are_no_plan(base: Plan, name: str, value: float) -> None:
+    with pytest.raises(NotAStatement):
+        Plan.checked({**base.to_json(), name: value})
+
+
+@pytest.mark.parametrize("sigma", [1e-6, 1e-5, 1e-4])
+def test_hardly_any_noise_is_above_the_target(sigma: float) -> None:
+    with pytest.raises(Refused, match="above the target"):
+        plan(privacy={"noise_multiplier": sigma}, train={"steps": 1000})

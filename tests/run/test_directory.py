@@ -118,11 +118,14 @@ def test_a_directory_without_a_run_is_named(tmp_path: Path) -> None:
 def test_a_run_says_what_it_guarantees_and_nothing_where_it_guarantees_nothing(tmp_path: Path) -> None:
     def ended(**changes: Any) -> Run:
         record = RunRecord.model_validate_json(json.dumps(cards.record(**changes)))
-        return Run(RunDir(tmp_path), record, cards.config())
+        return Run(RunDir(tmp_path), record, config)
 
+    config = cards.config()
+    write_json(tmp_path / "plan.json", cards.plan())
     promised = ended()
     assert (promised.epsilon, promised.delta) == (cards.EPSILON, 1e-5)
     broken = ended(guarantee={"holds": False, "reason": "the noise was seeded"})
     assert (broken.epsilon, broken.delta) == (None, None)
-    baseline = ended(epsilon_spent=None, delta=None, guarantee={"holds": False, "reason": "no privacy"})
+    config = cards.baseline()
+    baseline = ended(guarantee={"holds": False, "reason": "no privacy"})
     assert (baseline.epsilon, baseline.delta, baseline.status) == (None, None, "completed")

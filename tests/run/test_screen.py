@@ -177,10 +177,13 @@ def record(**changes: Any) -> Any:
         "steps_taken": 4,
         "steps_planned": 4,
         "steps_lost": 0,
-        "epsilon_spent": 3.0,
-        "delta": 1e-5,
     }
     return SimpleNamespace(**{**values, **changes})
+
+
+def ended(run: RunDir, **changes: Any) -> Any:
+    plan, config = SimpleNamespace(epsilon=3.0, delta=1e-5), SimpleNamespace(data=SimpleNamespace(eval="rows.jsonl"))
+    return SimpleNamespace(directory=run, record=record(**changes), plan=plan, config=config)
 
 
 def text_of(found: dict[str, Any]) -> str:
@@ -192,18 +195,18 @@ def text_of(found: dict[str, Any]) -> str:
 def test_names_are_no_markup(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "runs[" / "x]")
     run.make()
-    assert "runs[/x]" in text_of(screen.summary(record(), run, held_out=True)).replace("\n", "")
+    assert "runs[/x]" in text_of(screen.summary(ended(run))).replace("\n", "")
 
 
 def test_the_summary_says_epsilon_and_what_to_type_next(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "a run")
     run.make()
-    found = screen.summary(record(), run, held_out=True)
+    found = screen.summary(ended(run))
     assert (found["epsilon"], found["delta"], found["eval_loss_after"]) == (3.0, 1e-5, None)
     assert found["private_figures"] == str(run.private / "summary.json")
     assert found["next"] == [f"dpllm card '{run.root}'"]  # nothing was planted that could be audited
     run.canaries.write_text("{}")
-    assert screen.summary(record(), run, held_out=True)["next"][0] == f"dpllm audit '{run.root}'"
+    assert screen.summary(ended(run))["next"][0] == f"dpllm audit '{run.root}'"
     assert "epsilon 3.000 at delta 1e-05" in text_of(found)
 
 
@@ -212,13 +215,13 @@ def test_the_summary_of_a_run_without_a_guarantee_states_no_epsilon(tmp_path: Pa
     run.make()
     told = SimpleNamespace(public={"eval_loss_before": 2.0, "eval_loss_after": 1.5})
     refused = SimpleNamespace(holds=False, reason="the noise has a seed")
-    found = screen.summary(record(metrics=told, guarantee=refused, status="interrupted"), run, held_out=True)
+    found = screen.summary(ended(run, metrics=told, guarantee=refused, status="interrupted"))
     assert "epsilon" not in text_of(found)
     assert "none: the noise has a seed" in text_of(found)
     assert "2.0000 before, 1.5000 after" in text_of(found)
     assert found["next"][0] == f"dpllm train {run.config} --overwrite"
     run.resume.mkdir()
-    assert screen.summary(record(status="interrupted"), run, held_out=True)["next"][0].endswith("--resume")
+    assert screen.summary(ended(run, status="interrupted"))["next"][0].endswith("--resume")
 
 
 def test_the_lengths_that_plan_tells_are_those_of_the_recipes_own_chat_template(tmp_path: Path) -> None:

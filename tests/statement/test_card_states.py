@@ -321,7 +321,7 @@ def test_the_shuffling_fallback_is_larger() -> None:
     ("epsilon", "word"), [(1.0, "strong"), (1.1, "reasonable"), (10.0, "reasonable"), (10.1, "weak")]
 )
 def test_the_tiers_are_called_a_convention(epsilon: float, word: str) -> None:
-    text, _ = render_card(config(), plan(epsilon=epsilon), record(epsilon_spent=None), None)
+    text, _ = render_card(config(), plan(epsilon=epsilon), record(), None)
     assert re.search(rf"\| {word}.*, by a convention .*Ponomareva et al. 2023\), not by a theorem \|", text)
 
 

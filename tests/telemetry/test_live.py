@@ -132,7 +132,6 @@ def prepared(tmp_path: Path) -> SimpleNamespace:
         **finished,
         "status": "interrupted",
         "guarantee": {"holds": False, "reason": "its process was killed"},
-        "epsilon_spent": plan.epsilon,
         "ledger": {**finished["ledger"], "dataset": "notes", "entry": "0f0f"},
         "model": {**finished["model"], "name_or_path": "model"},
         "steps_taken": None,
