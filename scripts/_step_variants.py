@@ -29,7 +29,7 @@ from dpllm.privacy.engine import StepEngine
 from dpllm.privacy.noise import GaussianNoise
 from dpllm.privacy.packing import Pass, passes_of
 from dpllm.privacy.plan import Plan
-from dpllm.privacy.schedule import Packing, Schedule
+from dpllm.privacy.schedule import Packing
 from dpllm.recipe.config import FrozenConfig
 from dpllm.text.data import TokenSequence, Unit
 
@@ -101,10 +101,19 @@ def build(shape: str, method: str, device: torch.device) -> Bench:
             parameter.data = parameter.data.float()
             if not parameter.any():  # LoRA's B: zeros would make every gradient of A zero, and some numbers denormal
                 parameter.normal_(std=0.02)
-    unused: Any = {"delta": 1e-4, "epsilon": 8.0, "target_epsilon": 8.0, "accountant": {}, "event": {}}
-    promise: Any = {"unit": "example", "max_examples_per_unit": None, "neighbouring_relation": "zero_out", **unused}
-    schedule = Schedule(1000, 0, BATCH_SIZE, BATCH_SIZE / 1000, 1)
-    plan = Plan(schedule, clipping="flat", noise_multiplier=SIGMA, max_grad_norm=MAX_GRAD_NORM, **promise)
+    plan = Plan.model_construct(  # what the engine reads of one
+        unit="example",
+        max_examples_per_unit=None,
+        sampling="unit",
+        dataset_size=1000,
+        canary_slots=0,
+        expected_batch_size=BATCH_SIZE,
+        num_steps=1,
+        noise_multiplier=SIGMA,
+        coefficients=(),
+        clipping="flat",
+        max_grad_norm=MAX_GRAD_NORM,
+    )
     autocast = partial(torch.autocast, "cuda", dtype=torch.bfloat16) if cuda else contextlib.nullcontext
     return Bench(model, torch.optim.AdamW(trains, lr=LEARNING_RATE), device, autocast, plan)
 

@@ -27,7 +27,7 @@ class Randomness(Record):
     """Where sampling and noise came from."""
 
     generator: Generator
-    """Of noise, keyed by the operating system; ``philox``, of version 0.1.0, of sampling too."""
+    """Of noise; keyed by the operating system, but where a user's seed took the guarantee away."""
     secure_noise: bool
     """Whether the generator is cryptographic."""
     lattice: Lattice

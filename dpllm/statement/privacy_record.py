@@ -54,7 +54,7 @@ class _Statement(Record):
     data_public: bool
     """Whether the recipe declares the training data public."""
     optimizer: Literal["adamw", "sgd"]
-    """What trained."""
+    """Which optimizer took the noised sums, or plain gradients without differential privacy."""
     randomness: Randomness | None
     """Where sampling and noise came from; null without differential privacy."""
     steps: Steps

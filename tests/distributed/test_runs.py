@@ -173,7 +173,7 @@ def test_a_sharded_run_with_banded_noise_goes_on_with_empty_buffers_and_its_card
     for command in ("audit", "card", "verify"):
         assert cli.main([command, str(place)]) == 0
     found = json.loads((place / "export" / "privacy.json").read_text())
-    assert (found["guarantee"], found["mechanism"]) == (True, "dp-bandmf")
+    assert (found["guarantee"], found["plan"]["mechanism"]) == (True, "dp-bandmf")
     audit = found["audit"]["gradient"]
     assert audit["steps"] == BANDED_STEPS
     low, high = audit["noise_interval"]  # of 95%: four standard errors, and twice as many are never seen

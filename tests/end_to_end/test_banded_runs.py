@@ -73,7 +73,7 @@ def test_groups_are_private_and_buffers_are_nowhere(banded_run: Place) -> None:
         (lambda plan: plan["coefficients"].pop(), "event does not follow"),
         (lambda plan: plan["event"].__setitem__("bands", 7), "event does not follow"),
         (lambda plan: plan.__setitem__("mechanism", "dp-sgd"), "mechanism does not follow"),
-        (lambda plan: plan.__setitem__("coefficients", []), "event, mechanism does not follow"),
+        (lambda plan: plan.__setitem__("coefficients", []), "event does not follow"),
         (lambda plan: plan.__setitem__("sampling", "example"), "for whole units"),
     ],
 )

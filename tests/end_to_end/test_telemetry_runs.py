@@ -10,6 +10,7 @@ import socket
 import time
 import urllib.error
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from dpllm.model import evaluate
 from dpllm.privacy.engine import Diagnostics, StepEngine
 from dpllm.recipe import derived
 from dpllm.recipe.config import load_config
-from dpllm.run.directory import RunDir
+from dpllm.run.directory import RunDir, open_run
 from dpllm.statement.audit import read_audit
 from dpllm.telemetry import metrics
 from dpllm.telemetry.live import publish_audit
@@ -233,8 +234,8 @@ def test_shadow_runs_show_nothing(baseline: Place, tmp_path: Path) -> None:
     from dpllm.lab import shadows
 
     asked = {"telemetry.textfile": str(tmp_path), "telemetry.port": 9464, "telemetry.trackers": ["wandb"]}
-    recipe = load_config(RunDir(baseline.run).config, asked)
-    quiet = shadows._recipe(RunDir(baseline.run), recipe, RunDir(tmp_path / "shadow")).telemetry
+    shown = replace(open_run(RunDir(baseline.run)), config=load_config(RunDir(baseline.run).config, asked))
+    quiet = shadows._recipe(shown, RunDir(tmp_path / "shadow")).telemetry
     assert (quiet.textfile, quiet.port, quiet.trackers) == (None, None, [])
 
 
