@@ -17,7 +17,7 @@ find_python() {
 # which on Linux brings several gigabytes of CUDA libraries.
 make_environment() {
   local directory=$1 requirement=$2 python stamp
-  stamp="$requirement $(cksum < constraints.txt) $(cksum < pyproject.toml)"
+  stamp="$PWD $requirement $(cksum < constraints.txt) $(cksum < pyproject.toml)"
   if [ -f "$directory/.dpllm" ] && [ "$(cat "$directory/.dpllm")" = "$stamp" ]; then
     return
   fi
