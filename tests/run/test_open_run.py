@@ -47,6 +47,13 @@ def test_a_run_is_opened_with_its_recipe_and_record(run: RunDir) -> None:
     assert set(opened.record.artifacts) == {"adapter_model.safetensors", "tokenizer.json"}
 
 
+@pytest.mark.parametrize("name", ["run.json", "plan.json"])
+def test_a_run_of_an_earlier_version_is_told_so_and_not_that_somebody_edited_it(run: RunDir, name: str) -> None:
+    write_json(run.root / name, {**read_json(run.root / name), "schema_version": 1})
+    with pytest.raises(ConfigError, match=f"{name}: has schema version 1"):
+        open_run(run)
+
+
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_changed_file_is_named_and_a_missing_one_is_of_a_copy(run: RunDir, name: str) -> None:
     path = run.root / name

@@ -148,3 +148,9 @@ def test_a_tag_that_stands_alone_counts(tmp_path: Path) -> None:
 def test_nothing_outside_the_marked_parts_can_cover_them(page: Path, text: str) -> None:
     page.write_text(page.read_text("utf-8") + f"\n{text}\n", encoding="utf-8")
     assert set(statement(page)) == {"what could hide it"}
+
+
+def test_a_statement_of_an_earlier_version_is_told_so(page: Path) -> None:
+    block = {**read_object(page.parent / "privacy.json"), "schema_version": 3}
+    with pytest.raises(Wrong, match="has schema version 3"):
+        list(check_export.schema(Published(page.parent, block, "")))
