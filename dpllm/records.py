@@ -62,10 +62,10 @@ class NotAStatement(ConfigError):
             tag: Whether its places begin with the kind of statement.
         """
         lines = []
-        for one in error.errors(include_url=False)[:_MOST_PROBLEMS]:
-            place = ".".join(map(str, one["loc"][tag:])) or "the block"
-            place = "guarantee" if one["type"].startswith("union_tag") else place
-            lines.append(f"{place[:_LONGEST]}: {one['msg'].removeprefix('Value error, ')[:_LONGEST]}")
+        for problem in error.errors(include_url=False)[:_MOST_PROBLEMS]:
+            place = ".".join(map(str, problem["loc"][tag:])) or "the block"
+            place = "guarantee" if problem["type"].startswith("union_tag") else place
+            lines.append(f"{place[:_LONGEST]}: {problem['msg'].removeprefix('Value error, ')[:_LONGEST]}")
         return cls(lines)
 
 
@@ -77,22 +77,22 @@ class Record(BaseModel):
     )
 
     @classmethod
-    def pick(cls, source: Json, **given: Any) -> Self:
+    def pick(cls, source: Json, **others: Any) -> Self:
         """The fields of this part out of a larger JSON object.
 
         Args:
             source: Holds them, and others that are left out.
-            given: Fields that stand elsewhere or are worded otherwise: JSON values, or parts.
+            others: Fields that stand elsewhere or are worded otherwise: JSON values, or parts.
 
         Raises:
             NotAStatement: One of them is missing, or holds what no statement may say.
         """
         names = {field.alias or name for name, field in cls.model_fields.items()}
-        mine = {name: value for name, value in {**source, **given}.items() if name in names}
+        part = {name: value for name, value in {**source, **others}.items() if name in names}
         try:
             # Half a character, of a name that is no UTF-8, is written as a question mark.
             return cls.model_validate_json(
-                json.dumps(mine, default=lambda part: part.to_json(), ensure_ascii=False).encode(errors="replace")
+                json.dumps(part, default=lambda inner: inner.to_json(), ensure_ascii=False).encode(errors="replace")
             )
         except ValidationError as error:
             raise NotAStatement.of(error) from None

@@ -128,7 +128,7 @@ FEATURES = (
         "exact private steps",
         "Sampling, clipping, noise and a check of every model against brute force: the promise holds bit for bit.",
         ("privacy/*.py",),
-        4_169,
+        4_168,
     ),
     Feature(
         "models and memory",
@@ -152,7 +152,7 @@ FEATURES = (
         "recipes and runs",
         "One recipe in, one folder out: planned, trained, resumed, recorded.",
         ("run/*.py", "recipe/*.py", "cli/plan.py", "cli/__init__.py", "__init__.py", "__main__.py", "progress.py"),
-        5_527,
+        5_526,
     ),
     Feature(
         "forecast and advice",
@@ -220,7 +220,7 @@ LIMITS = {
     "upward arrows": 0,
     "rooms in cycles": 0,
 }
-MOST_LINES = 37_619  # of all features together; 31,000 is aimed at, and never above 33,500 after that
+MOST_LINES = 37_617  # of all features together; 31,000 is aimed at, and never above 33,500 after that
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 

@@ -197,7 +197,7 @@ def _examine(run: Run, plan: CanaryPlan, claim: Claim | None) -> _Examined:
             f"{run.directory.plan}: fixes no tests, so they could be chosen by what the audit shows. Train again."
         )
     beside = Beside(
-        limits=promise.limits.to_json() if promise and promise.limits else None,
+        limits=promise.limits.to_json() if promise else None,
         words=words_control(plan.canaries),
         own_references=plan.label_epsilon is not None,
         gradient=_gradient(run, promise, plan) if promise and plan.gradient_coins else None,

@@ -138,8 +138,8 @@ def _released(describe: Json, plan: Plan | None, record: RunRecord) -> Statistic
             "describe.json is of clusters or a classifier, which have a card of their own, in the folder that holds it. Name a "
             "file of statistics."
         )
-    mine = None if plan is None or ledger is None else (ledger.dataset, plan.unit, plan.neighbouring_relation)
-    if (one.dataset, one.unit, one.neighbouring_relation) != mine:
+    charged = None if plan is None or ledger is None else (ledger.dataset, plan.unit, plan.neighbouring_relation)
+    if (one.dataset, one.unit, one.neighbouring_relation) != charged:
         raise ConfigError(
             f"describe.json is about dataset {one.dataset!r} per {one.unit!r} under {one.neighbouring_relation!r}, and the run "
             "was charged for other data, another unit or relation, so that the two do not add. Name the file of these data."

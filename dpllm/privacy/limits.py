@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from dpllm.errors import ConfigError, Refused
 from dpllm.privacy.events import Event
 from dpllm.privacy.parts import Parts, parts_of, require
 from dpllm.privacy.privacy_loss import MOST_EXPONENT, Relation, deltas_at, inverse, privacy_loss
@@ -152,16 +151,16 @@ def profile(event: Event, relation: Relation) -> tuple[tuple[float, ...], tuple[
 
 def _far(epsilon_at: Callable[[float], float]) -> float:
     """The epsilon at the smallest delta that matters, or at the smallest that has one."""
-    found = epsilon_at(SMALLEST_DELTA)
+    far = epsilon_at(SMALLEST_DELTA)
     low, high = math.log(SMALLEST_DELTA), math.log1p(-1e-9)
-    for _ in range(0 if math.isfinite(found) else 40):
+    for _ in range(0 if math.isfinite(far) else 40):
         middle = (low + high) / 2
         here = epsilon_at(math.exp(middle))
         if math.isfinite(here):
-            high, found = middle, here
+            high, far = middle, here
         else:
             low = middle
-    return max(found, 1e-3) if math.isfinite(found) else 1e-3
+    return max(far, 1e-3) if math.isfinite(far) else 1e-3
 
 
 def _gaussian_mu(epsilons: Sequence[float], deltas: Sequence[float]) -> float | None:
@@ -191,7 +190,7 @@ def _gaussian_delta(eps: NDArray[np.float64], mu: NDArray[np.float64]) -> NDArra
     return ndtr(mu / 2 - eps / mu) - np.exp(eps + log_ndtr(-mu / 2 - eps / mu))  # type: ignore[no-any-return]
 
 
-def trade_off(event: Event, relation: Relation) -> tuple[tuple[float, float], ...] | None:
+def trade_off(event: Event, relation: Relation) -> tuple[tuple[float, float], ...]:
     """The largest true-positive rate that any membership test can have, at each of ``RATES``.
 
     Args:
@@ -199,8 +198,11 @@ def trade_off(event: Event, relation: Relation) -> tuple[tuple[float, float], ..
         relation: The neighbouring relation.
 
     Returns:
-        Pairs of a false-positive and a true-positive rate; None where no accountant knows the event. The second is rounded up
-        to four digits, so that versions of the accountant that differ in the last bits give the same.
+        Pairs of a false-positive and a true-positive rate. The second is rounded up to four digits, so that versions of the
+        accountant that differ in the last bits give the same.
+
+    Raises:
+        ConfigError, Refused: As ``attacker_limits_of``.
 
     Guarantee:
         Upper bounds, from the (epsilon, delta) of the event at 512 epsilons at once; see ``attacker_limits_of``.
@@ -208,10 +210,7 @@ def trade_off(event: Event, relation: Relation) -> tuple[tuple[float, float], ..
     References:
         Kairouz, Oh and Viswanath 2015, "The Composition Theorem for Differential Privacy" (the lines).
     """
-    try:
-        pairs = list(zip(*profile(event, relation), strict=True))
-    except (ConfigError, Refused):
-        return None
+    pairs = list(zip(*profile(event, relation), strict=True))
     tops = ((rate, min(most_recognised(epsilon, delta, rate) for epsilon, delta in pairs)) for rate in RATES)
     return tuple((rate, min(1.0, max(0.0, rounded_up(top)))) for rate, top in tops)
 

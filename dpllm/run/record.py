@@ -210,8 +210,7 @@ class Recorder:
             if status == "completed":
                 shutil.rmtree(prepared.run.resume, ignore_errors=True)
         # Private figures stay out of it, as standard output goes into job logs.
-        found = summary(Run(prepared.run, read_run(prepared.run), prepared.config))
-        self._console.print(summary_table(found))
+        self._console.print(summary_table(summary(Run(prepared.run, read_run(prepared.run), prepared.config))))
         before, after = (self._summary[f"eval_loss_{when}"] for when in ("before", "after"))
         worse = prepared.held_out and (after is None or (before is not None and after > before))
         largest, seen = 0.0, only_seen(self._console)

@@ -99,7 +99,7 @@ class RunRecord(Record):
     manifest: dict[str, Sha256]
     """File that the run wrote -> its digest; of export/ there is none where nothing was exported. See ``run.directory``."""
     generator: Generator | None = None
-    """Of noise; None without differential privacy, and in a record of an older version."""
+    """Of noise; None without differential privacy."""
     lattice: Lattice | None = None
     """To which noise and contributions were rounded; None without differential privacy."""
     metrics: Metrics

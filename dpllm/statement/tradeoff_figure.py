@@ -76,16 +76,16 @@ def _who(unit: str) -> str:
 
 def _curve(plan: Plan) -> list[tuple[float, float]]:
     """The limit at each of ``RATES``, from the whole mechanism where it is known."""
-    known = dict(plan.trade_off or ())
+    known = dict(plan.trade_off)
     return [(rate, min(most_recognised(plan.epsilon, plan.delta, rate), known.get(rate, 1.0))) for rate in RATES]
 
 
 def _limits(plan: Plan) -> dict[str, float]:
     """Of rates and area: by the curve, by epsilon and delta, and by the whole mechanism where that is known."""
-    whole = plan.limits.to_json() if plan.limits else {}
+    whole = plan.limits.to_json()
     points = {f"tpr_at_fpr_{rate}": limit for rate, limit in _curve(plan)}
     return {
-        name: min(value, points.get(name, 1.0), 1.0 if whole.get(name) is None else whole[name])
+        name: min(value, points.get(name, 1.0), 1.0 if whole[name] is None else whole[name])
         for name, value in attacker_limits(plan.epsilon, plan.delta).items()
     }
 

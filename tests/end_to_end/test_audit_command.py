@@ -16,6 +16,7 @@ from dpllm.auditing.run import ATTACKS, PARTS
 from dpllm.canaries import canaries
 from dpllm.errors import ConfigError
 from dpllm.lab import shadows
+from dpllm.privacy.plan import Plan
 from dpllm.run import build
 from dpllm.run.directory import RunDir, open_run
 
@@ -215,6 +216,19 @@ def test_a_twin_of_other_data_is_published_only_where_both_are_public(
         done("audit", copy.run, "--twin", twin)
         assert copy.json("export/audit/audit.json")["controls"]["twin"] is None
         assert copy.json("private/audit/audit.json")["controls"]["twin"]
+
+
+def test_what_training_fixed_has_to_be_there(copy: Place) -> None:
+    """Without the tests of the Plan they could be chosen by what the scores show."""
+    edit_recipe(copy.run, "privacy", ledger=str(copy.run / "gone.sqlite"))
+    plan, record = copy.json("plan.json"), copy.json("run.json")
+    loose = Plan.checked({**plan, "audit": None})
+    (copy.run / "plan.json").write_text(json.dumps(loose.to_json()), encoding="utf-8")
+    record["manifest"]["plan.json"] = loose.digest
+    (copy.run / "run.json").write_text(json.dumps(record), encoding="utf-8")
+    assert "fixes no tests" in refused(copy.run)
+    (copy.run / "private" / "canaries.json").unlink()
+    assert "canaries.json: is missing" in refused(copy.run)
 
 
 def test_shadows_stand_in_the_report(copy: Place, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,9 @@ def test_a_statement_that_contradicts_itself_is_none(
         privacy_record.read(block)
 
 
-@pytest.mark.parametrize("change", [lambda c: c[::-1], lambda _: [1.0, 0.0, 0.0], lambda c: [0.99 * one for one in c]])
+@pytest.mark.parametrize(
+    "change", [lambda c: c[::-1], lambda _: [1.0, 0.0, 0.0], lambda c: [0.99 * each for each in c]]
+)
 def test_coefficients_that_are_not_the_best_do_not_verify(
     banded_run: Place, change: Callable[[list[float]], list[float]]
 ) -> None:
@@ -94,9 +96,9 @@ def test_coefficients_that_are_not_the_best_do_not_verify(
     block["plan"]["coefficients"] = change(block["plan"]["coefficients"])
     record = privacy_record.read(block)
     assert record.plan is not None
-    found = tried("sizes", check_promise._sizes, record, record.plan)
-    assert "not the best of any schedule" in found.detail
-    assert found.status == "failed"
+    sizes = tried("sizes", check_promise._sizes, record, record.plan)
+    assert "not the best of any schedule" in sizes.detail
+    assert sizes.status == "failed"
 
 
 @pytest.fixture

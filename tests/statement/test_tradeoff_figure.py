@@ -18,11 +18,12 @@ from dpllm.privacy.plan import Plan
 from dpllm.statement import tradeoff_figure
 
 EVENT = dp_sgd_event(0.05, 1.1, 100)
+NO_LIMITS = MechanismLimits.pick(dict.fromkeys(("tpr_at_fpr_0.001", "tpr_at_fpr_0.01", "auc", "gdp_mu")))
 
 
 def terms(**changes: Any) -> Plan:
     return Plan.model_construct(
-        **{"limits": None, "trade_off": (), "epsilon": 3.0, "delta": 1e-5, "unit": "patient_id", **changes}
+        **{"limits": NO_LIMITS, "trade_off": (), "epsilon": 3.0, "delta": 1e-5, "unit": "patient_id", **changes}
     )
 
 
