@@ -32,7 +32,6 @@ from dpllm.files import write_json
 from dpllm.model import loading
 from dpllm.privacy.plan import AuditSettings, Plan
 from dpllm.recipe.config import RunConfig
-from dpllm.recipe.retired import RETIRED
 from dpllm.run import checkpoint
 from dpllm.run.directory import Run, RunDir, open_run
 from dpllm.run.projections import read_projections, read_turns, read_weights
@@ -143,8 +142,6 @@ def attack(run: RunDir, name: str) -> dict[str, Any]:
     Raises:
         ConfigError: No such attack; and see ``audit``.
     """
-    if why := RETIRED.get(f"audit --attack {name}"):
-        raise ConfigError(f"--attack {name} is retired: {why}.")
     if name not in ATTACKS:
         near = difflib.get_close_matches(name, ATTACKS, 1)
         advice = f"Did you mean {near[0]}?" if near else f"Type one of {', '.join(ATTACKS)}."

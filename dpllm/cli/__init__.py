@@ -18,7 +18,6 @@ import dpllm
 from dpllm.cli import audit, canaries, compare, describe, epsilon, ledger, plan, publish, synthesize
 from dpllm.cli.plan import Call, take_json
 from dpllm.errors import ConfigError, DpllmError, EndedElsewhere
-from dpllm.recipe.retired import RETIRED
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,11 +40,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    for words in (arguments[:1], arguments[:2]):  # what the parser does not know, or asks for more before it
-        name = " ".join(words)
-        if fix := RETIRED.get(name):
-            print(f"dpllm {name.replace(' --', ': --')} is retired: {fix}.", file=sys.stderr)
-            return 2
     parser = _parser()
     arguments, overrides = _split(arguments)
     known, unknown = parser.parse_known_args(arguments)
@@ -64,9 +58,6 @@ def _run(arguments: list[str]) -> int:
             else []
         )
         if wrong:
-            for name in (argument.partition("=")[0] for argument in wrong):
-                if fix := RETIRED.get(f"{known.command} {name}"):
-                    raise ConfigError(f"{name} is retired: {fix}.")
             raise ConfigError(f"unknown argument {wrong[0]}. Type dpllm {known.command} --help.")
         if known.command not in {"train", "env"} and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ConfigError(

@@ -18,7 +18,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError, ValidatorFunctionWr
 from pydantic_core import PydanticCustomError
 
 from dpllm.errors import ConfigError
-from dpllm.recipe.retired import RETIRED
 
 
 class Section(BaseModel):
@@ -221,9 +220,7 @@ def explain(error: ValidationError, recipe: type[Section]) -> list[str]:
         if last in known or kind in ("extra_forbidden", "missing"):
             shown.append(last)
         key, got = ".".join(shown) or "recipe", problem.get("input")
-        if fix := RETIRED.get(key) or RETIRED.get(f"{key}: {got}"):
-            lines.append(f"{key}: {fix}")
-        elif kind == "extra_forbidden":
+        if kind == "extra_forbidden":
             near = difflib.get_close_matches(last, known, n=1, cutoff=0.5)
             lines.append(
                 f"{key}: unknown key; " + (f"did you mean {near[0]}?" if near else f"known keys: {', '.join(known)}")

@@ -12,7 +12,6 @@ import pytest
 
 import dpllm
 from dpllm import cli
-from dpllm.recipe.retired import RETIRED
 
 ROOT = Path(dpllm.__file__).parent
 RECIPES = ("plan", "train")
@@ -137,7 +136,7 @@ def wrong(text: str, printed_by: tuple[str, ...], enough: Callable[[Iterable[boo
 
 
 def of_commands(module: str) -> bool:
-    return module.startswith("cli/") or module == "recipe/retired.py"
+    return module.startswith("cli/")
 
 
 LIBRARY = [
@@ -173,12 +172,11 @@ def test_the_test_sees_options_that_are_not_there(text: str, printed_by: tuple[s
 def test_a_command_names_only_options_that_some_command_takes() -> None:
     """Modules of the command line print for several commands: an option is one of theirs."""
     taken = set().union(*OPTIONS.values())
-    retired = {word for key in RETIRED for word in key.split() if word.startswith("--")}
     found = {
         (module, option)
         for module, _, text in messages()
         if of_commands(module)
         for option in re.findall(r"(?<![\w-])--[a-z][\w-]*(?![\w.-])", text)
-        if option not in taken | retired | {"--output_dir", "--version"}
+        if option not in taken | {"--output_dir", "--version"}
     }
     assert found == set()

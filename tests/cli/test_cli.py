@@ -87,15 +87,10 @@ def test_overrides_may_stand_anywhere(recipe: Path, capsys: pytest.CaptureFixtur
         (["train"], "name a recipe"),
         (["canaries", "plan"], "name a recipe: dpllm canaries plan recipes/"),
         (["plan", "."], "is a directory, and a recipe is a YAML file"),
-        (["plan", "--config", "RECIPE"], "--config is retired: type the recipe itself"),
         (["plan", "RECIPE", "--jsn"], "unknown argument --jsn"),
         (["plan", "RECIPE", "more"], "unknown argument more"),
         (["audit", "run", "--train.steps", "3"], "no such file or directory"),
         (["train", "RECIPE", "--resume", "--overwrite"], "one of the two"),
-        (
-            ["train", "RECIPE", "--make-up-lost-steps"],
-            "--make-up-lost-steps is retired: steps that a crash lost stay lost",
-        ),
         (["plan", "RECIPE", "--train.steps"], "--train.steps needs a value"),
         (["plan", "absent.yaml"], "no such recipe"),
     ],
@@ -214,14 +209,6 @@ def test_every_kind_of_error_has_its_code(
     monkeypatch.setattr("dpllm.cli._env", fail)
     assert main(["env"]) == code
     assert capsys.readouterr().err == "dpllm env: what, why, and what to type\n"
-
-
-@pytest.mark.parametrize("arguments", [["curve", "RUN"], ["ledger", "plot"]])
-def test_what_is_retired_says_what_to_type_instead(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
-    assert main(arguments) == 2
-    said = capsys.readouterr().err
-    assert "is retired: " in said
-    assert said.count("\n") == 1
 
 
 def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -250,11 +250,6 @@ def test_what_is_decided_beside_the_model_has_its_exit_code(
     ("arguments", "words"),
     [
         (["--train.stepz", "2"], "did you mean steps"),
-        (["--sweep", "train.steps=1,2"], "--sweep is retired: it planned"),
-        (["--sweep=train.steps=1,2"], "--sweep is retired: it planned"),
-        (["--figure", "a.png"], "--figure is retired: plan prints"),
-        (["--compare"], "--compare is retired: it gave no guarantee"),
-        (["--after", "runs/a"], "--after is retired: adaptive clipping is retired"),
         (["--device", "h100"], "Type both"),
     ],
 )

@@ -249,7 +249,6 @@ def test_what_is_no_comparison_is_refused(runs: list[RunDir], tmp_path: Path) ->
         ([], "required"),
         (["dp", "baseline", "--tasks", "-1"], "cannot be negative"),
         (["dp", "absent"], "holds no run"),
-        (["dp", "baseline", "--no-intervals"], "--no-intervals is retired"),
     ],
 )
 def test_the_command_says_what_is_wrong(

@@ -60,8 +60,6 @@ def test_real_rows_are_scored_in_private(copy: Place) -> None:
     ("arguments", "words"),
     [
         (["--shadows", "0"], "--shadows 0"),
-        (["--members", "rows.jsonl", "--non-members", "others.jsonl"], "--non-members is retired"),
-        (["--output", "reports"], "--output is retired"),
         (["--base", "gpt2"], "--base is for a model trained elsewhere"),
         (["--epsilon", "3"], "--epsilon is for a model trained elsewhere"),
         (["--attack", "losss"], "Did you mean loss?"),
@@ -71,8 +69,6 @@ def test_real_rows_are_scored_in_private(copy: Place) -> None:
         (["--attack", "loss", "--members"], "two separate audits"),
         (["--attack", "loss", "--twin", "run"], "two separate audits"),
         (["--members", "--shadows", "2"], "two separate audits"),
-        (["--leakage"], "--leakage is retired"),
-        (["--scores-only"], "--scores-only is retired"),
     ],
 )
 def test_mistakes_with_a_run_are_one_message(finished: Place, arguments: list[str], words: str) -> None:

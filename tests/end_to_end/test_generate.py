@@ -159,7 +159,6 @@ def test_an_end_token_ends_a_text(finished: Place) -> None:
         (("--seed", "99999999999999999999"), "out of torch"),
         (("--prompt", "a\udc80b"), "half of a character"),
         (("--top-p", "1.5"), "are out of range"),
-        (("--beams", "5"), "--beams is retired: a sample is drawn"),
         (("--max-new-tokens", "500"), "exceed the 128"),
         (("--prompts", "nowhere.jsonl"), "cannot be read"),
     ],

@@ -73,12 +73,6 @@ def test_a_repository_with_files_of_another_model_is_refused(run: Path, hub: Hub
     assert sorted(hub.repositories[NAME].files) == [".gitattributes", "old.safetensors"]
 
 
-@pytest.mark.parametrize("command", [("push", "run", NAME, "--replace"), ("merge", "run", "--dtype=float16")])
-def test_options_that_are_retired_say_what_to_type(command: tuple[str, ...]) -> None:
-    answer = dpllm_(*command)
-    assert (answer.code, f"{command[-1].partition('=')[0]} is retired: " in answer.err) == (2, True)
-
-
 # Refused before anybody is contacted.
 
 

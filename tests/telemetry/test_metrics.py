@@ -201,11 +201,6 @@ def test_the_command_writes_what_it_prints(tmp_path: Path, capsys: pytest.Captur
     assert "node exporter" in capsys.readouterr().err
 
 
-def test_looking_for_served_models_is_retired(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["ledger", "metrics", "--served", "a", "b"]) == 2
-    assert "--served is retired: dpllm verify DIR --ledger FILE says" in capsys.readouterr().err
-
-
 # --- textfiles -------------------------------------------------------------------------------------------------------
 
 
