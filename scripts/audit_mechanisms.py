@@ -2,7 +2,7 @@
 
 python scripts/audit_mechanisms.py [--runs 200]
 
-"default" are the tests of ``dpllm.recipe.audit.default_ways``; "both" is the first of them alone, and "in" the test of gradient
+"default" are the tests of ``sections.default_ways``; "both" is the first of them alone, and "in" the test of gradient
 canaries. The mechanisms
 are those of ``tests/privacy/audit_simulation.py``, at delta 1e-5 and alpha 0.05; "a visible share" shows so many of the members
 plainly, at any epsilon, and the others not at all.
@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "privacy"))
 
 from audit_simulation import EPSILONS, MECHANISMS, Mechanism, audits
 
-from dpllm.recipe.audit import default_ways
+from dpllm.recipe.sections import default_ways
 
 
 def visible(share: float) -> Mechanism:

@@ -20,7 +20,7 @@ from _machine import machine, versions
 
 from dpllm.auditing import bounds
 from dpllm.auditing.statistics import auc
-from dpllm.recipe.audit import default_ways
+from dpllm.recipe.sections import default_ways
 
 NUM_CANARIES, ALPHA, DELTA = 1000, 0.05, 1e-5
 WAYS = default_ways(NUM_CANARIES)

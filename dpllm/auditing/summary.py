@@ -22,7 +22,7 @@ from dpllm.auditing.table import CanaryScores, TokenTable, by_group
 from dpllm.auditing.verdict import group_test, judge, levels
 from dpllm.errors import ConfigError
 from dpllm.privacy.plan import AuditSettings
-from dpllm.recipe.audit import default_ways
+from dpllm.recipe.sections import default_ways
 from dpllm.statement.audit import SCHEMA_VERSION, Controls, GroupTest, Summary
 from dpllm.statement.audit_bounds import Claim, GradientAudit, OneRunBound
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from dpllm.auditing.bounds import one_run_ceiling
-from dpllm.recipe.audit import default_ways
+from dpllm.recipe.sections import default_ways
 from dpllm.statement.audit import Controls, GroupTest
 from dpllm.statement.audit_bounds import Claim, GradientAudit, GroupClaim, OneRunBound
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from dpllm.errors import ConfigError
-from dpllm.recipe.audit import CanaryConfig
+from dpllm.recipe.sections import CanaryConfig
 
 if TYPE_CHECKING:
     from dpllm.canaries.source import ModelSource  # which loads torch

@@ -23,8 +23,8 @@ from dpllm.privacy import guards
 from dpllm.privacy.accounting import compose, stated
 from dpllm.privacy.plan import Plan
 from dpllm.recipe import derived, names
-from dpllm.recipe.audit import CanaryConfig
 from dpllm.recipe.config import RunConfig, load_config
+from dpllm.recipe.sections import CanaryConfig
 from dpllm.run.directory import RunDir, check_directory
 from dpllm.run.promise import Start, Subject, decide, read_subject
 from dpllm.statement.run_files import read_status

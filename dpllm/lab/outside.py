@@ -27,8 +27,8 @@ from dpllm.model import elsewhere
 from dpllm.model.loading import ScoringModels, positions
 from dpllm.privacy.plan import AuditSettings
 from dpllm.recipe import names
-from dpllm.recipe.audit import AuditConfig, default_ways
 from dpllm.recipe.config import DataConfig
+from dpllm.recipe.sections import AuditConfig, default_ways
 from dpllm.run import checkpoint
 from dpllm.statement.audit import Bound, Summary
 from dpllm.statement.audit_bounds import Claim

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,12 +15,10 @@ import yaml
 from pydantic import Field, PositiveInt, ValidationError, ValidatorFunctionWrapHandler, field_validator, model_validator
 
 from dpllm.errors import ConfigError
-from dpllm.recipe.audit import AuditConfig
-from dpllm.recipe.beside import CardConfig as CardConfig
-from dpllm.recipe.beside import TelemetryConfig as TelemetryConfig
-from dpllm.recipe.privacy import PrivacyConfig
 from dpllm.recipe.section import Section, explain, read_recipe
-from dpllm.recipe.train import TrainConfig as TrainConfig
+from dpllm.recipe.sections import AuditConfig, CardConfig, PrivacyConfig
+from dpllm.recipe.sections import TelemetryConfig as TelemetryConfig
+from dpllm.recipe.sections import TrainConfig as TrainConfig
 
 
 class ModelConfig(Section):
@@ -356,13 +353,7 @@ def make_config(raw: dict[str, Any], overrides: Mapping[str, Any] | None, where:
     try:
         return RunConfig.model_validate(raw)
     except ValidationError as error:
-        version = metadata.version("dpllm")
-        other = f"; the recipe is perhaps of another version: this is dpllm {version}, see its CHANGELOG"
-        lines = explain(error, RunConfig)
-        for place, line in enumerate(lines):
-            if "unknown key; known keys" in line:  # like none that there is, and so no slip of the keyboard
-                lines[place] = line + other
-        raise ConfigError("\n".join(f"{where}: {line}" for line in lines)) from None
+        raise ConfigError("\n".join(f"{where}: {line}" for line in explain(error, RunConfig))) from None
 
 
 def dump_config(config: RunConfig) -> str:

@@ -24,8 +24,8 @@ from dpllm.privacy.plan import (
 )
 from dpllm.privacy.renyi import Fit
 from dpllm.privacy.schedule import Schedule, make_schedule
-from dpllm.recipe.audit import AuditConfig
-from dpllm.recipe.config import DataConfig, LoraConfig, RunConfig, TrainConfig
+from dpllm.recipe.config import DataConfig, LoraConfig, RunConfig
+from dpllm.recipe.sections import AuditConfig, TrainConfig
 
 if TYPE_CHECKING:
     from dpllm.privacy.preference import PairLoss

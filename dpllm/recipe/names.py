@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from dpllm.files import digest as digest_of
-from dpllm.recipe.config import CardConfig, RunConfig, Source, TelemetryConfig
+from dpllm.recipe.config import RunConfig, Source
+from dpllm.recipe.sections import CardConfig, TelemetryConfig
 
 DATA_SUFFIXES = {".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt", ".gz", ".bz2", ".xz", ".zst"}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")

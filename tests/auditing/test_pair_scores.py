@@ -14,7 +14,7 @@ from dpllm.auditing.summary import Beside, summarise
 from dpllm.auditing.table import CanaryScores, TokenTable, read_scores, sum_up, write_tokens
 from dpllm.canaries.canaries import encode_secret, plan_canaries
 from dpllm.errors import ConfigError
-from dpllm.recipe.audit import AuditConfig, CanaryConfig
+from dpllm.recipe.sections import AuditConfig, CanaryConfig
 from dpllm.statement.audit_bounds import Claim
 from dpllm.text import data
 

@@ -19,7 +19,7 @@ from dpllm.auditing.scores import score, score_canaries
 from dpllm.auditing.table import read_scores
 from dpllm.canaries.canaries import Canary, encode_secret, plan_canaries
 from dpllm.errors import ConfigError
-from dpllm.recipe.audit import CanaryConfig
+from dpllm.recipe.sections import CanaryConfig
 from dpllm.text.data import TokenSequence, encode
 
 VOCABULARY = 300

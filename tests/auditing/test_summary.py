@@ -22,7 +22,7 @@ from dpllm.canaries.canaries import CanaryConfig
 from dpllm.errors import ConfigError
 from dpllm.files import read_json
 from dpllm.privacy.plan import AuditSettings
-from dpllm.recipe.audit import default_ways
+from dpllm.recipe.sections import default_ways
 from dpllm.statement import privacy_record
 from dpllm.statement.audit import Controls, parse_audit
 from dpllm.statement.audit_bounds import Claim, GradientAudit, OneRunBound

@@ -18,8 +18,8 @@ from dpllm.canaries import canaries
 from dpllm.canaries.canaries import CanaryPlan, check_fits, load, plan_canaries, redraw_coins, save, slots
 from dpllm.errors import ConfigError
 from dpllm.privacy.labels import flip_probability
-from dpllm.recipe.audit import AuditConfig, CanaryConfig
 from dpllm.recipe.config import DataConfig
+from dpllm.recipe.sections import AuditConfig, CanaryConfig
 
 SMALL = CanaryConfig(groups={1: 30, 4: 5}, references=100)
 ROWS = DataConfig(train="pairs.jsonl")

@@ -25,8 +25,8 @@ from dpllm.canaries.canaries import check_fits, encode_secret, load, plan_canari
 from dpllm.canaries.source import ModelSource
 from dpllm.errors import ConfigError
 from dpllm.model import loading
-from dpllm.recipe.audit import AuditConfig, CanaryConfig
 from dpllm.recipe.config import RunConfig
+from dpllm.recipe.sections import AuditConfig, CanaryConfig
 from dpllm.text.data import encode
 
 KINDS = ("digits", "random_tokens", "new_tokens")
@@ -281,7 +281,7 @@ def test_new_coins_keep_the_texts_and_forget_the_old_coins(source, seed):
 def test_neither_planning_without_a_model_nor_statistics_import_torch():
     code = (
         "import sys, dpllm.auditing.summary\n"
-        "from dpllm.canaries.canaries import plan_canaries; from dpllm.recipe.audit import CanaryConfig\n"
+        "from dpllm.canaries.canaries import plan_canaries; from dpllm.recipe.sections import CanaryConfig\n"
         "plan_canaries(CanaryConfig(groups={1: 5}, references=100))\n"
         "sys.exit(bool({'torch', 'transformers'} & sys.modules.keys()))"
     )

@@ -12,7 +12,7 @@ from running import Json, Place, done, make_place
 
 from dpllm.auditing.run import audit
 from dpllm.canaries import canaries
-from dpllm.recipe.audit import CanaryConfig
+from dpllm.recipe.sections import CanaryConfig
 from dpllm.run import mechanism
 from dpllm.run.directory import RunDir
 

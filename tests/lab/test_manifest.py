@@ -17,7 +17,7 @@ from dpllm.canaries import canaries
 from dpllm.errors import ConfigError
 from dpllm.lab import outside
 from dpllm.lab.outside import FEWEST_OUT, Manifest, read_manifest
-from dpllm.recipe.audit import CanaryConfig, default_ways
+from dpllm.recipe.sections import CanaryConfig, default_ways
 from dpllm.statement.audit_bounds import Claim
 
 COINS = {"coins": "independent"}

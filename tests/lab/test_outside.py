@@ -18,7 +18,7 @@ from dpllm.errors import ConfigError, DpllmError
 from dpllm.lab.outside import audit_outside, outside_claim
 from dpllm.model import elsewhere
 from dpllm.model.loading import positions
-from dpllm.recipe.audit import CanaryConfig
+from dpllm.recipe.sections import CanaryConfig
 from dpllm.statement.audit_bounds import Claim
 
 TARGETS = ["q_proj", "v_proj"]

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from scipy import optimize, stats
 
 from dpllm.auditing.bounds import epsilon_lower_bound
-from dpllm.recipe.audit import default_ways
+from dpllm.recipe.sections import default_ways
 from dpllm.statement.audit_bounds import OneRunBound
 
 ALPHA = 0.05

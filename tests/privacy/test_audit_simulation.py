@@ -28,7 +28,7 @@ from dpllm.auditing.bounds import epsilon_lower_bound, one_run_ceiling
 from dpllm.auditing.statistics import auc, exposure, exposure_null_mean, rank_sum_p_value
 from dpllm.privacy.accounting import dp_sgd_event
 from dpllm.privacy.accounting import epsilon as stated_epsilon
-from dpllm.recipe.audit import default_ways
+from dpllm.recipe.sections import default_ways
 from dpllm.statement.audit_bounds import group_claim
 
 
