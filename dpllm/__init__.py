@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     from dpllm.comparison.compare import Comparison
     from dpllm.ledger import Ledger as Ledger
+    from dpllm.privacy.schedule import TokenSequence as TokenSequence
+    from dpllm.privacy.schedule import Unit as Unit
     from dpllm.publish.generate import Sample
     from dpllm.publish.quality import Tell
     from dpllm.recipe.config import RunConfig
@@ -37,8 +39,6 @@ if TYPE_CHECKING:
     from dpllm.run.own_loop import promise as promise
     from dpllm.run.promise import Decision
     from dpllm.statement.audit import AuditRecord
-    from dpllm.text.data import TokenSequence as TokenSequence
-    from dpllm.text.data import Unit as Unit
     from dpllm.verification.values import Verification
 
     Recipe: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | RunConfig
@@ -67,8 +67,8 @@ __all__ = [
 _LAZY = {
     "Engine": ("dpllm.run.own_loop", "Engine"),
     "Ledger": ("dpllm.ledger", "Ledger"),
-    "TokenSequence": ("dpllm.text.data", "TokenSequence"),
-    "Unit": ("dpllm.text.data", "Unit"),
+    "TokenSequence": ("dpllm.privacy.schedule", "TokenSequence"),
+    "Unit": ("dpllm.privacy.schedule", "Unit"),
     "promise": ("dpllm.run.own_loop", "promise"),
     "builtin": ("dpllm.text.builtin", None),
 }

@@ -29,9 +29,8 @@ from dpllm.privacy.engine import StepEngine
 from dpllm.privacy.noise import GaussianNoise
 from dpllm.privacy.packing import Pass, passes_of
 from dpllm.privacy.plan import Plan
-from dpllm.privacy.schedule import Packing
+from dpllm.privacy.schedule import Packing, TokenSequence, Unit
 from dpllm.recipe.config import FrozenConfig
-from dpllm.text.data import TokenSequence, Unit
 
 warnings.filterwarnings("ignore", message="Full backward hook is firing when gradients are computed")
 warnings.filterwarnings("ignore", message="`gradient_checkpointing_")  # renamed within transformers 5

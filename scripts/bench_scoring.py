@@ -23,7 +23,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import dpllm
 from dpllm.auditing import scores
-from dpllm.text.data import TokenSequence
+from dpllm.privacy.schedule import TokenSequence
 
 SHAPES: dict[str, Callable[[], Any]] = {
     "GPT-2 small (124M, 50,257 tokens)": lambda: GPT2LMHeadModel(GPT2Config()),

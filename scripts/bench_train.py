@@ -77,7 +77,7 @@ def write_rows(known: argparse.Namespace, path: Path) -> None:
     config = load_config(known.recipe, dict(one.split("=", 1) for one in known.overrides))
     table = data.load_table(config.data.train, config.data, "train", path.parent)
     rows = random.Random(0).sample(list(table.rows), known.rows)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    path.write_text("".join(json.dumps(row.parts) + "\n" for row in rows), encoding="utf-8")
 
 
 def report(known: argparse.Namespace, seconds_of: dict[str, list[float]], memory: dict[str, int]) -> None:
@@ -148,10 +148,11 @@ def trained_by_trainer(variant: str, known: argparse.Namespace, config: Any, pip
 
     from dpllm.model import loading
     from dpllm.text import data
+    from dpllm.text.tokens import encode_units
 
     tokenizer = loading.load_tokenizer(config.model)
     table = data.load_table(config.data.train, config.data, "train", Path(config.output_dir))
-    units = data.encode_units([[row] for row in table.rows], table.format, tokenizer, config.data)
+    units = encode_units([[row] for row in table.rows], table.format, tokenizer, config.data)
     rows = [row for unit in units for row in unit.sequences]
     examples = [
         {

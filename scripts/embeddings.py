@@ -25,8 +25,7 @@ from dpllm.privacy.embedded import DIMENSIONS, Floats, Projection, lattice, near
 from dpllm.recipe.config import DataConfig, ModelConfig
 from dpllm.run.embeddings import Encoder
 from dpllm.text import data
-from dpllm.text.data import value_name
-from dpllm.text.rows import each_row
+from dpllm.text.data import each_row, value_name
 
 DELTA, ROUNDS, EPSILONS = 1e-5, 5, (0.5, 1.0, 3.0)
 PROGRAM = """
@@ -58,14 +57,14 @@ def vectors(known: argparse.Namespace, source: str) -> tuple[Floats, list[str], 
     config = DataConfig(train=source, max_length=known.max_length)
     key = digest({"encoder": known.encoder, "source": source, "max_length": known.max_length})[:16]
     with scratch() as folder:
-        rows = data.load_table(config.train, config, None, folder).rows
+        rows = data.load_table(config.train, config, None, folder, [known.label]).rows
         if not (path := known.cache / f"{key}.npz").exists():
             encoder = Encoder(ModelConfig(name_or_path=known.encoder), known.max_length)
             centre_D = encoder.around(1).centre_D
             found_RD = encoder.of_rows(each_row(rows), ("text",), lambda vectors_RD: vectors_RD)  # as they are
             known.cache.mkdir(parents=True, exist_ok=True)
             np.savez(path, vectors=found_RD, centre=centre_D)
-        labels = [value_name(row.get(known.label)) for row in rows]
+        labels = [value_name(row.codes.get(known.label)) for row in rows]
     stored = np.load(path)
     return stored["vectors"], labels, stored["centre"]
 

@@ -90,7 +90,7 @@ def write(run: RunDir, config: RunConfig, count: int, seed: int) -> Json:
     write_card(run)
     table, columns = load_table(str(config.data.eval), config.data, None, run.private / "cache"), config.data.control
     choice, generator = random.Random(seed), generate.load(run.root)
-    codes = [[value_name(row.get(column)) for column in columns] for row in choice.choices(table.rows, k=count)]
+    codes = [[value_name(row.codes.get(column)) for column in columns] for row in choice.choices(table.rows, k=count)]
     texts: list[str] = []
     for start in range(0, count, BATCH):
         lines = [control.line(columns, values) if columns else None for values in codes[start : start + BATCH]]

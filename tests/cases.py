@@ -13,7 +13,7 @@ from tiny_models import FROZEN, LORA, RAGGED, Toy
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpllm.text.data import Unit
+from dpllm.privacy.schedule import Unit
 
 MODES = ("held", "twice")  # how gradients are kept until the clipping factors are known
 BF16 = partial(torch.autocast, "cpu", dtype=torch.bfloat16)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dpllm.errors import Refused
 from dpllm.privacy.packing import Pass, lay_out, passes_of
-from dpllm.text.data import Unit
+from dpllm.privacy.schedule import Unit
 
 BOUND = 1 + 1e-6
 EXACT = 1e-5

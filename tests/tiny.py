@@ -10,6 +10,7 @@ from typing import Any
 
 from dpllm.recipe.config import DataConfig
 from dpllm.text import data
+from dpllm.text.layouts import Row
 
 Json = dict[str, Any]
 
@@ -161,6 +162,11 @@ def write_rows(path: Path, rows: Iterable[Json]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
+
+
+def rows(some: Iterable[Json], unit: str = "example") -> list[Row]:
+    """As a table holds them, each with what its column ``unit`` says."""
+    return [Row(dict(row), row.get(unit)) for row in some]
 
 
 def count_units(settings: DataConfig, cache: Path) -> int:

@@ -24,10 +24,9 @@ from dpllm.privacy.engine import StepEngine
 from dpllm.privacy.noise import GaussianNoise
 from dpllm.privacy.packing import Pass, passes_of
 from dpllm.privacy.plan import Plan
-from dpllm.privacy.schedule import Packing, Schedule
+from dpllm.privacy.schedule import Packing, Schedule, TokenSequence, Unit
 from dpllm.privacy.selfcheck import has_experts
 from dpllm.recipe.config import RunConfig
-from dpllm.text.data import TokenSequence, Unit
 
 MAX_LENGTH, VOCABULARY = 128, 64
 TOKENS = 96  # of a pass, which holds a few of the units here

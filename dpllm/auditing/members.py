@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,18 +22,20 @@ from dpllm.auditing.summary import CONFIDENCE, separation
 from dpllm.auditing.table import TokenTable
 from dpllm.errors import ConfigError
 from dpllm.files import write_json
+from dpllm.privacy.schedule import Unit
 from dpllm.recipe.config import DataConfig
 from dpllm.run.directory import Run
 from dpllm.text import data
-from dpllm.text.data import Unit, unit_name
-from dpllm.text.layouts import FIELDS, Format
+from dpllm.text.data import unit_name
+from dpllm.text.layouts import FIELDS, Format, Row
+from dpllm.text.tokens import encode_units
 
 if TYPE_CHECKING:
     from dpllm.model.loading import ScoringModels
 
 # A legend of shapes: S privacy units of both sides, members first; N tokens.
 
-Rows = list[dict[str, Any]]
+Rows = list[Row]
 """The rows of one privacy unit."""
 
 LIMIT = 1000
@@ -113,7 +115,7 @@ def audit_members(
     drawn = [_draw(members), _draw(non_members)]
     check_overlap(members, drawn[1], fmt, settings.unit)
     sides = [
-        [unit for unit in data.encode_units(groups, fmt, models.tokenizer, settings, name=name) if unit.sequences]
+        [unit for unit in encode_units(groups, fmt, models.tokenizer, settings, name=name) if unit.sequences]
         for name, groups in zip(SIDES, drawn, strict=True)
     ]
     for name, side in zip(SIDES, sides, strict=True):
@@ -162,10 +164,10 @@ def check_overlap(members: Sequence[Rows], non_members: Sequence[Rows], fmt: For
         found = _words(row, fmt)
         copied |= {" ".join(found)} & whole
         seen.update(run for run in _runs(found) if run in wanted)
-        units.add(unit_name(row.get(unit)))
+        units.add(unit_name(row.unit))
     exact = sum(" ".join(found) in copied for found in words)
     near = sum(len(own & seen) > NEAR_COPY * len(own) for own in runs)
-    shared_units = 0 if unit == "example" else sum(unit_name(group[0].get(unit)) in units for group in non_members)
+    shared_units = 0 if unit == "example" else sum(unit_name(group[0].unit) in units for group in non_members)
     counts = (
         (exact, f"{exact} of {len(words)} rows are identical to members"),
         (near, f"{near} of {len(words)} have most of their runs of {NGRAM} words in common with members"),
@@ -177,8 +179,8 @@ def check_overlap(members: Sequence[Rows], non_members: Sequence[Rows], fmt: For
         )
 
 
-def _words(row: Mapping[str, Any], fmt: Format) -> list[str]:
-    parts = [row[field] for field in FIELDS[fmt]]
+def _words(row: Row, fmt: Format) -> list[str]:
+    parts = [row.parts[field] for field in FIELDS[fmt]]
     if fmt == "messages":
         parts = [turn.get("content", "") if isinstance(turn, dict) else turn for turn in parts[0]]
     return unicodedata.normalize("NFC", "\n".join(map(str, parts))).casefold().split()

@@ -20,8 +20,8 @@ from dpllm.auditing.table import TOP_K, CanaryScores, TokenTable, sum_up
 from dpllm.canaries.canaries import Canary, CanaryPlan, encode_secret
 from dpllm.errors import ConfigError
 from dpllm.model.longest import rows_at_once
+from dpllm.privacy.schedule import TokenSequence
 from dpllm.recipe.config import DataConfig
-from dpllm.text.data import TokenSequence
 from dpllm.text.layouts import Format
 
 if TYPE_CHECKING:

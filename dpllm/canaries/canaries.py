@@ -20,11 +20,12 @@ from dpllm.canaries import kinds
 from dpllm.errors import ConfigError, DataError
 from dpllm.files import read_json, write_json
 from dpllm.privacy.labels import flipped
+from dpllm.privacy.schedule import TokenSequence
 from dpllm.recipe.config import DataConfig
 from dpllm.recipe.derived import slots_each
 from dpllm.recipe.sections import AuditConfig, CanaryConfig
-from dpllm.text.data import TokenSequence, encode
 from dpllm.text.layouts import Format
+from dpllm.text.tokens import encode
 
 if TYPE_CHECKING:
     from dpllm.canaries.source import ModelSource  # which loads torch

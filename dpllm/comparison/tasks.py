@@ -18,7 +18,7 @@ from dpllm.recipe.config import RunConfig
 from dpllm.recipe.names import public_name
 from dpllm.records import Json
 from dpllm.run.directory import Run, RunDir, open_run
-from dpllm.text import control, data
+from dpllm.text import data
 from dpllm.text.prompts import encode
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def _written(run: Run, base: bool, rows: int) -> Json:
             f"{public_name(config.data.eval)}: has no prompts with completions, so there are no references for BLEU. "
             "Leave --tasks out."
         )
-    references = by_prompt(table.rows, rows)
+    references = by_prompt(table, rows)
     models = load_models(run)
     prompts, num_tokens = _encoded(references, models, config)
 
@@ -97,13 +97,13 @@ def _written(run: Run, base: bool, rows: int) -> Json:
     return found
 
 
-def by_prompt(rows: Sequence[Json], count: int) -> dict[str, list[str]]:
+def by_prompt(table: data.Table, count: int) -> dict[str, list[str]]:
     """The first ``count`` different prompts and all references of each: a prompt may stand in several rows."""
     found: dict[str, list[str]] = {}
-    for row in rows:
-        prompt = row.get(control.LINE, "") + row["prompt"]
+    for row in table.rows:
+        prompt = row.line + row.parts["prompt"]
         if prompt in found or len(found) < count:
-            found.setdefault(prompt, []).append(row["completion"].strip())
+            found.setdefault(prompt, []).append(row.parts["completion"].strip())
     return found
 
 

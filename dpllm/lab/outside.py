@@ -26,13 +26,13 @@ from dpllm.errors import ConfigError
 from dpllm.model import elsewhere
 from dpllm.model.loading import ScoringModels, positions
 from dpllm.privacy.plan import AuditSettings
+from dpllm.privacy.schedule import TokenSequence
 from dpllm.recipe import names
 from dpllm.recipe.config import DataConfig
 from dpllm.recipe.sections import AuditConfig, default_ways
 from dpllm.run import checkpoint
 from dpllm.statement.audit import Bound, Summary
 from dpllm.statement.audit_bounds import Claim
-from dpllm.text.data import TokenSequence
 from dpllm.text.layouts import Format
 
 FEWEST_OUT = 20  # texts that were never planted: with fewer there is nothing to compare with

@@ -43,7 +43,7 @@ def find_policy(config: RunConfig, table: Table, ledger: Ledger | None) -> Datas
             ledger; evaluation data that train, or that are declared public and are not.
         ConfigError: ``privacy.derived_from`` names no dataset of the ledger, or the name of the data cannot be published.
     """
-    records = fingerprint(table.rows, FIELDS[table.format], ledger.records.key()) if ledger else None
+    records = fingerprint(table.parts(), FIELDS[table.format], ledger.records.key()) if ledger else None
     known = ledger.records.known_as(records) if ledger and records else None
     name = config.privacy.dataset or known or data.dataset_name(config.data)
     parent = config.privacy.derived_from
@@ -111,7 +111,7 @@ def _check_evaluation(config: RunConfig, source: Source, table: Table, ledger: L
     with scratch() as cache:
         held_out = data.load_table(source, config.data, config.data.eval_split, cache)
     key = ledger.records.key() if ledger else b"compared here"
-    records, own = (fingerprint(one.rows, FIELDS[one.format], key) for one in (held_out, table))
+    records, own = (fingerprint(one.parts(), FIELDS[one.format], key) for one in (held_out, table))
     common, whose = share_in_common(records.hashes, own.hashes), None
     if config.data.eval_public and not config.data.public and common >= LEAST_SHARE:
         whose = "data.train, which is not"
@@ -126,7 +126,7 @@ def _check_evaluation(config: RunConfig, source: Source, table: Table, ledger: L
             "stand in run.json and on the card. Set data.eval_public: false, or evaluate on other data.",
             reason="public_evaluation",
         )
-    if 2 * rows_among(held_out.rows, FIELDS[held_out.format], key, own) > len(held_out.rows):
+    if 2 * rows_among(held_out.parts(), FIELDS[held_out.format], key, own) > len(held_out.rows):
         raise Refused(
             "data.eval holds mostly rows of data.train, so that its figures would tell what the model remembers and not what it "
             "learned. Set data.eval to rows that do not train, or to null.",
@@ -147,15 +147,15 @@ def records_of(source: str, ledger: Ledger, unit: str, labels: bool = False) -> 
     """
     recipe = Path(source).suffix in (".yaml", ".yml")
     wanted = load_config(source).data if recipe else DataConfig(train=source)
-    with scratch() as cache:
-        table = data.load_table(wanted.train, wanted, wanted.train_split, cache)
     if recipe and wanted.unit != unit:
         raise ConfigError(
             f"{source}: data.unit is {wanted.unit!r}, and the budget would count per {unit!r}. Type --unit."
         )
     by_unit = wanted.changed({"unit": unit, "max_examples_per_unit": 1})
+    with scratch() as cache:
+        table = data.load_table(wanted.train, by_unit, wanted.train_split, cache)
     units = len(data.group_rows(table, by_unit))
     if labels and table.format != "preference":
         raise ConfigError(f"{source}: is {table.reads}, and labels are of pairs. Name the pairs, or leave out --data.")
     key = ledger.records.label_key() if labels else ledger.records.key()
-    return fingerprint(table.rows, FIELDS[table.format], key), units
+    return fingerprint(table.parts(), FIELDS[table.format], key), units

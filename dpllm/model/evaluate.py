@@ -22,9 +22,8 @@ from dpllm.model import processes
 from dpllm.model.longest import rows_at_once
 from dpllm.privacy.loss import Autocast, TokenLosses
 from dpllm.privacy.packing import lay_out
-from dpllm.privacy.schedule import PADDED
+from dpllm.privacy.schedule import PADDED, TokenSequence, Unit
 from dpllm.progress import tell
-from dpllm.text.data import TokenSequence, Unit
 
 
 class HeldOut(NamedTuple):

@@ -30,7 +30,7 @@ from dpllm.progress import tell
 from dpllm.recipe import names
 from dpllm.recipe.config import DataConfig, FrozenConfig, LoraConfig, ModelConfig, RunConfig, TrainConfig
 from dpllm.text import builtin
-from dpllm.text.chats import read_template
+from dpllm.text.rendering import read_template
 from dpllm.text.sources import asking_hub
 
 transformers.utils.logging.disable_progress_bar()
@@ -73,12 +73,7 @@ class ScoringModels:
 
 def source(name_or_path: str) -> str:
     """Where transformers finds a model: builtin names become directories of the package, an unknown one is a ConfigError."""
-    if not names.is_builtin(name_or_path):
-        return name_or_path
-    try:
-        return str(builtin.path(name_or_path))
-    except KeyError as error:
-        raise ConfigError(f"model.name_or_path: {error.args[0]}") from None
+    return str(builtin.path(name_or_path)) if names.is_builtin(name_or_path) else name_or_path
 
 
 def precision_of(train: TrainConfig, device: torch.device) -> torch.dtype | None:

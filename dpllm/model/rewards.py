@@ -27,7 +27,7 @@ from dpllm.privacy.packing import passes_of, sizes_of
 from dpllm.privacy.preference import PairLoss
 from dpllm.privacy.schedule import Packing, TokenSequence, Unit
 from dpllm.progress import tell
-from dpllm.text.rows import ReadWhenAsked
+from dpllm.text.data import ReadWhenAsked
 
 AT_ONCE = 512  # units that are laid out in passes at a time
 

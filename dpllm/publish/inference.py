@@ -48,8 +48,8 @@ from dpllm.statement.released import Statistics
 from dpllm.statement.run_files import LedgerRecord
 from dpllm.statement.synthetic import ROWS, Quality
 from dpllm.text import control
-from dpllm.text.layouts import joined
-from dpllm.text.rows import Row
+from dpllm.text.layouts import Row
+from dpllm.text.rendering import joined
 
 Told = Callable[[int, int], None]
 """Called after each text with the rows that are taken so far, and the texts begun."""
@@ -262,13 +262,11 @@ class _Job:
         """A row as a prompt shows it, cut to data.max_length tokens."""
         data = self.config.data
         text = (
-            row["text"]
+            row.parts["text"]
             if self.source.table.format == "text"
-            else "".join(joined(row["prompt"], row["completion"], data.template))
+            else "".join(joined(row.parts["prompt"], row.parts["completion"], data.template))
         )
-        ids: list[int] = self.tokenizer(row.get(control.LINE, "") + text, add_special_tokens=False, verbose=False)[
-            "input_ids"
-        ]
+        ids: list[int] = self.tokenizer(row.line + text, add_special_tokens=False, verbose=False)["input_ids"]
         return ids[: data.max_length]
 
     def _prompts(self, line: str) -> Callable[[Sequence[int]], list[int]]:

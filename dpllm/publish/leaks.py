@@ -148,8 +148,8 @@ def _rows(run: RunDir, texts: dict[str, str], folder: Path) -> Iterator[str]:
     except DpllmError:
         yield "training text: not searched for, because the training data are not here or cannot be read."
         return
-    total, whose = len(table.rows), list(owners(table, config.data))
-    rows = [(n + 1, text_of(table.rows[n], table.format)) for n in spread(total, MOST_ROWS)]
+    total, whose = len(table.rows), list(owners(table))
+    rows = [(n + 1, text_of(table.rows[n].parts, table.format)) for n in spread(total, MOST_ROWS)]
     searched: dict[int | None, str] = {number: whose[number - 1] for number, _ in rows}
     hits = _matches(rows, texts, searched, most=most_private(len(set(searched.values()))))
     if hits:

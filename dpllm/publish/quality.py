@@ -32,9 +32,8 @@ from dpllm.statement.released import Statistics
 from dpllm.statement.synthetic import Quality
 from dpllm.text import control
 from dpllm.text.asked import exact_values
-from dpllm.text.data import Table, load_table, value_name
-from dpllm.text.layouts import FIELDS, Format
-from dpllm.text.rows import each_row
+from dpllm.text.data import Table, each_row, load_table, value_name
+from dpllm.text.layouts import FIELDS, Format, Row
 from dpllm.text.sources import is_here
 
 Figures = dict[str, float | None]
@@ -144,8 +143,8 @@ def measure(rows: Sequence[dict[str, str]], beside: Beside) -> tuple[Quality, di
     data = beside.data
     fmt: Format = next((fmt for fmt, fields in FIELDS.items() if rows and {*fields} <= rows[0].keys()), "text")
     codes = [[value_name(row.get(column)) for column in data.control] for row in rows]
-    lines = [{control.LINE: control.line(data.control, values)} if data.control else {} for values in codes]
-    coded = [{**row, **line} for row, line in zip(rows, lines, strict=True)]  # as load_table makes them
+    lines = [control.line(data.control, values) if data.control else "" for values in codes]
+    coded = [Row(row, codes=row, line=line) for row, line in zip(rows, lines, strict=True)]
     tables = {SYNTHETIC: Table("the synthetic rows", coded, fmt), **beside.tables}
     sides = {name: _side(table, data, beside.tokenizer) for name, table in tables.items()}
     figures = _released(beside.released, data.control) | _repeated(sides)
@@ -170,7 +169,7 @@ def _side(table: Table, data: DataConfig, tokenizer: Any) -> Side:
         return list(exact_values(asked, each_row(rows), table, data, tokenizer))
 
     labels = {column: values(Statistic("shares", column)) for column in data.control}
-    return Side([text_of(row, table.format) for row in rows], values(Statistic("lengths")), labels)
+    return Side([text_of(row.parts, table.format) for row in rows], values(Statistic("lengths")), labels)
 
 
 def _released(released: Statistics | None, columns: Sequence[str]) -> Figures:

@@ -237,7 +237,7 @@ def _shares(
         return None, {}
     if not statement.guarantee:
         table = load_table(config.data.train, config.data, config.data.train_split, run.private / "cache")
-        return None, dict(Counter(tuple(value_name(row.get(column)) for column in columns) for row in table.rows))
+        return None, dict(Counter(tuple(value_name(row.codes.get(column)) for column in columns) for row in table.rows))
     name = control.shares_of(columns)
     counts = statement.statistics.positive(name) if statement.statistics else {}
     if not counts:

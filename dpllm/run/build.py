@@ -33,7 +33,7 @@ from dpllm.privacy.engine import StepEngine
 from dpllm.privacy.gradient_canaries import GradientCanaries
 from dpllm.privacy.plan import Plan
 from dpllm.privacy.sampling import PoissonSampler
-from dpllm.privacy.schedule import Schedule
+from dpllm.privacy.schedule import Schedule, TokenSequence, Unit
 from dpllm.privacy.selfcheck import Checked
 from dpllm.privacy.stream import os_entropy
 from dpllm.recipe.config import RunConfig, dump_config
@@ -57,7 +57,8 @@ from dpllm.run.resume import ResumeState, flat
 from dpllm.run.samples import Samples
 from dpllm.run.screen import tell_lengths
 from dpllm.text import data, prompts, tokens
-from dpllm.text.rows import Groups, each_row
+from dpllm.text.data import Groups, each_row
+from dpllm.text.layouts import Row
 
 PLACES = {"output_dir", "data.train", "data.eval", "model.name_or_path", "model.adapter", "privacy.ledger"}
 PLACES |= {"telemetry.textfile"}
@@ -70,7 +71,7 @@ class Prepared:
     decision: Decision  # recipe, Plan, schedule and lineage
     run: RunDir
     units: tokens.Units  # what is sampled, canary slots last
-    held_out: list[data.TokenSequence]
+    held_out: list[TokenSequence]
     pairs: Pairs | None  # of preference training: the same, with what the reference says of each answer
     samples: Samples  # prompts of texts that are written during training
     tokenizer: Any
@@ -356,10 +357,10 @@ def _units(
         for candidate in (*planted.canaries, *planted.references):  # found by the audit, it would be paid for
             for answer in candidate.answers:
                 encode_secret(answer, table.format, tokenizer, settings)
-        slots: list[data.Unit | None] = []
+        slots: list[Unit | None] = []
         for slot in canaries.slots(planted, settings):
-            examples = [canary.example(table.format) for canary in slot]
-            slots += data.encode_units([examples], table.format, tokenizer, settings) if examples else [None]
+            examples = [Row(canary.example(table.format)) for canary in slot]
+            slots += tokens.encode_units([examples], table.format, tokenizer, settings) if examples else [None]
         units = units.with_slots([*slots, *[None] * len(planted.gradient_coins)])
     if decision.resumed and decision.resumed.units != units.digest:
         raise Refused(
@@ -369,11 +370,11 @@ def _units(
     return table, units
 
 
-def _held_out(config: RunConfig, tokenizer: Any, cache: Path) -> tuple[data.Table | None, list[data.TokenSequence]]:
+def _held_out(config: RunConfig, tokenizer: Any, cache: Path) -> tuple[data.Table | None, list[TokenSequence]]:
     if config.data.eval is None:
         return None, []
     table = data.load_table(config.data.eval, config.data, config.data.eval_split, cache)
-    units = data.iter_units(each_row(table.rows), table.format, tokenizer, config.data, name=table.name)
+    units = tokens.iter_units(each_row(table.rows), table.format, tokenizer, config.data, name=table.name)
     return table, [sequence for unit in units for sequence in unit.sequences]
 
 
@@ -381,8 +382,8 @@ def _vocabulary(
     config: RunConfig,
     net: Any,
     tokenizer: Any,
-    units: Sequence[data.Unit | None],
-    held_out: Sequence[data.TokenSequence],
+    units: Sequence[Unit | None],
+    held_out: Sequence[TokenSequence],
 ) -> int:
     """How many tokens both tokenizer and model know. Gemma 3's tokenizer has one more, for images, that no text holds."""
     known, made = int(net.get_input_embeddings().weight.shape[0]), len(tokenizer)

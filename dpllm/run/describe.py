@@ -37,7 +37,7 @@ from dpllm.statement import parents
 from dpllm.statement.released import Statistics
 from dpllm.text import data
 from dpllm.text.asked import columns_of, exact_values
-from dpllm.text.rows import Groups
+from dpllm.text.data import Groups
 
 DELTA = 1e-9
 """At which a total is stated where neither a budget nor the user names another: no release needs one."""
@@ -224,8 +224,7 @@ def opened(
     """
     with contextlib.ExitStack() as stack:
         cache = stack.enter_context(scratch())
-        table = data.load_table(config.data.train, config.data, config.data.train_split, cache)
-        data.check_columns(columns, table.rows, table.name)
+        table = data.load_table(config.data.train, config.data, config.data.train_split, cache, [*columns])
         units = data.group_rows(table, config.data)
         if (ledger := open_ledger(config.privacy.ledger, create=create)) is not None:
             stack.enter_context(ledger)

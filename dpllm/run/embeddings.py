@@ -42,9 +42,8 @@ from dpllm.run.describe import Charge, Offer, Opened, opened, relation_of, witho
 from dpllm.statement.released import RECORD, VECTORS, Statistics, page, read_vectors
 from dpllm.text import data
 from dpllm.text.asked import text_of
-from dpllm.text.data import value_name
+from dpllm.text.data import Groups, each_row, value_name
 from dpllm.text.layouts import FIELDS
-from dpllm.text.rows import Groups, each_row
 
 WORDS, MIXED, MIXED_WORDS = 400, 200, 16
 """Of an encoder's vocabulary that name clusters; and how many texts, of how many of them, the centre is the mean of."""
@@ -177,7 +176,7 @@ class Encoder:
         for start in range(0, len(rows), embedder.height):
             tell("Reading texts", start, len(rows))
             part = rows[start : start + embedder.height]
-            texts = [" ".join(text_of(row[field]) for field in fields) for [row] in part]
+            texts = [" ".join(text_of(row.parts[field]) for field in fields) for [row] in part]
             found.append(around(embedder.vectors(texts)))
         return np.concatenate(found)
 
@@ -245,7 +244,7 @@ class _Job:
         self._units_R = np.repeat(np.arange(len(source.units)), [len(unit) for unit in source.units])
         numbers = {value: number for number, value in enumerate(asked.values)}
         self._labels_R = np.array(
-            [numbers.get(value_name(row.get(asked.column)), len(numbers)) for [row] in rows], dtype=np.int64
+            [numbers.get(value_name(row.codes.get(asked.column)), len(numbers)) for [row] in rows], dtype=np.int64
         )
 
     def draw(self, charge: Charge) -> dict[str, Any]:

@@ -25,8 +25,7 @@ from dpllm.privacy.parts import added
 from dpllm.recipe.config import DataConfig, RunConfig
 from dpllm.statement.labels import LabelRecord
 from dpllm.text import data
-from dpllm.text.layouts import FIELDS
-from dpllm.text.rows import Row
+from dpllm.text.layouts import FIELDS, Row
 from dpllm.text.sources import expand
 
 SUFFIX = ".labels.json"
@@ -115,7 +114,7 @@ def _checked(wanted: DataConfig, cache: Path) -> data.Table:
             "more than would be stated. Raise --max-labels, or drop rows."
         )
     for place, row in enumerate(table.rows, start=1):
-        turns = [turn for field in _FIELDS if isinstance(row[field], list) for turn in row[field]]
+        turns = [turn for field in _FIELDS if isinstance(row.parts[field], list) for turn in row.parts[field]]
         if not all(isinstance(turn.get("content") or "", str) for turn in turns):
             raise DataError(
                 f"{table.place(place)} has a message whose content is no text, which could tell a label. Drop the row."
@@ -131,7 +130,7 @@ def _randomised(wanted: DataConfig) -> Path | None:
 
 def _charge(ledger: Ledger, config: RunConfig, table: data.Table, epsilon: float, again: bool) -> Reservation:
     """Pays for a coin for each label, in the account of these labels, before the first is tossed."""
-    records = fingerprint(table.rows, _FIELDS, ledger.records.label_key())
+    records = fingerprint(table.parts(), _FIELDS, ledger.records.label_key())
     if config.data.unit == "example" and len(records.hashes) // HASH_BYTES < records.num_records:
         raise DataError(
             f"{table.name}: some pairs stand there twice, and their label would be flipped twice for one payment. Drop them, or "
@@ -174,10 +173,10 @@ def _drawn(ledger: Ledger, table: str, dataset: str, event: PureDP) -> Refused:
 
 def _flipped(row: Row, unit: str, epsilon: float, below: Below) -> str:
     """A row as one line, after its coin."""
-    prompt, *sides = (_plain(row[field]) for field in _FIELDS)
+    prompt, *sides = (_plain(row.parts[field]) for field in _FIELDS)
     if flipped(epsilon, below):
         sides.reverse()
-    told = {} if unit == "example" else {unit: row[unit]}
+    told = {} if unit == "example" else {unit: row.unit}
     return json.dumps({**told, "prompt": prompt, "chosen": sides[0], "rejected": sides[1]}, default=str) + "\n"
 
 

@@ -29,10 +29,9 @@ from dpllm.privacy.packing import passes_of
 from dpllm.privacy.plan import CONSTANT, Mechanism, Plan, noise_multiplier_for, resolved_delta, strategy_for
 from dpllm.privacy.reference import longest_row
 from dpllm.privacy.sampling import PoissonSampler
-from dpllm.privacy.schedule import LARGEST_PASS, make_schedule
+from dpllm.privacy.schedule import LARGEST_PASS, TokenSequence, Unit, make_schedule
 from dpllm.privacy.stream import Turns, os_entropy
 from dpllm.run.mechanism import check_passes, is_low
-from dpllm.text.data import TokenSequence, Unit
 
 
 def promise(

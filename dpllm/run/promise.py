@@ -35,9 +35,9 @@ from dpllm.statement import lineage, parents, section
 from dpllm.statement.fields import Lineage
 from dpllm.statement.formatting import html_table
 from dpllm.statement.labels import Labels
-from dpllm.text import builtin, chats, data, layouts
+from dpllm.text import builtin, data, layouts, rendering
+from dpllm.text.data import Groups
 from dpllm.text.prompts import read_prompts
-from dpllm.text.rows import Groups
 
 UNBOUNDED = 1e9  # a target epsilon that refuses nothing
 Value = TypeVar("Value")
@@ -210,7 +210,7 @@ def decide(
         cache: Where the rows that are read are kept, for whoever trains on them; None: nowhere.
     """
     found, run = Refusals(), RunDir(Path(config.output_dir))
-    config = config.changed({"data.chat_template": found.attempt(chats.read_template, config.data.chat_template)})
+    config = config.changed({"data.chat_template": found.attempt(rendering.read_template, config.data.chat_template)})
     found.attempt(derived.check_modes, config)
     if start is not None:
         found.attempt(check_directory, config, run, resume=start.resume, overwrite=start.overwrite)
@@ -297,9 +297,9 @@ def _read_subject(config: RunConfig, ledger: Ledger | None, found: Refusals, cac
         policy,
         table.digest,
         table.reads,
-        layouts.example(table.rows[0], fmt, config.data.template)
+        rendering.example(table.rows[0], fmt, config.data.template)
         if config.data.public
-        else layouts.shape(fmt, config.data.control, config.data.template),
+        else rendering.shape(fmt, config.data.control, config.data.template),
         (table, units) if cache else None,
         labels.public() if labels else None,
     )

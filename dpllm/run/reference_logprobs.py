@@ -18,9 +18,9 @@ from accelerate import PartialState
 from dpllm.files import write_whole
 from dpllm.model.processes import shared
 from dpllm.model.rewards import Floats, Referenced, Rewards, answers
+from dpllm.privacy.schedule import TokenSequence, Unit
 from dpllm.run.directory import RunDir
 from dpllm.run.promise import Decision
-from dpllm.text import data
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,14 @@ def referenced(
     decision: Decision,
     run: RunDir,
     rewards: Rewards,
-    units: Sequence[data.Unit | None],
-    held_out: Sequence[data.TokenSequence],
+    units: Sequence[Unit | None],
+    held_out: Sequence[TokenSequence],
 ) -> Pairs:
     """Asks the reference about all pairs; to be called before a checkpoint is loaded.
 
     A run that goes on reads what was computed when it began: the reference must not move with the adapter.
     """
-    held, state = [data.Unit(pair) for pair in zip(held_out[::2], held_out[1::2], strict=True)], PartialState()
+    held, state = [Unit(pair) for pair in zip(held_out[::2], held_out[1::2], strict=True)], PartialState()
     kept = _kept(run, len(Referenced(units).reference_R), held) if decision.resumed and state.is_main_process else None
     found = shared(kept)
     if found is None:
@@ -58,7 +58,7 @@ def referenced(
     return Pairs(Referenced(units, found[0]), Referenced(held, found[1]), rewards)
 
 
-def _kept(run: RunDir, many: int, held: Sequence[data.Unit]) -> tuple[Floats, Floats] | None:
+def _kept(run: RunDir, many: int, held: Sequence[Unit]) -> tuple[Floats, Floats] | None:
     """What was written down; None where it is damaged or of other evaluation pairs, and the reference is asked again."""
     try:
         with np.load(run.references) as file:
@@ -69,6 +69,6 @@ def _kept(run: RunDir, many: int, held: Sequence[data.Unit]) -> tuple[Floats, Fl
     return (sampled_R, held_out_R) if good else None
 
 
-def _digest(units: Sequence[data.Unit | None]) -> bytes:
+def _digest(units: Sequence[Unit | None]) -> bytes:
     told = [(one.input_ids, one.loss_mask) for one in answers(units)]
     return hashlib.blake2b(repr(told).encode(), digest_size=16).digest()

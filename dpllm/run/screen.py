@@ -30,8 +30,8 @@ from dpllm.privacy.engine import STEP
 from dpllm.recipe.config import RunConfig
 from dpllm.run.directory import Run
 from dpllm.text import data
-from dpllm.text.lengths import Lengths
-from dpllm.text.rows import each_row
+from dpllm.text.data import each_row
+from dpllm.text.tokens import Lengths, iter_units
 
 LINES = 20  # of a log, about
 LONG = 5.0  # seconds after which a log says what takes them, and a terminal how far a step is
@@ -62,7 +62,7 @@ def tell_lengths_of_some(config: RunConfig, console: Console) -> None:
             each_row(table.rows[:: len(table.rows) // 1000 + 1]),
             load_tokenizer(config.model, config.data),
         )
-        for _ in data.iter_units(some, table.format, tokenizer, config.data, lengths=lengths):
+        for _ in iter_units(some, table.format, tokenizer, config.data, lengths=lengths):
             pass
         tell_lengths(lengths, config, console)
 

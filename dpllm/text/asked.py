@@ -16,8 +16,8 @@ from dpllm.errors import ConfigError
 from dpllm.privacy.releases import OPTIONS, OTHER, Kind, Statistic
 from dpllm.recipe.config import DataConfig
 from dpllm.text import control
-from dpllm.text.data import Table, iter_units, value_name
-from dpllm.text.rows import Groups
+from dpllm.text.data import Groups, Table, value_name
+from dpllm.text.tokens import iter_units
 
 MOST_CANDIDATES = 100_000
 
@@ -101,8 +101,8 @@ def exact_values(asked: Statistic, units: Groups, table: Table, data: DataConfig
         columns = columns_of(asked)
         for row in (row for unit in units for row in unit):
             if asked.kind == "shares":
-                yield control.SEPARATOR.join(value_name(row.get(column)) for column in columns)
-            elif (number := _number(row.get(asked.column))) is not None:
+                yield control.SEPARATOR.join(value_name(row.codes.get(column)) for column in columns)
+            elif (number := _number(row.codes.get(asked.column))) is not None:
                 yield number
 
 

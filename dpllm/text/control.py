@@ -11,9 +11,6 @@ from collections.abc import Sequence
 SEPARATOR = ";"
 """Between the values of several columns, in the name of a value that ``dpllm describe`` counts."""
 
-LINE = "\0control code"
-"""Under which a row keeps its line, in ``dpllm.text.data``; no column of a source has this name."""
-
 
 def line(columns: Sequence[str], values: Sequence[str]) -> str:
     """The line that stands before a text; with its line end."""

@@ -1,42 +1,183 @@
-"""Rows of text become tokenised units: whose text it is, which tokens are learned, and by what they are divided.
+"""Rows in memory or on disk, once they are read: what a table of them is, and whose each row is.
 
-Comes in: a data source, its format, a tokenizer. Goes out: ``Unit`` values, one for each privacy unit. This module reads
-private text; its errors name files, rows and columns and never the text of a row. It must not know the model or the Plan.
+Comes in: a data source, the recipe's data section. Goes out: a ``Table`` of rows, as often as asked for and in any order, of
+which memory need not hold all; ``Groups`` of them, one for each privacy unit. This module reads private text; its errors name
+files, rows and columns and never the text of a row. It must not know what a token is.
 """
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import glob
 import hashlib
 import json
+import os
+import pickle
 import re
+import tempfile
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from abc import abstractmethod
+from array import array
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, TypeVar, overload
 
 from dpllm.errors import DataError
-from dpllm.privacy.schedule import TokenSequence as TokenSequence
-from dpllm.privacy.schedule import Unit as Unit
 from dpllm.recipe import names
 from dpllm.recipe.config import DataConfig, Source
-from dpllm.text import chats, control
-from dpllm.text.layouts import FIELDS, Format, Layout, converted, in_words, joined, layout_of, packed, renamed
-from dpllm.text.layouts import sides as sides_of
-from dpllm.text.lengths import Lengths
-from dpllm.text.parsers import unpacked
-from dpllm.text.rows import Groups, Row, StoredRows, each_row
-from dpllm.text.sources import files, read_rows
+from dpllm.text import control
+from dpllm.text.layouts import (
+    BESIDE,
+    COLUMNS,
+    FIELDS,
+    Format,
+    Layout,
+    Row,
+    converted,
+    in_words,
+    layout_of,
+    packed,
+    renamed,
+)
+from dpllm.text.sources import Raw, files, read_rows, unpacked
 
-AT_ONCE = 2**18  # characters that a tokenizer gets in one call
+T = TypeVar("T")
+BUFFER = 16 * 2**20
+"""Bytes of rows that are kept in memory; a corpus of fewer never touches the disk."""
+
+
+class OpenFile:
+    """A file that is read at any place, and closed when nobody holds it any more.
+
+    Reading moves no position, so threads may share it. Mapped pages would count as this process's memory, and a file cut
+    short would end it with a signal.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        """``descriptor`` is closed with this object."""
+        self._descriptor = descriptor
+
+    def read(self, start: int, size: int) -> bytes:
+        """``size`` bytes from ``start``, fewer than 2^31.
+
+        Raises:
+            DataError: The file ends before.
+        """
+        content = os.pread(self._descriptor, size, start)
+        if len(content) < size:
+            raise DataError("the copy of the data in the run's cache was truncated while it was read. Start again.")
+        return content
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # when a program ends, os may be gone before
+        close(self._descriptor)
+
+
+class ReadWhenAsked(Sequence[T]):
+    """A sequence whose items are read when they are asked for, by number."""
+
+    @abstractmethod
+    def _read(self, number: int) -> T: ...
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[T]: ...
+
+    def __getitem__(self, index: int | slice) -> T | list[T]:
+        numbers = range(len(self))[index]
+        return [self._read(number) for number in numbers] if isinstance(numbers, range) else self._read(numbers)
+
+
+class StoredRows(ReadWhenAsked[Row]):
+    """Rows that are read back one at a time; in memory stay ``BUFFER`` bytes, and eight bytes for each row.
+
+    Guarantee:
+        The file has no name: it is gone when the process ends, however it ends, and no other user can open it. A source
+        that changes meanwhile changes nothing here.
+    """
+
+    def __init__(self, folder: Path, buffer: int | None = None) -> None:
+        """``folder`` is made where ``buffer`` bytes (None: ``BUFFER``) do not suffice, and holds the file without a name."""
+        self._folder, self._buffer = folder, BUFFER if buffer is None else buffer
+        self._file = tempfile.SpooledTemporaryFile(max_size=max(1, self._buffer), dir=str(folder))  # noqa: SIM115
+        self._starts = array("q", [0])
+
+    def append(self, row: Row) -> None:
+        """Adds a row at the end.
+
+        Raises:
+            DataError: The disk is full, or the folder cannot be written to.
+        """
+        packed = pickle.dumps(row, protocol=pickle.HIGHEST_PROTOCOL)
+        end = self._starts[-1] + len(packed)
+        with self._disk_errors():
+            if self._starts[-1] <= self._buffer < end:
+                self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if self._file.tell() != self._starts[-1]:  # a row was read meanwhile
+                self._file.seek(self._starts[-1])
+            self._file.write(packed)
+        self._starts.append(end)
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def _read(self, number: int) -> Row:
+        with self._disk_errors():
+            self._file.seek(self._starts[number])
+            packed = self._file.read(self._starts[number + 1] - self._starts[number])
+        row: Row = pickle.loads(packed)  # our own bytes, from a file that nobody else can open
+        return row
+
+    @contextlib.contextmanager
+    def _disk_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise DataError(
+                f"{self._folder}: cannot store the rows, which do not fit in memory ({error.strerror}). Free some space, or "
+                "type an --output_dir on another disk."
+            ) from None
+
+
+class Groups(ReadWhenAsked[list[Row]]):
+    """The rows of each thing that is sampled or counted as a whole; in memory are the numbers of rows and not the rows."""
+
+    def __init__(self, rows: Sequence[Row], numbers: Sequence[int], starts: Sequence[int]) -> None:
+        """Group i holds the rows ``numbers[starts[i] : starts[i + 1]]``."""
+        self._rows, self._numbers, self._starts = rows, numbers, starts
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def _read(self, number: int) -> list[Row]:
+        return [self._rows[row] for row in self._numbers[self._starts[number] : self._starts[number + 1]]]
+
+    def each_alone(self) -> Groups:
+        """The same rows, each a group of its own."""
+        return Groups(self._rows, self._numbers, range(len(self._numbers) + 1))
+
+    def digest(self) -> str:
+        """Of which rows, by number, stand in which group; in hexadecimal."""
+        import numpy as np
+
+        found = hashlib.blake2b(b"%d:" % len(self._starts), digest_size=32)
+        for numbers in (self._starts, self._numbers):
+            for start in range(0, len(numbers), 2**20):  # a range is never an array as a whole
+                found.update(np.asarray(numbers[start : start + 2**20], dtype="<i8").tobytes())
+        return found.hexdigest()
+
+
+def each_row(rows: Sequence[Row]) -> Groups:
+    """Every row as a group of its own."""
+    return Groups(rows, range(len(rows)), range(len(rows) + 1))
 
 
 @dataclass(frozen=True)
 class Table:
-    """Raw rows with the canonical column names, and where they came from."""
+    """Rows of one format, and where they came from."""
 
     name: str
     """The source."""
@@ -51,6 +192,12 @@ class Table:
     """From which columns, in one line."""
     sizes: tuple[tuple[str, int], ...] = ()
     """Rows of each file, where the source is several."""
+    columns: tuple[str, ...] = ()
+    """All that the first row has."""
+
+    def parts(self) -> Iterator[dict[str, Any]]:
+        """What each row says, by column."""
+        return (row.parts for row in self.rows)
 
     def place(self, number: int) -> str:
         """Where a row stands, counted from 1: its file and its number there."""
@@ -61,53 +208,68 @@ class Table:
         return f"{self.name}: row {number}"
 
 
-def load_table(source: Source, data: DataConfig, split: str, cache_dir: Path) -> Table:
+def load_table(source: Source, data: DataConfig, split: str, cache_dir: Path, columns: Collection[str] = ()) -> Table:
     """Reads a data source, once from its beginning to its end; columns are renamed to those of the format.
 
     Args:
         source: File, glob, directory, Hub id or builtin name, or a list of them, of which all rows are read in that order.
-        data: The recipe's data section: format, columns, csv, revision.
+        data: The recipe's data section: format, columns, csv, revision, unit, control.
         split: Which split, where the source has several.
         cache_dir: Where copies of the data may lie; under the run's private directory, never shared. What does not fit in
             memory lies there in a file without a name, which ends with the process.
+        columns: That rows keep besides those of ``data.control``, under ``Row.codes``.
 
     Raises:
         DataError: Missing or unreadable source, no rows, or a row that lacks a field of the format; with format auto, a row
-            that fits several formats; a row in another layout than the rows before it; a column of ``data.control`` or
-            ``data.columns`` that no row has, or of the first whose text is learned.
+            that fits several formats; a row in another layout than the rows before it; a column of ``columns``, ``data.control``
+            or ``data.columns`` that no row has, or of the first two whose text is learned.
 
     Guarantee:
         How a row reads depends on the recipe and on that row alone; what the others hold can only make the whole be refused.
     """
     rows, layout, content = StoredRows(cache_dir), None, hashlib.blake2b(digest_size=32)
-    sizes: list[tuple[str, int]] = []
-    told, named = ", ".join(names.listed(source)), [column for column in data.columns.values() if column is not None]
+    sizes, first = list[tuple[str, int]](), tuple[str, ...]()
+    title, named = ", ".join(names.listed(source)), [column for column in data.columns.values() if column is not None]
+    ignored = {name for name, column in data.columns.items() if column is None}
+    missing = {*data.control, *columns, *(set(named) - ignored)}  # which columns the data have is taken as public
     for name in files(source, data, split, cache_dir):
         number = 0
-        for number, raw in enumerate(read_rows(name, data, split, cache_dir), start=1):
+        for number, raw in enumerate(read_rows(name, data, split), start=1):
             place = f"{name}: row {number}"
             row = renamed(raw, place, data.columns)
             layout = layout_of(row, place, data.format, layout, named)
-            row, fields = converted(row, place, layout)
-            row.pop(control.LINE, None)  # no source has a say in it
-            if data.template is not None and (layout.lists or "prompt" not in FIELDS[layout.format]):
-                raise DataError(
-                    f"{place} reads as {layout.name}, and data.template joins a prompt with its completion, so that it would do "
-                    "nothing. Remove data.template: messages are read by the model's chat template, text as it stands."
-                )
-            if data.control:
-                _check_control(data, layout, place)
-                row[control.LINE] = control.line(data.control, [value_name(row.get(name)) for name in data.control])
-                fields += packed(row[control.LINE], place, ", ".join(data.control))
+            typed, fields, has = _typed(row, place, layout, data, columns)
+            missing -= has
+            first = first or tuple(has)
             content.update(fields)
-            rows.append(row)
+            rows.append(typed)
         sizes.append((name, number))
     if layout is None:
-        raise DataError(f"{told}: holds no rows. Check data.train and its split.")
-    ignored = {name for name, column in data.columns.items() if column is None}
-    check_columns([*data.control, *(set(named) - ignored)], rows, told)
+        raise DataError(f"{title}: holds no rows. Check data.train and its split.")
+    if missing:
+        raise DataError(f"{title}: no row has a column {min(missing)!r}. Name a column of the data.")
     read = in_words(layout, data.columns, data.control)
-    return Table(told, rows, layout.format, content.hexdigest(), read, tuple(sizes))
+    return Table(title, rows, layout.format, content.hexdigest(), read, tuple(sizes), first)
+
+
+def _typed(
+    raw: Raw, place: str, layout: Layout, data: DataConfig, columns: Collection[str]
+) -> tuple[Row, bytes, Set[str]]:
+    """A row, what the digest reads of it, and which columns it has."""
+    row, fields = converted(raw, place, layout)
+    if data.template is not None and (layout.lists or "prompt" not in FIELDS[layout.format]):
+        raise DataError(
+            f"{place} reads as {layout.name}, and data.template joins a prompt with its completion, so that it would do nothing. "
+            "Remove data.template: messages are read by the model's chat template, text as it stands."
+        )
+    line = ""
+    if data.control:
+        _check_control(data, layout, place)
+        line = control.line(data.control, [value_name(row.get(name)) for name in data.control])
+        fields += packed(line, place, ", ".join(data.control))
+    parts = {name: row[name] for name in (*COLUMNS, *BESIDE) if name in row}
+    codes = {name: row[name] for name in (*data.control, *columns) if name in row}
+    return Row(parts, row.get(data.unit) if data.unit != "example" else None, codes, line), fields, row.keys()
 
 
 def _check_control(data: DataConfig, layout: Layout, place: str) -> None:
@@ -124,21 +286,6 @@ def _check_control(data: DataConfig, layout: Layout, place: str) -> None:
         )
 
 
-def check_columns(columns: Iterable[str], rows: Iterable[Row], name: str) -> None:
-    """Refuses a column that no row of the source ``name`` has; which columns the data have is taken as public.
-
-    Raises:
-        DataError: The column is named.
-    """
-    missing = set(columns)
-    for row in rows:
-        if not missing:
-            return
-        missing -= row.keys()
-    if missing:
-        raise DataError(f"{name}: no row has a column {min(missing)!r}. Name a column of the data.")
-
-
 def group_rows(table: Table, data: DataConfig) -> Groups:
     """Splits rows by privacy unit, see ``unit_name``, at most ``max_examples_per_unit`` each.
 
@@ -147,7 +294,7 @@ def group_rows(table: Table, data: DataConfig) -> Groups:
     128 bits, of which two are equal by chance in one of 10^20 corpora of 10^9 rows.
 
     Raises:
-        DataError: A row whose unit is missing or null.
+        DataError: A row that names no unit.
     """
     import numpy as np
 
@@ -155,21 +302,17 @@ def group_rows(table: Table, data: DataConfig) -> Groups:
         return each_row(table.rows)
     owners, hashes = bytearray(), bytearray()
     for number, row in enumerate(table.rows, start=1):
-        owner = unit_name(row.get(data.unit))
-        if owner is None and data.unit not in row:
-            near = difflib.get_close_matches(data.unit, row, 1)
-            raise DataError(
-                f"{table.place(number)} has no column {data.unit!r}, which data.unit names"
-                + (
-                    f"; did you mean {near[0]!r}?"
-                    if near
-                    else ", so its owner is unknown. Name a column of the data there."
-                )
-            )
+        owner = unit_name(row.unit)
         if owner is None:
+            near = [] if data.unit in table.columns else difflib.get_close_matches(data.unit, table.columns, 1)
+            fix = (
+                f"Did you mean {near[0]!r}?"
+                if near
+                else "Fill in the value, drop the row, or name another column there."
+            )
             raise DataError(
-                f"{table.place(number)} has no value in the unit column {data.unit!r}, so its owner is unknown and could not be "
-                "protected. Fill in the value, drop the row, or set data.unit to the column that says whose row it is."
+                f"{table.place(number)} has no value in column {data.unit!r}, which data.unit names, so its owner is unknown and "
+                f"could not be protected. {fix}"
             )
         owners += hashlib.blake2b(owner.encode(errors="surrogatepass"), digest_size=16).digest()
         hashes += _row_hash(row, FIELDS[table.format])
@@ -208,9 +351,9 @@ def value_name(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else unit_name(value) or ""
 
 
-def _row_hash(row: Mapping[str, Any], fields: Sequence[str]) -> bytes:
+def _row_hash(row: Row, fields: Sequence[str]) -> bytes:
     # Of the text alone: how a table reads another column, such as 7 or "7", depends on how the rows of others fill it.
-    text = json.dumps([row[field] for field in fields], sort_keys=True, default=str)
+    text = json.dumps([row.parts[field] for field in fields], sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), key=b"dpllm rows of a unit", digest_size=16).digest()
 
 
@@ -230,169 +373,3 @@ def _dataset_name(source: str) -> str:
         return source
     path = Path(source).resolve()
     return names.shown(f"{path.parent.name}/{Path(unpacked(path.name)).stem}")
-
-
-def encode_units(
-    groups: Iterable[Sequence[Row]], fmt: Format, tokenizer: Any, data: DataConfig, *, name: str | None = None
-) -> list[Unit]:
-    """Tokenises every unit, in memory; errors name ``name``, or else the training data.
-
-    Raises:
-        DataError: ``long_examples: refuse`` and a longer row, or a row that the chat template does not take.
-    """
-    return list(iter_units(groups, fmt, tokenizer, data, name=name))
-
-
-def iter_units(
-    groups: Iterable[Sequence[Row]],
-    fmt: Format,
-    tokenizer: Any,
-    data: DataConfig,
-    *,
-    name: str | None = None,
-    lengths: Lengths | None = None,
-) -> Iterator[Unit]:
-    """The same, one unit after the other, each counted in ``lengths``; the tokenizer gets ``AT_ONCE`` characters in one call."""
-    source = name or ", ".join(names.listed(data.train))
-
-    def finished(waiting: dict[int, list[_Rendered]]) -> Iterator[Unit]:
-        encoded = iter(_tokenise([one for unit in waiting.values() for one in unit], tokenizer))
-        for number, unit in waiting.items():
-            sequences, sizes = list[TokenSequence](), list[tuple[int, bool]]()
-            try:
-                for one in unit:
-                    ids, mask = _ended(one, *next(encoded), tokenizer.eos_token_id)
-                    cut = _cut(ids, mask, data.max_length, data.long_examples)
-                    sequences += cut or ([NOTHING] if fmt == "preference" else [])
-                    sizes.append((len(ids), bool(cut)))
-                (lengths or Lengths()).add(sizes, data)
-            except DataError as error:
-                raise DataError(f"{source}: unit {number}: {error}") from None
-            yield Unit(tuple(sequences))
-
-    waiting, characters = dict[int, list[_Rendered]](), 0
-    for number, rows in enumerate(groups, start=1):
-        try:
-            waiting[number] = [one for row in rows for one in _rendered(row, fmt, tokenizer, data.template)]
-        except DataError as error:
-            yield from finished(waiting)  # an error in a unit before it comes first
-            raise DataError(f"{source}: unit {number}: {error}") from None
-        characters += sum(len(one.text) for one in waiting[number])
-        if characters > AT_ONCE:
-            yield from finished(waiting)
-            waiting, characters = {}, 0
-    yield from finished(waiting)
-
-
-def encode(example: Mapping[str, Any], fmt: Format, tokenizer: Any, data: DataConfig) -> list[TokenSequence]:
-    """Tokenises one row, which is no preference pair, as ``data`` says: template, max_length, long_examples.
-
-    Returns:
-        No sequence (nothing to predict), one, or several chunks of at most max_length tokens. Chunks overlap by one
-        token, so that every target is predicted exactly once.
-
-    Raises:
-        DataError: See ``encode_units``.
-    """
-    rendered = _render(example, fmt, tokenizer, data.template)
-    ((ids, mask),) = _tokenise([rendered], tokenizer)
-    return _cut(*_ended(rendered, ids, mask, tokenizer.eos_token_id), data.max_length, data.long_examples)
-
-
-def encode_prompt(prompt: str, tokenizer: Any, template: str | None) -> list[int]:
-    """The tokens that stand before a completion that begins with a letter, as ``encode`` makes them; none of an empty text.
-
-    Encoded alone, a prompt may end in other ones: two line ends are one token of GPT-2's, and two before a letter.
-    """
-    row = {"prompt": prompt, "completion": "A"}
-    ((ids, mask),) = _tokenise([_render(row, "prompt_completion", tokenizer, template)], tokenizer)
-    return ids[: mask.index(True)]
-
-
-class _Rendered(NamedTuple):
-    """The text of an example, the character spans that are learned, and whether a chat template made it."""
-
-    text: str
-    spans: list[tuple[int, int]]
-    template: bool
-
-
-NOTHING = TokenSequence((0, 0), (False, False), 1)
-"""An answer of a pair whose prompt alone is longer than max_length: it is there, so that the other one is no half pair."""
-
-
-def _rendered(example: Mapping[str, Any], fmt: Format, tokenizer: Any, template: str | None) -> list[_Rendered]:
-    """The text of a row; of a preference pair, of both its answers."""
-    if fmt != "preference":
-        return [_render(example, fmt, tokenizer, template)]
-    return [_render(one, inner, tokenizer, template) for inner, one in sides_of(dict(example))]
-
-
-def _render(example: Mapping[str, Any], fmt: Format, tokenizer: Any, template: str | None) -> _Rendered:
-    line = example.get(control.LINE, "")
-    if fmt == "text":
-        text = line + example["text"]
-        return _Rendered(text, [(len(line), len(text))], False)
-    if fmt == "prompt_completion":
-        masked, after = joined(line + example["prompt"], example["completion"], template)
-        return _Rendered(masked + after, [(len(masked), len(masked + after))], False)
-    text, spans = chats.render(example, tokenizer)
-    if any(later[0] < earlier[1] for earlier, later in pairwise(spans)):
-        raise DataError("the chat template produces overlapping turns. Use format prompt_completion.")
-    return _Rendered(text, spans, True)
-
-
-def _tokenise(rendered: Sequence[_Rendered], tokenizer: Any) -> Iterator[tuple[list[int], list[bool]]]:
-    """Token ids of each text, and which of them are learned. All of them come from one format."""
-    import numpy as np
-
-    if not rendered:
-        return
-    encoding = tokenizer(
-        [one.text for one in rendered],
-        add_special_tokens=not rendered[0].template,
-        return_offsets_mapping=True,
-        verbose=False,
-    )
-    for one, ids, offsets in zip(rendered, encoding["input_ids"], encoding["offset_mapping"], strict=True):
-        offset_T2 = np.array(offsets, dtype=np.int64).reshape(-1, 2)
-        mask_T = np.zeros(len(ids), dtype=bool)
-        for low, high in one.spans:
-            mask_T |= (offset_T2[:, 0] < high) & (low < offset_T2[:, 1])
-        first = int(begins_twice(ids, tokenizer))
-        yield list(ids)[first:], mask_T.tolist()[first:]
-
-
-def begins_twice(ids: Sequence[int], tokenizer: Any) -> bool:
-    """Whether a text brought the token with which the tokenizer begins every text: a chat template had written it before."""
-    return tokenizer.bos_token_id is not None and list(ids[:2]) == [tokenizer.bos_token_id] * 2
-
-
-def _ended(one: _Rendered, ids: list[int], mask: list[bool], eos: int | None) -> tuple[list[int], list[bool]]:
-    """With the end of the text, which is learned too; a chat template says itself where turns end."""
-    if not one.template and eos is not None:
-        if not ids or ids[-1] != eos:
-            ids, mask = [*ids, eos], [*mask, True]
-        mask[-1] = True
-    return ids, mask
-
-
-def _cut(ids: list[int], mask: list[bool], max_length: int, long_examples: str) -> list[TokenSequence]:
-    """The sequences of one text."""
-    if len(ids) > max_length and long_examples == "refuse":
-        raise DataError(
-            f"a row is longer than data.max_length ({max_length} tokens) and data.long_examples is refuse. "
-            "Raise data.max_length, or set data.long_examples to chunk or truncate."
-        )
-    if long_examples == "truncate":
-        ids, mask = ids[:max_length], mask[:max_length]
-    if mask:
-        mask[0] = False  # nothing stands before it, from which it could be predicted
-    total = sum(mask)  # of the whole text, also in each of its chunks: their losses add up to its mean
-    sequences = []
-    for start in range(0, max(1, len(ids) - 1), max_length - 1):  # the last token of a chunk is the context of the next
-        piece = tuple(ids[start : start + max_length])
-        targets = (False, *mask[start + 1 : start + max_length])
-        if any(targets):
-            sequences.append(TokenSequence(piece, targets, total))
-    return sequences

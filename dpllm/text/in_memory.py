@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from dpllm.errors import DataError
-from dpllm.text.layouts import BESIDE, LAYOUTS
-from dpllm.text.parsers import ROWS_AT_ONCE
+from dpllm.text.layouts import BESIDE, COLUMNS
+from dpllm.text.sources import ROWS_AT_ONCE
 
 _DECLARED = re.compile(r"object|str|(large_)?string(\[.*\])?|U?Int(8|16|32|64)|boolean")
 """Types of text, and those that pandas never chooses by itself: 007 is read as int64 if all others are numbers too."""
@@ -46,7 +46,7 @@ def write_rows(rows: Any, named: Collection[str], folder: Path, name: str, befor
     Guarantee:
         How a row is written depends on that row alone; other rows can only make the whole be refused.
     """
-    used = {*named, *BESIDE, *(column for layout in LAYOUTS for column in layout.columns())}
+    used = {*named, *BESIDE, *COLUMNS}
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     descriptor, written = tempfile.mkstemp(dir=folder, suffix=".part")
     part, number = Path(written), 0

@@ -1,8 +1,8 @@
 """How a row reads: the layouts that trainers document become one of three formats.
 
-Comes in: one row as its source holds it. Goes out: the same row with the columns of a format, and what was read from where. A row
-never decides how another one reads: it can only make the whole be refused. Errors name columns and never their text. It must not
-know where rows come from, nor what a token is.
+Comes in: one row as its source holds it. Goes out: a ``Row`` of a format, and what was read from where. A row never decides how
+another one reads: it can only make the whole be refused. Errors name columns and never their text. It must not know where rows
+come from, nor what a token is.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
 from dpllm.errors import DataError
-from dpllm.text import control
-from dpllm.text.rows import Row
+from dpllm.text.sources import Raw
 
 Format = Literal["messages", "prompt_completion", "text", "preference"]
 FIELDS: dict[Format, tuple[str, ...]] = {
@@ -34,8 +34,23 @@ SPEAKERS = sorted({*ROLES.values(), "developer", "function", "ipython", "observa
 """Roles that chat templates know."""
 TOOLS, KWARGS = BESIDE = ("tools", "chat_template_kwargs")
 """Columns beside messages that a chat template reads, as TRL names them."""
-_SHOWN = 400
-"""Characters of each part of a public example."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of data, from the reader to its tokens.
+
+    Attributes:
+        parts: Every column that some layout reads -> text or messages: those of the source, and those of the row's format.
+        unit: What the unit column says, as its source holds it, see ``data.unit_name``; None without one.
+        codes: Columns beside the text that were asked for, of those that the row has -> their values as the source holds them.
+        line: What stands before the text by ``data.control``, see ``control.line``; empty without.
+    """
+
+    parts: dict[str, Any]
+    unit: Any = None
+    codes: dict[str, Any] = field(default_factory=dict)
+    line: str = ""
 
 
 class Layout(NamedTuple):
@@ -47,7 +62,7 @@ class Layout(NamedTuple):
     """Column of the format -> the columns that it is made of, of which ``OPTIONAL`` ones may be missing."""
     lists: bool
     """Whether these hold lists of messages, or else text."""
-    convert: Callable[[Row], Row] | None = None
+    convert: Callable[[Raw], Raw] | None = None
     """Makes the columns of the format; None where they are there."""
     texts: tuple[str, ...] = ("system",)
     """Columns that hold text beside such lists."""
@@ -65,11 +80,11 @@ class Layout(NamedTuple):
         """Whether null is the empty text here: csv has no other word for it, and pandas none for the empty cell of a csv file."""
         return not self.lists and self.format in ("text", "prompt_completion")
 
-    def holds(self, row: Row) -> bool:
+    def holds(self, row: Raw) -> bool:
         """Whether a row that fits has something to learn in one of its columns."""
         return any(row[column] for column in self.needed() if column not in ("prompt", "instruction"))
 
-    def fits(self, row: Row) -> bool:
+    def fits(self, row: Raw) -> bool:
         """Whether every column that is needed is there; in a table, a column that only another row fills is null."""
         if any(column not in row or (row[column] is None and not self.may_be_empty) for column in self.needed()):
             return False
@@ -83,7 +98,7 @@ class Layout(NamedTuple):
 OPTIONAL = {"input", "system", *BESIDE}
 
 
-def renamed(raw: Row, place: str, columns: Mapping[str, str | None]) -> Row:
+def renamed(raw: Raw, place: str, columns: Mapping[str, str | None]) -> Raw:
     """The row with the columns that ``data.columns`` names under the names of a format, under which nothing else is read.
 
     Raises:
@@ -99,12 +114,12 @@ def renamed(raw: Row, place: str, columns: Mapping[str, str | None]) -> Row:
     return {name: value for name, value in row.items() if columns.get(name, name)}
 
 
-def _of_alpaca(row: Row) -> Row:
+def _of_alpaca(row: Raw) -> Raw:
     asked = (row["instruction"], row.get("input"))
     return {"prompt": "".join(f"{part}\n" for part in asked if part), "completion": row["output"]}
 
 
-def _of_sharegpt(row: Row) -> Row:
+def _of_sharegpt(row: Raw) -> Raw:
     messages = [{"role": "system", "content": row["system"]}] if row.get("system") else []
     for turn in row["conversations"]:
         if not (isinstance(turn, dict) and {"role", "from"} & turn.keys()):
@@ -120,12 +135,13 @@ def _of_sharegpt(row: Row) -> Row:
     return {"messages": messages}
 
 
-def _of_chats(row: Row) -> Row:
+def of_chats(row: Raw) -> Raw:
+    """A prompt and a completion, which are messages, as one conversation; of the prompt nothing is learned."""
     before = [{**turn, "weight": 0} if isinstance(turn, dict) else turn for turn in row["prompt"]]
     return {"messages": before + row["completion"]}
 
 
-def _of_answers(row: Row) -> Row:
+def _of_answers(row: Raw) -> Raw:
     """The words, or messages, that both answers begin with are their prompt: no word is cut, since a space follows a prompt."""
     chosen, rejected = row["chosen"], row["rejected"]
     most = min(len(chosen), len(rejected)) - 1  # something is left of both
@@ -135,7 +151,7 @@ def _of_answers(row: Row) -> Row:
     return {"prompt": chosen[:same], "chosen": chosen[same:], "rejected": rejected[same:]}
 
 
-def _of_told_prompt(row: Row) -> Row:
+def _of_told_prompt(row: Raw) -> Raw:
     pair = _of_answers(row)
     if all(not isinstance(one, dict) or one.get("content") != row["prompt"] for one in pair["prompt"]):
         raise DataError(
@@ -161,13 +177,15 @@ LAYOUTS = (
         False,
         _of_alpaca,
     ),
-    Layout("prompt and completion as messages", "messages", {"messages": ("prompt", "completion")}, True, _of_chats),
+    Layout("prompt and completion as messages", "messages", {"messages": ("prompt", "completion")}, True, of_chats),
 )
 """Where a row fits several of one format, the first counts."""
+COLUMNS = tuple(dict.fromkeys(column for layout in LAYOUTS for column in layout.columns()))
+"""All that some layout reads."""
 FIX = "Set data.format, and fix or drop the rows that lack what it reads."
 
 
-def layout_of(row: Row, place: str, wanted: str, before: Layout | None, named: Iterable[str] = ()) -> Layout:
+def layout_of(row: Raw, place: str, wanted: str, before: Layout | None, named: Iterable[str] = ()) -> Layout:
     """The layout of a row, which is that of the rows before it: of the format ``wanted``, or with auto of the only one it fits.
 
     ``named``: columns that the recipe names. Errors name these and those of the formats alone: a file may hold text as a column's
@@ -195,7 +213,7 @@ def layout_of(row: Row, place: str, wanted: str, before: Layout | None, named: I
         return next(layout for layout in LAYOUTS if layout.name == wanted)
     headed = not any(suffix in place.lower() for suffix in (".csv", ".tsv"))
     filled = {name for name, value in row.items() if value is not None}
-    known = sorted(filled & ({column for layout in LAYOUTS for column in layout.columns()} | set(named)))
+    known = sorted(filled & {*COLUMNS, *named})
     columns = (
         f"fills the columns {', '.join(known) or 'none'} of those that dpllm reads, and {len(filled) - len(known)} others"
         if headed
@@ -208,7 +226,7 @@ def layout_of(row: Row, place: str, wanted: str, before: Layout | None, named: I
     )
 
 
-def converted(row: Row, place: str, layout: Layout) -> tuple[Row, bytes]:
+def converted(row: Raw, place: str, layout: Layout) -> tuple[Raw, bytes]:
     """The row with the columns of the format, and these as bytes.
 
     Raises:
@@ -237,7 +255,7 @@ def converted(row: Row, place: str, layout: Layout) -> tuple[Row, bytes]:
     return row, b"".join(packed(row[field], place, field) for field in FIELDS[layout.format]) + fields
 
 
-def _beside(row: Row, place: str) -> bytes:
+def _beside(row: Raw, place: str) -> bytes:
     """Makes values of the columns of ``BESIDE``, which many files hold as JSON in a text, and returns them as bytes."""
     fields = b""
     for column, kind in zip(BESIDE, (list, dict), strict=True):
@@ -284,7 +302,7 @@ def _check(value: Any, place: str, column: str, layout: Layout) -> None:
         )
 
 
-def _check_answers(row: Row, place: str, layout: Layout) -> None:
+def _check_answers(row: Raw, place: str, layout: Layout) -> None:
     """Refuses a pair from which nothing can be learned."""
     for side in ("chosen", "rejected"):
         answer = row[side]
@@ -293,19 +311,6 @@ def _check_answers(row: Row, place: str, layout: Layout) -> None:
             raise DataError(f"{place} has {what} in one of its answers, so nothing was preferred. Fix or drop the row.")
     if row["chosen"] == row["rejected"]:
         raise DataError(f"{place} has two equal answers, of which none was preferred. Fix or drop the row.")
-
-
-def sides(row: Row) -> list[tuple[Format, Row]]:
-    """The two texts of a preference pair, the chosen one first, as rows of another format; of a prompt nothing is learned."""
-    line = {name: row[name] for name in (control.LINE, *BESIDE) if name in row}
-    if isinstance(row["prompt"], list):
-        return [
-            ("messages", {**line, **_of_chats({**row, "completion": row[side]})}) for side in FIELDS["preference"][1:]
-        ]
-    return [
-        ("prompt_completion", {**line, "prompt": row["prompt"], "completion": row[side]})
-        for side in FIELDS["preference"][1:]
-    ]
 
 
 def packed(value: Any, place: str, field: str) -> bytes:
@@ -357,55 +362,6 @@ def in_words(layout: Layout, columns: Mapping[str, str | None], codes: Sequence[
         parts.append(made_of if made_of == target else f"{made_of} -> {target}")
     behind = f", behind a line with {', '.join(codes)}" if codes else ""
     return f"read as {layout.name}: {', '.join(parts)}{behind}"
-
-
-def joined(prompt: str, completion: str, template: str | None) -> tuple[str, str]:
-    """The text of a prompt and its completion: what is masked of it, and what is learned.
-
-    ``template`` is the recipe's data.template, which is cut at its two fields: what stands in the data never is one. A space
-    before the completion is learned with it, because tokenizers make it a part of the word behind it.
-    """
-    before, between = "", "" if not prompt or prompt[-1].isspace() or completion[:1].isspace() else " "
-    if template is not None:
-        before, _, rest = template.partition("{prompt}")
-        between = rest.removesuffix("{completion}")
-    masked = before + prompt + between
-    return masked.removesuffix(" "), " " * masked.endswith(" ") + completion
-
-
-def shape(fmt: Format, codes: Sequence[str], template: str | None) -> str:
-    """How rows read, without a word of any; ``codes`` and ``template`` are the recipe's data.control and data.template."""
-    line = f"<{control.line(codes, ['...'] * len(codes)).strip()}>" if codes else ""
-    if fmt == "messages":
-        return "<chat template: <user><assistant>...>; the assistant's turns are trained on, all other tokens masked"
-    if fmt == "text":
-        return f"{line and line + ' masked, then '}<text><eos>; every token is trained on"
-    if fmt == "preference":
-        return f"{line}<prompt><chosen>, and the same with <rejected>, two rows of one pair; all before an answer is masked"
-    text = "".join(joined(f"{line and line + chr(10)}<prompt>", "<completion>", template)).replace("\n", "\\n")
-    space = "" if template else ", and one space between the two unless the data have whitespace there"
-    return f"{text}<eos>; what stands before <completion> is masked{space}"
-
-
-def example(row: Row, fmt: Format, template: str | None) -> str:
-    """A row as the model will see it, for data that are public: which parts are learned and which are masked."""
-    line = row.get(control.LINE, "")
-    if fmt == "preference":
-        named = zip(FIELDS[fmt][1:], sides(row), strict=True)
-        return "\n".join(f"{side}:\n{example(one, inner, template)}" for side, (inner, one) in named)
-    if fmt == "text":
-        parts = [("masked", line.rstrip("\n"))] if line else []
-        parts.append(("learned", row["text"] + "<eos>"))
-    elif fmt == "prompt_completion":
-        masked, after = joined(line + row["prompt"], row["completion"], template)
-        parts = [("masked", masked), ("learned", after + "<eos>")]
-    else:
-        parts = [
-            (f"{turn['role']}, {'learned' if learned(turn) else 'masked'}", str(turn.get("content")))
-            for turn in row["messages"]
-            if isinstance(turn, dict) and "role" in turn
-        ]
-    return "\n".join(f"{name}: {text[:_SHOWN]}{' ...' if len(text) > _SHOWN else ''}" for name, text in parts)
 
 
 def learned(message: Mapping[str, Any]) -> bool:

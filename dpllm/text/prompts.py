@@ -18,9 +18,10 @@ from typing import Any
 from dpllm.errors import ConfigError, DataError
 from dpllm.files import read_json, write_json
 from dpllm.recipe.config import DataConfig
-from dpllm.text.data import Table, begins_twice, encode_prompt, unit_name
-from dpllm.text.layouts import BESIDE, LAYOUTS, Format, strings
+from dpllm.text.data import Table, unit_name
+from dpllm.text.layouts import BESIDE, COLUMNS, Format, strings
 from dpllm.text.sources import expand
+from dpllm.text.tokens import begins_twice, encode_prompt
 
 Prompt = str | list[dict[str, Any]]
 """Text, or the messages of a conversation so far."""
@@ -123,16 +124,16 @@ def keep_rows(path: Path, data: DataConfig, train: Table, held_out: Table | None
     if path.exists():
         return
     private = [one for one, public in ((train, data.public), (held_out, data.eval_public)) if one and not public]
-    columns, pairs = dict.fromkeys(column for layout in LAYOUTS for column in layout.columns()), bytearray()
+    owned = bytearray()
     for table in private:
-        for owner, row in zip(owners(table, data), table.rows, strict=True):
-            texts = list(strings([row[column] for column in columns if column in row]))
+        for owner, row in zip(owners(table), table.rows, strict=True):
+            texts = list(strings([row.parts[column] for column in COLUMNS if column in row.parts]))
             lines = [line for text in texts for line in text.splitlines() if len(line) >= LINE]
-            pairs += b"".join(
+            owned += b"".join(
                 _digest(owner) + one for one in set(map(_digest, [*texts, *lines, "".join(texts)])) if one
             )
     # A unit that says the same in many rows says it once: it makes no template.
-    unit_K2 = np.unique(np.frombuffer(bytes(pairs), f"S{2 * _BYTES}")).view(f"S{_BYTES}").reshape(-1, 2)
+    unit_K2 = np.unique(np.frombuffer(bytes(owned), f"S{2 * _BYTES}")).view(f"S{_BYTES}").reshape(-1, 2)
     kept: dict[str, Any] = {"units": len(np.unique(unit_K2[:, 0])), "digests": unit_K2[:, 1].tobytes().hex()}
     for side, source, read in (("training", data.train, train), ("evaluation", data.eval, held_out)):
         if source is not None and read is not None:
@@ -155,12 +156,10 @@ def private_among(path: Path, texts: list[str], lines: int = 1) -> list[int]:
     return [number for number, own in enumerate(asked, start=1) if any(0 < held[one] <= most for one in own)]
 
 
-def owners(table: Table, data: DataConfig) -> Iterator[str]:
+def owners(table: Table) -> Iterator[str]:
     """Whose each row is, see ``unit_name``; where no column says it, and of a row that names nobody, its own place."""
     for number, row in enumerate(table.rows, start=1):
-        yield (
-            unit_name(row.get(data.unit) if data.unit != "example" else None) or f"nobody named: {table.place(number)}"
-        )
+        yield unit_name(row.unit) or f"nobody named: {table.place(number)}"
 
 
 def most_private(units: int) -> int:

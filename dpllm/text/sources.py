@@ -1,41 +1,44 @@
 """Reading a source of text row by row: files, directories of datasets, the Hub, embedded data.
 
-Comes in: a data source. Goes out: its rows, one after the other, so that a source larger than memory can be read. Its
-errors name files, lines and columns and never the text of a row. It must not know what a row is for.
+Comes in: a data source. Goes out: its rows as they are written there, one after the other, so that a source larger than memory
+can be read. Nothing is guessed: a value is text, or what the file declares. Errors name files, lines and columns and never the
+text of a row. It must not know what a row is for.
 
-``datasets`` says which files of a directory or of the Hub are a split, and reads those whose types are declared: saved datasets
-and lines of text. Other files are read by hand: ``datasets`` would copy their text into a cache, guess the type of a
-column from the rows of all people (007 becomes 7 until one person is called x), and quote rows in its errors.
+``datasets`` says which files of a directory or of the Hub are a split, and reads saved datasets. Files are read by hand:
+``datasets`` would copy their text into a cache, guess the type of a column from the rows of all people (007 becomes 7 until one
+person is called x), and quote rows in its errors.
 """
 
 from __future__ import annotations
 
+import bz2
+import codecs
 import contextlib
 import csv
 import glob
+import gzip
+import itertools
+import json
 import lzma
 import re
 import socket
 import urllib.parse
 import urllib.request
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 from dpllm.errors import DataError
 from dpllm.files import resolved, scratch
 from dpllm.recipe import names
-from dpllm.recipe.config import DataConfig, Source
+from dpllm.recipe.config import CsvConfig, DataConfig, Source
 from dpllm.text import builtin
-from dpllm.text.parsers import READERS, ROWS_AT_ONCE, read_csv, suffix_of, unpacked
-from dpllm.text.rows import Row
 
+Raw = dict[str, Any]
+"""A row as its source holds it: column -> value."""
+_PACKED = OSError, EOFError, zlib.error, lzma.LZMAError  # of damaged files
 _VALUES = ValueError, ArithmeticError, NotImplementedError  # pyarrow's, and Python's of a date that it does not have
-KNOWN = (
-    "a jsonl, json, csv, parquet or arrow file (the first three also as .gz, .bz2 or .xz), a glob, a directory of files or "
-    "datasets, a Hub id, or a list of them"
-)
 
 
 def expand(source: Source) -> list[str]:
@@ -44,16 +47,17 @@ def expand(source: Source) -> list[str]:
     Raises:
         DataError: A glob that matches nothing, or a file that is named twice: its people would count as two.
     """
-    found: list[str] = []
+    expanded: list[str] = []
     for part in names.listed(source):
-        matched = [part]
-        if glob.has_magic(part) and not Path(part).exists():
-            matched = sorted(glob.glob(_pattern(part), recursive=True))
+        if not glob.has_magic(part) or Path(part).exists():
+            expanded.append(part)
+            continue
+        matched = sorted(glob.glob(_pattern(part), recursive=True))
         if not matched:
             raise DataError(f"{part}: no file matches. Check data.train and data.eval.")
         below = {str(parent) for name in matched for parent in Path(name).parents}
-        found += matched if matched == [part] else [name for name in matched if str(Path(name)) not in below]
-    return _once(found)
+        expanded += [name for name in matched if str(Path(name)) not in below]
+    return _once(expanded)
 
 
 def _pattern(name: str) -> str:
@@ -62,11 +66,11 @@ def _pattern(name: str) -> str:
     return str(Path(glob.escape(str(folder))) / Path(name).relative_to(folder)) if glob.has_magic(str(folder)) else name
 
 
-def _once(found: list[str]) -> list[str]:
+def _once(sources: list[str]) -> list[str]:
     """The same, if no file is there twice: by another path, below a directory that is named too, or packed beside itself."""
     seen: set[Any] = set()
-    folders = {resolved(name) for name in found if Path(name).is_dir()}
-    for name in found:
+    folders = {resolved(name) for name in sources if Path(name).is_dir()}
+    for name in sources:
         path = resolved(name)
         keys: set[Any] = {name if names.is_builtin(name) else unpacked(str(path))}
         if path.exists():
@@ -77,7 +81,7 @@ def _once(found: list[str]) -> list[str]:
                 "everybody in it would count as two people. Name it once."
             )
         seen |= keys
-    return found
+    return sources
 
 
 def files(source: Source, data: DataConfig, split: str, cache_dir: Path) -> list[str]:
@@ -86,19 +90,16 @@ def files(source: Source, data: DataConfig, split: str, cache_dir: Path) -> list
     Raises:
         DataError: See ``expand``; a split that is not there; a directory of several kinds of files.
     """
-    found: list[str] = []
+    of_split: list[str] = []
     for name in expand(source):
         path = Path(name)
+        of_hub = name.count("/") == 1 and suffix_of(path) not in READERS and not names.is_builtin(name)
         if path.is_dir():
             _check_kinds(path)
-        elif not names.is_builtin(name) and _is_hub(name):
+        elif of_hub and not path.exists():
             path = _download(name, data, cache_dir)
-        found += _of_split(path, split, cache_dir) if path.is_dir() else [name]
-    return _once(found)
-
-
-def _is_hub(name: str) -> bool:
-    return not Path(name).exists() and suffix_of(Path(name)) not in READERS and name.count("/") == 1
+        of_split += _of_split(path, split, cache_dir) if path.is_dir() else [name]
+    return _once(of_split)
 
 
 def is_here(source: Source) -> bool:
@@ -109,45 +110,38 @@ def is_here(source: Source) -> bool:
         return False
 
 
-def read_rows(source: str, data: DataConfig, split: str, cache_dir: Path) -> Iterator[Row]:
-    """Reads one of the sources that ``files`` found, row by row, as it is written there; see ``data.load_table``.
+def read_rows(source: str, data: DataConfig, split: str) -> Iterator[Raw]:
+    """Reads one of the sources of ``files``, row by row, as it is written there; see ``data.load_table``.
 
     Raises:
         DataError: A source that is missing, of no known kind or damaged.
     """
-    try:
-        path = builtin.path(source) if names.is_builtin(source) else Path(source)
-    except KeyError as error:
-        raise DataError(str(error.args[0])) from None
-    suffix = suffix_of(path)
-    read = READERS.get(suffix)
+    path = builtin.path(source) if names.is_builtin(source) else Path(source)
+    read = READERS.get(suffix := suffix_of(path))
     if read and path.is_file():
         try:
             yield from read(path, data.csv)
-        except (OSError, EOFError, zlib.error, lzma.LZMAError, LookupError, csv.Error, *_VALUES) as error:
+        except (*_PACKED, LookupError, csv.Error, *_VALUES) as error:
             # The message of the parser may quote the row; its type does not.
-            fix = ""
-            if isinstance(error, UnicodeError | LookupError):
-                fix = (
-                    " Name its encoding in data.csv.encoding, such as cp1252."
-                    if read is read_csv
-                    else " JSON is UTF-8."
-                )
+            wrong = isinstance(error, UnicodeError | LookupError)
+            fix = " Save it as UTF-8, or name a csv file's data.csv.encoding, such as cp1252." if wrong else ""
             raise DataError(f"{source}: cannot be read as {suffix} ({type(error).__name__}).{fix}") from None
     elif path.is_dir():
-        yield from _read_directory(path, split, cache_dir)
+        yield from _read_saved(path, split)
     else:
         reason = "has an unknown file type" if path.exists() else "no such file"
-        raise DataError(f"{source}: {reason}. data.train and data.eval accept {KNOWN}.")
-
-
-DECLARED = {".txt"}
-"""Of files that ``datasets`` reads without a guess: a line is text."""
+        raise DataError(
+            f"{source}: {reason}. data.train and data.eval accept a jsonl, json, csv, parquet or arrow file (the first three "
+            "also as .gz, .bz2 or .xz), a glob, a directory of files or datasets, a Hub id, or a list of them."
+        )
 
 
 def _check_kinds(path: Path) -> None:
-    kinds = {suffix for file in path.rglob("*") if (suffix := suffix_of(file)) in READERS}
-    if len(kinds) > 1 and not _is_saved(path) and not _has_configs(path / "README.md"):
+    kinds, readme = {suffix_of(file) for file in path.rglob("*")} & READERS.keys(), path / "README.md"
+    card = readme.read_text(encoding="utf-8", errors="replace") if readme.is_file() else ""
+    front = re.match(r"---\s*\n(.*?\n)---", card, re.DOTALL)
+    says_which = front and re.search(r"^configs:", front[1], re.MULTILINE)
+    if len(kinds) > 1 and not _is_saved(path) and not says_which:
         raise DataError(
             f"{path}: holds {' and '.join(sorted(kinds))} files, and datasets would read one type and ignore the others. Name "
             "the files, or a glob such as DIR/*.jsonl."
@@ -158,59 +152,48 @@ def _is_saved(path: Path) -> bool:
     return (path / "dataset_dict.json").exists() or (path / "state.json").exists()
 
 
-def _has_configs(readme: Path) -> bool:
-    """Whether a dataset's card says which files are its data."""
-    text = readme.read_text(encoding="utf-8", errors="replace") if readme.is_file() else ""
-    front = re.match(r"---\s*\n(.*?\n)---", text, re.DOTALL)
-    return bool(front and re.search(r"^configs:", front[1], re.MULTILINE))
-
-
 @contextlib.contextmanager
-def _told(path: Path) -> Iterator[None]:
-    """``datasets`` raises many kinds of errors, and its messages may quote rows."""
+def _for_datasets(path: Path) -> Iterator[Path]:
+    """A folder as ``datasets`` can read it: links to its files where its name would be taken for a pattern or an address.
+
+    Raises:
+        DataError: Whatever ``datasets`` raises, without its message, which may quote rows.
+    """
     try:
-        yield
+        if re.fullmatch(r"[\w./ -]+", str(path.resolve())):
+            yield path
+            return
+        with scratch() as folder:
+            for file in filter(Path.is_file, path.rglob("*")):
+                link = folder / file.relative_to(path)
+                link.parent.mkdir(parents=True, exist_ok=True)
+                link.symlink_to(file.resolve())
+            yield folder
     except DataError:
         raise
     except Exception as error:
         raise DataError(f"{path}: cannot be read as a directory of datasets ({type(error).__name__}).") from None
 
 
-@contextlib.contextmanager
-def _plain(path: Path) -> Iterator[Path]:
-    """A folder, or where ``datasets`` would take its name for a pattern or an address, a folder of links to its files."""
-    if re.fullmatch(r"[\w./ -]+", str(path.resolve())):
-        yield path
-        return
-    with scratch() as folder:
-        for file in (found for found in path.rglob("*") if found.is_file()):
-            link = folder / file.relative_to(path)
-            link.parent.mkdir(parents=True, exist_ok=True)
-            link.symlink_to(file.resolve())
-        yield folder
-
-
 def _of_split(path: Path, split: str, cache_dir: Path) -> list[str]:
-    """The files of a split, of which no row is read; the directory itself where ``datasets`` reads them by declared types."""
+    """The files of a split, of which no row is read; a saved dataset is itself."""
     if _is_saved(path):
         return [str(path)]
     import datasets
 
-    with _told(path), _plain(path) as folder:
-        found = datasets.load_dataset_builder(str(folder), cache_dir=str(cache_dir)).config.data_files
-        names_of = {
-            name: {Path(file).relative_to(folder.resolve()) for file in of_it} for name, of_it in (found or {}).items()
+    with _for_datasets(path) as folder:
+        builder = datasets.load_dataset_builder(str(folder), cache_dir=str(cache_dir))
+        found = {  # a file may be named by several patterns
+            str(name): {Path(file).relative_to(folder.resolve()) for file in of_it}
+            for name, of_it in (builder.config.data_files or {}).items()
         }
-        splits = {str(name): sorted(str(path / file) for file in of_it) for name, of_it in names_of.items()}
-    kinds = {suffix_of(Path(file)) for file in _one(splits, split, path)}
-    if kinds <= READERS.keys():
-        return splits[split]
-    if kinds <= DECLARED:
-        return [str(path)]
-    raise DataError(
-        f"{path}: holds {', '.join(sorted(kinds - READERS.keys()))} files, where datasets guesses a column's type from all "
-        "rows, so one row could change how others are read. Convert them to jsonl, csv, parquet or arrow."
-    )
+    in_split = sorted(str(path / file) for file in _one(found, split, path))
+    if unread := {suffix_of(Path(file)) for file in in_split} - READERS.keys():
+        raise DataError(
+            f"{path}: holds {', '.join(sorted(unread))} files, where datasets guesses a column's type from all rows, so one row "
+            "could change how others are read. Convert them to jsonl, csv, parquet or arrow."
+        )
+    return in_split
 
 
 def _one(splits: Mapping[str, Any], split: str, path: Path) -> Any:
@@ -219,17 +202,13 @@ def _one(splits: Mapping[str, Any], split: str, path: Path) -> Any:
     return splits[split]
 
 
-def _read_directory(path: Path, split: str, cache_dir: Path) -> Iterator[Row]:
+def _read_saved(path: Path, split: str) -> Iterator[Raw]:
     import datasets
 
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its messages quote rows
-    with _told(path), _plain(path) as folder:
-        loaded = (
-            datasets.load_from_disk(str(folder))
-            if _is_saved(path)
-            else datasets.load_dataset(str(folder), cache_dir=str(cache_dir))
-        )
+    with _for_datasets(path) as folder:
+        loaded = datasets.load_from_disk(str(folder))
         if isinstance(loaded, dict):
             loaded = _one(loaded, split, path)
         for table in loaded.with_format("arrow").iter(batch_size=ROWS_AT_ONCE):
@@ -271,3 +250,162 @@ def _download(source: str, data: DataConfig, cache_dir: Path) -> Path:
             "network, or set data.train and data.eval to local files."
         ) from None
     return target
+
+
+PACKED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+ROWS_AT_ONCE = 1000
+"""Rows of a table that are Python objects at a time."""
+_MORE = "\0more fields than the header line"
+MOST_LEVELS = 100
+"""Of lists and objects in one another in a row of JSON."""
+
+
+def unpacked(name: str) -> str:
+    """The name of a file without what says that it is compressed."""
+    return name[: -len(Path(name).suffix)] if Path(name).suffix.lower() in PACKED else name
+
+
+def suffix_of(path: Path) -> str:
+    """In lower case; of a compressed file of text, that before .gz."""
+    inner = Path(unpacked(path.name)).suffix.lower()
+    return path.suffix.lower() if inner == ".parquet" else inner
+
+
+def _open(path: Path, encoding: str) -> IO[str]:
+    unpack: Any = PACKED.get(path.suffix.lower(), open)
+    if not encoding:
+        with unpack(path, "rb") as file:
+            encoding = "utf-16" if file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "utf-8-sig"
+    return cast("IO[str]", unpack(path, "rt", encoding=encoding, newline=""))
+
+
+def _read_json(path: Path, _: CsvConfig) -> Iterator[Raw]:
+    """One object a line, or one list of objects, which is held in memory."""
+    values: Iterator[tuple[str, Any]]
+    with _open(path, "utf-8-sig") as file:
+        wanted = "one object a line"
+        lines = ((f"{path}: line {number}", line) for number, line in enumerate(file, start=1) if line.strip())
+        place, first = next(lines, ("", ""))
+        if first.lstrip().startswith("["):
+            wanted = "a list of objects"
+            records = _parsed(first + file.read(), f"{path}: its list", "one list of objects", MOST_LEVELS + 1)
+            values = ((f"{path}: record {number}", record) for number, record in enumerate(records, start=1))
+        else:
+            each = itertools.chain([(place, first)] if first else [], lines)
+            values = ((place, _parsed(line, place, wanted, MOST_LEVELS)) for place, line in each)
+        for place, value in values:
+            if not isinstance(value, dict):
+                raise DataError(f"{place} is not a JSON object; {wanted} is expected.")
+            yield value
+
+
+def _parsed(text: str, place: str, wanted: str, levels: int) -> Any:
+    def row(keys: list[tuple[str, Any]]) -> Raw:
+        _check_names([name for name, _ in keys], place)
+        return dict(keys)
+
+    try:
+        value = json.loads(text, object_pairs_hook=row)
+        _limit_depth(value, levels)
+        return value
+    except RecursionError:
+        raise DataError(f"{place} is nested more than {MOST_LEVELS} levels deep. Flatten or drop the row.") from None
+    except ValueError:
+        raise DataError(f"{place} is not valid JSON; {wanted} is expected.") from None
+
+
+def _check_names(found: Sequence[str], where: str) -> None:
+    """Refuses two columns of one name, which without a header line may be a text; nobody can ask for one without a name."""
+    named = [name for name in found if name]
+    if len(set(named)) < len(named):
+        raise DataError(
+            f"{where} has two columns, or keys, of one name, of which one would be lost. Rename or drop one of them."
+        )
+
+
+def _limit_depth(value: Any, levels: int) -> None:
+    """Raises the same error that json raises, but at a depth that no later reader of the row minds."""
+    if not levels:
+        raise RecursionError
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _limit_depth(inner, levels - 1)
+
+
+def read_csv(path: Path, settings: CsvConfig) -> Iterator[Raw]:
+    """Each row by the names in the header line; a short line has no further columns."""
+    with _open(path, settings.encoding or "") as file:
+        header = file.readline()
+        # Of the header line alone, which nobody's row is: what people wrote decides nothing.
+        marks = "\t" if ".tsv" in path.suffixes else ",;\t|"
+        unquoted = re.sub(r'"[^"]*"', "", header)
+        delimiter = settings.delimiter or next((mark for mark in marks if mark in unquoted), marks[0])
+        lines = _unambiguous(itertools.chain([header], file), re.escape(delimiter))
+        rows = csv.DictReader(lines, delimiter=delimiter, strict=True, restkey=_MORE)
+        csv.field_size_limit(2**31 - 1)
+        number = 0
+        try:
+            _check_names(rows.fieldnames or (), f"{path}: its header line")
+            for number, row in enumerate(rows, start=1):
+                if any(row.pop(_MORE, ())):
+                    raise DataError(
+                        f"{path}: row {number} has more fields than the header line, so its columns may be shifted and the row "
+                        "assigned to the wrong owner. Quote fields that contain the delimiter, or fix the row."
+                    )
+                yield {name: value for name, value in row.items() if value is not None}
+        except csv.Error:
+            raise DataError(
+                f"{path}: row {number + 1} has an unclosed or undoubled quote, which could swallow the rows after it, or the "
+                'delimiter is not data.csv.delimiter. Quote the whole field, and write "" inside it.'
+            ) from None
+
+
+def _unambiguous(lines: Iterator[str], mark: str) -> Iterator[str]:
+    """The same lines, if each quote begins a field, ends one or is doubled in one.
+
+    Elsewhere csv takes it for a letter, so that a row with a quote too many would end at the letter of somebody else.
+    """
+    text = '(?:[^"]|"")*+'
+    field = f'(?:"{text}"|[^"{mark}]*+)'
+    more = f"(?:{mark}{field})*+"
+    closed = re.compile(field + more), re.compile(f'{text}"{more}')  # by whether the line begins in a quoted field
+    opened = re.compile(f'(?:{field}{mark})*+"{text}'), re.compile(f'(?:{text}"{more}(?<={mark})")?{text}')
+    inside = False
+    for line in lines:
+        if '"' in line:
+            row = line.rstrip("\r\n")
+            still = bool(opened[inside].fullmatch(row))
+            if not still and not closed[inside].fullmatch(row):
+                raise csv.Error
+            inside = still
+        yield line
+
+
+def _read_parquet(path: Path, _: CsvConfig) -> Iterator[Raw]:
+    from pyarrow import parquet
+
+    with open(path, "rb") as file, parquet.ParquetFile(file) as table:  # pyarrow opens no name that is not UTF-8
+        _check_names(table.schema_arrow.names, f"{path}: its table")
+        for batch in table.iter_batches(batch_size=ROWS_AT_ONCE):
+            yield from batch.to_pylist()
+
+
+def _read_arrow(path: Path, _: CsvConfig) -> Iterator[Raw]:
+    """A stream, as ``datasets`` writes it, or a file of batches."""
+    from pyarrow import ipc
+
+    with open(path, "rb") as content:
+        whole = content.read(6) == b"ARROW1"
+        content.seek(0)
+        table = ipc.open_file(content) if whole else ipc.open_stream(content)
+        _check_names(table.schema.names, f"{path}: its table")
+        for batch in map(table.get_batch, range(table.num_record_batches)) if whole else table:
+            for start in range(0, len(batch), ROWS_AT_ONCE):
+                yield from batch.slice(start, ROWS_AT_ONCE).to_pylist()
+
+
+READERS = {
+    **dict.fromkeys((".jsonl", ".ndjson", ".json"), _read_json),
+    **dict.fromkeys((".csv", ".tsv"), read_csv),
+    ".parquet": _read_parquet,
+    ".arrow": _read_arrow,  # datasets would read all files of a directory by the types of the first
+}

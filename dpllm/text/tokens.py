@@ -1,7 +1,8 @@
-"""Tokenised units on disk: a corpus larger than memory trains, and is tokenised once.
+"""Rows become tokenised units, and lie on disk: a corpus larger than memory trains, and is tokenised once.
 
-Comes in: rows by unit and a tokenizer, or a directory written before. Goes out: a ``Sequence`` of units, each read when it
-is asked for. It must not know the model or the Plan.
+Comes in: rows by unit and a tokenizer, or a directory written before. Goes out: ``Unit`` values, which say which tokens are
+learned and by what they are divided; a ``Sequence`` of them, each read when it is asked for. It must not know the model or the
+Plan. Errors name units and never their text.
 
 An entry of the cache is a directory, private/cache/tokens/KEY, with
     tokens.bin  unit after unit, sequence after sequence: two int32 (tokens, denominator), int32 ids, the loss mask
@@ -16,13 +17,14 @@ Shape suffixes: U units, S sequences, T tokens.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import shutil
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,20 +33,194 @@ from numpy.typing import NDArray
 
 from dpllm.errors import DataError
 from dpllm.files import locked, whole_directory
+from dpllm.privacy.schedule import TokenSequence, Unit
 from dpllm.progress import tell
+from dpllm.recipe import names
 from dpllm.recipe.config import DataConfig
-from dpllm.text.data import Table, TokenSequence, Unit, iter_units
-from dpllm.text.lengths import Lengths
-from dpllm.text.rows import Groups, OpenFile, ReadWhenAsked
+from dpllm.text.data import Groups, OpenFile, ReadWhenAsked, Table
+from dpllm.text.layouts import Format, Row
+from dpllm.text.rendering import Rendered, rendered
 
+AT_ONCE = 2**18  # characters that a tokenizer gets in one call
 ENCODING = 5
-"""To be raised when ``data.encode`` makes other tokens of the same row, or an entry is laid out otherwise."""
+"""To be raised when ``encode`` makes other tokens of the same row, or an entry is laid out otherwise."""
 FOLDER = "tokens"
 _PIECE = 2**22  # bytes that are hashed, or buffered before they are written, at a time
 
 
+@dataclass
+class Lengths:
+    """Counts of texts (rows, or answers of pairs) and of units."""
+
+    texts: int = 0
+    lost: int = 0  # of which nothing is learned
+    short: int = 0  # these, and those that lost their end
+    full: int = 0  # units with a text that fills max_length, cut or not
+
+    def add(self, texts: Collection[tuple[int, bool]], data: DataConfig) -> None:
+        """One unit more: the tokens of each of its texts, and whether any is learned."""
+        cut = data.max_length if data.long_examples == "truncate" else float("inf")
+        self.texts += len(texts)
+        self.lost += sum(not learned for _, learned in texts)
+        self.short += sum(tokens > cut or not learned for tokens, learned in texts)
+        self.full += any(tokens >= data.max_length for tokens, _ in texts)
+
+    def check(self, data: DataConfig) -> None:
+        """Refuses, with a DataError, texts of which nothing is learned. The operator alone hears of it: no record, no ledger."""
+        if self.texts and self.lost == self.texts:
+            raise DataError(f"data.train: a run would be charged for nothing, because {self.told(data)}")
+
+    def told(self, data: DataConfig) -> str:
+        """What a terminal alone may say where more than half of the texts are lost or cut; else nothing."""
+        if 2 * self.short <= self.texts:
+            return ""
+        many = "no row has" if self.lost == self.texts else "more than half of the rows have not"
+        what = (
+            "a token left to learn" if 2 * self.lost > self.texts else "all their tokens, of which the ends are cut off"
+        )
+        return (
+            f"{many} {what}: a prompt alone fills data.max_length ({data.max_length} tokens), a row is longer, or no turn is the "
+            "assistant's. Raise data.max_length, shorten the rows, or set data.long_examples: chunk."
+        )
+
+
+def encode_units(
+    groups: Iterable[Sequence[Row]], fmt: Format, tokenizer: Any, data: DataConfig, *, name: str | None = None
+) -> list[Unit]:
+    """Tokenises every unit, in memory; errors name ``name``, or else the training data.
+
+    Raises:
+        DataError: ``long_examples: refuse`` and a longer row, or a row that the chat template does not take.
+    """
+    return list(iter_units(groups, fmt, tokenizer, data, name=name))
+
+
+def iter_units(
+    groups: Iterable[Sequence[Row]],
+    fmt: Format,
+    tokenizer: Any,
+    data: DataConfig,
+    *,
+    name: str | None = None,
+    lengths: Lengths | None = None,
+) -> Iterator[Unit]:
+    """The same, one unit after the other, each counted in ``lengths``; the tokenizer gets ``AT_ONCE`` characters in one call."""
+    source = name or ", ".join(names.listed(data.train))
+
+    def finished(waiting: dict[int, list[Rendered]]) -> Iterator[Unit]:
+        encoded = iter(_tokenise([one for unit in waiting.values() for one in unit], tokenizer))
+        for number, unit in waiting.items():
+            sequences, sizes = list[TokenSequence](), list[tuple[int, bool]]()
+            try:
+                for _ in unit:
+                    ids, mask = next(encoded)
+                    cut = _cut(ids, mask, data.max_length, data.long_examples)
+                    sequences += cut or ([NOTHING] if fmt == "preference" else [])
+                    sizes.append((len(ids), bool(cut)))
+                (lengths or Lengths()).add(sizes, data)
+            except DataError as error:
+                raise DataError(f"{source}: unit {number}: {error}") from None
+            yield Unit(tuple(sequences))
+
+    waiting, characters = dict[int, list[Rendered]](), 0
+    for number, rows in enumerate(groups, start=1):
+        try:
+            waiting[number] = [one for row in rows for one in rendered(row, fmt, tokenizer, data.template)]
+        except DataError as error:
+            yield from finished(waiting)  # an error in a unit before it comes first
+            raise DataError(f"{source}: unit {number}: {error}") from None
+        characters += sum(len(one.text) for one in waiting[number])
+        if characters > AT_ONCE:
+            yield from finished(waiting)
+            waiting, characters = {}, 0
+    yield from finished(waiting)
+
+
+def encode(parts: dict[str, Any], fmt: Format, tokenizer: Any, data: DataConfig) -> list[TokenSequence]:
+    """Tokenises the parts of one row, which is no preference pair, as ``data`` says: template, max_length, long_examples.
+
+    Returns:
+        No sequence (nothing to predict), one, or several chunks of at most max_length tokens. Chunks overlap by one
+        token, so that every target is predicted exactly once.
+
+    Raises:
+        DataError: See ``encode_units``.
+    """
+    ((ids, mask),) = _tokenise(rendered(Row(parts), fmt, tokenizer, data.template), tokenizer)
+    return _cut(ids, mask, data.max_length, data.long_examples)
+
+
+def encode_prompt(prompt: str, tokenizer: Any, template: str | None) -> list[int]:
+    """The tokens that stand before a completion that begins with a letter, as ``encode`` makes them; none of an empty text.
+
+    Encoded alone, a prompt may end in other ones: two line ends are one token of GPT-2's, and two before a letter.
+    """
+    row = Row({"prompt": prompt, "completion": "A"})
+    ((ids, mask),) = _tokenise(rendered(row, "prompt_completion", tokenizer, template), tokenizer)
+    return ids[: mask.index(True)]
+
+
+NOTHING = TokenSequence((0, 0), (False, False), 1)
+"""An answer of a pair whose prompt alone is longer than max_length: it is there, so that the other one is no half pair."""
+
+
+def _tokenise(texts: Sequence[Rendered], tokenizer: Any) -> Iterator[tuple[list[int], list[bool]]]:
+    """Token ids of each text, and which of them are learned, of texts of one format.
+
+    The end of the text is learned too; a chat template says itself where turns end.
+    """
+    if not texts:
+        return
+    eos = tokenizer.eos_token_id
+    encoding = tokenizer(
+        [one.text for one in texts],
+        add_special_tokens=not texts[0].template,
+        return_offsets_mapping=True,
+        verbose=False,
+    )
+    for one, ids, offsets in zip(texts, encoding["input_ids"], encoding["offset_mapping"], strict=True):
+        offset_T2 = np.array(offsets, dtype=np.int64).reshape(-1, 2)
+        mask_T = np.zeros(len(ids), dtype=bool)
+        for low, high in one.spans:
+            mask_T |= (offset_T2[:, 0] < high) & (low < offset_T2[:, 1])
+        first = int(begins_twice(ids, tokenizer))
+        tokens, mask = list(ids)[first:], mask_T.tolist()[first:]
+        if not one.template and eos is not None:
+            if tokens[-1:] != [eos]:
+                tokens, mask = [*tokens, eos], [*mask, True]
+            mask[-1] = True
+        yield tokens, mask
+
+
+def begins_twice(ids: Sequence[int], tokenizer: Any) -> bool:
+    """Whether a text brought the token with which the tokenizer begins every text: a chat template had written it before."""
+    return tokenizer.bos_token_id is not None and list(ids[:2]) == [tokenizer.bos_token_id] * 2
+
+
+def _cut(ids: list[int], mask: list[bool], max_length: int, long_examples: str) -> list[TokenSequence]:
+    """The sequences of one text."""
+    if len(ids) > max_length and long_examples == "refuse":
+        raise DataError(
+            f"a row is longer than data.max_length ({max_length} tokens) and data.long_examples is refuse. "
+            "Raise data.max_length, or set data.long_examples to chunk or truncate."
+        )
+    if long_examples == "truncate":
+        ids, mask = ids[:max_length], mask[:max_length]
+    if mask:
+        mask[0] = False  # nothing stands before it, from which it could be predicted
+    total = sum(mask)  # of the whole text, also in each of its chunks: their losses add up to its mean
+    sequences = []
+    for start in range(0, max(1, len(ids) - 1), max_length - 1):  # the last token of a chunk is the context of the next
+        piece = tuple(ids[start : start + max_length])
+        targets = (False, *mask[start + 1 : start + max_length])
+        if any(targets):
+            sequences.append(TokenSequence(piece, targets, total))
+    return sequences
+
+
+@dataclass(frozen=True, eq=False)
 class Units(ReadWhenAsked[Unit | None]):
-    """Tokenised units: from disk, and slots behind them that are held in memory.
+    """Tokenised units: from disk, and slots behind them that are held in memory. Made by ``make_units``.
 
     Attributes:
         path: The entry of the cache.
@@ -53,20 +229,17 @@ class Units(ReadWhenAsked[Unit | None]):
         lengths: What became of the rows on disk, at data.max_length.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        digest: str,
-        index_U2: NDArray[np.int64],
-        size_S: NDArray[np.int32],
-        file: OpenFile,
-        lengths: Lengths,
-        slots: Sequence[Unit | None] = (),
-    ) -> None:
-        """Made by ``make_units``; ``file`` is tokens.bin."""
-        self.path, self.digest, self.lengths = path, digest, lengths
-        self._index_U2, self._size_S, self._file, self._slots = index_U2, size_S, file, slots
-        self._on_disk = len(index_U2) - 1
+    path: Path
+    digest: str
+    lengths: Lengths
+    _index_U2: NDArray[np.int64]
+    _size_S: NDArray[np.int32]
+    _file: OpenFile  # tokens.bin
+    _slots: tuple[Unit | None, ...] = ()
+
+    @property
+    def _on_disk(self) -> int:
+        return len(self._index_U2) - 1
 
     def __len__(self) -> int:
         return self._on_disk + len(self._slots)
@@ -91,12 +264,11 @@ class Units(ReadWhenAsked[Unit | None]):
         digest = hashlib.blake2b(self.digest.encode(), digest_size=32)
         for slot in slots:
             digest.update(b"none" if slot is None else b"unit" + _pack(slot))
-        kept = (self._index_U2, self._size_S, self._file, self.lengths)
-        return Units(self.path, digest.hexdigest(), *kept, (*self._slots, *slots))
+        return replace(self, digest=digest.hexdigest(), _slots=(*self._slots, *slots))
 
 
 def make_units(table: Table, groups: Groups, tokenizer: Any, data: DataConfig, cache_dir: Path) -> Units:
-    """What ``data.encode_units`` gives, on disk; tokenised anew unless the cache holds it.
+    """What ``encode_units`` gives, on disk; tokenised anew unless the cache holds it.
 
     Several processes may call this at once: one writes, the others wait for it. What killed processes left behind is
     removed. An entry that is damaged is made again.
@@ -109,30 +281,28 @@ def make_units(table: Table, groups: Groups, tokenizer: Any, data: DataConfig, c
         cache_dir: The run's private cache.
 
     Raises:
-        DataError: See ``data.encode_units``; a disk that is full.
+        DataError: See ``encode_units``; a disk that is full.
     """
     path = cache_dir / FOLDER / _key(table, groups, tokenizer, data)
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with locked(path.parent / ".lock"):
-            if (found := _open(path)) is None:
+            if (kept := _open(path)) is None:
                 for left in path.parent.glob(".*.*"):  # of a process that was killed
                     shutil.rmtree(left, ignore_errors=True)
                 with whole_directory(path, mode=0o700) as part:
                     lengths = Lengths()
                     made = iter_units(groups, table.format, tokenizer, data, name=table.name, lengths=lengths)
-                    _write(part, _told(made, len(groups)), lengths)
-                found = _open(path)
+                    _write(part, made, len(groups), lengths)
+                kept = _open(path)
+        if kept is None:
+            raise OSError(errno.EIO, "what was written there cannot be read back")
+        return kept
     except OSError as error:
         raise DataError(
             f"{path.parent}: cannot hold the tokens of {table.name} ({error.strerror}), which training reads from disk. Free "
             "some space, or type an --output_dir on another disk."
         ) from None
-    if found is None:
-        raise DataError(
-            f"{path.parent}: tokens written there cannot be read back. Type an --output_dir on another disk."
-        )
-    return found
 
 
 def _key(table: Table, groups: Groups, tokenizer: Any, data: DataConfig) -> str:
@@ -159,18 +329,13 @@ def _key(table: Table, groups: Groups, tokenizer: Any, data: DataConfig) -> str:
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def _told(units: Iterable[Unit], total: int) -> Iterator[Unit]:
-    for done, unit in enumerate(units):
-        if done % 256 == 0:
-            tell("Tokenising", done, total)
-        yield unit
-
-
-def _write(part: Path, units: Iterable[Unit], lengths: Lengths) -> None:
+def _write(part: Path, units: Iterable[Unit], total: int, lengths: Lengths) -> None:
     index, sizes, position = array("q"), array("i"), 0
     digest = hashlib.blake2b(digest_size=32)
     with open(part / "tokens.bin", "wb", buffering=_PIECE) as file:
-        for unit in units:
+        for done, unit in enumerate(units):
+            if done % 256 == 0:
+                tell("Tokenising", done, total)
             packed = _pack(unit)
             index.extend((position, len(sizes)))
             sizes.extend(_sizes(unit))
@@ -198,7 +363,7 @@ def _open(path: Path) -> Units | None:
         digest.update(index_U2.tobytes() + size_S.tobytes())
         fits = index_U2.shape == (meta["units"] + 1, 2) and index_U2[-1].tolist() == [size, len(size_S)]
         return (
-            Units(path, digest.hexdigest(), index_U2, size_S, file, Lengths(**meta["lengths"]))
+            Units(path, digest.hexdigest(), Lengths(**meta["lengths"]), index_U2, size_S, file)
             if fits and size == meta["bytes"] and digest.hexdigest() == meta["digest"]
             else None
         )

@@ -18,9 +18,7 @@ from dpllm.auditing import members as audit
 from dpllm.auditing.members import (
     MEMBERSHIP,
     SHIFT,
-    audit_members,
     audit_run_members,
-    check_overlap,
     rows_of_run,
     scores,
 )
@@ -28,6 +26,7 @@ from dpllm.errors import ConfigError, DataError
 from dpllm.recipe.config import DataConfig
 from dpllm.run.directory import Run, RunDir
 from dpllm.text import data
+from dpllm.text.tokens import encode
 
 SIGNIFICANCE = 1e-8
 SECRET = "Sigrid Forsberg owes 4711"
@@ -36,6 +35,18 @@ SECRET = "Sigrid Forsberg owes 4711"
 @pytest.fixture(scope="module")
 def models():
     return SimpleNamespace(tokenizer=tiny.tokenizer())
+
+
+def typed(groups):
+    return [tiny.rows(group, "who") for group in groups]
+
+
+def audit_members(models, members, others, fmt, data):
+    return audit.audit_members(models, typed(members), typed(others), fmt, data)
+
+
+def check_overlap(members, others, fmt, unit):
+    audit.check_overlap(typed(members), typed(others), fmt, unit)
 
 
 def settings(**changes):
@@ -174,7 +185,7 @@ def test_a_unit_is_one_observation_of_all_its_tokens(models, monkeypatch, seed):
     for place in (0, 17, 109):
         ids, gains = [], []
         for number, row in enumerate(groups[place]):
-            (sequence,) = data.encode(row, "text", models.tokenizer, tiny.reads(128, "refuse"))
+            (sequence,) = encode(row, "text", models.tokenizer, tiny.reads(128, "refuse"))
             ids += sequence.input_ids[1:]
             gains += [0.1 * ((3 * place + number) % 7)] * (len(sequence.input_ids) - 1)
         found = scores(tokens)
@@ -303,7 +314,7 @@ def test_members_of_a_run_are_its_training_rows_and_the_report_stays_private(mod
     assert json.loads(path.read_text())["note"] == report["note"]
     assert {file for file in run.root.rglob("*") if file.is_file()} == {run.config, path}
     for row in data.load_table(str(tmp_path / "train.jsonl"), settings(), "train", tmp_path).rows:
-        assert row["text"] not in path.read_text()
+        assert row.parts["text"] not in path.read_text()
 
 
 def test_units_of_a_run_bring_the_rows_that_trained(tmp_path):
@@ -313,7 +324,7 @@ def test_units_of_a_run_bring_the_rows_that_trained(tmp_path):
     assert {len(group) for group in (*inside, *outside)} == {1}
     config = run.load_config()
     trained = data.sampled_rows(data.load_table(config.data.train, config.data, "train", tmp_path), config.data)
-    assert sorted(row["text"] for (row,) in inside) == sorted(row["text"] for (row,) in trained)
+    assert sorted(row.parts["text"] for (row,) in inside) == sorted(row.parts["text"] for (row,) in trained)
 
 
 def test_a_run_without_held_out_rows_is_refused(tmp_path):

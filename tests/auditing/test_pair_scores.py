@@ -16,7 +16,8 @@ from dpllm.canaries.canaries import encode_secret, plan_canaries
 from dpllm.errors import ConfigError
 from dpllm.recipe.sections import AuditConfig, CanaryConfig
 from dpllm.statement.audit_bounds import Claim
-from dpllm.text import data
+from dpllm.text.layouts import Row
+from dpllm.text.tokens import encode_units
 
 
 def of_pairs(seed: int, pairs: int = 40) -> TokenTable:
@@ -84,7 +85,7 @@ def test_what_is_scored_is_what_trains(template: str | None) -> None:
     tokenizer, settings = tiny.tokenizer(), tiny.reads(200, template=template)
     for canary in plan_canaries(CanaryConfig(groups={1: 30}), pairs=True).canaries:
         canary = replace(canary, inserted=True)
-        (unit,) = data.encode_units([[canary.example("preference")]], "preference", tokenizer, settings)
+        (unit,) = encode_units([[Row(canary.example("preference"))]], "preference", tokenizer, settings)
         scored = [encode_secret(answer, "preference", tokenizer, settings)[0] for answer in canary.answers]
         assert [(one.input_ids, one.loss_mask) for one in scored] == [
             (one.input_ids, one.loss_mask) for one in unit.sequences

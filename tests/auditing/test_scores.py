@@ -19,8 +19,9 @@ from dpllm.auditing.scores import score, score_canaries
 from dpllm.auditing.table import read_scores
 from dpllm.canaries.canaries import Canary, encode_secret, plan_canaries
 from dpllm.errors import ConfigError
+from dpllm.privacy.schedule import TokenSequence
 from dpllm.recipe.sections import CanaryConfig
-from dpllm.text.data import TokenSequence, encode
+from dpllm.text.tokens import encode
 
 VOCABULARY = 300
 CANARY = Canary("c00000", 1, "The locker code for the north store of Halvorsen is", "12345678", inserted=True)

@@ -27,7 +27,7 @@ from dpllm.errors import ConfigError
 from dpllm.model import loading
 from dpllm.recipe.config import RunConfig
 from dpllm.recipe.sections import AuditConfig, CanaryConfig
-from dpllm.text.data import encode
+from dpllm.text.tokens import encode
 
 KINDS = ("digits", "random_tokens", "new_tokens")
 

@@ -7,20 +7,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 from comparing import make_run, write_tasks
 
 from dpllm.comparison import tasks
 from dpllm.comparison.compared_runs import PROTOCOL, cached_tasks
 from dpllm.errors import ConfigError
 from dpllm.statement.run_files import read_run
+from dpllm.text.data import Table
 
 INF = float("inf")
 
 
 def test_prompts_are_counted_once_and_keep_all_references() -> None:
-    rows = [{"prompt": p, "completion": c} for p, c in (("a", " 1"), ("b", "2 "), ("a", "3"), ("c", "4"), ("b", "5"))]
-    assert tasks.by_prompt(rows, 2) == {"a": ["1", "3"], "b": ["2", "5"]}
-    assert list(tasks.by_prompt(rows, 9)) == ["a", "b", "c"]
+    pairs = (("a", " 1"), ("b", "2 "), ("a", "3"), ("c", "4"), ("b", "5"))
+    rows = tiny.rows({"prompt": prompt, "completion": completion} for prompt, completion in pairs)
+    table = Table("rows.jsonl", rows, "prompt_completion")
+    assert tasks.by_prompt(table, 2) == {"a": ["1", "3"], "b": ["2", "5"]}
+    assert list(tasks.by_prompt(table, 9)) == ["a", "b", "c"]
 
 
 def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

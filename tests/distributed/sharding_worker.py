@@ -29,10 +29,10 @@ from dpllm.errors import ConfigError, Refused
 from dpllm.model import adapters, evaluate, loading, sharding
 from dpllm.privacy.engine import StepEngine, recover
 from dpllm.privacy.packing import Pass, lay_out
+from dpllm.privacy.schedule import TokenSequence
 from dpllm.run import checkpoint
 from dpllm.run.directory import RunDir
 from dpllm.run.samples import Samples
-from dpllm.text.data import TokenSequence
 
 C, SIGMA, STEPS = 0.05, 0.7, 2
 # How each trains, and the base model: llama has a head of its own, gpt2's is tied to the embedding.

@@ -14,8 +14,8 @@ from dpllm.privacy.banded import LearningRate, strategy
 from dpllm.privacy.gradient_canaries import GradientCanaries
 from dpllm.privacy.packing import passes_of
 from dpllm.privacy.sampling import PoissonSampler
+from dpllm.privacy.schedule import Unit
 from dpllm.privacy.stream import Turns
-from dpllm.text.data import Unit
 
 STEPS, C, SIGMA = 3, 0.05, 0.7
 SLOTS, DRAWS, MEMBERS = 40, 1500, 10  # of the sampling masks

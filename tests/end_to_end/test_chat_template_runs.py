@@ -19,7 +19,7 @@ from dpllm.recipe import names
 from dpllm.recipe.config import DataConfig, ModelConfig, load_config
 from dpllm.run.directory import RunDir
 from dpllm.run.resume import same_recipe
-from dpllm.text.chats import read_template
+from dpllm.text.rendering import read_template
 
 OTHER = tiny.CHAT.replace("<|user|>", "<|user|>!").replace("}}{{ eos_token", "}}.{{ eos_token")
 

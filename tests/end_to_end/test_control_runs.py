@@ -12,7 +12,8 @@ from running import Place, done, dpllm_, fails_in_step, make_place, rows
 
 from dpllm.recipe.config import load_config
 from dpllm.text import control, data
-from dpllm.text.rows import each_row
+from dpllm.text.data import each_row
+from dpllm.text.tokens import encode_units
 from dpllm.verification.verify import verify
 
 CODES = ["visit", "age"]
@@ -70,7 +71,7 @@ def test_the_joint_distribution_is_released_by_the_names_that_are_asked_for(stop
 def test_held_out_loss_is_that_of_the_texts_behind_their_lines(finished: Place) -> None:
     config = load_config(finished.recipe)
     table = data.load_table(config.data.eval or "", config.data, "train", finished.root / "cache")
-    units = data.encode_units(each_row(table.rows), table.format, tiny.tokenizer(), config.data)
+    units = encode_units(each_row(table.rows), table.format, tiny.tokenizer(), config.data)
     learned = sum(sum(sequence.loss_mask) for unit in units for sequence in unit.sequences)
     shown = sum(len(sequence.input_ids) for unit in units for sequence in unit.sequences)
     assert finished.json("private/summary.json")["eval_tokens"] == learned < shown - 20 * len(units)

@@ -15,7 +15,7 @@ from running import Place, done, dpllm_, make_place, rows
 
 import dpllm
 from dpllm.ledger import Ledger
-from dpllm.text.lengths import Lengths
+from dpllm.text.tokens import Lengths
 
 NAMES = ("data (1)", "notes [2024]", "🎉 #1")
 MORE = (" ", "100%", "q?", "a\\b", "\u3000👨\u200d👩", "~")

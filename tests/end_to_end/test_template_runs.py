@@ -15,7 +15,9 @@ from dpllm.auditing.run import audit, load_models
 from dpllm.comparison import tasks
 from dpllm.publish import generate
 from dpllm.run.directory import RunDir, open_run
-from dpllm.text import data, layouts
+from dpllm.text import rendering
+from dpllm.text.rendering import joined
+from dpllm.text.tokens import encode
 
 TEMPLATE = "[INST] {prompt} [/INST]\n### Answer:\n{completion}"
 ASKED = "[INST] Who? [/INST]\n### Answer:\n"
@@ -30,7 +32,7 @@ def templates() -> Any:
     """The templates of all texts that are made, in this module's order."""
     seen: list[str | None] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(data, "joined", lambda *given: seen.append(given[2]) or layouts.joined(*given))
+        patch.setattr(rendering, "joined", lambda *given: seen.append(given[2]) or joined(*given))
         yield seen
 
 
@@ -102,5 +104,5 @@ def test_a_secret_begins_where_the_template_says(run: Place) -> None:
     tokenizer = tiny.tokenizer()
     for one in secrets:
         row, reads = {"prompt": one["carrier"], "completion": one["secret"]}, tiny.reads(128, template=TEMPLATE)
-        (sequence,) = data.encode(row, "prompt_completion", tokenizer, reads)
+        (sequence,) = encode(row, "prompt_completion", tokenizer, reads)
         assert len(sequence.input_ids) - sequence.loss_mask.index(True) == 4 + 1

@@ -29,9 +29,9 @@ def main(folder: str, rows: int, tokens: int, count: int, method: str) -> int:
     from dpllm.privacy.engine import StepEngine
     from dpllm.privacy.noise import GaussianNoise
     from dpllm.privacy.packing import passes_of
+    from dpllm.privacy.schedule import TokenSequence, Unit
     from dpllm.recipe.config import RunConfig
     from dpllm.recipe.derived import plan_of
-    from dpllm.text.data import TokenSequence, Unit
 
     torch.manual_seed(0)
     adapter = {"method": "lora", "r": 16} if method == "lora" else {"method": "frozen", "last_blocks": 2}

@@ -10,7 +10,7 @@ import tiny
 import torch
 
 from dpllm.auditing.scores import score
-from dpllm.text.data import TokenSequence
+from dpllm.privacy.schedule import TokenSequence
 
 pytestmark = [
     pytest.mark.gpu,

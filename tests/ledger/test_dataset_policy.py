@@ -153,7 +153,7 @@ def test_a_budget_is_set_on_data_that_know_its_unit(tmp_path: Path, unit: str) -
     config = recipe(tmp_path)
     with opened(tmp_path / "ledger.sqlite") as book:
         if unit == "patient":
-            with pytest.raises(DataError, match="has no column 'patient'"):
+            with pytest.raises(DataError, match="has no value in column 'patient'"):
                 dataset_policy.records_of(config.data.train, book, unit)
         else:
             records, units = dataset_policy.records_of(config.data.train, book, unit)

@@ -12,7 +12,7 @@ import torch
 from dpllm.model import generation
 from dpllm.model.evaluate import held_out_loss
 from dpllm.model.reading import Reader
-from dpllm.text.data import TokenSequence
+from dpllm.privacy.schedule import TokenSequence
 
 
 def sequences() -> list[TokenSequence]:

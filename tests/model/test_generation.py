@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 from dpllm.auditing.scores import score
 from dpllm.model import generation
 from dpllm.model.generation import complete
+from dpllm.privacy.schedule import TokenSequence
 from dpllm.text import builtin
-from dpllm.text.data import TokenSequence
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

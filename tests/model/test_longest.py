@@ -22,7 +22,7 @@ from dpllm.model.evaluate import held_out_loss
 from dpllm.model.longest import rows_at_once, without_memory
 from dpllm.model.reading import Embedder, Reader
 from dpllm.model.rewards import Rewards
-from dpllm.text.data import TokenSequence, Unit
+from dpllm.privacy.schedule import TokenSequence, Unit
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

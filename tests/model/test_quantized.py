@@ -17,10 +17,10 @@ from dpllm.errors import ConfigError, Refused
 from dpllm.model import adapters, loading
 from dpllm.privacy import guards
 from dpllm.privacy.engine import StepEngine
+from dpllm.privacy.schedule import TokenSequence, Unit
 from dpllm.recipe.config import RunConfig
 from dpllm.run import checkpoint
 from dpllm.run.directory import RunDir
-from dpllm.text.data import TokenSequence, Unit
 
 CPU = torch.device("cpu")
 VOCABULARY = 384

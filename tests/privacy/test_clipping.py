@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from dpllm.privacy.gradients import PassGradients
 from dpllm.privacy.packing import Segment
 from dpllm.privacy.rules import conv1d, linear
-from dpllm.text.data import Unit
+from dpllm.privacy.schedule import Unit
 
 
 @cache

@@ -11,8 +11,8 @@ from scipy import stats
 
 from dpllm.privacy.packing import lay_out, passes_of
 from dpllm.privacy.sampling import PoissonSampler
+from dpllm.privacy.schedule import Unit
 from dpllm.privacy.stream import SecretStream
-from dpllm.text.data import Unit
 
 ALARM = 1e-9
 SLOTS, DRAWS = 60, 4000

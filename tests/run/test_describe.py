@@ -181,7 +181,7 @@ def test_statistics_of_a_final_call_are_admitted_together_and_are_the_last(say: 
         (["--shares", "diagnosis=yes,no"], 2, "no row has a column 'diagnosis'"),
         ([], 2, "no statistic is asked"),
         (["--lengths", "8,16"], 2, "--tokenizer MODEL"),
-        (["--units", "--unit", "whom"], 2, "has no column 'whom'"),
+        (["--units", "--unit", "whom"], 2, "has no value in column 'whom'"),
         (["--units", "--delta", "2"], 2, "--delta is 2"),
         (["--units", "--output", "/dev/null/describe.json"], 2, "cannot be written to (Not a directory)"),
         (["--units", "--output", "long" * 63], 2, "cannot be written to (File name too long)"),

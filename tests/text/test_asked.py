@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from dpllm.privacy.releases import OPTIONS
 from dpllm.recipe.config import DataConfig, ModelConfig
 from dpllm.text import control
 from dpllm.text.asked import Kind, Statistic, columns_of, exact_values, parse
-from dpllm.text.data import Table, check_columns, encode, group_rows, load_table
+from dpllm.text.data import Table, group_rows, load_table
+from dpllm.text.tokens import encode
 
 ROWS: list[dict[str, Any]] = [
     {"text": "one two", "who": "a", "label": "yes", "age": 30},
@@ -29,15 +31,17 @@ ROWS: list[dict[str, Any]] = [
 ]
 
 
-def table_of(tmp_path: Path, rows: list[dict[str, Any]]) -> Table:
+def table_of(tmp_path: Path, rows: list[dict[str, Any]], columns: Collection[str] = ()) -> Table:
     path = tiny.write_rows(tmp_path / "rows.jsonl", rows)
-    return load_table(str(path), DataConfig(train=str(path)), "train", tmp_path)
+    data = DataConfig(train=str(path), unit="who", max_examples_per_unit=9)
+    return load_table(str(path), data, "train", tmp_path, columns)
 
 
 def values(tmp_path: Path, kind: Kind, text: str, rows: list[dict[str, Any]] = ROWS, most: int = 9) -> list[Any]:
     data = DataConfig(train="rows", unit="who", max_examples_per_unit=most)
-    table = table_of(tmp_path, rows)
-    return list(exact_values(parse(kind, text, ".5")[0], group_rows(table, data), table, data, None))
+    asked = parse(kind, text, ".5")[0]
+    table = table_of(tmp_path, rows, columns_of(asked))
+    return list(exact_values(asked, group_rows(table, data), table, data, None))
 
 
 @pytest.mark.parametrize(
@@ -150,12 +154,11 @@ def test_token_lengths_are_those_of_training_before_they_are_cut(tmp_path: Path)
 
 
 def test_a_column_that_no_row_has_is_named(tmp_path: Path) -> None:
-    table = table_of(tmp_path, ROWS)
     asked = [
         *parse("shares", "label=yes;age=1", ".5"),
         *parse("quantiles", "other=0:1", ".5"),
         *parse("units", "", ".5"),
     ]
-    check_columns([column for one in asked for column in columns_of(one)], table.rows, table.name)
+    table_of(tmp_path, ROWS, [column for one in asked for column in columns_of(one)])
     with pytest.raises(DataError, match="no row has a column 'labels'"):
-        check_columns(columns_of(parse("shares", "age=1;labels=yes", ".5")[0]), table.rows, table.name)
+        table_of(tmp_path, ROWS, columns_of(parse("shares", "age=1;labels=yes", ".5")[0]))

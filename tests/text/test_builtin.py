@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dpllm.errors import ConfigError
 from dpllm.recipe import names
 from dpllm.text import builtin
 
@@ -88,7 +89,7 @@ def word_runs(texts: Iterable[str], length: int) -> set[tuple[str, ...]]:
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
     pairs = {"builtin:clinic/pairs", "builtin:clinic/pairs_eval"}
     assert set(builtin.NAMES) == {"builtin:tiny", "builtin:clinic", "builtin:clinic/eval"} | pairs
-    with pytest.raises(KeyError, match=r"builtin:clinik.*builtin:tiny, builtin:clinic"):
+    with pytest.raises(ConfigError, match=r"builtin:clinik.*builtin:tiny, builtin:clinic"):
         builtin.path("builtin:clinik")
     assert names.is_builtin("builtin:nothing")
     assert not names.is_builtin("data/builtin:tiny.jsonl")

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from test_layouts import load
 
 from dpllm.errors import DataError
-from dpllm.text import chats, prompts
-from dpllm.text.data import encode, encode_units
-from dpllm.text.rows import each_row
+from dpllm.text import prompts, rendering
+from dpllm.text.data import each_row
+from dpllm.text.tokens import encode, encode_units
 
 Json = dict[str, Any]
 SENTINEL = "Sigrid Forsberg owes 4711"
@@ -329,7 +329,7 @@ def test_rows_of_a_program_keep_their_tools(tmp_path: Path) -> None:
     from dpllm.text.in_memory import write_rows
 
     data = DataConfig(train=str(write_rows([{**CHAT, "tools": TOOLS}], [], tmp_path, "train")))
-    assert load_table(data.train, data, "train", tmp_path).rows[0]["tools"] == TOOLS
+    assert load_table(data.train, data, "train", tmp_path).rows[0].parts["tools"] == TOOLS
 
 
 def test_prompts_with_tools_are_refused(tmp_path: Path) -> None:
@@ -352,13 +352,15 @@ def test_a_rendered_text_begins_once(fmt: str) -> None:
         if fmt == "text"
         else {"prompt": asked, "completion": "Anna", "chosen": "Anna", "rejected": "Bo"}
     )
-    for one in encode_units([[row]], fmt, read, tiny.reads(128, template="{prompt}{completion}"))[0].sequences:  # type: ignore[arg-type]
+    for one in encode_units([tiny.rows([row])], fmt, read, tiny.reads(128, template="{prompt}{completion}"))[
+        0
+    ].sequences:  # type: ignore[arg-type]
         assert one.input_ids.count(read.bos_token_id) == 1
         assert one.input_ids[0] == read.bos_token_id
         assert one.denominator == sum(one.loss_mask)
     bare = {"text": whole.removeprefix("<s>")} if fmt == "text" else {**row, "prompt": asked.removeprefix("<s>")}
     how = tiny.reads(128, template="{prompt}{completion}")
-    assert encode_units([[row]], fmt, read, how) == encode_units([[bare]], fmt, read, how)  # type: ignore[arg-type]
+    assert encode_units([tiny.rows([row])], fmt, read, how) == encode_units([tiny.rows([bare])], fmt, read, how)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("fmt", ["text", "prompt_completion"])
@@ -379,9 +381,9 @@ def test_a_template_that_drops_what_is_said_is_refused() -> None:
     parts = [{"role": role, "content": [{"type": "text", "text": "Hello"}]} for role in ("user", "assistant")]
     texts = [{"role": role, "content": "Hello"} for role in ("user", "assistant")]
     tokenizer = tiny.tokenizer(chat_template=DROPS_PARTS)
-    assert chats.render({"messages": texts}, tokenizer)[1]
+    assert rendering.render_chat({"messages": texts}, tokenizer)[1]
     with pytest.raises(DataError, match="leaves out what a message says"):
-        chats.render({"messages": parts}, tokenizer)
+        rendering.render_chat({"messages": parts}, tokenizer)
 
 
 def test_thoughts_of_a_turn_that_is_left_out_are_not_learned_by_marks() -> None:
@@ -394,7 +396,7 @@ def test_thoughts_of_a_turn_that_is_left_out_are_not_learned_by_marks() -> None:
     left_out = {"role": "assistant", "content": "cat", "weight": 0, "reasoning_content": "hmm"}
     rows = [ask, {"role": "assistant", "content": ""}, ask, left_out]
     with pytest.raises(DataError, match="marks parts of turns"):
-        chats.render({"messages": rows}, tiny.tokenizer(chat_template=template))
+        rendering.render_chat({"messages": rows}, tiny.tokenizer(chat_template=template))
 
 
 CHANNELS = (  # as gpt-oss: thoughts have a message of their own, which stands in the last turn alone

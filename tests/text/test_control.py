@@ -15,10 +15,12 @@ from test_data import PROMPTED, TALKS, Json, load, section, tokenizer, write
 from dpllm.canaries.canaries import Canary, encode_secret
 from dpllm.comparison.tasks import by_prompt
 from dpllm.errors import ConfigError, DataError
+from dpllm.privacy.schedule import TokenSequence
 from dpllm.recipe.config import make_config
-from dpllm.text import control, layouts
-from dpllm.text.data import TokenSequence, encode_units, group_rows
-from dpllm.text.rows import each_row
+from dpllm.text import rendering
+from dpllm.text.data import each_row, group_rows
+from dpllm.text.layouts import Row
+from dpllm.text.tokens import encode_units
 
 CODES = ["visit", "age"]
 LINE = "visit: home | age: 54\n"
@@ -53,7 +55,7 @@ def test_a_completion_is_learned_behind_the_line_and_its_prompt(tmp_path: Path) 
     row = {**PROMPTED[0], "visit": "home", "age": 54.0}
     table = load(write(tmp_path / "rows.jsonl", [row]), control=CODES)
     assert encoded(table) == [("<s>" + LINE + row["prompt"], " " + row["completion"] + "</s>")]
-    assert by_prompt(table.rows, 1) == {LINE + row["prompt"]: [row["completion"]]}  # and so compare asks for it
+    assert by_prompt(table, 1) == {LINE + row["prompt"]: [row["completion"]]}  # and so compare asks for it
 
 
 @pytest.mark.parametrize(("value", "read"), [(None, ""), (True, "true"), ("a\n b", "a b"), (7.0, "7"), ("\uff21", "A")])
@@ -62,7 +64,7 @@ def test_values_read_as_they_count_in_shares(tmp_path: Path, value: Any, read: s
 
     rows = [{"text": "x", "visit": value}, {"text": "y", "visit": "home"}]
     table = load(write(tmp_path / "rows.jsonl", rows), control=["visit"])
-    assert table.rows[0][control.LINE] == f"visit: {read}\n"
+    assert table.rows[0].line == f"visit: {read}\n"
     (asked,) = parse("shares", "visit=home", ".5")
     assert list(exact_values(asked, each_row(table.rows), table, section(), None)) == [read, "home"]
 
@@ -73,7 +75,7 @@ def test_rows_are_chosen_for_their_unit_by_their_text_and_so_are_those_of_the_le
     data = {"unit": "who", "max_examples_per_unit": 2}
     plain, coded = (load(write(tmp_path / "rows.jsonl", rows), control=codes, **data) for codes in ([], ["visit"]))
     chosen = [
-        [[row["text"] for row in unit] for unit in group_rows(table, section(**data))] for table in (plain, coded)
+        [[row.parts["text"] for row in unit] for unit in group_rows(table, section(**data))] for table in (plain, coded)
     ]
     assert chosen[0] == chosen[1]
     assert plain.digest != coded.digest  # the tokens and a resumed run are of other rows
@@ -84,7 +86,7 @@ ROW = st.fixed_dictionaries(
     optional={
         "visit": st.one_of(st.none(), st.booleans(), st.floats(), st.integers(), st.text("ab |:;\n\u00a0", max_size=4)),
         "age": st.integers(0, 99),
-        control.LINE: st.text("xy", max_size=3) | st.integers(),
+        "line": st.text("xy", max_size=3) | st.integers(),
     },
 )
 
@@ -106,7 +108,7 @@ def test_one_row_changes_only_its_own_text(rows: list[Json], other: Json, data: 
 
 
 def test_a_source_cannot_bring_a_line_of_its_own(tmp_path: Path) -> None:
-    path = write(tmp_path / "rows.jsonl", [{"text": "a", control.LINE: 7, "visit": "home"}])
+    path = write(tmp_path / "rows.jsonl", [{"text": "a", "line": 7, "visit": "home"}])
     assert encoded(load(path)) == [("<s>", "a</s>")]
     assert encoded(load(path, control=["visit"])) == [("<s>visit: home\n", "a</s>")]
 
@@ -114,9 +116,8 @@ def test_a_source_cannot_bring_a_line_of_its_own(tmp_path: Path) -> None:
 def test_canaries_stand_behind_no_line() -> None:
     """Their text is random and public in kind, and no row's values may reach it."""
     canary = Canary("c00000", 1, "The code of the house is", "4711", inserted=True)
-    assert control.LINE not in canary.example("text")
     sequence, _ = encode_secret(canary, "text", tokenizer(), tiny.reads(128, "truncate"))
-    (unit,) = encode_units([[canary.example("text")]], "text", tokenizer(), section(control=CODES))
+    (unit,) = encode_units([[Row(canary.example("text"))]], "text", tokenizer(), section(control=CODES))
     assert unit.sequences == (sequence,)
 
 
@@ -126,9 +127,9 @@ def test_canaries_stand_behind_no_line() -> None:
 def test_a_plan_tells_of_the_line(tmp_path: Path) -> None:
     table = load(write(tmp_path / "rows.jsonl", [{"text": "a", "visit": "home", "age": 54}]), control=CODES)
     assert table.reads == "read as text: text, behind a line with visit, age"
-    assert layouts.shape("text", CODES, None).startswith("<visit: ... | age: ...> masked, then <text><eos>")
-    assert layouts.shape("text", [], None).startswith("<text><eos>")
-    assert layouts.example(table.rows[0], "text", None) == "masked: visit: home | age: 54\nlearned: a<eos>"
+    assert rendering.shape("text", CODES, None).startswith("<visit: ... | age: ...> masked, then <text><eos>")
+    assert rendering.shape("text", [], None).startswith("<text><eos>")
+    assert rendering.example(table.rows[0], "text", None) == "masked: visit: home | age: 54\nlearned: a<eos>"
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------

@@ -20,9 +20,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dpllm
-from dpllm.errors import DataError
+from dpllm.errors import ConfigError, DataError
 from dpllm.recipe.config import DataConfig
 from dpllm.text.data import Table, dataset_name, group_rows, load_table
+from dpllm.text.layouts import FIELDS
 
 Json = dict[str, Any]
 SENTINEL = "Sigrid Forsberg owes 4711"
@@ -84,9 +85,10 @@ def test_directories_of_datasets_give_the_split_that_is_asked_for(tmp_path: Path
     rows.save_to_disk(str(tmp_path / "one"))
     other = datasets.Dataset.from_list(ROWS[fmt][:2])
     datasets.DatasetDict({"train": rows, "extra": other}).save_to_disk(str(tmp_path / "several"))
-    assert list(load(tmp_path / "one").rows) == ROWS[fmt]
-    assert list(load(tmp_path / "several").rows) == ROWS[fmt]
-    assert list(load(tmp_path / "several", train_split="extra").rows) == ROWS[fmt][:2]
+    learned = tiny.rows({field: row[field] for field in FIELDS[fmt]} for row in ROWS[fmt])  # type: ignore[index]
+    assert list(load(tmp_path / "one").rows) == learned
+    assert list(load(tmp_path / "several").rows) == learned
+    assert list(load(tmp_path / "several", train_split="extra").rows) == learned[:2]
     with pytest.raises(DataError, match=r"no split 'test'; it has train, extra"):
         load(tmp_path / "several", train_split="test")
 
@@ -111,10 +113,12 @@ def test_in_no_single_row_is_another_column_read_instead(tmp_path: Path) -> None
     with pytest.raises(DataError, match="row 2 has no"):
         load(write(tmp_path / "rows.jsonl", found), columns={"text": "note"})
     empty = load(write(tmp_path / "rows.jsonl", [found[0], {"text": SENTINEL, "note": None}]), columns={"text": "note"})
-    assert [row["text"] for row in empty.rows] == ["a", ""]
+    assert [row.parts["text"] for row in empty.rows] == ["a", ""]
     asked = {"instruction": "i", "input": "old", "output": "o"}
     table = load(write(tmp_path / "rows.jsonl", [{**asked, "new": "n"}, asked]), columns={"input": "new"})
-    assert [row["prompt"] for row in table.rows] == ["i\nn\n", "i\n"], "it may be missing, as without data.columns"
+    assert [row.parts["prompt"] for row in table.rows] == ["i\nn\n", "i\n"], (
+        "it may be missing, as without data.columns"
+    )
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
@@ -157,16 +161,16 @@ def test_a_message_has_the_keys_of_its_own_row(tmp_path: Path) -> None:
     [alone] = load(write(tmp_path / "alone.parquet", [{"messages": talk}])).rows
     together = load(write(tmp_path / "together.parquet", [{"messages": other}, {"messages": talk}])).rows
     assert alone == together[1]
-    assert alone["messages"][1]["tool_calls"] == [{"name": "look_up", "arguments": {"of": "Anna"}}]
-    assert together[0]["messages"] == other  # content may be nothing
+    assert alone.parts["messages"][1]["tool_calls"] == [{"name": "look_up", "arguments": {"of": "Anna"}}]
+    assert together[0].parts["messages"] == other  # content may be nothing
 
 
 def test_builtin_data_need_no_file_of_the_user(tmp_path: Path) -> None:
     data = section(train="builtin:clinic", unit="patient_id", max_examples_per_unit=8)
     table = load_table("builtin:clinic", data, "train", tmp_path)
     assert table.format == "text"
-    assert tiny.count_units(data, tmp_path) == len({row["patient_id"] for row in table.rows})
-    with pytest.raises(DataError, match="builtin:clinic"):
+    assert tiny.count_units(data, tmp_path) == len({row.unit for row in table.rows})
+    with pytest.raises(ConfigError, match="builtin:clinic"):
         load_table("builtin:klinik", data, "train", tmp_path)
 
 
@@ -187,8 +191,9 @@ def test_rows_of_every_kind_of_source_keep_their_order_and_their_text(tmp_path: 
     else:
         write(path / "train.jsonl" if kind == "folder of files" else path, rows)
     table = load(path)
-    assert list(table.rows) == rows
-    assert table.rows[2499] == rows[2499]
+    learned = tiny.rows({"text": text} for text in texts)
+    assert list(table.rows) == learned
+    assert table.rows[2499] == learned[2499]
 
 
 # --- errors name file, row and column, and never the text ------------------------------------------------------------
@@ -353,13 +358,16 @@ def test_dataset_name_has_no_path_of_the_user(tmp_path: Path) -> None:
 
 
 def units_of(rows: list[Json], limit: int) -> dict[str, list[str]]:
-    groups = group_rows(Table("rows.jsonl", rows, "text"), section(unit="who", max_examples_per_unit=limit))
-    assert all(len({str(row["who"]) for row in group}) == 1 for group in groups)
-    return {str(group[0]["who"]): sorted(row["text"] for row in group) for group in groups}
+    table = Table("rows.jsonl", tiny.rows(rows, "who"), "text")
+    groups = group_rows(table, section(unit="who", max_examples_per_unit=limit))
+    assert all(len({str(row.unit) for row in group}) == 1 for group in groups)
+    return {str(group[0].unit): sorted(row.parts["text"] for row in group) for group in groups}
 
 
 def test_without_a_unit_column_every_row_is_a_unit() -> None:
-    assert list(group_rows(Table("rows.jsonl", TEXT, "text"), section())) == [[row] for row in TEXT]
+    assert list(group_rows(Table("rows.jsonl", tiny.rows(TEXT), "text"), section())) == [
+        [row] for row in tiny.rows(TEXT)
+    ]
 
 
 @settings(max_examples=60, deadline=None)
@@ -400,8 +408,9 @@ PEOPLE: list[list[Any]] = [
 def test_a_person_written_in_several_ways_is_one_unit() -> None:
     rows = [{"who": who, "text": str(number)} for number, people in enumerate(PEOPLE) for who in people]
     random.Random(0).shuffle(rows)
-    groups = group_rows(Table("rows.jsonl", rows, "text"), section(unit="who", max_examples_per_unit=99))
-    assert sorted([int(row["text"]) for row in group] for group in groups) == [
+    table = Table("rows.jsonl", tiny.rows(rows, "who"), "text")
+    groups = group_rows(table, section(unit="who", max_examples_per_unit=99))
+    assert sorted([int(row.parts["text"]) for row in group] for group in groups) == [
         [number] * len(people) for number, people in enumerate(PEOPLE)
     ]
 

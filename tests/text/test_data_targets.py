@@ -15,8 +15,8 @@ from tokenizers.processors import TemplateProcessing
 from dpllm.errors import DataError
 from dpllm.privacy.loss import row_sums, token_losses
 from dpllm.privacy.packing import lay_out
-from dpllm.privacy.schedule import Packing
-from dpllm.text.data import TokenSequence, Unit, encode, encode_units
+from dpllm.privacy.schedule import Packing, TokenSequence, Unit
+from dpllm.text.tokens import encode, encode_units
 
 # --- which tokens are learned ----------------------------------------------------------------------------------------
 
@@ -85,7 +85,7 @@ def test_nothing_to_predict_makes_no_sequence() -> None:
     assert learned(one({"text": ""}, "text")) == "</s>"
     user = {"messages": [{"role": "user", "content": "Hello?"}]}
     assert encode(user, "messages", tokenizer(), tiny.reads(16, "truncate")) == []
-    assert encode_units([[user]], "messages", tokenizer(), section()) == [Unit(())]
+    assert encode_units([tiny.rows([user])], "messages", tokenizer(), section()) == [Unit(())]
 
 
 # --- long examples ---------------------------------------------------------------------------------------------------
@@ -102,7 +102,12 @@ def test_truncated_to_max_length() -> None:
 
 def test_refused_where_the_recipe_says_so(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"unit 2: .*longer than data.max_length \(64 tokens\)") as caught:
-        encode_units([[TEXT[0]], [LONG]], "text", tokenizer(), section(max_length=64, long_examples="refuse"))
+        encode_units(
+            [tiny.rows([TEXT[0]]), tiny.rows([LONG])],
+            "text",
+            tokenizer(),
+            section(max_length=64, long_examples="refuse"),
+        )
     assert "Anna" not in str(caught.value)
     assert len(encode(TEXT[0], "text", tokenizer(), tiny.reads(64, "refuse"))) == 1
 
@@ -110,7 +115,7 @@ def test_refused_where_the_recipe_says_so(tmp_path: Path) -> None:
 def test_errors_in_held_out_data_name_their_own_file() -> None:
     short = section(max_length=8, long_examples="refuse")
     with pytest.raises(DataError, match=r"^held_out.jsonl: unit 1: "):
-        encode_units([[LONG]], "text", tokenizer(), short, name="held_out.jsonl")
+        encode_units([tiny.rows([LONG])], "text", tokenizer(), short, name="held_out.jsonl")
 
 
 @settings(max_examples=80, deadline=None)

@@ -10,9 +10,9 @@ import tiny
 
 from dpllm.errors import DataError
 from dpllm.recipe.config import DataConfig
-from dpllm.text import layouts
-from dpllm.text.data import encode_units, load_table
-from dpllm.text.rows import each_row
+from dpllm.text import rendering
+from dpllm.text.data import each_row, load_table
+from dpllm.text.tokens import encode_units
 
 Json = dict[str, Any]
 SENTINEL = "Sigrid Forsberg owes 4711"
@@ -66,20 +66,20 @@ def test_a_layout_becomes_a_format_and_says_so(
 ) -> None:
     table = load(tmp_path, row, format=fmt if stated else "auto")
     assert (table.format, table.reads) == (fmt, reads)
-    assert {field: table.rows[0][field] for field in fields} == fields
+    assert {field: table.rows[0].parts[field] for field in fields} == fields
 
 
 def test_other_columns_are_named_as_they_are_read(tmp_path: Path) -> None:
     table = load(tmp_path, {"q": "Who?", "a": "Anna"}, columns={"instruction": "q", "output": "a"})
     assert table.reads == "read as Alpaca: q (else instruction) + input -> prompt, a (else output) -> completion"
-    assert table.rows[0]["prompt"] == "Who?\n"
+    assert table.rows[0].parts["prompt"] == "Who?\n"
 
 
 def test_a_column_that_is_named_nothing_is_ignored(tmp_path: Path) -> None:
     row = {**ALPACA, "text": "Say hello"}
     assert load(tmp_path, row, columns={"text": None}).reads == AS_ALPACA
     told = load(tmp_path, row, columns={"text": None, "input": None})
-    assert told.rows[0]["prompt"] == "Say hello\n"
+    assert told.rows[0].parts["prompt"] == "Say hello\n"
     assert told.reads == "read as Alpaca: instruction -> prompt, output -> completion"
     assert load(tmp_path, row, columns={"text": "output", **dict.fromkeys(("instruction", "output"))}).format == "text"
     with pytest.raises(DataError, match="row 1 fills the columns output of those"):
@@ -96,7 +96,7 @@ def test_of_each_layout_the_answer_alone_is_learned(tmp_path: Path, row: Json, a
 
 def test_of_a_prompt_of_messages_earlier_answers_are_not_learned(tmp_path: Path) -> None:
     table = load(tmp_path, CHATS)
-    assert (table.format, len(table.rows[0]["messages"])) == ("messages", 4)
+    assert (table.format, len(table.rows[0].parts["messages"])) == ("messages", 4)
     [answer] = learned_text(table)
     assert "Bo" in answer
     assert "Anna" not in answer
@@ -117,7 +117,7 @@ def test_a_row_that_fits_two_formats_is_refused_unless_one_is_stated(tmp_path: P
     with pytest.raises(DataError, match="row 1 reads as text and as Alpaca"):
         load(tmp_path, row)
     assert load(tmp_path, row, format="text").format == "text"
-    assert load(tmp_path, row, format="prompt_completion").rows[0]["completion"] == "Hello Anna"
+    assert load(tmp_path, row, format="prompt_completion").rows[0].parts["completion"] == "Hello Anna"
     with pytest.raises(DataError, match=r"row 1 has no .*messages"):
         load(tmp_path, row, format="messages")
 
@@ -154,11 +154,11 @@ def test_a_row_that_fits_no_layout_names_its_columns_and_not_their_text(tmp_path
 
 def test_an_example_of_public_data_says_what_is_learned(tmp_path: Path) -> None:
     table = load(tmp_path, CHATS)
-    assert layouts.example(table.rows[0], "messages", None).splitlines() == [
+    assert rendering.example(table.rows[0], "messages", None).splitlines() == [
         "user, masked: Who?",
         "assistant, masked: Anna",
         "user, masked: And?",
         "assistant, learned: Bo",
     ]
-    shown = layouts.example(load(tmp_path, ALPACA).rows[0], "prompt_completion", None)
+    shown = rendering.example(load(tmp_path, ALPACA).rows[0], "prompt_completion", None)
     assert shown.endswith("learned: Hello Anna<eos>")

@@ -12,10 +12,10 @@ from test_layouts import load
 from dpllm.errors import DataError
 from dpllm.ledger.records import fingerprint
 from dpllm.recipe.config import DataConfig
-from dpllm.text import layouts, prompts
-from dpllm.text.data import NOTHING, encode_units
+from dpllm.text import layouts, prompts, rendering
+from dpllm.text.data import each_row
 from dpllm.text.layouts import FIELDS
-from dpllm.text.rows import each_row
+from dpllm.text.tokens import NOTHING, encode_units
 
 Json = dict[str, Any]
 ASKED = [{"role": "user", "content": "Who?"}]
@@ -59,7 +59,7 @@ def test_a_prompt_as_text_beside_answers_that_begin_with_it_is_read(tmp_path: Pa
         AS_MESSAGES,
     )
     before = row["chosen"][:-1]
-    assert {field: table.rows[0][field] for field in FIELDS["preference"]} == {
+    assert {field: table.rows[0].parts[field] for field in FIELDS["preference"]} == {
         "prompt": before,
         "chosen": ANNA,
         "rejected": BO,
@@ -74,7 +74,7 @@ def test_a_prompt_as_text_that_no_message_says_is_refused_or_ignored_on_demand(t
         load(tmp_path, row)
     assert "Sigrid" not in str(caught.value)
     table = load(tmp_path, row, columns={"prompt": None})
-    assert table.rows[0]["prompt"] == ASKED
+    assert table.rows[0].parts["prompt"] == ASKED
     assert table.reads.startswith("read as preference as messages without a prompt: what both")
 
 
@@ -102,7 +102,7 @@ def test_a_layout_becomes_a_prompt_and_two_answers_and_these_alone_are_learned(t
     row, expected = LAYOUTS[reads]
     table = load(tmp_path, row)
     assert (table.format, table.reads) == ("preference", f"read as {reads}")
-    assert {field: table.rows[0][field] for field in FIELDS["preference"]} == expected
+    assert {field: table.rows[0].parts[field] for field in FIELDS["preference"]} == expected
     (unit,) = units_of(table)
     chosen, rejected = map(learned, unit.sequences)
     assert "Anna" in chosen
@@ -113,7 +113,7 @@ def test_a_layout_becomes_a_prompt_and_two_answers_and_these_alone_are_learned(t
 def test_both_answers_of_all_rows_of_a_unit_follow_one_another(tmp_path: Path) -> None:
     pairs = [{"prompt": "Q", "chosen": f"good {n}", "rejected": f"bad {n}"} for n in range(3)]
     data = DataConfig(train="rows.jsonl", max_length=128)
-    (unit,) = encode_units([pairs], "preference", tiny.tokenizer(), data)
+    (unit,) = encode_units([tiny.rows(pairs)], "preference", tiny.tokenizer(), data)
     words = [learned(one).split()[0] for one in unit.sequences]
     assert words == ["good", "bad"] * 3
 
@@ -188,4 +188,4 @@ def test_no_word_is_cut_where_answers_begin_alike(chosen: str, rejected: str, pr
     found = layouts._of_answers({"chosen": chosen, "rejected": rejected})
     assert found["prompt"] == prompt
     for answer, whole in (("chosen", chosen), ("rejected", rejected)):
-        assert "".join(layouts.joined(prompt, found[answer], None)) == whole
+        assert "".join(rendering.joined(prompt, found[answer], None)) == whole

@@ -134,7 +134,7 @@ def test_places_hold_from_another_directory(tmp_path: Path, monkeypatch: pytest.
     places = read_json(tmp_path / "rows.json")["training"]["places"]
     assert all(Path(place).is_absolute() for place in places)
     rows = load_table(places, DataConfig(train=places), "train", tmp_path / "cache").rows
-    assert [row["completion"] for row in rows][-5:] == [row["completion"] for row in ROWS]
+    assert [row.parts["completion"] for row in rows][-5:] == [row["completion"] for row in ROWS]
 
 
 def test_what_a_resumed_run_finds_stays(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from dpllm.recipe.config import DataConfig
 from dpllm.text import data
-from dpllm.text.data import Table, sampled_rows
-from dpllm.text.rows import StoredRows
+from dpllm.text.data import StoredRows, Table, sampled_rows
+from dpllm.text.layouts import Row
 
 Json = dict[str, Any]
 TEXTS = [{"text": tiny.sentence(number)} for number in range(40)]
@@ -34,12 +34,13 @@ def test_rows_come_back_in_any_order_wherever_they_lie(some: list[Json], buffer:
     with tempfile.TemporaryDirectory() as folder:
         stored = StoredRows(Path(folder) / "cache", buffer)
         for number, row in enumerate(some):
-            stored.append(row)
-            assert stored[number] == row
+            stored.append(Row(row))
+            assert stored[number] == Row(row)
     # The folder is gone, and with it every name of the file.
-    assert list(stored) == some == stored[:]
-    assert [stored[number] for number in reversed(range(len(some)))] == some[::-1]
-    assert stored[1:-1] == some[1:-1]
+    typed = [Row(row) for row in some]
+    assert list(stored) == typed == stored[:]
+    assert [stored[number] for number in reversed(range(len(some)))] == typed[::-1]
+    assert stored[1:-1] == typed[1:-1]
     with pytest.raises(IndexError):
         stored[len(some)]
 
@@ -48,15 +49,15 @@ def test_rows_may_hold_what_json_cannot(tmp_path: Path) -> None:
     row = {"text": "half \ud800", None: ["more", "cells"], "when": datetime(2026, 1, 1), "raw": b"\x00"}
     for buffer in (0, 2**20):
         stored = StoredRows(tmp_path, buffer)
-        stored.append(row)
-        assert stored[0] == row
+        stored.append(Row(row))
+        assert stored[0] == Row(row)
 
 
 def test_few_rows_never_touch_the_disk_and_many_leave_no_name_there(tmp_path: Path) -> None:
     few, many = StoredRows(tmp_path / "few"), StoredRows(tmp_path / "many", 64)
     for row in TEXTS:
-        few.append(row)
-        many.append(row)
+        few.append(Row(row))
+        many.append(Row(row))
     assert not (tmp_path / "few").exists()
     assert list((tmp_path / "many").iterdir()) == []
     assert stat.S_IMODE((tmp_path / "many").stat().st_mode) == 0o700
@@ -65,11 +66,11 @@ def test_few_rows_never_touch_the_disk_and_many_leave_no_name_there(tmp_path: Pa
 # --- units by their owner --------------------------------------------------------------------------------------------
 
 
-def grouped_in_memory(some: list[Json], limit: int) -> list[list[Json]]:
+def grouped_in_memory(some: list[Row], limit: int) -> list[list[Row]]:
     """Grouping as a dictionary of lists of rows does it."""
-    units: dict[str, list[Json]] = {}
+    units: dict[str, list[Row]] = {}
     for row in some:
-        units.setdefault("1" if row["who"] == 1.0 and row["who"] is not True else str(row["who"]), []).append(row)
+        units.setdefault("1" if row.unit == 1.0 and row.unit is not True else str(row.unit), []).append(row)
     return [sorted(group, key=lambda row: data._row_hash(row, ["text"]))[:limit] for group in units.values()]
 
 
@@ -85,11 +86,12 @@ def grouped_in_memory(some: list[Json], limit: int) -> list[list[Json]]:
     limit=st.integers(1, 4),
 )
 def test_grouping_by_hashes_is_grouping_by_values(some: list[Json], limit: int) -> None:
+    typed = tiny.rows(some, "who")
     wanted = DataConfig(train="rows.jsonl", unit="who", max_examples_per_unit=limit)
-    groups = data.group_rows(Table("rows.jsonl", some, "text"), wanted)
-    expected = grouped_in_memory(some, limit)
+    groups = data.group_rows(Table("rows.jsonl", typed, "text"), wanted)
+    expected = grouped_in_memory(typed, limit)
     assert list(groups) == expected == groups[:]
     assert groups[-1] == expected[-1]
     alone = DataConfig(train="rows.jsonl", unit="who", max_examples_per_unit=3, sampling="example")
-    singles = sampled_rows(Table("rows.jsonl", some, "text"), alone)
-    assert list(singles) == [[row] for group in grouped_in_memory(some, 3) for row in group]
+    singles = sampled_rows(Table("rows.jsonl", typed, "text"), alone)
+    assert list(singles) == [[row] for group in grouped_in_memory(typed, 3) for row in group]

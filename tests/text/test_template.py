@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from dpllm.errors import ConfigError, DataError
 from dpllm.recipe.config import load_config
-from dpllm.text import layouts, prompts
+from dpllm.text import prompts, rendering
 from dpllm.text.builtin import NAMES
-from dpllm.text.data import encode, load_table
+from dpllm.text.data import load_table
+from dpllm.text.tokens import encode
 
 ANSWER = "{prompt}\n### Answer:\n{completion}"
 TEMPLATES = [None, ANSWER, "{prompt}{completion}", "{prompt} {completion}", "[INST] {prompt} [/INST] {completion}"]
@@ -41,7 +42,7 @@ TOKENIZERS = {"byte-level": tiny.tokenizer(), "tiny": transformers.AutoTokenizer
 def test_what_is_masked_and_what_is_learned(
     template: str | None, prompt: str, completion: str, masked: str, learned: str
 ) -> None:
-    assert layouts.joined(prompt, completion, template) == (masked, learned)
+    assert rendering.joined(prompt, completion, template) == (masked, learned)
     row, tokenizer = {"prompt": prompt, "completion": completion}, TOKENIZERS["byte-level"]
     (sequence,) = encode(row, "prompt_completion", tokenizer, tiny.reads(128, template=template))
     first = sequence.loss_mask.index(True)
@@ -61,7 +62,7 @@ def test_a_model_is_asked_with_the_tokens_that_stood_before_completions_in_train
     row, tokenizer = {"prompt": prompt, "completion": completion}, TOKENIZERS[name]
     asked = prompts.encode(tokenizer, prompt, 0, "prompt_completion", template)
     (sequence,) = encode(row, "prompt_completion", tokenizer, tiny.reads(128, template=template))
-    if layouts.joined(prompt, "", template)[0] and completion[0].isalpha():
+    if rendering.joined(prompt, "", template)[0] and completion[0].isalpha():
         assert list(sequence.input_ids[: sequence.loss_mask.index(True)]) == asked
     assert asked  # a text begins with a token, also where nothing stands there
 

@@ -25,11 +25,12 @@ from hypothesis import strategies as st
 
 import dpllm
 from dpllm.errors import DataError
+from dpllm.privacy.schedule import TokenSequence, Unit
 from dpllm.recipe.config import DataConfig
-from dpllm.text import data, rows, tokens
-from dpllm.text.data import Table, TokenSequence, Unit, encode_units, load_table, sampled_rows
-from dpllm.text.rows import StoredRows, each_row
-from dpllm.text.tokens import Units, make_units
+from dpllm.text import data, tokens
+from dpllm.text.data import StoredRows, Table, each_row, load_table, sampled_rows
+from dpllm.text.layouts import Row
+from dpllm.text.tokens import Units, iter_units, make_units
 
 Json = dict[str, Any]
 TEXTS = [{"text": tiny.sentence(number) * (1 + number % 3), "who": f"p{number % 5}"} for number in range(40)]
@@ -65,8 +66,8 @@ def made(folder: Path, some: list[Json] = TEXTS, tokeniser: Any = None, **values
 
 def in_memory(some: list[Json], fmt: Any, **values: Any) -> list[Unit]:
     """As before anything lay on disk."""
-    groups = data.group_rows(Table("rows.jsonl", some, fmt), section(**values))
-    return encode_units(list(groups), fmt, tokenizer(), section(**values))
+    groups = data.group_rows(Table("rows.jsonl", tiny.rows(some, "who"), fmt), section(**values))
+    return list(iter_units(list(groups), fmt, tokenizer(), section(**values)))
 
 
 # --- disk ------------------------------------------------------------------------------------------------------------
@@ -77,7 +78,7 @@ def test_files_are_closed_when_nobody_reads_them(tmp_path: Path) -> None:
     before = process.num_fds()
     for _ in range(5):
         stored = StoredRows(tmp_path, 0)
-        stored.append({"text": "a"})
+        stored.append(Row({"text": "a"}))
         units = made(tmp_path).with_slots([None])
         assert units[0] is not None
     del stored, units
@@ -91,7 +92,7 @@ def full_disk(*_: Any) -> None:
 def test_a_full_disk_is_an_error_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table, wanted = table_of(tmp_path, TEXTS)
     with monkeypatch.context() as patch:
-        patch.setattr(rows, "BUFFER", 0)
+        patch.setattr(data, "BUFFER", 0)
         patch.setattr(tempfile.SpooledTemporaryFile, "write", full_disk)
         with pytest.raises(DataError, match=r"No space left.*--output_dir"):
             table_of(tmp_path, TEXTS)
@@ -120,13 +121,17 @@ def test_units_on_disk_are_those_of_memory(
     values = {"max_length": max_length, "long_examples": long_examples, **unit}
     one_by_one = [
         Unit(
-            tuple(s for row in group for s in data.encode(row, fmt, tokenizer(), tiny.reads(max_length, long_examples)))  # type: ignore[arg-type]
+            tuple(
+                s
+                for row in group
+                for s in tokens.encode(row.parts, fmt, tokenizer(), tiny.reads(max_length, long_examples))
+            )  # type: ignore[arg-type]
         )
-        for group in data.group_rows(Table("rows.jsonl", some, fmt), section(**values))  # type: ignore[arg-type]
+        for group in data.group_rows(Table("rows.jsonl", tiny.rows(some, "who"), fmt), section(**values))  # type: ignore[arg-type]
     ]
     assert in_memory(some, fmt, **values) == one_by_one
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(data, "AT_ONCE", at_once)
+        patch.setattr(tokens, "AT_ONCE", at_once)
         units = made(Path(folder), some, **values)
         again = made(Path(folder), some, **values)
     for found in (units, again):
@@ -192,7 +197,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def count(*arguments: Any, **named: Any) -> Iterator[Unit]:
         calls.append(1)
-        return data.iter_units(*arguments, **named)
+        return iter_units(*arguments, **named)
 
     monkeypatch.setattr(tokens, "iter_units", count)
     return calls
@@ -238,9 +243,9 @@ def test_a_column_that_no_format_reads_and_a_tokenizers_truncation_make_no_other
 
 
 def test_a_table_without_a_digest_has_no_key(tmp_path: Path) -> None:
-    table = Table("rows.jsonl", TEXTS, "text")
+    table = Table("rows.jsonl", tiny.rows(TEXTS), "text")
     with pytest.raises(ValueError, match="digest"):
-        make_units(table, each_row(TEXTS), tokenizer(), section(), tmp_path)
+        make_units(table, each_row(tiny.rows(TEXTS)), tokenizer(), section(), tmp_path)
 
 
 def cut(path: Path) -> None:
@@ -285,7 +290,7 @@ sys.path.insert(0, sys.argv[1])
 import test_tokens
 from dpllm.text import data, tokens
 
-whole = data.iter_units
+whole = tokens.iter_units
 def dies(*arguments, **named):
     for number, unit in enumerate(whole(*arguments, **named)):
         if number == 20:
@@ -344,7 +349,7 @@ import json, os, sys
 from pathlib import Path
 import psutil, tiny, transformers, tokenizers, numpy, pyarrow
 from tokenizers import Tokenizer, models, pre_tokenizers
-from dpllm.text import data, rows, tokens
+from dpllm.text import data, tokens
 from dpllm.recipe.config import DataConfig
 
 folder, megabytes, in_memory = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "in memory"
@@ -359,9 +364,9 @@ with open(path, "w") as file:
         file.write(json.dumps({"who": number % 4999, "text": text}) + "\\n")
         number += 1
 wanted = DataConfig(train=str(path), max_length=256, long_examples="chunk", unit="who", max_examples_per_unit=10**6)
-data.encode({"text": "word"}, "text", tokenizer, wanted)
+tokens.encode({"text": "word"}, "text", tokenizer, wanted)
 if megabytes < 100:  # so that few rows are many
-    data.AT_ONCE, rows.BUFFER = 2**15, 2**20
+    tokens.AT_ONCE, data.BUFFER = 2**15, 2**20
 before = psutil.Process().memory_info().rss
 most = [0]
 def look():
@@ -371,7 +376,7 @@ look()
 groups = data.sampled_rows(table, wanted)
 look()
 if in_memory:
-    units = data.encode_units(groups, "text", tokenizer, wanted)
+    units = tokens.encode_units(groups, "text", tokenizer, wanted)
 else:
     units = tokens.make_units(table, groups, tokenizer, wanted, folder / "cache")
 look()

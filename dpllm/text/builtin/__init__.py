@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from dpllm.errors import ConfigError
+
 _HERE = Path(__file__).resolve().parent
 
 NAMES: dict[str, Path] = {
@@ -26,8 +28,8 @@ def path(name: str) -> Path:
     """Returns the file or directory that a `builtin:` name stands for.
 
     Raises:
-        KeyError: Nothing embedded has this name.
+        ConfigError: Nothing embedded has this name.
     """
     if name not in NAMES:
-        raise KeyError(f"{name!r} is not embedded in dpllm. Use one of: {', '.join(NAMES)}.")
+        raise ConfigError(f"{name!r} is not embedded in dpllm. Use one of: {', '.join(NAMES)}.")
     return NAMES[name]

@@ -1,7 +1,7 @@
-"""A conversation becomes one text by a chat template, and the places in it where the assistant speaks.
+"""A row becomes one text, and the places in it that are learned; a conversation by a chat template.
 
-Comes in: a row of messages, a tokenizer; or what data.chat_template names. Goes out: text and spans of characters; a template. It
-must not know the recipe, nor what is done with spans. Errors never name a text.
+Comes in: a row, a tokenizer; or what data.chat_template names. Goes out: text and spans of characters; a template; how rows look.
+It must not know the recipe, nor what is done with spans. Errors never name a text.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ import contextlib
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dpllm.errors import ConfigError, DataError
 from dpllm.files import read_json
-from dpllm.text.layouts import KWARGS, TOOLS, learned
+from dpllm.text import control
+from dpllm.text.layouts import BESIDE, FIELDS, KWARGS, TOOLS, Format, Row, learned, of_chats
 
 Message = Mapping[str, Any]
 Spans = list[tuple[int, int]]
@@ -25,6 +28,8 @@ _FAILS: dict[type, str] = {
     list: "does not read content that is written in parts (a list); write it as one text",
     type(None): "does not read a message without content (null), as many calls of tools are; write an empty text there",
 }
+_SHOWN = 400
+"""Characters of each part of a public example."""
 _LOST = "does not show where a turn of the assistant begins and ends, so words of others would be learned with it"
 
 
@@ -51,7 +56,94 @@ def read_template(named: str | None) -> str | None:
     return template
 
 
-def render(row: Mapping[str, Any], tokenizer: Any) -> tuple[str, Spans]:
+class Rendered(NamedTuple):
+    """The text of an example, the character spans that are learned, and whether a chat template made it."""
+
+    text: str
+    spans: Spans
+    template: bool
+
+
+def rendered(row: Row, fmt: Format, tokenizer: Any, template: str | None) -> list[Rendered]:
+    """The text of a row; of a preference pair, of both its answers. ``template`` is the recipe's data.template.
+
+    Raises:
+        DataError: See ``render_chat``.
+    """
+    if fmt == "preference":
+        return [one for inner, side in sides(row) for one in rendered(side, inner, tokenizer, template)]
+    if fmt == "text":
+        text = row.line + row.parts["text"]
+        return [Rendered(text, [(len(row.line), len(text))], False)]
+    if fmt == "prompt_completion":
+        masked, after = joined(row.line + row.parts["prompt"], row.parts["completion"], template)
+        return [Rendered(masked + after, [(len(masked), len(masked + after))], False)]
+    text, spans = render_chat(row.parts, tokenizer)
+    if any(later[0] < earlier[1] for earlier, later in pairwise(spans)):
+        raise DataError("the chat template produces overlapping turns. Use format prompt_completion.")
+    return [Rendered(text, spans, True)]
+
+
+def sides(row: Row) -> list[tuple[Format, Row]]:
+    """The two texts of a preference pair, the chosen one first, as rows of another format; of a prompt nothing is learned."""
+    prompt, beside = row.parts["prompt"], {name: row.parts[name] for name in BESIDE if name in row.parts}
+    made: list[tuple[Format, Row]] = []
+    for side in FIELDS["preference"][1:]:
+        parts = {"prompt": prompt, "completion": row.parts[side]}
+        chat = isinstance(prompt, list)
+        read = replace(row, parts={**beside, **of_chats(parts)} if chat else parts)
+        made.append(("messages" if chat else "prompt_completion", read))
+    return made
+
+
+def joined(prompt: str, completion: str, template: str | None) -> tuple[str, str]:
+    """The text of a prompt and its completion: what is masked of it, and what is learned.
+
+    ``template`` is the recipe's data.template, which is cut at its two fields: what stands in the data never is one. A space
+    before the completion is learned with it, because tokenizers make it a part of the word behind it.
+    """
+    before, between = "", "" if not prompt or prompt[-1].isspace() or completion[:1].isspace() else " "
+    if template is not None:
+        before, _, rest = template.partition("{prompt}")
+        between = rest.removesuffix("{completion}")
+    masked = before + prompt + between
+    return masked.removesuffix(" "), " " * masked.endswith(" ") + completion
+
+
+def shape(fmt: Format, codes: Sequence[str], template: str | None) -> str:
+    """How rows read, without a word of any; ``codes`` and ``template`` are the recipe's data.control and data.template."""
+    line = f"<{control.line(codes, ['...'] * len(codes)).strip()}>" if codes else ""
+    if fmt == "messages":
+        return "<chat template: <user><assistant>...>; the assistant's turns are trained on, all other tokens masked"
+    if fmt == "text":
+        return f"{line and line + ' masked, then '}<text><eos>; every token is trained on"
+    if fmt == "preference":
+        return f"{line}<prompt><chosen>, and the same with <rejected>, two rows of one pair; all before an answer is masked"
+    text = "".join(joined(f"{line and line + chr(10)}<prompt>", "<completion>", template)).replace("\n", "\\n")
+    space = "" if template else ", and one space between the two unless the data have whitespace there"
+    return f"{text}<eos>; what stands before <completion> is masked{space}"
+
+
+def example(row: Row, fmt: Format, template: str | None) -> str:
+    """A row as the model will see it, for data that are public: which parts are learned and which are masked."""
+    if fmt == "preference":
+        named = zip(FIELDS[fmt][1:], sides(row), strict=True)
+        return "\n".join(f"{side}:\n{example(one, inner, template)}" for side, (inner, one) in named)
+    if fmt == "text":
+        parts = [("masked", row.line.rstrip("\n"))] if row.line else []
+        parts.append(("learned", row.parts["text"] + "<eos>"))
+    elif fmt == "prompt_completion":
+        masked, after = joined(row.line + row.parts["prompt"], row.parts["completion"], template)
+        parts = [("masked", masked), ("learned", after + "<eos>")]
+    else:
+        parts = [
+            (f"{turn['role']}, {'learned' if learned(turn) else 'masked'}", str(turn.get("content")))
+            for turn in row.parts["messages"]
+        ]
+    return "\n".join(f"{name}: {text[:_SHOWN]}{' ...' if len(text) > _SHOWN else ''}" for name, text in parts)
+
+
+def render_chat(row: Mapping[str, Any], tokenizer: Any) -> tuple[str, Spans]:
     """The text of a row's messages, and what the assistant says in it: all behind the prompt for its turn, with its end.
 
     Where the template has ``{% generation %}`` marks, they say it.
@@ -69,14 +161,14 @@ def render(row: Mapping[str, Any], tokenizer: Any) -> tuple[str, Spans]:
         if any(isinstance(one.get("content"), list) and str(one["content"]) in text for one in messages):
             raise _refusal(_FAILS[list])  # printed as Python writes a list
         if re.search(r"\{%[-+]?\s*generation\b", template):
-            rendered = _by_marks(messages, template, {**tokenizer.special_tokens_map, **more})
+            made = _by_marks(messages, template, {**tokenizer.special_tokens_map, **more})
         else:
             turns = (place for place, message in enumerate(messages) if learned(message))
-            rendered = text, [_turn(text, messages, place, shown, tokenizer) for place in turns]
+            made = text, [_turn(text, messages, place, shown, tokenizer) for place in turns]
         said = [one for one in messages if one["role"] != "system" and one.get("content")]
         if shown([_signed(one) for one in messages]).count(_SIGN) < len(said):
             raise _refusal("leaves out what a message says, so nothing of it would be read or learned")
-        return rendered
+        return made
     except DataError:
         raise
     except Exception as error:  # whatever a template raises
