@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,13 +85,10 @@ def _whole(value: Any) -> int:
     return int(value)
 
 
-def _off(why: str) -> Callable[[Any], Any]:
-    def convert(value: Any) -> Any:
-        if value:
-            raise _No(why)
-        return value
-
-    return convert
+def _off(value: Any, why: str) -> Any:
+    if value:
+        raise _No(why)
+    return value
 
 
 def _one_adapter(value: Any) -> str:
@@ -104,8 +102,10 @@ CONVERT: dict[str, Callable[[Any], Any]] = {
         "auto" if value in ("all", "all-linear", ["all-linear"]) else _listed(value)
     ),
     "adapter.modules_to_save": _listed,
-    "adapter.dropout": _off("its masks depend on a row's place in the batch, so private training refuses it"),
-    "adapter.use_dora": _off("DoRA's magnitude has no per-example gradient to clip; LoRA and rsLoRA have"),
+    "adapter.dropout": partial(
+        _off, why="its masks depend on a row's place in the batch, so private training refuses it"
+    ),
+    "adapter.use_dora": partial(_off, why="DoRA's magnitude has no per-example gradient to clip; LoRA and rsLoRA have"),
     "adapter.last_blocks": _whole,
     "adapter.r": lambda value: int(str(value)),  # of "8" too, and not of 8.5
     "data.columns": lambda value: {"text": value} if value != "text" else None,
@@ -261,18 +261,11 @@ def _length(draft: Imported) -> None:
 
 def _datasets(draft: Imported) -> None:
     """data.train and data.eval."""
-    found, known, trained = draft.found, _dataset_info(draft), set[str]()
+    known = _dataset_info(draft)
     for key, word in (("data.train", "@train"), ("data.eval", "@eval")):
         entries = [known.get(str(entry), entry) for entry in _listed(draft.special.get(word))]
-        named = [name for entry in entries for name in _entry(draft, key, entry)]
-        again = trained & set(named)
-        one_split = found.get("data.train_split", "train") == found.get("data.eval_split", "train")
-        if again and (one_split or not all(map(is_hub_id, again))):  # a file has no splits
-            draft.leave(word, "these rows would train too; name a file of held-out rows in data.eval.")
-            found.pop("data.eval_split", None)
-        elif named:
-            draft.carry(word, key, named[0] if len(named) == 1 else named)
-        trained |= set(named)
+        if sources := [source for entry in entries for source in _entry(draft, key, entry)]:
+            draft.carry(word, key, sources[0] if len(sources) == 1 else sources)
 
 
 def _dataset_info(draft: Imported) -> Json:

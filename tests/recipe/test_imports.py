@@ -280,17 +280,6 @@ def test_a_supervised_loss_and_a_key_switched_off_are_no_such_sign(tmp_path: Pat
     imported(tmp_path, AXOLOTL, rl=False)
 
 
-def test_rows_that_train_are_never_held_out(tmp_path: Path) -> None:
-    rows = {"path": "org/rows", "type": "alpaca"}
-    for text, changes in (
-        (AXOLOTL, {"datasets": [rows], "test_datasets": [dict(rows)]}),
-        (LLAMA_FACTORY, {"eval_dataset": "identity"}),
-    ):
-        found, recipe = imported(tmp_path, text, **changes)
-        assert (recipe.data.eval, "eval_split" in found.recipe) == (None, False), changes
-        assert ": these rows would train too" in "\n".join(found.left)
-
-
 def test_datasets_of_several_splits_are_refused(tmp_path: Path) -> None:
     rows = [{"path": "org/rows", "split": "test"}, {"path": "org/more"}]
     with pytest.raises(ConfigError, match=r"its datasets name several splits.* one data\.train_split"):
