@@ -22,12 +22,21 @@ from dpllm.files import as_json
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
+    from rich.table import Table
 
-    from dpllm.forecast.footprint import Footprint
+    from dpllm.privacy.plan import Plan
+    from dpllm.privacy.schedule import Schedule
     from dpllm.recipe.config import RunConfig
+    from dpllm.run.footprint import Footprint
     from dpllm.run.promise import Decision, Refusals
 
 OVERRIDES = "--SECTION.KEY VALUE"
+LIMITS = {
+    "tpr_at_fpr_0.01": "TPR at 1% FPR",
+    "tpr_at_fpr_0.001": "TPR at 0.1% FPR",
+    "auc": "AUC",
+    "gdp_mu": "mu of Gaussian DP",
+}
 Call = Callable[[argparse.Namespace, list[str]], int]
 """One command: of the arguments that the parser knows, and the overrides of a recipe's keys, to an exit code."""
 
@@ -192,13 +201,13 @@ def _decided(known: argparse.Namespace, config: RunConfig) -> Decision:
 
     with ProcessPoolExecutor(1, get_context("spawn")) as other:  # accounting takes as long as reading torch and peft
         seen = other.submit(decide, config, start)
-        import_module("dpllm.forecast.footprint")
+        import_module("dpllm.run.footprint")
         return seen.result()
 
 
 def _footprint(config: RunConfig, seen: Decision, found: Refusals, gpu: str | None) -> Footprint | None:
     gc.disable()  # thousands of modules and operations, none of them garbage: looking for it took an eighth of the time
-    from dpllm.forecast.footprint import footprint
+    from dpllm.run.footprint import footprint
 
     needs = found.attempt(footprint, config, seen.plan.bands if seen.plan else 1, gpu)
     gc.enable()
@@ -208,23 +217,109 @@ def _footprint(config: RunConfig, seen: Decision, found: Refusals, gpu: str | No
 
 
 def _show(known: argparse.Namespace, seen: Decision, needs: Footprint | None, lines: list[str]) -> None:
-    from dpllm.forecast import table
-
     console = plain_console()
     if not seen.config.privacy.enabled and seen.schedule:
         steps, batch = seen.schedule.num_steps, seen.schedule.expected_batch_size
         console.print(f"No differential privacy: {steps} steps of about {batch} units.")
     if seen.schedule or seen.subject is not None:
-        console.print(table.plan_table(seen, f"Plan of {known.recipe}"))
-    for part in table.footprint_tables(needs) if needs else ():
-        console.print(part)
+        console.print(_two_columns(f"Plan of {known.recipe}", _rows(seen)))
+    if needs:
+        from dpllm.model.adapters import trainable_text
+
+        console.print(trainable_text(needs.kinds, needs.total))
+        console.print(_two_columns("An estimate of memory", _memory(needs)))
     for line in lines:
         console.print(line, highlight=False)
 
 
+def _two_columns(title: str, rows: dict[str, str]) -> Table:
+    from rich.table import Table
+
+    table = Table(title=title, show_header=False)
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
+
+
+def _rows(seen: Decision) -> dict[str, str]:
+    """Everything of a decision that could be computed, by name."""
+    schedule, plan = seen.schedule, seen.plan
+    rows = {"REFUSED": "this run would not start; the reasons are below"} if seen.refusals else {}
+    rows |= _promise(plan) if plan else {}
+    rows |= {"beware": seen.lowered} if seen.lowered else {}
+    if schedule:
+        batch, most = schedule.expected_batch_size, largest_batch(schedule)
+        counted = "rows" if plan and plan.sampling == "example" else "units"
+        rows |= {
+            "public size N": f"{schedule.dataset_size} {counted}, of which {schedule.canary_slots} are canary slots",
+            "sampling rate q": f"{schedule.sampling_rate:.6f}: each joins each step by its own coin"
+            + (", when it is its group's turn" if plan and plan.coefficients else ""),
+            "steps T": str(schedule.num_steps),
+            "logical batch": f"B = {batch} {counted} expected, at most {most} in 99.9% of the steps",
+        }
+    elif seen.subject is not None:
+        rows["public size"] = f"{seen.subject.num_units} without canary slots"
+    if plan:
+        rows["clipping"] = f"{plan.clipping}, C = {plan.max_grad_norm:g}"
+        rows["noise multiplier sigma"] = f"{plan.noise_multiplier:g}"
+        if plan.coefficients:
+            turns = f"{plan.bands} groups take turns, at rate {plan.group_rate:.6f}"
+            earlier = f"{8 * (plan.bands - 1)} bytes of earlier noise per trained parameter"
+            rows["banded noise"] = f"{plan.bands} bands; {turns}; {earlier}"
+        rows["ledger"] = str(seen.ledger or "no ledger there yet: nothing is spent, and no budget is set")
+    if seen.subject and seen.subject.reads:
+        rows["data"] = seen.subject.reads
+        rows["first example" if seen.config.data.public else "an example"] = seen.subject.example
+    return rows
+
+
+def _promise(plan: Plan) -> dict[str, str]:
+    from dpllm.privacy.plan import RELATION_IN_WORDS
+
+    beside = ", ".join(f"{name} {_epsilon(value)}" for name, value in plan.accountants.items())
+    unit = "example: one row"
+    if plan.max_examples_per_unit is not None:
+        how = "drawn together" if plan.sampling == "unit" else "drawn one by one"
+        unit = f"user-level: column {plan.unit}, at most {plan.max_examples_per_unit} rows of each, {how}"
+    known = plan.limits.to_json()
+    limits = [f"{words} {value:.3g}" for name, words in LIMITS.items() if (value := known[name]) is not None]
+    return {
+        "epsilon": f"{plan.epsilon:.4f} (target {plan.target_epsilon:g})",
+        "delta": f"{plan.delta:g} (1/N is {1 / plan.dataset_size:.2g})",
+        "by accountant": f"{beside} (stated: {plan.accountant.name} {plan.accountant.version})",
+        "privacy unit": unit,
+        "neighbouring relation": f"{plan.neighbouring_relation}: {RELATION_IN_WORDS[plan.neighbouring_relation]}",
+        "limits on an attacker": "membership inference, at most: " + ", ".join(limits)
+        if limits
+        else "none can be certified",
+    }
+
+
+def _epsilon(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4f}" if value < 1e6 else f"{value:.3e}"
+
+
+def _memory(needs: Footprint) -> dict[str, str]:
+    from rich.filesize import decimal
+
+    if needs.memory is None:
+        return {"basis": needs.basis}
+    parts = ", ".join(f"{name.replace('_', ' ')} {decimal(size)}" for name, size in vars(needs.memory).items() if size)
+    total = f"about {decimal(needs.memory.total)}, with {needs.packing} in one forward pass"
+    return {"memory": f"{total}: {parts}", "basis": needs.basis}
+
+
+def largest_batch(schedule: Schedule) -> int:
+    """The smallest number of units that a step exceeds with probability 0.1% at most; the logical batch is Binomial(N, q)."""
+    from scipy import stats
+
+    return int(stats.binom.ppf(0.999, schedule.dataset_size, schedule.sampling_rate))
+
+
 def _json(seen: Decision, needs: Footprint | None, refusals: list[DpllmError]) -> dict[str, Any]:
     """plan.json's fields, as far as they could be computed, and what stands beside them."""
-    from dpllm.forecast.table import largest_batch
     from dpllm.privacy.plan import LATER
 
     plan = seen.plan.to_json() if seen.plan else {}

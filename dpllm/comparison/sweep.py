@@ -277,8 +277,8 @@ def _check_model(config: RunConfig) -> None:
     """The commonest reasons why training cannot begin, before anything is reserved."""
     import torch
 
-    from dpllm.forecast.footprint import skeleton
     from dpllm.model.loading import check_length, load_tokenizer
+    from dpllm.run.footprint import skeleton
 
     load_tokenizer(config.model)
     net = skeleton(config, torch.float32)

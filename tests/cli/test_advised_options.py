@@ -23,7 +23,7 @@ PRINTED_BY: dict[str, tuple[str, ...]] = {
     "comparison/shown.py": ("compare",),
     "comparison/sweep.py": ("sweep",),
     "comparison/tasks.py": ("compare",),
-    "forecast": ("plan",),
+    "run/footprint.py": ("plan",),
     "lab": ("audit",),
     "ledger/admission.py": (*RECIPES, "sweep", "describe", "synthesize"),
     "ledger/budgets.py": ("ledger init",),
