@@ -17,8 +17,8 @@ from dpllm.errors import ConfigError
 from dpllm.files import read_json, resolved
 from dpllm.recipe.config import RunConfig
 from dpllm.records import Json
+from dpllm.run.checkpoint import flat
 from dpllm.run.directory import Run, RunDir, open_run
-from dpllm.run.resume import flat
 from dpllm.statement.privacy_record import PrivacyRecord
 from dpllm.statement.run_files import COST, RunRecord
 

@@ -22,17 +22,21 @@ from torch import nn
 from dpllm.errors import ConfigError, Refused
 from dpllm.ledger import Ledger, RunRequest
 from dpllm.model import loading, memory, processes
-from dpllm.privacy import banded, events, guards
+from dpllm.privacy import events, guards
 from dpllm.privacy.engine import Diagnostics, StepEngine
 from dpllm.privacy.noise import GaussianNoise
 from dpllm.privacy.packing import passes_of
-from dpllm.privacy.plan import CONSTANT, Mechanism, Plan, noise_multiplier_for, resolved_delta, strategy_for
+from dpllm.privacy.plan import Plan
 from dpllm.privacy.reference import longest_row
 from dpllm.privacy.sampling import PoissonSampler
-from dpllm.privacy.schedule import LARGEST_PASS, make_schedule
+from dpllm.privacy.schedule import LARGEST_PASS
 from dpllm.privacy.stream import Turns, os_entropy
-from dpllm.run.mechanism import check_passes, is_low
+from dpllm.recipe import derived
+from dpllm.recipe.config import make_config
+from dpllm.run.build import check_passes, is_low
 from dpllm.text.data import TokenSequence, Unit
+
+CALLS = ("forward", "_call_impl", "_compiled_call_impl")  # of a layer itself, if set, in place of its class's
 
 
 def promise(
@@ -44,7 +48,7 @@ def promise(
     max_grad_norm: float = 1.0,
     bands: int | Literal["auto"] = 1,
 ) -> Plan:
-    """The Plan of a loop of one's own: flat clipping, units sampled whole, delta by ``privacy.delta: auto``.
+    """The Plan of a loop of one's own, as ``recipe.derived.plan_of`` makes it of a recipe: flat clipping, units sampled whole.
 
     Args:
         num_units: N, which is published; at least 1.
@@ -52,50 +56,36 @@ def promise(
         batch_size: B, expected units of a step.
         steps: T.
         max_grad_norm: C.
-        bands: b, how many steps banded noise reaches back and how many groups take turns, or auto (``privacy.bands``); it suits
-            a constant learning rate. 1: independent noise.
+        bands: b, how many steps banded noise reaches back and how many groups take turns, or auto (``privacy.bands``), for a
+            constant learning rate. 1: independent noise.
 
     Raises:
         ConfigError: A number is impossible, or the target cannot be reached.
         Refused: The batch is larger than N, or than one of b groups; or there are fewer than b steps.
     """
-    units, batch = _whole("num_units", num_units), _whole("batch_size", batch_size)
-    schedule = make_schedule(units, batch, _whole("steps", steps))
-    epsilon = events.number("epsilon", epsilon, 0.0)
-    norm = events.number("max_grad_norm", max_grad_norm, 1e-20, 1e20, including=True)
-    delta, coefficients = resolved_delta("auto", 1.0, units), tuple[float, ...]()
+    units = _whole("num_units", num_units)
+    noise: dict[str, Any] = {"noise": "independent"}
     if bands != 1:
-        bands = bands if bands == "auto" else _whole("bands", bands)
-        banded.check(bands, schedule, "unit")
-        coefficients = strategy_for(epsilon, delta, schedule, "zero_out", CONSTANT, bands)
-    sigma = noise_multiplier_for(epsilon, delta, schedule, "zero_out", max(1, len(coefficients)))
-    return Plan.of(
-        Mechanism(
-            unit="example",
-            max_examples_per_unit=None,
-            sampling="unit",
-            neighbouring_relation="zero_out",
-            dataset_size=units,
-            canary_slots=0,
-            expected_batch_size=batch,
-            num_steps=schedule.num_steps,
-            noise_multiplier=sigma,
-            coefficients=coefficients,
-            clipping="flat",
-            max_grad_norm=norm,
-            delta=delta,
-            target_epsilon=epsilon,
-        )
-    )
+        noise = {"noise": "banded", "bands": bands if isinstance(bands, str) else _whole("bands", bands)}
+    settings = {
+        "model": {"name_or_path": "in memory"},
+        "data": {"train": "in memory"},
+        "output_dir": "none",
+        "privacy": {"epsilon": epsilon, "max_grad_norm": max_grad_norm, **noise},
+        "train": {
+            "batch_size": _whole("batch_size", batch_size),
+            "steps": _whole("steps", steps),
+            "lr_scheduler": "constant",
+            "warmup": 0.0,
+        },
+    }
+    return derived.plan_of(make_config(settings, None, "dpllm.promise"), units)
 
 
 def _whole(name: str, value: int, most: int | None = None) -> int:
     """Of 1 or more; an integer of numpy is one."""
     plain = isinstance(value, Integral) and not isinstance(value, bool)
     return events.integer(name, int(value) if plain else value, 1, most)
-
-
-CALLS = ("forward", "_call_impl", "_compiled_call_impl")  # of a layer itself, if set, in place of its class's
 
 
 class Engine:
@@ -208,7 +198,7 @@ class Engine:
         self._steps += 1
         if self._broken:  # a turn passed without a row of noise, so that a unit's next turn would be too near in noise
             self._engine.forget_noise()
-        self._broken = True  # before the turn passes: an interrupt may come within the draw
+        self._broken = True  # before the draw, in which an interrupt may come
         try:
             drawn = self._sampler.draw()
             batches = passes_of(drawn, self._units, self._engine.packing, self._pad_id)

@@ -28,9 +28,9 @@ from dpllm.progress import tell
 from dpllm.recipe import derived, names
 from dpllm.recipe.config import RunConfig
 from dpllm.run.advice import advise, check_learning_rate
+from dpllm.run.checkpoint import ResumeState, check_promise, read_resume_state, same_lineage, same_recipe
 from dpllm.run.directory import RunDir, check_directory
 from dpllm.run.labels import read_labels
-from dpllm.run.resume import ResumeState, check_promise, read_resume_state, same_lineage, same_recipe
 from dpllm.statement import lineage, parents, section
 from dpllm.statement.fields import Lineage
 from dpllm.statement.formatting import html_table
@@ -161,6 +161,12 @@ class Decision:
     def without_rows(self) -> Self:
         """The same for other processes, which have not the files of this one open."""
         return replace(self, subject=self.subject and replace(self.subject, rows=None))
+
+    def at(self, config: RunConfig) -> Self:
+        """The same with the places of another machine, which ``config`` names."""
+        data = self.config.data
+        seen = {f"data.{name}": getattr(data, name) for name in ("format", "label_epsilon", "chat_template")}
+        return replace(self, config=config.changed(seen))
 
     def obeyed(self) -> Self:
         """The same, where nothing refuses; else the first refusal is raised."""
