@@ -192,7 +192,6 @@ def train_group(points: Sequence[Point], *, resume: bool = False, console: Conso
 def _state_of(points: Sequence[Point], root: Path, resume: bool) -> dict[str, Any]:
     """What the group in this directory is; a new one gets its name here."""
     path = root / STATE
-    asked = digest({point.name: names.of_training(point.config) for point in points})
     if not resume:
         if path.exists():
             raise ConfigError(
@@ -200,21 +199,21 @@ def _state_of(points: Sequence[Point], root: Path, resume: bool) -> dict[str, An
             )
         for point in points:
             check_directory(point.config, point.run, resume=False, overwrite=False)
-        return {"asked": asked, "group": f"{root.name}-{secrets.token_hex(4)}"}
+        group = f"{root.name}-{secrets.token_hex(4)}"
+        return {"group": group, "asked": _asked(points, group)}
     if not path.exists():
         raise ConfigError(f"{root}: holds no sweep to resume (no {STATE}). Leave --resume out.")
     state = read_json(path)
-    if not isinstance(state.get("group"), str):
+    if state.get("asked") != _asked(points, state.get("group")):
         raise ConfigError(
-            f"{path}: is not the state of a sweep; the file is damaged. Restore it, or type another --output_dir for a new "
-            "sweep."
-        )
-    if state.get("asked") != asked:
-        raise ConfigError(
-            f"{root}: its sweep has another recipe or other epsilons, and its runs were fixed before the first one. Type the "
-            "same again, or another --output_dir for a new sweep."
+            f"{root}: its sweep has another recipe or other epsilons (or {STATE} was edited), and its runs were fixed before the "
+            "first one. Type the same again, or another --output_dir for a new sweep."
         )
     return state
+
+
+def _asked(points: Sequence[Point], group: str | None) -> str:
+    return digest({"group": group, **{point.name: names.of_training(point.config) for point in points}})
 
 
 def _reserve(points: Sequence[Point], root: Path, state: dict[str, Any]) -> tuple[list[Point], dict[str, str]]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
-from dpllm.comparison.compared_runs import PROTOCOL, TASKS, cached_tasks
+from dpllm.comparison.compare import PROTOCOL, TASKS, cached_tasks
 from dpllm.errors import ConfigError
 from dpllm.files import write_json
 from dpllm.recipe.config import RunConfig
