@@ -6,7 +6,6 @@ To plan takes no weights, no GPU and no torch; ``--model`` alone imports it, to 
 from __future__ import annotations
 
 import argparse
-import gc
 import getpass
 import json
 import os
@@ -192,25 +191,13 @@ def _decided(known: argparse.Namespace, config: RunConfig) -> Decision:
     from dpllm.run.promise import Start, decide
 
     own = Path(known.recipe).resolve() == (Path(config.output_dir) / "config.yaml").resolve()
-    start = Start(overwrite=own)  # the recipe of a run that lies there: what another run of it would promise
-    if not known.model or os.cpu_count() == 1:
-        return decide(config, start)
-    from concurrent.futures import ProcessPoolExecutor
-    from importlib import import_module
-    from multiprocessing import get_context
-
-    with ProcessPoolExecutor(1, get_context("spawn")) as other:  # accounting takes as long as reading torch and peft
-        seen = other.submit(decide, config, start)
-        import_module("dpllm.run.footprint")
-        return seen.result()
+    return decide(config, Start(overwrite=own))  # of a recipe that lies in a run: what another run of it would promise
 
 
 def _footprint(config: RunConfig, seen: Decision, found: Refusals, gpu: str | None) -> Footprint | None:
-    gc.disable()  # thousands of modules and operations, none of them garbage: looking for it took an eighth of the time
     from dpllm.run.footprint import footprint
 
     needs = found.attempt(footprint, config, seen.plan.bands if seen.plan else 1, gpu)
-    gc.enable()
     if needs:
         found.errors += needs.refusals
     return needs
