@@ -58,8 +58,7 @@ class TrainConfig(Section):
     """Steps between checkpoints; null: only when interrupted."""
     sample_prompts: list[str] | str | None = None
     """Public prompts, or a file with one per line (jsonl: as `dpllm generate --prompts` reads it). During training the model
-    completes each by greedy decoding; prompts and texts are printed and go to trackers. Naming prompts here declares them
-    public."""
+    completes each by greedy decoding; prompts and texts are printed. Naming prompts here declares them public."""
     sample_every: PositiveInt | None = None
     """Steps between samples; null: only after the last step."""
     process_timeout: float = Field(default=1800.0, gt=0)

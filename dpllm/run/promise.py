@@ -181,9 +181,9 @@ class Decision:
 class Refusals:
     """Collects refusals, each message once."""
 
-    def __init__(self) -> None:
-        """None so far."""
-        self.errors: list[DpllmError] = []
+    def __init__(self, *errors: DpllmError) -> None:
+        """Those that are known already."""
+        self.errors = [*errors]
 
     def add(self, error: DpllmError) -> None:
         """One more."""

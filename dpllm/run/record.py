@@ -156,7 +156,6 @@ class Recorder:
                 f"Samples of step {self._step}, which no guarantee covers: {self._prepared.run.metrics}", markup=False
             )
             return
-        self._telemetry.sampled(self._step, samples)
         for one in samples:
             line = " ".join(printable(f"{one['prompt']} -> {one['text']}").split())
             self._console.print(f"Sample of step {self._step}: {line}", markup=False, highlight=False, soft_wrap=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 import os
 import re
 import sys
@@ -136,12 +135,6 @@ class Telemetry:
         if self._trackers and (released or self._config.telemetry.private_metrics):
             self._trackers.log({"eval_loss": loss, "eval_accuracy": accuracy}, step)
 
-    def sampled(self, step: int, samples: Sequence[Mapping[str, str]]) -> None:
-        """Hands texts to the trackers; the caller says by calling that the weights, which wrote them, may leave."""
-        if self._trackers:
-            texts = {f"sample_{n}": f"{one['prompt']} -> {one['text']}" for n, one in enumerate(samples, start=1)}
-            self._trackers.log_texts(texts, step)
-
     def end(self) -> None:
         """Shows what run.json says of the end; the file keeps it."""
         if self._shown is None:
@@ -255,15 +248,6 @@ class Trackers:
         for name, tracker in tuple(self._started.items()) if _known(values) else ():
             with self._dropped_if_it_fails(name):
                 tracker.log(_known(values), step=step)
-
-    def log_texts(self, texts: Mapping[str, str], step: int) -> None:
-        """Hands over texts; to mlflow as a file, because accelerate gives it numbers alone."""
-        for name, tracker in tuple(self._started.items()):
-            with self._dropped_if_it_fails(name):
-                if name == "mlflow":
-                    importlib.import_module(name).log_text("\n".join(texts.values()), f"samples/step-{step}.txt")
-                else:
-                    tracker.log(dict(texts), step=step)
 
     def finish(self) -> None:
         """Ends them."""
