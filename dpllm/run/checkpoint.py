@@ -176,8 +176,6 @@ def _intact(place: Path) -> State | None:
 
 def _flush(path: Path) -> None:
     """Waits until a file, or the names in a directory, are on the disk."""
-    if path.is_dir() and os.name == "nt":  # Windows opens no directories
-        return
     number = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         os.fsync(number)

@@ -38,7 +38,7 @@ from dpllm.recipe import derived
 from dpllm.recipe.config import RunConfig, dump_config
 from dpllm.run import build, checkpoint
 from dpllm.run.build import Prepared
-from dpllm.run.checkpoint import flat
+from dpllm.run.checkpoint import ResumeState, flat
 from dpllm.run.directory import RunDir, check_directory
 from dpllm.run.failures import StepDeadline, fail_together
 from dpllm.run.payment import Payment, pay
@@ -195,12 +195,7 @@ def _evaluate(prepared: Prepared, state: PartialState) -> evaluate.HeldOut | Non
 
 
 def _check_processes(config: RunConfig, state: PartialState) -> None:
-    """Makes sure that all processes are about to run the same recipe with the same code; places may differ.
-
-    Raises:
-        ConfigError: They are not, or there are more of them than units in a logical batch.
-        Refused: Their processors, devices or settings would round the same unit in different ways.
-    """
+    """Refuses processes that would run other recipes, code or rounding, or are more than units in a batch; places may differ."""
     keys = flat(config.model_dump(mode="json"))
     processes.check_equal(environment.versions() | {f"the recipe's {key}": keys[key] for key in keys.keys() - PLACES})
     if config.privacy.enabled:
@@ -257,13 +252,13 @@ def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, 
     main, cache, device = state.is_main_process, run.private / "cache", state.device
     decided = decide(config, start, fetch=True, cache=cache).obeyed() if main else None
     rows = decided.subject.rows if decided and decided.subject else None  # rank 0 reads the data once
-    decision: Decision = shared(decided.without_rows() if decided else None)
-    decision = decision.at(config)
+    everywhere: Decision = shared(decided.without_rows() if decided else None)
+    decision = everywhere.at(config)
     config, plan, resumed = decision.config, decision.plan, decision.resumed
     console.print(str(decision), markup=False)
     tokenizer = loading.load_tokenizer(config.model, config.data)
-    plants = main and config.audit.plants
-    planted = shared(build.draw_canaries(config, run, start.resume, tokenizer, device) if plants else None)
+    drawn = build.draw_canaries(config, run, start.resume, tokenizer, device) if main and config.audit.plants else None
+    planted = shared(drawn)
     promise = _promise(decision, planted)
     table, units = build.tokenised_units(decision, rows, tokenizer, planted, run)
     units.lengths.check(config.data)
@@ -282,17 +277,11 @@ def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, 
     if plan and planted and planted.gradient_coins and main:  # rank 0 adds the noise, and them
         coins = planted.gradient_coins
         engine.canaries = GradientCanaries(int(planted.gradient_key, 16), coins, engine.size, plan.clipping, device)
-    checked = build.check_engine(decision, net, engine, vocabulary, tokenizer.pad_token_id or 0, precision, console)
-    rewards = Rewards(net, engine.packing, tokenizer.pad_token_id or 0, device, autocast)
+    pad_id = tokenizer.pad_token_id or 0
+    checked = build.check_engine(decision, net, engine, vocabulary, pad_id, precision, console)
+    rewards = Rewards(net, engine.packing, pad_id, device, autocast)
     pairs = referenced(decision, run, rewards, units, held_out) if engine.pairs else None
-    notes = [*decision.policy.deviations]
-    if resumed:
-        if main:
-            checkpoint.load_resume(run, net, optimizer)
-        processes.replicate(optimizer, list(checkpoint.kept(net).values()))
-        notes = list(dict.fromkeys([*notes, *resumed.noted, *resumed.notes]))
-        for note in resumed.notes:
-            console.print(f"Resumed: {note}.", markup=False, highlight=False, soft_wrap=True)
+    noted = _load(resumed, run, net, optimizer, console) if resumed else []
     payment = pay(config, decision, start, run, table) if main else Payment()
     prepared = Prepared(
         decision=decision,
@@ -309,13 +298,25 @@ def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, 
         sampler=sampler,
         payment=payment,
         checked=checked,
-        notes=notes,
+        notes=list(dict.fromkeys([*decision.policy.deviations, *noted])),
         dropout_off=dropout_off,
     )
     if main:
         _write(prepared, promise, planted, key, table, evaluation)
     state.wait_for_everyone()
     return prepared
+
+
+def _load(
+    resumed: ResumeState, run: RunDir, net: torch.nn.Module, optimizer: torch.optim.Optimizer, console: Console
+) -> list[str]:
+    """Takes model and optimizer from where the run stopped to all processes; what is noted of this attempt and earlier ones."""
+    if PartialState().is_main_process:
+        checkpoint.load_resume(run, net, optimizer)
+    processes.replicate(optimizer, list(checkpoint.kept(net).values()))
+    for note in resumed.notes:
+        console.print(f"Resumed: {note}.", markup=False, highlight=False, soft_wrap=True)
+    return [*resumed.noted, *resumed.notes]
 
 
 def _promise(decision: Decision, planted: CanaryPlan | None) -> Plan | None:
