@@ -41,7 +41,6 @@ from dpllm.telemetry.live import EpsilonSpent, Telemetry
 from dpllm.text.prompts import printable
 
 Status = Literal["completed", "interrupted"]
-RUN_AWAY = 300.0  # no weight of an adapter is so large; AdamW moves one by about the learning rate in a step
 INTERRUPTED = (
     "the run was interrupted; the full Plan's epsilon is stated, and a decision to stop that was taken on un-noised metrics is "
     "outside the guarantee"
@@ -212,18 +211,12 @@ class Recorder:
         self._console.print(summary_table(summary(Run(prepared.run, read_run(prepared.run), prepared.config))))
         before, after = (self._summary[f"eval_loss_{when}"] for when in ("before", "after"))
         worse = prepared.held_out and (after is None or (before is not None and after > before))
-        largest, seen = 0.0, only_seen(self._console)
-        if prepared.config.adapter.method == "lora" and (may_publish_weights(prepared) or seen):
-            largest = max(float(tensor.detach().abs().max()) for tensor in prepared.engine.parameters.values())
-        why = ""
-        if largest > RUN_AWAY:  # of weights that may leave, anybody may read this
-            why = f"a trained weight is {largest:.3g}, where {RUN_AWAY:g} is already too large"
         # A log has other readers, and no loss or norm carries noise.
-        elif (worse or not self._finite or self._not_finite) and seen:
-            why = "a loss or a gradient is not finite, or the held-out loss is above the base model's"
-        if why:
+        if (worse or not self._finite or self._not_finite) and only_seen(self._console):
             self._console.print(
-                f"Warning: the run has diverged: {why}. Lower train.learning_rate and train again.", highlight=False
+                "Warning: the run has diverged: a loss or a gradient is not finite, or the held-out loss is above the base "
+                "model's. Lower train.learning_rate and train again.",
+                highlight=False,
             )
 
     @contextlib.contextmanager
