@@ -290,18 +290,22 @@ def import_config(known: argparse.Namespace, rest: list[str]) -> int:
     """Prints or writes the recipe; reports on stderr what was carried over and what was not."""
     from dpllm.recipe import imports
 
-    found = imports.import_config(Path(known.file))
-    report = [f"{found.tool} configuration {known.file}", "Carried over:", *(f"  {line}" for line in found.carried)]
-    report += ["Not carried over:", *(f"  {line}" for line in found.left)]
+    imported = imports.import_config(Path(known.file))
+    report = [
+        f"{imported.tool} configuration {known.file}",
+        "Carried over:",
+        *(f"  {line}" for line in imported.carried),
+    ]
+    report += ["Not carried over:", *(f"  {line}" for line in imported.left)]
     report.append(
         "Choose privacy.epsilon, data.unit, train.batch_size and train.learning_rate anew; dpllm plan RECIPE advises."
     )
     print("\n".join(report), file=sys.stderr)
     if known.output is None:
-        print(found.recipe, end="")
+        print(imported.recipe, end="")
         return 0
     with writing(known.output), open(known.output, "x", encoding="utf-8") as file:
-        file.write(found.recipe)
+        file.write(imported.recipe)
     return 0
 
 
@@ -324,14 +328,14 @@ def by_this_user(needs: str) -> str:
         raise ConfigError(f"this user has no name, and {needs}: type --by NAME") from None
 
 
-def show(known: argparse.Namespace, found: dict[str, Any] | RenderableType, *lines: str) -> int:
+def show(known: argparse.Namespace, value: dict[str, Any] | RenderableType, *lines: str) -> int:
     """Prints values where ``known.json`` asks for them, else what rich prints and lines below it; exit code 0."""
     if known.json:
-        assert isinstance(found, dict)
-        print(dump(found))
+        assert isinstance(value, dict)
+        print(dump(value))
         return 0
     console = plain_console()
-    console.print(found)
+    console.print(value)
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
     return 0

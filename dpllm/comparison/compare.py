@@ -105,8 +105,8 @@ def compare(runs: Sequence[RunDir], output: Path | None = None, *, public: bool 
 def look(runs: Sequence[RunDir], output: Path | None = None, *, public: bool) -> tuple[Json, Path]:
     """All figures of a comparison, and where they go; nothing is written. See ``compare``."""
     compared = _read(runs, public=public)
-    run = compared[0].run  # the one without differential privacy comes last
-    target = output or (run.root / "comparison" if public else run.private / "compare")
+    first = compared[0].run  # the one without differential privacy comes last
+    target = output or (first.root / "comparison" if public else first.private / "compare")
     for folder in (resolved(target), *resolved(target).parents):
         if folder.name == "export" and (folder.parent / "config.yaml").exists():
             raise ConfigError(
@@ -114,17 +114,17 @@ def look(runs: Sequence[RunDir], output: Path | None = None, *, public: bool) ->
                 "directory outside export/."
             )
     base: Json = {"name": compared[0].record.model.name_or_path}
-    for one in reversed(compared):  # one base model, and not every run knows all of it
-        base |= _utility(one, "before", "base")
+    for run in reversed(compared):  # one base model, and not every run knows all of it
+        base |= _utility(run, "before", "base")
     scored = ("protocol", "num_tokens", "prompts", "references")
     figures = {
         "public": public,
         "base": base,
-        "runs": [_figures(one) for one in compared],
+        "runs": [_figures(run) for run in compared],
         "group": _group(compared),
-        "scored": next(({key: one.tasks[key] for key in scored} for one in compared if one.tasks), None),
+        "scored": next(({key: run.tasks[key] for key in scored} for run in compared if run.tasks), None),
         "differences": _differences(compared),
-        "left_out": [line for one in compared for line in one.left_out],
+        "left_out": [line for run in compared for line in run.left_out],
     }
     return as_json(names.without_paths(figures) if public else figures), target
 
@@ -173,10 +173,10 @@ def _read(runs: Sequence[RunDir], *, public: bool) -> list[ComparedRun]:
     for name, run in zip(_names(runs), opened, strict=True):
         open_data = run.config.data.public and not budgeted  # whoever set a budget knew better
         compared.append(_read_one(name, run, public, open_data, evaluation_public))
-    if len({(one.tasks["prompts"], one.tasks["references"]) for one in compared if one.tasks}) > 1:
-        compared = [replace(one, tasks=None) for one in compared]  # of different prompts: nothing to compare
+    if len({(run.tasks["prompts"], run.tasks["references"]) for run in compared if run.tasks}) > 1:
+        compared = [replace(run, tasks=None) for run in compared]  # of different prompts: nothing to compare
     return sorted(
-        compared, key=lambda one: (not one.private, one.statement.plan.epsilon if one.statement.plan else 0.0)
+        compared, key=lambda run: (not run.private, run.statement.plan.epsilon if run.statement.plan else 0.0)
     )
 
 

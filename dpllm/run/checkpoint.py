@@ -119,10 +119,10 @@ def newest(run: RunDir) -> tuple[Path, State]:
         ConfigError: There is no checkpoint.
         Refused: All are truncated or edited.
     """
-    found = run.checkpoints()
-    if not found:
+    places = run.checkpoints()
+    if not places:
         raise ConfigError(f"{run.root}: holds no checkpoint to resume from. Start anew, with --overwrite if need be.")
-    for place in found:
+    for place in places:
         if state := _intact(place):
             return place, state
     raise Refused(f"{run.resume}: the checkpoint is truncated or was edited. Start anew with --overwrite.")
@@ -279,8 +279,8 @@ def same_recipe(config: RunConfig, run: RunDir) -> None:
     before, now = flat(saved.model_dump(mode="json")), flat(config.model_dump(mode="json"))
     # The saved recipe names the format that was found.
     changed = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
-    found = {"data.format": "auto", "data.label_epsilon": None}
-    changed = [key for key in changed if key not in found or now[key] != found[key]]
+    by_data = {"data.format": "auto", "data.label_epsilon": None}
+    changed = [key for key in changed if key not in by_data or now[key] != by_data[key]]
     changed = [key for key in changed if not {key, key.partition(".")[0]} & MAY_CHANGE]
     if changed:
         raise Refused(
@@ -303,13 +303,13 @@ def same_lineage(base: Base | None, config: RunConfig, run: RunDir) -> None:
 
 def flat(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """A nested dictionary as one of dotted keys; groups and columns, which are values, stay whole."""
-    found: dict[str, Any] = {}
+    keys: dict[str, Any] = {}
     for key, value in section.items():
         if isinstance(value, dict) and key not in {"groups", "columns"}:
-            found |= flat(value, f"{prefix}{key}.")
+            keys |= flat(value, f"{prefix}{key}.")
         else:
-            found[prefix + key] = value
-    return found
+            keys[prefix + key] = value
+    return keys
 
 
 def _cut(run: RunDir, problem: str) -> Refused:

@@ -148,11 +148,11 @@ def _take_steps(
             batches, canaries = next(logical_batches)
             prepared.payment.charge(step + 1)  # written before the update exists
             with memory.explained(prepared.config, prepared.engine.packing):
-                mine = prepared.engine.step(batches, canaries)
+                own = prepared.engine.step(batches, canaries)
             step += 1
             positions = float(sum(batch.input_ids_1M.numel() for batch in batches))
             stop, positions, loss_sum, units, clipped, norm_sum, *by_layer = processes.totals(
-                len(stopping), positions, mine.loss_sum, mine.units, mine.clipped, mine.norm_sum, *mine.clipped_by_layer
+                len(stopping), positions, own.loss_sum, own.units, own.clipped, own.norm_sum, *own.clipped_by_layer
             )
             everyone = Diagnostics(loss_sum, int(units), int(clipped), norm_sum, tuple(map(int, by_layer)))
             recorder.step(step, rate, int(positions), everyone)
@@ -177,9 +177,9 @@ def _next_batches(prepared: Prepared, state: PartialState) -> tuple[list[Pass], 
     pad_id, rank, world = prepared.tokenizer.pad_token_id or 0, state.process_index, state.num_processes
     drawn, first = prepared.sampler.draw(), len(prepared.units) - prepared.config.audit.gradient_canaries
     units = prepared.units if prepared.pairs is None else prepared.pairs.sampled
-    found = passes_of(drawn, units, prepared.engine.packing, pad_id, rank, world)
+    passes = passes_of(drawn, units, prepared.engine.packing, pad_id, rank, world)
     canaries = [slot - first for slot in drawn if slot >= first] if rank == 0 else []
-    return [batch.pinned() for batch in found] if state.device.type == "cuda" else found, canaries
+    return [batch.pinned() for batch in passes] if state.device.type == "cuda" else passes, canaries
 
 
 def _evaluate(prepared: Prepared, state: PartialState) -> evaluate.HeldOut | None:
@@ -266,7 +266,7 @@ def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, 
     evaluation, held_out = build.held_out_rows(config, tokenizer, cache)
     samples = Samples.of(config, tokenizer, main=main)  # before anything is reserved
     digests = {"training": units.digest, "held-out": repr(held_out)}
-    processes.check_equal({f"the {name} data, as tokens,": salted(one) for name, one in digests.items()})
+    processes.check_equal({f"the {name} data, as tokens,": salted(digest) for name, digest in digests.items()})
     net, dropout_off = build.build_model(decision, device, console)
     vocabulary = build.vocabulary_of(config, net, tokenizer, units, held_out)
     optimizer = build.make_optimizer(config.train, net)

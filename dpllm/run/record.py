@@ -132,17 +132,19 @@ class Recorder:
         self._screen.end()
         figures = {name: getattr(seen, name, None) for name in self._figures}
         # JSON has no word for nan.
-        found = {name: value if value is not None and math.isfinite(value) else None for name, value in figures.items()}
-        loss = found["loss"]
+        finite = {
+            name: value if value is not None and math.isfinite(value) else None for name, value in figures.items()
+        }
+        loss = finite["loss"]
         if when == "during":
-            self._log({"step": self._step, **{f"eval_{name}": value for name, value in found.items()}})
+            self._log({"step": self._step, **{f"eval_{name}": value for name, value in finite.items()}})
         else:
-            self._summary |= {f"eval_{name}_{when}": value for name, value in found.items()}
+            self._summary |= {f"eval_{name}_{when}": value for name, value in finite.items()}
         if when == "before" and self._main:
             write_json(self._prepared.run.summary, self._summary)  # a process that is killed writes no more
         elif when == "after":
             self._summary["eval_tokens"] = seen.tokens if seen else 0
-        self._telemetry.evaluated(self._step, loss, found.get("accuracy"))
+        self._telemetry.evaluated(self._step, loss, finite.get("accuracy"))
         if when == "before" and loss is not None and self._prepared.config.data.eval_public:
             self._console.print(f"Held-out loss before: {loss:.4f} nats per token")
 
@@ -155,8 +157,8 @@ class Recorder:
                 f"Samples of step {self._step}, which no guarantee covers: {self._prepared.run.metrics}", markup=False
             )
             return
-        for one in samples:
-            line = " ".join(printable(f"{one['prompt']} -> {one['text']}").split())
+        for sample in samples:
+            line = " ".join(printable(f"{sample['prompt']} -> {sample['text']}").split())
             self._console.print(f"Sample of step {self._step}: {line}", markup=False, highlight=False, soft_wrap=True)
 
     def save(self) -> None:
