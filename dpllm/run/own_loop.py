@@ -34,7 +34,7 @@ from dpllm.privacy.stream import Turns, os_entropy
 from dpllm.recipe import derived
 from dpllm.recipe.config import make_config
 from dpllm.run.build import check_passes, is_low
-from dpllm.text.data import TokenSequence, Unit
+from dpllm.text.data import Unit
 
 CALLS = ("forward", "_call_impl", "_compiled_call_impl")  # of a layer itself, if set, in place of its class's
 
@@ -136,11 +136,10 @@ class Engine:
         _check_plan(plan, ledger, optimizer)
         schedule, size = plan.schedule, plan.schedule.dataset_size
         self.plan, self._model, self._steps, self._open, self._broken = plan, model, 0, True, False
-        self._units = _frozen(tuple(units))  # the caller's lists may change
         self._check_surroundings()
         vocabulary = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
         max_length = longest_row(model, max_length)
-        _check_units(self._units, size, max_length, vocabulary)
+        self._units = _frozen(units, size, max_length, vocabulary)  # the caller's lists may change
         tokens = None if tokens_per_pass is None else _whole("tokens_per_pass", tokens_per_pass, LARGEST_PASS)
         self.dropout_off = loading.without_dropout(model.train())
         self._pad_id = getattr(model.config, "pad_token_id", None) or 0
@@ -233,17 +232,6 @@ class Engine:
         self._ledger.finish(self.entry, "completed" if self._steps == self.plan.schedule.num_steps else "interrupted")
 
 
-def _frozen(units: Sequence[Unit]) -> tuple[Unit, ...]:
-    """The same in tuples, to which nobody can add a row or a token once they were checked; what is no unit, as it is."""
-    if len(set(map(id, units))) != len(units):
-        raise ConfigError("a unit is in the list twice and would count twice. List each once, with all its rows.")
-
-    def frozen(row: TokenSequence) -> TokenSequence:
-        return replace(row, input_ids=tuple(map(index, row.input_ids)), loss_mask=tuple(map(bool, row.loss_mask)))
-
-    return tuple(Unit(tuple(map(frozen, unit.sequences))) if isinstance(unit, Unit) else unit for unit in units)
-
-
 def _seen(model: nn.Module) -> dict[str, tuple[Any, ...]]:
     """Name -> what changes when somebody writes a tensor (but through ``.data``), or hooks into, adds or replaces a layer."""
     marks: dict[str, tuple[Any, ...]] = {}
@@ -281,29 +269,36 @@ def _check_plan(plan: Plan, ledger: Ledger, optimizer: torch.optim.Optimizer) ->
         )
 
 
-def _check_units(units: tuple[Unit, ...], size: int, max_length: int, vocabulary: int) -> None:
-    """Refuses what a step could only fail on after it was charged, and units that are not N different ones."""
+def _frozen(units: Sequence[Unit], size: int, max_length: int, vocabulary: int) -> tuple[Unit, ...]:
+    """The same in tuples, to which nobody can add a row or token; refuses what a step could only fail on once it was charged."""
     if len(units) != size:
         raise ConfigError(
             f"there are {len(units)} units, but the Plan is for {size}. Make the Plan with promise(len(units), ...)."
         )
+    if len(set(map(id, units))) != size:
+        raise ConfigError("a unit is in the list twice and would count twice. List each once, with all its rows.")
     owners: dict[tuple[int, ...], int] = {}
+    frozen = []
     for number, unit in enumerate(units):
         if not isinstance(unit, Unit):
             raise ConfigError(f"units[{number}] is not a dpllm.Unit. Build one from all rows of one privacy unit.")
+        rows = []
         for row in unit.sequences:
-            length, owner = len(row.input_ids), owners.setdefault(row.input_ids, number)
-            if owner != number:
+            ids, mask = tuple(map(index, row.input_ids)), tuple(map(bool, row.loss_mask))
+            if (owner := owners.setdefault(ids, number)) != number:
                 warnings.warn(
                     f"units[{owner}] and units[{number}] hold the same row. If both belong to one person, that person would "
                     "count as two: put all rows of a person into one Unit.",
                     stacklevel=3,
                 )
-            if length > max_length:
+            if len(ids) > max_length:
                 raise ConfigError(f"units[{number}] has a row longer than max_length. Cut it, or raise max_length.")
-            known = all(0 <= token < vocabulary for token in row.input_ids)
-            if not known or not 1 <= length == len(row.loss_mask) or row.loss_mask[0] or row.denominator < 1:
+            known = all(0 <= token < vocabulary for token in ids)
+            if not known or not 1 <= len(ids) == len(mask) or mask[0] or row.denominator < 1:
                 raise ConfigError(
                     f"units[{number}] has a row with nothing to train on. Give token ids below {vocabulary}, a loss_mask of the "
                     "same length that is False at position 0, and a denominator of at least 1."
                 )
+            rows.append(replace(row, input_ids=ids, loss_mask=mask))
+        frozen.append(Unit(tuple(rows)))
+    return tuple(frozen)
