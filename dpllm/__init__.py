@@ -113,8 +113,8 @@ def _with_rows(recipe: Recipe, folder: Path | None = None, resume: bool = False,
 
     With ``resume`` the files of the run that goes on are taken, if they hold these rows.
     """
-    given = {name: held for name, held in rows.items() if held is not None}
-    if not given:
+    in_memory = {name: held for name, held in rows.items() if held is not None}
+    if not in_memory:
         return load_recipe(recipe)
     from dpllm.recipe.config import RunConfig
     from dpllm.recipe.section import read_recipe
@@ -122,12 +122,12 @@ def _with_rows(recipe: Recipe, folder: Path | None = None, resume: bool = False,
     raw = read_recipe(Path(recipe)) if isinstance(recipe, str | os.PathLike) else recipe
     raw = raw.model_dump(mode="json") if isinstance(raw, RunConfig) else raw
     said = raw.get("data") if isinstance(raw, Mapping) else None
-    changes: dict[str, Any] = {f"data.{name}": "rows.jsonl" for name in given}
-    for name in given:  # that the recipe's own file is public says nothing of these rows
+    changes: dict[str, Any] = {f"data.{name}": "rows.jsonl" for name in in_memory}
+    for name in in_memory:  # that the recipe's own file is public says nothing of these rows
         if isinstance(said, Mapping) and said.get(name) is not None:
             changes["data.public" if name == "train" else "data.eval_public"] = False
     config = load_recipe(raw, changes)
-    if config.privacy.dataset is None and "train" in given:
+    if config.privacy.dataset is None and "train" in in_memory:
         raise ConfigError(
             "train: rows that a program holds have no name, under which the ledger could keep their budget. Set "
             'privacy.dataset, as in {"privacy": {"dataset": "clinic_notes", ...}}; use the same name for the same people.'
@@ -140,7 +140,7 @@ def _with_rows(recipe: Recipe, folder: Path | None = None, resume: bool = False,
     began = root / "config.yaml"
     before = load_recipe(began).data if resume and began.exists() else None
     paths = {}
-    for name, held in given.items():
+    for name, held in in_memory.items():
         file = getattr(before, name, None)
         paths[f"data.{name}"] = str(write_rows(held, named, place, name, Path(file) if isinstance(file, str) else None))
     return config.changed(paths)

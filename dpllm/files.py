@@ -112,8 +112,8 @@ def hashes(directory: Path, without: Collection[str] = ()) -> dict[str, str]:
     Returns:
         Path below the directory, with forward slashes -> SHA-256 in hexadecimal; sorted by path.
     """
-    found = {path.relative_to(directory).as_posix(): path for path in directory.rglob("*") if path.is_file()}
-    return {name: sha256(found[name]) for name in sorted(found) if name not in without}
+    paths = {path.relative_to(directory).as_posix(): path for path in directory.rglob("*") if path.is_file()}
+    return {name: sha256(paths[name]) for name in sorted(paths) if name not in without}
 
 
 def sha256(path: Path, *, follow: bool = True) -> str:
@@ -187,10 +187,10 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
                     "once. Name a directory on a local disk."
                 ) from None
             try:
-                mine = path.stat().st_ino == os.fstat(file.fileno()).st_ino
+                still_there = path.stat().st_ino == os.fstat(file.fileno()).st_ino
             except FileNotFoundError:
-                mine = False
-            if not mine:  # its holder removed it meanwhile
+                still_there = False
+            if not still_there:  # its holder removed it meanwhile
                 continue
             try:
                 yield
@@ -257,13 +257,13 @@ def scratch() -> Iterator[Path]:
     for lock in place.glob("*.lock"):
         with contextlib.suppress(BlockingIOError), locked(lock, wait=False):
             shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
-    mine = place / secrets.token_hex(8)
-    with locked(mine.with_suffix(".lock")):
-        mine.mkdir(mode=0o700)
+    folder = place / secrets.token_hex(8)
+    with locked(folder.with_suffix(".lock")):
+        folder.mkdir(mode=0o700)
         try:
-            yield mine
+            yield folder
         finally:
-            shutil.rmtree(mine, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def resolved(path: str | os.PathLike[str]) -> Path:
@@ -366,8 +366,8 @@ class RunPaths:
 
     def checkpoints(self) -> list[Path]:
         """Their directories, such as step-00000040, of the highest step first; none that is still being written."""
-        found = (path for path in self.resume.glob("step-*") if path.name[5:].isdecimal() and path.is_dir())
-        return sorted(found, key=lambda path: int(path.name[5:]), reverse=True)
+        places = (path for path in self.resume.glob("step-*") if path.name[5:].isdecimal() and path.is_dir())
+        return sorted(places, key=lambda path: int(path.name[5:]), reverse=True)
 
     def audit_dir(self, private_enabled: bool) -> Path:
         """Where an audit is written: export/audit for a DP run, private/audit for a run without DP."""

@@ -121,8 +121,7 @@ def child(variant: str, known: argparse.Namespace, folder: str, pipe: Connection
 
 def trained_by_dpllm(variant: str, known: argparse.Namespace, config: Any, pipe: Connection) -> None:
     from dpllm.model import processes
-    from dpllm.run.build import prepare
-    from dpllm.run.loop import _next_batches
+    from dpllm.run.loop import _next_batches, prepare
     from dpllm.run.promise import Start
 
     state = processes.join()

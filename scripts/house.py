@@ -25,7 +25,6 @@ ROOMS = (  # from top to bottom: a room may import only rooms below it
     "verification",
     "card",
     "auditing",
-    "forecast",
     "run",
     "telemetry",
     "statement",
@@ -149,16 +148,16 @@ FEATURES = (
         319,
     ),
     Feature(
+        "forecast and advice",
+        "The memory of a run, and settings that are likely to hurt, before anything is spent.",
+        ("run/footprint.py",),
+        447,
+    ),
+    Feature(
         "recipes and runs",
         "One recipe in, one folder out: planned, trained, resumed, recorded.",
         ("run/*.py", "recipe/*.py", "cli/plan.py", "cli/__init__.py", "__init__.py", "__main__.py", "progress.py"),
         5_526,
-    ),
-    Feature(
-        "forecast and advice",
-        "The memory of a run, and settings that are likely to hurt, before anything is spent.",
-        ("forecast/*.py",),
-        447,
     ),
     Feature(
         "telemetry",

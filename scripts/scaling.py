@@ -27,7 +27,7 @@ STATE = 32  # bytes for a trainable number: itself 4, AdamW's moments 8, the sum
 UNIT_GRADIENTS = 4  # bytes for a trainable number and row: its gradient in float32, until the row's norm is known
 CHUNK = 2**26 * 6  # bytes: logits of one chunk (dpllm.privacy.loss) and their float32 copy
 # Bytes that a block keeps for the backward pass, for each token: of width, of inner width, of the keys' width, of LoRA's rank.
-# Read off transformers' Llama in bf16 (tests/forecast/test_scaling.py compares them with dpllm.forecast.footprint).
+# Read off transformers' Llama in bf16 (tests/run/test_scaling.py compares them with dpllm.run.footprint).
 KEPT = 36, 10, 4, 28
 RECOMPUTED = 2  # bytes for each token, block and unit of width that checkpointing keeps in place of that
 LAST = 6  # bytes for each token and unit of width: the last norm and what comes out of it

@@ -9,7 +9,7 @@ from typing import Any
 
 import cards
 
-from dpllm.comparison.compared_runs import PROTOCOL
+from dpllm.comparison.compare import PROTOCOL
 from dpllm.files import read_json, write_json
 from dpllm.recipe import names
 from dpllm.recipe.config import RunConfig, dump_config

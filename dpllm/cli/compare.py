@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from dpllm.cli.plan import (
-    CONSTANT_RATE,
-    AddCommand,
-    check_rate,
-    parse_recipe,
-    plain_console,
-    show,
-    take_final,
-    take_recipe,
-)
+from dpllm.cli.plan import AddCommand, parse_recipe, plain_console, show, take_final, take_recipe
 from dpllm.errors import AuditContradiction, ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from dpllm.run.directory import RunDir
 
 
 def add_commands(add: AddCommand) -> None:
@@ -30,7 +27,6 @@ def add_commands(add: AddCommand) -> None:
     take_final(swept)
     text = "instead: train it without canaries of text, to be published, and an audit twin with them, as one group"
     swept.add_argument("--twin", action="store_true", help=text)
-    swept.add_argument("--constant-rate", action="store_true", help=CONSTANT_RATE)
     swept.add_argument("--resume", action="store_true", help="go on with the sweep in output_dir; finished runs stay")
     for parser in (compared, swept):
         text = "BLEU on N evaluation prompts (extra: tasks)"
@@ -43,9 +39,9 @@ def compare(known: argparse.Namespace, rest: list[str]) -> int:
     from dpllm.run.directory import RunDir
 
     _check_tasks(known)
-    output = Path(known.output) if known.output else None
-    runs, console = [RunDir(Path(path)) for path in known.runs], plain_console(stderr=True)
-    comparison = side_by_side(runs, output, public=known.public, tasks=known.tasks, console=console)
+    output, runs = Path(known.output) if known.output else None, [RunDir(Path(path)) for path in known.runs]
+    _measure(known, runs, plain_console(stderr=True), public=known.public)
+    comparison = side_by_side(runs, output, public=known.public)
     figures = comparison.values if known.json else comparison.table()
     return show(known, figures, f"Written to {comparison.output}")
 
@@ -61,8 +57,7 @@ def sweep(known: argparse.Namespace, rest: list[str]) -> int:
     recipe = parse_recipe(known, rest)
     _check_tasks(known)
     console = plain_console(stderr=known.json)
-    check_rate(known)
-    points = twins(*recipe, constant_rate=known.constant_rate) if known.twin else at_epsilons(*recipe)
+    points = twins(*recipe) if known.twin else at_epsilons(*recipe)
     contradictions = train_group(points, resume=known.resume, console=console)
     runs = [point.run for point in points]
     if known.twin:  # whose canaries differ, so that nothing could be compared
@@ -73,7 +68,8 @@ def sweep(known: argparse.Namespace, rest: list[str]) -> int:
         both = {"runs": [str(run.root) for run in runs], "together": charged.group.to_json()}
         show(known, both if known.json else total, f"Publish {runs[0].export}; keep {runs[1].root}.")
     else:
-        comparison = side_by_side(runs, runs[0].root.parent / "compare", tasks=known.tasks, console=console)
+        _measure(known, runs, console)
+        comparison = side_by_side(runs, runs[0].root.parent / "compare")
         public, _ = look(runs, public=True)
         show(
             known,
@@ -90,3 +86,13 @@ def _check_tasks(known: argparse.Namespace) -> None:
         raise ConfigError(f"--tasks {known.tasks}: cannot be negative. Type 1 or more.")
     if known.tasks and known.command == "sweep" and known.twin:
         raise ConfigError("--tasks compares runs, but a run and its twin are not compared. Leave it out.")
+
+
+def _measure(known: argparse.Namespace, runs: list[RunDir], console: Console, *, public: bool = False) -> None:
+    """Scores what the runs write, if --tasks asks for it, once it is certain that they can be compared."""
+    if known.tasks:
+        from dpllm.comparison.compare import look
+        from dpllm.comparison.tasks import measure
+
+        look(runs, public=public)
+        measure(runs, known.tasks, console)

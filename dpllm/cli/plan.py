@@ -6,7 +6,6 @@ To plan takes no weights, no GPU and no torch; ``--model`` alone imports it, to 
 from __future__ import annotations
 
 import argparse
-import gc
 import getpass
 import json
 import os
@@ -22,12 +21,21 @@ from dpllm.files import as_json
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
+    from rich.table import Table
 
-    from dpllm.forecast.footprint import Footprint
+    from dpllm.privacy.plan import Plan
+    from dpllm.privacy.schedule import Schedule
     from dpllm.recipe.config import RunConfig
-    from dpllm.run.promise import Decision, Refusals
+    from dpllm.run.footprint import Footprint
+    from dpllm.run.promise import Decision
 
 OVERRIDES = "--SECTION.KEY VALUE"
+LIMITS = {
+    "tpr_at_fpr_0.01": "TPR at 1% FPR",
+    "tpr_at_fpr_0.001": "TPR at 0.1% FPR",
+    "auc": "AUC",
+    "gdp_mu": "mu of Gaussian DP",
+}
 Call = Callable[[argparse.Namespace, list[str]], int]
 """One command: of the arguments that the parser knows, and the overrides of a recipe's keys, to an exit code."""
 
@@ -52,17 +60,6 @@ def take_ledger(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ledger", help="path or postgresql:// URL (default: a file in the user's data directory)")
 
 
-CONSTANT_RATE = "with --twin: the twin's learning rate stays constant, so that its weights show more of each step"
-
-
-def check_rate(known: argparse.Namespace) -> None:
-    """Refuses --constant-rate without a twin to train so."""
-    if known.constant_rate and not known.twin:
-        raise ConfigError(
-            "--constant-rate is of an audit twin. Type --twin too, or set train.lr_scheduler for the run itself."
-        )
-
-
 def take_final(parser: argparse.ArgumentParser) -> None:
     """Declares --final, which sets ``privacy.final`` of the recipe."""
     text = "the first and last reservation on the dataset, by its exact epsilon: no run can follow (privacy.final)"
@@ -82,12 +79,6 @@ def add_commands(add: AddCommand) -> None:
     option = planned.add_argument
     option("--model", action="store_true", help="trained layers and memory, from the model's config only")
     option("--device", metavar="GPU", help="with --model: for an a100 or h100 of 80 GB, not for this machine")
-    option(
-        "--twin",
-        action="store_true",
-        help="epsilon of the recipe without text canaries and its audit twin together",
-    )
-    option("--constant-rate", action="store_true", help=CONSTANT_RATE)
     option = trained.add_argument
     option("--resume", action="store_true", help="go on with the interrupted run in output_dir")
     option("--overwrite", action="store_true", help="replace the run in output_dir")
@@ -148,83 +139,136 @@ def plan(known: argparse.Namespace, rest: list[str]) -> int:
         return _show_keys()
     if known.recipe and (Path(known.recipe) / "config.yaml").is_file():  # the directory of a run
         known.recipe = str(Path(known.recipe) / "config.yaml")
-    check_rate(known)
-    if known.twin:
-        from dpllm.comparison.sweep import together, twins
-
-        points = twins(*parse_recipe(known, rest), constant_rate=known.constant_rate)
-    config = points[0].config if known.twin else load_recipe(known, rest)
+    config = load_recipe(known, rest)
     if known.device and not known.model:
         raise ConfigError("--device says for which GPU --model counts memory. Type both.")
-    from dpllm.run.promise import Refusals
+    from dpllm.run.promise import Refusals, Start, decide
 
-    seen, found = _decided(known, config), Refusals()
-    found.errors += seen.refusals
-    needs = _footprint(config, seen, found, known.device) if known.model else None
-    both = found.attempt(together, points) if known.twin else None
+    own = Path(known.recipe).resolve() == (Path(config.output_dir) / "config.yaml").resolve()
+    seen = decide(config, Start(overwrite=own))  # of a recipe that lies in a run: what another run of it would promise
+    refusals, needs = Refusals(*seen.refusals), None
+    if known.model:
+        from dpllm.run.footprint import footprint
+
+        needs = refusals.attempt(footprint, config, seen.plan.bands if seen.plan else 1, known.device)
+        refusals.errors += needs.refusals if needs else ()
     if known.json:
-        print(dump(_json(seen, needs, found.errors) | ({"twin": both} if both else {})))
+        print(dump(_json(seen, needs, refusals.errors)))
     else:
-        lines = [f"Advice: {text}" for text in seen.advice]
-        if both:
-            total = "With its audit twin: epsilon {epsilon:.4f} at delta {delta:g} for both together".format(**both)
-            lines.append(f"{total}; dpllm sweep RECIPE --twin reserves and trains them as one group.")
-        _show(known, seen, needs, lines)
+        _show(known, seen, needs)
         if sys.stdout.isatty() and seen.subject is not None:
             from dpllm.run.screen import tell_lengths_of_some
 
             tell_lengths_of_some(config, plain_console())
-    for error in found.errors:
+    for error in refusals.errors:
         print(f"dpllm plan: {error}", file=sys.stderr)
-    return max((error.exit_code for error in found.errors), default=0)
+    return max((error.exit_code for error in refusals.errors), default=0)
 
 
-def _decided(known: argparse.Namespace, config: RunConfig) -> Decision:
-    from dpllm.run.promise import Start, decide
-
-    own = Path(known.recipe).resolve() == (Path(config.output_dir) / "config.yaml").resolve()
-    start = Start(overwrite=own)  # the recipe of a run that lies there: what another run of it would promise
-    if not known.model or os.cpu_count() == 1:
-        return decide(config, start)
-    from concurrent.futures import ProcessPoolExecutor
-    from importlib import import_module
-    from multiprocessing import get_context
-
-    with ProcessPoolExecutor(1, get_context("spawn")) as other:  # accounting takes as long as reading torch and peft
-        seen = other.submit(decide, config, start)
-        import_module("dpllm.forecast.footprint")
-        return seen.result()
-
-
-def _footprint(config: RunConfig, seen: Decision, found: Refusals, gpu: str | None) -> Footprint | None:
-    gc.disable()  # thousands of modules and operations, none of them garbage: looking for it took an eighth of the time
-    from dpllm.forecast.footprint import footprint
-
-    needs = found.attempt(footprint, config, seen.plan.bands if seen.plan else 1, gpu)
-    gc.enable()
-    if needs:
-        found.errors += needs.refusals
-    return needs
-
-
-def _show(known: argparse.Namespace, seen: Decision, needs: Footprint | None, lines: list[str]) -> None:
-    from dpllm.forecast import table
-
+def _show(known: argparse.Namespace, seen: Decision, needs: Footprint | None) -> None:
     console = plain_console()
     if not seen.config.privacy.enabled and seen.schedule:
         steps, batch = seen.schedule.num_steps, seen.schedule.expected_batch_size
         console.print(f"No differential privacy: {steps} steps of about {batch} units.")
     if seen.schedule or seen.subject is not None:
-        console.print(table.plan_table(seen, f"Plan of {known.recipe}"))
-    for part in table.footprint_tables(needs) if needs else ():
-        console.print(part)
-    for line in lines:
-        console.print(line, highlight=False)
+        console.print(_two_columns(f"Plan of {known.recipe}", _rows(seen)))
+    if needs:
+        from dpllm.model.adapters import trainable_text
+
+        console.print(trainable_text(needs.kinds, needs.total))
+        console.print(_two_columns("An estimate of memory", _memory(needs)))
+    for text in seen.advice:
+        console.print(f"Advice: {text}", highlight=False)
+
+
+def _two_columns(title: str, rows: dict[str, str]) -> Table:
+    from rich.table import Table
+
+    table = Table(title=title, show_header=False)
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
+
+
+def _rows(seen: Decision) -> dict[str, str]:
+    """Everything of a decision that could be computed, by name."""
+    schedule, plan = seen.schedule, seen.plan
+    rows = {"REFUSED": "this run would not start; the reasons are below"} if seen.refusals else {}
+    rows |= _promise(plan) if plan else {}
+    rows |= {"beware": seen.lowered} if seen.lowered else {}
+    if schedule:
+        batch, most = schedule.expected_batch_size, largest_batch(schedule)
+        counted = "rows" if plan and plan.sampling == "example" else "units"
+        rows |= {
+            "public size N": f"{schedule.dataset_size} {counted}, of which {schedule.canary_slots} are canary slots",
+            "sampling rate q": f"{schedule.sampling_rate:.6f}: each joins each step by its own coin"
+            + (", when it is its group's turn" if plan and plan.coefficients else ""),
+            "steps T": str(schedule.num_steps),
+            "logical batch": f"B = {batch} {counted} expected, at most {most} in 99.9% of the steps",
+        }
+    elif seen.subject is not None:
+        rows["public size"] = f"{seen.subject.num_units} without canary slots"
+    if plan:
+        rows["clipping"] = f"{plan.clipping}, C = {plan.max_grad_norm:g}"
+        rows["noise multiplier sigma"] = f"{plan.noise_multiplier:g}"
+        if plan.coefficients:
+            turns = f"{plan.bands} groups take turns, at rate {plan.group_rate:.6f}"
+            earlier = f"{8 * (plan.bands - 1)} bytes of earlier noise per trained parameter"
+            rows["banded noise"] = f"{plan.bands} bands; {turns}; {earlier}"
+        rows["ledger"] = str(seen.ledger or "no ledger there yet: nothing is spent, and no budget is set")
+    if seen.subject and seen.subject.reads:
+        rows["data"] = seen.subject.reads
+        rows["first example" if seen.config.data.public else "an example"] = seen.subject.example
+    return rows
+
+
+def _promise(plan: Plan) -> dict[str, str]:
+    from dpllm.privacy.plan import RELATION_IN_WORDS
+
+    beside = ", ".join(f"{name} {_epsilon(value)}" for name, value in plan.accountants.items())
+    unit = "example: one row"
+    if plan.max_examples_per_unit is not None:
+        how = "drawn together" if plan.sampling == "unit" else "drawn one by one"
+        unit = f"user-level: column {plan.unit}, at most {plan.max_examples_per_unit} rows of each, {how}"
+    known = plan.limits.to_json()
+    limits = [f"{words} {value:.3g}" for name, words in LIMITS.items() if (value := known[name]) is not None]
+    return {
+        "epsilon": f"{plan.epsilon:.4f} (target {plan.target_epsilon:g})",
+        "delta": f"{plan.delta:g} (1/N is {1 / plan.dataset_size:.2g})",
+        "by accountant": f"{beside} (stated: {plan.accountant.name} {plan.accountant.version})",
+        "privacy unit": unit,
+        "neighbouring relation": f"{plan.neighbouring_relation}: {RELATION_IN_WORDS[plan.neighbouring_relation]}",
+        "limits on an attacker": "membership inference, at most: " + ", ".join(limits)
+        if limits
+        else "none can be certified",
+    }
+
+
+def _epsilon(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4f}" if value < 1e6 else f"{value:.3e}"
+
+
+def _memory(needs: Footprint) -> dict[str, str]:
+    from rich.filesize import decimal
+
+    if needs.memory is None:
+        return {"basis": needs.basis}
+    parts = ", ".join(f"{name.replace('_', ' ')} {decimal(size)}" for name, size in vars(needs.memory).items() if size)
+    total = f"about {decimal(needs.memory.total)}, with {needs.packing} in one forward pass"
+    return {"memory": f"{total}: {parts}", "basis": needs.basis}
+
+
+def largest_batch(schedule: Schedule) -> int:
+    """The smallest number of units that a step exceeds with probability 0.1% at most; the logical batch is Binomial(N, q)."""
+    from scipy import stats
+
+    return int(stats.binom.ppf(0.999, schedule.dataset_size, schedule.sampling_rate))
 
 
 def _json(seen: Decision, needs: Footprint | None, refusals: list[DpllmError]) -> dict[str, Any]:
     """plan.json's fields, as far as they could be computed, and what stands beside them."""
-    from dpllm.forecast.table import largest_batch
     from dpllm.privacy.plan import LATER
 
     plan = seen.plan.to_json() if seen.plan else {}
@@ -246,18 +290,22 @@ def import_config(known: argparse.Namespace, rest: list[str]) -> int:
     """Prints or writes the recipe; reports on stderr what was carried over and what was not."""
     from dpllm.recipe import imports
 
-    found = imports.import_config(Path(known.file))
-    report = [f"{found.tool} configuration {known.file}", "Carried over:", *(f"  {line}" for line in found.carried)]
-    report += ["Not carried over:", *(f"  {line}" for line in found.left)]
+    imported = imports.import_config(Path(known.file))
+    report = [
+        f"{imported.tool} configuration {known.file}",
+        "Carried over:",
+        *(f"  {line}" for line in imported.carried),
+    ]
+    report += ["Not carried over:", *(f"  {line}" for line in imported.left)]
     report.append(
         "Choose privacy.epsilon, data.unit, train.batch_size and train.learning_rate anew; dpllm plan RECIPE advises."
     )
     print("\n".join(report), file=sys.stderr)
     if known.output is None:
-        print(found.recipe, end="")
+        print(imported.recipe, end="")
         return 0
     with writing(known.output), open(known.output, "x", encoding="utf-8") as file:
-        file.write(found.recipe)
+        file.write(imported.recipe)
     return 0
 
 
@@ -280,14 +328,14 @@ def by_this_user(needs: str) -> str:
         raise ConfigError(f"this user has no name, and {needs}: type --by NAME") from None
 
 
-def show(known: argparse.Namespace, found: dict[str, Any] | RenderableType, *lines: str) -> int:
+def show(known: argparse.Namespace, value: dict[str, Any] | RenderableType, *lines: str) -> int:
     """Prints values where ``known.json`` asks for them, else what rich prints and lines below it; exit code 0."""
     if known.json:
-        assert isinstance(found, dict)
-        print(dump(found))
+        assert isinstance(value, dict)
+        print(dump(value))
         return 0
     console = plain_console()
-    console.print(found)
+    console.print(value)
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
     return 0

@@ -1,36 +1,52 @@
 """Runs side by side: what privacy cost in utility, and what it bought.
 
 Comes in: two or more run directories, in any order: at most one without differential privacy, and any number with it. Goes out:
-their figures as one JSON value, and of it a table, a page and a picture. They are private, because the audit and the held-out
-figures of a run without differential privacy are un-noised, unless a public comparison was asked for, which leaves out whatever
-may not be published.
+their figures as one JSON value, and of it a table, a page and a picture; or a refusal where they cannot be compared. They are
+private, because the audit and the held-out figures of a run without differential privacy are un-noised. A public comparison
+leaves a figure out, with a note that says why, unless it was computed from public data, or from released weights and public
+evaluation data; ``private/`` is then read for runs on such data only.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dpllm.auditing.summary import PRIMARY_ATTACK
-from dpllm.comparison import compared_runs, shown
-from dpllm.comparison.compared_runs import Side
+from dpllm.card.claim import statement_of
+from dpllm.comparison import shown
 from dpllm.errors import ConfigError
-from dpllm.files import as_json, resolved, write_json, write_whole
+from dpllm.files import as_json, read_json, resolved, write_json, write_whole
 from dpllm.recipe import names
+from dpllm.recipe.config import RunConfig
 from dpllm.records import Json
-from dpllm.run.directory import RunDir
+from dpllm.run.checkpoint import flat
+from dpllm.run.directory import Run, RunDir, open_run
 from dpllm.statement.audit import AuditRecord
+from dpllm.statement.privacy_record import PrivacyRecord
+from dpllm.statement.run_files import COST, RunRecord
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
 
 FILES = ("comparison.json", "comparison.md", "comparison.png")
 HELD_OUT = ("loss", "accuracy", "reward_accuracy", "reward_margin")
 """What a run records of its evaluation rows, before and after training."""
+TASKS = "tasks.json"
+"""Under private/: scores of texts, which ``dpllm.comparison.tasks`` computes once."""
+PROTOCOL: Json = {"beams": 5, "num_tokens": 100, "scores": ["bleu"], "version": 1}
+"""Of Li et al. 2021: how what stands in ``TASKS`` was written and scored. Figures of another protocol are not compared."""
+
+SAME = ("model.", "data.", "audit.canaries")
+# Of these sections, flags that say what may be published, how large the data are declared to be, or how fast a step runs: they
+# change neither the rows that train nor those that are evaluated.
+DECLARATIONS = {"model.gradient_checkpointing", "data.public", "data.eval_public", "data.public_size"}
+# They change no figure that is compared, or name places.
+BESIDE = ("card.", "telemetry.", "output_dir", "privacy.ledger", "privacy.dataset", "privacy.derived_from")
 
 
 @dataclass(frozen=True)
@@ -55,14 +71,7 @@ class Comparison:
         return shown.table(self.values)
 
 
-def compare(
-    runs: Sequence[RunDir],
-    output: Path | None = None,
-    *,
-    public: bool = False,
-    tasks: int = 0,
-    console: Console | None = None,
-) -> Comparison:
+def compare(runs: Sequence[RunDir], output: Path | None = None, *, public: bool = False) -> Comparison:
     """Compares runs and writes ``comparison.json``, ``comparison.md`` and the loss over epsilon as ``comparison.png``.
 
     Args:
@@ -71,61 +80,197 @@ def compare(
             comparison, ``comparison`` in its run directory.
         public: Write what may be published: figures of public evaluation data and released weights, audits of runs with
             differential privacy, and of the run without only what was trained on public data. What is left out is said.
-        tasks: Evaluation prompts for scores of what is written, see ``tasks.measure``; 0: as they were measured before.
-        console: Where to say what is computed.
 
     Raises:
-        ConfigError: The runs cannot be compared, see ``compared_runs.read`` and ``compared_runs.differences``; or ``output``
-            lies in a directory that is published as it was verified.
+        ConfigError: There are fewer than two runs, or two without differential privacy; one has other files than it
+            wrote, or canaries and no audit; model, data, evaluation or canaries differ; or ``output`` lies in a directory that
+            is published as it was verified.
     """
     figures, target = look(runs, output, public=public)
-    if tasks:
-        from dpllm.comparison.tasks import measure
-
-        measure(runs, tasks, console)
-        figures, target = look(runs, output, public=public)
-    return Comparison(figures, target, _write(figures, target))
+    try:
+        target.mkdir(mode=0o755 if public else 0o700, parents=True, exist_ok=True)
+        for name in FILES:  # of an earlier comparison
+            (target / name).unlink(missing_ok=True)
+        write_json(target / "comparison.json", figures)
+        picture = shown.draw(figures, target / "comparison.png")
+        write_whole(target / "comparison.md", shown.page(figures, picture))
+        files = tuple(target / name for name in FILES if (target / name).exists())
+        for path in files:
+            path.chmod(0o644 if public else 0o600)
+    except OSError as error:
+        raise ConfigError(f"{target}: cannot be written to ({error.strerror}). Type another --output.") from None
+    return Comparison(figures, target, files)
 
 
 def look(runs: Sequence[RunDir], output: Path | None = None, *, public: bool) -> tuple[Json, Path]:
     """All figures of a comparison, and where they go; nothing is written. See ``compare``."""
-    sides = compared_runs.read(runs, public=public)
-    run = sides[0].run  # the one without differential privacy comes last
-    target = output or (run.root / "comparison" if public else run.private / "compare")
+    compared = _read(runs, public=public)
+    first = compared[0].run  # the one without differential privacy comes last
+    target = output or (first.root / "comparison" if public else first.private / "compare")
     for folder in (resolved(target), *resolved(target).parents):
         if folder.name == "export" and (folder.parent / "config.yaml").exists():
             raise ConfigError(
                 f"{target}: lies in export/, which is published as verified, while a comparison shows other runs too. Choose a "
                 "directory outside export/."
             )
-    base: Json = {"name": sides[0].record.model.name_or_path}
-    for side in reversed(sides):  # one base model, and not every run knows all of it
-        base |= _utility(side, "before", "base")
+    base: Json = {"name": compared[0].record.model.name_or_path}
+    for run in reversed(compared):  # one base model, and not every run knows all of it
+        base |= _utility(run, "before", "base")
     scored = ("protocol", "num_tokens", "prompts", "references")
     figures = {
         "public": public,
         "base": base,
-        "runs": [_figures(side) for side in sides],
-        "group": _group(sides),
-        "scored": next(({key: side.tasks[key] for key in scored} for side in sides if side.tasks), None),
-        "differences": compared_runs.differences(sides),
-        "left_out": [line for side in sides for line in side.left_out],
+        "runs": [_figures(run) for run in compared],
+        "group": _group(compared),
+        "scored": next(({key: run.tasks[key] for key in scored} for run in compared if run.tasks), None),
+        "differences": _differences(compared),
+        "left_out": [line for run in compared for line in run.left_out],
     }
     return as_json(names.without_paths(figures) if public else figures), target
 
 
-def _figures(side: Side) -> Json:
+@dataclass(frozen=True)
+class ComparedRun:
+    """One run.
+
+    Attributes:
+        name: Of its directory; of several that are alike, with its number among those that were named.
+        statement: What its card says, without what may not be shown; also the audit of a run without differential privacy.
+        evaluation: ``eval_loss_before``, ``eval_loss_after`` and the like; empty where they may not be shown.
+        tasks: Scores of what these weights write; None where there are none, or they may not be shown.
+        left_out: What may not be published of this run, and why, in sentences.
+    """
+
+    name: str
+    run: RunDir
+    config: RunConfig
+    record: RunRecord
+    statement: PrivacyRecord
+    evaluation: Json
+    tasks: Json | None
+    left_out: tuple[str, ...]
+
+    @property
+    def private(self) -> bool:
+        """Whether it trained with differential privacy, with a guarantee or without."""
+        return self.config.privacy.enabled
+
+
+def _read(runs: Sequence[RunDir], *, public: bool) -> list[ComparedRun]:
+    """Two or more runs that can be compared, the one without differential privacy last."""
+    if len(runs) < 2:
+        raise ConfigError("a comparison needs at least two runs. Type: dpllm compare BASELINE RUN RUN.")
+    opened = [open_run(run) for run in runs]
+    free = [run.directory.root for run in opened if not run.config.privacy.enabled]
+    if len(free) > 1:
+        raise ConfigError(
+            f"{free[0]} and {free[1]}: both were trained without differential privacy, but a comparison has only one such "
+            "baseline. Name one of them, and runs with privacy.enabled: true."
+        )
+    budgeted = any(run.record.ledger and run.record.ledger.budget for run in opened)
+    evaluation_public = all(run.config.data.eval_public for run in opened)
+    compared = []
+    for name, run in zip(_names(runs), opened, strict=True):
+        open_data = run.config.data.public and not budgeted  # whoever set a budget knew better
+        compared.append(_read_one(name, run, public, open_data, evaluation_public))
+    if len({(run.tasks["prompts"], run.tasks["references"]) for run in compared if run.tasks}) > 1:
+        compared = [replace(run, tasks=None) for run in compared]  # of different prompts: nothing to compare
+    return sorted(
+        compared, key=lambda run: (not run.private, run.statement.plan.epsilon if run.statement.plan else 0.0)
+    )
+
+
+def _names(runs: Sequence[RunDir]) -> list[str]:
+    folders = [resolved(run.root).name for run in runs]
+    seen = Counter(folders)
+    return [name if seen[name] == 1 else f"{name} ({number})" for number, name in enumerate(folders, start=1)]
+
+
+def _read_one(name: str, opened: Run, public: bool, open_data: bool, evaluation_public: bool) -> ComparedRun:
+    run, config, record = opened.directory, opened.config, opened.record
+    private = config.privacy.enabled
+    if not public:
+        summary = read_json(run.private / "summary.json")
+        record = record.model_copy(update={key: summary[key] for key in COST if key in summary})
+    elif not open_data or (config.data.eval is not None and not evaluation_public):
+        record = record.model_copy(update=dict.fromkeys(COST))  # it depends on the longest row
+    unprotected = "gives no guarantee" if private else "was trained without differential privacy"
+    unprotected += ", on data that are not public"
+    left_out: list[str] = []
+    audit = None
+    if config.audit.plants and public and not (private or open_data):
+        left_out.append(f"{name}: the audit, because it {unprotected}.")
+    elif config.audit.plants:
+        audit = opened.audit
+        if audit is None:
+            raise ConfigError(f"{run.root}: has canaries but no audit to compare. Run dpllm audit {run.root} first.")
+    statement = statement_of(config, opened.plan, record, audit)
+    evaluation: Json = {}
+    tasks = None
+    if config.data.eval is not None and public and not evaluation_public:
+        left_out.append(f"{name}: held-out figures, because not every run declares its evaluation data public.")
+    elif config.data.eval is not None and public and not (open_data or statement.guarantee):  # weights are not released
+        left_out.append(f"{name}: held-out figures, because it {unprotected}.")
+    elif config.data.eval is not None:
+        # What run.json says it says in public.
+        evaluation = record.metrics.public if public else read_json(run.private / "summary.json")
+        tasks = cached_tasks(run, record)
+    return ComparedRun(name, run, config, record, statement, evaluation, tasks, tuple(left_out))
+
+
+def cached_tasks(run: RunDir, record: RunRecord) -> Json | None:
+    """Scores of what exactly these weights write, by today's protocol; None where there are none."""
+    path = run.private / TASKS
+    scores = read_json(path) if path.exists() else {}
+    weights = scores.get("weights") or {}
+    fresh = weights and all(record.artifacts.get(file) == digest for file, digest in weights.items())
+    return scores if fresh and scores.get("protocol") == PROTOCOL else None
+
+
+def _differences(runs: Sequence[ComparedRun]) -> dict[str, list[Any]]:
+    """Every other setting that differs: dotted key -> a value for each run; refuses one that must be the same."""
+    settings = [_settings(run) for run in runs]
+    differing: dict[str, list[Any]] = {}
+    for key in sorted({key for keys in settings for key in keys if not key.startswith(BESIDE)}):
+        values = [keys.get(key) for keys in settings]
+        # What nothing read without privacy, or is left out, differs from nothing.
+        known = [keys[key] for keys in settings if key in keys] if key.startswith(("privacy.", "data.")) else values
+        if all(value == known[0] for value in known):
+            continue
+        if key.startswith(SAME) and key not in DECLARATIONS:
+            other = next(index for index, value in enumerate(values) if value != values[0])
+            raise ConfigError(
+                f"{key} differs: {values[0]!r} in {runs[0].name}, {values[other]!r} in {runs[other].name}, so a difference "
+                "between them would say nothing about privacy. Train all with the same model, data, evaluation and canaries."
+            )
+        differing[key] = values
+    return differing
+
+
+def _settings(run: ComparedRun) -> dict[str, Any]:
+    """The recipe by dotted keys, as far as it was read, and what the run found."""
+    keys = flat(run.config.model_dump(mode="json"))
+    if not run.private:
+        keys = {key: value for key, value in keys.items() if not key.startswith("privacy.")}
+        keys["privacy.enabled"] = False
+    keys["model.commit"] = run.record.model.commit
+    if tokens := run.evaluation.get("eval_tokens"):
+        keys["data.eval_tokens"] = tokens
+    return keys
+
+
+def _figures(run: ComparedRun) -> Json:
     """Of one run; epsilon and delta are None where it gives no guarantee."""
-    statement, record = side.statement, side.record
+    statement, record = run.statement, run.record
     plan = statement.plan if statement.guarantee else None
     return {
-        "name": side.name,
+        "name": run.name,
         "status": record.status,
-        "private": side.private,
+        "private": run.private,
         "no_guarantee": None if statement.guarantee else statement.reason,
         "epsilon": plan.epsilon if plan else None,
         "delta": plan.delta if plan else None,
-        **_utility(side, "after", "tuned"),
+        **_utility(run, "after", "tuned"),
         **(_leakage(statement.audit) if statement.audit else {}),
         "steps": record.steps_taken,
         "seconds": record.duration_seconds,
@@ -134,12 +279,12 @@ def _figures(side: Side) -> Json:
     }
 
 
-def _utility(side: Side, moment: str, which: str) -> Json:
+def _utility(run: ComparedRun, moment: str, which: str) -> Json:
     """Held-out figures as the run recorded them, and scores of what is written."""
-    held_out = {name: side.evaluation.get(f"eval_{name}_{moment}") for name in HELD_OUT}
+    held_out = {name: run.evaluation.get(f"eval_{name}_{moment}") for name in HELD_OUT}
     loss = held_out["loss"]
     held_out["perplexity"] = math.exp(loss) if loss is not None and loss < 700 else None
-    scores = (side.tasks or {}).get(which) or {}
+    scores = (run.tasks or {}).get(which) or {}
     return {name: value for name, value in held_out.items() if value is not None} | scores
 
 
@@ -159,25 +304,9 @@ def _leakage(audit: AuditRecord) -> Json:
     }
 
 
-def _group(sides: Sequence[Side]) -> Json | None:
+def _group(runs: Sequence[ComparedRun]) -> Json | None:
     """The tuning group of all runs with a guarantee, and what its runs come to, as the ledger says; None: there is none."""
-    totals = [side.statement.composed for side in sides if side.statement.guarantee]
+    totals = [run.statement.composed for run in runs if run.statement.guarantee]
     groups = [total.group if total else None for total in totals]
     first = groups[0] if groups else None
     return first.to_json() if first and all(group == first for group in groups) else None
-
-
-def _write(figures: Json, target: Path) -> tuple[Path, ...]:
-    try:
-        target.mkdir(mode=0o755 if figures["public"] else 0o700, parents=True, exist_ok=True)
-        for name in FILES:  # of an earlier comparison
-            (target / name).unlink(missing_ok=True)
-        write_json(target / "comparison.json", figures)
-        picture = shown.draw(figures, target / "comparison.png")
-        write_whole(target / "comparison.md", shown.page(figures, picture))
-        files = tuple(target / name for name in FILES if (target / name).exists())
-        for path in files:
-            path.chmod(0o644 if figures["public"] else 0o600)
-    except OSError as error:
-        raise ConfigError(f"{target}: cannot be written to ({error.strerror}). Type another --output.") from None
-    return files

@@ -149,7 +149,7 @@ def draw(values: Json, path: Path) -> bool:
     FigureCanvasAgg(picture)
     ax = picture.subplots()
     epsilons = sorted({epsilon for epsilon, _ in points})
-    of_each = [[loss for epsilon, loss in points if epsilon == one] for one in epsilons]
+    of_each = [[loss for epsilon, loss in points if epsilon == at] for at in epsilons]
     ax.plot(epsilons, [sum(losses) / len(losses) for losses in of_each], color=DP, linewidth=1.2, alpha=0.5)
     ax.plot(*zip(*points, strict=True), "o", color=DP)
     for epsilon, loss in points:

@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpllm import ledger
-from dpllm.errors import BudgetExceeded, ConfigError, DpllmError, Refused
+from dpllm.errors import ConfigError, DpllmError, Refused
 from dpllm.files import digest, read_json, write_json
-from dpllm.ledger import RunRequest, admission, dataset_policy, reserving
+from dpllm.ledger import RunRequest, dataset_policy, reserving
 from dpllm.privacy import guards
-from dpllm.privacy.accounting import compose, stated
 from dpllm.privacy.plan import Plan
 from dpllm.recipe import derived, names
 from dpllm.recipe.config import RunConfig, load_config
@@ -104,57 +103,27 @@ def _parse_epsilons(value: Any) -> list[float]:
     return sorted(epsilons.values())
 
 
-def twins(recipe: str | Path, overrides: Mapping[str, Any], *, constant_rate: bool = False) -> list[Point]:
+def twins(recipe: str | Path, overrides: Mapping[str, Any]) -> list[Point]:
     """The recipe without canaries of text, to be published, and its audit twin, with its own or where it has none the usual ones.
 
-    The twin trains on the same people again, so it is paid for, and its weights hold the canaries' text. ``constant_rate``: its
-    learning rate stays what the recipe's is at most, so that its weights show more of the last steps.
+    The twin trains on the same people again, so it is paid for, and its weights hold the canaries' text.
     """
     config = load_config(recipe, overrides)
     if not config.privacy.enabled:
         raise ConfigError(f"{recipe}: privacy.enabled is false, so a twin has no guarantee to test. Leave --twin out.")
-    if constant_rate and config.train.lr_scheduler == "constant":
-        raise ConfigError(f"{recipe}: train.lr_scheduler is constant already. Leave --constant-rate out.")
     most, usual = config.data.max_examples_per_unit or 32, CanaryConfig()
     groups = {copies: number for copies, number in usual.groups.items() if copies <= most}
     texts = config.audit.canaries or usual.changed({"groups": groups})
-    points = []
-    twin, settings = "The audit twin of a run without canaries of text, and not to be published", config.train
-    if constant_rate:
-        twin += ", at a constant learning rate where that run's falls: its weights show more of each step"
-        settings = settings.changed({"lr_scheduler": "constant", "warmup": 0.0})
-    for name, said, canaries, train in (
-        (
-            "production",
-            "Trained beside an audit twin with canaries of text, which is not published",
-            None,
-            config.train,
-        ),
-        ("twin", twin, texts, settings),
-    ):
-        place = str(Path(config.output_dir) / name)
-        trained = config.changed({"audit.canaries": canaries, "train": train, "output_dir": place})
-        points.append(Point(config.privacy.epsilon, trained, name, said))
-    return points
 
+    def point(name: str, texts: CanaryConfig | None, said: str) -> Point:
+        changes = {"audit.canaries": texts, "output_dir": str(Path(config.output_dir) / name)}
+        return Point(config.privacy.epsilon, config.changed(changes), name, said)
 
-def together(points: Sequence[Point]) -> dict[str, float]:
-    """What all promise together, at the budget's delta or else the largest that one of them states. Writes nothing.
-
-    Raises:
-        BudgetExceeded: The budget does not hold all of them.
-        Refused: A guard refuses one of them.
-    """
-    config = points[0].config
-    with ledger.open_ledger(config.privacy.ledger, create=False) or contextlib.nullcontext() as book:
-        subject = read_subject(config)
-        plans = plans_of(points, subject, book)
-        account = book.account(book.records.charged_to(subject.dataset, config.privacy.derived_from)) if book else None
-        asked = [RunRequest.of(plan, name, final=config.privacy.final) for name, plan in plans.items()]
-        if account and (why := admission.refusal(account, asked)):
-            raise BudgetExceeded(why, dataset=account.dataset, reason="over_budget")
-    delta = account.budget.delta if account and account.budget else max(one.delta for one in asked)
-    return {"epsilon": stated(compose([one.event for one in asked]), delta, asked[0].relation)[0], "delta": delta}
+    beside = "Trained beside an audit twin with canaries of text, which is not published"
+    return [
+        point("production", None, beside),
+        point("twin", texts, "The audit twin of a run without canaries of text, and not to be published"),
+    ]
 
 
 def train_group(points: Sequence[Point], *, resume: bool = False, console: Console) -> list[str]:
@@ -192,7 +161,6 @@ def train_group(points: Sequence[Point], *, resume: bool = False, console: Conso
 def _state_of(points: Sequence[Point], root: Path, resume: bool) -> dict[str, Any]:
     """What the group in this directory is; a new one gets its name here."""
     path = root / STATE
-    asked = digest({point.name: names.of_training(point.config) for point in points})
     if not resume:
         if path.exists():
             raise ConfigError(
@@ -200,21 +168,21 @@ def _state_of(points: Sequence[Point], root: Path, resume: bool) -> dict[str, An
             )
         for point in points:
             check_directory(point.config, point.run, resume=False, overwrite=False)
-        return {"asked": asked, "group": f"{root.name}-{secrets.token_hex(4)}"}
+        group = f"{root.name}-{secrets.token_hex(4)}"
+        return {"group": group, "asked": _asked(points, group)}
     if not path.exists():
         raise ConfigError(f"{root}: holds no sweep to resume (no {STATE}). Leave --resume out.")
     state = read_json(path)
-    if not isinstance(state.get("group"), str):
+    if state.get("asked") != _asked(points, state.get("group")):
         raise ConfigError(
-            f"{path}: is not the state of a sweep; the file is damaged. Restore it, or type another --output_dir for a new "
-            "sweep."
-        )
-    if state.get("asked") != asked:
-        raise ConfigError(
-            f"{root}: its sweep has another recipe or other epsilons, and its runs were fixed before the first one. Type the "
-            "same again, or another --output_dir for a new sweep."
+            f"{root}: its sweep has another recipe or other epsilons (or {STATE} was edited), and its runs were fixed before the "
+            "first one. Type the same again, or another --output_dir for a new sweep."
         )
     return state
+
+
+def _asked(points: Sequence[Point], group: str | None) -> str:
+    return digest({"group": group, **{point.name: names.of_training(point.config) for point in points}})
 
 
 def _reserve(points: Sequence[Point], root: Path, state: dict[str, Any]) -> tuple[list[Point], dict[str, str]]:
@@ -277,8 +245,8 @@ def _check_model(config: RunConfig) -> None:
     """The commonest reasons why training cannot begin, before anything is reserved."""
     import torch
 
-    from dpllm.forecast.footprint import skeleton
     from dpllm.model.loading import check_length, load_tokenizer
+    from dpllm.run.footprint import skeleton
 
     load_tokenizer(config.model)
     net = skeleton(config, torch.float32)

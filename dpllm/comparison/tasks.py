@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
-from dpllm.comparison.compared_runs import PROTOCOL, TASKS, cached_tasks
+from dpllm.comparison.compare import PROTOCOL, TASKS, cached_tasks
 from dpllm.errors import ConfigError
 from dpllm.files import write_json
 from dpllm.recipe.config import RunConfig
@@ -41,8 +41,8 @@ def measure(runs: Sequence[RunDir], rows: int, console: Console | None = None) -
         raise ConfigError("--tasks computes BLEU with sacrebleu, which is not installed. Type: pip install sacrebleu")
     opened = [open_run(run) for run in runs]
     known = [cached_tasks(run.directory, run.record) for run in opened]
-    known = [found if found and found.get("asked") == rows else None for found in known]
-    base = any(found and found["base"] for found in known)
+    known = [scores if scores and scores.get("asked") == rows else None for scores in known]
+    base = any(scores and scores["base"] for scores in known)
     for run, scored in zip(opened, known, strict=True):
         if scored and base:
             continue
@@ -81,7 +81,7 @@ def _written(run: Run, base: bool, rows: int) -> Json:
         texts = [decode(until_end(tokens, models.tokenizer), skip_special_tokens=True).strip() for tokens in written]
         return {"bleu": bleu(texts, list(references.values()))}
 
-    found = {
+    scores = {
         "weights": weight_hashes(run.export_dir),
         "protocol": PROTOCOL,
         "num_tokens": num_tokens,
@@ -93,18 +93,18 @@ def _written(run: Run, base: bool, rows: int) -> Json:
     }
     if not base:
         with models.base() as base_model:
-            found["base"] = score(base_model)
-    return found
+            scores["base"] = score(base_model)
+    return scores
 
 
 def by_prompt(table: data.Table, count: int) -> dict[str, list[str]]:
     """The first ``count`` different prompts and all references of each: a prompt may stand in several rows."""
-    found: dict[str, list[str]] = {}
+    references: dict[str, list[str]] = {}
     for row in table.rows:
         prompt = row.line + row.parts["prompt"]
-        if prompt in found or len(found) < count:
-            found.setdefault(prompt, []).append(row.parts["completion"].strip())
-    return found
+        if prompt in references or len(references) < count:
+            references.setdefault(prompt, []).append(row.parts["completion"].strip())
+    return references
 
 
 def _encoded(

@@ -162,7 +162,7 @@ def flipped_labels(config: RunConfig) -> str | None:
         return None
     how = "learns a soft label" if train.objective == "cdpo" else "is debiased"
     bottom = " and has no lower bound: it stops by the schedule, not by the loss" if train.objective == "dpo" else ""
-    return f"Labels: wrong with probability {share:.3g}; the loss of {train.objective} {how}{bottom}"
+    return f"wrong with probability {share:.3g}; the loss of {train.objective} {how}{bottom}"
 
 
 def pairs_of(config: RunConfig) -> dict[str, Any]:

@@ -32,8 +32,8 @@ class PrivacyConfig(Section):
     """C: the L2 norm to which each privacy unit's gradient is clipped."""
     noise: Literal["independent", "banded"] = "independent"
     """independent: each step draws its own noise. banded: later noise cancels a part of earlier noise, and groups of units take
-    turns (Choquette-Choo et al. 2023), so the same epsilon leaves less noise in the weights. Each step's noise is then larger:
-    `dpllm plan` says by how much, and how far to raise train.learning_rate for adamw."""
+    turns (Choquette-Choo et al. 2023), so the same epsilon leaves less noise in the weights. Each step's noise is then larger,
+    and so is the best train.learning_rate for adamw."""
     bands: Literal["auto"] | PositiveInt = "auto"
     """With noise: banded, the number of bands, which is also the number of groups that take turns. auto: the number that leaves
     the least noise in the last weights, or 1 (independent noise) where the gain is below 5%."""
@@ -127,8 +127,7 @@ class TrainConfig(Section):
     """Steps between checkpoints; null: only when interrupted."""
     sample_prompts: list[str] | str | None = None
     """Public prompts, or a file with one per line (jsonl: as `dpllm generate --prompts` reads it). During training the model
-    completes each by greedy decoding; prompts and texts are printed and go to trackers. Naming prompts here declares them
-    public."""
+    completes each by greedy decoding; prompts and texts are printed. Naming prompts here declares them public."""
     sample_every: PositiveInt | None = None
     """Steps between samples; null: only after the last step."""
     process_timeout: float = Field(default=1800.0, gt=0)

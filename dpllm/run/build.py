@@ -1,16 +1,16 @@
-"""What stands before the first gradient: the decision, data, model, self-check, and last of all the reservation.
+"""What a run is made of: the model and what trains, the mechanism that trains it, checked, and the units on which it trains.
 
-Comes in: a recipe. Goes out: a ``Prepared`` value from which the loop runs. Everything that can be refused is refused here,
-before anything is spent.
+Comes in: a decision, a device, rows. Goes out: the parts of a ``Prepared`` value, from which the loop runs. What makes the
+mechanism sees no data: a schedule that followed the loss would be outside the guarantee.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,52 +21,35 @@ from rich.console import Console
 from dpllm.canaries import canaries
 from dpllm.canaries.canaries import CanaryPlan, encode_secret
 from dpllm.canaries.source import ModelSource
-from dpllm.errors import ConfigError, Refused
-from dpllm.files import write_json
-from dpllm.ledger import open_ledger
-from dpllm.model import environment, loading, memory, processes, sharding
-from dpllm.model.processes import salted, shared
-from dpllm.model.rewards import Rewards
-from dpllm.privacy import accounting
-from dpllm.privacy.accounting import CrossCheck
-from dpllm.privacy.engine import StepEngine
-from dpllm.privacy.gradient_canaries import GradientCanaries
+from dpllm.errors import ConfigError, NotBatchInvariant, Refused
+from dpllm.model import adapters, loading, memory, processes
+from dpllm.model.processes import shared
+from dpllm.privacy import guards
+from dpllm.privacy.engine import FP16_LOSS_SCALE, StepEngine
+from dpllm.privacy.loss import Autocast
+from dpllm.privacy.noise import GaussianNoise
 from dpllm.privacy.plan import Plan
 from dpllm.privacy.sampling import PoissonSampler
-from dpllm.privacy.schedule import Schedule, TokenSequence, Unit
+from dpllm.privacy.schedule import Packing, Schedule, TokenSequence, Unit
 from dpllm.privacy.selfcheck import Checked
-from dpllm.privacy.stream import os_entropy
-from dpllm.recipe.config import RunConfig, dump_config
-from dpllm.recipe.derived import pairs_of
-from dpllm.run import checkpoint
+from dpllm.privacy.stream import Turns, os_entropy
+from dpllm.recipe import derived
+from dpllm.recipe.config import RunConfig, TrainConfig
+from dpllm.run.checkpoint import ResumeState
 from dpllm.run.directory import RunDir
-from dpllm.run.mechanism import (
-    Autocast,
-    build_model,
-    check_in_float32,
-    check_passes,
-    is_low,
-    make_engine,
-    make_optimizer,
-)
-from dpllm.run.payment import Payment, pay
-from dpllm.run.projections import KeptGroups, read_groups
-from dpllm.run.promise import Decision, Start, decide
-from dpllm.run.reference_logprobs import Pairs, referenced
-from dpllm.run.resume import ResumeState, flat
+from dpllm.run.payment import Payment
+from dpllm.run.projections import read_groups
+from dpllm.run.promise import Decision
+from dpllm.run.reference_logprobs import Pairs
 from dpllm.run.samples import Samples
-from dpllm.run.screen import tell_lengths
-from dpllm.text import data, prompts, tokens
+from dpllm.text import data, tokens
 from dpllm.text.data import Groups, each_row
 from dpllm.text.layouts import Row
-
-PLACES = {"output_dir", "data.train", "data.eval", "model.name_or_path", "model.adapter", "privacy.ledger"}
-PLACES |= {"telemetry.textfile"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """What stands before the first gradient."""
+    """All that stands before the first gradient."""
 
     decision: Decision  # recipe, Plan, schedule and lineage
     run: RunDir
@@ -107,54 +90,85 @@ class Prepared:
         return self.decision.schedule
 
 
-def check_processes(config: RunConfig, state: PartialState) -> None:
-    """Makes sure that all processes are about to run the same recipe with the same code; places may differ.
+def make_optimizer(train: TrainConfig, net: torch.nn.Module) -> torch.optim.Optimizer:
+    """The recipe's optimizer, over what trains."""
+    trainable = [parameter for parameter in net.parameters() if parameter.requires_grad]
+    rate, decay = train.learning_rate, train.weight_decay
+    if train.optimizer == "sgd":
+        return torch.optim.SGD(trainable, lr=rate, weight_decay=decay, momentum=train.momentum)
+    return torch.optim.AdamW(trainable, lr=rate, weight_decay=decay)
 
-    Raises:
-        ConfigError: They are not, or there are more of them than units in a logical batch.
-        Refused: Their processors, devices or settings would round the same unit in different ways.
-    """
-    keys = flat(config.model_dump(mode="json"))
-    processes.check_equal(environment.versions() | {f"the recipe's {key}": keys[key] for key in keys.keys() - PLACES})
-    if config.privacy.enabled:
-        # Within a step all ranks round alike. A run that goes on elsewhere rounds its later steps in another way, which costs
-        # nothing: each step's noise covers what one unit moves in that step.
-        processes.check_rounding(environment.kernels(state.device))
-    if sharding.requested():
-        sharding.check(config)
-    if state.num_processes > config.train.batch_size:
-        raise ConfigError(
-            f"{state.num_processes} processes share an expected batch of {config.train.batch_size} units, so some would mostly "
-            f"be idle. Start at most {config.train.batch_size}, or raise train.batch_size."
+
+def is_low(net: Any, precision: torch.dtype | None) -> bool:
+    """Whether anything is computed or held in less than float32; ``precision`` is that of autocast."""
+    if precision is not None or getattr(getattr(net, "config", None), "quantization_config", None) is not None:
+        return True
+    return any(p.is_floating_point() and p.dtype != torch.float32 for p in net.parameters())
+
+
+def build_model(decision: Decision, device: torch.device, console: Console) -> tuple[Any, dict[str, float] | None]:
+    """The model with what trains, and the rates of dropout that were set to zero; says both."""
+    config = decision.config
+    net = loading.build(config, device, decision.weights)
+    guards.check_model(net)
+    loading.check_length(config, net)
+    total = sum(parameter.numel() for parameter in net.parameters())
+    console.print(adapters.trainable_text(adapters.trainable_table(net), total), markup=False, highlight=False)
+    dropout_off = loading.without_dropout(net) if decision.plan else None
+    if dropout_off:
+        rates = ", ".join(f"{name} {rate:g}" for name, rate in dropout_off.items())
+        console.print(
+            "The base model's dropout is off, because its masks would make the contribution of one unit depend on the "
+            f"others: {rates}"
         )
+    auto = config.adapter.method == "lora" and config.adapter.target_modules == "auto"
+    if apart := adapters.left_out(net) if auto else []:
+        what = "routers, experts and other layers for which adapters or per-example gradients are not possible"
+        console.print(f"adapter.target_modules: auto leaves out {', '.join(apart)}: {what}.")
+    if adapters.untied(net):
+        console.print(
+            "The base model ties its head to its input embedding; a copy of it trains, so the two are untied."
+        )
+    return net, dropout_off
 
 
-def prepare(config: RunConfig, start: Start, state: PartialState, console: Console) -> Prepared:
-    """Everything up to the first step; the reservation comes last.
+def make_engine(
+    decision: Decision,
+    net: Any,
+    optimizer: torch.optim.Optimizer,
+    size: int,
+    device: torch.device,
+    precision: torch.dtype | None,
+    packing: Packing,
+    groups: int = 0,
+) -> tuple[PoissonSampler, StepEngine, Autocast]:
+    """Sampler and engine, with keys that no rank but these knows, and the context of a forward pass; ``size`` is N.
 
-    Raises:
-        ConfigError: The recipe or the data cannot be used.
-        Refused: A guard, the self-check or the ledger's budget refuses; the ledger counts it, and nothing is spent.
+    ``precision`` is that of autocast, the same on all ranks; None: float32. ``groups`` is the key of ``sampling.Turns``, the same
+    as before where a run goes on.
     """
-    run = RunDir(Path(config.output_dir))
-    try:
-        run.private.mkdir(mode=0o700, parents=True, exist_ok=True)  # before the first copy of private data lies in it
-    except OSError as error:
-        raise ConfigError(
-            f"{run.root}: cannot be written to ({error.strerror}), and every process stores tokens there. Type another "
-            "--output_dir."
-        ) from None
-    try:
-        return _prepare(config, run, start, state, console)
-    except BaseException as error:
-        if not start.resume and state.is_local_main_process:  # a run that goes on needs its own tokens
-            shutil.rmtree(run.private / "cache" / tokens.FOLDER, ignore_errors=True)
-        if isinstance(error, Refused) and state.is_main_process:
-            _note(error, config, run)
-        raise
+    privacy, schedule = decision.config.privacy, decision.schedule
+    assert schedule is not None
+    seed = privacy.insecure_seed
+    noise_key, sampling_key = shared((os_entropy(), os_entropy()) if seed is None else (2 * seed, 2 * seed + 1))
+    autocast: Autocast = partial(torch.autocast, device.type, dtype=precision) if precision else contextlib.nullcontext
+    engine = StepEngine(
+        net,
+        optimizer,
+        schedule,
+        decision.plan,
+        packing,
+        noise=GaussianNoise(noise_key, device, secure=privacy.secure_noise),
+        autocast=autocast,
+        loss_scale=FP16_LOSS_SCALE if precision == torch.float16 else 1.0,
+    )
+    engine.pairs = derived.pair_loss(decision.config)
+    charged = decision.resumed.charged if decision.resumed else 0
+    turns = Turns(decision.plan.bands if decision.plan else 1, groups, charged)
+    return PoissonSampler(schedule, size, sampling_key, turns), engine, autocast
 
 
-def _check(
+def check_engine(
     decision: Decision,
     net: Any,
     engine: StepEngine,
@@ -175,94 +189,59 @@ def _check(
     return checked
 
 
-def _note(error: Refused, config: RunConfig, run: RunDir) -> None:
-    """Writes down that a run was refused: in run.json of a directory without one, and among the ledger's counts."""
-    with contextlib.suppress(ConfigError):  # a ledger that cannot be opened must not hide the refusal
-        if error.reason and (ledger := open_ledger(config.privacy.ledger, create=False)):
-            with ledger:
-                ledger.count_refusal(error.dataset, error.reason)
-    if not run.run.exists():
-        reason = {"holds": False, "reason": f"the run was refused: {error}"}
-        with contextlib.suppress(OSError):
-            write_json(run.run, {"status": "refused", "guarantee": reason, "steps_taken": 0})
+def check_passes(
+    engine: StepEngine, vocabulary: int, *, pad_id: int, low: bool = False, console: Console | None = None
+) -> Checked:
+    """Checks the engine against brute-force autograd, and that no unit is rounded by its place or its company.
+
+    Where a kernel does round so, passes have another length; where that does not help, each example has a pass of its own.
+
+    Args:
+        engine: As it will train; its packing may change.
+        vocabulary: Tokens are drawn below this.
+        pad_id: As in training.
+        low: Something is computed or held in less than float32.
+        console: Where the outcome is said.
+
+    Returns:
+        What the check found.
+
+    Raises:
+        Refused: The engine computes something else, in more than rounding; or ranks round differently.
+    """
+    console, first = console or Console(quiet=True), engine.packing
+    tries = [*filter(None, [first.half()]), replace(first, alone=True)]
+    checked, reason = Checked(0.0), ""
+    while True:
+        failed = False
+        try:
+            checked = engine.self_check(vocabulary, low, pad_id)
+        except NotBatchInvariant as refusal:
+            failed, reason = True, str(refusal).partition(", so that ")[0]
+        if not processes.totals(failed)[0]:  # all ranks try alike
+            break
+        engine.repack(tries.pop(0))
+    if engine.packing != first and reason:
+        console.print(f"Passes of {engine.packing} in this run, which is slower: {reason}.", markup=False)
+    processes.check_rounding({"the gradient sum of a pass of synthetic tokens": checked.digest})
+    console.print(f"Self-check against brute-force autograd: largest relative error {checked.error:.1e}")
+    return checked
 
 
-def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, console: Console) -> Prepared:
-    main, cache, device = state.is_main_process, run.private / "cache", state.device
-    decided = decide(config, start, fetch=True, cache=cache).obeyed() if main else None
-    rows = decided.subject.rows if decided and decided.subject else None  # rank 0 reads the data once
-    decision: Decision = _here(shared(decided.without_rows() if decided else None), config)
-    config, plan, resumed = decision.config, decision.plan, decision.resumed
-    console.print(str(decision), markup=False)
-    tokenizer = loading.load_tokenizer(config.model, config.data)
-    plants = main and config.audit.plants
-    planted = shared(_canaries(config, run, start.resume, tokenizer, device) if plants else None)
-    promise = _promise(decision, planted)
-    table, units = _units(decision, rows, tokenizer, planted, run)
-    units.lengths.check(config.data)
-    tell_lengths(units.lengths, config, console)
-    evaluation, held_out = _held_out(config, tokenizer, cache)
-    samples = Samples.of(config, tokenizer, main=main)  # before anything is reserved
-    digests = {"training": units.digest, "held-out": repr(held_out)}
-    processes.check_equal({f"the {name} data, as tokens,": salted(one) for name, one in digests.items()})
-    net, dropout_off = build_model(decision, device, console)
-    vocabulary, optimizer = _vocabulary(config, net, tokenizer, units, held_out), make_optimizer(config.train, net)
-    key: int = shared(_groups_key(config, run, plan, resumed) if main else 0)
-    precision = shared(loading.precision_of(config.train, device))  # auto: what rank 0 makes of it
-    packing = shared(memory.packing_for(config, net, vocabulary, device))
-    sampler, engine, autocast = make_engine(decision, net, optimizer, len(units), device, precision, packing, key)
-    if plan and planted and main:  # rank 0 adds the noise, and them
-        engine.canaries = _gradient_canaries(planted, engine.size, plan, device)
-    checked = _check(decision, net, engine, vocabulary, tokenizer.pad_token_id or 0, precision, console)
-    rewards = Rewards(net, engine.packing, tokenizer.pad_token_id or 0, device, autocast)
-    pairs = referenced(decision, run, rewards, units, held_out) if engine.pairs else None
-    notes = [*decision.policy.deviations]
-    if resumed:
-        if main:
-            checkpoint.load_resume(run, net, optimizer)
-        processes.replicate(optimizer, list(checkpoint.kept(net).values()))
-        notes = list(dict.fromkeys([*notes, *resumed.noted, *resumed.notes]))
-        for note in resumed.notes:
-            console.print(f"Resumed: {note}.", markup=False, highlight=False, soft_wrap=True)
-    payment = pay(config, decision, start, run, table) if main else Payment()
-    prepared = Prepared(
-        decision=decision,
-        run=run,
-        units=units,
-        held_out=held_out,
-        pairs=pairs,
-        samples=samples,
-        tokenizer=tokenizer,
-        model=net,
-        optimizer=optimizer,
-        engine=engine,
-        autocast=autocast,
-        sampler=sampler,
-        payment=payment,
-        checked=checked,
-        notes=notes,
-        dropout_off=dropout_off,
-    )
-    if main:
-        _write(prepared, promise, planted, key, table, evaluation)
-    state.wait_for_everyone()
-    return prepared
+def check_in_float32(config: RunConfig, net: Any, plan: Plan, device: torch.device, packing: Packing) -> None:
+    """The self-check once more, on a small float32 model of the same architecture: low precision hides small errors.
+
+    How kernels round is asked of the model that trains, since those of another size and precision are others.
+    """
+    small = loading.shrunken(config, net, device)
+    noise = GaussianNoise(0, device)  # it draws none
+    engine = StepEngine(small, make_optimizer(config.train, small), plan.schedule, plan, packing, noise=noise)
+    engine.pairs = derived.pair_loss(config)
+    with contextlib.closing(engine):
+        engine.self_check(loading.SHRUNKEN_VOCABULARY, company=False)
 
 
-def _gradient_canaries(planted: CanaryPlan, size: int, plan: Plan, device: torch.device) -> GradientCanaries | None:
-    if not planted.gradient_coins:
-        return None
-    return GradientCanaries(int(planted.gradient_key, 16), planted.gradient_coins, size, plan.clipping, device)
-
-
-def _here(decision: Decision, config: RunConfig) -> Decision:
-    """Rank 0's decision with places of this machine, and what was found in the data."""
-    data = decision.config.data
-    seen = {f"data.{name}": getattr(data, name) for name in ("format", "label_epsilon", "chat_template")}
-    return replace(decision, config=config.changed(seen))
-
-
-def _canaries(config: RunConfig, run: RunDir, resume: bool, tokenizer: Any, device: torch.device) -> CanaryPlan:
+def draw_canaries(config: RunConfig, run: RunDir, resume: bool, tokenizer: Any, device: torch.device) -> CanaryPlan:
     """Those of the run that goes on, those that ``dpllm canaries plan`` left for a run that has not begun, or new ones.
 
     Those of an earlier run in the same directory are never taken: what it published tells their coins.
@@ -271,73 +250,13 @@ def _canaries(config: RunConfig, run: RunDir, resume: bool, tokenizer: Any, devi
     if resume:
         return canaries.load(run.canaries)
     if run.canaries.exists() and not run.config.exists():
-        return canaries.check_fits(canaries.load(run.canaries), settings, run.canaries, **pairs_of(config))
+        return canaries.check_fits(canaries.load(run.canaries), settings, run.canaries, **derived.pairs_of(config))
     # Its base model, which some kinds load, is gone before the one that trains is built.
     source, gradient = ModelSource(config, tokenizer, device), settings.gradient_canaries
-    return canaries.plan_canaries(settings.texts, source=source, gradient=gradient, **pairs_of(config))
+    return canaries.plan_canaries(settings.texts, source=source, gradient=gradient, **derived.pairs_of(config))
 
 
-def _write(
-    prepared: Prepared,
-    promise: Plan | None,
-    planted: CanaryPlan | None,
-    groups_key: int,
-    table: data.Table,
-    evaluation: data.Table | None,
-) -> None:
-    """What the run directory holds before the first step, of a new run instead of what lay there."""
-    run, config, plan, resumed = prepared.run, prepared.config, prepared.plan, prepared.decision.resumed
-    with contextlib.ExitStack() as on_failure:
-        on_failure.callback(prepared.payment.close)
-        if not resumed:
-            run.clear(keep=prepared.units.path)
-            run.make()
-            if prepared.pairs:
-                prepared.pairs.keep(run)
-            run.config.write_text(dump_config(config), encoding="utf-8")
-            if planted:
-                canaries.save(planted, run.canaries)
-        prompts.keep_rows(run.rows, config.data, table, evaluation)
-        if plan and plan.coefficients:
-            starts = (*read_groups(run.groups).starts, resumed.charged) if resumed else (0,)
-            KeptGroups(plan.bands, groups_key, len(prepared.units), starts).write(run.groups)
-        if promise:
-            write_json(run.plan, promise.to_json())
-        on_failure.pop_all()
-
-
-def _groups_key(config: RunConfig, run: RunDir, plan: Plan | None, resumed: ResumeState | None) -> int:
-    """The secret from which the groups of banded noise follow: drawn once for a run; 0 where there is one group."""
-    if plan is None or not plan.coefficients:
-        return 0
-    if resumed is None:
-        seed = config.privacy.insecure_seed
-        return os_entropy() if seed is None else seed
-    with contextlib.suppress(ConfigError):
-        saved = read_groups(run.groups)
-        if saved.bands == plan.bands and saved.digest == resumed.groups:
-            return saved.key
-    raise Refused(
-        f"{run.groups}: not the groups that the run began with, so a unit could take part twice in one round, which no "
-        "accountant covers. Restore the file, or start anew with --overwrite."
-    )
-
-
-def _promise(decision: Decision, planted: CanaryPlan | None) -> Plan | None:
-    """plan.json: the Plan, a second accountant's word, and what the audit may not choose later."""
-    plan = decision.plan
-    if plan is None or decision.resumed:
-        return plan
-    second = accounting.cross_check(plan.event, plan.delta, plan.neighbouring_relation, plan.epsilon)
-    fixed = {
-        "canary_commitment": planted.commitment if planted else None,
-        "audit": decision.config.audit.fixed(),
-        "cross_check": CrossCheck(**second) if second else None,
-    }
-    return plan.model_copy(update=fixed)
-
-
-def _units(
+def tokenised_units(
     decision: Decision, rows: tuple[data.Table, Groups] | None, tokenizer: Any, planted: CanaryPlan | None, run: RunDir
 ) -> tuple[data.Table, tokens.Units]:
     """The rows, and the tokenised units with the slots of all canaries behind them: those that rank 0 decided about."""
@@ -370,7 +289,8 @@ def _units(
     return table, units
 
 
-def _held_out(config: RunConfig, tokenizer: Any, cache: Path) -> tuple[data.Table | None, list[TokenSequence]]:
+def held_out_rows(config: RunConfig, tokenizer: Any, cache: Path) -> tuple[data.Table | None, list[TokenSequence]]:
+    """The evaluation rows, as read and as tokens; None and none where the recipe names no data."""
     if config.data.eval is None:
         return None, []
     table = data.load_table(config.data.eval, config.data, config.data.eval_split, cache)
@@ -378,7 +298,7 @@ def _held_out(config: RunConfig, tokenizer: Any, cache: Path) -> tuple[data.Tabl
     return table, [sequence for unit in units for sequence in unit.sequences]
 
 
-def _vocabulary(
+def vocabulary_of(
     config: RunConfig,
     net: Any,
     tokenizer: Any,
@@ -395,3 +315,20 @@ def _vocabulary(
             f"model.resize_token_embeddings({made}), save it, and name that directory."
         )
     return min(known, made)
+
+
+def groups_key(config: RunConfig, run: RunDir, plan: Plan | None, resumed: ResumeState | None) -> int:
+    """The secret from which the groups of banded noise follow: drawn once for a run; 0 where there is one group."""
+    if plan is None or not plan.coefficients:
+        return 0
+    if resumed is None:
+        seed = config.privacy.insecure_seed
+        return os_entropy() if seed is None else seed
+    with contextlib.suppress(ConfigError):
+        saved = read_groups(run.groups)
+        if saved.bands == plan.bands and saved.digest == resumed.groups:
+            return saved.key
+    raise Refused(
+        f"{run.groups}: not the groups that the run began with, so a unit could take part twice in one round, which no "
+        "accountant covers. Restore the file, or start anew with --overwrite."
+    )

@@ -242,7 +242,7 @@ def check_directory(config: RunConfig, run: RunDir, *, resume: bool, overwrite: 
     status = read_status(run)
     # What a run that was refused and ``dpllm canaries plan`` leave behind may go.
     known = {run.private / "cache", run.export / "cache"} | ({run.canaries} if config.audit.plants else set())
-    found = {part for folder in (run.export, run.private) if folder.is_dir() for part in folder.iterdir()}
+    parts = {part for folder in (run.export, run.private) if folder.is_dir() for part in folder.iterdir()}
     ledger = resolved(config.privacy.ledger) if config.privacy.ledger else None
     if ledger and any(ledger.is_relative_to(resolved(part)) for part in (run.private, run.export)):
         raise ConfigError(
@@ -263,7 +263,7 @@ def check_directory(config: RunConfig, run: RunDir, *, resume: bool, overwrite: 
             f"{run.root}: already holds a run, which would be lost. Type --resume to go on with it, --overwrite to replace it, "
             "or another --output_dir."
         )
-    elif not overwrite and status is None and found - known:
+    elif not overwrite and status is None and parts - known:
         raise ConfigError(
             f"{run.root}: is not a run, but holds {run.export.name}/ or {run.private.name}/ of something else, which a run "
             "would replace. Type another --output_dir, or --overwrite to delete them."

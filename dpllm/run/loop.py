@@ -1,7 +1,8 @@
-"""The one loop. Read this first.
+"""The one loop, and what stands before its first step. Read this first.
 
 Comes in: a recipe. Goes out: a run directory. LoRA, frozen layers and the baseline without differential privacy all run
 through ``train``, in one process or many; they differ in what ``loading.build`` unfreezes and in whether there is a Plan.
+Everything that can be refused is refused in ``prepare``, before anything is spent.
 """
 
 from __future__ import annotations
@@ -18,27 +19,52 @@ import torch
 from accelerate import PartialState
 from rich.console import Console
 
-from dpllm.model import evaluate, memory, processes
-from dpllm.model.processes import ahead, stop_signal
+from dpllm.canaries import canaries
+from dpllm.canaries.canaries import CanaryPlan
+from dpllm.errors import ConfigError, Refused
+from dpllm.files import write_json
+from dpllm.ledger import open_ledger
+from dpllm.model import environment, evaluate, loading, memory, processes, sharding
+from dpllm.model.processes import ahead, salted, shared, stop_signal
+from dpllm.model.rewards import Rewards
+from dpllm.privacy import accounting
+from dpllm.privacy.accounting import CrossCheck
 from dpllm.privacy.engine import Diagnostics
+from dpllm.privacy.gradient_canaries import GradientCanaries
 from dpllm.privacy.packing import Pass, passes_of
+from dpllm.privacy.plan import Plan
 from dpllm.progress import heard_by
 from dpllm.recipe import derived
-from dpllm.recipe.config import RunConfig
-from dpllm.run.build import Prepared, check_processes, prepare
+from dpllm.recipe.config import RunConfig, dump_config
+from dpllm.run import build, checkpoint
+from dpllm.run.build import Prepared
+from dpllm.run.checkpoint import ResumeState, flat
 from dpllm.run.directory import RunDir, check_directory
 from dpllm.run.failures import StepDeadline, fail_together
-from dpllm.run.promise import Start
+from dpllm.run.payment import Payment, pay
+from dpllm.run.projections import KeptGroups, read_groups
+from dpllm.run.promise import Decision, Start, decide
 from dpllm.run.record import Recorder, may_publish_cost
-from dpllm.run.screen import Screen
+from dpllm.run.reference_logprobs import referenced
+from dpllm.run.samples import Samples
+from dpllm.run.screen import Screen, tell_lengths
 from dpllm.statement.run_files import RunRecord, read_run
 from dpllm.telemetry.live import Callbacks, Telemetry
-from dpllm.text import tokens
+from dpllm.text import data, prompts, tokens
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
 
 COMPARE_EVERY = 50  # steps after which the ranks compare their weights; also at every stop and at the end
+PLACES = {
+    "output_dir",
+    "data.train",
+    "data.eval",
+    "model.name_or_path",
+    "model.adapter",
+    "privacy.ledger",
+    "telemetry.textfile",
+}
 
 
 def train(
@@ -66,7 +92,7 @@ def train(
     memory.reset_peak_memory()
     with contextlib.ExitStack() as stack:
         deadline = stack.enter_context(fail_together(config.train.process_timeout))  # where one process fails, all end
-        check_processes(config, state)
+        _check_processes(config, state)
         if main:  # rank 0 alone reads and writes the run directory
             check_directory(config, run, resume=start.resume, overwrite=start.overwrite)  # before anything is made
             stack.enter_context(run.locked())
@@ -122,11 +148,11 @@ def _take_steps(
             batches, canaries = next(logical_batches)
             prepared.payment.charge(step + 1)  # written before the update exists
             with memory.explained(prepared.config, prepared.engine.packing):
-                mine = prepared.engine.step(batches, canaries)
+                own = prepared.engine.step(batches, canaries)
             step += 1
             positions = float(sum(batch.input_ids_1M.numel() for batch in batches))
             stop, positions, loss_sum, units, clipped, norm_sum, *by_layer = processes.totals(
-                len(stopping), positions, mine.loss_sum, mine.units, mine.clipped, mine.norm_sum, *mine.clipped_by_layer
+                len(stopping), positions, own.loss_sum, own.units, own.clipped, own.norm_sum, *own.clipped_by_layer
             )
             everyone = Diagnostics(loss_sum, int(units), int(clipped), norm_sum, tuple(map(int, by_layer)))
             recorder.step(step, rate, int(positions), everyone)
@@ -151,9 +177,9 @@ def _next_batches(prepared: Prepared, state: PartialState) -> tuple[list[Pass], 
     pad_id, rank, world = prepared.tokenizer.pad_token_id or 0, state.process_index, state.num_processes
     drawn, first = prepared.sampler.draw(), len(prepared.units) - prepared.config.audit.gradient_canaries
     units = prepared.units if prepared.pairs is None else prepared.pairs.sampled
-    found = passes_of(drawn, units, prepared.engine.packing, pad_id, rank, world)
+    passes = passes_of(drawn, units, prepared.engine.packing, pad_id, rank, world)
     canaries = [slot - first for slot in drawn if slot >= first] if rank == 0 else []
-    return [batch.pinned() for batch in found] if state.device.type == "cuda" else found, canaries
+    return [batch.pinned() for batch in passes] if state.device.type == "cuda" else passes, canaries
 
 
 def _evaluate(prepared: Prepared, state: PartialState) -> evaluate.HeldOut | None:
@@ -166,3 +192,171 @@ def _evaluate(prepared: Prepared, state: PartialState) -> evaluate.HeldOut | Non
     size = max(1, 2 * prepared.engine.packing.tokens // prepared.config.data.max_length)
     with memory.explained(prepared.config, prepared.engine.packing):
         return evaluate.held_out_loss(prepared.model, prepared.held_out, size, device, prepared.autocast, rank, world)
+
+
+def _check_processes(config: RunConfig, state: PartialState) -> None:
+    """Refuses processes that would run other recipes, code or rounding, or are more than units in a batch; places may differ."""
+    keys = flat(config.model_dump(mode="json"))
+    processes.check_equal(environment.versions() | {f"the recipe's {key}": keys[key] for key in keys.keys() - PLACES})
+    if config.privacy.enabled:
+        # Within a step all ranks round alike. A run that goes on elsewhere rounds its later steps in another way, which costs
+        # nothing: each step's noise covers what one unit moves in that step.
+        processes.check_rounding(environment.kernels(state.device))
+    if sharding.requested():
+        sharding.check(config)
+    if state.num_processes > config.train.batch_size:
+        raise ConfigError(
+            f"{state.num_processes} processes share an expected batch of {config.train.batch_size} units, so some would mostly "
+            f"be idle. Start at most {config.train.batch_size}, or raise train.batch_size."
+        )
+
+
+def prepare(config: RunConfig, start: Start, state: PartialState, console: Console) -> Prepared:
+    """Everything up to the first step; the reservation comes last.
+
+    Raises:
+        ConfigError: The recipe or the data cannot be used.
+        Refused: A guard, the self-check or the ledger's budget refuses; the ledger counts it, and nothing is spent.
+    """
+    run = RunDir(Path(config.output_dir))
+    try:
+        run.private.mkdir(mode=0o700, parents=True, exist_ok=True)  # before the first copy of private data lies in it
+    except OSError as error:
+        raise ConfigError(
+            f"{run.root}: cannot be written to ({error.strerror}), and every process stores tokens there. Type another "
+            "--output_dir."
+        ) from None
+    try:
+        return _prepare(config, run, start, state, console)
+    except BaseException as error:
+        if not start.resume and state.is_local_main_process:  # a run that goes on needs its own tokens
+            shutil.rmtree(run.private / "cache" / tokens.FOLDER, ignore_errors=True)
+        if isinstance(error, Refused) and state.is_main_process:
+            _note(error, config, run)
+        raise
+
+
+def _note(error: Refused, config: RunConfig, run: RunDir) -> None:
+    """Writes down that a run was refused: in run.json of a directory without one, and among the ledger's counts."""
+    with contextlib.suppress(ConfigError):  # a ledger that cannot be opened must not hide the refusal
+        if error.reason and (ledger := open_ledger(config.privacy.ledger, create=False)):
+            with ledger:
+                ledger.count_refusal(error.dataset, error.reason)
+    if not run.run.exists():
+        reason = {"holds": False, "reason": f"the run was refused: {error}"}
+        with contextlib.suppress(OSError):
+            write_json(run.run, {"status": "refused", "guarantee": reason, "steps_taken": 0})
+
+
+def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, console: Console) -> Prepared:
+    main, cache, device = state.is_main_process, run.private / "cache", state.device
+    decided = decide(config, start, fetch=True, cache=cache).obeyed() if main else None
+    rows = decided.subject.rows if decided and decided.subject else None  # rank 0 reads the data once
+    everywhere: Decision = shared(decided.without_rows() if decided else None)
+    decision = everywhere.at(config)
+    config, plan, resumed = decision.config, decision.plan, decision.resumed
+    console.print(str(decision), markup=False)
+    tokenizer = loading.load_tokenizer(config.model, config.data)
+    drawn = build.draw_canaries(config, run, start.resume, tokenizer, device) if main and config.audit.plants else None
+    planted = shared(drawn)
+    promise = _promise(decision, planted)
+    table, units = build.tokenised_units(decision, rows, tokenizer, planted, run)
+    units.lengths.check(config.data)
+    tell_lengths(units.lengths, config, console)
+    evaluation, held_out = build.held_out_rows(config, tokenizer, cache)
+    samples = Samples.of(config, tokenizer, main=main)  # before anything is reserved
+    digests = {"training": units.digest, "held-out": repr(held_out)}
+    processes.check_equal({f"the {name} data, as tokens,": salted(digest) for name, digest in digests.items()})
+    net, dropout_off = build.build_model(decision, device, console)
+    vocabulary = build.vocabulary_of(config, net, tokenizer, units, held_out)
+    optimizer = build.make_optimizer(config.train, net)
+    key: int = shared(build.groups_key(config, run, plan, resumed) if main else 0)
+    precision = shared(loading.precision_of(config.train, device))  # auto: what rank 0 makes of it
+    packing = shared(memory.packing_for(config, net, vocabulary, device))
+    sampler, engine, autocast = build.make_engine(decision, net, optimizer, len(units), device, precision, packing, key)
+    if plan and planted and planted.gradient_coins and main:  # rank 0 adds the noise, and them
+        coins = planted.gradient_coins
+        engine.canaries = GradientCanaries(int(planted.gradient_key, 16), coins, engine.size, plan.clipping, device)
+    pad_id = tokenizer.pad_token_id or 0
+    checked = build.check_engine(decision, net, engine, vocabulary, pad_id, precision, console)
+    rewards = Rewards(net, engine.packing, pad_id, device, autocast)
+    pairs = referenced(decision, run, rewards, units, held_out) if engine.pairs else None
+    noted = _load(resumed, run, net, optimizer, console) if resumed else []
+    payment = pay(config, decision, start, run, table) if main else Payment()
+    prepared = Prepared(
+        decision=decision,
+        run=run,
+        units=units,
+        held_out=held_out,
+        pairs=pairs,
+        samples=samples,
+        tokenizer=tokenizer,
+        model=net,
+        optimizer=optimizer,
+        engine=engine,
+        autocast=autocast,
+        sampler=sampler,
+        payment=payment,
+        checked=checked,
+        notes=list(dict.fromkeys([*decision.policy.deviations, *noted])),
+        dropout_off=dropout_off,
+    )
+    if main:
+        _write(prepared, promise, planted, key, table, evaluation)
+    state.wait_for_everyone()
+    return prepared
+
+
+def _load(
+    resumed: ResumeState, run: RunDir, net: torch.nn.Module, optimizer: torch.optim.Optimizer, console: Console
+) -> list[str]:
+    """Takes model and optimizer from where the run stopped to all processes; what is noted of this attempt and earlier ones."""
+    if PartialState().is_main_process:
+        checkpoint.load_resume(run, net, optimizer)
+    processes.replicate(optimizer, list(checkpoint.kept(net).values()))
+    for note in resumed.notes:
+        console.print(f"Resumed: {note}.", markup=False, highlight=False, soft_wrap=True)
+    return [*resumed.noted, *resumed.notes]
+
+
+def _promise(decision: Decision, planted: CanaryPlan | None) -> Plan | None:
+    """plan.json: the Plan, a second accountant's word, and what the audit may not choose later."""
+    plan = decision.plan
+    if plan is None or decision.resumed:
+        return plan
+    second = accounting.cross_check(plan.event, plan.delta, plan.neighbouring_relation, plan.epsilon)
+    fixed = {
+        "canary_commitment": planted.commitment if planted else None,
+        "audit": decision.config.audit.fixed(),
+        "cross_check": CrossCheck(**second) if second else None,
+    }
+    return plan.model_copy(update=fixed)
+
+
+def _write(
+    prepared: Prepared,
+    promise: Plan | None,
+    planted: CanaryPlan | None,
+    groups_key: int,
+    table: data.Table,
+    evaluation: data.Table | None,
+) -> None:
+    """What the run directory holds before the first step, of a new run instead of what lay there."""
+    run, config, plan, resumed = prepared.run, prepared.config, prepared.plan, prepared.decision.resumed
+    with contextlib.ExitStack() as on_failure:
+        on_failure.callback(prepared.payment.close)
+        if not resumed:
+            run.clear(keep=prepared.units.path)
+            run.make()
+            if prepared.pairs:
+                prepared.pairs.keep(run)
+            run.config.write_text(dump_config(config), encoding="utf-8")
+            if planted:
+                canaries.save(planted, run.canaries)
+        prompts.keep_rows(run.rows, config.data, table, evaluation)
+        if plan and plan.coefficients:
+            starts = (*read_groups(run.groups).starts, resumed.charged) if resumed else (0,)
+            KeptGroups(plan.bands, groups_key, len(prepared.units), starts).write(run.groups)
+        if promise:
+            write_json(run.plan, promise.to_json())
+        on_failure.pop_all()

@@ -22,16 +22,20 @@ from torch import nn
 from dpllm.errors import ConfigError, Refused
 from dpllm.ledger import Ledger, RunRequest
 from dpllm.model import loading, memory, processes
-from dpllm.privacy import banded, events, guards
+from dpllm.privacy import events, guards
 from dpllm.privacy.engine import Diagnostics, StepEngine
 from dpllm.privacy.noise import GaussianNoise
 from dpllm.privacy.packing import passes_of
-from dpllm.privacy.plan import CONSTANT, Mechanism, Plan, noise_multiplier_for, resolved_delta, strategy_for
+from dpllm.privacy.plan import Plan
 from dpllm.privacy.reference import longest_row
 from dpllm.privacy.sampling import PoissonSampler
-from dpllm.privacy.schedule import LARGEST_PASS, TokenSequence, Unit, make_schedule
+from dpllm.privacy.schedule import LARGEST_PASS, Unit
 from dpllm.privacy.stream import Turns, os_entropy
-from dpllm.run.mechanism import check_passes, is_low
+from dpllm.recipe import derived
+from dpllm.recipe.config import make_config
+from dpllm.run.build import check_passes, is_low
+
+CALLS = ("forward", "_call_impl", "_compiled_call_impl")  # of a layer itself, if set, in place of its class's
 
 
 def promise(
@@ -43,7 +47,7 @@ def promise(
     max_grad_norm: float = 1.0,
     bands: int | Literal["auto"] = 1,
 ) -> Plan:
-    """The Plan of a loop of one's own: flat clipping, units sampled whole, delta by ``privacy.delta: auto``.
+    """The Plan of a loop of one's own, as ``recipe.derived.plan_of`` makes it of a recipe: flat clipping, units sampled whole.
 
     Args:
         num_units: N, which is published; at least 1.
@@ -51,50 +55,36 @@ def promise(
         batch_size: B, expected units of a step.
         steps: T.
         max_grad_norm: C.
-        bands: b, how many steps banded noise reaches back and how many groups take turns, or auto (``privacy.bands``); it suits
-            a constant learning rate. 1: independent noise.
+        bands: b, how many steps banded noise reaches back and how many groups take turns, or auto (``privacy.bands``), for a
+            constant learning rate. 1: independent noise.
 
     Raises:
         ConfigError: A number is impossible, or the target cannot be reached.
         Refused: The batch is larger than N, or than one of b groups; or there are fewer than b steps.
     """
-    units, batch = _whole("num_units", num_units), _whole("batch_size", batch_size)
-    schedule = make_schedule(units, batch, _whole("steps", steps))
-    epsilon = events.number("epsilon", epsilon, 0.0)
-    norm = events.number("max_grad_norm", max_grad_norm, 1e-20, 1e20, including=True)
-    delta, coefficients = resolved_delta("auto", 1.0, units), tuple[float, ...]()
+    units = _whole("num_units", num_units)
+    noise: dict[str, Any] = {"noise": "independent"}
     if bands != 1:
-        bands = bands if bands == "auto" else _whole("bands", bands)
-        banded.check(bands, schedule, "unit")
-        coefficients = strategy_for(epsilon, delta, schedule, "zero_out", CONSTANT, bands)
-    sigma = noise_multiplier_for(epsilon, delta, schedule, "zero_out", max(1, len(coefficients)))
-    return Plan.of(
-        Mechanism(
-            unit="example",
-            max_examples_per_unit=None,
-            sampling="unit",
-            neighbouring_relation="zero_out",
-            dataset_size=units,
-            canary_slots=0,
-            expected_batch_size=batch,
-            num_steps=schedule.num_steps,
-            noise_multiplier=sigma,
-            coefficients=coefficients,
-            clipping="flat",
-            max_grad_norm=norm,
-            delta=delta,
-            target_epsilon=epsilon,
-        )
-    )
+        noise = {"noise": "banded", "bands": bands if isinstance(bands, str) else _whole("bands", bands)}
+    settings = {
+        "model": {"name_or_path": "in memory"},
+        "data": {"train": "in memory"},
+        "output_dir": "none",
+        "privacy": {"epsilon": epsilon, "max_grad_norm": max_grad_norm, **noise},
+        "train": {
+            "batch_size": _whole("batch_size", batch_size),
+            "steps": _whole("steps", steps),
+            "lr_scheduler": "constant",
+            "warmup": 0.0,
+        },
+    }
+    return derived.plan_of(make_config(settings, None, "dpllm.promise"), units)
 
 
 def _whole(name: str, value: int, most: int | None = None) -> int:
     """Of 1 or more; an integer of numpy is one."""
     plain = isinstance(value, Integral) and not isinstance(value, bool)
     return events.integer(name, int(value) if plain else value, 1, most)
-
-
-CALLS = ("forward", "_call_impl", "_compiled_call_impl")  # of a layer itself, if set, in place of its class's
 
 
 class Engine:
@@ -145,11 +135,10 @@ class Engine:
         _check_plan(plan, ledger, optimizer)
         schedule, size = plan.schedule, plan.schedule.dataset_size
         self.plan, self._model, self._steps, self._open, self._broken = plan, model, 0, True, False
-        self._units = _frozen(tuple(units))  # the caller's lists may change
         self._check_surroundings()
         vocabulary = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
         max_length = longest_row(model, max_length)
-        _check_units(self._units, size, max_length, vocabulary)
+        self._units = _frozen(units, size, max_length, vocabulary)  # the caller's lists may change
         tokens = None if tokens_per_pass is None else _whole("tokens_per_pass", tokens_per_pass, LARGEST_PASS)
         self.dropout_off = loading.without_dropout(model.train())
         self._pad_id = getattr(model.config, "pad_token_id", None) or 0
@@ -207,7 +196,7 @@ class Engine:
         self._steps += 1
         if self._broken:  # a turn passed without a row of noise, so that a unit's next turn would be too near in noise
             self._engine.forget_noise()
-        self._broken = True  # before the turn passes: an interrupt may come within the draw
+        self._broken = True  # before the draw, in which an interrupt may come
         try:
             drawn = self._sampler.draw()
             batches = passes_of(drawn, self._units, self._engine.packing, self._pad_id)
@@ -240,17 +229,6 @@ class Engine:
         self._open = False
         self._engine.close()
         self._ledger.finish(self.entry, "completed" if self._steps == self.plan.schedule.num_steps else "interrupted")
-
-
-def _frozen(units: Sequence[Unit]) -> tuple[Unit, ...]:
-    """The same in tuples, to which nobody can add a row or a token once they were checked; what is no unit, as it is."""
-    if len(set(map(id, units))) != len(units):
-        raise ConfigError("a unit is in the list twice and would count twice. List each once, with all its rows.")
-
-    def frozen(row: TokenSequence) -> TokenSequence:
-        return replace(row, input_ids=tuple(map(index, row.input_ids)), loss_mask=tuple(map(bool, row.loss_mask)))
-
-    return tuple(Unit(tuple(map(frozen, unit.sequences))) if isinstance(unit, Unit) else unit for unit in units)
 
 
 def _seen(model: nn.Module) -> dict[str, tuple[Any, ...]]:
@@ -290,29 +268,36 @@ def _check_plan(plan: Plan, ledger: Ledger, optimizer: torch.optim.Optimizer) ->
         )
 
 
-def _check_units(units: tuple[Unit, ...], size: int, max_length: int, vocabulary: int) -> None:
-    """Refuses what a step could only fail on after it was charged, and units that are not N different ones."""
+def _frozen(units: Sequence[Unit], size: int, max_length: int, vocabulary: int) -> tuple[Unit, ...]:
+    """The same in tuples, to which nobody can add a row or token; refuses what a step could only fail on once it was charged."""
     if len(units) != size:
         raise ConfigError(
             f"there are {len(units)} units, but the Plan is for {size}. Make the Plan with promise(len(units), ...)."
         )
+    if len(set(map(id, units))) != size:
+        raise ConfigError("a unit is in the list twice and would count twice. List each once, with all its rows.")
     owners: dict[tuple[int, ...], int] = {}
+    frozen = []
     for number, unit in enumerate(units):
         if not isinstance(unit, Unit):
             raise ConfigError(f"units[{number}] is not a dpllm.Unit. Build one from all rows of one privacy unit.")
+        rows = []
         for row in unit.sequences:
-            length, owner = len(row.input_ids), owners.setdefault(row.input_ids, number)
-            if owner != number:
+            ids, mask = tuple(map(index, row.input_ids)), tuple(map(bool, row.loss_mask))
+            if (owner := owners.setdefault(ids, number)) != number:
                 warnings.warn(
                     f"units[{owner}] and units[{number}] hold the same row. If both belong to one person, that person would "
                     "count as two: put all rows of a person into one Unit.",
                     stacklevel=3,
                 )
-            if length > max_length:
+            if len(ids) > max_length:
                 raise ConfigError(f"units[{number}] has a row longer than max_length. Cut it, or raise max_length.")
-            known = all(0 <= token < vocabulary for token in row.input_ids)
-            if not known or not 1 <= length == len(row.loss_mask) or row.loss_mask[0] or row.denominator < 1:
+            known = all(0 <= token < vocabulary for token in ids)
+            if not known or not 1 <= len(ids) == len(mask) or mask[0] or row.denominator < 1:
                 raise ConfigError(
                     f"units[{number}] has a row with nothing to train on. Give token ids below {vocabulary}, a loss_mask of the "
                     "same length that is False at position 0, and a denominator of at least 1."
                 )
+            rows.append(replace(row, input_ids=ids, loss_mask=mask))
+        frozen.append(Unit(tuple(rows)))
+    return tuple(frozen)

@@ -22,15 +22,15 @@ from dpllm.files import read_json, scratch
 from dpllm.ledger import Ledger, Outlook, RunRequest, dataset_policy, default_path, open_ledger
 from dpllm.ledger.dataset_policy import DatasetPolicy
 from dpllm.model import environment
-from dpllm.privacy.plan import Plan
+from dpllm.privacy.plan import Plan, resolved_delta
 from dpllm.privacy.schedule import Schedule
 from dpllm.progress import tell
 from dpllm.recipe import derived, names
 from dpllm.recipe.config import RunConfig
 from dpllm.run.advice import advise, check_learning_rate
+from dpllm.run.checkpoint import ResumeState, check_promise, read_resume_state, same_lineage, same_recipe
 from dpllm.run.directory import RunDir, check_directory
 from dpllm.run.labels import read_labels
-from dpllm.run.resume import ResumeState, check_promise, read_resume_state, same_lineage, same_recipe
 from dpllm.statement import lineage, parents, section
 from dpllm.statement.fields import Lineage
 from dpllm.statement.formatting import html_table
@@ -130,37 +130,46 @@ class Decision:
         assert self.subject.policy is not None
         return self.subject.policy
 
+    def _in_words(self) -> dict[str, str]:
+        """What is promised and known, by name; refusals and advice stand apart."""
+        words = {}
+        if self.plan is not None:
+            words["Plan"] = str(self.plan)
+        elif self.schedule is not None and not self.config.privacy.enabled:
+            words["No differential privacy"] = f"{self.schedule.num_steps} steps"
+        if self.lowered:
+            words["Beware"] = self.lowered
+        if (loss := derived.flipped_labels(self.config)) is not None:
+            words["Labels"] = loss
+        if self.ledger is not None:
+            words["Ledger"] = str(self.ledger)
+        if self.subject and self.subject.reads:
+            words["Data"] = self.subject.reads
+        return words
+
     def __str__(self) -> str:
         """The same as ``repr``, with advice."""
         return "\n".join([repr(self), *(f"Advice: {text}" for text in self.advice)])
 
     def __repr__(self) -> str:
         """The promise in one line, and what would refuse it in one line each."""
-        lines = [f"Refused: {error}" for error in self.refusals]
-        if self.plan is not None:
-            lines.insert(0, f"Plan: {self.plan}")
-        elif self.schedule is not None and not self.config.privacy.enabled:
-            lines.insert(0, f"No differential privacy: {self.schedule.num_steps} steps")
-        if self.lowered:
-            lines.append(self.lowered)
-        if (loss := derived.flipped_labels(self.config)) is not None:
-            lines.append(loss)
-        if self.ledger is not None:
-            lines.append(f"Ledger: {self.ledger}")
-        if self.subject and self.subject.reads:
-            lines.append(f"Data: {self.subject.reads}")
-        return "\n".join(lines)
+        lines = [f"{name}: {text}" for name, text in self._in_words().items()]
+        return "\n".join([*lines, *(f"Refused: {error}" for error in self.refusals)])
 
     def _repr_html_(self) -> str:
         """The same as a table, in a notebook."""
-        rows = self.plan.in_words() if self.plan else {}
-        more = {"ledger": self.ledger, "beware": self.lowered or None, "data": self.subject and self.subject.reads}
-        more |= {"advice": " ".join(self.advice) or None}
-        return html_table("Plan", {**rows, **more, "refused": "; ".join(map(str, self.refusals)) or None})
+        more = {"Advice": " ".join(self.advice) or None, "Refused": "; ".join(map(str, self.refusals)) or None}
+        return html_table("Decision", {**self._in_words(), **more})
 
     def without_rows(self) -> Self:
         """The same for other processes, which have not the files of this one open."""
         return replace(self, subject=self.subject and replace(self.subject, rows=None))
+
+    def at(self, config: RunConfig) -> Self:
+        """The same with the places of another machine, which ``config`` names."""
+        data = self.config.data
+        seen = {f"data.{name}": getattr(data, name) for name in ("format", "label_epsilon", "chat_template")}
+        return replace(self, config=config.changed(seen))
 
     def obeyed(self) -> Self:
         """The same, where nothing refuses; else the first refusal is raised."""
@@ -172,9 +181,9 @@ class Decision:
 class Refusals:
     """Collects refusals, each message once."""
 
-    def __init__(self) -> None:
-        """None so far."""
-        self.errors: list[DpllmError] = []
+    def __init__(self, *errors: DpllmError) -> None:
+        """Those that are known already."""
+        self.errors = [*errors]
 
     def add(self, error: DpllmError) -> None:
         """One more."""
@@ -365,17 +374,8 @@ def _plan(
 ) -> tuple[Plan | None, BudgetExceeded | None]:
     """The Plan, and what is to be said where the budget leaves too little for its noise to be calibrated."""
     cache, over = accounting_cache(), None
-    if schedule is None:  # delta can be judged all the same: by one step of one unit, with noise that meets any target
-        any_target = {
-            "train.batch_size": 1,
-            "train.steps": 1,
-            "train.epochs": None,
-            "privacy.epsilon": UNBOUNDED,
-            "privacy.noise_multiplier": 100.0,
-            "privacy.clipping": "flat",
-            "privacy.noise": "independent",
-        }
-        found.attempt(derived.plan_of, config.changed(any_target), num_units, cache)
+    if schedule is None:  # delta can be judged all the same
+        found.attempt(resolved_delta, config.privacy.delta, terms["largest_delta"], num_units)
         return None, None
     try:
         return derived.plan_of(config, num_units, cache, **terms), None

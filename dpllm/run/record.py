@@ -41,7 +41,6 @@ from dpllm.telemetry.live import EpsilonSpent, Telemetry
 from dpllm.text.prompts import printable
 
 Status = Literal["completed", "interrupted"]
-RUN_AWAY = 300.0  # no weight of an adapter is so large; AdamW moves one by about the learning rate in a step
 INTERRUPTED = (
     "the run was interrupted; the full Plan's epsilon is stated, and a decision to stop that was taken on un-noised metrics is "
     "outside the guarantee"
@@ -133,17 +132,19 @@ class Recorder:
         self._screen.end()
         figures = {name: getattr(seen, name, None) for name in self._figures}
         # JSON has no word for nan.
-        found = {name: value if value is not None and math.isfinite(value) else None for name, value in figures.items()}
-        loss = found["loss"]
+        finite = {
+            name: value if value is not None and math.isfinite(value) else None for name, value in figures.items()
+        }
+        loss = finite["loss"]
         if when == "during":
-            self._log({"step": self._step, **{f"eval_{name}": value for name, value in found.items()}})
+            self._log({"step": self._step, **{f"eval_{name}": value for name, value in finite.items()}})
         else:
-            self._summary |= {f"eval_{name}_{when}": value for name, value in found.items()}
+            self._summary |= {f"eval_{name}_{when}": value for name, value in finite.items()}
         if when == "before" and self._main:
             write_json(self._prepared.run.summary, self._summary)  # a process that is killed writes no more
         elif when == "after":
             self._summary["eval_tokens"] = seen.tokens if seen else 0
-        self._telemetry.evaluated(self._step, loss, found.get("accuracy"))
+        self._telemetry.evaluated(self._step, loss, finite.get("accuracy"))
         if when == "before" and loss is not None and self._prepared.config.data.eval_public:
             self._console.print(f"Held-out loss before: {loss:.4f} nats per token")
 
@@ -156,9 +157,8 @@ class Recorder:
                 f"Samples of step {self._step}, which no guarantee covers: {self._prepared.run.metrics}", markup=False
             )
             return
-        self._telemetry.sampled(self._step, samples)
-        for one in samples:
-            line = " ".join(printable(f"{one['prompt']} -> {one['text']}").split())
+        for sample in samples:
+            line = " ".join(printable(f"{sample['prompt']} -> {sample['text']}").split())
             self._console.print(f"Sample of step {self._step}: {line}", markup=False, highlight=False, soft_wrap=True)
 
     def save(self) -> None:
@@ -213,18 +213,12 @@ class Recorder:
         self._console.print(summary_table(summary(Run(prepared.run, read_run(prepared.run), prepared.config))))
         before, after = (self._summary[f"eval_loss_{when}"] for when in ("before", "after"))
         worse = prepared.held_out and (after is None or (before is not None and after > before))
-        largest, seen = 0.0, only_seen(self._console)
-        if prepared.config.adapter.method == "lora" and (may_publish_weights(prepared) or seen):
-            largest = max(float(tensor.detach().abs().max()) for tensor in prepared.engine.parameters.values())
-        why = ""
-        if largest > RUN_AWAY:  # of weights that may leave, anybody may read this
-            why = f"a trained weight is {largest:.3g}, where {RUN_AWAY:g} is already too large"
         # A log has other readers, and no loss or norm carries noise.
-        elif (worse or not self._finite or self._not_finite) and seen:
-            why = "a loss or a gradient is not finite, or the held-out loss is above the base model's"
-        if why:
+        if (worse or not self._finite or self._not_finite) and only_seen(self._console):
             self._console.print(
-                f"Warning: the run has diverged: {why}. Lower train.learning_rate and train again.", highlight=False
+                "Warning: the run has diverged: a loss or a gradient is not finite, or the held-out loss is above the base "
+                "model's. Lower train.learning_rate and train again.",
+                highlight=False,
             )
 
     @contextlib.contextmanager

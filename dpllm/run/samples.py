@@ -15,8 +15,8 @@ import torch
 from dpllm.errors import ConfigError
 from dpllm.files import resolved
 from dpllm.model import evaluate, processes
+from dpllm.privacy.loss import Autocast
 from dpllm.recipe.config import DataConfig, RunConfig
-from dpllm.run.mechanism import Autocast
 from dpllm.text.prompts import encode, read_prompts
 from dpllm.text.sources import expand
 

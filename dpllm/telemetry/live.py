@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 import os
 import re
 import sys
@@ -100,16 +99,16 @@ class Telemetry:
             return
         self._promised = base_holds and derived.deviations(self._config)[0] is None
         try:
-            found = metrics.of_record(self._run, self._config, promised=self._promised)
+            record = metrics.of_record(self._run, self._config, promised=self._promised)
             if self._config.telemetry.trackers:
-                about = _about(self._config, self._run, found, promised=self._promised)
+                about = _about(self._config, self._run, record, promised=self._promised)
                 folder = self._run.private / "trackers"
-                self._trackers = Trackers(self._config.telemetry, found.model, folder, about)
+                self._trackers = Trackers(self._config.telemetry, record.model, folder, about)
                 self._open.callback(self._trackers.finish)
         except DpllmError as error:
             self._tell(error)
             return
-        self._shown = replace(found, state="running")
+        self._shown = replace(record, state="running")
         self._show({"dp_training_step": step, "dp_training_epsilon_consumed": epsilon if self._promised else None})
 
     def step(self, step: int, epsilon: float | None, rate: float, private: Mapping[str, Any]) -> None:
@@ -118,16 +117,16 @@ class Telemetry:
             return
         if not self._promised:  # nothing was released with noise that protects anybody
             epsilon = None
-        told: dict[str, float | None] = {"epsilon_consumed": epsilon, "learning_rate": rate}
+        released: dict[str, float | None] = {"epsilon_consumed": epsilon, "learning_rate": rate}
         figures: dict[str, float | None] = {"dp_training_step": step, "dp_training_epsilon_consumed": epsilon}
         if self._config.telemetry.private_metrics:
             clips = self._config.privacy.enabled and private["units"]
             loss, share = private["loss"], private["clipped"] / private["units"] if clips else None
-            told |= {"private_loss": loss, "private_clip_fraction": share}
+            released |= {"private_loss": loss, "private_clip_fraction": share}
             figures |= {"dp_training_private_loss": loss, "dp_gradient_clip_fraction": share}
         if self._trackers:
-            self._trackers.log(told, step)
-        self.callbacks.step(step, told)
+            self._trackers.log(released, step)
+        self.callbacks.step(step, released)
         self._show(figures, now=time.monotonic() >= self._due)
 
     def evaluated(self, step: int, loss: float | None, accuracy: float | None) -> None:
@@ -136,23 +135,17 @@ class Telemetry:
         if self._trackers and (released or self._config.telemetry.private_metrics):
             self._trackers.log({"eval_loss": loss, "eval_accuracy": accuracy}, step)
 
-    def sampled(self, step: int, samples: Sequence[Mapping[str, str]]) -> None:
-        """Hands texts to the trackers; the caller says by calling that the weights, which wrote them, may leave."""
-        if self._trackers:
-            texts = {f"sample_{n}": f"{one['prompt']} -> {one['text']}" for n, one in enumerate(samples, start=1)}
-            self._trackers.log_texts(texts, step)
-
     def end(self) -> None:
         """Shows what run.json says of the end; the file keeps it."""
         if self._shown is None:
             return
         consumed = self._shown.figures.get("dp_training_epsilon_consumed")
         try:
-            found = metrics.of_record(self._run, self._config, promised=self._promised)
+            record = metrics.of_record(self._run, self._config, promised=self._promised)
         except DpllmError as error:
             self._tell(error)
             return
-        self._shown = replace(found, figures={**self._shown.figures, **found.figures})
+        self._shown = replace(record, figures={**self._shown.figures, **record.figures})
         # Of a run that was interrupted, the steps' alone.
         self._show({"dp_training_epsilon_consumed": consumed})
 
@@ -206,9 +199,9 @@ def publish_audit(run: RunPaths, config: RunConfig, audited: Figures) -> None:
     if not config.telemetry.textfile:
         return
     try:
-        found = metrics.of_record(run, config)
-        families = metrics.run_families(replace(found, figures={**found.figures, **audited}))
-        metrics.write(metrics.file_of(config.telemetry.textfile, found.model), families)
+        record = metrics.of_record(run, config)
+        families = metrics.run_families(replace(record, figures={**record.figures, **audited}))
+        metrics.write(metrics.file_of(config.telemetry.textfile, record.model), families)
     except (OSError, DpllmError) as error:
         _tell(error)
 
@@ -256,15 +249,6 @@ class Trackers:
             with self._dropped_if_it_fails(name):
                 tracker.log(_known(values), step=step)
 
-    def log_texts(self, texts: Mapping[str, str], step: int) -> None:
-        """Hands over texts; to mlflow as a file, because accelerate gives it numbers alone."""
-        for name, tracker in tuple(self._started.items()):
-            with self._dropped_if_it_fails(name):
-                if name == "mlflow":
-                    importlib.import_module(name).log_text("\n".join(texts.values()), f"samples/step-{step}.txt")
-                else:
-                    tracker.log(dict(texts), step=step)
-
     def finish(self) -> None:
         """Ends them."""
         for name, tracker in tuple(self._started.items()):
@@ -303,10 +287,10 @@ class Callbacks:
             return
         from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-        for one in self._callbacks:
-            if not isinstance(one, TrainerCallback):
+        for callback in self._callbacks:
+            if not isinstance(callback, TrainerCallback):
                 raise ConfigError(
-                    f"callbacks: holds a {type(one).__name__}. Give instances of subclasses of transformers.TrainerCallback."
+                    f"callbacks: holds a {type(callback).__name__}. Give instances of subclasses of transformers.TrainerCallback."
                 )
         # Its constructor would make accelerate's state anew, and with it another device.
         self._settings: Any = object.__new__(TrainingArguments)
@@ -359,8 +343,8 @@ class Callbacks:
             self._call("on_train_end")
 
     def _call(self, what: str, **more: Any) -> None:
-        for one in self._callbacks:
-            getattr(one, what)(self._settings, self._state, self._control, **more)
+        for callback in self._callbacks:
+            getattr(callback, what)(self._settings, self._state, self._control, **more)
 
 
 class EpsilonSpent:

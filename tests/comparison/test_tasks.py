@@ -11,7 +11,7 @@ import tiny
 from comparing import make_run, write_tasks
 
 from dpllm.comparison import tasks
-from dpllm.comparison.compared_runs import PROTOCOL, cached_tasks
+from dpllm.comparison.compare import PROTOCOL, cached_tasks
 from dpllm.errors import ConfigError
 from dpllm.statement.run_files import read_run
 from dpllm.text.data import Table

@@ -115,7 +115,7 @@ def test_audits_at_the_same_time_are_all_counted(copy: Place) -> None:
 def test_a_run_goes_on_with_the_canaries_it_began_with(copy: Place) -> None:
     run, config = RunDir(copy.run), RunDir(copy.run).load_config()
     own = canaries.load(run.canaries)
-    assert build._canaries(config, run, True, None, torch.device("cpu")) == own
+    assert build.draw_canaries(config, run, True, None, torch.device("cpu")) == own
     canaries.save(canaries.redraw_coins(own), run.canaries)
     with pytest.raises(ConfigError, match=r"canaries\.json is not what the run wrote"):
         open_run(run, goes_on=True)  # as a resume begins

@@ -13,7 +13,7 @@ from running import Json, Place, done, make_place
 from dpllm.auditing.run import audit
 from dpllm.canaries import canaries
 from dpllm.recipe.sections import CanaryConfig
-from dpllm.run import mechanism
+from dpllm.run import build
 from dpllm.run.directory import RunDir
 
 pytestmark = pytest.mark.full  # in small: test_audit_statistics.py, test_audit_command.py
@@ -47,7 +47,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory, base: Path, data_home: Path,
     changes = {"privacy.enabled": False, "privacy.insecure_seed": None, "data.public": True}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_DATA_HOME", str(data_home))
-        patch.setattr(mechanism, "os_entropy", lambda: random.Random(seed).getrandbits(128))  # which rows are drawn
+        patch.setattr(build, "os_entropy", lambda: random.Random(seed).getrandbits(128))  # which rows are drawn
         place = trained(tmp_path_factory.mktemp("plain"), base, seed, changes)
         return place, audit(RunDir(place.run)).to_json()
 

@@ -17,8 +17,8 @@ from dpllm.errors import ConfigError, Refused
 from dpllm.model.loading import load_tokenizer
 from dpllm.recipe import names
 from dpllm.recipe.config import DataConfig, ModelConfig, load_config
+from dpllm.run.checkpoint import same_recipe
 from dpllm.run.directory import RunDir
-from dpllm.run.resume import same_recipe
 from dpllm.text.rendering import read_template
 
 OTHER = tiny.CHAT.replace("<|user|>", "<|user|>!").replace("}}{{ eos_token", "}}.{{ eos_token")

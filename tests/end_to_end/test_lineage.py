@@ -15,8 +15,8 @@ from running import Place, done, dpllm_, fails_in_step
 from safetensors.torch import load_file, save_file
 
 from dpllm.errors import ConfigError, Refused
+from dpllm.run.checkpoint import same_lineage
 from dpllm.run.directory import RunDir
-from dpllm.run.resume import same_lineage
 from dpllm.statement import lineage, parents, section
 
 Json = dict[str, Any]

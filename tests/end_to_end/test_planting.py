@@ -85,8 +85,8 @@ def test_training_plants_what_was_planned_and_never_twice(planned):
     # One that replaces it has texts and coins of its own, one that goes on has the same.
     run = RunDir(planned.run)
     config = run.load_config()
-    assert build._canaries(config, run, True, None, None) == plan
-    assert build._canaries(config, run, False, None, None).commitment != plan.commitment
+    assert build.draw_canaries(config, run, True, None, None) == plan
+    assert build.draw_canaries(config, run, False, None, None).commitment != plan.commitment
 
 
 def test_canaries_of_another_recipe_are_refused_before_anything_is_charged(planned):

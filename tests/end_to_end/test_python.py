@@ -163,19 +163,6 @@ def test_an_error_in_a_callbacks_last_call_leaves_a_completed_run(tmp_path: Path
     assert not list((place.run / "private" / "cache").rglob("tokens*"))
 
 
-@pytest.mark.parametrize("released", [True, False])
-def test_a_log_is_told_of_weights_that_ran_away_only_where_they_are_released(
-    tmp_path: Path, base: Path, released: bool
-) -> None:
-    changes = {
-        "train.learning_rate": 1.0,
-        "train.weight_decay": 1e9,
-        **({} if released else {"privacy.insecure_seed": 5}),
-    }
-    answer = done("train", make_place(tmp_path, base, changes).recipe)
-    assert ("a trained weight is" in answer.out) is released
-
-
 def test_an_epsilon_that_is_lowered_to_the_budget_is_named(tmp_path: Path, base: Path) -> None:
     place = make_place(tmp_path, base, {"privacy.fit_budget": True})
     terms = ("--epsilon", 4, "--delta", 1e-3, "--by", "alice", "--reason", "a test", "--ledger", place.ledger)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from running import Answer, Place, dpllm_, make_place
 from safetensors.torch import load_file
-from tensorboard.backend.event_processing import event_accumulator
 
 PROMPTS = {"train.sample_prompts": ["Anna bought", "On day"], "train.sample_every": 2}
 SEED = {"privacy.insecure_seed": 5}
@@ -41,36 +40,23 @@ def test_weights_have_the_same_bits_with_and_without_samples(tmp_path: Path, bas
     assert recipes[0] == recipes[1]
 
 
-def texts_in_trackers(place: Place) -> list[str]:
-    found = []
-    for path in (place.run / "private" / "trackers").rglob("events*"):
-        events = event_accumulator.EventAccumulator(str(path))
-        events.Reload()
-        found += [tag for tag in events.Tags()["tensors"] if tag.startswith("sample_")]
-    return sorted(found)
-
-
 def test_they_are_released_with_the_weights(tmp_path: Path, base: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("Anna bought\nOn day\n")
-    changes = {"train.sample_prompts": str(prompts), "telemetry.trackers": ["tensorboard"]}
-    place, answer = trained(tmp_path / "released", base, changes)
+    place, answer = trained(tmp_path / "released", base, {"train.sample_prompts": str(prompts)})
     ((last,),) = [written(place)]
     assert last["step"] == 4
     assert [one["prompt"] for one in last["samples"]] == ["Anna bought", "On day"]
     assert answer.out.count("Sample of step 4: ") == 2
     assert "Sample of step 4: Anna bought -> " in answer.out
-    assert texts_in_trackers(place) == ["sample_1/text_summary", "sample_2/text_summary"]
 
 
 def test_without_a_guarantee_they_stay_private(tmp_path: Path, base: Path) -> None:
-    changes = {**SEED, **PROMPTS, "telemetry.trackers": ["tensorboard"], "telemetry.private_metrics": True}
-    place, answer = trained(tmp_path / "seeded", base, changes)
+    place, answer = trained(tmp_path / "seeded", base, {**SEED, **PROMPTS, "telemetry.private_metrics": True})
     assert len(written(place)) == 2
     assert "Sample of step 2, which" not in answer.out
     assert "Anna bought" not in answer.out
     assert "Samples of step 2, which no guarantee covers" in " ".join(answer.out.split())
-    assert texts_in_trackers(place) == []
 
 
 def test_the_summary_as_json_is_all_of_standard_output(tmp_path: Path, base: Path) -> None:

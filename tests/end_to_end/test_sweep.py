@@ -343,7 +343,7 @@ def test_a_damaged_state_is_not_trained_from(
     state.write_text(json.dumps({**json.loads(state.read_text()), **change}))
     answer = swept_to(place, "2,8", "--resume")
     assert answer.code == WRONG
-    assert "the file is damaged" in answer.err
+    assert "sweep.json was edited" in answer.err
 
 
 def test_what_changes_no_promise_may_change_when_a_sweep_goes_on(

@@ -23,7 +23,7 @@ from dpllm.privacy.attention import Layout, Options, attend, by_rows
 from dpllm.privacy.attention import _layouts as layouts
 from dpllm.privacy.noise import GaussianNoise
 from dpllm.privacy.packing import Segment
-from dpllm.run.mechanism import check_passes
+from dpllm.run.build import check_passes
 
 pytestmark = [
     pytest.mark.gpu,

@@ -32,7 +32,7 @@ from dpllm.privacy.noise import GaussianNoise
 from dpllm.privacy.packing import Targets, lay_out
 from dpllm.privacy.plan import noise_scale, spacing_of
 from dpllm.privacy.schedule import Packing, packing_of
-from dpllm.run.mechanism import check_passes
+from dpllm.run.build import check_passes
 
 MIXED = ((9, 4), (17,), (5,), (12,), (3, 7, 2), (31,), (6,), (6,), (40, 2), (23,))
 CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {

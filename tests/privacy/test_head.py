@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, CohereConfig, GraniteConfig
 
-from dpllm.forecast.footprint import tally
 from dpllm.privacy import loss as losses_module
 from dpllm.privacy.attention import RowAttention
 from dpllm.privacy.loss import Targets, TokenLosses, fused_losses, pack_of, row_sums, token_losses
 from dpllm.privacy.packing import Pass, lay_out
 from dpllm.privacy.schedule import Unit
+from dpllm.run.footprint import tally
 
 
 def compare(net: Any, tolerance: float, *, fused: bool) -> None:

@@ -23,7 +23,7 @@ from dpllm.privacy import clipping, gradients, selfcheck
 from dpllm.privacy.gradients import PassGradients
 from dpllm.privacy.packing import Segment
 from dpllm.privacy.rules import Formed, LookedUp, Product
-from dpllm.run.mechanism import check_in_float32
+from dpllm.run.build import check_in_float32
 
 
 def lowered(net: nn.Module, dtype: torch.dtype) -> nn.Module:

@@ -23,7 +23,8 @@ from torch.nn import functional
 from dpllm.errors import Refused
 from dpllm.model import loading
 from dpllm.run import checkpoint
-from dpllm.run.build import Prepared, prepare
+from dpllm.run.build import Prepared
+from dpllm.run.loop import prepare
 from dpllm.run.promise import Start
 
 C = 1e-3

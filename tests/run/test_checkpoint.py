@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -228,7 +229,7 @@ def test_what_a_killed_process_left_is_never_loaded_and_goes_at_the_next_save(ru
 
 def test_a_save_that_dies_anywhere_leaves_the_former_checkpoint(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each call that writes fails in turn; whichever it is, the newest whole checkpoint loads."""
-    calls = [(checkpoint, "save_file"), (torch, "save"), (os, "fsync"), (os, "replace"), (shutil, "rmtree")]
+    calls = [(safetensors.torch, "save_file"), (torch, "save"), (os, "fsync"), (os, "replace"), (shutil, "rmtree")]
     died = 0
     for module, name in calls:
         real = getattr(module, name)

@@ -11,8 +11,8 @@ import pytest
 from dpllm.errors import Refused
 from dpllm.files import write_json
 from dpllm.recipe.config import dump_config, load_config
+from dpllm.run.checkpoint import same_recipe
 from dpllm.run.directory import RunDir, manifest_of
-from dpllm.run.resume import same_recipe
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "smoke" / "clinic.yaml"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -101,18 +100,6 @@ def test_wandb_is_told_to_send_nothing_by_itself(stub: type[Stub]) -> None:
     assert first[2]["settings"]["console"] == "off"
     assert first[2]["settings"]["x_disable_meta"] is True
     assert rest == [("start",), ("about", {"a": 1}), ("log", 3, {"x": 0.5}), ("finish",)]
-
-
-def test_texts_go_to_trackers_and_to_mlflow_as_a_file(stub: type[Stub], monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: list[tuple[str, str]] = []
-    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "mlflow", Stub)
-    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(log_text=lambda *call: kept.append(call)))
-    trackers = Trackers(TelemetryConfig(trackers=["wandb", "mlflow"]), "notes-lora", Path("nowhere"), {})
-    trackers.log_texts({"sample_1": "Anna -> bought", "sample_2": "On -> day 3"}, 20)
-    wandb, mlflow = (one.calls[-1] for one in stub.made)
-    assert wandb == ("log", 20, {"sample_1": "Anna -> bought", "sample_2": "On -> day 3"})
-    assert mlflow[0] != "log"  # accelerate would drop the text with a warning
-    assert kept == [("Anna -> bought\nOn -> day 3", "samples/step-20.txt")]
 
 
 # --- a run, without training -----------------------------------------------------------------------------------------

@@ -22,7 +22,6 @@ def hand_over(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> No
     trackers = Trackers(settings, "notes-lora", folder, {"stated_epsilon": 8.0, "adapter": "lora"})
     for step in (1, 2):
         trackers.log({"epsilon_consumed": step / 4, "eval_loss": None}, step)
-    trackers.log_texts({"sample_1": "The patient -> coughs"}, 2)
     trackers.finish()
     assert "failed" not in capsys.readouterr().err
 
@@ -33,10 +32,10 @@ def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     hand_over("wandb", tmp_path / "kept", capsys)
     (log,) = (tmp_path / "kept").glob("wandb/offline-run-*/*.wandb")
     told, late = b"", time.monotonic() + 60
-    while b"The patient" not in told and time.monotonic() < late:  # its service writes a little after finish
+    while b"epsilon_consumed" not in told and time.monotonic() < late:  # its service writes a little after finish
         told = log.read_bytes()
         time.sleep(0.1)
-    for word in ("clinic-notes", "first", "doses", "ward-seven", "epsilon_consumed", "The patient -> coughs"):
+    for word in ("clinic-notes", "first", "doses", "ward-seven", "epsilon_consumed"):
         assert word.encode() in told
     for word in (str(tmp_path), "pytest"):
         assert word.encode() not in told

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpllm.forecast.table import largest_batch
+from dpllm.cli.plan import largest_batch
 from dpllm.privacy.schedule import Schedule
 
 

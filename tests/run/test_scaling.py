@@ -15,8 +15,8 @@ from peft import LoraConfig, get_peft_model
 from programs import run_program
 from torch.utils.flop_counter import FlopCounterMode
 
-from dpllm.forecast.footprint import tally
 from dpllm.privacy import loss
+from dpllm.run.footprint import tally
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))

@@ -13,10 +13,10 @@ from programs import run_program
 from torch import nn
 
 from dpllm.errors import ConfigError, Refused
-from dpllm.forecast.footprint import footprint, skeleton, tally
 from dpllm.model import adapters, loading, memory
 from dpllm.privacy import attention
 from dpllm.recipe.config import RunConfig
+from dpllm.run.footprint import footprint, skeleton, tally
 
 WORKER = Path(__file__).with_name("footprint_worker.py")
 LORA: dict[str, Any] = {"method": "lora", "r": 4}

@@ -7,7 +7,7 @@ How far off, against steps that really ran (a builtin model of 0.8 million param
 LoRA and frozen layers, float32, one thread of a shared CPU that also did much other work, 2026-11-22): 0.93 to 1.23 times what
 was measured. On a GPU it was not compared. Command, which prints the ratios:
 
-    pytest --full -s -n 0 tests/forecast/test_footprint.py -k real_step
+    pytest --full -s -n 0 tests/run/test_footprint.py -k real_step
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def footprint(config: RunConfig, bands: int = 1, gpu: str | None = None) -> Foot
         except NotBatchInvariant:  # as the self-check will find
             packing = replace(packing, alone=True)
             continue
-        memory = _memory(config, net, counted, packing, device, bands) if counted is not None else None
+        memory = _memory(config, net, counted, packing, device, bands) if counted else None
         smaller = packing.half() if config.train.tokens_per_pass == "auto" else None
         if memory is None or gpu is None or smaller is None or memory.total <= device_memory.budget(GPU_MEMORY[gpu]):
             break
@@ -145,14 +145,8 @@ def skeleton(config: RunConfig, dtype: torch.dtype) -> Any:
     return net.train()
 
 
-@dataclass(frozen=True)
-class _Counts:
-    activations: int
-    logits: int
-
-
-def _count(config: RunConfig, net: Any, packing: Packing) -> _Counts | None:
-    """Runs a pass of rows of full length on shapes alone; None where the architecture needs to see values."""
+def _count(config: RunConfig, net: Any, packing: Packing) -> tuple[int, int] | None:
+    """Activations and logits of ``Memory``, by a pass of rows of full length on shapes alone; None where it needs values."""
     longest, each = min(config.data.max_length, loading.positions(net) or config.data.max_length), packing.rows_each
     row = TokenSequence((0,) * longest, (False, *[True] * (longest - 1)), max(1, longest - 1))
     units = [Unit((row,) * each)] * (1 if packing.alone else packing.room // (each * longest))
@@ -171,11 +165,11 @@ def _count(config: RunConfig, net: Any, packing: Packing) -> _Counts | None:
         return None
     finally:
         net.zero_grad(set_to_none=True)
-    return _Counts(held, counted.peak - held)
+    return held, counted.peak - held
 
 
 def _memory(
-    config: RunConfig, net: Any, counted: _Counts, packing: Packing, device: torch.device, bands: int
+    config: RunConfig, net: Any, counted: tuple[int, int], packing: Packing, device: torch.device, bands: int
 ) -> Memory:
     trains = [parameter for parameter in net.parameters() if parameter.requires_grad]
     size = sum(parameter.numel() for parameter in trains)
@@ -191,6 +185,7 @@ def _memory(
     tokens = config.data.max_length if packing.alone else packing.tokens
     factors = sum(tokens * sum(p.shape) for p in trains if p.dim() == 2 and (not packing.held_numbers or is_wide(p)))
     kept = packing.most_units * packing.held_numbers + factors
+    activations, logits = counted
     return Memory(
         weights=round(weights),
         trainable=4 * size,
@@ -198,8 +193,8 @@ def _memory(
         sums=12 * size,
         noise=8 * size * (bands - 1),
         unit_gradients=4 * (kept if config.privacy.enabled else size),
-        activations=counted.activations,
-        logits=counted.logits,
+        activations=activations,
+        logits=logits,
     )
 
 
