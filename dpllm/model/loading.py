@@ -23,8 +23,8 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 from transformers.utils.hub import cached_file
 
-from dpllm.errors import ConfigError, Refused
-from dpllm.model import adapters, environment, memory, processes, sharding
+from dpllm.errors import ConfigError, Refused, need
+from dpllm.model import adapters, memory, processes, sharding
 from dpllm.model.longest import without_memory
 from dpllm.progress import tell
 from dpllm.recipe import names
@@ -362,7 +362,7 @@ def check_finite(model: Any, where: str) -> None:
 
 
 def _quantization(bits: str, dtype: Any) -> Any:
-    environment.need("bitsandbytes", "model.quantization")
+    need("bitsandbytes", "model.quantization")
     if bits == "8bit":
         # The default of 6 takes columns out of the 8-bit product wherever any token of the batch is that large.
         return transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)

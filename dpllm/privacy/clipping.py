@@ -1,6 +1,7 @@
 """Per-unit clipped sums: the only door through which private data reach an update.
 
-Comes in: a function from a pass to its losses. Goes out: the sum over units of each unit's gradient, clipped.
+Comes in: a function from a pass to its losses. Goes out: the sum over units of each unit's gradient, clipped by one of
+``FUNCTIONS``, of which each has its words for the card in ``statement.section`` and a line in ``tests/checks.by_hand``.
 ``Taps`` are Opacus' hooks, extended so that one backward pass hands over what every layer rule needs, exactly once a call.
 
 Shape suffixes: R rows of a pass, U units, L trainable parameters, G layers that own them, P coordinates.
@@ -21,7 +22,6 @@ from torch import Tensor, nn
 
 from dpllm.errors import Refused
 from dpllm.privacy.attention import RowAttention
-from dpllm.privacy.clipping_functions import FUNCTIONS
 from dpllm.privacy.gradients import FORMED, PassGradients
 from dpllm.privacy.packing import Pass, Segment
 from dpllm.privacy.rules import Rule, rule_of
@@ -32,6 +32,33 @@ warnings.filterwarnings("ignore", message="Full backward hook is firing when gra
 Losses = Callable[[Pass], Tensor]
 WHOLE = Segment(0, sys.maxsize, 0)  # all tokens of a pass
 Receive = Callable[[nn.Module, str, Rule, Tensor, Tensor], None]
+AUTOMATIC_GAMMA = 0.01
+
+
+def flat(norm_U: Tensor, max_grad_norm: float) -> Tensor:
+    """Factor = min(1, C / norm): gradients longer than C are shortened to C (Abadi et al. 2016, algorithm 1).
+
+    Guarantee:
+        factor * norm <= C.
+    """
+    return (max_grad_norm / norm_U).clamp(max=1.0)
+
+
+def automatic(norm_U: Tensor, max_grad_norm: float) -> Tensor:
+    """Factor = C / (norm + gamma), gamma = 0.01: nearly every gradient gets the length C, so there is no threshold to tune.
+
+    C then scales the update as the learning rate does (with Adam, hardly at all).
+
+    Guarantee:
+        factor * norm = C norm / (norm + gamma) <= C, for any gamma > 0.
+
+    References:
+        Bu et al. 2023, Automatic Clipping: Differentially Private Deep Learning Made Easier and Stronger, equation 4.1.
+    """
+    return max_grad_norm / (norm_U + AUTOMATIC_GAMMA)
+
+
+FUNCTIONS: dict[str, Callable[[Tensor, float], Tensor]] = {"flat": flat, "automatic": automatic}
 
 
 def layers_of(parameters: Iterable[str]) -> list[str]:

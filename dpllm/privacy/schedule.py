@@ -9,8 +9,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import Literal
 
 from dpllm.errors import Refused
+
+Clipping = Literal["flat", "automatic"]
+"""The clipping functions by their names; see ``clipping.FUNCTIONS``."""
 
 
 @dataclass(frozen=True)

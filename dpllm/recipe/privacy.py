@@ -9,7 +9,7 @@ from typing import Literal, Self
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
-from dpllm.privacy.clipping_functions import Clipping
+from dpllm.privacy.schedule import Clipping
 from dpllm.recipe.section import Section, number_or_auto
 
 

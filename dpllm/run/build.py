@@ -24,15 +24,15 @@ from dpllm.canaries.source import ModelSource
 from dpllm.errors import ConfigError, Refused
 from dpllm.files import write_json
 from dpllm.ledger import open_ledger
-from dpllm.model import environment, loading, memory, processes, sharding
+from dpllm.model import loading, memory, processes, sharding
 from dpllm.model.processes import salted, shared
 from dpllm.model.rewards import Rewards
 from dpllm.privacy import accounting
 from dpllm.privacy.accounting import CrossCheck
 from dpllm.privacy.engine import StepEngine
 from dpllm.privacy.gradient_canaries import GradientCanaries
+from dpllm.privacy.packing import PoissonSampler
 from dpllm.privacy.plan import Plan
-from dpllm.privacy.sampling import PoissonSampler
 from dpllm.privacy.schedule import Schedule
 from dpllm.privacy.selfcheck import Checked
 from dpllm.privacy.stream import os_entropy
@@ -114,11 +114,11 @@ def check_processes(config: RunConfig, state: PartialState) -> None:
         Refused: Their processors, devices or settings would round the same unit in different ways.
     """
     keys = flat(config.model_dump(mode="json"))
-    processes.check_equal(environment.versions() | {f"the recipe's {key}": keys[key] for key in keys.keys() - PLACES})
+    processes.check_equal(processes.versions() | {f"the recipe's {key}": keys[key] for key in keys.keys() - PLACES})
     if config.privacy.enabled:
         # Within a step all ranks round alike. A run that goes on elsewhere rounds its later steps in another way, which costs
         # nothing: each step's noise covers what one unit moves in that step.
-        processes.check_rounding(environment.kernels(state.device))
+        processes.check_rounding(processes.kernels(state.device))
     if sharding.requested():
         sharding.check(config)
     if state.num_processes > config.train.batch_size:

@@ -21,8 +21,8 @@ from dpllm.model.processes import shared
 from dpllm.privacy import guards
 from dpllm.privacy.engine import FP16_LOSS_SCALE, StepEngine
 from dpllm.privacy.noise import GaussianNoise
+from dpllm.privacy.packing import PoissonSampler
 from dpllm.privacy.plan import Plan
-from dpllm.privacy.sampling import PoissonSampler
 from dpllm.privacy.schedule import Packing
 from dpllm.privacy.selfcheck import Checked
 from dpllm.privacy.stream import Turns, os_entropy
@@ -87,7 +87,7 @@ def make_engine(
 ) -> tuple[PoissonSampler, StepEngine, Autocast]:
     """Sampler and engine, with keys that no rank but these knows, and the context of a forward pass; ``size`` is N.
 
-    ``precision`` is that of autocast, the same on all ranks; None: float32. ``groups`` is the key of ``sampling.Turns``, the same
+    ``precision`` is that of autocast, the same on all ranks; None: float32. ``groups`` is the key of ``stream.Turns``, the same
     as before where a run goes on.
     """
     privacy, schedule = decision.config.privacy, decision.schedule

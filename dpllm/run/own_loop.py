@@ -25,10 +25,9 @@ from dpllm.model import loading, memory, processes
 from dpllm.privacy import banded, events, guards
 from dpllm.privacy.engine import Diagnostics, StepEngine
 from dpllm.privacy.noise import GaussianNoise
-from dpllm.privacy.packing import passes_of
+from dpllm.privacy.packing import PoissonSampler, passes_of
 from dpllm.privacy.plan import CONSTANT, Mechanism, Plan, noise_multiplier_for, resolved_delta, strategy_for
 from dpllm.privacy.reference import longest_row
-from dpllm.privacy.sampling import PoissonSampler
 from dpllm.privacy.schedule import LARGEST_PASS, make_schedule
 from dpllm.privacy.stream import Turns, os_entropy
 from dpllm.run.mechanism import check_passes, is_low

@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from tiny_models import FROZEN, LORA, Toy
 from torch import Tensor
 
-from dpllm.privacy.clipping_functions import FUNCTIONS, WORDS, Clipping
+from dpllm.privacy.clipping import FUNCTIONS
+from dpllm.privacy.schedule import Clipping
+from dpllm.statement.section import CLIPPING_WORDS
 
 NETS: dict[str, tuple[str, Any]] = {"lora": ("llama", LORA), "frozen": ("gpt2", FROZEN), "everything": ("gpt2", "")}
 
@@ -32,7 +34,7 @@ def reference(name: str) -> Tensor:
 
 
 def test_each_function_has_a_name_in_recipes_words_on_the_card_and_a_row_in_the_documentation() -> None:
-    assert get_args(Clipping) == tuple(FUNCTIONS) == tuple(WORDS)
+    assert get_args(Clipping) == tuple(FUNCTIONS) == tuple(CLIPPING_WORDS)
     page = (Path(__file__).parents[2] / "docs" / "concepts" / "engine.md").read_text(encoding="utf-8")
     assert [name for name in FUNCTIONS if f"\n| `{name}` |" not in page] == []
 
