@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dpllm.model import processes
 from dpllm.model.longest import rows_at_once
-from dpllm.privacy.loss import Autocast, TokenLosses
+from dpllm.privacy.loss import Autocast, TokenLosses, in_eval_mode
 from dpllm.privacy.packing import lay_out
 from dpllm.privacy.schedule import PADDED
 from dpllm.progress import tell
@@ -50,19 +50,6 @@ def contiguous_head(model: Any) -> RemovableHandle | contextlib.nullcontext[None
         return contextlib.nullcontext()
     handle: RemovableHandle = head.register_forward_pre_hook(lambda _, read: tuple(one.contiguous() for one in read))
     return handle
-
-
-@contextlib.contextmanager
-def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Forward passes without gradients and dropout; the model is afterwards in the mode that it was in."""
-    training = model.training
-    model.eval()
-    try:
-        # Not inference_mode: what a sharded model gathers first under it could never be used in a backward pass.
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(training)
 
 
 def held_out_loss(

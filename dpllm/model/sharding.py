@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from dpllm.errors import ConfigError, Refused
 from dpllm.model import memory, processes
+from dpllm.privacy.loss import in_eval_mode
 from dpllm.recipe.config import LoraConfig, RunConfig
 
 
@@ -80,40 +81,23 @@ def _plugin() -> FullyShardedDataParallelPlugin:
 
 def _check_plugin(plugin: FullyShardedDataParallelPlugin) -> None:
     """What of a launch file cannot be honoured."""
-    wishes = {
-        "fsdp_offload_params: true": (
-            isinstance(plugin.cpu_offload, CPUOffloadPolicy),
-            "every block would be copied to the device again for each pass, which was never tested",
-            "false",
-        ),
-        "fsdp_reshard_after_forward: false": (
-            not plugin.reshard_after_forward,
-            "every device would hold the whole base by the end of a forward pass",
-            "true",
-        ),
-        "fsdp_activation_checkpointing: true": (
-            plugin.activation_checkpointing,
-            "it would wrap layers that the recipe knows by name",
-            "false, and model.gradient_checkpointing: true in the recipe",
-        ),
-        "fsdp_auto_wrap_policy": (
-            # The plugin makes one value of NO_WRAP and of nothing.
-            os.environ.get("FSDP_AUTO_WRAP_POLICY", "TRANSFORMER_BASED_WRAP").upper() != "TRANSFORMER_BASED_WRAP",
-            "dpllm gathers one decoder block at a time",
-            "TRANSFORMER_BASED_WRAP",
-        ),
-        "fsdp_ignored_modules": (bool(plugin.ignored_modules), (
-            "the layers that train decide what is not sharded"
-        ), "null"),
-        "use_parallelism_config": (
-            bool(parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG")),
-            "all processes share one base model, but not rows",
-            "false",
-        ),
-    }  # fmt: skip
-    for wish, (wished, why, instead) in wishes.items():
-        if wished:
-            raise Refused(f"the launch file sets {wish}, which is not supported: {why}. Set it to {instead}.")
+    wrap = "TRANSFORMER_BASED_WRAP"
+    checkpointing = "false, and model.gradient_checkpointing: true in the recipe"
+    unsupported = {  # key -> whether it is set otherwise, and what to set
+        "fsdp_offload_params": (isinstance(plugin.cpu_offload, CPUOffloadPolicy), "false"),
+        "fsdp_reshard_after_forward": (not plugin.reshard_after_forward, "true"),
+        "fsdp_activation_checkpointing": (plugin.activation_checkpointing, checkpointing),
+        # The plugin makes one value of NO_WRAP and of nothing.
+        "fsdp_auto_wrap_policy": (os.environ.get("FSDP_AUTO_WRAP_POLICY", wrap).upper() != wrap, wrap),
+        "fsdp_ignored_modules": (bool(plugin.ignored_modules), "null"),
+        "use_parallelism_config": (bool(parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG")), "false"),
+    }
+    for key, (is_set, instead) in unsupported.items():
+        if is_set:
+            raise Refused(
+                f"the launch file's {key} is not supported: dpllm gathers one decoder block at a time, on the device, and "
+                f"drops it again, and nothing else was ever tested. Set it to {instead}."
+            )
 
 
 @contextlib.contextmanager
@@ -218,10 +202,8 @@ def _place(module: nn.Module, device: torch.device) -> int:
 
 def _try(model: Any, device: torch.device) -> None:
     """One forward pass from the top, which tells every part where the top is; and that the model bears it."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
     try:
-        with torch.no_grad():
+        with in_eval_mode(model):
             ids_RT = torch.zeros((1, 2), dtype=torch.long, device=device)
             model(input_ids=ids_RT, attention_mask=torch.ones_like(ids_RT), use_cache=False)
     except RuntimeError as error:
@@ -231,6 +213,3 @@ def _try(model: Any, device: torch.device) -> None:
             f"{type(model.get_base_model()).__name__} uses weights outside the layer that holds them ({type(error).__name__}), "
             "which needs them unsharded. Launch with recipes/accelerate/gpu_ddp.yaml."
         ) from error
-    finally:
-        for module in training:
-            module.training = True
