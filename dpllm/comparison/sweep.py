@@ -19,7 +19,6 @@ from dpllm import ledger
 from dpllm.errors import BudgetExceeded, ConfigError, DpllmError, Refused
 from dpllm.files import digest, read_json, write_json
 from dpllm.ledger import RunRequest, admission, dataset_policy, reserving
-from dpllm.privacy import guards
 from dpllm.privacy.accounting import compose, stated
 from dpllm.privacy.plan import Plan
 from dpllm.recipe import derived, names
@@ -279,6 +278,7 @@ def _check_model(config: RunConfig) -> None:
 
     from dpllm.forecast.footprint import skeleton
     from dpllm.model.loading import check_length, load_tokenizer
+    from dpllm.privacy import guards
 
     load_tokenizer(config.model)
     net = skeleton(config, torch.float32)

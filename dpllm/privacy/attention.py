@@ -38,10 +38,8 @@ with contextlib.suppress(ImportError):  # before torch 2.10
 MANY_ROWS = 256
 NAME = "dpllm_packed"  # as transformers knows it
 # What transformers hands to every attention and what changes nothing within a row without a cache.
-HARMLESS = frozenset(
-    {"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "is_causal"}
-)
-HARMLESS |= {"return_dict", "logits_to_keep", "num_items_in_batch", "position_embeddings", "layer_idx"}
+HARMLESS = frozenset({"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states"})
+HARMLESS |= {"is_causal", "return_dict", "logits_to_keep", "num_items_in_batch", "position_embeddings", "layer_idx"}
 HARMLESS |= {"output_router_logits"}
 
 

@@ -87,13 +87,8 @@ class Targets:
         """From flat token ids and the positions that predict a target."""
         filled = [*positions, *[shape[0] * shape[1] - 1] * (-len(positions) % pack)]
         following = [ids[position + 1] for position in positions] + [0] * (len(filled) - len(positions))
-        return cls(
-            shape,
-            len(positions),
-            torch.tensor(filled, dtype=torch.long),
-            torch.tensor(following, dtype=torch.long),
-            pack,
-        )
+        position_N, target_N = (torch.tensor(each, dtype=torch.long) for each in (filled, following))
+        return cls(shape, len(positions), position_N, target_N, pack)
 
 
 @dataclass(frozen=True)
@@ -116,13 +111,13 @@ class Pass:
     @property
     def units(self) -> list[Segment]:
         """Where each unit lies, all of its rows together."""
-        found: list[Segment] = []
+        units: list[Segment] = []
         for row in self.rows:
-            if found and found[-1].unit == row.unit:
-                found[-1] = found[-1]._replace(stop=row.stop)
+            if units and units[-1].unit == row.unit:
+                units[-1] = units[-1]._replace(stop=row.stop)
             else:
-                found.append(row)
-        return found
+                units.append(row)
+        return units
 
     def to(self, device: torch.device) -> Pass:
         """The same pass on a device."""
@@ -210,7 +205,7 @@ def _grouped(sized: Sequence[tuple[int, list[int]]], packing: Packing) -> Iterat
             continue
         tokens = sum(sizes)
         if packing.alone or tokens > packing.room:
-            yield [index], count_pieces(sizes, packing)
+            yield [index], len(list(_cut(sizes, packing)))
         else:
             held.append((tokens, index))
     groups: list[list[int]] = []
@@ -231,11 +226,6 @@ def _grouped(sized: Sequence[tuple[int, list[int]]], packing: Packing) -> Iterat
                 room[left] = []
             room[left].append(group)
     yield from ((group, 1) for group in groups)
-
-
-def count_pieces(sizes: Sequence[int], packing: Packing) -> int:
-    """Into how many passes one unit is cut."""
-    return sum(1 for _ in _cut(sizes, packing))
 
 
 def _pieces(sequences: Sequence[TokenSequence], packing: Packing) -> Iterator[tuple[TokenSequence, ...]]:
