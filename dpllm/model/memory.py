@@ -93,7 +93,7 @@ def packing_of_model(
         max_length=max_length,
         rows_each=rows_each,
         multiple=multiple,
-        alone=has_experts(model) is not None or not attends_by_interface(model),
+        alone=has_experts(model) or not attends_by_interface(model),
     )
 
 
