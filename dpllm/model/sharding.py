@@ -89,6 +89,7 @@ def _check_plugin(plugin: FullyShardedDataParallelPlugin) -> None:
         "fsdp_activation_checkpointing": (plugin.activation_checkpointing, checkpointing),
         # The plugin makes one value of NO_WRAP and of nothing.
         "fsdp_auto_wrap_policy": (os.environ.get("FSDP_AUTO_WRAP_POLICY", wrap).upper() != wrap, wrap),
+        "fsdp_transformer_layer_cls_to_wrap": (bool(plugin.transformer_cls_names_to_wrap), "null"),
         "fsdp_ignored_modules": (bool(plugin.ignored_modules), "null"),
         "use_parallelism_config": (bool(parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG")), "false"),
     }
@@ -129,14 +130,7 @@ def shard(model: Any, blocks: str, device: torch.device) -> None:
         ConfigError: The ranks loaded different weights, or one rank's part does not fit.
         Refused: Parts of the model share frozen weights or are quantised, or it uses some outside their layer.
     """
-    layers = list(model.get_submodule(blocks))
-    names = set(_plugin().transformer_cls_names_to_wrap or ()) - {type(layers[0]).__name__}
-    if names:
-        raise Refused(
-            f"fsdp_transformer_layer_cls_to_wrap names {', '.join(sorted(names))}, but dpllm shards by decoder block, "
-            f"{type(layers[0]).__name__}. Leave the key out."
-        )
-    units = [*layers, *_ends(model)]
+    units = [*model.get_submodule(blocks), *_ends(model)]
     cut = _to_cut(units)
     world = distributed.get_world_size()
     mesh = init_device_mesh(device.type, (world,))
