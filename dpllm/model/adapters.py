@@ -152,15 +152,6 @@ def trainable_text(kinds: Sequence[tuple[str, int, int]], total: int) -> str:
     return "What trains: " + "\n             ".join(lines)
 
 
-def untied(model: Any) -> bool:
-    """A head that is tied in the base model and trains as a copy of its own (adapter.modules_to_save)."""
-    if not isinstance(model, PeftModel) or not model.config.tie_word_embeddings:
-        return False
-    copies = {id(p) for name, p in model.named_parameters() if p.requires_grad and ".modules_to_save." in name}
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    return any(id(parameter) in copies for end in ends if end is not None for parameter in end.parameters())
-
-
 def _add_lora(model: Any, adapter: LoraConfig, name: str) -> Any:
     adaptable = _adaptable(model)
     linear = {path.rpartition(".")[2] for path in adaptable}

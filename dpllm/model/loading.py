@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import torch
 import transformers
+from accelerate.utils import patch_environment
 from peft import PeftModel
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
@@ -233,7 +234,9 @@ def build(config: RunConfig, device: torch.device, weights: str | None = None) -
     torch.manual_seed(config.train.seed)
     # Autocast lets float32 blocks read a low-precision base; without it both must be float32.
     frozen_float32 = isinstance(config.adapter, FrozenConfig) and config.train.precision in {"auto", "fp32"}
-    with sharding.loading() if sharded else contextlib.nullcontext():
+    # With fsdp_cpu_ram_efficient_loading, accelerate's default, transformers may leave weights of all ranks but one empty, and
+    # expects accelerate to fill them. Ranks of one machine share what is mapped from safetensors, if model.dtype is the file's.
+    with patch_environment(FSDP_CPU_RAM_EFFICIENT_LOADING="false") if sharded else contextlib.nullcontext():
         model = load_base(config.model, device, force_float32=frozen_float32, stay_on_cpu=sharded)
     if processes.several() and not sharded:  # of a sharded one, while it moves to its devices
         processes.check_equal(

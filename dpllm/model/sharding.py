@@ -14,14 +14,12 @@ References:
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from accelerate import FullyShardedDataParallelPlugin
-from accelerate.utils import parse_flag_from_env, patch_environment
+from accelerate.utils import parse_flag_from_env
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
@@ -31,6 +29,11 @@ from dpllm.errors import ConfigError, Refused
 from dpllm.model import memory, processes
 from dpllm.privacy.loss import in_eval_mode
 from dpllm.recipe.config import LoraConfig, RunConfig
+
+QUANTISED = (
+    "quantised weights are stored with separate scales, from which sharding would separate them. Set model.quantization: null "
+    "and name an unquantised model, or launch with recipes/accelerate/gpu_ddp.yaml: a quantised base is much smaller."
+)
 
 
 def requested() -> bool:
@@ -52,11 +55,7 @@ def check(config: RunConfig) -> None:
             "lora, or launch with recipes/accelerate/gpu_ddp.yaml."
         )
     if config.model.quantization is not None:
-        raise Refused(
-            f"model.quantization {config.model.quantization} stores weights with separate scales, which sharding would "
-            "separate. Set model.quantization: null, or launch with recipes/accelerate/gpu_ddp.yaml: a quantised base is a "
-            "quarter or half as large."
-        )
+        raise Refused(QUANTISED)
     _check_plugin(_plugin())
     if not processes.several():
         raise ConfigError(
@@ -99,19 +98,6 @@ def _check_plugin(plugin: FullyShardedDataParallelPlugin) -> None:
                 f"the launch file's {key} is not supported: dpllm gathers one decoder block at a time, on the device, and "
                 f"drops it again, and nothing else was ever tested. Set it to {instead}."
             )
-
-
-@contextlib.contextmanager
-def loading() -> Iterator[None]:
-    """Every rank reads the base model itself.
-
-    With fsdp_cpu_ram_efficient_loading, accelerate's default, transformers may leave weights of all ranks but one empty and
-    expects accelerate to fill them. Weights in safetensors are mapped from the file, so that the ranks of one machine hold one
-    copy in memory anyway, as long as model.dtype is that of the file.
-    """
-    name = "FSDP_CPU_RAM_EFFICIENT_LOADING"  # transformers reads it too
-    with patch_environment(**{name: "false"}):
-        yield
 
 
 def shard(model: Any, blocks: str, device: torch.device) -> None:
@@ -172,10 +158,7 @@ def _to_cut(units: list[nn.Module]) -> set[int]:
     found: set[int] = set()
     for unit in units:
         if any(not p.is_floating_point() for p in unit.parameters()):
-            raise Refused(
-                "the base model's files are quantised: they store weights with separate scales, which sharding would separate. "
-                "Name the unquantised model, or launch with recipes/accelerate/gpu_ddp.yaml."
-            )
+            raise Refused(QUANTISED)
         mine = {id(p) for name, p in unit.named_parameters() if not p.requires_grad and p.dim() and "lora_" not in name}
         if mine & found:
             raise Refused(

@@ -177,7 +177,8 @@ class PassGradients:
             rows = [(row, each) for row, each in rows if each[1].held is None]
         for row, (name, place) in rows:
             for number in range(len(self._units)):
-                square_LU[row, number] = sum(_square(part) for _, part in self._formed(name, place, number))
+                norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for _, g in self._formed(name, place, number)]
+                square_LU[row, number] = sum(norm.square_() for norm in norms)
         return square_LU
 
     def added_up(self, square_LU: Tensor) -> Tensor:
@@ -304,11 +305,6 @@ def _rounded(gradient_U: Tensor, factor_U: Tensor) -> Tensor:
     """The sum over units of each one's multiple of its gradient, in whole numbers."""
     multiple_U = gradient_U.double().mul_(factor_U.view(-1, *(1 for _ in gradient_U.shape[1:])))
     return multiple_U.round_().sum(dim=0)
-
-
-def _square(part: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(part, dtype=torch.float64)
-    return norm.square_()
 
 
 def _add_one(part: Part, number: int, unit: Segment, into: Tensor, start: int = 0) -> None:

@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree
 
 from dpllm.errors import NotBatchInvariant, Refused
 from dpllm.privacy.attention import RowAttention
@@ -228,7 +227,7 @@ def _still(subject: Subject, batch: Pass) -> Losses:
 
 
 def _refuse_random_numbers(subject: Subject, losses: Losses, batch: Pass) -> None:
-    """Looks for draws in passes over the same rows, and names the innermost module that draws.
+    """Looks for draws in passes over the same rows, and names the module that draws where its call shows it.
 
     A draw from a global generator (of torch, numpy or Python) moves its state, however rare it is and whatever becomes of it. One
     from a generator of a module's own changes the losses from pass to pass, or the gradients; so does one that leaves the global
@@ -236,10 +235,8 @@ def _refuse_random_numbers(subject: Subject, losses: Losses, batch: Pass) -> Non
     no draw. The rounding of gradients may differ from pass to pass by the tolerance; losses have the same bits.
     """
     model, device = subject.model, subject.device
-    with calls_of(model, lambda *_: _states(device)) as calls:
-        losses(batch)
-    if moved := [name for name, before, after in calls if before != after]:
-        raise _draws(moved[0])
+    if name := _first_to_draw(model, device, lambda: losses(batch)):
+        raise _draws(name)
     torch.manual_seed(SEEDS[0])
     before, loss_R = _states(device), losses(batch)
     gradients = gradients_of(loss_R, subject.parameters)
@@ -247,8 +244,8 @@ def _refuse_random_numbers(subject: Subject, losses: Losses, batch: Pass) -> Non
         raise _draws(f"a backward pass of {type(model).__name__}")
     torch.manual_seed(SEEDS[1])
     again_R = losses(batch)
-    if _bits(again_R) != _bits(loss_R):
-        raise _draws(_first_to_draw(model, losses, batch))
+    if not torch.equal(again_R.detach().view(torch.uint8), loss_R.detach().view(torch.uint8)):  # bits: of nan as well
+        raise _draws(type(model).__name__)
     for name, gradient in gradients_of(again_R, subject.parameters).items():
         size = float(gradient.norm())
         # What is not finite can be compared with nothing; the self-check refuses it next, in words of its own.
@@ -264,39 +261,25 @@ def _draws(name: str) -> Refused:
     )
 
 
-def _first_to_draw(model: nn.Module, losses: Losses, batch: Pass) -> str:
-    """The module that gives other outputs for the same inputs; of several, the one whose call ends first."""
-    passes = []
-    for seed in SEEDS:
-        torch.manual_seed(seed)
-        with torch.no_grad(), calls_of(model, _bits) as calls:
-            losses(batch)
-        passes.append(calls)
-    names = (one[0] for one, two in zip(*passes, strict=False) if one[1] == two[1] and one[2] != two[2])
-    return next(names, type(model).__name__)
+def _first_to_draw(model: nn.Module, device: torch.device, run: Callable[[], object]) -> str | None:
+    """The innermost module of which a call moves the state of a generator that all modules share."""
+    begun: list[int] = []
+    moved: list[str] = []
 
+    def end(name: str, *_: object) -> None:
+        if begun.pop() != _states(device):
+            moved.append(name)
 
-@contextlib.contextmanager
-def calls_of(model: nn.Module, look: Callable[..., Any]) -> Iterator[list[tuple[str, Any, Any]]]:
-    """(name, what ``look`` saw go in, and come out) of each call of a module, inner ones before outer ones."""
-    begun: list[Any] = []
-    ended: list[tuple[str, Any, Any]] = []
-
-    def begin(module: nn.Module, inputs: Any, named: Any) -> None:
-        begun.append(look(inputs, named))
-
-    def end(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        ended.append((name, begun.pop(), look(output)))
-
-    handles = []
+    hooks = []
     for name, module in model.named_modules():
-        handles.append(module.register_forward_pre_hook(begin, with_kwargs=True))
-        handles.append(module.register_forward_hook(partial(end, name or type(module).__name__)))
+        hooks.append(module.register_forward_pre_hook(lambda *_: begun.append(_states(device))))
+        hooks.append(module.register_forward_hook(partial(end, name or type(module).__name__)))
     try:
-        yield ended
+        run()
     finally:
-        for handle in handles:
-            handle.remove()
+        for hook in hooks:
+            hook.remove()
+    return moved[0] if moved else None
 
 
 def _states(device: torch.device) -> int:
@@ -305,12 +288,6 @@ def _states(device: torch.device) -> int:
     numpys: Any = np.random.get_state()
     torchs = torch.get_rng_state().numpy().tobytes()
     return hash((torchs, on_device, numpys[1].tobytes(), numpys[2:], random.getstate()))
-
-
-def _bits(*values: Any) -> list[Any]:
-    """Of all tensors in them, as hashes."""
-    tensors = [leaf.detach().cpu() for leaf in _pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
-    return [(one.dtype, one.shape, hash(one.reshape(-1).view(torch.uint8).numpy().tobytes())) for one in tensors]
 
 
 def _units_of(lengths: Sequence[Sequence[int]], subject: Subject) -> list[Unit]:

@@ -68,10 +68,6 @@ def build_model(decision: Decision, device: torch.device, console: Console) -> t
     if apart := adapters.left_out(net) if auto else []:
         what = "routers, experts and other layers for which adapters or per-example gradients are not possible"
         console.print(f"adapter.target_modules: auto leaves out {', '.join(apart)}: {what}.")
-    if adapters.untied(net):
-        console.print(
-            "The base model ties its head to its input embedding; a copy of it trains, so the two are untied."
-        )
     return net, dropout_off
 
 

@@ -108,17 +108,6 @@ def test_blocks_that_cannot_be_cut_are_refused(change: Any, words: str) -> None:
         sharding.shard(net, name, tm.CPU)
 
 
-@pytest.mark.parametrize("before", [None, "true", "false"])
-def test_the_environment_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch, before: str | None) -> None:
-    name = "FSDP_CPU_RAM_EFFICIENT_LOADING"
-    monkeypatch.delenv(name, raising=False)
-    if before is not None:
-        monkeypatch.setenv(name, before)
-    with sharding.loading():
-        assert os.environ[name] == "false"
-    assert os.environ.get(name) == before
-
-
 @pytest.fixture
 def alone(launched: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Nothing that needs other ranks."""
