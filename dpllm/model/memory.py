@@ -168,12 +168,10 @@ def out_of_memory(error: BaseException) -> bool:
 
 def base_does_not_fit(model: ModelConfig) -> ConfigError:
     """What to change where the weights alone are more than the device holds."""
-    advice = ["model.dtype: bfloat16"] if model.dtype in {"auto", "float32"} else []
-    advice += ["model.quantization: 4bit"] if model.quantization is None else []
-    advice += ["model.name_or_path to a smaller model"]
+    advice = ", or ".join([*_lighter(model), "model.name_or_path to a smaller model"])
     return ConfigError(
-        f"model.name_or_path {model.name_or_path!r}: its weights do not fit into this device's memory. Set "
-        f"{', or '.join(advice)}; or launch on several GPUs that share them (recipes/accelerate/gpu_fsdp2.yaml)."
+        f"model.name_or_path {model.name_or_path!r}: its weights do not fit into this device's memory. Set {advice}; or "
+        "launch on several GPUs that share them (recipes/accelerate/gpu_fsdp2.yaml)."
     )
 
 
@@ -244,10 +242,14 @@ def _other_knobs(config: RunConfig) -> str:
     knobs = [] if config.train.tokens_per_pass == "auto" else ["train.tokens_per_pass: auto"]
     if not config.model.gradient_checkpointing:
         knobs.append("model.gradient_checkpointing: true")
-    if config.model.quantization is None:
-        knobs += ["model.dtype: bfloat16"] if config.model.dtype in {"auto", "float32"} else []
-        knobs.append("model.quantization: 4bit")
-    return ", or ".join([*knobs, f"data.max_length below {config.data.max_length}"])
+    return ", or ".join([*knobs, *_lighter(config.model), f"data.max_length below {config.data.max_length}"])
+
+
+def _lighter(model: ModelConfig) -> list[str]:
+    """Settings with which weights take less."""
+    if model.quantization is not None:
+        return []
+    return [*(["model.dtype: bfloat16"] if model.dtype in {"auto", "float32"} else []), "model.quantization: 4bit"]
 
 
 def _gigabytes(size: int) -> str:

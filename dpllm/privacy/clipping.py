@@ -125,13 +125,7 @@ class PerUnitClipper:
         return tuple(self._long.tolist()) if self._long is not None else (0,) * self._layers
 
     def add(
-        self,
-        losses: Losses,
-        some: Pass,
-        sum_P: Tensor,
-        max_grad_norm: float,
-        spacing: float,
-        loss_scale: float = 1.0,
+        self, losses: Losses, some: Pass, sum_P: Tensor, max_grad_norm: float, spacing: float, loss_scale: float = 1.0
     ) -> tuple[Tensor, Tensor]:
         """Forward and backward pass, added into ``sum_P``.
 
@@ -184,11 +178,7 @@ class PerUnitClipper:
         rows, tokens = some.input_ids_1M.shape
         self._tokens, self._units = (tokens, some.units) if some.position_ids_1M is not None else (None, [WHOLE])
         self._gradients.open(self._units[: some.num_units])
-        with (
-            without_weight_gradients(self._parameters.values()),
-            self._taps.open(rows),
-            self._attention.of(some),
-        ):
+        with without_weight_gradients(self._parameters.values()), self._taps.open(rows), self._attention.of(some):
             loss_R = losses(some)
             if loss_R.requires_grad:
                 (loss_R.sum() * loss_scale).backward()  # type: ignore[no-untyped-call]

@@ -156,12 +156,7 @@ def sizes_of(units: Sequence[Unit | None], index: int) -> list[int]:
 
 
 def passes_of(
-    drawn: Sequence[int],
-    units: Sequence[Unit | None],
-    packing: Packing,
-    pad_id: int,
-    rank: int = 0,
-    world: int = 1,
+    drawn: Sequence[int], units: Sequence[Unit | None], packing: Packing, pad_id: int, rank: int = 0, world: int = 1
 ) -> list[Pass]:
     """Cuts a logical batch into passes, and takes this rank's.
 
