@@ -240,26 +240,6 @@ class PerUnitClipper:
         refuse_foreign_gradients(self._parameters)
 
 
-def plain_sum(
-    attention: RowAttention,
-    parameters: Mapping[str, nn.Parameter],
-    losses: Losses,
-    some: Pass,
-    sum_P: Tensor,
-    loss_scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Adds gradients into ``sum_P`` without clipping, for runs without differential privacy only; the norms are not known."""
-    with attention.of(some):
-        loss_R = losses(some)
-        (loss_R.sum() * loss_scale).backward()  # type: ignore[no-untyped-call]
-    into = torch.split(sum_P, [parameter.numel() for parameter in parameters.values()])
-    for parameter, part_P in zip(parameters.values(), into, strict=True):
-        if parameter.grad is not None:
-            part_P.add_(parameter.grad.flatten(), alpha=1 / loss_scale)
-        parameter.grad = None
-    return loss_R.detach(), loss_R.new_full((some.num_units - some.goes_on,), float("nan"))
-
-
 def refuse_foreign_gradients(parameters: Mapping[str, nn.Parameter]) -> None:
     """Refuses a gradient beside the engine's, which came from somebody's own backward pass, unclipped (``outputs.loss``)."""
     for name, parameter in parameters.items():

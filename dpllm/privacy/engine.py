@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dpllm.errors import NotBatchInvariant, Refused
 from dpllm.privacy import guards
 from dpllm.privacy.attention import RowAttention
-from dpllm.privacy.clipping import PerUnitClipper, plain_sum, refuse_foreign_gradients
+from dpllm.privacy.clipping import PerUnitClipper, refuse_foreign_gradients
 from dpllm.privacy.gradient_canaries import GradientCanaries
 from dpllm.privacy.loss import LOW_PRECISION_TOLERANCE, TOLERANCE, Autocast, TokenLosses, row_sums
 from dpllm.privacy.noise import BandedNoise, GaussianNoise
@@ -185,9 +185,7 @@ class StepEngine:
             on_device = batch.to(self._device)
             with guards.deterministic(self._device):
                 if clipper is None:
-                    loss_R, norm_U = plain_sum(
-                        self._attention, self.parameters, self.losses, on_device, flat_P, self._scale
-                    )
+                    loss_R, norm_U = self._plain_sum(on_device, flat_P)
                 else:
                     loss_R, norm_U = clipper.add(self.losses, on_device, flat_P, bound, spacing, self._scale)
             losses.append(loss_R)  # read behind the last pass: each would wait for the device
@@ -204,6 +202,17 @@ class StepEngine:
             norm_sum=float(norm_U.sum()),
             clipped_by_layer=clipper.clipped_by_layer() if clipper else (),
         )
+
+    def _plain_sum(self, some: Pass, sum_P: Tensor) -> tuple[Tensor, Tensor]:
+        """Adds gradients without clipping, for runs without differential privacy only; the norms are not known."""
+        with self._attention.of(some):
+            loss_R = self.losses(some)
+            (loss_R.sum() * self._scale).backward()  # type: ignore[no-untyped-call]
+        for parameter, part_P in self._parts(sum_P):
+            if parameter.grad is not None:
+                part_P.add_(parameter.grad.flatten(), alpha=1 / self._scale)
+            parameter.grad = None
+        return loss_R.detach(), loss_R.new_full((some.num_units - some.goes_on,), float("nan"))
 
     def rehearse(self, batches: Sequence[Pass]) -> None:
         """Holds what a step over these synthetic batches holds at its peak, and changes nothing: to measure memory.
@@ -275,8 +284,7 @@ class StepEngine:
             self._noise.forget()
 
     def _apply(self, released_P: Tensor) -> None:
-        parts = torch.split(released_P, [parameter.numel() for parameter in self.parameters.values()])
-        for parameter, part_P in zip(self.parameters.values(), parts, strict=True):
+        for parameter, part_P in self._parts(released_P):
             parameter.grad = part_P.view_as(parameter)
         self._stepping = True
         try:
@@ -285,6 +293,10 @@ class StepEngine:
             self._stepping = False
             for parameter in self.parameters.values():
                 parameter.grad = None
+
+    def _parts(self, flat_P: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        parameters = list(self.parameters.values())
+        return zip(parameters, torch.split(flat_P, [p.numel() for p in parameters]), strict=True)
 
     def _only_released(self, *_: Any) -> None:
         if not self._stepping:
