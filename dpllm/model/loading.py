@@ -390,8 +390,7 @@ def check_outliers(model: Any) -> None:
     if getattr(settings, "load_in_8bit", False) and getattr(settings, "llm_int8_threshold", 0.0) > 0:
         raise Refused(
             "the checkpoint is quantised to 8 bits with outlier columns, which all rows of a batch share, so one row would "
-            "change the contributions of others, unclipped. Use the unquantised checkpoint with model.quantization: 8bit or "
-            "4bit."
+            "change the contributions of others, unclipped. Use the unquantised checkpoint and model.quantization: 8bit."
         )
 
 

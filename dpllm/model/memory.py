@@ -184,9 +184,8 @@ def explained(config: RunConfig, packing: Packing) -> Iterator[None]:
         if not out_of_memory(error):
             raise
         raise ConfigError(
-            f"out of memory in a pass of {packing}, so the run ended early; its steps so far stay charged. Close other programs "
-            f"that use this memory, or set a setting that needs less: {_other_knobs(config)}; add --resume if there is a "
-            "checkpoint."
+            f"out of memory in a pass of {packing}, so the run ended early; its steps so far stay charged. Close other programs, "
+            f"or set what needs less: {_other_knobs(config)}; add --resume if there is a checkpoint."
         ) from None
 
 

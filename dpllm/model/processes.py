@@ -91,9 +91,8 @@ def join() -> PartialState:
         state = PartialState(cpu=not torch.accelerator.is_available(), timeout=TO_COME)
     except distributed.DistError as error:
         raise DpllmError(
-            f"the processes of the run did not find each other within {TO_COME.seconds // 60} minutes: one ended earlier (its "
-            "own messages say why), or the address or port of the first cannot be reached. Nothing was reserved. Start all "
-            "again."
+            f"the processes did not find each other within {TO_COME.seconds // 60} minutes: one ended earlier (its own messages "
+            "say why), or the address or port of the first cannot be reached. Nothing was reserved. Start all again."
         ) from error
     if several():
         _set_pg_timeout(NEVER)

@@ -246,8 +246,7 @@ def refuse_foreign_gradients(parameters: Mapping[str, nn.Parameter]) -> None:
         if parameter.grad is not None:
             raise Refused(
                 f"{name} holds a gradient that this engine did not compute: gradients of another backward pass, such as "
-                "outputs.loss.backward(), are not clipped. Leave the backward pass to the engine, and clear the gradients with "
-                "optimizer.zero_grad()."
+                "outputs.loss.backward(), are not clipped. Leave it to the engine, and type optimizer.zero_grad()."
             )
 
 
