@@ -95,6 +95,7 @@ def test_a_pass_holds_the_longest_example_and_a_token_of_padding(
     assert found.room >= each * longest
     assert found.tokens % found.multiple == 0
     assert found.tokens >= (tokens or 0)
+    assert tokens is None or found.tokens < max(tokens, each * longest + 1) + found.multiple
     assert found.most_units >= 1
     assert (found.max_length, found.rows_each) == (longest, each)
 
