@@ -54,8 +54,8 @@ def rows_at_once(model: nn.Module, rows: int, tokens: int, *, windows: bool = Fa
     for rope in [ropes] if "rope_type" in ropes else ropes.values():  # one, or one for each kind of layer
         if rope and (rope["rope_type"] not in _STEADY or _SCALES & rope.keys()):
             ends = [rope.get(_ENDS[0]), *(known.get(name) for name in _ENDS)]
-            begins += [one for one in ends if one] or [1]
-    return 1 if any(isinstance(one, int) and 0 < one < tokens for one in begins) else rows
+            begins += [end for end in ends if end] or [1]
+    return 1 if any(isinstance(begin, int) and 0 < begin < tokens for begin in begins) else rows
 
 
 def without_memory(model: nn.Module) -> None:
@@ -102,7 +102,7 @@ def contiguous_head(model: Any) -> RemovableHandle | contextlib.nullcontext[None
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if head is None:
         return contextlib.nullcontext()
-    handle: RemovableHandle = head.register_forward_pre_hook(lambda _, read: tuple(one.contiguous() for one in read))
+    handle: RemovableHandle = head.register_forward_pre_hook(lambda _, read: tuple(part.contiguous() for part in read))
     return handle
 
 
@@ -121,15 +121,16 @@ def held_out_loss(
     gathered by all of them in each. The model is put into eval mode and back. A sequence has the same loss in any company, but
     for rounding: where the longest of a batch would decide about the others, each is read alone.
     """
-    mine = sorted(sequences[rank::world], key=lambda sequence: len(sequence.input_ids))
+    share = sorted(sequences[rank::world], key=lambda sequence: len(sequence.input_ids))
     sums_3 = torch.zeros(3, dtype=torch.float64)
     token_losses = TokenLosses(model, device, autocast)
-    batch_size = rows_at_once(model, batch_size, max(map(len, (one.input_ids for one in sequences)), default=0))
+    longest = max((len(sequence.input_ids) for sequence in sequences), default=0)
+    batch_size = rows_at_once(model, batch_size, longest)
     longest_share = math.ceil(len(sequences) / world)
     with in_eval_mode(model):
         for start in range(0, longest_share, batch_size):
             tell("Evaluating", start, longest_share)
-            units = [Unit((sequence,)) for sequence in mine[start : start + batch_size]]
+            units = [Unit((sequence,)) for sequence in share[start : start + batch_size]]
             batch = lay_out(units, PADDED, pad_id=0).to(device)
             nll_M, hit_M = token_losses(batch, hits=True)
             assert hit_M is not None

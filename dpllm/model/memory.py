@@ -197,8 +197,9 @@ def _rehearsal(packing: Packing, vocab_size: int) -> list[Pass]:
     long_units = [_synthetic(longest, vocab_size, each)] * count
     short_units = [_synthetic(2, vocab_size, each)] * (0 if packing.alone else shortest)
     whole = lay_out(long_units, packing, 0)
-    one = lay_out([Unit(tuple(row for unit in long_units for row in unit.sequences))], packing, 0)
-    return [whole, *([lay_out(short_units, packing, 0)] if short_units else []), replace(one, goes_on=True), one]
+    short = [lay_out(short_units, packing, 0)] if short_units else []
+    unit = lay_out([Unit(tuple(row for unit in long_units for row in unit.sequences))], packing, 0)
+    return [whole, *short, replace(unit, goes_on=True), unit]
 
 
 def _synthetic(tokens: int, vocab_size: int, rows: int) -> Unit:

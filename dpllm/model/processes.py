@@ -49,23 +49,23 @@ KERNELS = (
 
 def versions() -> dict[str, str]:
     """Version of dpllm, Python and every package that the result depends on; "missing" where there is none."""
-    found = {"dpllm": dpllm.__version__, "python": platform.python_version(), **dict.fromkeys(PACKAGES, "missing")}
+    packages = {"dpllm": dpllm.__version__, "python": platform.python_version(), **dict.fromkeys(PACKAGES, "missing")}
     for package in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
-    return found
+            packages[package] = metadata.version(package)
+    return packages
 
 
 def kernels(device: torch.device) -> dict[str, Any]:
     """What decides how this process rounds: kind of device, instruction sets and caches, threads, variables of the kernels."""
-    found: dict[str, Any] = {"the kind of device": device.type, "the number of threads": torch.get_num_threads()}
-    found["the instruction set"] = torch.backends.cpu.get_cpu_capability()
+    facts: dict[str, Any] = {"the kind of device": device.type, "the number of threads": torch.get_num_threads()}
+    facts["the instruction set"] = torch.backends.cpu.get_cpu_capability()
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        found["the GPU"] = (properties.major, properties.minor, properties.multi_processor_count)
+        facts["the GPU"] = (properties.major, properties.minor, properties.multi_processor_count)
     able: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # new in torch 2.10
-    found |= {f"the processor's {key}": able[key] for key in able if not key.startswith(("num_", "cpu_"))}
-    return found | {f"the variable {key}": value for key, value in os.environ.items() if key.startswith(KERNELS)}
+    facts |= {f"the processor's {key}": able[key] for key in able if not key.startswith(("num_", "cpu_"))}
+    return facts | {f"the variable {key}": value for key, value in os.environ.items() if key.startswith(KERNELS)}
 
 
 def hardware() -> dict[str, Any]:
@@ -177,13 +177,13 @@ def _first_unequal(facts: Mapping[str, Any]) -> str:
     """The first fact that differs between rank 0 and another one, with both values; empty if there is none."""
     if not several():
         return ""
-    found: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(found, dict(facts))
-    for rank, theirs in enumerate(found):
-        for name in sorted(found[0].keys() | theirs.keys()):
-            ours, other = found[0].get(name, "missing"), theirs.get(name, "missing")
-            if ours != other:
-                return f"{name} is {ours} in process 0 and {other} in process {rank}"
+    each: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(each, dict(facts))
+    for rank, others in enumerate(each):
+        for name in sorted(each[0].keys() | others.keys()):
+            own, other = each[0].get(name, "missing"), others.get(name, "missing")
+            if own != other:
+                return f"{name} is {own} in process 0 and {other} in process {rank}"
     return ""
 
 

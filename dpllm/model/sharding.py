@@ -155,18 +155,19 @@ def _frozen(layer: nn.Module) -> list[nn.Parameter]:
 
 def _to_cut(units: list[nn.Module]) -> set[int]:
     """Identities of the units' frozen parameters, adapters' aside; a number without dimension cannot be cut."""
-    found: set[int] = set()
+    cut: set[int] = set()
     for unit in units:
         if any(not p.is_floating_point() for p in unit.parameters()):
             raise Refused(QUANTISED)
-        mine = {id(p) for name, p in unit.named_parameters() if not p.requires_grad and p.dim() and "lora_" not in name}
-        if mine & found:
+        owned = unit.named_parameters()
+        frozen = {id(p) for name, p in owned if not p.requires_grad and p.dim() and "lora_" not in name}
+        if frozen & cut:
             raise Refused(
                 "decoder blocks of the base model share weights, so gathering one would change another. Launch with "
                 "recipes/accelerate/gpu_ddp.yaml."
             )
-        found |= mine
-    return found
+        cut |= frozen
+    return cut
 
 
 def _place(module: nn.Module, device: torch.device) -> int:

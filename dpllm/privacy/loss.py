@@ -345,7 +345,7 @@ def _agree(head: nn.Linear, hidden_RTd: Tensor, targets: Targets) -> bool:
         (gradient_RTd,) = torch.autograd.grad(found_M.sum(), leaf_RTd)
     tolerance = LOW_PRECISION_TOLERANCE if logits_RTV.dtype.itemsize < 4 else TOLERANCE
     pairs = (found_M[targets.position_N], nll_N), (gradient_RTd, expected_RTd)
-    return all(bool((one - other).norm() <= tolerance * other.norm()) for one, other in pairs)
+    return all(bool((own - other).norm() <= tolerance * other.norm()) for own, other in pairs)
 
 
 def _hits(logits_RTV: Tensor, targets: Targets) -> Tensor:

@@ -204,7 +204,7 @@ def _grouped(sized: Sequence[tuple[int, list[int]]], packing: Packing) -> Iterat
         else:
             held.append((tokens, index))
     groups: list[list[int]] = []
-    for tokens, index in sorted(held, key=lambda one: (-one[0], one[1])):
+    for tokens, index in sorted(held, key=lambda size: (-size[0], size[1])):
         place = bisect.bisect_left(free, tokens)
         if place == len(free):
             group, left = [index], packing.room - tokens
@@ -265,7 +265,7 @@ def lay_out(units: Sequence[Unit], packing: Packing, pad_id: int, width: int = 0
         at += slot
     if at >= total and not packing.alone:
         raise ValueError(f"units of {at} tokens in a pass of {total}, whose last position is padding")
-    ids_1M, counted_1M = (torch.tensor(one, dtype=torch.long).view(shape) for one in (ids, counted))
+    ids_1M, counted_1M = (torch.tensor(values, dtype=torch.long).view(shape) for values in (ids, counted))
     return Pass(
         ids_1M,
         None if packing.alone else counted_1M,

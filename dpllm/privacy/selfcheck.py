@@ -212,8 +212,8 @@ def _still(subject: Subject, batch: Pass) -> Losses:
         subject.losses(batch)
     before = {name: buffer.clone() for name, buffer in subject.model.named_buffers()}
 
-    def still(one: Pass) -> Tensor:
-        loss_R = subject.losses(one)
+    def still(some: Pass) -> Tensor:
+        loss_R = subject.losses(some)
         for name, buffer in subject.model.named_buffers():
             if not torch.equal(buffer, before[name]):
                 raise Refused(
