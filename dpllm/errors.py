@@ -3,6 +3,8 @@
 Comes in: nothing. Goes out: exceptions with the exit code that the command line returns for them.
 """
 
+import importlib.util
+
 
 class DpllmError(Exception):
     """Any error that a user can meet and fix; its message is shown as it is, without a traceback."""
@@ -60,3 +62,9 @@ class LedgerContradiction(DpllmError):
     """A chain of entries was edited, cut or reordered."""
 
     exit_code = 4
+
+
+def need(package: str, key: str) -> None:
+    """Refuses, with a ConfigError, what a key of the recipe asks of a package that is not there; nothing is imported."""
+    if importlib.util.find_spec(package) is None:
+        raise ConfigError(f"{key} needs {package}, which is not installed. Type: pip install {package}")

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dpllm.model import environment
+from dpllm.model import processes
 from dpllm.privacy.loss import Targets, fused_losses, sequence_losses
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -131,8 +131,8 @@ def main() -> None:
     report = {
         "schema_version": 1,
         "date": now.isoformat(timespec="seconds"),
-        "versions": environment.versions(),
-        "hardware": environment.hardware(),
+        "versions": processes.versions(),
+        "hardware": processes.hardware(),
         "settings": {"rows": ROWS, "tokens": TOKENS, "hidden": HIDDEN, "repetitions": options.repetitions},
         "results": results,
     }

@@ -50,7 +50,7 @@ from _step_variants import (
 from rich.console import Console
 from rich.table import Table
 
-from dpllm.model import environment
+from dpllm.model import processes
 
 warnings.filterwarnings("ignore", message="Full backward hook is firing when gradients are computed")
 warnings.filterwarnings("ignore", message="`gradient_checkpointing_")  # renamed within transformers 5
@@ -339,8 +339,8 @@ def main(options: argparse.Namespace) -> int:
         "schema_version": 1,
         "date": started.isoformat(timespec="seconds"),
         "commit": commit(),
-        "versions": environment.versions(),
-        "hardware": environment.hardware(),
+        "versions": processes.versions(),
+        "hardware": processes.hardware(),
         "settings": {**settings, "model": SHAPES[options.shape], "learning_rate": LEARNING_RATE},
         "notes": NOTES,
         "results": [],

@@ -19,7 +19,7 @@ import torch
 from _machine import commit, machine
 from peft import LoraConfig, get_peft_model
 
-from dpllm.model import environment, loading
+from dpllm.model import loading, processes
 from dpllm.publish import generate
 from dpllm.recipe.config import ModelConfig
 from dpllm.text import control
@@ -77,8 +77,8 @@ def main() -> None:
         "met": faster >= BAR,
         "commit": commit(),
         "machine": machine(),
-        "hardware": environment.hardware(),
-        "versions": environment.versions(),
+        "hardware": processes.hardware(),
+        "versions": processes.versions(),
     }
     print(json.dumps(found, indent=2))
 

@@ -90,7 +90,6 @@ FEATURES = (
             "verification/check_dataset.py",
             "privacy/bounded_range.py",
             "privacy/voting.py",
-            "model/longest.py",
             "model/reading.py",
             "text/asked.py",
             "text/prompts.py",

@@ -28,7 +28,7 @@ from scipy import stats
 from dpllm.card.card import write_card
 from dpllm.errors import DpllmError
 from dpllm.files import locked, read_json, write_json
-from dpllm.model import environment
+from dpllm.model import processes
 from dpllm.publish import generate, quality
 from dpllm.publish.merge import carded
 from dpllm.recipe.config import RunConfig, load_config
@@ -144,7 +144,7 @@ def main() -> None:
         print(row, flush=True)
         with locked(known.output.with_suffix(".lock")):  # other calls may add to the same file
             held = _held(known.output, settings)
-            machine = {"versions": environment.versions(), "hardware": environment.hardware()}
+            machine = {"versions": processes.versions(), "hardware": processes.hardware()}
             if not _is_held(held, name, keys(words), seed):
                 runs = sorted([*held, row], key=lambda row: row["seed"])
                 write_json(known.output, {"settings": settings, **machine, "runs": runs})

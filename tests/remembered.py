@@ -44,11 +44,11 @@ def accounting(folder: Path) -> Iterator[None]:
 @contextmanager
 def packages() -> Iterator[None]:
     """What is installed, which each start of a run reads: that takes as long as the steps of a tiny model."""
-    from dpllm.model import environment
+    from dpllm.model import processes
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(metadata, "version", functools.cache(metadata.version))
-        environment.versions()  # before a program forks
+        processes.versions()  # before a program forks
         yield
 
 

@@ -126,7 +126,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _env(known: argparse.Namespace, rest: list[str]) -> int:
-    from dpllm.model import environment
+    from dpllm.model import processes
 
-    print(json.dumps({"versions": environment.versions(), "hardware": environment.hardware()}, indent=2))
+    print(json.dumps({"versions": processes.versions(), "hardware": processes.hardware()}, indent=2))
     return 0

@@ -19,7 +19,6 @@ from dpllm import ledger
 from dpllm.errors import ConfigError, DpllmError, Refused
 from dpllm.files import digest, read_json, write_json
 from dpllm.ledger import RunRequest, dataset_policy, reserving
-from dpllm.privacy import guards
 from dpllm.privacy.plan import Plan
 from dpllm.recipe import derived, names
 from dpllm.recipe.config import RunConfig, load_config
@@ -246,6 +245,7 @@ def _check_model(config: RunConfig) -> None:
     import torch
 
     from dpllm.model.loading import check_length, load_tokenizer
+    from dpllm.privacy import guards
     from dpllm.run.footprint import skeleton
 
     load_tokenizer(config.model)

@@ -70,11 +70,11 @@ def start_from(model: PeftModel, folder: Path, sha256: str | None = None) -> Non
             raise ConfigError(
                 f"model.adapter {folder}: {name} has a value that is not finite, so training would fail. Use an undamaged copy."
             )
-    mine = get_peft_model_state_dict(model, save_embedding_layers=False)
-    theirs, ours = ({name: tensor.shape for name, tensor in of.items()} for of in (saved, mine))
-    if theirs != ours:
+    own = get_peft_model_state_dict(model, save_embedding_layers=False)
+    saved_shapes, own_shapes = ({name: tensor.shape for name, tensor in of.items()} for of in (saved, own))
+    if saved_shapes != own_shapes:
         layers = sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in saved if ".lora_" in name})
-        differs = min(theirs.items() ^ ours.items())[0]
+        differs = min(saved_shapes.items() ^ own_shapes.items())[0]
         raise ConfigError(
             f"model.adapter {folder}: {differs} differs between it and the recipe's adapter (missing or of another shape), so "
             "some of it would be lost or start at random. Name its base model, its adapter.modules_to_save, and its layers: "
@@ -152,15 +152,6 @@ def trainable_text(kinds: Sequence[tuple[str, int, int]], total: int) -> str:
     return "What trains: " + "\n             ".join(lines)
 
 
-def untied(model: Any) -> bool:
-    """A head that is tied in the base model and trains as a copy of its own (adapter.modules_to_save)."""
-    if not isinstance(model, PeftModel) or not model.config.tie_word_embeddings:
-        return False
-    copies = {id(p) for name, p in model.named_parameters() if p.requires_grad and ".modules_to_save." in name}
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    return any(id(parameter) in copies for end in ends if end is not None for parameter in end.parameters())
-
-
 def _add_lora(model: Any, adapter: LoraConfig, name: str) -> Any:
     adaptable = _adaptable(model)
     linear = {path.rpartition(".")[2] for path in adaptable}
@@ -206,14 +197,14 @@ def _add_lora(model: Any, adapter: LoraConfig, name: str) -> Any:
 def _check_modules_to_save(model: Any, adapter: LoraConfig, targets: Any) -> None:
     names = dict(model.named_modules())
     for wanted in adapter.modules_to_save:
-        found = [name for name in names if name == wanted or name.endswith(f".{wanted}")]
-        whole = [name for name in found if next(names[name].children(), None) is not None]
-        if not found or whole:
-            reason = "matches no layer" if not found else f"is {whole[0]}, which holds other layers"
+        layers = [name for name in names if name == wanted or name.endswith(f".{wanted}")]
+        whole = [name for name in layers if next(names[name].children(), None) is not None]
+        if not layers or whole:
+            reason = "matches no layer" if not layers else f"is {whole[0]}, which holds other layers"
             raise ConfigError(
                 f"adapter.modules_to_save: {wanted!r} {reason}. Name single layers, such as lm_head, embed_tokens or norm."
             )
-        for name in found:
+        for name in layers:
             _refuse_packed(names[name], f"adapter.modules_to_save: {wanted!r}")
         if not isinstance(targets, str) and wanted in targets:
             raise ConfigError(
@@ -237,7 +228,7 @@ def _adaptable(model: Any) -> list[str]:
     Named and not tried out, because the model may be sharded, or have shapes and no content (``dpllm plan``).
     """
     prefix, layers = blocks(model)
-    found = []
+    linear = []
     for name, module in layers.named_modules(prefix=prefix):
         if not isinstance(module, (nn.Linear, Conv1D)) or APART & set(name.split(".")):
             continue
@@ -248,11 +239,11 @@ def _adaptable(model: Any) -> list[str]:
             continue
         if type(module).__name__.endswith("GroupedLinear"):  # its output has another shape than LoRA's (DeepSeek V4)
             continue
-        found.append(name)
+        linear.append(name)
     # peft 0.21 takes the names of linear layers, also of dense and shared ones, for the fused experts that replaced them.
-    asked = PeftLoraConfig(target_modules=found)
+    asked = PeftLoraConfig(target_modules=linear)
     convert_peft_config_for_transformers(asked, model, None)
-    return [name for name in found if name in (asked.target_modules or ())]
+    return [name for name in linear if name in (asked.target_modules or ())]
 
 
 def unfreeze(model: Any, adapter: FrozenConfig) -> None:

@@ -18,14 +18,15 @@ from typing import Any, Literal
 
 import torch
 import transformers
+from accelerate.utils import patch_environment
 from peft import PeftModel
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 from transformers.utils.hub import cached_file
 
-from dpllm.errors import ConfigError, Refused
-from dpllm.model import adapters, environment, memory, processes, sharding
-from dpllm.model.longest import without_memory
+from dpllm.errors import ConfigError, Refused, need
+from dpllm.model import adapters, memory, processes, sharding
+from dpllm.model.evaluate import without_memory
 from dpllm.progress import tell
 from dpllm.recipe import names
 from dpllm.recipe.config import DataConfig, FrozenConfig, LoraConfig, ModelConfig, RunConfig, TrainConfig
@@ -117,8 +118,8 @@ def pooling_of(model: ModelConfig) -> Pooling | None:
 
     def read(file: str) -> Any:
         with asking_hub(model.name_or_path):
-            found = cached_file(source(model.name_or_path), file, revision=model.revision, **silent)
-        return json.loads(Path(found).read_text("utf-8")) if found else None
+            path = cached_file(source(model.name_or_path), file, revision=model.revision, **silent)
+        return json.loads(Path(path).read_text("utf-8")) if path else None
 
     try:
         if (modules := read("modules.json")) is None:
@@ -128,7 +129,7 @@ def pooling_of(model: ModelConfig) -> Pooling | None:
             masked = type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING and not config.is_encoder_decoder
             causal = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in config.architectures or ())
             return "mean" if masked and not causal else None
-        kinds = [one["type"].removeprefix("sentence_transformers.models.") for one in modules]
+        kinds = [module["type"].removeprefix("sentence_transformers.models.") for module in modules]
         settings: dict[str, Any] = {"pooling_mode_mean_tokens": True}
         if kinds[1:2] == ["Pooling"]:
             settings = read(f"{modules[1]['path']}/config.json")
@@ -194,11 +195,11 @@ def digest(model: Any, tokenizer: Any, pooling: Pooling | None) -> str:
     text = "\n".join(tokenizer.batch_decode([[number] for _, number in known]))  # so that every merge is of use
     ids, settings = tokenizer(text, verbose=False)["input_ids"], model.config.to_diff_dict()
     settings = {name: value for name, value in sorted(settings.items()) if name not in _NO_PART}
-    found = hashlib.sha256(repr((known, ids, pooling, json.dumps(settings, sort_keys=True, default=str))).encode())
+    content = hashlib.sha256(repr((known, ids, pooling, json.dumps(settings, sort_keys=True, default=str))).encode())
     # transformers draws a pooler at random where a checkpoint has none, and no state goes through it.
-    for tensor in (one for name, one in model.named_parameters() if "pooler" not in name):
-        found.update(repr(tensor.shape).encode() + tensor.detach().float().cpu().numpy().tobytes())
-    return found.hexdigest()
+    for tensor in (tensor for name, tensor in model.named_parameters() if "pooler" not in name):
+        content.update(repr(tensor.shape).encode() + tensor.detach().float().cpu().numpy().tobytes())
+    return content.hexdigest()
 
 
 def check_length(config: RunConfig, net: Any) -> None:
@@ -228,7 +229,9 @@ def build(config: RunConfig, device: torch.device, weights: str | None = None) -
     torch.manual_seed(config.train.seed)
     # Autocast lets float32 blocks read a low-precision base; without it both must be float32.
     frozen_float32 = isinstance(config.adapter, FrozenConfig) and config.train.precision in {"auto", "fp32"}
-    with sharding.loading() if sharded else contextlib.nullcontext():
+    # With fsdp_cpu_ram_efficient_loading, accelerate's default, transformers may leave weights of all ranks but one empty, and
+    # expects accelerate to fill them. Ranks of one machine share what is mapped from safetensors, if model.dtype is the file's.
+    with patch_environment(FSDP_CPU_RAM_EFFICIENT_LOADING="false") if sharded else contextlib.nullcontext():
         model = load_base(config.model, device, force_float32=frozen_float32, stay_on_cpu=sharded)
     if processes.several() and not sharded:  # of a sharded one, while it moves to its devices
         processes.check_equal(
@@ -299,27 +302,27 @@ def without_dropout(model: nn.Module) -> dict[str, float]:
     """
     exported = {id(model), id(model.get_base_model()) if isinstance(model, PeftModel) else id(model)}
     settings: dict[int, tuple[Any, Any]] = {}  # the original is kept, so that its id stays its own
-    found: dict[str, float] = {}
+    rates: dict[str, float] = {}
     for path, module in model.named_modules():
         if isinstance(module, _DropoutNd) and module.p > 0:
-            found[path.rpartition(".")[2]], module.p = module.p, 0.0
-        found |= _zeroed(module)
+            rates[path.rpartition(".")[2]], module.p = module.p, 0.0
+        rates |= _zeroed(module)
         own = vars(module).get("config")
         if isinstance(own, transformers.PretrainedConfig) and id(module) not in exported:
             if id(own) not in settings:
                 settings[id(own)] = own, copy.deepcopy(own)
-                found |= _zeroed(settings[id(own)][1])
+                rates |= _zeroed(settings[id(own)][1])
             module.config = settings[id(own)][1]  # Falcon reads its rates from there as it runs
-    return dict(sorted(found.items()))
+    return dict(sorted(rates.items()))
 
 
 def _zeroed(owner: Any) -> dict[str, float]:
-    found = {
+    rates = {
         name: value for name, value in vars(owner).items() if "drop" in name and isinstance(value, float) and value
     }
-    for name in found:
+    for name in rates:
         setattr(owner, name, 0.0)
-    return found
+    return rates
 
 
 def load_for_scoring(config: RunConfig, export: Path, device: torch.device) -> ScoringModels:
@@ -357,7 +360,7 @@ def check_finite(model: Any, where: str) -> None:
 
 
 def _quantization(bits: str, dtype: Any) -> Any:
-    environment.need("bitsandbytes", "model.quantization")
+    need("bitsandbytes", "model.quantization")
     if bits == "8bit":
         # The default of 6 takes columns out of the 8-bit product wherever any token of the batch is that large.
         return transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
@@ -382,8 +385,7 @@ def check_outliers(model: Any) -> None:
     if getattr(settings, "load_in_8bit", False) and getattr(settings, "llm_int8_threshold", 0.0) > 0:
         raise Refused(
             "the checkpoint is quantised to 8 bits with outlier columns, which all rows of a batch share, so one row would "
-            "change the contributions of others, unclipped. Use the unquantised checkpoint with model.quantization: 8bit or "
-            "4bit."
+            "change the contributions of others, unclipped. Use the unquantised checkpoint and model.quantization: 8bit."
         )
 
 

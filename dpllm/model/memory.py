@@ -9,13 +9,11 @@ Shape suffixes: R rows, T tokens.
 from __future__ import annotations
 
 import contextlib
-import os
 import re
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -34,27 +32,24 @@ from dpllm.recipe.config import ModelConfig, RunConfig
 if TYPE_CHECKING:
     from dpllm.privacy.engine import StepEngine
 
+
+class Limits(NamedTuple):
+    """Of the passes on one kind of device; docs/measurements.md has the figures."""
+
+    least: int  # tokens of a pass, below which what it costs before its first token is seen
+    most: int  # beyond which a larger pass was no faster
+    block: int  # tokens that kernels compute at once; on a CPU, those of each thread
+    held: int  # bytes of gradients that are held for the units of a pass
+
+
+CPU, ELSEWHERE = Limits(512, 2048, 32, 2**30), Limits(16_384, 16_384, 128, 2**33)
 SHARE = 0.9  # of free memory; the rest is for fragments, kernels' workspace and the communication of several processes
-LEAST_TOKENS = {"cpu": 512}  # of a pass, below which what it costs before its first token is seen
-LEAST_ELSEWHERE = 16_384
-SMALL_TOKENS = 2048  # the same of a model so small that calls of kernels take longest
-MOST_TOKENS = {"cpu": 2048}  # beyond which a larger pass was no faster; docs/measurements.md has the figures
-MOST_ELSEWHERE = 16_384
-BLOCK = 32  # tokens that a thread's kernels compute at once
-BLOCK_ELSEWHERE = 128
-HELD = {"cpu": 2**30}  # bytes of gradients that are held for the units of a pass
-HELD_ELSEWHERE = 2**33
+SMALL, SMALL_TOKENS = 10_000_000, 2048  # weights of a model so small that calls of kernels take longest; then ``least``
 # Gradients are held side by side where those of FULL_ROWS times as many units fit as a pass holds rows of full length; then for
 # MOST_ROWS times as many, and on a CPU, which takes memory only when it is used, for rows of SHORT tokens.
 FULL_ROWS, MOST_ROWS, SHORT = 2, 3, 16
-SMALL = 10_000_000  # weights
-UNKNOWN = sys.maxsize  # bytes: no limit is known; as a need, more than there is
-_STATUS, _MEMORY = Path("/proc/self/status"), Path("/proc/meminfo")
-# Version 2 and version 1: the limit of a container, and what is used of it.
-_CONTAINER = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-)
+ENDLESS = 2**62  # bytes: more than there are
+_STATUS = Path("/proc/self/status")
 
 
 def packing_for(config: RunConfig, model: nn.Module, vocab_size: int, device: torch.device) -> Packing:
@@ -74,26 +69,22 @@ def packing_of_model(
     rows_each: int = 1,
 ) -> Packing:
     """The passes of a model that is to train with batches of so many examples: see ``schedule.packing_of``."""
-    kind, whole = device.type, sum(parameter.numel() for parameter in model.parameters())
-    multiple = BLOCK * torch.get_num_threads() if kind == "cpu" else BLOCK_ELSEWHERE
+    on_cpu, longest = device.type == "cpu", rows_each * max_length
+    limits = CPU if on_cpu else ELSEWHERE
+    multiple = limits.block * (torch.get_num_threads() if on_cpu else 1)
     numbers = sum(p.numel() for p in model.parameters() if p.requires_grad and not is_wide(p))
-    fits = HELD.get(kind, HELD_ELSEWHERE) // (4 * max(1, numbers))  # units
-    longest = rows_each * max_length
-    most_tokens = MOST_TOKENS.get(kind, MOST_ELSEWHERE)
-    if kind != "cpu" and fits > 1:  # twice formed gradients take thousands of calls
+    fits = limits.held // (4 * max(1, numbers))  # units
+    most_tokens = limits.most
+    if not on_cpu and fits > 1:  # twice formed gradients take thousands of calls
         most_tokens = min(most_tokens, fits * longest // FULL_ROWS)
+    small = sum(parameter.numel() for parameter in model.parameters()) < SMALL
+    least = min(most_tokens, SMALL_TOKENS if small else limits.least)
     tokens = packing_of(
-        batch,
-        max_length,
-        tokens,
-        multiple=multiple,
-        least=min(most_tokens, SMALL_TOKENS if whole < SMALL else LEAST_TOKENS.get(kind, LEAST_ELSEWHERE)),
-        most=most_tokens,
-        rows_each=rows_each,
+        batch, max_length, tokens, multiple=multiple, least=least, most=most_tokens, rows_each=rows_each
     )
     units = max(1, (tokens - 1) // longest)  # as long as allowed
     held = fits >= FULL_ROWS * units
-    most = min(fits, max(MOST_ROWS * units, tokens // SHORT if kind == "cpu" else 0))
+    most = min(fits, max(MOST_ROWS * units, tokens // SHORT if on_cpu else 0))
     return Packing(
         tokens=tokens,
         most_units=most if held else tokens // 2,
@@ -102,7 +93,7 @@ def packing_of_model(
         max_length=max_length,
         rows_each=rows_each,
         multiple=multiple,
-        alone=has_experts(model) is not None or not attends_by_interface(model),
+        alone=has_experts(model) or not attends_by_interface(model),
     )
 
 
@@ -137,7 +128,7 @@ def rehearse(engine: StepEngine, config: RunConfig, vocab_size: int, device: tor
         if config.train.tokens_per_pass == "auto" and (smaller := engine.packing.half()):
             engine.repack(smaller)
             continue
-        need = "more" if used == UNKNOWN else f"about {_gigabytes(used)}"
+        need = "more" if used == ENDLESS else f"about {_gigabytes(used)}"
         raise ConfigError(
             f"a pass of {engine.packing} does not fit: {_gigabytes(meter.free)} are free beside the model, of which "
             f"{round(100 * SHARE)}% may be used, and its forward and backward pass needs {need}. Set {_other_knobs(config)}."
@@ -146,24 +137,7 @@ def rehearse(engine: StepEngine, config: RunConfig, vocab_size: int, device: tor
 
 def budget(free: int) -> int:
     """What may be used of free memory, in bytes."""
-    return free if free == UNKNOWN else int(SHARE * free)
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that this process may still take: of its GPU's memory, or of main memory; a very large number if unknown.
-
-    Main memory is what the system or the container has left, divided by the processes that the launcher started here.
-    """
-    if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0]) + unused
-    if device.type != "cpu" or not _MEMORY.exists():
-        return UNKNOWN
-    free = _kib(_MEMORY, "MemAvailable")
-    for limit, used in _CONTAINER:
-        with contextlib.suppress(OSError, ValueError):  # no container, or one without a limit
-            free = min(free, max(0, int(Path(limit).read_text()) - int(Path(used).read_text())))
-    return free // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return int(SHARE * free)
 
 
 def reset_peak_memory() -> None:
@@ -179,16 +153,10 @@ def peak_memory() -> int | None:
 
     Rounded up to 1 MiB. Since ``reset_peak_memory``; of main memory, where that is not possible, since the process began.
     """
-    found = UNKNOWN
     if torch.cuda.is_available():
-        found = torch.cuda.max_memory_allocated()
-    elif _STATUS.exists():
-        found = _kib(_STATUS, "VmHWM")
-    elif sys.platform == "darwin":
-        import resource
-
-        found = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return None if found == UNKNOWN else -(-found // 2**20) * 2**20
+        return -(-torch.cuda.max_memory_allocated() // 2**20) * 2**20
+    mark = re.search(r"^VmHWM:\s+(\d+) kB", _STATUS.read_text(), re.MULTILINE) if _STATUS.exists() else None
+    return -(-int(mark[1]) // 2**10) * 2**20 if mark else None
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -200,12 +168,10 @@ def out_of_memory(error: BaseException) -> bool:
 
 def base_does_not_fit(model: ModelConfig) -> ConfigError:
     """What to change where the weights alone are more than the device holds."""
-    advice = ["model.dtype: bfloat16"] if model.dtype in {"auto", "float32"} else []
-    advice += ["model.quantization: 4bit"] if model.quantization is None else []
-    advice += ["model.name_or_path to a smaller model"]
+    advice = ", or ".join([*_lighter(model), "model.name_or_path to a smaller model"])
     return ConfigError(
-        f"model.name_or_path {model.name_or_path!r}: its weights do not fit into this device's memory. Set "
-        f"{', or '.join(advice)}; or launch on several GPUs that share them (recipes/accelerate/gpu_fsdp2.yaml)."
+        f"model.name_or_path {model.name_or_path!r}: its weights do not fit into this device's memory. Set {advice}; or "
+        "launch on several GPUs that share them (recipes/accelerate/gpu_fsdp2.yaml)."
     )
 
 
@@ -218,9 +184,8 @@ def explained(config: RunConfig, packing: Packing) -> Iterator[None]:
         if not out_of_memory(error):
             raise
         raise ConfigError(
-            f"out of memory in a pass of {packing}, so the run ended early; its steps so far stay charged. Close other programs "
-            f"that use this memory, or set a setting that needs less: {_other_knobs(config)}; add --resume if there is a "
-            "checkpoint."
+            f"out of memory in a pass of {packing}, so the run ended early; its steps so far stay charged. Close other programs, "
+            f"or set what needs less: {_other_knobs(config)}; add --resume if there is a checkpoint."
         ) from None
 
 
@@ -232,8 +197,9 @@ def _rehearsal(packing: Packing, vocab_size: int) -> list[Pass]:
     long_units = [_synthetic(longest, vocab_size, each)] * count
     short_units = [_synthetic(2, vocab_size, each)] * (0 if packing.alone else shortest)
     whole = lay_out(long_units, packing, 0)
-    one = lay_out([Unit(tuple(row for unit in long_units for row in unit.sequences))], packing, 0)
-    return [whole, *([lay_out(short_units, packing, 0)] if short_units else []), replace(one, goes_on=True), one]
+    short = [lay_out(short_units, packing, 0)] if short_units else []
+    unit = lay_out([Unit(tuple(row for unit in long_units for row in unit.sequences))], packing, 0)
+    return [whole, *short, replace(unit, goes_on=True), unit]
 
 
 def _synthetic(tokens: int, vocab_size: int, rows: int) -> Unit:
@@ -243,43 +209,32 @@ def _synthetic(tokens: int, vocab_size: int, rows: int) -> Unit:
 
 
 class _Meter:
-    """Memory of one device: what was free when it was made (least of all ranks), and what a call adds to what was held."""
+    """Memory of a GPU: what was free when it was made (least of all ranks), and what a call adds to what was held."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._collect()
-        self._held, self.free = self._now(), processes.least(free_memory(device))
+        torch.cuda.empty_cache()
+        self._device, self._held = device, torch.cuda.memory_allocated(device)
+        self.free = processes.least(free_memory(device))
 
     def peak_of(self, call: Callable[[], None]) -> int:
-        """Bytes held at the peak of the call, beside those held when the meter was made; UNKNOWN if there was no memory."""
+        """Bytes held at the peak of the call, beside those held when the meter was made; ENDLESS if there was no memory."""
         reset_peak_memory()
         try:
             call()
-            fits = True
+            peak = max(0, torch.cuda.max_memory_allocated(self._device) - self._held)
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error):
                 raise
-            fits = False
-        peak = self._now(peak=True) if fits else UNKNOWN
-        self._collect()  # behind the exception, whose frames hold tensors
+            peak = ENDLESS
+        torch.cuda.empty_cache()  # behind the exception, whose frames hold tensors
         reset_peak_memory()
-        return peak if peak == UNKNOWN else max(0, peak - self._held)
-
-    def _collect(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
-
-    def _now(self, *, peak: bool = False) -> int:
-        if self._device.type == "cuda":
-            count = torch.cuda.max_memory_allocated if peak else torch.cuda.memory_allocated
-            return int(count(self._device))
-        return _kib(_STATUS, "VmHWM" if peak else "VmRSS") if _STATUS.exists() else 0
+        return peak
 
 
-def _kib(path: Path, key: str) -> int:
-    """Bytes of an entry that Linux gives in KiB."""
-    found = re.search(rf"^{key}:\s+(\d+) kB", path.read_text(), re.MULTILINE)
-    return 1024 * int(found[1]) if found else UNKNOWN
+def free_memory(device: torch.device) -> int:
+    """Bytes of a GPU that this process may still take."""
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + unused
 
 
 def _other_knobs(config: RunConfig) -> str:
@@ -287,10 +242,14 @@ def _other_knobs(config: RunConfig) -> str:
     knobs = [] if config.train.tokens_per_pass == "auto" else ["train.tokens_per_pass: auto"]
     if not config.model.gradient_checkpointing:
         knobs.append("model.gradient_checkpointing: true")
-    if config.model.quantization is None:
-        knobs += ["model.dtype: bfloat16"] if config.model.dtype in {"auto", "float32"} else []
-        knobs.append("model.quantization: 4bit")
-    return ", or ".join([*knobs, f"data.max_length below {config.data.max_length}"])
+    return ", or ".join([*knobs, *_lighter(config.model), f"data.max_length below {config.data.max_length}"])
+
+
+def _lighter(model: ModelConfig) -> list[str]:
+    """Settings with which weights take less."""
+    if model.quantization is not None:
+        return []
+    return [*(["model.dtype: bfloat16"] if model.dtype in {"auto", "float32"} else []), "model.quantization: 4bit"]
 
 
 def _gigabytes(size: int) -> str:

@@ -1,7 +1,8 @@
-"""The processes of one run, called ranks: how they find each other, what they tell each other, how they are stopped.
+"""The processes of one run, called ranks: what they run on, how they find each other, what they tell each other.
 
 Comes in: what the launcher put into the environment; values of one rank. Goes out: the same values on all ranks, or a refusal
-where they differ. Everything is a no-op in a run of one process. Must not know what is trained.
+where they differ, all of it a no-op in a run of one process; versions and hardware, without names of hosts or users, or paths.
+Must not know what is trained.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ import contextlib
 import datetime
 import hashlib
 import os
+import platform
 import secrets
 import signal
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -24,6 +27,7 @@ from torch import Tensor, distributed
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor
 
+import dpllm
 from dpllm.errors import ConfigError, DpllmError, Refused
 
 T = TypeVar("T")
@@ -32,6 +36,47 @@ TO_COME = datetime.timedelta(minutes=10)  # until all processes are there
 NEVER = datetime.timedelta(days=30)
 PIECE = 2**22  # numbers of which a fingerprint is taken at once
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # less than 64 bits: their sign must count
+PACKAGES = (
+    *("torch", "transformers", "peft", "opacus", "accelerate", "datasets", "safetensors", "dp-accounting"),
+    *("numpy", "scipy", "scikit-learn", "pydantic", "huggingface_hub"),
+)
+KERNELS = (
+    *("ATEN_", "ONEDNN_", "DNNL_", "MKL_", "OPENBLAS_", "BLIS_", "TORCH_ALLOW_TF32", "TORCH_BLAS"),
+    *("CUBLAS_", "CUDNN_", "NVIDIA_TF32", "HIPBLAS", "ROCBLAS_", "PYTORCH_TUNABLEOP"),
+)
+"""How the names of variables begin that choose among kernels. Threads are counted, and where they run does not matter."""
+
+
+def versions() -> dict[str, str]:
+    """Version of dpllm, Python and every package that the result depends on; "missing" where there is none."""
+    packages = {"dpllm": dpllm.__version__, "python": platform.python_version(), **dict.fromkeys(PACKAGES, "missing")}
+    for package in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            packages[package] = metadata.version(package)
+    return packages
+
+
+def kernels(device: torch.device) -> dict[str, Any]:
+    """What decides how this process rounds: kind of device, instruction sets and caches, threads, variables of the kernels."""
+    facts: dict[str, Any] = {"the kind of device": device.type, "the number of threads": torch.get_num_threads()}
+    facts["the instruction set"] = torch.backends.cpu.get_cpu_capability()
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        facts["the GPU"] = (properties.major, properties.minor, properties.multi_processor_count)
+    able: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # new in torch 2.10
+    facts |= {f"the processor's {key}": able[key] for key in able if not key.startswith(("num_", "cpu_"))}
+    return facts | {f"the variable {key}": value for key, value in os.environ.items() if key.startswith(KERNELS)}
+
+
+def hardware() -> dict[str, Any]:
+    """Processor, cores and GPUs."""
+    return {
+        "system": platform.system(),
+        "machine": platform.machine(),
+        "cpu_cores": os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+    }
 
 
 def join() -> PartialState:
@@ -46,9 +91,8 @@ def join() -> PartialState:
         state = PartialState(cpu=not torch.accelerator.is_available(), timeout=TO_COME)
     except distributed.DistError as error:
         raise DpllmError(
-            f"the processes of the run did not find each other within {TO_COME.seconds // 60} minutes: one ended earlier (its "
-            "own messages say why), or the address or port of the first cannot be reached. Nothing was reserved. Start all "
-            "again."
+            f"the processes did not find each other within {TO_COME.seconds // 60} minutes: one ended earlier (its own messages "
+            "say why), or the address or port of the first cannot be reached. Nothing was reserved. Start all again."
         ) from error
     if several():
         _set_pg_timeout(NEVER)
@@ -133,13 +177,13 @@ def _first_unequal(facts: Mapping[str, Any]) -> str:
     """The first fact that differs between rank 0 and another one, with both values; empty if there is none."""
     if not several():
         return ""
-    found: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(found, dict(facts))
-    for rank, theirs in enumerate(found):
-        for name in sorted(found[0].keys() | theirs.keys()):
-            ours, other = found[0].get(name, "missing"), theirs.get(name, "missing")
-            if ours != other:
-                return f"{name} is {ours} in process 0 and {other} in process {rank}"
+    each: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(each, dict(facts))
+    for rank, others in enumerate(each):
+        for name in sorted(each[0].keys() | others.keys()):
+            own, other = each[0].get(name, "missing"), others.get(name, "missing")
+            if own != other:
+                return f"{name} is {own} in process 0 and {other} in process {rank}"
     return ""
 
 

@@ -18,11 +18,10 @@ from numpy.typing import NDArray
 from torch import nn
 
 from dpllm.model import processes
-from dpllm.model.evaluate import HeldOut, in_eval_mode
-from dpllm.model.longest import without_memory
+from dpllm.model.evaluate import HeldOut, without_memory
 from dpllm.privacy import guards
 from dpllm.privacy.attention import RowAttention
-from dpllm.privacy.loss import Autocast, TokenLosses, row_sums
+from dpllm.privacy.loss import Autocast, TokenLosses, in_eval_mode, row_sums
 from dpllm.privacy.packing import passes_of, sizes_of
 from dpllm.privacy.preference import PairLoss
 from dpllm.privacy.schedule import Packing, TokenSequence, Unit

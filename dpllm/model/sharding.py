@@ -14,14 +14,12 @@ References:
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from accelerate import FullyShardedDataParallelPlugin
-from accelerate.utils import parse_flag_from_env, patch_environment
+from accelerate.utils import parse_flag_from_env
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
@@ -29,7 +27,13 @@ from torch.distributed.tensor import DTensor
 
 from dpllm.errors import ConfigError, Refused
 from dpllm.model import memory, processes
+from dpllm.privacy.loss import in_eval_mode
 from dpllm.recipe.config import LoraConfig, RunConfig
+
+QUANTISED = (
+    "quantised weights are stored with separate scales, from which sharding would separate them. Set model.quantization: null "
+    "and name an unquantised model, or launch with recipes/accelerate/gpu_ddp.yaml: a quantised base is much smaller."
+)
 
 
 def requested() -> bool:
@@ -51,11 +55,7 @@ def check(config: RunConfig) -> None:
             "lora, or launch with recipes/accelerate/gpu_ddp.yaml."
         )
     if config.model.quantization is not None:
-        raise Refused(
-            f"model.quantization {config.model.quantization} stores weights with separate scales, which sharding would "
-            "separate. Set model.quantization: null, or launch with recipes/accelerate/gpu_ddp.yaml: a quantised base is a "
-            "quarter or half as large."
-        )
+        raise Refused(QUANTISED)
     _check_plugin(_plugin())
     if not processes.several():
         raise ConfigError(
@@ -80,53 +80,24 @@ def _plugin() -> FullyShardedDataParallelPlugin:
 
 def _check_plugin(plugin: FullyShardedDataParallelPlugin) -> None:
     """What of a launch file cannot be honoured."""
-    wishes = {
-        "fsdp_offload_params: true": (
-            isinstance(plugin.cpu_offload, CPUOffloadPolicy),
-            "every block would be copied to the device again for each pass, which was never tested",
-            "false",
-        ),
-        "fsdp_reshard_after_forward: false": (
-            not plugin.reshard_after_forward,
-            "every device would hold the whole base by the end of a forward pass",
-            "true",
-        ),
-        "fsdp_activation_checkpointing: true": (
-            plugin.activation_checkpointing,
-            "it would wrap layers that the recipe knows by name",
-            "false, and model.gradient_checkpointing: true in the recipe",
-        ),
-        "fsdp_auto_wrap_policy": (
-            # The plugin makes one value of NO_WRAP and of nothing.
-            os.environ.get("FSDP_AUTO_WRAP_POLICY", "TRANSFORMER_BASED_WRAP").upper() != "TRANSFORMER_BASED_WRAP",
-            "dpllm gathers one decoder block at a time",
-            "TRANSFORMER_BASED_WRAP",
-        ),
-        "fsdp_ignored_modules": (bool(plugin.ignored_modules), (
-            "the layers that train decide what is not sharded"
-        ), "null"),
-        "use_parallelism_config": (
-            bool(parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG")),
-            "all processes share one base model, but not rows",
-            "false",
-        ),
-    }  # fmt: skip
-    for wish, (wished, why, instead) in wishes.items():
-        if wished:
-            raise Refused(f"the launch file sets {wish}, which is not supported: {why}. Set it to {instead}.")
-
-
-@contextlib.contextmanager
-def loading() -> Iterator[None]:
-    """Every rank reads the base model itself.
-
-    With fsdp_cpu_ram_efficient_loading, accelerate's default, transformers may leave weights of all ranks but one empty and
-    expects accelerate to fill them. Weights in safetensors are mapped from the file, so that the ranks of one machine hold one
-    copy in memory anyway, as long as model.dtype is that of the file.
-    """
-    name = "FSDP_CPU_RAM_EFFICIENT_LOADING"  # transformers reads it too
-    with patch_environment(**{name: "false"}):
-        yield
+    wrap = "TRANSFORMER_BASED_WRAP"
+    checkpointing = "false, and model.gradient_checkpointing: true in the recipe"
+    unsupported = {  # key -> whether it is set otherwise, and what to set
+        "fsdp_offload_params": (isinstance(plugin.cpu_offload, CPUOffloadPolicy), "false"),
+        "fsdp_reshard_after_forward": (not plugin.reshard_after_forward, "true"),
+        "fsdp_activation_checkpointing": (plugin.activation_checkpointing, checkpointing),
+        # The plugin makes one value of NO_WRAP and of nothing.
+        "fsdp_auto_wrap_policy": (os.environ.get("FSDP_AUTO_WRAP_POLICY", wrap).upper() != wrap, wrap),
+        "fsdp_transformer_layer_cls_to_wrap": (bool(plugin.transformer_cls_names_to_wrap), "null"),
+        "fsdp_ignored_modules": (bool(plugin.ignored_modules), "null"),
+        "use_parallelism_config": (bool(parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG")), "false"),
+    }
+    for key, (is_set, instead) in unsupported.items():
+        if is_set:
+            raise Refused(
+                f"the launch file's {key} is not supported: dpllm gathers one decoder block at a time, on the device, and "
+                f"drops it again, and nothing else was ever tested. Set it to {instead}."
+            )
 
 
 def shard(model: Any, blocks: str, device: torch.device) -> None:
@@ -145,14 +116,7 @@ def shard(model: Any, blocks: str, device: torch.device) -> None:
         ConfigError: The ranks loaded different weights, or one rank's part does not fit.
         Refused: Parts of the model share frozen weights or are quantised, or it uses some outside their layer.
     """
-    layers = list(model.get_submodule(blocks))
-    names = set(_plugin().transformer_cls_names_to_wrap or ()) - {type(layers[0]).__name__}
-    if names:
-        raise Refused(
-            f"fsdp_transformer_layer_cls_to_wrap names {', '.join(sorted(names))}, but dpllm shards by decoder block, "
-            f"{type(layers[0]).__name__}. Leave the key out."
-        )
-    units = [*layers, *_ends(model)]
+    units = [*model.get_submodule(blocks), *_ends(model)]
     cut = _to_cut(units)
     world = distributed.get_world_size()
     mesh = init_device_mesh(device.type, (world,))
@@ -191,21 +155,19 @@ def _frozen(layer: nn.Module) -> list[nn.Parameter]:
 
 def _to_cut(units: list[nn.Module]) -> set[int]:
     """Identities of the units' frozen parameters, adapters' aside; a number without dimension cannot be cut."""
-    found: set[int] = set()
+    cut: set[int] = set()
     for unit in units:
         if any(not p.is_floating_point() for p in unit.parameters()):
-            raise Refused(
-                "the base model's files are quantised: they store weights with separate scales, which sharding would separate. "
-                "Name the unquantised model, or launch with recipes/accelerate/gpu_ddp.yaml."
-            )
-        mine = {id(p) for name, p in unit.named_parameters() if not p.requires_grad and p.dim() and "lora_" not in name}
-        if mine & found:
+            raise Refused(QUANTISED)
+        owned = unit.named_parameters()
+        frozen = {id(p) for name, p in owned if not p.requires_grad and p.dim() and "lora_" not in name}
+        if frozen & cut:
             raise Refused(
                 "decoder blocks of the base model share weights, so gathering one would change another. Launch with "
                 "recipes/accelerate/gpu_ddp.yaml."
             )
-        found |= mine
-    return found
+        cut |= frozen
+    return cut
 
 
 def _place(module: nn.Module, device: torch.device) -> int:
@@ -218,10 +180,8 @@ def _place(module: nn.Module, device: torch.device) -> int:
 
 def _try(model: Any, device: torch.device) -> None:
     """One forward pass from the top, which tells every part where the top is; and that the model bears it."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
     try:
-        with torch.no_grad():
+        with in_eval_mode(model):
             ids_RT = torch.zeros((1, 2), dtype=torch.long, device=device)
             model(input_ids=ids_RT, attention_mask=torch.ones_like(ids_RT), use_cache=False)
     except RuntimeError as error:
@@ -231,6 +191,3 @@ def _try(model: Any, device: torch.device) -> None:
             f"{type(model.get_base_model()).__name__} uses weights outside the layer that holds them ({type(error).__name__}), "
             "which needs them unsharded. Launch with recipes/accelerate/gpu_ddp.yaml."
         ) from error
-    finally:
-        for module in training:
-            module.training = True

@@ -38,10 +38,8 @@ with contextlib.suppress(ImportError):  # before torch 2.10
 MANY_ROWS = 256
 NAME = "dpllm_packed"  # as transformers knows it
 # What transformers hands to every attention and what changes nothing within a row without a cache.
-HARMLESS = frozenset(
-    {"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "is_causal"}
-)
-HARMLESS |= {"return_dict", "logits_to_keep", "num_items_in_batch", "position_embeddings", "layer_idx"}
+HARMLESS = frozenset({"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states"})
+HARMLESS |= {"is_causal", "return_dict", "logits_to_keep", "num_items_in_batch", "position_embeddings", "layer_idx"}
 HARMLESS |= {"output_router_logits"}
 
 
@@ -107,7 +105,7 @@ def _configs(module: nn.Module) -> Iterator[PretrainedConfig]:
 def attends_by_interface(model: nn.Module) -> bool:
     """Whether a model's attention goes through transformers' interface, as its class says; others read rows by themselves."""
     classes = {type(module) for module in model.modules()}
-    return any(getattr(one, "_supports_attention_backend", False) for one in classes)
+    return any(getattr(kind, "_supports_attention_backend", False) for kind in classes)
 
 
 class Options(NamedTuple):
@@ -143,12 +141,12 @@ def by_rows(
     layout, kind = _layouts[-1], query_1HMd.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):  # the planner runs shapes alone
         dtype = torch.get_autocast_dtype(kind)
-        query_1HMd, key_1HMd, value_1HMd = (one.to(dtype) for one in (query_1HMd, key_1HMd, value_1HMd))
+        query_1HMd, key_1HMd, value_1HMd = (part.to(dtype) for part in (query_1HMd, key_1HMd, value_1HMd))
     if ragged_here(query_1HMd, value_1HMd, options):
         return at_once(query_1HMd, key_1HMd, value_1HMd, layout, options), None
     pieces, end = [], 0
     for start, end, _ in layout.rows:
-        query_1HLd, key_1HLd, value_1HLd = (one[:, :, start:end] for one in (query_1HMd, key_1HMd, value_1HMd))
+        query_1HLd, key_1HLd, value_1HLd = (part[:, :, start:end] for part in (query_1HMd, key_1HMd, value_1HMd))
         pieces.append(attend(query_1HLd, key_1HLd, value_1HLd, options))
     left = query_1HMd.shape[2] - end
     pieces.append(query_1HMd.new_zeros(1, query_1HMd.shape[1], left, value_1HMd.shape[3]))
@@ -159,7 +157,7 @@ def attend(query_1HLd: Tensor, key_1HLd: Tensor, value_1HLd: Tensor, options: Op
     """Causal attention of one row, shape (1, H, L, d); keys and values may have fewer heads."""
     length, groups = query_1HLd.shape[2], query_1HLd.shape[1] // key_1HLd.shape[1]
     if groups > 1:
-        key_1HLd, value_1HLd = (one.repeat_interleave(groups, dim=1) for one in (key_1HLd, value_1HLd))
+        key_1HLd, value_1HLd = (part.repeat_interleave(groups, dim=1) for part in (key_1HLd, value_1HLd))
     window = options.sliding_window or length
     by_torch = partial(
         functional.scaled_dot_product_attention,
@@ -212,8 +210,8 @@ def at_once(query_1HMd: Tensor, key_1HMd: Tensor, value_1HMd: Tensor, layout: La
     if groups > 1 and "enable_gqa" in _VARLEN_OPTIONS:
         settings["enable_gqa"] = True
     elif groups > 1:
-        key_1HMd, value_1HMd = (one.repeat_interleave(groups, dim=1) for one in (key_1HMd, value_1HMd))
-    query_MHd, key_MHd, value_MHd = (one[0].transpose(0, 1) for one in (query_1HMd, key_1HMd, value_1HMd))
+        key_1HMd, value_1HMd = (part.repeat_interleave(groups, dim=1) for part in (key_1HMd, value_1HMd))
+    query_MHd, key_MHd, value_MHd = (part[0].transpose(0, 1) for part in (query_1HMd, key_1HMd, value_1HMd))
     starts = layout.boundaries(tokens, query_1HMd.device)
     output_MHd = _VARLEN(query_MHd, key_MHd, value_MHd, starts, starts, layout.longest, layout.longest, **settings)
     output_1MHd: Tensor = output_MHd.unsqueeze(0)

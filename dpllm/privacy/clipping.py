@@ -1,6 +1,7 @@
 """Per-unit clipped sums: the only door through which private data reach an update.
 
-Comes in: a function from a pass to its losses. Goes out: the sum over units of each unit's gradient, clipped.
+Comes in: a function from a pass to its losses. Goes out: the sum over units of each unit's gradient, clipped by one of
+``FUNCTIONS``, of which each has its words for the card in ``statement.section`` and a line in ``tests/checks.by_hand``.
 ``Taps`` are Opacus' hooks, extended so that one backward pass hands over what every layer rule needs, exactly once a call.
 
 Shape suffixes: R rows of a pass, U units, L trainable parameters, G layers that own them, P coordinates.
@@ -21,7 +22,6 @@ from torch import Tensor, nn
 
 from dpllm.errors import Refused
 from dpllm.privacy.attention import RowAttention
-from dpllm.privacy.clipping_functions import FUNCTIONS
 from dpllm.privacy.gradients import FORMED, PassGradients
 from dpllm.privacy.packing import Pass, Segment
 from dpllm.privacy.rules import Rule, rule_of
@@ -32,6 +32,33 @@ warnings.filterwarnings("ignore", message="Full backward hook is firing when gra
 Losses = Callable[[Pass], Tensor]
 WHOLE = Segment(0, sys.maxsize, 0)  # all tokens of a pass
 Receive = Callable[[nn.Module, str, Rule, Tensor, Tensor], None]
+AUTOMATIC_GAMMA = 0.01
+
+
+def flat(norm_U: Tensor, max_grad_norm: float) -> Tensor:
+    """Factor = min(1, C / norm): gradients longer than C are shortened to C (Abadi et al. 2016, algorithm 1).
+
+    Guarantee:
+        factor * norm <= C.
+    """
+    return (max_grad_norm / norm_U).clamp(max=1.0)
+
+
+def automatic(norm_U: Tensor, max_grad_norm: float) -> Tensor:
+    """Factor = C / (norm + gamma), gamma = 0.01: nearly every gradient gets the length C, so there is no threshold to tune.
+
+    C then scales the update as the learning rate does (with Adam, hardly at all).
+
+    Guarantee:
+        factor * norm = C norm / (norm + gamma) <= C, for any gamma > 0.
+
+    References:
+        Bu et al. 2023, Automatic Clipping: Differentially Private Deep Learning Made Easier and Stronger, equation 4.1.
+    """
+    return max_grad_norm / (norm_U + AUTOMATIC_GAMMA)
+
+
+FUNCTIONS: dict[str, Callable[[Tensor, float], Tensor]] = {"flat": flat, "automatic": automatic}
 
 
 def layers_of(parameters: Iterable[str]) -> list[str]:
@@ -98,13 +125,7 @@ class PerUnitClipper:
         return tuple(self._long.tolist()) if self._long is not None else (0,) * self._layers
 
     def add(
-        self,
-        losses: Losses,
-        some: Pass,
-        sum_P: Tensor,
-        max_grad_norm: float,
-        spacing: float,
-        loss_scale: float = 1.0,
+        self, losses: Losses, some: Pass, sum_P: Tensor, max_grad_norm: float, spacing: float, loss_scale: float = 1.0
     ) -> tuple[Tensor, Tensor]:
         """Forward and backward pass, added into ``sum_P``.
 
@@ -157,11 +178,7 @@ class PerUnitClipper:
         rows, tokens = some.input_ids_1M.shape
         self._tokens, self._units = (tokens, some.units) if some.position_ids_1M is not None else (None, [WHOLE])
         self._gradients.open(self._units[: some.num_units])
-        with (
-            without_weight_gradients(self._parameters.values()),
-            self._taps.open(rows),
-            self._attention.of(some),
-        ):
+        with without_weight_gradients(self._parameters.values()), self._taps.open(rows), self._attention.of(some):
             loss_R = losses(some)
             if loss_R.requires_grad:
                 (loss_R.sum() * loss_scale).backward()  # type: ignore[no-untyped-call]
@@ -223,34 +240,13 @@ class PerUnitClipper:
         refuse_foreign_gradients(self._parameters)
 
 
-def plain_sum(
-    attention: RowAttention,
-    parameters: Mapping[str, nn.Parameter],
-    losses: Losses,
-    some: Pass,
-    sum_P: Tensor,
-    loss_scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Adds gradients into ``sum_P`` without clipping, for runs without differential privacy only; the norms are not known."""
-    with attention.of(some):
-        loss_R = losses(some)
-        (loss_R.sum() * loss_scale).backward()  # type: ignore[no-untyped-call]
-    into = torch.split(sum_P, [parameter.numel() for parameter in parameters.values()])
-    for parameter, part_P in zip(parameters.values(), into, strict=True):
-        if parameter.grad is not None:
-            part_P.add_(parameter.grad.flatten(), alpha=1 / loss_scale)
-        parameter.grad = None
-    return loss_R.detach(), loss_R.new_full((some.num_units - some.goes_on,), float("nan"))
-
-
 def refuse_foreign_gradients(parameters: Mapping[str, nn.Parameter]) -> None:
     """Refuses a gradient beside the engine's, which came from somebody's own backward pass, unclipped (``outputs.loss``)."""
     for name, parameter in parameters.items():
         if parameter.grad is not None:
             raise Refused(
                 f"{name} holds a gradient that this engine did not compute: gradients of another backward pass, such as "
-                "outputs.loss.backward(), are not clipped. Leave the backward pass to the engine, and clear the gradients with "
-                "optimizer.zero_grad()."
+                "outputs.loss.backward(), are not clipped. Leave it to the engine, and type optimizer.zero_grad()."
             )
 
 

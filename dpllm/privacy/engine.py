@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dpllm.errors import NotBatchInvariant, Refused
 from dpllm.privacy import guards
 from dpllm.privacy.attention import RowAttention
-from dpllm.privacy.clipping import PerUnitClipper, plain_sum, refuse_foreign_gradients
+from dpllm.privacy.clipping import PerUnitClipper, refuse_foreign_gradients
 from dpllm.privacy.gradient_canaries import GradientCanaries
 from dpllm.privacy.loss import LOW_PRECISION_TOLERANCE, TOLERANCE, Autocast, TokenLosses, row_sums
 from dpllm.privacy.noise import BandedNoise, GaussianNoise
@@ -119,13 +119,12 @@ class StepEngine:
         self.max_grad_norm = plan.max_grad_norm if plan else float("inf")  # C
         self.generator = noise.generator  # where the noise comes from
         self.canaries: GradientCanaries | None = None  # planted in the sum; only on the rank that adds noise
-        self.pairs: PairLoss | None = (
-            None  # where rows are the answers of preference pairs; None: each row is an example
-        )
-        # (M,): what the last step released along them, over C; it holds the noise.
-        self.projections: Tensor | None = None
+        self.projections: Tensor | None = None  # (M,): what the last step released along them, over C, with its noise
+        self.pairs: PairLoss | None = None  # where rows are answers of preference pairs; None: each row is an example
         self._stepping = False
         self.size = sum(parameter.numel() for parameter in self.parameters.values())  # P
+        self._noise_scale = noise_scale(plan.noise_multiplier, plan.max_grad_norm, self.size) if plan else 0.0
+        self._spacing = spacing_of(self._noise_scale) if plan else 1.0
         if plan is not None:
             self._check_exact(plan)
         self._clipper = self._make_clipper()
@@ -135,16 +134,14 @@ class StepEngine:
         """Refuses noise that could not be added exactly to a sum."""
         batch = self._schedule.expected_batch_size
         largest = 2 * batch + 400  # beyond it lies no Poisson draw but with a probability below 1e-40
-        if largest * plan.max_grad_norm > EXACT * self._spacing():
+        if largest * plan.max_grad_norm > EXACT * self._spacing:
             raise Refused(
                 f"a noise multiplier of {plan.noise_multiplier:g} is too small for batches of {batch} units: the noise could "
                 "not be added to their sum exactly. Raise the noise, or lower train.batch_size."
             )
 
     def _make_clipper(self) -> PerUnitClipper | None:
-        if self._plan is None:
-            return None
-        return self._clipper_of(self._plan.clipping)
+        return self._clipper_of(self._plan.clipping) if self._plan else None
 
     def _clipper_of(self, clipping: str) -> PerUnitClipper:
         units, held = self.packing.most_units, self.packing.held_numbers
@@ -156,13 +153,6 @@ class StepEngine:
         if self._clipper is not None:
             self._clipper.close()
             self._clipper = self._make_clipper()
-
-    def _noise_scale(self) -> float:
-        assert self._plan is not None
-        return noise_scale(self._plan.noise_multiplier, self.max_grad_norm, self.size)
-
-    def _spacing(self) -> float:
-        return spacing_of(self._noise_scale()) if self._plan is not None else 1.0
 
     def losses(self, some: Pass) -> Tensor:
         """loss_R of one pass, through the model as it trains; of preference pairs, one loss for each."""
@@ -183,7 +173,7 @@ class StepEngine:
         flat_P = torch.zeros(self.size, dtype=dtype, device=self._device)
         losses: list[Tensor] = []
         norms: list[Tensor] = []
-        units, bound, spacing = 0, self.max_grad_norm, self._spacing()
+        units, bound, spacing = 0, self.max_grad_norm, self._spacing
         if clipper is not None:
             clipper.start()
         if batches and batches[-1].goes_on:
@@ -195,9 +185,7 @@ class StepEngine:
             on_device = batch.to(self._device)
             with guards.deterministic(self._device):
                 if clipper is None:
-                    loss_R, norm_U = plain_sum(
-                        self._attention, self.parameters, self.losses, on_device, flat_P, self._scale
-                    )
+                    loss_R, norm_U = self._plain_sum(on_device, flat_P)
                 else:
                     loss_R, norm_U = clipper.add(self.losses, on_device, flat_P, bound, spacing, self._scale)
             losses.append(loss_R)  # read behind the last pass: each would wait for the device
@@ -214,6 +202,17 @@ class StepEngine:
             norm_sum=float(norm_U.sum()),
             clipped_by_layer=clipper.clipped_by_layer() if clipper else (),
         )
+
+    def _plain_sum(self, some: Pass, sum_P: Tensor) -> tuple[Tensor, Tensor]:
+        """Adds gradients without clipping, for runs without differential privacy only; the norms are not known."""
+        with self._attention.of(some):
+            loss_R = self.losses(some)
+            (loss_R.sum() * self._scale).backward()  # type: ignore[no-untyped-call]
+        for parameter, part_P in self._parts(sum_P):
+            if parameter.grad is not None:
+                part_P.add_(parameter.grad.flatten(), alpha=1 / self._scale)
+            parameter.grad = None
+        return loss_R.detach(), loss_R.new_full((some.num_units - some.goes_on,), float("nan"))
 
     def rehearse(self, batches: Sequence[Pass]) -> None:
         """Holds what a step over these synthetic batches holds at its peak, and changes nothing: to measure memory.
@@ -240,9 +239,7 @@ class StepEngine:
                 del held, flat_P, released_P, update
         except BaseException:
             recover(self._model)
-            if self._clipper is not None:
-                self._clipper.close()  # it may hold gradients of a pass that did not end
-                self._clipper = self._make_clipper()
+            self.repack(self.packing)  # the clipper may hold gradients of a pass that did not end
             raise
         finally:
             for parameter in self.parameters.values():
@@ -272,7 +269,7 @@ class StepEngine:
         rank = _rank()
         # Before the ranks are added up: each holds the sum of its own units only, and no process the whole one without noise.
         if self._plan is not None and rank in (None, 0):
-            self._noise.add_to(flat_P, self._noise_scale())
+            self._noise.add_to(flat_P, self._noise_scale)
         if rank is not None:
             distributed.all_reduce(flat_P)
         if self.canaries is not None:
@@ -287,8 +284,8 @@ class StepEngine:
             self._noise.forget()
 
     def _apply(self, released_P: Tensor) -> None:
-        for name, gradient in self._views(released_P).items():
-            self.parameters[name].grad = gradient
+        for parameter, part_P in self._parts(released_P):
+            parameter.grad = part_P.view_as(parameter)
         self._stepping = True
         try:
             self._optimizer.step()
@@ -297,13 +294,9 @@ class StepEngine:
             for parameter in self.parameters.values():
                 parameter.grad = None
 
-    def _views(self, flat_P: Tensor) -> dict[str, Tensor]:
-        """Name -> the part of a flat vector that is this parameter's."""
-        views, start = {}, 0
-        for name, parameter in self.parameters.items():
-            views[name] = flat_P[start : start + parameter.numel()].view_as(parameter)
-            start += parameter.numel()
-        return views
+    def _parts(self, flat_P: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        parameters = list(self.parameters.values())
+        return zip(parameters, torch.split(flat_P, [p.numel() for p in parameters]), strict=True)
 
     def _only_released(self, *_: Any) -> None:
         if not self._stepping:
@@ -314,7 +307,7 @@ class StepEngine:
 
     def lattice(self) -> dict[str, float]:
         """What the card says of the noise: the coordinates that train, and its standard deviation over C."""
-        return {"coordinates": self.size, "noise_over_max_grad_norm": self._noise_scale() / self.max_grad_norm}
+        return {"coordinates": self.size, "noise_over_max_grad_norm": self._noise_scale / self.max_grad_norm}
 
     def close(self) -> None:
         """Takes the hooks out of the model and the optimizer, so that they can be saved and used."""
@@ -389,15 +382,13 @@ def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer, paramet
             "after changing requires_grad."
         )
     in_optimizer = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if missing := [name for name, p in parameters.items() if id(p) not in in_optimizer]:
+    if in_optimizer != {id(p) for p in parameters.values()}:
+        missing = next((name for name, p in parameters.items() if id(p) not in in_optimizer), None)
+        wrong = "it holds one that is not trainable, whose update would escape the noise"
+        if missing:
+            wrong = f"{missing} is missing, so its noised gradient would be dropped"
         raise Refused(
-            f"the optimizer does not hold exactly the trainable parameters: {missing[0]} is missing, so its noised gradient "
-            "would be dropped. Build the optimizer from the parameters with requires_grad."
-        )
-    if in_optimizer - {id(p) for p in parameters.values()}:
-        raise Refused(
-            "the optimizer does not hold exactly the trainable parameters: it holds one that is not trainable, whose update "
-            "would escape the noise. Build the optimizer from the parameters with requires_grad."
+            f"the optimizer does not hold exactly the trainable parameters: {wrong}. Build it from those with requires_grad."
         )
     if low := [name for name, p in parameters.items() if p.dtype != torch.float32]:
         raise Refused(f"{low[0]} trains in {parameters[low[0]].dtype}; noise needs float32. Cast it with .float().")

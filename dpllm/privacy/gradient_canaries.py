@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dpllm.errors import Refused
-from dpllm.privacy.clipping_functions import AUTOMATIC_GAMMA, FUNCTIONS
+from dpllm.privacy.clipping import AUTOMATIC_GAMMA, FUNCTIONS
 
 BEFORE_CLIPPING = 1000.0  # C, a canary's gradient before it is clipped, so that a step without clipping shows
 CHUNK = 2**20  # coordinates looked at together

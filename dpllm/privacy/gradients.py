@@ -45,11 +45,6 @@ class Place:
     held: int | None  # where in the buffer of held gradients; None: formed twice
     transposed: bool = False  # held as its transpose
 
-    @property
-    def held_shape(self) -> torch.Size:
-        """Of what the buffer holds."""
-        return torch.Size(reversed(self.shape)) if self.transposed else self.shape
-
 
 def is_wide(parameter: Tensor) -> bool:
     """A head or an embedding of a vocabulary, and no adapter of one."""
@@ -90,16 +85,15 @@ class PassGradients:
         self._device = next(iter(parameters.values())).device
         self._kernels = kernels_for(self._device)  # where there are such, all units share one call
         self.places = places_of(parameters, held_numbers, transposes=self._kernels is None)
-        self._of = {id(parameter): self.places[name] for name, parameter in parameters.items()}
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self.size = sum(place.size for place in self.places.values())
         ends = [place.held + place.size for place in self.places.values() if place.held is not None]
         self._held = -(-max(ends, default=0) // ALIGNED) * ALIGNED
         self._most = most_units
-        self._bounds_2U: Tensor | None = None  # for them: where units begin and end
+        self._bounds_2U = torch.empty(0)  # for them: where units begin and end
         spans = [(place.held, place.size) for place in self.places.values() if place.held is not None]
         self._held_2L = torch.tensor([*zip(*spans, strict=True)], device=self._device)  # and where parameters do
-        self._buffer_UP: Tensor | None = None
+        self._buffer_UP = torch.zeros((0, self._held), device=self._device)
         self._units: list[Segment] = []
         self._seen: set[int] = set()
         self._parts: dict[str, list[Part]] = {}
@@ -112,8 +106,8 @@ class PassGradients:
         if self._kernels is not None:
             bounds = [[unit.start for unit in units], [unit.stop for unit in units]]
             self._bounds_2U = sent(bounds, torch.long, self._device)
-        if self._buffer_UP is None or len(self._buffer_UP) < len(units):
-            self._buffer_UP = None  # before its successor takes its place
+        if len(self._buffer_UP) < len(units):
+            self._buffer_UP = self._buffer_UP[:0].clone()  # frees it, before its successor takes its place
             self._buffer_UP = torch.zeros((len(units), self._held), device=self._device)
 
     def close(self) -> None:
@@ -122,7 +116,7 @@ class PassGradients:
 
     def trains(self, parameter: Tensor | None) -> bool:
         """Whether it is one of these."""
-        return id(parameter) in self._of
+        return id(parameter) in self._names
 
     def missing(self) -> list[str]:
         """Parameters to which no call has contributed."""
@@ -130,13 +124,13 @@ class PassGradients:
 
     def add(self, parameter: Tensor, part: Part) -> None:
         """Takes the contribution of one call of one layer."""
-        place, first = self._of[id(parameter)], id(parameter) not in self._seen
+        name, first = self._names[id(parameter)], id(parameter) not in self._seen
+        place = self.places[name]
         self._seen.add(id(parameter))
         if place.held is None:
-            self._parts.setdefault(self._names[id(parameter)], []).append(part)
+            self._parts.setdefault(name, []).append(part)
             return
         if self._kernels is not None and isinstance(part, (Product, Summed)):
-            assert self._buffer_UP is not None
             if self._units:
                 self._add_together(part, self._buffer_UP[:, place.held : place.held + place.size], place, first)
             return
@@ -151,15 +145,13 @@ class PassGradients:
 
     def _slots(self, place: Place) -> Tensor:
         """(units or more, *shape): where each unit's gradient of a parameter is held."""
-        assert self._buffer_UP is not None
         assert place.held is not None
-        slots_U = self._buffer_UP[:, place.held : place.held + place.size].view(-1, *place.held_shape)
-        return slots_U.mT if place.transposed else slots_U
+        slots_UP = self._buffer_UP[:, place.held : place.held + place.size]
+        return slots_UP.view(-1, *reversed(place.shape)).mT if place.transposed else slots_UP.view(-1, *place.shape)
 
     def _add_together(self, part: Product | Summed, slot_UP: Tensor, place: Place, first: bool) -> None:
         """Every unit's share of a part at once."""
         assert self._kernels is not None
-        assert self._bounds_2U is not None
         if isinstance(part, Product):
             tokens, left, right = len(part.left_Mi), part.left_Mi.flatten(0, -2), part.right_Mj.flatten(0, -2)
             into_Uij = slot_UP.view(-1, *place.shape)
@@ -174,7 +166,6 @@ class PassGradients:
         square_LU = torch.zeros((len(self.places), len(self._units)), dtype=torch.float64, device=self._device)
         rows = list(enumerate(self.places.items()))
         if self._held_2L.numel() and self._units:
-            assert self._buffer_UP is not None
             held_LU = square_LU.new_empty(self._held_2L.shape[1], len(self._units))
             if self._kernels is not None:
                 self._kernels.squares(self._buffer_UP, self._held_2L, held_LU)
@@ -186,7 +177,8 @@ class PassGradients:
             rows = [(row, each) for row, each in rows if each[1].held is None]
         for row, (name, place) in rows:
             for number in range(len(self._units)):
-                square_LU[row, number] = sum(_square(part) for _, part in self._formed(name, place, number))
+                norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for _, g in self._formed(name, place, number)]
+                square_LU[row, number] = sum(norm.square_() for norm in norms)
         return square_LU
 
     def added_up(self, square_LU: Tensor) -> Tensor:
@@ -217,7 +209,6 @@ class PassGradients:
 
         The sum of whole numbers below 2^53 is exact, so it is the same in any order and any company.
         """
-        assert self._buffer_UP is not None
         held_UP = self._buffer_UP[: len(self._units)]
         stretches = list(self._stretches())
         if self._kernels is not None:
@@ -266,15 +257,15 @@ class PassGradients:
 
     def whole(self, number: int) -> Tensor:
         """gradient_P of one unit, in float32: a copy."""
-        found_P = torch.zeros(self.size, device=self._device)
+        gradient_P = torch.zeros(self.size, device=self._device)
         for name, place in self.places.items():
-            into = found_P[place.start : place.start + place.size]
+            into = gradient_P[place.start : place.start + place.size]
             if place.held is not None:
                 into.view(place.shape).copy_(self._slots(place)[number])
                 continue
             for rows, gradient in self._formed(name, place, number):
                 into.view(place.shape)[rows] = gradient
-        return found_P
+        return gradient_P
 
 
 @cache
@@ -314,11 +305,6 @@ def _rounded(gradient_U: Tensor, factor_U: Tensor) -> Tensor:
     """The sum over units of each one's multiple of its gradient, in whole numbers."""
     multiple_U = gradient_U.double().mul_(factor_U.view(-1, *(1 for _ in gradient_U.shape[1:])))
     return multiple_U.round_().sum(dim=0)
-
-
-def _square(part: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(part, dtype=torch.float64)
-    return norm.square_()
 
 
 def _add_one(part: Part, number: int, unit: Segment, into: Tensor, start: int = 0) -> None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from dpllm.errors import Refused
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
 
 ROUTED = frozenset({"experts", "router", "gate"})  # parts of a name
 # torch reads it once, when the process multiplies on a GPU for the first time, and refuses products afterwards if it was not set.
@@ -23,8 +23,6 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 def check_model(model: nn.Module) -> None:
     """Refuses a layer that couples the rows of a batch, and a router, an expert or a DoRA magnitude that trains."""
-    from torch.nn.modules.batchnorm import _BatchNorm
-
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm):
             raise Refused(
@@ -43,8 +41,6 @@ def check_model(model: nn.Module) -> None:
 
 def check_float32() -> None:
     """Refuses TF32 and other short cuts of products of float32."""
-    import torch
-
     try:
         exact = torch.get_float32_matmul_precision() == "highest"
     except RuntimeError:  # torch's new switches were used, and the old one then does not answer
@@ -62,8 +58,6 @@ def deterministic(device: torch.device) -> Iterator[None]:
 
     Sums by atomic additions come in an order that nobody decides, so a row would be rounded differently in every pass.
     """
-    import torch
-
     if device.type != "cuda":
         yield
         return
@@ -92,8 +86,6 @@ def distinct() -> Iterator[None]:
 
     Without it, ``deterministic`` has torch sort the places first, at ten times the cost on a GPU.
     """
-    import torch
-
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(False)
     try:

@@ -216,7 +216,7 @@ class TokenLosses:
             seen.append((logits_RTV, logits_RTV._version, _agree(head, hidden_RTd, targets)))
             return logits_RTV
 
-        with torch.inference_mode(False), torch.no_grad(), evaluating(self._model), self._autocast():
+        with torch.inference_mode(False), in_eval_mode(self._model), self._autocast():
             ids_RT = torch.arange(PROBE * PROBE, device=device).view(PROBE, PROBE) % head.out_features
             with _forward(head, ordinary):
                 returned = self._run(ids_RT)
@@ -345,7 +345,7 @@ def _agree(head: nn.Linear, hidden_RTd: Tensor, targets: Targets) -> bool:
         (gradient_RTd,) = torch.autograd.grad(found_M.sum(), leaf_RTd)
     tolerance = LOW_PRECISION_TOLERANCE if logits_RTV.dtype.itemsize < 4 else TOLERANCE
     pairs = (found_M[targets.position_N], nll_N), (gradient_RTd, expected_RTd)
-    return all(bool((one - other).norm() <= tolerance * other.norm()) for one, other in pairs)
+    return all(bool((own - other).norm() <= tolerance * other.norm()) for own, other in pairs)
 
 
 def _hits(logits_RTV: Tensor, targets: Targets) -> Tensor:
@@ -368,12 +368,14 @@ def _forward(layer: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[
 
 
 @contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode for the time of the block: no dropout, no running averages."""
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Forward passes without gradients, dropout and running averages; every module is afterwards in the mode that it was in."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        yield
+        # Not inference_mode: what a sharded model gathers first under it could never be used in a backward pass.
+        with torch.no_grad():
+            yield
     finally:
         for module in training:
             module.training = True

@@ -1,10 +1,10 @@
-"""How a logical batch becomes passes: sequences of one public number of tokens, in which whole units lie one after the other.
+"""How a logical batch is drawn, and becomes passes of one length, in which whole units lie one after the other.
 
-Comes in: units, and a ``Packing`` that follows from public numbers. Goes out: ``Pass`` values, each of them one forward and one
-backward pass. What one unit adds must have the same bits whoever else was drawn, and kernels round by the shape of what they
-multiply: so every pass has the same shape, and what is computed for one row or one unit (attention, the sum of its losses, its
-gradient) has a shape that follows from that row or unit alone. Which units share a pass, and where each lies, may depend on the
-others.
+Comes in: the Schedule and secret entropy; units, and a ``Packing`` that follows from public numbers. Goes out: which units join a
+step, the same on every rank; ``Pass`` values, each of them one forward and one backward pass. What one unit adds must have the
+same bits whoever else was drawn, and kernels round by the shape of what they multiply: so every pass has the same shape, and what
+is computed for one row or one unit (attention, the sum of its losses, its gradient) has a shape that follows from that row or
+unit alone. Which units share a pass, and where each lies, may depend on the others.
 
 Shape suffixes: M tokens of a pass, N targets of a pass, R rows of a pass, U units of a pass.
 """
@@ -16,10 +16,43 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from dpllm.privacy.schedule import Packing, TokenSequence, Unit
+from dpllm.privacy.schedule import Packing, Schedule, TokenSequence, Unit, group_rate
+from dpllm.privacy.stream import SecretStream, Turns, groups
+
+
+class PoissonSampler:
+    """Draws logical batches.
+
+    Guarantee:
+        In each draw every one of ``num_slots`` slots joins independently with probability ``schedule.sampling_rate``,
+        up to the 53-bit resolution of the uniform variates, which are those of a cryptographic ``SecretStream``.
+        With ``turns``, step i draws from group i mod b alone, at b times that rate.
+
+    References:
+        Abadi et al. 2016, Deep Learning with Differential Privacy, section 3; Zhu and Wang 2019, Poisson Subsampled
+        Renyi Differential Privacy.
+    """
+
+    def __init__(self, schedule: Schedule, num_slots: int, entropy: int, turns: Turns | None = None) -> None:
+        """``entropy`` is as of ``GaussianNoise``, and the same on every rank; slots are those of units and of canaries."""
+        self._turns = turns or Turns()
+        self._rate = group_rate(schedule, self._turns.bands)
+        self._group_N = groups(self._turns, num_slots)
+        self._step = self._turns.first_step
+        self._num_slots = num_slots
+        self._stream = SecretStream(entropy, b"samp")
+
+    def draw(self) -> list[int]:
+        """Indices of the slots that join the next logical batch; possibly none."""
+        # A coin for every slot, also where it is not its turn: ranks stay at the same place of the stream.
+        joins = self._stream.uniform(self._num_slots) < self._rate
+        joins &= self._group_N == self._step % self._turns.bands
+        self._step += 1
+        return [int(index) for index in np.flatnonzero(joins)]
 
 
 def sent(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -54,13 +87,8 @@ class Targets:
         """From flat token ids and the positions that predict a target."""
         filled = [*positions, *[shape[0] * shape[1] - 1] * (-len(positions) % pack)]
         following = [ids[position + 1] for position in positions] + [0] * (len(filled) - len(positions))
-        return cls(
-            shape,
-            len(positions),
-            torch.tensor(filled, dtype=torch.long),
-            torch.tensor(following, dtype=torch.long),
-            pack,
-        )
+        position_N, target_N = (torch.tensor(each, dtype=torch.long) for each in (filled, following))
+        return cls(shape, len(positions), position_N, target_N, pack)
 
 
 @dataclass(frozen=True)
@@ -83,13 +111,13 @@ class Pass:
     @property
     def units(self) -> list[Segment]:
         """Where each unit lies, all of its rows together."""
-        found: list[Segment] = []
+        units: list[Segment] = []
         for row in self.rows:
-            if found and found[-1].unit == row.unit:
-                found[-1] = found[-1]._replace(stop=row.stop)
+            if units and units[-1].unit == row.unit:
+                units[-1] = units[-1]._replace(stop=row.stop)
             else:
-                found.append(row)
-        return found
+                units.append(row)
+        return units
 
     def to(self, device: torch.device) -> Pass:
         """The same pass on a device."""
@@ -128,12 +156,7 @@ def sizes_of(units: Sequence[Unit | None], index: int) -> list[int]:
 
 
 def passes_of(
-    drawn: Sequence[int],
-    units: Sequence[Unit | None],
-    packing: Packing,
-    pad_id: int,
-    rank: int = 0,
-    world: int = 1,
+    drawn: Sequence[int], units: Sequence[Unit | None], packing: Packing, pad_id: int, rank: int = 0, world: int = 1
 ) -> list[Pass]:
     """Cuts a logical batch into passes, and takes this rank's.
 
@@ -177,11 +200,11 @@ def _grouped(sized: Sequence[tuple[int, list[int]]], packing: Packing) -> Iterat
             continue
         tokens = sum(sizes)
         if packing.alone or tokens > packing.room:
-            yield [index], count_pieces(sizes, packing)
+            yield [index], len(list(_cut(sizes, packing)))
         else:
             held.append((tokens, index))
     groups: list[list[int]] = []
-    for tokens, index in sorted(held, key=lambda one: (-one[0], one[1])):
+    for tokens, index in sorted(held, key=lambda size: (-size[0], size[1])):
         place = bisect.bisect_left(free, tokens)
         if place == len(free):
             group, left = [index], packing.room - tokens
@@ -198,11 +221,6 @@ def _grouped(sized: Sequence[tuple[int, list[int]]], packing: Packing) -> Iterat
                 room[left] = []
             room[left].append(group)
     yield from ((group, 1) for group in groups)
-
-
-def count_pieces(sizes: Sequence[int], packing: Packing) -> int:
-    """Into how many passes one unit is cut."""
-    return sum(1 for _ in _cut(sizes, packing))
 
 
 def _pieces(sequences: Sequence[TokenSequence], packing: Packing) -> Iterator[tuple[TokenSequence, ...]]:
@@ -247,7 +265,7 @@ def lay_out(units: Sequence[Unit], packing: Packing, pad_id: int, width: int = 0
         at += slot
     if at >= total and not packing.alone:
         raise ValueError(f"units of {at} tokens in a pass of {total}, whose last position is padding")
-    ids_1M, counted_1M = (torch.tensor(one, dtype=torch.long).view(shape) for one in (ids, counted))
+    ids_1M, counted_1M = (torch.tensor(values, dtype=torch.long).view(shape) for values in (ids, counted))
     return Pass(
         ids_1M,
         None if packing.alone else counted_1M,

@@ -20,11 +20,10 @@ from dpllm.files import digest
 from dpllm.privacy import accounting, banded, events, limits, renyi
 from dpllm.privacy.accounting import Accountant, CrossCheck, Relation
 from dpllm.privacy.banded import LearningRate
-from dpllm.privacy.clipping_functions import Clipping
 from dpllm.privacy.events import CyclicPoisson, Gaussian, PoissonSampled, SelfComposed
 from dpllm.privacy.limits import MechanismLimits
 from dpllm.privacy.renyi import Fit
-from dpllm.privacy.schedule import Schedule, group_rate
+from dpllm.privacy.schedule import Clipping, Schedule, group_rate
 from dpllm.privacy.stored_events import RunEvent
 from dpllm.records import (
     AtLeast1,

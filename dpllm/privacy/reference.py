@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from dpllm.errors import Refused
 from dpllm.privacy.attention import RowAttention
 from dpllm.privacy.clipping import Losses, PerUnitClipper
-from dpllm.privacy.draws import gradients_of
 from dpllm.privacy.packing import Pass, lay_out
 from dpllm.privacy.schedule import Packing, Unit
 
@@ -75,6 +74,15 @@ def longest_row(model: nn.Module, max_length: int) -> int:
     positions = getattr(config, "max_position_embeddings", None) or 0
     endless = getattr(config, "rope_parameters", None) or positions < 1  # XLNet says -1
     return max_length if endless else min(max_length, positions)
+
+
+def gradients_of(loss_R: Tensor, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """Of the sum of the losses, by parameter; the parameters hold none afterwards."""
+    loss_R.sum().backward()  # type: ignore[no-untyped-call]
+    gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+    for parameter in parameters.values():
+        parameter.grad = None
+    return gradients
 
 
 def brute_force(subject: Subject, attention: RowAttention, units: Sequence[Unit]) -> tuple[float, Again, Tensor]:

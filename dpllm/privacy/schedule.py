@@ -9,8 +9,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import Literal
 
 from dpllm.errors import Refused
+
+Clipping = Literal["flat", "automatic"]
+"""The clipping functions by their names; see ``clipping.FUNCTIONS``."""
 
 
 @dataclass(frozen=True)
@@ -18,9 +22,8 @@ class TokenSequence:
     """One sequence as the model reads it."""
 
     input_ids: tuple[int, ...]  # at most ``max_length``
-    loss_mask: tuple[
-        bool, ...
-    ]  # True where the token is a target, predicted from the tokens before it; never at position 0
+    # True where the token is a target, predicted from the tokens before it; never at position 0.
+    loss_mask: tuple[bool, ...]
     denominator: int  # target tokens of the whole example, of which this may be one chunk
     reference: float = 0.0  # of an answer of a preference pair: minus its log-likelihood before training, in nats
 
@@ -39,9 +42,8 @@ class Unit:
 class Schedule:
     """How often whom: the part of a run that does not depend on whether it is private."""
 
-    dataset_size: (
-        int  # N, public: units, canary slots included; with ``data.sampling: example``, their rows after the cap
-    )
+    # N, public: units, canary slots included; with ``data.sampling: example``, their rows after the cap.
+    dataset_size: int
     canary_slots: int  # how many of the N are held by candidate canaries: see ``recipe.derived.num_slots``
     expected_batch_size: int  # B, the public divisor of the summed gradient, in the same things as N
     sampling_rate: float  # q = B / N, with which each of the N joins every logical batch independently
@@ -90,9 +92,8 @@ class Packing:
     max_length: int  # tokens of the longest row allowed
     rows_each: int = 1  # of an example: 2 of a preference pair, which is never cut
     multiple: int = 32  # M is one
-    alone: bool = (
-        False  # each example by itself, in the model's own attention, as long as it is; ``tokens`` is then unused
-    )
+    # Each example by itself, in the model's own attention, as long as it is; ``tokens`` is then unused.
+    alone: bool = False
 
     @property
     def room(self) -> int:
@@ -139,9 +140,8 @@ def packing_of(
     longest = rows_each * max_length
     if tokens is None:
         times = min(3.0, max(1.0, 0.5 * math.log2(max(batch, 2)) - 1.0))  # 1 at 16, 2 at 64, 3 at 256
-        wished = max(
-            min(least, batch * longest), min(most, times * longest)
-        )  # no more than a step can be expected to have
+        # No more than a step can be expected to have.
+        wished = max(min(least, batch * longest), min(most, times * longest))
         examples = max(1, int(wished // longest))
         tokens = examples * longest + 1  # so many of the longest, and a token of padding
     return multiple * math.ceil(max(tokens, longest + 1) / multiple)

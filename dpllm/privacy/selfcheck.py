@@ -11,24 +11,28 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from dpllm.errors import NotBatchInvariant, Refused
 from dpllm.privacy.attention import RowAttention
 from dpllm.privacy.clipping import Losses, PerUnitClipper
-from dpllm.privacy.draws import calls_of, refuse_random_numbers
-from dpllm.privacy.packing import Pass, Segment
-from dpllm.privacy.reference import Subject, brute_force, compare
+from dpllm.privacy.packing import Pass
+from dpllm.privacy.reference import Subject, brute_force, compare, gradients_of
 from dpllm.privacy.schedule import TokenSequence, Unit
 from dpllm.progress import tell
 
 MOST_UNITS = 512  # that are shown in company
 MOST_SHORT = 12  # rows of two tokens among them: each unit's gradient is held
+SEEDS = 7, 8  # of two passes over the same rows
+NOBODY = -1  # the number of a unit that learns nothing
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ def self_check(subject: Subject) -> Checked:
     whole numbers, without a tolerance, and rests on shapes, kernels and the model, not on data.
 
     Raises:
-        NotBatchInvariant: Rows influence each other through rounding alone; names the layer.
+        NotBatchInvariant: Rows influence each other through rounding alone.
         Refused: Losses, norms or clipped sums differ by more than the tolerance, rows influence each other, or a forward pass
             moves a buffer or draws random numbers; names the layer.
     """
@@ -69,7 +73,7 @@ def self_check(subject: Subject) -> Checked:
         first = subject.laid_out(units[:1] if subject.packing.alone else units)
         with attention.of(first):
             still = _still(subject, first)
-            refuse_random_numbers(subject, still, first)
+            _refuse_random_numbers(subject, still, first)
         _check_longest(subject, attention, still)
         bound, again, loss_U = brute_force(subject, attention, units)
         clipper = subject.make_clipper()
@@ -119,12 +123,9 @@ def _check_longest(subject: Subject, attention: RowAttention, losses: Losses) ->
             _check_losses(subject, loss_R, subject.losses(subject.by_itself(units[0], subject.longest)).double())
 
 
-def has_experts(model: nn.Module) -> str | None:
-    """The name of a module that computes on as many tokens as chose it, whose rounding would take every routing to see."""
-    for name, module in model.named_modules():
-        if "experts" in name.split(".") or "Expert" in type(module).__name__:
-            return str(name)
-    return None
+def has_experts(model: nn.Module) -> bool:
+    """Whether a module computes on as many tokens as chose it, so that its rounding would take every routing to see."""
+    return any("experts" in name.split(".") or "Expert" in type(part).__name__ for name, part in model.named_modules())
 
 
 def _company(subject: Subject) -> list[Unit]:
@@ -162,69 +163,33 @@ def _check_company(subject: Subject, clipper: PerUnitClipper) -> str:
     units = _company(subject)
     run = partial(_added, subject, clipper, bound=1.0, spacing=_spacing(1.0, len(units)))
     norm_U, sum_P, loss_U = run(passes=[units])
-    order = list(range(len(units)))
-    halves = [
-        _placed(subject, units, numbers, tokens, before)
-        for numbers, tokens, before in ((order[::2], 3, True), (order[1::2], 2, False))
-        if numbers
-    ]
-    others: list[tuple[Sequence[Sequence[Unit]], Sequence[Sequence[int | None]]]] = [
-        ([units[::-1]], [order[::-1]]),
-        ([some for some, _ in halves], [owners for _, owners in halves]),
-    ]
-    for passes, owners in others:
-        other_norm, other_P, other_loss = run(passes=passes)
-        where = [(at, owner) for at, owner in enumerate(n for some in owners for n in some) if owner is not None]
-        at_U, owner_U = (torch.tensor(one, device=norm_U.device) for one in zip(*where, strict=True))
-        same_U = (other_norm[at_U] == norm_U[owner_U]) & (other_loss[at_U] == loss_U[owner_U])
+    numbered = list(enumerate(units))
+    even, odd = numbered[::2], numbered[1::2]
+    halves = [[*_filler(subject, even, 3), *even], *([[*odd, *_filler(subject, odd, 2)]] if odd else [])]
+    for passes in ([numbered[::-1]], halves):
+        other_norm, other_P, other_loss = run(passes=[[unit for _, unit in some] for some in passes])
+        number_U = torch.tensor([number for some in passes for number, _ in some], device=norm_U.device)
+        same_U = (number_U == NOBODY) | (other_norm == norm_U[number_U]) & (other_loss == loss_U[number_U])
         if bool(same_U.all()) and torch.equal(other_P, sum_P):
             continue
         relative = float((other_P - sum_P).norm() / sum_P.norm().clamp(min=1e-30))
         if not relative <= subject.tolerance:
             raise _coupled(subject, relative)
-        worst = int(owner_U[int(same_U.int().argmin())])
-        passed = next(number for number, some in enumerate(owners) if worst in some)
-        layer = _first_that_differs(subject, clipper, (units, worst), (passes[passed], owners[passed].index(worst)))
         raise NotBatchInvariant(
-            f"{layer} rounds a row differently depending on its place and on the other rows in a pass (the sum moves by "
+            "the model rounds a row differently depending on its place and on the other rows in a pass (the sum moves by "
             f"{relative:.1e}, relative), so that one unit would change the contributions of others."
         )
     return hashlib.blake2b(sum_P.cpu().numpy().tobytes(), digest_size=16).hexdigest()
 
 
-def _placed(
-    subject: Subject, units: Sequence[Unit], numbers: Sequence[int], tokens: int, before: bool
-) -> tuple[list[Unit], list[int | None]]:
-    """Some of the units and their numbers; before or behind them one that learns nothing, as far as a pass has room for it."""
-    some, owners = [units[number] for number in numbers], list[int | None](numbers)
-    taken = sum(len(row.input_ids) for unit in some for row in unit.sequences)
+def _filler(subject: Subject, beside: Sequence[tuple[int, Unit]], tokens: int) -> list[tuple[int, Unit]]:
+    """A unit that learns nothing, if a pass has room for it beside others."""
+    taken = sum(len(row.input_ids) for _, unit in beside for row in unit.sequences)
     tokens = min(tokens, subject.longest, (subject.packing.room - taken) // subject.packing.rows_each)
-    if tokens > 0 and len(some) < subject.packing.most_units:
-        row = TokenSequence((subject.pad_id,) * tokens, (False,) * tokens, 1)
-        at = 0 if before else len(some)
-        some.insert(at, Unit((row,) * subject.packing.rows_each))
-        owners.insert(at, None)
-    return some, owners
-
-
-def _first_that_differs(subject: Subject, clipper: PerUnitClipper, *placed: tuple[Sequence[Unit], int]) -> str:
-    """The first layer whose output for a unit differs between two passes of units; otherwise it is a backward pass."""
-    outputs = []
-    for units, number in placed:
-        place = subject.laid_out(units).units[number]
-
-        def look(output: object, *_: object, place: Segment = place) -> Tensor | None:
-            if isinstance(output, Tensor) and output.dim() > 2 and output.shape[0] == 1:
-                return output[0, place.start : place.stop].detach().clone()
-            return None
-
-        with calls_of(subject.model, look) as calls:
-            _added(subject, clipper, [units], 1.0, 1.0)
-        outputs.append([(name, after) for name, _, after in calls if after is not None])
-    for (name, one), (_, other) in zip(*outputs, strict=False):
-        if not torch.equal(one, other):
-            return str(name)
-    return "a backward pass"
+    if tokens < 1 or len(beside) >= subject.packing.most_units:
+        return []
+    row = TokenSequence((subject.pad_id,) * tokens, (False,) * tokens, 1)
+    return [(NOBODY, Unit((row,) * subject.packing.rows_each))]
 
 
 def _spacing(bound: float, rows: int) -> float:
@@ -247,8 +212,8 @@ def _still(subject: Subject, batch: Pass) -> Losses:
         subject.losses(batch)
     before = {name: buffer.clone() for name, buffer in subject.model.named_buffers()}
 
-    def still(one: Pass) -> Tensor:
-        loss_R = subject.losses(one)
+    def still(some: Pass) -> Tensor:
+        loss_R = subject.losses(some)
         for name, buffer in subject.model.named_buffers():
             if not torch.equal(buffer, before[name]):
                 raise Refused(
@@ -259,6 +224,70 @@ def _still(subject: Subject, batch: Pass) -> Losses:
         return loss_R
 
     return still
+
+
+def _refuse_random_numbers(subject: Subject, losses: Losses, batch: Pass) -> None:
+    """Looks for draws in passes over the same rows, and names the module that draws where its call shows it.
+
+    A draw from a global generator (of torch, numpy or Python) moves its state, however rare it is and whatever becomes of it. One
+    from a generator of a module's own changes the losses from pass to pass, or the gradients; so does one that leaves the global
+    state as it was, because passes begin with different seeds. Checkpointing sets the state back before it computes again, and is
+    no draw. The rounding of gradients may differ from pass to pass by the tolerance; losses have the same bits.
+    """
+    model, device = subject.model, subject.device
+    if name := _first_to_draw(model, device, lambda: losses(batch)):
+        raise _draws(name)
+    torch.manual_seed(SEEDS[0])
+    before, loss_R = _states(device), losses(batch)
+    gradients = gradients_of(loss_R, subject.parameters)
+    if _states(device) != before:
+        raise _draws(f"a backward pass of {type(model).__name__}")
+    torch.manual_seed(SEEDS[1])
+    again_R = losses(batch)
+    if not torch.equal(again_R.detach().view(torch.uint8), loss_R.detach().view(torch.uint8)):  # bits: of nan as well
+        raise _draws(type(model).__name__)
+    for name, gradient in gradients_of(again_R, subject.parameters).items():
+        size = float(gradient.norm())
+        # What is not finite can be compared with nothing; the self-check refuses it next, in words of its own.
+        if math.isfinite(size) and not float((gradient - gradients[name]).norm()) <= subject.tolerance * size:
+            raise _draws(f"the backward pass of {name}")
+
+
+def _draws(name: str) -> Refused:
+    return Refused(
+        f"{name} draws random numbers in training (dropout, jitter, layer drop or noise; or its kernels differ between calls). "
+        "Which numbers a row gets depends on the other rows in the batch, so one unit would change other units' contributions, "
+        "which clipping does not bound. Set its rate to zero in the base model's config.json, or use another base model."
+    )
+
+
+def _first_to_draw(model: nn.Module, device: torch.device, run: Callable[[], object]) -> str | None:
+    """The innermost module of which a call moves the state of a generator that all modules share."""
+    begun: list[int] = []
+    moved: list[str] = []
+
+    def end(name: str, *_: object) -> None:
+        if begun.pop() != _states(device):
+            moved.append(name)
+
+    hooks = []
+    for name, module in model.named_modules():
+        hooks.append(module.register_forward_pre_hook(lambda *_: begun.append(_states(device))))
+        hooks.append(module.register_forward_hook(partial(end, name or type(module).__name__)))
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return moved[0] if moved else None
+
+
+def _states(device: torch.device) -> int:
+    """Of every generator that all modules share, as a hash."""
+    on_device = b"" if device.type == "cpu" else torch.get_device_module(device).get_rng_state().numpy().tobytes()
+    numpys: Any = np.random.get_state()
+    torchs = torch.get_rng_state().numpy().tobytes()
+    return hash((torchs, on_device, numpys[1].tobytes(), numpys[2:], random.getstate()))
 
 
 def _units_of(lengths: Sequence[Sequence[int]], subject: Subject) -> list[Unit]:

@@ -31,7 +31,7 @@ from dpllm.card import dataset_card
 from dpllm.errors import ConfigError, Refused
 from dpllm.files import alone, digest, read_json, scratch, whole_directory, write_whole
 from dpllm.ledger import RunRequest
-from dpllm.model import environment, loading
+from dpllm.model import loading, processes
 from dpllm.model.reading import Reader
 from dpllm.publish import filters
 from dpllm.publish.draft import Draft
@@ -152,7 +152,7 @@ class _Job:
         assert ledger is not None
         asked = {**asdict(order), "describe": self.released and digest(self.released.to_json())}
         settings = {name: value for name, value in asked.items() if name not in ("filters", "delta", "batch", "clip")}
-        settings |= {"ballot": asdict(self.made.ballot), "delta": source.delta, "software": environment.versions()}
+        settings |= {"ballot": asdict(self.made.ballot), "delta": source.delta, "software": processes.versions()}
         settings["lineage"] = digest(self.before.to_json()) if self.before else None
         settings |= {"rows of the data": source.table.digest, "units of the data": source.units.digest()}
         for part in ("model", "data"):
@@ -383,8 +383,8 @@ def _publish(
         "eval_public": config.data.eval_public,
         "quality": quality,
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "software": environment.versions(),
-        "hardware": environment.hardware(),
+        "software": processes.versions(),
+        "hardware": processes.hardware(),
     }
     with whole_directory(output) as part:
         lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)

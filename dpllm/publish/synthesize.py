@@ -24,7 +24,7 @@ from typing import Any
 
 from dpllm.errors import ConfigError, Refused
 from dpllm.files import BLOCK, alone, sha256, whole_directory, write_json, write_whole
-from dpllm.model import environment
+from dpllm.model import processes
 from dpllm.publish import filters, generate
 from dpllm.publish.draft import Draft
 from dpllm.publish.merge import carded
@@ -283,7 +283,7 @@ def _settings(order: Order, run: RunDir) -> dict[str, Any]:
     settings = {**asdict(order), "recipe": sha256(run.config), "card": sha256(run.export / BLOCK)}
     settings |= {"prompts": sha256(order.prompts)} if order.prompts else {}
     del settings["attempts"]  # which decides nothing that is drawn
-    return settings | {"software": environment.versions()}
+    return settings | {"software": processes.versions()}
 
 
 def _draw(
@@ -362,7 +362,7 @@ def _write(
             files={},  # the card fills them in
             quality=quality,
             date=time.strftime("%Y-%m-%d", time.gmtime()),
-            software=environment.versions(),
+            software=processes.versions(),
         )
         write_json(part / RECORD, record.to_json())
         write_dataset_card(part, run)

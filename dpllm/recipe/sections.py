@@ -10,9 +10,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
-from dpllm.privacy.clipping_functions import Clipping
 from dpllm.privacy.plan import AuditSettings
-from dpllm.privacy.schedule import LARGEST_PASS
+from dpllm.privacy.schedule import LARGEST_PASS, Clipping
 from dpllm.recipe.section import Section, number_or_auto
 
 

@@ -28,8 +28,8 @@ from dpllm.privacy import guards
 from dpllm.privacy.engine import FP16_LOSS_SCALE, StepEngine
 from dpllm.privacy.loss import Autocast
 from dpllm.privacy.noise import GaussianNoise
+from dpllm.privacy.packing import PoissonSampler
 from dpllm.privacy.plan import Plan
-from dpllm.privacy.sampling import PoissonSampler
 from dpllm.privacy.schedule import Packing, Schedule, TokenSequence, Unit
 from dpllm.privacy.selfcheck import Checked
 from dpllm.privacy.stream import Turns, os_entropy
@@ -125,10 +125,6 @@ def build_model(decision: Decision, device: torch.device, console: Console) -> t
     if apart := adapters.left_out(net) if auto else []:
         what = "routers, experts and other layers for which adapters or per-example gradients are not possible"
         console.print(f"adapter.target_modules: auto leaves out {', '.join(apart)}: {what}.")
-    if adapters.untied(net):
-        console.print(
-            "The base model ties its head to its input embedding; a copy of it trains, so the two are untied."
-        )
     return net, dropout_off
 
 
@@ -144,7 +140,7 @@ def make_engine(
 ) -> tuple[PoissonSampler, StepEngine, Autocast]:
     """Sampler and engine, with keys that no rank but these knows, and the context of a forward pass; ``size`` is N.
 
-    ``precision`` is that of autocast, the same on all ranks; None: float32. ``groups`` is the key of ``sampling.Turns``, the same
+    ``precision`` is that of autocast, the same on all ranks; None: float32. ``groups`` is the key of ``stream.Turns``, the same
     as before where a run goes on.
     """
     privacy, schedule = decision.config.privacy, decision.schedule

@@ -29,7 +29,7 @@ import transformers
 
 from dpllm.errors import ConfigError
 from dpllm.files import CARD, read_json, scratch, whole_directory, write_json, write_whole
-from dpllm.model import environment, loading
+from dpllm.model import loading, processes
 from dpllm.model.reading import Embedder
 from dpllm.privacy import embedded
 from dpllm.privacy.accounting import calibrate_noise_multiplier
@@ -124,7 +124,7 @@ def offered(
                     f"{units:,} units are too few for {asked.clusters} clusters at epsilon {epsilon:g}: one below {least:,} "
                     f"would hide in the noise. Type a larger --epsilon{f', or --clusters {most} or less' if most > 1 else ''}."
                 )
-        job, versions = _Job(config, asked, source, sigma), environment.versions()
+        job, versions = _Job(config, asked, source, sigma), processes.versions()
         release = job.release(units)
         software = {name: versions[name] for name in ("torch", "transformers")}
         statistics = Statistics.pick({**source.facts(config, release["event"], **software), "releases": [release]})

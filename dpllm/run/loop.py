@@ -24,7 +24,7 @@ from dpllm.canaries.canaries import CanaryPlan
 from dpllm.errors import ConfigError, Refused
 from dpllm.files import write_json
 from dpllm.ledger import open_ledger
-from dpllm.model import environment, evaluate, loading, memory, processes, sharding
+from dpllm.model import evaluate, loading, memory, processes, sharding
 from dpllm.model.processes import ahead, salted, shared, stop_signal
 from dpllm.model.rewards import Rewards
 from dpllm.privacy import accounting
@@ -197,11 +197,11 @@ def _evaluate(prepared: Prepared, state: PartialState) -> evaluate.HeldOut | Non
 def _check_processes(config: RunConfig, state: PartialState) -> None:
     """Refuses processes that would run other recipes, code or rounding, or are more than units in a batch; places may differ."""
     keys = flat(config.model_dump(mode="json"))
-    processes.check_equal(environment.versions() | {f"the recipe's {key}": keys[key] for key in keys.keys() - PLACES})
+    processes.check_equal(processes.versions() | {f"the recipe's {key}": keys[key] for key in keys.keys() - PLACES})
     if config.privacy.enabled:
         # Within a step all ranks round alike. A run that goes on elsewhere rounds its later steps in another way, which costs
         # nothing: each step's noise covers what one unit moves in that step.
-        processes.check_rounding(environment.kernels(state.device))
+        processes.check_rounding(processes.kernels(state.device))
     if sharding.requested():
         sharding.check(config)
     if state.num_processes > config.train.batch_size:

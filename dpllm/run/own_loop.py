@@ -25,10 +25,9 @@ from dpllm.model import loading, memory, processes
 from dpllm.privacy import events, guards
 from dpllm.privacy.engine import Diagnostics, StepEngine
 from dpllm.privacy.noise import GaussianNoise
-from dpllm.privacy.packing import passes_of
+from dpllm.privacy.packing import PoissonSampler, passes_of
 from dpllm.privacy.plan import Plan
 from dpllm.privacy.reference import longest_row
-from dpllm.privacy.sampling import PoissonSampler
 from dpllm.privacy.schedule import LARGEST_PASS, Unit
 from dpllm.privacy.stream import Turns, os_entropy
 from dpllm.recipe import derived

@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from dpllm.canaries.canaries import check_place
-from dpllm.errors import BudgetExceeded, ConfigError, DpllmError
+from dpllm.errors import BudgetExceeded, ConfigError, DpllmError, need
 from dpllm.files import read_json, scratch
 from dpllm.ledger import Ledger, Outlook, RunRequest, dataset_policy, default_path, open_ledger
 from dpllm.ledger.dataset_policy import DatasetPolicy
-from dpllm.model import environment
 from dpllm.privacy.plan import Plan, resolved_delta
 from dpllm.privacy.schedule import Schedule
 from dpllm.progress import tell
@@ -342,9 +341,9 @@ def _check_machine(config: RunConfig, start: Start | None) -> None:
     if start is None:
         return
     if config.model.quantization:
-        environment.need("bitsandbytes", "model.quantization")
+        need("bitsandbytes", "model.quantization")
     for package in config.telemetry.trackers:
-        environment.need(package, "telemetry.trackers")
+        need(package, "telemetry.trackers")
     if isinstance(config.train.sample_prompts, str):
         read_prompts(Path(config.train.sample_prompts))
     name = config.model.name_or_path

@@ -23,7 +23,7 @@ from rich.console import Console
 from dpllm import files
 from dpllm.errors import ConfigError, DpllmError
 from dpllm.files import read_json, write_json
-from dpllm.model import environment, loading, memory
+from dpllm.model import loading, memory, processes
 from dpllm.model.evaluate import HeldOut
 from dpllm.privacy.clipping import layers_of
 from dpllm.privacy.engine import Diagnostics
@@ -279,8 +279,8 @@ class Recorder:
             lineage=prepared.decision.lineage,
             labels=prepared.decision.labels,
             labels_before=prepared.decision.labels_before,
-            versions=environment.versions(),
-            hardware=environment.hardware(),
+            versions=processes.versions(),
+            hardware=processes.hardware(),
             model=ModelRecord(
                 name_or_path=names.public_name(prepared.config.model.name_or_path),
                 commit=getattr(prepared.model.config, "_commit_hash", None),

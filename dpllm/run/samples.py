@@ -14,8 +14,8 @@ import torch
 
 from dpllm.errors import ConfigError
 from dpllm.files import resolved
-from dpllm.model import evaluate, processes
-from dpllm.privacy.loss import Autocast
+from dpllm.model import processes
+from dpllm.privacy.loss import Autocast, in_eval_mode
 from dpllm.recipe.config import DataConfig, RunConfig
 from dpllm.text.prompts import encode, read_prompts
 from dpllm.text.sources import expand
@@ -79,7 +79,7 @@ class Samples:
         """
         device = next(model.parameters()).device
         texts = []
-        with evaluate.in_eval_mode(model):
+        with in_eval_mode(model):
             for prompt in self.ids:
                 ids = list(prompt)
                 for _ in range(min(TOKENS, self.longest - len(prompt))):

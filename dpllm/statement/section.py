@@ -19,13 +19,18 @@ from jinja2 import TemplateError
 
 from dpllm.errors import ConfigError
 from dpllm.files import BLOCK
-from dpllm.privacy.clipping_functions import WORDS
 from dpllm.records import Json
 from dpllm.statement import audit_rows, formatting, tradeoff_figure
 from dpllm.statement.formatting import template
 from dpllm.statement.privacy_record import PrivacyRecord
 
 PARTS = ("banner", "privacy")
+_WHOLE = ", over all trained parameters together"
+CLIPPING_WORDS = {
+    "flat": f"{_WHOLE} (flat clipping), was scaled down to an L2 norm of at most C",
+    "automatic": f"{_WHOLE}, was multiplied by C / (its L2 norm + 0.01) (automatic clipping), so that its norm was below C",
+}
+"""What each clipping function does to a gradient, behind "The gradient of each row"."""
 _MAIN = ("guarantee", "reason", "epsilon", "delta", "unit", "neighbouring_relation", "released", "dataset")
 """Fields of a statement that the front matter repeats."""
 _TAG = re.compile(r"<(?!https?://|[^\s<>@]+@[^\s<>]+>)(?=[a-z/!?])", re.IGNORECASE)
@@ -58,7 +63,7 @@ def render(record: PrivacyRecord) -> dict[str, str]:
         PARTS,
         lambda: {
             "w": formatting,
-            "clipping_words": WORDS,
+            "clipping_words": CLIPPING_WORDS,
             "rows": audit_rows,
             "b": record,
             "t": record.plan,

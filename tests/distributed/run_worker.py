@@ -24,7 +24,7 @@ from sharding_worker import LAUNCHED
 from torch.distributed.fsdp import FSDPModule
 
 from dpllm import cli
-from dpllm.model import environment
+from dpllm.model import processes
 from dpllm.privacy.engine import StepEngine
 from dpllm.privacy.noise import BandedNoise
 from dpllm.run import loop
@@ -67,8 +67,8 @@ def moved(engine: StepEngine) -> None:
 
 
 def other_version() -> None:
-    found = environment.versions
-    environment.versions = lambda: found() | {"peft": "0.0.1"}  # type: ignore[assignment]
+    found = processes.versions
+    processes.versions = lambda: found() | {"peft": "0.0.1"}  # type: ignore[assignment]
 
 
 def other_processor() -> None:
@@ -77,7 +77,7 @@ def other_processor() -> None:
 
 def unseen() -> None:
     """Nothing tells the processors apart but what they compute."""
-    environment.kernels = lambda device: {}  # type: ignore[assignment]
+    processes.kernels = lambda device: {}  # type: ignore[assignment]
 
 
 def broken(engine: StepEngine) -> None:

@@ -12,8 +12,7 @@ from torch import distributed
 
 from dpllm.privacy.banded import LearningRate, strategy
 from dpllm.privacy.gradient_canaries import GradientCanaries
-from dpllm.privacy.packing import passes_of
-from dpllm.privacy.sampling import PoissonSampler
+from dpllm.privacy.packing import PoissonSampler, passes_of
 from dpllm.privacy.schedule import Unit
 from dpllm.privacy.stream import Turns
 

@@ -77,6 +77,7 @@ def test_recipes_that_cannot_be_sharded_are_refused_before_anything_is_loaded(
         ("FSDP_ACTIVATION_CHECKPOINTING", "true", "gradient_checkpointing: true"),
         ("FSDP_AUTO_WRAP_POLICY", "SIZE_BASED_WRAP", "decoder block"),
         ("FSDP_AUTO_WRAP_POLICY", "NO_WRAP", "decoder block"),
+        ("FSDP_TRANSFORMER_CLS_TO_WRAP", "LlamaDecoderLayer", "layer_cls_to_wrap"),
         ("FSDP_IGNORED_MODULES", "lm_head", "fsdp_ignored_modules"),
         ("ACCELERATE_USE_PARALLELISM_CONFIG", "true", "use_parallelism_config"),
     ],
@@ -89,38 +90,22 @@ def test_wishes_of_the_launch_file_that_cannot_be_held_are_refused(
         sharding.check(lora())
 
 
-def another_class(layers: Any, launched: pytest.MonkeyPatch) -> None:
-    launched.setenv("FSDP_TRANSFORMER_CLS_TO_WRAP", "GPT2Block")
-
-
-def shared(layers: Any, launched: pytest.MonkeyPatch) -> None:
+def shared(layers: Any) -> None:
     layers[1].mlp.up_proj.weight = layers[0].mlp.up_proj.weight
 
 
-def packed(layers: Any, launched: pytest.MonkeyPatch) -> None:
+def packed(layers: Any) -> None:
     layers[1].mlp.up_proj.weight = torch.nn.Parameter(torch.zeros((24, 16), dtype=torch.uint8), requires_grad=False)
 
 
-@pytest.mark.parametrize(
-    ("change", "words"), [(another_class, "LlamaDecoderLayer"), (shared, "share weights"), (packed, "quantised")]
-)
-def test_blocks_that_cannot_be_cut_are_refused(change: Any, words: str, launched: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("launched")
+@pytest.mark.parametrize(("change", "words"), [(shared, "share weights"), (packed, "quantised")])
+def test_blocks_that_cannot_be_cut_are_refused(change: Any, words: str) -> None:
     net = tm.build("llama", adapter={**tm.LORA, "target_modules": ["q_proj"]})
     name, layers = adapters.blocks(net)
-    change(layers, launched)
+    change(layers)
     with pytest.raises(Refused, match=words):
         sharding.shard(net, name, tm.CPU)
-
-
-@pytest.mark.parametrize("before", [None, "true", "false"])
-def test_the_environment_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch, before: str | None) -> None:
-    name = "FSDP_CPU_RAM_EFFICIENT_LOADING"
-    monkeypatch.delenv(name, raising=False)
-    if before is not None:
-        monkeypatch.setenv(name, before)
-    with sharding.loading():
-        assert os.environ[name] == "false"
-    assert os.environ.get(name) == before
 
 
 @pytest.fixture

@@ -266,15 +266,6 @@ def test_a_model_without_a_head_says_so(bases: dict[str, Path], monkeypatch: pyt
         loading.build(recipe(bases["llama"], {"method": "frozen", "lm_head": True}), CPU)
 
 
-def test_only_a_tied_head_that_trains_as_a_copy_is_untied(tmp_path: Path, bases: dict[str, Path]) -> None:
-    tied = tiny.save_model(tmp_path / "tied", tie_word_embeddings=True)
-    head = {"method": "lora", "modules_to_save": ["lm_head"]}
-    assert adapters.untied(loading.build(recipe(tied, head), CPU))
-    assert not adapters.untied(loading.build(recipe(bases["llama"], head), CPU))
-    assert not adapters.untied(loading.build(recipe(tied, {"method": "lora"}), CPU))
-    assert not adapters.untied(loading.build(recipe(tied, {"method": "frozen", "lm_head": True}), CPU))
-
-
 @pytest.mark.parametrize(
     ("settings", "positions"),
     [({"max_position_embeddings": 64}, 64), ({"max_position_embeddings": -1}, None), ({}, None),

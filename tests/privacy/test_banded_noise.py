@@ -13,8 +13,8 @@ from scipy import stats
 
 from dpllm.privacy import banded
 from dpllm.privacy.noise import BandedNoise, GaussianNoise
+from dpllm.privacy.packing import PoissonSampler
 from dpllm.privacy.plan import Plan, spacing_of
-from dpllm.privacy.sampling import PoissonSampler
 from dpllm.privacy.stream import Turns, groups
 
 CPU = torch.device("cpu")

@@ -132,23 +132,6 @@ def test_packing_a_hundred_thousand_units_takes_no_time() -> None:
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
-@given(
-    st.integers(1, 5_000),
-    st.integers(2, 4_096),
-    st.one_of(st.none(), st.integers(1, 9_000)),
-    st.sampled_from([32, 64, 128]),
-)
-def test_a_pass_holds_the_longest_example_and_a_token_of_padding(
-    batch: int, max_length: int, asked: int | None, multiple: int
-) -> None:
-    for each in (1, 2):
-        tokens = packing_of(batch, max_length, asked, multiple=multiple, least=512, most=2_048, rows_each=each)
-        assert tokens % multiple == 0
-        assert tokens > each * max_length
-        assert asked is None or tokens < max(asked, each * max_length + 1) + multiple
-
-
-@settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.integers(2, 300_000), st.integers(1, 64))
 def test_packs_of_targets_end_with_a_block_of_every_thread(vocabulary: int, threads: int) -> None:
     """Elementwise kernels give what is left of a block another rounding, so that a target's bits would follow its place."""

@@ -247,7 +247,7 @@ def test_it_sees_a_kernel_that_rounds_by_company() -> None:
 
     net = tm.build("llama")
     net.base_model.model.model.layers[0].mlp.register_forward_hook(by_company)
-    with pytest.raises(NotBatchInvariant, match=r"layers\.0\.mlp rounds a row differently"):
+    with pytest.raises(NotBatchInvariant, match=r"rounds a row differently"):
         make_engine(net, LOSSES["dpo"]).self_check(tm.VOCABULARY)
     make_engine(net, LOSSES["dpo"], tokens=tm.ALONE).self_check(tm.VOCABULARY)
 

@@ -241,7 +241,8 @@ class Random(Toy):
 
 
 DRAWS = {
-    **dict.fromkeys((Missed, StochasticDepth, Pythons, Numpys, NoiseOfItsOwn, Hidden), "around.inner draws"),
+    **dict.fromkeys((Missed, StochasticDepth, Pythons, Numpys), "around.inner draws"),
+    **dict.fromkeys((NoiseOfItsOwn, Hidden), "Random draws"),
     GlobalOnTheWayBack: "a backward pass of Random draws",
     OwnOnTheWayBack: "the backward pass of layer.weight draws",
 }
