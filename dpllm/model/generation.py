@@ -7,14 +7,13 @@ alone: defaults that a model brings with it (penalties, end tokens, temperatures
 from __future__ import annotations
 
 import contextlib
-import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 from peft import PeftModel
 from torch import nn
-from transformers import Cache, DynamicCache, GenerationConfig
+from transformers import GenerationConfig
 
 from dpllm.model.evaluate import contiguous_head
 from dpllm.model.longest import rows_at_once
@@ -27,40 +26,41 @@ _TOKENS_PER_BATCH = 2**13
 Tokens = tuple[int, ...]
 
 
-def complete(
-    model: nn.Module,
+def settings(
     tokenizer: Any,
-    prompts_ids: Sequence[Sequence[int]],
     num_tokens: int,
-    beams: int = 1,
+    ends: Collection[int],
     *,
-    ends: bool = False,
-) -> list[Tokens]:
-    """The likeliest continuation of every prompt, as far as the search finds it.
+    beams: int = 1,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+) -> GenerationConfig:
+    """How a text is written.
 
     Args:
-        model: A causal language model of transformers, with or without a PEFT adapter, in eval mode.
-        tokenizer: Names the padding and the end token.
-        prompts_ids: At least one token each.
-        num_tokens: For each prompt, >= 1.
-        beams: 1: greedy; more: beam search, of which the likeliest beam is returned.
-        ends: Whether an end token ends a text; beams of unequal length are then compared by log p for each token. If not, it is a
-            token like any other, so a greedy completion is the target exactly if each of the target's tokens is the arg max
-            behind those before it.
+        tokenizer: Names the padding, which stands behind an end token.
+        num_tokens: For each prompt, at most, >= 1.
+        ends: Tokens that end a text; of none a text has all its tokens.
+        beams: More than 1: beam search, of which the likeliest beam is taken, by log p for each token.
+        temperature: 0: the likeliest token each time.
+        top_p: Only the likeliest tokens that together have this probability, in (0, 1].
     """
-    padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0  # masked, so any token will do
-    config = GenerationConfig(
+    padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(ends, default=0)
+    chance = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
+    return GenerationConfig(
         max_new_tokens=num_tokens,
         pad_token_id=padding,
-        eos_token_id=tokenizer.eos_token_id if ends else None,
-        do_sample=False,
+        eos_token_id=sorted(ends) or None,
         num_beams=beams,
-        use_cache=True,
-        repetition_penalty=1.0,
-        length_penalty=1.0,
-        no_repeat_ngram_size=0,
+        **(chance if temperature > 0 else {"do_sample": False}),
     )
-    return write(model, config, prompts_ids)
+
+
+def end_tokens(model: Any, tokenizer: Any) -> set[int]:
+    """The tokens that end a text: the model's own, of which a chat model may have several, and the tokenizer's."""
+    inner = model.get_base_model() if isinstance(model, PeftModel) else model
+    own = inner.generation_config.eos_token_id
+    return {*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id} - {None}
 
 
 def until_end(tokens: Tokens, tokenizer: Any) -> Tokens:
@@ -73,8 +73,8 @@ def write(model: nn.Module, config: GenerationConfig, prompts_ids: Sequence[Sequ
     """What a model writes behind every prompt, many at a time: the same as one at a time, but for rounding.
 
     Args:
-        model: As for ``complete``; what it brings of its own to generate by is put aside.
-        config: With ``max_new_tokens``, ``pad_token_id`` and ``num_beams``. Behind an end token there is padding.
+        model: A causal language model of transformers, with or without a PEFT adapter, in eval mode.
+        config: Of ``settings``.
         prompts_ids: At least one token each.
     """
     device = next(model.parameters()).device
@@ -89,39 +89,16 @@ def write(model: nn.Module, config: GenerationConfig, prompts_ids: Sequence[Sequ
             size = rows_at_once(inner, size, width + num_tokens)
             rows, order = order[:size], order[size:]
             ids_BT = torch.full((len(rows), width), int(config.pad_token_id), dtype=torch.long)
-            real_BT = torch.zeros(len(rows), width, dtype=torch.long)
+            real_BT = torch.zeros_like(ids_BT)
             for place, row in enumerate(rows):
                 prompt = torch.tensor(tuple(prompts_ids[row]), dtype=torch.long)
                 ids_BT[place, width - len(prompt) :] = prompt
                 real_BT[place, width - len(prompt) :] = 1
             inputs = {"input_ids": ids_BT.to(device), "attention_mask": real_BT.to(device)}
-            if beams > 1:
-                inputs |= _read_once(inner, inputs, beams)
             written_BG = inner.generate(**inputs, generation_config=config)
             for row, written in zip(rows, written_BG[:, width:].tolist(), strict=True):
                 result[row] = tuple(written)
     return result
-
-
-def _read_once(model: Any, inputs: dict[str, torch.Tensor], beams: int) -> dict[str, Cache]:
-    """The cache of all but the last token of the prompts, one copy for each beam: generate reads each anew for each.
-
-    Nothing for a model whose memory is no cache of keys and values, or that cannot be told where a padded prompt begins; generate
-    then fills it itself.
-    """
-    read_BT = {name: values_BT[:, :-1] for name, values_BT in inputs.items()}
-    real_BT = read_BT["attention_mask"]
-    if not real_BT.all() and "position_ids" not in inspect.signature(model.forward).parameters:
-        return {}
-    if not real_BT.all():
-        read_BT["position_ids"] = (real_BT.cumsum(dim=1) - 1).clamp(min=0)
-    if not real_BT.shape[1]:
-        return {}
-    cache: Any = getattr(model(**read_BT, use_cache=True), "past_key_values", None)
-    if type(cache) is not DynamicCache:
-        return {}
-    cache.batch_repeat_interleave(beams)
-    return {"past_key_values": cache}
 
 
 @contextlib.contextmanager

@@ -10,7 +10,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 
 from dpllm.auditing.scores import score
 from dpllm.model import generation
-from dpllm.model.generation import complete
 from dpllm.text import builtin
 from dpllm.text.data import TokenSequence
 
@@ -25,6 +24,11 @@ def tokenizer():
 @pytest.fixture(scope="module")
 def base():
     return AutoModelForCausalLM.from_pretrained(str(builtin.path("builtin:tiny"))).eval()
+
+
+def complete(model, tokenizer, prompts, num_tokens, beams=1, *, ends=False):
+    ending = {tokenizer.eos_token_id} if ends else ()
+    return generation.write(model, generation.settings(tokenizer, num_tokens, ending, beams=beams), prompts)
 
 
 def random_prompts(count, seed=0, longest=30):
@@ -81,13 +85,6 @@ def test_a_beam_search_is_as_good_as_it_can_be(tokenizer):
             log_p = torch.log_softmax(small(ids).logits, dim=-1)
         best = (log_p[:, len(prompt) - 1].gather(1, ids[:, -1:]) + log_p[:, -1]).flatten().argmax().item()
         assert written == divmod(best, 12)
-
-
-def test_reading_prompts_once_for_all_beams_changes_no_completion(base, tokenizer, monkeypatch):
-    prompts = random_prompts(12)
-    once = complete(base, tokenizer, prompts, 5, beams=4)
-    monkeypatch.setattr(generation, "_read_once", lambda *_: {})
-    assert complete(base, tokenizer, prompts, 5, beams=4) == once
 
 
 def test_completions_do_not_depend_on_batches(base, tokenizer, monkeypatch):
