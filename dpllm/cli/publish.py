@@ -6,21 +6,18 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from dpllm.cli.describe import OF_DATA, number_or_auto, take_data
-from dpllm.cli.plan import AddCommand, show, take_final
+from dpllm.cli.plan import AddCommand, plain_console, show, take_final
 from dpllm.errors import AuditContradiction, ConfigError
 
 if TYPE_CHECKING:
-    from dpllm.publish.inference_budget import InferenceRequest
     from dpllm.publish.quality import Tell
-    from dpllm.recipe.config import RunConfig
 
 _DATASETS = "datasets/"
 _HUB_ID = re.compile(rf"({_DATASETS})?[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -269,29 +266,38 @@ def merge(known: argparse.Namespace, rest: list[str]) -> int:
 
 def synthesize(known: argparse.Namespace, rest: list[str]) -> int:
     """Writes the data set and says where; what is interrupted can go on."""
+    from dpllm.files import read_json
+    from dpllm.progress import heard_by
     from dpllm.recipe.section import parse_overrides
+    from dpllm.run.screen import Screen
 
     keys = {key: value for name, key in KEYS.items() if (value := getattr(known, name)) is not None}
     keys |= parse_overrides(rest)
     if known.by == "training" and (keys or known.dry_run):
         option = next((f"--{key}" for key in keys), "--dry-run")
         raise ConfigError(f"{option}: is of no use --by training. Leave it out, or type --by inference.")
+    if known.dry_run:
+        return _dry_run(known, keys)
     try:
-        return _infer(known, keys) if known.by == "inference" else _with_model(known)
+        with Screen(plain_console(stderr=True)) as screen, heard_by(screen):
+            path, private = _infer(known, keys) if known.by == "inference" else _with_model(known)
     except KeyboardInterrupt:
         print("dpllm synthesize: interrupted. The same command goes on where it stopped.", file=sys.stderr)
         return 1
-
-
-@contextmanager
-def _bar(total: int) -> Iterator[Callable[[int, int], None]]:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-    columns = (TextColumn("rows"), BarColumn(), MofNCompleteColumn(), TextColumn("of {task.fields[drawn]} texts drawn"))
-    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task("", total=total, drawn=0)
-        yield lambda taken, drawn: bar.update(task, completed=taken, drawn=drawn)
+    record = read_json(path)
+    if known.json:
+        return show(known, record)
+    drawn, output = record["rows"] + sum(record["dropped"].values()), path.parent
+    dropped = ", ".join(f"{why}: {many}" for why, many in record["dropped"].items())
+    print(f"{output}: {record['rows']} rows of {drawn} texts drawn; dropped ({dropped}).")
+    if not known.no_quality:
+        print(f"Figures of quality that may be published are on its card; {private} has the others.")
+    if known.by == "inference":
+        cost = f"Epsilon {record['epsilon']:.4f} at delta {record['delta']:g}, charged to {record['dataset']}."
+        print(f"{cost} dpllm verify {output} checks it.")
+    else:
+        print("run/privacy.json is its privacy statement: rows spend nothing beyond it, and it does not cover prompts.")
+    return 0
 
 
 def _not_measured(known: argparse.Namespace) -> Tell | None:
@@ -308,75 +314,46 @@ def _request(known: argparse.Namespace, kind: Any) -> Any:
     return request_of(kind, known.by, {name: getattr(known, name) for name in names})
 
 
-def _say_written(known: argparse.Namespace, output: Path, record: dict[str, Any], texts: int, private: Path) -> None:
-    dropped = ", ".join(f"{why}: {many}" for why, many in record["dropped"].items())
-    print(f"{output}: {record['rows']} rows of {texts} texts drawn; dropped ({dropped}).")
-    if not known.no_quality:
-        print(f"Figures of quality that may be published are on its card; {private} has the others.")
-
-
-def _infer(known: argparse.Namespace, keys: dict[str, Any]) -> int:
-    from dpllm.files import read_json
+def _infer(known: argparse.Namespace, keys: dict[str, Any]) -> tuple[Path, Path]:
+    """The record of what was written, and where private figures lie."""
     from dpllm.publish.inference import infer, private_of
     from dpllm.publish.inference_budget import InferenceRequest
     from dpllm.recipe.config import around
     from dpllm.statement.inference import RECORD
 
-    config = around(known.source, keys, "dpllm synthesize")
-    request = _request(known, InferenceRequest)
-    output = known.output or Path("synthetic")
-    if known.dry_run:
-        return _dry_run(known, config, request)
-    with _bar(request.rows) as progress:
-        infer(config, request, output, progress, _not_measured(known))
-    record = read_json(output / RECORD)
-    if known.json:
-        return show(known, record)
-    _say_written(known, output, record, record["texts"], private_of(output))
-    cost = f"Epsilon {record['epsilon']:.4f} at delta {record['delta']:g}, charged to {record['dataset']}."
-    print(f"{cost} dpllm verify {output} checks it.")
-    return 0
+    config, output = around(known.source, keys, "dpllm synthesize"), known.output or Path("synthetic")
+    infer(config, _request(known, InferenceRequest), output, _not_measured(known))
+    return output / RECORD, private_of(output)
 
 
-def _dry_run(known: argparse.Namespace, config: RunConfig, request: InferenceRequest) -> int:
-    """What inference would promise."""
-    from dpllm.publish.inference import quote_of
-
-    quoted, refusal = quote_of(config, request)
-    about = {
-        "batch_size": quoted.ballot.batch_size,
-        "clip": quoted.ballot.clip,
-        "range": quoted.ballot.range,
-        "event": quoted.event.to_json(),
-        "epsilon": quoted.epsilon,
-        "delta": quoted.delta,
-        "texts": quoted.texts,
-    }
-    promise = (
-        f"At most {quoted.texts:,} rows at epsilon {quoted.epsilon:.4f} and delta {quoted.delta:g} together: "
-        f"{quoted.ballot.batch_size} units vote for each token by at most {quoted.ballot.clip:.3g}, "
-        f"{request.max_new_tokens} draws a text."
-    )
-    show(known, about if known.json else promise, "Nothing was spent.")
-    if refusal:
-        raise refusal
-    return 0
-
-
-def _with_model(known: argparse.Namespace) -> int:
-    from dpllm.files import read_json
+def _with_model(known: argparse.Namespace) -> tuple[Path, Path]:
+    """The same, of rows that a tuned model wrote."""
     from dpllm.publish.quality import FOLDER
     from dpllm.publish.synthesize import SynthesisRequest
     from dpllm.publish.synthesize import synthesize as write
     from dpllm.run.directory import RunDir
     from dpllm.statement.synthetic import RECORD
 
-    request, run = _request(known, SynthesisRequest), RunDir(Path(known.source))
-    with _bar(request.rows) as progress:
-        output = write(run, request, known.output, progress, _not_measured(known))
-    record = read_json(output / RECORD)
-    if known.json:
-        return show(known, record)
-    _say_written(known, output, record, record["attempts"], run.private / FOLDER)
-    print("run/privacy.json is its privacy statement: rows spend nothing beyond it, and it does not cover prompts.")
+    run = RunDir(Path(known.source))
+    output = write(run, _request(known, SynthesisRequest), known.output, _not_measured(known))
+    return output / RECORD, run.private / FOLDER
+
+
+def _dry_run(known: argparse.Namespace, keys: dict[str, Any]) -> int:
+    """What inference would promise."""
+    from dpllm.publish.inference import quote_of
+    from dpllm.publish.inference_budget import InferenceRequest
+    from dpllm.recipe.config import around
+
+    request = _request(known, InferenceRequest)
+    quoted, refusal = quote_of(around(known.source, keys, "dpllm synthesize"), request)
+    event, ballot = quoted.event.to_json(), quoted.ballot
+    about = {**asdict(ballot), "event": event, "epsilon": quoted.epsilon, "delta": quoted.delta, "texts": quoted.texts}
+    promise = (
+        f"At most {quoted.texts:,} rows at epsilon {quoted.epsilon:.4f} and delta {quoted.delta:g} together: "
+        f"{ballot.batch_size} units vote for each token by at most {ballot.clip:.3g}, {request.max_new_tokens} draws a text."
+    )
+    show(known, about if known.json else promise, "Nothing was spent.")
+    if refusal:
+        raise refusal
     return 0

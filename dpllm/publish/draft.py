@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 Filter = Callable[["Sample"], bool]
 """Whether a text is dropped."""
-Progress = Callable[[int, int], None]
-"""Called with the rows that are taken so far, and the texts drawn."""
 DUPLICATE, UNFINISHED = "the same as another", "did not end"
 
 

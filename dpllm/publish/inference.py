@@ -35,7 +35,8 @@ from dpllm.ledger import RunRequest
 from dpllm.model import environment, loading
 from dpllm.model.generation import end_tokens
 from dpllm.model.reading import Reader
-from dpllm.publish.draft import DUPLICATE, UNFINISHED, Draft, Progress, filters, why_dropped
+from dpllm.progress import tell
+from dpllm.publish.draft import DUPLICATE, UNFINISHED, Draft, filters, why_dropped
 from dpllm.publish.generate import Sample
 from dpllm.publish.inference_budget import DELTA, FIELD, InferenceRequest, ReleaseQuote, quote
 from dpllm.publish.quality import EVALUATION, TRAINING, Beside, Tell, report
@@ -81,7 +82,6 @@ def infer(
     config: RunConfig,
     request: InferenceRequest,
     output: Path,
-    progress: Progress = lambda taken, begun: None,
     not_measured: Tell | None = None,
 ) -> Path:
     """Writes a data set; what was interrupted goes on where it stopped.
@@ -90,7 +90,6 @@ def infer(
         config: The recipe: data, base model, ledger and card.
         request: What is asked for.
         output: A new folder.
-        progress: Called after each text.
         not_measured: As in ``synthesize``, with ``private_of`` the folder; data.eval has the rows to compare with.
 
     Raises:
@@ -122,7 +121,7 @@ def infer(
         job = _Job(config, request, source)
         job.load()
         job.pay(output.with_name(f".{output.name}.draft.jsonl"))
-        rows, dropped = job.write(progress)
+        rows, dropped = job.write()
         quality = report(rows, job.beside(), private_of(output), not_measured) if not_measured else None
         job.publish(rows, dropped, quality, output)
         job.draft.path.unlink()
@@ -208,7 +207,7 @@ class _Job:
         self.draft.add([number, token])
         return token
 
-    def write(self, progress: Progress) -> tuple[list[dict[str, str]], dict[str, int]]:
+    def write(self) -> tuple[list[dict[str, str]], dict[str, int]]:
         """Texts until there are enough rows, or no batch is left; and how many were dropped for each reason."""
         rows: list[dict[str, str]] = []
         dropped = Counter(dict.fromkeys((*self.filters, DUPLICATE), 0))
@@ -224,7 +223,7 @@ class _Job:
                 rows.append(row)
             else:
                 dropped[why] += 1
-            progress(len(rows), len(rows) + dropped.total())
+            tell("Writing rows", len(rows), self.request.rows, note=f"{text + 1} texts drawn")
         if not rows:
             why = ", ".join(f"{name}: {many}" for name, many in dropped.items())
             raise ConfigError(

@@ -26,6 +26,7 @@ from dpllm.card.dataset_card import write_dataset_card
 from dpllm.errors import ConfigError, Refused
 from dpllm.files import BLOCK, alone, sha256, whole_directory, write_json, write_whole
 from dpllm.model import environment
+from dpllm.progress import tell
 from dpllm.publish import draft, generate
 from dpllm.publish.merge import carded
 from dpllm.publish.quality import FOLDER, Tell, of_run, report
@@ -79,7 +80,6 @@ def synthesize(
     run: RunDir,
     request: SynthesisRequest,
     output: Path | None = None,
-    progress: draft.Progress = lambda taken, drawn: None,
     not_measured: Tell | None = None,
 ) -> Path:
     """Writes a data set; what was interrupted goes on where it stopped, and ends in the same bytes.
@@ -88,7 +88,6 @@ def synthesize(
         run: A finished run with its card.
         request: What is asked for.
         output: Where; None: ``synthetic`` in the run directory.
-        progress: Called after each batch.
         not_measured: Called with what of the quality could not be measured; what fails loses no row, since the same call goes
             on. None: nothing is measured.
 
@@ -120,7 +119,7 @@ def synthesize(
         place = output.with_name(f".{output.name}.draft.jsonl")
         kept = draft.Draft(place, _settings(request, run), lambda: {"seed": seed})
         heads = _heads(config.data.control, request.rows, prompts, shares, kept.facts["seed"])
-        texts, dropped = _draw(generator, request, config.data.control, heads, kept, progress)
+        texts, dropped = _draw(generator, request, config.data.control, heads, kept)
         column = "text" if prompts is None else "completion"
         rows = [{**head, column: text} for head, text in zip(heads, texts, strict=True)]
         quality = None
@@ -247,7 +246,6 @@ def _draw(
     columns: Sequence[str],
     heads: Sequence[Mapping[str, str]],
     kept: draft.Draft,
-    progress: draft.Progress,
 ) -> tuple[list[str], dict[str, int]]:
     """Draws until every row has its text; the texts, and how many were dropped for each reason.
 
@@ -263,7 +261,7 @@ def _draw(
     seen = {(heads[number].get("prompt"), text) for number, text in texts.items()}
     while waiting:
         drawn, batch = len(texts) + dropped.total(), waiting[:BATCH]
-        progress(len(texts), drawn)
+        tell("Writing rows", len(texts), request.rows, note=f"{drawn} texts drawn")
         if drawn + len(batch) > request.attempts * request.rows:
             reported = ", ".join(f"{why}: {many}" for why, many in dropped.most_common())
             raise ConfigError(
@@ -286,7 +284,6 @@ def _draw(
         texts |= passed
         dropped += failed
         waiting = [number for number in batch if number not in passed] + waiting[len(batch) :]
-    progress(len(texts), len(texts) + dropped.total())
     reasons = [*filters, *([] if request.keep_duplicates else [draft.DUPLICATE])]
     return [texts[number] for number in range(request.rows)], {why: dropped[why] for why in reasons}
 
