@@ -21,6 +21,7 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ from dpllm.statement.released import Statistics
 from dpllm.statement.run_files import LedgerRecord
 from dpllm.statement.synthetic import ROWS, Quality
 from dpllm.text import control
+from dpllm.text.data import load_table
 from dpllm.text.layouts import joined
 from dpllm.text.rows import Row
 
@@ -311,8 +313,11 @@ class _Job:
         data = self.config.data
         declared = declared_sides(data.public, data.eval_public)
         beside = Beside(data, self.tokenizer, declared, self.released, {TRAINING: self.source.table})
+        if data.eval is None:
+            beside.missing.append("evaluation rows: data.eval names none")
+            return beside
         with scratch() as cache:
-            beside.read(EVALUATION, data.eval, cache)
+            beside.read(EVALUATION, partial(load_table, data.eval, data, data.eval_split, cache))
         return beside
 
     def publish(

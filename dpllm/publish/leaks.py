@@ -13,15 +13,18 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from dpllm.canaries import canaries
 from dpllm.errors import DataError, DpllmError, Refused
 from dpllm.files import read_json
+from dpllm.recipe.config import DataConfig
 from dpllm.run.directory import RunDir
 from dpllm.statement.privacy_record import PrivacyRecord
+from dpllm.text.data import Table, load_table
 from dpllm.text.layouts import FIELDS, Format, strings
 from dpllm.text.prompts import most_private, owners, private_among
+from dpllm.text.sources import is_here
 from dpllm.verification.values import MOST_BYTES, listed, read_bytes
 
 MOST_ROWS = 20_000
@@ -130,22 +133,31 @@ def _canaries(run: RunDir, texts: dict[str, str], folder: Path) -> Iterator[str]
         )
 
 
-def _rows(run: RunDir, texts: dict[str, str], folder: Path) -> Iterator[str]:
-    from dpllm.text.data import load_table
-    from dpllm.text.sources import is_here
+def table_of(run: RunDir, data: DataConfig, side: Literal["training", "evaluation"]) -> Table:
+    """The rows that a run read, wherever this process stands.
 
+    Raises:
+        DataError: They are not on this machine, cannot be read, or are others by now.
+    """
+    noted = read_json(run.rows).get(side) if run.rows.exists() else None
+    if not noted or not is_here(noted["places"]):
+        raise DataError("not at hand")
+    split = data.train_split if side == "training" else data.eval_split
+    table = load_table(noted["places"], data, split, run.private / "cache")
+    if table.digest != noted["digest"]:  # another file of that name, whose rows nobody declared public
+        raise DataError("the data are not those of the run")
+    return table
+
+
+def _rows(run: RunDir, texts: dict[str, str], folder: Path) -> Iterator[str]:
     config = run.load_config()
-    kept = read_json(run.rows)["training"]["places"] if run.rows.exists() else []
     if config.data.public:
         yield "training text: not searched for, because the recipe declares the data public."
         return
-    source = kept or config.data.train  # a relative name may be another file here
     try:
-        if not is_here(source):
-            raise DataError("it would be downloaded")
-        table = load_table(source, config.data, config.data.train_split, run.private / "cache")
-    except DpllmError:
-        yield "training text: not searched for, because the training data are not here or cannot be read."
+        table = table_of(run, config.data, "training")
+    except DpllmError as error:
+        yield f"training text: not searched for ({error})."
         return
     total, whose = len(table.rows), list(owners(table, config.data))
     numbers = spread(total, MOST_ROWS)

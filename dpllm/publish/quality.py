@@ -20,11 +20,11 @@ import numpy as np
 
 from dpllm.auditing.rates import upper_limit
 from dpllm.card.dataset_card import public_sides, reads
-from dpllm.errors import DataError, DpllmError
-from dpllm.files import read_json, write_json
+from dpllm.errors import DpllmError
+from dpllm.files import write_json
 from dpllm.privacy.releases import Statistic
-from dpllm.publish.leaks import MOST_ROWS, WORDS, grams, spread, text_of, words
-from dpllm.recipe.config import DataConfig, RunConfig, Source
+from dpllm.publish.leaks import MOST_ROWS, WORDS, grams, spread, table_of, text_of, words
+from dpllm.recipe.config import DataConfig, RunConfig
 from dpllm.recipe.names import public_name
 from dpllm.run.directory import RunDir
 from dpllm.statement.privacy_record import PrivacyRecord
@@ -32,10 +32,9 @@ from dpllm.statement.released import Statistics
 from dpllm.statement.synthetic import Quality
 from dpllm.text import control
 from dpllm.text.asked import exact_values
-from dpllm.text.data import Table, load_table, value_name
+from dpllm.text.data import Table, value_name
 from dpllm.text.layouts import FIELDS, Format
 from dpllm.text.rows import each_row
-from dpllm.text.sources import is_here
 
 Figures = dict[str, float | None]
 Tell = Callable[[str], None]
@@ -79,16 +78,10 @@ class Beside:
     tables: dict[str, Table] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
 
-    def read(self, side: str, places: Source | None, cache: Path, digest: str | None = None) -> None:
-        """Reads the rows of a side, which have this digest if one is known; or keeps why it does not."""
-        split = self.data.train_split if side == TRAINING else self.data.eval_split
+    def read(self, side: str, load: Callable[[], Table]) -> None:
+        """Reads the rows of a side, or keeps why it does not."""
         try:
-            if not places:
-                raise DataError("not at hand")
-            table = load_table(places, self.data, split, cache)
-            if digest not in (None, table.digest):  # another file of that name, whose rows nobody declared public
-                raise DataError("the data are not those of the run")
-            self.tables[side] = table
+            self.tables[side] = load()
         except (DpllmError, OSError) as error:
             self.missing.append(f"{side} rows: {error}")
 
@@ -115,10 +108,8 @@ def of_run(run: RunDir, config: RunConfig, statement: PrivacyRecord) -> Beside:
 
     declared = public_sides(statement) - ({EVALUATION} if not config.data.eval_public else set())
     beside = Beside(config.data, AutoTokenizer.from_pretrained(run.export), declared, statement.statistics)
-    noted = read_json(run.rows) if run.rows.exists() else {}
-    for side in (TRAINING, EVALUATION):
-        places, digest = (noted.get(side, {}).get(name) for name in ("places", "digest"))
-        beside.read(side, places if places and is_here(places) else None, run.private / "cache", digest)
+    beside.read(TRAINING, lambda: table_of(run, config.data, "training"))
+    beside.read(EVALUATION, lambda: table_of(run, config.data, "evaluation"))
     return beside
 
 

@@ -23,11 +23,13 @@ ROWS = [(number, name, f"{TEMPLATE} {name} owes {number} crowns to the bakery ne
 
 
 def a_run(root: Path, train: Any) -> RunDir:
-    """A run directory with a recipe alone."""
+    """A run directory with a recipe, and where its data lie."""
     recipe = {"model": {"name_or_path": "m"}, "data": {"train": train}, "train": {"steps": 1}, "output_dir": "run"}
     run = RunDir(root / "run")
     run.private.mkdir(parents=True)
-    run.config.write_text(dump_config(RunConfig.model_validate(recipe)))
+    config = RunConfig.model_validate(recipe)
+    run.config.write_text(dump_config(config))
+    keep_rows(run.rows, config.data, load_table(config.data.train, config.data, "train", root / "cache"), None)
     return run
 
 
@@ -77,14 +79,12 @@ def test_the_rows_are_found_from_another_directory_and_not_mistaken_for_others(
     """A relative name may be another file where one stands now."""
     tiny.write_rows(tmp_path / "at" / "a.jsonl", [{"text": text} for _, _, text in ROWS])
     tiny.write_rows(tmp_path / "else" / "a.jsonl", [{"text": "nothing of note"}])
-    run = a_run(tmp_path, "a.jsonl")
-    data = run.load_config().data
     monkeypatch.chdir(tmp_path / "at")
-    keep_rows(run.rows, data, load_table("a.jsonl", data, "train", tmp_path / "cache"), None)
+    run = a_run(tmp_path, "a.jsonl")
     for place in ("/", tmp_path / "else"):
         monkeypatch.chdir(place)
         with pytest.raises(Refused, match=r"training text: .* is in chat.jinja"):
             list(leaks._rows(run, {"chat.jinja": ROWS[2][2]}, run.export))
     (tmp_path / "at" / "a.jsonl").unlink()
     (said,) = leaks._rows(run, {"chat.jinja": ROWS[2][2]}, run.export)
-    assert "are not here" in said
+    assert "not at hand" in said
