@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from dpllm.auditing.table import TOP_K, CanaryScores, TokenTable, sum_up
 from dpllm.canaries.canaries import Canary, CanaryPlan, encode_secret
 from dpllm.errors import ConfigError
-from dpllm.model.longest import rows_at_once
+from dpllm.model.evaluate import rows_at_once
 from dpllm.recipe.config import DataConfig
 from dpllm.text.data import TokenSequence
 from dpllm.text.layouts import Format

@@ -15,8 +15,7 @@ from peft import PeftModel
 from torch import nn
 from transformers import GenerationConfig
 
-from dpllm.model.evaluate import contiguous_head
-from dpllm.model.longest import rows_at_once
+from dpllm.model.evaluate import contiguous_head, rows_at_once
 
 # A legend of shapes: B rows of a batch, T tokens of the longest prompt, G tokens of prompt and completion.
 

@@ -25,7 +25,7 @@ from transformers.utils.hub import cached_file
 
 from dpllm.errors import ConfigError, Refused
 from dpllm.model import adapters, environment, memory, processes, sharding
-from dpllm.model.longest import without_memory
+from dpllm.model.evaluate import without_memory
 from dpllm.progress import tell
 from dpllm.recipe import names
 from dpllm.recipe.config import DataConfig, FrozenConfig, LoraConfig, ModelConfig, RunConfig, TrainConfig

@@ -7,7 +7,7 @@ Every forward pass has a shape that follows public numbers alone: rows are padde
 batches of one height, filled up with a row that is given. The mask is always passed, and is never all ones: transformers leaves
 out one that is, and takes another kernel. ``lower_in_company`` shows on synthetic rows that what is read of a row has the same
 bits in any company and at any place, as it is read first and when it has grown as long as it can; where it has not, or where the
-longest row decides anything (``model.longest``), the height is 1.
+longest row decides anything (``evaluate.rows_at_once``), the height is 1.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dpllm.errors import Refused
-from dpllm.model.evaluate import contiguous_head
+from dpllm.model.evaluate import contiguous_head, rows_at_once
 from dpllm.model.loading import Pooling
-from dpllm.model.longest import rows_at_once
 from dpllm.privacy.embedded import unit_length
 from dpllm.privacy.selfcheck import has_experts
 

@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from dpllm.model import processes
-from dpllm.model.evaluate import HeldOut, in_eval_mode
-from dpllm.model.longest import without_memory
+from dpllm.model.evaluate import HeldOut, in_eval_mode, without_memory
 from dpllm.privacy import guards
 from dpllm.privacy.attention import RowAttention
 from dpllm.privacy.loss import Autocast, TokenLosses, row_sums

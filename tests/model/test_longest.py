@@ -18,8 +18,7 @@ import torch
 from dpllm.auditing.scores import score
 from dpllm.errors import Refused
 from dpllm.model import generation, reading
-from dpllm.model.evaluate import held_out_loss
-from dpllm.model.longest import rows_at_once, without_memory
+from dpllm.model.evaluate import held_out_loss, rows_at_once, without_memory
 from dpllm.model.reading import Embedder, Reader
 from dpllm.model.rewards import Rewards
 from dpllm.text.data import TokenSequence, Unit
