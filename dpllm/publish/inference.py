@@ -175,10 +175,9 @@ class _Job:
             del settings[name]
         settings |= {"ballot": asdict(self.quote.ballot), "delta": source.delta, "software": environment.versions()}
         settings |= {"rows of the data": source.table.digest, "units of the data": source.units.digest()}
-        for part in ("model", "data"):
-            for name, value in getattr(self.config, part).model_dump(mode="json").items():
-                if not name.startswith("eval"):  # rows that nobody votes with
-                    settings[f"{part}.{name}"] = value
+        unread = {"eval", "eval_split", "eval_public"}  # rows that nobody votes with
+        settings |= {"data": self.config.data.model_dump(mode="json", exclude=unread)}
+        settings |= {"model": self.config.model.model_dump(mode="json")}
         request = _reservation(self.config, self.quote)
 
         def begin() -> dict[str, Any]:

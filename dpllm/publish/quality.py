@@ -89,12 +89,8 @@ class Beside:
 def report(rows: Sequence[dict[str, str]], beside: Beside, folder: Path, tell: Tell) -> Quality:
     """``measure``, of which quality.json in a private folder gets what may not be published."""
     public, private = measure(rows, beside)
-    missing = private["not_measured"]
-    try:
-        write_json(folder / "quality.json", {"public": public.to_json(), **private}, mode=0o600)
-    except OSError as error:
-        missing = [*missing, f"private figures: {folder} cannot be written ({error.strerror})"]
-    for line in missing:
+    write_json(folder / "quality.json", {"public": public.to_json(), **private}, mode=0o600)
+    for line in private["not_measured"]:
         tell(line)
     return public
 
