@@ -89,7 +89,6 @@ FEATURES = (
             "verification/check_dataset.py",
             "privacy/bounded_range.py",
             "privacy/clipped_logits.py",
-            "model/generation.py",
             "model/reading.py",
             "text/asked.py",
             "text/prompts.py",

@@ -19,7 +19,7 @@ from peft import PeftModel
 
 from dpllm.errors import ConfigError
 from dpllm.files import BLOCK, read_json
-from dpllm.model import generation, loading
+from dpllm.model import loading, reading
 from dpllm.recipe.config import ModelConfig
 from dpllm.records import Json
 from dpllm.run.directory import Run, RunDir, open_run
@@ -145,12 +145,12 @@ def sample(
             f"a prompt of {longest} tokens and {max_new_tokens} new ones exceed the {longest + left} that the model reads. Type "
             "a smaller --max-new-tokens, or a shorter prompt."
         )
-    tokenizer, ends = generator.tokenizer, generation.end_tokens(generator.model, generator.tokenizer)
-    settings = generation.settings(tokenizer, max_new_tokens, ends, temperature=temperature, top_p=top_p)
+    tokenizer, ends = generator.tokenizer, reading.end_tokens(generator.model, generator.tokenizer)
+    config = reading.generation_config(tokenizer, max_new_tokens, ends, temperature=temperature, top_p=top_p)
     device = next(generator.model.parameters()).device
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(secrets.randbits(63) if seed is None else seed)
-        written = generation.write(generator.model, settings, [ids for ids in encoded for _ in range(num)])
+        written = reading.write_behind(generator.model, config, [ids for ids in encoded for _ in range(num)])
     joint = "" if generator.format == "text" else " "  # between prompt and completion, see layouts.joined
     samples = []
     for n, ids in enumerate(written):

@@ -34,8 +34,7 @@ from dpllm.errors import ConfigError, Refused
 from dpllm.files import alone, digest, read_json, scratch, whole_directory, write_whole
 from dpllm.ledger import RunRequest
 from dpllm.model import environment, loading
-from dpllm.model.generation import end_tokens
-from dpllm.model.reading import Reader
+from dpllm.model.reading import Reader, end_tokens
 from dpllm.progress import tell
 from dpllm.publish.draft import DUPLICATE, UNFINISHED, Draft, filters, why_dropped
 from dpllm.publish.generate import Sample

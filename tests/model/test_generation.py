@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from dpllm.auditing.scores import score
-from dpllm.model import generation
+from dpllm.model import reading
 from dpllm.text import builtin
 from dpllm.text.data import TokenSequence
 
@@ -28,7 +28,7 @@ def base():
 
 def complete(model, tokenizer, prompts, num_tokens, beams=1, *, ends=False):
     ending = {tokenizer.eos_token_id} if ends else ()
-    return generation.write(model, generation.settings(tokenizer, num_tokens, ending, beams=beams), prompts)
+    return reading.write_behind(model, reading.generation_config(tokenizer, num_tokens, ending, beams=beams), prompts)
 
 
 def random_prompts(count, seed=0, longest=30):
@@ -90,7 +90,7 @@ def test_a_beam_search_is_as_good_as_it_can_be(tokenizer):
 def test_completions_do_not_depend_on_batches(base, tokenizer, monkeypatch):
     prompts = random_prompts(12)
     together = [complete(base, tokenizer, prompts, 5, beams) for beams in (1, 4)]
-    monkeypatch.setattr(generation, "_TOKENS_PER_BATCH", 1)
+    monkeypatch.setattr(reading, "_TOKENS_PER_BATCH", 1)
     assert [complete(base, tokenizer, prompts, 5, beams) for beams in (1, 4)] == together
     assert complete(base, tokenizer, [], 5) == []
 
@@ -104,11 +104,11 @@ def test_an_end_token_ends_a_text_where_asked_and_nobody_elses(base, beams):
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(often)
     assert complete(base, tokenizer, prompts, 8, beams) == plain
     written = complete(base, tokenizer, prompts, 8, beams, ends=True)
-    together = [generation.until_end(text, tokenizer) for text in written]
+    together = [reading.until_end(text, tokenizer) for text in written]
     behind = {token for text, kept in zip(written, together, strict=True) for token in text[len(kept) + 1 :]}
     assert behind == {tokenizer.pad_token_id}
     one = [complete(base, tokenizer, [prompt], 8, beams, ends=True)[0] for prompt in prompts]
-    assert together == [generation.until_end(text, tokenizer) for text in one]
+    assert together == [reading.until_end(text, tokenizer) for text in one]
     assert len({len(text) for text in together}) > 1
     if beams == 1:
-        assert together == [generation.until_end(text, tokenizer) for text in plain]
+        assert together == [reading.until_end(text, tokenizer) for text in plain]
