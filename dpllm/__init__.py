@@ -307,9 +307,8 @@ def synthesize(
         by: ``training`` or ``inference``.
         quality: Whether to measure the rows: what may be published stands on their card, the rest in the run's private/, or in
             OUTPUT-private. Warns of what cannot be measured.
-        settings: Further options of the command with _ for -, as ``temperature`` or ``min_words``: fields of
-            ``dpllm.publish.synthesize.Order``; by inference those of ``dpllm.publish.ordered.Order``, its filters, ``model``,
-            ``unit``, ``max_examples_per_unit``, ``dataset``, ``ledger``, and keys of a recipe, as ``**{"data.control": [...]}``.
+        settings: Further options of the command with _ for -, as ``max_new_tokens``: fields of ``SynthesisRequest``, or by
+            inference of ``InferenceRequest``, ``model``, ``unit`` and keys of a recipe, as ``**{"data.control": [...]}``.
 
     Raises:
         ConfigError: No card, settings that allow no text, a folder that holds something, or too few texts that passed.
@@ -325,28 +324,29 @@ def synthesize(
     tell = not_measured if quality else None
     place = Path(output) if output else None
     if by == "inference":
-        return _infer(source, rows, place or Path("synthetic"), tell, settings)
-    from dpllm.publish.synthesize import Order
+        return _infer(source, place or Path("synthetic"), tell, {"rows": rows, **settings})
+    from dpllm.publish.synthesize import SynthesisRequest
     from dpllm.publish.synthesize import synthesize as write
 
-    return write(_directory(source), Order(rows, **settings), place, not_measured=tell)
+    return write(_directory(source), SynthesisRequest(rows, **settings), place, not_measured=tell)
 
 
-def _infer(source: Any, rows: int, output: Path, tell: Tell | None, settings: dict[str, Any]) -> Path:
-    from dpllm.cli.synthesize import KEYS
+def _infer(source: Any, output: Path, tell: Tell | None, settings: dict[str, Any]) -> Path:
+    from dpllm.cli.publish import KEYS
+    from dpllm.publish.draft import request_of
     from dpllm.publish.inference import infer, private_of
-    from dpllm.publish.ordered import Order
+    from dpllm.publish.inference_budget import InferenceRequest
     from dpllm.recipe.config import RunConfig, around
 
     keys = {KEYS.get(name, name): value for name, value in settings.items() if name in KEYS or "." in name}
-    order = Order.of(rows, {name: value for name, value in settings.items() if KEYS.get(name, name) not in keys})
+    options = {name: value for name, value in settings.items() if KEYS.get(name, name) not in keys}
     if isinstance(source, RunConfig | Mapping):
         config = load_recipe(source, keys)
     elif isinstance(source, str | os.PathLike):
         config = around(os.fspath(source), keys, "dpllm.synthesize")
     else:
         config = _with_rows(around("rows", keys, "dpllm.synthesize"), private_of(output), train=source)
-    return infer(config, order, output, not_measured=tell)
+    return infer(config, request_of(InferenceRequest, "inference", options), output, not_measured=tell)
 
 
 def _directory(run: Any) -> Any:

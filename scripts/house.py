@@ -75,13 +75,11 @@ FEATURES = (
         "synthetic texts and private inference",
         "Texts that may be shared, by a tuned model or by private inference, with their quality.",
         (
-            "publish/draft.py",
-            "publish/filters.py",
             "publish/inference.py",
-            "publish/ordered.py",
+            "publish/inference_budget.py",
             "publish/quality.py",
             "publish/synthesize.py",
-            "cli/synthesize.py",
+            "cli/publish.py",
             "statement/inference.py",
             "statement/synthetic.py",
             "card/dataset_card.py",
@@ -89,7 +87,7 @@ FEATURES = (
             "verification/check_inference.py",
             "verification/check_dataset.py",
             "privacy/bounded_range.py",
-            "privacy/voting.py",
+            "privacy/clipped_logits.py",
             "model/reading.py",
             "text/asked.py",
             "text/prompts.py",
@@ -99,7 +97,7 @@ FEATURES = (
     Feature(
         "publishing models",
         "Texts from a model, one merged set of weights, a search for leaks, and a Hub upload that is checked first.",
-        ("publish/*.py", "cli/publish.py"),
+        ("publish/*.py",),
         1_091,
     ),
     Feature(

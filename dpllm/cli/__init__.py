@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 
 import dpllm
-from dpllm.cli import audit, canaries, compare, describe, epsilon, ledger, plan, publish, synthesize
+from dpllm.cli import audit, canaries, compare, describe, epsilon, ledger, plan, publish
 from dpllm.cli.plan import Call, take_json
 from dpllm.errors import ConfigError, DpllmError, EndedElsewhere
 
@@ -118,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
             take_json(sub, json)
         return sub
 
-    for module in (plan, describe, canaries, audit, compare, publish, synthesize, epsilon):
+    for module in (plan, describe, canaries, audit, compare, publish, epsilon):
         module.add_commands(add)
     ledger.add_arguments(add("ledger", ledger.run, "the privacy budget of each dataset, across all runs", None))
     add("env", _env, "versions and hardware, for a bug report")

@@ -1,4 +1,4 @@
-"""``dpllm card``, ``verify``, ``push``, ``generate`` and ``merge``: what leaves a run, and whether its card is true."""
+"""``dpllm card``, ``verify``, ``push``, ``generate``, ``merge`` and ``synthesize``: what is published, and whether it is true."""
 
 from __future__ import annotations
 
@@ -7,15 +7,22 @@ import json
 import re
 import sys
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
 
-from dpllm.cli.plan import AddCommand, show
+from dpllm.cli.describe import OF_DATA, number_or_auto, take_data
+from dpllm.cli.plan import AddCommand, plain_console, show, take_final
 from dpllm.errors import AuditContradiction, ConfigError
+
+if TYPE_CHECKING:
+    from dpllm.publish.quality import Tell
 
 _DATASETS = "datasets/"
 _HUB_ID = re.compile(rf"({_DATASETS})?[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+KEYS = {**OF_DATA, "model": "model.name_or_path"}
+"""Option of private inference -> the key of the recipe that it sets."""
 NOTE = (
     "dpllm generate: sampling is post-processing and spends no further budget, however much is sampled; text that you put into "
     "a prompt is not covered by the guarantee."
@@ -66,6 +73,46 @@ def add_commands(add: AddCommand) -> None:
     option = add("merge", merge, "merge the adapter into the weights, with the same card", None).add_argument
     option("run", help="run directory of a finished run with a card")
     option("--output", metavar="DIR", help="where the merged model goes (default: RUN/merged)")
+    _add_synthesize(add("synthesize", synthesize, "generate a data set, with a tuned model or by private inference"))
+
+
+def _add_synthesize(parser: argparse.ArgumentParser) -> None:
+    parser.usage = (
+        "dpllm synthesize RUN --rows N [options]\n       dpllm synthesize DATA|RECIPE --by inference --model NAME --epsilon E "
+        "--rows N [options] [--SECTION.KEY VALUE ...]"
+    )
+    option = parser.add_argument
+    option("source", metavar="run", help="run directory with its card; by inference: data, or a recipe (.yaml)")
+    option(
+        "--by", choices=("training", "inference"), default="training", help="inference: records vote, nothing trains"
+    )
+    option("--rows", type=int, required=True, help="number of rows to write")
+    option("--output", metavar="DIR", type=Path, help="a new folder (default: RUN/synthetic; by inference: synthetic)")
+    option("--no-quality", action="store_true", help="measure nothing; only public figures go on the card")
+    text = "a dropped text of a tuned model is drawn again, with the same control codes"
+    option = parser.add_argument_group("sampling and filters", text).add_argument
+    option("--temperature", type=float, help="0: greedy decoding, of a tuned model (default: 1)")
+    option("--max-new-tokens", type=int, help="longest text (default: the recipe's data.max_length; by inference: 96)")
+    option("--keep-unfinished", action="store_true", default=None, help="keep texts that did not end")
+    option("--min-words", type=int, metavar="N", help="drop texts of fewer words")
+    option = parser.add_argument_group("a tuned model").add_argument
+    option("--prompts", metavar="FILE", type=Path, help="public prompts to answer, as dpllm generate reads them")
+    option("--top-p", type=float, help="nucleus sampling: share of probability to sample from (default: 1)")
+    option("--seed", type=int, help="the same seed gives the same rows")
+    option("--attempts", type=int, help="most texts to draw per row, on average (default: 20)")
+    option("--keep-duplicates", action="store_true", default=None, help="keep duplicate texts")
+    group: Any = parser.add_argument_group("inference", "records vote for each token (docs/concepts/inference.md)")
+    option = group.add_argument
+    option("--model", metavar="NAME", help="model that reads the records: directory or Hub id (default: the recipe's)")
+    option("--epsilon", type=float, help="epsilon of all rows together")
+    option("--delta", type=number_or_auto, help="below 1/N (default: the budget's, or as in a run)")
+    option("--batch", type=int, help="units that vote for one text (default: as few as epsilon allows)")
+    option("--top-k", type=int, help="draw from so many tokens that the public prompt expects (default: all)")
+    option("--prompt", metavar="TEXT", help="in which a record stands at {text}; without it, the public prompt")
+    option("--describe", metavar="FILE", type=Path, help="released shares of data.control, of dpllm describe")
+    take_data(group)
+    take_final(group)
+    option("--dry-run", action="store_true", help="show what it would promise, and spend nothing")
 
 
 def card(known: argparse.Namespace, rest: list[str]) -> int:
@@ -214,4 +261,99 @@ def merge(known: argparse.Namespace, rest: list[str]) -> int:
 
     place = write_merged(RunDir(Path(known.run)), Path(known.output) if known.output else None)
     print(f"{place}: a merged copy with the same guarantee (post-processing). dpllm verify {place} checks it.")
+    return 0
+
+
+def synthesize(known: argparse.Namespace, rest: list[str]) -> int:
+    """Writes the data set and says where; what is interrupted can go on."""
+    from dpllm.files import read_json
+    from dpllm.progress import heard_by
+    from dpllm.recipe.section import parse_overrides
+    from dpllm.run.screen import Screen
+
+    keys = {key: value for name, key in KEYS.items() if (value := getattr(known, name)) is not None}
+    keys |= parse_overrides(rest)
+    if known.by == "training" and (keys or known.dry_run):
+        option = next((f"--{key}" for key in keys), "--dry-run")
+        raise ConfigError(f"{option}: is of no use --by training. Leave it out, or type --by inference.")
+    if known.dry_run:
+        return _dry_run(known, keys)
+    try:
+        with Screen(plain_console(stderr=True)) as screen, heard_by(screen):
+            path, private = _infer(known, keys) if known.by == "inference" else _with_model(known)
+    except KeyboardInterrupt:
+        print("dpllm synthesize: interrupted. The same command goes on where it stopped.", file=sys.stderr)
+        return 1
+    record = read_json(path)
+    if known.json:
+        return show(known, record)
+    drawn, output = record["rows"] + sum(record["dropped"].values()), path.parent
+    dropped = ", ".join(f"{why}: {many}" for why, many in record["dropped"].items())
+    print(f"{output}: {record['rows']} rows of {drawn} texts drawn; dropped ({dropped}).")
+    if not known.no_quality:
+        print(f"Figures of quality that may be published are on its card; {private} has the others.")
+    if known.by == "inference":
+        cost = f"Epsilon {record['epsilon']:.4f} at delta {record['delta']:g}, charged to {record['dataset']}."
+        print(f"{cost} dpllm verify {output} checks it.")
+    else:
+        print("run/privacy.json is its privacy statement: rows spend nothing beyond it, and it does not cover prompts.")
+    return 0
+
+
+def _not_measured(known: argparse.Namespace) -> Tell | None:
+    return None if known.no_quality else lambda line: print(f"not measured: {line}", file=sys.stderr)
+
+
+def _request(known: argparse.Namespace, kind: Any) -> Any:
+    """A request for rows with the options of either way, of which it refuses those of the other."""
+    from dpllm.publish.draft import request_of
+    from dpllm.publish.inference_budget import InferenceRequest
+    from dpllm.publish.synthesize import SynthesisRequest
+
+    names = [field.name for way in (SynthesisRequest, InferenceRequest) for field in fields(way)]
+    return request_of(kind, known.by, {name: getattr(known, name) for name in names})
+
+
+def _infer(known: argparse.Namespace, keys: dict[str, Any]) -> tuple[Path, Path]:
+    """The record of what was written, and where private figures lie."""
+    from dpllm.publish.inference import infer, private_of
+    from dpllm.publish.inference_budget import InferenceRequest
+    from dpllm.recipe.config import around
+    from dpllm.statement.inference import RECORD
+
+    config, output = around(known.source, keys, "dpllm synthesize"), known.output or Path("synthetic")
+    infer(config, _request(known, InferenceRequest), output, _not_measured(known))
+    return output / RECORD, private_of(output)
+
+
+def _with_model(known: argparse.Namespace) -> tuple[Path, Path]:
+    """The same, of rows that a tuned model wrote."""
+    from dpllm.publish.quality import FOLDER
+    from dpllm.publish.synthesize import SynthesisRequest
+    from dpllm.publish.synthesize import synthesize as write
+    from dpllm.run.directory import RunDir
+    from dpllm.statement.synthetic import RECORD
+
+    run = RunDir(Path(known.source))
+    output = write(run, _request(known, SynthesisRequest), known.output, _not_measured(known))
+    return output / RECORD, run.private / FOLDER
+
+
+def _dry_run(known: argparse.Namespace, keys: dict[str, Any]) -> int:
+    """What inference would promise."""
+    from dpllm.publish.inference import quote_of
+    from dpllm.publish.inference_budget import InferenceRequest
+    from dpllm.recipe.config import around
+
+    request = _request(known, InferenceRequest)
+    quoted, refusal = quote_of(around(known.source, keys, "dpllm synthesize"), request)
+    event, ballot = quoted.event.to_json(), quoted.ballot
+    about = {**asdict(ballot), "event": event, "epsilon": quoted.epsilon, "delta": quoted.delta, "texts": quoted.texts}
+    promise = (
+        f"At most {quoted.texts:,} rows at epsilon {quoted.epsilon:.4f} and delta {quoted.delta:g} together: "
+        f"{ballot.batch_size} units vote for each token by at most {ballot.clip:.3g}, {request.max_new_tokens} draws a text."
+    )
+    show(known, about if known.json else promise, "Nothing was spent.")
+    if refusal:
+        raise refusal
     return 0

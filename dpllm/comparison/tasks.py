@@ -7,7 +7,7 @@ kept. A score that was computed for exactly these weights is not computed again.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +60,7 @@ def measure(runs: Sequence[RunDir], rows: int, console: Console | None = None) -
 def _written(run: Run, base: bool, rows: int) -> Json:
     """BLEU of completions against all references of each prompt, see ``PROTOCOL``; of the base model where it is not known."""
     from dpllm.auditing.run import load_models
-    from dpllm.model.generation import complete, until_end
+    from dpllm.model.reading import generation_config, until_end, write_behind
     from dpllm.run.checkpoint import weight_hashes
 
     config, place = run.config, run.directory
@@ -76,9 +76,9 @@ def _written(run: Run, base: bool, rows: int) -> Json:
     prompts, num_tokens = _encoded(references, models, config)
 
     def score(model: Any) -> Json:
-        decode: Callable[..., str] = models.tokenizer.decode
-        written = complete(model, models.tokenizer, prompts, num_tokens, PROTOCOL["beams"], ends=True)
-        texts = [decode(until_end(tokens, models.tokenizer), skip_special_tokens=True).strip() for tokens in written]
+        how = generation_config(models.tokenizer, num_tokens, {models.tokenizer.eos_token_id}, beams=PROTOCOL["beams"])
+        written = [until_end(tokens, models.tokenizer) for tokens in write_behind(model, how, prompts)]
+        texts = [text.strip() for text in models.tokenizer.batch_decode(written, skip_special_tokens=True)]
         return {"bleu": bleu(texts, list(references.values()))}
 
     scores = {

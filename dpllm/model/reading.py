@@ -1,25 +1,30 @@
-"""Next-token logits behind several prompts that go on alike, or one vector for each text; no row's bits follow its company.
+"""Several rows at a time: the logits or states that a model reads of them, and the texts that it writes behind them.
 
-Comes in: a model, rows of token ids or texts. Goes out: the logits behind each row, token by token; or the mean of its last
-hidden states. Must not know whose rows they are.
+Comes in: a model, rows of token ids or texts. Goes out: the logits behind rows that go on alike, token by token; the mean of a
+text's last hidden states; or what is written behind each prompt. Must not know whose rows they are.
 
-Every forward pass has a shape that follows public numbers alone: rows are padded on the left to one width, and read in physical
-batches of one height, filled up with a row that is given. The mask is always passed, and is never all ones: transformers leaves
-out one that is, and takes another kernel. ``lower_in_company`` shows on synthetic rows that what is read of a row has the same
-bits in any company and at any place, as it is read first and when it has grown as long as it can; where it has not, or where the
-longest row decides anything (``evaluate.rows_at_once``), the height is 1.
+What is written follows from the prompt and the arguments alone: defaults that a model brings with it (penalties, end tokens,
+temperatures) are put aside. In what is read no row's bits follow its company. Every forward pass of a ``Reader`` has a shape that
+follows public numbers alone: rows are padded on the left to one width, and read in physical batches of one height, filled up with
+a row that is given. The mask is always passed, and is never all ones: transformers leaves out one that is, and takes another
+kernel. ``lower_in_company`` shows on synthetic rows that what is read of a row has the same bits in any company and at any place,
+as it is read first and when it has grown as long as it can; where it has not, or where the longest row decides anything
+(``evaluate.rows_at_once``), the height is 1.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import GenerationConfig
 
 from dpllm.errors import Refused
 from dpllm.model.evaluate import contiguous_head, rows_at_once
@@ -29,8 +34,13 @@ from dpllm.privacy.selfcheck import has_experts
 
 MOST_TOKENS = 4096  # of a physical batch, padding included
 STEPS = 3  # tokens that synthetic rows go on for
+_TOKENS_PER_BATCH = (
+    2**13
+)  # that are written, padding and beams included; what they cost is the cache of keys and values
 Rows = Sequence[Sequence[int]]
-# A legend of shapes: R rows, H rows of a physical batch, W width, V vocabulary, D hidden units.
+Tokens = tuple[int, ...]
+# A legend of shapes: R rows, H rows of a physical batch, W width, V vocabulary, D hidden units; B rows of a batch, T tokens of
+# the longest prompt, G tokens of prompt and completion.
 
 
 class Reader:
@@ -194,3 +204,90 @@ def _template(tokenizer: Any) -> tuple[list[int], list[int]]:
         )
     start = next(n for n in range(len(whole)) if whole[n : n + len(bare)] == bare)
     return whole[:start], whole[start + len(bare) :]
+
+
+def generation_config(
+    tokenizer: Any,
+    num_tokens: int,
+    ends: Collection[int],
+    *,
+    beams: int = 1,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+) -> GenerationConfig:
+    """How a text is written.
+
+    Args:
+        tokenizer: Names the padding, which stands behind an end token.
+        num_tokens: For each prompt, at most, >= 1.
+        ends: Tokens that end a text; of none a text has all its tokens.
+        beams: More than 1: beam search, of which the likeliest beam is taken, by log p for each token.
+        temperature: 0: the likeliest token each time.
+        top_p: Only the likeliest tokens that together have this probability, in (0, 1].
+    """
+    padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(ends, default=0)
+    chance = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
+    return GenerationConfig(
+        max_new_tokens=num_tokens,
+        pad_token_id=padding,
+        eos_token_id=sorted(ends) or None,
+        num_beams=beams,
+        **(chance if temperature > 0 else {"do_sample": False}),
+    )
+
+
+def end_tokens(model: Any, tokenizer: Any) -> set[int]:
+    """The tokens that end a text: the model's own, of which a chat model may have several, and the tokenizer's."""
+    inner = model.get_base_model() if isinstance(model, PeftModel) else model
+    own = inner.generation_config.eos_token_id
+    return {*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id} - {None}
+
+
+def until_end(tokens: Tokens, tokenizer: Any) -> Tokens:
+    """The tokens before the first end token: what a reader takes for the text."""
+    end = tokenizer.eos_token_id
+    return tokens[: tokens.index(end)] if end in tokens else tokens
+
+
+def write_behind(model: nn.Module, config: GenerationConfig, prompts_ids: Sequence[Sequence[int]]) -> list[Tokens]:
+    """What a model writes behind every prompt, many at a time: the same as one at a time, but for rounding.
+
+    Args:
+        model: A causal language model of transformers, with or without a PEFT adapter, in eval mode.
+        config: Of ``generation_config``.
+        prompts_ids: At least one token each.
+    """
+    device = next(model.parameters()).device
+    beams, num_tokens = int(config.num_beams), int(config.max_new_tokens)
+    result: list[Tokens] = [()] * len(prompts_ids)
+    # Longest first: rows of like length need little padding, and too large a batch fails at once.
+    order = sorted(range(len(prompts_ids)), key=lambda index: (-len(prompts_ids[index]), index))
+    with torch.inference_mode(), _plain(model) as inner, contiguous_head(inner):
+        while order:
+            width = len(prompts_ids[order[0]])
+            size = max(1, _TOKENS_PER_BATCH // (beams * (width + num_tokens)))
+            size = rows_at_once(inner, size, width + num_tokens)
+            rows, order = order[:size], order[size:]
+            ids_BT = torch.full((len(rows), width), int(config.pad_token_id), dtype=torch.long)
+            real_BT = torch.zeros_like(ids_BT)
+            for place, row in enumerate(rows):
+                prompt = torch.tensor(tuple(prompts_ids[row]), dtype=torch.long)
+                ids_BT[place, width - len(prompt) :] = prompt
+                real_BT[place, width - len(prompt) :] = 1
+            inputs = {"input_ids": ids_BT.to(device), "attention_mask": real_BT.to(device)}
+            written_BG = inner.generate(**inputs, generation_config=config)
+            for row, written in zip(rows, written_BG[:, width:].tolist(), strict=True):
+                result[row] = tuple(written)
+    return result
+
+
+@contextlib.contextmanager
+def _plain(model: Any) -> Iterator[Any]:
+    """The model that generates, without the defaults that it brings; transformers puts them where a value is unset."""
+    inner = model.get_base_model() if isinstance(model, PeftModel) else model
+    own = inner.generation_config
+    inner.generation_config = GenerationConfig()
+    try:
+        yield inner
+    finally:
+        inner.generation_config = own

@@ -1,80 +1,115 @@
-"""What is drawn before a data set is whole: a file from which an interrupted call goes on.
+"""Texts on their way into a data set: options, why a text is dropped, and a file from which an interrupted call goes on.
 
-Comes in: settings, lines of JSON. Goes out: the same again. The first line has the settings and what the first call found; what
-was cut off at the end of the file is no line.
+Comes in: options, texts, lines of JSON. Goes out: a request, reasons, the same lines again. Must not know private text: what a
+filter looks at is the text itself, so that filtering is post-processing too.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from dpllm.errors import ConfigError
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    from dpllm.publish.generate import Sample
+
+    Request = TypeVar("Request", bound=DataclassInstance)
+
+Filter = Callable[["Sample"], bool]
+"""Whether a text is dropped."""
+DUPLICATE, UNFINISHED = "the same as another", "did not end"
+
+
+def request_of(kind: type[Request], by: Literal["training", "inference"], options: Mapping[str, Any]) -> Request:
+    """A request of this dataclass; an option that is None has its default.
+
+    Raises:
+        ConfigError: The request has no such option, or needs another.
+    """
+    asked = {name: value for name, value in options.items() if value is not None}
+    if strange := asked.keys() - {field.name for field in fields(kind)}:
+        option = f"--{min(strange).replace('_', '-')}"
+        raise ConfigError(f"{option}: is of no use --by {by}. Leave it out; see dpllm synthesize --help.")
+    if missing := {field.name for field in fields(kind) if field.default is MISSING} - asked.keys():
+        raise ConfigError(f"--{min(missing)} is missing. Type it; see dpllm synthesize --help.")
+    return kind(**asked)
+
+
+def filters(*, keep_unfinished: bool, min_words: int) -> dict[str, Filter]:
+    """Filters by the reason that each gives, in the order in which they are asked.
+
+    Args:
+        keep_unfinished: Take texts that the limit of tokens ended.
+        min_words: Fewest words, parted by white space.
+    """
+    dropped: dict[str, Filter] = {"empty": lambda sample: not sample.text.strip()}
+    if not keep_unfinished:
+        dropped[UNFINISHED] = lambda sample: not sample.ended
+    if min_words > 0:
+        dropped[f"under {min_words} words"] = lambda sample: len(sample.text.split()) < min_words
+    return dropped
+
+
+def why_dropped(sample: Sample, tests: Mapping[str, Filter], key: Any, taken: Collection[Any]) -> str | None:
+    """The first reason why a text is dropped, the last of which is that its ``key`` is ``taken``; None: it passes."""
+    why = next((name for name, drops in tests.items() if drops(sample)), None)
+    return DUPLICATE if why is None and key in taken else why
+
 
 class Draft:
-    """A file of one data set in the making.
+    """A file of one data set in the making: its settings and facts, then a line for each thing that was drawn.
 
     Attributes:
         path: The file.
         facts: What the first call found, such as its seed or its reservation.
+        lines: What was added so far, also by calls that were interrupted; what was cut off at the end of the file is no line.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        settings: Mapping[str, Any],
-        begin: Callable[[], dict[str, Any]],
-        take: Callable[[Any], None],
-    ) -> None:
+    def __init__(self, path: Path, settings: Mapping[str, Any], begin: Callable[[], dict[str, Any]]) -> None:
         """Goes on with what a call of these settings left, or calls ``begin`` for the facts of a new one.
 
         Args:
             path: Where the file lies, or will lie once something is added.
             settings: Everything that decides what is drawn.
             begin: See above.
-            take: Called with each line of the file, and later with each that is added.
 
         Raises:
             ConfigError: What lies there has other settings, or cannot be read.
         """
-        self.path, self._take, self._first = path, take, None
+        written = path.read_bytes() if path.exists() else b""
+        whole = written[: written.rfind(b"\n") + 1]
         try:
-            written = path.read_bytes() if path.exists() else b""
-            whole = written[: written.rfind(b"\n") + 1]
             lines = [json.loads(line) for line in whole.splitlines()]
-            before = lines[0].pop("settings") if lines else settings
-            changed = sorted(name for name in settings if settings[name] != before.get(name))
-            if not changed:
-                for line in lines[1:]:
-                    take(line)
-                if written:
-                    os.truncate(path, len(whole))
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        except ValueError:
             raise ConfigError(
-                f"{path}: the state of an interrupted call cannot be read ({type(error).__name__}). Remove it, and start again; "
-                "private inference is then charged anew."
+                f"{path}: the state of an interrupted call cannot be read. Remove it, and start again; private inference is then "
+                "charged anew."
             ) from None
-        if changed:
+        before = lines[0].pop("settings") if lines else settings
+        if changed := sorted(name for name in settings if settings[name] != before.get(name)):
             raise ConfigError(
                 f"{path}: an interrupted call began with another {', '.join(changed)}, so their rows cannot be mixed. Type its "
                 "settings to go on with it; or remove the file, after which private inference is charged anew."
             )
+        if written:
+            os.truncate(path, len(whole))
+        self.path, self.lines = path, lines[1:]
         self.facts: dict[str, Any] = lines[0] if lines else begin()
-        if not lines:
-            self._first = {"settings": dict(settings), **self.facts}
+        self._unwritten = [] if lines else [{"settings": dict(settings), **self.facts}]
 
     def add(self, *lines: Any) -> None:
         """Further lines, which are on the disk when it returns; without any, the first line alone."""
-        first = [] if self._first is None else [self._first]
-        content = "".join(f"{json.dumps(line)}\n" for line in [*first, *lines])
+        content = "".join(f"{json.dumps(line)}\n" for line in [*self._unwritten, *lines])
         with open(self.path, "ab", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
             file.write(content.encode())
             file.flush()
             os.fsync(file.fileno())
-        self._first = None
-        for line in lines:
-            self._take(line)
+        self._unwritten = []
+        self.lines += lines

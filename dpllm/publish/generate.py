@@ -16,12 +16,12 @@ from typing import Any
 import torch
 import transformers
 from peft import PeftModel
-from transformers import GenerationConfig
 
 from dpllm.errors import ConfigError
 from dpllm.files import BLOCK, read_json
-from dpllm.model import generation, loading
+from dpllm.model import loading, reading
 from dpllm.recipe.config import ModelConfig
+from dpllm.records import Json
 from dpllm.run.directory import Run, RunDir, open_run
 from dpllm.text.layouts import Format
 from dpllm.text.prompts import Prompt, encode
@@ -80,21 +80,22 @@ def load(path: Path, *, base: str | None = None, chat: bool | None = None) -> Ge
             f"{path}: holds no weights to sample from. Type a finished run, its export, or what dpllm merge wrote."
         )
     tokenizer = transformers.AutoTokenizer.from_pretrained(export)
-    of = _base(export, run, base) if (export / "adapter_config.json").exists() else None
-    if of:
-        tuned: Any = PeftModel.from_pretrained(loading.load_base(of, device), str(export)).eval()
+    block = read_json(export / BLOCK) if (export / BLOCK).exists() else None
+    if (export / "adapter_config.json").exists():
+        model = _base(export, run, base, block)
+        tuned: Any = PeftModel.from_pretrained(loading.load_base(model, device), str(export)).eval()
     else:
         dtype: Any = "auto" if device.type == "cuda" else torch.float32
         tuned = transformers.AutoModelForCausalLM.from_pretrained(export, dtype=dtype).to(device).eval()
     loading.check_finite(tuned, str(export))
-    card = read_json(export / BLOCK) if (export / BLOCK).exists() else {}
-    told = config.data.template if config else card.get("template")
-    template = told if isinstance(told, str) else None
-    known = config.data.format if config else "prompt_completion" if template else "auto"
-    fmt: Format = (
-        "messages" if chat else "text" if known == "auto" or (chat is False and known == "messages") else known
-    )
-    return Generator(tuned, tokenizer, fmt, template, _unprotected(run, export))
+    template = config.data.template if config else (block or {}).get("template")
+    template = template if isinstance(template, str) else None
+    fmt: Format = "prompt_completion" if template and not config else "text"
+    if config and config.data.format != "auto":
+        fmt = config.data.format
+    if chat is not None and (chat or fmt == "messages"):
+        fmt = "messages" if chat else "text"
+    return Generator(tuned, tokenizer, fmt, template, _unprotected(run, block))
 
 
 def sample(
@@ -126,34 +127,7 @@ def sample(
             has no way to begin without a prompt.
         DataError: The chat template does not take a prompt's messages, or a prompt is no text.
     """
-    _possible(num, max_new_tokens, temperature, top_p, seed)
-    asked: list[Prompt | None] = [None] if prompts is None else list(prompts)
-    encoded = encode_all(generator, asked)
-    left = room(generator, encoded)
-    if left is not None and max_new_tokens > left:
-        longest = max(map(len, encoded))
-        raise ConfigError(
-            f"a prompt of {longest} tokens and {max_new_tokens} new ones exceed the {longest + left} that the model reads. Type "
-            "a smaller --max-new-tokens, or a shorter prompt."
-        )
-    settings = _settings(generator, max_new_tokens, temperature, top_p)
-    many = [ids for ids in encoded for _ in range(num)]
-    device = next(generator.model.parameters()).device
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(secrets.randbits(63) if seed is None else seed)
-        written = generation.write(generator.model, settings, many)
-    decode, ends = generator.tokenizer.decode, set(settings.eos_token_id or ())
-    texts = (decode(ids, skip_special_tokens=True) for ids in written)
-    joint = "" if generator.format == "text" else " "  # between prompt and completion, see layouts.joined
-    return [
-        Sample(n // num, asked[n // num], text.removeprefix(joint), not ends.isdisjoint(ids))
-        for n, (ids, text) in enumerate(zip(written, texts, strict=True))
-    ]
-
-
-def _possible(num: int, max_new_tokens: int, temperature: float, top_p: float, seed: int | None) -> None:
-    """Refuses settings that ask for no text."""
-    # Below one in a million a logit divided by it may be infinite.
+    # Below one in a million a logit divided by the temperature may be infinite.
     warm = temperature == 0 or 1e-6 <= temperature < math.inf
     if min(num, max_new_tokens) < 1 or not warm or not 0 < top_p <= 1:
         raise ConfigError(
@@ -162,6 +136,27 @@ def _possible(num: int, max_new_tokens: int, temperature: float, top_p: float, s
         )
     if seed is not None and not 0 <= seed < 2**63:
         raise ConfigError(f"seed {seed}: is out of torch's range. Type one from 0 to {2**63 - 1}.")
+    asked: list[Prompt | None] = [None] if prompts is None else list(prompts)
+    encoded = encode_all(generator, asked)
+    longest = max(map(len, encoded), default=0)
+    left = room(generator, longest)
+    if left is not None and max_new_tokens > left:
+        raise ConfigError(
+            f"a prompt of {longest} tokens and {max_new_tokens} new ones exceed the {longest + left} that the model reads. Type "
+            "a smaller --max-new-tokens, or a shorter prompt."
+        )
+    tokenizer, ends = generator.tokenizer, reading.end_tokens(generator.model, generator.tokenizer)
+    config = reading.generation_config(tokenizer, max_new_tokens, ends, temperature=temperature, top_p=top_p)
+    device = next(generator.model.parameters()).device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(secrets.randbits(63) if seed is None else seed)
+        written = reading.write_behind(generator.model, config, [ids for ids in encoded for _ in range(num)])
+    joint = "" if generator.format == "text" else " "  # between prompt and completion, see layouts.joined
+    samples = []
+    for n, ids in enumerate(written):
+        text = tokenizer.decode(ids, skip_special_tokens=True).removeprefix(joint)
+        samples.append(Sample(n // num, asked[n // num], text, not ends.isdisjoint(ids)))
+    return samples
 
 
 def encode_all(generator: Generator, prompts: Sequence[Prompt | None]) -> list[list[int]]:
@@ -170,13 +165,13 @@ def encode_all(generator: Generator, prompts: Sequence[Prompt | None]) -> list[l
     return [encode(generator.tokenizer, prompt, number, *how) for number, prompt in enumerate(prompts)]
 
 
-def room(generator: Generator, encoded: Sequence[Sequence[int]]) -> int | None:
-    """How many tokens the model can write behind the longest prompt; None: it has no last position."""
-    most = getattr(generator.model.config.get_text_config(), "max_position_embeddings", None)
-    return None if most is None else int(most) - max(map(len, encoded), default=0)
+def room(generator: Generator, longest: int) -> int | None:
+    """How many tokens the model can write behind a prompt of ``longest`` tokens; None: it has no last position."""
+    most = loading.positions(generator.model)
+    return None if most is None else most - longest
 
 
-def _base(export: Path, run: Run | None, base: str | None) -> ModelConfig:
+def _base(export: Path, run: Run | None, base: str | None, block: Json | None) -> ModelConfig:
     """Which base model an adapter belongs to."""
     if run is not None:
         model, commit = run.config.model, run.record.model.commit
@@ -187,10 +182,9 @@ def _base(export: Path, run: Run | None, base: str | None) -> ModelConfig:
         raise ConfigError(
             f"{export}: the adapter does not name its base model. Name it there, or type dpllm generate RUN --base NAME."
         )
-    revision = None
-    if base is None and (export / BLOCK).exists():
-        stated = read_json(export / BLOCK).get("base_model")
-        revision = stated.get("revision") if isinstance(stated, dict) and stated.get("name") == named else None
+    stated, revision = (block or {}).get("base_model"), None
+    if base is None and isinstance(stated, dict) and stated.get("name") == named:
+        revision = stated.get("revision")
     try:
         wanted = ModelConfig(name_or_path=named, revision=revision)
         loading.load_tokenizer(wanted)
@@ -202,29 +196,10 @@ def _base(export: Path, run: Run | None, base: str | None) -> ModelConfig:
     return wanted
 
 
-def _unprotected(run: Run | None, export: Path) -> str | None:
-    block = read_json(export / BLOCK) if (export / BLOCK).exists() else None
+def _unprotected(run: Run | None, block: Json | None) -> str | None:
     if block is not None and block.get("guarantee") is not True:
         return str(block.get("reason", "its card gives no reason"))
     if run is not None:
         held = run.record.guarantee
         return None if held.holds else held.reason or "its record gives no reason"
     return "no privacy statement lies beside it" if block is None else None
-
-
-def _settings(generator: Generator, max_new_tokens: int, temperature: float, top_p: float) -> GenerationConfig:
-    """What was asked for; of what a model brings with it, its end tokens alone."""
-    inner = generator.model.get_base_model() if isinstance(generator.model, PeftModel) else generator.model
-    own = inner.generation_config.eos_token_id
-    ends = {*(own if isinstance(own, list) else [own]), generator.tokenizer.eos_token_id} - {None}
-    padding = generator.tokenizer.pad_token_id
-    chance = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
-    return GenerationConfig(
-        max_new_tokens=max_new_tokens,
-        eos_token_id=sorted(ends) or None,
-        pad_token_id=padding if padding is not None else min(ends, default=0),
-        num_beams=1,
-        repetition_penalty=1.0,
-        no_repeat_ngram_size=0,
-        **(chance if temperature > 0 else {"do_sample": False}),
-    )

@@ -1,7 +1,7 @@
 """A data set that private records vote for, token by token: no training, and nothing but the rows leaves.
 
 Comes in: the recipe, what is asked for. Goes out: a folder as ``statement.inference`` lays it out, whole or not at all. Must not
-know how a token is drawn (``privacy.voting``), nor read a model (``model.reading``).
+know how a token is drawn (``privacy.clipped_logits``), nor read a model (``model.reading``).
 
 Guarantee:
     All rows together have the guarantee of one text: ``Ballot.event`` of T draws. Each unit has a slot in one batch. Under
@@ -19,61 +19,59 @@ import random
 import secrets
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from dpllm.card import dataset_card
+from dpllm.card.dataset_card import declared_sides
+from dpllm.card.inference_card import write_inference_card
 from dpllm.errors import ConfigError, Refused
 from dpllm.files import alone, digest, read_json, scratch, whole_directory, write_whole
 from dpllm.ledger import RunRequest
 from dpllm.model import loading, processes
-from dpllm.model.reading import Reader
-from dpllm.publish import filters
-from dpllm.publish.draft import Draft
+from dpllm.model.reading import Reader, end_tokens
+from dpllm.progress import tell
+from dpllm.publish.draft import DUPLICATE, UNFINISHED, Draft, filters, why_dropped
 from dpllm.publish.generate import Sample
-from dpllm.publish.ordered import DELTA, FIELD, FILTERS, Offer, Order, offer, with_base
+from dpllm.publish.inference_budget import DELTA, FIELD, InferenceRequest, ReleaseQuote, quote
 from dpllm.publish.quality import EVALUATION, TRAINING, Beside, Tell, report
 from dpllm.recipe import names
 from dpllm.recipe.config import RunConfig
-from dpllm.run.describe import Opened, opened, refuse_adapter, without_evaluation
+from dpllm.run.describe import Opened, opened, refuse_adapter, relation_of, without_evaluation
 from dpllm.run.payment import Payment
-from dpllm.statement import state
+from dpllm.statement import lineage, parents, state
 from dpllm.statement.fields import Lineage
 from dpllm.statement.released import Statistics
 from dpllm.statement.run_files import LedgerRecord
 from dpllm.statement.synthetic import ROWS, Quality
 from dpllm.text import control
+from dpllm.text.data import load_table
 from dpllm.text.layouts import Row
 from dpllm.text.rendering import joined
 
-Told = Callable[[int, int], None]
-"""Called after each text with the rows that are taken so far, and the texts begun."""
+
+def quote_of(config: RunConfig, request: InferenceRequest) -> tuple[ReleaseQuote, Refused | None]:
+    """What would be promised, and what the ledger would say; spends nothing."""
+    with opened(config, request.delta, config.data.control, most=DELTA, create=False) as source:
+        source.refuse_tuned(config)
+        quoted = _quote(config, request, source)
+        reserved = _reservation(config, quoted)
+        return quoted, source.ledger.outlook(source.account, [reserved]).error if source.ledger else None
 
 
-def offer_of(config: RunConfig, order: Order) -> tuple[Offer, Lineage | None, Refused | None]:
-    """What an order would be, also with the models before, and what the ledger would say; spends nothing."""
-    with opened(config, order.delta, config.data.control, most=DELTA, create=False) as source:
-        made = _offer(config, order, source)
-        request = _request(config, order, made)
-        before = with_base(order, made, config, source.policy, source.ledger)
-        return made, before, source.ledger.outlook(source.account, [request]).error if source.ledger else None
+def _quote(config: RunConfig, request: InferenceRequest, source: Opened) -> ReleaseQuote:
+    units = len(source.units) if config.data.public_size is None else config.data.public_size
+    return quote(request, units, source.delta, relation_of(config))
 
 
-def _offer(config: RunConfig, order: Order, source: Opened) -> Offer:
-    if config.data.public_size is None:
-        return offer(order, len(source.units), source.delta, "zero_out")
-    return offer(order, config.data.public_size, source.delta, "add_or_remove_one")
-
-
-def _request(config: RunConfig, order: Order, made: Offer) -> RunRequest:
-    event = made.ballot.event(order.tokens)
-    final = config.privacy.final
-    return RunRequest(event, made.delta, 1, config.data.unit, made.relation, "synthesize: inference", final=final)
+def _reservation(config: RunConfig, quoted: ReleaseQuote) -> RunRequest:
+    whose = config.data.unit, quoted.relation
+    return RunRequest(quoted.event, quoted.delta, 1, *whose, "synthesize: inference", final=config.privacy.final)
 
 
 def private_of(output: Path) -> Path:
@@ -83,40 +81,37 @@ def private_of(output: Path) -> Path:
 
 def infer(
     config: RunConfig,
-    order: Order,
+    request: InferenceRequest,
     output: Path,
-    told: Told = lambda taken, begun: None,
     not_measured: Tell | None = None,
 ) -> Path:
     """Writes a data set; what was interrupted goes on where it stopped.
 
     Args:
         config: The recipe: data, base model, ledger and card.
-        order: What is asked for.
+        request: What is asked for.
         output: A new folder.
-        told: Progress.
         not_measured: As in ``synthesize``, with ``private_of`` the folder; data.eval has the rows to compare with.
 
     Raises:
-        ConfigError: See ``offer``; an unsuitable prompt or statistics; a folder that holds something, or a draft of another call.
+        ConfigError: See ``quote``; an unsuitable prompt or statistics; a folder that holds something, or a draft of another call.
         BudgetExceeded: The ledger has no room; nothing is spent.
-        Refused: The base model was tuned on the same data, and no total can be stated; or it cannot be read in batches; or
-            data.eval are training data, or declared public and are not.
+        Refused: The base model was tuned on the same data, or cannot be read in batches; or data.eval are training data, or
+            declared public and are not.
     """
     config = config if not_measured else without_evaluation(config)
     if output.exists():
         raise ConfigError(f"{output}: already exists. Type another --output, or remove it.")
-    if order.prompt.count(FIELD) != 1 or any("\ud800" <= letter <= "\udfff" for letter in order.prompt):
-        raise ConfigError(f"--prompt {order.prompt!r}: has to say once, with {FIELD}, where a record stands.")
-    if bool(config.data.control) != bool(order.describe):
+    if request.prompt.count(FIELD) != 1 or any("\ud800" <= letter <= "\udfff" for letter in request.prompt):
+        raise ConfigError(f"--prompt {request.prompt!r}: has to say once, with {FIELD}, where a record stands.")
+    if bool(config.data.control) != bool(request.describe):
         raise ConfigError(
             "texts are asked for by data.control as often as released shares say, so the two belong together. Type both, such as "
             "--data.control '[visit]' --describe FILE, as dpllm describe writes it; or neither."
         )
     refuse_adapter(config)
-    tests = filters.tests(**{**FILTERS, **order.filters})
     with (
-        opened(config, order.delta, config.data.control, most=DELTA, create=True) as source,
+        opened(config, request.delta, config.data.control, most=DELTA, create=True) as source,
         alone(output, output.with_name(f".{output.name}.lock")),
     ):
         if source.table.format == "messages":
@@ -124,12 +119,12 @@ def infer(
                 "rows of messages are conversations, and a record stands in a prompt as one text. Use text, or prompts and "
                 "completions."
             )
-        job = _Job(config, order, source)
-        job.load(tests)
+        job = _Job(config, request, source)
+        job.load()
         job.pay(output.with_name(f".{output.name}.draft.jsonl"))
-        rows, dropped = job.write(tests, told)
+        rows, dropped = job.write()
         quality = report(rows, job.beside(), private_of(output), not_measured) if not_measured else None
-        _publish(job, rows, dropped, quality, output)
+        job.publish(rows, dropped, quality, output)
         job.draft.path.unlink()
     return output
 
@@ -137,52 +132,73 @@ def infer(
 class _Job:
     """One data set in the making."""
 
-    def __init__(self, config: RunConfig, order: Order, source: Opened) -> None:
-        self.config, self.order, self.source = config, order, source
-        self.made = _offer(config, order, source)
-        self.released = Statistics.pick(read_json(Path(order.describe))) if order.describe else None
-        self.shares = _shares(self.released, config, source, self.made)
-        self.before = with_base(order, self.made, config, source.policy, source.ledger)
+    def __init__(self, config: RunConfig, request: InferenceRequest, source: Opened) -> None:
+        source.refuse_tuned(config)
+        self.config, self.request, self.source = config, request, source
+        self.quote = _quote(config, request, source)
+        self.filters = filters(keep_unfinished=request.keep_unfinished, min_words=request.min_words)
+        self.released = Statistics.pick(read_json(request.describe)) if request.describe else None
+        self.shares = _shares(self.released, config, source, self.quote)
         self.tokenizer: Any = loading.load_tokenizer(config.model, config.data)
-        self.tokens = defaultdict[int, list[int | None]](list)  # drawn so far, by text; None: a crash lost it
+
+    def load(self) -> None:
+        """The model, and all that may fail, before anything is spent on what it could not read."""
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.model = loading.load_base(self.config.model, device).eval()
+        loading.check_outliers(self.model)
+        loading.check_vocabulary(self.model, self.tokenizer)
+        self.ends = end_tokens(self.model, self.tokenizer)
+        if not self.ends and UNFINISHED in self.filters:
+            raise ConfigError("the model has no end token, so that all texts would be dropped. Type --keep-unfinished.")
+        lines = [control.line(self.config.data.control, values) for values in self.shares] or [""]
+        longest = max((self._prompts(line)([]) for line in lines), key=len)
+        width, new = len(longest) + self.config.data.max_length, self.request.max_new_tokens
+        most = loading.positions(self.model)  # public
+        if most is not None and width + new > most:
+            raise ConfigError(
+                f"a prompt of {width} tokens and {new} new ones exceed the {most} that the model reads. Lower data.max_length or "
+                "--max-new-tokens."
+            )
+        for place in range(len(self.source.units)):
+            deque(map(self._record, self.source.units[place]), maxlen=0)
+        rows = 1 + self.quote.ballot.batch_size * (self.config.data.max_examples_per_unit or 1)
+        self.reader = Reader(self.model, width, longest, rows, further=new)  # for all texts
+        self.reader.lower_in_company(len(self.tokenizer))
 
     def pay(self, path: Path) -> None:
         """Reserves and charges, or goes on with what was paid for."""
-        order, source, ledger = self.order, self.source, self.source.ledger
+        source, ledger, whose = self.source, self.source.ledger, self.source.policy
         assert ledger is not None
-        asked = {**asdict(order), "describe": self.released and digest(self.released.to_json())}
-        settings = {name: value for name, value in asked.items() if name not in ("filters", "delta", "batch", "clip")}
-        settings |= {"ballot": asdict(self.made.ballot), "delta": source.delta, "software": processes.versions()}
-        settings["lineage"] = digest(self.before.to_json()) if self.before else None
+        settings = asdict(self.request) | {"describe": self.released and digest(self.released.to_json())}
+        for name in ("keep_unfinished", "min_words", "delta", "batch"):  # which decide no draw, or are resolved below
+            del settings[name]
+        settings |= {"ballot": asdict(self.quote.ballot), "delta": source.delta, "software": processes.versions()}
         settings |= {"rows of the data": source.table.digest, "units of the data": source.units.digest()}
-        for part in ("model", "data"):
-            for name, value in getattr(self.config, part).model_dump(mode="json").items():
-                if not name.startswith("eval"):  # rows that nobody votes with
-                    settings[f"{part}.{name}"] = value
-        request = _request(self.config, order, self.made)
+        unread = {"eval", "eval_split", "eval_public"}  # rows that nobody votes with
+        settings |= {"data": self.config.data.model_dump(mode="json", exclude=unread)}
+        settings |= {"model": self.config.model.model_dump(mode="json")}
+        request = _reservation(self.config, self.quote)
 
         def begin() -> dict[str, Any]:
-            whose = source.policy
             claim = ledger.reserve(whose.dataset, request, records=whose.records, derived_from=whose.derived_from)
             return {"entry": claim.entry, "codes": secrets.randbits(256), "coins": secrets.randbits(256)}
 
-        self.draft = Draft(path, settings, begin, self._take)
+        self.draft = Draft(path, settings, begin)
         self.draft.add()  # at once: what is reserved is not reserved again
         entry = self.draft.facts["entry"]
-        if (one := ledger.run(entry)).state not in ("reserved", "running", "interrupted"):
+        if (run := ledger.run(entry)).state not in ("reserved", "running", "interrupted"):
             raise Refused(
-                f"entry {entry} of the ledger is {one.state}, so nothing more is drawn by it. Remove {path}, and pay anew."
+                f"entry {entry} of the ledger is {run.state}, so nothing more is drawn by it. Remove {path}, and pay anew."
             )
-        if not one.steps:
+        if not run.steps:
             ledger.charge(entry, 1)
         self.payment = Payment(entry, ledger)
-
-    def _take(self, line: Sequence[int]) -> None:
-        """A line of the draft: the number of a text of which a token is about to be drawn; then the same with the token."""
-        if len(line) == 1:
-            self.tokens[line[0]].append(None)
-        else:
-            self.tokens[line[0]][-1] = line[1]
+        self.tokens = defaultdict[int, list[int | None]](list)  # drawn so far, by text; None: a crash lost it
+        for text, *token in self.draft.lines:
+            if token:
+                self.tokens[text][-1] = token[0]
+            else:
+                self.tokens[text].append(None)
 
     def _next(self, number: int, draw: Callable[[], int]) -> int:
         """The next token of a text. That it is drawn is on the disk before it is, and what a crash loses counts as drawn."""
@@ -191,60 +207,58 @@ class _Job:
         self.draft.add([number, token])
         return token
 
-    def write(self, tests: Mapping[str, filters.Test], told: Told) -> tuple[list[dict[str, str]], Counter[str]]:
-        """Texts until there are enough rows, or no batch is left."""
+    def write(self) -> tuple[list[dict[str, str]], dict[str, int]]:
+        """Texts until there are enough rows, or no batch is left; and how many were dropped for each reason."""
         rows: list[dict[str, str]] = []
-        dropped: Counter[str] = Counter(dict.fromkeys((*tests, filters.DUPLICATE), 0))
-        columns = self.config.data.control
-        names, weights = list(self.shares), list(self.shares.values())
+        dropped = Counter(dict.fromkeys((*self.filters, DUPLICATE), 0))
+        columns, names, weights = self.config.data.control, list(self.shares), list(self.shares.values())
         for text, batch in enumerate(self._batches()):
-            if len(rows) == self.order.rows:
+            if len(rows) == self.request.rows:
                 break
-            chosen = random.Random(f"{self.draft.facts['codes']} {text}").choices(names, weights)[0] if names else ()
-            sample = self._text(text, batch, control.line(columns, chosen) if columns else "")
-            why = next((name for name, drops in tests.items() if drops(sample)), None)
-            row = {**dict(zip(columns, chosen, strict=True)), "text": sample.text}
-            why = filters.DUPLICATE if why is None and row in rows else why
+            values = random.Random(f"{self.draft.facts['codes']} {text}").choices(names, weights)[0] if names else ()
+            sample = self._text(text, batch, control.line(columns, values) if columns else "")
+            row = {**dict(zip(columns, values, strict=True)), "text": sample.text}
+            why = why_dropped(sample, self.filters, row, rows)
             if why is None:
                 rows.append(row)
             else:
                 dropped[why] += 1
-            told(len(rows), len(rows) + dropped.total())
+            tell("Writing rows", len(rows), self.request.rows, note=f"{text + 1} texts drawn")
         if not rows:
             why = ", ".join(f"{name}: {many}" for name, many in dropped.items())
             raise ConfigError(
                 f"the filters dropped all of {dropped.total()} texts ({why}), and no batch votes twice. Type other filters, such "
                 "as --keep-unfinished, with the same command: the tokens are kept."
             )
-        return rows, dropped
+        return rows, dict(dropped)
 
     def _batches(self) -> Iterator[list[list[Row]]]:
         """The units of each text: by their order, or each by a coin of its own."""
-        size, units = self.made.ballot.batch_size, self.source.units
-        if self.made.relation == "zero_out":
-            for start in range(0, self.made.texts * size, size):
-                yield [units[number] for number in range(start, start + size)]
-            return
-        coin = random.Random(self.draft.facts["coins"])
-        places = [coin.randrange(self.made.texts) for _ in range(len(units))]
-        for text in range(self.made.texts):
-            yield [units[number] for number, place in enumerate(places) if place == text]
+        units, size, texts = self.source.units, self.quote.ballot.batch_size, self.quote.texts
+        places = [number // size for number in range(len(units))]
+        if self.quote.relation == "add_or_remove_one":
+            coin = random.Random(self.draft.facts["coins"])
+            places = [coin.randrange(texts) for _ in range(len(units))]
+        members: list[list[int]] = [[] for _ in range(texts)]
+        for number, place in enumerate(places):
+            if place < texts:  # else the last units, too few for another batch
+                members[place].append(number)
+        for numbers in members:
+            yield [units[number] for number in numbers]
 
     def _text(self, number: int, batch: Sequence[Sequence[Row]], line: str) -> Sample:
         """One text: what is drawn already, and the rest."""
-        before = list(self.tokens[number])
-        most, tokens = self.order.tokens, [token for token in before if token is not None]
-        left = most - len(before) if self.ends.isdisjoint(tokens) else 0
+        drawn = self.tokens[number]
+        tokens = [token for token in drawn if token is not None]
+        left = self.request.max_new_tokens - len(drawn) if self.ends.isdisjoint(tokens) else 0
         if left:
-            reader, prompts, first = self.reader, self._prompts(line), []
-            for unit in batch:
-                first.append([prompts(self._record(row)) for row in unit])
-            rows = [prompts([]), *(row for unit in first for row in unit)]
+            reader, prompts = self.reader, self._prompts(line)
+            rows = [prompts([]), *(prompts(self._record(row)) for unit in batch for row in unit)]
             logits = reader.read(rows)
             for token in tokens:
                 logits = reader.go_on(token, len(rows))
             while left:
-                token = self._next(number, lambda: self._draw(logits, [len(unit) for unit in first]))  # noqa: B023
+                token = self._next(number, lambda: self._draw(logits, list(map(len, batch))))  # noqa: B023
                 tokens.append(token)
                 left = 0 if token in self.ends else left - 1
                 logits = reader.go_on(token, len(rows)) if left else logits
@@ -252,22 +266,20 @@ class _Job:
         return Sample(number, None, text.strip(), not self.ends.isdisjoint(tokens))
 
     def _draw(self, logits_RV: np.ndarray[Any, Any], sizes: Sequence[int]) -> int:
-        logits_RV, start, votes = logits_RV.astype(np.float64), 1, []
-        for size in sizes:
-            votes.append(self.made.ballot.vote(logits_RV[start : start + size], logits_RV[0]))
-            start += size
-        return self.made.ballot.draw(votes, logits_RV[0], secrets.randbelow)
+        """A token that units vote for, each with as many rows as ``sizes`` says; the first row is of the public prompt."""
+        public_V, *of_units = np.split(logits_RV.astype(np.float64), np.cumsum([1, *sizes])[:-1])
+        votes = [self.quote.ballot.vote(of_unit_RV, public_V[0]) for of_unit_RV in of_units]
+        return self.quote.ballot.draw(votes, public_V[0], secrets.randbelow)
 
     def _record(self, row: Row) -> list[int]:
         """A row as a prompt shows it, cut to data.max_length tokens."""
         data = self.config.data
-        text = (
-            row.parts["text"]
-            if self.source.table.format == "text"
-            else "".join(joined(row.parts["prompt"], row.parts["completion"], data.template))
-        )
-        ids: list[int] = self.tokenizer(row.line + text, add_special_tokens=False, verbose=False)["input_ids"]
-        return ids[: data.max_length]
+        if self.source.table.format == "text":
+            text = row.parts["text"]
+        else:
+            text = "".join(joined(row.parts["prompt"], row.parts["completion"], data.template))
+        ids = self.tokenizer(row.line + text, add_special_tokens=False, verbose=False)["input_ids"]
+        return list(ids[: data.max_length])
 
     def _prompts(self, line: str) -> Callable[[Sequence[int]], list[int]]:
         """From the tokens of a record to those of its prompt, behind which the text is drawn."""
@@ -276,7 +288,7 @@ class _Job:
         return lambda record: [*before, *record, *after, *start]
 
     def _around(self) -> tuple[list[int], list[int]]:
-        tokenizer, prompt = self.tokenizer, self.order.prompt
+        tokenizer, prompt = self.tokenizer, self.request.prompt
         if tokenizer.chat_template:
             turn = [{"role": "user", "content": prompt}]
             wrong = f"the chat template of {self.config.model.name_or_path}"
@@ -297,98 +309,80 @@ class _Job:
     def beside(self) -> Beside:
         """The records themselves, and rows that did not vote."""
         data = self.config.data
-        declared = dataset_card.declared_sides(data.public, data.eval_public)
-        found = Beside(data, self.tokenizer, declared, self.released, {TRAINING: self.source.table})
+        declared = declared_sides(data.public, data.eval_public)
+        beside = Beside(data, self.tokenizer, declared, self.released, {TRAINING: self.source.table})
+        if data.eval is None:
+            beside.missing.append("evaluation rows: data.eval names none")
+            return beside
         with scratch() as cache:
-            found.read(EVALUATION, cache)
-        return found
+            beside.read(EVALUATION, partial(load_table, data.eval, data, data.eval_split, cache))
+        return beside
 
-    def load(self, tests: Collection[str]) -> None:
-        """The model, and all that may fail, before anything is spent on what it could not read."""
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.model = loading.load_base(self.config.model, device).eval()
-        loading.check_outliers(self.model)
-        loading.check_vocabulary(self.model, self.tokenizer)
-        own = self.model.generation_config.eos_token_id
-        self.ends = {*(own if isinstance(own, list) else [own]), self.tokenizer.eos_token_id} - {None}
-        if not self.ends and filters.UNFINISHED in tests:
-            raise ConfigError("the model has no end token, so that all texts would be dropped. Type --keep-unfinished.")
-        lines = [control.line(self.config.data.control, values) for values in self.shares] or [""]
-        longest = max((self._prompts(line)([]) for line in lines), key=len)
-        width, most = len(longest) + self.config.data.max_length, loading.positions(self.model)  # public
-        if most is not None and width + self.order.tokens > most:
-            raise ConfigError(
-                f"a prompt of {width} tokens and {self.order.tokens} new ones exceed the {most} that the model reads. "
-                "Lower data.max_length or --tokens."
-            )
-        for place in range(len(self.source.units)):
-            deque(map(self._record, self.source.units[place]), maxlen=0)
-        rows = 1 + self.made.ballot.batch_size * (self.config.data.max_examples_per_unit or 1)
-        self.reader = Reader(self.model, width, longest, rows, further=self.order.tokens)  # for all texts
-        self.reader.lower_in_company(len(self.tokenizer))
+    def publish(
+        self, rows: Sequence[dict[str, str]], dropped: dict[str, int], quality: Quality | None, output: Path
+    ) -> None:
+        """The folder, with its card; closes the reservation."""
+        config, source, quoted = self.config, self.source, self.quote
+        columns, model = config.data.control, config.model
+        facts = {
+            "rows": len(rows),
+            "columns": [*columns, "text"],
+            "control": columns,
+            "shares": control.shares_of(columns) if columns else None,
+            "delta": source.delta,
+            "unit": config.data.unit,
+            "max_examples_per_unit": config.data.max_examples_per_unit,
+            "neighbouring_relation": quoted.relation,
+            "event": quoted.event,
+            "num_units": quoted.units,
+            **asdict(quoted.ballot),
+            "max_new_tokens": self.request.max_new_tokens,
+            "texts": len(rows) + sum(dropped.values()),
+            "dropped": dropped,
+            "prompt": self.request.prompt,
+            "base_model": {"name": names.public_name(model.name_or_path), "revision": model.revision, "covered": False},
+            "dataset": names.public_name(source.account),
+            "data_public": config.data.public,
+            "composed": state.composed(LedgerRecord.pick(self.payment.to_json(source.delta) or {}), source.delta),
+            "lineage": _lineage(config, source),
+            "eval_public": config.data.eval_public,
+            "quality": quality,
+            "date": time.strftime("%Y-%m-%d", time.gmtime()),
+            "software": processes.versions(),
+            "hardware": processes.hardware(),
+        }
+        with whole_directory(output) as part:
+            write_whole(part / ROWS, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+            write_inference_card(part, config, state.inferred(facts, self.released))
+        self.payment.finish("completed")
+
+
+def _lineage(config: RunConfig, source: Opened) -> Lineage | None:
+    """What the base model states of its own training, which was on other data."""
+    policy = source.policy
+    return lineage.compose_with_base(
+        parents.of_base(config),
+        config,
+        dataset=policy.dataset,
+        derived_from=policy.derived_from,
+        book=source.ledger,
+        plan=None,
+    )
 
 
 def _shares(
-    released: Statistics | None, config: RunConfig, source: Opened, made: Offer
+    released: Statistics | None, config: RunConfig, source: Opened, quoted: ReleaseQuote
 ) -> dict[tuple[str, ...], float]:
     """How often each combination of control values is asked for, of statistics that the same account paid for."""
     if released is None:
         return {}
-    name, ledger = control.shares_of(config.data.control), source.ledger
+    name, ledger, whose = control.shares_of(config.data.control), source.ledger, (source.account, config.data.unit)
     counts = released.positive(name)
     paid = {run.reservation.entry for run in ledger.runs(source.account)} if ledger else set()
-    same = (released.dataset, released.unit, released.neighbouring_relation) == (
-        source.account,
-        config.data.unit,
-        made.relation,
-    )
-    if not counts or not same or not {one.entry for one in released.releases} <= paid:
+    same = (released.dataset, released.unit, released.neighbouring_relation) == (*whose, quoted.relation)
+    if not counts or not same or not {release.entry for release in released.releases} <= paid:
         raise ConfigError(
             f"--describe: holds no {name!r} that the ledger knows of {source.account}, by {config.data.unit}. Type dpllm "
             "describe --shares with the same data, unit and ledger first."
         )
     return {tuple(value.split(control.SEPARATOR)): count for value, count in counts.items()}
-
-
-def _publish(
-    job: _Job, rows: Sequence[dict[str, str]], dropped: Counter[str], quality: Quality | None, output: Path
-) -> None:
-    """The folder, with its card."""
-    from dpllm.card.inference_card import write_inference_card
-
-    config, order, source = job.config, job.order, job.source
-    columns, model = config.data.control, config.model
-    held = LedgerRecord.pick(job.payment.to_json(source.delta) or {})
-    facts = {
-        "rows": len(rows),
-        "columns": [*columns, "text"],
-        "control": columns,
-        "shares": control.shares_of(columns) if columns else None,
-        "delta": source.delta,
-        "unit": config.data.unit,
-        "max_examples_per_unit": config.data.max_examples_per_unit,
-        "neighbouring_relation": job.made.relation,
-        "event": job.made.ballot.event(order.tokens),
-        "num_units": job.made.units,
-        **asdict(job.made.ballot),
-        "max_new_tokens": order.tokens,
-        "texts": len(rows) + dropped.total(),
-        "dropped": dict(dropped),
-        "prompt": order.prompt,
-        "base_model": {"name": names.public_name(model.name_or_path), "revision": model.revision, "covered": False},
-        "dataset": names.public_name(source.account),
-        "data_public": config.data.public,
-        "composed": state.composed(held, source.delta),
-        "lineage": job.before,
-        "eval_public": config.data.eval_public,
-        "quality": quality,
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "software": processes.versions(),
-        "hardware": processes.hardware(),
-    }
-    with whole_directory(output) as part:
-        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        write_whole(part / ROWS, lines)
-        write_inference_card(part, config, state.inferred(facts, job.released))
-    assert source.ledger is not None
-    job.payment.finish("completed")

@@ -13,16 +13,18 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from dpllm.canaries import canaries
 from dpllm.errors import DataError, DpllmError, Refused
 from dpllm.files import read_json
+from dpllm.recipe.config import DataConfig
 from dpllm.run.directory import RunDir
 from dpllm.statement.privacy_record import PrivacyRecord
+from dpllm.text.data import Table, load_table
 from dpllm.text.layouts import FIELDS, Format, strings
 from dpllm.text.prompts import most_private, owners, private_among
+from dpllm.text.sources import is_here
 from dpllm.verification.values import MOST_BYTES, listed, read_bytes
 
 MOST_ROWS = 20_000
@@ -39,13 +41,13 @@ _SMALL, _LARGE = 2**20, 2**22
 Words = tuple[str, ...]
 
 
-def search(run: RunDir, names: Sequence[str], folder: Path | None = None) -> list[str]:
+def search(run: RunDir, names: Sequence[str], folder: Path) -> list[str]:
     """Looks for texts of canaries and of the training data, as far as they are at hand.
 
     Args:
         run: For texts from whose private/ and training data is searched.
         names: Files in the folder, regular ones.
-        folder: What is searched; None: export/.
+        folder: What is searched.
 
     Returns:
         What could not be searched, or not be searched for, in sentences.
@@ -54,7 +56,6 @@ def search(run: RunDir, names: Sequence[str], folder: Path | None = None) -> lis
         Refused: A file holds such text.
         Wrong: A file cannot be read.
     """
-    folder = folder or run.export
     # A name says nothing of what a file holds; of safetensors the header is text, and its tensors are hashed elsewhere.
     large = [name for name in names if (folder / name).stat().st_size > _LARGE and Path(name).suffix != _TENSORS]
     texts = {name: _text(folder / name) for name in names if name not in large}
@@ -70,19 +71,20 @@ def in_rows(run: RunDir, path: Path, statement: PrivacyRecord) -> Iterator[str]:
     rows = [json.loads(line) for line in read_bytes(path, MOST_BYTES).splitlines()]
     text = "\n".join(strings(rows))
     drawn = canaries.load(run.canaries).canaries if run.canaries.exists() else ()
-    told = [(canary.inserted, any(one.secret.strip() in text for one in canary.answers)) for canary in drawn]
-    planted, others = ([hit for inserted, hit in told if inserted is which] for which in (True, False))
-    yield f"canary secrets in the rows: {sum(planted)} of {len(planted)} planted and {sum(others)} of {len(others)} left out."
+    known = [canary.inserted for canary in drawn if any(answer.secret.strip() in text for answer in canary.answers)]
+    planted = sum(canary.inserted for canary in drawn)
+    left_out = f"{known.count(False)} of {len(drawn) - planted} left out"
+    yield f"canary secrets in the rows: {known.count(True)} of {planted} planted and {left_out}."
     if not statement.guarantee:
         yield from _rows(run, {path.name: text}, path.parent)
     columns = rows[0] if run.rows.exists() and rows else ()
     hits = {name: len(private_among(run.rows, [row[name] for row in rows])) for name in columns}
-    found = ", ".join(f"{many} of {len(rows)} in {name}" for name, many in hits.items())
+    counts = ", ".join(f"{many} of {len(rows)} in {name}" for name, many in hits.items())
     if hits.get("prompt") or 2 * max(hits.values(), default=0) > len(rows):
         raise Refused(
-            f"{path}: private text, word for word: {found}. The guarantee does not cover that: run dpllm synthesize again."
+            f"{path}: private text, word for word: {counts}. The guarantee does not cover that: run dpllm synthesize again."
         )
-    yield f"private text in the rows, word for word: {found or f'{run.rows} is not here, so none was searched for'}."
+    yield f"private text in the rows, word for word: {counts or f'{run.rows} is not here, so none was searched for'}."
 
 
 def _text(path: Path) -> str:
@@ -116,7 +118,7 @@ def _canaries(run: RunDir, texts: dict[str, str], folder: Path) -> Iterator[str]
     plan = canaries.load(run.canaries)
     planted = [answer for canary in (*plan.canaries, *plan.references) for answer in canary.answers]
     secrets = {secret for canary in planted if len(secret := canary.secret.strip()) >= 6}
-    hits = set(_matches([(None, f"{canary.carrier} {canary.secret}") for canary in planted], texts))
+    hits = {*_matches([(n, "", f"{canary.carrier} {canary.secret}") for n, canary in enumerate(planted)], texts)}
     for file, text in texts.items():
         if len(text) > _SMALL:  # the tokenizer's vocabulary: thousands of secrets in megabytes take too long
             found = bool(secrets & set(_WORD.findall(text)))
@@ -131,27 +133,36 @@ def _canaries(run: RunDir, texts: dict[str, str], folder: Path) -> Iterator[str]
         )
 
 
-def _rows(run: RunDir, texts: dict[str, str], folder: Path) -> Iterator[str]:
-    from dpllm.text.data import load_table
-    from dpllm.text.sources import is_here
+def table_of(run: RunDir, data: DataConfig, side: Literal["training", "evaluation"]) -> Table:
+    """The rows that a run read, wherever this process stands.
 
+    Raises:
+        DataError: They are not on this machine, cannot be read, or are others by now.
+    """
+    noted = read_json(run.rows).get(side) if run.rows.exists() else None
+    if not noted or not is_here(noted["places"]):
+        raise DataError("not at hand")
+    split = data.train_split if side == "training" else data.eval_split
+    table = load_table(noted["places"], data, split, run.private / "cache")
+    if table.digest != noted["digest"]:  # another file of that name, whose rows nobody declared public
+        raise DataError("the data are not those of the run")
+    return table
+
+
+def _rows(run: RunDir, texts: dict[str, str], folder: Path) -> Iterator[str]:
     config = run.load_config()
-    kept = read_json(run.rows)["training"]["places"] if run.rows.exists() else []
     if config.data.public:
         yield "training text: not searched for, because the recipe declares the data public."
         return
-    source = kept or config.data.train  # a relative name may be another file here
     try:
-        if not is_here(source):
-            raise DataError("it would be downloaded")
-        table = load_table(source, config.data, config.data.train_split, run.private / "cache")
-    except DpllmError:
-        yield "training text: not searched for, because the training data are not here or cannot be read."
+        table = table_of(run, config.data, "training")
+    except DpllmError as error:
+        yield f"training text: not searched for ({error})."
         return
     total, whose = len(table.rows), list(owners(table))
-    rows = [(n + 1, text_of(table.rows[n].parts, table.format)) for n in spread(total, MOST_ROWS)]
-    searched: dict[int | None, str] = {number: whose[number - 1] for number, _ in rows}
-    hits = _matches(rows, texts, searched, most=most_private(len(set(searched.values()))))
+    numbers = spread(total, MOST_ROWS)
+    rows = [(n + 1, whose[n], text_of(table.rows[n].parts, table.format)) for n in numbers]
+    hits = _matches(rows, texts, most=most_private(len({owner for _, owner, _ in rows})))
     if hits:
         where = [f"{file} (row {number})" for file, number in sorted(hits.items())]
         raise Refused(
@@ -161,33 +172,34 @@ def _rows(run: RunDir, texts: dict[str, str], folder: Path) -> Iterator[str]:
         yield f"training text: only {len(rows)} of {total} rows, evenly spread, were searched for."
 
 
-def _matches(
-    rows: Iterable[tuple[int | None, str]],
-    texts: dict[str, str],
-    whose: Mapping[int | None, Any] = MappingProxyType({}),
-    most: float = math.inf,
-) -> dict[str, int | None]:
-    """File -> a row of which it holds words in their order; words of more than ``most`` owners of rows are nobody's."""
-    told = [
-        (number, own)
-        for number, row in rows
+def _matches(rows: Iterable[tuple[int, str, str]], texts: dict[str, str], most: float = math.inf) -> dict[str, int]:
+    """File -> a row of which it holds words in their order.
+
+    Args:
+        rows: Number, owner and text of each.
+        texts: By file.
+        most: Words of more owners than that are nobody's.
+    """
+    long = [
+        (number, owner, own)
+        for number, owner, row in rows
         if len(own := words(row)) >= WORDS or (len(own) >= WORDS // 2 and sum(map(len, own)) >= _SHORT)
     ]
     read = {file: words(text) for file, text in texts.items()}
     index: dict[Words, str] = {}
-    for length in {min(len(own), WORDS) for _, own in told}:
+    for length in {min(len(own), WORDS) for _, _, own in long}:
         for file, own in read.items():
             if length == WORDS or len(texts[file]) <= _SMALL:  # of shorter runs a vocabulary holds many by chance
                 index |= dict.fromkeys(grams(own, length), file)
-    seen: dict[Words, set[int | None]] = defaultdict(set)
-    for number, own in told:
+    seen: dict[Words, dict[int, str]] = defaultdict(dict)
+    for number, owner, own in long:
         for gram in grams(own, min(len(own), WORDS)) & index.keys():
-            seen[gram].add(number)
-    found: dict[str, int | None] = {}
-    for gram, numbers in seen.items():
-        if len({whose.get(number, number) for number in numbers}) <= most:
-            found.setdefault(index[gram], min((n for n in numbers if n is not None), default=None))
-    return found
+            seen[gram][number] = owner
+    hits: dict[str, int] = {}
+    for gram, holders in seen.items():
+        if len({*holders.values()}) <= most:
+            hits.setdefault(index[gram], min(holders))
+    return hits
 
 
 def words(text: str) -> Words:

@@ -24,9 +24,9 @@ from dpllm.model import loading
 from dpllm.recipe.config import LoraConfig, RunConfig
 from dpllm.run.directory import Run, RunDir, open_run
 from dpllm.statement import parents, privacy_record
-from dpllm.statement.fields import Lineage
 from dpllm.statement.privacy_record import PrivacyRecord
 
+SHARD = "5GB"
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.1, torch.bfloat16: 0.1}  # of logits, of their spread
 
 
@@ -51,31 +51,25 @@ def merge(run: RunDir, output: Path | None = None) -> Path:
         (post-processing; Dwork and Roth 2014, "The Algorithmic Foundations of Differential Privacy", proposition 2.1).
     """
     opened, statement = carded(run)
-    config, record = opened.config, opened.record
-    _check_mergeable(run, config)
-    output = output or run.root / "merged"
-    _check_output(run, output)
-    # With the very commit of the base model that the run used.
-    commit = record.model.commit or config.model.revision
-    pinned = config.changed({"model.revision": commit})
-    _check_base(pinned, statement.lineage)
-    with whole_directory(output) as part:
-        merge_weights(pinned, run.export, part)
-        _write_statement(opened, statement, part)
-    return output
-
-
-def _check_mergeable(run: RunDir, config: RunConfig) -> None:
+    config, output = opened.config, output or run.root / "merged"
     if not isinstance(config.adapter, LoraConfig):
         raise ConfigError(
             f"{run.root}: trained whole layers, so there is no adapter to merge: {run.export} already is a plain transformers "
             f"model. Use {run.export} as it is."
         )
-    if config.model.quantization is not None:
+    _check_output(run, output)
+    # With the very commit of the base model that the run used.
+    pinned = config.changed({"model.revision": opened.record.model.commit or config.model.revision})
+    base = parents.of_base(pinned.changed({"model.adapter": None}))
+    if statement.lineage and not parents.same_base(base, statement.lineage):
         raise Refused(
-            f"{run.root}: the adapter was trained on a base in {config.model.quantization}; merging it into the full-precision "
-            "base would give a model that nobody trained or audited. Serve base and adapter together, as the card's Use says."
+            f"model.name_or_path {config.model.name_or_path}: is not the base model that the run was trained on (its privacy "
+            "block differs), so merging would give a model that nobody trained. Restore the original base."
         )
+    with whole_directory(output) as part:
+        merge_weights(pinned, run.export, part)
+        _write_statement(opened, statement, part)
+    return output
 
 
 def carded(run: RunDir) -> tuple[Run, PrivacyRecord]:
@@ -108,30 +102,22 @@ def _check_output(run: RunDir, output: Path) -> None:
         )
 
 
-def _check_base(config: RunConfig, stated: Lineage | None) -> None:
-    alone = config.changed({"model.adapter": None})
-    if stated and not parents.same_base(parents.of_base(alone), stated):
-        raise Refused(
-            f"model.name_or_path {config.model.name_or_path}: is not the base model that the run was trained on (its privacy "
-            "block differs), so merging would give a model that nobody trained. Restore the original base."
-        )
-
-
-def merge_weights(config: RunConfig, adapter: Path, output: Path, max_shard_size: str = "5GB") -> None:
+def merge_weights(config: RunConfig, adapter: Path, output: Path) -> None:
     """Writes a base model with an adapter added to its weights, and compares what was written with the two.
 
     Raises:
         Refused: The base is quantised, or what was written computes other logits than base and adapter.
     """
-    wanted = _dtype(config)
-    name = next(name for name, known in loading.DTYPES.items() if known == wanted)
-    cpu = torch.device("cpu")
-    base = loading.load_base(config.model.changed({"dtype": name}), cpu)
-    if getattr(base.config, "quantization_config", None) is not None:
+    model = config.model
+    stored = transformers.AutoConfig.from_pretrained(loading.source(model.name_or_path), revision=model.revision)
+    if model.quantization is not None or getattr(stored, "quantization_config", None) is not None:
         raise Refused(
-            f"{config.model.name_or_path}: its checkpoint is quantised, so an adapter cannot be added to its weights exactly. "
-            "Serve base and adapter together, as the card's Use says."
+            f"{model.name_or_path}: is quantised, so an adapter cannot be added to its weights exactly, and one that was trained "
+            "on it fits no others. Serve base and adapter together, as the card's Use says."
         )
+    dtypes = {dtype: name for name, dtype in loading.DTYPES.items()}
+    wanted = loading.DTYPES.get(model.dtype, stored.dtype if stored.dtype in dtypes else torch.float32)
+    base = loading.load_base(model.changed({"dtype": dtypes[wanted]}), torch.device("cpu"))
     tuned: Any = PeftModel.from_pretrained(base, str(adapter)).eval()
     probe_BT = torch.randint(
         base.config.get_text_config().vocab_size, (2, 16), generator=torch.Generator().manual_seed(0)
@@ -140,7 +126,7 @@ def merge_weights(config: RunConfig, adapter: Path, output: Path, max_shard_size
         before = tuned(input_ids=probe_BT).logits.float()
     _untie(tuned)
     merged = tuned.merge_and_unload(safe_merge=True)
-    merged.save_pretrained(output, max_shard_size=max_shard_size)
+    merged.save_pretrained(output, max_shard_size=SHARD)
     del base, tuned, merged  # before what was written is loaded: one copy at a time
     written = transformers.AutoModelForCausalLM.from_pretrained(output, dtype=wanted).eval()
     with torch.inference_mode():
@@ -152,14 +138,6 @@ def merge_weights(config: RunConfig, adapter: Path, output: Path, max_shard_size
             "their spread), so its card would be about another model. Nothing was written; serve base and adapter together, as "
             "the card's Use says, and report the architecture."
         )
-
-
-def _dtype(config: RunConfig) -> torch.dtype:
-    if config.model.dtype != "auto":
-        return loading.DTYPES[config.model.dtype]
-    name = loading.source(config.model.name_or_path)
-    stored = getattr(transformers.AutoConfig.from_pretrained(name, revision=config.model.revision), "dtype", None)
-    return stored if stored in TOLERANCE else torch.float32
 
 
 def _untie(tuned: Any) -> None:

@@ -6,12 +6,11 @@ were verified. Must not upload anything outside that folder, nor contact anybody
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, cast
 
@@ -77,18 +76,7 @@ class _Source:
     folder: Path
     root: Path
     run: RunDir | None
-    kind: Literal["model", "dataset"] = "model"
-
-    @classmethod
-    def of(cls, path: Path) -> _Source:
-        if (path / RECORD).exists():
-            return cls(path, path, run_of(path), "dataset")
-        run = RunDir(path)
-        return cls(run.export, path, run)
-
-    def listed(self, statement: PrivacyRecord) -> dict[str, str]:
-        """The hashes that were verified."""
-        return read(read_json(self.folder / RECORD)).files if self.kind == "dataset" else statement.files
+    kind: Literal["model", "dataset"]
 
 
 def push(
@@ -118,37 +106,33 @@ def push(
     """
     with asking(repository):
         validate_repo_id(repository)
-    source = _Source.of(path)
+    run = RunDir(path)
+    source = _Source(run.export, path, run, "model")
+    if (path / RECORD).exists():
+        source = _Source(path, path, run_of(path), "dataset")
     statement = _statement(source, ledger, without_guarantee)
     try:
-        files = _files(source, source.listed(statement))
+        files = _files(source, statement)
         unsearched = _search(source, statement, [file.path for file in files])
     except Wrong as error:
         raise Refused(f"{source.folder}: {error}") from None
-    found = Push(repository, files, unsearched=tuple(unsearched))
-    return found if dry_run else _upload(source, found, private=private)
-
-
-def _search(source: _Source, statement: PrivacyRecord, names: list[str]) -> list[str]:
-    """Looks for private text."""
-    if source.run is None:
-        return ["private text: the run directory is not here, so it could not be searched for."]
-    said = leaks.in_rows(source.run, source.folder / ROWS, statement) if source.kind == "dataset" else ()
-    return [*leaks.search(source.run, [name for name in names if name != ROWS], source.folder), *said]
+    planned = Push(repository, files, unsearched=tuple(unsearched))
+    return planned if dry_run else _upload(source, planned, private=private)
 
 
 def _statement(source: _Source, ledger: str | None, without_guarantee: bool) -> PrivacyRecord:
     """The privacy statement, once every refusal is behind it."""
-    config = open_run(source.run).config if source.run else None
-    named = config.privacy.ledger if config else None  # which is the publisher's own word here
-    found = insist(source.root, named if ledger is None and named and "://" in named else ledger)
+    if ledger is None and source.run:
+        named = open_run(source.run).config.privacy.ledger  # the publisher's own word here
+        ledger = named if named and "://" in named else None
+    checks = insist(source.root, ledger).checks
     statement = privacy_record.read(read_json(source.folder / (MODEL_BLOCK if source.kind == "dataset" else BLOCK)))
     if statement.plan is not None and statement.composed is None:
         raise Refused(
             f"{source.root}: is in no ledger, so its privacy cost cannot be added to that of other runs on the same data. Set "
             "privacy.ledger and train again."
         )
-    verified = {check.name.removeprefix(OF_MODEL) for check in found.checks if check.status == "verified"}
+    verified = {check.name.removeprefix(OF_MODEL) for check in checks if check.status == "verified"}
     if statement.plan is not None and statement.composed and not {"ledger", "ledger: entry"} <= verified:
         raise Refused(
             f"{source.root}: is entry {statement.composed.entry} of a ledger that is not here, so the total on its card cannot "
@@ -163,24 +147,35 @@ def _statement(source: _Source, ledger: str | None, without_guarantee: bool) -> 
     return statement
 
 
-def _files(source: _Source, listed: dict[str, str]) -> tuple[Upload, ...]:
+def _files(source: _Source, statement: PrivacyRecord) -> tuple[Upload, ...]:
     """Everything that was verified, with the hashes that were verified; the upload refuses other content."""
+    listed = read(read_json(source.folder / RECORD)).files if source.kind == "dataset" else statement.files
     beside = {CARD, RECORD} if source.kind == "dataset" else UNHASHED
     paths = {name: source.folder / name for name in beside}
     hashes = listed | {name: sha256(path, follow=False) for name, path in paths.items() if path.exists()}
     return tuple(Upload(name, (source.folder / name).stat().st_size, hashes[name]) for name in sorted(hashes))
 
 
-def _upload(source: _Source, found: Push, *, private: bool) -> Push:
+def _search(source: _Source, statement: PrivacyRecord, names: list[str]) -> list[str]:
+    """Looks for private text."""
+    if source.run is None:
+        return ["private text: the run directory is not here, so it could not be searched for."]
+    lines = leaks.search(source.run, [name for name in names if name != ROWS], source.folder)
+    if source.kind == "dataset":
+        lines += leaks.in_rows(source.run, source.folder / ROWS, statement)
+    return lines
+
+
+def _upload(source: _Source, planned: Push, *, private: bool) -> Push:
     api = HfApi(endpoint=endpoint())
-    with asking(found.repository):
+    with asking(planned.repository):
         name = str(
-            api.create_repo(found.repository, repo_type=source.kind, private=private or None, exist_ok=True).repo_id
+            api.create_repo(planned.repository, repo_type=source.kind, private=private or None, exist_ok=True).repo_id
         )
         there = api.dataset_info(name) if source.kind == "dataset" else api.model_info(name)
-        _check_repository(there, name, found.files, private=private)
+        _check_repository(there, name, planned.files, private=private)
         operations = []
-        for file in found.files:
+        for file in planned.files:
             path = source.folder / file.path
             # Small files are sent as they are read here; of a large one the Hub takes the content of this hash alone.
             added = CommitOperationAdd(file.path, path.read_bytes() if file.size <= _AT_ONCE else str(path))
@@ -193,7 +188,7 @@ def _upload(source: _Source, found: Push, *, private: bool) -> Push:
             # It takes the token table of the audit for a dataset.
             warnings.filterwarnings("ignore", message="It seems that you are about to commit a data file")
             done = api.create_commit(name, operations, commit_message="Upload with dpllm push", repo_type=source.kind)
-    return dataclasses.replace(found, repository=name, url=str(done.commit_url))
+    return replace(planned, repository=name, url=str(done.commit_url))
 
 
 def _check_repository(there: ModelInfo | DatasetInfo, name: str, files: tuple[Upload, ...], *, private: bool) -> None:
@@ -229,23 +224,13 @@ def asking(repository: str) -> Iterator[None]:
     """
     try:
         yield
-    except HFValidationError:
-        raise ConfigError(
-            f"{repository}: is not a valid repository name on the Hub. Type OWNER/NAME, such as alice/notes-dp."
-        ) from None
-    except (_ON_THE_WAY, OSError) as error:
+    except (_ON_THE_WAY, OSError, ValueError) as error:
         answer = getattr(getattr(error, "response", None), "status_code", None)
-        if answer is None:
-            raise DpllmError(
-                f"{repository}: {endpoint()} cannot be reached ({type(error).__name__}), so nothing was read or changed there. "
-                "Check the network and HF_HUB_OFFLINE, and type the command again."
-            ) from None
-        raise (ConfigError if answer in _UNKNOWN else DpllmError)(
-            f"{repository}: {endpoint()} answered {answer}, so you cannot access it. Check the name and the revision, log in "
-            "with hf auth login if it is private, and type the command again."
-        ) from None
-    except ValueError as error:
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        raise DpllmError(
-            f"{repository}: {endpoint()} refused ({first}), so nothing was changed there. Fix that, and type the command again."
+        first = (str(error).splitlines() or [""])[0]
+        reason = f"answered {answer}" if answer else f"refuses, or cannot be reached ({type(error).__name__}: {first})"
+        wrong = isinstance(error, HFValidationError) or answer in _UNKNOWN
+        raise (ConfigError if wrong else DpllmError)(
+            f"{repository}: {endpoint()} {reason}, so nothing was read or changed there. Check the name, such as "
+            "alice/notes-dp, the revision, the network and HF_HUB_OFFLINE, log in with hf auth login if it is private, and type "
+            "the command again."
         ) from None

@@ -20,10 +20,10 @@ import numpy as np
 
 from dpllm.auditing.rates import upper_limit
 from dpllm.card.dataset_card import public_sides, reads
-from dpllm.errors import DataError, DpllmError
-from dpllm.files import read_json, write_json
+from dpllm.errors import DpllmError
+from dpllm.files import write_json
 from dpllm.privacy.releases import Statistic
-from dpllm.publish.leaks import MOST_ROWS, WORDS, grams, spread, text_of, words
+from dpllm.publish.leaks import MOST_ROWS, WORDS, grams, spread, table_of, text_of, words
 from dpllm.recipe.config import DataConfig, RunConfig
 from dpllm.recipe.names import public_name
 from dpllm.run.directory import RunDir
@@ -32,9 +32,8 @@ from dpllm.statement.released import Statistics
 from dpllm.statement.synthetic import Quality
 from dpllm.text import control
 from dpllm.text.asked import exact_values
-from dpllm.text.data import Table, each_row, load_table, value_name
+from dpllm.text.data import Table, each_row, value_name
 from dpllm.text.layouts import FIELDS, Format, Row
-from dpllm.text.sources import is_here
 
 Figures = dict[str, float | None]
 Tell = Callable[[str], None]
@@ -78,21 +77,10 @@ class Beside:
     tables: dict[str, Table] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
 
-    def read(self, side: str, cache: Path, noted: Path | None = None) -> None:
-        """Reads the rows of a side, those that a run ``noted``; or keeps why it does not."""
-        data, training = self.data, side == TRAINING
-        source, split = (data.train, data.train_split) if training else (data.eval, data.eval_split)
-        places, digest = source, None
+    def read(self, side: str, load: Callable[[], Table]) -> None:
+        """Reads the rows of a side, or keeps why it does not."""
         try:
-            if noted is not None:
-                kept = (read_json(noted) if noted.exists() else {}).get(side) or {}
-                places, digest = kept.get("places"), kept.get("digest")
-            if not (source and places) or (noted and not is_here(places)):
-                raise DataError("not at hand" if source else "the recipe names none")
-            table = load_table(places, data, split, cache)
-            if noted and table.digest != digest:  # another file of that name, whose rows nobody declared public
-                raise DataError("the data are not those of the run")
-            self.tables[side] = table
+            self.tables[side] = load()
         except (DpllmError, OSError) as error:
             self.missing.append(f"{side} rows: {error}")
 
@@ -100,12 +88,8 @@ class Beside:
 def report(rows: Sequence[dict[str, str]], beside: Beside, folder: Path, tell: Tell) -> Quality:
     """``measure``, of which quality.json in a private folder gets what may not be published."""
     public, private = measure(rows, beside)
-    missing = private["not_measured"]
-    try:
-        write_json(folder / "quality.json", {"public": public.to_json(), **private}, mode=0o600)
-    except OSError as error:
-        missing = [*missing, f"private figures: {folder} cannot be written ({error.strerror})"]
-    for line in missing:
+    write_json(folder / "quality.json", {"public": public.to_json(), **private}, mode=0o600)
+    for line in private["not_measured"]:
         tell(line)
     return public
 
@@ -117,12 +101,11 @@ def of_run(run: RunDir, config: RunConfig, statement: PrivacyRecord) -> Beside:
     """
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(run.export)
     declared = public_sides(statement) - ({EVALUATION} if not config.data.eval_public else set())
-    found = Beside(config.data, tokenizer, declared, statement.statistics)
-    for side in (TRAINING, EVALUATION):
-        found.read(side, run.private / "cache", run.rows)
-    return found
+    beside = Beside(config.data, AutoTokenizer.from_pretrained(run.export), declared, statement.statistics)
+    beside.read(TRAINING, lambda: table_of(run, config.data, "training"))
+    beside.read(EVALUATION, lambda: table_of(run, config.data, "evaluation"))
+    return beside
 
 
 def measure(rows: Sequence[dict[str, str]], beside: Beside) -> tuple[Quality, dict[str, Any]]:
@@ -142,9 +125,10 @@ def measure(rows: Sequence[dict[str, str]], beside: Beside) -> tuple[Quality, di
     """
     data = beside.data
     fmt: Format = next((fmt for fmt, fields in FIELDS.items() if rows and {*fields} <= rows[0].keys()), "text")
-    codes = [[value_name(row.get(column)) for column in data.control] for row in rows]
-    lines = [control.line(data.control, values) if data.control else "" for values in codes]
-    coded = [Row(row, codes=row, line=line) for row, line in zip(rows, lines, strict=True)]
+    coded = []
+    for row in rows:  # as load_table makes them
+        values = [value_name(row.get(column)) for column in data.control]
+        coded.append(Row(row, codes=row, line=control.line(data.control, values) if data.control else ""))
     tables = {SYNTHETIC: Table("the synthetic rows", coded, fmt), **beside.tables}
     sides = {name: _side(table, data, beside.tokenizer) for name, table in tables.items()}
     figures = _released(beside.released, data.control) | _repeated(sides)
@@ -164,46 +148,45 @@ def measure(rows: Sequence[dict[str, str]], beside: Beside) -> tuple[Quality, di
 
 def _side(table: Table, data: DataConfig, tokenizer: Any) -> Side:
     rows = [table.rows[number] for number in spread(len(table.rows), MOST_ROWS)]
-
-    def values(asked: Statistic) -> list[Any]:
-        return list(exact_values(asked, each_row(rows), table, data, tokenizer))
-
-    labels = {column: values(Statistic("shares", column)) for column in data.control}
-    return Side([text_of(row.parts, table.format) for row in rows], values(Statistic("lengths")), labels)
+    lengths = list(exact_values(Statistic("lengths"), each_row(rows), table, data, tokenizer))
+    labels = {column: [value_name(row.codes.get(column)) for row in rows] for column in data.control}
+    return Side([text_of(row.parts, table.format) for row in rows], lengths, labels)
 
 
 def _released(released: Statistics | None, columns: Sequence[str]) -> Figures:
-    found: Figures = {}
-    for one in released.releases if released else ():
-        if one.value and one.declared.quantile and one.statistic.endswith(" of token lengths"):
-            found[f"tokens, quantile {one.declared.quantile:g}: released"] = next(iter(one.value.values()))
-        elif one.value and columns and one.statistic == control.shares_of(columns):
-            total = max(1, sum(max(0, count) for count in one.value.values()))
-            often = Counter(one.value).most_common(MOST_CODES)
-            found |= {f"share of {value}: released": max(0, count) / total for value, count in often}
-    return found
+    figures: Figures = {}
+    for release in released.releases if released else ():
+        if release.value and release.declared.quantile and release.statistic.endswith(" of token lengths"):
+            figures[f"tokens, quantile {release.declared.quantile:g}: released"] = next(iter(release.value.values()))
+        elif release.value and columns and release.statistic == control.shares_of(columns):
+            total = max(1, sum(max(0, count) for count in release.value.values()))
+            often = Counter(release.value).most_common(MOST_CODES)
+            figures |= {f"share of {value}: released": max(0, count) / total for value, count in often}
+    return figures
 
 
 def _described(name: str, side: Side) -> Figures:
-    found: Figures = {f"rows: {name}": len(side.texts)}
+    figures: Figures = {f"rows: {name}": len(side.texts)}
     for q in QUANTILES:
-        found[f"tokens, quantile {q:g}: {name}"] = float(np.quantile(side.lengths, q)) if side.lengths else None
+        figures[f"tokens, quantile {q:g}: {name}"] = float(np.quantile(side.lengths, q)) if side.lengths else None
     codes = Counter(map(control.SEPARATOR.join, zip(*side.labels.values(), strict=True)))
-    return found | {f"share of {code}: {name}": count / codes.total() for code, count in codes.most_common(MOST_CODES)}
+    return figures | {
+        f"share of {code}: {name}": count / codes.total() for code, count in codes.most_common(MOST_CODES)
+    }
 
 
 def _learned(sides: Mapping[str, Side], column: str) -> Figures:
     """Train on synthetic, test on real (TSTR); the same from as many real rows (TRTR), and by guessing."""
-    made, train, held = (sides.get(name) for name in (SYNTHETIC, TRAINING, EVALUATION))
-    if made is None or held is None:
+    written, train, held = (sides.get(name) for name in (SYNTHETIC, TRAINING, EVALUATION))
+    if written is None or held is None:
         return {}
     truth = held.labels[column]
     usual = [max(sorted(set(truth)), key=truth.count, default="")] * len(truth)
-    found = _accuracy(f"{column} by the commonest value", usual, truth)
-    found |= _accuracy(f"{column} by TSTR", _predict(made, column, len(made.texts), held), truth)
+    figures = _accuracy(f"{column} by the commonest value", usual, truth)
+    figures |= _accuracy(f"{column} by TSTR", _predict(written, column, len(written.texts), held), truth)
     if train:
-        found |= _accuracy(f"{column} by TRTR", _predict(train, column, len(made.texts), held), truth)
-    return found
+        figures |= _accuracy(f"{column} by TRTR", _predict(train, column, len(written.texts), held), truth)
+    return figures
 
 
 def _predict(learned: Side, column: str, most: int, asked: Side) -> list[str] | None:
@@ -236,18 +219,14 @@ def _accuracy(name: str, predicted: Sequence[str] | None, truth: Sequence[str]) 
 
 def _repeated(sides: Mapping[str, Side]) -> Figures:
     """Shares of synthetic rows that repeat words of real ones; held-out rows are the control, of equal number."""
-    own = [grams(words(text), WORDS) for text in sides[SYNTHETIC].texts]
-
-    def part(name: str, texts: Sequence[str]) -> Figures:
+    figures: Figures = {}
+    of_rows = [grams(words(text), WORDS) for text in sides[SYNTHETIC].texts]
+    real = {f"any {name} row": sides[name].texts for name in (EVALUATION, TRAINING) if name in sides}
+    if len(real) == 2:
+        train, held = sides[TRAINING].texts, sides[EVALUATION].texts
+        real["equally many training rows"] = [train[number] for number in spread(len(train), len(held))]
+    for name, texts in real.items():
         runs = {run for text in texts for run in grams(words(text), WORDS)}
-        repeats = sum(not runs.isdisjoint(one) for one in own)
-        return {f"with {WORDS} words of {name}": repeats / len(own) if own else None}
-
-    held = sides[EVALUATION].texts if EVALUATION in sides else []
-    found = part("any evaluation row", held) if held else {}
-    if TRAINING in sides:
-        texts = sides[TRAINING].texts
-        found |= part("any training row", texts)
-        if held:
-            found |= part("equally many training rows", [texts[number] for number in spread(len(texts), len(held))])
-    return found
+        repeats = sum(not runs.isdisjoint(own) for own in of_rows)
+        figures[f"with {WORDS} words of {name}"] = repeats / len(of_rows) if of_rows else None
+    return figures

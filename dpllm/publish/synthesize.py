@@ -17,16 +17,17 @@ import random
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from dpllm.card.dataset_card import write_dataset_card
 from dpllm.errors import ConfigError, Refused
 from dpllm.files import BLOCK, alone, sha256, whole_directory, write_json, write_whole
 from dpllm.model import processes
-from dpllm.publish import filters, generate
-from dpllm.publish.draft import Draft
+from dpllm.progress import tell
+from dpllm.publish import draft, generate
 from dpllm.publish.merge import carded
 from dpllm.publish.quality import FOLDER, Tell, of_run, report
 from dpllm.recipe.config import RunConfig
@@ -39,13 +40,12 @@ from dpllm.text.prompts import private_among, read_prompts
 
 BATCH = 64
 """Texts that are drawn at a time. A constant, since with the seed it decides what is drawn."""
-
-Told = Callable[[int, int], None]
-"""Called after each batch with the rows that are taken so far, and the texts drawn."""
+Shares = dict[tuple[str, ...], float]
+"""How often each combination of control values is asked for."""
 
 
 @dataclass(frozen=True)
-class Order:
+class SynthesisRequest:
     """What is asked for.
 
     Attributes:
@@ -56,7 +56,7 @@ class Order:
         seed: Decides everything random, on one kind of device; None: the operating system does.
         prompts: File of public prompts, as ``read_prompts`` reads it, that the texts answer; rows cycle through them.
         attempts: At most so many texts are drawn for each row, on average, >= 1.
-        keep_unfinished: See ``filters.tests`` for this, min_words, max_words and no_details.
+        keep_unfinished: See ``draft.filters`` for this and min_words.
         keep_duplicates: Take a text that is there already, behind the same prompt.
     """
 
@@ -69,73 +69,25 @@ class Order:
     attempts: int = 20
     keep_unfinished: bool = False
     keep_duplicates: bool = False
-    min_words: int | None = None
-    max_words: int | None = None
-    no_details: bool = False
+    min_words: int = 0
 
-    def tests(self) -> dict[str, filters.Test]:
+    def filters(self) -> dict[str, draft.Filter]:
         """The filters, but that of duplicates."""
-        names = ("keep_unfinished", "min_words", "max_words", "no_details")
-        return filters.tests(**{name: getattr(self, name) for name in names})
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """What each row is before its text.
-
-    Attributes:
-        heads: Its columns: control codes, and the prompt.
-        asked: What the model continues; None: a text is written from its beginning.
-        columns: Names of all columns, of which the last is the text's.
-        prompts: How many there are; None: none were given.
-        shares: Name of the released statistic that says how often codes are asked for; None: there is none.
-    """
-
-    heads: Sequence[Mapping[str, str]]
-    asked: Sequence[str | None]
-    columns: tuple[str, ...]
-    prompts: int | None
-    shares: str | None = None
-
-    def with_texts(self, texts: Mapping[int, str]) -> list[dict[str, str]]:
-        """The rows as they are published."""
-        return [{**head, self.columns[-1]: texts[number]} for number, head in enumerate(self.heads)]
-
-
-@dataclass
-class _Taken:
-    """What is drawn so far: texts by number of row, and why others were dropped."""
-
-    texts: dict[int, str] = field(default_factory=dict)
-    dropped: Counter[str] = field(default_factory=Counter)
-    batches: int = 0
-
-    @property
-    def drawn(self) -> int:
-        """Texts, taken or not."""
-        return len(self.texts) + self.dropped.total()
-
-    def add(self, batch: Mapping[str, Any]) -> None:
-        """One more batch, as the draft has it."""
-        self.texts |= {int(row): text for row, text in batch["texts"].items()}
-        self.dropped.update(batch["dropped"])
-        self.batches += 1
+        return draft.filters(keep_unfinished=self.keep_unfinished, min_words=self.min_words)
 
 
 def synthesize(
     run: RunDir,
-    order: Order,
+    request: SynthesisRequest,
     output: Path | None = None,
-    told: Told = lambda taken, drawn: None,
     not_measured: Tell | None = None,
 ) -> Path:
     """Writes a data set; what was interrupted goes on where it stopped, and ends in the same bytes.
 
     Args:
         run: A finished run with its card.
-        order: What is asked for.
+        request: What is asked for.
         output: Where; None: ``synthetic`` in the run directory.
-        told: Progress.
         not_measured: Called with what of the quality could not be measured; what fails loses no row, since the same call goes
             on. None: nothing is measured.
 
@@ -151,30 +103,33 @@ def synthesize(
     opened, statement = carded(run)
     config = opened.config
     output = _place(run, statement, output)
-    if min(order.rows, order.attempts, (order.seed or 0) + 1) < 1:
+    if min(request.rows, request.attempts, (request.seed or 0) + 1) < 1:
         raise ConfigError(
-            f"rows {order.rows}, attempts {order.attempts} and seed {order.seed} are out of range: the first two are at least "
-            "1, the seed is not negative."
+            f"rows {request.rows}, attempts {request.attempts} and seed {request.seed} are out of range: the first two are at "
+            "least 1, the seed is not negative."
         )
-    tests = order.tests()
-    prompts, (released, shares) = _prompts(config, order), _shares(run, config, statement)
-    if order.prompts is not None:
-        _refuse_private(run, config, statement, order.prompts, prompts or [])
+    prompts, (released, shares) = _prompts(config, request.prompts), _shares(run, config, statement)
+    if request.prompts and prompts:
+        _refuse_private(run, config, statement, request.prompts, prompts)
     generator = generate.load(run.root)
-    if order.max_new_tokens is None:
-        order = replace(order, max_new_tokens=_longest(config, generator, prompts, shares))
+    if request.max_new_tokens is None:
+        request = replace(request, max_new_tokens=_longest(config, generator, prompts, shares))
     with alone(output, output.with_name(f".{output.name}.lock")):
-        seed, taken = secrets.randbits(63) if order.seed is None else order.seed, _Taken()
+        seed = secrets.randbits(63) if request.seed is None else request.seed
         place = output.with_name(f".{output.name}.draft.jsonl")
-        draft = Draft(place, _settings(order, run), lambda: {"seed": seed}, taken.add)
-        rows = replace(_rows(config, order.rows, prompts, shares, draft.facts["seed"]), shares=released)
-        _draw(generator, order, rows, tests, draft, taken, told)
+        kept = draft.Draft(place, _settings(request, run), lambda: {"seed": seed})
+        heads = _heads(config.data.control, request.rows, prompts, shares, kept.facts["seed"])
+        texts, dropped = _draw(generator, request, config.data.control, heads, kept)
+        column = "text" if prompts is None else "completion"
+        rows = [{**head, column: text} for head, text in zip(heads, texts, strict=True)]
         quality = None
         if not_measured:
-            beside = of_run(run, config, statement)
-            quality = report(rows.with_texts(taken.texts), beside, run.private / FOLDER, not_measured)
-        _write(run, config, order, rows, tests, taken, output, quality)
-        draft.path.unlink()
+            quality = report(rows, of_run(run, config, statement), run.private / FOLDER, not_measured)
+        with whole_directory(output) as part:
+            write_whole(part / ROWS, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+            write_json(part / RECORD, _record(config, request, rows, released, prompts, dropped, quality).to_json())
+            write_dataset_card(part, run)
+        kept.path.unlink()
     return output
 
 
@@ -197,38 +152,36 @@ def _refuse_private(run: RunDir, config: RunConfig, statement: PrivacyRecord, fi
     public = statement.data_public and (config.data.eval is None or config.data.eval_public)
     why = "is private data of the run"
     if not public and not run.rows.exists():
-        why = f"cannot be told from private data of the run, as {run.rows} was removed or an earlier version trained"
+        why = f"cannot be told from private data of the run, as {run.rows} was removed"
     elif not file.resolve().is_relative_to(run.private.resolve()):
-        if public or not (found := private_among(run.rows, prompts, lines=20)):
+        if public or not (numbers := private_among(run.rows, prompts, lines=20)):
             return
-        why += f" ({len(found)} prompts, the first of them number {found[0]})"
+        why += f" ({len(numbers)} prompts, the first of them number {numbers[0]})"
     raise Refused(
         f"--prompts {file}: {why}, but rows are published with their prompts. Type a file of public prompts; or declare "
         "data.public if everybody may read these, and train again."
     )
 
 
-def _prompts(config: RunConfig, order: Order) -> list[str] | None:
-    if order.prompts is None:
+def _prompts(config: RunConfig, file: Path | None) -> list[str] | None:
+    if file is None:
         if config.data.format == "text":
             return None
         raise ConfigError(
             f"the model answers prompts (data.format {config.data.format}), and those of training are private. Type --prompts "
             "FILE with public prompts, one per line."
         )
-    prompts = read_prompts(order.prompts)
-    found = [prompt for prompt in prompts if isinstance(prompt, str)]
-    if config.data.format == "text" or len(found) < len(prompts):
+    prompts = read_prompts(file)
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    if config.data.format == "text" or len(texts) < len(prompts):
         raise ConfigError(
-            f"--prompts {order.prompts}: prompts have to be plain text, for a model trained on prompts and completions or on "
+            f"--prompts {file}: prompts have to be plain text, for a model trained on prompts and completions or on "
             "messages. Type such prompts; or leave them out for a model trained on plain text."
         )
-    return found
+    return texts
 
 
-def _shares(
-    run: RunDir, config: RunConfig, statement: PrivacyRecord
-) -> tuple[str | None, dict[tuple[str, ...], float]]:
+def _shares(run: RunDir, config: RunConfig, statement: PrivacyRecord) -> tuple[str | None, Shares]:
     """How often each combination of control values is asked for, and which released statistic says so; empty without control.
 
     Without a guarantee the training rows say so, which are public.
@@ -250,119 +203,112 @@ def _shares(
     return name, {tuple(value.split(control.SEPARATOR)): count for value, count in counts.items()}
 
 
-def _longest(
-    config: RunConfig, generator: generate.Generator, prompts: list[str] | None, shares: Iterable[tuple[str, ...]]
-) -> int:
+def _longest(config: RunConfig, generator: generate.Generator, prompts: list[str] | None, shares: Shares) -> int:
     """Tokens of a text where none are asked for: as in training, or what is left behind the longest line and prompt."""
     lines: list[str | None] = [control.line(config.data.control, values) for values in shares]
     parts = (lines or ([] if prompts else [None]), prompts or ())
     longest = sum(max(map(len, generate.encode_all(generator, part)), default=0) for part in parts)
-    left = generate.room(generator, [range(longest)])
+    left = generate.room(generator, longest)
     return max(1, config.data.max_length if left is None else min(config.data.max_length, left))
 
 
-def _rows(
-    config: RunConfig, count: int, prompts: list[str] | None, shares: Mapping[tuple[str, ...], float], seed: int
-) -> _Rows:
+def _heads(
+    columns: Sequence[str], count: int, prompts: list[str] | None, shares: Shares, seed: int
+) -> list[dict[str, str]]:
     """Each row gets its codes and its prompt before any text, so that filters do not change how often each is asked for."""
-    columns = config.data.control
     codes: list[tuple[str, ...]] = [()] * count
     if shares:
         codes = random.Random(f"{seed} codes").choices(list(shares), list(shares.values()), k=count)
-    heads, asked = [], []
-    for number, values in enumerate(codes):
-        prompt = prompts[number % len(prompts)] if prompts else None
-        heads.append(dict(zip(columns, values, strict=True)) | ({} if prompt is None else {"prompt": prompt}))
-        asked.append((control.line(columns, values) if columns else "") + (prompt or "") or None)
-    named = (*columns, "text") if prompts is None else (*columns, "prompt", "completion")
-    return _Rows(heads, asked, named, None if prompts is None else len(prompts))
+    heads = [dict(zip(columns, values, strict=True)) for values in codes]
+    if prompts:
+        for number, head in enumerate(heads):
+            head["prompt"] = prompts[number % len(prompts)]
+    return heads
 
 
-def _settings(order: Order, run: RunDir) -> dict[str, Any]:
+def _asked(columns: Sequence[str], head: Mapping[str, str]) -> str | None:
+    """What the model continues; None: a text is written from its beginning."""
+    line = control.line(columns, [head[column] for column in columns]) if columns else ""
+    return line + head.get("prompt", "") or None
+
+
+def _settings(request: SynthesisRequest, run: RunDir) -> dict[str, Any]:
     """Everything that decides what is drawn."""
-    settings = {**asdict(order), "recipe": sha256(run.config), "card": sha256(run.export / BLOCK)}
-    settings |= {"prompts": sha256(order.prompts)} if order.prompts else {}
+    settings = {**asdict(request), "recipe": sha256(run.config), "card": sha256(run.export / BLOCK)}
+    settings |= {"prompts": sha256(request.prompts)} if request.prompts else {}
     del settings["attempts"]  # which decides nothing that is drawn
     return settings | {"software": processes.versions()}
 
 
 def _draw(
     generator: generate.Generator,
-    order: Order,
-    rows: _Rows,
-    tests: Mapping[str, filters.Test],
-    draft: Draft,
-    taken: _Taken,
-    told: Told,
-) -> None:
-    """Draws until every row has its text.
+    request: SynthesisRequest,
+    columns: Sequence[str],
+    heads: Sequence[Mapping[str, str]],
+    kept: draft.Draft,
+) -> tuple[list[str], dict[str, int]]:
+    """Draws until every row has its text; the texts, and how many were dropped for each reason.
 
     Raises:
         ConfigError: Too few passed.
     """
-    sampling = {name: getattr(order, name) for name in ("temperature", "top_p", "max_new_tokens")}
-    waiting = [number for number in range(order.rows) if number not in taken.texts]
-    seen = {(rows.heads[number].get("prompt"), text) for number, text in taken.texts.items()}
+    sampling = {name: getattr(request, name) for name in ("temperature", "top_p", "max_new_tokens")}
+    filters, texts, dropped = request.filters(), dict[int, str](), Counter[str]()
+    for line in kept.lines:
+        texts |= {int(number): text for number, text in line["texts"].items()}
+        dropped.update(line["dropped"])
+    waiting = [number for number in range(request.rows) if number not in texts]
+    seen = {(heads[number].get("prompt"), text) for number, text in texts.items()}
     while waiting:
-        told(len(taken.texts), taken.drawn)
-        batch = waiting[:BATCH]
-        if taken.drawn + len(batch) > order.attempts * order.rows:
-            dropped = ", ".join(f"{why}: {many}" for why, many in taken.dropped.most_common())
+        drawn, batch = len(texts) + dropped.total(), waiting[:BATCH]
+        tell("Writing rows", len(texts), request.rows, note=f"{drawn} texts drawn")
+        if drawn + len(batch) > request.attempts * request.rows:
+            reported = ", ".join(f"{why}: {many}" for why, many in dropped.most_common())
             raise ConfigError(
-                f"of {taken.drawn} texts {len(taken.texts)} passed the filters, of {order.rows} wanted, so nothing is "
-                f"written; dropped ({dropped}). Type a larger --attempts to go on; or remove {draft.path} and start with other "
-                "filters, such as --keep-unfinished, or a larger --max-new-tokens."
+                f"of {drawn} texts {len(texts)} passed the filters, of {request.rows} wanted, so nothing is written; dropped "
+                f"({reported}). Type a larger --attempts to go on; or remove {kept.path} and start with other filters, such as "
+                "--keep-unfinished, or a larger --max-new-tokens."
             )
-        seed = random.Random(f"{draft.facts['seed']} batch {taken.batches}").getrandbits(63)
-        found = generate.sample(generator, [rows.asked[number] for number in batch], 1, seed=seed, **sampling)
-        passed: dict[str, str] = {}
-        reasons: Counter[str] = Counter()
-        for number, one in zip(batch, found, strict=True):
-            key = (rows.heads[number].get("prompt"), one.text)
-            why = next((name for name, drops in tests.items() if drops(one)), None)
-            if why is None and key in seen and not order.keep_duplicates:
-                why = filters.DUPLICATE
+        seed = random.Random(f"{kept.facts['seed']} batch {len(kept.lines)}").getrandbits(63)
+        asked = [_asked(columns, heads[number]) for number in batch]
+        passed, failed = dict[int, str](), Counter[str]()
+        for number, sample in zip(batch, generate.sample(generator, asked, 1, seed=seed, **sampling), strict=True):
+            key = (heads[number].get("prompt"), sample.text)
+            why = draft.why_dropped(sample, filters, key, () if request.keep_duplicates else seen)
             if why is None:
-                passed[str(number)] = one.text
+                passed[number] = sample.text
                 seen.add(key)
             else:
-                reasons[why] += 1
-        draft.add({"texts": passed, "dropped": reasons})
-        waiting = [number for number in batch if number not in taken.texts] + waiting[len(batch) :]
-    told(len(taken.texts), taken.drawn)
+                failed[why] += 1
+        kept.add({"texts": passed, "dropped": failed})
+        texts |= passed
+        dropped += failed
+        waiting = [number for number in batch if number not in passed] + waiting[len(batch) :]
+    reasons = [*filters, *([] if request.keep_duplicates else [draft.DUPLICATE])]
+    return [texts[number] for number in range(request.rows)], {why: dropped[why] for why in reasons}
 
 
-def _write(
-    run: RunDir,
+def _record(
     config: RunConfig,
-    order: Order,
-    rows: _Rows,
-    tests: Iterable[str],
-    taken: _Taken,
-    output: Path,
+    request: SynthesisRequest,
+    rows: Sequence[Mapping[str, str]],
+    shares: str | None,
+    prompts: Sequence[str] | None,
+    dropped: dict[str, int],
     quality: Quality | None,
-) -> None:
-    """The folder, with its card."""
-    from dpllm.card.dataset_card import write_dataset_card
-
-    lines = rows.with_texts(taken.texts)
-    reasons = [*tests, *([] if order.keep_duplicates else [filters.DUPLICATE])]
-    with whole_directory(output) as part:
-        write_whole(part / ROWS, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
-        record = Synthetic(
-            schema_version=1,
-            rows=order.rows,
-            columns=rows.columns,
-            control=tuple(config.data.control),
-            shares=rows.shares,
-            prompts=rows.prompts,
-            sampling=Sampling.pick({**asdict(order), "engine": "transformers"}),
-            attempts=taken.drawn,
-            dropped={why: taken.dropped[why] for why in reasons},
-            files={},  # the card fills them in
-            quality=quality,
-            date=time.strftime("%Y-%m-%d", time.gmtime()),
-            software=processes.versions(),
-        )
-        write_json(part / RECORD, record.to_json())
-        write_dataset_card(part, run)
+) -> Synthetic:
+    return Synthetic(
+        schema_version=1,
+        rows=len(rows),
+        columns=tuple(rows[0]),
+        control=tuple(config.data.control),
+        shares=shares,
+        prompts=None if prompts is None else len(prompts),
+        sampling=Sampling.pick({**asdict(request), "engine": "transformers"}),
+        attempts=len(rows) + sum(dropped.values()),
+        dropped=dropped,
+        files={},  # the card fills them in
+        quality=quality,
+        date=time.strftime("%Y-%m-%d", time.gmtime()),
+        software=processes.versions(),
+    )

@@ -199,7 +199,7 @@ class Opened:
         return self.ledger.outlook(self.account, _requests(offered, self.final)) if self.ledger else None
 
     def refuse_tuned(self, config: RunConfig) -> None:
-        """A model that learned these data tells of them by itself; ``publish.ordered.with_base`` adds that up for texts alone."""
+        """A model that learned these data tells of them by itself."""
         refuse_adapter(config)
         base = parents.of_base(config)
         if base and any(one.dataset in (self.account, None) for one in base.models):

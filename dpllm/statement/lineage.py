@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from dpllm.errors import ConfigError, Refused
 from dpllm.privacy import accounting
@@ -24,17 +24,7 @@ if TYPE_CHECKING:
     from dpllm.ledger import Ledger
     from dpllm.privacy.events import Event
     from dpllm.privacy.plan import Plan
-    from dpllm.privacy.privacy_loss import Relation
     from dpllm.statement.inference import Promised
-
-
-class Own(NamedTuple):
-    """What is composed with the models before it, where there is no Plan."""
-
-    event: Event
-    delta: float
-    unit: str
-    neighbouring_relation: Relation
 
 
 def compose_with_base(
@@ -44,7 +34,7 @@ def compose_with_base(
     dataset: str,
     derived_from: str | None,
     book: Ledger | None,
-    plan: Plan | Own | None,
+    plan: Plan | None,
 ) -> Lineage | None:
     """What a run and the models before it promise together.
 
@@ -84,7 +74,7 @@ def compose_with_base(
 
 
 def together(
-    mine: Sequence[Ancestor], own: Plan | Own | Promised | None, broken: str | None = None
+    mine: Sequence[Ancestor], own: Plan | Promised | None, broken: str | None = None
 ) -> tuple[ComposedLineage | None, str | None]:
     """Epsilon of a run and of those before it on the same data, at its delta; or why there is none.
 
@@ -97,7 +87,7 @@ def together(
         return None, "the runs are on different datasets: each statement is about its own data"
     if own is None or broken:
         return None, f"this run gives no guarantee: {broken or 'nothing was planned'}"
-    events = [own.event]
+    events: list[Event] = [own.event]
     for parent in mine:
         theirs, ours = (f"{one.unit}, {one.neighbouring_relation}" for one in (parent, own))
         if not parent.guarantee:

@@ -17,13 +17,11 @@ from dpllm.files import read_json
 from dpllm.ledger import Ledger
 from dpllm.model import loading
 from dpllm.model.loading import load_tokenizer
-from dpllm.privacy.accounting import compose, epsilon, stated
-from dpllm.privacy.voting import Ballot
-from dpllm.publish import inference, ordered
+from dpllm.privacy.accounting import epsilon
+from dpllm.privacy.clipped_logits import Ballot
+from dpllm.publish import inference, inference_budget
 from dpllm.publish.draft import Draft
 from dpllm.recipe.config import ModelConfig
-from dpllm.statement import inference as statement
-from dpllm.statement import privacy_record
 
 
 @pytest.fixture
@@ -34,13 +32,13 @@ def place(tmp_path: Path, base: Path) -> Place:
 def test_rows_are_written_charged_and_verified(place: Place) -> None:
     said = done(*place.words()).out
     record, (run,) = place.record(), place.runs()
-    assert f"{record['rows']} rows of {record['texts']} texts" in said
+    assert f"{record['rows']} rows of {record['texts']} texts drawn" in said
     assert record["rows"] == ROWS
     assert run.state == "completed"
     assert run.event.to_json() == record["event"]
     assert record["event"]["count"] == TOKENS
     assert record["epsilon"] == epsilon(run.event, record["delta"], "zero_out") <= 8
-    assert record["epsilon"] > 7.9 or record["clip"] == ordered.MOST_CLIP
+    assert record["epsilon"] > 7.9 or record["clip"] == inference_budget.MOST_CLIP
     assert done("verify", place.output, "--ledger", place.ledger).code == 0
     assert not place.draft().exists()
     again = dpllm_(*place.words())
@@ -182,9 +180,8 @@ def test_other_settings_do_not_go_on_with_paid_draws(place: Place) -> None:
         (("--prompt", "Write something."), "where a record stands"),
         (("--data.max_length", 126), "exceed the 128 that the model reads"),
         (("--data.control", "[visit]"), "the two belong together"),
-        (("--tokens", 0), "Type 1 or more of both"),
+        (("--max-new-tokens", 0), "Type 1 or more of both"),
         (("--seed", 3), "is of no use --by inference"),
-        (("--max-new-tokens", 3), "Type --tokens"),
         (("--batch", 0), "batch_size is 0"),
         (("--temperature", 0), "--temperature is 0.0"),
         (("--temperature", "nan"), "--temperature is nan"),
@@ -295,7 +292,9 @@ def test_any_end_token_of_the_model_ends_a_text(place: Place, tmp_path: Path, ba
     place.base = Path(shutil.copytree(base, tmp_path / "ends"))
     ends = {"eos_token_id": list(range(3, 384, 3))}
     (place.base / "generation_config.json").write_text(json.dumps(ends), encoding="utf-8")
-    words = [word for word in place.words("--tokens", 30, "--data.max_length", 9) if word != "--keep-unfinished"]
+    words = [
+        word for word in place.words("--max-new-tokens", 30, "--data.max_length", 9) if word != "--keep-unfinished"
+    ]
     done(*words)
     record = place.record()
     assert record["dropped"]["did not end"] == 0
@@ -327,37 +326,21 @@ def test_texts_are_asked_for_as_released_shares_say(place: Place) -> None:
     done("verify", place.output)
 
 
-def test_what_a_model_that_learned_these_data_tells_of_them_is_added(merged: Path, place: Place) -> None:
-    """A mutant states the epsilon of the texts alone."""
-    learned = read_json(merged / "privacy.json")
-    words = place.words("--model", merged, "--dataset", learned["dataset"], "--delta", learned["plan"]["delta"])
-    said = done(*words, "--dry-run").out
-    assert "which learned the same data: epsilon" in said
-    assert "which learned the same data: epsilon" in done(*words).out
-    record = statement.read(place.record())
-    whole = compose([record.event, privacy_record.read(learned).plan.event])
-    assert statement.epsilon(record) == pytest.approx(stated(whole, record.delta, "zero_out")[0], rel=1e-9)
-    assert statement.epsilon(record) > max(record.epsilon, learned["plan"]["epsilon"])
-    card = (place.output / "README.md").read_text("utf-8")
-    assert f"epsilon: {statement.epsilon(record)}" in card
-    assert "learned the same dataset" in card
-    assert statement.recognised(record) >= 0.01
-    done("verify", place.output)
-    told = place.record()
-    told["lineage"]["composed"]["epsilon"] = told["epsilon"]
-    (place.output / "inference.json").write_text(json.dumps(told), encoding="utf-8")
-    assert "together: " in dpllm_("verify", place.output).out
-    told["lineage"] |= {"composed": None, "reason": "none"}
-    (place.output / "inference.json").write_text(json.dumps(told), encoding="utf-8")
-    assert "no total is stated" in dpllm_("verify", place.output).out
-
-
-def test_a_model_that_protected_another_unit_of_these_data_is_refused(merged: Path, place: Place) -> None:
+def test_a_model_that_learned_these_data_is_refused(merged: Path, place: Place) -> None:
+    """It tells of them by itself; a mutant states the epsilon of the texts alone."""
     learned = read_json(merged / "privacy.json")["dataset"]
-    words = place.words("--model", merged, "--dataset", learned, "--unit", "owner", "--max-examples-per-unit", 2)
-    assert "was protected by another unit" in dpllm_(*words, "--dry-run").err
-    assert "was protected by another unit" in dpllm_(*words).err
-    assert not place.runs()
+    words = place.words("--model", merged, "--dataset", learned)
+    for more in (("--dry-run",), ()):
+        answer = dpllm_(*words, *more)
+        assert (answer.code, f"was tuned on {learned}" in answer.err) == (3, True), answer.err
+    assert not place.ledger.exists() or not place.runs()
+
+
+def test_the_card_names_a_model_that_learned_other_data(merged: Path, place: Place) -> None:
+    done(*place.words("--model", merged, "--dataset", "others"))
+    before = place.record()["lineage"]
+    assert (before["same_dataset"], before["composed"]) == (False, None)
+    done("verify", place.output)
 
 
 def test_the_vote_of_a_record_has_the_same_bits_beside_any_others(
@@ -384,8 +367,8 @@ def test_the_vote_of_a_record_has_the_same_bits_beside_any_others(
 
 def test_batch_and_clip_use_what_epsilon_allows() -> None:
     for rows, units, at in ((5, 100, 8.0), (5, 4000, 8.0), (5, 4000, 1.0), (40, 400, 3.0)):
-        order = ordered.Order(rows=rows, epsilon=at, tokens=100)
-        made = ordered.offer(order, units, 1e-5, "zero_out")
+        request = inference_budget.InferenceRequest(rows=rows, epsilon=at, max_new_tokens=100)
+        made = inference_budget.quote(request, units, 1e-5, "zero_out")
         assert made.epsilon <= at
         assert made.texts >= rows
         assert made.epsilon > 0.99 * at or made.ballot.clip == 4.0

@@ -42,7 +42,7 @@ def test_before_anything_is_paid_records_are_read_alone_where_the_end_of_a_text_
         model.save_pretrained(folder / "model")
         tiny.tokenizer(chat_template=None).save_pretrained(folder / "model")
         place = Place(folder, folder / "model")
-        done(*place.words("--tokens", TOKENS, "--rows", 1, "--batch", 4))
+        done(*place.words("--max-new-tokens", TOKENS, "--rows", 1, "--batch", 4))
         assert place.record()["max_new_tokens"] == TOKENS
     assert heights == [5, 1]
     assert len(made) == 2

@@ -15,9 +15,11 @@ from voting import ROWS, TOKENS, Json, Place, shares_of
 import dpllm
 from dpllm.card import dataset_card
 from dpllm.cli import _parser
-from dpllm.cli.synthesize import OF_ORDER
+from dpllm.cli.publish import KEYS
 from dpllm.errors import ConfigError
-from dpllm.publish import inference, ordered, quality
+from dpllm.publish import inference, quality
+from dpllm.publish.inference_budget import InferenceRequest
+from dpllm.publish.synthesize import SynthesisRequest
 
 
 @pytest.fixture
@@ -84,7 +86,13 @@ def test_python_writes_what_the_command_writes(place: Place, kind: str) -> None:
     recipe: Json = {"model": {"name_or_path": str(place.base)}, "data": {"train": str(place.data)}}
     recipe |= {"train": {"steps": 1}, "output_dir": str(place.root / "none")}
     source, more = {"data": (place.data, model), "recipe": (recipe, {}), "rows": (rows, model)}[kind]
-    given: Json = {"epsilon": 8, "tokens": TOKENS, "keep_unfinished": True, "data.max_length": 24, "unit": "owner"}
+    given: Json = {
+        "epsilon": 8,
+        "max_new_tokens": TOKENS,
+        "keep_unfinished": True,
+        "data.max_length": 24,
+        "unit": "owner",
+    }
     given |= {"max_examples_per_unit": 2, "dataset": "notes", "ledger": str(place.ledger), **more}
     assert (
         dpllm.synthesize(source, ROWS, place.output, by="inference", quality=kind == "recipe", **given) == place.output
@@ -109,8 +117,9 @@ def test_python_refuses_what_the_command_refuses(place: Place, wrong: Json, said
     assert not place.ledger.exists()
 
 
-def test_the_order_is_what_the_command_takes() -> None:
+def test_the_requests_are_what_the_command_takes() -> None:
     """An option that nobody passes on would be lost silently."""
-    assert {*OF_ORDER, "rows", "filters"} == {one.name for one in fields(ordered.Order)}
     known = vars(_parser().parse_args(["synthesize", "data", "--rows", "1"]))
-    assert known.keys() >= {*OF_ORDER, *ordered.FILTERS}
+    others = {"command", "call", "source", "by", "output", "json", "no_quality", "final", "dry_run", *KEYS}
+    named = {field.name for request in (SynthesisRequest, InferenceRequest) for field in fields(request)}
+    assert named == known.keys() - others

@@ -119,9 +119,10 @@ def adapted(root: Path, case: str) -> tuple[RunConfig, torch.Tensor]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_kind_of_adapter_merges(tmp_path: Path, case: str) -> None:
+def test_every_kind_of_adapter_merges(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(merge, "SHARD", "20KB")
     config, wanted = adapted(tmp_path, case)
-    merge.merge_weights(config, tmp_path / "run" / "export", tmp_path / "out", "20KB")
+    merge.merge_weights(config, tmp_path / "run" / "export", tmp_path / "out")
     alone = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     with torch.no_grad():
         assert (alone(input_ids=IDS).logits - wanted).abs().max() <= 1e-4 * wanted.abs().max().clamp_min(1)
@@ -240,7 +241,12 @@ def _occupied(place: Place) -> None:
     ("mistake", "arguments", "code", "message"),
     [
         (_frozen, (), 2, "trained whole layers"),
-        (lambda place: edit_recipe(place.run, "model", quantization="4bit"), (), 3, "trained on a base in 4bit"),
+        (
+            lambda place: edit_recipe(place.run, "model", quantization="4bit"),
+            (),
+            3,
+            "is quantised, so an adapter",
+        ),
         (lambda place: (place.run / "export" / "README.md").unlink(), (), 2, "dpllm card"),
         (_occupied, (), 2, "already holds files"),
         (lambda place: None, ("--output", "EXPORT"), 2, "reserved for the run"),

@@ -279,7 +279,7 @@ def test_leaks_of_either_answer_are_found(asked: Place) -> None:
     for secret in (pair["secret"], pair["rejected"]):
         (asked.run / "export" / "note.md").write_text(f"See {secret} there.")
         with pytest.raises(Refused, match="canary texts"):
-            leaks.search(RunDir(asked.run), ["note.md"])
+            leaks.search(RunDir(asked.run), ["note.md"], asked.run / "export")
 
 
 def test_half_of_every_pair_is_not_what_was_committed_to(asked: Place) -> None:

@@ -79,13 +79,6 @@ def test_what_is_not_at_hand_is_told_and_costs_no_other_figure(
     assert contents(tmp_path / "python") == contents(tmp_path / "few")
 
 
-def test_a_place_that_cannot_be_written_costs_private_figures_only(run: Path) -> None:
-    (run / "private" / quality.FOLDER).write_text("in the way")
-    said = done("synthesize", run, *FEW).err
-    assert "not measured: private figures: " in said
-    assert of(run / "synthetic")["quality"]["figures"]["rows: synthetic"] == 9
-
-
 def test_a_failure_of_quality_loses_no_row(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fails = Mock(side_effect=RuntimeError)
     with monkeypatch.context() as patch:

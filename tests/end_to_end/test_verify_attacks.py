@@ -110,7 +110,7 @@ def _assert_a_canary_is_found(run: Path) -> None:
     one = RunDir(run)
     names = [path.relative_to(one.export).as_posix() for path in one.export.rglob("*") if path.is_file()]
     with pytest.raises(Refused, match="contains text of a canary"):
-        leaks.search(one, names)
+        leaks.search(one, names, one.export)
 
 
 @pytest.mark.parametrize("name", HIDINGS)

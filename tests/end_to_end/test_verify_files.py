@@ -236,7 +236,7 @@ def test_text_of_a_row_in_a_tokenizer_is_found(run: Path, finished: Place) -> No
     path = run / "export" / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text("utf-8")), "note": row}), encoding="utf-8")
     with pytest.raises(Refused, match=r"training text: .* tokenizer_config.json \(row 4\)"):
-        leaks.search(RunDir(run), ["tokenizer_config.json"])
+        leaks.search(RunDir(run), ["tokenizer_config.json"], run / "export")
 
 
 def test_text_of_a_canary_in_the_card_is_not_pushed_and_not_quoted(run: Path) -> None:
@@ -254,9 +254,9 @@ def test_what_cannot_be_searched_is_said(run: Path, finished: Place) -> None:
     config.write_text(
         config.read_text("utf-8").replace(str(finished.train), f"/nowhere/{finished.train.name}"), encoding="utf-8"
     )
-    assert not list(leaks.search(RunDir(run), ["README.md"])), "they are found where they were"
+    assert not list(leaks.search(RunDir(run), ["README.md"], run / "export")), "they are found where they were"
     RunDir(run).rows.unlink()
-    (missed,) = leaks.search(RunDir(run), ["README.md"])
+    (missed,) = leaks.search(RunDir(run), ["README.md"], run / "export")
     assert missed.startswith("training text: ")
     assert push.push(run, "alice/notes", dry_run=True).unsearched[-1] == missed
 

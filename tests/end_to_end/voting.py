@@ -25,7 +25,7 @@ class Place:
         tiny.write_rows(self.data, rows)
 
     def words(self, *more: object) -> tuple[object, ...]:
-        given = ("--model", self.base, "--epsilon", 8, "--rows", ROWS, "--tokens", TOKENS, "--keep-unfinished")
+        given = ("--model", self.base, "--epsilon", 8, "--rows", ROWS, "--max-new-tokens", TOKENS, "--keep-unfinished")
         where = ("--ledger", self.ledger, "--output", self.output, "--dataset", "notes")
         return ("synthesize", self.data, "--by", "inference", *given, *where, "--data.max_length", 24, *more)
 

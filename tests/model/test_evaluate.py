@@ -9,7 +9,7 @@ import pytest
 import tiny
 import torch
 
-from dpllm.model import generation
+from dpllm.model import reading
 from dpllm.model.evaluate import held_out_loss
 from dpllm.model.reading import Reader
 from dpllm.privacy.schedule import TokenSequence
@@ -56,7 +56,7 @@ def test_the_head_reads_no_slice_of_a_batch(way: str, monkeypatch: pytest.Monkey
     forward = head.forward
     monkeypatch.setattr(head, "forward", lambda hidden: seen.append(hidden.is_contiguous()) or forward(hidden))
     if way == "write":
-        generation.complete(model, tiny.tokenizer(), [[5, 6, 7], [8, 9]], 2)
+        reading.write_behind(model, reading.generation_config(tiny.tokenizer(), 2, ()), [[5, 6, 7], [8, 9]])
         assert not head._forward_pre_hooks  # or a later run would take the head for a watched one
     else:
         Reader(model, 4, [0], 2).read([[5, 6, 7], [8, 9]])

@@ -9,8 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from dpllm.auditing.scores import score
-from dpllm.model import generation
-from dpllm.model.generation import complete
+from dpllm.model import reading
 from dpllm.privacy.schedule import TokenSequence
 from dpllm.text import builtin
 
@@ -25,6 +24,11 @@ def tokenizer():
 @pytest.fixture(scope="module")
 def base():
     return AutoModelForCausalLM.from_pretrained(str(builtin.path("builtin:tiny"))).eval()
+
+
+def complete(model, tokenizer, prompts, num_tokens, beams=1, *, ends=False):
+    ending = {tokenizer.eos_token_id} if ends else ()
+    return reading.write_behind(model, reading.generation_config(tokenizer, num_tokens, ending, beams=beams), prompts)
 
 
 def random_prompts(count, seed=0, longest=30):
@@ -83,17 +87,10 @@ def test_a_beam_search_is_as_good_as_it_can_be(tokenizer):
         assert written == divmod(best, 12)
 
 
-def test_reading_prompts_once_for_all_beams_changes_no_completion(base, tokenizer, monkeypatch):
-    prompts = random_prompts(12)
-    once = complete(base, tokenizer, prompts, 5, beams=4)
-    monkeypatch.setattr(generation, "_read_once", lambda *_: {})
-    assert complete(base, tokenizer, prompts, 5, beams=4) == once
-
-
 def test_completions_do_not_depend_on_batches(base, tokenizer, monkeypatch):
     prompts = random_prompts(12)
     together = [complete(base, tokenizer, prompts, 5, beams) for beams in (1, 4)]
-    monkeypatch.setattr(generation, "_TOKENS_PER_BATCH", 1)
+    monkeypatch.setattr(reading, "_TOKENS_PER_BATCH", 1)
     assert [complete(base, tokenizer, prompts, 5, beams) for beams in (1, 4)] == together
     assert complete(base, tokenizer, [], 5) == []
 
@@ -107,11 +104,11 @@ def test_an_end_token_ends_a_text_where_asked_and_nobody_elses(base, beams):
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(often)
     assert complete(base, tokenizer, prompts, 8, beams) == plain
     written = complete(base, tokenizer, prompts, 8, beams, ends=True)
-    together = [generation.until_end(text, tokenizer) for text in written]
+    together = [reading.until_end(text, tokenizer) for text in written]
     behind = {token for text, kept in zip(written, together, strict=True) for token in text[len(kept) + 1 :]}
     assert behind == {tokenizer.pad_token_id}
     one = [complete(base, tokenizer, [prompt], 8, beams, ends=True)[0] for prompt in prompts]
-    assert together == [generation.until_end(text, tokenizer) for text in one]
+    assert together == [reading.until_end(text, tokenizer) for text in one]
     assert len({len(text) for text in together}) > 1
     if beams == 1:
-        assert together == [generation.until_end(text, tokenizer) for text in plain]
+        assert together == [reading.until_end(text, tokenizer) for text in plain]

@@ -17,7 +17,7 @@ import torch
 
 from dpllm.auditing.scores import score
 from dpllm.errors import Refused
-from dpllm.model import generation, reading
+from dpllm.model import reading
 from dpllm.model.evaluate import held_out_loss, rows_at_once, without_memory
 from dpllm.model.reading import Embedder, Reader
 from dpllm.model.rewards import Rewards
@@ -118,13 +118,15 @@ def test_an_audit_scores_and_completes_a_row_as_alone(kind: str) -> None:
     model = switching.model(kind, 20, vocab_size=tm.VOCABULARY)
     together, again = (score(model, made, masks, 4096) for _ in range(2))
     prompts = [one.input_ids[:7] for one in made]
-    written = generation.complete(model, tiny.tokenizer(), prompts, 25, ends=False)
+    written = reading.write_behind(model, reading.generation_config(tiny.tokenizer(), 25, ()), prompts)
     for place, (one, mask) in enumerate(zip(made, masks, strict=True)):
         net = switching.model(kind, 20, vocab_size=tm.VOCABULARY)
         (alone,) = score(net, [one], [mask], 4096)
         np.testing.assert_allclose(together[place].log_prob, alone.log_prob, rtol=0, atol=1e-5)
         np.testing.assert_array_equal(together[place].log_prob, again[place].log_prob)
-        assert generation.complete(net, tiny.tokenizer(), [prompts[place]], 25, ends=False) == [written[place]]
+        assert reading.write_behind(net, reading.generation_config(tiny.tokenizer(), 25, ()), [prompts[place]]) == [
+            written[place]
+        ]
 
 
 @pytest.mark.parametrize("kind", ROPES)

@@ -1,50 +1,57 @@
-"""A draft that cannot be read is an error that says what to do, and stays as it is."""
+"""What both ways of writing a data set share: options, filters, and a draft from which an interrupted call goes on."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from dpllm.errors import ConfigError
-from dpllm.publish.draft import Draft
+from dpllm.publish.draft import DUPLICATE, Draft, filters, request_of, why_dropped
+from dpllm.publish.generate import Sample
+from dpllm.publish.inference_budget import InferenceRequest
 
 
-def take(line: Any) -> None:
-    line["texts"].items()
+def reason(text: str, *, ended: bool = True, keep_unfinished: bool = True, min_words: int = 0) -> str | None:
+    tests = filters(keep_unfinished=keep_unfinished, min_words=min_words)
+    return why_dropped(Sample(0, None, text, ended), tests, text, {"again"})
 
 
-FIRST = b'{"settings": {"rows": 2}, "seed": 1}\n'
+def test_texts_are_dropped_for_their_reason_and_no_other() -> None:
+    assert (reason(""), reason(" \n")) == ("empty", "empty")
+    assert reason("one", ended=False, keep_unfinished=False) == "did not end"
+    assert reason("one", ended=False) is None
+    assert (reason("one two", min_words=2), reason("one", min_words=2)) == (None, "under 2 words")
+    assert reason("again") == DUPLICATE
 
 
-DAMAGED = [b"{}\n", b"[]\n", b"3\n", b"x\n", b"\xff\xfe\n", b"[" * 100_000 + b"\n", FIRST + b"{}\nx"]
-
-
-@pytest.mark.parametrize("content", [*DAMAGED, FIRST + b'{"texts": 3, "dropped": {}}\n'])
-def test_a_damaged_draft_is_an_error_of_ours(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / ".set.draft.jsonl"
-    path.write_bytes(content)
-    with pytest.raises(ConfigError, match=r"cannot be read .*Remove it"):
-        Draft(path, {"rows": 2}, dict, take)
-    assert path.read_bytes() == content
-
-
-def test_a_folder_in_its_place_is_an_error_of_ours(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="IsADirectoryError"):
-        Draft(tmp_path, {}, dict, take)
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"rows": 1}, "--epsilon is missing"), ({"rows": 1, "epsilon": 2.0, "top_p": 0.5}, "--top-p: is of no use")],
+)
+def test_an_option_of_another_way_or_none_is_refused(options: dict[str, float], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        request_of(InferenceRequest, "inference", options)
 
 
 def test_what_was_added_is_there_again_for_its_owner_alone_and_what_was_cut_off_is_not(tmp_path: Path) -> None:
-    path, found = tmp_path / "draft", list[Any]()
-    Draft(path, {"rows": 2}, lambda: {"seed": 1}, found.append).add([1], {"a": 2})
+    path = tmp_path / "draft"
+    Draft(path, {"rows": 2}, lambda: {"seed": 1}).add([1], {"a": 2})
     assert path.stat().st_mode & 0o077 == 0
     with path.open("ab") as file:
         file.write(b"[1, 2")
-    again = list[Any]()
-    draft = Draft(path, {"rows": 2}, lambda: {"seed": 2}, again.append)
+    draft = Draft(path, {"rows": 2}, lambda: {"seed": 2})
+    assert (draft.facts, draft.lines) == ({"seed": 1}, [[1], {"a": 2}])
     draft.add([3])
-    assert draft.facts == {"seed": 1}
-    assert found == [[1], {"a": 2}]
-    assert again == [[1], {"a": 2}, [3]]
+    assert draft.lines == [[1], {"a": 2}, [3]]
     assert path.read_bytes().count(b"\n") == 4
+    with pytest.raises(ConfigError, match="began with another rows"):
+        Draft(path, {"rows": 3}, dict)
+
+
+def test_a_damaged_draft_is_refused_and_stays(tmp_path: Path) -> None:
+    path = tmp_path / "draft"
+    path.write_bytes(b'{"settings": {"rows": 2}, "seed": 1}\nx\n')
+    with pytest.raises(ConfigError, match=r"cannot be read\. Remove it"):
+        Draft(path, {"rows": 2}, dict)
+    assert path.read_bytes().endswith(b"x\n")

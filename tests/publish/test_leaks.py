@@ -18,16 +18,18 @@ from dpllm.text.data import load_table
 from dpllm.text.prompts import keep_rows
 
 TEMPLATE = "You are a helpful assistant who answers every question of the customer with care."
-ROWS = [(number, f"{TEMPLATE} {name} owes {number} crowns to the bakery near the old harbour since May")
+ROWS = [(number, name, f"{TEMPLATE} {name} owes {number} crowns to the bakery near the old harbour since May")
         for number, name in enumerate(("Aino", "Bertil", "Cilla", "Doris", "Erik"), start=1)]  # fmt: skip
 
 
 def a_run(root: Path, train: Any) -> RunDir:
-    """A run directory with a recipe alone."""
+    """A run directory with a recipe, and where its data lie."""
     recipe = {"model": {"name_or_path": "m"}, "data": {"train": train}, "train": {"steps": 1}, "output_dir": "run"}
     run = RunDir(root / "run")
     run.private.mkdir(parents=True)
-    run.config.write_text(dump_config(RunConfig.model_validate(recipe)))
+    config = RunConfig.model_validate(recipe)
+    run.config.write_text(dump_config(config))
+    keep_rows(run.rows, config.data, load_table(config.data.train, config.data, "train", root / "cache"), None)
     return run
 
 
@@ -38,13 +40,13 @@ def test_words_of_one_row_are_found_and_those_of_a_template_are_not() -> None:
 
 def test_a_short_row_is_found_as_a_whole() -> None:
     texts = {"README.md": "It says: the alarm code reads 516667672066, they say."}
-    assert leaks._matches([(9, "The alarm code reads 516667672066")], texts, most=3) == {"README.md": 9}
-    assert not leaks._matches([(9, "the alarm they"), (10, "they say it")], texts, most=3)
+    assert leaks._matches([(9, "", "The alarm code reads 516667672066")], texts, most=3) == {"README.md": 9}
+    assert not leaks._matches([(9, "", "the alarm they"), (10, "", "they say it")], texts, most=3)
 
 
 @pytest.mark.parametrize("source", ["*.jsonl", "ward", ["a.jsonl", "b.jsonl.gz"]])
 def test_text_of_every_file_of_a_source_is_searched_for(tmp_path: Path, source: Any) -> None:
-    rows = [json.dumps({"text": text}) + "\n" for _, text in ROWS]
+    rows = [json.dumps({"text": text}) + "\n" for _, _, text in ROWS]
     folder = tmp_path / "ward"
     tiny.write_rows(folder / "a.jsonl", [{"text": "nothing of note"}])
     (folder / ("b.jsonl.gz" if "gz" in str(source) else "b.jsonl")).write_bytes(
@@ -54,7 +56,7 @@ def test_text_of_every_file_of_a_source_is_searched_for(tmp_path: Path, source: 
     train = [str(inside / one) for one in source] if isinstance(source, list) else str(inside / source)
     run = a_run(tmp_path, train)
     with pytest.raises(Refused, match=r"training text: .* is in chat.jinja"):
-        list(leaks._rows(run, {"chat.jinja": ROWS[2][1]}, run.export))
+        list(leaks._rows(run, {"chat.jinja": ROWS[2][2]}, run.export))
 
 
 def test_what_was_not_searched_for_is_said_and_every_file_is_searched_for(
@@ -62,29 +64,27 @@ def test_what_was_not_searched_for_is_said_and_every_file_is_searched_for(
 ) -> None:
     monkeypatch.setattr(leaks, "MOST_ROWS", 10)
     tiny.write_rows(tmp_path / "a.jsonl", [{"text": "nothing of note"}] * 90)
-    tiny.write_rows(tmp_path / "b.jsonl", [{"text": ROWS[2][1]}] * 10)
+    tiny.write_rows(tmp_path / "b.jsonl", [{"text": ROWS[2][2]}] * 10)
     run = a_run(tmp_path, [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")])
     assert list(leaks._rows(run, {"chat.jinja": "nothing"}, run.export)) == [
         "training text: only 10 of 100 rows, evenly spread, were searched for."
     ]
     with pytest.raises(Refused, match=r"chat.jinja \(row 91\)"):
-        list(leaks._rows(run, {"chat.jinja": ROWS[2][1]}, run.export))
+        list(leaks._rows(run, {"chat.jinja": ROWS[2][2]}, run.export))
 
 
 def test_the_rows_are_found_from_another_directory_and_not_mistaken_for_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A relative name may be another file where one stands now."""
-    tiny.write_rows(tmp_path / "at" / "a.jsonl", [{"text": text} for _, text in ROWS])
+    tiny.write_rows(tmp_path / "at" / "a.jsonl", [{"text": text} for _, _, text in ROWS])
     tiny.write_rows(tmp_path / "else" / "a.jsonl", [{"text": "nothing of note"}])
-    run = a_run(tmp_path, "a.jsonl")
-    data = run.load_config().data
     monkeypatch.chdir(tmp_path / "at")
-    keep_rows(run.rows, data, load_table("a.jsonl", data, "train", tmp_path / "cache"), None)
+    run = a_run(tmp_path, "a.jsonl")
     for place in ("/", tmp_path / "else"):
         monkeypatch.chdir(place)
         with pytest.raises(Refused, match=r"training text: .* is in chat.jinja"):
-            list(leaks._rows(run, {"chat.jinja": ROWS[2][1]}, run.export))
+            list(leaks._rows(run, {"chat.jinja": ROWS[2][2]}, run.export))
     (tmp_path / "at" / "a.jsonl").unlink()
-    (said,) = leaks._rows(run, {"chat.jinja": ROWS[2][1]}, run.export)
-    assert "are not here" in said
+    (said,) = leaks._rows(run, {"chat.jinja": ROWS[2][2]}, run.export)
+    assert "not at hand" in said

@@ -11,8 +11,8 @@ import pytest
 from scipy import stats
 
 from dpllm.errors import ConfigError
+from dpllm.privacy.clipped_logits import LATTICE_BITS, Ballot
 from dpllm.privacy.labels import bernoulli_exp
-from dpllm.privacy.voting import LATTICE_BITS, Ballot
 
 SIGNIFICANCE = 1e-6
 

@@ -1,0 +1,117 @@
+"""What private inference is asked for, and what it would promise: batch, clip and epsilon.
+
+Comes in: a request, the public number of units. Goes out: a ``ReleaseQuote``, or a refusal. Must not read data or a model.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from dpllm.errors import ConfigError
+from dpllm.privacy.accounting import Relation, epsilon, stated
+from dpllm.privacy.clipped_logits import Ballot
+from dpllm.privacy.events import BoundedRange, number
+
+FIELD = "{text}"
+PROMPT = f"Here is one text of a collection:\n\n{FIELD}\n\nWrite another text of this collection. Answer with the text alone."
+DELTA = 1e-5
+MOST_CLIP = 4.0  # of the temperature: a larger vote is hardly ever cast
+
+
+@dataclass(frozen=True)
+class InferenceRequest:
+    """What is asked for.
+
+    Attributes:
+        rows: At most so many; fewer where filters drop texts and no batch is left.
+        epsilon: Of all rows together, > 0.
+        delta: See ``run.describe.opened``.
+        max_new_tokens: T, the most draws for one text.
+        batch: B; None: the smallest that allows C to be ``MOST_CLIP`` tau, but at most N over the rows.
+        temperature: tau.
+        top_k: Of the public candidates; 0: all tokens.
+        prompt: What a record stands in, at {text}; the public prompt has nothing there.
+        describe: File of ``dpllm describe`` with the shares of data.control.
+        keep_unfinished: See ``draft.filters`` for this and min_words.
+    """
+
+    rows: int
+    epsilon: float
+    delta: float | str | None = None
+    max_new_tokens: int = 96
+    batch: int | None = None
+    temperature: float = 1.0
+    top_k: int = 0
+    prompt: str = PROMPT
+    describe: Path | None = None
+    keep_unfinished: bool = False
+    min_words: int = 0
+
+
+@dataclass(frozen=True)
+class ReleaseQuote:
+    """What would be promised: the ballot, epsilon at delta for N units, and how many texts there can be."""
+
+    ballot: Ballot
+    event: BoundedRange
+    epsilon: float
+    delta: float
+    relation: Relation
+    units: int
+    texts: int
+
+
+def quote(request: InferenceRequest, units: int, delta: float, relation: Relation) -> ReleaseQuote:
+    """The ballot of a request, with the largest clip that keeps to epsilon, but at most ``MOST_CLIP`` tau.
+
+    Args:
+        request: What is asked for.
+        units: N, or as declared.
+        delta: Resolved.
+        relation: The neighbouring relation.
+
+    Raises:
+        ConfigError: A setting is out of range, epsilon is too small for any vote, or N has not so many batches.
+    """
+    number("--epsilon", request.epsilon, 0.0, 1000.0)
+    number("--temperature", request.temperature, 1e-6, 1e6, including=True)
+    if min(request.rows, request.max_new_tokens) < 1 or request.rows > units:
+        raise ConfigError(
+            f"--rows {request.rows} and --max-new-tokens {request.max_new_tokens} of {units:,} units: each unit votes for one "
+            "text. Type 1 or more of both, and no more rows than there are units."
+        )
+    eta = _largest_range(request, delta, relation)
+    size = request.batch
+    if size is None:
+        size = max(1, min(math.ceil(2 * MOST_CLIP / eta), units // request.rows))
+    clip = min(MOST_CLIP, eta * size / 2 * (1 - 1e-9)) * request.temperature
+    ballot = Ballot(size, clip, request.temperature, request.top_k)
+    event, texts = ballot.event(request.max_new_tokens), units // size
+    spent, _ = stated(event, delta, relation)
+    if spent > request.epsilon or texts < request.rows:
+        fit = f"the least votes cost epsilon {spent:.4g}" if spent > request.epsilon else f"{texts} texts fit"
+        raise ConfigError(
+            f"{request.rows} rows by batches of {size} of {units:,} units at epsilon {request.epsilon:g} and delta {delta:g}: "
+            f"{fit}. Ask for fewer --rows or --max-new-tokens, raise --epsilon, or leave --batch out."
+        )
+    return ReleaseQuote(ballot, event, spent, delta, relation, units, texts)
+
+
+def _largest_range(request: InferenceRequest, delta: float, relation: Relation) -> float:
+    """The largest range of a draw, to a few thousandths, of which T draws keep to epsilon."""
+
+    def cost(eta: float, accountant: str) -> float:
+        return epsilon(BoundedRange(eta, request.max_new_tokens), delta, relation, accountant)
+
+    few, many = 1e-6, 100.0  # by the quick accountant, which overstates
+    for _ in range(40):
+        middle = math.sqrt(few * many)
+        few, many = (middle, many) if cost(middle, "rdp") <= request.epsilon else (few, middle)
+    for _ in range(6):  # epsilon grows no faster than the square, so that this approaches from below
+        further = few * math.sqrt(request.epsilon / max(cost(few, "pld"), 1e-9))
+        if further > 100 or cost(further, "pld") > request.epsilon:
+            break
+        few = further
+    return few
