@@ -18,7 +18,7 @@ from scipy import sparse, special
 
 from dpllm.auditing import statistics
 from dpllm.auditing.statistics import Estimate, Floats
-from dpllm.canaries.canaries import Canary
+from dpllm.canaries.texts import Canary
 from dpllm.statement.audit import CONTROL_LEVEL
 
 # A legend of shapes: D texts, W words, P texts of a fold that are of the first side, N those of the second.

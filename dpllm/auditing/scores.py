@@ -17,7 +17,8 @@ import torch
 from numpy.typing import NDArray
 
 from dpllm.auditing.table import TOP_K, CanaryScores, TokenTable, sum_up
-from dpllm.canaries.canaries import Canary, CanaryPlan, encode_secret
+from dpllm.canaries.canaries import CanaryPlan
+from dpllm.canaries.texts import Canary, encode_secret
 from dpllm.errors import ConfigError
 from dpllm.model.longest import rows_at_once
 from dpllm.recipe.config import DataConfig

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dpllm.canaries.kinds import REJECTED
+from dpllm.canaries.texts import REJECTED
 from dpllm.errors import ConfigError
 from dpllm.files import write_whole
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from dpllm.canaries.canaries import CanaryPlan
-    from dpllm.canaries.source import ModelSource
+    from dpllm.canaries.texts import ModelSource
     from dpllm.recipe.config import RunConfig
     from dpllm.run.directory import RunDir
 
@@ -33,7 +33,7 @@ def add_commands(add: AddCommand) -> None:
 
 def run(known: argparse.Namespace, rest: list[str]) -> int:
     """Plans the canaries and prints how many, never what they say."""
-    from dpllm.canaries import canaries
+    from dpllm.canaries import canaries, texts
     from dpllm.recipe.derived import pairs_of
     from dpllm.run.directory import RunDir
     from dpllm.run.labels import read_labels
@@ -47,7 +47,7 @@ def run(known: argparse.Namespace, rest: list[str]) -> int:
         run_dir.private.chmod(0o700)
         if config.audit.texts.place == "prompt":
             config = _with_format(config, run_dir)
-            canaries.check_place("prompt", config.data.format)
+            texts.check_place("prompt", config.data.format)
         source, gradient = _source(config, run_dir), config.audit.gradient_canaries
         if label := read_labels(config.data):
             config = config.changed({"data.label_epsilon": label.epsilon})
@@ -104,13 +104,13 @@ def _check(config: RunConfig, run: RunDir, overwrite: bool) -> None:
 
 def _source(config: RunConfig, run: RunDir) -> ModelSource | None:
     """The base model, for the kinds that are made of it; of the data the names of the columns alone are looked at."""
-    from dpllm.canaries.kinds import NEED_MODEL
+    from dpllm.canaries.canaries import NEED_MODEL
 
     if config.audit.texts.kind not in NEED_MODEL:
         return None
     import torch
 
-    from dpllm.canaries.source import ModelSource
+    from dpllm.canaries.texts import ModelSource
     from dpllm.model import loading
 
     config = _with_format(config, run)

@@ -21,7 +21,8 @@ from dpllm.auditing.bounds import epsilon_lower_bound
 from dpllm.auditing.scores import score_encoded
 from dpllm.auditing.summary import Beside, summarise
 from dpllm.canaries import canaries
-from dpllm.canaries.canaries import Canary, count_groups, encode_secret
+from dpllm.canaries.canaries import count_groups
+from dpllm.canaries.texts import Canary, encode_secret
 from dpllm.errors import ConfigError
 from dpllm.model import elsewhere
 from dpllm.model.loading import ScoringModels, positions

@@ -19,8 +19,8 @@ from accelerate import PartialState
 from rich.console import Console
 
 from dpllm.canaries import canaries
-from dpllm.canaries.canaries import CanaryPlan, encode_secret
-from dpllm.canaries.source import ModelSource
+from dpllm.canaries.canaries import CanaryPlan
+from dpllm.canaries.texts import ModelSource, encode_secret
 from dpllm.errors import ConfigError, Refused
 from dpllm.files import write_json
 from dpllm.ledger import open_ledger

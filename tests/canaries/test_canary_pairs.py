@@ -16,6 +16,7 @@ from scipy import stats
 from dpllm.auditing.bounds import epsilon_of
 from dpllm.canaries import canaries
 from dpllm.canaries.canaries import CanaryPlan, check_fits, load, plan_canaries, redraw_coins, save, slots
+from dpllm.canaries.texts import Canary
 from dpllm.errors import ConfigError
 from dpllm.privacy.labels import flip_probability
 from dpllm.recipe.audit import AuditConfig, CanaryConfig
@@ -36,7 +37,7 @@ def test_both_answers_of_a_pair_are_secrets_of_their_own_drawn_alike(seed: int) 
     assert stats.binomtest(larger, len(everyone)).pvalue > 1e-8
 
 
-def sides(one: canaries.Canary) -> dict[str, str]:
+def sides(one: Canary) -> dict[str, str]:
     return {"chosen": one.secret, "rejected": one.rejected}
 
 

@@ -20,7 +20,7 @@ from dpllm.auditing import summary
 from dpllm.auditing.run import audit
 from dpllm.auditing.table import read_scores
 from dpllm.canaries import canaries
-from dpllm.canaries.canaries import encode_secret
+from dpllm.canaries.texts import encode_secret
 from dpllm.errors import ConfigError
 from dpllm.files import read_json, write_json
 from dpllm.privacy.plan import AuditSettings

@@ -14,6 +14,7 @@ from dpllm.auditing import attacks, statistics
 from dpllm.auditing.bounds import epsilon_lower_bound
 from dpllm.auditing.table import CanaryScores
 from dpllm.canaries import canaries
+from dpllm.canaries.texts import Canary
 from dpllm.errors import ConfigError
 from dpllm.lab import outside
 from dpllm.lab.outside import FEWEST_OUT, Manifest, read_manifest
@@ -176,10 +177,10 @@ def summarise(monkeypatch, planned, claim, lift, seed, base_shift=0.0):
 def manifest(count=200, references=0, *, independent=True, seed=0, groups=(1,)):
     draw = random.Random(seed)
     made = tuple(
-        canaries.Canary(f"c{n:05d}", groups[n % len(groups)], f"a{n}", f"{n:08d}", bool(draw.getrandbits(1)))
+        Canary(f"c{n:05d}", groups[n % len(groups)], f"a{n}", f"{n:08d}", bool(draw.getrandbits(1)))
         for n in range(count)
     )
-    others = tuple(canaries.Canary(f"r{n:05d}", 0, f"b{n}", f"{n:08d}", inserted=False) for n in range(references))
+    others = tuple(Canary(f"r{n:05d}", 0, f"b{n}", f"{n:08d}", inserted=False) for n in range(references))
     return Manifest(made, others, independent)
 
 
