@@ -175,7 +175,7 @@ FEATURES = (
     Feature(
         "canaries and audits",
         "What a model memorised: canaries, extraction, membership, with bounds that hold.",
-        ("auditing/*.py", "canaries/*.py", "cli/audit.py", "cli/canaries.py"),
+        ("auditing/*.py", "canaries/*.py", "cli/audit.py"),
         4_030,
     ),
     Feature(

@@ -31,8 +31,6 @@ KEYS: dict[str, tuple[str, ...]] = {
     "new_tokens": (),
 }
 """For each kind the keys of audit.canaries, beside groups and references, that its texts follow from."""
-NEED_MODEL = frozenset({"random_tokens", "new_tokens"})
-"""Kinds that are made of the base model's tokens, and so need it."""
 RAREST = 1 / 8
 """Share of the vocabulary from which new_tokens are drawn, if so many tokens can stand alone."""
 SENTENCES_ASKED = 64
@@ -160,8 +158,8 @@ def check_fits(
     if different:
         keys = ", ".join(different)
         raise ConfigError(
-            f"{path}: these canaries were planned with another {keys} than the recipe has, and the audit reads the recipe. Plan "
-            "them again with dpllm canaries plan RECIPE --overwrite, or delete the file to have new ones drawn."
+            f"{path}: these canaries were planned with another {keys} than the recipe has, and the audit reads the recipe. "
+            "Delete the file to have new ones drawn."
         )
     return plan
 

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 
 import dpllm
-from dpllm.cli import audit, canaries, compare, describe, epsilon, ledger, plan, publish, synthesize
+from dpllm.cli import audit, compare, describe, epsilon, ledger, plan, publish, synthesize
 from dpllm.cli.plan import Call, take_json
 from dpllm.errors import ConfigError, DpllmError, EndedElsewhere
 from dpllm.recipe.retired import RETIRED
@@ -59,9 +59,7 @@ def _run(arguments: list[str]) -> int:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     try:
         wrong = unknown + (
-            overrides
-            if known.command not in {"plan", "train", "describe", "canaries", "audit", "sweep", "synthesize"}
-            else []
+            overrides if known.command not in {"plan", "train", "describe", "audit", "sweep", "synthesize"} else []
         )
         if wrong:
             for name in (argument.partition("=")[0] for argument in wrong):
@@ -127,7 +125,7 @@ def _parser() -> argparse.ArgumentParser:
             take_json(sub, json)
         return sub
 
-    for module in (plan, describe, canaries, audit, compare, publish, synthesize, epsilon):
+    for module in (plan, describe, audit, compare, publish, synthesize, epsilon):
         module.add_commands(add)
     ledger.add_arguments(add("ledger", ledger.run, "the privacy budget of each dataset, across all runs", None))
     add("env", _env, "versions and hardware, for a bug report")

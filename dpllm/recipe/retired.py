@@ -26,11 +26,12 @@ RETIRED = {
     "privacy.grad_sample_mode": "is retired: the form of each gradient follows from public shapes alone; leave the key out",
     # Options and actions of a command, and commands.
     "compare --no-intervals": "no losses of single examples are computed any more, so compare loads no model; leave it out",
+    "canaries": "dpllm train draws them, and plan.json commits to them before the first step; train with the recipe",
     "curve": "type pandas.read_json('RUN/private/metrics.jsonl', lines=True).plot('step', 'loss') in a notebook",
     "plan --after": "adaptive clipping is retired, whose figures it read; privacy.clipping automatic needs no C to be tuned",
     "plan --compare": "it gave no guarantee; dpllm plan --json has epsilon by each accountant, as `accountants`",
     "plan --figure": "plan prints and draws nothing; --json has every figure of the table",
-    **{f"{command} --config": "type the recipe itself" for command in ("plan", "train", "sweep", "canaries")},
+    **{f"{command} --config": "type the recipe itself" for command in ("plan", "train", "sweep")},
     "plan --sweep": "it planned what several dpllm plan commands plan; type one for each value, as --privacy.epsilon 3",
     "epsilon --trials": "the epsilon of one run does not cover choosing the best of several; let the ledger charge every run",
     "epsilon --select": "it belonged to --trials, which is retired too; let the ledger charge every run",

@@ -262,7 +262,7 @@ def _here(decision: Decision, config: RunConfig) -> Decision:
 
 
 def _canaries(config: RunConfig, run: RunDir, resume: bool, tokenizer: Any, device: torch.device) -> CanaryPlan:
-    """Those of the run that goes on, those that ``dpllm canaries plan`` left for a run that has not begun, or new ones.
+    """Those of the run that goes on, those that lie there for a run that has not begun, as shadow runs have, or new ones.
 
     Those of an earlier run in the same directory are never taken: what it published tells their coins.
     """

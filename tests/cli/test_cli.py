@@ -85,7 +85,6 @@ def test_overrides_may_stand_anywhere(recipe: Path, capsys: pytest.CaptureFixtur
     [
         (["plan"], "name a recipe"),
         (["train"], "name a recipe"),
-        (["canaries", "plan"], "name a recipe: dpllm canaries plan recipes/"),
         (["plan", "."], "is a directory, and a recipe is a YAML file"),
         (["plan", "--config", "RECIPE"], "--config is retired: type the recipe itself"),
         (["plan", "RECIPE", "--jsn"], "unknown argument --jsn"),

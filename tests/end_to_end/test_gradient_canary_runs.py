@@ -243,7 +243,6 @@ def alone(tmp_path_factory: pytest.TempPathFactory, base: Path, data_home: Path)
     """What a run may carry that is published: gradient canaries, and no text; read only."""
     place = make_place(tmp_path_factory.mktemp("alone"), base, {**SETTINGS, "audit.canaries": None})
     done("train", place.recipe)
-    done("canaries", "plan", place.recipe, "--output_dir", place.root / "again")
     done("train", place.recipe, "--output_dir", place.root / "again")
     for run in (place.run, place.root / "again"):
         done("audit", run)

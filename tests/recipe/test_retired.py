@@ -16,7 +16,7 @@ from dpllm.run.directory import RunDir
 ATTACK = "audit --attack "
 ATTACKS = [name for name in RETIRED if name.startswith(ATTACK)]
 OPTIONS = [name for name in RETIRED if " --" in name and name not in ATTACKS]
-ACTIONS = ["curve", *(name for name in RETIRED if name.startswith("ledger ") and name not in OPTIONS)]
+ACTIONS = ["canaries", "curve", *(name for name in RETIRED if name.startswith("ledger ") and name not in OPTIONS)]
 KEYS = [name for name in RETIRED if name not in {*ATTACKS, *OPTIONS, *ACTIONS}]
 
 
