@@ -19,7 +19,6 @@ from pathlib import Path
 ROOMS = (  # from top to bottom: a room may import only rooms below it
     "front door",
     "cli",
-    "lab",
     "comparison",
     "publish",
     "verification",
@@ -173,16 +172,16 @@ FEATURES = (
         2_726,
     ),
     Feature(
+        "audits of other models",
+        "The same audit of a model that was trained elsewhere, and the bound over many runs.",
+        ("auditing/outside.py", "auditing/shadows.py"),
+        610,
+    ),
+    Feature(
         "canaries and audits",
         "What a model memorised: canaries, extraction, membership, with bounds that hold.",
         ("auditing/*.py", "canaries/*.py", "cli/audit.py"),
         4_030,
-    ),
-    Feature(
-        "audits of other models",
-        "The same audit of a model that was trained elsewhere, and the bound over many runs.",
-        ("lab/*.py",),
-        610,
     ),
     Feature(
         "cards and statements",

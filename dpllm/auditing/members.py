@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dpllm.auditing import attacks, statistics
-from dpllm.auditing.blind import blind
 from dpllm.auditing.scores import score_sequences, zlib_bytes
-from dpllm.auditing.statistics import Estimate, Floats, shown
+from dpllm.auditing.statistics import Estimate, Floats, blind, shown
 from dpllm.auditing.summary import CONFIDENCE, separation
 from dpllm.auditing.table import TokenTable
 from dpllm.errors import ConfigError

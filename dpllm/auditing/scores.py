@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dpllm.auditing.table import TOP_K, CanaryScores, TokenTable, sum_up
+from dpllm.auditing.table import TOP_K, TokenTable
 from dpllm.canaries.canaries import CanaryPlan
 from dpllm.canaries.texts import Canary, encode_secret
 from dpllm.errors import ConfigError
@@ -113,9 +113,7 @@ def score(
     return done
 
 
-def score_canaries(
-    models: ScoringModels, plan: CanaryPlan, fmt: Format, data: DataConfig
-) -> tuple[tuple[CanaryScores, ...], TokenTable]:
+def score_canaries(models: ScoringModels, plan: CanaryPlan, fmt: Format, data: DataConfig) -> TokenTable:
     """Scores every candidate and reference on the tuned and the base model, of a pair both answers, and token by token.
 
     Every token that entered the loss is scored, which in format text are those of the carrier too; of a secret that stands in a
@@ -131,12 +129,12 @@ def score_canaries(
 
 def score_encoded(
     models: ScoringModels, canaries: Sequence[Canary], encoded: Sequence[tuple[TokenSequence, Sequence[bool]]]
-) -> tuple[tuple[CanaryScores, ...], TokenTable]:
+) -> TokenTable:
     """The same of canaries that are encoded already, each with the mask of its secret's tokens."""
     sequences, secrets = zip(*encoded, strict=True)
     masks = [np.array(sequence.loss_mask, dtype=np.bool_) for sequence in sequences]
     ids_N = np.concatenate([np.array(one.input_ids)[mask] for one, mask in zip(sequences, masks, strict=True)])
-    tokens = TokenTable(
+    return TokenTable(
         canary_ids=tuple(canary.canary_id for canary in canaries),
         zlib_bytes_S=np.array([zlib_bytes(canary.text) for canary in canaries]),
         sequence_N=np.repeat(np.arange(len(masks)), [mask.sum() for mask in masks]),
@@ -146,7 +144,6 @@ def score_encoded(
         secret_N=np.concatenate([np.array(secret)[mask] for secret, mask in zip(secrets, masks, strict=True)]),
         word_N=np.unique(ids_N, return_inverse=True)[1],
     )
-    return sum_up(tokens), tokens
 
 
 def score_sequences(models: ScoringModels, sequences: Sequence[TokenSequence], masks: Sequence[Mask]) -> dict[str, Any]:

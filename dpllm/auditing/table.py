@@ -41,8 +41,8 @@ class TokenTable:
             temperature 1; -inf where it is none of them.
         groups: Of canaries: how often each is repeated, 0 for a reference.
         coins: Of canaries: what the coin said, None for a reference.
-        secret_N: Of canaries: whether a token is of the secret; None where nothing else was scored.
-        word_N: Of canaries: a number that stands for the token, the same wherever it stands, from 0; beside ``secret_N``.
+        secret_N: Of canaries: whether a token is of the secret.
+        word_N: Of canaries: a number that stands for the token, the same wherever it stands, from 0.
     """
 
     canary_ids: tuple[str, ...]
@@ -65,11 +65,10 @@ class TokenTable:
 
     def secrets(self) -> TokenTable:
         """The same of the secrets' tokens alone."""
-        if self.secret_N is None:
-            return self
+        assert self.secret_N is not None
         names = [field.name for field in fields(self) if field.name.endswith("_N")]
         kept = {name: getattr(self, name)[self.secret_N] for name in names}
-        return replace(self, **{**kept, "secret_N": None, "word_N": None})
+        return replace(self, **kept)
 
     def starts(self) -> NDArray[np.int64]:
         """Shape (S,): where each sequence begins."""
@@ -178,7 +177,8 @@ def write_tokens(table: TokenTable, path: Path) -> None:
         "inserted": pyarrow.array(np.array(table.coins, dtype=object)[table.sequence_N], pyarrow.bool_()),
         "zlib_bytes": table.zlib_bytes_S[table.sequence_N],
         **{name.removesuffix("_N"): getattr(table, name) for name in _TOKEN_COLUMNS},
-        **({} if table.secret_N is None else {"secret": table.secret_N, "word": table.word_N}),
+        "secret": table.secret_N,
+        "word": table.word_N,
     }
     content, written = io.BytesIO(), pyarrow.table(columns)
     # Log-probabilities are float32 in float64: split into bytes, half of them are zeros.
@@ -206,17 +206,15 @@ def read_tokens(path: Path) -> TokenTable:
         if len(set(ids)) != len(ids):
             raise ValueError("a sequence in two parts")
         values: dict[str, Any] = {name: read[name.removesuffix("_N")].to_numpy() for name in _TOKEN_COLUMNS}
-        if "group" in read.column_names:
-            first = read.select(["group", "inserted"]).filter(first_N)
-            if first["group"].null_count:
-                raise ValueError("a canary without a group")
-            values["groups"] = tuple(first["group"].cast(pyarrow.int64()).to_pylist())
-            values["coins"] = tuple(first["inserted"].cast(pyarrow.bool_()).to_pylist())
-        if "secret" in read.column_names:
-            values["secret_N"] = _one_run(read["secret"].cast(pyarrow.bool_()).to_numpy(), first_N)
-            values["word_N"] = read["word"].cast(pyarrow.int64()).to_numpy()
-            if not np.isin(values["word_N"], np.arange(len(first_N))).all():  # a gap among them
-                raise ValueError("a number for a token that is none")
+        first = read.select(["group", "inserted"]).filter(first_N)
+        if first["group"].null_count:
+            raise ValueError("a canary without a group")
+        values["groups"] = tuple(first["group"].cast(pyarrow.int64()).to_pylist())
+        values["coins"] = tuple(first["inserted"].cast(pyarrow.bool_()).to_pylist())
+        values["secret_N"] = _one_run(read["secret"].cast(pyarrow.bool_()).to_numpy(), first_N)
+        values["word_N"] = read["word"].cast(pyarrow.int64()).to_numpy()
+        if not np.isin(values["word_N"], np.arange(len(first_N))).all():  # a gap among them
+            raise ValueError("a number for a token that is none")
         return TokenTable(ids, read["zlib_bytes"].to_numpy()[first_N], np.cumsum(first_N) - 1, **values)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such token table; run dpllm audit first.") from None
@@ -232,18 +230,3 @@ def _one_run(secret_N: NDArray[Any], first_N: NDArray[np.bool_]) -> NDArray[np.b
     if (np.add.reduceat(begins_N.astype(np.int64), np.flatnonzero(first_N)) != 1).any():
         raise ValueError("a sequence without a secret, or with two")
     return secret_N
-
-
-def read_scores(folder: Path) -> tuple[tuple[CanaryScores, ...], TokenTable]:
-    """The tables of an audit.
-
-    Args:
-        folder: With tokens.parquet.
-
-    Raises:
-        ConfigError: Missing or damaged file.
-    """
-    tokens = read_tokens(folder / "tokens.parquet")
-    if len(tokens.groups) != len(tokens.canary_ids):
-        raise ConfigError(f"{folder}/tokens.parquet: has no groups and coins. Run dpllm audit again.")
-    return sum_up(tokens), tokens

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,6 @@ def add_commands(add: AddCommand) -> None:
     parser = add("audit", run, "attack a run: canary exposure, extraction, membership, an epsilon lower bound")
     option = parser.add_argument
     option("run", help="run directory; a model trained elsewhere")
-    option("--attack", metavar="NAME", help="run only this attack; nothing is written, no bound is computed")
     option(
         "--twin",
         metavar="RUN",
@@ -69,7 +67,7 @@ def run(known: argparse.Namespace, rest: list[str]) -> int:
 
 def _check_options(known: argparse.Namespace) -> None:
     """Options of two audits at once, one of which would be left out without a word."""
-    alone = [name for name in ("attack", "canaries", "members") if getattr(known, name)]
+    alone = [name for name in ("canaries", "members") if getattr(known, name)]
     added = [name for name in ("twin", "shadows") if getattr(known, name)]
     if len(alone) > 1 or (alone and added):
         first, second = (f"--{name.replace('_', '-')}" for name in (*alone, *added)[:2])
@@ -111,17 +109,8 @@ def _run(known: argparse.Namespace, path: Path) -> int:
         opened = open_run(run)
         found = audit_run_members(opened, audits.load_models(opened))
         return _show(known, found, terminal.members_table(found), f"Private: {run.private / 'audit_members.json'}")
-    if known.attack:
-        part = audits.attack(run, known.attack)
-        return _show(known, part, terminal.part_table(known.attack, part))
     twin = RunDir(Path(known.twin)) if known.twin else None
-    shadows = None
-    if known.shadows:
-        from dpllm.lab.shadows import audit_shadows, may_train
-
-        may_train(open_run(run))
-        shadows = partial(audit_shadows, num_shadows=known.shadows, console=plain_console(stderr=True))
-    report = audits.audit(run, twin=twin, shadows=shadows)
+    report = audits.audit(run, twin=twin, shadows=known.shadows or 0, console=plain_console(stderr=True))
     told = f"Written to {run.audit_dir(report.published)}"
     if (run.export / CARD).exists() and report.published:
         told += f". The card states the audit before this one: type dpllm card {known.run}"
@@ -130,8 +119,7 @@ def _run(known: argparse.Namespace, path: Path) -> int:
 
 def _elsewhere(known: argparse.Namespace, path: Path) -> int:
     """A model that somebody else trained."""
-    from dpllm.auditing import terminal
-    from dpllm.lab import outside
+    from dpllm.auditing import outside, terminal
 
     claim = outside.outside_claim(known.epsilon, known.delta, known.unit or "example")
     report = outside.audit_outside(path, Path(known.canaries), base=known.base, claim=claim, fmt=known.format or "text")

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from dpllm.auditing.rates import upper_limit
+from dpllm.auditing.statistics import upper_limit
 from dpllm.card.dataset_card import public_sides, reads
 from dpllm.errors import DataError, DpllmError
 from dpllm.files import read_json, write_json

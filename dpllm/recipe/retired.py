@@ -38,6 +38,7 @@ RETIRED = {
     "audit --mechanism": "every run checks its engine before it starts; set audit.gradient_canaries: 500, then audit the run",
     "audit --scores-only": "an audit is one scoring pass since nothing is generated any more; leave it out",
     "audit --non-members": "rows that trained elsewhere are not compared any more; plant canaries, and type --canaries FILE",
+    "audit --attack": "an audit makes every attack from one scoring pass, and --json prints them all; leave it out",
     "audit --output": "a report on a model trained elsewhere is printed; type --json > FILE to keep it",
     "audit --leakage": "it attacked a gradient, which a released model does not show; examples/gradient_leakage.py does it",
     "train --make-up-lost-steps": "steps that a crash lost stay lost, and the card counts them; leave the option out",
@@ -66,13 +67,4 @@ RETIRED = {
     "ledger history": "dpllm ledger show has budgets, runs and exceptions; dpllm ledger export prints every entry",
     "ledger --served": "dpllm verify DIR --ledger FILE says whether the ledger holds a served model's run",
     "ledger plot": "it had no effect; dpllm ledger show says what is left, and dpllm ledger metrics tells Prometheus",
-    # Attacks of dpllm audit --attack.
-    "audit --attack untargeted": "a secret is extracted sooner from its own beginning; type --attack extraction",
-    "audit --attack min_k": "Min-K%++ is the same of standardised log-probabilities; type --attack min_k_plus",
-    "audit --attack min_k_plus_ratio": "calibrated takes off what the base model knows; type --attack calibrated",
-    "audit --attack gains_over_losses": "calibrated separated better without privacy and at epsilon 8; type --attack calibrated",
-    "audit --attack rmia": "with the base model as its only reference it orders canaries as loss does; type --attack calibrated",
-    "audit --attack completion": "extraction counts the secrets that greedy decoding completes; type --attack extraction",
-    "audit --attack windows": "calibrated separated better without privacy and at epsilon 8; type --attack calibrated",
-    "audit --attack personal": "extraction counts the samples that a detail takes; type --attack extraction",
 }

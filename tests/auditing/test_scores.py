@@ -16,8 +16,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from dpllm.auditing import attacks, scores
 from dpllm.auditing.scores import score, score_canaries
-from dpllm.auditing.table import read_scores
-from dpllm.canaries.canaries import Canary, encode_secret, plan_canaries
+from dpllm.auditing.table import read_tokens, sum_up
+from dpllm.canaries.canaries import plan_canaries
+from dpllm.canaries.texts import Canary, encode_secret
 from dpllm.errors import ConfigError
 from dpllm.recipe.audit import CanaryConfig
 from dpllm.text.data import TokenSequence, encode
@@ -215,9 +216,10 @@ def test_the_table_holds_both_models_and_every_canary_once(tokenizer, model):
     plan = plan_canaries(CanaryConfig(groups={1: 20, 2: 10}, references=100), generator=random.Random(0))
     torch.manual_seed(1)
     base = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_layer=1, n_head=2, n_positions=128)).eval()
-    table, tokens = score_canaries(Pair(tokenizer, model, base), plan, "text", tiny.reads(128, "truncate"))
+    tokens = score_canaries(Pair(tokenizer, model, base), plan, "text", tiny.reads(128, "truncate"))
+    table = sum_up(tokens)
     assert tokens.canary_ids == tuple(row.canary_id for row in table)
-    for scored, rows in ((tokens.secrets(), table), (tokens, attacks.of_whole_rows(table, tokens))):
+    for scored, rows in ((tokens.secrets(), table), (tokens, attacks.whole_rows(tokens))):
         assert scored.lengths().tolist() == [row.num_tokens for row in rows]
         for which in ("tuned", "base"):
             sums = np.add.reduceat(getattr(scored, f"{which}_log_prob_N"), scored.starts())
@@ -232,7 +234,7 @@ def test_the_table_holds_both_models_and_every_canary_once(tokenizer, model):
         assert row.base_log_prob == pytest.approx(sum(naive(base, sequence, mask)[0]), abs=1e-3)
         assert row.num_tokens == sum(mask)
         trained = sequence.loss_mask
-        (whole,) = attacks.of_whole_rows([row], tokens)
+        (whole,) = (one for one in attacks.whole_rows(tokens) if one.canary_id == row.canary_id)
         assert whole.num_tokens == sum(trained) > sum(mask)
         assert whole.tuned_log_prob == pytest.approx(sum(naive(model, sequence, trained)[0]), abs=1e-3)
         assert whole.base_log_prob == pytest.approx(sum(naive(base, sequence, trained)[0]), abs=1e-3)
@@ -247,4 +249,4 @@ def test_the_table_holds_both_models_and_every_canary_once(tokenizer, model):
 
 def test_an_audit_without_its_table_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="run dpllm audit first"):
-        read_scores(tmp_path / "none")
+        read_tokens(tmp_path / "tokens.parquet")

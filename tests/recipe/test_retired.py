@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from dpllm import cli
-from dpllm.auditing import run as audit_run
 from dpllm.errors import ConfigError
 from dpllm.recipe.config import make_config
 from dpllm.recipe.retired import RETIRED
-from dpllm.run.directory import RunDir
 
-ATTACK = "audit --attack "
-ATTACKS = [name for name in RETIRED if name.startswith(ATTACK)]
-OPTIONS = [name for name in RETIRED if " --" in name and name not in ATTACKS]
+OPTIONS = [name for name in RETIRED if " --" in name]
 ACTIONS = ["canaries", "curve", *(name for name in RETIRED if name.startswith("ledger ") and name not in OPTIONS)]
-KEYS = [name for name in RETIRED if name not in {*ATTACKS, *OPTIONS, *ACTIONS}]
+KEYS = [name for name in RETIRED if name not in {*OPTIONS, *ACTIONS}]
 
 
 @pytest.mark.parametrize("name", KEYS)
@@ -41,13 +35,3 @@ def test_an_option_of_a_command(name: str, capsys: pytest.CaptureFixture[str]) -
 def test_a_command_or_an_action(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(name.split()) == 2
     assert capsys.readouterr().err == f"dpllm {name} is retired: {RETIRED[name]}.\n"
-
-
-@pytest.mark.parametrize("name", ATTACKS)
-def test_an_attack(name: str) -> None:
-    attack = name.removeprefix(ATTACK)
-    assert attack not in audit_run.ATTACKS
-    assert RETIRED[name].rpartition(" ")[2] in audit_run.ATTACKS
-    with pytest.raises(ConfigError) as caught:
-        audit_run.attack(RunDir(Path("run")), attack)
-    assert str(caught.value) == f"--attack {attack} is retired: {RETIRED[name]}."

@@ -23,11 +23,11 @@ from rich.console import Console
 
 from dpllm import ledger
 from dpllm.auditing import attacks
-from dpllm.auditing.rates import Rates, epsilon_from_rates, many_runs
+from dpllm.auditing.bounds import Rates, epsilon_from_rates, many_runs
 from dpllm.auditing.scores import score_canaries
 from dpllm.auditing.statistics import Floats
 from dpllm.auditing.summary import CONFIDENCE, separation
-from dpllm.auditing.table import CanaryScores, by_group
+from dpllm.auditing.table import CanaryScores, TokenTable, by_group
 from dpllm.canaries import canaries
 from dpllm.canaries.canaries import CanaryPlan
 from dpllm.errors import ConfigError, DpllmError, Refused
@@ -66,19 +66,17 @@ class ShadowScores:
     log_prob_KM: Floats
 
 
-def audit_shadows(
-    run: Run, table: Sequence[CanaryScores], delta: float, *, num_shadows: int, console: Console
-) -> dict[str, Any]:
+def audit_shadows(run: Run, tokens: TokenTable, delta: float, num_shadows: int, console: Console) -> dict[str, Any]:
     """Trains what is missing of K shadows of a completed run, scores them, and says what they show about the run.
 
-    The table holds the run's scores; delta is the claim's; console takes a line a shadow.
+    The table is the run's; delta is the claim's; console takes a line a shadow.
 
     Raises:
         ConfigError, Refused: See ``may_train``; or a shadow's Plan is not the run's.
         DpllmError: A shadow was interrupted.
     """
     scores = score_shadows(train_shadows(run, num_shadows, console))
-    return summarise_shadows(by_group(table), scores, delta=delta, alpha=run.config.audit.alpha)
+    return summarise_shadows(by_group(attacks.whole_rows(tokens)), scores, delta=delta, alpha=run.config.audit.alpha)
 
 
 def may_train(run: Run) -> None:
@@ -88,10 +86,14 @@ def may_train(run: Run) -> None:
     one run covers. So the data have to be public.
 
     Raises:
-        ConfigError: The run is not complete, lost steps, or the data are other ones by now.
+        ConfigError: The run is not complete, lost steps, has labels as canaries, or the data are other ones by now.
         Refused: The data are not declared public, or have a budget.
     """
     config, record, folder = run.config, run.record, run.directory
+    if run.canaries and run.canaries.label_epsilon:
+        raise ConfigError(
+            f"{folder.root}: its canaries are labels, which shadow runs do not know. Audit it without --shadows."
+        )
     if record.status != "completed" or record.resumes:
         raise ConfigError(
             f"{folder.root}: the run did not complete, or lost steps in a crash, so shadow runs of its recipe would not be "
@@ -130,7 +132,6 @@ def train_shadows(run: Run, num_shadows: int, console: Console) -> tuple[Run, ..
         The coins of each shadow are drawn by ``canaries.redraw_coins`` before it is trained. Nothing is booked in the ledger
         of the run: the shadows have one of their own.
     """
-    may_train(run)
     assert run.canaries is not None
     folder = RunDir(run.directory.private / "shadows")
     folder.root.mkdir(mode=0o700, exist_ok=True)
@@ -166,7 +167,7 @@ def score_shadows(runs: Sequence[Run]) -> ShadowScores:
         assert plan is not None
         assert config.data.format != "auto"  # training writes the format that it found
         models = loading.load_for_scoring(config, shadow.export_dir, device)
-        table = attacks.of_whole_rows(*score_canaries(models, plan, config.data.format, config.data))
+        table = attacks.whole_rows(score_canaries(models, plan, config.data.format, config.data))
         log_probs.append(attacks.loss(table[: len(plan.canaries)]))  # candidates stand before references
         coins.append([canary.inserted for canary in plan.canaries])
         ids = tuple(row.canary_id for row in table[: len(plan.canaries)])
@@ -320,7 +321,7 @@ def one_canary_bound(
     """A lower bound on epsilon from the first candidate that is inserted once: one score of the target, one of each shadow.
 
     Guarantee:
-        That of ``rates.many_runs``: P[value > epsilon] <= alpha if every run draws its coins, sample and noise anew from one
+        That of ``many_runs``: P[value > epsilon] <= alpha if every run draws its coins, sample and noise anew from one
         (epsilon, delta)-DP mechanism. The canary is the one with the smallest id, whatever the scores.
     """
     runs: dict[str, Any] = {"value": None, "ceiling": None, "alpha": alpha, "delta": delta}

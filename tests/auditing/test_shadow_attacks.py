@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from dpllm.auditing import rates, statistics
+from dpllm.auditing import bounds, statistics
+from dpllm.auditing.shadows import LIFT_FLOOR, ShadowScores, lira, one_canary_bound, shadow_scores
 from dpllm.auditing.table import CanaryScores
-from dpllm.lab.shadows import LIFT_FLOOR, ShadowScores, lira, one_canary_bound, shadow_scores
 
 
 def world(rng, *, lift, shadows=8, once=300, difficulty=2.0, noise=1.0, tokens=4, spread=0.0):
@@ -167,7 +167,7 @@ def test_the_bound_counts_target_and_shadows_and_is_that_of_many_runs():
     coins = [True, False] * 40
     scores = [1.0 * coin for coin in coins]
     found = one_canary_bound(*one_canary(coins, scores), delta=1e-5, alpha=0.05)
-    wanted = rates.many_runs(
+    wanted = bounds.many_runs(
         [s for s, c in zip(scores, coins, strict=True) if c],
         [s for s, c in zip(scores, coins, strict=True) if not c],
         delta=1e-5,
