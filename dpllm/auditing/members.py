@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,10 +39,6 @@ LIMIT = 1000
 """Units of each side that are scored."""
 FEWEST = 50
 """On each side; with fewer, no control could tell a shift from chance."""
-NGRAM = 13
-"""Words in a row that two texts hardly share by chance."""
-NEAR_COPY = 0.5
-"""A row that has more than this share of its 13-word runs in common with members is a copy of theirs."""
 NOTE = (
     "Computed from private rows and not covered by the privacy guarantee: it must not be published. It says nothing about "
     "epsilon, because nobody drew by coins which of these rows trained."
@@ -76,11 +72,6 @@ def rows_of_run(run: Run) -> tuple[Sequence[Rows], Sequence[Rows], Format]:
     cache = run.directory.private / "cache"
     trained = data.load_table(settings.train, settings, settings.train_split, cache)
     rest = data.load_table(settings.eval, settings, settings.eval_split, cache)
-    if rest.format != trained.format:
-        raise ConfigError(
-            f"{rest.name}: is read as {rest.format} and the training data as {trained.format}, so any difference could come "
-            "from the format. Set data.format, or evaluation data of the same columns."
-        )
     return data.group_rows(trained, settings), data.group_rows(rest, settings), trained.format
 
 
@@ -122,7 +113,9 @@ def audit_members(
                 "difference in the data from chance. Give more rows."
             )
     units, first = [*sides[0], *sides[1]], len(sides[0])
-    texts = [_read(unit, models.tokenizer) for unit in units]
+    # What the models read of a unit, which is all that the controls may use: no more, and no less.
+    ids = [[sequence.input_ids for sequence in unit.sequences] for unit in units]
+    texts = ["\n".join(models.tokenizer.batch_decode(own, skip_special_tokens=True)) for own in ids]
     tokens = _score(models, units, texts)
     base_S = _mean(tokens, tokens.base_log_prob_N)  # the control: the base model saw neither side
     base = statistics.auc(base_S[:first], base_S[first:], CONFIDENCE)
@@ -142,50 +135,31 @@ def audit_members(
 
 
 def check_overlap(members: Sequence[Rows], non_members: Sequence[Rows], fmt: Format, unit: str) -> None:
-    """Looks for non-members that trained: the same text, a near copy, or another row of the same unit.
-
-    Case and white space make no difference. A near copy has more than half of its runs of 13 words in common with members.
+    """Looks for non-members that trained: the same text, but for case and white space, or another row of the same unit.
 
     Raises:
         ConfigError: There are some; how many is said, and not which.
     """
-    words = [_words(row, fmt) for group in non_members for row in group]
-    whole = {" ".join(found) for found in words}
-    runs = [set(_runs(found)) for found in words]
-    wanted: set[int] = set().union(*runs)
+    texts = [_text(row, fmt) for group in non_members for row in group]
     # Of members only what non-members have is kept, or all text of the training data would stand in memory twice.
-    seen: set[int] = set()
-    copied: set[str] = set()
-    units: set[str | None] = set()
+    wanted, copied, units = set(texts), set[str](), set[str | None]()
     for row in (row for group in members for row in group):
-        found = _words(row, fmt)
-        copied |= {" ".join(found)} & whole
-        seen.update(run for run in _runs(found) if run in wanted)
+        copied |= {_text(row, fmt)} & wanted
         units.add(unit_name(row.get(unit)))
-    exact = sum(" ".join(found) in copied for found in words)
-    near = sum(len(own & seen) > NEAR_COPY * len(own) for own in runs)
-    shared_units = 0 if unit == "example" else sum(unit_name(group[0].get(unit)) in units for group in non_members)
-    counts = (
-        (exact, f"{exact} of {len(words)} rows are identical to members"),
-        (near, f"{near} of {len(words)} have most of their runs of {NGRAM} words in common with members"),
-        (shared_units, f"{shared_units} of {len(non_members)} units are units of members too"),
-    )
-    if shared := "; ".join(said for number, said in counts if number):
+    same_text = sum(text in copied for text in texts)
+    same_unit = 0 if unit == "example" else sum(unit_name(group[0].get(unit)) in units for group in non_members)
+    if same_text or same_unit:
         raise ConfigError(
-            f"non-members overlap with members: {shared}. Rows that were trained on are not non-members; remove them."
+            f"non-members overlap with members: {same_text} of {len(texts)} rows are identical to members, {same_unit} of "
+            f"{len(non_members)} units are units of members too. Rows that were trained on are not non-members; remove them."
         )
 
 
-def _words(row: Mapping[str, Any], fmt: Format) -> list[str]:
+def _text(row: Mapping[str, Any], fmt: Format) -> str:
     parts = [row[field] for field in FIELDS[fmt]]
     if fmt == "messages":
         parts = [turn.get("content", "") if isinstance(turn, dict) else turn for turn in parts[0]]
-    return unicodedata.normalize("NFC", "\n".join(map(str, parts))).casefold().split()
-
-
-def _runs(words: Sequence[str]) -> Iterator[int]:
-    """Hashes of all runs of 13 words."""
-    return (hash(tuple(words[start : start + NGRAM])) for start in range(len(words) - NGRAM + 1))
+    return " ".join(unicodedata.normalize("NFC", "\n".join(map(str, parts))).casefold().split())
 
 
 def scores(table: TokenTable) -> dict[str, Floats]:
@@ -206,11 +180,6 @@ def scores(table: TokenTable) -> dict[str, Floats]:
 def _draw(groups: Sequence[Rows]) -> list[Rows]:
     chosen = random.Random(0).sample(range(len(groups)), min(LIMIT, len(groups)))
     return [groups[index] for index in sorted(chosen)]
-
-
-def _read(unit: Unit, tokenizer: Any) -> str:
-    """What the models read of a unit, which is all that the controls may use: no more, and no less."""
-    return "\n".join(tokenizer.decode(sequence.input_ids, skip_special_tokens=True) for sequence in unit.sequences)
 
 
 def _score(models: ScoringModels, units: Sequence[Unit], texts: Sequence[str]) -> TokenTable:

@@ -91,12 +91,10 @@ def outside_claim(epsilon: float | None, delta: float | None, unit: str = "examp
     """
     if epsilon is None and delta is None:
         return None
-    if epsilon is None or delta is None:
-        missing = "--epsilon" if epsilon is None else "--delta"
-        raise ConfigError(f"a claim is an epsilon with its delta, and {missing} is missing. Type both, or none.")
-    if not 0 < epsilon < float("inf") or not 0 <= delta < 1:
+    if epsilon is None or delta is None or not 0 < epsilon < float("inf") or not 0 <= delta < 1:
         raise ConfigError(
-            f"--epsilon {epsilon:g} --delta {delta:g} is not a claim: epsilon lies above 0 and delta in [0, 1). Type others."
+            f"--epsilon {epsilon} --delta {delta} is not a claim, which is an epsilon above 0 with its delta in [0, 1). Type both, "
+            "or none."
         )
     return Claim(epsilon, delta, unit)
 

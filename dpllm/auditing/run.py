@@ -61,12 +61,11 @@ def audit(run: RunDir, *, twin: RunDir | None = None, shadows: int = 0, console:
     """
     opened, plan, claim = _subject(run)
     config, promise = opened.config, opened.plan
-    if shadows:
-        shadow_runs.may_train(opened)
     works, public = _twin(config, twin) if twin else (None, True)
     settings = promise.audit if promise else config.audit.fixed()
     if settings is None:
         raise ConfigError(f"{run.plan}: fixes no tests, so they could be chosen by what the audit shows. Train again.")
+    trained = shadow_runs.train_shadows(opened, shadows, console or Console(quiet=True)) if shadows else ()
     assert config.data.format != "auto"  # training writes the format that it found
     tokens = score_canaries(load_models(opened), plan, config.data.format, config.data)
     context = AuditContext(
@@ -80,9 +79,9 @@ def audit(run: RunDir, *, twin: RunDir | None = None, shadows: int = 0, console:
         "canaries": _describe(plan),
         "weights": checkpoint.weight_hashes(opened.export_dir),
     }
-    if shadows:
-        delta = claim.delta if claim else DELTA_WITHOUT_CLAIM
-        facts["shadows"] = shadow_runs.audit_shadows(opened, tokens, delta, shadows, console or Console(quiet=True))
+    if trained:
+        at = {"delta": claim.delta if claim else DELTA_WITHOUT_CLAIM, "alpha": config.audit.alpha}
+        facts["shadows"] = shadow_runs.summarise_shadows(tokens, shadow_runs.score_shadows(trained), **at)
     facts["audits_run"] = _count(run)
 
     def write(works: str | None, *, published: bool) -> AuditRecord:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -64,19 +64,6 @@ class ShadowScores:
     canary_ids: tuple[str, ...]  # of the M candidates
     coins_KM: Coins  # whether the shadow's own coin said in
     log_prob_KM: Floats
-
-
-def audit_shadows(run: Run, tokens: TokenTable, delta: float, num_shadows: int, console: Console) -> dict[str, Any]:
-    """Trains what is missing of K shadows of a completed run, scores them, and says what they show about the run.
-
-    The table is the run's; delta is the claim's; console takes a line a shadow.
-
-    Raises:
-        ConfigError, Refused: See ``may_train``; or a shadow's Plan is not the run's.
-        DpllmError: A shadow was interrupted.
-    """
-    scores = score_shadows(train_shadows(run, num_shadows, console))
-    return summarise_shadows(by_group(attacks.whole_rows(tokens)), scores, delta=delta, alpha=run.config.audit.alpha)
 
 
 def may_train(run: Run) -> None:
@@ -131,7 +118,12 @@ def train_shadows(run: Run, num_shadows: int, console: Console) -> tuple[Run, ..
     Guarantee:
         The coins of each shadow are drawn by ``canaries.redraw_coins`` before it is trained. Nothing is booked in the ledger
         of the run: the shadows have one of their own.
+
+    Raises:
+        ConfigError, Refused: See ``may_train``; or a shadow's Plan is not the run's.
+        DpllmError: A shadow was interrupted.
     """
+    may_train(run)
     assert run.canaries is not None
     folder = RunDir(run.directory.private / "shadows")
     folder.root.mkdir(mode=0o700, exist_ok=True)
@@ -240,14 +232,12 @@ def shadow_scores(candidates: Sequence[CanaryScores], shadows: ShadowScores) -> 
     return {"ratio": ratio_M, "lira": lira(ratio_M, log_prob_KM - attacks.base_loss(candidates), coins_KM)}
 
 
-def summarise_shadows(
-    groups: Mapping[int, Sequence[CanaryScores]], shadows: ShadowScores, *, delta: float, alpha: float
-) -> dict[str, Any]:
-    """What follows from shadows of the target whose table by repetitions these groups are, JSON-ready.
+def summarise_shadows(tokens: TokenTable, shadows: ShadowScores, *, delta: float, alpha: float) -> dict[str, Any]:
+    """What follows from shadows of the target whose table this is, JSON-ready.
 
     Of each attack the held-out candidates are the negatives, for only they differ from the others by nothing but a coin.
     """
-    tested: dict[str, Any] = {}
+    groups, tested = by_group(attacks.whole_rows(tokens)), {}
     for group, rows in groups.items():
         if not group:  # references, which have no coin
             continue

@@ -103,13 +103,17 @@ def summarise(
         "schema_version": SCHEMA_VERSION,
         "claim": asdict(claim) if claim else None,
         "attacks": attacked.get(smallest, {}),
-        "exposure": {str(group): _exposure(*_sides(rows, secrets.get(0))) for group, rows in secrets.items() if group},
+        "exposure": {str(group): _exposure(rows, secrets.get(0)) for group, rows in secrets.items() if group},
         "extraction": {str(group): attacks.greedy_extraction(rows) for group, rows in scored.groups.items()},
         "sampling": attacks.sampled_extraction(tokens.secrets()),
         "epsilon_lower_bound": {**bound.to_json(), "method": _method(tokens), "slope": scored.slope},
         **({"gradient": gradient} if gradient else {}),
         "repeated": {
-            str(group): _repeated(group, claim, seen, tests.get(group))
+            str(group): {
+                "claim": asdict(claim.of(group)) if claim else None,
+                "attacks": {name: seen[name] for name in (PRIMARY_ATTACK, *attacks.ATTACKS)},
+                "test": tests.get(group),
+            }
             for group, seen in attacked.items()
             if group != smallest
         },
@@ -125,13 +129,10 @@ def _sorted(tokens: TokenTable, context: AuditContext) -> _Scored:
     references = groups.pop(0, [])
     if not references and not context.own_references:
         raise ConfigError("the score table has no references, so nothing can be ranked; run dpllm audit again.")
-    by_token = {}
-    if not tokens.of_pairs:  # they read one text
-        found = {name: attack(tokens).tolist() for name, attack in attacks.TOKEN_ATTACKS.items()}
-        by_token = {name: dict(zip(tokens.canary_ids, values, strict=True)) for name, values in found.items()}
-    # A reward is log p less log p of the reference, whole.
-    slope = 1.0 if tokens.of_pairs else attacks.slope(row for rows in groups.values() for row in rows)
-    return _Scored(groups, references, by_token, slope)
+    if tokens.of_pairs:  # a reward is log p less log p of the reference, whole; the other attacks read one text
+        return _Scored(groups, references, {}, 1.0)
+    by_token = {name: tokens.by_canary(attack(tokens)) for name, attack in attacks.TOKEN_ATTACKS.items()}
+    return _Scored(groups, references, by_token, attacks.slope(row for rows in groups.values() for row in rows))
 
 
 def _tests(scored: _Scored, claim: Claim | None, settings: AuditSettings) -> tuple[OneRunBound, dict[int, GroupTest]]:
@@ -164,14 +165,6 @@ def _method(tokens: TokenTable) -> str:
         "one training run, guesses on both sides and on one, with weights that fall with the rank (Steinke, Nasr and Jagielski "
         f"2023), once-inserted canaries, score '{PRIMARY_ATTACK}' {score}, alpha divided by the number of tests"
     )
-
-
-def _repeated(group: int, claim: Claim | None, attacked: Json, test: GroupTest | None) -> Json:
-    return {
-        "claim": asdict(claim.of(group)) if claim else None,
-        "attacks": {name: attacked[name] for name in (PRIMARY_ATTACK, *attacks.ATTACKS)},
-        "test": test,
-    }
 
 
 def _controls(
@@ -232,16 +225,14 @@ def separation(positives: Floats, negatives: Floats) -> Json:
     return values
 
 
-def _sides(
-    rows: Sequence[CanaryScores], references: Sequence[CanaryScores] | None
-) -> tuple[Sequence[CanaryScores], Sequence[CanaryScores]]:
-    """A group and its references; where there are none, its own left-out rows, which are then not ranked among themselves."""
-    return (rows, references) if references else (attacks.members(rows), attacks.held_out(rows))
+def _exposure(rows: Sequence[CanaryScores], references: Sequence[CanaryScores] | None) -> Json:
+    """Exposure of one group in bits, ranked by the tuned model's log-probability among the references.
 
-
-def _exposure(rows: Sequence[CanaryScores], references: Sequence[CanaryScores]) -> Json:
-    """Exposure of one group in bits, ranked by the tuned model's log-probability."""
+    Where there are none, its own left-out rows stand in, which are then not ranked among themselves.
+    """
     inside, outside = attacks.members(rows), attacks.held_out(rows)
+    if not references:
+        references, outside = outside, []
     known = attacks.loss(references)
     bits = statistics.exposure(attacks.loss(inside), known)
     base_bits = statistics.exposure(attacks.base_loss(inside), attacks.base_loss(references))
@@ -278,13 +269,8 @@ def levels(sizes: Mapping[int, int], claim: Claim, alpha: float) -> dict[int, fl
     """
     tested = [1]
     for group in sorted(size for size in sizes if size > 1):
-        target = claim.of(group)
-        if target.delta >= 1:
-            continue
-        ceiling = one_run_ceiling(
-            sizes[group], delta=target.delta, alpha=alpha / len(sizes), **default_ways(sizes[group])
-        )
-        if ceiling > target.epsilon:
+        target, ways = claim.of(group), default_ways(sizes[group])
+        if one_run_ceiling(sizes[group], delta=target.delta, alpha=alpha / len(sizes), **ways) > target.epsilon:
             tested.append(group)
     return dict.fromkeys(tested, alpha / len(tested))
 

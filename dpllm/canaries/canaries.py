@@ -147,18 +147,11 @@ def check_fits(
     Raises:
         ConfigError: Another kind, other groups, another key that the texts follow from, or pairs where texts are wanted.
     """
-    planned, wanted = {"kind": plan.kind, **plan.settings}, {"kind": audit.texts.kind, **_settings(audit.texts)}
-    different = [f"audit.canaries.{key}" for key in {**planned, **wanted} if planned.get(key) != wanted.get(key)]
-    if len(plan.gradient_coins) != audit.gradient_canaries:
-        different.append("audit.gradient_canaries")
-    if plan.canaries and plan.pairs != pairs:
-        different.append("train.objective")
-    if plan.canaries and plan.label_epsilon != label_epsilon:
-        different.append("data.label_record")
-    if different:
-        keys = ", ".join(different)
+    planned = plan.kind, plan.settings, len(plan.gradient_coins)
+    asked = audit.texts.kind, _settings(audit.texts), audit.gradient_canaries
+    if planned != asked or (plan.canaries and (plan.pairs, plan.label_epsilon) != (pairs, label_epsilon)):
         raise ConfigError(
-            f"{path}: these canaries were planned with another {keys} than the recipe has, and the audit reads the recipe. "
+            f"{path}: these canaries were planned for another recipe, of other kinds or numbers, and the audit reads this one. "
             "Delete the file to have new ones drawn."
         )
     return plan

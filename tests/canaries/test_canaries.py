@@ -134,11 +134,11 @@ def test_a_plan_fits_the_section_that_it_was_made_from_and_no_other(tmp_path):
     for same in ({}, {"tokens": 9}):
         assert check_fits(plan, AuditConfig(canaries=SMALL.model_copy(update=same)), path) is plan
     for key, value in (("kind", "random_tokens"), ("groups", {1: 30, 4: 6}), ("digits", 7), ("references", 101)):
-        with pytest.raises(ConfigError, match=rf"audit\.canaries\.{key}.*Delete the file"):
+        with pytest.raises(ConfigError, match="planned for another recipe"):
             check_fits(plan, AuditConfig(canaries=SMALL.model_copy(update={key: value})), path)
-    with pytest.raises(ConfigError, match=r"audit\.canaries\.groups"):
+    with pytest.raises(ConfigError, match="planned for another recipe"):
         check_fits(replace(plan, settings={}), ONLY_TEXT, path)
-    with pytest.raises(ConfigError, match=r"audit\.gradient_canaries"):
+    with pytest.raises(ConfigError, match="planned for another recipe"):
         check_fits(plan, AuditConfig(canaries=SMALL, gradient_canaries=3), path)
 
 

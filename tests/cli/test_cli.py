@@ -89,7 +89,7 @@ def test_overrides_may_stand_anywhere(recipe: Path, capsys: pytest.CaptureFixtur
         (["plan", "--config", "RECIPE"], "--config is retired: type the recipe itself"),
         (["plan", "RECIPE", "--jsn"], "unknown argument --jsn"),
         (["plan", "RECIPE", "more"], "unknown argument more"),
-        (["audit", "run", "--train.steps", "3"], "no such file or directory"),
+        (["audit", "run", "--train.steps", "3"], "holds no run"),
         (["train", "RECIPE", "--resume", "--overwrite"], "one of the two"),
         (
             ["train", "RECIPE", "--make-up-lost-steps"],

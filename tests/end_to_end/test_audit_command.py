@@ -71,14 +71,11 @@ def test_mistakes_without_a_run_are_one_message(finished: Place, tmp_path: Path)
     planted = tmp_path / "planted.jsonl"
     planted.write_text('{"coins": "independent"}\n')
     assert "two separate audits" in refused(tmp_path, "--canaries", planted, "--members")
-    assert "no such file or directory" in refused(tmp_path / "absent")
-    assert "is a recipe" in refused(finished.recipe)
+    assert "holds no run" in refused(tmp_path / "absent")
+    assert "holds no run" in refused(finished.recipe)
     assert "is a part of a run" in refused(finished.run / "export")
     assert f"Type: dpllm audit {finished.run}" in refused(finished.root)
-    assert "Type the directory of the run" in refused(finished.run / "config.yaml")
-    (tmp_path / "planned" / "private").mkdir(parents=True)
-    (tmp_path / "planned" / "private" / "canaries.json").write_text("{}")
-    assert "is not trained yet" in refused(tmp_path / "planned")
+    assert f"Type: dpllm audit {finished.run}" in refused(finished.run / "config.yaml")
     adapter = tmp_path / "adapter"
     shutil.copytree(finished.run / "export", adapter)
     assert "is a model trained elsewhere" in refused(adapter, "--base", "builtin:tiny")
@@ -208,8 +205,9 @@ def test_what_training_fixed_has_to_be_there(copy: Place) -> None:
 
 def test_shadows_stand_in_the_report(copy: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     found = {"shadows": 2, "attacks": {}, "many_runs": {"value": None}}
-    monkeypatch.setattr(shadows, "may_train", lambda *_: None)
-    monkeypatch.setattr(shadows, "audit_shadows", lambda *_, **__: found)
+    monkeypatch.setattr(shadows, "train_shadows", lambda *_: ("one", "two"))
+    monkeypatch.setattr(shadows, "score_shadows", lambda *_: None)
+    monkeypatch.setattr(shadows, "summarise_shadows", lambda *_, **__: found)
     answer = done("audit", copy.run, "--shadows", "2")
     assert "lira" in answer.out
     assert copy.json("export/audit/audit.json")["shadows"] == found

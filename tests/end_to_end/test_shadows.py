@@ -46,7 +46,8 @@ def tokens_of(run: RunDir) -> TokenTable:
 
 def audit(place: Place, num_shadows: int, console: Console = QUIET) -> dict[str, object]:
     run = open_run(RunDir(place.run))
-    return shadows.audit_shadows(run, tokens_of(run.directory), 1e-3, num_shadows, console)
+    scores = shadows.score_shadows(shadows.train_shadows(run, num_shadows, console))
+    return shadows.summarise_shadows(tokens_of(run.directory), scores, delta=1e-3, alpha=run.config.audit.alpha)
 
 
 def book_of(place: Place) -> bytes:
