@@ -93,8 +93,8 @@ def outside_claim(epsilon: float | None, delta: float | None, unit: str = "examp
         return None
     if epsilon is None or delta is None or not 0 < epsilon < float("inf") or not 0 <= delta < 1:
         raise ConfigError(
-            f"--epsilon {epsilon} --delta {delta} is not a claim, which is an epsilon above 0 with its delta in [0, 1). Type both, "
-            "or none."
+            f"--epsilon {epsilon} --delta {delta} is not a claim, which is an epsilon above 0 with its delta in [0, 1). Type "
+            "both, or none."
         )
     return Claim(epsilon, delta, unit)
 

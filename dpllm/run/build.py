@@ -54,8 +54,7 @@ from dpllm.run.projections import KeptGroups, read_groups
 from dpllm.run.promise import Decision, Start, decide
 from dpllm.run.reference_logprobs import Pairs, referenced
 from dpllm.run.resume import ResumeState, flat
-from dpllm.run.samples import Samples
-from dpllm.run.screen import tell_lengths
+from dpllm.run.screen import Samples, tell_lengths
 from dpllm.text import data, prompts, tokens
 from dpllm.text.rows import Groups, each_row
 

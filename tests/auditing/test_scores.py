@@ -99,7 +99,7 @@ def test_scores_equal_the_definition(model):
     for sequence, mask, found in zip(sequences, masks, score(model, sequences, masks, 200), strict=True):
         log_probs, matches, means, variances, sampled = naive(model, sequence, mask)
         assert found.log_prob == pytest.approx(log_probs, abs=1e-4)
-        assert found.is_argmax.tolist() == matches
+        assert found.argmax.tolist() == matches
         assert found.mean == pytest.approx(means, abs=1e-4)
         assert found.variance == pytest.approx(variances, abs=1e-3)
         assert found.top_k_log_prob == pytest.approx(sampled, abs=1e-4)
@@ -118,7 +118,7 @@ def test_the_largest_logits_are_found_whatever_the_vocabulary(vocabulary):
 def test_of_equally_likely_tokens_greedy_decoding_chooses_one():
     logits = torch.zeros(1, 3, 8)
     found = scores._gather(logits, torch.tensor([[5, 0, 3]]), torch.tensor([[False, True, True]]))
-    assert found.is_argmax.tolist() == [True, False]
+    assert found.argmax.tolist() == [True, False]
     assert found.log_prob == pytest.approx([-math.log(8)] * 2)
 
 
@@ -137,7 +137,7 @@ def test_scores_do_not_depend_on_batch_or_padding_or_order(model, budget):
     together = score(model, [sequences[i] for i in order], [masks[i] for i in order], budget)
     for index, found in zip(order, together, strict=True):
         assert np.abs(found.log_prob - alone[index].log_prob).max(initial=0) < 1e-4
-        assert found.is_argmax.tolist() == alone[index].is_argmax.tolist()
+        assert found.argmax.tolist() == alone[index].argmax.tolist()
 
 
 def test_chunks_of_the_softmax_do_not_change_scores(model, monkeypatch):

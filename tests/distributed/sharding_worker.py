@@ -31,7 +31,7 @@ from dpllm.privacy.engine import StepEngine, recover
 from dpllm.privacy.packing import Pass, lay_out
 from dpllm.run import checkpoint
 from dpllm.run.directory import RunDir
-from dpllm.run.samples import Samples
+from dpllm.run.screen import Samples
 from dpllm.text.data import TokenSequence
 
 C, SIGMA, STEPS = 0.05, 0.7, 2
