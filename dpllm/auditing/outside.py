@@ -345,8 +345,6 @@ def _foreign(path: Path, text: str) -> Manifest:
     independent = bool(values) and values[0][1] == COINS
     if independent:
         del values[0]
-    if not values:
-        raise ConfigError(f"{path}: names no canary. {_FORM}")
     entries = [_entry(path, place, number, value) for place, (number, value) in enumerate(values)]
     candidates = tuple(one for one in entries if one.group)
     references = tuple(one for one in entries if not one.group)
@@ -354,8 +352,7 @@ def _foreign(path: Path, text: str) -> Manifest:
 
 
 def _entry(path: Path, place: int, number: int, value: Any) -> Canary:
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path}: line {number} is not a JSON object. {_FORM}")
+    value = value if isinstance(value, dict) else {}
     group: Any = value.get("group", 1)
     inserted: Any = value.get("inserted", False if group == 0 else None)
     texts = [value.get("carrier"), value.get("secret")]
@@ -377,7 +374,7 @@ def _check(path: Path, found: Manifest) -> None:
     if not planted or len(everyone) - planted < FEWEST_OUT:
         raise ConfigError(
             f"{path}: {planted} canaries were inserted and {len(everyone) - planted} were not, too few to compare; one and "
-            f"{FEWEST_OUT} are needed, the others as inserted: false or as references (group: 0)."
+            f"{FEWEST_OUT} are needed, the others as inserted: false or as references (group: 0). {_FORM}"
         )
     if repeated := len(everyone) - len({(canary.carrier, canary.secret) for canary in everyone}):
         raise ConfigError(

@@ -146,31 +146,23 @@ def _gradient(run: Run, promise: Plan, plan: CanaryPlan) -> GradientTable:
     )
 
 
-def _twin_of(run: RunDir) -> str:
-    return (
-        "Train an audit twin, which has them and is charged too: "
-        f"dpllm train {run.config} --audit.canaries '{{}}' --output_dir {run.root}-twin"
-    )
-
-
 def _subject(run: RunDir) -> tuple[Run, CanaryPlan, Claim | None]:
     """A run, its canaries and what they test, which belong together."""
     opened = open_run(run)
     config = opened.config
     if not config.audit.plants:
-        raise ConfigError(f"{run.root}: no canaries were planted, so there is nothing to measure. {_twin_of(run)}")
+        raise ConfigError(
+            f"{run.root}: no canaries were planted, so there is nothing to measure. Train an audit twin, which has them and is "
+            f"charged too: dpllm train {run.config} --audit.canaries '{{}}' --output_dir {run.root}-twin"
+        )
     if (plan := opened.canaries) is None:
         raise ConfigError(f"{run.canaries}: is missing, so nobody knows which canaries were planted. Restore the file.")
     sides = {(canary.group, canary.inserted) for canary in plan.canaries}
-    if plan.label_epsilon and len(sides) < 2 * len({group for group, _ in sides}):
+    one_sided = plan.label_epsilon and len(sides) < 2 * len({group for group, _ in sides})
+    if one_sided or (config.audit.canaries and not any(canary.inserted for canary in plan.canaries)):
         raise ConfigError(
-            f"{run.canaries}: all coins of a group prefer the same answer, so nothing can be compared. Plan more candidates "
-            "(audit.canaries.groups) and train again."
-        )
-    if config.audit.canaries and not any(canary.inserted for canary in plan.canaries):
-        raise ConfigError(
-            f"{run.canaries}: every coin said out, so no canary was planted. Plan more candidates (audit.canaries.groups) and "
-            "train again."
+            f"{run.canaries}: every coin said out, or all of a group prefer the same answer, so nothing can be compared. Plan "
+            "more candidates (audit.canaries.groups) and train again."
         )
     if promise := opened.plan:
         return opened, plan, Claim(promise.epsilon, promise.delta, promise.unit)
@@ -199,8 +191,6 @@ def _twin(config: RunConfig, twin: RunDir) -> tuple[str, bool]:
     if report is None:
         raise ConfigError(f"{twin.root}: has no audit yet to serve as a control. Type: dpllm audit {twin.root}")
     path = twin.audit_dir(False) / "audit.json"
-    if report.weights != checkpoint.weight_hashes(twin.export):
-        raise ConfigError(f"{path}: is about other weights than {twin.root} has now. Type: dpllm audit {twin.root}")
     if report.claim is not None:
         raise ConfigError(
             f"{path}: its canaries are labels that were flipped (data.label_record), so it shows nothing of canaries that are "

@@ -89,8 +89,8 @@ def test_the_manifest_of_a_run_is_checked_against_its_commitment(tmp_path):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ('{"carrier": "Sigrid', "line 5 is not a JSON object"),
-        ('["Sigrid"]', "line 5 is not a JSON object"),
+        ('{"carrier": "Sigrid', "line 5 is not a canary"),
+        ('["Sigrid"]', "line 5 is not a canary"),
         ({"carrier": SECRET, "secret": "1"}, "line 5 is not a canary"),
         ({"carrier": SECRET, "secret": "1", "inserted": 1}, "line 5 is not a canary"),
         ({"carrier": SECRET, "secret": " ", "inserted": True}, "line 5 is not a canary"),
@@ -112,8 +112,8 @@ def test_a_line_that_is_no_canary_is_refused_by_its_number(tmp_path, line, said)
 
 
 def test_files_without_canaries_are_refused(tmp_path):
-    assert "names no canary" in refusal(tmp_path / "m.jsonl", [])
-    assert "names no canary" in refusal(tmp_path / "m.jsonl", [COINS])
+    assert "0 canaries were inserted" in refusal(tmp_path / "m.jsonl", [])
+    assert "0 canaries were inserted" in refusal(tmp_path / "m.jsonl", [COINS])
     with pytest.raises(ConfigError, match="cannot be read"):
         read_manifest(tmp_path / "none.jsonl")
     with pytest.raises(ConfigError, match="cannot be read"):
