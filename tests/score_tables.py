@@ -19,8 +19,8 @@ def row(
     tuned_greedy: bool = False,
     base_greedy: bool = False,
 ) -> CanaryScores:
-    """One row of a score table, of a secret of four tokens."""
-    return CanaryScores(name, group, inserted, 4, tuned, base, tuned_greedy, base_greedy)
+    """One row of a score table, of a secret."""
+    return CanaryScores(name, group, inserted, tuned, base, tuned_greedy, base_greedy, tuned, base)
 
 
 def token_table(

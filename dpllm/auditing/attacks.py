@@ -39,14 +39,13 @@ def base_loss(table: Iterable[CanaryScores]) -> Floats:
     return np.array([row.base_log_prob for row in table], dtype=np.float64)
 
 
-def slope(candidates: Iterable[CanaryScores]) -> float:
+def slope(candidates: Sequence[CanaryScores]) -> float:
     """How much of a log-probability before training is left after it: the slope of tuned on base; 1 if unknown.
 
     It is fitted on all candidates alike, whatever their coins, so that a score made with it depends on coins through the
     model only. A model that hardly moved has a slope near 1, one that learned to write digits anew a slope near 0.
     """
-    tuned, base = _left(candidates)
-    return fit_slope(base, tuned)
+    return fit_slope(np.array([row.base_left for row in candidates]), np.array([row.tuned_left for row in candidates]))
 
 
 def calibrated(table: Iterable[CanaryScores], slope: float) -> Floats:
@@ -59,16 +58,7 @@ def calibrated(table: Iterable[CanaryScores], slope: float) -> Floats:
         Watson et al. 2022, "On the Importance of Difficulty Calibration in Membership Inference Attacks" (a reference
         model's score is subtracted); the slope and the words are ours.
     """
-    tuned, base = _left(table)
-    return tuned - slope * base
-
-
-def _left(table: Iterable[CanaryScores]) -> tuple[Floats, Floats]:
-    rows = list(table)
-    if any(row.tuned_left is None for row in rows):
-        return loss(rows), base_loss(rows)
-    tuned, base = np.array([(row.tuned_left, row.base_left) for row in rows], dtype=np.float64).reshape(-1, 2).T
-    return tuned, base
+    return np.array([row.tuned_left - slope * row.base_left for row in table], dtype=np.float64)
 
 
 def unexplained(table: TokenTable, log_prob_N: Floats) -> Floats:
@@ -90,16 +80,14 @@ def unexplained(table: TokenTable, log_prob_N: Floats) -> Floats:
 
 def whole_rows(tokens: TokenTable) -> list[CanaryScores]:
     """The scores as the primary attack reads them: summed over whole rows, of which the secrets are a part."""
-    log_probs = {"tuned": tokens.tuned_log_prob_N, "base": tokens.base_log_prob_N}
-    columns = {
-        "num_tokens": dict(zip(tokens.canary_ids, tokens.lengths().tolist(), strict=True)),
-        **{f"{model}_log_prob": tokens.by_canary(tokens.sums(values_N)) for model, values_N in log_probs.items()},
-    }
-    # The rejected answers of pairs have the same words: two noises would be added where one is taken off.
-    if not tokens.of_pairs:
-        columns |= {
-            f"{model}_left": tokens.by_canary(unexplained(tokens, values_N)) for model, values_N in log_probs.items()
-        }
+    columns: dict[str, dict[str, Any]] = {}
+    for model, log_prob_N in (("tuned", tokens.tuned_log_prob_N), ("base", tokens.base_log_prob_N)):
+        whole = left = tokens.by_canary(tokens.sums(log_prob_N))
+        if (
+            not tokens.of_pairs
+        ):  # whose rejected answers have the same words: two noises would be added where one is taken off
+            left = tokens.by_canary(unexplained(tokens, log_prob_N))
+        columns |= {f"{model}_log_prob": whole, f"{model}_left": left}
     return [replace(row, **{name: column[row.canary_id] for name, column in columns.items()}) for row in sum_up(tokens)]
 
 

@@ -132,7 +132,7 @@ def _sorted(tokens: TokenTable, context: AuditContext) -> _Scored:
     if tokens.of_pairs:  # a reward is log p less log p of the reference, whole; the other attacks read one text
         return _Scored(groups, references, {}, 1.0)
     by_token = {name: tokens.by_canary(attack(tokens)) for name, attack in attacks.TOKEN_ATTACKS.items()}
-    return _Scored(groups, references, by_token, attacks.slope(row for rows in groups.values() for row in rows))
+    return _Scored(groups, references, by_token, attacks.slope([row for rows in groups.values() for row in rows]))
 
 
 def _tests(scored: _Scored, claim: Claim | None, settings: AuditSettings) -> tuple[OneRunBound, dict[int, GroupTest]]:

@@ -106,16 +106,15 @@ class CanaryScores:
     """Repetitions; 0 for a reference."""
     inserted: bool | None
     """The coin; None for a reference, which has none."""
-    num_tokens: int
     tuned_log_prob: float
     base_log_prob: float
     tuned_greedy: bool
     """Greedy decoding of the tuned model after the carrier gives the secret."""
     base_greedy: bool
     """The same for the base model, which never saw it: the control."""
-    tuned_left: float | None = None
-    """Of a whole row: what is left of its log-probability, see ``attacks.unexplained``, in nats."""
-    base_left: float | None = None
+    tuned_left: float
+    """Of a whole row what is left of its log-probability, see ``attacks.unexplained``, in nats; of a secret all."""
+    base_left: float
 
 
 _TOKEN_COLUMNS = tuple(field.name for field in fields(TokenTable) if field.name.startswith(("tuned_", "base_")))
@@ -136,33 +135,32 @@ def sum_up(tokens: TokenTable) -> tuple[CanaryScores, ...]:
         ConfigError: Half a pair, or two answers of different canaries.
     """
     secrets = tokens.secrets()
-    about = {
-        name: (group, coin) for name, group, coin in zip(tokens.canary_ids, tokens.groups, tokens.coins, strict=True)
-    }
+    about = dict(zip(tokens.canary_ids, zip(tokens.groups, tokens.coins, strict=True), strict=True))
     paired = {name[:-1]: kind for name, kind in about.items() if name[-1:] == REJECTED}
     if paired and paired != {name: kind for name, kind in about.items() if name[-1:] != REJECTED}:
         raise ConfigError("the token table holds half a preference pair; the file is damaged. Run dpllm audit again.")
-    spans = [
-        slice(int(start), int(start + length))
-        for start, length in zip(secrets.starts(), secrets.lengths(), strict=True)
-    ]
+    cuts = secrets.starts()[1:]
     tuned, base = (
-        secrets.by_canary(np.array([values_N[span].sum() for span in spans]))
-        for values_N in (secrets.tuned_log_prob_N, secrets.base_log_prob_N)
+        secrets.by_canary(np.array([part.sum() for part in np.split(log_prob_N, cuts)]))
+        for log_prob_N in (secrets.tuned_log_prob_N, secrets.base_log_prob_N)
+    )
+    tuned_greedy, base_greedy = (
+        dict(zip(tokens.canary_ids, [bool(part.all()) for part in np.split(argmax_N, cuts)], strict=True))
+        for argmax_N in (secrets.tuned_argmax_N, secrets.base_argmax_N)
     )
     return tuple(
         CanaryScores(
-            canary_id=canary_id,
-            group=group,
-            inserted=coin,
-            num_tokens=span.stop - span.start,
-            tuned_log_prob=tuned[canary_id],
-            base_log_prob=base[canary_id],
-            tuned_greedy=bool(secrets.tuned_argmax_N[span].all()),
-            base_greedy=bool(secrets.base_argmax_N[span].all()),
+            canary_id=name,
+            group=about[name][0],
+            inserted=about[name][1],
+            tuned_log_prob=tuned[name],
+            base_log_prob=base[name],
+            tuned_greedy=tuned_greedy[name],
+            base_greedy=base_greedy[name],
+            tuned_left=tuned[name],
+            base_left=base[name],
         )
-        for canary_id, group, coin, span in zip(tokens.canary_ids, tokens.groups, tokens.coins, spans, strict=True)
-        if canary_id in tuned
+        for name in tuned
     )
 
 

@@ -148,12 +148,11 @@ def test_the_secrets_of_a_table_are_its_marked_tokens_and_read_back(tmp_path: Pa
     assert np.array_equal(again.secret_N, table.secret_N)
     assert np.array_equal(again.word_N, table.word_N)
     first, second = sum_up(again)
-    assert (first.num_tokens, second.num_tokens) == (1, 3)
     assert first.tuned_log_prob == table.tuned_log_prob_N[1]
     assert second.base_log_prob == table.base_log_prob_N[3:6].sum()
     assert first.tuned_greedy == table.tuned_argmax_N[1]
     whole = attacks.whole_rows(table)[1]
-    assert (whole.num_tokens, whole.base_log_prob) == (4, pytest.approx(table.base_log_prob_N[3:].sum()))
+    assert whole.base_log_prob == pytest.approx(table.base_log_prob_N[3:].sum())
     assert whole.tuned_greedy == second.tuned_greedy  # still of the secret
     assert sum_up(table.secrets()) == (first, second)
 

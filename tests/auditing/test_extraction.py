@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from score_tables import token_table
+from score_tables import row, token_table
 
 from dpllm.auditing.attacks import SCHEMES, attempts, log_prob, sampled_extraction
-from dpllm.auditing.table import CanaryScores
 
 
 def make_table(tuned, base, rows=(), **columns):
@@ -23,8 +22,8 @@ def make_table(tuned, base, rows=(), **columns):
     return token_table(tuned, base, [one.canary_id for one in rows] or None, **whose, **columns)
 
 
-def row(index, group, inserted):
-    return CanaryScores(f"c{index}", group, inserted, 2, -1.0, -2.0, False, False)
+def candidate(index, group, inserted):
+    return row(f"c{index}", group, inserted)
 
 
 # (n, p).
@@ -100,11 +99,11 @@ def test_rounding_above_a_probability_of_one_is_no_error():
 
 SECRETS = [
     # tuned, base, and what each row is: two inserted, one held out, one reference, one of another group
-    ([math.log(0.5), 0.0], [-9.0, -9.0], row(0, 1, True)),
-    ([math.log(0.01), 0.0], [-9.0, -9.0], row(1, 1, True)),
-    ([-9.0, -9.0], [-9.0, -9.0], row(2, 1, False)),
-    ([math.log(1e-3), 0.0], [-9.0, -9.0], row(3, 0, None)),
-    ([0.0, 0.0], [-1.0, 0.0], row(4, 8, True)),
+    ([math.log(0.5), 0.0], [-9.0, -9.0], candidate(0, 1, True)),
+    ([math.log(0.01), 0.0], [-9.0, -9.0], candidate(1, 1, True)),
+    ([-9.0, -9.0], [-9.0, -9.0], candidate(2, 1, False)),
+    ([math.log(1e-3), 0.0], [-9.0, -9.0], candidate(3, 0, None)),
+    ([0.0, 0.0], [-1.0, 0.0], candidate(4, 8, True)),
 ]
 
 

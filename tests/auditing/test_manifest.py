@@ -8,12 +8,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from score_tables import token_table
+from score_tables import row, token_table
 
 from dpllm.auditing import attacks, outside, statistics
 from dpllm.auditing.bounds import epsilon_lower_bound
 from dpllm.auditing.outside import FEWEST_OUT, Manifest, read_manifest
-from dpllm.auditing.table import CanaryScores
 from dpllm.canaries import canaries
 from dpllm.canaries.texts import Canary
 from dpllm.errors import ConfigError
@@ -162,7 +161,7 @@ def summarise(monkeypatch, planned, claim, lift, seed, base_shift=0.0):
     base_S = draw.normal(-18, 2, len(everyone)) + [base_shift * one.inserted for one in everyone]
     tuned_S = base_S + draw.normal(0, 0.5, len(everyone)) + [lift * one.inserted for one in everyone]
     rows = [
-        CanaryScores(one.canary_id, one.group, one.inserted if one.group else None, 2, tuned, base, False, False)
+        row(one.canary_id, one.group, one.inserted if one.group else None, tuned, base)
         for one, tuned, base in zip(everyone, tuned_S.tolist(), base_S.tolist(), strict=True)
     ]
     halves = (np.repeat(values_S[:, None] / 2, 2, axis=1) for values_S in (tuned_S, base_S))

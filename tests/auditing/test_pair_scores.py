@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny
-from score_tables import tokens_of
+from score_tables import row, tokens_of
 
 from dpllm.auditing import attacks
 from dpllm.auditing.summary import AuditContext, summarise
-from dpllm.auditing.table import CanaryScores, TokenTable, read_tokens, sum_up, write_tokens
+from dpllm.auditing.table import TokenTable, read_tokens, sum_up, write_tokens
 from dpllm.canaries.canaries import plan_canaries
 from dpllm.canaries.texts import encode_secret
 from dpllm.errors import ConfigError
@@ -100,7 +100,7 @@ def test_a_label_audit_compares_each_group_with_its_own_other_answers() -> None:
         for number in range(400):
             group, coin, noise = (1 if number < 200 else 16), bool(rng.random() < 0.5), rng.normal()
             gain = noise + (0.0 if group == 1 else 10.0 * (coin - 0.5))
-            rows.append(CanaryScores(f"c{number:05d}", group, coin, 4, gain, 0.0, False, False))
+            rows.append(row(f"c{number:05d}", group, coin, gain, 0.0))
         settings = AuditConfig(canaries=CanaryConfig(groups={1: 200, 16: 200})).fixed()
         found = summarise(tokens_of(rows), Claim(1.0, 0.0, "label"), settings, AuditContext(own_references=True))
         above += found.attacks["ratio"].auc_interval[0] > 0.5  # type: ignore[index]
