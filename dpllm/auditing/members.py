@@ -120,6 +120,8 @@ def audit_members(
     base_S = _mean(tokens, tokens.base_log_prob_N)  # the control: the base model saw neither side
     base = statistics.auc(base_S[:first], base_S[first:], CONFIDENCE)
     words = blind(texts[:first], texts[first:], CONFIDENCE)
+    assert base is not None
+    assert words is not None  # of which each takes fewer texts
     word, reason = _judge(base, words, settings.unit)
     return {
         "word": word,
@@ -130,7 +132,7 @@ def audit_members(
         "non_members": len(units) - first,
         "confidence": CONFIDENCE,
         "scores": {name: separation(one_S[:first], one_S[first:]) for name, one_S in scores(tokens).items()},
-        "controls": {"base_model": shown("auc", base), "blind": words and shown("auc", words)},
+        "controls": {"base_model": shown("auc", base), "blind": shown("auc", words)},
     }
 
 
@@ -185,7 +187,7 @@ def _draw(groups: Sequence[Rows]) -> list[Rows]:
 def _score(models: ScoringModels, units: Sequence[Unit], texts: Sequence[str]) -> TokenTable:
     """The token table with one entry for each unit."""
     sequences = [sequence for unit in units for sequence in unit.sequences]
-    masks = [one.loss_mask for one in sequences]
+    masks = [sequence.loss_mask for sequence in sequences]
     owners = np.repeat(np.arange(len(units)), [len(unit.sequences) for unit in units])
     return TokenTable(
         canary_ids=tuple(f"u{index:06d}" for index in range(len(units))),
@@ -195,15 +197,15 @@ def _score(models: ScoringModels, units: Sequence[Unit], texts: Sequence[str]) -
     )
 
 
-def _judge(base: Estimate | None, words: Estimate | None, unit: str) -> tuple[str, str]:
+def _judge(base: Estimate, words: Estimate, unit: str) -> tuple[str, str]:
     seen = []
-    if words is None or words.above_half:
-        found = f"AUC {words.value:.3f} ({words.low:.3f} to {words.high:.3f})" if words else "too few texts"
-        seen.append(f"a classifier that sees the words and no model separates them ({found})")
+    if words.above_half:
+        area = f"AUC {words.value:.3f} ({words.low:.3f} to {words.high:.3f})"
+        seen.append(f"a classifier that sees the words and no model separates them ({area})")
     # On both sides of 1/2: an attack's direction is fixed, that of a control is not.
-    if base is None or not base.low <= 0.5 <= base.high:
-        found = f"AUC {base.value:.3f} ({base.low:.3f} to {base.high:.3f})" if base else "no score"
-        seen.append(f"the base model, which saw neither, separates them ({found})")
+    if not base.low <= 0.5 <= base.high:
+        area = f"AUC {base.value:.3f} ({base.low:.3f} to {base.high:.3f})"
+        seen.append(f"the base model, which saw neither, separates them ({area})")
     if not seen:
         return MEMBERSHIP, (
             "Neither the words nor the base model tell members from non-members, so what the tuned model tells apart is what "

@@ -139,9 +139,7 @@ def members_table(report: Json) -> Table:
             "too few others" if rate is None else estimate(rate, seen["tpr_at_1_percent_fpr_interval"], 3),
         )
     result.add_section()
-    controls = report["controls"]
-    controlled = {"base model": controls["base_model"], "words alone, no model": controls["blind"]}
-    for name, seen in controlled.items():
-        if seen:
-            result.add_row(f"control: {name}", estimate(seen["auc"], seen["auc_interval"]), "")
+    for name, control in (("base model", "base_model"), ("words alone, no model", "blind")):
+        seen = report["controls"][control]
+        result.add_row(f"control: {name}", estimate(seen["auc"], seen["auc_interval"]), "")
     return result
