@@ -21,7 +21,7 @@ from _machine import commit, machine, versions
 
 from dpllm.auditing.run import audit
 from dpllm.auditing.summary import PRIMARY_ATTACK, summarise
-from dpllm.auditing.table import read_scores
+from dpllm.auditing.table import read_tokens
 from dpllm.files import read_json, write_json
 from dpllm.privacy.plan import AuditSettings
 from dpllm.recipe.config import load_config
@@ -44,8 +44,8 @@ def measure(epsilon: str, size: int, steps: int, gradient: int, folder: Path) ->
     if not run.export.exists():
         train(config)
     report = audit(run)
-    scores, tokens = read_scores(run.audit_dir(report.published))
-    found = summarise(scores, report.claim, AuditSettings.pick(config.audit.fixed()), tokens=tokens)
+    tokens = read_tokens(run.audit_dir(report.published) / "tokens.parquet")
+    found = summarise(tokens, report.claim, AuditSettings.pick(config.audit.fixed()))
     return {
         "bound": found.epsilon_lower_bound.value,
         "ceiling": found.epsilon_lower_bound.ceiling,

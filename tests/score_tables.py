@@ -19,8 +19,8 @@ def row(
     tuned_greedy: bool = False,
     base_greedy: bool = False,
 ) -> CanaryScores:
-    """One row of a score table, of a secret of four tokens."""
-    return CanaryScores(name, group, inserted, 4, tuned, base, tuned_greedy, base_greedy)
+    """One row of a score table, of a secret."""
+    return CanaryScores(name, group, inserted, tuned, base, tuned_greedy, base_greedy, tuned, base)
 
 
 def token_table(
@@ -40,4 +40,18 @@ def token_table(
         given |= {f"{which}_{name}_N": values for name, values in kinds.items()}
     ids = tuple(names or (f"c{index}" for index in range(len(lengths))))
     sequence_N = np.repeat(np.arange(len(ids)), lengths)
-    return TokenTable(ids, np.full(len(ids), 40), sequence_N, **{**given, **columns})
+    words = {"secret_N": np.ones_like(sequence_N, dtype=bool), "word_N": np.arange(len(sequence_N))}
+    return TokenTable(ids, np.full(len(ids), 40), sequence_N, **{**given, **words, **columns})
+
+
+def tokens_of(rows: Sequence[CanaryScores]) -> TokenTable:
+    """The token table of secrets of one token each, which adds up to these rows."""
+    return token_table(
+        [[one.tuned_log_prob] for one in rows],
+        [[one.base_log_prob] for one in rows],
+        [one.canary_id for one in rows],
+        groups=tuple(one.group for one in rows),
+        coins=tuple(one.inserted for one in rows),
+        tuned_argmax_N=np.array([one.tuned_greedy for one in rows]),
+        base_argmax_N=np.array([one.base_greedy for one in rows]),
+    )

@@ -22,11 +22,6 @@ def test_a_room_imports_only_rooms_below_it() -> None:
     assert sorted(f"{a} -> {b}" for a, b in house.upward(MODULES)) == []
 
 
-def test_only_the_command_line_imports_the_lab() -> None:
-    arrows = {f"{a} -> {b}" for a, b in house.arrows(MODULES) if house.room(b) == "lab"}
-    assert [arrow for arrow in sorted(arrows) if not arrow.startswith(("cli", "lab"))] == []
-
-
 def test_each_file_belongs_to_one_feature() -> None:
     homeless = [module.path for module in MODULES.values() if house.feature(module) is None and module.lines > 10]
     assert homeless == [], "name them in a feature of scripts/house.py"

@@ -1,18 +1,22 @@
-"""Attacks: scores of the canaries' rows and of their tokens, higher = more likely a member.
+"""Attacks: scores of the canaries' rows and of their tokens, higher = more likely a member; and extraction of secrets.
 
-Comes in: the score and token tables. Goes out: one array for each attack, and counts of secrets that greedy decoding gives
-away. Directions and settings are fixed here and are never turned round or tuned on coins. Knows no model and no text.
+Comes in: the score and token tables. Goes out: one array for each attack; counts of secrets that greedy decoding gives away, or
+sampling after so many attempts, beside their controls. Directions and settings are fixed here and are never turned round or tuned
+on coins. Everything follows from probabilities: nothing is generated. Knows no model and no text.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from dpllm.auditing.statistics import Floats, fit_slope
-from dpllm.auditing.table import CanaryScores, TokenTable
+from dpllm.auditing.table import CanaryScores, TokenTable, by_group, sum_up
 
 # A legend of shapes: S sequences, N tokens.
 
@@ -35,14 +39,13 @@ def base_loss(table: Iterable[CanaryScores]) -> Floats:
     return np.array([row.base_log_prob for row in table], dtype=np.float64)
 
 
-def slope(candidates: Iterable[CanaryScores]) -> float:
+def slope(candidates: Sequence[CanaryScores]) -> float:
     """How much of a log-probability before training is left after it: the slope of tuned on base; 1 if unknown.
 
     It is fitted on all candidates alike, whatever their coins, so that a score made with it depends on coins through the
     model only. A model that hardly moved has a slope near 1, one that learned to write digits anew a slope near 0.
     """
-    tuned, base = _left(candidates)
-    return fit_slope(base, tuned)
+    return fit_slope(np.array([row.base_left for row in candidates]), np.array([row.tuned_left for row in candidates]))
 
 
 def calibrated(table: Iterable[CanaryScores], slope: float) -> Floats:
@@ -55,16 +58,7 @@ def calibrated(table: Iterable[CanaryScores], slope: float) -> Floats:
         Watson et al. 2022, "On the Importance of Difficulty Calibration in Membership Inference Attacks" (a reference
         model's score is subtracted); the slope and the words are ours.
     """
-    tuned, base = _left(table)
-    return tuned - slope * base
-
-
-def _left(table: Iterable[CanaryScores]) -> tuple[Floats, Floats]:
-    rows = list(table)
-    if any(row.tuned_left is None for row in rows):
-        return loss(rows), base_loss(rows)
-    tuned, base = np.array([(row.tuned_left, row.base_left) for row in rows], dtype=np.float64).reshape(-1, 2).T
-    return tuned, base
+    return np.array([row.tuned_left - slope * row.base_left for row in table], dtype=np.float64)
 
 
 def unexplained(table: TokenTable, log_prob_N: Floats) -> Floats:
@@ -84,21 +78,17 @@ def unexplained(table: TokenTable, log_prob_N: Floats) -> Floats:
     return table.sums(left_N)
 
 
-def of_whole_rows(table: Iterable[CanaryScores], tokens: TokenTable | None) -> list[CanaryScores]:
-    """The scores as the primary attack reads them: summed over whole rows, where more than the secrets was scored."""
-    if tokens is None or tokens.secret_N is None:
-        return list(table)
-    log_probs = {"tuned": tokens.tuned_log_prob_N, "base": tokens.base_log_prob_N}
-    columns = {
-        "num_tokens": dict(zip(tokens.canary_ids, tokens.lengths().tolist(), strict=True)),
-        **{f"{model}_log_prob": tokens.by_canary(tokens.sums(values_N)) for model, values_N in log_probs.items()},
-    }
-    # The rejected answers of pairs have the same words: two noises would be added where one is taken off.
-    if not tokens.of_pairs:
-        columns |= {
-            f"{model}_left": tokens.by_canary(unexplained(tokens, values_N)) for model, values_N in log_probs.items()
-        }
-    return [replace(row, **{name: column[row.canary_id] for name, column in columns.items()}) for row in table]
+def whole_rows(tokens: TokenTable) -> list[CanaryScores]:
+    """The scores as the primary attack reads them: summed over whole rows, of which the secrets are a part."""
+    columns: dict[str, dict[str, Any]] = {}
+    for model, log_prob_N in (("tuned", tokens.tuned_log_prob_N), ("base", tokens.base_log_prob_N)):
+        whole = left = tokens.by_canary(tokens.sums(log_prob_N))
+        if (
+            not tokens.of_pairs
+        ):  # whose rejected answers have the same words: two noises would be added where one is taken off
+            left = tokens.by_canary(unexplained(tokens, log_prob_N))
+        columns |= {f"{model}_log_prob": whole, f"{model}_left": left}
+    return [replace(row, **{name: column[row.canary_id] for name, column in columns.items()}) for row in sum_up(tokens)]
 
 
 def members(rows: Iterable[CanaryScores]) -> list[CanaryScores]:
@@ -109,18 +99,6 @@ def members(rows: Iterable[CanaryScores]) -> list[CanaryScores]:
 def held_out(rows: Iterable[CanaryScores]) -> list[CanaryScores]:
     """The candidates whose coin said out, and references."""
     return [row for row in rows if not row.inserted]
-
-
-def extraction(rows: Sequence[CanaryScores]) -> dict[str, int]:
-    """How many secrets greedy decoding gives away: of those inserted, and of those held out as the control."""
-    inside, outside = members(rows), held_out(rows)
-    return {
-        "inserted": len(inside),
-        "tuned": sum(row.tuned_greedy for row in inside),
-        "base": sum(row.base_greedy for row in inside),
-        "held_out": len(outside),
-        "held_out_tuned": sum(row.tuned_greedy for row in outside),
-    }
 
 
 def zlib(table: TokenTable) -> Floats:
@@ -151,3 +129,120 @@ ATTACKS: dict[str, Callable[[Iterable[CanaryScores]], Floats]] = {"ratio": ratio
 
 TOKEN_ATTACKS: dict[str, Callable[[TokenTable], Floats]] = {"zlib": zlib, "min_k_plus": min_k_plus}
 """Membership scores of sequences by name."""
+
+
+# Extraction.
+
+Model = Literal["tuned", "base"]
+Scheme = Literal["all_tokens", "top_k"]
+"""Sampling at temperature 1, from the whole vocabulary or from the ``table.TOP_K`` likeliest tokens."""
+
+SCHEMES: tuple[Scheme, ...] = ("all_tokens", "top_k")
+ATTEMPTS = (1, 10, 100, 1000, 10_000)
+"""n: numbers of samples that an attacker may draw."""
+PROBABILITIES = (0.1, 0.5, 0.9)
+"""p: with which probability one of them is the secret."""
+_ROUNDING = 1e-12  # share of n that float64 cannot tell: 1 - (1 - 1/2)^1 >= 1/2 must not come out as n = 2
+
+
+def greedy_extraction(rows: Sequence[CanaryScores]) -> dict[str, int]:
+    """How many secrets greedy decoding gives away: of those inserted, and of those held out as the control."""
+    inside, outside = members(rows), held_out(rows)
+    return {
+        "inserted": len(inside),
+        "tuned": sum(row.tuned_greedy for row in inside),
+        "base": sum(row.base_greedy for row in inside),
+        "held_out": len(outside),
+        "held_out_tuned": sum(row.tuned_greedy for row in outside),
+    }
+
+
+def log_prob(table: TokenTable, model: Model, scheme: Scheme = "all_tokens") -> Floats:
+    """Shape (S,): log p_z in nats, of drawing exactly the scored tokens in one sample; -inf where it cannot be drawn."""
+    column = {"all_tokens": "log_prob", "top_k": "top_k_log_prob"}[scheme]
+    # Rounding can lift a certain token's log-probability above 0.
+    result: Floats = np.minimum(table.sums(getattr(table, f"{model}_{column}_N")), 0.0)
+    return result
+
+
+def attempts(log_p: ArrayLike, probability: float) -> Floats:
+    """The smallest number of samples n of which one is the secret with the given probability.
+
+    That is the smallest n with 1 - (1 - p_z)^n >= p. Computed with logarithms, so that it is as exact for a p_z of
+    1e-300 as for one of 1 - 1e-16.
+
+    Args:
+        log_p: log p_z in nats, at most 0, of any shape; -inf: never drawn.
+        probability: p, strictly between 0 and 1.
+
+    Returns:
+        Whole numbers >= 1 of the same shape; inf where p_z is 0 or n is above the largest float64.
+
+    Raises:
+        ValueError: A value is out of range.
+
+    References:
+        Hayes et al. 2024 (arXiv 2410.19482), (n, p)-discoverable extraction.
+    """
+    log_p_S = np.asarray(log_p, dtype=np.float64)
+    if not 0 < probability < 1 or np.isnan(log_p_S).any() or (log_p_S > 1e-6).any():
+        raise ValueError(f"attempts needs log p_z <= 0 and 0 < p < 1, got p = {probability}")
+    log_p_S = np.minimum(log_p_S, 0.0)
+    wanted = -math.log1p(-probability)
+    with np.errstate(divide="ignore", over="ignore", under="ignore"):
+        # log(1 - p_z) in the form that is exact on either side of p_z = 1/2; where p_z^2 vanishes beside it, -p_z.
+        log_rest_S = np.where(log_p_S > -math.log(2), np.log(-np.expm1(log_p_S)), np.log1p(-np.exp(log_p_S)))
+        exact_S = np.where(log_p_S < -40, np.exp(math.log(wanted) - log_p_S), wanted / -log_rest_S)
+    result: Floats = np.maximum(1.0, np.ceil(exact_S * (1 - _ROUNDING)))
+    return result
+
+
+def sampled_extraction(table: TokenTable) -> dict[str, Any]:
+    """How much can be extracted, for each group of repetitions.
+
+    Three counts stand side by side: ``inserted``, of the secrets that were trained on; ``base``, of the same ones by the
+    model before training; ``held_out``, of the held-out candidates of the group and all references by the trained model.
+
+    Returns:
+        For each group ``canaries`` (how many there are), and for each scheme of ``SCHEMES`` ``discoverable`` (counts, by p and
+        then by n), ``never`` (counts of p_z = 0) and ``median_attempts`` (n at p = 0.5 of the median secret, the upper one of
+        two; None: never, or no secret).
+    """
+    place = {canary_id: index for index, canary_id in enumerate(table.canary_ids)}
+    groups = by_group(sum_up(table))
+    references = groups.pop(0, [])
+    result: dict[str, Any] = {}
+    for group, rows in groups.items():
+        inside = np.array([place[row.canary_id] for row in members(rows)], dtype=np.int64)
+        outside = np.array([place[row.canary_id] for row in [*held_out(rows), *references]], dtype=np.int64)
+        sides: dict[str, tuple[Model, NDArray[np.int64]]] = {
+            "inserted": ("tuned", inside),
+            "base": ("base", inside),
+            "held_out": ("tuned", outside),
+        }
+        result[str(group)] = {
+            "canaries": {name: len(own) for name, (_, own) in sides.items()},
+            **{
+                scheme: _sampling({name: log_prob(table, model, scheme)[own] for name, (model, own) in sides.items()})
+                for scheme in SCHEMES
+            },
+        }
+    return result
+
+
+def _sampling(log_p: dict[str, Floats]) -> dict[str, Any]:
+    """Counts of one sampling scheme, for each side."""
+    needed = {p: {name: attempts(values, p) for name, values in log_p.items()} for p in PROBABILITIES}
+    return {
+        "discoverable": {
+            str(p): {str(n): {name: int((values <= n).sum()) for name, values in needed[p].items()} for n in ATTEMPTS}
+            for p in PROBABILITIES
+        },
+        "never": {name: int(np.isneginf(values).sum()) for name, values in log_p.items()},
+        "median_attempts": {name: _median(values) for name, values in needed[0.5].items()},
+    }
+
+
+def _median(values: Floats) -> float | None:
+    middle = float(np.sort(values)[len(values) // 2]) if len(values) else math.inf
+    return middle if math.isfinite(middle) else None

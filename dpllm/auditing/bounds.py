@@ -1,8 +1,7 @@
-"""Lower bounds on epsilon: what one audited run proves about the privacy it had.
+"""Lower bounds on epsilon: what one audited run, or many, prove about the privacy that they had.
 
-Comes in: one score for each canary of a repetition group, and the coins; or how many guesses were right. Goes out: a
-number that exceeds the true epsilon with probability at most alpha, and the claim that repeated canaries are under.
-Knows neither models nor texts.
+Comes in: one score for each canary of a repetition group, and the coins; or one score of each of many runs. Goes out: a
+number that exceeds the true epsilon with probability at most alpha. Knows neither models nor texts.
 
 A guess has a weight from 1 to K, and a test looks at W, the weights of all right guesses together: large ones of the most extreme
 scores, smaller ones of the next. It adds up K tests of weight 1, of which the second guesses twice as many canaries as the first,
@@ -13,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -21,9 +21,10 @@ from numpy.typing import ArrayLike, NDArray
 from scipy import fft, optimize
 from scipy.special import gammaln
 
+from dpllm.auditing.statistics import upper_limit
 from dpllm.statement.audit_bounds import OneRunBound, Side
 
-# A legend of shapes: M candidates, K weights, W outcomes of a sum of weights, F frequencies.
+# A legend of shapes: M candidates, K weights, W outcomes of a sum of weights, F frequencies; P runs with a canary, N without.
 
 LARGEST_EPSILON = 64.0
 """No bound is sought above it."""
@@ -265,3 +266,106 @@ def _law(counts_K: tuple[int, ...], epsilon: float) -> NDArray[np.float64]:
         spectrum_F = spectrum_F * (rest + (1 - rest) * waves_KF).prod(axis=0) ** count
     law_W: NDArray[np.float64] = fft.irfft(spectrum_F, fft.next_fast_len(length, real=True))[:length]
     return law_W
+
+
+# Many runs, each of which is one trial.
+
+ASSUMES = "each trial is a training run of its own, its threshold chosen without these trials"
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Guesses at a threshold, counted: members that were recognised or missed, others that were accused or not."""
+
+    true_positives: int
+    false_negatives: int
+    false_positives: int
+    true_negatives: int
+
+
+@dataclass(frozen=True)
+class RateBound:
+    """A lower bound on epsilon at ``delta``, 0 where nothing is shown; the upper limits of the rates that give it."""
+
+    value: float
+    assumes: str
+    alpha: float
+    delta: float
+    rates: Rates
+    fnr_upper: float
+    fpr_upper: float
+
+
+def epsilon_from_rates(rates: Rates, *, delta: float, alpha: float) -> RateBound:
+    """Epsilon from the error rates at one threshold, in both directions.
+
+    Guarantee:
+        P[value > epsilon] <= alpha for every (epsilon, delta)-DP mechanism, if each count is of independent training
+        runs, members and others on neighbouring data, and the threshold was chosen without them. Both directions rest
+        on the same two limits, so looking at both costs nothing.
+
+    Args:
+        rates: Counts at the threshold.
+        delta: The claim's delta, in [0, 1].
+        alpha: In (0, 1/2).
+
+    References:
+        Kairouz, Oh and Viswanath 2015 (the region of error rates that (epsilon, delta) allows); Jagielski, Ullman and
+        Oprea 2020, "Auditing Differentially Private Machine Learning" (the limits put into it).
+
+    Raises:
+        ValueError: Alpha or delta is out of range, or a count is negative.
+    """
+    if not 0 < alpha < 0.5 or not 0 <= delta <= 1:
+        raise ValueError(f"alpha must lie in (0, 1/2) and delta in [0, 1], got {alpha} and {delta}")
+    counts = (rates.true_positives, rates.false_negatives, rates.false_positives, rates.true_negatives)
+    if min(counts) < 0:
+        raise ValueError(f"a count of trials cannot be negative, got {counts}")
+    value, fnr, fpr = _of_counts(*counts, delta, alpha)
+    return RateBound(float(value), ASSUMES, alpha, delta, rates, float(fnr), float(fpr))
+
+
+def many_runs(positives: ArrayLike, negatives: ArrayLike, *, delta: float, alpha: float) -> RateBound:
+    """A lower bound on epsilon from many training runs, with one score of each.
+
+    Every second run of either kind chooses the threshold, where the bound from those runs is largest; the others are
+    counted at it.
+
+    Guarantee:
+        That of ``epsilon_from_rates``, if all runs of a kind are alike and independent.
+
+    Args:
+        positives: Shape (P,), from runs with the canary; higher = more likely a member; finite.
+        negatives: Shape (N,), from runs without.
+        delta: The claim's delta, in [0, 1].
+        alpha: In (0, 1/2).
+
+    Raises:
+        ValueError: Fewer than two runs of a kind, a score that is not a finite number, or alpha or delta out of range.
+    """
+    positive_P, _ = checked(positives, np.ones(np.shape(positives), dtype=bool))
+    negative_N, _ = checked(negatives, np.zeros(np.shape(negatives), dtype=bool))
+    if min(len(positive_P), len(negative_N)) < 2:
+        raise ValueError(
+            f"half of the runs choose a threshold; got {len(positive_P)} with and {len(negative_N)} without"
+        )
+    # A threshold that was chosen on the runs it is counted on would fit their noise, and the guarantee would be gone.
+    tried_P, tried_N = np.sort(positive_P[::2]), np.sort(negative_N[::2])
+    cuts = np.concatenate((tried_P, tried_N))
+    below_P, below_N = np.searchsorted(tried_P, cuts, side="right"), np.searchsorted(tried_N, cuts, side="right")
+    tried = len(tried_P) - below_P, below_P, len(tried_N) - below_N, below_N
+    cut = cuts[_of_counts(*tried, delta, alpha)[0].argmax()]
+    # A score that equals the threshold is called none of a member.
+    above_P, above_N = positive_P[1::2] > cut, negative_N[1::2] > cut
+    counts = (above_P.sum(), (~above_P).sum(), above_N.sum(), (~above_N).sum())
+    return epsilon_from_rates(Rates(*map(int, counts)), delta=delta, alpha=alpha)
+
+
+def _of_counts(
+    caught: ArrayLike, missed: ArrayLike, accused: ArrayLike, cleared: ArrayLike, delta: float, alpha: float
+) -> tuple[NDArray[np.float64], ...]:
+    """Epsilon, and upper limits of the false negative and false positive rate that both hold with probability 1 - alpha."""
+    fnr, fpr = upper_limit(missed, caught, alpha / 2), upper_limit(accused, cleared, alpha / 2)
+    # 1 - FNR <= e^eps FPR + delta and its mirror image; 0 where they say less.
+    most = np.maximum((1 - delta - fnr) / fpr, (1 - delta - fpr) / fnr)
+    return np.log(np.maximum(most, 1.0)), fnr, fpr

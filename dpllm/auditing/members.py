@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import random
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dpllm.auditing import attacks, statistics
-from dpllm.auditing.blind import blind
 from dpllm.auditing.scores import score_sequences, zlib_bytes
-from dpllm.auditing.statistics import Estimate, Floats, shown
+from dpllm.auditing.statistics import Estimate, Floats, blind, shown
 from dpllm.auditing.summary import CONFIDENCE, separation
 from dpllm.auditing.table import TokenTable
 from dpllm.errors import ConfigError
@@ -42,10 +41,6 @@ LIMIT = 1000
 """Units of each side that are scored."""
 FEWEST = 50
 """On each side; with fewer, no control could tell a shift from chance."""
-NGRAM = 13
-"""Words in a row that two texts hardly share by chance."""
-NEAR_COPY = 0.5
-"""A row that has more than this share of its 13-word runs in common with members is a copy of theirs."""
 NOTE = (
     "Computed from private rows and not covered by the privacy guarantee: it must not be published. It says nothing about "
     "epsilon, because nobody drew by coins which of these rows trained."
@@ -79,11 +74,6 @@ def rows_of_run(run: Run) -> tuple[Sequence[Rows], Sequence[Rows], Format]:
     cache = run.directory.private / "cache"
     trained = data.load_table(settings.train, settings, settings.train_split, cache)
     rest = data.load_table(settings.eval, settings, settings.eval_split, cache)
-    if rest.format != trained.format:
-        raise ConfigError(
-            f"{rest.name}: is read as {rest.format} and the training data as {trained.format}, so any difference could come "
-            "from the format. Set data.format, or evaluation data of the same columns."
-        )
     return data.group_rows(trained, settings), data.group_rows(rest, settings), trained.format
 
 
@@ -125,11 +115,15 @@ def audit_members(
                 "difference in the data from chance. Give more rows."
             )
     units, first = [*sides[0], *sides[1]], len(sides[0])
-    texts = [_read(unit, models.tokenizer) for unit in units]
+    # What the models read of a unit, which is all that the controls may use: no more, and no less.
+    ids = [[sequence.input_ids for sequence in unit.sequences] for unit in units]
+    texts = ["\n".join(models.tokenizer.batch_decode(own, skip_special_tokens=True)) for own in ids]
     tokens = _score(models, units, texts)
     base_S = _mean(tokens, tokens.base_log_prob_N)  # the control: the base model saw neither side
     base = statistics.auc(base_S[:first], base_S[first:], CONFIDENCE)
     words = blind(texts[:first], texts[first:], CONFIDENCE)
+    assert base is not None
+    assert words is not None  # of which each takes fewer texts
     word, reason = _judge(base, words, settings.unit)
     return {
         "word": word,
@@ -140,55 +134,36 @@ def audit_members(
         "non_members": len(units) - first,
         "confidence": CONFIDENCE,
         "scores": {name: separation(one_S[:first], one_S[first:]) for name, one_S in scores(tokens).items()},
-        "controls": {"base_model": shown("auc", base), "blind": words and shown("auc", words)},
+        "controls": {"base_model": shown("auc", base), "blind": shown("auc", words)},
     }
 
 
 def check_overlap(members: Sequence[Rows], non_members: Sequence[Rows], fmt: Format, unit: str) -> None:
-    """Looks for non-members that trained: the same text, a near copy, or another row of the same unit.
-
-    Case and white space make no difference. A near copy has more than half of its runs of 13 words in common with members.
+    """Looks for non-members that trained: the same text, but for case and white space, or another row of the same unit.
 
     Raises:
         ConfigError: There are some; how many is said, and not which.
     """
-    words = [_words(row, fmt) for group in non_members for row in group]
-    whole = {" ".join(found) for found in words}
-    runs = [set(_runs(found)) for found in words]
-    wanted: set[int] = set().union(*runs)
+    texts = [_text(row, fmt) for group in non_members for row in group]
     # Of members only what non-members have is kept, or all text of the training data would stand in memory twice.
-    seen: set[int] = set()
-    copied: set[str] = set()
-    units: set[str | None] = set()
+    wanted, copied, units = set(texts), set[str](), set[str | None]()
     for row in (row for group in members for row in group):
-        found = _words(row, fmt)
-        copied |= {" ".join(found)} & whole
-        seen.update(run for run in _runs(found) if run in wanted)
+        copied |= {_text(row, fmt)} & wanted
         units.add(unit_name(row.unit))
-    exact = sum(" ".join(found) in copied for found in words)
-    near = sum(len(own & seen) > NEAR_COPY * len(own) for own in runs)
-    shared_units = 0 if unit == "example" else sum(unit_name(group[0].unit) in units for group in non_members)
-    counts = (
-        (exact, f"{exact} of {len(words)} rows are identical to members"),
-        (near, f"{near} of {len(words)} have most of their runs of {NGRAM} words in common with members"),
-        (shared_units, f"{shared_units} of {len(non_members)} units are units of members too"),
-    )
-    if shared := "; ".join(said for number, said in counts if number):
+    same_text = sum(text in copied for text in texts)
+    same_unit = 0 if unit == "example" else sum(unit_name(group[0].unit) in units for group in non_members)
+    if same_text or same_unit:
         raise ConfigError(
-            f"non-members overlap with members: {shared}. Rows that were trained on are not non-members; remove them."
+            f"non-members overlap with members: {same_text} of {len(texts)} rows are identical to members, {same_unit} of "
+            f"{len(non_members)} units are units of members too. Rows that were trained on are not non-members; remove them."
         )
 
 
-def _words(row: Row, fmt: Format) -> list[str]:
+def _text(row: Row, fmt: Format) -> str:
     parts = [row.parts[field] for field in FIELDS[fmt]]
     if fmt == "messages":
         parts = [turn.get("content", "") if isinstance(turn, dict) else turn for turn in parts[0]]
-    return unicodedata.normalize("NFC", "\n".join(map(str, parts))).casefold().split()
-
-
-def _runs(words: Sequence[str]) -> Iterator[int]:
-    """Hashes of all runs of 13 words."""
-    return (hash(tuple(words[start : start + NGRAM])) for start in range(len(words) - NGRAM + 1))
+    return " ".join(unicodedata.normalize("NFC", "\n".join(map(str, parts))).casefold().split())
 
 
 def scores(table: TokenTable) -> dict[str, Floats]:
@@ -211,15 +186,10 @@ def _draw(groups: Sequence[Rows]) -> list[Rows]:
     return [groups[index] for index in sorted(chosen)]
 
 
-def _read(unit: Unit, tokenizer: Any) -> str:
-    """What the models read of a unit, which is all that the controls may use: no more, and no less."""
-    return "\n".join(tokenizer.decode(sequence.input_ids, skip_special_tokens=True) for sequence in unit.sequences)
-
-
 def _score(models: ScoringModels, units: Sequence[Unit], texts: Sequence[str]) -> TokenTable:
     """The token table with one entry for each unit."""
     sequences = [sequence for unit in units for sequence in unit.sequences]
-    masks = [one.loss_mask for one in sequences]
+    masks = [sequence.loss_mask for sequence in sequences]
     owners = np.repeat(np.arange(len(units)), [len(unit.sequences) for unit in units])
     return TokenTable(
         canary_ids=tuple(f"u{index:06d}" for index in range(len(units))),
@@ -229,15 +199,15 @@ def _score(models: ScoringModels, units: Sequence[Unit], texts: Sequence[str]) -
     )
 
 
-def _judge(base: Estimate | None, words: Estimate | None, unit: str) -> tuple[str, str]:
+def _judge(base: Estimate, words: Estimate, unit: str) -> tuple[str, str]:
     seen = []
-    if words is None or words.above_half:
-        found = f"AUC {words.value:.3f} ({words.low:.3f} to {words.high:.3f})" if words else "too few texts"
-        seen.append(f"a classifier that sees the words and no model separates them ({found})")
+    if words.above_half:
+        area = f"AUC {words.value:.3f} ({words.low:.3f} to {words.high:.3f})"
+        seen.append(f"a classifier that sees the words and no model separates them ({area})")
     # On both sides of 1/2: an attack's direction is fixed, that of a control is not.
-    if base is None or not base.low <= 0.5 <= base.high:
-        found = f"AUC {base.value:.3f} ({base.low:.3f} to {base.high:.3f})" if base else "no score"
-        seen.append(f"the base model, which saw neither, separates them ({found})")
+    if not base.low <= 0.5 <= base.high:
+        area = f"AUC {base.value:.3f} ({base.low:.3f} to {base.high:.3f})"
+        seen.append(f"the base model, which saw neither, separates them ({area})")
     if not seen:
         return MEMBERSHIP, (
             "Neither the words nor the base model tell members from non-members, so what the tuned model tells apart is what "

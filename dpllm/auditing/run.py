@@ -8,52 +8,39 @@ find the texts that give the published numbers, token by token.
 
 from __future__ import annotations
 
-import contextlib
-import difflib
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from rich.console import Console
 
-from dpllm.auditing import attacks
-from dpllm.auditing.blind import words_control
+from dpllm.auditing import shadows as shadow_runs
 from dpllm.auditing.gradient import GradientTable, tabulate, write_gradient
 from dpllm.auditing.scores import score_canaries
-from dpllm.auditing.summary import DELTA_WITHOUT_CLAIM, PRIMARY_ATTACK, Beside, summarise
-from dpllm.auditing.table import CanaryScores, TokenTable, write_tokens
+from dpllm.auditing.statistics import words_control
+from dpllm.auditing.summary import DELTA_WITHOUT_CLAIM, PRIMARY_ATTACK, AuditContext, summarise
+from dpllm.auditing.table import TokenTable, write_tokens
 from dpllm.canaries import canaries
 from dpllm.canaries.canaries import CanaryPlan
 from dpllm.errors import ConfigError
 from dpllm.files import write_json
 from dpllm.model import loading
-from dpllm.privacy.plan import AuditSettings, Plan
+from dpllm.privacy.plan import Plan
 from dpllm.recipe.config import RunConfig
 from dpllm.run import checkpoint
 from dpllm.run.directory import Run, RunDir, open_run
 from dpllm.run.projections import read_projections, read_turns, read_weights
-from dpllm.statement.audit import AuditRecord, Summary, read_audit
+from dpllm.statement.audit import AuditRecord
 from dpllm.statement.audit_bounds import Claim
 from dpllm.telemetry.live import publish_audit
-from dpllm.text.data import load_table
-from dpllm.text.layouts import Format
 
 if TYPE_CHECKING:
     from dpllm.model.loading import ScoringModels
 
-PARTS = {
-    "exposure": ("exposure",),
-    "extraction": ("extraction", "sampling"),
-}
-"""Attacks by the parts of the report that they are; all others are scores, under ``attacks`` and ``repeated``."""
-Shadows = Callable[[Run, Sequence[CanaryScores], float], dict[str, Any]]
-ATTACKS = (PRIMARY_ATTACK, *attacks.ATTACKS, *attacks.TOKEN_ATTACKS, *PARTS)
 
-
-def audit(run: RunDir, *, twin: RunDir | None = None, shadows: Shadows | None = None) -> AuditRecord:
+def audit(run: RunDir, *, twin: RunDir | None = None, shadows: int = 0, console: Console | None = None) -> AuditRecord:
     """Scores the canaries of a finished run and writes what follows from them.
 
     Args:
@@ -61,7 +48,8 @@ def audit(run: RunDir, *, twin: RunDir | None = None, shadows: Shadows | None = 
         twin: An audited run of the same recipe without privacy, where the attack has to succeed: a positive control. Unless
             both are of the same public data this report stays in private/, because it tells something of that run, and one
             without the twin is published.
-        shadows: What trains shadow runs and compares with them, as ``lab.shadows`` does.
+        shadows: How many shadow runs to train and compare with.
+        console: Takes a line for each shadow.
 
     Returns:
         What audit.json holds. A falsified claim is said in ``verdict``, not raised.
@@ -72,48 +60,50 @@ def audit(run: RunDir, *, twin: RunDir | None = None, shadows: Shadows | None = 
         Refused: Shadows that may not be trained.
     """
     opened, plan, claim = _subject(run)
-    config = opened.config
-    if shadows and plan.label_epsilon:
-        raise ConfigError(f"{run.root}: its canaries are labels, which shadow runs do not know. Leave --shadows out.")
-    seen, public = _twin(config, twin) if twin else (None, True)
-    examined = _examine(opened, plan, claim)
-    given = {}
-    if shadows:
-        scored = attacks.of_whole_rows(examined.table, examined.tokens)
-        given["shadows"] = shadows(opened, scored, claim.delta if claim else DELTA_WITHOUT_CLAIM)
-    count = _count(run)
-    published = config.privacy.enabled and public
-    report = shown = _write(run, _record(examined, seen, audits_run=count, published=published, **given), examined)
+    config, promise = opened.config, opened.plan
+    works, public = _twin(config, twin) if twin else (None, True)
+    settings = promise.audit if promise else config.audit.fixed()
+    if settings is None:
+        raise ConfigError(f"{run.plan}: fixes no tests, so they could be chosen by what the audit shows. Train again.")
+    trained = shadow_runs.train_shadows(opened, shadows, console or Console(quiet=True)) if shadows else ()
+    assert config.data.format != "auto"  # training writes the format that it found
+    tokens = score_canaries(load_models(opened), plan, config.data.format, config.data)
+    context = AuditContext(
+        limits=promise.limits.to_json() if promise else None,
+        words=words_control(plan.canaries),
+        own_references=plan.label_epsilon is not None,
+        gradient=_gradient(opened, promise, plan) if promise and plan.gradient_coins else None,
+    )
+    facts = {
+        "settings": settings,
+        "canaries": _describe(plan),
+        "weights": checkpoint.weight_hashes(opened.export_dir),
+    }
+    if trained:
+        at = {"delta": claim.delta if claim else DELTA_WITHOUT_CLAIM, "alpha": config.audit.alpha}
+        facts["shadows"] = shadow_runs.summarise_shadows(tokens, shadow_runs.score_shadows(trained), **at)
+    facts["audits_run"] = _count(run)
+
+    def write(works: str | None, *, published: bool) -> AuditRecord:
+        summary = summarise(tokens, claim, settings, replace(context, twin=works))
+        return _write(run, AuditRecord.pick(summary.to_json(), published=published, **facts), tokens, context.gradient)
+
+    report = shown = write(works, published=config.privacy.enabled and public)
     if config.privacy.enabled and not public:  # the same without what tells of other runs
-        shown = _write(run, _record(examined, None, audits_run=count, published=True), examined)
+        facts.pop("shadows", None)
+        shown = write(None, published=True)
     publish_audit(run, config, figures(shown) if shown.published else {})
     return report
 
 
-def _record(examined: _Examined, twin: str | None, **given: Any) -> AuditRecord:
-    return AuditRecord.pick(_summary(examined, twin).to_json(), **examined.parts, **given)
-
-
-def _write(run: RunDir, report: AuditRecord, examined: _Examined) -> AuditRecord:
+def _write(run: RunDir, report: AuditRecord, tokens: TokenTable, gradient: GradientTable | None) -> AuditRecord:
     folder = run.audit_dir(report.published)
-    report = _keep(report, folder / "audit.json")
     folder.mkdir(parents=True, exist_ok=True)
-    write_tokens(examined.tokens, folder / "tokens.parquet")
-    if examined.beside.gradient is not None:
-        write_gradient(examined.beside.gradient, folder / "gradient.parquet")
+    write_tokens(tokens, folder / "tokens.parquet")
+    if gradient is not None:
+        write_gradient(gradient, folder / "gradient.parquet")
     write_json(folder / "audit.json", report.to_json())
     return report
-
-
-def _keep(report: AuditRecord, path: Path) -> AuditRecord:
-    """With the shadows of the audit before if this one looked at none: they follow from the same weights and canaries."""
-    before = None
-    if path.exists():
-        with contextlib.suppress(ConfigError):  # a damaged one is replaced
-            before = read_audit(path)
-    if before is None or (before.weights, before.canaries) != (report.weights, report.canaries):
-        return report
-    return report.model_copy(update={"shadows": report.shadows or before.shadows})
 
 
 def figures(report: AuditRecord) -> dict[str, float | None]:
@@ -127,35 +117,6 @@ def figures(report: AuditRecord) -> dict[str, float | None]:
         "dp_membership_inference_auc_allowed": attack.limits.auc if attack and attack.limits else None,
         "dp_audit_epsilon_lower_bound": found.value if found.num_canaries else None,
     }
-
-
-def attack(run: RunDir, name: str) -> dict[str, Any]:
-    """One attack on a finished run. Nothing is written, and no bound is computed, so that it does not count as an audit.
-
-    Args:
-        run: As for ``audit``.
-        name: Of ``ATTACKS``.
-
-    Returns:
-        The part of the report that it makes: for a score one entry for each group of repetitions.
-
-    Raises:
-        ConfigError: No such attack; and see ``audit``.
-    """
-    if name not in ATTACKS:
-        near = difflib.get_close_matches(name, ATTACKS, 1)
-        advice = f"Did you mean {near[0]}?" if near else f"Type one of {', '.join(ATTACKS)}."
-        raise ConfigError(f"--attack {name}: no such attack. {advice}")
-    opened, plan, claim = _subject(run)
-    if not plan.canaries:
-        raise ConfigError(
-            f"{run.root}: no canaries of text were planted, which --attack {name} looks for. Leave --attack out, and the "
-            f"gradient canaries are audited. {_twin_of(run)}"
-        )
-    summary = _summary(_examine(opened, plan, claim), None)
-    if name in PARTS:
-        return {part: summary.to_json()[part] for part in PARTS[name]}
-    return {group: seen[name].to_json() for group, seen in summary.by_group().items() if name in seen}
 
 
 def load_models(run: Run) -> ScoringModels:
@@ -172,37 +133,6 @@ def load_models(run: Run) -> ScoringModels:
     return loading.load_for_scoring(run.config, run.export_dir, device)
 
 
-@dataclass(frozen=True)
-class _Examined:
-    """What the models were asked, once, and what does not depend on other runs."""
-
-    table: tuple[CanaryScores, ...]
-    tokens: TokenTable
-    claim: Claim | None
-    settings: AuditSettings
-    beside: Beside
-    parts: dict[str, Any]
-    """Of the report, beside the summary."""
-
-
-def _examine(run: Run, plan: CanaryPlan, claim: Claim | None) -> _Examined:
-    table, tokens = score_canaries(load_models(run), plan, _format(run), run.config.data)
-    promise = run.plan
-    settings = promise.audit if promise else run.config.audit.fixed()
-    if settings is None:
-        raise ConfigError(
-            f"{run.directory.plan}: fixes no tests, so they could be chosen by what the audit shows. Train again."
-        )
-    beside = Beside(
-        limits=promise.limits.to_json() if promise else None,
-        words=words_control(plan.canaries),
-        own_references=plan.label_epsilon is not None,
-        gradient=_gradient(run, promise, plan) if promise and plan.gradient_coins else None,
-    )
-    parts = {"settings": settings, "canaries": _describe(plan), "weights": checkpoint.weight_hashes(run.export_dir)}
-    return _Examined(table, tokens, claim, settings, beside, parts)
-
-
 def _gradient(run: Run, promise: Plan, plan: CanaryPlan) -> GradientTable:
     """What the steps of a run with differential privacy released along its gradient canaries."""
     lattice, place = run.record.lattice, run.directory
@@ -216,48 +146,27 @@ def _gradient(run: Run, promise: Plan, plan: CanaryPlan) -> GradientTable:
     )
 
 
-def _summary(examined: _Examined, twin: str | None) -> Summary:
-    beside = replace(examined.beside, twin=twin)
-    return summarise(examined.table, examined.claim, examined.settings, tokens=examined.tokens, beside=beside)
-
-
-def _twin_of(run: RunDir) -> str:
-    return (
-        "Train an audit twin, which has them and is charged too: "
-        f"dpllm train {run.config} --audit.canaries '{{}}' --output_dir {run.root}-twin"
-    )
-
-
 def _subject(run: RunDir) -> tuple[Run, CanaryPlan, Claim | None]:
     """A run, its canaries and what they test, which belong together."""
     opened = open_run(run)
     config = opened.config
     if not config.audit.plants:
-        raise ConfigError(f"{run.root}: no canaries were planted, so there is nothing to measure. {_twin_of(run)}")
+        raise ConfigError(
+            f"{run.root}: no canaries were planted, so there is nothing to measure. Train an audit twin, which has them and is "
+            f"charged too: dpllm train {run.config} --audit.canaries '{{}}' --output_dir {run.root}-twin"
+        )
     if (plan := opened.canaries) is None:
         raise ConfigError(f"{run.canaries}: is missing, so nobody knows which canaries were planted. Restore the file.")
     sides = {(canary.group, canary.inserted) for canary in plan.canaries}
-    if plan.label_epsilon and len(sides) < 2 * len({group for group, _ in sides}):
+    one_sided = plan.label_epsilon and len(sides) < 2 * len({group for group, _ in sides})
+    if one_sided or (config.audit.canaries and not any(canary.inserted for canary in plan.canaries)):
         raise ConfigError(
-            f"{run.canaries}: all coins of a group prefer the same answer, so nothing can be compared. Plan more candidates "
-            "(audit.canaries.groups) and train again."
-        )
-    if config.audit.canaries and not any(canary.inserted for canary in plan.canaries):
-        raise ConfigError(
-            f"{run.canaries}: every coin said out, so no canary was planted. Plan more candidates (audit.canaries.groups) and "
-            "train again."
+            f"{run.canaries}: every coin said out, or all of a group prefer the same answer, so nothing can be compared. Plan "
+            "more candidates (audit.canaries.groups) and train again."
         )
     if promise := opened.plan:
         return opened, plan, Claim(promise.epsilon, promise.delta, promise.unit)
     return opened, plan, Claim(plan.label_epsilon, 0.0, "label") if plan.label_epsilon else None
-
-
-def _format(run: Run) -> Format:
-    """How the training rows read; where the recipe left it to the data, their columns are looked at again."""
-    data = run.config.data
-    if data.format != "auto":
-        return data.format
-    return load_table(data.train, data, data.train_split, run.directory.private / "cache").format
 
 
 def _twin(config: RunConfig, twin: RunDir) -> tuple[str, bool]:
@@ -282,8 +191,6 @@ def _twin(config: RunConfig, twin: RunDir) -> tuple[str, bool]:
     if report is None:
         raise ConfigError(f"{twin.root}: has no audit yet to serve as a control. Type: dpllm audit {twin.root}")
     path = twin.audit_dir(False) / "audit.json"
-    if report.weights != checkpoint.weight_hashes(twin.export):
-        raise ConfigError(f"{path}: is about other weights than {twin.root} has now. Type: dpllm audit {twin.root}")
     if report.claim is not None:
         raise ConfigError(
             f"{path}: its canaries are labels that were flipped (data.label_record), so it shows nothing of canaries that are "

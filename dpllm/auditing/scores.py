@@ -9,15 +9,16 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn.utils.rnn import pad_sequence
 
-from dpllm.auditing.table import TOP_K, CanaryScores, TokenTable, sum_up
-from dpllm.canaries.canaries import Canary, CanaryPlan, encode_secret
+from dpllm.auditing.table import TOP_K, TokenTable
+from dpllm.canaries.canaries import CanaryPlan
+from dpllm.canaries.texts import Canary, encode_secret
 from dpllm.errors import ConfigError
 from dpllm.model.evaluate import rows_at_once
 from dpllm.privacy.schedule import TokenSequence
@@ -43,20 +44,14 @@ Mask = Sequence[bool] | NDArray[np.bool_]
 """Which tokens of a sequence are meant."""
 
 
-@dataclass(frozen=True)
-class TokenScores:
-    """The scored tokens of one sequence, in order."""
+class TokenScores(NamedTuple):
+    """The scored tokens of one sequence, in order: columns of a ``TokenTable``, of one model."""
 
     log_prob: NDArray[np.float64]
-    """log p(token | everything before it), in nats."""
-    is_argmax: NDArray[np.bool_]
-    """Whether greedy decoding would have chosen it."""
+    argmax: NDArray[np.bool_]
     mean: NDArray[np.float64]
-    """Mean of log p over the vocabulary, each token weighted by its p."""
     variance: NDArray[np.float64]
-    """Variance of log p under p."""
     top_k_log_prob: NDArray[np.float64]
-    """log p where only the ``TOP_K`` likeliest tokens may be sampled; -inf where this is none of them."""
 
 
 def score(
@@ -80,41 +75,37 @@ def score(
         ConfigError: A score is not a finite number.
     """
     device = next(model.parameters()).device
-    results: list[TokenScores | None] = [None] * len(sequences)
+    results: dict[int, TokenScores] = {}
     lengths = [len(sequence.input_ids) for sequence in sequences]
     order = sorted(range(len(sequences)), key=lambda index: (lengths[index], index))
     budget = rows_at_once(model, token_budget, max(lengths, default=0))
     with torch.inference_mode():
         for rows in _batches(order, lengths, budget):
-            width = len(sequences[rows[-1]].input_ids)
-            ids_BT = torch.zeros(len(rows), width, dtype=torch.long)
-            real_BT = torch.zeros(len(rows), width, dtype=torch.long)
-            scored_BT = torch.zeros(len(rows), width, dtype=torch.bool)
-            for place, row in enumerate(rows):
-                length = len(sequences[row].input_ids)
-                ids_BT[place, :length] = torch.tensor(sequences[row].input_ids)
-                real_BT[place, :length] = 1
-                scored_BT[place, :length] = torch.tensor(masks[row], dtype=torch.bool)
-            ids_BT, scored_BT = ids_BT.to(device), scored_BT.to(device)
+            ids_BT, real_BT, scored_BT = (
+                pad_sequence(parts, batch_first=True).to(device)
+                for parts in (
+                    [torch.tensor(sequences[row].input_ids) for row in rows],
+                    [torch.ones(lengths[row], dtype=torch.long) for row in rows],
+                    [torch.tensor(masks[row], dtype=torch.bool) for row in rows],
+                )
+            )
             # Not kept in a name: the next batch's logits would be new memory, and page faults cost more than statistics.
-            scored = _gather(model(input_ids=ids_BT, attention_mask=real_BT.to(device)).logits, ids_BT, scored_BT)
+            scored = _gather(model(input_ids=ids_BT, attention_mask=real_BT).logits, ids_BT, scored_BT)
             first = 0
             for row in rows:
                 last = first + int(sum(masks[row]))
-                results[row] = TokenScores(*(getattr(scored, field.name)[first:last] for field in fields(scored)))
+                columns: list[Any] = [column[first:last] for column in scored]
+                results[row] = TokenScores(*columns)
                 first = last
-    done = [result for result in results if result is not None]
-    if not all(np.isfinite(result.log_prob).all() for result in done):
+    if not all(np.isfinite(result.log_prob).all() for result in results.values()):
         raise ConfigError(
             "the model's scores are not finite, so nothing can be ranked; its training has probably diverged. Train again with "
             "a lower train.learning_rate."
         )
-    return done
+    return [results[row] for row in range(len(sequences))]
 
 
-def score_canaries(
-    models: ScoringModels, plan: CanaryPlan, fmt: Format, data: DataConfig
-) -> tuple[tuple[CanaryScores, ...], TokenTable]:
+def score_canaries(models: ScoringModels, plan: CanaryPlan, fmt: Format, data: DataConfig) -> TokenTable:
     """Scores every candidate and reference on the tuned and the base model, of a pair both answers, and token by token.
 
     Every token that entered the loss is scored, which in format text are those of the carrier too; of a secret that stands in a
@@ -130,12 +121,12 @@ def score_canaries(
 
 def score_encoded(
     models: ScoringModels, canaries: Sequence[Canary], encoded: Sequence[tuple[TokenSequence, Sequence[bool]]]
-) -> tuple[tuple[CanaryScores, ...], TokenTable]:
+) -> TokenTable:
     """The same of canaries that are encoded already, each with the mask of its secret's tokens."""
     sequences, secrets = zip(*encoded, strict=True)
     masks = [np.array(sequence.loss_mask, dtype=np.bool_) for sequence in sequences]
     ids_N = np.concatenate([np.array(one.input_ids)[mask] for one, mask in zip(sequences, masks, strict=True)])
-    tokens = TokenTable(
+    return TokenTable(
         canary_ids=tuple(canary.canary_id for canary in canaries),
         zlib_bytes_S=np.array([zlib_bytes(canary.text) for canary in canaries]),
         sequence_N=np.repeat(np.arange(len(masks)), [mask.sum() for mask in masks]),
@@ -145,7 +136,6 @@ def score_encoded(
         secret_N=np.concatenate([np.array(secret)[mask] for secret, mask in zip(secrets, masks, strict=True)]),
         word_N=np.unique(ids_N, return_inverse=True)[1],
     )
-    return sum_up(tokens), tokens
 
 
 def score_sequences(models: ScoringModels, sequences: Sequence[TokenSequence], masks: Sequence[Mask]) -> dict[str, Any]:
@@ -164,9 +154,9 @@ def score_sequences(models: ScoringModels, sequences: Sequence[TokenSequence], m
     with models.base() as base_model:
         base = score(base_model, sequences, masks, budget)
     return {
-        f"{which}_{field.name.removeprefix('is_')}_N": np.concatenate([getattr(one, field.name) for one in scores])
+        f"{which}_{name}_N": np.concatenate([getattr(one, name) for one in scores])
         for which, scores in (("tuned", tuned), ("base", base))
-        for field in fields(TokenScores)
+        for name in TokenScores._fields
     }
 
 

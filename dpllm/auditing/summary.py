@@ -1,7 +1,8 @@
-"""The numbers of an audit, recomputable by anyone from the published score and token tables.
+"""The numbers of an audit and its verdict, recomputable by anyone from the published token table.
 
-Comes in: the tables, the claim, what was fixed before training (alpha, the grids of guesses), and the controls that tables
-cannot show. Goes out: a ``Summary`` with a verdict. Torch is not imported; no model, text or file is read.
+Comes in: the table, the claim, what was fixed before training (alpha, the grids of guesses), and the controls that a table
+cannot show. Goes out: a ``Summary`` with a verdict, one word and one reason. Torch is not imported; no model, text or file is
+read.
 """
 
 from __future__ import annotations
@@ -13,18 +14,17 @@ from typing import Any
 
 import numpy as np
 
-from dpllm.auditing import attacks, extraction, statistics
+from dpllm.auditing import attacks, statistics
 from dpllm.auditing import gradient as gradient_canaries
-from dpllm.auditing.bounds import epsilon_lower_bound
+from dpllm.auditing.bounds import epsilon_lower_bound, one_run_ceiling
 from dpllm.auditing.gradient import GradientTable
 from dpllm.auditing.statistics import Floats, shown
-from dpllm.auditing.table import CanaryScores, TokenTable, by_group
-from dpllm.auditing.verdict import group_test, judge, levels
+from dpllm.auditing.table import CanaryScores, TokenTable, by_group, sum_up
 from dpllm.errors import ConfigError
 from dpllm.privacy.plan import AuditSettings
 from dpllm.recipe.sections import default_ways
 from dpllm.statement.audit import SCHEMA_VERSION, Controls, GroupTest, Summary
-from dpllm.statement.audit_bounds import Claim, GradientAudit, OneRunBound
+from dpllm.statement.audit_bounds import Claim, GradientAudit, GroupClaim, OneRunBound
 
 CONFIDENCE = 0.95
 PRIMARY_ATTACK = "calibrated"
@@ -34,8 +34,8 @@ Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Beside:
-    """What goes into a summary beside tables, claim and settings.
+class AuditContext:
+    """What goes into a summary beside the token table, claim and settings.
 
     Attributes:
         limits: What the whole mechanism allows any attack on one unit, see ``Claim.limits``; None: not known.
@@ -71,48 +71,49 @@ class _Scored:
 
 
 def summarise(
-    scores: Sequence[CanaryScores],
-    claim: Claim | None,
-    settings: AuditSettings,
-    *,
-    tokens: TokenTable | None = None,
-    beside: Beside = Beside(),
+    tokens: TokenTable, claim: Claim | None, settings: AuditSettings, context: AuditContext = AuditContext()
 ) -> Summary:
     """Everything that an audit concludes from its scores.
 
     Args:
-        scores: The score table, candidates and references.
+        tokens: Of candidates and references.
         claim: None for a run without differential privacy; the bound is then stated at delta = 1e-5.
         settings: What was fixed before training.
-        tokens: The token table of the same canaries; None: only the attacks that need none.
-        beside: What tables cannot show.
+        context: What the table cannot show.
 
     Raises:
         ConfigError: The table holds no references.
     """
-    scored = _sorted(attacks.of_whole_rows(scores, tokens), tokens, beside)
-    gradient = _gradient(beside.gradient, claim, settings)
+    scored = _sorted(tokens, context)
+    gradient = None
+    if context.gradient is not None and claim is not None:
+        gradient = gradient_canaries.examine(context.gradient, delta=claim.delta, alpha=settings.alpha)
     if gradient:  # which took its part
         settings = settings.model_copy(update={"alpha": settings.alpha * (1 - gradient_canaries.SHARE_OF_ALPHA)})
     bound, tests = _tests(scored, claim, settings)
     attacked = {
-        group: _attacks(scored, group, claim.limits(group, beside.limits) if claim else None) for group in scored.groups
+        group: _attacks(scored, group, claim.limits(group, context.limits) if claim else None)
+        for group in scored.groups
     }
-    controls, tried = _controls(scored, attacked, beside, settings)
+    controls, tried = _controls(scored, attacked, context, settings)
     once = len(attacks.members(scored.groups.get(1, [])))
     word, reason = judge(claim, bound, tests, once, controls, gradient, tried=tried)
-    smallest, secrets = min(scored.groups, default=1), by_group(scores)
+    smallest, secrets = min(scored.groups, default=1), by_group(sum_up(tokens))
     values = {
         "schema_version": SCHEMA_VERSION,
         "claim": asdict(claim) if claim else None,
         "attacks": attacked.get(smallest, {}),
-        "exposure": {str(group): _exposure(*_sides(rows, secrets.get(0))) for group, rows in secrets.items() if group},
-        "extraction": {str(group): attacks.extraction(rows) for group, rows in scored.groups.items()},
-        "sampling": extraction.summary(tokens.secrets(), scores) if tokens is not None else None,
+        "exposure": {str(group): _exposure(rows, secrets.get(0)) for group, rows in secrets.items() if group},
+        "extraction": {str(group): attacks.greedy_extraction(rows) for group, rows in scored.groups.items()},
+        "sampling": attacks.sampled_extraction(tokens.secrets()),
         "epsilon_lower_bound": {**bound.to_json(), "method": _method(tokens), "slope": scored.slope},
         **({"gradient": gradient} if gradient else {}),
         "repeated": {
-            str(group): _repeated(group, claim, seen, tests.get(group))
+            str(group): {
+                "claim": asdict(claim.of(group)) if claim else None,
+                "attacks": {name: seen[name] for name in (PRIMARY_ATTACK, *attacks.ATTACKS)},
+                "test": tests.get(group),
+            }
             for group, seen in attacked.items()
             if group != smallest
         },
@@ -123,18 +124,15 @@ def summarise(
     return Summary.pick(values)
 
 
-def _sorted(scores: Sequence[CanaryScores], tokens: TokenTable | None, beside: Beside) -> _Scored:
-    groups = by_group(scores)
+def _sorted(tokens: TokenTable, context: AuditContext) -> _Scored:
+    groups = by_group(attacks.whole_rows(tokens))
     references = groups.pop(0, [])
-    if not references and not beside.own_references:
+    if not references and not context.own_references:
         raise ConfigError("the score table has no references, so nothing can be ranked; run dpllm audit again.")
-    by_token, pairs = {}, tokens is not None and tokens.of_pairs
-    if tokens is not None and not pairs:  # they read one text
-        found = {name: attack(tokens).tolist() for name, attack in attacks.TOKEN_ATTACKS.items()}
-        by_token = {name: dict(zip(tokens.canary_ids, values, strict=True)) for name, values in found.items()}
-    # A reward is log p less log p of the reference, whole.
-    slope = 1.0 if pairs else attacks.slope(row for rows in groups.values() for row in rows)
-    return _Scored(groups, references, by_token, slope)
+    if tokens.of_pairs:  # a reward is log p less log p of the reference, whole; the other attacks read one text
+        return _Scored(groups, references, {}, 1.0)
+    by_token = {name: tokens.by_canary(attack(tokens)) for name, attack in attacks.TOKEN_ATTACKS.items()}
+    return _Scored(groups, references, by_token, attacks.slope([row for rows in groups.values() for row in rows]))
 
 
 def _tests(scored: _Scored, claim: Claim | None, settings: AuditSettings) -> tuple[OneRunBound, dict[int, GroupTest]]:
@@ -156,12 +154,12 @@ def _tests(scored: _Scored, claim: Claim | None, settings: AuditSettings) -> tup
     return once, tests
 
 
-def _method(tokens: TokenTable | None) -> str:
+def _method(tokens: TokenTable) -> str:
     """How the bound is computed."""
     score = "of every token that entered the loss, less what its words explain"
-    if tokens is not None and tokens.secret_N is not None and tokens.secret_N.all():
+    if np.all(tokens.secret_N):
         score = "of the secret's tokens, less what its words explain"
-    if tokens is not None and tokens.of_pairs:
+    if tokens.of_pairs:
         score = "of pairs, the margin of their implicit rewards"
     return (
         "one training run, guesses on both sides and on one, with weights that fall with the rank (Steinke, Nasr and Jagielski "
@@ -169,22 +167,8 @@ def _method(tokens: TokenTable | None) -> str:
     )
 
 
-def _gradient(table: GradientTable | None, claim: Claim | None, settings: AuditSettings) -> GradientAudit | None:
-    if table is None or claim is None:
-        return None
-    return gradient_canaries.examine(table, delta=claim.delta, alpha=settings.alpha)
-
-
-def _repeated(group: int, claim: Claim | None, attacked: Json, test: GroupTest | None) -> Json:
-    return {
-        "claim": asdict(claim.of(group)) if claim else None,
-        "attacks": {name: attacked[name] for name in (PRIMARY_ATTACK, *attacks.ATTACKS)},
-        "test": test,
-    }
-
-
 def _controls(
-    scored: _Scored, attacked: Mapping[int, Json], beside: Beside, settings: AuditSettings
+    scored: _Scored, attacked: Mapping[int, Json], context: AuditContext, settings: AuditSettings
 ) -> tuple[Controls, list[str]]:
     """The base model on the same split and the group where the attack is seen best; the canaries it was tried on."""
     level = settings.control_level
@@ -203,13 +187,13 @@ def _controls(
         best = max(seen, key=lambda group: seen[group])
         positive = f"AUC {seen[best]:.2f}" + (f" on the canaries planted {best} times" if best > 1 else "")
     tried = [f"planted {most} times" for most in sorted(scored.groups)[-1:]]
-    if beside.twin == "":
+    if context.twin == "":
         tried.append("of the twin")
-    positive = positive or beside.twin
-    if beside.gradient is not None and not positive:
-        positive = gradient_canaries.seen(beside.gradient, level)
-    found = {"base_separates": separates, "words": beside.words or None, "positive": positive or None}
-    return Controls.pick(found, twin=beside.twin, level=level), tried
+    positive = positive or context.twin
+    if context.gradient is not None and not positive:
+        positive = gradient_canaries.seen(context.gradient, level)
+    found = {"base_separates": separates, "words": context.words or None, "positive": positive or None}
+    return Controls.pick(found, twin=context.twin, level=level), tried
 
 
 def _attacks(scored: _Scored, group: int, limits: Mapping[str, float] | None) -> Json:
@@ -241,16 +225,14 @@ def separation(positives: Floats, negatives: Floats) -> Json:
     return values
 
 
-def _sides(
-    rows: Sequence[CanaryScores], references: Sequence[CanaryScores] | None
-) -> tuple[Sequence[CanaryScores], Sequence[CanaryScores]]:
-    """A group and its references; where there are none, its own left-out rows, which are then not ranked among themselves."""
-    return (rows, references) if references else (attacks.members(rows), attacks.held_out(rows))
+def _exposure(rows: Sequence[CanaryScores], references: Sequence[CanaryScores] | None) -> Json:
+    """Exposure of one group in bits, ranked by the tuned model's log-probability among the references.
 
-
-def _exposure(rows: Sequence[CanaryScores], references: Sequence[CanaryScores]) -> Json:
-    """Exposure of one group in bits, ranked by the tuned model's log-probability."""
+    Where there are none, its own left-out rows stand in, which are then not ranked among themselves.
+    """
     inside, outside = attacks.members(rows), attacks.held_out(rows)
+    if not references:
+        references, outside = outside, []
     known = attacks.loss(references)
     bits = statistics.exposure(attacks.loss(inside), known)
     base_bits = statistics.exposure(attacks.base_loss(inside), attacks.base_loss(references))
@@ -269,3 +251,158 @@ def _exposure(rows: Sequence[CanaryScores], references: Sequence[CanaryScores]) 
 
 def _mean(values: Floats) -> float | None:
     return float(values.mean()) if len(values) else None
+
+
+# The verdict: what tests, claim and controls together allow anybody to say.
+
+
+def group_test(claim: GroupClaim, bound: OneRunBound) -> GroupTest:
+    """The one-run test of a group against the claim that it is under; refutes a true one with probability <= ``bound.alpha``."""
+    return GroupTest.pick(bound.to_json(), refuted=bound.value > claim.epsilon)
+
+
+def levels(sizes: Mapping[int, int], claim: Claim, alpha: float) -> dict[int, float]:
+    """How alpha is divided among the groups that are tested.
+
+    Alike among the one that speaks of single units and those repeated ones that could refute their weaker claim. It
+    needs sizes (repetitions -> candidates), claim and alpha only, so it was fixed before the coins.
+    """
+    tested = [1]
+    for group in sorted(size for size in sizes if size > 1):
+        target, ways = claim.of(group), default_ways(sizes[group])
+        if one_run_ceiling(sizes[group], delta=target.delta, alpha=alpha / len(sizes), **ways) > target.epsilon:
+            tested.append(group)
+    return dict.fromkeys(tested, alpha / len(tested))
+
+
+def judge(
+    claim: Claim | None,
+    bound: OneRunBound,
+    repeated: Mapping[int, GroupTest],
+    num_inserted: int,
+    controls: Controls,
+    gradient: GradientAudit | None = None,
+    *,
+    tried: Sequence[str] = (),
+) -> tuple[str, str]:
+    """What the tests say about the claim: falsified, inconclusive, consistent or no_claim, with the reason.
+
+    Guarantee:
+        A true claim is called falsified with probability at most the sum of the tests' alphas, which ``levels`` makes
+        the alpha of the recipe. The word private is never said: an audit can refute a claim and cannot prove one.
+
+    Args:
+        claim: None for a run that makes none.
+        bound: Of the once-inserted candidates, of which ``num_inserted`` were inserted by their coins.
+        repeated: The tests of the other groups.
+        num_inserted: See ``bound``.
+        controls: Of this audit.
+        gradient: What gradient canaries show; None: there were none.
+        tried: Which canaries the attack was tried on.
+    """
+    shown = f"lower bound {bound.value:.3g} at confidence {1 - bound.alpha:.4g}"
+    if claim is None:
+        return "no_claim", f"The run makes no privacy claim; epsilon {shown}, delta {bound.delta:g}."
+    claimed = f"the claimed epsilon {claim.epsilon:.3g} (delta {claim.delta:g}, unit {claim.unit})"
+    if wrong := _contradiction(gradient, claim.epsilon):
+        return "falsified", f"{wrong}, so {claimed} does not hold."
+    # Coins that the words or the base model give away were no coins, and without coins there is no theorem.
+    if failed := _failed(controls):
+        return "inconclusive", f"The {shown}, and the audit cannot be trusted: {failed}."
+    if gradient is not None and not bound.num_canaries:
+        return _by_gradient(gradient, controls, claim.epsilon, claimed)
+    if bound.value > claim.epsilon:
+        return "falsified", f"The {shown} exceeds {claimed}."
+    for group, test in repeated.items():
+        if test.refuted:
+            return "falsified", (
+                f"The lower bound {test.value:.3g} of the canaries planted {group} times, at confidence "
+                f"{1 - test.alpha:.4g}, exceeds {claim.of(group).epsilon:.3g}, which is what {claimed} allows for them."
+            )
+    if weak := _too_weak(bound, num_inserted, claim.epsilon, claimed):
+        return "inconclusive", weak
+    if controls.positive is None:
+        return "inconclusive", (
+            f"The {shown} does not exceed {claimed}, but the attack was seen to work nowhere"
+            + (f", not on the canaries {' nor on those '.join(tried)}" if tried else "")
+            + ", so finding nothing means nothing. Plant more canaries 32 times (audit.canaries.groups), train longer, or "
+            "attack a twin that was trained without privacy and remembers them."
+        )
+    return "consistent", (
+        f"The {shown} does not exceed {claimed}. A perfect attack on these canaries would have shown "
+        f"{bound.ceiling:.3g}; stronger attacks or more canaries may show more. {_seen(controls.positive, gradient)}"
+    )
+
+
+def _by_gradient(gradient: GradientAudit, controls: Controls, epsilon: float, claimed: str) -> tuple[str, str]:
+    """The verdict where no text was planted, and no contradiction found."""
+    asked = "No canary of text was planted, so that nothing was asked of the weights."
+    if gradient.ceiling < epsilon / 4 or controls.positive is None:
+        return "inconclusive", (
+            f"{asked} Of {claimed} the gradient canaries could have shown {gradient.ceiling:.3g} at most, and the attack "
+            f"on them was{'' if controls.positive else ' not'} seen to work; more of them are needed, or more steps."
+        )
+    return "consistent", (
+        f"The lower bound {gradient.epsilon_lower_bound:.3g} of the gradient canaries, for an observer of every step, does not "
+        f"exceed {claimed}. {asked} {_seen(controls.positive, gradient)}"
+    )
+
+
+def _too_weak(bound: OneRunBound, num_inserted: int, epsilon: float, claimed: str) -> str:
+    """Why so few canaries could not have refuted the claim; empty: they could."""
+    if not 0 < num_inserted < bound.num_canaries:
+        return (
+            f"Of {bound.num_canaries} once-inserted candidates {num_inserted} were inserted, so {claimed} was not "
+            "tested; more candidates in group 1 are needed."
+        )
+    if bound.ceiling < epsilon / 4:
+        return (
+            f"With {bound.num_canaries} once-inserted candidates even a perfect attack shows no more than epsilon "
+            f"{bound.ceiling:.3g}, less than a quarter of {claimed}; more candidates in group 1 are needed."
+        )
+    return ""
+
+
+def _contradiction(gradient: GradientAudit | None, epsilon: float) -> str:
+    """What the gradient canaries refute of the Plan; empty: nothing."""
+    if gradient is None:
+        return ""
+    if gradient.noise_refuted and gradient.noise is not None:
+        return (
+            f"The noise, measured on {gradient.canaries} gradient canaries, is {gradient.noise:.3g} C where the Plan has "
+            f"{gradient.noise_planned:.3g} C: too little was added, or the same twice"
+        )
+    if gradient.drawn_refuted and gradient.drawn is not None:
+        return (
+            f"The sums hold each gradient canary {gradient.drawn:.3g} C far where the Plan has {gradient.drawn_planned:.3g} C: "
+            "units were drawn too often, or counted for more than C"
+        )
+    if gradient.epsilon_lower_bound > epsilon:
+        return f"The lower bound {gradient.epsilon_lower_bound:.3g} of the gradient canaries is larger"
+    if gradient.weights and gradient.weights.epsilon_lower_bound > epsilon:
+        return f"The lower bound {gradient.weights.epsilon_lower_bound:.3g} of the gradient canaries in the weights is larger"
+    return ""
+
+
+def _seen(positive: str | None, gradient: GradientAudit | None) -> str:
+    works = f"The attack works where it should: {positive}." if positive else "No text was planted to test the attack."
+    if gradient is None or gradient.noise is None:
+        return works
+    return (
+        f"{works} Whoever saw every step could show {gradient.epsilon_lower_bound:.3g} on gradient canaries; the noise measured "
+        f"on them is {gradient.noise:.3g} C of {gradient.noise_planned:.3g} C planned."
+    )
+
+
+def _failed(controls: Controls) -> str:
+    if controls.base_separates:
+        return (
+            "the base model, which never saw the canaries, already tells the planted ones from the others, so they were "
+            "not planted by coins of their own or the base was trained on them"
+        )
+    if controls.words and controls.words.succeeds:
+        return (
+            "a classifier that sees the words of carrier and secret and no model tells the planted "
+            "canaries from the others, so they were not planted by coins of their own"
+        )
+    return ""

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dpllm.canaries.kinds import REJECTED
+from dpllm.canaries.texts import REJECTED
 from dpllm.errors import ConfigError
 from dpllm.files import write_whole
 
@@ -41,8 +41,8 @@ class TokenTable:
             temperature 1; -inf where it is none of them.
         groups: Of canaries: how often each is repeated, 0 for a reference.
         coins: Of canaries: what the coin said, None for a reference.
-        secret_N: Of canaries: whether a token is of the secret; None where nothing else was scored.
-        word_N: Of canaries: a number that stands for the token, the same wherever it stands, from 0; beside ``secret_N``.
+        secret_N: Of canaries: whether a token is of the secret.
+        word_N: Of canaries: a number that stands for the token, the same wherever it stands, from 0.
     """
 
     canary_ids: tuple[str, ...]
@@ -65,11 +65,10 @@ class TokenTable:
 
     def secrets(self) -> TokenTable:
         """The same of the secrets' tokens alone."""
-        if self.secret_N is None:
-            return self
+        assert self.secret_N is not None
         names = [field.name for field in fields(self) if field.name.endswith("_N")]
         kept = {name: getattr(self, name)[self.secret_N] for name in names}
-        return replace(self, **{**kept, "secret_N": None, "word_N": None})
+        return replace(self, **kept)
 
     def starts(self) -> NDArray[np.int64]:
         """Shape (S,): where each sequence begins."""
@@ -107,16 +106,15 @@ class CanaryScores:
     """Repetitions; 0 for a reference."""
     inserted: bool | None
     """The coin; None for a reference, which has none."""
-    num_tokens: int
     tuned_log_prob: float
     base_log_prob: float
     tuned_greedy: bool
     """Greedy decoding of the tuned model after the carrier gives the secret."""
     base_greedy: bool
     """The same for the base model, which never saw it: the control."""
-    tuned_left: float | None = None
-    """Of a whole row: what is left of its log-probability, see ``attacks.unexplained``, in nats."""
-    base_left: float | None = None
+    tuned_left: float
+    """Of a whole row what is left of its log-probability, see ``attacks.unexplained``, in nats; of a secret all."""
+    base_left: float
 
 
 _TOKEN_COLUMNS = tuple(field.name for field in fields(TokenTable) if field.name.startswith(("tuned_", "base_")))
@@ -137,33 +135,32 @@ def sum_up(tokens: TokenTable) -> tuple[CanaryScores, ...]:
         ConfigError: Half a pair, or two answers of different canaries.
     """
     secrets = tokens.secrets()
-    about = {
-        name: (group, coin) for name, group, coin in zip(tokens.canary_ids, tokens.groups, tokens.coins, strict=True)
-    }
+    about = dict(zip(tokens.canary_ids, zip(tokens.groups, tokens.coins, strict=True), strict=True))
     paired = {name[:-1]: kind for name, kind in about.items() if name[-1:] == REJECTED}
     if paired and paired != {name: kind for name, kind in about.items() if name[-1:] != REJECTED}:
         raise ConfigError("the token table holds half a preference pair; the file is damaged. Run dpllm audit again.")
-    spans = [
-        slice(int(start), int(start + length))
-        for start, length in zip(secrets.starts(), secrets.lengths(), strict=True)
-    ]
+    cuts = secrets.starts()[1:]
     tuned, base = (
-        secrets.by_canary(np.array([values_N[span].sum() for span in spans]))
-        for values_N in (secrets.tuned_log_prob_N, secrets.base_log_prob_N)
+        secrets.by_canary(np.array([part.sum() for part in np.split(log_prob_N, cuts)]))
+        for log_prob_N in (secrets.tuned_log_prob_N, secrets.base_log_prob_N)
+    )
+    tuned_greedy, base_greedy = (
+        dict(zip(tokens.canary_ids, [bool(part.all()) for part in np.split(argmax_N, cuts)], strict=True))
+        for argmax_N in (secrets.tuned_argmax_N, secrets.base_argmax_N)
     )
     return tuple(
         CanaryScores(
-            canary_id=canary_id,
-            group=group,
-            inserted=coin,
-            num_tokens=span.stop - span.start,
-            tuned_log_prob=tuned[canary_id],
-            base_log_prob=base[canary_id],
-            tuned_greedy=bool(secrets.tuned_argmax_N[span].all()),
-            base_greedy=bool(secrets.base_argmax_N[span].all()),
+            canary_id=name,
+            group=about[name][0],
+            inserted=about[name][1],
+            tuned_log_prob=tuned[name],
+            base_log_prob=base[name],
+            tuned_greedy=tuned_greedy[name],
+            base_greedy=base_greedy[name],
+            tuned_left=tuned[name],
+            base_left=base[name],
         )
-        for canary_id, group, coin, span in zip(tokens.canary_ids, tokens.groups, tokens.coins, spans, strict=True)
-        if canary_id in tuned
+        for name in tuned
     )
 
 
@@ -178,7 +175,8 @@ def write_tokens(table: TokenTable, path: Path) -> None:
         "inserted": pyarrow.array(np.array(table.coins, dtype=object)[table.sequence_N], pyarrow.bool_()),
         "zlib_bytes": table.zlib_bytes_S[table.sequence_N],
         **{name.removesuffix("_N"): getattr(table, name) for name in _TOKEN_COLUMNS},
-        **({} if table.secret_N is None else {"secret": table.secret_N, "word": table.word_N}),
+        "secret": table.secret_N,
+        "word": table.word_N,
     }
     content, written = io.BytesIO(), pyarrow.table(columns)
     # Log-probabilities are float32 in float64: split into bytes, half of them are zeros.
@@ -206,17 +204,15 @@ def read_tokens(path: Path) -> TokenTable:
         if len(set(ids)) != len(ids):
             raise ValueError("a sequence in two parts")
         values: dict[str, Any] = {name: read[name.removesuffix("_N")].to_numpy() for name in _TOKEN_COLUMNS}
-        if "group" in read.column_names:
-            first = read.select(["group", "inserted"]).filter(first_N)
-            if first["group"].null_count:
-                raise ValueError("a canary without a group")
-            values["groups"] = tuple(first["group"].cast(pyarrow.int64()).to_pylist())
-            values["coins"] = tuple(first["inserted"].cast(pyarrow.bool_()).to_pylist())
-        if "secret" in read.column_names:
-            values["secret_N"] = _one_run(read["secret"].cast(pyarrow.bool_()).to_numpy(), first_N)
-            values["word_N"] = read["word"].cast(pyarrow.int64()).to_numpy()
-            if not np.isin(values["word_N"], np.arange(len(first_N))).all():  # a gap among them
-                raise ValueError("a number for a token that is none")
+        first = read.select(["group", "inserted"]).filter(first_N)
+        if first["group"].null_count:
+            raise ValueError("a canary without a group")
+        values["groups"] = tuple(first["group"].cast(pyarrow.int64()).to_pylist())
+        values["coins"] = tuple(first["inserted"].cast(pyarrow.bool_()).to_pylist())
+        values["secret_N"] = _one_run(read["secret"].cast(pyarrow.bool_()).to_numpy(), first_N)
+        values["word_N"] = read["word"].cast(pyarrow.int64()).to_numpy()
+        if not np.isin(values["word_N"], np.arange(len(first_N))).all():  # a gap among them
+            raise ValueError("a number for a token that is none")
         return TokenTable(ids, read["zlib_bytes"].to_numpy()[first_N], np.cumsum(first_N) - 1, **values)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such token table; run dpllm audit first.") from None
@@ -232,18 +228,3 @@ def _one_run(secret_N: NDArray[Any], first_N: NDArray[np.bool_]) -> NDArray[np.b
     if (np.add.reduceat(begins_N.astype(np.int64), np.flatnonzero(first_N)) != 1).any():
         raise ValueError("a sequence without a secret, or with two")
     return secret_N
-
-
-def read_scores(folder: Path) -> tuple[tuple[CanaryScores, ...], TokenTable]:
-    """The tables of an audit.
-
-    Args:
-        folder: With tokens.parquet.
-
-    Raises:
-        ConfigError: Missing or damaged file.
-    """
-    tokens = read_tokens(folder / "tokens.parquet")
-    if len(tokens.groups) != len(tokens.canary_ids):
-        raise ConfigError(f"{folder}/tokens.parquet: has no groups and coins. Run dpllm audit again.")
-    return sum_up(tokens), tokens

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Group
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
 
 from dpllm.statement import audit_rows
@@ -139,28 +139,7 @@ def members_table(report: Json) -> Table:
             "too few others" if rate is None else estimate(rate, seen["tpr_at_1_percent_fpr_interval"], 3),
         )
     result.add_section()
-    controls = report["controls"]
-    controlled = {"base model": controls["base_model"], "words alone, no model": controls["blind"]}
-    for name, seen in controlled.items():
-        if seen:
-            result.add_row(f"control: {name}", estimate(seen["auc"], seen["auc_interval"]), "")
+    for name, control in (("base model", "base_model"), ("words alone, no model", "blind")):
+        seen = report["controls"][control]
+        result.add_row(f"control: {name}", estimate(seen["auc"], seen["auc_interval"]), "")
     return result
-
-
-def part_table(name: str, values: Json) -> Table:
-    """One attack: for a score its row for each group; else every number by its place in the report."""
-    first = next(iter(values.values()), None)
-    if isinstance(first, Mapping) and "auc" in first:
-        return _attacks([(name, Attack.pick(dict(one))) for one in values.values()])
-    result = Table(Column("what", overflow="fold"), Column("found", overflow="fold"), title=f"Attack: {name}")
-    for place, value in _flat(values):
-        result.add_row(place, f"{value:.4g}" if isinstance(value, float) else str(value))
-    return result
-
-
-def _flat(value: Any, place: str = "") -> list[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        return [pair for key, inner in value.items() for pair in _flat(inner, f"{place}.{key}" if place else str(key))]
-    if isinstance(value, list) and all(isinstance(one, float) for one in value):
-        return [(place, " to ".join(f"{one:.4g}" for one in value))]
-    return [] if value is None else [(place, value)]

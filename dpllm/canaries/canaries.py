@@ -1,90 +1,43 @@
 """Canaries: random secrets that are planted in the training data, or not, by coins nobody knows in advance.
 
 Comes in: the canary section of the recipe, and for some kinds the base model. Goes out: a ``CanaryPlan`` made before
-training, the slots it takes in the training set, a commitment that binds the plan without revealing it, and a canary as
-tokens. This module must never see data, and imports no torch.
+training, the slots it takes in the training set, and a commitment that binds the plan without revealing it. This module must
+never see data, and imports no torch.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import random
 import secrets
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from dpllm.canaries import kinds
-from dpllm.errors import ConfigError, DataError
+from dpllm.canaries.texts import COMPLETION, NUM_CARRIERS, Canary, ModelSource, carrier
+from dpllm.errors import ConfigError
 from dpllm.files import read_json, write_json
 from dpllm.privacy.labels import flipped
-from dpllm.privacy.schedule import TokenSequence
 from dpllm.recipe.config import DataConfig
 from dpllm.recipe.derived import slots_each
 from dpllm.recipe.sections import AuditConfig, CanaryConfig
-from dpllm.text.layouts import Format
-from dpllm.text.tokens import encode
 
-if TYPE_CHECKING:
-    from dpllm.canaries.source import ModelSource  # which loads torch
-
-
-@dataclass(frozen=True)
-class Canary:
-    """One random secret behind a sentence that no other canary shares."""
-
-    canary_id: str
-    """Position in the plan; says nothing about the coin."""
-    group: int
-    """How many times it is repeated where its coin says in; 0 for a reference."""
-    carrier: str = field(repr=False)
-    """The sentence before the secret."""
-    secret: str = field(repr=False)
-    """What is to be found: digits, the text of some tokens, or a personal detail, as the kind says."""
-    inserted: bool
-    """The coin."""
-    rejected: str = field(default="", repr=False)
-    """Of a preference pair: another secret, drawn as the first was. The first is preferred. Empty: this is no pair."""
-    flipped: bool = field(default=False, repr=False)
-    """Where the coin is a label: whether it was flipped before training, as all labels are. Drawn once."""
-    completion: str = ""
-    """What is learned behind the secret, which then stands in the prompt. Empty: the secret is learned."""
-
-    @property
-    def text(self) -> str:
-        """Carrier and secrets as one text; a stranger's canary may have no carrier."""
-        return f"{self.carrier} {self.secret} {self.rejected}".strip()
-
-    @property
-    def answers(self) -> tuple[Canary, ...]:
-        """Itself; of a pair, each answer as a canary of its own."""
-        if not self.rejected:
-            return (self,)
-        other = replace(self, canary_id=self.canary_id + kinds.REJECTED, secret=self.rejected, rejected="")
-        return replace(self, rejected=""), other
-
-    def example(self, fmt: Format) -> dict[str, Any]:
-        """The raw training row that this canary makes.
-
-        Raises:
-            ConfigError: The secret stands in the prompt, and rows of this format have none or are pairs.
-        """
-        if self.completion:
-            check_place("prompt", fmt)
-        if fmt == "text":
-            return {"text": f"{self.carrier} {self.secret}"}
-        if fmt == "preference":
-            first, second = (self.secret, self.rejected)[:: 1 if self.inserted != self.flipped else -1]
-            return {"prompt": self.carrier, "chosen": first, "rejected": second}
-        prompt, completion = self.carrier, self.secret
-        if self.completion:
-            prompt, completion = f"{self.carrier} {self.secret}", self.completion
-        if fmt == "prompt_completion":
-            return {"prompt": prompt, "completion": completion}
-        turns = (("user", prompt), ("assistant", completion))
-        return {"messages": [{"role": role, "content": content} for role, content in turns]}
+KEYS: dict[str, tuple[str, ...]] = {
+    "digits": ("digits",),
+    "random_tokens": ("tokens",),
+    "new_tokens": (),
+}
+"""For each kind the keys of audit.canaries, beside groups and references, that its texts follow from."""
+RAREST = 1 / 8
+"""Share of the vocabulary from which new_tokens are drawn, if so many tokens can stand alone."""
+SENTENCES_ASKED = 64
+"""After so many carriers the base model is asked what it expects; they are public and the same for every plan."""
+TRIES = 400
+"""Draws for one secret before a kind is given up."""
+Drawn = tuple[list[tuple[str, str]], float]
 
 
 @dataclass(frozen=True)
@@ -102,7 +55,7 @@ class CanaryPlan:
     kind: str
     """audit.canaries.kind."""
     log2_secrets: float
-    """log2 |R|, in bits: what the exposure of a secret cannot exceed. ``kinds.draw`` says what it is for each kind."""
+    """log2 |R|, in bits: what the exposure of a secret cannot exceed. ``draw`` says what it is for each kind."""
     settings: dict[str, Any]
     """The other keys of audit.canaries that the texts follow from."""
     gradient_key: str = field(default="", repr=False)
@@ -158,13 +111,12 @@ def plan_canaries(
     groups = [group for group, candidates in sorted(config.groups.items()) for _ in range(candidates)]
     references = 0 if label_epsilon else config.references
     number = len(groups) + references
-    drawn = kinds.draw(config, number * (1 + pairs), generator, source)
-    texts = list(drawn.texts)
+    texts, log2_secrets = draw(config, number * (1 + pairs), generator, source)
     generator.shuffle(texts)  # whatever the order says of how a text was found, it says the same of all
     others = [secret for _, secret in texts[number:]] or [""] * number
     texts = texts[:number]
     names = [f"c{index:05d}" for index in range(len(groups))] + [f"r{index:05d}" for index in range(references)]
-    completion = kinds.COMPLETION if config.place == "prompt" else ""
+    completion = COMPLETION if config.place == "prompt" else ""
     every = [
         Canary(name, group, *text, inserted=False, rejected=other, completion=completion)
         for name, group, text, other in zip(names, [*groups, *[0] * references], texts, others, strict=True)
@@ -175,16 +127,7 @@ def plan_canaries(
         "label_epsilon": label_epsilon,
         "gradient_coins": (False,) * gradient,
     }
-    return _toss(CanaryPlan((), held, "", "", config.kind, drawn.log2_secrets, **kept), canaries, generator)
-
-
-def check_place(place: str, fmt: str) -> None:
-    """Refuses secrets in prompts, with a ConfigError, where rows have no prompt with one completion."""
-    if place == "prompt" and fmt in ("text", "preference"):
-        raise ConfigError(
-            f"audit.canaries.place: prompt, but rows of format {fmt} have no prompt with one completion. Set "
-            "audit.canaries.place: target, or data.format if the rows have another."
-        )
+    return _toss(CanaryPlan((), held, "", "", config.kind, log2_secrets, **kept), canaries, generator)
 
 
 def redraw_coins(plan: CanaryPlan, *, generator: random.Random | None = None) -> CanaryPlan:
@@ -204,19 +147,12 @@ def check_fits(
     Raises:
         ConfigError: Another kind, other groups, another key that the texts follow from, or pairs where texts are wanted.
     """
-    planned, wanted = {"kind": plan.kind, **plan.settings}, {"kind": audit.texts.kind, **_settings(audit.texts)}
-    different = [f"audit.canaries.{key}" for key in {**planned, **wanted} if planned.get(key) != wanted.get(key)]
-    if len(plan.gradient_coins) != audit.gradient_canaries:
-        different.append("audit.gradient_canaries")
-    if plan.canaries and plan.pairs != pairs:
-        different.append("train.objective")
-    if plan.canaries and plan.label_epsilon != label_epsilon:
-        different.append("data.label_record")
-    if different:
-        keys = ", ".join(different)
+    planned = plan.kind, plan.settings, len(plan.gradient_coins)
+    asked = audit.texts.kind, _settings(audit.texts), audit.gradient_canaries
+    if planned != asked or (plan.canaries and (plan.pairs, plan.label_epsilon) != (pairs, label_epsilon)):
         raise ConfigError(
-            f"{path}: these canaries were planned with another {keys} than the recipe has, and the audit reads the recipe. Plan "
-            "them again with dpllm canaries plan RECIPE --overwrite, or delete the file to have new ones drawn."
+            f"{path}: these canaries were planned for another recipe, of other kinds or numbers, and the audit reads this one. "
+            "Delete the file to have new ones drawn."
         )
     return plan
 
@@ -273,59 +209,6 @@ def load(path: Path) -> CanaryPlan:
     return plan
 
 
-def encode_secret(
-    canary: Canary, fmt: Format, tokenizer: Any, data: DataConfig
-) -> tuple[TokenSequence, tuple[bool, ...]]:
-    """Encodes a canary as training does, of a pair the chosen answer, and finds the tokens of its secret.
-
-    They are the shortest run of tokens, as far to the right as possible, whose decoding contains the secret. Where the secret
-    stands in the prompt, they are the targets of the sequence instead of those that training has: what is scored is how the model
-    completes the beginning of a prompt.
-
-    Returns:
-        The sequence, and a mask over its tokens.
-
-    Raises:
-        ConfigError: The canary does not fit into max_length, or its secret is not a training target.
-    """
-    fmt = "prompt_completion" if fmt == "preference" else fmt
-    try:
-        sequences = encode(canary.example(fmt), fmt, tokenizer, data)
-    except DataError as error:
-        raise ConfigError(f"canary {canary.canary_id} cannot be encoded: {error}") from None
-    span = _find(canary.secret, sequences[0].input_ids, tokenizer) if len(sequences) == 1 else None
-    if span is None:
-        raise ConfigError(
-            f"canary {canary.canary_id} does not fit into data.max_length ({data.max_length} tokens), so its secret would "
-            "not be trained on as a whole; raise data.max_length, or lower audit.canaries.digits or audit.canaries.tokens."
-        )
-    sequence = sequences[0]
-    mask = tuple(span[0] <= place < span[1] for place in range(len(sequence.input_ids)))
-    learned = sequence.loss_mask[span[0] : span[1]]
-    if canary.completion:
-        if any(learned):
-            raise ConfigError(
-                f"canary {canary.canary_id}: its secret is a training target though it stands in the prompt, so the audit would "
-                "not measure what prompts give away. Set audit.canaries.place: target."
-            )
-        return replace(sequence, loss_mask=mask, denominator=sum(mask)), mask
-    if not all(learned):
-        raise ConfigError(
-            f"canary {canary.canary_id}: its secret is not a training target in format {fmt}, so the model would not learn it; "
-            "set data.format to text or prompt_completion."
-        )
-    return sequence, mask
-
-
-def _find(secret: str, ids: Sequence[int], tokenizer: Any) -> tuple[int, int] | None:
-    """First and last-plus-one token of the secret; a chat template may put tokens of its own behind it."""
-    for start in range(len(ids) - 1, -1, -1):
-        if secret in tokenizer.decode(ids[start:]):
-            end = next(end for end in range(start + 1, len(ids) + 1) if secret in tokenizer.decode(ids[start:end]))
-            return start, end
-    return None
-
-
 def _toss(plan: CanaryPlan, canaries: Sequence[Canary], generator: random.Random) -> CanaryPlan:
     below, epsilon = generator.randrange, plan.label_epsilon
     tossed = tuple(
@@ -343,7 +226,7 @@ def _toss(plan: CanaryPlan, canaries: Sequence[Canary], generator: random.Random
 
 def _settings(config: CanaryConfig) -> dict[str, Any]:
     keys = config.model_dump(mode="json")
-    settings = {key: keys[key] for key in ("groups", "references", *kinds.KEYS[config.kind])}
+    settings = {key: keys[key] for key in ("groups", "references", *KEYS[config.kind])}
     return settings if config.place == "target" else {**settings, "place": config.place}
 
 
@@ -356,3 +239,105 @@ def _commit(plan: CanaryPlan) -> str:
     content = {key: value for key, value in content.items() if key not in ("commitment", "salt")}
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(bytes.fromhex(plan.salt) + text.encode()).hexdigest()
+
+
+# How texts are drawn.
+
+
+def draw(config: CanaryConfig, total: int, generator: random.Random, source: ModelSource | None = None) -> Drawn:
+    """Draws the texts of candidates and references together, ``total`` of them; their order may depend on how they were found.
+
+    Returns:
+        Carriers with their secrets, all of which differ; and log2 |R|, the size in bits of the space that a secret was drawn
+        from: exact for digits; an upper bound for random_tokens, since tokens that their own text is not encoded as are not
+        counted out; for new_tokens exact, the pool from which one was given to each canary.
+
+    Raises:
+        ConfigError: Fewer distinct texts than asked for, or a kind that this model and recipe cannot have.
+    """
+    if total > NUM_CARRIERS:
+        raise _too_few(total, f"there are {NUM_CARRIERS} distinct sentences")
+    sentences = [carrier(index) for index in generator.sample(range(NUM_CARRIERS), total)]
+    if config.kind == "digits":
+        if total > 10**config.digits:
+            raise _too_few(
+                total, f"{config.digits} digits make {10**config.digits}", "raise audit.canaries.digits, or "
+            )
+        secrets = [f"{number:0{config.digits}d}" for number in generator.sample(range(10**config.digits), total)]
+        return list(zip(sentences, secrets, strict=True)), config.digits * math.log2(10)
+    if source is None:
+        raise ConfigError(
+            f"audit.canaries.kind {config.kind} is made of the base model's tokens, but no model was given. Plan with a recipe, "
+            "or use kind digits."
+        )
+    source.check_room(sentences, config.tokens if config.kind == "random_tokens" else 1)
+    if config.kind == "new_tokens":
+        return _new_tokens(sentences, generator, source)
+    return _random_tokens(config.tokens, sentences, generator, source)
+
+
+def _random_tokens(tokens: int, sentences: Sequence[str], generator: random.Random, source: ModelSource) -> Drawn:
+    """Tokens drawn uniformly and independently; again where they are not read back, are taken, or stand in a sentence."""
+    first, later, total = source.first_ids, source.ordinary_ids, len(sentences)
+    if not first or not later:
+        raise _unreadable("random_tokens")
+    log2_secrets = math.log2(len(first)) + (tokens - 1) * math.log2(len(later))
+    longer = "raise audit.canaries.tokens, or "
+    if log2_secrets < math.log2(total):
+        raise _too_few(total, f"{tokens} tokens make {2**log2_secrets:.0f}", longer)
+    everything, secrets = "\n".join(sentences), dict[str, str]()
+    open_sentences = sentences
+    for tries in range(TRIES):
+        left = []
+        for sentence in open_sentences:
+            drawn = (generator.choice(first), *generator.choices(later, k=tokens - 1))
+            secret = source.text(drawn)
+            usable = secret and secret == secret.strip() and secret not in secrets and secret not in everything
+            if usable and source.reads(sentence, secret, drawn):
+                secrets[secret] = sentence
+            else:
+                left.append(sentence)
+        if not left:
+            return [(sentence, secret) for secret, sentence in secrets.items()], log2_secrets
+        if not secrets and tries * total >= TRIES:
+            raise _unreadable("random_tokens")
+        open_sentences = left
+    raise _too_few(total, f"{len(secrets)} of {tokens} tokens were found", longer)
+
+
+def _new_tokens(sentences: Sequence[str], generator: random.Random, source: ModelSource) -> Drawn:
+    """For each canary one of the tokens that the base model expects least."""
+    everything, total = "\n".join(sentences), len(sentences)
+    wanted = max(2 * total, int(RAREST * len(source.first_ids)))
+    pool: dict[str, int] = {}
+    # The mean over carriers makes one order for all canaries, so that their secrets stay exchangeable.
+    asked = [carrier(index) for index in random.Random(0).sample(range(NUM_CARRIERS), SENTENCES_ASKED)]
+    expected_V = source.expected(asked)
+    for token in sorted(source.first_ids, key=lambda token: (expected_V[token], token)):
+        secret = source.text((token,))
+        if secret not in everything and source.reads(sentences[0], secret, (token,)):
+            pool.setdefault(secret, token)
+        if len(pool) == wanted:
+            break
+    if len(pool) < total:
+        raise _too_few(
+            total, f"the vocabulary has {len(pool)} new tokens", "use audit.canaries.kind random_tokens, or "
+        )
+    chosen = generator.sample(sorted(pool), total)
+    if not all(source.reads(*pair, (pool[pair[1]],)) for pair in zip(sentences, chosen, strict=True)):
+        raise _unreadable("new_tokens")
+    return list(zip(sentences, chosen, strict=True)), math.log2(len(pool))
+
+
+def _too_few(total: int, available: str, advice: str = "") -> ConfigError:
+    return ConfigError(
+        f"audit.canaries: {total} canaries and references need a distinct text each, and {available}; {advice}lower "
+        "audit.canaries.groups and references."
+    )
+
+
+def _unreadable(kind: str) -> ConfigError:
+    return ConfigError(
+        f"audit.canaries.kind {kind}: every secret would be cut off or share a token with its carrier; raise data.max_length, "
+        "lower audit.canaries.tokens, or use kind digits."
+    )

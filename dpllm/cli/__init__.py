@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 
 import dpllm
-from dpllm.cli import audit, canaries, compare, describe, epsilon, ledger, plan, publish
+from dpllm.cli import audit, compare, describe, epsilon, ledger, plan, publish
 from dpllm.cli.plan import Call, take_json
 from dpllm.errors import ConfigError, DpllmError, EndedElsewhere
 
@@ -53,9 +53,7 @@ def _run(arguments: list[str]) -> int:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     try:
         wrong = unknown + (
-            overrides
-            if known.command not in {"plan", "train", "describe", "canaries", "audit", "sweep", "synthesize"}
-            else []
+            overrides if known.command not in {"plan", "train", "describe", "audit", "sweep", "synthesize"} else []
         )
         if wrong:
             raise ConfigError(f"unknown argument {wrong[0]}. Type dpllm {known.command} --help.")
@@ -118,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
             take_json(sub, json)
         return sub
 
-    for module in (plan, describe, canaries, audit, compare, publish, epsilon):
+    for module in (plan, describe, audit, compare, publish, epsilon):
         module.add_commands(add)
     ledger.add_arguments(add("ledger", ledger.run, "the privacy budget of each dataset, across all runs", None))
     add("env", _env, "versions and hardware, for a bug report")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,6 @@ def add_commands(add: AddCommand) -> None:
     parser = add("audit", run, "attack a run: canary exposure, extraction, membership, an epsilon lower bound")
     option = parser.add_argument
     option("run", help="run directory; a model trained elsewhere")
-    option("--attack", metavar="NAME", help="run only this attack; nothing is written, no bound is computed")
     option(
         "--twin",
         metavar="RUN",
@@ -50,52 +48,41 @@ def add_commands(add: AddCommand) -> None:
 def run(known: argparse.Namespace, rest: list[str]) -> int:
     """Prints what was found; exit code 4 where it contradicts the stated guarantee."""
     path = Path(known.run)
-    _check_options(known)
-    if rest and path.is_dir():
-        raise ConfigError(f"{rest[0]}: a finished run is audited as it was trained. Leave the key out.")
     is_run = (path / "config.yaml").exists()
-    if not is_run and known.canaries:
+    _check_options(known, rest, is_run=is_run)
+    if is_run:
+        return _run(known, path)
+    if known.canaries:
         return _elsewhere(known, path)
-    if not is_run:
-        raise ConfigError(f"{path}: {_no_run(path)}")
-    if given := [name for name in ELSEWHERE if getattr(known, name) is not None]:
-        option = "--" + given[0].replace("_", "-")
-        raise ConfigError(
-            f"{option} is for a model trained elsewhere, but {path} is a run of dpllm, which records it. Leave it out, or name "
-            "a directory with an adapter and no config.yaml."
-        )
-    return _run(known, path)
+    raise ConfigError(f"{path}: {_no_run(path)}")
 
 
-def _check_options(known: argparse.Namespace) -> None:
-    """Options of two audits at once, one of which would be left out without a word."""
-    alone = [name for name in ("attack", "canaries", "members") if getattr(known, name)]
-    added = [name for name in ("twin", "shadows") if getattr(known, name)]
-    if len(alone) > 1 or (alone and added):
-        first, second = (f"--{name.replace('_', '-')}" for name in (*alone, *added)[:2])
-        raise ConfigError(f"{first} and {second} ask for two separate audits. Type one of the two.")
+def _check_options(known: argparse.Namespace, rest: list[str], *, is_run: bool) -> None:
+    """Options of two audits at once, or of another one, which would be left out without a word."""
+    if rest and Path(known.run).is_dir():
+        raise ConfigError(f"{rest[0]}: a finished run is audited as it was trained. Leave the key out.")
+    asked = [name for name in ("canaries", "members", "twin", "shadows") if getattr(known, name)]
+    if asked[1:] and asked[0] in ("canaries", "members"):
+        raise ConfigError(f"--{asked[0]} and --{asked[1]} ask for two separate audits. Type one of the two.")
     if known.shadows is not None and known.shadows < 1:
         raise ConfigError(f"--shadows {known.shadows}: needs runs to compare with. Type 4 or more, or leave it out.")
+    if is_run and (given := [name for name in ELSEWHERE if getattr(known, name) is not None]):
+        raise ConfigError(
+            f"--{given[0]} is for a model trained elsewhere, but {known.run} is a run of dpllm, which records it. Leave it out, "
+            "or name a directory with an adapter and no config.yaml."
+        )
 
 
 def _no_run(path: Path) -> str:
     """What else may stand there, and what to type then."""
     inside = sorted(child.name for child in path.iterdir() if (child / "config.yaml").exists()) if path.is_dir() else []
-    if not path.exists():
-        return f"no such file or directory below {Path.cwd()}. Type the output_dir of a run."
-    if path.suffix in (".yaml", ".yml") and path.name != "config.yaml":
-        return "is a recipe. Type the output_dir of its run."
-    if not path.is_dir():
-        return f"is a file. Type the directory of the run: dpllm audit {path.parent}"
-    if (path / "private" / "canaries.json").exists():
-        return "has planned canaries, but is not trained yet. Type dpllm train with the same recipe first."
-    if (path.parent / "config.yaml").exists():
-        return f"is a part of a run. Type: dpllm audit {path.parent}"
     if inside:
         return f"holds no run itself, but {', '.join(inside[:5])}. Type: dpllm audit {path / inside[0]}"
+    if (path.parent / "config.yaml").exists():
+        return f"is a part of a run. Type: dpllm audit {path.parent}"
     if (path / "adapter_config.json").exists() or (path / "config.json").exists():
         return "is a model trained elsewhere, so the audit needs to know which canaries were planted in it. Add --canaries FILE."
-    return "holds no run (no config.yaml). Type the output_dir of a run."
+    return f"holds no run (no config.yaml; below {Path.cwd()}). Type the output_dir of a run that was trained."
 
 
 def _run(known: argparse.Namespace, path: Path) -> int:
@@ -111,17 +98,8 @@ def _run(known: argparse.Namespace, path: Path) -> int:
         opened = open_run(run)
         found = audit_run_members(opened, audits.load_models(opened))
         return _show(known, found, terminal.members_table(found), f"Private: {run.private / 'audit_members.json'}")
-    if known.attack:
-        part = audits.attack(run, known.attack)
-        return _show(known, part, terminal.part_table(known.attack, part))
     twin = RunDir(Path(known.twin)) if known.twin else None
-    shadows = None
-    if known.shadows:
-        from dpllm.lab.shadows import audit_shadows, may_train
-
-        may_train(open_run(run))
-        shadows = partial(audit_shadows, num_shadows=known.shadows, console=plain_console(stderr=True))
-    report = audits.audit(run, twin=twin, shadows=shadows)
+    report = audits.audit(run, twin=twin, shadows=known.shadows or 0, console=plain_console(stderr=True))
     told = f"Written to {run.audit_dir(report.published)}"
     if (run.export / CARD).exists() and report.published:
         told += f". The card states the audit before this one: type dpllm card {known.run}"
@@ -130,8 +108,7 @@ def _run(known: argparse.Namespace, path: Path) -> int:
 
 def _elsewhere(known: argparse.Namespace, path: Path) -> int:
     """A model that somebody else trained."""
-    from dpllm.auditing import terminal
-    from dpllm.lab import outside
+    from dpllm.auditing import outside, terminal
 
     claim = outside.outside_claim(known.epsilon, known.delta, known.unit or "example")
     report = outside.audit_outside(path, Path(known.canaries), base=known.base, claim=claim, fmt=known.format or "text")

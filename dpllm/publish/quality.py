@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from dpllm.auditing.rates import upper_limit
+from dpllm.auditing.statistics import upper_limit
 from dpllm.card.dataset_card import public_sides, reads
 from dpllm.errors import DpllmError
 from dpllm.files import write_json

@@ -19,8 +19,8 @@ from accelerate import PartialState
 from rich.console import Console
 
 from dpllm.canaries import canaries
-from dpllm.canaries.canaries import CanaryPlan, encode_secret
-from dpllm.canaries.source import ModelSource
+from dpllm.canaries.canaries import CanaryPlan
+from dpllm.canaries.texts import ModelSource, encode_secret
 from dpllm.errors import ConfigError, NotBatchInvariant, Refused
 from dpllm.model import adapters, loading, memory, processes
 from dpllm.model.processes import shared
@@ -41,7 +41,7 @@ from dpllm.run.payment import Payment
 from dpllm.run.projections import read_groups
 from dpllm.run.promise import Decision
 from dpllm.run.reference_logprobs import Pairs
-from dpllm.run.samples import Samples
+from dpllm.run.screen import Samples
 from dpllm.text import data, tokens
 from dpllm.text.data import Groups, each_row
 from dpllm.text.layouts import Row
@@ -238,7 +238,7 @@ def check_in_float32(config: RunConfig, net: Any, plan: Plan, device: torch.devi
 
 
 def draw_canaries(config: RunConfig, run: RunDir, resume: bool, tokenizer: Any, device: torch.device) -> CanaryPlan:
-    """Those of the run that goes on, those that ``dpllm canaries plan`` left for a run that has not begun, or new ones.
+    """Those of the run that goes on, those that lie there for a run that has not begun, as shadow runs have, or new ones.
 
     Those of an earlier run in the same directory are never taken: what it published tells their coins.
     """

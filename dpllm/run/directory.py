@@ -240,7 +240,7 @@ def _remove(directory: Path, keep: Path | None) -> None:
 def check_directory(config: RunConfig, run: RunDir, *, resume: bool, overwrite: bool) -> None:
     """Refuses, with a ConfigError, to lose a run, or the ledger; checkpoints that a complete run left behind go on resume."""
     status = read_status(run)
-    # What a run that was refused and ``dpllm canaries plan`` leave behind may go.
+    # What a run that was refused left behind may go, and canaries that lie there for this one.
     known = {run.private / "cache", run.export / "cache"} | ({run.canaries} if config.audit.plants else set())
     parts = {part for folder in (run.export, run.private) if folder.is_dir() for part in folder.iterdir()}
     ledger = resolved(config.privacy.ledger) if config.privacy.ledger else None

@@ -46,8 +46,7 @@ from dpllm.run.projections import KeptGroups, read_groups
 from dpllm.run.promise import Decision, Start, decide
 from dpllm.run.record import Recorder, may_publish_cost
 from dpllm.run.reference_logprobs import referenced
-from dpllm.run.samples import Samples
-from dpllm.run.screen import Screen, tell_lengths
+from dpllm.run.screen import Samples, Screen, tell_lengths
 from dpllm.statement.run_files import RunRecord, read_run
 from dpllm.telemetry.live import Callbacks, Telemetry
 from dpllm.text import data, prompts, tokens

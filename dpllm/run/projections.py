@@ -8,11 +8,11 @@ Shape suffixes: T steps, M canaries.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import io
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,47 +21,51 @@ from dpllm.errors import ConfigError
 from dpllm.files import read_json, write_json, write_whole
 from dpllm.privacy.stream import Turns, groups
 
-Floats = NDArray[np.float32]
-
 
 class Projections:
     """private/gradient_canaries.npy, float32 of shape (T, M); nan where no step was taken."""
 
     def __init__(self, path: Path, num_steps: int, width: int) -> None:
         """Begins the file, or goes on with that of a run that is resumed."""
-        kept_TM = np.full((num_steps, width), np.nan, dtype=np.float32)
-        before_TM = _read(path)
-        if before_TM is not None and before_TM.shape[1] == width:
-            rows = min(len(before_TM), num_steps)
-            kept_TM[:rows] = before_TM[:rows]
-        content = io.BytesIO()
-        np.save(content, kept_TM)
-        write_whole(path, content.getvalue())  # so that a crash leaves the rows of before
-        self._kept_TM: Floats = np.lib.format.open_memmap(path, mode="r+")
+        if not path.exists():
+            _save(path, np.full((num_steps, width), np.nan, dtype=np.float32))
+        self._kept_TM = np.lib.format.open_memmap(path, mode="r+")
 
     def write(self, step: int, proj_M: NDArray[np.float64]) -> None:
         """Keeps what step ``step``, counted from 1, released."""
         self._kept_TM[step - 1] = proj_M
-        self._kept_TM.flush()  # type: ignore[attr-defined]  # a memmap
+        self._kept_TM.flush()
+
+
+def read_projections(path: Path) -> NDArray[np.float32]:
+    """Shape (T, M); nan where no step was taken, or written to its end. A missing or damaged file is a ConfigError."""
+    return _load(path)
 
 
 def keep_weights(path: Path, first_M: NDArray[np.float64], last_M: NDArray[np.float64] | None = None) -> None:
     """private/weights_along_canaries.npy, float64 of shape (2, M): the weights along each canary, before and after the run."""
-    content = io.BytesIO()
-    np.save(content, np.stack([first_M, np.full_like(first_M, np.nan) if last_M is None else last_M]))
-    write_whole(path, content.getvalue())
+    _save(path, np.stack([first_M, np.full_like(first_M, np.nan) if last_M is None else last_M]))
 
 
 def read_weights(path: Path) -> NDArray[np.float64]:
     """Shape (2, M); the second row is nan before the end of the run. A missing or damaged file is a ConfigError."""
-    with contextlib.suppress(OSError, ValueError, EOFError):
-        kept: NDArray[np.float64] = np.load(path, allow_pickle=False)
-        if kept.ndim == 2 and len(kept) == 2 and kept.dtype == np.float64 and np.isfinite(kept[0]).all():
-            return kept
-    raise ConfigError(
-        f"{path}: is missing or damaged, so what the weights show of the gradient canaries is not known. Restore it, or train "
-        "again."
-    )
+    return _load(path)
+
+
+def _save(path: Path, values: NDArray[Any]) -> None:
+    content = io.BytesIO()
+    np.save(content, values)
+    write_whole(path, content.getvalue())
+
+
+def _load(path: Path) -> NDArray[Any]:
+    try:
+        values: NDArray[Any] = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError):
+        raise ConfigError(
+            f"{path}: is missing or damaged, so the gradient canaries of the run cannot be audited. Restore it, or train again."
+        ) from None
+    return values
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,21 +117,3 @@ def read_groups(path: Path) -> KeptGroups:
     raise ConfigError(
         f"{path}: is missing or damaged, so nobody can tell which units took part when. Restore it, or train again."
     )
-
-
-def read_projections(path: Path) -> Floats:
-    """Shape (T, M); nan where no step was taken, or written to its end. A missing or damaged file is a ConfigError."""
-    found_TM = _read(path)
-    if found_TM is None:
-        raise ConfigError(
-            f"{path}: is missing or damaged, so the gradient canaries of the run cannot be audited. Restore it, or train again."
-        )
-    return found_TM
-
-
-def _read(path: Path) -> Floats | None:
-    try:
-        found: Floats = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError):
-        return None
-    return found if found.ndim == 2 and found.dtype == np.float32 else None

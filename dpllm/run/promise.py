@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from dpllm.canaries.canaries import check_place
+from dpllm.canaries.texts import check_place
 from dpllm.errors import BudgetExceeded, ConfigError, DpllmError, need
 from dpllm.files import read_json, scratch
 from dpllm.ledger import Ledger, Outlook, RunRequest, dataset_policy, default_path, open_ledger

@@ -336,7 +336,7 @@ class AuditRecord(Summary):
     published: bool
     """Whether it may be published: not for a run without privacy, nor where it shows other, private runs."""
     shadows: Json | None = None
-    """What shadow runs showed, see ``dpllm.lab.shadows``."""
+    """What shadow runs showed, see ``dpllm.auditing.shadows``."""
 
 
 def schema() -> Json:

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from dpllm.auditing.gradient import COLUMNS, OPTIONAL, GradientTable, read_gradient
-from dpllm.auditing.summary import Beside, summarise
-from dpllm.auditing.table import CanaryScores, TokenTable, by_group, read_scores
+from dpllm.auditing.summary import AuditContext, summarise
+from dpllm.auditing.table import CanaryScores, TokenTable, by_group, read_tokens, sum_up
 from dpllm.card import claim
 from dpllm.errors import ConfigError, DpllmError
 from dpllm.files import SETTINGS, of_model
@@ -72,7 +72,7 @@ def check(found: Published) -> Iterator[Check]:
     table, tokens = tables(folder)
     from_steps = gradient(folder, stated, report)
     yield _rows(stated.plan, table, tokens, report)
-    yield _statistics(stated.plan, report, table, tokens, from_steps)
+    yield _statistics(stated.plan, report, tokens, from_steps)
     left = ["shadows"] if report.shadows else []
     if report.controls.words:
         left.append("the control by words")
@@ -143,7 +143,8 @@ def tables(folder: Path) -> tuple[tuple[CanaryScores, ...], TokenTable]:
 
 @lru_cache(maxsize=8)
 def _read_tables(folder: Path, size: int, changed: int) -> tuple[tuple[CanaryScores, ...], TokenTable]:
-    table, tokens = read_scores(folder)
+    tokens = read_tokens(folder / "tokens.parquet")
+    table = sum_up(tokens)
     if len(table) > MOST_CANARIES:
         raise Wrong(f"it scored {len(table):,} canaries, more than any audit of dpllm. {AUDIT_AGAIN}")
     return table, tokens
@@ -257,7 +258,6 @@ def gradient(folder: Path, stated: PrivacyRecord, report: AuditRecord) -> Gradie
 def _statistics(
     plan: Plan,
     report: AuditRecord,
-    table: tuple[CanaryScores, ...],
     tokens: TokenTable,
     gradient: GradientTable | None,
 ) -> Check:
@@ -273,13 +273,13 @@ def _statistics(
     fixed = {
         "claim": asdict(report.claim) if report.claim else None,
         "settings": report.settings.to_json(),
-        "beside": {
+        "context": {
             "limits": plan.limits.to_json(),
             "words": controls.words.to_json() if controls.words else None,
             "twin": controls.twin,
         },
     }
-    fresh = _summary(table, tokens, json.dumps(fixed, sort_keys=True), gradient)
+    fresh = _summary(tokens, json.dumps(fixed, sort_keys=True), gradient)
     stated = {name: value for name, value in report.to_json().items() if name in Summary.model_fields}
     if wrong := list(differences(stated, fresh.to_json(), tolerance=costs.MAGNIFIED)):
         raise Wrong(f"{listed(wrong)} of audit.json does not follow from the scores. {AUDIT_AGAIN}")
@@ -292,9 +292,7 @@ def _statistics(
 
 
 @lru_cache(maxsize=8)
-def _summary(
-    table: tuple[CanaryScores, ...], tokens: TokenTable, fixed: str, gradient: GradientTable | None
-) -> Summary:
+def _summary(tokens: TokenTable, fixed: str, gradient: GradientTable | None) -> Summary:
     given: dict[str, Any] = json.loads(fixed)
-    claimed, beside = Claim(**given["claim"]), Beside(**given["beside"], gradient=gradient)
-    return summarise(table, claimed, AuditSettings.pick(given["settings"]), tokens=tokens, beside=beside)
+    context = AuditContext(**given["context"], gradient=gradient)
+    return summarise(tokens, Claim(**given["claim"]), AuditSettings.pick(given["settings"]), context)

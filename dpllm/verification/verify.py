@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from dpllm.auditing.blind import words_control
+from dpllm.auditing.statistics import words_control
 from dpllm.canaries import canaries
 from dpllm.card import claim
 from dpllm.errors import ConfigError, Refused

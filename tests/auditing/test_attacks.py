@@ -39,7 +39,7 @@ def test_extraction_counts_each_side_and_the_control():
         row("e", inserted=False),
     ]
     expected = {"inserted": 3, "tuned": 2, "base": 1, "held_out": 2, "held_out_tuned": 1}
-    assert attacks.extraction(rows) == expected
+    assert attacks.greedy_extraction(rows) == expected
 
 
 # The primary score.
@@ -95,6 +95,8 @@ def make_table(lengths: list[int], seed: int = 0, certain: bool = False) -> Toke
         **columns,
         groups=tuple(index % 3 for index in range(len(lengths))),
         coins=tuple(index % 2 == 0 if index % 3 else None for index in range(len(lengths))),
+        secret_N=np.ones(count, dtype=bool),
+        word_N=np.arange(count),
     )
 
 
@@ -146,15 +148,13 @@ def test_the_secrets_of_a_table_are_its_marked_tokens_and_read_back(tmp_path: Pa
     assert np.array_equal(again.secret_N, table.secret_N)
     assert np.array_equal(again.word_N, table.word_N)
     first, second = sum_up(again)
-    assert (first.num_tokens, second.num_tokens) == (1, 3)
     assert first.tuned_log_prob == table.tuned_log_prob_N[1]
     assert second.base_log_prob == table.base_log_prob_N[3:6].sum()
     assert first.tuned_greedy == table.tuned_argmax_N[1]
-    whole = attacks.of_whole_rows([second], table)[0]
-    assert (whole.num_tokens, whole.base_log_prob) == (4, pytest.approx(table.base_log_prob_N[3:].sum()))
+    whole = attacks.whole_rows(table)[1]
+    assert whole.base_log_prob == pytest.approx(table.base_log_prob_N[3:].sum())
     assert whole.tuned_greedy == second.tuned_greedy  # still of the secret
-    alone = table.secrets()
-    assert (alone.secret_N, attacks.of_whole_rows([first], alone)) == (None, [first])
+    assert sum_up(table.secrets()) == (first, second)
 
 
 def test_what_a_row_has_above_the_same_words_elsewhere() -> None:
@@ -169,7 +169,7 @@ def test_what_a_row_has_above_the_same_words_elsewhere() -> None:
         ]
     found = attacks.unexplained(table, table.tuned_log_prob_N)
     assert found == pytest.approx([sum(left[:3]), sum(left[3:])])
-    rows = attacks.of_whole_rows(sum_up(table), table)
+    rows = attacks.whole_rows(table)
     base = attacks.unexplained(table, table.base_log_prob_N)
     assert attacks.calibrated(rows, 0.5) == pytest.approx(found - 0.5 * base)
     assert attacks.slope(rows) == pytest.approx(statistics.fit_slope(base, found))

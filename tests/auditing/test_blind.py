@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from dpllm.auditing.blind import FEWEST_TEXTS, blind
+from dpllm.auditing.statistics import FEWEST_TEXTS, blind
 
 SIGNIFICANCE = 1e-8
 WORDS = np.array([f"w{rank}" for rank in range(2000)])

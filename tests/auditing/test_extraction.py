@@ -10,19 +10,20 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from score_tables import token_table
+from score_tables import row, token_table
 
-from dpllm.auditing.extraction import SCHEMES, attempts, log_prob, summary
-from dpllm.auditing.table import CanaryScores
+from dpllm.auditing.attacks import SCHEMES, attempts, log_prob, sampled_extraction
 
 
-def make_table(tuned, base, **columns):
+def make_table(tuned, base, rows=(), **columns):
     """A table from lists of log-probabilities, and of other columns, one list for each sequence."""
-    return token_table(tuned, base, **{f"{name}_N": np.concatenate(values) for name, values in columns.items()})
+    whose = {"groups": tuple(one.group for one in rows), "coins": tuple(one.inserted for one in rows)} if rows else {}
+    columns = {f"{name}_N": np.concatenate(values) for name, values in columns.items()}
+    return token_table(tuned, base, [one.canary_id for one in rows] or None, **whose, **columns)
 
 
-def row(index, group, inserted):
-    return CanaryScores(f"c{index}", group, inserted, 2, -1.0, -2.0, False, False)
+def candidate(index, group, inserted):
+    return row(f"c{index}", group, inserted)
 
 
 # (n, p).
@@ -98,17 +99,16 @@ def test_rounding_above_a_probability_of_one_is_no_error():
 
 SECRETS = [
     # tuned, base, and what each row is: two inserted, one held out, one reference, one of another group
-    ([math.log(0.5), 0.0], [-9.0, -9.0], row(0, 1, True)),
-    ([math.log(0.01), 0.0], [-9.0, -9.0], row(1, 1, True)),
-    ([-9.0, -9.0], [-9.0, -9.0], row(2, 1, False)),
-    ([math.log(1e-3), 0.0], [-9.0, -9.0], row(3, 0, None)),
-    ([0.0, 0.0], [-1.0, 0.0], row(4, 8, True)),
+    ([math.log(0.5), 0.0], [-9.0, -9.0], candidate(0, 1, True)),
+    ([math.log(0.01), 0.0], [-9.0, -9.0], candidate(1, 1, True)),
+    ([-9.0, -9.0], [-9.0, -9.0], candidate(2, 1, False)),
+    ([math.log(1e-3), 0.0], [-9.0, -9.0], candidate(3, 0, None)),
+    ([0.0, 0.0], [-1.0, 0.0], candidate(4, 8, True)),
 ]
 
 
 def test_counts_stand_beside_their_controls():
-    table = make_table(*([one[side] for one in SECRETS] for side in (0, 1)))
-    found = summary(table, [one[2] for one in SECRETS])
+    found = sampled_extraction(make_table(*zip(*SECRETS, strict=True)))
     assert list(found) == ["1", "8"]
     once = found["1"]
     assert once["canaries"] == {"inserted": 2, "base": 2, "held_out": 2}
@@ -123,9 +123,8 @@ def test_counts_stand_beside_their_controls():
 
 
 def test_what_can_never_be_drawn_is_counted_and_is_no_infinity():
-    tuned = [one[0] for one in SECRETS]
-    table = make_table(tuned, [one[1] for one in SECRETS], tuned_top_k_log_prob=[[-np.inf, 0.0]] * 5)
-    found = summary(table, [one[2] for one in SECRETS])
+    table = make_table(*zip(*SECRETS, strict=True), tuned_top_k_log_prob=[[-np.inf, 0.0]] * 5)
+    found = sampled_extraction(table)
     assert found["1"]["top_k"]["never"] == {"inserted": 2, "base": 0, "held_out": 2}
     assert found["1"]["top_k"]["median_attempts"]["inserted"] is None
     assert found["1"]["top_k"]["discoverable"]["0.1"]["10000"]["inserted"] == 0
@@ -133,16 +132,14 @@ def test_what_can_never_be_drawn_is_counted_and_is_no_infinity():
 
 
 def test_a_side_without_canaries_is_counted_as_empty():
-    table = make_table([one[0] for one in SECRETS[:2]], [one[1] for one in SECRETS[:2]])
-    found = summary(table, [one[2] for one in SECRETS[:2]])["1"]
+    found = sampled_extraction(make_table(*zip(*SECRETS[:2], strict=True)))["1"]
     assert found["canaries"]["held_out"] == 0
     assert found["all_tokens"]["median_attempts"]["held_out"] is None
 
 
 def test_the_order_of_rows_does_not_matter_and_the_grid_is_the_stated_one():
-    table = make_table([one[0] for one in SECRETS], [one[1] for one in SECRETS])
-    rows = [one[2] for one in SECRETS]
-    assert summary(table, rows) == summary(table, rows[::-1])
+    found = sampled_extraction(make_table(*zip(*SECRETS, strict=True)))
+    assert found == sampled_extraction(make_table(*zip(*SECRETS[::-1], strict=True)))
     for scheme in SCHEMES:
-        counts = summary(table, rows)["1"][scheme]["discoverable"]
+        counts = found["1"][scheme]["discoverable"]
         assert (list(counts), list(counts["0.1"])) == (["0.1", "0.5", "0.9"], ["1", "10", "100", "1000", "10000"])

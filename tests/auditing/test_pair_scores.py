@@ -8,11 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny
+from score_tables import row, tokens_of
 
 from dpllm.auditing import attacks
-from dpllm.auditing.summary import Beside, summarise
-from dpllm.auditing.table import CanaryScores, TokenTable, read_scores, sum_up, write_tokens
-from dpllm.canaries.canaries import encode_secret, plan_canaries
+from dpllm.auditing.summary import AuditContext, summarise
+from dpllm.auditing.table import TokenTable, read_tokens, sum_up, write_tokens
+from dpllm.canaries.canaries import plan_canaries
+from dpllm.canaries.texts import encode_secret
 from dpllm.errors import ConfigError
 from dpllm.recipe.sections import AuditConfig, CanaryConfig
 from dpllm.statement.audit_bounds import Claim
@@ -46,7 +48,7 @@ def of_pairs(seed: int, pairs: int = 40) -> TokenTable:
 
 def test_a_score_is_the_difference_of_both_answers_gains(seed: int) -> None:
     table = of_pairs(seed)
-    found = attacks.ratio(attacks.of_whole_rows(sum_up(table), table))
+    found = attacks.ratio(attacks.whole_rows(table))
     gain_S = [
         table.tuned_log_prob_N[table.sequence_N == s].sum() - table.base_log_prob_N[table.sequence_N == s].sum()
         for s in range(80)
@@ -67,8 +69,7 @@ def test_a_score_is_the_difference_of_both_answers_gains(seed: int) -> None:
 def test_a_table_of_pairs_reads_back_and_half_a_pair_is_none(tmp_path: Path, seed: int) -> None:
     table = of_pairs(seed)
     write_tokens(table, tmp_path / "tokens.parquet")
-    rows, _ = read_scores(tmp_path)
-    assert rows == sum_up(table)
+    assert sum_up(read_tokens(tmp_path / "tokens.parquet")) == sum_up(table)
     torn = (
         replace(table, canary_ids=(*table.canary_ids[:-1], "x")),
         replace(table, canary_ids=("x", *table.canary_ids[1:])),
@@ -100,9 +101,9 @@ def test_a_label_audit_compares_each_group_with_its_own_other_answers() -> None:
         for number in range(400):
             group, coin, noise = (1 if number < 200 else 16), bool(rng.random() < 0.5), rng.normal()
             gain = noise + (0.0 if group == 1 else 10.0 * (coin - 0.5))
-            rows.append(CanaryScores(f"c{number:05d}", group, coin, 4, gain, 0.0, False, False))
+            rows.append(row(f"c{number:05d}", group, coin, gain, 0.0))
         settings = AuditConfig(canaries=CanaryConfig(groups={1: 200, 16: 200})).fixed()
-        found = summarise(rows, Claim(1.0, 0.0, "label"), settings, beside=Beside(own_references=True))
+        found = summarise(tokens_of(rows), Claim(1.0, 0.0, "label"), settings, AuditContext(own_references=True))
         above += found.attacks["ratio"].auc_interval[0] > 0.5  # type: ignore[index]
         assert found.repeated["16"].attacks["ratio"].auc > 0.99  # type: ignore[operator]
         assert found.exposure["1"].held_out_mean is None

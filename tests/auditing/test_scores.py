@@ -16,8 +16,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from dpllm.auditing import attacks, scores
 from dpllm.auditing.scores import score, score_canaries
-from dpllm.auditing.table import read_scores
-from dpllm.canaries.canaries import Canary, encode_secret, plan_canaries
+from dpllm.auditing.table import read_tokens, sum_up
+from dpllm.canaries.canaries import plan_canaries
+from dpllm.canaries.texts import Canary, encode_secret
 from dpllm.errors import ConfigError
 from dpllm.privacy.schedule import TokenSequence
 from dpllm.recipe.sections import CanaryConfig
@@ -99,7 +100,7 @@ def test_scores_equal_the_definition(model):
     for sequence, mask, found in zip(sequences, masks, score(model, sequences, masks, 200), strict=True):
         log_probs, matches, means, variances, sampled = naive(model, sequence, mask)
         assert found.log_prob == pytest.approx(log_probs, abs=1e-4)
-        assert found.is_argmax.tolist() == matches
+        assert found.argmax.tolist() == matches
         assert found.mean == pytest.approx(means, abs=1e-4)
         assert found.variance == pytest.approx(variances, abs=1e-3)
         assert found.top_k_log_prob == pytest.approx(sampled, abs=1e-4)
@@ -118,7 +119,7 @@ def test_the_largest_logits_are_found_whatever_the_vocabulary(vocabulary):
 def test_of_equally_likely_tokens_greedy_decoding_chooses_one():
     logits = torch.zeros(1, 3, 8)
     found = scores._gather(logits, torch.tensor([[5, 0, 3]]), torch.tensor([[False, True, True]]))
-    assert found.is_argmax.tolist() == [True, False]
+    assert found.argmax.tolist() == [True, False]
     assert found.log_prob == pytest.approx([-math.log(8)] * 2)
 
 
@@ -137,7 +138,7 @@ def test_scores_do_not_depend_on_batch_or_padding_or_order(model, budget):
     together = score(model, [sequences[i] for i in order], [masks[i] for i in order], budget)
     for index, found in zip(order, together, strict=True):
         assert np.abs(found.log_prob - alone[index].log_prob).max(initial=0) < 1e-4
-        assert found.is_argmax.tolist() == alone[index].is_argmax.tolist()
+        assert found.argmax.tolist() == alone[index].argmax.tolist()
 
 
 def test_chunks_of_the_softmax_do_not_change_scores(model, monkeypatch):
@@ -216,10 +217,10 @@ def test_the_table_holds_both_models_and_every_canary_once(tokenizer, model):
     plan = plan_canaries(CanaryConfig(groups={1: 20, 2: 10}, references=100), generator=random.Random(0))
     torch.manual_seed(1)
     base = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_layer=1, n_head=2, n_positions=128)).eval()
-    table, tokens = score_canaries(Pair(tokenizer, model, base), plan, "text", tiny.reads(128, "truncate"))
+    tokens = score_canaries(Pair(tokenizer, model, base), plan, "text", tiny.reads(128, "truncate"))
+    table = sum_up(tokens)
     assert tokens.canary_ids == tuple(row.canary_id for row in table)
-    for scored, rows in ((tokens.secrets(), table), (tokens, attacks.of_whole_rows(table, tokens))):
-        assert scored.lengths().tolist() == [row.num_tokens for row in rows]
+    for scored, rows in ((tokens.secrets(), table), (tokens, attacks.whole_rows(tokens))):
         for which in ("tuned", "base"):
             sums = np.add.reduceat(getattr(scored, f"{which}_log_prob_N"), scored.starts())
             np.testing.assert_allclose(sums, [getattr(row, f"{which}_log_prob") for row in rows])
@@ -231,10 +232,9 @@ def test_the_table_holds_both_models_and_every_canary_once(tokenizer, model):
         sequence, mask = encode_secret(canary, "text", tokenizer, tiny.reads(128, "truncate"))
         assert row.tuned_log_prob == pytest.approx(sum(naive(model, sequence, mask)[0]), abs=1e-3)
         assert row.base_log_prob == pytest.approx(sum(naive(base, sequence, mask)[0]), abs=1e-3)
-        assert row.num_tokens == sum(mask)
         trained = sequence.loss_mask
-        (whole,) = attacks.of_whole_rows([row], tokens)
-        assert whole.num_tokens == sum(trained) > sum(mask)
+        (whole,) = (one for one in attacks.whole_rows(tokens) if one.canary_id == row.canary_id)
+        assert sum(trained) > sum(mask)
         assert whole.tuned_log_prob == pytest.approx(sum(naive(model, sequence, trained)[0]), abs=1e-3)
         assert whole.base_log_prob == pytest.approx(sum(naive(base, sequence, trained)[0]), abs=1e-3)
         ids = [token for token, learned in zip(sequence.input_ids, trained, strict=True) if learned]
@@ -248,4 +248,4 @@ def test_the_table_holds_both_models_and_every_canary_once(tokenizer, model):
 
 def test_an_audit_without_its_table_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="run dpllm audit first"):
-        read_scores(tmp_path / "none")
+        read_tokens(tmp_path / "tokens.parquet")

@@ -11,12 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from scipy import stats
-from score_tables import row, token_table
+from score_tables import row, token_table, tokens_of
 
-from dpllm.auditing.blind import words_control
-from dpllm.auditing.summary import Beside, _method, summarise
-from dpllm.auditing.table import read_scores, sum_up
-from dpllm.auditing.verdict import group_test, judge, levels
+from dpllm.auditing.statistics import words_control
+from dpllm.auditing.summary import AuditContext, _method, group_test, judge, levels, summarise
+from dpllm.auditing.table import TokenTable, read_tokens
 from dpllm.canaries import canaries
 from dpllm.canaries.canaries import CanaryConfig
 from dpllm.errors import ConfigError
@@ -43,7 +42,8 @@ def controls(*, base=False, words=False, positive="AUC 0.99 on the canaries plan
 def summarised(table, claim, *, alpha=0.05, falling=(), falling_in=(), **given):
     """As audit.json holds it."""
     ways = {"falling": falling, "falling_in": falling_in}
-    return summarise(table, claim, AuditSettings.pick({"alpha": alpha, "version": 2, **ways}), **given).to_json()
+    tokens = table if isinstance(table, TokenTable) else tokens_of(table)
+    return summarise(tokens, claim, AuditSettings.pick({"alpha": alpha, "version": 2, **ways}), **given).to_json()
 
 
 def make_table(rng, lift, groups=((1, 200), (4, 20)), references=300):
@@ -143,8 +143,8 @@ def test_carriers_whose_words_tell_the_coin_give_no_verdict(seed):
         replace(one, carrier=f"{one.carrier.split(' of ')[0]} is") if one.inserted else one for one in plan.canaries
     ]
     for planted, word in ((plan.canaries, "consistent"), (told, "inconclusive")):
-        beside = Beside(words=words_control(planted))
-        report = summarised(make_table(rng, 1.0), CLAIM, falling=[40, 120], beside=beside)
+        context = AuditContext(words=words_control(planted))
+        report = summarised(make_table(rng, 1.0), CLAIM, falling=[40, 120], context=context)
         assert report["verdict"] == word, report["verdict_reason"]
         assert ("sees the words of carrier and secret" in report["verdict_reason"]) == (word == "inconclusive")
 
@@ -201,7 +201,7 @@ def test_scores_of_whole_rows_falsify_a_true_claim_no_more_often_than_alpha(orde
         table = rows_of_tokens(
             rng, np.where(truthful, coins, ~coins), coins, noise=0.0 if order == "heavy ties" else 0.2
         )
-        found = summarised(sum_up(table), claim, falling=[40, 120], falling_in=[30], tokens=table)
+        found = summarised(table, claim, falling=[40, 120], falling_in=[30])
         false += found["verdict"] == "falsified"
     assert stats.binomtest(false, audits, 0.05, alternative="greater").pvalue > 0.001
 
@@ -316,13 +316,13 @@ def checked(folder, report):
 def test_a_bound_by_falling_weights_is_computed_again(tmp_path):
     card = shutil.copytree(MODEL_CARDS / "clinic-epsilon-8" / "export", tmp_path / "card")
     report, block = read_json(card / "audit" / "audit.json"), read_json(card / "privacy.json")
-    rows, tokens = read_scores(card / "audit")
+    tokens = read_tokens(card / "audit" / "tokens.parquet")
     stated = privacy_record.read(block)
     gradient = check_audits.gradient(card / "audit", stated, parse_audit(report, "audit.json"))
-    beside = Beside(
+    context = AuditContext(
         stated.plan.limits.to_json(), report["controls"]["words"], report["controls"]["twin"], gradient=gradient
     )
-    fresh = summarised(rows, Claim(**report["claim"]), tokens=tokens, beside=beside, **DEFAULT)
+    fresh = summarised(tokens, Claim(**report["claim"]), context=context, **DEFAULT)
     settings = {"alpha": 0.05, **{name: list(ways) for name, ways in DEFAULT.items()}}
     report = {**report, **fresh, "settings": {**report["settings"], **settings}}
     bound = report["epsilon_lower_bound"]

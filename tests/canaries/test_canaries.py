@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from scipy import stats
 
-from dpllm.canaries import canaries, kinds
-from dpllm.canaries.canaries import Canary, check_fits, load, plan_canaries, redraw_coins, save, slots
+from dpllm.canaries import canaries, texts
+from dpllm.canaries.canaries import check_fits, load, plan_canaries, redraw_coins, save, slots
+from dpllm.canaries.texts import Canary
 from dpllm.errors import ConfigError
 from dpllm.privacy.stream import os_entropy
 from dpllm.recipe.config import DataConfig
@@ -46,13 +47,13 @@ def test_carriers_and_secrets_are_distinct_and_shaped_as_the_recipe_says():
 
 
 def test_different_indices_make_different_sentences():
-    size = kinds.NUM_CARRIERS
+    size = texts.NUM_CARRIERS
     assert size > 1_000_000
     indices = random.Random(0).sample(range(size), 100_000)
-    assert len({kinds.carrier(index) for index in indices}) == 100_000
-    names = [head + tail for head in kinds._NAME_HEADS for tail in kinds._NAME_TAILS]
+    assert len({texts.carrier(index) for index in indices}) == 100_000
+    names = [head + tail for head in texts._NAME_HEADS for tail in texts._NAME_TAILS]
     assert len(set(names)) == len(names)
-    for column in kinds.COLUMNS:
+    for column in texts.COLUMNS:
         assert len(set(column)) == len(column)
 
 
@@ -133,11 +134,11 @@ def test_a_plan_fits_the_section_that_it_was_made_from_and_no_other(tmp_path):
     for same in ({}, {"tokens": 9}):
         assert check_fits(plan, AuditConfig(canaries=SMALL.model_copy(update=same)), path) is plan
     for key, value in (("kind", "random_tokens"), ("groups", {1: 30, 4: 6}), ("digits", 7), ("references", 101)):
-        with pytest.raises(ConfigError, match=rf"audit\.canaries\.{key}.*canaries plan RECIPE --overwrite"):
+        with pytest.raises(ConfigError, match="planned for another recipe"):
             check_fits(plan, AuditConfig(canaries=SMALL.model_copy(update={key: value})), path)
-    with pytest.raises(ConfigError, match=r"audit\.canaries\.groups"):
+    with pytest.raises(ConfigError, match="planned for another recipe"):
         check_fits(replace(plan, settings={}), ONLY_TEXT, path)
-    with pytest.raises(ConfigError, match=r"audit\.gradient_canaries"):
+    with pytest.raises(ConfigError, match="planned for another recipe"):
         check_fits(plan, AuditConfig(canaries=SMALL, gradient_canaries=3), path)
 
 

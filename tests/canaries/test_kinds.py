@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from scipy import stats
 
-from dpllm.canaries import kinds
-from dpllm.canaries.canaries import check_fits, encode_secret, load, plan_canaries, redraw_coins, save
-from dpllm.canaries.source import ModelSource
+from dpllm.canaries import canaries, texts
+from dpllm.canaries.canaries import check_fits, load, plan_canaries, redraw_coins, save
+from dpllm.canaries.texts import ModelSource, encode_secret
 from dpllm.errors import ConfigError
 from dpllm.model import loading
 from dpllm.recipe.config import RunConfig
@@ -145,8 +145,8 @@ def test_candidates_are_like_references_and_coins_like_nothing(kind, source, tok
 
 
 def test_the_order_in_which_texts_are_found_says_nothing_of_who_gets_them(monkeypatch, seed):
-    found = kinds.Drawn(tuple((f"carrier {number:05d}", f"secret {number:05d}") for number in range(4000)), 12.0)
-    monkeypatch.setattr(kinds, "draw", lambda *arguments: found)
+    found = [(f"carrier {number:05d}", f"secret {number:05d}") for number in range(4000)], 12.0
+    monkeypatch.setattr(canaries, "draw", lambda *arguments: found)
     asked = CanaryConfig(groups={1: 1500, 2: 500}, references=2000)
     plan = plan_canaries(asked, generator=random.Random(seed))
     ranks = np.array([int(canary.carrier[-5:]) for canary in everyone(plan)])
@@ -167,12 +167,12 @@ def test_random_tokens_are_uniform_over_what_can_be_drawn(seed):
         reads=lambda *arguments: True,
         check_room=lambda *arguments: None,
     )
-    drawn = kinds.draw(CanaryConfig(kind="random_tokens", tokens=5), 6000, random.Random(seed), honest)
+    drawn, log2_secrets = canaries.draw(CanaryConfig(kind="random_tokens", tokens=5), 6000, random.Random(seed), honest)
     for place in range(5):
-        counts = Counter(secret[place] for _, secret in drawn.texts)
+        counts = Counter(secret[place] for _, secret in drawn)
         assert set(counts) == set(letters[: 26 if place else 13].upper())
         assert stats.chisquare(list(counts.values())).pvalue > 1e-8 / 5
-    assert drawn.log2_secrets == pytest.approx(math.log2(13) + 4 * math.log2(26))
+    assert log2_secrets == pytest.approx(math.log2(13) + 4 * math.log2(26))
 
 
 def mean_log_probs(tokenizer, sentences):
@@ -183,7 +183,7 @@ def mean_log_probs(tokenizer, sentences):
 
 
 def test_what_the_base_model_expects_is_what_one_pass_after_the_other_gives(source, tokenizer):
-    sentences = [kinds.carrier(index) for index in (0, 12_345, 777_777, 1_234_567)]
+    sentences = [texts.carrier(index) for index in (0, 12_345, 777_777, 1_234_567)]
     np.testing.assert_allclose(source.expected(sentences), mean_log_probs(tokenizer, sentences), rtol=1e-4)
 
 
@@ -191,24 +191,23 @@ def test_new_tokens_are_one_for_each_canary_and_rarely_expected(source, tokenize
     plan = plan_canaries(config("new_tokens", once=10), source=source, generator=random.Random(9))
     used = [encoded(canary, tokenizer)[0] for canary in everyone(plan)]
     assert len(set(used)) == 114 <= 2**plan.log2_secrets <= 228
-    asked = random.Random(0).sample(range(kinds.NUM_CARRIERS), kinds.SENTENCES_ASKED)
-    expected = mean_log_probs(tokenizer, [kinds.carrier(index) for index in asked])
+    asked = random.Random(0).sample(range(texts.NUM_CARRIERS), canaries.SENTENCES_ASKED)
+    expected = mean_log_probs(tokenizer, [texts.carrier(index) for index in asked])
     assert expected[used].mean() < expected[source.first_ids].mean()
 
 
 def test_more_canaries_than_the_vocabulary_has_tokens_are_refused(source):
     """The builtin vocabulary has a thousand tokens; a recipe's default is two thousand canaries and references."""
-    with pytest.raises(ConfigError, match=r"2040 canaries and references of kind new_tokens need a token each"):
+    with pytest.raises(ConfigError, match=r"2040 canaries and references need .* the vocabulary has"):
         plan_canaries(CanaryConfig(kind="new_tokens"), source=source, generator=random.Random(9))
 
 
 def test_kinds_of_the_base_model_need_one():
-    for kind in kinds.NEED_MODEL:
+    for kind in set(KINDS) - {"digits"}:
         with pytest.raises(ConfigError, match="no model was given"):
             plan_canaries(config(kind))
-    for kind in set(KINDS) - kinds.NEED_MODEL:
-        assert plan_canaries(config(kind)).kind == kind
-    assert set(KINDS) == kinds.KEYS.keys()
+    assert plan_canaries(config("digits")).kind == "digits"
+    assert set(KINDS) == canaries.KEYS.keys()
 
 
 @pytest.mark.parametrize(
@@ -222,9 +221,9 @@ def test_kinds_of_the_base_model_need_one():
     ],
 )
 def test_more_canaries_than_texts_are_refused(asked, message, source, monkeypatch):
-    monkeypatch.setattr(kinds, "TRIES", 3)
+    monkeypatch.setattr(canaries, "TRIES", 3)
     with pytest.raises(ConfigError, match=message):
-        kinds.draw(asked, sum(asked.groups.values()) + asked.references, random.Random(0), source)
+        canaries.draw(asked, sum(asked.groups.values()) + asked.references, random.Random(0), source)
 
 
 def test_room_for_a_secret_is_judged_as_training_would_cut_it(tokenizer):
@@ -234,7 +233,7 @@ def test_room_for_a_secret_is_judged_as_training_would_cut_it(tokenizer):
         token = next(token for token in own.first_ids if own.text((token,)) == "N")
         outcomes = set()
         for _ in range(60):
-            sentence = kinds.carrier(generator.randrange(kinds.NUM_CARRIERS))
+            sentence = texts.carrier(generator.randrange(texts.NUM_CARRIERS))
             fits = len(tokenizer(f"{sentence} N")["input_ids"]) <= length
             outcomes.add(fits)
             assert own.reads(sentence, "N", (token,)) == fits
@@ -307,7 +306,7 @@ def test_a_secret_in_a_prompt_is_read_and_never_learned(fmt, tokenizer, monkeypa
         secret = [token for token, own in zip(scored.input_ids, mask, strict=True) if own]
         assert tokenizer.decode(secret).strip() == canary.secret
         learned = [token for token, own in zip(trained.input_ids, trained.loss_mask, strict=True) if own]
-        assert tokenizer.decode(learned, skip_special_tokens=True).strip() == kinds.COMPLETION
+        assert tokenizer.decode(learned, skip_special_tokens=True).strip() == texts.COMPLETION
         assert min(place for place, own in enumerate(trained.loss_mask) if own) > mask.index(True)
 
 
@@ -331,7 +330,7 @@ def test_canaries_of_another_place_do_not_fit(tmp_path):
     for one, other in (("prompt", "target"), ("target", "prompt")):
         plan = plan_canaries(config("digits", place=one), generator=random.Random(3))
         assert check_fits(plan, AuditConfig(canaries=config("digits", place=one)), tmp_path) == plan
-        with pytest.raises(ConfigError, match=r"another audit\.canaries\.place than"):
+        with pytest.raises(ConfigError, match="planned for another recipe"):
             check_fits(plan, AuditConfig(canaries=config("digits", place=other)), tmp_path)
     assert "place" not in plan_canaries(config("digits")).settings  # plans of an earlier day still fit
 

@@ -71,7 +71,7 @@ PRINTED_BY: dict[str, tuple[str, ...]] = {
 }
 EITHER = {"run/directory.py", "verification/sign.py"}  # each function of them is of one of the two
 LAUNCHERS = {"--num_processes", "--nproc_per_node"}  # of accelerate and torchrun
-OVERRIDES = {"plan", "train", "describe", "canaries plan", "audit", "sweep", "synthesize"}
+OVERRIDES = {"plan", "train", "describe", "audit", "sweep", "synthesize"}
 
 
 def commands(parser: argparse.ArgumentParser, name: str = "") -> dict[str, set[str]]:

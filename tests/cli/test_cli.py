@@ -85,11 +85,10 @@ def test_overrides_may_stand_anywhere(recipe: Path, capsys: pytest.CaptureFixtur
     [
         (["plan"], "name a recipe"),
         (["train"], "name a recipe"),
-        (["canaries", "plan"], "name a recipe: dpllm canaries plan recipes/"),
         (["plan", "."], "is a directory, and a recipe is a YAML file"),
         (["plan", "RECIPE", "--jsn"], "unknown argument --jsn"),
         (["plan", "RECIPE", "more"], "unknown argument more"),
-        (["audit", "run", "--train.steps", "3"], "no such file or directory"),
+        (["audit", "run", "--train.steps", "3"], "holds no run"),
         (["train", "RECIPE", "--resume", "--overwrite"], "one of the two"),
         (["plan", "RECIPE", "--train.steps"], "--train.steps needs a value"),
         (["plan", "absent.yaml"], "no such recipe"),

@@ -32,7 +32,7 @@ from dpllm.privacy.packing import Pass, lay_out
 from dpllm.privacy.schedule import TokenSequence
 from dpllm.run import checkpoint
 from dpllm.run.directory import RunDir
-from dpllm.run.samples import Samples
+from dpllm.run.screen import Samples
 
 C, SIGMA, STEPS = 0.05, 0.7, 2
 # How each trains, and the base model: llama has a head of its own, gpt2's is tied to the embedding.

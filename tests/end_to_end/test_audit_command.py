@@ -12,11 +12,11 @@ import torch
 import yaml
 from running import SENTINEL, Answer, Place, as_trained, contents, done, dpllm_, edit_recipe, make_place, rows
 
-from dpllm.auditing.run import ATTACKS, PARTS
+from dpllm.auditing import shadows
 from dpllm.canaries import canaries
 from dpllm.errors import ConfigError
-from dpllm.lab import shadows
 from dpllm.privacy.plan import Plan
+from dpllm.recipe.sections import CanaryConfig
 from dpllm.run import build
 from dpllm.run.directory import RunDir, open_run
 
@@ -29,16 +29,6 @@ def refused(*arguments: object) -> str:
     assert answer.err.count("\n") == 1
     assert not answer.out
     return answer.err
-
-
-@pytest.mark.parametrize("name", ["calibrated", "exposure", "extraction"])
-def test_an_attack_runs_alone(finished: Place, name: str) -> None:
-    before = contents(finished.run)
-    assert finished.json("export/audit/audit.json")["attacks"].keys() == set(ATTACKS) - set(PARTS)
-    answer = done("audit", finished.run, "--attack", name, "--json")
-    assert json.loads(answer.out)
-    assert SENTINEL not in answer.out
-    assert contents(finished.run) == before
 
 
 def test_real_rows_are_scored_in_private(copy: Place) -> None:
@@ -62,12 +52,9 @@ def test_real_rows_are_scored_in_private(copy: Place) -> None:
         (["--shadows", "0"], "--shadows 0"),
         (["--base", "gpt2"], "--base is for a model trained elsewhere"),
         (["--epsilon", "3"], "--epsilon is for a model trained elsewhere"),
-        (["--attack", "losss"], "Did you mean loss?"),
-        (["--attack", "telepathy"], "Type one of"),
         (["--train.steps", "3"], "audited as it was trained"),
         (["--twin", "nowhere"], "holds no run"),
-        (["--attack", "loss", "--members"], "two separate audits"),
-        (["--attack", "loss", "--twin", "run"], "two separate audits"),
+        (["--members", "--twin", "run"], "two separate audits"),
         (["--members", "--shadows", "2"], "two separate audits"),
     ],
 )
@@ -79,30 +66,15 @@ def test_mistakes_without_a_run_are_one_message(finished: Place, tmp_path: Path)
     assert "holds no run" in refused(tmp_path)
     planted = tmp_path / "planted.jsonl"
     planted.write_text('{"coins": "independent"}\n')
-    assert "two separate audits" in refused(tmp_path, "--canaries", planted, "--attack", "loss")
     assert "two separate audits" in refused(tmp_path, "--canaries", planted, "--members")
-    assert "no such file or directory" in refused(tmp_path / "absent")
-    assert "is a recipe" in refused(finished.recipe)
+    assert "holds no run" in refused(tmp_path / "absent")
+    assert "holds no run" in refused(finished.recipe)
     assert "is a part of a run" in refused(finished.run / "export")
     assert f"Type: dpllm audit {finished.run}" in refused(finished.root)
-    assert "Type the directory of the run" in refused(finished.run / "config.yaml")
-    (tmp_path / "planned" / "private").mkdir(parents=True)
-    (tmp_path / "planned" / "private" / "canaries.json").write_text("{}")
-    assert "is not trained yet" in refused(tmp_path / "planned")
+    assert f"Type: dpllm audit {finished.run}" in refused(finished.run / "config.yaml")
     adapter = tmp_path / "adapter"
     shutil.copytree(finished.run / "export", adapter)
     assert "is a model trained elsewhere" in refused(adapter, "--base", "builtin:tiny")
-
-
-def test_an_audit_keeps_what_shadows_showed_of_the_same_weights(copy: Place) -> None:
-    path = copy.run / "export" / "audit" / "audit.json"
-    before = {**json.loads(path.read_text()), "shadows": {"shadows": 2, "attacks": {}, "many_runs": {"value": None}}}
-    path.write_text(json.dumps(before))
-    answer = done("audit", copy.run)
-    after = copy.json("export/audit/audit.json")
-    assert after["shadows"] == before["shadows"]
-    assert after["audits_run"] == before["audits_run"] + 1
-    assert f"Written to {copy.run / 'export' / 'audit'}" in answer.out
 
 
 def test_audits_at_the_same_time_are_all_counted(copy: Place) -> None:
@@ -125,7 +97,7 @@ def test_canaries_that_were_never_planted_give_no_verdict(tmp_path: Path, base: 
     changes = {"audit.canaries": {"groups": {1: 3}, "references": 100}, "privacy.noise_multiplier": 2.0}
     place = make_place(tmp_path / "none", base, changes)
     run = RunDir(place.run)
-    config = canaries.CanaryConfig(groups={1: 3}, references=100)
+    config = CanaryConfig(groups={1: 3}, references=100)
     plan = canaries.plan_canaries(config)
     while any(canary.inserted for canary in plan.canaries):
         plan = canaries.redraw_coins(plan)
@@ -141,9 +113,8 @@ def twin_of(baseline: Place, folder: Path, **changes: object) -> Path:
     shutil.copytree(baseline.run, folder)
     path = folder / "private" / "audit" / "audit.json"
     report = json.loads(path.read_text())
-    weights = changes.pop("weights", report["weights"])
     controls = {**report["controls"], "positive": "AUC 0.99", **changes}
-    path.write_text(json.dumps({**report, "controls": controls, "weights": weights}))
+    path.write_text(json.dumps({**report, "controls": controls}))
     return folder
 
 
@@ -174,7 +145,6 @@ def test_a_twin_on_which_the_attack_fails_is_said(copy: Place, baseline: Place, 
     [
         ({"base_separates": True}, "controls failed"),
         ({"words": {"auc": 0.9, "interval": [0.8, 0.95], "succeeds": True}}, "controls failed"),
-        ({"weights": {}}, "is about other weights than"),
     ],
 )
 def test_a_twin_that_proves_nothing_is_refused(
@@ -229,8 +199,9 @@ def test_what_training_fixed_has_to_be_there(copy: Place) -> None:
 
 def test_shadows_stand_in_the_report(copy: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     found = {"shadows": 2, "attacks": {}, "many_runs": {"value": None}}
-    monkeypatch.setattr(shadows, "may_train", lambda *_: None)
-    monkeypatch.setattr(shadows, "audit_shadows", lambda *_, **__: found)
+    monkeypatch.setattr(shadows, "train_shadows", lambda *_: ("one", "two"))
+    monkeypatch.setattr(shadows, "score_shadows", lambda *_: None)
+    monkeypatch.setattr(shadows, "summarise_shadows", lambda *_, **__: found)
     answer = done("audit", copy.run, "--shadows", "2")
     assert "lira" in answer.out
     assert copy.json("export/audit/audit.json")["shadows"] == found

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import tiny
 
-from dpllm.lab.outside import audit_outside, outside_claim
+from dpllm.auditing.outside import audit_outside, outside_claim
 from dpllm.text import builtin
 
 Json = dict[str, Any]

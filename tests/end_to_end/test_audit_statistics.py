@@ -18,9 +18,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from dpllm.auditing import summary
 from dpllm.auditing.run import audit
-from dpllm.auditing.table import read_scores
+from dpllm.auditing.table import read_tokens, sum_up
 from dpllm.canaries import canaries
-from dpllm.canaries.canaries import encode_secret
+from dpllm.canaries.texts import encode_secret
 from dpllm.errors import ConfigError
 from dpllm.files import read_json, write_json
 from dpllm.privacy.plan import AuditSettings
@@ -64,7 +64,7 @@ def make_run(base, root, *, adapter, private=True, epsilon=8.0, planted=True):
         {
             "model": {"name_or_path": str(base)},
             "adapter": {"method": adapter},
-            "data": {"train": str(root / "rows.jsonl"), "public": not private, "max_length": 64},
+            "data": {"train": str(root / "rows.jsonl"), "public": not private, "format": "text", "max_length": 64},
             "privacy": {"enabled": private},
             "train": {"steps": 1},
             "audit": {"canaries": CANARIES if planted else None},
@@ -153,15 +153,14 @@ def test_the_report_names_what_it_is_about(memorised):
 
 def test_anyone_can_recompute_the_report_from_the_export_alone(memorised):
     run, _, report = memorised
-    scores, tokens = read_scores(run.export / "audit")
-    assert len(scores) == 280
+    tokens = read_tokens(run.export / "audit" / "tokens.parquet")
+    assert len(tokens.canary_ids) == 280
     claim = Claim(**report["claim"])
     again = summary.summarise(
-        scores,
+        tokens,
         claim,
         AuditSettings.pick(report["settings"]),
-        tokens=tokens,
-        beside=summary.Beside(limits=json.loads(run.plan.read_text()).get("limits"), words=report["controls"]["words"]),
+        summary.AuditContext(limits=json.loads(run.plan.read_text()).get("limits"), words=report["controls"]["words"]),
     ).to_json()
     assert again == {key: report[key] for key in again}
 
@@ -172,9 +171,9 @@ def test_a_run_without_privacy_is_found_out_by_its_rows_before_its_secrets(base,
     tokenizer = PreTrainedTokenizerFast.from_pretrained(base)
     export(run, memorise(base, plan, tokenizer, epochs=12, whole_rows=True))
     report = audit(run).to_json()
-    scores, tokens = read_scores(run.private / "audit")
-    settings, beside = AuditSettings.pick(report["settings"]), summary.Beside(words=report["controls"]["words"])
-    of_secrets = summary.summarise(scores, None, settings, tokens=tokens.secrets(), beside=beside).to_json()
+    tokens = read_tokens(run.private / "audit" / "tokens.parquet")
+    settings, context = AuditSettings.pick(report["settings"]), summary.AuditContext(words=report["controls"]["words"])
+    of_secrets = summary.summarise(tokens.secrets(), None, settings, context).to_json()
     assert report["attacks"]["calibrated"]["auc"] > of_secrets["attacks"]["calibrated"]["auc"] + 0.1
     assert report["epsilon_lower_bound"]["value"] > of_secrets["epsilon_lower_bound"]["value"] + 1
     assert all(of_secrets[name] == report[name] for name in ("exposure", "extraction", "sampling"))
@@ -204,7 +203,8 @@ def test_an_adapter_that_learned_nothing_is_not_accused(base, tmp_path):
     assert "seen to work nowhere" in report["verdict_reason"]
     assert report["epsilon_lower_bound"]["value"] < 1.0
     assert report["attacks"]["loss"]["auc"] == report["attacks"]["loss"]["base_control_auc"]
-    assert all(math.isclose(row.tuned_log_prob, row.base_log_prob) for row in read_scores(run.export / "audit")[0])
+    tokens = read_tokens(run.export / "audit" / "tokens.parquet")
+    assert all(math.isclose(row.tuned_log_prob, row.base_log_prob) for row in sum_up(tokens))
 
 
 def test_what_cannot_be_audited_is_refused(base, tmp_path):

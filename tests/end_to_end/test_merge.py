@@ -17,7 +17,7 @@ from running import SENTINEL, Place, contents, done, dpllm_, edit_recipe
 from safetensors.torch import load_file, save_file
 
 from dpllm.auditing.scores import score_canaries
-from dpllm.auditing.table import read_scores
+from dpllm.auditing.table import read_tokens, sum_up
 from dpllm.canaries import canaries
 from dpllm.errors import Refused
 from dpllm.model import loading
@@ -73,8 +73,8 @@ def test_the_scores_of_the_audit_do_not_depend_on_merging(finished: Place, merge
     alone = transformers.AutoModelForCausalLM.from_pretrained(merged).eval()
     models = loading.ScoringModels(both.tokenizer, alone, config.model, CPU)
     plan = canaries.load(RunDir(finished.run).canaries)
-    found, _ = score_canaries(models, plan, config.data.format, config.data)
-    published = {row.canary_id: row for row in read_scores(merged / "audit")[0]}
+    found = sum_up(score_canaries(models, plan, config.data.format, config.data))
+    published = {row.canary_id: row for row in sum_up(read_tokens(merged / "audit" / "tokens.parquet"))}
     assert len(published) == len(found)
     for row in found:
         assert row.tuned_log_prob == pytest.approx(published[row.canary_id].tuned_log_prob, abs=1e-3)

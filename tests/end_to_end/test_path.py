@@ -23,7 +23,7 @@ from running import NUM_ROWS, SENTINEL, STEPS, Place, done, dpllm_, make_place, 
 from safetensors.torch import load_file, save_file
 
 import dpllm
-from dpllm.auditing.table import read_scores
+from dpllm.auditing.table import read_tokens
 from dpllm.card.card import rerender
 from dpllm.errors import NotBatchInvariant, Refused
 from dpllm.ledger import Ledger
@@ -198,7 +198,7 @@ def test_the_audit_of_a_run_without_privacy_stays_private(finished: Place, basel
     assert not (baseline.run / "export" / "audit").exists()
     assert (baseline.run / "private" / "audit" / "audit.json").exists()
     assert not (finished.run / "private" / "audit").exists()
-    coins = [row.inserted for row in read_scores(finished.run / "export" / "audit")[0]]
+    coins = read_tokens(finished.run / "export" / "audit" / "tokens.parquet").coins
     assert set(coins) <= {True, False, None}
     assert coins.count(None) == 100
 

@@ -10,6 +10,7 @@ import tiny
 from running import done, dpllm_, make_place, rows
 
 from dpllm.canaries import canaries
+from dpllm.recipe.sections import CanaryConfig
 from dpllm.run import build
 from dpllm.run.directory import RunDir
 
@@ -18,9 +19,10 @@ FEW = {"groups": {1: 12, 2: 3}, "references": 100, "digits": 12}
 
 @pytest.fixture
 def planned(place):
-    """A directory in which canaries are planned and nothing has run."""
+    """A directory in which canaries are planned and nothing has run, as for a run that has the texts of another."""
     place.write({"audit.canaries": FEW})
-    done("canaries", "plan", place.recipe)
+    manifest(place).parent.mkdir(mode=0o700, parents=True)
+    canaries.save(canaries.plan_canaries(CanaryConfig(**FEW)), manifest(place))
     return place
 
 
@@ -28,38 +30,10 @@ def manifest(place):
     return place.run / "private" / "canaries.json"
 
 
-def test_planned_canaries_are_private_and_named_by_numbers_alone(place):
-    place.write({"audit.canaries": FEW})
-    shown = done("canaries", "plan", place.recipe)
-    plan = canaries.load(manifest(place))
-    assert stat.S_IMODE(manifest(place).stat().st_mode) == 0o600
-    assert stat.S_IMODE(manifest(place).parent.stat().st_mode) == 0o700
-    assert plan.commitment in shown.out.replace("\n", "")
-    answer = done("canaries", "plan", place.recipe, "--overwrite", "--json")
-    value, again = json.loads(answer.out), canaries.load(manifest(place))
-    assert again.commitment != plan.commitment
-    assert value == {
-        "kind": "digits",
-        "place": "target",
-        "groups": {"1": 12, "2": 3},
-        "candidates": 15,
-        "gradient_canaries": 0,
-        "slots": 18,
-        "references": 100,
-        "log2_secrets": again.log2_secrets,
-        "commitment": again.commitment,
-        "manifest": str(manifest(place)),
-    }
-    for text in (shown.out, answer.out):
-        assert not any(word in text for canary in again.canaries for word in (canary.carrier, canary.secret))
-        assert not any(word in text for canary in plan.canaries for word in (canary.carrier, canary.secret))
-    assert sorted(path.name for path in place.run.iterdir()) == ["private"]
-
-
-@pytest.mark.parametrize("command", [("canaries", "plan"), ("plan",), ("train",)])
+@pytest.mark.parametrize("command", ["plan", "train"])
 def test_secrets_in_prompts_are_refused_where_rows_have_none_before_anything_is_drawn(place, command):
     place.write({"audit.canaries": {**FEW, "place": "prompt"}})
-    refused = dpllm_(*command, place.recipe)
+    refused = dpllm_(command, place.recipe)
     assert refused.code == 2
     assert "rows of format text have no prompt" in " ".join((refused.out + refused.err).split())
     assert not manifest(place).exists()
@@ -67,9 +41,7 @@ def test_secrets_in_prompts_are_refused_where_rows_have_none_before_anything_is_
 
 
 def test_training_plants_what_was_planned_and_never_twice(planned):
-    """With coins drawn again by somebody else, as for a run that has the texts of another."""
-    plan = canaries.redraw_coins(canaries.load(manifest(planned)))
-    canaries.save(plan, manifest(planned))
+    plan = canaries.load(manifest(planned))
     # What was planned outlives a refusal.
     assert dpllm_("train", planned.recipe, "--privacy.noise_multiplier", "0.01").code == 3
     assert done("plan", planned.recipe).code == 0
@@ -77,11 +49,6 @@ def test_training_plants_what_was_planned_and_never_twice(planned):
     assert canaries.load(manifest(planned)) == plan
     assert planned.json("plan.json")["canary_commitment"] == plan.commitment
     assert stat.S_IMODE(manifest(planned).stat().st_mode) == 0o600
-    # A run keeps its canaries.
-    for flags in ((), ("--overwrite",)):
-        answer = dpllm_("canaries", "plan", planned.recipe, *flags)
-        assert (answer.code, "holds a run" in answer.err) == (2, True)
-    assert canaries.load(manifest(planned)) == plan
     # One that replaces it has texts and coins of its own, one that goes on has the same.
     run = RunDir(planned.run)
     config = run.load_config()
@@ -94,7 +61,7 @@ def test_canaries_of_another_recipe_are_refused_before_anything_is_charged(plann
     before = manifest(planned).read_bytes()
     answer = dpllm_("train", planned.recipe)
     assert answer.code == 2
-    assert "another audit.canaries.digits than" in answer.err
+    assert "planned for another recipe" in answer.err
     assert manifest(planned).read_bytes() == before
     assert not planned.ledger.exists()
 
@@ -114,37 +81,12 @@ def test_an_altered_plan_is_refused(planned):
     assert (answer.code, "does not match its own commitment" in answer.err) == (2, True)
 
 
-def test_planning_twice_needs_overwrite(planned):
-    before = manifest(planned).read_bytes()
-    answer = dpllm_("canaries", "plan", planned.recipe)
-    assert (answer.code, "--overwrite" in answer.err) == (2, True)
-    assert manifest(planned).read_bytes() == before
-    assert not (planned.run / ".lock").exists()
-
-
-def test_a_recipe_that_plants_nothing_has_nothing_to_plan(place):
-    answer = dpllm_("canaries", "plan", place.recipe)
-    assert answer.code == 2
-    assert "plants nothing" in answer.err
-    assert not place.run.exists()
-
-
-def test_nothing_else_in_the_directory_is_lost(place):
-    place.write({"audit.canaries": FEW})
-    (place.run / "private").mkdir(parents=True)
-    (place.run / "private" / "notes.txt").write_text("mine")
-    assert dpllm_("canaries", "plan", place.recipe).code == 2
-    assert not manifest(place).exists()
-
-
 def plant(place, kind, **changes):
-    """Plans canaries of a kind and trains with them."""
+    """Trains with canaries of a kind."""
     section = {"kind": kind, "groups": {1: 12, 3: 3}, "references": 100, "tokens": 4}
     place.write({"audit.canaries": section, **changes})
-    done("canaries", "plan", place.recipe)
-    plan = canaries.load(manifest(place))
     done("train", place.recipe)
-    assert canaries.load(manifest(place)) == plan
+    plan = canaries.load(manifest(place))
     assert (plan.kind, len(plan.canaries), len(plan.references)) == (kind, 15, 100)
     assert place.json("plan.json")["canary_commitment"] == plan.commitment
     published = "".join(path.read_text(errors="replace") for path in place.run.rglob("*") if public(place, path))

@@ -17,8 +17,8 @@ import torch
 from running import Place, charged, done, dpllm_, fails_in_step
 
 from dpllm.auditing import attacks
-from dpllm.auditing.summary import Beside, summarise
-from dpllm.auditing.table import TokenTable, read_scores, sum_up, write_tokens
+from dpllm.auditing.summary import AuditContext, summarise
+from dpllm.auditing.table import TokenTable, read_tokens, write_tokens
 from dpllm.errors import Refused
 from dpllm.model.rewards import Referenced
 from dpllm.privacy.engine import StepEngine
@@ -258,8 +258,7 @@ def test_rewards_in_an_audit_are_gains_over_the_adapter_that_the_run_started_fro
     done("train", asked.recipe, *learned, "--output_dir", start, "--train.learning_rate", "0.05", "--train.steps", "30")
     still = ("--model.adapter", str(start / "export"), "--train.learning_rate", "1e-9")
     audited(asked, "{1: 20}", *still)
-    scores = asked.run / "export" / "audit"
-    found = np.abs(attacks.ratio(attacks.of_whole_rows(*read_scores(scores))))
+    found = np.abs(attacks.ratio(attacks.whole_rows(read_tokens(asked.run / "export" / "audit" / "tokens.parquet"))))
     assert found.max() < 1e-3
     (start / "export").rename(start / "away")
     assert "Put it back" in dpllm_("audit", asked.run).err
@@ -286,7 +285,7 @@ def test_half_of_every_pair_is_not_what_was_committed_to(asked: Place) -> None:
     """Scores of chosen answers alone, in an audit that is made anew."""
     found = audited(asked, "{1: 20}")
     folder = asked.run / "export" / "audit"
-    _, tokens = read_scores(folder)
+    tokens = read_tokens(folder / "tokens.parquet")
     whole = {one.name: getattr(tokens, one.name) for one in dataclasses.fields(tokens)}
     kept_S = np.array([not name.endswith("-") for name in tokens.canary_ids])
     kept_N = kept_S[tokens.sequence_N]
@@ -302,11 +301,10 @@ def test_half_of_every_pair_is_not_what_was_committed_to(asked: Place) -> None:
     assert report.claim
     words = report.controls.words.to_json() if report.controls.words else None
     made = summarise(
-        sum_up(chosen),
+        chosen,
         report.claim,
         report.settings,
-        tokens=chosen,
-        beside=Beside(promise["limits"], words, report.controls.twin),
+        AuditContext(promise["limits"], words, report.controls.twin),
     )
     write_tokens(chosen, folder / "tokens.parquet")
     (folder / "audit.json").write_text(json.dumps({**found, **made.to_json()}))

@@ -19,13 +19,13 @@ from rich.console import Console
 from running import SENTINEL, Place, contents, done, make_place
 
 from dpllm import ledger
-from dpllm.auditing.attacks import of_whole_rows
+from dpllm.auditing import shadows
+from dpllm.auditing.attacks import whole_rows
 from dpllm.auditing.scores import score_canaries
-from dpllm.auditing.table import CanaryScores, by_group
+from dpllm.auditing.table import TokenTable, by_group
 from dpllm.canaries import canaries
 from dpllm.errors import ConfigError, DpllmError, Refused
 from dpllm.files import read_json
-from dpllm.lab import shadows
 from dpllm.model.loading import load_for_scoring
 from dpllm.privacy.plan import Plan
 from dpllm.run.directory import RunDir, open_run
@@ -37,16 +37,17 @@ QUIET = Console(quiet=True)
 CPU = torch.device("cpu")
 
 
-def table_of(run: RunDir) -> tuple[CanaryScores, ...]:
+def tokens_of(run: RunDir) -> TokenTable:
     config = run.load_config()
     models = load_for_scoring(config, run.export, CPU)
     plan = canaries.load(run.canaries)
-    return tuple(of_whole_rows(*score_canaries(models, plan, config.data.format, config.data)))
+    return score_canaries(models, plan, config.data.format, config.data)
 
 
 def audit(place: Place, num_shadows: int, console: Console = QUIET) -> dict[str, object]:
     run = open_run(RunDir(place.run))
-    return shadows.audit_shadows(run, table_of(run.directory), 1e-3, num_shadows=num_shadows, console=console)
+    scores = shadows.score_shadows(shadows.train_shadows(run, num_shadows, console))
+    return shadows.summarise_shadows(tokens_of(run.directory), scores, delta=1e-3, alpha=run.config.audit.alpha)
 
 
 def book_of(place: Place) -> bytes:
@@ -111,7 +112,7 @@ def test_scores_are_those_of_each_shadow_and_its_own_coins(shadowed: tuple[Place
     found = shadows.score_shadows([open_run(shadow) for shadow in folders(place)])
     assert found.log_prob_KM.shape == found.coins_KM.shape == (2, 16)
     for position, shadow in enumerate(folders(place)):
-        rows = {row.canary_id: row for row in table_of(shadow)}
+        rows = {row.canary_id: row for row in whole_rows(tokens_of(shadow))}
         plan = canaries.load(shadow.canaries)
         assert found.canary_ids == tuple(canary.canary_id for canary in plan.canaries)
         assert found.coins_KM[position].tolist() == [canary.inserted for canary in plan.canaries]
@@ -122,7 +123,7 @@ def test_the_report_says_what_was_found_and_what_it_assumes(shadowed: tuple[Plac
     place, report = shadowed
     assert report["shadows"] == 2
     assert set(report["attacks"]) == {"1", "4"}
-    groups = by_group(table_of(RunDir(place.run)))
+    groups = by_group(whole_rows(tokens_of(RunDir(place.run))))
     for name in ("ratio", "lira"):
         found = report["attacks"]["1"][name]
         assert found["positives"] == sum(bool(row.inserted) for row in groups[1])

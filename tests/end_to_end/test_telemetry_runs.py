@@ -231,7 +231,7 @@ def test_the_audit_command_publishes(finished: Place, tmp_path: Path, monkeypatc
 
 
 def test_shadow_runs_show_nothing(baseline: Place, tmp_path: Path) -> None:
-    from dpllm.lab import shadows
+    from dpllm.auditing import shadows
 
     asked = {"telemetry.textfile": str(tmp_path), "telemetry.port": 9464, "telemetry.trackers": ["wandb"]}
     shown = replace(open_run(RunDir(baseline.run)), config=load_config(RunDir(baseline.run).config, asked))

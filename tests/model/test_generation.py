@@ -48,7 +48,7 @@ def test_greedy_completions_are_the_arg_max_of_the_token_table(base, tokenizer):
     for texts, right in ((found, True), (changed, False)):
         sequences = [TokenSequence((*p, *t), (False,) * (len(p) + 7), 7) for p, t in zip(prompts, texts, strict=True)]
         masks = [(*[False] * len(prompt), *[True] * 7) for prompt in prompts]
-        matches = [bool(one.is_argmax.all()) for one in score(base, sequences, masks, 2048)]
+        matches = [bool(one.argmax.all()) for one in score(base, sequences, masks, 2048)]
         assert matches == [right] * 120
 
 

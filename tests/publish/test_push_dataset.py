@@ -13,7 +13,7 @@ import tiny
 from hub_stand_in import Hub
 from written_rows import make_data_set, make_run, released
 
-from dpllm.canaries.canaries import Canary
+from dpllm.canaries.texts import Canary
 from dpllm.errors import Refused
 from dpllm.files import BLOCK, read_json
 from dpllm.publish import leaks, push

@@ -14,7 +14,7 @@ from tiny_models import recipe
 from torch import nn
 
 from dpllm.errors import ConfigError, DataError
-from dpllm.run.samples import TOKENS, Samples
+from dpllm.run.screen import TOKENS, Samples
 
 
 def of(tmp_path: Path, **sections: Any) -> Samples:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_data import PROMPTED, TALKS, Json, load, section, tokenizer, write
 
-from dpllm.canaries.canaries import Canary, encode_secret
+from dpllm.canaries.texts import Canary, encode_secret
 from dpllm.comparison.tasks import by_prompt
 from dpllm.errors import ConfigError, DataError
 from dpllm.privacy.schedule import TokenSequence

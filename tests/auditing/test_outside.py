@@ -13,10 +13,10 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from dpllm.auditing import outside
+from dpllm.auditing.outside import audit_outside, outside_claim
 from dpllm.canaries.canaries import plan_canaries, save
 from dpllm.errors import ConfigError, DpllmError
-from dpllm.lab.outside import audit_outside, outside_claim
-from dpllm.model import elsewhere
 from dpllm.model.loading import positions
 from dpllm.recipe.sections import CanaryConfig
 from dpllm.statement.audit_bounds import Claim
@@ -66,7 +66,7 @@ def logits(net):
 
 
 def load(path, base):
-    return elsewhere.load(path, base, torch.device("cpu"))
+    return outside.load(path, base, torch.device("cpu"))
 
 
 def refusal(path, base):
@@ -152,7 +152,7 @@ def test_a_broken_configuration_is_refused(adapter, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"hidden_size": 32, "head_dim": 16}, "other shapes"),
+        ({"hidden_size": 32, "head_dim": 16}, "RuntimeError"),
         ({"num_hidden_layers": 1}, "tensors are stored, but the model has"),
         ({"num_hidden_layers": 3}, "tensors are stored, but the model has"),
     ],
@@ -166,7 +166,7 @@ def test_a_base_of_another_size_is_refused(adapter, tmp_path, changes, why):
 
 def test_a_base_of_another_architecture_is_refused(adapter, tmp_path):
     other = tiny.save_model(tmp_path / "other", "gpt2")
-    assert "it lacks the layers that the adapter changes" in refusal(adapter, str(other))
+    assert "does not match the base model" in refusal(adapter, str(other))
 
 
 def test_an_adapter_with_tensors_too_few_or_too_many_is_refused(adapter, tmp_path):
@@ -243,16 +243,17 @@ def test_a_claim_is_an_epsilon_with_its_delta():
     assert outside_claim(None, None) is None
     assert outside_claim(2.0, 1e-5) == Claim(2.0, 1e-5, "example")
     assert outside_claim(2.0, 0.0, "patient") == Claim(2.0, 0.0, "patient")
-    for epsilon, delta, said in (
-        (1.0, None, "--delta is missing"),
-        (None, 1e-5, "--epsilon is missing"),
-        (0.0, 1e-5, "is not a claim"),
-        (float("inf"), 1e-5, "is not a claim"),
-        (float("nan"), 1e-5, "is not a claim"),
-        (1.0, 1.0, "is not a claim"),
-        (1.0, -0.1, "is not a claim"),
+    nothing, nan = (None, 1e-5), float("nan")
+    for epsilon, delta in (
+        nothing,
+        (1.0, None),
+        (0.0, 1e-5),
+        (float("inf"), 1e-5),
+        (nan, 1e-5),
+        (1.0, 1.0),
+        (1.0, -0.1),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match="is not a claim"):
             outside_claim(epsilon, delta)
 
 
@@ -274,7 +275,7 @@ def test_canaries_that_the_model_cannot_read_are_refused_without_their_text(adap
 def test_a_secret_in_a_prompt_is_refused_in_a_format_that_has_none(adapter, tmp_path):
     plan = plan_canaries(CanaryConfig(groups={1: 4}, references=100, place="prompt"), generator=random.Random(2))
     save(plan, tmp_path / "canaries.json")
-    with pytest.raises(ConfigError, match="its secret stands in a prompt, and rows of format text have none"):
+    with pytest.raises(ConfigError, match="in format text its secret has no place"):
         audit_outside(adapter, tmp_path / "canaries.json", fmt="text")
 
 

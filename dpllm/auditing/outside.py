@@ -2,33 +2,39 @@
 
 Comes in: its directory, the name of its base, and a manifest: which texts were planted and which were not, in dpllm's own form
 or a stranger's. Goes out: the summary of an audited run, beside what no file can show. Whether coins carry a theorem is read
-from what the file says itself, never guessed. Errors name lines and keys and quote no text.
+from what the file says itself, never guessed. What would make a comparison with the base meaningless is refused; a base that
+differs from the true one in its weights alone cannot be told from it. Errors name lines and keys and quote no text.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
+from peft import PeftConfig, PeftModel, get_peft_model_state_dict
+from safetensors import SafetensorError, safe_open
 from scipy import stats
 
-from dpllm.auditing.blind import words_control
 from dpllm.auditing.bounds import epsilon_lower_bound
 from dpllm.auditing.scores import score_encoded
-from dpllm.auditing.summary import Beside, summarise
+from dpllm.auditing.statistics import words_control
+from dpllm.auditing.summary import AuditContext, summarise
 from dpllm.canaries import canaries
-from dpllm.canaries.canaries import Canary, count_groups, encode_secret
+from dpllm.canaries.canaries import count_groups
+from dpllm.canaries.texts import Canary, encode_secret
 from dpllm.errors import ConfigError
-from dpllm.model import elsewhere
+from dpllm.model import loading
 from dpllm.model.loading import ScoringModels, positions
 from dpllm.privacy.plan import AuditSettings
 from dpllm.privacy.schedule import TokenSequence
 from dpllm.recipe import names
-from dpllm.recipe.config import DataConfig
+from dpllm.recipe.config import DataConfig, ModelConfig
 from dpllm.recipe.sections import AuditConfig, default_ways
 from dpllm.run import checkpoint
 from dpllm.statement.audit import Bound, Summary
@@ -38,6 +44,7 @@ from dpllm.text.layouts import Format
 FEWEST_OUT = 20  # texts that were never planted: with fewer there is nothing to compare with
 COINS = {"coins": "independent"}
 MAX_LENGTH = 512  # tokens of a row, where the model has no last position
+ADAPTER_CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ASSUMED = (
     "that each canary trained as often as its group says where it was inserted, and never where it was not",
     "that nobody chose this model, or these canaries, by what was inserted",
@@ -84,12 +91,10 @@ def outside_claim(epsilon: float | None, delta: float | None, unit: str = "examp
     """
     if epsilon is None and delta is None:
         return None
-    if epsilon is None or delta is None:
-        missing = "--epsilon" if epsilon is None else "--delta"
-        raise ConfigError(f"a claim is an epsilon with its delta, and {missing} is missing. Type both, or none.")
-    if not 0 < epsilon < float("inf") or not 0 <= delta < 1:
+    if epsilon is None or delta is None or not 0 < epsilon < float("inf") or not 0 <= delta < 1:
         raise ConfigError(
-            f"--epsilon {epsilon:g} --delta {delta:g} is not a claim: epsilon lies above 0 and delta in [0, 1). Type others."
+            f"--epsilon {epsilon} --delta {delta} is not a claim, which is an epsilon above 0 with its delta in [0, 1). Type "
+            "both, or none."
         )
     return Claim(epsilon, delta, unit)
 
@@ -112,7 +117,7 @@ def audit_outside(
         fmt: How a canary read in training.
 
     Raises:
-        ConfigError: See ``dpllm.model.elsewhere``; no manifest, a claim without coins, a canary that the model cannot read
+        ConfigError: See ``load`` and ``read_manifest``; a claim without coins, a canary that the model cannot read
             whole, or infinite scores.
     """
     planned = read_manifest(manifest)
@@ -124,7 +129,7 @@ def audit_outside(
         raise ConfigError(
             f"{manifest}: a claim cannot be tested. {_NO_COINS} Otherwise leave --epsilon and --delta out."
         )
-    models, kind, name = elsewhere.load(path, base, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    models, kind, name = load(path, base, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     return OutsideAudit.pick(
         _summary(models, planned, claim, fmt).to_json(),
         model={
@@ -143,16 +148,150 @@ def audit_outside(
     )
 
 
+def load(path: Path, base: str | None, device: torch.device) -> tuple[ScoringModels, str, str]:
+    """An adapter on its base, or a whole model beside it; what kind it is, and the name of the base.
+
+    The tokenizer is the one in ``path``, or the base's where there is none.
+
+    Args:
+        path: PEFT adapter or model directory.
+        base: Name or directory of the base model; None: what the adapter names.
+        device: Of both.
+
+    Raises:
+        ConfigError: No model, a base that does not fit, an adapter that cannot be switched off, or a tokenizer of another model.
+    """
+    if (path / ADAPTER_CONFIG).is_file():
+        return _adapter_on_base(path, base, device)
+    if (path / "config.json").is_file():
+        return _whole_beside_base(path, base, device)
+    what = f"holds neither {ADAPTER_CONFIG} nor config.json" if path.is_dir() else "is not a directory"
+    raise ConfigError(
+        f"{path}: {what}, so there is no model to audit. Type the directory of a PEFT adapter or of a model, or of a run."
+    )
+
+
+def _adapter_on_base(path: Path, base: str | None, device: torch.device) -> tuple[ScoringModels, str, str]:
+    try:
+        config: Any = PeftConfig.from_pretrained(str(path))
+    except Exception as error:  # whatever a file that is no configuration makes peft raise
+        raise ConfigError(
+            f"{path / ADAPTER_CONFIG}: is not an adapter configuration that this version of peft can read "
+            f"({type(error).__name__}). Check the file, or pip install -U peft."
+        ) from None
+    name = base or config.base_model_name_or_path
+    if not name:
+        raise ConfigError(f"{path / ADAPTER_CONFIG}: names no base model. Type --base NAME.")
+    if config.is_prompt_learning:
+        raise ConfigError(
+            f"{path}: a {config.peft_type.value} adapter puts virtual tokens before a text, so its scores cannot be compared "
+            "with the base's token by token. Only adapters inside the layers, such as LoRA, can be audited."
+        )
+    settings = ModelConfig(name_or_path=name)
+    try:
+        net = loading.load_base(settings, device)
+    except ConfigError:
+        raise _no_base(f"--base {name}" if base else f"{ADAPTER_CONFIG} names {name!r}") from None
+    tokenizer = _tokenizer(path, settings, int(net.get_input_embeddings().weight.shape[0]))
+    if not (path / WEIGHTS).is_file():
+        raise ConfigError(
+            f"{path}: holds no {WEIGHTS}, so there are no weights to score. Save the adapter in this format (adapter_model.bin "
+            "is no longer read)."
+        )
+    models = ScoringModels(tokenizer, _tuned(path, net, name), settings, device)
+    return models, f"{config.peft_type.value} adapter", name
+
+
+def _tuned(path: Path, net: Any, name: str) -> Any:
+    why = ""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Found missing adapter keys")  # an error below
+            tuned: Any = PeftModel.from_pretrained(net, str(path))
+        missing = tuned.load_adapter(str(path), "default").missing_keys  # a second time, to be told what was missing
+        with safe_open(path / WEIGHTS, "pt") as file:
+            stored = len(file.keys())
+        # What is switched off with the adapter: embeddings of the base that are stored beside it are not.
+        wanted = len(get_peft_model_state_dict(tuned, save_embedding_layers=False))
+        if missing or stored != wanted:
+            why = f"{stored} tensors are stored, but the model has {wanted}"
+    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, OSError, SafetensorError) as error:
+        why = type(error).__name__
+    if why:
+        raise ConfigError(
+            f"{path}: the adapter does not match the base model {name} ({why}), so together they are not the model that was "
+            "trained. Type its true base as --base; an adapter that stores whole embeddings has to be merged first."
+        )
+    return tuned.eval()
+
+
+def _whole_beside_base(path: Path, base: str | None, device: torch.device) -> tuple[ScoringModels, str, str]:
+    if base is None:
+        raise ConfigError(
+            f"{path}: is a whole model that does not name its base, which the audit compares it with. Type --base NAME."
+        )
+    settings = ModelConfig(name_or_path=base)
+    try:
+        tuned = loading.load_base(ModelConfig(name_or_path=str(path)), device)
+    except ConfigError:
+        raise ConfigError(f"{path}: no causal language model could be loaded from it. Check its files.") from None
+    try:
+        other = transformers.AutoConfig.from_pretrained(loading.source(base)).get_text_config()
+    except Exception:  # transformers raises OSError, ValueError, KeyError and Hub errors here
+        raise _no_base(f"--base {base}") from None
+    own = tuned.config.get_text_config()
+    shape = ("model_type", "hidden_size", "num_hidden_layers")
+    if different := [key for key in shape if getattr(own, key, None) != getattr(other, key, None)]:
+        raise ConfigError(
+            f"--base {base}: is not what {path} was trained from: they differ in {', '.join(different)}, so the difference "
+            "between their scores would say nothing about training. Type the true base."
+        )
+    size = min(int(tuned.get_input_embeddings().weight.shape[0]), int(other.vocab_size))
+    return ScoringModels(_tokenizer(path, settings, size), tuned.eval(), settings, device), "whole model", base
+
+
+def _tokenizer(path: Path, base: ModelConfig, size: int) -> Any:
+    """The model's own tokenizer, or the base's, if both models can read what it makes."""
+    name = base.name_or_path
+    own = any((path / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json"))
+    try:
+        tokenizer = loading.load_tokenizer(ModelConfig(name_or_path=str(path)) if own else base)
+    except ConfigError:
+        raise ConfigError(
+            f"{path if own else name}: holds no fast tokenizer that could be loaded. Copy the tokenizer.json used in training "
+            "into it."
+        ) from None
+    vocabulary = tokenizer.get_vocab()
+    largest = max(vocabulary.values(), default=0)
+    try:
+        known = loading.load_tokenizer(base).get_vocab()
+    except ConfigError:  # a base without a tokenizer says nothing
+        known = vocabulary
+    different = sum(vocabulary.get(token) != index for token, index in known.items())
+    if different or largest >= size:
+        raise ConfigError(
+            f"{path}: its tokenizer numbers {different} tokens differently from {name} and has them up to {largest} where that "
+            f"embeds {size}, so the two models do not read the same text. Type the base that the model was trained from."
+        )
+    return tokenizer
+
+
+def _no_base(said: str) -> ConfigError:
+    return ConfigError(
+        f"{said}: no causal language model could be loaded from there, and the audit needs the base for comparison. Type --base "
+        "with the Hub id or the directory of the base."
+    )
+
+
 def _summary(models: ScoringModels, planned: Manifest, claim: Claim | None, fmt: Format) -> Summary:
     """What the audit of a run concludes from such scores; without independent coins the bound is 0, for want of a theorem."""
     everyone, longest = (*planned.canaries, *planned.references), positions(models.tuned) or MAX_LENGTH
-    rows, tokens = score_encoded(models, everyone, [_encode(one, fmt, models.tokenizer, longest) for one in everyone])
+    tokens = score_encoded(models, everyone, [_encode(one, fmt, models.tokenizer, longest) for one in everyone])
     ways = default_ways(sum(one.group == 1 for one in planned.canaries))
-    settings = AuditSettings.pick(
-        {**AuditConfig().fixed().to_json(), **ways}
-    )  # nobody fixed them before, so nobody chooses them
-    beside = Beside(words=words_control(planned.canaries), own_references=not planned.references)
-    report = summarise(rows, claim, settings, tokens=tokens, beside=beside)
+    # Nobody fixed them before, so nobody chooses them.
+    settings = AuditSettings.pick({**AuditConfig().fixed().to_json(), **ways})
+    context = AuditContext(words=words_control(planned.canaries), own_references=not planned.references)
+    report = summarise(tokens, claim, settings, context)
     if planned.independent_coins:
         return report
     nothing = epsilon_lower_bound([], [], delta=report.epsilon_lower_bound.delta, alpha=settings.alpha)
@@ -163,17 +302,12 @@ def _summary(models: ScoringModels, planned: Manifest, claim: Claim | None, fmt:
 
 def _encode(canary: Canary, fmt: Format, tokenizer: Any, longest: int) -> tuple[TokenSequence, tuple[bool, ...]]:
     data = DataConfig(train="elsewhere", max_length=longest, long_examples="refuse")
-    if canary.completion and fmt == "text":
-        raise ConfigError(
-            f"canary {canary.canary_id}: its secret stands in a prompt, and rows of format text have none. Type the --format of "
-            "training."
-        )
     try:
         return encode_secret(canary, fmt, tokenizer, data)
     except ConfigError:
         raise ConfigError(
-            f"canary {canary.canary_id}: in format {fmt} its secret shares tokens with other text, or lies beyond the {longest} "
-            "tokens that the model reads, so it could not be learned. Type the --format of training, or leave the canary out."
+            f"canary {canary.canary_id}: in format {fmt} its secret has no place, shares tokens with other text, or lies beyond "
+            f"the {longest} tokens that the model reads, so it could not be learned. Type the --format of training, or drop it."
         ) from None
 
 
@@ -187,8 +321,6 @@ def read_manifest(path: Path) -> Manifest:
     """
     try:
         text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such manifest. {_FORM}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read as a manifest ({type(error).__name__}). {_FORM}") from None
     whole = _parsed(text)
@@ -213,8 +345,6 @@ def _foreign(path: Path, text: str) -> Manifest:
     independent = bool(values) and values[0][1] == COINS
     if independent:
         del values[0]
-    if not values:
-        raise ConfigError(f"{path}: names no canary. {_FORM}")
     entries = [_entry(path, place, number, value) for place, (number, value) in enumerate(values)]
     candidates = tuple(one for one in entries if one.group)
     references = tuple(one for one in entries if not one.group)
@@ -222,8 +352,7 @@ def _foreign(path: Path, text: str) -> Manifest:
 
 
 def _entry(path: Path, place: int, number: int, value: Any) -> Canary:
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path}: line {number} is not a JSON object. {_FORM}")
+    value = value if isinstance(value, dict) else {}
     group: Any = value.get("group", 1)
     inserted: Any = value.get("inserted", False if group == 0 else None)
     texts = [value.get("carrier"), value.get("secret")]
@@ -242,14 +371,10 @@ def _entry(path: Path, place: int, number: int, value: Any) -> Canary:
 def _check(path: Path, found: Manifest) -> None:
     everyone = (*found.canaries, *found.references)
     planted = sum(canary.inserted for canary in found.canaries)
-    if not planted:
+    if not planted or len(everyone) - planted < FEWEST_OUT:
         raise ConfigError(
-            f"{path}: no canary was ever inserted, so the model could not have learned any. Plant canaries and train again."
-        )
-    if len(everyone) - planted < FEWEST_OUT:
-        raise ConfigError(
-            f"{path}: {len(everyone) - planted} texts that were never inserted are too few to compare {planted} inserted ones "
-            f"with; {FEWEST_OUT} are needed, as inserted: false or as references (group: 0)."
+            f"{path}: {planted} canaries were inserted and {len(everyone) - planted} were not, too few to compare; one and "
+            f"{FEWEST_OUT} are needed, the others as inserted: false or as references (group: 0). {_FORM}"
         )
     if repeated := len(everyone) - len({(canary.carrier, canary.secret) for canary in everyone}):
         raise ConfigError(

@@ -8,15 +8,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from score_tables import token_table
+from score_tables import row, token_table
 
-from dpllm.auditing import attacks, statistics
+from dpllm.auditing import attacks, outside, statistics
 from dpllm.auditing.bounds import epsilon_lower_bound
-from dpllm.auditing.table import CanaryScores
+from dpllm.auditing.outside import FEWEST_OUT, Manifest, read_manifest
 from dpllm.canaries import canaries
+from dpllm.canaries.texts import Canary
 from dpllm.errors import ConfigError
-from dpllm.lab import outside
-from dpllm.lab.outside import FEWEST_OUT, Manifest, read_manifest
 from dpllm.recipe.sections import CanaryConfig, default_ways
 from dpllm.statement.audit_bounds import Claim
 
@@ -89,8 +88,8 @@ def test_the_manifest_of_a_run_is_checked_against_its_commitment(tmp_path):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ('{"carrier": "Sigrid', "line 5 is not a JSON object"),
-        ('["Sigrid"]', "line 5 is not a JSON object"),
+        ('{"carrier": "Sigrid', "line 5 is not a canary"),
+        ('["Sigrid"]', "line 5 is not a canary"),
         ({"carrier": SECRET, "secret": "1"}, "line 5 is not a canary"),
         ({"carrier": SECRET, "secret": "1", "inserted": 1}, "line 5 is not a canary"),
         ({"carrier": SECRET, "secret": " ", "inserted": True}, "line 5 is not a canary"),
@@ -112,9 +111,9 @@ def test_a_line_that_is_no_canary_is_refused_by_its_number(tmp_path, line, said)
 
 
 def test_files_without_canaries_are_refused(tmp_path):
-    assert "names no canary" in refusal(tmp_path / "m.jsonl", [])
-    assert "names no canary" in refusal(tmp_path / "m.jsonl", [COINS])
-    with pytest.raises(ConfigError, match="no such manifest"):
+    assert "0 canaries were inserted" in refusal(tmp_path / "m.jsonl", [])
+    assert "0 canaries were inserted" in refusal(tmp_path / "m.jsonl", [COINS])
+    with pytest.raises(ConfigError, match="cannot be read"):
         read_manifest(tmp_path / "none.jsonl")
     with pytest.raises(ConfigError, match="cannot be read"):
         read_manifest(tmp_path)
@@ -125,18 +124,18 @@ def test_files_without_canaries_are_refused(tmp_path):
 
 def test_canaries_that_were_never_inserted_are_refused(tmp_path):
     lines = [{**entry, "inserted": False} for entry in entries()]
-    assert "no canary was ever inserted" in refusal(tmp_path / "m.jsonl", lines)
+    assert "0 canaries were inserted" in refusal(tmp_path / "m.jsonl", lines)
     plan = canaries.plan_canaries(CanaryConfig(groups={1: 1}, references=100), generator=random.Random(0))
     while plan.canaries[0].inserted:
         plan = canaries.redraw_coins(plan)
     canaries.save(plan, tmp_path / "canaries.json")
-    with pytest.raises(ConfigError, match="no canary was ever inserted"):
+    with pytest.raises(ConfigError, match="0 canaries were inserted"):
         read_manifest(tmp_path / "canaries.json")
 
 
 def test_too_few_texts_to_compare_with_are_refused(tmp_path):
     few = [canary(number, number >= FEWEST_OUT - 1) for number in range(60)]
-    assert f"{FEWEST_OUT - 1} texts that were never inserted" in refusal(tmp_path / "m.jsonl", few)
+    assert f"and {FEWEST_OUT - 1} were not" in refusal(tmp_path / "m.jsonl", few)
     read_manifest(write(tmp_path / "m.jsonl", [canary(number, number >= FEWEST_OUT) for number in range(60)]))
     read_manifest(
         write(
@@ -162,12 +161,13 @@ def summarise(monkeypatch, planned, claim, lift, seed, base_shift=0.0):
     base_S = draw.normal(-18, 2, len(everyone)) + [base_shift * one.inserted for one in everyone]
     tuned_S = base_S + draw.normal(0, 0.5, len(everyone)) + [lift * one.inserted for one in everyone]
     rows = [
-        CanaryScores(one.canary_id, one.group, one.inserted if one.group else None, 2, tuned, base, False, False)
+        row(one.canary_id, one.group, one.inserted if one.group else None, tuned, base)
         for one, tuned, base in zip(everyone, tuned_S.tolist(), base_S.tolist(), strict=True)
     ]
     halves = (np.repeat(values_S[:, None] / 2, 2, axis=1) for values_S in (tuned_S, base_S))
-    tables = rows, token_table(*halves, [one.canary_id for one in everyone])
-    monkeypatch.setattr(outside, "score_encoded", lambda *_: tables)
+    known = {"groups": tuple(row.group for row in rows), "coins": tuple(row.inserted for row in rows)}
+    table = token_table(*halves, [one.canary_id for one in everyone], **known)
+    monkeypatch.setattr(outside, "score_encoded", lambda *_: table)
     monkeypatch.setattr(outside, "_encode", lambda *_: None)
     monkeypatch.setattr(outside, "positions", lambda _: None)
     return outside._summary(SimpleNamespace(tuned=None, tokenizer=None), planned, claim, "text").to_json(), rows
@@ -176,10 +176,10 @@ def summarise(monkeypatch, planned, claim, lift, seed, base_shift=0.0):
 def manifest(count=200, references=0, *, independent=True, seed=0, groups=(1,)):
     draw = random.Random(seed)
     made = tuple(
-        canaries.Canary(f"c{n:05d}", groups[n % len(groups)], f"a{n}", f"{n:08d}", bool(draw.getrandbits(1)))
+        Canary(f"c{n:05d}", groups[n % len(groups)], f"a{n}", f"{n:08d}", bool(draw.getrandbits(1)))
         for n in range(count)
     )
-    others = tuple(canaries.Canary(f"r{n:05d}", 0, f"b{n}", f"{n:08d}", inserted=False) for n in range(references))
+    others = tuple(Canary(f"r{n:05d}", 0, f"b{n}", f"{n:08d}", inserted=False) for n in range(references))
     return Manifest(made, others, independent)
 
 

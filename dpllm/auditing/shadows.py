@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -23,11 +23,11 @@ from rich.console import Console
 
 from dpllm import ledger
 from dpllm.auditing import attacks
-from dpllm.auditing.rates import Rates, epsilon_from_rates, many_runs
+from dpllm.auditing.bounds import Rates, epsilon_from_rates, many_runs
 from dpllm.auditing.scores import score_canaries
 from dpllm.auditing.statistics import Floats
 from dpllm.auditing.summary import CONFIDENCE, separation
-from dpllm.auditing.table import CanaryScores, by_group
+from dpllm.auditing.table import CanaryScores, TokenTable, by_group
 from dpllm.canaries import canaries
 from dpllm.canaries.canaries import CanaryPlan
 from dpllm.errors import ConfigError, DpllmError, Refused
@@ -66,21 +66,6 @@ class ShadowScores:
     log_prob_KM: Floats
 
 
-def audit_shadows(
-    run: Run, table: Sequence[CanaryScores], delta: float, *, num_shadows: int, console: Console
-) -> dict[str, Any]:
-    """Trains what is missing of K shadows of a completed run, scores them, and says what they show about the run.
-
-    The table holds the run's scores; delta is the claim's; console takes a line a shadow.
-
-    Raises:
-        ConfigError, Refused: See ``may_train``; or a shadow's Plan is not the run's.
-        DpllmError: A shadow was interrupted.
-    """
-    scores = score_shadows(train_shadows(run, num_shadows, console))
-    return summarise_shadows(by_group(table), scores, delta=delta, alpha=run.config.audit.alpha)
-
-
 def may_train(run: Run) -> None:
     """Makes sure that shadows of a run may be trained at all.
 
@@ -88,10 +73,14 @@ def may_train(run: Run) -> None:
     one run covers. So the data have to be public.
 
     Raises:
-        ConfigError: The run is not complete, lost steps, or the data are other ones by now.
+        ConfigError: The run is not complete, lost steps, has labels as canaries, or the data are other ones by now.
         Refused: The data are not declared public, or have a budget.
     """
     config, record, folder = run.config, run.record, run.directory
+    if run.canaries and run.canaries.label_epsilon:
+        raise ConfigError(
+            f"{folder.root}: its canaries are labels, which shadow runs do not know. Audit it without --shadows."
+        )
     if record.status != "completed" or record.resumes:
         raise ConfigError(
             f"{folder.root}: the run did not complete, or lost steps in a crash, so shadow runs of its recipe would not be "
@@ -129,6 +118,10 @@ def train_shadows(run: Run, num_shadows: int, console: Console) -> tuple[Run, ..
     Guarantee:
         The coins of each shadow are drawn by ``canaries.redraw_coins`` before it is trained. Nothing is booked in the ledger
         of the run: the shadows have one of their own.
+
+    Raises:
+        ConfigError, Refused: See ``may_train``; or a shadow's Plan is not the run's.
+        DpllmError: A shadow was interrupted.
     """
     may_train(run)
     assert run.canaries is not None
@@ -166,7 +159,7 @@ def score_shadows(runs: Sequence[Run]) -> ShadowScores:
         assert plan is not None
         assert config.data.format != "auto"  # training writes the format that it found
         models = loading.load_for_scoring(config, shadow.export_dir, device)
-        table = attacks.of_whole_rows(*score_canaries(models, plan, config.data.format, config.data))
+        table = attacks.whole_rows(score_canaries(models, plan, config.data.format, config.data))
         log_probs.append(attacks.loss(table[: len(plan.canaries)]))  # candidates stand before references
         coins.append([canary.inserted for canary in plan.canaries])
         ids = tuple(row.canary_id for row in table[: len(plan.canaries)])
@@ -239,14 +232,12 @@ def shadow_scores(candidates: Sequence[CanaryScores], shadows: ShadowScores) -> 
     return {"ratio": ratio_M, "lira": lira(ratio_M, log_prob_KM - attacks.base_loss(candidates), coins_KM)}
 
 
-def summarise_shadows(
-    groups: Mapping[int, Sequence[CanaryScores]], shadows: ShadowScores, *, delta: float, alpha: float
-) -> dict[str, Any]:
-    """What follows from shadows of the target whose table by repetitions these groups are, JSON-ready.
+def summarise_shadows(tokens: TokenTable, shadows: ShadowScores, *, delta: float, alpha: float) -> dict[str, Any]:
+    """What follows from shadows of the target whose table this is, JSON-ready.
 
     Of each attack the held-out candidates are the negatives, for only they differ from the others by nothing but a coin.
     """
-    tested: dict[str, Any] = {}
+    groups, tested = by_group(attacks.whole_rows(tokens)), {}
     for group, rows in groups.items():
         if not group:  # references, which have no coin
             continue
@@ -320,7 +311,7 @@ def one_canary_bound(
     """A lower bound on epsilon from the first candidate that is inserted once: one score of the target, one of each shadow.
 
     Guarantee:
-        That of ``rates.many_runs``: P[value > epsilon] <= alpha if every run draws its coins, sample and noise anew from one
+        That of ``many_runs``: P[value > epsilon] <= alpha if every run draws its coins, sample and noise anew from one
         (epsilon, delta)-DP mechanism. The canary is the one with the smallest id, whatever the scores.
     """
     runs: dict[str, Any] = {"value": None, "ceiling": None, "alpha": alpha, "delta": delta}

@@ -10,23 +10,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
+from score_tables import row
 
-from dpllm.auditing import rates, statistics
-from dpllm.auditing.table import CanaryScores
-from dpllm.lab.shadows import LIFT_FLOOR, ShadowScores, lira, one_canary_bound, shadow_scores
+from dpllm.auditing import bounds, statistics
+from dpllm.auditing.shadows import LIFT_FLOOR, ShadowScores, lira, one_canary_bound, shadow_scores
 
 
-def world(rng, *, lift, shadows=8, once=300, difficulty=2.0, noise=1.0, tokens=4, spread=0.0):
+def world(rng, *, lift, shadows=8, once=300, difficulty=2.0, noise=1.0, spread=0.0):
     """A target's table and its shadows: log p = base + what training does to everybody + coin * lift + noise."""
     ids = [f"c{index:05d}" for index in range(once)]
     base_M, level_M = rng.normal(-18, 1, once), rng.normal(0, difficulty, once)
     lift_M = lift * rng.gamma(1 / spread, spread, once) if spread else np.full(once, lift)
     coins_RM = rng.random((shadows + 1, once)) < 0.5
     log_RM = base_M + level_M + coins_RM * lift_M + rng.normal(0, noise, coins_RM.shape)
-    rows = [
-        CanaryScores(ids[i], 1, bool(coins_RM[0, i]), tokens, float(log_RM[0, i]), float(base_M[i]), False, False)
-        for i in range(once)
-    ]
+    rows = [row(ids[i], 1, bool(coins_RM[0, i]), float(log_RM[0, i]), float(base_M[i])) for i in range(once)]
     return rows, ShadowScores(tuple(ids), coins_RM[1:], log_RM[1:])
 
 
@@ -158,16 +155,16 @@ def test_the_order_of_rows_does_not_matter():
 
 def one_canary(coins, scores):
     """A target and its shadows about a single canary."""
-    row = CanaryScores("c00000", 1, bool(coins[0]), 4, float(scores[0]), -9.0, False, False)
+    target = row("c00000", 1, bool(coins[0]), float(scores[0]), -9.0)
     column = (np.array(coins[1:], bool)[:, None], np.array(scores[1:], float)[:, None])
-    return [row], ShadowScores(("c00000",), *column)
+    return [target], ShadowScores(("c00000",), *column)
 
 
 def test_the_bound_counts_target_and_shadows_and_is_that_of_many_runs():
     coins = [True, False] * 40
     scores = [1.0 * coin for coin in coins]
     found = one_canary_bound(*one_canary(coins, scores), delta=1e-5, alpha=0.05)
-    wanted = rates.many_runs(
+    wanted = bounds.many_runs(
         [s for s, c in zip(scores, coins, strict=True) if c],
         [s for s, c in zip(scores, coins, strict=True) if not c],
         delta=1e-5,

@@ -1,1 +1,0 @@
-"""Experiments outside a normal run: shadow models, models trained elsewhere. Only dpllm.cli imports it."""
