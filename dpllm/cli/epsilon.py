@@ -81,15 +81,14 @@ def answer_to(known: argparse.Namespace) -> dict[str, Any]:
     event: events.RunEvent = events.dp_sgd_event(rate, sigma, steps, group)
     if bands > 1:
         event = events.CyclicPoisson(bands, steps, in_group, events.Gaussian(sigma))
-    value, accountant = accounting.stated(event, delta, relation)
     if known.accountant is not None:  # one that cannot answer, such as gdp, is refused with the reason
         accounting.epsilon(event, delta, relation, known.accountant)
     epochs = math.ceil(Fraction(steps * batch, size) if known.epochs is None else Fraction(known.epochs))
     shuffled = events.SelfComposed(epochs, events.Gaussian(sigma / group))
     answer = {
-        "epsilon": value,
+        "epsilon": accounting.epsilon(event, delta, relation),
         "delta": delta,
-        "accountant": accountant,
+        "accountant": "pld",
         "relation": relation,
         "dataset_size": size,
         "batch_size": batch,
@@ -103,7 +102,7 @@ def answer_to(known: argparse.Namespace) -> dict[str, Any]:
         "curve": accounting.curve(event, relation, sorted({*CURVE_DELTAS, delta}, reverse=True)),
         "limits": limits.attacker_limits_of(event, relation),
         "one_unit": None,
-        "shuffled": {"epsilon": accounting.stated(shuffled, delta, relation)[0], "epochs": epochs}
+        "shuffled": {"epsilon": accounting.epsilon(shuffled, delta, relation), "epochs": epochs}
         if bands == 1
         else None,
         "event": event.to_json(),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import re
 import time
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpllm.cli.plan import by_this_user, show, take_json, take_ledger, writing
-from dpllm.errors import ConfigError, LedgerContradiction, Refused
+from dpllm.errors import ConfigError, LedgerContradiction
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -255,15 +254,11 @@ def totals(ledger: Ledger, dataset: str) -> list[str]:
             fit = f"; {admission.how_many(account, last.event)} more like run {last.reservation.run} fit"
         lines.append(f"{used_in_words(share, budget)}{fit}.")
     else:
-        try:
-            spent = ledger.spent(dataset)
-            total = f"epsilon {spent:.4f}"
-        except Refused:  # imports may be of kinds that no accountant knows together
-            spent, total = math.inf, "no epsilon that an accountant knows"
+        spent = ledger.spent(dataset)
         exact = account.final and not account.imports  # an import may have been chosen after the final run's results
         how = "closed by a final reservation: exactly" if exact else "as if fixed in advance:"
         exceeds = ", which exceeds the budget" if budget and spent > budget.epsilon else ""
-        lines.append(f"All runs, {how} {total}{exceeds}.")
+        lines.append(f"All runs, {how} epsilon {spent:.4f}{exceeds}.")
     lines.append(f"Budget: {budget}." if budget else "No budget is set: runs are charged without a limit.")
     for name, runs in account.groups().items():
         group, done = group_total(account, name), sum(run.state == "completed" for run in runs)

@@ -24,7 +24,7 @@ from functools import lru_cache
 
 from dpllm.ledger.values import Account, Budget, RunRequest, percent, used_in_words
 from dpllm.privacy import renyi
-from dpllm.privacy.accounting import accountants, compose, stated
+from dpllm.privacy.accounting import accountants, compose, epsilon
 from dpllm.privacy.events import Event
 from dpllm.privacy.parts import imported_delta, without_delta
 
@@ -101,7 +101,7 @@ def refusal(account: Account, requests: Sequence[RunRequest]) -> str | None:
 
 
 def _exact(budget: Budget, requests: Sequence[RunRequest]) -> float:
-    return stated(compose([one.event for one in requests]), budget.delta, budget.relation)[0]
+    return epsilon(compose([one.event for one in requests]), budget.delta, budget.relation)
 
 
 def _over_exact(account: Account, requests: Sequence[RunRequest]) -> str | None:

@@ -31,7 +31,7 @@ from dpllm.ledger.values import (
     check_person,
     reservation_of,
 )
-from dpllm.privacy.accounting import Relation, compose, stated
+from dpllm.privacy.accounting import Relation, compose, epsilon
 
 
 def open_ledger(location: str | os.PathLike[str] | None, *, create: bool = True) -> Ledger | None:
@@ -229,7 +229,7 @@ class Ledger:
             known = (run.reservation.delta for run in account.runs)
             delta = account.budget.delta if account.budget else max(known, default=1e-5)
         said = self.chain.of(account.dataset, "budget", "reserve", "import")
-        return stated(compose(events), delta, wanted[0].relation if wanted else said[-1].facts["relation"])[0]
+        return epsilon(compose(events), delta, wanted[0].relation if wanted else said[-1].facts["relation"])
 
     def used(self, dataset: str) -> float | None:
         """The share of its budget that is used; see ``admission.used``."""

@@ -20,7 +20,7 @@ from dpllm.errors import BudgetExceeded, ConfigError, Refused
 from dpllm.ledger import admission
 from dpllm.ledger.records import Fingerprint
 from dpllm.ledger.values import Account, Reservation, RunRequest, check_name
-from dpllm.privacy.accounting import Event, compose, count_releases, finite, stated
+from dpllm.privacy.accounting import Event, compose, count_releases, epsilon, finite
 
 if TYPE_CHECKING:
     from dpllm.ledger.ledger import Ledger
@@ -146,8 +146,8 @@ def group_total(account: Account, name: str) -> dict[str, Any]:
     """
     runs = account.groups()[name]
     delta = account.budget.delta if account.budget else max(run.reservation.delta for run in runs)
-    epsilon, _ = stated(compose([run.event for run in runs]), delta, runs[0].reservation.relation)
-    return {"name": name, "runs": len(runs), "epsilon": epsilon, "delta": delta}
+    total = epsilon(compose([run.event for run in runs]), delta, runs[0].reservation.relation)
+    return {"name": name, "runs": len(runs), "epsilon": total, "delta": delta}
 
 
 def comes_to(account: Account, spent: float, group: str | None) -> dict[str, Any]:
@@ -172,7 +172,7 @@ def _cost(dataset: str, one: RunRequest) -> float:
             f"the event pays for {paid} steps of a run on {dataset!r} that has {one.num_steps}: "
             "what runs must be what is accounted. Build both from one Plan."
         )
-    alone = stated(one.event, one.delta, one.relation)[0]
+    alone = epsilon(one.event, one.delta, one.relation)
     if math.isinf(alone):
         raise Refused(
             f"no finite epsilon can be certified at delta {one.delta:g}, so nothing can be charged."

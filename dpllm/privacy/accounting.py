@@ -13,11 +13,11 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NoReturn, get_args
+from typing import NoReturn, get_args
 
 from dpllm.errors import ConfigError, Refused
 from dpllm.files import digest, write_whole
@@ -27,7 +27,7 @@ from dpllm.privacy.privacy_loss import Relation, epsilon_at, privacy_loss
 from dpllm.privacy.renyi import BELOW_ONE, MAX_NOISE_MULTIPLIER, MIN_NOISE_MULTIPLIER, rdp_epsilon
 from dpllm.records import NotNegative, Positive, Record
 
-__all__ = ["beside", "calibrate_noise_multiplier", "cross_check", "curve", "epsilon", "finite", "stated", "versions"]
+__all__ = ["beside", "calibrate_noise_multiplier", "cross_check", "curve", "epsilon", "finite", "versions"]
 __all__ += ["FINE_INTERVAL", "Event", "Relation", "accountants", "compose", "count_releases", "dp_sgd_event"]
 
 FINE_INTERVAL = 1e-4  # discretisation of the privacy loss, for every epsilon that is stated
@@ -75,7 +75,6 @@ def epsilon(
 
     Raises:
         ConfigError: a malformed event or value, or an accountant not offered, failing here or not knowing the event.
-        Refused: no accountant knows every part of the event.
 
     Guarantee:
         An upper bound on the smallest epsilon for which doing all of `event` is (epsilon, delta)-DP, if what is done was fixed
@@ -153,16 +152,9 @@ def versions() -> dict[str, str]:
     return {"name": "dp-accounting", "version": metadata.version("dp-accounting")}
 
 
-def stated(event: Event, delta: float, relation: Relation) -> tuple[float, str]:
-    """The epsilon that is promised, and by whom: "pld" where it knows the event, else "rdp". Raises as ``epsilon`` does."""
-    require(event)
-    name = "pld" if "pld" in accountants(event) else "rdp"
-    return epsilon(event, delta, relation, name), name
-
-
 def curve(event: Event, relation: Relation, deltas: Sequence[float]) -> list[tuple[float, float]]:
-    """(delta, stated epsilon) at several deltas; one computation for all of them. Raises as ``epsilon`` does."""
-    return [(float(delta), stated(event, delta, relation)[0]) for delta in deltas]
+    """(delta, epsilon) at several deltas; one computation for all of them. Raises as ``epsilon`` does."""
+    return [(float(delta), epsilon(event, delta, relation)) for delta in deltas]
 
 
 def finite(value: float) -> float | None:
@@ -176,38 +168,34 @@ def beside(event: Event, delta: float, relation: Relation, *, prv: bool = False)
     Opacus' PRV imports torch, and is left out where it cannot answer. Raises as ``epsilon`` does, and Refused where two
     contradict each other.
     """
-    require(event)
     known = accountants(event)
-    values: dict[str, float] = {}
-    for name in ("pld", "rdp", "prv") if prv else ("pld", "rdp"):
-        if name in known:
-            with suppress(ConfigError) if name == "prv" else nullcontext():
-                values[name] = epsilon(event, delta, relation, name)
-    if math.isfinite(values.get("pld", math.inf)):
+    values = {"pld": epsilon(event, delta, relation)}
+    if "rdp" in known:
+        values["rdp"] = epsilon(event, delta, relation, "rdp")
+    if prv and "prv" in known:
+        with suppress(ConfigError):
+            values["prv"] = epsilon(event, delta, relation, "prv")
+    if math.isfinite(values["pld"]):
         for name in values.keys() - {"pld"}:
             _compare(values["pld"], delta, name, values[name], math.inf if name == "rdp" else PRV_GAP)
     return values
 
 
-def cross_check(event: Event, delta: float, relation: Relation, stated: float) -> dict[str, Any] | None:
-    """A second accountant's epsilon for `event`; a refusal where it contradicts the first.
+def cross_check(event: Event, delta: float, relation: Relation, stated: float) -> CrossCheck | None:
+    """A second accountant's epsilon for `event`, None where one alone knows it; a refusal where it contradicts the first.
 
     Where PRV does not know the event or cannot answer (a tiny delta, or gigabytes of memory for very many steps) RDP stands in,
     which may be looser but not below PLD.
 
-    Returns:
-        `{"name", "version", "epsilon"}` of the second accountant; None where one alone knows the event.
-
     Raises:
-        Refused: the two accountants contradict each other, or `stated` is infinite, or none knows the event.
+        Refused: the two accountants contradict each other, or `stated` is infinite.
     """
     if math.isinf(stated):
         raise Refused(
             f"no finite epsilon can be certified at delta {delta:g}. Raise privacy.delta or privacy.noise_multiplier."
         )
     known = accountants(event)
-    require(event)
-    if not {"pld", "rdp"} <= known:
+    if "rdp" not in known:
         return None
     try:
         name, package, most = "opacus-prv", "opacus", PRV_GAP
@@ -217,7 +205,7 @@ def cross_check(event: Event, delta: float, relation: Relation, stated: float) -
         name, package, most = f"dp-accounting-rdp ({why})", "dp-accounting", math.inf
         value = epsilon(event, delta, relation, "rdp")
     _compare(stated, delta, name, value, most)
-    return {"name": name, "version": metadata.version(package), "epsilon": value}
+    return CrossCheck(name=name, version=metadata.version(package), epsilon=value)
 
 
 def _compare(pld: float, delta: float, name: str, value: float, gap: float) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from dpllm.privacy.events import Event
-from dpllm.privacy.parts import Parts, parts_of, require
+from dpllm.privacy.parts import Parts, parts_of
 from dpllm.privacy.privacy_loss import MOST_EXPONENT, Relation, deltas_at, inverse, privacy_loss
 from dpllm.records import NotNegative, Record, Share
 
@@ -82,9 +82,6 @@ def attacker_limits_of(event: Event, relation: Relation) -> dict[str, float | No
             between mechanisms. It is not a proof of mu-GDP: that would take every epsilon, and Poisson sampling has
             none in the far tail below its own 1/sigma. It is not the central limit approximation either, which lies below.
 
-    Raises:
-        ConfigError: PLD does not know the event; Refused: no accountant knows every part of it.
-
     References:
         Dong, Roth and Su 2022, "Gaussian Differential Privacy", corollary 1 (profile of mu-GDP). Gomez et al. 2025,
         "(epsilon, delta) Considered Harmful: Best Practices for Reporting Differential Privacy Guarantees" (arXiv
@@ -133,11 +130,7 @@ def _area(lines: list[tuple[float, float]]) -> float:
 
 @lru_cache(maxsize=8)
 def profile(event: Event, relation: Relation) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """512 epsilons up to where delta is 1e-10, or the least it gets to, and an upper bound on delta at each.
-
-    Raises as ``attacker_limits_of`` does.
-    """
-    require(event, "pld")
+    """512 epsilons up to where delta is 1e-10, or the least it gets to, and an upper bound on delta at each."""
     try:
         loss = privacy_loss(parts_of(event), relation, INTERVAL)
         far = _far(lambda delta: inverse(loss, delta))
@@ -200,9 +193,6 @@ def trade_off(event: Event, relation: Relation) -> tuple[tuple[float, float], ..
     Returns:
         Pairs of a false-positive and a true-positive rate. The second is rounded up to four digits, so that versions of the
         accountant that differ in the last bits give the same.
-
-    Raises:
-        ConfigError, Refused: As ``attacker_limits_of``.
 
     Guarantee:
         Upper bounds, from the (epsilon, delta) of the event at 512 epsilons at once; see ``attacker_limits_of``.

@@ -55,7 +55,6 @@ def rdp(event: Event, order: float) -> float:
 
     Raises:
         ConfigError: a malformed event, an order of 1 or less, or an event that "rdp" does not know.
-        Refused: no accountant knows the event.
     """
     number("order", order, 1.0)
     require(event, "rdp")
@@ -63,9 +62,6 @@ def rdp(event: Event, order: float) -> float:
     if any(part.delta for part in parts.bounds):
         return math.inf
     total = math.fsum(part.times * _sampled(part._replace(times=1), order) for part in parts.sampled)
-    if parts.selected:
-        # The bound on a selection takes the best of several orders of one run: with this order alone it would be far larger.
-        total += float(_curve(Parts(selected=parts.selected), (*_default_orders(), order))[-1])
     return total + _others(parts, order)
 
 

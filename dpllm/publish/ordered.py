@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpllm.errors import ConfigError, Refused
-from dpllm.privacy.accounting import Relation, epsilon, stated
+from dpllm.privacy.accounting import Relation, epsilon
 from dpllm.privacy.events import BoundedRange, number
 from dpllm.privacy.voting import Ballot
 from dpllm.recipe.config import RunConfig
@@ -113,7 +113,7 @@ def offer(order: Order, units: int, delta: float, relation: Relation) -> Offer:
     size = order.batch if order.batch is not None else max(1, min(wanted, units // order.rows))
     clip = min(MOST_CLIP, eta * size / 2 * (1 - 1e-9)) * order.temperature
     ballot = Ballot(size, clip, order.temperature, order.top_k)
-    spent, texts = stated(ballot.event(order.tokens), delta, relation)[0], units // size
+    spent, texts = epsilon(ballot.event(order.tokens), delta, relation), units // size
     if spent > order.epsilon or texts < order.rows:
         fit = f"the least votes cost epsilon {spent:.4g}" if spent > order.epsilon else f"{texts} texts fit"
         raise ConfigError(

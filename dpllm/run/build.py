@@ -28,7 +28,6 @@ from dpllm.model import environment, loading, memory, processes, sharding
 from dpllm.model.processes import salted, shared
 from dpllm.model.rewards import Rewards
 from dpllm.privacy import accounting
-from dpllm.privacy.accounting import CrossCheck
 from dpllm.privacy.engine import StepEngine
 from dpllm.privacy.gradient_canaries import GradientCanaries
 from dpllm.privacy.plan import Plan
@@ -327,11 +326,10 @@ def _promise(decision: Decision, planted: CanaryPlan | None) -> Plan | None:
     plan = decision.plan
     if plan is None or decision.resumed:
         return plan
-    second = accounting.cross_check(plan.event, plan.delta, plan.neighbouring_relation, plan.epsilon)
     fixed = {
         "canary_commitment": planted.commitment if planted else None,
         "audit": decision.config.audit.fixed(),
-        "cross_check": CrossCheck(**second) if second else None,
+        "cross_check": accounting.cross_check(plan.event, plan.delta, plan.neighbouring_relation, plan.epsilon),
     }
     return plan.model_copy(update=fixed)
 

@@ -17,7 +17,7 @@ from dpllm.files import read_json
 from dpllm.ledger import Ledger
 from dpllm.model import loading
 from dpllm.model.loading import load_tokenizer
-from dpllm.privacy.accounting import compose, epsilon, stated
+from dpllm.privacy.accounting import compose, epsilon
 from dpllm.privacy.voting import Ballot
 from dpllm.publish import inference, ordered
 from dpllm.publish.draft import Draft
@@ -336,7 +336,7 @@ def test_what_a_model_that_learned_these_data_tells_of_them_is_added(merged: Pat
     assert "which learned the same data: epsilon" in done(*words).out
     record = statement.read(place.record())
     whole = compose([record.event, privacy_record.read(learned).plan.event])
-    assert statement.epsilon(record) == pytest.approx(stated(whole, record.delta, "zero_out")[0], rel=1e-9)
+    assert statement.epsilon(record) == pytest.approx(epsilon(whole, record.delta, "zero_out"), rel=1e-9)
     assert statement.epsilon(record) > max(record.epsilon, learned["plan"]["epsilon"])
     card = (place.output / "README.md").read_text("utf-8")
     assert f"epsilon: {statement.epsilon(record)}" in card
