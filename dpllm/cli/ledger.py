@@ -241,7 +241,7 @@ def _overview(overview: dict[str, Any]) -> Group:
 def totals(ledger: Ledger, dataset: str) -> list[str]:
     """How much of a dataset's budget is used, or without one or after a final run what all runs come to; then the rest."""
     from dpllm.ledger import admission
-    from dpllm.ledger.reserving import group_total
+    from dpllm.ledger.admission import group_total
     from dpllm.ledger.values import used_in_words
 
     account = ledger.account(dataset)

@@ -144,18 +144,18 @@ class Chain:
         self._follow()
         return sorted({dataset for dataset, kind in self._index if kind != "adopt"})
 
-    def since(self, length: int) -> list[Entry]:
-        """Links after the first ``length``."""
+    def numbered(self, seq: int) -> Entry | None:
+        """The link of this number, if there is one."""
         self._follow()
-        return self._links[length:]
+        return self._links[seq - 1] if 0 < seq <= len(self._links) else None
 
     @contextmanager
-    def moment(self) -> Iterator[int]:
-        """Inside, all links are those of one moment; as many as it says."""
+    def moment(self) -> Iterator[None]:
+        """Inside, all links are those of one moment."""
         self._follow()
         self._holds += 1
         try:
-            yield len(self._links)
+            yield
         finally:
             self._holds -= 1
 

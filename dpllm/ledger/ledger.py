@@ -16,9 +16,9 @@ from typing import Any, Literal, Self
 
 from dpllm.errors import ConfigError, Refused
 from dpllm.ledger import admission, place
+from dpllm.ledger.admission import reserve_all
 from dpllm.ledger.chain import Chain, Entry
 from dpllm.ledger.records import Fingerprint, Records
-from dpllm.ledger.reserving import reserve_all
 from dpllm.ledger.store import Postgres, SQLite, Store, check_place, default_path
 from dpllm.ledger.values import (
     Account,
@@ -91,7 +91,7 @@ class Ledger:
         records: Fingerprint | None = None,
         derived_from: str | None = None,
     ) -> Reservation:
-        """Charges a whole run before it starts, or refuses it and writes nothing; see ``reserving.reserve_all``."""
+        """Charges a whole run before it starts, or refuses it and writes nothing; see ``admission.reserve_all``."""
         return reserve_all(self, dataset, [request], records=records, derived_from=derived_from)[0]
 
     def charge(self, entry: str, step: int) -> None:
@@ -179,13 +179,13 @@ class Ledger:
     def _claim(self, entry: str) -> tuple[Reservation, int]:
         """A reservation and the steps that it charged."""
         rows = self.store.rows("SELECT seq, steps FROM progress WHERE entry = ?", entry)
-        links = self.chain.since(rows[0][0] - 1)[:1] if rows else []
-        if not links or links[0].kind != "reserve" or links[0].facts["entry"] != entry:
+        link = self.chain.numbered(rows[0][0]) if rows else None
+        if link is None or link.kind != "reserve" or link.facts["entry"] != entry:
             raise ConfigError(
                 f"ledger {self.location} has no reservation {entry!r}, so its steps cannot be charged. "
                 "Set privacy.ledger to the ledger that the run was started with."
             )
-        return reservation_of(links[0]), rows[0][1]
+        return reservation_of(link), rows[0][1]
 
     def _unfinished(self, entry: str) -> tuple[Reservation, int]:
         claim, steps = self._claim(entry)

@@ -16,8 +16,8 @@ from typing import Any
 from dpllm.errors import ConfigError, DataError, Refused
 from dpllm.files import alone, read_json, scratch, sha256, write_json, write_whole
 from dpllm.ledger import Ledger, Reservation, RunRequest, open_ledger
+from dpllm.ledger.admission import reserve_all
 from dpllm.ledger.records import ANY, HASH_BYTES, fingerprint
-from dpllm.ledger.reserving import reserve_all
 from dpllm.ledger.values import LABELS, OPEN, label_account
 from dpllm.privacy.events import PureDP, number
 from dpllm.privacy.labels import Below, flip_probability, flipped

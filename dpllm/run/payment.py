@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from dpllm.ledger import Ledger, RunRequest, dataset_policy, open_ledger
-from dpllm.ledger.reserving import comes_to, use_reservation
+from dpllm.ledger.admission import comes_to, use_reservation
 from dpllm.recipe.config import RunConfig
 from dpllm.run.directory import RunDir
 from dpllm.run.promise import Decision, Start

@@ -18,8 +18,8 @@ from typing import Any
 from dpllm.errors import DpllmError
 from dpllm.files import digest
 from dpllm.ledger import admission
+from dpllm.ledger.admission import comes_to
 from dpllm.ledger.chain import Chain, Entry, read_export, verify_export
-from dpllm.ledger.reserving import comes_to
 from dpllm.ledger.store import Postgres, SQLite, Store, default_path
 from dpllm.ledger.values import account_of, event_of
 from dpllm.privacy import renyi

@@ -10,7 +10,7 @@ from running import Answer, Place, done, dpllm_, make_place
 
 from dpllm.canaries import canaries
 from dpllm.ledger import Ledger
-from dpllm.ledger.reserving import group_total
+from dpllm.ledger.admission import group_total
 from dpllm.recipe.config import load_config
 from dpllm.run.directory import RunDir
 

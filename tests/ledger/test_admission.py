@@ -14,7 +14,7 @@ from ledger_stores import DELTA, EVENT, TERMS, Place, budget, cost_of, request, 
 from dpllm.cli.ledger import totals
 from dpllm.errors import BudgetExceeded, Refused
 from dpllm.ledger import Ledger, admission, budgets
-from dpllm.ledger.reserving import reserve_all
+from dpllm.ledger.admission import reserve_all
 from dpllm.ledger.values import Account, Reservation, Run
 from dpllm.privacy import renyi
 from dpllm.privacy.accounting import compose, dp_sgd_event, epsilon
@@ -330,7 +330,7 @@ def test_nothing_is_final_after_any_run_or_import(ledger: Ledger, before: str):
 
 
 def test_what_is_imported_after_a_final_run_is_entered_and_shown_as_exceeding(ledger: Ledger):
-    from dpllm.ledger.reserving import comes_to
+    from dpllm.ledger.admission import comes_to
 
     budgets.set_budget(ledger, "notes", budget(cost_of(1)))
     claim = reserve(ledger, final=True)
