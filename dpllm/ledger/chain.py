@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dpllm.errors import ConfigError, Refused
-from dpllm.ledger import place
+from dpllm.ledger import ledger_identity
 from dpllm.ledger.store import SCHEMA_VERSION, Store
 
 GENESIS = "0" * 64
@@ -192,8 +192,8 @@ class Chain:
         before = None
         try:
             with self.store.write():
-                if adopting or not place.is_bound(self.store):
-                    place.bind(self.store)
+                if adopting or not ledger_identity.is_bound(self.store):
+                    ledger_identity.bind(self.store)
                 self._catch_up()
                 before = list(self._links)
                 self._holds += 1

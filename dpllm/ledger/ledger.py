@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from dpllm.errors import ConfigError, Refused
-from dpllm.ledger import admission, place
+from dpllm.ledger import admission, ledger_identity
 from dpllm.ledger.admission import reserve_all
 from dpllm.ledger.chain import Chain, Entry
 from dpllm.ledger.records import Fingerprint, Records
@@ -333,7 +333,7 @@ class Ledger:
 
     def refuse_if_tampered(self) -> None:
         """Refuses a copy, and where something else than dpllm changed the chain, or the records, which are checked once."""
-        place.is_bound(self.store)
+        ledger_identity.is_bound(self.store)
         self.chain.refuse(self.chain.verify())
         if not self._checked_records:
             self.chain.refuse(self.records.verify())

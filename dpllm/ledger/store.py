@@ -20,7 +20,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from dpllm.errors import ConfigError, Refused
 from dpllm.files import make_lockable
-from dpllm.ledger.place import Spot
+from dpllm.ledger.ledger_identity import LedgerIdentity
 
 SCHEMA_VERSION = 4
 TABLES = {  # table -> columns
@@ -135,7 +135,7 @@ class SQLite:
             make_lockable(path)
             self._path, self._file = path.absolute(), os.stat(path)
             device, number = str(self._file.st_dev), str(self._file.st_ino)
-            self.spot = Spot(path=str(path.resolve()), host=platform.node(), device=device, file=number)
+            self.identity = LedgerIdentity(path=str(path.resolve()), host=platform.node(), device=device, file=number)
             self._db = sqlite3.connect(path, timeout=PATIENCE, isolation_level=None)
         except (OSError, sqlite3.Error) as error:
             raise self.unusable(getattr(error, "strerror", error)) from error
@@ -304,12 +304,12 @@ class Postgres:
                 self.rows("SET default_transaction_read_only = on")
             else:
                 self._create()
-                self.spot = self._find_spot()
+                self.identity = self._find_identity()
         except BaseException:
             self._db.close()
             raise
 
-    def _find_spot(self) -> Spot:
+    def _find_identity(self) -> LedgerIdentity:
         path, number = self.rows(
             "SELECT current_database() || '/' || current_schema(), concat_ws(':', system_identifier, "
             "(SELECT oid FROM pg_database WHERE datname = current_database()), 'entries'::regclass::oid) FROM pg_control_system()"
@@ -317,7 +317,7 @@ class Postgres:
         host = self._db.info.host
         if host.startswith("/") or host in ("localhost", "127.0.0.1", "::1"):  # which every machine calls itself
             host = platform.node()
-        return Spot(path=path, host=f"{host}:{self._db.info.port}", device="", file=number)
+        return LedgerIdentity(path=path, host=f"{host}:{self._db.info.port}", device="", file=number)
 
     def _create(self) -> None:
         with self._transaction("BEGIN ISOLATION LEVEL READ COMMITTED", f"SELECT pg_advisory_xact_lock({LOCK})"):

@@ -21,11 +21,10 @@ from dpllm.privacy import accounting, banded, events, limits, renyi
 from dpllm.privacy.accounting import Accountant, CrossCheck, Relation
 from dpllm.privacy.banded import LearningRate
 from dpllm.privacy.clipping_functions import Clipping
-from dpllm.privacy.events import CyclicPoisson, Gaussian, PoissonSampled, SelfComposed
+from dpllm.privacy.events import CyclicPoisson, Gaussian, PoissonSampled, RunEvent, SelfComposed, StoredRunEvent
 from dpllm.privacy.limits import MechanismLimits
 from dpllm.privacy.renyi import Fit
 from dpllm.privacy.schedule import Schedule, group_rate
-from dpllm.privacy.stored_events import RunEvent
 from dpllm.records import (
     AtLeast1,
     Between0And1,
@@ -185,7 +184,7 @@ class Plan(Mechanism):
     """What released the weights; dp-bandmf is DP-SGD with banded noise."""
     sampling_rate: Annotated[float, Field(gt=0, le=1)]
     """q, probability of each coin, expected_batch_size / dataset_size; with groups, over the draw of the groups too."""
-    event: RunEvent
+    event: StoredRunEvent
     """The mechanism as a value, from which epsilon can be computed again: what is sampled is what is accounted."""
     epsilon: NotNegative
     """Privacy loss of the run, an upper bound in full precision."""
