@@ -17,10 +17,13 @@ from contextlib import suppress
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
-from typing import NoReturn, get_args
+from typing import Annotated, Any, NoReturn, get_args
+
+from pydantic import PlainSerializer, PlainValidator, WithJsonSchema
 
 from dpllm.errors import ConfigError, Refused
 from dpllm.files import digest, write_whole
+from dpllm.privacy import events
 from dpllm.privacy.events import Event, compose, count_releases, dp_sgd_event, number
 from dpllm.privacy.parts import Parts, accountants, parts_of, require
 from dpllm.privacy.privacy_loss import Relation, epsilon_at, privacy_loss
@@ -37,6 +40,28 @@ LEAST_COMPARED = 1e-10  # delta, below which round-off is larger than the gap be
 PRV_GAP = 0.05  # how far PRV may lie above PLD: its own error bound is 0.01
 FORMAT = 2  # of what is calibrated and how: a change of either makes older answers unread
 PROGRESS_SECONDS = 5.0
+
+
+def stored(allowed: Callable[[Any], object] = bool) -> tuple[Any, ...]:
+    """How an event that is ``allowed`` stands in a file: read once with it, and a malformed one makes the file invalid."""
+
+    def read_allowed(value: Any) -> Any:
+        try:
+            event = value if isinstance(value, Event) else events.read(value)
+            if not allowed(event):
+                raise ConfigError(f"{event.to_json()} is no event of what this is about.")
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+        return event
+
+    written = PlainSerializer(lambda event: event.to_json())
+    return PlainValidator(read_allowed), written, WithJsonSchema({"type": "object", "additionalProperties": True})
+
+
+StoredEvent = Annotated[Event, *stored()]
+"""An event as a field of a file."""
+StoredRunEvent = Annotated[events.RunEvent, *stored(events.step_of)]
+"""That of a run's steps."""
 
 
 class Accountant(Record):

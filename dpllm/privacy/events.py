@@ -25,11 +25,9 @@ References:
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, ClassVar, TypeGuard, get_args
-
-from pydantic import PlainSerializer, PlainValidator, WithJsonSchema
+from typing import Any, ClassVar, TypeGuard, get_args
 
 from dpllm.errors import ConfigError
 
@@ -309,25 +307,3 @@ def check_events(*parts: Event) -> None:
 def _refuse_within(outer: PoissonSampled | CyclicPoisson) -> None:
     if not isinstance(outer.event, Gaussian):
         raise ConfigError(f"{outer.event.type!r} within {outer.type} has no known cost. Use gaussian.")
-
-
-def stored(allowed: Callable[[Any], object] = bool) -> tuple[Any, ...]:
-    """How an event that is ``allowed`` stands in a file: read once with it, and a malformed one makes the file invalid."""
-
-    def read_allowed(value: Any) -> Any:
-        try:
-            event = value if isinstance(value, Event) else read(value)
-            if not allowed(event):
-                raise ConfigError(f"{event.to_json()} is no event of what this is about.")
-        except ConfigError as error:
-            raise ValueError(str(error)) from None
-        return event
-
-    written = PlainSerializer(lambda event: event.to_json())
-    return PlainValidator(read_allowed), written, WithJsonSchema({"type": "object", "additionalProperties": True})
-
-
-StoredEvent = Annotated[Event, *stored()]
-"""An event as a field of a file."""
-StoredRunEvent = Annotated[RunEvent, *stored(step_of)]
-"""That of a run's steps."""

@@ -6,10 +6,31 @@ same secret stream and takes its own share.
 
 from __future__ import annotations
 
-import numpy as np
+from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
+from dpllm.privacy.noise import SecretStream
 from dpllm.privacy.schedule import Schedule, group_rate
-from dpllm.privacy.stream import SecretStream, Turns, groups
+
+
+@dataclass(frozen=True)
+class CyclicSchedule:
+    """Which group has its turn in which step, for banded noise; by default there is one group."""
+
+    bands: int = 1  # b, how many groups
+    key: int = 0  # 256 secret bits, drawn once for a run, from which each slot's group follows
+    first_step: int = 0  # steps that were charged before the first draw, by earlier attempts
+
+
+def groups(turns: CyclicSchedule, num_slots: int) -> npt.NDArray[np.int64]:
+    """group_N: of each slot, uniform in 0..b-1 and independent of the others and of what the slots hold.
+
+    From a ``SecretStream``, which is the same in every version, so that a resumed run finds each slot where it was.
+    """
+    uniform_N = SecretStream(turns.key, b"grup").uniform(num_slots)
+    return np.asarray(uniform_N * turns.bands, dtype=np.int64)
 
 
 class PoissonSampler:
@@ -25,9 +46,9 @@ class PoissonSampler:
         Renyi Differential Privacy.
     """
 
-    def __init__(self, schedule: Schedule, num_slots: int, entropy: int, turns: Turns | None = None) -> None:
+    def __init__(self, schedule: Schedule, num_slots: int, entropy: int, turns: CyclicSchedule | None = None) -> None:
         """``entropy`` is as of ``GaussianNoise``, and the same on every rank; slots are those of units and of canaries."""
-        self._turns = turns or Turns()
+        self._turns = turns or CyclicSchedule()
         self._rate = group_rate(schedule, self._turns.bands)
         self._group_N = groups(self._turns, num_slots)
         self._step = self._turns.first_step

@@ -30,11 +30,11 @@ from dpllm.model.rewards import Rewards
 from dpllm.privacy import accounting
 from dpllm.privacy.engine import StepEngine
 from dpllm.privacy.gradient_canaries import GradientCanaries
+from dpllm.privacy.noise import os_entropy
 from dpllm.privacy.plan import Plan
 from dpllm.privacy.sampling import PoissonSampler
 from dpllm.privacy.schedule import Schedule
 from dpllm.privacy.selfcheck import Checked
-from dpllm.privacy.stream import os_entropy
 from dpllm.recipe.config import RunConfig, dump_config
 from dpllm.recipe.derived import pairs_of
 from dpllm.run import checkpoint

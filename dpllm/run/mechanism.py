@@ -20,12 +20,11 @@ from dpllm.model import adapters, loading, processes
 from dpllm.model.processes import shared
 from dpllm.privacy import guards
 from dpllm.privacy.engine import FP16_LOSS_SCALE, StepEngine
-from dpllm.privacy.noise import GaussianNoise
+from dpllm.privacy.noise import GaussianNoise, os_entropy
 from dpllm.privacy.plan import Plan
-from dpllm.privacy.sampling import PoissonSampler
+from dpllm.privacy.sampling import CyclicSchedule, PoissonSampler
 from dpllm.privacy.schedule import Packing
 from dpllm.privacy.selfcheck import Checked
-from dpllm.privacy.stream import Turns, os_entropy
 from dpllm.recipe import derived
 from dpllm.recipe.config import RunConfig, TrainConfig
 from dpllm.run.promise import Decision
@@ -87,7 +86,7 @@ def make_engine(
 ) -> tuple[PoissonSampler, StepEngine, Autocast]:
     """Sampler and engine, with keys that no rank but these knows, and the context of a forward pass; ``size`` is N.
 
-    ``precision`` is that of autocast, the same on all ranks; None: float32. ``groups`` is the key of ``sampling.Turns``, the same
+    ``precision`` is that of autocast, the same on all ranks; None: float32. ``groups`` is the key of ``CyclicSchedule``, the same
     as before where a run goes on.
     """
     privacy, schedule = decision.config.privacy, decision.schedule
@@ -107,7 +106,7 @@ def make_engine(
     )
     engine.pairs = derived.pair_loss(decision.config)
     charged = decision.resumed.charged if decision.resumed else 0
-    turns = Turns(decision.plan.bands if decision.plan else 1, groups, charged)
+    turns = CyclicSchedule(decision.plan.bands if decision.plan else 1, groups, charged)
     return PoissonSampler(schedule, size, sampling_key, turns), engine, autocast
 
 

@@ -24,13 +24,12 @@ from dpllm.ledger import Ledger, RunRequest
 from dpllm.model import loading, memory, processes
 from dpllm.privacy import banded, events, guards
 from dpllm.privacy.engine import Diagnostics, StepEngine
-from dpllm.privacy.noise import GaussianNoise
+from dpllm.privacy.noise import GaussianNoise, os_entropy
 from dpllm.privacy.packing import passes_of
 from dpllm.privacy.plan import CONSTANT, Mechanism, Plan, noise_multiplier_for, resolved_delta, strategy_for
 from dpllm.privacy.reference import longest_row
-from dpllm.privacy.sampling import PoissonSampler
+from dpllm.privacy.sampling import CyclicSchedule, PoissonSampler
 from dpllm.privacy.schedule import LARGEST_PASS, make_schedule
-from dpllm.privacy.stream import Turns, os_entropy
 from dpllm.run.mechanism import check_passes, is_low
 from dpllm.text.data import TokenSequence, Unit
 
@@ -161,7 +160,7 @@ class Engine:
         self._engine = StepEngine(model, optimizer, schedule, plan, packing, noise=noise)
         try:
             check_passes(self._engine, vocabulary, pad_id=self._pad_id)
-            self._sampler = PoissonSampler(schedule, size, os_entropy(), Turns(plan.bands, os_entropy()))
+            self._sampler = PoissonSampler(schedule, size, os_entropy(), CyclicSchedule(plan.bands, os_entropy()))
             self._optimizer, self._seen, self._ledger = optimizer, _seen(model), ledger
             with ledger.counting():
                 self.entry = ledger.reserve(dataset, RunRequest.of(plan, f"own-loop-{secrets.token_hex(4)}")).entry

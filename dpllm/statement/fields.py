@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from dpllm.privacy.events import StoredEvent
+from dpllm.privacy.accounting import StoredEvent
 from dpllm.records import AtLeast1, Between0And1, Count, NotNegative, Number, Positive, Record
 
 Generator = Literal["aes256_ctr", "philox_gpu", "philox"]

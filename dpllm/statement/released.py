@@ -13,7 +13,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from dpllm.errors import ConfigError
-from dpllm.privacy.events import Composed, Gaussian, PureDP, SelfComposed, compose, mechanism_of, stored
+from dpllm.privacy.accounting import stored
+from dpllm.privacy.events import Composed, Gaussian, PureDP, SelfComposed, compose, mechanism_of
 from dpllm.privacy.releases import OTHER
 from dpllm.records import AtLeast1, Between0And1, NotNegative, Number, Record, Sha256, Share, Text
 from dpllm.statement import formatting

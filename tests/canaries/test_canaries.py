@@ -19,7 +19,7 @@ from scipy import stats
 from dpllm.canaries import canaries, kinds
 from dpllm.canaries.canaries import Canary, check_fits, load, plan_canaries, redraw_coins, save, slots
 from dpllm.errors import ConfigError
-from dpllm.privacy.stream import os_entropy
+from dpllm.privacy.noise import os_entropy
 from dpllm.recipe.audit import AuditConfig, CanaryConfig
 from dpllm.recipe.config import DataConfig
 from dpllm.recipe.derived import num_slots

@@ -15,7 +15,7 @@ from dpllm.privacy import embedded
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.embedded import STEPS, Projection, ada_ssp, event_of, k_means, lattice, nearest, unit_length
 from dpllm.privacy.events import Gaussian, SelfComposed
-from dpllm.privacy.plan import spacing_of
+from dpllm.privacy.noise import spacing_of
 
 ALARM = 1e-8
 SIGMA, CLUSTERS, CLASSES, ROUNDS, DIMENSIONS = 2.0, 4, 3, 4, 6

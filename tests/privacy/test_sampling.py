@@ -9,9 +9,9 @@ import tiny_models as tm
 import torch
 from scipy import stats
 
+from dpllm.privacy.noise import SecretStream
 from dpllm.privacy.packing import lay_out, passes_of
 from dpllm.privacy.sampling import PoissonSampler
-from dpllm.privacy.stream import SecretStream
 from dpllm.text.data import Unit
 
 ALARM = 1e-9
