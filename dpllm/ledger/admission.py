@@ -33,7 +33,7 @@ from dpllm.ledger.values import Account, Budget, Reservation, RunRequest, check_
 from dpllm.privacy import renyi
 from dpllm.privacy.accounting import accountants, compose, count_releases, epsilon, finite
 from dpllm.privacy.events import Event
-from dpllm.privacy.parts import imported_delta, without_delta
+from dpllm.privacy.parts import imported_delta, parts_of
 
 if TYPE_CHECKING:
     from dpllm.ledger.ledger import Ledger
@@ -188,8 +188,7 @@ def filter_spent(account: Account, order: float) -> float:
 def divergence(event: Event, order: float) -> float:
     """The Renyi divergence of one run as the filter counts it; infinite where none is known."""
     # The delta of imported runs does not enter it: it is set aside from the budget's.
-    pure = without_delta(event)
-    return renyi.rdp(pure, order) if "rdp" in accountants(pure) else math.inf
+    return renyi.divergence(parts_of(event), order) if "rdp" in accountants(event) else math.inf
 
 
 def delta_imported(account: Account, *wanted: Event) -> float:

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from dpllm.errors import ConfigError
 from dpllm.privacy import events
-from dpllm.privacy.events import Event, Imported, check_events, compose
+from dpllm.privacy.events import Event, Imported, check_events
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
@@ -93,21 +91,6 @@ def _parts_of(event: Event) -> Parts:
         tuple(sorted(Bounds(*key, n) for key, n in bounds.items() if n)),
         tuple(sorted(Draws(key, n) for key, n in draws.items() if n)),
     )
-
-
-def changed(event: Event, leaf: Callable[[Any], Any]) -> Event:
-    """The same event with each noisy sum, import and pure_dp release in it as `leaf` gives it back."""
-    match event:
-        case events.PoissonSampled() | events.CyclicPoisson() | events.SelfComposed():
-            return replace(event, event=changed(event.event, leaf))  # type: ignore[arg-type]  # a noisy sum stays one
-        case events.Composed():
-            return compose([changed(part, leaf) for part in event.events])
-    return leaf(event)  # type: ignore[no-any-return]
-
-
-def without_delta(event: Event) -> Event:
-    """The same event with a delta of 0 for what was imported."""
-    return changed(event, lambda part: replace(part, delta=0.0) if isinstance(part, Imported) else part)
 
 
 def imported_delta(event: Event) -> float:

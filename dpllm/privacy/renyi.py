@@ -59,8 +59,11 @@ def rdp(event: Event, order: float) -> float:
     number("order", order, 1.0)
     require(event, "rdp")
     parts = parts_of(event)
-    if any(part.delta for part in parts.bounds):
-        return math.inf
+    return math.inf if any(part.delta for part in parts.bounds) else divergence(parts, order)
+
+
+def divergence(parts: Parts, order: float) -> float:
+    """That of parts that "rdp" knows but for the deltas that they import, which whoever composes them has to set aside."""
     total = math.fsum(part.times * _sampled(part._replace(times=1), order) for part in parts.sampled)
     return total + _others(parts, order)
 

@@ -18,6 +18,7 @@ from dpllm.privacy.renyi import (
     ORDERS,
     Fit,
     allowance,
+    divergence,
     filter_order,
     rdp,
     smallest_noise_multiplier,
@@ -85,6 +86,7 @@ def test_a_pure_import_costs_what_randomised_response_does(eps: float, order: fl
 
 def test_an_imported_delta_has_no_finite_divergence() -> None:
     assert rdp(imported(0.1, 1e-9), 3.2) == math.inf
+    assert divergence(parts_of(compose([RUN, imported(0.1, 1e-9)])), 3.2) == rdp(compose([RUN, imported(0.1)]), 3.2)
     assert rdp(compose([RUN, imported(0.1)]), 3.2) == pytest.approx(rdp(RUN, 3.2) + rdp(imported(0.1), 3.2))
 
 
