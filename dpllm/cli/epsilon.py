@@ -66,7 +66,6 @@ def answer_to(known: argparse.Namespace) -> dict[str, Any]:
         ConfigError: a number out of range, or numbers that do not go together.
         Refused: delta is not below 1/N, or the batch is larger than the data.
     """
-    from dpllm import ledger
     from dpllm.privacy import accounting, events, limits
     from dpllm.privacy.plan import CURVE_DELTAS
 
@@ -75,9 +74,8 @@ def answer_to(known: argparse.Namespace) -> dict[str, Any]:
     rate, in_group = batch / size, bands * batch / size
     sigma = known.noise_multiplier
     if sigma is None:
-        cache = ledger.default_path().parent / "calibration"
         rounds = -(-steps // bands)
-        sigma = accounting.calibrate_noise_multiplier(known.epsilon, delta, in_group, rounds, relation, cache, group)
+        sigma = accounting.calibrate_noise_multiplier(known.epsilon, delta, in_group, rounds, relation, group)
     event: events.RunEvent = events.dp_sgd_event(rate, sigma, steps, group)
     if bands > 1:
         event = events.CyclicPoisson(bands, steps, in_group, events.Gaussian(sigma))

@@ -14,7 +14,7 @@ from dpllm.privacy.plan import RELATION_IN_WORDS, Plan, noise_multiplier_for
 from dpllm.privacy.schedule import Schedule, group_rate
 from dpllm.recipe.config import RunConfig
 from dpllm.recipe.derived import learning_rate_of
-from dpllm.run.promise import Decision, accounting_cache
+from dpllm.run.promise import Decision
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -67,9 +67,7 @@ def _banded(config: RunConfig, plan: Plan) -> str:
     )
     target, relation = min(plan.epsilon, plan.target_epsilon), plan.neighbouring_relation
     try:
-        alone = noise_multiplier_for(
-            target, plan.delta, plan.schedule, relation, cache_dir=accounting_cache(), rough=True
-        )
+        alone = noise_multiplier_for(target, plan.delta, plan.schedule, relation, rough=True)
     except ConfigError:  # no independent noise that is considered keeps the promise
         return f"{bands} bands; {turns}"
     rate_T = banded.rates(learning_rate_of(config.train), plan.schedule.num_steps)

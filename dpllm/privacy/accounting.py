@@ -1,28 +1,23 @@
 """What a mechanism costs, and the noise that meets a target: events in, epsilon out; a target in, a noise multiplier out.
 
 Comes in: events, targets. Goes out: the stated epsilon, the figures of other accountants, a refusal where they contradict each
-other; calibrated noise, from a cache where one is named. Imports neither torch nor an accountant before one is needed.
+other; calibrated noise. Imports neither torch nor an accountant before one is needed.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import math
-import sys
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from importlib import metadata
-from pathlib import Path
 from typing import Annotated, Any, NoReturn, get_args
 
 from pydantic import PlainSerializer, PlainValidator, WithJsonSchema
 
 from dpllm.errors import ConfigError, Refused
-from dpllm.files import digest, write_whole
 from dpllm.privacy import events
 from dpllm.privacy.events import Event, compose, count_releases, dp_sgd_event, number
 from dpllm.privacy.parts import Parts, accountants, parts_of, require
@@ -38,8 +33,6 @@ PRV_MAX_POINTS = 4_000_000  # about 0.8 GB
 LEAST_EPSILON = 1e-6  # of whatever reads data: 0 would be read as no loss, where delta alone holds it
 LEAST_COMPARED = 1e-10  # delta, below which round-off is larger than the gap between accountants
 PRV_GAP = 0.05  # how far PRV may lie above PLD: its own error bound is 0.01
-FORMAT = 2  # of what is calibrated and how: a change of either makes older answers unread
-PROGRESS_SECONDS = 5.0
 
 
 def stored(allowed: Callable[[Any], object] = bool) -> tuple[Any, ...]:
@@ -250,7 +243,6 @@ def calibrate_noise_multiplier(
     sampling_rate: float,
     num_steps: int,
     relation: Relation,
-    cache_dir: Path | None = None,
     group_size: int = 1,
     *,
     rough: bool = False,
@@ -263,7 +255,6 @@ def calibrate_noise_multiplier(
         sampling_rate: as of ``dp_sgd_event``.
         num_steps: logical batches, >= 1.
         relation: the neighbouring relation.
-        cache_dir: keeps answers, one JSON file each; a damaged one is computed again.
         group_size: as of ``dp_sgd_event``.
         rough: to compare choices: several times faster, about a hundredth off, and without the guarantee.
 
@@ -272,40 +263,19 @@ def calibrate_noise_multiplier(
 
     Guarantee:
         For the sigma returned, `epsilon(dp_sgd_event(q, sigma, T, group_size), delta, relation)` is at most the target;
-        for sigma - 1e-3 it is not. A cached answer is as good as its directory.
+        for sigma - 1e-3 it is not.
     """
     dp_sgd_event(sampling_rate, 1.0, num_steps, group_size)
     number("num_steps", num_steps, 0.0)
-    key = {
-        "format": FORMAT,
-        "target_epsilon": number("privacy.epsilon", target_epsilon, 0.0),
-        "delta": number("privacy.delta", delta, 0.0, BELOW_ONE),
-        "sampling_rate": float(sampling_rate),
-        "num_steps": num_steps,
-        "relation": relation,
-        "group_size": group_size,
-        **({"rough": True} if rough else {}),
-        "accountant": {"kind": "pld", "interval": FINE_INTERVAL, **versions()},
-    }
-    question = target_epsilon, delta, sampling_rate, num_steps, relation, group_size, rough
-    if cache_dir is None:
-        return _calibrate(*question)
-    path = cache_dir / f"noise-multiplier-{digest(key)[:32]}.json"
-    with suppress(OSError, ValueError, KeyError, TypeError, ConfigError):
-        stored = json.loads(path.read_text(encoding="utf-8"))
-        if stored["key"] == key:
-            return number("noise_multiplier", stored["noise_multiplier"], 0.0)
-    sigma = _calibrate(*question)
-    with suppress(OSError):  # a cache that cannot be written costs time, and nothing else
-        write_whole(path, json.dumps({"key": key, "noise_multiplier": sigma}, sort_keys=True), mode=0o600)
-    return sigma
+    number("privacy.epsilon", target_epsilon, 0.0)
+    number("privacy.delta", delta, 0.0, BELOW_ONE)
+    return _calibrate(target_epsilon, delta, sampling_rate, num_steps, relation, group_size, rough)
 
 
 def _calibrate(
     target: float, delta: float, q: float, num_steps: int, relation: Relation, group_size: int, rough: bool
 ) -> float:
     """Secant steps in log sigma on a coarse PLD, then in whole numbers of 1e-4 on the fine one, both within brackets."""
-    due, tried = time.monotonic() + PROGRESS_SECONDS, 0
     too_weak = "A guarantee that weak protects nobody: lower epsilon or delta."
 
     def refuse(fix: str) -> NoReturn:
@@ -316,15 +286,8 @@ def _calibrate(
         )
 
     def cost(sigma: float, interval: float = FINE_INTERVAL) -> float:
-        nonlocal due, tried
         if sigma < MIN_NOISE_MULTIPLIER:
             refuse(too_weak)
-        if time.monotonic() >= due:
-            now = f"{tried} noise multipliers tried, now {sigma:g}"
-            what = f"epsilon {target:g} at delta {delta:g}, {num_steps} steps"
-            print(f"calibrating the noise: {what}: {now}", file=sys.stderr, flush=True)
-            due = time.monotonic() + PROGRESS_SECONDS
-        tried += 1
         return _pld(parts_of(dp_sgd_event(q, sigma, num_steps, group_size)), delta, relation, interval)
 
     # Both ends of what is reachable come first. Without any noise, delta is at most the probability of being drawn at all.

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
-from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -346,12 +345,11 @@ def strategy_for(
     relation: Relation,
     rate: LearningRate,
     bands: int | Literal["auto"],
-    cache_dir: Path | None = None,
 ) -> tuple[float, ...]:
     """Coefficients of banded noise that suit a learning rate; none where ``auto`` finds that independent noise does as well."""
 
     def sigma_of(bands: int) -> float:
-        return noise_multiplier_for(epsilon, delta, schedule, relation, bands, cache_dir, rough=True)
+        return noise_multiplier_for(epsilon, delta, schedule, relation, bands, rough=True)
 
     if bands == "auto":
         bands = banded.choose(rate, schedule, sigma_of)
@@ -364,16 +362,13 @@ def noise_multiplier_for(
     schedule: Schedule,
     relation: Relation,
     bands: int = 1,
-    cache_dir: Path | None = None,
     *,
     group_size: int = 1,
     rough: bool = False,
 ) -> float:
     """Calibrated for the schedule with so many bands: ``accounting.calibrate_noise_multiplier`` of its rounds."""
     rate, rounds = group_rate(schedule, bands), -(-schedule.num_steps // bands)
-    return accounting.calibrate_noise_multiplier(
-        epsilon, delta, rate, rounds, relation, cache_dir=cache_dir, group_size=group_size, rough=rough
-    )
+    return accounting.calibrate_noise_multiplier(epsilon, delta, rate, rounds, relation, group_size, rough=rough)
 
 
 def steps_event(noise_multiplier: float, schedule: Schedule, group_size: int, bands: int) -> RunEvent:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
 
 from dpllm.errors import ConfigError
 from dpllm.privacy import accounting
@@ -37,16 +36,14 @@ def check_learning_rate(config: RunConfig, plan: Plan | None) -> None:
         )
 
 
-def advise(config: RunConfig, plan: Plan, cache: Path | None = None) -> list[str]:
+def advise(config: RunConfig, plan: Plan) -> list[str]:
     """What is likely to hurt, why, and what to type: sentences, the gravest first, and none for a good recipe.
-
-    ``cache`` is where calibrations are remembered.
 
     References:
         Ponomareva et al. 2023, How to DP-fy ML: A Practical Guide to Machine Learning with Differential Privacy (tiers of
         epsilon; batch size and steps).
     """
-    advice = [_learning_rate(config, plan), _epsilon(plan), _delta(plan), _noise(plan), _batch(plan, cache)]
+    advice = [_learning_rate(config, plan), _epsilon(plan), _delta(plan), _noise(plan), _batch(plan)]
     advice.append(_canaries(config, plan))
     return [text for text in advice if text]
 
@@ -104,7 +101,7 @@ def _noise(plan: Plan) -> str | None:
     )
 
 
-def _batch(plan: Plan, cache: Path | None) -> str | None:
+def _batch(plan: Plan) -> str | None:
     """The smallest doubling of the batch, in as many steps fewer, whose noise is within 10% of the largest one's."""
     step = step_of(plan.event)
     larger = _larger_batches(plan.schedule)
@@ -115,7 +112,7 @@ def _batch(plan: Plan, cache: Path | None) -> str | None:
         return None
     try:
         promise = plan.epsilon, plan.delta, larger[-1], plan.neighbouring_relation
-        sigma = noise_multiplier_for(*promise, cache_dir=cache, group_size=step.group_size, rough=True)
+        sigma = noise_multiplier_for(*promise, group_size=step.group_size, rough=True)
     except ConfigError:  # none that is considered
         return None
     enough = NEAR_BEST * noise_per_signal(sigma, larger[-1])
