@@ -102,15 +102,9 @@ def _create(tables: Iterable[str], **types: str) -> list[str]:
 
 
 def _check_version(store: Store) -> None:
-    found = [value for (value,) in store.rows("SELECT value FROM meta WHERE key = 'schema_version'")]
-    if found in (["1"], ["2"], ["3"]):
-        raise Refused(
-            f"ledger {store.location} is of version {found[0]}, and this dpllm does not read it. Let the dpllm that wrote it say "
-            "what is spent, and enter that in a new ledger: dpllm ledger import NAME --epsilon E --delta D --ledger FILE "
-            "--by NAME --reason WHY."
-        )
-    if found != [str(SCHEMA_VERSION)]:
-        raise store.unusable(f"its schema version is {found}, and this dpllm knows {SCHEMA_VERSION}")
+    versions = [value for (value,) in store.rows("SELECT value FROM meta WHERE key = 'schema_version'")]
+    if versions != [str(SCHEMA_VERSION)]:
+        raise store.unusable(f"it is of version {', '.join(versions)}, and this dpllm reads version {SCHEMA_VERSION}")
 
 
 class SQLite:
@@ -122,8 +116,7 @@ class SQLite:
         It lies on a local disk: the locks of SQLite do not hold on most network file systems.
 
         Raises:
-            ConfigError: The path cannot be written, or holds something other than a ledger.
-            Refused: It is a ledger of an earlier version.
+            ConfigError: The path cannot be written, or holds something other than a ledger of this version.
         """
         self.location = str(path)
         if read_only:
