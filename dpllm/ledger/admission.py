@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpllm.errors import BudgetExceeded, ConfigError, Refused
 from dpllm.ledger.records import Fingerprint
-from dpllm.ledger.values import Account, Budget, Reservation, RunRequest, check_name, percent, used_in_words
+from dpllm.ledger.values import Account, Budget, Claim, RunRequest, check_name, percent, used_in_words
 from dpllm.privacy import renyi
 from dpllm.privacy.accounting import accountants, compose, count_releases, epsilon, finite
 from dpllm.privacy.events import Event
@@ -48,7 +48,7 @@ def reserve_all(
     records: Fingerprint | None = None,
     derived_from: str | None = None,
     once: bool = False,
-) -> list[Reservation]:
+) -> list[Claim]:
     """Charges whole runs before the first of them starts, or refuses them all and writes nothing.
 
     All have one unit and relation; ``group`` names those of a sweep. Where one asks to be ``final``, all of them are together.
@@ -96,10 +96,8 @@ def reserve_all(
         ]
 
 
-def _enter(
-    ledger: Ledger, dataset: str, account: str, request: RunRequest, cost: float, group: str | None
-) -> Reservation:
-    claim = Reservation(
+def _enter(ledger: Ledger, dataset: str, account: str, request: RunRequest, cost: float, group: str | None) -> Claim:
+    claim = Claim(
         entry=secrets.token_hex(8),  # random, so that an entry means no other run in another ledger
         dataset=account,
         run=request.run,
@@ -120,7 +118,7 @@ def _enter(
 
 def use_reservation(
     ledger: Ledger, entry: str, *, dataset: str, event: Event, num_steps: int, records: Fingerprint | None = None
-) -> Reservation:
+) -> Claim:
     """The place of a run that was reserved before, as one of a group, for the account ``dataset``.
 
     Raises:

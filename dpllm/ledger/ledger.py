@@ -23,8 +23,8 @@ from dpllm.ledger.store import Postgres, SQLite, Store, check_place, default_pat
 from dpllm.ledger.values import (
     Account,
     Budget,
+    Claim,
     Outlook,
-    Reservation,
     Run,
     RunRequest,
     account_of,
@@ -90,7 +90,7 @@ class Ledger:
         *,
         records: Fingerprint | None = None,
         derived_from: str | None = None,
-    ) -> Reservation:
+    ) -> Claim:
         """Charges a whole run before it starts, or refuses it and writes nothing; see ``admission.reserve_all``."""
         return reserve_all(self, dataset, [request], records=records, derived_from=derived_from)[0]
 
@@ -176,7 +176,7 @@ class Ledger:
             self.chain.append("reconcile", claim.dataset, {"entry": entry, "steps": steps, "by": by, "reason": reason})
         return self.run(entry)
 
-    def _claim(self, entry: str) -> tuple[Reservation, int]:
+    def _claim(self, entry: str) -> tuple[Claim, int]:
         """A reservation and the steps that it charged."""
         rows = self.store.rows("SELECT seq, steps FROM progress WHERE entry = ?", entry)
         link = self.chain.numbered(rows[0][0]) if rows else None
@@ -187,7 +187,7 @@ class Ledger:
             )
         return reservation_of(link), rows[0][1]
 
-    def _unfinished(self, entry: str) -> tuple[Reservation, int]:
+    def _unfinished(self, entry: str) -> tuple[Claim, int]:
         claim, steps = self._claim(entry)
         for ended in self.chain.of(claim.dataset, "commit", "reconcile"):
             status = ended.facts.get("status", "reconciled")

@@ -41,7 +41,7 @@ from dpllm.publish.quality import EVALUATION, TRAINING, Beside, Tell, report
 from dpllm.recipe import names
 from dpllm.recipe.config import RunConfig
 from dpllm.run.describe import Opened, opened, refuse_adapter, without_evaluation
-from dpllm.run.payment import Payment
+from dpllm.run.reservation import Reservation
 from dpllm.statement import state
 from dpllm.statement.fields import Lineage
 from dpllm.statement.released import Statistics
@@ -175,7 +175,7 @@ class _Job:
             )
         if not one.steps:
             ledger.charge(entry, 1)
-        self.payment = Payment(entry, ledger)
+        self.reservation = Reservation(entry, ledger)
 
     def _take(self, line: Sequence[int]) -> None:
         """A line of the draft: the number of a text of which a token is about to be drawn; then the same with the token."""
@@ -360,7 +360,7 @@ def _publish(
 
     config, order, source = job.config, job.order, job.source
     columns, model = config.data.control, config.model
-    held = LedgerRecord.pick(job.payment.to_json(source.delta) or {})
+    held = LedgerRecord.pick(job.reservation.to_json(source.delta) or {})
     facts = {
         "rows": len(rows),
         "columns": [*columns, "text"],
@@ -393,4 +393,4 @@ def _publish(
         write_whole(part / ROWS, lines)
         write_inference_card(part, config, state.inferred(facts, job.released))
     assert source.ledger is not None
-    job.payment.finish("completed")
+    job.reservation.finish("completed")

@@ -48,10 +48,10 @@ from dpllm.run.mechanism import (
     make_engine,
     make_optimizer,
 )
-from dpllm.run.payment import Payment, pay
 from dpllm.run.projections import KeptGroups, read_groups
 from dpllm.run.promise import Decision, Start, decide
 from dpllm.run.reference_logprobs import Pairs, referenced
+from dpllm.run.reservation import Reservation, reserve
 from dpllm.run.resume import ResumeState, flat
 from dpllm.run.samples import Samples
 from dpllm.run.screen import tell_lengths
@@ -78,7 +78,7 @@ class Prepared:
     engine: StepEngine  # hooked into the model, and checked
     autocast: Autocast
     sampler: PoissonSampler
-    payment: Payment
+    reservation: Reservation
     checked: Checked  # what the self-check found
     notes: list[str]  # what the card must name
     dropout_off: dict[str, float] | None  # rates that were set to zero; None without privacy, where they hold
@@ -222,7 +222,7 @@ def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, 
         notes = list(dict.fromkeys([*notes, *resumed.noted, *resumed.notes]))
         for note in resumed.notes:
             console.print(f"Resumed: {note}.", markup=False, highlight=False, soft_wrap=True)
-    payment = pay(config, decision, start, run, table) if main else Payment()
+    reservation = reserve(config, decision, start, run, table) if main else Reservation()
     prepared = Prepared(
         decision=decision,
         run=run,
@@ -236,7 +236,7 @@ def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, 
         engine=engine,
         autocast=autocast,
         sampler=sampler,
-        payment=payment,
+        reservation=reservation,
         checked=checked,
         notes=notes,
         dropout_off=dropout_off,
@@ -286,7 +286,7 @@ def _write(
     """What the run directory holds before the first step, of a new run instead of what lay there."""
     run, config, plan, resumed = prepared.run, prepared.config, prepared.plan, prepared.decision.resumed
     with contextlib.ExitStack() as on_failure:
-        on_failure.callback(prepared.payment.close)
+        on_failure.callback(prepared.reservation.close)
         if not resumed:
             run.clear(keep=prepared.units.path)
             run.make()

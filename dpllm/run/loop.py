@@ -76,7 +76,7 @@ def train(
             stack.enter_context(heard_by(screen))
         prepared = prepare(config, start, state, console)  # all that can refuse; last of all the reservation
         screen.end()
-        stack.enter_context(contextlib.closing(prepared.payment))
+        stack.enter_context(contextlib.closing(prepared.reservation))
         recorder = stack.enter_context(Recorder(prepared, started, telemetry, deadline, console, screen, main=main))
         if not prepared.first_step:
             recorder.evaluated(_evaluate(prepared, state), "before")
@@ -120,7 +120,7 @@ def _take_steps(
             for group in prepared.optimizer.param_groups:
                 group["lr"] = rate
             batches, canaries = next(logical_batches)
-            prepared.payment.charge(step + 1)  # written before the update exists
+            prepared.reservation.charge(step + 1)  # written before the update exists
             with memory.explained(prepared.config, prepared.engine.packing):
                 mine = prepared.engine.step(batches, canaries)
             step += 1

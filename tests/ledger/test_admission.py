@@ -15,7 +15,7 @@ from dpllm.cli.ledger import totals
 from dpllm.errors import BudgetExceeded, Refused
 from dpllm.ledger import Ledger, admission, budgets
 from dpllm.ledger.admission import reserve_all
-from dpllm.ledger.values import Account, Reservation, Run
+from dpllm.ledger.values import Account, Claim, Run
 from dpllm.privacy import renyi
 from dpllm.privacy.accounting import compose, dp_sgd_event, epsilon
 from dpllm.privacy.events import Imported, PureDP, SelfComposed
@@ -209,7 +209,7 @@ def test_reconciling_gives_back_what_never_ran_unless_it_was_final(ledger: Ledge
 
 
 def _closed(event, steps: int, num_steps: int = 0) -> Run:
-    claim = Reservation("e", "notes", "a", num_steps, 1.0, DELTA, "patient", "zero_out")
+    claim = Claim("e", "notes", "a", num_steps, 1.0, DELTA, "patient", "zero_out")
     return Run(claim, event, steps, "reconciled", 0.0)
 
 

@@ -15,7 +15,7 @@ from ledger_stores import Place
 
 from dpllm.cli import main
 from dpllm.errors import BudgetExceeded, ConfigError, DpllmError, Refused
-from dpllm.ledger import Budget, Ledger, Reservation, RunRequest, budgets
+from dpllm.ledger import Budget, Claim, Ledger, RunRequest, budgets
 from dpllm.ledger.admission import reserve_all
 from dpllm.ledger.records import Fingerprint, fingerprint
 from dpllm.ledger.values import label_account
@@ -56,7 +56,7 @@ def request(epsilon: float = 1.0, unit: str = "example") -> RunRequest:
     return RunRequest(PureDP(epsilon), 1e-9, 1, unit, "label_changed", "a draw")
 
 
-def reserve(ledger: Ledger, name: str, records: Fingerprint) -> Reservation:
+def reserve(ledger: Ledger, name: str, records: Fingerprint) -> Claim:
     return reserve_all(ledger, name, [request()], records=records, once=True)[0]
 
 
