@@ -84,11 +84,13 @@ def reserve_all(
             raise BudgetExceeded(why, dataset=account.dataset, reason="over_budget")
         return account
 
-    # Composition can take seconds, and the write lock stops everyone else. Costs are remembered, so that what decides, under the
-    # lock, computes only what a rival changed; outside it, rivals could be quicker without end.
-    admitting()
+    # Composition can take seconds, and the write lock stops everyone else, so it is computed first. Where a rival was quicker, it
+    # is computed again under the lock: outside, rivals could be quicker without end.
+    with ledger.chain.moment():
+        seen, account = ledger.chain.length, admitting()
     with ledger.chain.writing():
-        account = admitting()
+        if ledger.chain.length != seen:
+            account = admitting()
         ledger.records.register(dataset, records, derived_from)
         return [
             _enter(ledger, dataset, account.dataset, request, cost, group)

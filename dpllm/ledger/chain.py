@@ -144,6 +144,11 @@ class Chain:
         self._follow()
         return sorted({dataset for dataset, kind in self._index if kind != "adopt"})
 
+    @property
+    def length(self) -> int:
+        """How many links there are, within ``moment`` or ``writing``."""
+        return len(self._links)
+
     def numbered(self, seq: int) -> Entry | None:
         """The link of this number, if there is one."""
         self._follow()

@@ -156,28 +156,6 @@ def test_random_adaptive_sequences_stay_below_the_budget_by_an_accountant_of_the
         assert sum(own.values()) > 0.5 * own_allowance  # so that a filter that admits twice as much would be seen
 
 
-STEPS = st.sampled_from([1, 3, 10, 30, 60, 100, 150, 200])  # few events, which the accountant is asked for once
-
-
-@settings(derandomize=True, deadline=None, max_examples=25)
-@given(runs=st.lists(st.tuples(STEPS, st.sampled_from([0.8, 1.0, 2.0])), min_size=3, max_size=12))
-def test_a_run_that_was_refused_charges_nothing_and_a_smaller_one_may_still_come(runs, tmp_path_factory):
-    with Ledger(tmp_path_factory.mktemp("budget") / "ledger.sqlite") as ledger:
-        found = budgets.set_budget(ledger, "notes", budget(4.0))
-        admitted = []
-        for steps, sigma in runs:
-            event = dp_sgd_event(0.02, sigma, steps)
-            fits = renyi.rdp(compose([*admitted, event]), found.order) <= admission.filter_allowance(found)
-            try:
-                reserve(ledger, event=event, num_steps=steps)
-            except BudgetExceeded:
-                assert not fits
-            else:
-                assert fits
-                admitted.append(event)
-        assert len(ledger.runs("notes")) == len(admitted) > 0
-
-
 def test_what_a_closed_run_gave_back_is_the_chains_to_say(ledger: Ledger, place: Place):
     """Its counter of steps lies beside the chain, where it could be set to none."""
     budgets.set_budget(ledger, "notes", budget(8.0))
