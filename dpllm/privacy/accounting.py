@@ -19,10 +19,10 @@ from pydantic import PlainSerializer, PlainValidator, WithJsonSchema
 
 from dpllm.errors import ConfigError, Refused
 from dpllm.privacy import events
-from dpllm.privacy.events import Event, compose, count_releases, dp_sgd_event, number
+from dpllm.privacy.events import BELOW_ONE, Event, compose, count_releases, dp_sgd_event, number
 from dpllm.privacy.parts import Parts, accountants, parts_of, require
 from dpllm.privacy.privacy_loss import Relation, epsilon_at, privacy_loss
-from dpllm.privacy.renyi import BELOW_ONE, MAX_NOISE_MULTIPLIER, MIN_NOISE_MULTIPLIER, rdp_epsilon
+from dpllm.privacy.renyi import MAX_NOISE_MULTIPLIER, MIN_NOISE_MULTIPLIER, rdp_epsilon
 from dpllm.records import NotNegative, Positive, Record
 
 __all__ = ["beside", "calibrate_noise_multiplier", "cross_check", "curve", "epsilon", "finite", "versions"]

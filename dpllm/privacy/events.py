@@ -24,6 +24,7 @@ References:
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -36,6 +37,7 @@ LEAST_RATE = 1e-12  # below, 1 - q has too few digits left for the loss of a ste
 MOST_RANGE = 100.0
 MAX_GROUP_SIZE, MOST_COUNT = 1024, 10**12  # counts are added up in floating point
 MAX_DEPTH = 32
+BELOW_ONE = math.nextafter(1.0, 0.0)
 
 
 class _Value:
@@ -63,10 +65,14 @@ class _Value:
                     number("bounded_range range", value, LEAST_NOISE, MOST_RANGE, including=True)
                 case "count":
                     integer(f"{self.type} count", value, 0, MOST_COUNT)
-                case "epsilon" | "delta":
-                    number(f"{self.type} {name}", value, 0.0, including=True)
+                case "epsilon":
+                    number(f"{self.type} epsilon", value, 0.0, including=True)
+                case "delta":
+                    number(f"{self.type} delta", value, 0.0, BELOW_ONE, including=True)
                 case "event":
                     check_events(value)
+                    if isinstance(self, PoissonSampled | CyclicPoisson) and not isinstance(value, Gaussian):
+                        raise ConfigError(f"{value.type!r} within {self.type} has no known cost. Use gaussian.")
                 case "events":
                     if not isinstance(value, tuple):
                         raise ConfigError(
@@ -103,10 +109,6 @@ class PoissonSampled(_Value):
     event: Gaussian
     group_size: int = 1
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _refuse_within(self)
-
     def to_json(self) -> dict[str, Any]:
         """Groups have a type of their own, so that no reader who knows single things alone takes one for the other."""
         stored = super().to_json()
@@ -125,10 +127,6 @@ class CyclicPoisson(_Value):
     count: int
     probability: float
     event: Gaussian
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _refuse_within(self)
 
 
 @dataclass(frozen=True)
@@ -155,11 +153,6 @@ class Imported(_Value):
     type = "imported"
     epsilon: float
     delta: float
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.delta >= 1:
-            raise ConfigError(f"imported delta is {self.delta:g}, which is no guarantee. Set a number below 1.")
 
 
 @dataclass(frozen=True)
@@ -302,8 +295,3 @@ def check_events(*parts: Event) -> None:
                 f"{str(part)[:50]!r} is not an accounting event, so its privacy cost is unknown. Build one, or read one from "
                 "JSON, with dpllm.privacy.events."
             )
-
-
-def _refuse_within(outer: PoissonSampled | CyclicPoisson) -> None:
-    if not isinstance(outer.event, Gaussian):
-        raise ConfigError(f"{outer.event.type!r} within {outer.type} has no known cost. Use gaussian.")

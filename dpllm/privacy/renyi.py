@@ -25,7 +25,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from dpllm.privacy.bounded_range import zcdp
-from dpllm.privacy.events import Event, number
+from dpllm.privacy.events import BELOW_ONE, Event, number
 from dpllm.privacy.parts import Parts, SampledSums, dp_event_of, parts_of, require
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 ORDERS = tuple(n / 10 for n in range(11, 110)) + tuple(float(n) for n in range(11, 65))
 MIN_NOISE_MULTIPLIER, MAX_NOISE_MULTIPLIER = 0.05, 1e4  # what calibration considers
 LEAST = 2.0**-40  # divergence of one sampled sum: beside 1, a float has few digits of less, and none at q below 1e-8
-BELOW_ONE = math.nextafter(1.0, 0.0)
 SUM = 1e30  # an order at which a release of known epsilon costs that epsilon, and the conversion nothing
 
 
