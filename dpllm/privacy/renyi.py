@@ -9,7 +9,7 @@ bound the whole.
 
 References:
     Feldman and Zrnic 2021, "Individual Privacy Accounting via a Renyi Filter" (arXiv 2008.11193), theorem 4.5.
-    Canonne, Kamath and Steinke 2020, "The Discrete Gaussian for Differential Privacy" (arXiv 2004.00010), proposition 12.
+    Canonne, Kamath and Steinke 2020, "The Discrete Gaussian for Differential Privacy" (arXiv 2004.00010).
     Mironov, Talwar and Zhang 2019, "Renyi Differential Privacy of the Sampled Gaussian Mechanism".
 """
 
@@ -68,9 +68,15 @@ def divergence(parts: Parts, order: float) -> float:
 
 
 def allowance(epsilon: float, delta: float, order: float) -> float:
-    """The largest Renyi divergence at `order` > 1 that implies (epsilon, delta)-DP; below 0 where none does."""
+    """The largest Renyi divergence at `order` > 1 that implies (epsilon, delta)-DP; below 0 where none does.
+
+    References:
+        Canonne, Kamath and Steinke 2020, proposition 12: what is between a Renyi divergence and epsilon.
+    """
     number("epsilon", epsilon, 0.0)
-    return epsilon - _conversion(delta, order)
+    number("delta", delta, 0.0, BELOW_ONE)
+    number("order", order, 1.0)
+    return epsilon - (math.log1p(-1 / order) - math.log(delta * order) / (order - 1))
 
 
 def filter_order(epsilon: float, delta: float) -> float:
@@ -102,27 +108,14 @@ def rdp_epsilon(parts: Parts, delta: float) -> float:
     it imports therefore comes off the delta at which the rest is stated.
     """
     from dp_accounting.rdp import compute_epsilon
+    from dp_accounting.rdp.rdp_privacy_accountant import DEFAULT_RDP_ORDERS
 
     left = delta - sum(part.delta * part.times for part in parts.bounds)
     if left <= 0:
         return math.inf
-    orders = _default_orders()
+    orders = tuple(map(float, DEFAULT_RDP_ORDERS))
     with _quiet():
         return float(compute_epsilon(orders, _curve(parts, orders), left)[0])
-
-
-def _conversion(delta: float, order: float) -> float:
-    """What is between a Renyi divergence and epsilon (Canonne, Kamath and Steinke 2020, proposition 12)."""
-    number("delta", delta, 0.0, BELOW_ONE)
-    number("order", order, 1.0)
-    return math.log1p(-1 / order) - math.log(delta * order) / (order - 1)
-
-
-@lru_cache(maxsize=1)
-def _default_orders() -> tuple[float, ...]:
-    from dp_accounting.rdp.rdp_privacy_accountant import DEFAULT_RDP_ORDERS
-
-    return tuple(float(order) for order in DEFAULT_RDP_ORDERS)
 
 
 @lru_cache(maxsize=65_536)
