@@ -128,13 +128,13 @@ def trained_by_dpllm(variant: str, known: argparse.Namespace, config: Any, pipe:
     prepared = prepare(config, Start(), state, Console(quiet=True))
     pipe.send("ready")
     step = 0
-    with contextlib.closing(prepared.payment):
+    with contextlib.closing(prepared.reservation):
         for _ in range(known.repetitions + 1):
             pipe.recv()
             begun, rows = time.perf_counter(), 0
             for _ in range(known.steps):
                 batches, canaries = _next_batches(prepared, state)
-                prepared.payment.charge(step + 1)
+                prepared.reservation.charge(step + 1)
                 prepared.engine.step(batches, canaries)
                 rows += sum(len(batch.rows) for batch in batches)
                 step += 1

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from dpllm.privacy.accounting import calibrate_noise_multiplier, compose, dp_sgd_event, stated
+from dpllm.privacy.accounting import calibrate_noise_multiplier, compose, dp_sgd_event, epsilon
 from dpllm.privacy.renyi import ORDERS, Fit, allowance, filter_order, rdp, smallest_noise_multiplier
 
 RATE, STEPS, DELTA, NOISE = 0.02, 150, 1e-5, 0.8
@@ -35,11 +35,11 @@ def equal_runs(budget: float, runs: int) -> tuple[float, float]:
 
 def many_runs(budget: float) -> tuple[int, int, int]:
     """How many runs of noise 0.8 a budget admits: by sums of epsilons, by the filter, as one final group."""
-    alone = stated(event(NOISE), DELTA, "zero_out")[0]
+    alone = epsilon(event(NOISE), DELTA, "zero_out")
     order = filter_order(budget, DELTA)
     by_filter = int(allowance(budget, DELTA, order) / rdp(event(NOISE), order))
     final = 0
-    while stated(event(NOISE, final + 1), DELTA, "zero_out")[0] <= budget:
+    while epsilon(event(NOISE, final + 1), DELTA, "zero_out") <= budget:
         final += 1
     return int(budget / alone), by_filter, final
 

@@ -12,7 +12,8 @@ import yaml
 from dpllm.card.card import compose
 from dpllm.card.claim import statement_of
 from dpllm.files import write_json
-from dpllm.privacy.plan import Mechanism, Plan, noise_scale
+from dpllm.privacy.noise import noise_scale
+from dpllm.privacy.plan import Mechanism, Plan
 from dpllm.recipe import names
 from dpllm.recipe.config import RunConfig, dump_config
 from dpllm.run.directory import RunDir

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 from dpllm.canaries import canaries
-from dpllm.privacy import stream
+from dpllm.privacy import noise
 from dpllm.publish import inference
 
 SEED = "DPLLM_TEST_SEED"
@@ -27,6 +27,6 @@ def from_seed(*words: object) -> Iterator[None]:
     draws = random.Random(repr((os.environ.get(SEED, "0"), *words)))
     ours = SimpleNamespace(randbits=draws.getrandbits, randbelow=draws.randrange, SystemRandom=lambda: draws)
     with contextlib.ExitStack() as patches:
-        for module in (stream, canaries, inference):
+        for module in (noise, canaries, inference):
             patches.enter_context(mock.patch.object(module, "secrets", ours))
         yield

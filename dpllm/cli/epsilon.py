@@ -66,34 +66,28 @@ def answer_to(known: argparse.Namespace) -> dict[str, Any]:
         ConfigError: a number out of range, or numbers that do not go together.
         Refused: delta is not below 1/N, or the batch is larger than the data.
     """
-    from dpllm import ledger
     from dpllm.privacy import accounting, events, limits
-    from dpllm.privacy.plan import CURVE_DELTAS
+    from dpllm.privacy.plan import CURVE_DELTAS, noise_multiplier_for, steps_event
+    from dpllm.privacy.schedule import make_schedule
 
     size, batch, group, relation = known.dataset_size, known.batch_size, known.group_size, known.relation
-    steps, delta, bands = _steps(known), _delta(known), known.bands
-    rate, in_group = batch / size, bands * batch / size
-    sigma = known.noise_multiplier
+    steps, delta, bands, sigma = _steps(known), _delta(known), known.bands, known.noise_multiplier
+    schedule = make_schedule(size, batch, steps)
     if sigma is None:
-        cache = ledger.default_path().parent / "calibration"
-        rounds = -(-steps // bands)
-        sigma = accounting.calibrate_noise_multiplier(known.epsilon, delta, in_group, rounds, relation, cache, group)
-    event: events.RunEvent = events.dp_sgd_event(rate, sigma, steps, group)
-    if bands > 1:
-        event = events.CyclicPoisson(bands, steps, in_group, events.Gaussian(sigma))
-    value, accountant = accounting.stated(event, delta, relation)
+        sigma = noise_multiplier_for(known.epsilon, delta, schedule, relation, bands, group_size=group)
+    event = steps_event(sigma, schedule, group, bands)
     if known.accountant is not None:  # one that cannot answer, such as gdp, is refused with the reason
         accounting.epsilon(event, delta, relation, known.accountant)
     epochs = math.ceil(Fraction(steps * batch, size) if known.epochs is None else Fraction(known.epochs))
     shuffled = events.SelfComposed(epochs, events.Gaussian(sigma / group))
     answer = {
-        "epsilon": value,
+        "epsilon": accounting.epsilon(event, delta, relation),
         "delta": delta,
-        "accountant": accountant,
+        "accountant": "pld",
         "relation": relation,
         "dataset_size": size,
         "batch_size": batch,
-        "sampling_rate": rate,
+        "sampling_rate": schedule.sampling_rate,
         "num_steps": steps,
         "noise_multiplier": sigma,
         "target_epsilon": known.epsilon,
@@ -103,14 +97,14 @@ def answer_to(known: argparse.Namespace) -> dict[str, Any]:
         "curve": accounting.curve(event, relation, sorted({*CURVE_DELTAS, delta}, reverse=True)),
         "limits": limits.attacker_limits_of(event, relation),
         "one_unit": None,
-        "shuffled": {"epsilon": accounting.stated(shuffled, delta, relation)[0], "epochs": epochs}
+        "shuffled": {"epsilon": accounting.epsilon(shuffled, delta, relation), "epochs": epochs}
         if bands == 1
         else None,
         "event": event.to_json(),
         "software": accounting.versions(),
     }
     if group > 1:
-        answer["one_unit"] = accounting.epsilon(events.dp_sgd_event(rate, sigma, steps), delta, relation)
+        answer["one_unit"] = accounting.epsilon(steps_event(sigma, schedule, 1, bands), delta, relation)
     return dict(as_json(answer))
 
 
@@ -151,18 +145,15 @@ def _steps(known: argparse.Namespace) -> int:
 
 
 def _delta(known: argparse.Namespace) -> float:
-    from dpllm.privacy.plan import auto_delta, check_delta
+    from dpllm.privacy.plan import resolved_delta
 
-    if known.delta == "auto":
-        return auto_delta(known.dataset_size)
     try:
-        delta = float(known.delta)
+        wanted = known.delta if known.delta == "auto" else float(known.delta)
     except ValueError:
-        delta = math.nan
-    if not 0 < delta < 1:
-        raise ConfigError(f"--delta is {known.delta!r}. Type auto, or a number above 0 and below 1/N, such as 1e-6.")
-    check_delta(delta, known.dataset_size, "--delta")
-    return delta
+        raise ConfigError(
+            f"--delta is {known.delta!r}. Type auto, or a number above 0 and below 1/N, such as 1e-6."
+        ) from None
+    return resolved_delta(wanted, 1.0, known.dataset_size, "--delta")
 
 
 def _show(answer: dict[str, Any]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import re
 import time
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpllm.cli.plan import by_this_user, show, take_json, take_ledger, writing
-from dpllm.errors import ConfigError, LedgerContradiction, Refused
+from dpllm.errors import ConfigError, LedgerContradiction
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -102,8 +101,6 @@ def run(known: argparse.Namespace, rest: list[str]) -> int:
         where = known.ledger or default_path()
         raise ConfigError(f"{where}: no ledger there yet; the first private run makes one. Name another with --ledger.")
     with ledger, ledger.counting():
-        if known.action not in ("verify", "export", "show", "metrics", "adopt"):
-            ledger.refuse_if_tampered()
         code: int = globals()[f"_{known.action}"](ledger, known)
         return code
 
@@ -242,7 +239,7 @@ def _overview(overview: dict[str, Any]) -> Group:
 def totals(ledger: Ledger, dataset: str) -> list[str]:
     """How much of a dataset's budget is used, or without one or after a final run what all runs come to; then the rest."""
     from dpllm.ledger import admission
-    from dpllm.ledger.reserving import group_total
+    from dpllm.ledger.admission import group_total
     from dpllm.ledger.values import used_in_words
 
     account = ledger.account(dataset)
@@ -255,15 +252,11 @@ def totals(ledger: Ledger, dataset: str) -> list[str]:
             fit = f"; {admission.how_many(account, last.event)} more like run {last.reservation.run} fit"
         lines.append(f"{used_in_words(share, budget)}{fit}.")
     else:
-        try:
-            spent = ledger.spent(dataset)
-            total = f"epsilon {spent:.4f}"
-        except Refused:  # imports may be of kinds that no accountant knows together
-            spent, total = math.inf, "no epsilon that an accountant knows"
+        spent = ledger.spent(dataset)
         exact = account.final and not account.imports  # an import may have been chosen after the final run's results
         how = "closed by a final reservation: exactly" if exact else "as if fixed in advance:"
         exceeds = ", which exceeds the budget" if budget and spent > budget.epsilon else ""
-        lines.append(f"All runs, {how} {total}{exceeds}.")
+        lines.append(f"All runs, {how} epsilon {spent:.4f}{exceeds}.")
     lines.append(f"Budget: {budget}." if budget else "No budget is set: runs are charged without a limit.")
     for name, runs in account.groups().items():
         group, done = group_total(account, name), sum(run.state == "completed" for run in runs)

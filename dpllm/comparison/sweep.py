@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 from dpllm import ledger
 from dpllm.errors import ConfigError, DpllmError, Refused
 from dpllm.files import digest, read_json, write_json
-from dpllm.ledger import RunRequest, dataset_policy, reserving
+from dpllm.ledger import RunRequest, admission, dataset_policy
+from dpllm.privacy import guards
 from dpllm.privacy.plan import Plan
 from dpllm.recipe import derived, names
 from dpllm.recipe.config import RunConfig, load_config
@@ -209,7 +210,7 @@ def _reserve(points: Sequence[Point], root: Path, state: dict[str, Any]) -> tupl
                     f"data.train ({config.data.train}) changed while the sweep was planned, so its runs would be reserved for "
                     "other records than were counted. Start again, and do not change the file meanwhile."
                 )
-            reserving.reserve_all(
+            admission.reserve_all(
                 book,
                 policy.dataset,
                 requests,
@@ -245,7 +246,6 @@ def _check_model(config: RunConfig) -> None:
     import torch
 
     from dpllm.model.loading import check_length, load_tokenizer
-    from dpllm.privacy import guards
     from dpllm.run.footprint import skeleton
 
     load_tokenizer(config.model)

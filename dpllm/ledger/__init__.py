@@ -18,6 +18,6 @@ Guarantee:
 from dpllm.ledger.chain import Entry
 from dpllm.ledger.ledger import Ledger, open_ledger
 from dpllm.ledger.store import default_path
-from dpllm.ledger.values import Budget, Outlook, Reservation, Run, RunRequest
+from dpllm.ledger.values import Budget, Claim, Outlook, Run, RunRequest
 
-__all__ = ["Budget", "Entry", "Ledger", "Outlook", "Reservation", "Run", "RunRequest", "default_path", "open_ledger"]
+__all__ = ["Budget", "Claim", "Entry", "Ledger", "Outlook", "Run", "RunRequest", "default_path", "open_ledger"]

@@ -1,11 +1,12 @@
-"""Whether runs fit a budget, and which share of it is used.
+"""Whether runs fit a budget, and their charge before they start: one, or all runs of a tuning group, or none of them.
 
-Comes in: one dataset as the chain has it, and events. Goes out: a refusal in words, or nothing. Must not write.
+Comes in: a ledger, and the events of runs that have not started. Goes out: reservations, or a refusal that writes nothing.
 
 A Renyi filter at one order, which follows from the budget (``renyi.filter_order``), holds every account. Runs are admitted while
 the Renyi divergences at that order of everything reserved add up to at most the allowance, which is the budget's epsilon less
 the price of the conversion at its delta. A group costs the sum of its runs. Each run may be chosen after seeing all results
-before it.
+before it. Choosing among the runs of a group costs nothing beyond their total, as long as the choice looks at nothing but what
+they released. A choice by an un-noised figure of private evaluation data is outside it.
 
 The one exception is ``final``: the first reservation on an account, of a run or a group, is admitted by its exact total by PLD,
 and closes the account for good. So everything that this total covers was fixed before the first result.
@@ -19,14 +20,149 @@ References:
 from __future__ import annotations
 
 import math
+import secrets
+import time
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
-from dpllm.ledger.values import Account, Budget, RunRequest, percent, used_in_words
+from dpllm.errors import BudgetExceeded, ConfigError, Refused
+from dpllm.ledger.records import Fingerprint
+from dpllm.ledger.values import Account, Budget, Claim, RunRequest, check_name, percent, used_in_words
 from dpllm.privacy import renyi
-from dpllm.privacy.accounting import accountants, compose, stated
+from dpllm.privacy.accounting import accountants, compose, count_releases, epsilon, finite
 from dpllm.privacy.events import Event
-from dpllm.privacy.parts import imported_delta, without_delta
+from dpllm.privacy.parts import imported_delta, parts_of
+
+if TYPE_CHECKING:
+    from dpllm.ledger.ledger import Ledger
+
+
+def reserve_all(
+    ledger: Ledger,
+    dataset: str,
+    requests: Sequence[RunRequest],
+    *,
+    group: str | None = None,
+    records: Fingerprint | None = None,
+    derived_from: str | None = None,
+    once: bool = False,
+) -> list[Claim]:
+    """Charges whole runs before the first of them starts, or refuses them all and writes nothing.
+
+    All have one unit and relation; ``group`` names those of a sweep. Where one asks to be ``final``, all of them are together.
+    The name ``dataset`` stands for ``records``; a subset or a changed copy is charged to the dataset that it is ``derived_from``.
+    With ``once``, they must be the first to be charged for any of these ``records``.
+
+    Raises:
+        BudgetExceeded: The budget does not admit all of them, or the account is closed by a final reservation.
+        Refused: Another unit or relation than before, or a chain that was tampered with.
+        ConfigError: An event is malformed or pays for too few steps, or the group has runs already.
+
+    Guarantee:
+        The check and the charge are one transaction: however many processes reserve at once, what they reserve together
+        is within the budget, nothing joins a final reservation, and of a group either every run has its place or none has.
+    """
+    check_name(dataset)
+    [(unit, relation)] = {(request.unit, request.relation) for request in requests}
+    costs = [_cost(dataset, request) for request in requests]
+    final = any(request.final for request in requests)
+    requests = [replace(request, final=final) for request in requests]
+    ledger.refuse_if_tampered()
+
+    def admitting() -> Account:
+        if once and records is not None:
+            ledger.records.refuse_released(records)
+        account = ledger.account(ledger.records.charged_to(dataset, derived_from))
+        ledger.same_unit(account.dataset, unit, relation)
+        if group in account.groups():
+            raise ConfigError(
+                f"tuning group {group!r} has its runs already, and they were fixed together. Resume the sweep, or start another."
+            )
+        if why := refusal(account, requests):
+            raise BudgetExceeded(why, dataset=account.dataset, reason="over_budget")
+        return account
+
+    # Composition can take seconds, and the write lock stops everyone else, so it is computed first. Where a rival was quicker, it
+    # is computed again under the lock: outside, rivals could be quicker without end.
+    with ledger.chain.moment():
+        seen, account = ledger.chain.length, admitting()
+    with ledger.chain.writing():
+        if ledger.chain.length != seen:
+            account = admitting()
+        ledger.records.register(dataset, records, derived_from)
+        return [
+            _enter(ledger, dataset, account.dataset, request, cost, group)
+            for request, cost in zip(requests, costs, strict=True)
+        ]
+
+
+def _enter(ledger: Ledger, dataset: str, account: str, request: RunRequest, cost: float, group: str | None) -> Claim:
+    claim = Claim(
+        entry=secrets.token_hex(8),  # random, so that an entry means no other run in another ledger
+        dataset=account,
+        run=request.run,
+        num_steps=request.num_steps,
+        epsilon=cost,
+        delta=request.delta,
+        unit=request.unit,
+        relation=request.relation,
+        group=group,
+        flaw=request.flaw,
+        final=request.final,
+    )
+    facts = {key: value for key, value in asdict(claim).items() if value is not None}
+    seq = ledger.chain.append("reserve", account, {**facts, "event": request.event.to_json(), "data": dataset})
+    ledger.store.rows("INSERT INTO progress VALUES (?, ?, 0, ?)", claim.entry, seq, time.time())
+    return claim
+
+
+def use_reservation(
+    ledger: Ledger, entry: str, *, dataset: str, event: Event, num_steps: int, records: Fingerprint | None = None
+) -> Claim:
+    """The place of a run that was reserved before, as one of a group, for the account ``dataset``.
+
+    Raises:
+        Refused: Another run has begun with it, it is closed, or it was reserved for something else or other records.
+        ConfigError: This ledger has no such reservation.
+    """
+    ledger.refuse_if_tampered()
+    run = ledger.run(entry)
+    claim = run.reservation
+    if run.state != "reserved" or run.steps:
+        raise Refused(
+            f"reservation {entry} of run {claim.run!r} is {run.state} after {run.steps} of {claim.num_steps} steps, so no run "
+            "can begin with it. Resume the run that did, or start another sweep, which reserves its own."
+        )
+    if (claim.dataset, run.event, claim.num_steps) != (dataset, event, num_steps):
+        raise Refused(
+            f"reservation {entry} was made for other data, noise, sampling rate or steps than this run has, and what runs must "
+            "be what is accounted. Put recipe and data back as they were, or start another sweep."
+        )
+    registered = ledger.records.of_account(dataset)
+    if records is not None and registered and records.digest not in registered:
+        raise Refused(
+            f"data.train no longer holds the records that reservation {entry} was made for, so its steps would be charged to "
+            "other people's data. Put the file of that time back, or start another sweep."
+        )
+    return claim
+
+
+def _cost(dataset: str, request: RunRequest) -> float:
+    paid = count_releases(request.event)
+    if not 0 <= request.num_steps <= paid:
+        raise ConfigError(
+            f"the event pays for {paid} steps of a run on {dataset!r} that has {request.num_steps}: "
+            "what runs must be what is accounted. Build both from one Plan."
+        )
+    alone = epsilon(request.event, request.delta, request.relation)
+    if math.isinf(alone):
+        raise Refused(
+            f"no finite epsilon can be certified at delta {request.delta:g}, so nothing can be charged."
+            " Raise privacy.delta or privacy.noise_multiplier."
+        )
+    return alone
 
 
 def order_of(budget: Budget) -> float:
@@ -52,8 +188,7 @@ def filter_spent(account: Account, order: float) -> float:
 def divergence(event: Event, order: float) -> float:
     """The Renyi divergence of one run as the filter counts it; infinite where none is known."""
     # The delta of imported runs does not enter it: it is set aside from the budget's.
-    pure = without_delta(event)
-    return renyi.rdp(pure, order) if "rdp" in accountants(pure) else math.inf
+    return renyi.divergence(parts_of(event), order) if "rdp" in accountants(event) else math.inf
 
 
 def delta_imported(account: Account, *wanted: Event) -> float:
@@ -95,13 +230,13 @@ def refusal(account: Account, requests: Sequence[RunRequest]) -> str | None:
             f"dataset {account.dataset!r} was closed for good by run {account.runs[0].reservation.run!r}, which was final: "
             "its exact total holds only where nothing follows. Use other data."
         )
-    if any(one.final for one in requests):
+    if any(request.final for request in requests):
         return _over_exact(account, requests)
     return _over_filter(account, account.budget, requests) if account.budget else None
 
 
 def _exact(budget: Budget, requests: Sequence[RunRequest]) -> float:
-    return stated(compose([one.event for one in requests]), budget.delta, budget.relation)[0]
+    return epsilon(compose([request.event for request in requests]), budget.delta, budget.relation)
 
 
 def _over_exact(account: Account, requests: Sequence[RunRequest]) -> str | None:
@@ -123,12 +258,12 @@ def _over_filter(account: Account, budget: Budget, requests: Sequence[RunRequest
     left, whole = filter_left(account), filter_allowance(budget)
     assert left is not None
     whose, many = f"dataset {account.dataset!r}", len(requests)
-    if delta_imported(account, *(one.event for one in requests)) > budget.import_delta:
+    if delta_imported(account, *(request.event for request in requests)) > budget.import_delta:
         return (
             f"{whose}: imported runs spent more delta than the {budget.import_delta:g} that was set aside for them, so nothing "
             "more is admitted. Use other data."
         )
-    costs = [divergence(one.event, left.order) for one in requests]
+    costs = [divergence(request.event, left.order) for request in requests]
     together = math.fsum(costs)
     if together <= left.allowance:
         return None
@@ -168,3 +303,30 @@ def how_many(account: Account, *events: Event) -> int | None:
         return None
     cost = math.fsum(divergence(event, left.order) for event in events)
     return math.floor(max(0.0, left.allowance) / cost) if cost > 0 else 0
+
+
+def group_total(account: Account, name: str) -> dict[str, Any]:
+    """What all runs of a tuning group come to, in full, at the budget's delta or else the largest that a run states.
+
+    Guarantee:
+        The runs were fixed before the first of them, so that their composition by PLD holds for all of them together.
+    """
+    runs = account.groups()[name]
+    delta = account.budget.delta if account.budget else max(run.reservation.delta for run in runs)
+    total = epsilon(compose([run.event for run in runs]), delta, runs[0].reservation.relation)
+    return {"name": name, "runs": len(runs), "epsilon": total, "delta": delta}
+
+
+def comes_to(account: Account, spent: float, group: str | None) -> dict[str, Any]:
+    """What run.json and the card say of an account whose runs come to epsilon ``spent`` by PLD, and of a group of them."""
+    budget, share = account.budget, used(account)
+    if account.flaws():
+        share, spent = None, math.inf
+    return {
+        "budget": {"epsilon": budget.epsilon, "delta": budget.delta, "order": budget.order} if budget else None,
+        "final": account.final,
+        "used": None if share is None else finite(share),
+        "spent_epsilon": finite(spent),
+        "imported": len(account.imports),
+        "group": group_total(account, group) if group is not None else None,
+    }

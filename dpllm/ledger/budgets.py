@@ -13,7 +13,7 @@ from dpllm.ledger import admission
 from dpllm.ledger.ledger import Ledger
 from dpllm.ledger.records import Fingerprint
 from dpllm.ledger.values import Account, Budget, check_name, check_person
-from dpllm.privacy.accounting import Event, Relation, stated
+from dpllm.privacy.accounting import Event, Relation, epsilon
 from dpllm.privacy.parts import imported_delta
 
 
@@ -100,7 +100,7 @@ def import_run(
         raise ConfigError(f"an import needs a unit, and one of the relations {', '.join(get_args(Relation))}.")
     if relation == "label_changed" and imported_delta(event):
         raise ConfigError("epsilons of labels add up where none has a delta. Enter one that holds with --delta 0.")
-    stated(event, 1e-5, relation)  # refuses what is malformed, and what no accountant can add up later
+    epsilon(event, 1e-5, relation)  # refuses what is malformed, and what no accountant can add up later
     ledger.refuse_if_tampered()
     with ledger.chain.writing():
         name = ledger.records.account_name(dataset)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dpllm.errors import ConfigError, Refused
-from dpllm.ledger import place
+from dpllm.ledger import ledger_identity
 from dpllm.ledger.store import SCHEMA_VERSION, Store
 
 GENESIS = "0" * 64
@@ -144,18 +144,23 @@ class Chain:
         self._follow()
         return sorted({dataset for dataset, kind in self._index if kind != "adopt"})
 
-    def since(self, length: int) -> list[Entry]:
-        """Links after the first ``length``."""
+    @property
+    def length(self) -> int:
+        """How many links there are, within ``moment`` or ``writing``."""
+        return len(self._links)
+
+    def numbered(self, seq: int) -> Entry | None:
+        """The link of this number, if there is one."""
         self._follow()
-        return self._links[length:]
+        return self._links[seq - 1] if 0 < seq <= len(self._links) else None
 
     @contextmanager
-    def moment(self) -> Iterator[int]:
-        """Inside, all links are those of one moment; as many as it says."""
+    def moment(self) -> Iterator[None]:
+        """Inside, all links are those of one moment."""
         self._follow()
         self._holds += 1
         try:
-            yield len(self._links)
+            yield
         finally:
             self._holds -= 1
 
@@ -192,8 +197,8 @@ class Chain:
         before = None
         try:
             with self.store.write():
-                if adopting or not place.is_bound(self.store):
-                    place.bind(self.store)
+                if adopting or not ledger_identity.is_bound(self.store):
+                    ledger_identity.bind(self.store)
                 self._catch_up()
                 before = list(self._links)
                 self._holds += 1

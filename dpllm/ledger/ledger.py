@@ -15,23 +15,23 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from dpllm.errors import ConfigError, Refused
-from dpllm.ledger import admission, place
+from dpllm.ledger import admission, ledger_identity
+from dpllm.ledger.admission import reserve_all
 from dpllm.ledger.chain import Chain, Entry
 from dpllm.ledger.records import Fingerprint, Records
-from dpllm.ledger.reserving import reserve_all
 from dpllm.ledger.store import Postgres, SQLite, Store, check_place, default_path
 from dpllm.ledger.values import (
     Account,
     Budget,
+    Claim,
     Outlook,
-    Reservation,
     Run,
     RunRequest,
     account_of,
     check_person,
     reservation_of,
 )
-from dpllm.privacy.accounting import Relation, compose, stated
+from dpllm.privacy.accounting import Relation, compose, epsilon
 
 
 def open_ledger(location: str | os.PathLike[str] | None, *, create: bool = True) -> Ledger | None:
@@ -90,8 +90,8 @@ class Ledger:
         *,
         records: Fingerprint | None = None,
         derived_from: str | None = None,
-    ) -> Reservation:
-        """Charges a whole run before it starts, or refuses it and writes nothing; see ``reserving.reserve_all``."""
+    ) -> Claim:
+        """Charges a whole run before it starts, or refuses it and writes nothing; see ``admission.reserve_all``."""
         return reserve_all(self, dataset, [request], records=records, derived_from=derived_from)[0]
 
     def charge(self, entry: str, step: int) -> None:
@@ -176,18 +176,18 @@ class Ledger:
             self.chain.append("reconcile", claim.dataset, {"entry": entry, "steps": steps, "by": by, "reason": reason})
         return self.run(entry)
 
-    def _claim(self, entry: str) -> tuple[Reservation, int]:
+    def _claim(self, entry: str) -> tuple[Claim, int]:
         """A reservation and the steps that it charged."""
         rows = self.store.rows("SELECT seq, steps FROM progress WHERE entry = ?", entry)
-        links = self.chain.since(rows[0][0] - 1)[:1] if rows else []
-        if not links or links[0].kind != "reserve" or links[0].facts["entry"] != entry:
+        link = self.chain.numbered(rows[0][0]) if rows else None
+        if link is None or link.kind != "reserve" or link.facts["entry"] != entry:
             raise ConfigError(
                 f"ledger {self.location} has no reservation {entry!r}, so its steps cannot be charged. "
                 "Set privacy.ledger to the ledger that the run was started with."
             )
-        return reservation_of(links[0]), rows[0][1]
+        return reservation_of(link), rows[0][1]
 
-    def _unfinished(self, entry: str) -> tuple[Reservation, int]:
+    def _unfinished(self, entry: str) -> tuple[Claim, int]:
         claim, steps = self._claim(entry)
         for ended in self.chain.of(claim.dataset, "commit", "reconcile"):
             status = ended.facts.get("status", "reconciled")
@@ -229,7 +229,7 @@ class Ledger:
             known = (run.reservation.delta for run in account.runs)
             delta = account.budget.delta if account.budget else max(known, default=1e-5)
         said = self.chain.of(account.dataset, "budget", "reserve", "import")
-        return stated(compose(events), delta, wanted[0].relation if wanted else said[-1].facts["relation"])[0]
+        return epsilon(compose(events), delta, wanted[0].relation if wanted else said[-1].facts["relation"])
 
     def used(self, dataset: str) -> float | None:
         """The share of its budget that is used; see ``admission.used``."""
@@ -333,7 +333,7 @@ class Ledger:
 
     def refuse_if_tampered(self) -> None:
         """Refuses a copy, and where something else than dpllm changed the chain, or the records, which are checked once."""
-        place.is_bound(self.store)
+        ledger_identity.is_bound(self.store)
         self.chain.refuse(self.chain.verify())
         if not self._checked_records:
             self.chain.refuse(self.records.verify())

@@ -20,7 +20,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from dpllm.errors import ConfigError, Refused
 from dpllm.files import make_lockable
-from dpllm.ledger.place import Spot
+from dpllm.ledger.ledger_identity import LedgerIdentity
 
 SCHEMA_VERSION = 4
 TABLES = {  # table -> columns
@@ -102,15 +102,9 @@ def _create(tables: Iterable[str], **types: str) -> list[str]:
 
 
 def _check_version(store: Store) -> None:
-    found = [value for (value,) in store.rows("SELECT value FROM meta WHERE key = 'schema_version'")]
-    if found in (["1"], ["2"], ["3"]):
-        raise Refused(
-            f"ledger {store.location} is of version {found[0]}, and this dpllm does not read it. Let the dpllm that wrote it say "
-            "what is spent, and enter that in a new ledger: dpllm ledger import NAME --epsilon E --delta D --ledger FILE "
-            "--by NAME --reason WHY."
-        )
-    if found != [str(SCHEMA_VERSION)]:
-        raise store.unusable(f"its schema version is {found}, and this dpllm knows {SCHEMA_VERSION}")
+    versions = [value for (value,) in store.rows("SELECT value FROM meta WHERE key = 'schema_version'")]
+    if versions != [str(SCHEMA_VERSION)]:
+        raise store.unusable(f"it is of version {', '.join(versions)}, and this dpllm reads version {SCHEMA_VERSION}")
 
 
 class SQLite:
@@ -122,8 +116,7 @@ class SQLite:
         It lies on a local disk: the locks of SQLite do not hold on most network file systems.
 
         Raises:
-            ConfigError: The path cannot be written, or holds something other than a ledger.
-            Refused: It is a ledger of an earlier version.
+            ConfigError: The path cannot be written, or holds something other than a ledger of this version.
         """
         self.location = str(path)
         if read_only:
@@ -135,7 +128,7 @@ class SQLite:
             make_lockable(path)
             self._path, self._file = path.absolute(), os.stat(path)
             device, number = str(self._file.st_dev), str(self._file.st_ino)
-            self.spot = Spot(path=str(path.resolve()), host=platform.node(), device=device, file=number)
+            self.identity = LedgerIdentity(path=str(path.resolve()), host=platform.node(), device=device, file=number)
             self._db = sqlite3.connect(path, timeout=PATIENCE, isolation_level=None)
         except (OSError, sqlite3.Error) as error:
             raise self.unusable(getattr(error, "strerror", error)) from error
@@ -304,12 +297,12 @@ class Postgres:
                 self.rows("SET default_transaction_read_only = on")
             else:
                 self._create()
-                self.spot = self._find_spot()
+                self.identity = self._find_identity()
         except BaseException:
             self._db.close()
             raise
 
-    def _find_spot(self) -> Spot:
+    def _find_identity(self) -> LedgerIdentity:
         path, number = self.rows(
             "SELECT current_database() || '/' || current_schema(), concat_ws(':', system_identifier, "
             "(SELECT oid FROM pg_database WHERE datname = current_database()), 'entries'::regclass::oid) FROM pg_control_system()"
@@ -317,7 +310,7 @@ class Postgres:
         host = self._db.info.host
         if host.startswith("/") or host in ("localhost", "127.0.0.1", "::1"):  # which every machine calls itself
             host = platform.node()
-        return Spot(path=path, host=f"{host}:{self._db.info.port}", device="", file=number)
+        return LedgerIdentity(path=path, host=f"{host}:{self._db.info.port}", device="", file=number)
 
     def _create(self) -> None:
         with self._transaction("BEGIN ISOLATION LEVEL READ COMMITTED", f"SELECT pg_advisory_xact_lock({LOCK})"):

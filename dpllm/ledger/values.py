@@ -64,7 +64,7 @@ class RunRequest:
 
 
 @dataclass(frozen=True)
-class Reservation:
+class Claim:
     """One run's claim; ``epsilon`` at ``delta`` is what this run costs alone."""
 
     entry: str
@@ -89,7 +89,7 @@ class Reservation:
 class Run:
     """A reservation and what became of it."""
 
-    reservation: Reservation
+    reservation: Claim
     event: Event
     steps: int  # charged so far, each of which may have been released
     state: State
@@ -187,9 +187,9 @@ def account_of(dataset: str, entries: Iterable[Entry], progress: Mapping[str, tu
 
 
 @lru_cache(maxsize=65_536)
-def reservation_of(entry: Entry) -> Reservation:
+def reservation_of(entry: Entry) -> Claim:
     """What a link of the kind "reserve" claims."""
-    return Reservation(**_fields(entry, Reservation))
+    return Claim(**_fields(entry, Claim))
 
 
 @lru_cache(maxsize=65_536)

@@ -1,33 +1,31 @@
 """What a mechanism costs, and the noise that meets a target: events in, epsilon out; a target in, a noise multiplier out.
 
 Comes in: events, targets. Goes out: the stated epsilon, the figures of other accountants, a refusal where they contradict each
-other; calibrated noise, from a cache where one is named. Imports neither torch nor an accountant before one is needed.
+other; calibrated noise. Imports neither torch nor an accountant before one is needed.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import math
-import sys
-import time
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import lru_cache
 from importlib import metadata
-from pathlib import Path
-from typing import Any, NoReturn, get_args
+from typing import Annotated, Any, NoReturn, get_args
+
+from pydantic import PlainSerializer, PlainValidator, WithJsonSchema
 
 from dpllm.errors import ConfigError, Refused
-from dpllm.files import digest, write_whole
-from dpllm.privacy.events import Event, compose, count_releases, dp_sgd_event, number
+from dpllm.privacy import events
+from dpllm.privacy.events import BELOW_ONE, Event, compose, count_releases, dp_sgd_event, number
 from dpllm.privacy.parts import Parts, accountants, parts_of, require
 from dpllm.privacy.privacy_loss import Relation, epsilon_at, privacy_loss
-from dpllm.privacy.renyi import BELOW_ONE, MAX_NOISE_MULTIPLIER, MIN_NOISE_MULTIPLIER, rdp_epsilon
+from dpllm.privacy.renyi import MAX_NOISE_MULTIPLIER, MIN_NOISE_MULTIPLIER, rdp_epsilon
 from dpllm.records import NotNegative, Positive, Record
 
-__all__ = ["beside", "calibrate_noise_multiplier", "cross_check", "curve", "epsilon", "finite", "stated", "versions"]
+__all__ = ["beside", "calibrate_noise_multiplier", "cross_check", "curve", "epsilon", "finite", "versions"]
 __all__ += ["FINE_INTERVAL", "Event", "Relation", "accountants", "compose", "count_releases", "dp_sgd_event"]
 
 FINE_INTERVAL = 1e-4  # discretisation of the privacy loss, for every epsilon that is stated
@@ -35,8 +33,28 @@ PRV_MAX_POINTS = 4_000_000  # about 0.8 GB
 LEAST_EPSILON = 1e-6  # of whatever reads data: 0 would be read as no loss, where delta alone holds it
 LEAST_COMPARED = 1e-10  # delta, below which round-off is larger than the gap between accountants
 PRV_GAP = 0.05  # how far PRV may lie above PLD: its own error bound is 0.01
-FORMAT = 2  # of what is calibrated and how: a change of either makes older answers unread
-PROGRESS_SECONDS = 5.0
+
+
+def stored(allowed: Callable[[Any], object] = bool) -> tuple[Any, ...]:
+    """How an event that is ``allowed`` stands in a file: read once with it, and a malformed one makes the file invalid."""
+
+    def read_allowed(value: Any) -> Any:
+        try:
+            event = value if isinstance(value, Event) else events.read(value)
+            if not allowed(event):
+                raise ConfigError(f"{event.to_json()} is no event of what this is about.")
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+        return event
+
+    written = PlainSerializer(lambda event: event.to_json())
+    return PlainValidator(read_allowed), written, WithJsonSchema({"type": "object", "additionalProperties": True})
+
+
+StoredEvent = Annotated[Event, *stored()]
+"""An event as a field of a file."""
+StoredRunEvent = Annotated[events.RunEvent, *stored(events.step_of)]
+"""That of a run's steps."""
 
 
 class Accountant(Record):
@@ -75,7 +93,6 @@ def epsilon(
 
     Raises:
         ConfigError: a malformed event or value, or an accountant not offered, failing here or not knowing the event.
-        Refused: no accountant knows every part of the event.
 
     Guarantee:
         An upper bound on the smallest epsilon for which doing all of `event` is (epsilon, delta)-DP, if what is done was fixed
@@ -153,16 +170,9 @@ def versions() -> dict[str, str]:
     return {"name": "dp-accounting", "version": metadata.version("dp-accounting")}
 
 
-def stated(event: Event, delta: float, relation: Relation) -> tuple[float, str]:
-    """The epsilon that is promised, and by whom: "pld" where it knows the event, else "rdp". Raises as ``epsilon`` does."""
-    require(event)
-    name = "pld" if "pld" in accountants(event) else "rdp"
-    return epsilon(event, delta, relation, name), name
-
-
 def curve(event: Event, relation: Relation, deltas: Sequence[float]) -> list[tuple[float, float]]:
-    """(delta, stated epsilon) at several deltas; one computation for all of them. Raises as ``epsilon`` does."""
-    return [(float(delta), stated(event, delta, relation)[0]) for delta in deltas]
+    """(delta, epsilon) at several deltas; one computation for all of them. Raises as ``epsilon`` does."""
+    return [(float(delta), epsilon(event, delta, relation)) for delta in deltas]
 
 
 def finite(value: float) -> float | None:
@@ -176,38 +186,34 @@ def beside(event: Event, delta: float, relation: Relation, *, prv: bool = False)
     Opacus' PRV imports torch, and is left out where it cannot answer. Raises as ``epsilon`` does, and Refused where two
     contradict each other.
     """
-    require(event)
     known = accountants(event)
-    values: dict[str, float] = {}
-    for name in ("pld", "rdp", "prv") if prv else ("pld", "rdp"):
-        if name in known:
-            with suppress(ConfigError) if name == "prv" else nullcontext():
-                values[name] = epsilon(event, delta, relation, name)
-    if math.isfinite(values.get("pld", math.inf)):
+    values = {"pld": epsilon(event, delta, relation)}
+    if "rdp" in known:
+        values["rdp"] = epsilon(event, delta, relation, "rdp")
+    if prv and "prv" in known:
+        with suppress(ConfigError):
+            values["prv"] = epsilon(event, delta, relation, "prv")
+    if math.isfinite(values["pld"]):
         for name in values.keys() - {"pld"}:
             _compare(values["pld"], delta, name, values[name], math.inf if name == "rdp" else PRV_GAP)
     return values
 
 
-def cross_check(event: Event, delta: float, relation: Relation, stated: float) -> dict[str, Any] | None:
-    """A second accountant's epsilon for `event`; a refusal where it contradicts the first.
+def cross_check(event: Event, delta: float, relation: Relation, stated: float) -> CrossCheck | None:
+    """A second accountant's epsilon for `event`, None where one alone knows it; a refusal where it contradicts the first.
 
     Where PRV does not know the event or cannot answer (a tiny delta, or gigabytes of memory for very many steps) RDP stands in,
     which may be looser but not below PLD.
 
-    Returns:
-        `{"name", "version", "epsilon"}` of the second accountant; None where one alone knows the event.
-
     Raises:
-        Refused: the two accountants contradict each other, or `stated` is infinite, or none knows the event.
+        Refused: the two accountants contradict each other, or `stated` is infinite.
     """
     if math.isinf(stated):
         raise Refused(
             f"no finite epsilon can be certified at delta {delta:g}. Raise privacy.delta or privacy.noise_multiplier."
         )
     known = accountants(event)
-    require(event)
-    if not {"pld", "rdp"} <= known:
+    if "rdp" not in known:
         return None
     try:
         name, package, most = "opacus-prv", "opacus", PRV_GAP
@@ -217,7 +223,7 @@ def cross_check(event: Event, delta: float, relation: Relation, stated: float) -
         name, package, most = f"dp-accounting-rdp ({why})", "dp-accounting", math.inf
         value = epsilon(event, delta, relation, "rdp")
     _compare(stated, delta, name, value, most)
-    return {"name": name, "version": metadata.version(package), "epsilon": value}
+    return CrossCheck(name=name, version=metadata.version(package), epsilon=value)
 
 
 def _compare(pld: float, delta: float, name: str, value: float, gap: float) -> None:
@@ -237,7 +243,6 @@ def calibrate_noise_multiplier(
     sampling_rate: float,
     num_steps: int,
     relation: Relation,
-    cache_dir: Path | None = None,
     group_size: int = 1,
     *,
     rough: bool = False,
@@ -250,7 +255,6 @@ def calibrate_noise_multiplier(
         sampling_rate: as of ``dp_sgd_event``.
         num_steps: logical batches, >= 1.
         relation: the neighbouring relation.
-        cache_dir: keeps answers, one JSON file each; a damaged one is computed again.
         group_size: as of ``dp_sgd_event``.
         rough: to compare choices: several times faster, about a hundredth off, and without the guarantee.
 
@@ -259,40 +263,19 @@ def calibrate_noise_multiplier(
 
     Guarantee:
         For the sigma returned, `epsilon(dp_sgd_event(q, sigma, T, group_size), delta, relation)` is at most the target;
-        for sigma - 1e-3 it is not. A cached answer is as good as its directory.
+        for sigma - 1e-3 it is not.
     """
     dp_sgd_event(sampling_rate, 1.0, num_steps, group_size)
     number("num_steps", num_steps, 0.0)
-    key = {
-        "format": FORMAT,
-        "target_epsilon": number("privacy.epsilon", target_epsilon, 0.0),
-        "delta": number("privacy.delta", delta, 0.0, BELOW_ONE),
-        "sampling_rate": float(sampling_rate),
-        "num_steps": num_steps,
-        "relation": relation,
-        "group_size": group_size,
-        **({"rough": True} if rough else {}),
-        "accountant": {"kind": "pld", "interval": FINE_INTERVAL, **versions()},
-    }
-    question = target_epsilon, delta, sampling_rate, num_steps, relation, group_size, rough
-    if cache_dir is None:
-        return _calibrate(*question)
-    path = cache_dir / f"noise-multiplier-{digest(key)[:32]}.json"
-    with suppress(OSError, ValueError, KeyError, TypeError, ConfigError):
-        stored = json.loads(path.read_text(encoding="utf-8"))
-        if stored["key"] == key:
-            return number("noise_multiplier", stored["noise_multiplier"], 0.0)
-    sigma = _calibrate(*question)
-    with suppress(OSError):  # a cache that cannot be written costs time, and nothing else
-        write_whole(path, json.dumps({"key": key, "noise_multiplier": sigma}, sort_keys=True), mode=0o600)
-    return sigma
+    number("privacy.epsilon", target_epsilon, 0.0)
+    number("privacy.delta", delta, 0.0, BELOW_ONE)
+    return _calibrate(target_epsilon, delta, sampling_rate, num_steps, relation, group_size, rough)
 
 
 def _calibrate(
     target: float, delta: float, q: float, num_steps: int, relation: Relation, group_size: int, rough: bool
 ) -> float:
     """Secant steps in log sigma on a coarse PLD, then in whole numbers of 1e-4 on the fine one, both within brackets."""
-    due, tried = time.monotonic() + PROGRESS_SECONDS, 0
     too_weak = "A guarantee that weak protects nobody: lower epsilon or delta."
 
     def refuse(fix: str) -> NoReturn:
@@ -303,15 +286,8 @@ def _calibrate(
         )
 
     def cost(sigma: float, interval: float = FINE_INTERVAL) -> float:
-        nonlocal due, tried
         if sigma < MIN_NOISE_MULTIPLIER:
             refuse(too_weak)
-        if time.monotonic() >= due:
-            now = f"{tried} noise multipliers tried, now {sigma:g}"
-            what = f"epsilon {target:g} at delta {delta:g}, {num_steps} steps"
-            print(f"calibrating the noise: {what}: {now}", file=sys.stderr, flush=True)
-            due = time.monotonic() + PROGRESS_SECONDS
-        tried += 1
         return _pld(parts_of(dp_sgd_event(q, sigma, num_steps, group_size)), delta, relation, interval)
 
     # Both ends of what is reachable come first. Without any noise, delta is at most the probability of being drawn at all.

@@ -32,8 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpllm.privacy.events import Gaussian, SelfComposed
-from dpllm.privacy.plan import spacing_of
-from dpllm.privacy.stream import SecretStream, os_entropy
+from dpllm.privacy.noise import SecretStream, os_entropy, spacing_of
 
 Kind = Literal["clusters", "classifier"]
 Floats = NDArray[np.float64]

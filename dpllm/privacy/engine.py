@@ -28,9 +28,9 @@ from dpllm.privacy.attention import RowAttention
 from dpllm.privacy.clipping import PerUnitClipper, refuse_foreign_gradients
 from dpllm.privacy.gradient_canaries import GradientCanaries
 from dpllm.privacy.loss import LOW_PRECISION_TOLERANCE, TOLERANCE, Autocast, TokenLosses, row_sums
-from dpllm.privacy.noise import BandedNoise, GaussianNoise
+from dpllm.privacy.noise import BandedNoise, GaussianNoise, noise_scale, spacing_of
 from dpllm.privacy.packing import Pass
-from dpllm.privacy.plan import Plan, noise_scale, spacing_of
+from dpllm.privacy.plan import Plan
 from dpllm.privacy.preference import PairLoss
 from dpllm.privacy.reference import Subject
 from dpllm.privacy.schedule import Packing, Schedule

@@ -11,38 +11,33 @@ Guarantee:
     ``poisson_sampled_group`` bounds what changes if up to ``group_size`` rows are taken out, each clipped on its own: the
     number of them in a sample is Binomial(group_size, probability), so that one step is dominated by a mixture of
     Gaussians. ``cyclic_poisson`` costs ceil(count / bands) ``poisson_sampled`` sums at its probability, that of its one group
-    (proof: ``dpllm.privacy.banded``). ``repeat_and_select`` holds if the number of runs was drawn, before the first of them,
-    from the distribution named (geometric and logarithmic on 1, 2, ...; poisson may give 0 runs and then nothing leaves), of
-    this mean and not seen by anyone; if each run is EVENT with fresh randomness; if the runs differ at most in
-    hyper-parameters whose list was fixed in advance and from which each run draws at random; if the score that decides is
-    part of what EVENT accounts for, or computed from public data; and if nothing of the other runs leaves.
-    ``bounded_range`` holds for draws of range at most ``range``, of which each may depend on the results before it (proof:
-    ``dpllm.privacy.bounded_range``). ``imported`` and ``pure_dp`` hold under the neighbouring relation and for the unit with
-    which they are composed.
+    (proof: ``dpllm.privacy.banded``). ``bounded_range`` holds for draws of range at most ``range``, of which each may depend
+    on the results before it (proof: ``dpllm.privacy.bounded_range``). ``imported`` and ``pure_dp`` hold under the neighbouring
+    relation and for the unit with which they are composed.
 
 References:
     Choquette-Choo et al. 2023, "Privacy Amplification for Matrix Mechanisms", corollary 4.7 (mixtures). Charles et al.
     2024, "Fine-Tuning Large Language Models with User-Level Differential Privacy" (example-level sampling). Choquette-Choo et
-    al. 2023, "(Amplified) Banded Matrix Factorization", theorem 4 (cyclic_poisson). Papernot and Steinke 2022, "Hyperparameter
-    Tuning with Renyi Differential Privacy", theorems 2 and 6. Kairouz, Oh and Viswanath 2015, "The Composition Theorem for
-    Differential Privacy" (imported, pure_dp).
+    al. 2023, "(Amplified) Banded Matrix Factorization", theorem 4 (cyclic_poisson). Kairouz, Oh and Viswanath
+    2015, "The Composition Theorem for Differential Privacy" (imported, pure_dp).
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, TypeGuard
+from typing import Any, ClassVar, TypeGuard, get_args
 
 from dpllm.errors import ConfigError
 
-SHAPES = {"geometric": 1.0, "logarithmic": 0.0, "poisson": float("inf")}  # of the truncated negative binomial
 LEAST_NOISE, MOST_NOISE = 1e-6, 1e9  # an accountant's squares of others do not fit a float
 LEAST_RATE = 1e-12  # below, 1 - q has too few digits left for the loss of a step: at 1e-17 none, and epsilon would be 0
 MOST_RANGE = 100.0
 MAX_GROUP_SIZE, MOST_COUNT = 1024, 10**12  # counts are added up in floating point
 MAX_DEPTH = 32
+BELOW_ONE = math.nextafter(1.0, 0.0)
 
 
 class _Value:
@@ -70,12 +65,22 @@ class _Value:
                     number("bounded_range range", value, LEAST_NOISE, MOST_RANGE, including=True)
                 case "count":
                     integer(f"{self.type} count", value, 0, MOST_COUNT)
-                case "epsilon" | "delta":
-                    number(f"{self.type} {name}", value, 0.0, including=True)
+                case "epsilon":
+                    number(f"{self.type} epsilon", value, 0.0, including=True)
+                case "delta":
+                    number(f"{self.type} delta", value, 0.0, BELOW_ONE, including=True)
                 case "event":
                     check_events(value)
+                    if isinstance(self, PoissonSampled | CyclicPoisson) and not isinstance(value, Gaussian):
+                        raise ConfigError(f"{value.type!r} within {self.type} has no known cost. Use gaussian.")
+                case "events":
+                    if not isinstance(value, tuple):
+                        raise ConfigError(
+                            f"composed events are {type(value).__name__}, which can change. Use compose(events)."
+                        )
+                    check_events(*value)
                 case _:  # what nothing checks would be of unknown cost
-                    assert name in ("mean", "distribution"), name  # which RepeatAndSelect checks
+                    raise AssertionError(name)
 
     def to_json(self) -> dict[str, Any]:
         """As it is stored; ``read`` is the inverse."""
@@ -104,10 +109,6 @@ class PoissonSampled(_Value):
     event: Gaussian
     group_size: int = 1
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _refuse_within(self)
-
     def to_json(self) -> dict[str, Any]:
         """Groups have a type of their own, so that no reader who knows single things alone takes one for the other."""
         stored = super().to_json()
@@ -127,10 +128,6 @@ class CyclicPoisson(_Value):
     probability: float
     event: Gaussian
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _refuse_within(self)
-
 
 @dataclass(frozen=True)
 class SelfComposed(_Value):
@@ -148,32 +145,6 @@ class Composed(_Value):
     type = "composed"
     events: tuple[Event, ...]
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.events, tuple):
-            raise ConfigError(
-                f"composed events are {type(self.events).__name__}, which can change. Use compose(events)."
-            )
-        check_events(*self.events)
-
-
-@dataclass(frozen=True)
-class RepeatAndSelect(_Value):
-    """An event a random number of times, of which only the best result left."""
-
-    type = "repeat_and_select"
-    event: Event
-    mean: float
-    distribution: str
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not isinstance(self.distribution, str) or self.distribution not in SHAPES:
-            raise ConfigError(
-                f"repeat_and_select distribution is {self.distribution!r}. Use one of {', '.join(SHAPES)}."
-            )
-        if number("repeat_and_select mean", self.mean, 0.0) < 1:
-            raise ConfigError(f"repeat_and_select mean is {self.mean:g}. Set 1 or more.")
-
 
 @dataclass(frozen=True)
 class Imported(_Value):
@@ -182,11 +153,6 @@ class Imported(_Value):
     type = "imported"
     epsilon: float
     delta: float
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.delta >= 1:
-            raise ConfigError(f"imported delta is {self.delta:g}, which is no guarantee. Set a number below 1.")
 
 
 @dataclass(frozen=True)
@@ -206,23 +172,12 @@ class BoundedRange(_Value):
     count: int
 
 
-Event = (
-    Gaussian
-    | PoissonSampled
-    | CyclicPoisson
-    | SelfComposed
-    | Composed
-    | RepeatAndSelect
-    | Imported
-    | PureDP
-    | BoundedRange
-)
+Event = Gaussian | PoissonSampled | CyclicPoisson | SelfComposed | Composed | Imported | PureDP | BoundedRange
 RunEvent = SelfComposed | CyclicPoisson
 """What a run of dpllm executes: ``count`` steps."""
 
 _KINDS: dict[str, Any] = {
-    **{kind.type: kind for kind in (Gaussian, CyclicPoisson, SelfComposed, Composed, RepeatAndSelect)},
-    **{kind.type: kind for kind in (Imported, PureDP, BoundedRange, PoissonSampled)},
+    **{kind.type: kind for kind in get_args(Event)},
     "poisson_sampled_group": PoissonSampled,
 }
 _FIELDS = {name: {field.name for field in fields(kind)} for name, kind in _KINDS.items()}
@@ -288,7 +243,7 @@ def count_releases(event: Event) -> int:
 def divisible(event: Event) -> TypeGuard[RunEvent]:
     """Whether ``count`` says how many steps an event has, so that a smaller one is the event of fewer of them.
 
-    What was imported or selected ran elsewhere, and no count of steps says how much of it.
+    What was imported ran elsewhere, and no count of steps says how much of it.
     """
     return isinstance(event, CyclicPoisson) or (
         isinstance(event, SelfComposed) and isinstance(event.event, Gaussian | PoissonSampled)
@@ -307,7 +262,7 @@ def step_of(event: Event) -> PoissonSampled | CyclicPoisson:
 
 def mechanism_of(event: Event) -> Gaussian | None:
     """The noisy sum inside; None where there is none, or are several."""
-    while isinstance(event, PoissonSampled | CyclicPoisson | SelfComposed | RepeatAndSelect):
+    while isinstance(event, PoissonSampled | CyclicPoisson | SelfComposed):
         event = event.event
     return event if isinstance(event, Gaussian) else None
 
@@ -340,8 +295,3 @@ def check_events(*parts: Event) -> None:
                 f"{str(part)[:50]!r} is not an accounting event, so its privacy cost is unknown. Build one, or read one from "
                 "JSON, with dpllm.privacy.events."
             )
-
-
-def _refuse_within(outer: PoissonSampled | CyclicPoisson) -> None:
-    if not isinstance(outer.event, Gaussian):
-        raise ConfigError(f"{outer.event.type!r} within {outer.type} has no known cost. Use gaussian.")

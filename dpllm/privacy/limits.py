@@ -10,18 +10,14 @@ import math
 from collections.abc import Callable, Sequence
 from decimal import ROUND_CEILING, Decimal
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import Any
 
 from pydantic import Field
 
 from dpllm.privacy.events import Event
-from dpllm.privacy.parts import Parts, parts_of, require
+from dpllm.privacy.parts import Parts, parts_of
 from dpllm.privacy.privacy_loss import MOST_EXPONENT, Relation, deltas_at, inverse, privacy_loss
 from dpllm.records import NotNegative, Record, Share
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 FPRS = (0.001, 0.01)
 SMALLEST_DELTA = 1e-10  # below it, round-off in a composed distribution is as large as delta
@@ -82,9 +78,6 @@ def attacker_limits_of(event: Event, relation: Relation) -> dict[str, float | No
             between mechanisms. It is not a proof of mu-GDP: that would take every epsilon, and Poisson sampling has
             none in the far tail below its own 1/sigma. It is not the central limit approximation either, which lies below.
 
-    Raises:
-        ConfigError: PLD does not know the event; Refused: no accountant knows every part of it.
-
     References:
         Dong, Roth and Su 2022, "Gaussian Differential Privacy", corollary 1 (profile of mu-GDP). Gomez et al. 2025,
         "(epsilon, delta) Considered Harmful: Best Practices for Reporting Differential Privacy Guarantees" (arXiv
@@ -133,11 +126,7 @@ def _area(lines: list[tuple[float, float]]) -> float:
 
 @lru_cache(maxsize=8)
 def profile(event: Event, relation: Relation) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """512 epsilons up to where delta is 1e-10, or the least it gets to, and an upper bound on delta at each.
-
-    Raises as ``attacker_limits_of`` does.
-    """
-    require(event, "pld")
+    """512 epsilons up to where delta is 1e-10, or the least it gets to, and an upper bound on delta at each."""
     try:
         loss = privacy_loss(parts_of(event), relation, INTERVAL)
         far = _far(lambda delta: inverse(loss, delta))
@@ -183,26 +172,18 @@ def _gaussian_mu(epsilons: Sequence[float], deltas: Sequence[float]) -> float | 
     return float(high.max())
 
 
-def _gaussian_delta(eps: NDArray[np.float64], mu: NDArray[np.float64]) -> NDArray[np.float64]:
+def _gaussian_delta(eps: Any, mu: Any) -> Any:
+    """Of N(mu, 1) against N(0, 1), for numbers or arrays."""
     import numpy as np
     from scipy.special import log_ndtr, ndtr
 
-    return ndtr(mu / 2 - eps / mu) - np.exp(eps + log_ndtr(-mu / 2 - eps / mu))  # type: ignore[no-any-return]
+    return ndtr(mu / 2 - eps / mu) - np.exp(eps + log_ndtr(-mu / 2 - eps / mu))
 
 
 def trade_off(event: Event, relation: Relation) -> tuple[tuple[float, float], ...]:
-    """The largest true-positive rate that any membership test can have, at each of ``RATES``.
+    """Pairs of a false-positive rate and the largest true-positive rate that any membership test can have, at ``RATES``.
 
-    Args:
-        event: What was released, see ``dpllm.privacy.events``.
-        relation: The neighbouring relation.
-
-    Returns:
-        Pairs of a false-positive and a true-positive rate. The second is rounded up to four digits, so that versions of the
-        accountant that differ in the last bits give the same.
-
-    Raises:
-        ConfigError, Refused: As ``attacker_limits_of``.
+    The second is rounded up to four digits, so that versions of the accountant that differ in the last bits give the same.
 
     Guarantee:
         Upper bounds, from the (epsilon, delta) of the event at 512 epsilons at once; see ``attacker_limits_of``.
@@ -215,44 +196,16 @@ def trade_off(event: Event, relation: Relation) -> tuple[tuple[float, float], ..
     return tuple((rate, min(1.0, max(0.0, rounded_up(top)))) for rate, top in tops)
 
 
-def without_amplification(noise_multiplier: float, epochs: int, group_size: int, delta: float) -> float | None:
-    """Epsilon of the same run if its batches had come from shuffling: one Gaussian release an epoch, no credit for sampling.
-
-    Args:
-        noise_multiplier: Sigma.
-        epochs: Passes over the data, rounded up.
-        group_size: How many of what is sampled may belong to one unit.
-        delta: In (0, 1).
-
-    Returns:
-        Rounded up to four digits; None where it is 10,000 or more.
-
-    Guarantee:
-        An upper bound for the zero-out relation, if the place of a unit in the order stays when its data are replaced by
-        nothing. A unit of up to k rows that are drawn one by one is taken as one release of sensitivity k C.
-
-    References:
-        Dong, Roth and Su 2022, "Gaussian Differential Privacy", corollary 3.3 (Gaussian releases add up to one).
-    """
-    try:
-        value = gaussian_epsilon(group_size * math.sqrt(epochs) / noise_multiplier, delta)
-    except (ArithmeticError, ValueError):  # hardly any noise
-        return None
-    return rounded_up(value * (1 + 1e-9))  # more than the error of its root
-
-
 def gaussian_epsilon(mu: float, delta: float) -> float:
     """Epsilon of N(mu, 1) against N(0, 1) at delta in (0, 1).
 
     References:
         Balle and Wang 2018, "Improving the Gaussian Mechanism for Differential Privacy", theorem 8.
     """
-    import numpy as np
     from scipy import optimize
-    from scipy.special import log_ndtr, ndtr
 
     def excess(epsilon: float) -> float:
-        return float(ndtr(mu / 2 - epsilon / mu) - np.exp(epsilon + log_ndtr(-mu / 2 - epsilon / mu)) - delta)
+        return float(_gaussian_delta(epsilon, mu)) - delta
 
     return float(optimize.brentq(excess, 0.0, 1e4, xtol=1e-12)) if mu > 0 and excess(0.0) > 0 else 0.0
 

@@ -1,7 +1,8 @@
-"""Gaussian noise on a lattice: independent from step to step, or banded.
+"""Gaussian noise on a lattice, independent from step to step or banded, and the secret streams from which all randomness comes.
 
-Comes in: a secret key, made by ``stream.os_entropy``; never a user's seed (``privacy.insecure_seed`` aside, which ends the
-guarantee), not logged and not stored. Goes out: sums with noise.
+Comes in: a secret key, made by ``os_entropy``; never a user's seed (``privacy.insecure_seed`` aside, which ends the guarantee),
+not logged and not stored. Goes out: words, uniform and normal variates, sums with noise. Imports torch only where normal variates
+are made: ``dpllm verify`` finds the groups of gradient canaries again.
 
 Sums in floating point are no real numbers: which float32 values a sum plus noise can reach depends on the sum, and tells it
 (Mironov 2012). So everything that is released here is a multiple of one ``spacing``, a power of two: each unit's clipped
@@ -13,14 +14,122 @@ Shape suffixes: P coordinates.
 
 from __future__ import annotations
 
+import math
+import secrets
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
+import numpy.typing as npt
+from cryptography.hazmat.primitives.ciphers import Cipher
+from cryptography.hazmat.primitives.ciphers.algorithms import AES
+from cryptography.hazmat.primitives.ciphers.modes import CTR
 
-from dpllm.privacy.plan import spacing_of
-from dpllm.privacy.stream import CHUNK, SecretStream
+from dpllm.errors import Refused
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+KEY_BITS = 256
+CHUNK = 2**17  # variates made at once: what is held meanwhile stays in the cache
+ENDS = 2.0**-12  # of the unit interval, where a radius is computed from more bits
+LATTICE_BITS = 30  # the noise's standard deviation is 2^30 to 2^31 times the spacing of the lattice
+SLACK = 1e-6  # of C, by which rounding may make a clipped gradient longer; see ``clipping.PerUnitClipper``
+
+
+def os_entropy() -> int:
+    """A secret key of 256 bits from the operating system."""
+    return secrets.randbits(KEY_BITS)
+
+
+class SecretStream:
+    """Words and variates from AES-256 in counter mode (NIST SP 800-38A, 6.5), keyed by a secret integer below 2**256.
+
+    The counter begins at ``purpose``, four bytes, and twelve bytes of zero, so that streams of one key and different purposes
+    share no block before 2**96 of them are used.
+
+    Guarantee:
+        Whoever does not know the key cannot tell n words from independent uniform ones, under the assumption that AES-256 is
+        a pseudorandom permutation; as its blocks never repeat, they differ from random ones with probability below
+        n^2 2^-131: 2^-57 for the 2^37 words of a large run.
+    """
+
+    def __init__(self, key: int, purpose: bytes) -> None:
+        """A stream of its own for each key and purpose."""
+        secret = key.to_bytes(KEY_BITS // 8, "little")
+        self._cipher = Cipher(AES(secret), CTR(purpose + bytes(12))).encryptor()
+        self._zeros = memoryview(bytes(8 * CHUNK))
+        self._words = np.empty(CHUNK + 2, dtype="<i8")  # the library wants room for one more block
+
+    def words(self, size: int) -> npt.NDArray[np.int64]:
+        """The next ``size`` words of 64 bits."""
+        return np.frombuffer(self._cipher.update(bytes(8 * size)), dtype="<i8")
+
+    def uniform(self, size: int) -> npt.NDArray[np.float64]:
+        """``size`` independent multiples of 2**-53, uniform in [0, 1)."""
+        return np.asarray((self.words(size).view(np.uint64) >> np.uint64(11)) * 2.0**-53)
+
+    def normal(self, out_N: npt.NDArray[np.float64]) -> None:
+        """Fills a vector of any length with independent standard normal variates; ``GaussianNoise`` says how densely they lie.
+
+        Pairs are r cos(a) and r sin(a) with r^2 = -2 log(u) (Box and Muller 1958): one word for the angle a, one for u. Where u
+        is near 0 or 1, another word makes it finer.
+        """
+        for part in np.split(out_N, range(CHUNK, len(out_N), CHUNK)):
+            pairs = np.empty(len(part) + 1) if len(part) % 2 else part
+            self._fill(pairs)
+            if pairs is not part:
+                part[:] = pairs[:-1]
+
+    def _fill(self, pairs_N: npt.NDArray[np.float64]) -> None:
+        import torch  # which ``dpllm verify``, who draws no noise, does without
+
+        size, half = len(pairs_N), len(pairs_N) // 2
+        self._cipher.update_into(self._zeros[: 8 * size], self._words.view(np.uint8))  # type: ignore[arg-type]
+        words = self._words[:size]
+        np.multiply(words, 2.0**-64, out=pairs_N)  # in [-1/2, 1/2)
+        u, angle = pairs_N[:half], torch.from_numpy(pairs_N[half:])
+        u += 0.5
+        near_end = np.flatnonzero((u < ENDS) | (u > 1 - ENDS))
+        np.log(u, out=u)
+        if len(near_end):
+            u[near_end] = self._log_near_an_end(words[near_end])
+        radius = torch.from_numpy(u).mul_(-2.0).sqrt_()
+        sine = torch.sin(angle.mul_(2.0 * math.pi)).mul_(radius)
+        radius.mul_(angle.cos_())
+        angle.copy_(sine)
+
+    def _log_near_an_end(self, words: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """log(u) where u = 1/2 + word 2^-64 is near 0 or 1, with 64 more bits behind those of the word."""
+        low = words < 0
+        distance = np.where(low, words + 2**62 + 2**62, 2**62 - 1 - words + 2**62)  # from that end, in 2^-64
+        more = self.words(len(words)).view(np.uint64) * 2.0**-64 + 2.0**-65
+        v = (distance + more) * 2.0**-64
+        return np.asarray(np.where(low, np.log(v), np.log1p(-v)))
+
+
+def noise_scale(noise_multiplier: float, max_grad_norm: float, coordinates: int) -> float:
+    """The standard deviation s of the noise: ``noise_multiplier`` times what one unit can move the sum on the lattice.
+
+    Raises:
+        Refused: The lattice would be as coarse as C.
+    """
+    # A unit's clipped gradient is no longer than C (1 + 1e-6), and rounding it to the lattice moves each of P coordinates by at
+    # most one spacing, which is at most 2^-30 s. So s = sigma (C (1 + 1e-6) + 2^-30 s sqrt(P)), solved for s; of a million
+    # coordinates at sigma 1, C (1 + 2e-6).
+    rounding = 2.0**-LATTICE_BITS * noise_multiplier * math.sqrt(coordinates)
+    if rounding >= 0.5:
+        raise Refused(
+            f"a noise multiplier of {noise_multiplier:g} over {coordinates:,} coordinates would need rounding as coarse as the "
+            "gradients themselves. Lower privacy.noise_multiplier, or train fewer parameters."
+        )
+    return noise_multiplier * max_grad_norm * (1 + SLACK) / (1 - rounding)
+
+
+def spacing_of(scale: float) -> float:
+    """The spacing of the lattice for noise of this standard deviation: a power of two in (2^-31, 2^-30] times it."""
+    return math.ldexp(1.0, math.floor(math.log2(scale)) - LATTICE_BITS)
 
 
 class GaussianNoise:
@@ -51,6 +160,8 @@ class GaussianNoise:
 
     def __init__(self, entropy: int, device: torch.device, *, secure: bool = False) -> None:
         """``entropy`` is a secret integer below 2**256."""
+        import torch
+
         self.device = device
         self._stream = SecretStream(entropy, b"nois")
         on_device = device.type != "cpu" and not secure
@@ -59,6 +170,8 @@ class GaussianNoise:
 
     def draw(self, size: int) -> Tensor:
         """A float64 vector of ``size`` standard normal variates on the stream's device."""
+        import torch
+
         if self._gpu is not None:
             return torch.randn(size, generator=self._gpu, device=self.device, dtype=torch.float64)
         noise_N = np.empty(size)
@@ -70,6 +183,8 @@ class GaussianNoise:
 
         ``sum_P`` holds float64 multiples of ``spacing_of(scale)``, below 2^52 of them.
         """
+        import torch
+
         spacing = spacing_of(scale)
         for part in torch.split(sum_P, CHUNK):
             noise = (self.draw(len(part)) * (scale / spacing)).round_()
@@ -104,11 +219,13 @@ class BandedNoise:
 
     def add_to(self, sum_P: Tensor, scale: float) -> None:
         """Adds the noise of one step in place; see ``GaussianNoise.add_to``."""
+        import torch
+
         spacing, (first, *later) = spacing_of(scale), self._coefficients
         full = len(self._past) == len(later)
         # The oldest is read, piece by piece, before it is written over.
         newest_P = self._past[-1] if full and later else torch.empty_like(sum_P)
-        past = [torch.split(one_P, CHUNK) for one_P in self._past]
+        past = [torch.split(past_P, CHUNK) for past_P in self._past]
         for place, (part, new) in enumerate(zip(torch.split(sum_P, CHUNK), torch.split(newest_P, CHUNK), strict=True)):
             noise = self._noise.draw(len(part)) * (scale / spacing)
             for weight, chunks in zip(later, past, strict=False):

@@ -1,10 +1,10 @@
-"""How a logical batch is drawn, and becomes passes of one length, in which whole units lie one after the other.
+"""How a logical batch becomes passes: sequences of one public number of tokens, in which whole units lie one after the other.
 
-Comes in: the Schedule and secret entropy; units, and a ``Packing`` that follows from public numbers. Goes out: which units join a
-step, the same on every rank; ``Pass`` values, each of them one forward and one backward pass. What one unit adds must have the
-same bits whoever else was drawn, and kernels round by the shape of what they multiply: so every pass has the same shape, and what
-is computed for one row or one unit (attention, the sum of its losses, its gradient) has a shape that follows from that row or
-unit alone. Which units share a pass, and where each lies, may depend on the others.
+Comes in: units, and a ``Packing`` that follows from public numbers. Goes out: ``Pass`` values, each of them one forward and one
+backward pass. What one unit adds must have the same bits whoever else was drawn, and kernels round by the shape of what they
+multiply: so every pass has the same shape, and what is computed for one row or one unit (attention, the sum of its losses, its
+gradient) has a shape that follows from that row or unit alone. Which units share a pass, and where each lies, may depend on the
+others.
 
 Shape suffixes: M tokens of a pass, N targets of a pass, R rows of a pass, U units of a pass.
 """
@@ -16,43 +16,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from dpllm.privacy.schedule import Packing, Schedule, TokenSequence, Unit, group_rate
-from dpllm.privacy.stream import SecretStream, Turns, groups
-
-
-class PoissonSampler:
-    """Draws logical batches.
-
-    Guarantee:
-        In each draw every one of ``num_slots`` slots joins independently with probability ``schedule.sampling_rate``,
-        up to the 53-bit resolution of the uniform variates, which are those of a cryptographic ``SecretStream``.
-        With ``turns``, step i draws from group i mod b alone, at b times that rate.
-
-    References:
-        Abadi et al. 2016, Deep Learning with Differential Privacy, section 3; Zhu and Wang 2019, Poisson Subsampled
-        Renyi Differential Privacy.
-    """
-
-    def __init__(self, schedule: Schedule, num_slots: int, entropy: int, turns: Turns | None = None) -> None:
-        """``entropy`` is as of ``GaussianNoise``, and the same on every rank; slots are those of units and of canaries."""
-        self._turns = turns or Turns()
-        self._rate = group_rate(schedule, self._turns.bands)
-        self._group_N = groups(self._turns, num_slots)
-        self._step = self._turns.first_step
-        self._num_slots = num_slots
-        self._stream = SecretStream(entropy, b"samp")
-
-    def draw(self) -> list[int]:
-        """Indices of the slots that join the next logical batch; possibly none."""
-        # A coin for every slot, also where it is not its turn: ranks stay at the same place of the stream.
-        joins = self._stream.uniform(self._num_slots) < self._rate
-        joins &= self._group_N == self._step % self._turns.bands
-        self._step += 1
-        return [int(index) for index in np.flatnonzero(joins)]
+from dpllm.privacy.schedule import Packing, TokenSequence, Unit
 
 
 def sent(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from dpllm.errors import ConfigError, Refused
+from dpllm.errors import ConfigError
 from dpllm.privacy import events
-from dpllm.privacy.events import SHAPES, Event, Imported, check_events, compose
+from dpllm.privacy.events import Event, Imported, check_events
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
-
-ACCOUNTANTS = frozenset({"pld", "rdp", "prv"})
 
 
 class SampledSums(NamedTuple):
@@ -29,15 +25,6 @@ class SampledSums(NamedTuple):
     probability: float
     noise_multiplier: float
     group_size: int
-    times: int
-
-
-class Selections(NamedTuple):
-    """``times`` times the best of a random number of runs."""
-
-    parts: Parts
-    mean: float
-    distribution: str
     times: int
 
 
@@ -60,7 +47,6 @@ class Parts(NamedTuple):
     """What an event consists of: composition commutes, so that equal parts are counted together and sorted."""
 
     sampled: tuple[SampledSums, ...] = ()
-    selected: tuple[Selections, ...] = ()
     bounds: tuple[Bounds, ...] = ()
     draws: tuple[Draws, ...] = ()
 
@@ -74,7 +60,6 @@ def parts_of(event: Event) -> Parts:
 @lru_cache(maxsize=65_536)
 def _parts_of(event: Event) -> Parts:
     sampled: Counter[tuple[float, float, int]] = Counter()
-    selected: Counter[tuple[Parts, float, str]] = Counter()
     bounds: Counter[tuple[float, float]] = Counter()
     draws: Counter[float] = Counter()
 
@@ -93,10 +78,6 @@ def _parts_of(event: Event) -> Parts:
             case events.Composed():
                 for inner in part.events:
                     walk(inner, times)
-            case events.RepeatAndSelect():
-                inside = parts_of(part.event)
-                if inside != Parts():
-                    selected[(inside, float(part.mean), part.distribution)] += times
             case Imported() | events.PureDP():
                 known = float(part.epsilon), float(part.delta if isinstance(part, Imported) else 0.0)
                 if any(known):
@@ -107,25 +88,9 @@ def _parts_of(event: Event) -> Parts:
     walk(event, 1)
     return Parts(
         tuple(sorted(SampledSums(*key, n) for key, n in sampled.items() if n)),
-        tuple(sorted(Selections(*key, n) for key, n in selected.items() if n)),
         tuple(sorted(Bounds(*key, n) for key, n in bounds.items() if n)),
         tuple(sorted(Draws(key, n) for key, n in draws.items() if n)),
     )
-
-
-def changed(event: Event, leaf: Callable[[Any], Any]) -> Event:
-    """The same event with each noisy sum, import and pure_dp release in it as `leaf` gives it back."""
-    match event:
-        case events.PoissonSampled() | events.CyclicPoisson() | events.SelfComposed() | events.RepeatAndSelect():
-            return replace(event, event=changed(event.event, leaf))  # type: ignore[arg-type]  # a noisy sum stays one
-        case events.Composed():
-            return compose([changed(part, leaf) for part in event.events])
-    return leaf(event)  # type: ignore[no-any-return]
-
-
-def without_delta(event: Event) -> Event:
-    """The same event with a delta of 0 for what was imported."""
-    return changed(event, lambda part: replace(part, delta=0.0) if isinstance(part, Imported) else part)
 
 
 def imported_delta(event: Event) -> float:
@@ -139,54 +104,26 @@ def added(*some: Event) -> float:
 
 
 def accountants(event: Event) -> frozenset[str]:
-    """Which of "pld", "rdp" and "prv" know every part of `event`; none, where its parts do not go together."""
-    return _accountants(parts_of(event))
+    """Which of "pld", "rdp" and "prv" know every part of `event`; "pld" knows all that there are."""
+    parts = parts_of(event)
+    if any(part.group_size > 1 for part in parts.sampled):
+        return frozenset({"pld"})
+    return frozenset({"pld", "rdp"} if parts.bounds or parts.draws else {"pld", "rdp", "prv"})
 
 
-def _accountants(parts: Parts) -> frozenset[str]:
-    return ACCOUNTANTS.intersection(*(supported for _, supported in _kinds(parts)))
-
-
-def require(event: Event, accountant: str | None = None) -> None:
-    """Refuses an event that no accountant knows in every part; a ConfigError where another one does, but not this one."""
-    kinds, known = _kinds(parts_of(event)), accountants(event)
-    if not known:
-        named = "; ".join(f"{name} (only {' or '.join(sorted(who)) or 'none'})" for name, who in kinds)
-        raise Refused(
-            f"no accountant supports every part of this event, so no epsilon can be stated for it: {named}. Keep such parts in "
-            "budgets of their own, or sample and account whole units."
-        )
-    if accountant is not None and accountant not in known:
+def require(event: Event, accountant: str) -> None:
+    """Refuses an event that an accountant does not know, with a ConfigError."""
+    if accountant not in (known := accountants(event)):
+        why = "has parts of another kind than sums over samples" if "rdp" in known else "samples rows of one unit apart"
         raise ConfigError(
-            f"accountant {accountant!r} does not support {', '.join(name for name, who in kinds if accountant not in who)}. Use "
-            f"{' or '.join(sorted(known))}."
+            f"accountant {accountant!r} does not support this event, which {why}. Use {' or '.join(sorted(known))}."
         )
-
-
-def _kinds(parts: Parts) -> list[tuple[str, frozenset[str]]]:
-    """The kinds of parts that an event has, each with its accountants."""
-    kinds: dict[str, frozenset[str]] = {}
-    for part in parts.sampled:
-        if part.group_size > 1:
-            kinds["poisson_sampled_group"] = frozenset({"pld"})
-        else:
-            kinds["gaussian sums"] = ACCOUNTANTS
-    for best in parts.selected:
-        # dp-accounting computes the selection from the Renyi curve of one run, which an imported delta has not.
-        # It has no event for draws of bounded range either.
-        plain = not (best.parts.bounds or best.parts.draws)
-        known = _accountants(best.parts) & {"rdp"} if plain else frozenset[str]()
-        kinds[f"repeat_and_select of {' and '.join(kind for kind, _ in _kinds(best.parts))}"] = known
-    for name, some in (("imported", parts.bounds), ("bounded_range", parts.draws)):
-        if some:
-            kinds[name] = frozenset({"pld", "rdp"})
-    return list(kinds.items())
 
 
 def dp_event_of(parts: Parts) -> DpEvent:
     """The dp-accounting event of equal cost; it has none for what is imported or of bounded range (ConfigError)."""
     import dp_accounting as dp
-    from dp_accounting.dp_event import MixtureOfGaussiansDpEvent, RepeatAndSelectDpEvent
+    from dp_accounting.dp_event import MixtureOfGaussiansDpEvent
 
     if parts.bounds or parts.draws:
         raise ConfigError(
@@ -204,7 +141,4 @@ def dp_event_of(parts: Parts) -> DpEvent:
         elif part.probability < 1.0:
             one = dp.PoissonSampledDpEvent(part.probability, one)
         runs.append(dp.SelfComposedDpEvent(one, part.times))
-    for best in parts.selected:
-        one = RepeatAndSelectDpEvent(dp_event_of(best.parts), best.mean, SHAPES[best.distribution])
-        runs.append(dp.SelfComposedDpEvent(one, best.times))
     return runs[0] if len(runs) == 1 else dp.ComposedDpEvent(runs)

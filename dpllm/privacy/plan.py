@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
-from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -18,13 +17,12 @@ from pydantic import Field, model_validator
 from dpllm.errors import BudgetExceeded, ConfigError, Refused
 from dpllm.files import digest
 from dpllm.privacy import accounting, banded, events, limits, renyi
-from dpllm.privacy.accounting import Accountant, CrossCheck, Relation
+from dpllm.privacy.accounting import Accountant, CrossCheck, Relation, StoredRunEvent
 from dpllm.privacy.banded import LearningRate
-from dpllm.privacy.events import CyclicPoisson, Gaussian, PoissonSampled, SelfComposed
+from dpllm.privacy.events import CyclicPoisson, Gaussian, PoissonSampled, RunEvent, SelfComposed
 from dpllm.privacy.limits import MechanismLimits
 from dpllm.privacy.renyi import Fit
 from dpllm.privacy.schedule import Clipping, Schedule, group_rate
-from dpllm.privacy.stored_events import RunEvent
 from dpllm.records import (
     AtLeast1,
     Between0And1,
@@ -43,8 +41,6 @@ LATER = ("canary_commitment", "audit", "cross_check")
 """Of a Plan: what is fixed when training starts."""
 CURVE_DELTAS = (1e-4, 1e-5, 1e-6, 1e-7, 1e-8)
 CONSTANT = LearningRate(shape="constant")
-LATTICE_BITS = 30  # the noise's standard deviation is 2^30 to 2^31 times the spacing of the lattice
-SLACK = 1e-6  # of C, by which rounding may make a clipped gradient longer; see ``clipping.PerUnitClipper``
 
 RELATION_IN_WORDS: dict[Relation, str] = {
     "zero_out": "two datasets of the same public size are neighbours if one becomes the other when the data of one "
@@ -184,7 +180,7 @@ class Plan(Mechanism):
     """What released the weights; dp-bandmf is DP-SGD with banded noise."""
     sampling_rate: Annotated[float, Field(gt=0, le=1)]
     """q, probability of each coin, expected_batch_size / dataset_size; with groups, over the draw of the groups too."""
-    event: RunEvent
+    event: StoredRunEvent
     """The mechanism as a value, from which epsilon can be computed again: what is sampled is what is accounted."""
     epsilon: NotNegative
     """Privacy loss of the run, an upper bound in full precision."""
@@ -272,11 +268,26 @@ class Plan(Mechanism):
 
 
 def if_shuffled(run: Mechanism) -> float | None:
-    """Epsilon if batches had come from shuffling: ``limits.without_amplification``; None of banded noise."""
-    epochs = math.ceil(Fraction(run.num_steps * run.expected_batch_size, run.dataset_size))
+    """Epsilon of the same run if its batches had come from shuffling: one Gaussian release an epoch, no credit for sampling.
+
+    Returns:
+        Rounded up to four digits; None of banded noise, and where it is 10,000 or more.
+
+    Guarantee:
+        An upper bound for the zero-out relation, if the place of a unit in the order stays when its data are replaced by
+        nothing. A unit of up to k rows that are drawn one by one is taken as one release of sensitivity k C.
+
+    References:
+        Dong, Roth and Su 2022, "Gaussian Differential Privacy", corollary 3.3 (Gaussian releases add up to one).
+    """
     if run.coefficients:
         return None
-    return limits.without_amplification(run.noise_multiplier, epochs, run.group_size, run.delta)
+    epochs = math.ceil(Fraction(run.num_steps * run.expected_batch_size, run.dataset_size))
+    try:
+        value = limits.gaussian_epsilon(run.group_size * math.sqrt(epochs) / run.noise_multiplier, run.delta)
+    except (ArithmeticError, ValueError):  # hardly any noise
+        return None
+    return limits.rounded_up(value * (1 + 1e-9))  # more than the error of its root
 
 
 def _event_of(run: Mechanism) -> RunEvent:
@@ -333,12 +344,11 @@ def strategy_for(
     relation: Relation,
     rate: LearningRate,
     bands: int | Literal["auto"],
-    cache_dir: Path | None = None,
 ) -> tuple[float, ...]:
     """Coefficients of banded noise that suit a learning rate; none where ``auto`` finds that independent noise does as well."""
 
     def sigma_of(bands: int) -> float:
-        return noise_multiplier_for(epsilon, delta, schedule, relation, bands, cache_dir, rough=True)
+        return noise_multiplier_for(epsilon, delta, schedule, relation, bands, rough=True)
 
     if bands == "auto":
         bands = banded.choose(rate, schedule, sigma_of)
@@ -351,16 +361,13 @@ def noise_multiplier_for(
     schedule: Schedule,
     relation: Relation,
     bands: int = 1,
-    cache_dir: Path | None = None,
     *,
     group_size: int = 1,
     rough: bool = False,
 ) -> float:
     """Calibrated for the schedule with so many bands: ``accounting.calibrate_noise_multiplier`` of its rounds."""
     rate, rounds = group_rate(schedule, bands), -(-schedule.num_steps // bands)
-    return accounting.calibrate_noise_multiplier(
-        epsilon, delta, rate, rounds, relation, cache_dir=cache_dir, group_size=group_size, rough=rough
-    )
+    return accounting.calibrate_noise_multiplier(epsilon, delta, rate, rounds, relation, group_size, rough=rough)
 
 
 def steps_event(noise_multiplier: float, schedule: Schedule, group_size: int, bands: int) -> RunEvent:
@@ -369,29 +376,6 @@ def steps_event(noise_multiplier: float, schedule: Schedule, group_size: int, ba
     if bands > 1:
         return CyclicPoisson(bands, schedule.num_steps, group_rate(schedule, bands), noise)
     return SelfComposed(schedule.num_steps, PoissonSampled(schedule.sampling_rate, noise, group_size))
-
-
-def noise_scale(noise_multiplier: float, max_grad_norm: float, coordinates: int) -> float:
-    """The standard deviation s of the noise: ``noise_multiplier`` times what one unit can move the sum on the lattice.
-
-    Raises:
-        Refused: The lattice would be as coarse as C.
-    """
-    # A unit's clipped gradient is no longer than C (1 + 1e-6), and rounding it to the lattice moves each of P coordinates by at
-    # most one spacing, which is at most 2^-30 s. So s = sigma (C (1 + 1e-6) + 2^-30 s sqrt(P)), solved for s; of a million
-    # coordinates at sigma 1, C (1 + 2e-6).
-    rounding = 2.0**-LATTICE_BITS * noise_multiplier * math.sqrt(coordinates)
-    if rounding >= 0.5:
-        raise Refused(
-            f"a noise multiplier of {noise_multiplier:g} over {coordinates:,} coordinates would need rounding as coarse as the "
-            "gradients themselves. Lower privacy.noise_multiplier, or train fewer parameters."
-        )
-    return noise_multiplier * max_grad_norm * (1 + SLACK) / (1 - rounding)
-
-
-def spacing_of(scale: float) -> float:
-    """The spacing of the lattice for noise of this standard deviation: a power of two in (2^-31, 2^-30] times it."""
-    return math.ldexp(1.0, math.floor(math.log2(scale)) - LATTICE_BITS)
 
 
 def auto_delta(dataset_size: int) -> float:

@@ -32,7 +32,7 @@ MOST_EXPONENT = 500.0  # beyond, probabilities times e^-epsilon have too few dig
 
 @lru_cache(maxsize=8)
 def privacy_loss(parts: Parts, relation: Relation, interval: float) -> PrivacyLossDistribution:
-    """The privacy loss of an event that "pld" knows: not empty, without selections; the worse of both directions.
+    """The privacy loss of an event that is not empty; the worse of both directions.
 
     Discretised at ``interval``, or wider where the losses are so large that they would fill the memory: a wider one is
     faster, and overstates rather than understates.

@@ -9,7 +9,7 @@ bound the whole.
 
 References:
     Feldman and Zrnic 2021, "Individual Privacy Accounting via a Renyi Filter" (arXiv 2008.11193), theorem 4.5.
-    Canonne, Kamath and Steinke 2020, "The Discrete Gaussian for Differential Privacy" (arXiv 2004.00010), proposition 12.
+    Canonne, Kamath and Steinke 2020, "The Discrete Gaussian for Differential Privacy" (arXiv 2004.00010).
     Mironov, Talwar and Zhang 2019, "Renyi Differential Privacy of the Sampled Gaussian Mechanism".
 """
 
@@ -25,7 +25,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from dpllm.privacy.bounded_range import zcdp
-from dpllm.privacy.events import Event, number
+from dpllm.privacy.events import BELOW_ONE, Event, number
 from dpllm.privacy.parts import Parts, SampledSums, dp_event_of, parts_of, require
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 ORDERS = tuple(n / 10 for n in range(11, 110)) + tuple(float(n) for n in range(11, 65))
 MIN_NOISE_MULTIPLIER, MAX_NOISE_MULTIPLIER = 0.05, 1e4  # what calibration considers
 LEAST = 2.0**-40  # divergence of one sampled sum: beside 1, a float has few digits of less, and none at q below 1e-8
-BELOW_ONE = math.nextafter(1.0, 0.0)
 SUM = 1e30  # an order at which a release of known epsilon costs that epsilon, and the conversion nothing
 
 
@@ -55,24 +54,29 @@ def rdp(event: Event, order: float) -> float:
 
     Raises:
         ConfigError: a malformed event, an order of 1 or less, or an event that "rdp" does not know.
-        Refused: no accountant knows the event.
     """
     number("order", order, 1.0)
     require(event, "rdp")
     parts = parts_of(event)
-    if any(part.delta for part in parts.bounds):
-        return math.inf
+    return math.inf if any(part.delta for part in parts.bounds) else divergence(parts, order)
+
+
+def divergence(parts: Parts, order: float) -> float:
+    """That of parts that "rdp" knows but for the deltas that they import, which whoever composes them has to set aside."""
     total = math.fsum(part.times * _sampled(part._replace(times=1), order) for part in parts.sampled)
-    if parts.selected:
-        # The bound on a selection takes the best of several orders of one run: with this order alone it would be far larger.
-        total += float(_curve(Parts(selected=parts.selected), (*_default_orders(), order))[-1])
     return total + _others(parts, order)
 
 
 def allowance(epsilon: float, delta: float, order: float) -> float:
-    """The largest Renyi divergence at `order` > 1 that implies (epsilon, delta)-DP; below 0 where none does."""
+    """The largest Renyi divergence at `order` > 1 that implies (epsilon, delta)-DP; below 0 where none does.
+
+    References:
+        Canonne, Kamath and Steinke 2020, proposition 12: what is between a Renyi divergence and epsilon.
+    """
     number("epsilon", epsilon, 0.0)
-    return epsilon - _conversion(delta, order)
+    number("delta", delta, 0.0, BELOW_ONE)
+    number("order", order, 1.0)
+    return epsilon - (math.log1p(-1 / order) - math.log(delta * order) / (order - 1))
 
 
 def filter_order(epsilon: float, delta: float) -> float:
@@ -104,27 +108,14 @@ def rdp_epsilon(parts: Parts, delta: float) -> float:
     it imports therefore comes off the delta at which the rest is stated.
     """
     from dp_accounting.rdp import compute_epsilon
+    from dp_accounting.rdp.rdp_privacy_accountant import DEFAULT_RDP_ORDERS
 
     left = delta - sum(part.delta * part.times for part in parts.bounds)
     if left <= 0:
         return math.inf
-    orders = _default_orders()
+    orders = tuple(map(float, DEFAULT_RDP_ORDERS))
     with _quiet():
         return float(compute_epsilon(orders, _curve(parts, orders), left)[0])
-
-
-def _conversion(delta: float, order: float) -> float:
-    """What is between a Renyi divergence and epsilon (Canonne, Kamath and Steinke 2020, proposition 12)."""
-    number("delta", delta, 0.0, BELOW_ONE)
-    number("order", order, 1.0)
-    return math.log1p(-1 / order) - math.log(delta * order) / (order - 1)
-
-
-@lru_cache(maxsize=1)
-def _default_orders() -> tuple[float, ...]:
-    from dp_accounting.rdp.rdp_privacy_accountant import DEFAULT_RDP_ORDERS
-
-    return tuple(float(order) for order in DEFAULT_RDP_ORDERS)
 
 
 @lru_cache(maxsize=65_536)

@@ -43,7 +43,7 @@ from dpllm.publish.quality import EVALUATION, TRAINING, Beside, Tell, report
 from dpllm.recipe import names
 from dpllm.recipe.config import RunConfig
 from dpllm.run.describe import Opened, opened, refuse_adapter, relation_of, without_evaluation
-from dpllm.run.payment import Payment
+from dpllm.run.reservation import Reservation
 from dpllm.statement import lineage, parents, state
 from dpllm.statement.fields import Lineage
 from dpllm.statement.released import Statistics
@@ -192,7 +192,7 @@ class _Job:
             )
         if not run.steps:
             ledger.charge(entry, 1)
-        self.payment = Payment(entry, ledger)
+        self.reservation = Reservation(entry, ledger)
         self.tokens = defaultdict[int, list[int | None]](list)  # drawn so far, by text; None: a crash lost it
         for text, *token in self.draft.lines:
             if token:
@@ -343,7 +343,7 @@ class _Job:
             "base_model": {"name": names.public_name(model.name_or_path), "revision": model.revision, "covered": False},
             "dataset": names.public_name(source.account),
             "data_public": config.data.public,
-            "composed": state.composed(LedgerRecord.pick(self.payment.to_json(source.delta) or {}), source.delta),
+            "composed": state.composed(LedgerRecord.pick(self.reservation.to_json(source.delta) or {}), source.delta),
             "lineage": _lineage(config, source),
             "eval_public": config.data.eval_public,
             "quality": quality,
@@ -354,7 +354,7 @@ class _Job:
         with whole_directory(output) as part:
             write_whole(part / ROWS, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
             write_inference_card(part, config, state.inferred(facts, self.released))
-        self.payment.finish("completed")
+        self.reservation.finish("completed")
 
 
 def _lineage(config: RunConfig, source: Opened) -> Lineage | None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dpllm.errors import ConfigError
-from dpllm.privacy.accounting import Relation, epsilon, stated
+from dpllm.privacy.accounting import Relation, epsilon
 from dpllm.privacy.clipped_logits import Ballot
 from dpllm.privacy.events import BoundedRange, number
 
@@ -89,7 +89,7 @@ def quote(request: InferenceRequest, units: int, delta: float, relation: Relatio
     clip = min(MOST_CLIP, eta * size / 2 * (1 - 1e-9)) * request.temperature
     ballot = Ballot(size, clip, request.temperature, request.top_k)
     event, texts = ballot.event(request.max_new_tokens), units // size
-    spent, _ = stated(event, delta, relation)
+    spent = epsilon(event, delta, relation)
     if spent > request.epsilon or texts < request.rows:
         fit = f"the least votes cost epsilon {spent:.4g}" if spent > request.epsilon else f"{texts} texts fit"
         raise ConfigError(

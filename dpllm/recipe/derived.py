@@ -5,7 +5,6 @@ Comes in: a recipe and public numbers. Goes out: the small values of ``dpllm.pri
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpllm.errors import ConfigError, Refused
@@ -62,7 +61,6 @@ def public_units(data: DataConfig, counted: int, delta: float | str = "auto", na
 def plan_of(
     config: RunConfig,
     num_units: int,
-    cache_dir: Path | None = None,
     *,
     fit: Fit | None = None,
     largest_delta: float = 1.0,
@@ -73,7 +71,6 @@ def plan_of(
     Args:
         config: The recipe.
         num_units: Privacy units without canaries, >= 1.
-        cache_dir: Where calibrations are remembered.
         fit: What is left of a Renyi filter that the run is to fit: calibrated noise is then the larger of what meets the
             target epsilon and what fits. Noise that the recipe names is left as it is, for the ledger to judge.
         largest_delta: Of the dataset's budget, if it has one: ``privacy.delta: auto`` is at most that. Below 1/N itself.
@@ -89,16 +86,13 @@ def plan_of(
     delta = resolved_delta(privacy.delta, largest_delta, schedule.dataset_size)
     group = (data.max_examples_per_unit or 1) if data.sampling == "example" else 1
     if coefficients is None:
-        coefficients = _coefficients(config, schedule, delta, relation, cache_dir)
+        coefficients = _coefficients(config, schedule, delta, relation)
     bands, sigma = max(1, len(coefficients)), privacy.noise_multiplier
     if sigma is None:
-        sigma = noise_multiplier_for(privacy.epsilon, delta, schedule, relation, bands, cache_dir, group_size=group)
+        sigma = noise_multiplier_for(privacy.epsilon, delta, schedule, relation, bands, group_size=group)
         if fit is not None:
             sigma = fitting(sigma, lambda sigma: steps_event(sigma, schedule, group, bands), fit)
     epsilon = accounting.epsilon(steps_event(sigma, schedule, group, bands), delta, relation)
-    if epsilon > privacy.epsilon and privacy.noise_multiplier is None and cache_dir is not None:
-        # Somebody changed the remembered noise.
-        return plan_of(config, num_units, fit=fit, largest_delta=largest_delta, coefficients=coefficients)
     if epsilon > privacy.epsilon:
         raise _above_target(sigma, epsilon, privacy.epsilon)
     return Plan.of(
@@ -128,15 +122,13 @@ def _above_target(sigma: float, epsilon: float, target: float) -> Refused:
     )
 
 
-def _coefficients(
-    config: RunConfig, schedule: Schedule, delta: float, relation: Neighbours, cache_dir: Path | None
-) -> tuple[float, ...]:
+def _coefficients(config: RunConfig, schedule: Schedule, delta: float, relation: Neighbours) -> tuple[float, ...]:
     """Of the noise; none where it is independent."""
     privacy, rate = config.privacy, learning_rate_of(config.train)
     if privacy.noise == "independent":
         return ()
     banded.check(privacy.bands, schedule, config.data.sampling)
-    return strategy_for(privacy.epsilon, delta, schedule, relation, rate, privacy.bands, cache_dir)
+    return strategy_for(privacy.epsilon, delta, schedule, relation, rate, privacy.bands)
 
 
 def learning_rate_of(train: TrainConfig) -> LearningRate:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
 
 from dpllm.errors import ConfigError
 from dpllm.privacy.events import PoissonSampled, step_of
@@ -35,16 +34,14 @@ def check_learning_rate(config: RunConfig, plan: Plan | None) -> None:
         )
 
 
-def advise(config: RunConfig, plan: Plan, cache: Path | None = None) -> list[str]:
+def advise(config: RunConfig, plan: Plan) -> list[str]:
     """What is likely to hurt, why, and what to type: sentences, the gravest first, and none for a good recipe.
-
-    ``cache`` is where calibrations are remembered.
 
     References:
         Ponomareva et al. 2023, How to DP-fy ML: A Practical Guide to Machine Learning with Differential Privacy (tiers of
         epsilon; batch size and steps).
     """
-    advice = [_learning_rate(config, plan), _epsilon(plan), _delta(plan), _noise(plan), _batch(plan, cache)]
+    advice = [_learning_rate(config, plan), _epsilon(plan), _delta(plan), _noise(plan), _batch(plan)]
     advice.append(_canaries(config, plan))
     return [text for text in advice if text]
 
@@ -102,7 +99,7 @@ def _noise(plan: Plan) -> str | None:
     )
 
 
-def _batch(plan: Plan, cache: Path | None) -> str | None:
+def _batch(plan: Plan) -> str | None:
     """The smallest doubling of the batch, in as many steps fewer, whose noise is within 10% of the largest one's."""
     step = step_of(plan.event)
     larger = _larger_batches(plan.schedule)
@@ -111,7 +108,7 @@ def _batch(plan: Plan, cache: Path | None) -> str | None:
 
     def least(schedule: Schedule) -> float:
         promise = plan.epsilon, plan.delta, schedule, plan.neighbouring_relation
-        sigma = noise_multiplier_for(*promise, cache_dir=cache, group_size=step.group_size, rough=True)
+        sigma = noise_multiplier_for(*promise, group_size=step.group_size, rough=True)
         return noise_per_signal(sigma, schedule)
 
     own = noise_per_signal(plan.noise_multiplier, plan.schedule)

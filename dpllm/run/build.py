@@ -27,20 +27,19 @@ from dpllm.model.processes import shared
 from dpllm.privacy import guards
 from dpllm.privacy.engine import FP16_LOSS_SCALE, StepEngine
 from dpllm.privacy.loss import Autocast
-from dpllm.privacy.noise import GaussianNoise
-from dpllm.privacy.packing import PoissonSampler
+from dpllm.privacy.noise import GaussianNoise, os_entropy
 from dpllm.privacy.plan import Plan
+from dpllm.privacy.sampling import CyclicSchedule, PoissonSampler
 from dpllm.privacy.schedule import Packing, Schedule, TokenSequence, Unit
 from dpllm.privacy.selfcheck import Checked
-from dpllm.privacy.stream import Turns, os_entropy
 from dpllm.recipe import derived
 from dpllm.recipe.config import RunConfig, TrainConfig
 from dpllm.run.checkpoint import ResumeState
 from dpllm.run.directory import RunDir
-from dpllm.run.payment import Payment
 from dpllm.run.projections import read_groups
 from dpllm.run.promise import Decision
 from dpllm.run.reference_logprobs import Pairs
+from dpllm.run.reservation import Reservation
 from dpllm.run.screen import Samples
 from dpllm.text import data, tokens
 from dpllm.text.data import Groups, each_row
@@ -63,7 +62,7 @@ class Prepared:
     engine: StepEngine  # hooked into the model, and checked
     autocast: Autocast
     sampler: PoissonSampler
-    payment: Payment
+    reservation: Reservation
     checked: Checked  # what the self-check found
     notes: list[str]  # what the card must name
     dropout_off: dict[str, float] | None  # rates that were set to zero; None without privacy, where they hold
@@ -140,7 +139,7 @@ def make_engine(
 ) -> tuple[PoissonSampler, StepEngine, Autocast]:
     """Sampler and engine, with keys that no rank but these knows, and the context of a forward pass; ``size`` is N.
 
-    ``precision`` is that of autocast, the same on all ranks; None: float32. ``groups`` is the key of ``stream.Turns``, the same
+    ``precision`` is that of autocast, the same on all ranks; None: float32. ``groups`` is the key of ``CyclicSchedule``, the same
     as before where a run goes on.
     """
     privacy, schedule = decision.config.privacy, decision.schedule
@@ -160,7 +159,7 @@ def make_engine(
     )
     engine.pairs = derived.pair_loss(decision.config)
     charged = decision.resumed.charged if decision.resumed else 0
-    turns = Turns(decision.plan.bands if decision.plan else 1, groups, charged)
+    turns = CyclicSchedule(decision.plan.bands if decision.plan else 1, groups, charged)
     return PoissonSampler(schedule, size, sampling_key, turns), engine, autocast
 
 

@@ -26,8 +26,8 @@ import dpllm
 from dpllm.errors import ConfigError, Refused
 from dpllm.files import alone, scratch, write_json
 from dpllm.ledger import Ledger, Outlook, RunRequest, dataset_policy, open_ledger
-from dpllm.ledger.reserving import reserve_all
-from dpllm.privacy.accounting import Relation, compose, stated
+from dpllm.ledger.admission import reserve_all
+from dpllm.privacy.accounting import Relation, compose, epsilon
 from dpllm.privacy.events import Event, count_releases, number
 from dpllm.privacy.plan import auto_delta, resolved_delta
 from dpllm.privacy.releases import Measurement, Statistic, measurement
@@ -188,7 +188,7 @@ class Opened:
             "unit": config.data.unit,
             "max_examples_per_unit": config.data.max_examples_per_unit or 1,
             "neighbouring_relation": relation,
-            "epsilon": stated(event, self.delta, relation)[0],
+            "epsilon": epsilon(event, self.delta, relation),
             "delta": self.delta,
             "date": time.strftime("%Y-%m-%d", time.gmtime()),
             "software": {"dpllm": dpllm.__version__, **software},

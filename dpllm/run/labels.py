@@ -15,9 +15,9 @@ from typing import Any
 
 from dpllm.errors import ConfigError, DataError, Refused
 from dpllm.files import alone, read_json, scratch, sha256, write_json, write_whole
-from dpllm.ledger import Ledger, Reservation, RunRequest, open_ledger
+from dpllm.ledger import Claim, Ledger, RunRequest, open_ledger
+from dpllm.ledger.admission import reserve_all
 from dpllm.ledger.records import ANY, HASH_BYTES, fingerprint
-from dpllm.ledger.reserving import reserve_all
 from dpllm.ledger.values import LABELS, OPEN, label_account
 from dpllm.privacy.events import PureDP, number
 from dpllm.privacy.labels import Below, flip_probability, flipped
@@ -128,7 +128,7 @@ def _randomised(wanted: DataConfig) -> Path | None:
     return next((path for path in paths if record_of(path) != path and record_of(path).exists()), None)
 
 
-def _charge(ledger: Ledger, config: RunConfig, table: data.Table, epsilon: float, again: bool) -> Reservation:
+def _charge(ledger: Ledger, config: RunConfig, table: data.Table, epsilon: float, again: bool) -> Claim:
     """Pays for a coin for each label, in the account of these labels, before the first is tossed."""
     records = fingerprint(table.parts(), _FIELDS, ledger.records.label_key())
     if config.data.unit == "example" and len(records.hashes) // HASH_BYTES < records.num_records:

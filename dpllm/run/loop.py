@@ -28,7 +28,6 @@ from dpllm.model import evaluate, loading, memory, processes, sharding
 from dpllm.model.processes import ahead, salted, shared, stop_signal
 from dpllm.model.rewards import Rewards
 from dpllm.privacy import accounting
-from dpllm.privacy.accounting import CrossCheck
 from dpllm.privacy.engine import Diagnostics
 from dpllm.privacy.gradient_canaries import GradientCanaries
 from dpllm.privacy.packing import Pass, passes_of
@@ -41,11 +40,11 @@ from dpllm.run.build import Prepared
 from dpllm.run.checkpoint import ResumeState, flat
 from dpllm.run.directory import RunDir, check_directory
 from dpllm.run.failures import StepDeadline, fail_together
-from dpllm.run.payment import Payment, pay
 from dpllm.run.projections import KeptGroups, read_groups
 from dpllm.run.promise import Decision, Start, decide
 from dpllm.run.record import Recorder, may_publish_cost
 from dpllm.run.reference_logprobs import referenced
+from dpllm.run.reservation import Reservation, reserve
 from dpllm.run.screen import Samples, Screen, tell_lengths
 from dpllm.statement.run_files import RunRecord, read_run
 from dpllm.telemetry.live import Callbacks, Telemetry
@@ -101,7 +100,7 @@ def train(
             stack.enter_context(heard_by(screen))
         prepared = prepare(config, start, state, console)  # all that can refuse; last of all the reservation
         screen.end()
-        stack.enter_context(contextlib.closing(prepared.payment))
+        stack.enter_context(contextlib.closing(prepared.reservation))
         recorder = stack.enter_context(Recorder(prepared, started, telemetry, deadline, console, screen, main=main))
         if not prepared.first_step:
             recorder.evaluated(_evaluate(prepared, state), "before")
@@ -145,7 +144,7 @@ def _take_steps(
             for group in prepared.optimizer.param_groups:
                 group["lr"] = rate
             batches, canaries = next(logical_batches)
-            prepared.payment.charge(step + 1)  # written before the update exists
+            prepared.reservation.charge(step + 1)  # written before the update exists
             with memory.explained(prepared.config, prepared.engine.packing):
                 own = prepared.engine.step(batches, canaries)
             step += 1
@@ -281,7 +280,7 @@ def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, 
     rewards = Rewards(net, engine.packing, pad_id, device, autocast)
     pairs = referenced(decision, run, rewards, units, held_out) if engine.pairs else None
     noted = _load(resumed, run, net, optimizer, console) if resumed else []
-    payment = pay(config, decision, start, run, table) if main else Payment()
+    reservation = reserve(config, decision, start, run, table) if main else Reservation()
     prepared = Prepared(
         decision=decision,
         run=run,
@@ -295,7 +294,7 @@ def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, 
         engine=engine,
         autocast=autocast,
         sampler=sampler,
-        payment=payment,
+        reservation=reservation,
         checked=checked,
         notes=list(dict.fromkeys([*decision.policy.deviations, *noted])),
         dropout_off=dropout_off,
@@ -323,11 +322,10 @@ def _promise(decision: Decision, planted: CanaryPlan | None) -> Plan | None:
     plan = decision.plan
     if plan is None or decision.resumed:
         return plan
-    second = accounting.cross_check(plan.event, plan.delta, plan.neighbouring_relation, plan.epsilon)
     fixed = {
         "canary_commitment": planted.commitment if planted else None,
         "audit": decision.config.audit.fixed(),
-        "cross_check": CrossCheck(**second) if second else None,
+        "cross_check": accounting.cross_check(plan.event, plan.delta, plan.neighbouring_relation, plan.epsilon),
     }
     return plan.model_copy(update=fixed)
 
@@ -343,7 +341,7 @@ def _write(
     """What the run directory holds before the first step, of a new run instead of what lay there."""
     run, config, plan, resumed = prepared.run, prepared.config, prepared.plan, prepared.decision.resumed
     with contextlib.ExitStack() as on_failure:
-        on_failure.callback(prepared.payment.close)
+        on_failure.callback(prepared.reservation.close)
         if not resumed:
             run.clear(keep=prepared.units.path)
             run.make()

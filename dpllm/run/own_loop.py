@@ -24,12 +24,12 @@ from dpllm.ledger import Ledger, RunRequest
 from dpllm.model import loading, memory, processes
 from dpllm.privacy import events, guards
 from dpllm.privacy.engine import Diagnostics, StepEngine
-from dpllm.privacy.noise import GaussianNoise
-from dpllm.privacy.packing import PoissonSampler, passes_of
+from dpllm.privacy.noise import GaussianNoise, os_entropy
+from dpllm.privacy.packing import passes_of
 from dpllm.privacy.plan import Plan
 from dpllm.privacy.reference import longest_row
+from dpllm.privacy.sampling import CyclicSchedule, PoissonSampler
 from dpllm.privacy.schedule import LARGEST_PASS, Unit
-from dpllm.privacy.stream import Turns, os_entropy
 from dpllm.recipe import derived
 from dpllm.recipe.config import make_config
 from dpllm.run.build import check_passes, is_low
@@ -148,7 +148,7 @@ class Engine:
         self._engine = StepEngine(model, optimizer, schedule, plan, packing, noise=noise)
         try:
             check_passes(self._engine, vocabulary, pad_id=self._pad_id)
-            self._sampler = PoissonSampler(schedule, size, os_entropy(), Turns(plan.bands, os_entropy()))
+            self._sampler = PoissonSampler(schedule, size, os_entropy(), CyclicSchedule(plan.bands, os_entropy()))
             self._optimizer, self._seen, self._ledger = optimizer, _seen(model), ledger
             with ledger.counting():
                 self.entry = ledger.reserve(dataset, RunRequest.of(plan, f"own-loop-{secrets.token_hex(4)}")).entry

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from dpllm.errors import ConfigError
 from dpllm.files import read_json, write_json, write_whole
-from dpllm.privacy.stream import Turns, groups
+from dpllm.privacy.sampling import CyclicSchedule, groups
 
 
 class Projections:
@@ -82,7 +82,7 @@ def read_turns(path: Path, coefficients: tuple[float, ...], width: int) -> Bande
     if not coefficients:
         return None
     kept = read_groups(path)
-    group_N = groups(Turns(kept.bands, kept.key), kept.slots)
+    group_N = groups(CyclicSchedule(kept.bands, kept.key), kept.slots)
     return BandedTurns(coefficients, group_N[kept.slots - width :], kept.starts)
 
 

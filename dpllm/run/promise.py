@@ -19,7 +19,7 @@ from typing import Any, Self, TypeVar
 from dpllm.canaries.texts import check_place
 from dpllm.errors import BudgetExceeded, ConfigError, DpllmError, need
 from dpllm.files import read_json, scratch
-from dpllm.ledger import Ledger, Outlook, RunRequest, dataset_policy, default_path, open_ledger
+from dpllm.ledger import Ledger, Outlook, RunRequest, dataset_policy, open_ledger
 from dpllm.ledger.dataset_policy import DatasetPolicy
 from dpllm.privacy.plan import Plan, resolved_delta
 from dpllm.privacy.schedule import Schedule
@@ -108,7 +108,7 @@ class Decision:
     @cached_property
     def advice(self) -> list[str]:
         """What is likely to hurt, and what to type; none without differential privacy."""
-        return advise(self.config, self.plan, accounting_cache()) if self.plan else []
+        return advise(self.config, self.plan) if self.plan else []
 
     @property
     def lowered(self) -> str:
@@ -275,11 +275,6 @@ def read_subject(config: RunConfig, cache: Path | None = None) -> Subject:
     return subject
 
 
-def accounting_cache() -> Path:
-    """Where calibrations are remembered; they depend on public numbers only."""
-    return default_path().parent / "calibration"
-
-
 def _read_subject(config: RunConfig, ledger: Ledger | None, found: Refusals, cache: Path | None) -> Subject | None:
     with scratch() if cache is None else contextlib.nullcontext(cache) as where:
         tell("Reading data.train")
@@ -372,12 +367,12 @@ def _plan(
     config: RunConfig, num_units: int, schedule: Schedule | None, terms: dataset_policy.Terms, found: Refusals
 ) -> tuple[Plan | None, BudgetExceeded | None]:
     """The Plan, and what is to be said where the budget leaves too little for its noise to be calibrated."""
-    cache, over = accounting_cache(), None
+    over = None
     if schedule is None:  # delta can be judged all the same
         found.attempt(resolved_delta, config.privacy.delta, terms["largest_delta"], num_units)
         return None, None
     try:
-        return derived.plan_of(config, num_units, cache, **terms), None
+        return derived.plan_of(config, num_units, **terms), None
     except BudgetExceeded as error:
         over = error
     except DpllmError as error:
@@ -385,7 +380,7 @@ def _plan(
     # What it would cost all the same: without the filter, and with no target for a noise multiplier that is given.
     relaxed = config.changed({"privacy.epsilon": UNBOUNDED}) if config.privacy.noise_multiplier else config
     try:
-        plan = derived.plan_of(relaxed, num_units, cache, largest_delta=terms["largest_delta"])
+        plan = derived.plan_of(relaxed, num_units, largest_delta=terms["largest_delta"])
     except DpllmError:  # what refuses even that was said already
         return None, over
     return plan.model_copy(update={"target_epsilon": config.privacy.epsilon}), over
@@ -393,9 +388,9 @@ def _plan(
 
 def _resumed_plan(config: RunConfig, num_units: int, resumed: ResumeState) -> Plan:
     """The same promise once more: its noise was calibrated to what was left of the budget then."""
-    before, cache = resumed.plan, accounting_cache()
+    before = resumed.plan
     assert before is not None
     again = config.changed({"privacy.noise_multiplier": before.noise_multiplier, "privacy.delta": before.delta})
     coefficients = before.coefficients  # no other machine's last bits
-    check_promise(derived.plan_of(again, num_units, cache, coefficients=coefficients), before)
+    check_promise(derived.plan_of(again, num_units, coefficients=coefficients), before)
     return before

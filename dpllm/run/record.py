@@ -170,8 +170,8 @@ class Recorder:
         with self._writing():
             state = checkpoint.State(
                 step=self._step,
-                entry=prepared.payment.entry,
-                head=prepared.payment.ledger.head() if prepared.payment.ledger else None,
+                entry=prepared.reservation.entry,
+                head=prepared.reservation.ledger.head() if prepared.reservation.ledger else None,
                 units=prepared.units.digest,
                 groups=read_groups(prepared.run.groups).digest if plan and plan.coefficients else None,
                 lost=self._lost,
@@ -204,7 +204,7 @@ class Recorder:
             checkpoint.export(prepared.model, prepared.tokenizer, prepared.run)
             cost = self._cost(datetime.now(UTC).isoformat(timespec="seconds"))
             manifest = manifest_of(prepared.run, prepared.config, ended=True)
-            prepared.payment.finish(status, files.digest(manifest))
+            prepared.reservation.finish(status, files.digest(manifest))
             self._write(self._step, status, manifest, cost)
             self._telemetry.end()
             if status == "completed":
@@ -275,7 +275,7 @@ class Recorder:
             steps_taken=step,
             steps_lost=self._lost,
             tokens_per_pass=None if prepared.engine.packing.alone else prepared.engine.packing.tokens,
-            ledger=prepared.payment.to_json(prepared.plan.delta if prepared.plan else None),
+            ledger=prepared.reservation.to_json(prepared.plan.delta if prepared.plan else None),
             lineage=prepared.decision.lineage,
             labels=prepared.decision.labels,
             labels_before=prepared.decision.labels_before,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from dpllm.privacy.stored_events import Event
+from dpllm.privacy.accounting import StoredEvent
 from dpllm.records import AtLeast1, Between0And1, Count, NotNegative, Number, Positive, Record
 
 Generator = Literal["aes256_ctr", "philox_gpu", "philox"]
@@ -114,7 +114,7 @@ class Ancestor(Record):
     """Its unit."""
     neighbouring_relation: str | None
     """Its relation."""
-    event: Event | None
+    event: StoredEvent | None
     """Its accounting event; null where it has none."""
     dataset: str | None
     """Name of the dataset in its ledger."""

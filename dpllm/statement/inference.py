@@ -18,11 +18,10 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from dpllm.privacy import events
-from dpllm.privacy.accounting import Accountant, CrossCheck
+from dpllm.privacy.accounting import Accountant, CrossCheck, stored
 from dpllm.privacy.events import Event, compose
 from dpllm.privacy.limits import MechanismLimits, attacker_limits
 from dpllm.privacy.plan import Plan
-from dpllm.privacy.stored_events import stored_event
 from dpllm.records import AtLeast1, Between0And1, Count, NotAStatement, NotNegative, Positive, Text
 from dpllm.statement.fields import Composed, ComposedLineage, Lineage
 from dpllm.statement.privacy_record import BaseModelName
@@ -31,7 +30,7 @@ from dpllm.statement.synthetic import Written
 
 RECORD = "inference.json"
 BoundedRange = Annotated[
-    events.BoundedRange, *stored_event(lambda event: isinstance(event, events.BoundedRange) and event.count > 0)
+    events.BoundedRange, *stored(lambda event: isinstance(event, events.BoundedRange) and event.count > 0)
 ]
 """The event of one text or more, drawn token by token."""
 

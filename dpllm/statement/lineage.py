@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from dpllm.errors import ConfigError, Refused
+from dpllm.errors import ConfigError
 from dpllm.privacy import accounting
 from dpllm.privacy.parts import added
 from dpllm.recipe import derived
@@ -97,13 +97,10 @@ def together(
         if parent.event is None:
             return None, f"{parent.name}, on the same dataset, does not say what it released"
         events.append(parent.event)
-    try:
-        epsilon, name = accounting.stated(accounting.compose(events), own.delta, own.neighbouring_relation)
-    except Refused:  # no accountant knows every part
-        epsilon, name = math.inf, ""
+    epsilon = accounting.epsilon(accounting.compose(events), own.delta, own.neighbouring_relation)
     if not math.isfinite(epsilon):
         return None, f"no finite epsilon can be certified at delta {own.delta:g} for all runs together"
-    accountant = f"dp-accounting {name.upper()} {accounting.versions()['version']}"
+    accountant = f"dp-accounting PLD {accounting.versions()['version']}"
     return ComposedLineage(epsilon=epsilon, delta=own.delta, accountant=accountant), None
 
 

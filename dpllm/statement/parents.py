@@ -229,7 +229,7 @@ def _base(name: str, record: PrivacyRecord, *, adapter: bool = False) -> Base:
     if record.guarantee:
         terms = record.plan
         promised = {key: getattr(terms, key) for key in _PROMISED}
-        costs, _ = accounting.stated(terms.event, terms.delta, terms.neighbouring_relation)
+        costs = accounting.epsilon(terms.event, terms.delta, terms.neighbouring_relation)
         if costs > terms.epsilon * (1 + _ROUNDING) + _ROUNDING:
             raise Refused(
                 f"the privacy block of {name} states epsilon {terms.epsilon:g}, and its own event costs {costs:g} "

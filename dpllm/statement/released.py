@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from dpllm.errors import ConfigError
+from dpllm.privacy.accounting import stored
 from dpllm.privacy.events import Composed, Gaussian, PureDP, SelfComposed, compose, mechanism_of
 from dpllm.privacy.releases import OTHER
-from dpllm.privacy.stored_events import stored_event
 from dpllm.records import AtLeast1, Between0And1, NotNegative, Number, Record, Sha256, Share, Text
 from dpllm.statement import formatting
 
@@ -32,7 +32,7 @@ def _is_release(event: object) -> bool:
     return isinstance(event, PureDP) and event.epsilon > 0
 
 
-ReleaseEvent = Annotated[PureDP | SelfComposed, *stored_event(_is_release)]
+ReleaseEvent = Annotated[PureDP | SelfComposed, *stored(_is_release)]
 
 
 class Declared(Record):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from dpllm.privacy import accounting, events
-from dpllm.privacy.accounting import compose, finite, stated
+from dpllm.privacy.accounting import compose, finite
 from dpllm.privacy.limits import attacker_limits_of
 from dpllm.privacy.plan import ACCOUNTANT, Plan
 from dpllm.records import Json
@@ -107,7 +107,7 @@ def beside_run(released: Statistics, terms: Promised | None, guarantee: bool) ->
     with_run = None
     if terms is not None and guarantee:
         event = compose([terms.event, released.event()])
-        with_run = finite(stated(event, terms.delta, terms.neighbouring_relation)[0])
+        with_run = finite(accounting.epsilon(event, terms.delta, terms.neighbouring_relation))
     return BesideRun.pick(released.to_json(), with_run=with_run)
 
 
@@ -133,7 +133,7 @@ def inferred(facts: Json, released: Statistics | None) -> Inference:
     """
     event, delta, relation = facts["event"], facts["delta"], facts["neighbouring_relation"]
     event = event if isinstance(event, events.Event) else events.read(event)
-    epsilon, _ = stated(event, delta, relation)
+    epsilon = accounting.epsilon(event, delta, relation)
     record = Inference.pick(
         {
             "not_covered": [*not_covered(facts["unit"], relation), *lineage.deviations(facts["lineage"])],

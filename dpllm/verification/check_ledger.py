@@ -19,7 +19,6 @@ from dpllm.errors import DpllmError
 from dpllm.files import digest
 from dpllm.ledger import admission
 from dpllm.ledger.chain import Chain, Entry, read_export, verify_export
-from dpllm.ledger.reserving import comes_to
 from dpllm.ledger.store import Postgres, SQLite, Store, default_path
 from dpllm.ledger.values import account_of, event_of
 from dpllm.privacy import renyi
@@ -256,7 +255,7 @@ def _total(chain: _Chain, composed: Composed, terms: Promised) -> Check:
     delta = composed.budget.delta if composed.budget else terms.delta
     spent = math.inf if account.flaws() else costs.together(account.events(), delta, terms.neighbouring_relation)
     own = next(run.reservation for run in account.runs if run.reservation.entry == composed.entry)
-    fresh = _of_facts(composed, terms, **comes_to(account, spent, own.group))
+    fresh = _of_facts(composed, terms, **admission.comes_to(account, spent, own.group))
     problems = [
         *differences(composed.to_json(), fresh.to_json(), tolerance=rounding(terms)),
         *differences(composed.to_json()["budget"], fresh.to_json()["budget"], "budget", 0.0),

@@ -12,7 +12,8 @@ from typing import cast, get_args
 
 from dpllm.privacy import accounting, banded
 from dpllm.privacy.events import PureDP
-from dpllm.privacy.plan import ACCOUNTANT, Plan, if_shuffled, noise_scale
+from dpllm.privacy.noise import noise_scale
+from dpllm.privacy.plan import ACCOUNTANT, Plan, if_shuffled
 from dpllm.privacy.privacy_loss import Relation
 from dpllm.privacy.releases import OTHER, Kind, Statistic, tidy, told
 from dpllm.statement import state

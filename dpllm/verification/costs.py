@@ -105,7 +105,7 @@ def wrong_limits(stated: Mapping[str, Any], fresh: Mapping[str, Any], slack: flo
 
 def together(composed: list[Event], delta: float, relation: Relation) -> float:
     """The stated epsilon of several events."""
-    return accounting.stated(accounting.compose(composed), delta, relation)[0]
+    return accounting.epsilon(accounting.compose(composed), delta, relation)
 
 
 def rounding(terms: Promised, other: float = OTHER_VERSION, same: float = TOLERANCE) -> float:

@@ -20,7 +20,7 @@ from dpllm.canaries import canaries, texts
 from dpllm.canaries.canaries import check_fits, load, plan_canaries, redraw_coins, save, slots
 from dpllm.canaries.texts import Canary
 from dpllm.errors import ConfigError
-from dpllm.privacy.stream import os_entropy
+from dpllm.privacy.noise import os_entropy
 from dpllm.recipe.config import DataConfig
 from dpllm.recipe.derived import num_slots
 from dpllm.recipe.sections import AuditConfig, CanaryConfig

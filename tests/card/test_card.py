@@ -40,7 +40,7 @@ from published import failing
 from dpllm.card.card import write_card
 from dpllm.errors import ConfigError
 from dpllm.privacy.events import dp_sgd_event
-from dpllm.privacy.plan import noise_scale
+from dpllm.privacy.noise import noise_scale
 from dpllm.statement import formatting
 
 # What is said

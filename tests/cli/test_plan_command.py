@@ -15,7 +15,6 @@ from dpllm.cli import main
 from dpllm.cli.plan import dump
 from dpllm.ledger import Budget, open_ledger
 from dpllm.ledger.budgets import set_budget
-from dpllm.ledger.store import default_path
 from dpllm.run.directory import RunDir
 
 
@@ -170,20 +169,6 @@ def test_advice_is_shown_and_refuses_nothing(recipe: Path, capsys: pytest.Captur
 
 
 # --- model ----------------------------------------------------------------------------------------------------
-
-
-def test_a_remembered_noise_that_was_changed_is_computed_again(
-    recipe: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    wanted = ("--privacy.noise_multiplier=null", "--privacy.epsilon", 3)
-    noise = value(capsys, 0, recipe, *wanted)["noise_multiplier"]
-    (cached,) = (default_path().parent / "calibration").iterdir()
-    stored = json.loads(cached.read_text())
-    for wrong in (noise / 2, noise * 2):
-        cached.write_text(json.dumps({**stored, "noise_multiplier": wrong}))
-        plan = value(capsys, 0, recipe, *wanted)
-        assert plan["epsilon"] <= 3
-    assert noise in (plan["noise_multiplier"], plan["noise_multiplier"] / 2)
 
 
 def test_what_cannot_be_certified_is_null() -> None:

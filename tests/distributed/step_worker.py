@@ -12,9 +12,9 @@ from torch import distributed
 
 from dpllm.privacy.banded import LearningRate, strategy
 from dpllm.privacy.gradient_canaries import GradientCanaries
-from dpllm.privacy.packing import PoissonSampler, passes_of
+from dpllm.privacy.packing import passes_of
+from dpllm.privacy.sampling import CyclicSchedule, PoissonSampler
 from dpllm.privacy.schedule import Unit
-from dpllm.privacy.stream import Turns
 
 STEPS, C, SIGMA = 3, 0.05, 0.7
 SLOTS, DRAWS, MEMBERS = 40, 1500, 10  # of the sampling masks
@@ -83,7 +83,7 @@ def banded_noise(rank: int, world: int) -> Results:
     engine = tm.make_engine(
         tm.build("llama"), plain.model_copy(update={"coefficients": coefficients}), noise_entropy=71 + rank
     )
-    sampler = PoissonSampler(plain.schedule, 24, 77, Turns(3, 2**250 + 1))
+    sampler = PoissonSampler(plain.schedule, 24, 77, CyclicSchedule(3, 2**250 + 1))
     empty = torch.zeros(len(engine.clipped_sum([])[0]), dtype=torch.float64)
     rows, joined = [], torch.zeros((STEPS * 3, 24), dtype=torch.int8)
     for step in range(STEPS * 3):

@@ -13,8 +13,7 @@ from scipy import stats
 from torch import Tensor
 
 from dpllm.privacy import banded
-from dpllm.privacy.noise import GaussianNoise
-from dpllm.privacy.plan import noise_scale
+from dpllm.privacy.noise import GaussianNoise, noise_scale
 
 STEPS, C, SIGMA, B = 3, 0.05, 0.7, 12
 SLOTS, DRAWS, RATE = 40, 1500, 10 / 40

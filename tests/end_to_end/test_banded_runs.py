@@ -17,7 +17,7 @@ from dpllm.ledger import Ledger
 from dpllm.privacy import accounting
 from dpllm.privacy.events import read
 from dpllm.privacy.noise import BandedNoise
-from dpllm.privacy.packing import PoissonSampler
+from dpllm.privacy.sampling import PoissonSampler
 from dpllm.records import NotAStatement
 from dpllm.run.directory import RunDir
 from dpllm.statement import privacy_record

@@ -14,7 +14,7 @@ from running import SENTINEL, STEPS, Answer, Place, contents, done, dpllm_, make
 
 from dpllm.errors import DpllmError, Refused
 from dpllm.ledger import Ledger
-from dpllm.ledger.reserving import group_total
+from dpllm.ledger.admission import group_total
 from dpllm.privacy.banded import LearningRate
 
 CANARIES = {"groups": {1: 20, 4: 4}, "references": 100, "digits": 12}

@@ -10,7 +10,7 @@ from running import Answer, Place, done, dpllm_, make_place
 
 from dpllm.canaries import canaries
 from dpllm.ledger import Ledger
-from dpllm.ledger.reserving import group_total
+from dpllm.ledger.admission import group_total
 from dpllm.run.directory import RunDir
 
 WORDS = {"groups": {1: 20, 4: 4}, "references": 100, "digits": 12}

@@ -143,7 +143,7 @@ def test_a_lineage_cannot_deny_the_common_dataset_or_add_other_units(run: Path) 
     export = run / "export"
     block = read(export)
     plan = block["plan"]
-    total = accounting.stated(accounting.compose([events.read(plan["event"])] * 2), plan["delta"], "zero_out")[0]
+    total = accounting.epsilon(accounting.compose([events.read(plan["event"])] * 2), plan["delta"], "zero_out")
     composed = {"epsilon": total, "delta": plan["delta"], "accountant": "dp-accounting PLD"}
     honest = {
         "base": _parent(block), "ancestors": [], "same_dataset": True, "dataset": "notes", "composed": composed,

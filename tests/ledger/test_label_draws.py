@@ -15,9 +15,9 @@ from ledger_stores import Place
 
 from dpllm.cli import main
 from dpllm.errors import BudgetExceeded, ConfigError, DpllmError, Refused
-from dpllm.ledger import Budget, Ledger, Reservation, RunRequest, budgets
+from dpllm.ledger import Budget, Claim, Ledger, RunRequest, budgets
+from dpllm.ledger.admission import reserve_all
 from dpllm.ledger.records import Fingerprint, fingerprint
-from dpllm.ledger.reserving import reserve_all
 from dpllm.ledger.values import label_account
 from dpllm.privacy import renyi
 from dpllm.privacy.events import Imported, PureDP
@@ -56,7 +56,7 @@ def request(epsilon: float = 1.0, unit: str = "example") -> RunRequest:
     return RunRequest(PureDP(epsilon), 1e-9, 1, unit, "label_changed", "a draw")
 
 
-def reserve(ledger: Ledger, name: str, records: Fingerprint) -> Reservation:
+def reserve(ledger: Ledger, name: str, records: Fingerprint) -> Claim:
     return reserve_all(ledger, name, [request()], records=records, once=True)[0]
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from dpllm.privacy.clipping import PerUnitClipper
 from dpllm.privacy.engine import StepEngine
 from dpllm.privacy.noise import GaussianNoise
-from dpllm.privacy.packing import PoissonSampler
+from dpllm.privacy.sampling import PoissonSampler
 
 Change = Callable[[pytest.MonkeyPatch], None]
 DRAW, JOIN, SUM, ADD = (

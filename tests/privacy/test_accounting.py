@@ -20,13 +20,12 @@ from scipy.stats import binom, norm
 
 from dpllm.errors import ConfigError, Refused
 from dpllm.privacy import accounting, privacy_loss
-from dpllm.privacy.accounting import beside, compose, cross_check, curve, dp_sgd_event, epsilon, stated
-from dpllm.privacy.events import Gaussian, Imported, RepeatAndSelect, SelfComposed
+from dpllm.privacy.accounting import beside, compose, cross_check, curve, dp_sgd_event, epsilon
+from dpllm.privacy.events import Gaussian, Imported, SelfComposed
 from dpllm.privacy.parts import SampledSums, dp_event_of, parts_of
 from dpllm.privacy.privacy_loss import Relation
 
 RUN = dp_sgd_event(0.02, 0.8, 150)  # epsilon 2.9633 at delta 1e-5
-TRIAL = dp_sgd_event(0.02, 1.5, 150)
 
 # Gaussian mechanism with mean shift mu (sensitivity over standard deviation): exact, from the closed form.
 EXACT_GAUSSIAN = [
@@ -195,29 +194,6 @@ def test_an_imported_delta_composes_too() -> None:
     assert epsilon(twice, 0.0199 - 1e-9, "zero_out") == math.inf
 
 
-# q .02, sigma 1.5, T 150, delta 1e-5: RDP of one run .861.
-@pytest.mark.parametrize(
-    ("distribution", "mean", "rdp"),
-    [
-        ("geometric", 10, 1.814),
-        ("poisson", 10, 1.829),
-        ("logarithmic", 10, 1.530),
-        ("geometric", 50, 2.201),
-        ("poisson", 100, 6.19),
-    ],
-)
-def test_selection_matches_published_values(distribution: str, mean: float, rdp: float) -> None:
-    assert stated(RepeatAndSelect(TRIAL, mean, distribution), 1e-5, "zero_out") == (pytest.approx(rdp, abs=5e-3), "rdp")
-
-
-def test_what_is_stated_is_pld_where_it_knows_the_event() -> None:
-    assert stated(RUN, 1e-5, "zero_out") == (epsilon(RUN, 1e-5, "zero_out"), "pld")
-    assert stated(compose([RUN, imported(1.0)]), 1e-5, "zero_out")[1] == "pld"
-    assert stated(compose([]), 1e-5, "zero_out") == (0.0, "pld")
-    with pytest.raises(Refused, match="no accountant"):
-        stated(compose([dp_sgd_event(0.1, 1.0, 2, 3), RepeatAndSelect(TRIAL, 2, "poisson")]), 1e-5, "zero_out")
-
-
 def test_gdp_is_refused_because_it_is_optimistic() -> None:
     with pytest.raises(ConfigError, match="understates"):
         epsilon(RUN, 1e-5, "zero_out", "gdp")
@@ -302,7 +278,6 @@ def test_a_curve_is_the_epsilon_at_each_delta() -> None:
     points = curve(RUN, "zero_out", [1e-4, 1e-5, 1e-6])
     assert points == [(d, epsilon(RUN, d, "zero_out")) for d in (1e-4, 1e-5, 1e-6)]
     assert [e for _, e in points] == sorted(e for _, e in points)
-    assert curve(RepeatAndSelect(TRIAL, 10, "geometric"), "zero_out", [1e-5])[0][1] == pytest.approx(1.814, abs=3e-3)
 
 
 def test_accountants_stand_side_by_side() -> None:
@@ -311,7 +286,7 @@ def test_accountants_stand_side_by_side() -> None:
         "rdp": epsilon(RUN, 1e-5, "zero_out", "rdp"),
     }
     assert beside(RUN, 1e-5, "zero_out", prv=True).keys() == {"pld", "rdp", "prv"}
-    assert beside(RepeatAndSelect(TRIAL, 2, "geometric"), 1e-5, "zero_out", prv=True).keys() == {"rdp"}
+    assert beside(dp_sgd_event(0.1, 1.0, 2, 3), 1e-5, "zero_out", prv=True).keys() == {"pld"}
     million = dp_sgd_event(0.001, 1.0, 1_000_000)  # more than PRV may take
     assert beside(million, 1e-6, "zero_out", prv=True).keys() == {"pld", "rdp"}
 
@@ -329,23 +304,23 @@ def test_second_accountant_agrees_or_refuses() -> None:
     figure = epsilon(RUN, 1e-5, "zero_out")
     second = cross_check(RUN, 1e-5, "zero_out", figure)
     assert second is not None
-    assert second["name"] == "opacus-prv"
-    assert second["version"]
-    assert figure <= second["epsilon"] <= figure + 0.03
+    assert second.name == "opacus-prv"
+    assert second.version
+    assert figure <= second.epsilon <= figure + 0.03
     for wrong in (figure + 0.02, figure - 0.05, 2.0, 4.0, math.inf):
         with pytest.raises(Refused):
             cross_check(RUN, 1e-5, "zero_out", wrong)
     nothing = cross_check(compose([]), 1e-5, "zero_out", 0.0)
     assert nothing is not None
-    assert nothing["epsilon"] == 0.0
+    assert nothing.epsilon == 0.0
 
 
 def test_rdp_stands_in_where_prv_cannot_answer() -> None:
     million = dp_sgd_event(0.001, 1.0, 1_000_000)
     second = cross_check(million, 1e-6, "zero_out", epsilon(million, 1e-6, "zero_out"))
     assert second is not None
-    assert second["name"] == "dp-accounting-rdp (prv cannot answer)"
-    assert second["epsilon"] == pytest.approx(7.1441, abs=1e-3)
+    assert second.name == "dp-accounting-rdp (prv cannot answer)"
+    assert second.epsilon == pytest.approx(7.1441, abs=1e-3)
     with pytest.raises(Refused):
         cross_check(million, 1e-6, "zero_out", 7.2)
     with pytest.raises(ConfigError, match="prv"):
@@ -356,22 +331,17 @@ def test_a_second_accountant_is_one_that_knows_the_event_or_none() -> None:
     event = compose([RUN, imported(0.5, 1e-6)])
     second = cross_check(event, 1e-5, "zero_out", epsilon(event, 1e-5, "zero_out"))
     assert second is not None
-    assert second["name"] == "dp-accounting-rdp (prv does not know this event)"
-    for alone in (dp_sgd_event(0.02, 1.0, 10, 4), RepeatAndSelect(TRIAL, 10, "geometric")):
-        assert cross_check(alone, 1e-5, "zero_out", stated(alone, 1e-5, "zero_out")[0]) is None
-        with pytest.raises(Refused):
-            cross_check(alone, 1e-5, "zero_out", math.inf)
-    with pytest.raises(Refused, match="no accountant"):
-        cross_check(
-            compose([dp_sgd_event(0.1, 1.0, 2, 3), RepeatAndSelect(TRIAL, 2, "poisson")]), 1e-5, "zero_out", 1.0
-        )
+    assert second.name == "dp-accounting-rdp (prv does not know this event)"
+    alone = dp_sgd_event(0.02, 1.0, 10, 4)
+    assert cross_check(alone, 1e-5, "zero_out", epsilon(alone, 1e-5, "zero_out")) is None
+    with pytest.raises(Refused):
+        cross_check(alone, 1e-5, "zero_out", math.inf)
 
 
 def test_accounting_and_calibration_never_import_torch() -> None:
     code = """
 import sys
 from dpllm.privacy import accounting, limits, renyi
-from dpllm.privacy.events import Gaussian, Imported, RepeatAndSelect, SelfComposed
 assert not {"torch", "dp_accounting", "scipy", "numpy"} & sys.modules.keys()
 sigma = accounting.calibrate_noise_multiplier(1.0, 1e-5, 0.2, 100, "zero_out")
 event = accounting.dp_sgd_event(0.2, sigma, 100)

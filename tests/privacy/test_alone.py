@@ -28,9 +28,8 @@ from torch import Tensor, nn
 from dpllm.errors import NotBatchInvariant, Refused
 from dpllm.privacy import attention, noise, selfcheck
 from dpllm.privacy.gradients import PassGradients
-from dpllm.privacy.noise import GaussianNoise
+from dpllm.privacy.noise import GaussianNoise, noise_scale, spacing_of
 from dpllm.privacy.packing import Targets, lay_out
-from dpllm.privacy.plan import noise_scale, spacing_of
 from dpllm.privacy.schedule import Packing, packing_of
 from dpllm.run.build import check_passes
 

@@ -12,10 +12,9 @@ import torch
 from scipy import stats
 
 from dpllm.privacy import banded
-from dpllm.privacy.noise import BandedNoise, GaussianNoise
-from dpllm.privacy.packing import PoissonSampler
-from dpllm.privacy.plan import Plan, spacing_of
-from dpllm.privacy.stream import Turns, groups
+from dpllm.privacy.noise import BandedNoise, GaussianNoise, spacing_of
+from dpllm.privacy.plan import Plan
+from dpllm.privacy.sampling import CyclicSchedule, PoissonSampler, groups
 
 CPU = torch.device("cpu")
 BANDS, STEPS, SEQUENCES = 4, 9, 100_000
@@ -160,24 +159,24 @@ def test_rehearsing_holds_room_for_momentum(monkeypatch: pytest.MonkeyPatch) -> 
 # --- groups ----------------------------------------------------------------------------------------------------------
 
 
-def draws(turns: Turns, number: int, slots: int = 60, batch: int = 10, key: int = 3) -> list[list[int]]:
+def draws(turns: CyclicSchedule, number: int, slots: int = 60, batch: int = 10, key: int = 3) -> list[list[int]]:
     sampler = PoissonSampler(tm.schedule(slots, batch), slots, key, turns=turns)
     return [sampler.draw() for _ in range(number)]
 
 
 def test_groups_are_uniform_and_stay() -> None:
-    found = groups(Turns(BANDS, 2**200 + 9), 40_000)
+    found = groups(CyclicSchedule(BANDS, 2**200 + 9), 40_000)
     assert stats.chisquare(np.bincount(found, minlength=BANDS)).pvalue > ALARM
     assert set(found) == set(range(BANDS))
-    assert np.array_equal(found, groups(Turns(BANDS, 2**200 + 9, first_step=17), 40_000))
-    assert not np.array_equal(found, groups(Turns(BANDS, 2**200 + 10), 40_000))
+    assert np.array_equal(found, groups(CyclicSchedule(BANDS, 2**200 + 9, first_step=17), 40_000))
+    assert not np.array_equal(found, groups(CyclicSchedule(BANDS, 2**200 + 10), 40_000))
     # They follow from a slot's place alone: neighbours say nothing, and a longer list begins the same.
-    assert np.array_equal(found, groups(Turns(BANDS, 2**200 + 9), 50_000)[:40_000])
+    assert np.array_equal(found, groups(CyclicSchedule(BANDS, 2**200 + 9), 50_000)[:40_000])
     assert abs(np.corrcoef(found[:-1], found[1:])[0, 1]) < 5 / 200
 
 
 def test_each_of_the_group_joins_its_steps_by_its_own_coin_and_nobody_else() -> None:
-    turns, number, slots, rate = Turns(BANDS, 12345), 12_000, 60, BANDS * 10 / 60
+    turns, number, slots, rate = CyclicSchedule(BANDS, 12345), 12_000, 60, BANDS * 10 / 60
     found, group_N = draws(turns, number, slots), groups(turns, slots)
     joined_TN = np.zeros((number, slots), dtype=bool)
     for step, drawn in enumerate(found):
@@ -196,14 +195,17 @@ def test_each_of_the_group_joins_its_steps_by_its_own_coin_and_nobody_else() -> 
 def test_steps_of_a_unit_stay_apart_over_a_resume_with_lost_steps() -> None:
     """The second attempt begins where charges ended, not where the checkpoint was."""
     key = 99
-    first, second = draws(Turns(BANDS, key), 6, key=1), draws(Turns(BANDS, key, first_step=6), 9, key=2)
+    first, second = (
+        draws(CyclicSchedule(BANDS, key), 6, key=1),
+        draws(CyclicSchedule(BANDS, key, first_step=6), 9, key=2),
+    )
     charged = [*first[:3], *first[3:], *second]  # of the first six steps the last three were lost, and are counted
     for slot in range(60):
         at = [step for step, drawn in enumerate(charged) if slot in drawn]
         assert all(later - earlier >= BANDS for earlier, later in itertools.pairwise(at))
         assert len(at) <= -(-len(charged) // BANDS)
     # From the step of the checkpoint, some unit would join twice within a round.
-    again = [*first, *draws(Turns(BANDS, key, first_step=3), 9, key=2)]
+    again = [*first, *draws(CyclicSchedule(BANDS, key, first_step=3), 9, key=2)]
     close = [
         later - earlier < BANDS
         for slot in range(60)
@@ -212,7 +214,7 @@ def test_steps_of_a_unit_stay_apart_over_a_resume_with_lost_steps() -> None:
     assert any(close)
 
 
-def apart(turns: Turns) -> bool:
+def apart(turns: CyclicSchedule) -> bool:
     """Whether no slot joins twice within ``bands`` steps."""
     found = draws(turns, 40)
     at = [[step for step, drawn in enumerate(found) if slot in drawn] for slot in range(60)]
@@ -220,17 +222,17 @@ def apart(turns: Turns) -> bool:
 
 
 def test_groups_of_b_less_one_and_a_unit_in_two_groups_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert apart(Turns(BANDS, 5))
+    assert apart(CyclicSchedule(BANDS, 5))
     with monkeypatch.context() as patch:
         draw = PoissonSampler.draw
 
         def fewer(self: PoissonSampler) -> list[int]:
             self._group_N = self._group_N % (BANDS - 1)
-            self._turns = Turns(BANDS - 1, 5)
+            self._turns = CyclicSchedule(BANDS - 1, 5)
             return draw(self)
 
         patch.setattr(PoissonSampler, "draw", fewer)
-        assert not apart(Turns(BANDS, 5))
+        assert not apart(CyclicSchedule(BANDS, 5))
     with monkeypatch.context() as patch:
         draw = PoissonSampler.draw
 
@@ -239,4 +241,4 @@ def test_groups_of_b_less_one_and_a_unit_in_two_groups_are_seen(monkeypatch: pyt
             return draw(self)
 
         patch.setattr(PoissonSampler, "draw", twice)
-        assert not apart(Turns(BANDS, 5))
+        assert not apart(CyclicSchedule(BANDS, 5))

@@ -12,10 +12,10 @@ from dp_accounting.pld import privacy_loss_distribution as pld
 from scipy import stats
 
 from dpllm.privacy import embedded
-from dpllm.privacy.accounting import stated
+from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.embedded import STEPS, Projection, ada_ssp, event_of, k_means, lattice, nearest, unit_length
 from dpllm.privacy.events import Gaussian, SelfComposed
-from dpllm.privacy.plan import spacing_of
+from dpllm.privacy.noise import spacing_of
 
 ALARM = 1e-8
 SIGMA, CLUSTERS, CLASSES, ROUNDS, DIMENSIONS = 2.0, 4, 3, 4, 6
@@ -121,7 +121,7 @@ def test_the_events_are_gaussians_of_the_number_of_releases() -> None:
     assert event_of("clusters", 3.0, 7) == SelfComposed(7, Gaussian(3.0))
     assert event_of("classifier", 3.0, 7) == SelfComposed(2, Gaussian(3.0))
     direct = pld.from_gaussian_mechanism(3.0, value_discretization_interval=1e-4).self_compose(7)
-    assert stated(event_of("clusters", 3.0, 7), 1e-6, "zero_out")[0] == pytest.approx(
+    assert epsilon(event_of("clusters", 3.0, 7), 1e-6, "zero_out") == pytest.approx(
         direct.get_epsilon_for_delta(1e-6), rel=1e-6
     )
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dpllm.errors import ConfigError, Refused
+from dpllm.errors import ConfigError
 from dpllm.privacy import events, privacy_loss
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.events import (
@@ -16,7 +16,6 @@ from dpllm.privacy.events import (
     Imported,
     PoissonSampled,
     PureDP,
-    RepeatAndSelect,
     SelfComposed,
     compose,
     count_releases,
@@ -27,20 +26,16 @@ from dpllm.privacy.parts import (
     Parts,
     SampledSums,
     accountants,
-    changed,
     dp_event_of,
     imported_delta,
     parts_of,
-    require,
-    without_delta,
 )
 
 RUN = dp_sgd_event(0.02, 0.8, 150)
 GROUP = dp_sgd_event(0.02, 0.8, 150, 4)
-BEST = RepeatAndSelect(RUN, 10, "geometric")
 ONCE, PURE = Imported(1.0, 1e-6), PureDP(0.25)
 BANDED = events.CyclicPoisson(4, 30, 0.2, Gaussian(1.0))
-ALL = compose([RUN, GROUP, BEST, ONCE, PURE, BANDED, Gaussian(2.0)])
+ALL = compose([RUN, GROUP, ONCE, PURE, BANDED, Gaussian(2.0)])
 GAUSSIAN, IMPORTED = Gaussian(1.0).to_json(), ONCE.to_json()
 
 
@@ -65,21 +60,12 @@ def test_an_event_is_stored_as_plain_json_and_read_back() -> None:
     assert dp_event_of(parts_of(RUN)) == dp.SelfComposedDpEvent(sampled, 150)
 
 
-def test_an_event_is_changed_everywhere_inside() -> None:
-    seen: list[Any] = []
-    assert changed(ALL, lambda leaf: (seen.append(leaf), leaf)[1]) == ALL
-    assert [type(leaf).__name__ for leaf in seen] == [
-        *("Gaussian", "Gaussian", "Gaussian", "Imported", "PureDP", "Gaussian", "Gaussian")
-    ]
-    assert imported_delta(without_delta(SelfComposed(3, ONCE))) == 0.0
-
-
 def test_releases_are_counted_where_this_run_pays_for_them() -> None:
     assert count_releases(compose([RUN, RUN, dp_sgd_event(0.5, 3.0, 7)])) == 307
     assert count_releases(GROUP) == 150
     assert count_releases(compose([PURE, RUN, SelfComposed(3, PURE)])) == 154
-    assert count_releases(BEST) == count_releases(ONCE) == 0
-    assert count_releases(compose([RUN, BEST, ONCE])) == 150
+    assert count_releases(ONCE) == 0
+    assert count_releases(compose([RUN, ONCE])) == 150
 
 
 @pytest.mark.parametrize(
@@ -105,12 +91,8 @@ def test_releases_are_counted_where_this_run_pays_for_them() -> None:
         {"type": "poisson_sampled_group", "probability": 0.5, "group_size": 2.0, "event": GAUSSIAN},
         {"type": "poisson_sampled_group", "probability": 0.5, "group_size": True, "event": GAUSSIAN},
         {"type": "poisson_sampled_group", "probability": 0.5, "group_size": 10**6, "event": GAUSSIAN},
-        {"type": "poisson_sampled_group", "probability": 0.5, "group_size": 2, "event": BEST.to_json()},
-        {**BEST.to_json(), "distribution": "fixed"},
-        {**BEST.to_json(), "distribution": ["geometric"]},
-        {**BEST.to_json(), "mean": 0.5},
-        {**BEST.to_json(), "mean": math.inf},
-        {**BEST.to_json(), "event": {"type": "unknown"}},
+        {"type": "poisson_sampled_group", "probability": 0.5, "group_size": 2, "event": RUN.to_json()},
+        {"type": "repeat_and_select", "event": GAUSSIAN, "mean": 2.0, "distribution": "geometric"},
         {**IMPORTED, "epsilon": -1.0},
         {**IMPORTED, "epsilon": math.inf},
         {**IMPORTED, "delta": 1.0},
@@ -161,33 +143,19 @@ def test_a_group_of_one_is_one_and_a_group_in_every_batch_is_a_larger_gaussian()
         (dp_sgd_event(0.02, 1.0, 10, 1), {"pld", "rdp", "prv"}),
         (compose([]), {"pld", "rdp", "prv"}),
         (GROUP, {"pld"}),
-        (BEST, {"rdp"}),
         (ONCE, {"pld", "rdp"}),
         (compose([RUN, ONCE]), {"pld", "rdp"}),
         (compose([GROUP, ONCE, RUN]), {"pld"}),
-        (compose([BEST, ONCE, RUN]), {"rdp"}),
-        (RepeatAndSelect(BEST, 10, "geometric"), {"rdp"}),
-        (compose([GROUP, BEST]), set()),
-        (RepeatAndSelect(GROUP, 10, "geometric"), set()),
-        (RepeatAndSelect(compose([RUN, ONCE]), 10, "geometric"), set()),
-        (SelfComposed(0, compose([GROUP, BEST])), {"pld", "rdp", "prv"}),
+        (SelfComposed(0, compose([GROUP, ONCE])), {"pld", "rdp", "prv"}),
     ],
 )
 def test_each_event_lists_its_accountants(event: Any, known: set[str]) -> None:
     assert accountants(event) == known
     for name in known:
         assert math.isfinite(epsilon(event, 1e-3, "zero_out", name, interval=1e-2))
-    for name in {"pld", "rdp", "prv"} - known if known else set():
+    for name in {"pld", "rdp", "prv"} - known:
         with pytest.raises(ConfigError, match=f"{name}.*does not support"):
             epsilon(event, 1e-3, "zero_out", name)
-
-
-@pytest.mark.parametrize("name", ["pld", "rdp", "prv"])
-def test_what_no_accountant_knows_is_refused_by_the_names_of_its_parts(name: str) -> None:
-    with pytest.raises(Refused, match=r"poisson_sampled_group \(only pld\).*repeat_and_select.*\(only rdp\)"):
-        epsilon(compose([GROUP, BEST]), 1e-5, "zero_out", name)
-    with pytest.raises(Refused, match="only none"):
-        require(RepeatAndSelect(GROUP, 10, "geometric"))
 
 
 def test_imported_deltas_add_up() -> None:
@@ -238,7 +206,6 @@ def test_what_is_no_event_is_never_free(thing: Any) -> None:
     for made in (
         lambda: compose([RUN, thing]),
         lambda: SelfComposed(3, thing),
-        lambda: RepeatAndSelect(thing, 2.0, "geometric"),
         lambda: PoissonSampled(0.1, thing),
         lambda: events.CyclicPoisson(2, 3, 0.1, thing),
         lambda: count_releases(thing),
@@ -269,6 +236,6 @@ def test_composed_events_cannot_change() -> None:
 def test_the_step_of_a_run_is_that_of_its_sampling() -> None:
     assert events.step_of(GROUP) == PoissonSampled(0.02, Gaussian(0.8), 4)
     assert events.step_of(BANDED) == BANDED
-    for other in (Gaussian(1.0), compose([RUN]), SelfComposed(3, Gaussian(1.0)), SelfComposed(3, RUN), BEST, PURE):
+    for other in (Gaussian(1.0), compose([RUN]), SelfComposed(3, Gaussian(1.0)), SelfComposed(3, RUN), PURE):
         with pytest.raises(ConfigError, match="not an event of Poisson-sampled steps"):
             events.step_of(other)

@@ -56,7 +56,7 @@ def grid() -> Iterator[Event]:
 
 
 def stated(row: dict[str, Any]) -> float:
-    return accounting.stated(events.read(row["event"]), row["delta"], row["relation"])[0]
+    return accounting.epsilon(events.read(row["event"]), row["delta"], row["relation"])
 
 
 def combinations() -> list[dict[str, Any]]:

@@ -17,9 +17,9 @@ from dpllm.errors import Refused
 from dpllm.privacy import accounting, clipping, events
 from dpllm.privacy.engine import StepEngine
 from dpllm.privacy.gradient_canaries import GradientCanaries
-from dpllm.privacy.noise import GaussianNoise
-from dpllm.privacy.packing import PoissonSampler, passes_of
-from dpllm.privacy.plan import spacing_of
+from dpllm.privacy.noise import GaussianNoise, spacing_of
+from dpllm.privacy.packing import passes_of
+from dpllm.privacy.sampling import PoissonSampler
 
 COINS = (True, False, True, True, False, True, False)
 SLACK = 1e-6

@@ -78,8 +78,8 @@ def test_a_broken_coin_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_labels_are_accounted_by_known_epsilons_alone() -> None:
     """k labels of one annotator add up; a clipped sum, which a changed label moves by 2 C, has no figure under this relation."""
-    assert accounting.stated(PureDP(3.0), 1e-9, "label_changed")[0] == pytest.approx(3.0, abs=1e-3)
+    assert accounting.epsilon(PureDP(3.0), 1e-9, "label_changed") == pytest.approx(3.0, abs=1e-3)
     together = accounting.compose([PureDP(1.0), PureDP(1.0)])
-    assert accounting.stated(together, 1e-9, "label_changed")[0] == pytest.approx(2.0, abs=1e-3)
+    assert accounting.epsilon(together, 1e-9, "label_changed") == pytest.approx(2.0, abs=1e-3)
     with pytest.raises(ConfigError, match="2 C"):
         accounting.epsilon(Gaussian(1.0), 1e-5, "label_changed")

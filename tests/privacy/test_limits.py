@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import norm
 
-from dpllm.errors import ConfigError, Refused
 from dpllm.privacy.accounting import compose, dp_sgd_event, epsilon
-from dpllm.privacy.events import Gaussian, Imported, RepeatAndSelect
+from dpllm.privacy.events import Gaussian, Imported
 from dpllm.privacy.limits import (
     _area,
     _gaussian_mu,
@@ -135,8 +134,3 @@ def test_limits_where_there_is_no_distribution() -> None:
     drowned = attacker_limits_of(dp_sgd_event(1 / 5000, 1e9, 1), "zero_out")
     assert drowned["gdp_mu"] == 0.0
     assert 0.5 <= drowned["auc"] <= 0.5001  # type: ignore[operator]
-    best = RepeatAndSelect(RUN, 10, "geometric")
-    with pytest.raises(ConfigError, match="'pld' does not support repeat_and_select"):
-        attacker_limits_of(best, "zero_out")
-    with pytest.raises(Refused, match="no accountant"):
-        attacker_limits_of(compose([best, dp_sgd_event(0.1, 1.0, 2, 3)]), "zero_out")

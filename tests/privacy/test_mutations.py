@@ -30,7 +30,8 @@ from dpllm.privacy.clipping import FUNCTIONS, PerUnitClipper, Taps
 from dpllm.privacy.engine import StepEngine
 from dpllm.privacy.gradients import PassGradients
 from dpllm.privacy.noise import GaussianNoise
-from dpllm.privacy.packing import Pass, PoissonSampler, Segment
+from dpllm.privacy.packing import Pass, Segment
+from dpllm.privacy.sampling import PoissonSampler
 
 
 @cache

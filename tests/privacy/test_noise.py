@@ -22,8 +22,7 @@ from scipy import stats
 from tiny_models import CPU, Toy
 from torch import Tensor
 
-from dpllm.privacy.noise import GaussianNoise
-from dpllm.privacy.stream import CHUNK, ENDS, SecretStream, os_entropy
+from dpllm.privacy.noise import CHUNK, ENDS, GaussianNoise, SecretStream, os_entropy
 
 STEPS = 400
 

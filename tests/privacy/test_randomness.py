@@ -56,7 +56,7 @@ def prepared(folder: Path, family: str, out: io.StringIO | None = None, **change
         output_dir=str(folder / "run"),
     )
     made = prepare(config, Start(), PartialState(), Console(file=out or io.StringIO(), width=200))
-    made.payment.close()
+    made.reservation.close()
     return made
 
 

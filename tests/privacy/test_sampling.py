@@ -9,9 +9,10 @@ import tiny_models as tm
 import torch
 from scipy import stats
 
-from dpllm.privacy.packing import PoissonSampler, lay_out, passes_of
+from dpllm.privacy.noise import SecretStream
+from dpllm.privacy.packing import lay_out, passes_of
+from dpllm.privacy.sampling import PoissonSampler
 from dpllm.privacy.schedule import Unit
-from dpllm.privacy.stream import SecretStream
 
 ALARM = 1e-9
 SLOTS, DRAWS = 60, 4000

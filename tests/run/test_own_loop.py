@@ -21,7 +21,7 @@ from dpllm.ledger import Budget
 from dpllm.ledger.budgets import set_budget
 from dpllm.privacy.engine import StepEngine
 from dpllm.privacy.noise import BandedNoise
-from dpllm.privacy.packing import PoissonSampler
+from dpllm.privacy.sampling import PoissonSampler
 from dpllm.run.own_loop import hooks
 
 N, LENGTH, STEPS = 12, 16, 3

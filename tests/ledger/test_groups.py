@@ -13,11 +13,11 @@ from ledger_stores import DELTA, budget, request, reserve
 from dpllm.cli.ledger import totals
 from dpllm.errors import BudgetExceeded, ConfigError, Refused
 from dpllm.ledger import Ledger, RunRequest, budgets
+from dpllm.ledger.admission import group_total, reserve_all, use_reservation
 from dpllm.ledger.chain import verify_export
 from dpllm.ledger.records import fingerprint
-from dpllm.ledger.reserving import group_total, reserve_all, use_reservation
 from dpllm.privacy import renyi
-from dpllm.privacy.accounting import compose, dp_sgd_event, stated
+from dpllm.privacy.accounting import compose, dp_sgd_event, epsilon
 
 EVENTS = [dp_sgd_event(1.0, sigma, 4) for sigma in (60.0, 40.0, 30.0)]
 GROUP = "tuning-1"
@@ -43,7 +43,7 @@ def limited_to(*events) -> float:
 
 
 def cost(*events) -> float:
-    return stated(compose(list(events)), DELTA, "zero_out")[0]
+    return epsilon(compose(list(events)), DELTA, "zero_out")
 
 
 @pytest.mark.parametrize("limited", [False, True])

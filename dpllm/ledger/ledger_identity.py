@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from dpllm.ledger.store import Store
 
 
-class Spot(TypedDict):
+class LedgerIdentity(TypedDict):
     """Where a ledger lies, as its store sees it."""
 
     path: str  # of the file, without links; database and schema of PostgreSQL
@@ -35,9 +35,9 @@ def is_bound(store: Store) -> bool:
     kept = store.rows("SELECT value FROM meta WHERE key = 'place'")
     if not kept:
         return False
-    here = store.spot
+    here = store.identity
     try:
-        bound: Spot = json.loads(kept[0][0])
+        bound: LedgerIdentity = json.loads(kept[0][0])
         known = _same_file(bound, here) or (bound["host"], bound["path"]) == (here["host"], here["path"])
     except (ValueError, LookupError, TypeError):
         raise store.unusable("where it belongs cannot be read") from None
@@ -50,7 +50,7 @@ def is_bound(store: Store) -> bool:
     return bound == here
 
 
-def _same_file(bound: Spot, here: Spot) -> bool:
+def _same_file(bound: LedgerIdentity, here: LedgerIdentity) -> bool:
     """A file that was renamed, or mounted elsewhere, keeps its number; a backup that was put back keeps host and path."""
     if bound["file"] != here["file"] or bound["path"] == here["path"]:
         return bound["file"] == here["file"]
@@ -68,6 +68,6 @@ def _same_file(bound: Spot, here: Spot) -> bool:
 def bind(store: Store) -> None:
     """Writes down that the ledger belongs where it lies now."""
     if store.rows("SELECT 1 FROM meta WHERE key = 'place'"):
-        store.rows("UPDATE meta SET value = ? WHERE key = 'place'", json.dumps(store.spot))
+        store.rows("UPDATE meta SET value = ? WHERE key = 'place'", json.dumps(store.identity))
     else:
-        store.rows("INSERT INTO meta VALUES ('place', ?)", json.dumps(store.spot))
+        store.rows("INSERT INTO meta VALUES ('place', ?)", json.dumps(store.identity))

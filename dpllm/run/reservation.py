@@ -1,6 +1,6 @@
-"""What pays for a run: its reservations in the ledger, charged step by step.
+"""What a run has reserved in the ledger, and charges step by step.
 
-Comes in: the decision, the ledger. Goes out: a ``Payment``, or a refusal that writes nothing. Must not know what a step does.
+Comes in: the decision, the ledger. Goes out: a ``Reservation``, or a refusal that writes nothing. Must not know what a step does.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from dpllm.ledger import Ledger, RunRequest, dataset_policy, open_ledger
-from dpllm.ledger.reserving import comes_to, use_reservation
+from dpllm.ledger.admission import comes_to, reserve_all, use_reservation
 from dpllm.recipe.config import RunConfig
 from dpllm.run.directory import RunDir
 from dpllm.run.promise import Decision, Start
@@ -19,8 +19,8 @@ from dpllm.text import data
 
 
 @dataclass(frozen=True)
-class Payment:
-    """The reservation of one run.
+class Reservation:
+    """That of one run.
 
     Without differential privacy, and in other processes than the first, there is no ledger, and calls do nothing.
     """
@@ -62,7 +62,7 @@ class Payment:
         }
 
 
-def pay(config: RunConfig, decision: Decision, start: Start, run: RunDir, table: data.Table) -> Payment:
+def reserve(config: RunConfig, decision: Decision, start: Start, run: RunDir, table: data.Table) -> Reservation:
     """Reserves what a run will spend, or goes on with what was reserved for it.
 
     Raises:
@@ -74,7 +74,7 @@ def pay(config: RunConfig, decision: Decision, start: Start, run: RunDir, table:
     """
     plan = decision.plan
     if plan is None:
-        return Payment()
+        return Reservation()
     policy = decision.policy
     with contextlib.ExitStack() as stack:
         ledger = open_ledger(config.privacy.ledger)  # the first reservation makes the file; a refusal makes none
@@ -82,22 +82,16 @@ def pay(config: RunConfig, decision: Decision, start: Start, run: RunDir, table:
         stack.enter_context(ledger)
         if policy.records is None:  # there was no ledger to tell the data by
             policy = dataset_policy.find_policy(config, table, ledger)
-        steps = plan.schedule.num_steps
+        dataset, parent, records = policy.dataset, policy.derived_from, policy.records
         if decision.resumed is not None:
             entry = decision.resumed.entry
         elif start.entry is not None:
-            account = ledger.records.charged_to(policy.dataset, policy.derived_from)
-            entry = use_reservation(
-                ledger, start.entry, dataset=account, event=plan.event, num_steps=steps, records=policy.records
-            ).entry
+            account, steps = ledger.records.charged_to(dataset, parent), plan.schedule.num_steps
+            entry = start.entry
+            use_reservation(ledger, entry, dataset=account, event=plan.event, num_steps=steps, records=records)
         else:
-            entry = ledger.reserve(
-                policy.dataset,
-                RunRequest.of(
-                    plan, f"{run.root.name}-{secrets.token_hex(4)}", decision.flaw, final=config.privacy.final
-                ),
-                records=policy.records,
-                derived_from=policy.derived_from,
-            ).entry
+            name = f"{run.root.name}-{secrets.token_hex(4)}"
+            request = RunRequest.of(plan, name, decision.flaw, final=config.privacy.final)
+            entry = reserve_all(ledger, dataset, [request], records=records, derived_from=parent)[0].entry
         stack.pop_all()  # stays open
-        return Payment(entry, ledger)
+        return Reservation(entry, ledger)

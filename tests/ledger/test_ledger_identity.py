@@ -108,7 +108,7 @@ def test_a_ledger_of_before_is_bound_at_its_first_write(original: Path) -> None:
 )
 def test_what_is_the_same_place(ledger: Ledger, place: Place, changes: dict[str, str], copied: bool) -> None:
     budgets.set_budget(ledger, "notes", budget(8.0))
-    bound = {**ledger.store.spot, **changes}
+    bound = {**ledger.store.identity, **changes}
     place.edit(f"UPDATE meta SET value = '{json.dumps(bound)}' WHERE key = 'place'")
     with place.open() as again:
         if copied:
@@ -138,7 +138,7 @@ def test_a_database_that_was_copied_to_another_machine_is_a_copy(
 ) -> None:
     """Both call themselves localhost."""
     budgets.set_budget(ledger, "notes", budget(8.0))
-    bound = {**ledger.store.spot, "file": "0"}
+    bound = {**ledger.store.identity, "file": "0"}
     place.edit(f"UPDATE meta SET value = '{json.dumps(bound)}' WHERE key = 'place'")
     monkeypatch.setattr(platform, "node", lambda: "another machine")
     with place.open() as again, pytest.raises(Refused, match="is a copy"):
