@@ -6,7 +6,16 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dpllm.cli.plan import AddCommand, parse_recipe, plain_console, show, take_final, take_recipe
+from dpllm.cli.plan import (
+    CONSTANT_RATE,
+    AddCommand,
+    check_rate,
+    parse_recipe,
+    plain_console,
+    show,
+    take_final,
+    take_recipe,
+)
 from dpllm.errors import AuditContradiction, ConfigError
 
 if TYPE_CHECKING:
@@ -27,6 +36,7 @@ def add_commands(add: AddCommand) -> None:
     take_final(swept)
     text = "instead: train it without canaries of text, to be published, and an audit twin with them, as one group"
     swept.add_argument("--twin", action="store_true", help=text)
+    swept.add_argument("--constant-rate", action="store_true", help=CONSTANT_RATE)
     swept.add_argument("--resume", action="store_true", help="go on with the sweep in output_dir; finished runs stay")
     for parser in (compared, swept):
         text = "BLEU on N evaluation prompts (extra: tasks)"
@@ -57,7 +67,8 @@ def sweep(known: argparse.Namespace, rest: list[str]) -> int:
     recipe = parse_recipe(known, rest)
     _check_tasks(known)
     console = plain_console(stderr=known.json)
-    points = twins(*recipe) if known.twin else at_epsilons(*recipe)
+    check_rate(known)
+    points = twins(*recipe, constant_rate=known.constant_rate) if known.twin else at_epsilons(*recipe)
     contradictions = train_group(points, resume=known.resume, console=console)
     runs = [point.run for point in points]
     if known.twin:  # whose canaries differ, so that nothing could be compared

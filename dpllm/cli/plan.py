@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from dpllm.privacy.schedule import Schedule
     from dpllm.recipe.config import RunConfig
     from dpllm.run.footprint import Footprint
-    from dpllm.run.promise import Decision
+    from dpllm.run.promise import Decision, Refusals
 
 OVERRIDES = "--SECTION.KEY VALUE"
 LIMITS = {
@@ -60,6 +60,17 @@ def take_ledger(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ledger", help="path or postgresql:// URL (default: a file in the user's data directory)")
 
 
+CONSTANT_RATE = "with --twin: the twin's learning rate stays constant, so that its weights show more of each step"
+
+
+def check_rate(known: argparse.Namespace) -> None:
+    """Refuses --constant-rate without a twin to train so."""
+    if known.constant_rate and not known.twin:
+        raise ConfigError(
+            "--constant-rate is of an audit twin. Type --twin too, or set train.lr_scheduler for the run itself."
+        )
+
+
 def take_final(parser: argparse.ArgumentParser) -> None:
     """Declares --final, which sets ``privacy.final`` of the recipe."""
     text = "the first and last reservation on the dataset, by its exact epsilon: no run can follow (privacy.final)"
@@ -79,6 +90,12 @@ def add_commands(add: AddCommand) -> None:
     option = planned.add_argument
     option("--model", action="store_true", help="trained layers and memory, from the model's config only")
     option("--device", metavar="GPU", help="with --model: for an a100 or h100 of 80 GB, not for this machine")
+    option(
+        "--twin",
+        action="store_true",
+        help="epsilon of the recipe without text canaries and its audit twin together",
+    )
+    option("--constant-rate", action="store_true", help=CONSTANT_RATE)
     option = trained.add_argument
     option("--resume", action="store_true", help="go on with the interrupted run in output_dir")
     option("--overwrite", action="store_true", help="replace the run in output_dir")
@@ -139,33 +156,54 @@ def plan(known: argparse.Namespace, rest: list[str]) -> int:
         return _show_keys()
     if known.recipe and (Path(known.recipe) / "config.yaml").is_file():  # the directory of a run
         known.recipe = str(Path(known.recipe) / "config.yaml")
-    config = load_recipe(known, rest)
+    check_rate(known)
+    if known.twin:
+        from dpllm.comparison.sweep import together, twins
+
+        points = twins(*parse_recipe(known, rest), constant_rate=known.constant_rate)
+    config = points[0].config if known.twin else load_recipe(known, rest)
     if known.device and not known.model:
         raise ConfigError("--device says for which GPU --model counts memory. Type both.")
-    from dpllm.run.promise import Refusals, Start, decide
+    from dpllm.run.promise import Refusals
 
-    own = Path(known.recipe).resolve() == (Path(config.output_dir) / "config.yaml").resolve()
-    seen = decide(config, Start(overwrite=own))  # of a recipe that lies in a run: what another run of it would promise
-    refusals, needs = Refusals(*seen.refusals), None
-    if known.model:
-        from dpllm.run.footprint import footprint
-
-        needs = refusals.attempt(footprint, config, seen.plan.bands if seen.plan else 1, known.device)
-        refusals.errors += needs.refusals if needs else ()
+    seen, found = _decided(known, config), Refusals()
+    found.errors += seen.refusals
+    needs = _footprint(config, seen, found, known.device) if known.model else None
+    both = found.attempt(together, points) if known.twin else None
     if known.json:
-        print(dump(_json(seen, needs, refusals.errors)))
+        print(dump(_json(seen, needs, found.errors) | ({"twin": both} if both else {})))
     else:
-        _show(known, seen, needs)
+        lines = [f"Advice: {text}" for text in seen.advice]
+        if both:
+            total = "With its audit twin: epsilon {epsilon:.4f} at delta {delta:g} for both together".format(**both)
+            lines.append(f"{total}; dpllm sweep RECIPE --twin reserves and trains them as one group.")
+        _show(known, seen, needs, lines)
         if sys.stdout.isatty() and seen.subject is not None:
             from dpllm.run.screen import tell_lengths_of_some
 
             tell_lengths_of_some(config, plain_console())
-    for error in refusals.errors:
+    for error in found.errors:
         print(f"dpllm plan: {error}", file=sys.stderr)
-    return max((error.exit_code for error in refusals.errors), default=0)
+    return max((error.exit_code for error in found.errors), default=0)
 
 
-def _show(known: argparse.Namespace, seen: Decision, needs: Footprint | None) -> None:
+def _decided(known: argparse.Namespace, config: RunConfig) -> Decision:
+    from dpllm.run.promise import Start, decide
+
+    own = Path(known.recipe).resolve() == (Path(config.output_dir) / "config.yaml").resolve()
+    return decide(config, Start(overwrite=own))  # of a recipe that lies in a run: what another run of it would promise
+
+
+def _footprint(config: RunConfig, seen: Decision, found: Refusals, gpu: str | None) -> Footprint | None:
+    from dpllm.run.footprint import footprint
+
+    needs = found.attempt(footprint, config, seen.plan.bands if seen.plan else 1, gpu)
+    if needs:
+        found.errors += needs.refusals
+    return needs
+
+
+def _show(known: argparse.Namespace, seen: Decision, needs: Footprint | None, lines: list[str]) -> None:
     console = plain_console()
     if not seen.config.privacy.enabled and seen.schedule:
         steps, batch = seen.schedule.num_steps, seen.schedule.expected_batch_size
@@ -177,8 +215,8 @@ def _show(known: argparse.Namespace, seen: Decision, needs: Footprint | None) ->
 
         console.print(trainable_text(needs.kinds, needs.total))
         console.print(_two_columns("An estimate of memory", _memory(needs)))
-    for text in seen.advice:
-        console.print(f"Advice: {text}", highlight=False)
+    for line in lines:
+        console.print(line, highlight=False)
 
 
 def _two_columns(title: str, rows: dict[str, str]) -> Table:

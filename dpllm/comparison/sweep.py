@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpllm import ledger
-from dpllm.errors import ConfigError, DpllmError, Refused
+from dpllm.errors import BudgetExceeded, ConfigError, DpllmError, Refused
 from dpllm.files import digest, read_json, write_json
 from dpllm.ledger import RunRequest, admission, dataset_policy
 from dpllm.privacy import guards
+from dpllm.privacy.accounting import compose, epsilon
 from dpllm.privacy.plan import Plan
 from dpllm.recipe import derived, names
 from dpllm.recipe.config import RunConfig, load_config
@@ -103,27 +104,57 @@ def _parse_epsilons(value: Any) -> list[float]:
     return sorted(epsilons.values())
 
 
-def twins(recipe: str | Path, overrides: Mapping[str, Any]) -> list[Point]:
+def twins(recipe: str | Path, overrides: Mapping[str, Any], *, constant_rate: bool = False) -> list[Point]:
     """The recipe without canaries of text, to be published, and its audit twin, with its own or where it has none the usual ones.
 
-    The twin trains on the same people again, so it is paid for, and its weights hold the canaries' text.
+    The twin trains on the same people again, so it is paid for, and its weights hold the canaries' text. ``constant_rate``: its
+    learning rate stays what the recipe's is at most, so that its weights show more of the last steps.
     """
     config = load_config(recipe, overrides)
     if not config.privacy.enabled:
         raise ConfigError(f"{recipe}: privacy.enabled is false, so a twin has no guarantee to test. Leave --twin out.")
+    if constant_rate and config.train.lr_scheduler == "constant":
+        raise ConfigError(f"{recipe}: train.lr_scheduler is constant already. Leave --constant-rate out.")
     most, usual = config.data.max_examples_per_unit or 32, CanaryConfig()
     groups = {copies: number for copies, number in usual.groups.items() if copies <= most}
     texts = config.audit.canaries or usual.changed({"groups": groups})
+    points = []
+    twin, settings = "The audit twin of a run without canaries of text, and not to be published", config.train
+    if constant_rate:
+        twin += ", at a constant learning rate where that run's falls: its weights show more of each step"
+        settings = settings.changed({"lr_scheduler": "constant", "warmup": 0.0})
+    for name, said, canaries, train in (
+        (
+            "production",
+            "Trained beside an audit twin with canaries of text, which is not published",
+            None,
+            config.train,
+        ),
+        ("twin", twin, texts, settings),
+    ):
+        place = str(Path(config.output_dir) / name)
+        trained = config.changed({"audit.canaries": canaries, "train": train, "output_dir": place})
+        points.append(Point(config.privacy.epsilon, trained, name, said))
+    return points
 
-    def point(name: str, texts: CanaryConfig | None, said: str) -> Point:
-        changes = {"audit.canaries": texts, "output_dir": str(Path(config.output_dir) / name)}
-        return Point(config.privacy.epsilon, config.changed(changes), name, said)
 
-    beside = "Trained beside an audit twin with canaries of text, which is not published"
-    return [
-        point("production", None, beside),
-        point("twin", texts, "The audit twin of a run without canaries of text, and not to be published"),
-    ]
+def together(points: Sequence[Point]) -> dict[str, float]:
+    """What all promise together, at the budget's delta or else the largest that one of them states. Writes nothing.
+
+    Raises:
+        BudgetExceeded: The budget does not hold all of them.
+        Refused: A guard refuses one of them.
+    """
+    config = points[0].config
+    with ledger.open_ledger(config.privacy.ledger, create=False) or contextlib.nullcontext() as book:
+        subject = read_subject(config)
+        plans = plans_of(points, subject, book)
+        account = book.account(book.records.charged_to(subject.dataset, config.privacy.derived_from)) if book else None
+        asked = [RunRequest.of(plan, name, final=config.privacy.final) for name, plan in plans.items()]
+        if account and (why := admission.refusal(account, asked)):
+            raise BudgetExceeded(why, dataset=account.dataset, reason="over_budget")
+    delta = account.budget.delta if account and account.budget else max(one.delta for one in asked)
+    return {"epsilon": epsilon(compose([one.event for one in asked]), delta, asked[0].relation), "delta": delta}
 
 
 def train_group(points: Sequence[Point], *, resume: bool = False, console: Console) -> list[str]:

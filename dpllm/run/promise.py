@@ -180,9 +180,9 @@ class Decision:
 class Refusals:
     """Collects refusals, each message once."""
 
-    def __init__(self, *errors: DpllmError) -> None:
-        """Those that are known already."""
-        self.errors = [*errors]
+    def __init__(self) -> None:
+        """None so far."""
+        self.errors: list[DpllmError] = []
 
     def add(self, error: DpllmError) -> None:
         """One more."""

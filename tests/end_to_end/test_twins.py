@@ -1,4 +1,4 @@
-"""``--twin``: a run without canaries of text and its audit twin, reserved and trained as one group."""
+"""``--twin``: a run without canaries of text and its audit twin, planned, reserved and trained as one group."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from running import Answer, Place, done, dpllm_, make_place
 from dpllm.canaries import canaries
 from dpllm.ledger import Ledger
 from dpllm.ledger.admission import group_total
+from dpllm.recipe.config import load_config
 from dpllm.run.directory import RunDir
 
 WORDS = {"groups": {1: 20, 4: 4}, "references": 100, "digits": 12}
@@ -30,14 +31,15 @@ def twin(place: Place, *more: object) -> Answer:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, base: Path, data_home: Path) -> tuple[Place, dict[str, object]]:
-    """Under the default budget."""
+    """Under the default budget; with what plan said before."""
     place = place_of(tmp_path_factory.mktemp("twins") / "place", base, 8)
+    planned = json.loads(done("plan", place.recipe, "--twin", "--json").out)
     answer = twin(place, "--json")
     assert answer.code == 0, answer.err
-    return place, json.loads(answer.out)
+    return place, {**json.loads(answer.out), "planned": planned}
 
 
-def test_both_are_one_group_and_the_card_states_its_total(trained: tuple[Place, dict[str, object]]) -> None:
+def test_both_are_one_group_and_plan_and_card_state_its_total(trained: tuple[Place, dict[str, object]]) -> None:
     place, said = trained
     with Ledger(place.ledger) as book:
         account = book.account("notes")
@@ -49,6 +51,7 @@ def test_both_are_one_group_and_the_card_states_its_total(trained: tuple[Place, 
         total = group_total(account, name)
         assert 0 < (book.used("notes") or 0) < 1
     assert said["together"] == total
+    assert said["planned"]["twin"]["epsilon"] == pytest.approx(total["epsilon"])  # type: ignore[index]
     assert total["epsilon"] > 2.0
     for one in ("production", "twin"):
         export = place.root / "both" / one / "export"
@@ -71,8 +74,42 @@ def test_no_canary_of_text_is_in_what_is_published(trained: tuple[Place, dict[st
         assert len(book.runs("notes")) == 2
 
 
+def test_a_twin_may_keep_its_rate_and_its_card_says_so(tmp_path: Path, base: Path) -> None:
+    """The published run's stays as the recipe has it."""
+    place = place_of(tmp_path / "place", base, 8)
+    planned = json.loads(done("plan", place.recipe, "--twin", "--constant-rate", "--json").out)
+    chosen = ("--card.tuning", "Settings were chosen on public notes.")
+    said = json.loads(done("sweep", place.recipe, "--twin", "--constant-rate", "--json", *chosen).out)
+    assert said["together"]["epsilon"] == pytest.approx(planned["twin"]["epsilon"])
+    production, other = (RunDir(place.root / "both" / name) for name in ("production", "twin"))
+    own = load_config(place.recipe).train
+    assert production.load_config().train == own
+    assert own.lr_scheduler != "constant"
+    kept = other.load_config().train
+    assert (kept.lr_scheduler, kept.warmup) == ("constant", 0.0)
+    assert kept.model_copy(update={"lr_scheduler": own.lr_scheduler, "warmup": own.warmup}) == own
+    for run, says in ((production, False), (other, True)):
+        card = (run.export / "README.md").read_text("utf-8")
+        assert "Settings were chosen on public notes." in card
+        assert ("at a constant learning rate where that run's falls" in card) is says
+        assert "0 failed" in done("verify", run.root, "--ledger", place.ledger).out
+
+
+def test_a_constant_rate_without_a_twin_or_beside_one_is_refused(tmp_path: Path, base: Path) -> None:
+    place = place_of(tmp_path / "place", base, 8)
+    for command in ("plan", "sweep"):
+        answer = dpllm_(command, place.recipe, "--constant-rate")
+        assert answer.code == 2
+        assert "Type --twin too" in answer.err
+    answer = twin(place, "--constant-rate", "--train.lr_scheduler", "constant")
+    assert answer.code == 2
+    assert "constant already" in answer.err
+
+
 def test_a_budget_for_one_of_them_admits_neither(tmp_path: Path, base: Path) -> None:
     place = place_of(tmp_path / "place", base, 3)
+    planned = dpllm_("plan", place.recipe, "--twin")
+    assert planned.code == 3
     assert dpllm_("plan", place.recipe, "--audit.canaries", "null").code == 0
     assert twin(place).code == 3
     with Ledger(place.ledger) as book:
