@@ -19,8 +19,7 @@ from dpllm import ledger
 from dpllm.errors import BudgetExceeded, ConfigError, DpllmError, Refused
 from dpllm.files import digest, read_json, write_json
 from dpllm.ledger import RunRequest, admission, dataset_policy
-from dpllm.privacy import guards
-from dpllm.privacy.accounting import compose, epsilon
+from dpllm.privacy import accounting, guards
 from dpllm.privacy.plan import Plan
 from dpllm.recipe import derived, names
 from dpllm.recipe.config import RunConfig, load_config
@@ -154,7 +153,10 @@ def together(points: Sequence[Point]) -> dict[str, float]:
         if account and (why := admission.refusal(account, asked)):
             raise BudgetExceeded(why, dataset=account.dataset, reason="over_budget")
     delta = account.budget.delta if account and account.budget else max(one.delta for one in asked)
-    return {"epsilon": epsilon(compose([one.event for one in asked]), delta, asked[0].relation), "delta": delta}
+    return {
+        "epsilon": accounting.epsilon(accounting.compose([one.event for one in asked]), delta, asked[0].relation),
+        "delta": delta,
+    }
 
 
 def train_group(points: Sequence[Point], *, resume: bool = False, console: Console) -> list[str]:
