@@ -10,7 +10,6 @@ from typing import Any
 import yaml
 
 from dpllm.card.card import compose
-from dpllm.card.claim import statement_of
 from dpllm.files import write_json
 from dpllm.privacy.plan import Mechanism, Plan, noise_scale
 from dpllm.recipe import names
@@ -20,6 +19,7 @@ from dpllm.statement import privacy_record, section
 from dpllm.statement.audit import parse_audit
 from dpllm.statement.audit_bounds import Claim
 from dpllm.statement.run_files import RunRecord, read_plan
+from dpllm.statement.state import statement_of
 
 Json = dict[str, Any]
 WEIGHTS, TOKENIZER = b"weights", b"{}"

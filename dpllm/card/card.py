@@ -18,7 +18,6 @@ from typing import Any
 import yaml
 from huggingface_hub import CardData, ModelCardData
 
-from dpllm.card.claim import statement_of
 from dpllm.errors import ConfigError
 from dpllm.files import BLOCK, CARD, SIGNATURE, hashes, read_json, write_whole
 from dpllm.recipe import names
@@ -28,6 +27,7 @@ from dpllm.run.directory import RunDir, open_run
 from dpllm.statement import formatting, section, tradeoff_figure
 from dpllm.statement.privacy_record import PrivacyRecord
 from dpllm.statement.run_files import RunRecord
+from dpllm.statement.state import statement_of
 
 DP_TAGS = ("differential-privacy", "dp-sgd")
 

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dpllm.card.claim import statement_of
 from dpllm.errors import ConfigError
 from dpllm.files import read_json, resolved
 from dpllm.recipe.config import RunConfig
@@ -21,6 +20,7 @@ from dpllm.run.directory import Run, RunDir, open_run
 from dpllm.run.resume import flat
 from dpllm.statement.privacy_record import PrivacyRecord
 from dpllm.statement.run_files import COST, RunRecord
+from dpllm.statement.state import statement_of
 
 TASKS = "tasks.json"
 """Under private/: scores of texts, which ``dpllm.comparison.tasks`` computes once."""

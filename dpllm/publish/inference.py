@@ -43,7 +43,7 @@ from dpllm.recipe.config import RunConfig
 from dpllm.run.describe import Opened, opened, refuse_adapter, without_evaluation
 from dpllm.run.payment import Payment
 from dpllm.statement import state
-from dpllm.statement.fields import Lineage
+from dpllm.statement.privacy_record import Lineage
 from dpllm.statement.released import Statistics
 from dpllm.statement.run_files import LedgerRecord
 from dpllm.statement.synthetic import ROWS, Quality

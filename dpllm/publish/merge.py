@@ -23,9 +23,8 @@ from dpllm.files import BLOCK, CARD, UNHASHED, hashes, keep_publishable, read_js
 from dpllm.model import loading
 from dpllm.recipe.config import LoraConfig, RunConfig
 from dpllm.run.directory import Run, RunDir, open_run
-from dpllm.statement import parents, privacy_record
-from dpllm.statement.fields import Lineage
-from dpllm.statement.privacy_record import PrivacyRecord
+from dpllm.statement import lineage, privacy_record
+from dpllm.statement.privacy_record import Lineage, PrivacyRecord
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.1, torch.bfloat16: 0.1}  # of logits, of their spread
 
@@ -110,7 +109,7 @@ def _check_output(run: RunDir, output: Path) -> None:
 
 def _check_base(config: RunConfig, stated: Lineage | None) -> None:
     alone = config.changed({"model.adapter": None})
-    if stated and not parents.same_base(parents.of_base(alone), stated):
+    if stated and not lineage.same_base(lineage.of_base(alone), stated):
         raise Refused(
             f"model.name_or_path {config.model.name_or_path}: is not the base model that the run was trained on (its privacy "
             "block differs), so merging would give a model that nobody trained. Restore the original base."

@@ -16,8 +16,8 @@ from dpllm.privacy.accounting import Relation, epsilon, stated
 from dpllm.privacy.events import BoundedRange, number
 from dpllm.privacy.voting import Ballot
 from dpllm.recipe.config import RunConfig
-from dpllm.statement import lineage, parents
-from dpllm.statement.fields import Lineage
+from dpllm.statement import lineage
+from dpllm.statement.privacy_record import Lineage
 
 if TYPE_CHECKING:
     from dpllm.ledger import Ledger
@@ -150,7 +150,7 @@ def with_base(
         Refused: A model learned these data, or says not which, and no total follows.
     """
     found = lineage.compose_with_base(
-        parents.of_base(config),
+        lineage.of_base(config),
         config,
         dataset=policy.dataset,
         derived_from=policy.derived_from,

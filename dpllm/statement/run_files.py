@@ -16,8 +16,8 @@ from dpllm.errors import ConfigError
 from dpllm.files import RunPaths, read_json
 from dpllm.privacy.plan import Plan
 from dpllm.records import Json, Number, Record, Sha256
-from dpllm.statement.fields import Charged, Generator, Group, Lattice, Lineage
 from dpllm.statement.labels import Labels
+from dpllm.statement.privacy_record import Charged, Generator, Group, Lattice, Lineage
 
 SCHEMA_VERSION = 2
 """Of plan.json and of run.json."""

@@ -19,11 +19,11 @@ from typing import Any
 from dpllm.auditing.gradient import COLUMNS, OPTIONAL, GradientTable, read_gradient
 from dpllm.auditing.summary import Beside, summarise
 from dpllm.auditing.table import CanaryScores, TokenTable, by_group, read_scores
-from dpllm.card import claim
 from dpllm.errors import ConfigError, DpllmError
 from dpllm.files import SETTINGS, of_model
 from dpllm.privacy import banded
 from dpllm.privacy.plan import AuditSettings, Plan
+from dpllm.statement import state
 from dpllm.statement.audit import CONTROL_LEVEL, AuditRecord, CanaryGroup, Summary, parse_audit
 from dpllm.statement.audit_bounds import Claim
 from dpllm.statement.privacy_record import PrivacyRecord
@@ -125,7 +125,7 @@ def _in_block(block: PrivacyRecord, stated: AuditRecord, report: AuditRecord) ->
     """What the card shows is what audit.json says, and its verdict goes with the guarantee."""
     if wrong := list(differences(stated.to_json(), report.to_json(), tolerance=0.0)):
         raise Wrong(f"privacy.json and audit.json differ in audit.{listed(wrong)}. {WRITE_AGAIN}")
-    if block.guarantee and claim.contradicts(report, block.plan.epsilon):
+    if block.guarantee and state.contradicts(report, block.plan.epsilon):
         raise Wrong("the audit contradicts the stated guarantee. Do not rely on it.")
     return verified("audit: in the card", "the card shows what audit.json says.")
 

@@ -52,23 +52,6 @@ _TRAINING_STATE = re.compile(
 _KEYS = {"base_model", "library_name", "pipeline_tag", "tags", "license", "language", "datasets", "privacy"}
 _KEYS |= {"license_name", "license_link"}
 """Of the front matter: what dpllm writes, and two that the Hub asks for beside a licence of one's own."""
-ASSERTED = {
-    "training": (
-        "optimizer clipping max_grad_norm neighbouring_relation randomness coefficients target_epsilon status "
-        "steps.taken steps.lost",
-        "the author's word that these steps ran with this sampler, this clipping and noise from the operating system",
-    ),
-    "data": (
-        "unit dataset data_public expected_batch_size dataset_size max_examples_per_unit",
-        "the author's word on the training data and on what a unit is; of N and batch, only the ratio enters epsilon",
-    ),
-    "circumstances": (
-        "base_model software hardware date recipe_digest accountant.version cross_check.version deviations",
-        "the author's word on where, when, from what and with which versions it ran",
-    ),
-    "words": ("not_covered tuning contact template", "free text, which cannot be computed"),
-}
-"""Name of a line -> fields of a block that nobody can compute from what is published, and what they say."""
 
 
 def schema(found: Published) -> Iterator[Check]:
@@ -85,21 +68,6 @@ def schema(found: Published) -> Iterator[Check]:
             f"privacy.json does not follow its schema: {'; '.join(error.problems[:3])}. {WRITE_AGAIN}"
         ) from None
     yield verified("schema", f"privacy.json follows schema version {record.schema_version}.")
-
-
-def said(found: Published) -> Iterator[Check]:
-    """The fields that are the author's word."""
-    stated = found.record.to_json()
-    stated |= stated.get("plan") or stated.get("attempted") or {}
-    for name, (listed_fields, what) in ASSERTED.items():
-        there = [field for field in listed_fields.split() if _stated(stated, field)]
-        if there:
-            yield asserted(name, f"{', '.join(there)}: {what}.")
-
-
-def _stated(block: Any, field: str) -> bool:
-    name, _, inner = field.partition(".")
-    return isinstance(block, dict) and name in block and (not inner or _stated(block[name], inner))
 
 
 def front_matter(found: Published) -> Iterator[Check]:

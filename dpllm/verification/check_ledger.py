@@ -27,12 +27,11 @@ from dpllm.privacy.events import Event, RunEvent, count_releases
 from dpllm.privacy.parts import parts_of
 from dpllm.records import Json
 from dpllm.statement import state
-from dpllm.statement.fields import Budget, Composed
 from dpllm.statement.inference import Promised
+from dpllm.statement.privacy_record import Budget, Composed
 from dpllm.statement.released import Statistics
 from dpllm.statement.run_files import LedgerRecord, RunRecord, read_run
 from dpllm.verification import costs
-from dpllm.verification.costs import rounding
 from dpllm.verification.values import (
     Check,
     Published,
@@ -257,11 +256,7 @@ def _total(chain: _Chain, composed: Composed, terms: Promised) -> Check:
     spent = math.inf if account.flaws() else costs.together(account.events(), delta, terms.neighbouring_relation)
     own = next(run.reservation for run in account.runs if run.reservation.entry == composed.entry)
     fresh = _of_facts(composed, terms, **comes_to(account, spent, own.group))
-    problems = [
-        *differences(composed.to_json(), fresh.to_json(), tolerance=rounding(terms)),
-        *differences(composed.to_json()["budget"], fresh.to_json()["budget"], "budget", 0.0),
-    ]
-    if problems:
+    if problems := costs.differing(composed.to_json(), fresh.to_json(), terms, "ledger"):
         raise Wrong(f"at the stated head of {chain.where}, {listed(problems)}. {costs.again(terms)}")
     later = len(chain.entries) - composed.entries
     return verified(

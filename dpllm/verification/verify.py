@@ -20,12 +20,11 @@ from pathlib import Path
 
 from dpllm.auditing.blind import words_control
 from dpllm.canaries import canaries
-from dpllm.card import claim
 from dpllm.errors import ConfigError, Refused
 from dpllm.files import BLOCK, CARD, SIGNATURE, write_whole
 from dpllm.run.directory import RunDir
 from dpllm.run.labels import SUFFIX
-from dpllm.statement import inference, released, synthetic, tradeoff_figure
+from dpllm.statement import inference, released, state, synthetic, tradeoff_figure
 from dpllm.statement.audit import AuditRecord
 from dpllm.statement.run_files import read_plan, read_run
 from dpllm.verification import (
@@ -205,7 +204,7 @@ def _block(found: Published, run: RunDir) -> Check:
     folder = run.audit_dir(True)
     audit = check_audits.published_audit(folder) if plan is not None and (folder / "audit.json").exists() else None
     statistics = read_object(run.describe) if run.describe.exists() else None
-    fresh = claim.statement_of(config, plan, record, audit, {**record.artifacts, **later}, statistics)
+    fresh = state.statement_of(config, plan, record, audit, {**record.artifacts, **later}, statistics)
     if wrong := list(differences(found.block, fresh.to_json(), tolerance=0.0)):
         raise Wrong(f"{listed(wrong)} of privacy.json does not follow from recipe, Plan and record. {_AGAIN}")
     return verified(
@@ -251,7 +250,7 @@ CHECKS: tuple[tuple[str, Callable[[Published], Iterator[Check]]], ...] = (
     ("files", check_export.files),
     ("figure", check_export.figure),
     ("promise", check_promise.check),
-    ("author's word", check_export.said),
+    ("author's word", check_promise.said),
     ("audit", check_audits.check),
     ("lineage", check_promise.check_lineage),
     ("statistics", check_promise.check_statistics),

@@ -23,7 +23,7 @@ from dpllm.errors import ConfigError
 from dpllm.privacy.plan import Plan
 from dpllm.records import NotAStatement
 from dpllm.statement import privacy_record, section
-from dpllm.statement.fields import Ancestor, Steps
+from dpllm.statement.privacy_record import Ancestor, Steps
 from dpllm.statement.released import ReleaseEvent
 
 ROOT = Path(__file__).parents[2]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from cards import plan
 
+from dpllm.privacy.plan import Plan
 from dpllm.verification import costs
 
+TERMS = Plan.pick(plan())
 FRESH = {"auc": 0.56, "gdp_mu": 0.29433, "tpr_at_fpr_0.01": 0.019}
 
 
@@ -19,7 +22,7 @@ FRESH = {"auc": 0.56, "gdp_mu": 0.29433, "tpr_at_fpr_0.01": 0.019}
     ],
 )
 def test_gdp_mu_alone_is_compared_to_three_digits(key: str, times: float, wrong: bool) -> None:
-    differing = costs.wrong_limits({**FRESH, key: FRESH[key] * times}, FRESH, costs.MAGNIFIED)
+    differing = costs.differing({**FRESH, key: FRESH[key] * times}, FRESH, TERMS, "limits")
     assert [one.field for one in differing] == [f"limits.{key}"] * wrong
 
 
@@ -27,4 +30,4 @@ def test_gdp_mu_alone_is_compared_to_three_digits(key: str, times: float, wrong:
     "stated", [{"auc": 0.56, "tpr_at_fpr_0.01": 0.019}, {**FRESH, "gdp_mu": None}, {**FRESH, "more": 1.0}]
 )
 def test_limits_that_are_missing_or_too_many_are_wrong(stated: dict[str, float]) -> None:
-    assert costs.wrong_limits(stated, FRESH, costs.MAGNIFIED)
+    assert costs.differing(stated, FRESH, TERMS, "limits")
