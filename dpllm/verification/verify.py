@@ -16,16 +16,14 @@ import difflib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
-from dpllm.auditing.blind import words_control
-from dpllm.canaries import canaries
 from dpllm.errors import ConfigError, Refused
 from dpllm.files import BLOCK, CARD, SIGNATURE, write_whole
 from dpllm.run.directory import RunDir
 from dpllm.run.labels import SUFFIX
 from dpllm.statement import inference, released, state, synthetic, tradeoff_figure
-from dpllm.statement.audit import AuditRecord
 from dpllm.statement.run_files import read_plan, read_run
 from dpllm.verification import (
     check_audits,
@@ -39,7 +37,6 @@ from dpllm.verification import (
 )
 from dpllm.verification.check_inference import check as check_inference
 from dpllm.verification.values import (
-    WRITE_AGAIN,
     Check,
     Published,
     Verification,
@@ -180,17 +177,7 @@ def check_run(found: Published) -> Iterator[Check]:
         yield asserted("run", "only the export is here: recipe, Plan and record of the run cannot be compared.")
         return
     yield tried("run", _block, found, run)
-    if found.record.audit is not None:
-        yield tried("audit: canaries", _coins, found, run, found.record.audit)
-    elif found.record.plan is not None and (made := _audits_made(run)):
-        yield failed(
-            "audit: canaries",
-            f"{made} audits of this run were made, but the card shows none, which may hide a verdict. {check_audits.AUDIT_AGAIN}",
-        )
-
-
-def _audits_made(run: RunDir) -> int:
-    return len(run.audits.read_text(encoding="utf-8", errors="replace").splitlines()) if run.audits.exists() else 0
+    yield from guarded("audit: canaries", partial(check_audits.check_canaries, found), run)
 
 
 def _block(found: Published, run: RunDir) -> Check:
@@ -210,37 +197,6 @@ def _block(found: Published, run: RunDir) -> Check:
     return verified(
         "run", "config.yaml, plan.json and run.json give exactly this privacy.json, with the files it names."
     )
-
-
-def _coins(found: Published, run: RunDir, audit: AuditRecord) -> Check:
-    """Canaries and coins are those that were committed to before training."""
-    name = "audit: canaries"
-    if not run.canaries.exists():
-        return asserted(name, "private/canaries.json is not here, so the commitment cannot be opened.")
-    plan, folder = canaries.load(run.canaries), found.directory / "audit"
-    if plan.commitment != audit.canaries.commitment:
-        raise Wrong(f"the card commits to canaries other than those in private/canaries.json. {_AGAIN}")
-    coins = {canary.canary_id: (canary.group, canary.inserted) for canary in plan.canaries}
-    table, tokens = check_audits.tables(folder)
-    scored = {row.canary_id: (row.group, row.inserted) for row in table if row.group}
-    references = {row.canary_id for row in table if not row.group}
-    if (
-        tokens.of_pairs != plan.pairs
-        or scored != coins
-        or references != {reference.canary_id for reference in plan.references}
-    ):
-        raise Wrong("the audit's coins or canaries are not those committed to before training. Audit again.")
-    report = check_audits.published_audit(folder)
-    gradient = check_audits.gradient(folder, found.record, report) if found.record.plan else None
-    if gradient and tuple(gradient.inserted_M) != plan.gradient_coins:
-        raise Wrong("the coins of gradient canaries are not those committed to before training. Audit again.")
-    stated = report.controls.words
-    if any(differences(stated.to_json() if stated else None, words_control(plan.canaries))):
-        raise Wrong("the control by words in audit.json is not what the canaries' words give. Audit again.")
-    made = _audits_made(run)
-    if made > audit.audits_run:
-        raise Wrong(f"{made} audits of this run were made, but the card says fewer. {WRITE_AGAIN}")
-    return verified(name, "the commitment opens to these canaries and coins.")
 
 
 CHECKS: tuple[tuple[str, Callable[[Published], Iterator[Check]]], ...] = (
