@@ -17,6 +17,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from dpllm.card import card as model_card
 from dpllm.card import dataset_card
 from dpllm.card.card import rerender
 from dpllm.files import CARD, read_json, sha256, write_json
@@ -82,7 +83,7 @@ def render() -> None:
     for folder in (path.parent for path in sorted(CARDS.glob(f"*/{RECORD}"))):
         # Without the recipe: what stands outside the marked parts stays.
         statement = privacy_record.read(read_json(folder / synthetic_record.MODEL_BLOCK))
-        _reword(folder / synthetic_record.MODEL_CARD, section.render(statement), section.matter(statement))
+        _reword(folder / synthetic_record.MODEL_CARD, model_card.render(statement), model_card.matter(statement))
         hashed = {name: sha256(folder / name) for name in synthetic_record.read(read_json(folder / RECORD)).files}
         write_json(folder / RECORD, {**read_json(folder / RECORD), "files": hashed})
         record = synthetic_record.read(read_json(folder / RECORD))

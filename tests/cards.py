@@ -9,13 +9,13 @@ from typing import Any
 
 import yaml
 
-from dpllm.card.card import compose
+from dpllm.card.card import compose, matter
 from dpllm.files import write_json
 from dpllm.privacy.plan import Mechanism, Plan, noise_scale
 from dpllm.recipe import names
 from dpllm.recipe.config import RunConfig, dump_config
 from dpllm.run.directory import RunDir
-from dpllm.statement import privacy_record, section
+from dpllm.statement import privacy_record
 from dpllm.statement.audit import parse_audit
 from dpllm.statement.audit_bounds import Claim
 from dpllm.statement.run_files import RunRecord, read_plan
@@ -250,7 +250,7 @@ def front_matter(text: str) -> Json:
 
 def pointer(block: Json) -> Json:
     """What the front matter of a card says of its privacy statement."""
-    return section.matter(privacy_record.read(block))
+    return matter(privacy_record.read(block))
 
 
 def body(text: str) -> str:

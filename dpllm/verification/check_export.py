@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import dpllm
+from dpllm.card import card
 from dpllm.files import BLOCK, UNHASHED, check_shape, publishable, sha256, unknown
 from dpllm.records import NotAStatement
 from dpllm.statement import privacy_record, section, tradeoff_figure
@@ -73,9 +74,9 @@ def schema(found: Published) -> Iterator[Check]:
 def front_matter(found: Published) -> Iterator[Check]:
     """The ``privacy`` entry of the front matter against privacy.json, whose fields and hash it states."""
     stated = matter_of(found.card, _KEYS)
-    if sha256(found.directory / BLOCK, follow=False) != section.digest(found.block):
+    if sha256(found.directory / BLOCK, follow=False) != card.digest(found.block):
         raise Wrong(f"privacy.json is not laid out as dpllm writes it, so its hash differs. {WRITE_AGAIN}")
-    if not same(stated.get("privacy"), section.matter(found.record)):
+    if not same(stated.get("privacy"), card.matter(found.record)):
         raise Wrong(f"the front matter of README.md and privacy.json state different things. {WRITE_AGAIN}")
     base = found.record.base_model
     if stated.get("base_model") not in (None, base.name if base.revision else None):
@@ -115,7 +116,7 @@ def same(one: Any, other: Any) -> bool:
 
 def marked(found: Published) -> Iterator[Check]:
     """The banner and the privacy part against what the block renders to, byte for byte."""
-    yield from page(found.card, section.render(found.record), BLOCK, _version(found))
+    yield from page(found.card, card.render(found.record), BLOCK, _version(found))
 
 
 def page(card: str, expected: Mapping[str, str], source: str, again: str) -> Iterator[Check]:

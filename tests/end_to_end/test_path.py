@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 
 import dpllm
 from dpllm.auditing.table import read_scores
+from dpllm.card import card
 from dpllm.card.card import rerender
 from dpllm.errors import NotBatchInvariant, Refused
 from dpllm.ledger import Ledger
@@ -31,7 +32,7 @@ from dpllm.model.loading import load_for_scoring
 from dpllm.privacy import selfcheck
 from dpllm.recipe.config import load_config
 from dpllm.run import loop
-from dpllm.statement import privacy_record, section
+from dpllm.statement import privacy_record
 from dpllm.text import data
 
 SLOTS = 20 + 4 * 4
@@ -131,7 +132,7 @@ def test_the_card_states_the_plans_epsilon(finished: Place) -> None:
     plan = finished.json("plan.json")
     block = finished.json("export/privacy.json")
     front = front_matter(finished.run)
-    assert front["privacy"] == section.matter(privacy_record.read(block))
+    assert front["privacy"] == card.matter(privacy_record.read(block))
     assert block["guarantee"] is True
     assert block["plan"] == plan
     assert "differential-privacy" in front["tags"]

@@ -26,6 +26,7 @@ from cards import (
     words,
 )
 
+from dpllm.card import card
 from dpllm.card.card import compose
 from dpllm.errors import ConfigError
 from dpllm.recipe import derived
@@ -256,7 +257,7 @@ def test_every_state_has_its_card(name: str) -> None:
     for sentence in says:
         assert sentence in text
     assert body(text).startswith("<!-- dpllm:banner -->\n> **")
-    assert section.parts(text) == section.render(privacy_record.read(block))
+    assert section.parts(text) == card.render(privacy_record.read(block))
     assert section.front_matter(text)["privacy"] == pointer(block)
     assert first_screen(text) <= 10
     assert not re.search(r"\bNone\b(?! of this)", body(text))

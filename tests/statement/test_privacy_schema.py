@@ -19,6 +19,7 @@ from published import Where, changed, containers, get, without
 from pydantic import TypeAdapter, ValidationError
 from test_card_states import STATES
 
+from dpllm.card import card
 from dpllm.errors import ConfigError
 from dpllm.privacy.plan import Plan
 from dpllm.records import NotAStatement
@@ -80,7 +81,7 @@ def test_every_field_is_described_and_every_object_closed() -> None:
 def test_every_published_statement_is_valid_and_written_back_byte_for_byte(path: Path) -> None:
     text = path.read_text("utf-8")
     statement = privacy_record.read(json.loads(text))
-    assert section.dump_block(statement.to_json()) == text
+    assert card.dump_block(statement.to_json()) == text
     Draft202012Validator(SCHEMA).validate(json.loads(text))
 
 
@@ -89,7 +90,7 @@ def test_the_front_matter_of_a_published_card_points_to_its_statement(path: Path
     """Main fields and a hash that ``sha256sum`` gives; a reader of the front matter needs no more to find the rest."""
     shown = section.front_matter((path.parent / "README.md").read_text("utf-8"))["privacy"]
     assert (shown["statement"], shown["sha256"]) == ("privacy.json", hashlib.sha256(path.read_bytes()).hexdigest())
-    assert shown == section.matter(privacy_record.read(json.loads(path.read_text("utf-8"))))
+    assert shown == card.matter(privacy_record.read(json.loads(path.read_text("utf-8"))))
     assert len(shown) < 12
 
 

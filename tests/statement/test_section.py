@@ -17,12 +17,13 @@ from markdown_it import MarkdownIt
 from published import changed, get, leaves
 from test_card_states import lineage, parent
 
+from dpllm.card.card import digest, render
 from dpllm.errors import ConfigError
 from dpllm.statement import privacy_record, section
 
 
 def rendered(block: Json) -> dict[str, str]:
-    return section.render(privacy_record.read(block))
+    return render(privacy_record.read(block))
 
 
 def card(**changes: Any) -> tuple[str, Json]:
@@ -62,9 +63,9 @@ def test_every_field_changes_what_is_rendered(block: Json) -> None:
 
 
 def test_no_two_blocks_have_one_digest(block: Json) -> None:
-    digests = {section.digest(changed(block, path, other)) for path in leaves(block)}
+    digests = {digest(changed(block, path, other)) for path in leaves(block)}
     assert len(digests) == len(list(leaves(block)))
-    assert section.digest(dict(reversed(block.items()))) == section.digest(block)
+    assert digest(dict(reversed(block.items()))) == digest(block)
 
 
 @pytest.mark.parametrize("part", ["banner", "privacy"])
@@ -151,8 +152,9 @@ class Blocked:
         if name.split(".")[0] in heavy:
             raise ImportError(name)
 sys.meta_path.insert(0, Blocked())
-from dpllm.statement import privacy_record, section
-print(section.render(privacy_record.read(json.load(sys.stdin)))["banner"])
+from dpllm.card.card import render
+from dpllm.statement import privacy_record
+print(render(privacy_record.read(json.load(sys.stdin)))["banner"])
 """
     found = subprocess.run([sys.executable, "-c", code], input=json.dumps(block), capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
@@ -234,7 +236,7 @@ def test_every_field_that_people_read_is_worded() -> None:
 
     def told(block: Json) -> str:
         parts = rendered(block)
-        return parts["banner"] + parts["privacy"].replace(section.digest(block), "")
+        return parts["banner"] + parts["privacy"].replace(digest(block), "")
 
     shown, worded = told(block), 0
     for path in leaves(block):
