@@ -71,7 +71,7 @@ def check(found: Published) -> Iterator[Check]:
     if terms is None:
         raise Wrong("the card names a ledger entry but no event for it. Write it again: dpllm card RUN.")
     where = found.ledger if found.ledger is not None else ledger_of(found)
-    record = None if found.run is None else read_run(found.run, read_object)
+    record = None if found.run is None else read_run(found.run)
     yield from charged(composed, terms, found.record.statistics, found.record.steps.taken, where, record)
 
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple, TypeVar
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 from dpllm.errors import DpllmError
 from dpllm.files import check_shape
@@ -25,7 +25,6 @@ from dpllm.run.directory import RunDir
 from dpllm.statement import privacy_record
 
 Status = Literal["verified", "asserted", "failed"]
-_Subject = TypeVar("_Subject")
 
 TOLERANCE = 1e-9
 """Relative; between the same computation on two machines."""
@@ -113,30 +112,20 @@ class Published:
             raise Wrong("privacy.json does not follow its schema, so this could not be checked.") from None
 
 
-def tried(name: str, step: Callable[..., Check], *arguments: object) -> Check:
-    """One check, failed where it finds something wrong or the files are not as dpllm writes them."""
+def guarded(name: str, check: Callable[..., Iterator[Check]], *arguments: object) -> Iterator[Check]:
+    """The lines of one check; one more where it finds something wrong, or where the files are not as dpllm writes them."""
     try:
-        return step(*arguments)
+        yield from check(*arguments)
+    except (Wrong, DpllmError, OSError) as error:
+        yield failed(name, str(error))
     except Exception as error:  # whatever a stranger's file makes a computation do
-        return gone_wrong(name, error)
+        kind = type(error).__name__
+        yield failed(name, f"the files are not as dpllm writes them ({kind}), so this could not be checked. {_RESTORE}")
 
 
-def guarded(name: str, check: Callable[[_Subject], Iterator[Check]], found: _Subject) -> Iterator[Check]:
-    """The lines of one check; whatever a hostile file makes it do is one more line."""
-    try:
-        yield from check(found)
-    except Exception as error:
-        yield gone_wrong(name, error)
-
-
-def gone_wrong(name: str, error: Exception) -> Check:
-    """What a check found wrong, or that it could not be made of such files."""
-    if isinstance(error, Wrong | DpllmError | OSError):
-        return failed(name, str(error))
-    return failed(
-        name,
-        f"the files are not as dpllm writes them ({type(error).__name__}), so this could not be checked. {_RESTORE}",
-    )
+def tried(name: str, step: Callable[..., Check], *arguments: object) -> Check:
+    """The same of a check of one line."""
+    return next(guarded(name, lambda: iter([step(*arguments)])))
 
 
 def verified(name: str, detail: str) -> Check:
@@ -292,13 +281,14 @@ def read_text(path: Path, most: int | None = None) -> str:
         raise Wrong(f"{path.name} is not UTF-8 text. {_RESTORE}") from None
 
 
-def fit(path: Path) -> None:
-    """Refuses a file of a run that code which trusts its files will read: one that is a pipe, a link, too large or no JSON."""
-    if path.suffix == ".json":
-        read_object(path)
-    else:
-        with regular(path):
-            pass
+def fit(*paths: Path) -> None:
+    """Refuses files of a run that code which trusts its files will read: a pipe, a link, one that is too large or no JSON."""
+    for path in filter(os.path.lexists, paths):
+        if path.suffix == ".json":
+            read_object(path)
+        else:
+            with regular(path):
+                pass
 
 
 def read_object(path: Path) -> dict[str, Any]:

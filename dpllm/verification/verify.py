@@ -16,7 +16,6 @@ import difflib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 from dpllm.errors import ConfigError, Refused
@@ -94,16 +93,7 @@ def verify(path: Path, *, ledger: str | None = None, signers: Path | None = None
     try:
         block, card = read_object(directory / BLOCK), read_text(directory / CARD)
         if run:
-            for beside in (
-                run.config,
-                run.plan,
-                run.run,
-                run.describe,
-                run.canaries,
-                run.audits,
-            ):
-                if os.path.lexists(beside):
-                    fit(beside)
+            fit(run.config, run.plan, run.run, run.describe, run.canaries, run.audits)
     except Wrong as error:
         return Verification(str(path), (failed("card", str(error)),))
     checks.append(verified("card", "README.md and privacy.json exist and can be read."))
@@ -177,12 +167,12 @@ def check_run(found: Published) -> Iterator[Check]:
         yield asserted("run", "only the export is here: recipe, Plan and record of the run cannot be compared.")
         return
     yield tried("run", _block, found, run)
-    yield from guarded("audit: canaries", partial(check_audits.check_canaries, found), run)
+    yield from guarded("audit: canaries", check_audits.check_canaries, found, run)
 
 
 def _block(found: Published, run: RunDir) -> Check:
-    config, record = run.load_config(), read_run(run, read_object)
-    plan = read_plan(run, read_object) if config.privacy.enabled else None
+    config, record = run.load_config(), read_run(run)
+    plan = read_plan(run) if config.privacy.enabled else None
     if plan and record.manifest.get(run.plan.name) != plan.digest:
         raise Wrong(f"plan.json is not the Plan with which the run was made. {_AGAIN}")
     # An audit and the figure of the card, which are checked by themselves, come behind the run.
