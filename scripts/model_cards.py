@@ -19,7 +19,6 @@ from pathlib import Path
 
 from dpllm.card import card as model_card
 from dpllm.card import dataset_card
-from dpllm.card.card import rerender
 from dpllm.files import CARD, read_json, sha256, write_json
 from dpllm.recipe import names
 from dpllm.recipe.config import dump_config
@@ -78,7 +77,7 @@ def e2e(model: Path, data: Path) -> None:
 def render() -> None:
     """The cards as this version words them, of the same statements: what runs and audits found stays as it is."""
     for recipe in sorted(CARDS.glob("*/config.yaml")):
-        for name, text in rerender(recipe.parent).items():
+        for name, text in model_card.rendered(RunDir(recipe.parent)).items():
             (recipe.parent / "export" / name).write_text(text, encoding="utf-8")
     for folder in (path.parent for path in sorted(CARDS.glob(f"*/{RECORD}"))):
         # Without the recipe: what stands outside the marked parts stays.

@@ -58,7 +58,7 @@ def write_card(run: RunDir, describe: Path | None = None) -> Path:
         ConfigError: A file is missing or not what the run wrote, the run was refused, a private file lies in export/audit, or the
             audit belongs to other weights.
     """
-    made = _made(run, describe or run.describe)
+    made = rendered(run, describe)
     if describe is not None:
         write_whole(run.describe, describe.read_bytes())
     before = run.export / BLOCK
@@ -71,14 +71,15 @@ def write_card(run: RunDir, describe: Path | None = None) -> Path:
     return run.export / CARD
 
 
-def rerender(directory: Path) -> dict[str, str]:
-    """The files that ``write_card`` writes, made again without the weights; byte for byte what it wrote.
+def rendered(run: RunDir, describe: Path | None = None) -> dict[str, str]:
+    """The files that ``write_card`` writes, also made again without the weights; byte for byte the same.
 
     Args:
-        directory: Holds config.yaml, run.json, plan.json (with differential privacy), describe.json where statistics are shown
-            and, in export/, the folder audit/ of the run as it was published. For the other files of export/ the hashes of
-            run.json are taken.
-            ``names.publishable`` makes a config.yaml that may be published.
+        run: Has config.yaml, run.json, plan.json (with differential privacy), describe.json where statistics are shown and, in
+            export/, the folder audit/ of the run as it was published. For the other files of export/ the hashes of run.json are
+            taken, so that no file which the run did not write verifies. ``names.publishable`` makes a config.yaml that may be
+            published.
+        describe: As for ``write_card``; None: describe.json of the run, if there is one.
 
     Returns:
         File name -> text of README.md, privacy.json and, with a guarantee, privacy.svg.
@@ -86,12 +87,6 @@ def rerender(directory: Path) -> dict[str, str]:
     Raises:
         ConfigError: See ``write_card``.
     """
-    run = RunDir(directory)
-    return _made(run, run.describe)
-
-
-def _made(run: RunDir, describe: Path) -> dict[str, str]:
-    """The pages of a run; they name the files that the run wrote and those of the audit, so no other file verifies."""
     opened = open_run(run)
     config, record = opened.config, opened.record
     if not record.artifacts:
@@ -99,7 +94,7 @@ def _made(run: RunDir, describe: Path) -> dict[str, str]:
             f"{run.root}: the run ended before it exported weights, so there is nothing to describe. Type "
             "dpllm train RECIPE --resume, or train again."
         )
-    released = read_json(describe) if describe != run.describe or describe.exists() else None
+    released = read_json(describe or run.describe) if describe or run.describe.exists() else None
     audits = {f"audit/{name}": digest for name, digest in hashes(run.export / "audit").items()}
     if copied := [name for name in audits if _private(run, run.export / name)]:
         raise ConfigError(

@@ -108,8 +108,9 @@ class Published:
         """
         try:
             return privacy_record.read(self.block)
-        except NotAStatement:
-            raise Wrong("privacy.json does not follow its schema, so this could not be checked.") from None
+        except NotAStatement as error:
+            problems = "; ".join(error.problems[:3])
+            raise Wrong(f"privacy.json does not follow its schema: {problems}. {WRITE_AGAIN}") from None
 
 
 def guarded(name: str, check: Callable[..., Iterator[Check]], *arguments: object) -> Iterator[Check]:
@@ -269,14 +270,10 @@ def read_bytes(path: Path, most: int | None = None) -> bytes:
         return file.read()
 
 
-def read_text(path: Path, most: int | None = None) -> str:
-    """A file of UTF-8.
-
-    Raises:
-        Wrong: See ``read_bytes``; or other bytes.
-    """
+def read_text(path: Path) -> str:
+    """A file of UTF-8; ``Wrong`` where it is none, see ``regular``."""
     try:
-        return read_bytes(path, most).decode("utf-8")
+        return read_bytes(path).decode("utf-8")
     except UnicodeDecodeError:
         raise Wrong(f"{path.name} is not UTF-8 text. {_RESTORE}") from None
 

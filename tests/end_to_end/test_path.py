@@ -25,13 +25,13 @@ from safetensors.torch import load_file, save_file
 import dpllm
 from dpllm.auditing.table import read_scores
 from dpllm.card import card
-from dpllm.card.card import rerender
 from dpllm.errors import NotBatchInvariant, Refused
 from dpllm.ledger import Ledger
 from dpllm.model.loading import load_for_scoring
 from dpllm.privacy import selfcheck
 from dpllm.recipe.config import load_config
 from dpllm.run import loop
+from dpllm.run.directory import RunDir
 from dpllm.statement import privacy_record
 from dpllm.text import data
 
@@ -142,7 +142,7 @@ def test_a_card_is_made_again_without_the_weights(finished: Place, baseline: Pla
     for place in (finished, baseline):
         kept = tmp_path / place.run.parent.name
         shutil.copytree(place.run, kept, ignore=shutil.ignore_patterns("private", "*.safetensors", "tokenizer*"))
-        made = rerender(kept)
+        made = card.rendered(RunDir(kept))
         assert made.keys() >= {"README.md", "privacy.json"}
         for name, text in made.items():
             assert (place.run / "export" / name).read_bytes() == text.encode()
