@@ -107,9 +107,9 @@ def _of_model(config: RunConfig, fetch: bool) -> Base | None:
     weights = [file for file in record.files if file.endswith(_WEIGHTS)]
     # What transformers loads first may be a file that the block does not speak of.
     asked = dict.fromkeys([*weights, "model.safetensors"])
-    found = {f: at for f in asked if (at := _hub_file(name, f, revision, fetch))}
-    listed = {file: record.files[file] for file in weights if fetch or file in found}
-    _refuse_changed(listed, found, f"base model {names.last_part(name)}")
+    there = {f: at for f in asked if (at := _hub_file(name, f, revision, fetch))}
+    listed = {file: record.files[file] for file in weights if fetch or file in there}
+    _refuse_changed(listed, there, f"base model {names.last_part(name)}")
     return _base(names.public_name(name), record)
 
 
@@ -127,13 +127,13 @@ def _of_adapter(config: RunConfig, path: Path, base: Base | None) -> Base:
         nothing = dict.fromkeys((*_PROMISED, "dataset", "entry"))
         unknown = Ancestor(name=_public(path), guarantee=False, **nothing, files_digest=digest(files), adapter=True)
         return Base(unknown, (), files[ADAPTER[1]])
-    found = replace(_base(_public(path), record, adapter=True), weights=record.files[ADAPTER[1]])
+    own = replace(_base(_public(path), record, adapter=True), weights=record.files[ADAPTER[1]])
     if base is None:
-        return found
+        return own
     # Of the base what itself says, which the adapter's block may tell otherwise.
-    adapters = takewhile(lambda one: one.adapter, found.ancestors)
-    labels = dict.fromkeys((*found.labels, *base.labels))
-    return replace(found, ancestors=(*adapters, *base.models), labels=tuple(labels))
+    adapters = takewhile(lambda model: model.adapter, own.ancestors)
+    labels = dict.fromkeys((*own.labels, *base.labels))
+    return replace(own, ancestors=(*adapters, *base.models), labels=tuple(labels))
 
 
 def _check_settings(config: RunConfig, path: Path) -> None:
@@ -148,18 +148,18 @@ def _check_settings(config: RunConfig, path: Path) -> None:
         raise ConfigError(
             f"model.adapter {path}: has {other} {theirs[other]}, so it computes what none of a recipe does. Name another one."
         )
-    for key, ours, mine, where_absent in (
+    for key, ours, wanted, where_absent in (
         ("r", "adapter.r", lora.r, None),
         ("lora_alpha", "adapter.alpha", lora.alpha, None),
         ("use_rslora", "adapter.use_rslora", lora.use_rslora, False),
         ("base_model_name_or_path", "model.name_or_path", names.last_part(config.model.name_or_path), ""),
     ):
-        told = theirs.get(key) or where_absent
-        told = names.last_part(told) if isinstance(told, str) else told
-        if told not in (mine, ""):
+        stated = theirs.get(key) or where_absent
+        stated = names.last_part(stated) if isinstance(stated, str) else stated
+        if stated not in (wanted, ""):
             raise ConfigError(
-                f"model.adapter {path}: has {key} {told!r}, and {ours} is {mine}, so its factors would mean something "
-                f"else here. Type --{ours} {told}."
+                f"model.adapter {path}: has {key} {stated!r}, and {ours} is {wanted}, so its factors would mean something "
+                f"else here. Type --{ours} {stated}."
             )
 
 
@@ -177,8 +177,8 @@ def _stated(path: Path, what: str) -> PrivacyRecord | None:
             "Take a whole copy, which dpllm verify passes."
         )
     record = _read(path / BLOCK)
-    found = {file.relative_to(path).as_posix(): file for file in path.rglob("*") if file.is_file()}
-    _refuse_changed(record.files, found, f"{what} {names.last_part(str(path))}")
+    there = {file.relative_to(path).as_posix(): file for file in path.rglob("*") if file.is_file()}
+    _refuse_changed(record.files, there, f"{what} {names.last_part(str(path))}")
     return record
 
 
@@ -202,9 +202,9 @@ def _read(path: Path) -> PrivacyRecord:
         ) from None
 
 
-def _refuse_changed(files: dict[str, str], found: dict[str, Path], what: str) -> None:
-    wrong = [name for name, stated in files.items() if name not in found or sha256(found[name]) != stated]
-    wrong += [name for name in sorted(found) if name.endswith(_WEIGHTS) and name not in files]
+def _refuse_changed(files: dict[str, str], there: dict[str, Path], what: str) -> None:
+    wrong = [name for name, stated in files.items() if name not in there or sha256(there[name]) != stated]
+    wrong += [name for name in sorted(there) if name.endswith(_WEIGHTS) and name not in files]
     if wrong:
         raise Refused(
             f"{wrong[0]} of the {what} is not the file that its privacy.json describes, so nobody knows what these weights "
@@ -303,36 +303,36 @@ def compose_with_base(
     if base is None:
         return None
     account = book.records.charged_to(dataset, derived_from) if book else derived_from or dataset
-    mine = [one for one in base.models if one.dataset == account]
-    composed, reason = together(mine, plan, derived.deviations(config)[0])
+    same_data = [one for one in base.models if one.dataset == account]
+    composed, reason = together(same_data, plan, derived.deviations(config)[0])
     if base.statement.dataset is None:
         reason = f"nothing says on which data {base.statement.name} was trained"
     return Lineage(
         base=base.statement,
         ancestors=base.ancestors,
-        same_dataset=bool(mine),
-        dataset=account if mine else None,
+        same_dataset=bool(same_data),
+        dataset=account if same_data else None,
         composed=composed,
         reason=reason,
     )
 
 
 def together(
-    mine: Sequence[Ancestor], own: Plan | Own | Promised | None, broken: str | None = None
+    same_data: Sequence[Ancestor], own: Plan | Own | Promised | None, broken: str | None = None
 ) -> tuple[ComposedLineage | None, str | None]:
     """Epsilon of a run and of those before it on the same data, at its delta; or why there is none.
 
     Args:
-        mine: What the models before it state that learnt the same data.
+        same_data: What the models before it state that learnt the same data.
         own: What the run itself promises; None: nothing.
         broken: Why it gives no guarantee all the same.
     """
-    if not mine:
+    if not same_data:
         return None, "the runs are on different datasets: each statement is about its own data"
     if own is None or broken:
         return None, f"this run gives no guarantee: {broken or 'nothing was planned'}"
     events = [own.event]
-    for parent in mine:
+    for parent in same_data:
         theirs, ours = (f"{one.unit}, {one.neighbouring_relation}" for one in (parent, own))
         if not parent.guarantee:
             return None, f"{parent.name}, on the same dataset, has no guarantee, so all together have none"

@@ -52,7 +52,7 @@ def parts(markdown: str, names: Sequence[str] = PARTS) -> dict[str, str]:
         ConfigError: A marker is missing, doubled or out of order.
     """
     text = _read(markdown).replace("\r", "\n")
-    found = {}
+    texts = {}
     for name in names:
         start, end = _markers(name)
         counts = (text.count(start), text.count(end))
@@ -63,8 +63,8 @@ def parts(markdown: str, names: Sequence[str] = PARTS) -> dict[str, str]:
             )
         inside = text[text.index(start) + len(start) : text.index(end)]
         # The line ends of the markers; any other space is part of the text.
-        found[name] = inside[1:-1] if len(inside) > 1 and inside[0] == inside[-1] == "\n" else inside
-    return found
+        texts[name] = inside[1:-1] if len(inside) > 1 and inside[0] == inside[-1] == "\n" else inside
+    return texts
 
 
 def first(markdown: str, names: Sequence[str] = PARTS) -> bool:

@@ -24,7 +24,7 @@ from dpllm.statement import formatting, lineage, privacy_record
 from dpllm.statement.audit import AuditRecord
 from dpllm.statement.audit_bounds import Claim
 from dpllm.statement.inference import Inference, Promised, whole
-from dpllm.statement.privacy_record import CRYPTOGRAPHIC, Composed, PrivacyRecord, Randomness
+from dpllm.statement.privacy_record import CRYPTOGRAPHIC, Composed, PrivacyRecord
 from dpllm.statement.released import BesideRun, Statistics
 from dpllm.statement.run_files import LedgerRecord, RunRecord
 
@@ -61,6 +61,8 @@ def statement_of(
         raise ConfigError(f"audit.json {other} the run's, so its verdict is not about this run. Run dpllm audit again.")
     reason = why_not(config, plan, record, audit)
     beside = None if statistics is None else beside_run(_released(statistics, plan, record), plan, reason is None)
+    secure, lattice = record.generator == CRYPTOGRAPHIC, record.lattice and record.lattice.to_json()
+    drawn = {"generator": record.generator, "secure_noise": secure, "lattice": lattice}
     where_known = {
         "plan" if reason is None else "attempted": plan and plan.to_json(),
         "reason": reason,
@@ -73,7 +75,7 @@ def statement_of(
         "guarantee": reason is None,
         **_of_recipe(config, record),
         **_happened(record),
-        "randomness": None if plan is None else _randomness(record).to_json(),
+        "randomness": None if plan is None else drawn,
         "composed": composed(record.ledger, plan.delta if plan else None).to_json() if record.ledger else None,
         "not_covered": _not_covered(config, plan, record) if reason is None else [_EVERYTHING],
         "audit": audit.to_json() if audit else None,
@@ -198,13 +200,6 @@ def _not_covered(config: RunConfig, plan: Plan | None, record: RunRecord) -> lis
         interrupted=record.status == "interrupted",
     )
     return lines.strip().splitlines()
-
-
-def _randomness(record: RunRecord) -> Randomness:
-    return Randomness.pick(
-        {"generator": record.generator, "secure_noise": record.generator == CRYPTOGRAPHIC},
-        lattice=record.lattice,
-    )
 
 
 def composed(ledger: LedgerRecord, delta: float | None) -> Composed:

@@ -53,10 +53,10 @@ _NUMBERS = {"bool", "int8", "int16", "int32", "int64", "float", "double"}
 _MOST_TESTS = 32  # of one kind; each takes seconds where canaries are many
 
 
-def check(found: Published) -> Iterator[Check]:
+def check(export: Published) -> Iterator[Check]:
     """The audit of the weights."""
-    folder, stated = found.directory / "audit", found.record
-    files = sorted(name for name in found.hashes if name.startswith("audit/"))
+    folder, stated = export.directory / "audit", export.record
+    files = sorted(name for name in export.hashes if name.startswith("audit/"))
     if stated.audit is None:
         if files:
             raise Wrong(f"{listed(files)} are in export/, but the card names no audit. {WRITE_AGAIN}")
@@ -68,7 +68,7 @@ def check(found: Published) -> Iterator[Check]:
     if stated.plan is None:
         raise Wrong("audits of runs without differential privacy are private. Delete export/audit.")
     report = published_audit(folder)
-    yield _belongs(found, stated.plan, report)
+    yield _belongs(export, stated.plan, report)
     yield _in_block(stated, stated.audit, report)
     table, tokens = tables(folder)
     from_steps = gradient(folder, stated, report)
@@ -91,10 +91,10 @@ def published_audit(folder: Path) -> AuditRecord:
     return parse_audit(read_object(folder / "audit.json"), "audit.json")
 
 
-def _belongs(found: Published, plan: Plan, report: AuditRecord) -> Check:
+def _belongs(export: Published, plan: Plan, report: AuditRecord) -> Check:
     """Weights, canaries and claim are those of the statement."""
-    merged = found.record.merged_from
-    files = merged.files if merged else found.hashes
+    merged = export.record.merged_from
+    files = merged.files if merged else export.hashes
     if other := state.other_than_audited(report, plan, files):
         raise Wrong(f"audit.json {other} these. {AUDIT_AGAIN}")
     if not report.published:
@@ -161,23 +161,23 @@ def described(path: Path, wanted: set[str], most: int, optional: Sequence[str] =
         if footer > min(size, MOST_FOOTER):
             raise ArrowException
         with path.open("rb") as file:  # whose name may be no text
-            found = parquet.read_metadata(file)
+            table = parquet.read_metadata(file)
     except (ArrowException, OSError):
         raise Wrong(f"{path.name} is not a parquet file. {AUDIT_AGAIN}") from None
-    names = set(found.schema.names)
-    if not wanted <= names <= {*wanted, *optional} or (found.metadata or {}).keys() - {b"ARROW:schema"}:
+    names = set(table.schema.names)
+    if not wanted <= names <= {*wanted, *optional} or (table.metadata or {}).keys() - {b"ARROW:schema"}:
         raise Wrong(f"{path.name} has other columns than dpllm writes; these could be text. {AUDIT_AGAIN}")
-    fields_of = found.schema.to_arrow_schema()
-    if fields_of.metadata or any(one.metadata for one in fields_of):
+    columns = table.schema.to_arrow_schema()
+    if columns.metadata or any(field.metadata for field in columns):
         raise Wrong(f"{path.name} has descriptions of its columns, which could be text. {AUDIT_AGAIN}")
     # A row of lists could unpack to any number of values; only a token table names anything.
-    texts = [one.name for one in fields_of if str(one.type) not in _NUMBERS and one.name != "canary_id"]
-    if texts or any(found.schema.column(i).max_repetition_level for i in range(len(found.schema.names))):
+    texts = [field.name for field in columns if str(field.type) not in _NUMBERS and field.name != "canary_id"]
+    if texts or any(table.schema.column(i).max_repetition_level for i in range(len(table.schema.names))):
         raise Wrong(f"{path.name} holds something other than numbers and flags. {AUDIT_AGAIN}")
-    unpacked = sum(found.row_group(number).total_byte_size for number in range(found.num_row_groups))
-    if found.num_rows > most or unpacked > MOST_UNPACKED:
+    unpacked = sum(table.row_group(number).total_byte_size for number in range(table.num_row_groups))
+    if table.num_rows > most or unpacked > MOST_UNPACKED:
         raise Wrong(
-            f"{path.name} is larger than any audit writes: {found.num_rows:,} rows, {unpacked:,} bytes unpacked. {AUDIT_AGAIN}"
+            f"{path.name} is larger than any audit writes: {table.num_rows:,} rows, {unpacked:,} bytes unpacked. {AUDIT_AGAIN}"
         )
 
 
@@ -185,7 +185,9 @@ def _rows(plan: Plan, table: tuple[CanaryScores, ...], tokens: TokenTable, repor
     """Scores, tokens and the numbers of canaries speak of the same canaries."""
     names = {row.canary_id for row in table}
     values = [
-        float(edge) for one in (tokens.tuned_log_prob_N, tokens.base_log_prob_N) for edge in (one.min(), one.max())
+        float(edge)
+        for scores in (tokens.tuned_log_prob_N, tokens.base_log_prob_N)
+        for edge in (scores.min(), scores.max())
     ]
     groups = by_group(table)
     references = len(groups.pop(0, []))
@@ -204,7 +206,9 @@ def _rows(plan: Plan, table: tuple[CanaryScores, ...], tokens: TokenTable, repor
             map(_ID.fullmatch, tokens.canary_ids)
         ),
         "its table names a canary twice": len(names) == len(table),
-        "its table holds a score that is no log-probability": all(math.isfinite(one) and one <= 0 for one in values),
+        "its table holds a score that is no log-probability": all(
+            math.isfinite(value) and value <= 0 for value in values
+        ),
         "its table has a coin of a reference, or a candidate without one": all(
             (row.inserted is None) == (row.group == 0) and row.group >= 0 for row in table
         ),
@@ -282,11 +286,11 @@ def _summary(
     return summarise(table, claim, settings, tokens=tokens, beside=beside)
 
 
-def check_canaries(found: Published, run: RunDir) -> Iterator[Check]:
+def check_canaries(export: Published, run: RunDir) -> Iterator[Check]:
     """Canaries and coins are those that were committed to before training, and every audit that was made is counted."""
-    name, audit = "audit: canaries", found.record.audit
+    name, audit = "audit: canaries", export.record.audit
     made = len(run.audits.read_text(encoding="utf-8", errors="replace").splitlines()) if run.audits.exists() else 0
-    if made > (audit.audits_run if audit else 0) and found.record.plan is not None:
+    if made > (audit.audits_run if audit else 0) and export.record.plan is not None:
         raise Wrong(
             f"{made} audits of this run were made, but the card shows fewer, which may hide a verdict. {AUDIT_AGAIN}"
         )
@@ -295,9 +299,9 @@ def check_canaries(found: Published, run: RunDir) -> Iterator[Check]:
     if not run.canaries.exists():
         yield asserted(name, "private/canaries.json is not here, so the commitment cannot be opened.")
         return
-    planned, folder = canaries.load(run.canaries), found.directory / "audit"
+    planned, folder = canaries.load(run.canaries), export.directory / "audit"
     table, tokens = tables(folder)
-    vectors = gradient(folder, found.record, published_audit(folder)) if found.record.plan else None
+    vectors = gradient(folder, export.record, published_audit(folder)) if export.record.plan else None
     words = audit.controls.words
     rules = {
         "the commitment": planned.commitment == audit.canaries.commitment,

@@ -29,9 +29,9 @@ MOST_PARENTS = 10
 _AGAIN = again(None)
 
 
-def check(found: Published) -> Iterator[Check]:
+def check(export: Published) -> Iterator[Check]:
     """Every number of the promise that follows from the event and the public sizes."""
-    record, plan = found.record, found.record.plan
+    record, plan = export.record, export.record.plan
     if not record.guarantee:
         attempted = "" if plan is None else " The attempted Plan is checked below."
         yield verified("promise", f"none is made: {record.reason}.{attempted}")
@@ -46,9 +46,9 @@ def check(found: Published) -> Iterator[Check]:
     yield tried("terms", _generator, record, plan)
 
 
-def said(found: Published) -> Iterator[Check]:
+def said(export: Published) -> Iterator[Check]:
     """The fields that are the author's word."""
-    stated = found.record.to_json()
+    stated = export.record.to_json()
     stated |= stated.get("plan") or stated.get("attempted") or {}
     for name, (fields, what) in costs.ASSERTED.items():
         there = [field for field in fields.split() if _has(stated, field)]
@@ -176,12 +176,12 @@ def _generator(record: PrivacyRecord, plan: Plan) -> Check:
 # Statistics that were released beside it.
 
 
-def check_statistics(found: Published) -> Iterator[Check]:
+def check_statistics(export: Published) -> Iterator[Check]:
     """What was released about the data: its epsilon, alone and with the run, against its events."""
-    shown, terms = found.record.statistics, found.record.plan
+    shown, terms = export.record.statistics, export.record.plan
     if shown is not None:
         size = terms.dataset_size - terms.canary_slots if terms else 1
-        yield from check_beside(shown, terms, size, found.record.guarantee)
+        yield from check_beside(shown, terms, size, export.record.guarantee)
 
 
 def check_beside(shown: BesideRun, terms: Promised | None, size: int, guarantee: bool) -> Iterator[Check]:
@@ -232,9 +232,9 @@ def _is_ours(release: Release, rows: int) -> bool:
 # The models before it.
 
 
-def check_lineage(found: Published) -> Iterator[Check]:
+def check_lineage(export: Published) -> Iterator[Check]:
     """What a run's base model states, see ``lineage_of``."""
-    record = found.record
+    record = export.record
     yield from lineage_of(record.lineage, record.plan if record.guarantee else None, record.composed)
 
 

@@ -15,7 +15,7 @@ from dpllm.privacy.accounting import Relation
 from dpllm.privacy.events import Event
 from dpllm.privacy.parts import parts_of
 from dpllm.statement.inference import Inference, Promised
-from dpllm.verification.values import TOLERANCE, Difference, Wrong, close, differences, listed
+from dpllm.verification.values import TOLERANCE, Difference, Wrong, differences, listed
 
 LARGE = 500.0
 """Epsilon by RDP beyond which PLD has a coarser grid: such an epsilon promises nothing, and would take gigabytes."""
@@ -29,7 +29,7 @@ OF_SUMMARY = 1e-3
 """Relative, of gdp_mu alone: near deltas of 1e-10 the transform's noise is most of it, and another processor moved it by 5e-4."""
 OTHER_VERSION, OTHER_RDP = 1e-3, 1e-2
 """Relative; how far PLD of another version, and RDP, which has other orders there, may lie from this one."""
-TOLERANCES = (
+TOLERANCES: tuple[tuple[str, float, float], ...] = (
     (r"(curve|trade_off)\[\d+\]\[0\]", 0.0, 0.0),  # where curves are stated is the same in every version
     (r"limits\.gdp_mu", OF_SUMMARY, OTHER_RDP),
     (r"(limits|curve)\b.*", MAGNIFIED, OTHER_RDP),
@@ -133,12 +133,11 @@ def differing(stated: object, fresh: object, terms: Promised, where: str = "", l
     """
     other = bool(by(terms))
 
-    def near(one: Difference) -> bool:
-        same, of_other = next(row[1:] for row in TOLERANCES if re.fullmatch(row[0], one.field))
-        slack = max(of_other if other else same, least)
-        return isinstance(one.stated, float) and isinstance(one.found, float) and close(one.stated, one.found, slack)
+    def slack(field: str) -> float:
+        same, of_other = next(slacks for pattern, *slacks in TOLERANCES if re.fullmatch(pattern, field))
+        return max(least, of_other if other else same)
 
-    return [one for one in differences(stated, fresh, where, 0.0) if not near(one)]
+    return list(differences(stated, fresh, where, slack))
 
 
 def again(terms: Promised | None) -> str:

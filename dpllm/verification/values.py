@@ -179,19 +179,26 @@ def _short(value: object) -> str:
     return text if len(text) <= _MOST_VALUE else f"{text[:_MOST_VALUE]}..."
 
 
-def differences(stated: Any, found: Any, where: str = "", tolerance: float = TOLERANCE) -> Iterator[Difference]:
-    """Where two JSON values differ by more than rounding, of which counts have none; 1, 1.0, true and "1" all differ."""
-    if isinstance(stated, dict) and isinstance(found, dict):
-        for key in sorted(stated.keys() | found.keys()):
+def differences(
+    stated: Any, fresh: Any, where: str = "", tolerance: float | Callable[[str], float] = TOLERANCE
+) -> Iterator[Difference]:
+    """Where two JSON values differ by more than rounding, of which counts have none; 1, 1.0, true and "1" all differ.
+
+    ``tolerance`` is relative; a function gives that of a field.
+    """
+    if isinstance(stated, dict) and isinstance(fresh, dict):
+        for key in sorted(stated.keys() | fresh.keys()):
             here = f"{where}.{key}" if where else str(key)
-            yield from differences(stated.get(key, ABSENT), found.get(key, ABSENT), here, tolerance)
-    elif isinstance(stated, list | tuple) and isinstance(found, list | tuple) and len(stated) == len(found):
-        for number, (one, other) in enumerate(zip(stated, found, strict=True)):
-            yield from differences(one, other, f"{where}[{number}]", tolerance)
-    elif type(stated) is not type(found) or (
-        stated != found and not (isinstance(stated, float) and close(stated, found, tolerance))
-    ):
-        yield Difference(where, stated, found)
+            yield from differences(stated.get(key, ABSENT), fresh.get(key, ABSENT), here, tolerance)
+    elif isinstance(stated, list | tuple) and isinstance(fresh, list | tuple) and len(stated) == len(fresh):
+        for number, pair in enumerate(zip(stated, fresh, strict=True)):
+            yield from differences(*pair, f"{where}[{number}]", tolerance)
+    elif type(stated) is not type(fresh):
+        yield Difference(where, stated, fresh)
+    elif stated != fresh:
+        slack = tolerance(where) if callable(tolerance) else tolerance
+        if not (isinstance(stated, float) and close(stated, fresh, slack)):
+            yield Difference(where, stated, fresh)
 
 
 def listed(names: Sequence[object], most: int = 4) -> str:

@@ -97,23 +97,23 @@ def verify(path: Path, *, ledger: str | None = None, signers: Path | None = None
     except Wrong as error:
         return Verification(str(path), (failed("card", str(error)),))
     checks.append(verified("card", "README.md and privacy.json exist and can be read."))
-    found = Published(directory, block, card, run, ledger)
+    export = Published(directory, block, card, run, ledger)
     for name, check in CHECKS:
-        checks += guarded(name, check, found)
+        checks += guarded(name, check, export)
     checks.append(sign.check(directory, signers))
     return Verification(str(path), tuple(checks))
 
 
 def insist(path: Path, ledger: str | None = None) -> Verification:
     """All checks of what is about to be published; ``Refused`` where one of them failed."""
-    found = verify(path, ledger=ledger)
-    if wrong := [check for check in found.checks if check.status == "failed"]:
+    verification = verify(path, ledger=ledger)
+    if wrong := [check for check in verification.checks if check.status == "failed"]:
         more = f" ({len(wrong)} checks fail)" if len(wrong) > 1 else ""
         raise Refused(
             f"{path}: does not verify, and a card that does not verify is not published{more}: {wrong[0].name}: "
             f"{wrong[0].detail}"
         )
-    return found
+    return verification
 
 
 @contextmanager
@@ -160,29 +160,29 @@ def _has_card(directory: Path) -> bool:
     return any(os.path.lexists(directory / name) for name in (BLOCK, CARD))
 
 
-def check_run(found: Published) -> Iterator[Check]:
+def check_run(export: Published) -> Iterator[Check]:
     """The block against the files of the run that it was made from."""
-    run = found.run
+    run = export.run
     if run is None:
         yield asserted("run", "only the export is here: recipe, Plan and record of the run cannot be compared.")
         return
-    yield tried("run", _block, found, run)
-    yield from guarded("audit: canaries", check_audits.check_canaries, found, run)
+    yield tried("run", _block, export, run)
+    yield from guarded("audit: canaries", check_audits.check_canaries, export, run)
 
 
-def _block(found: Published, run: RunDir) -> Check:
+def _block(export: Published, run: RunDir) -> Check:
     config, record = run.load_config(), read_run(run)
     plan = read_plan(run) if config.privacy.enabled else None
     if plan and record.manifest.get(run.plan.name) != plan.digest:
         raise Wrong(f"plan.json is not the Plan with which the run was made. {_AGAIN}")
     # An audit and the figure of the card, which are checked by themselves, come behind the run.
-    later = {name: digest for name, digest in found.hashes.items() if name.startswith("audit/")}
-    later |= {name: digest for name, digest in found.hashes.items() if name == tradeoff_figure.FILE}
+    later = {name: digest for name, digest in export.hashes.items() if name.startswith("audit/")}
+    later |= {name: digest for name, digest in export.hashes.items() if name == tradeoff_figure.FILE}
     folder = run.audit_dir(True)
     audit = check_audits.published_audit(folder) if plan is not None and (folder / "audit.json").exists() else None
     statistics = read_object(run.describe) if run.describe.exists() else None
     fresh = state.statement_of(config, plan, record, audit, {**record.artifacts, **later}, statistics)
-    if wrong := list(differences(found.block, fresh.to_json(), tolerance=0.0)):
+    if wrong := list(differences(export.block, fresh.to_json(), tolerance=0.0)):
         raise Wrong(f"{listed(wrong)} of privacy.json does not follow from recipe, Plan and record. {_AGAIN}")
     return verified(
         "run", "config.yaml, plan.json and run.json give exactly this privacy.json, with the files it names."
