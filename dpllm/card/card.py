@@ -130,7 +130,7 @@ def pages(config: RunConfig, record: RunRecord, statement: PrivacyRecord, beside
         made[tradeoff_figure.FILE] = tradeoff_figure.figure(statement.plan)
         listed[tradeoff_figure.FILE] = hashlib.sha256(made[tradeoff_figure.FILE].encode()).hexdigest()
     statement = statement.model_copy(update={"files": dict(sorted(listed.items()))})
-    return {**made, CARD: compose(config, record, statement), BLOCK: dump_block(statement.to_json())}
+    return {**made, CARD: compose(config, record, statement), BLOCK: dump_statement(statement.to_json())}
 
 
 def compose(config: RunConfig, record: RunRecord, statement: PrivacyRecord) -> str:
@@ -242,19 +242,19 @@ def matter(record: PrivacyRecord) -> Json:
 
 def fields(record: PrivacyRecord, wanted: Sequence[str]) -> Json:
     """Those of a statement and of the Plan that it guarantees; names that it does not have are left out."""
-    block = record.to_json()
-    known = {**block.get("plan", {}), **block}
+    statement = record.to_json()
+    known = {**statement.get("plan", {}), **statement}
     return {name: known[name] for name in wanted if name in known}
 
 
-def dump_block(block: Json) -> str:
-    """A privacy block as privacy.json holds it."""
-    return json.dumps(block, indent=2, sort_keys=True, allow_nan=False) + "\n"
+def dump_statement(statement: Json) -> str:
+    """A statement, or another record, as its file holds it."""
+    return json.dumps(statement, indent=2, sort_keys=True, allow_nan=False) + "\n"
 
 
-def digest(block: Json) -> str:
-    """SHA-256 of privacy.json with this block."""
-    return hashlib.sha256(dump_block(block).encode()).hexdigest()
+def digest(statement: Json) -> str:
+    """SHA-256 of the file that holds it."""
+    return hashlib.sha256(dump_statement(statement).encode()).hexdigest()
 
 
 def _front_matter(config: RunConfig, statement: PrivacyRecord, base_model: str | None) -> ModelCardData:

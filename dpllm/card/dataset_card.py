@@ -63,7 +63,7 @@ def write_dataset_card(directory: Path, run: RunDir) -> Path:
         )
     _check_origin(directory, given, record, statement)
     text = _page(run.load_config(), record, statement)
-    record_text = card.dump_block(record.to_json())
+    record_text = card.dump_statement(record.to_json())
     written: dict[str, str | bytes] = {**of_run, RECORD: record_text, CARD: text}
     for name, content in written.items():
         write_whole(directory / name, content)

@@ -36,7 +36,7 @@ def write_inference_card(directory: Path, config: RunConfig, record: Inference) 
     """
     record = record.model_copy(update={"files": {ROWS: sha256(directory / ROWS)}})
     text = dataset_card.whole_page(config, front_matter(record), render(record), s=record)
-    write_whole(directory / RECORD, card.dump_block(record.to_json()))
+    write_whole(directory / RECORD, card.dump_statement(record.to_json()))
     write_whole(directory / CARD, text)
     return directory / CARD
 

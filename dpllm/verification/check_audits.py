@@ -69,7 +69,7 @@ def check(export: Published) -> Iterator[Check]:
         raise Wrong("audits of runs without differential privacy are private. Delete export/audit.")
     report = published_audit(folder)
     yield _belongs(export, stated.plan, report)
-    yield _in_block(stated, stated.audit, report)
+    yield _in_statement(stated, stated.audit, report)
     table, tokens = tables(folder)
     from_steps = gradient(folder, stated, report)
     yield _rows(stated.plan, table, tokens, report)
@@ -108,11 +108,11 @@ def _belongs(export: Published, plan: Plan, report: AuditRecord) -> Check:
     return verified("audit: weights", f"{about} and about the epsilon that is stated.")
 
 
-def _in_block(block: PrivacyRecord, stated: AuditRecord, report: AuditRecord) -> Check:
+def _in_statement(statement: PrivacyRecord, stated: AuditRecord, report: AuditRecord) -> Check:
     """What the card shows is what audit.json says, and its verdict goes with the guarantee."""
     if wrong := list(differences(stated.to_json(), report.to_json(), tolerance=0.0)):
         raise Wrong(f"privacy.json and audit.json differ in audit.{listed(wrong)}. {WRITE_AGAIN}")
-    if block.guarantee and state.contradicts(report, block.plan.epsilon):
+    if statement.guarantee and state.contradicts(report, statement.plan.epsilon):
         raise Wrong("the audit contradicts the stated guarantee. Do not rely on it.")
     return verified("audit: in the card", "the card shows what audit.json says.")
 

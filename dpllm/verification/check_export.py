@@ -56,7 +56,7 @@ _KEYS |= {"license_name", "license_link"}
 
 def schema(export: Published) -> Iterator[Check]:
     """privacy.json against the schema that the package ships."""
-    if (version := export.block.get("schema_version")) != privacy_record.SCHEMA_VERSION:
+    if (version := export.statement.get("schema_version")) != privacy_record.SCHEMA_VERSION:
         raise Wrong(
             f"privacy.json has schema version {version!r}, and this version of dpllm reads {privacy_record.SCHEMA_VERSION} "
             "alone. Verify it with the version that wrote it, which software.dpllm names."
@@ -67,7 +67,7 @@ def schema(export: Published) -> Iterator[Check]:
 def front_matter(export: Published) -> Iterator[Check]:
     """The ``privacy`` entry of the front matter against privacy.json, whose fields and hash it states."""
     stated = matter_of(export.card, _KEYS)
-    if sha256(export.directory / BLOCK, follow=False) != card.digest(export.block):
+    if sha256(export.directory / BLOCK, follow=False) != card.digest(export.statement):
         raise Wrong(f"privacy.json is not laid out as dpllm writes it, so its hash differs. {WRITE_AGAIN}")
     if not same(stated.get("privacy"), card.matter(export.record)):
         raise Wrong(f"the front matter of README.md and privacy.json state different things. {WRITE_AGAIN}")

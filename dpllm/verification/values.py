@@ -85,7 +85,7 @@ class Published:
 
     Attributes:
         directory: export/.
-        block: privacy.json, whatever it holds.
+        statement: privacy.json, whatever it holds.
         card: README.md.
         run: The run directory that export/ lies in; None where only the export is at hand.
         ledger: Where to look for the ledger; None: where the run says.
@@ -93,7 +93,7 @@ class Published:
     """
 
     directory: Path
-    block: Json
+    statement: Json
     card: str
     run: RunDir | None = None
     ledger: str | None = None
@@ -107,7 +107,7 @@ class Published:
             Wrong: It does not keep to its schema.
         """
         try:
-            return privacy_record.read(self.block)
+            return privacy_record.read(self.statement)
         except NotAStatement as error:
             problems = "; ".join(error.problems[:3])
             raise Wrong(f"privacy.json does not follow its schema: {problems}. {WRITE_AGAIN}") from None

@@ -91,13 +91,13 @@ def verify(path: Path, *, ledger: str | None = None, signers: Path | None = None
     directory, run = _subject(path)
     checks: list[Check] = []
     try:
-        block, card = read_object(directory / BLOCK), read_text(directory / CARD)
+        statement, card = read_object(directory / BLOCK), read_text(directory / CARD)
         if run:
             fit(run.config, run.plan, run.run, run.describe, run.canaries, run.audits)
     except Wrong as error:
         return Verification(str(path), (failed("card", str(error)),))
     checks.append(verified("card", "README.md and privacy.json exist and can be read."))
-    export = Published(directory, block, card, run, ledger)
+    export = Published(directory, statement, card, run, ledger)
     for name, check in CHECKS:
         checks += guarded(name, check, export)
     checks.append(sign.check(directory, signers))
@@ -166,11 +166,11 @@ def check_run(export: Published) -> Iterator[Check]:
     if run is None:
         yield asserted("run", "only the export is here: recipe, Plan and record of the run cannot be compared.")
         return
-    yield tried("run", _block, export, run)
+    yield tried("run", _follows, export, run)
     yield from guarded("audit: canaries", check_audits.check_canaries, export, run)
 
 
-def _block(export: Published, run: RunDir) -> Check:
+def _follows(export: Published, run: RunDir) -> Check:
     config, record = run.load_config(), read_run(run)
     plan = read_plan(run) if config.privacy.enabled else None
     if plan and record.manifest.get(run.plan.name) != plan.digest:
@@ -182,7 +182,7 @@ def _block(export: Published, run: RunDir) -> Check:
     audit = check_audits.published_audit(folder) if plan is not None and (folder / "audit.json").exists() else None
     statistics = read_object(run.describe) if run.describe.exists() else None
     fresh = state.statement_of(config, plan, record, audit, {**record.artifacts, **later}, statistics)
-    if wrong := list(differences(export.block, fresh.to_json(), tolerance=0.0)):
+    if wrong := list(differences(export.statement, fresh.to_json(), tolerance=0.0)):
         raise Wrong(f"{listed(wrong)} of privacy.json does not follow from recipe, Plan and record. {_AGAIN}")
     return verified(
         "run", "config.yaml, plan.json and run.json give exactly this privacy.json, with the files it names."

@@ -79,7 +79,7 @@ def test_every_field_is_described_and_every_object_closed() -> None:
 def test_every_published_statement_is_valid_and_written_back_byte_for_byte(path: Path) -> None:
     text = path.read_text("utf-8")
     statement = privacy_record.read(json.loads(text))
-    assert card.dump_block(statement.to_json()) == text
+    assert card.dump_statement(statement.to_json()) == text
     Draft202012Validator(SCHEMA).validate(json.loads(text))
 
 
