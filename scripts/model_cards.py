@@ -17,8 +17,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from dpllm.card import card as model_card
 from dpllm.card import dataset_card
-from dpllm.card.card import rerender
 from dpllm.files import CARD, read_json, sha256, write_json
 from dpllm.recipe import names
 from dpllm.recipe.config import dump_config
@@ -77,12 +77,12 @@ def e2e(model: Path, data: Path) -> None:
 def render() -> None:
     """The cards as this version words them, of the same statements: what runs and audits found stays as it is."""
     for recipe in sorted(CARDS.glob("*/config.yaml")):
-        for name, text in rerender(recipe.parent).items():
+        for name, text in model_card.rendered(RunDir(recipe.parent)).items():
             (recipe.parent / "export" / name).write_text(text, encoding="utf-8")
     for folder in (path.parent for path in sorted(CARDS.glob(f"*/{RECORD}"))):
         # Without the recipe: what stands outside the marked parts stays.
         statement = privacy_record.read(read_json(folder / synthetic_record.MODEL_BLOCK))
-        _reword(folder / synthetic_record.MODEL_CARD, section.render(statement), section.matter(statement))
+        _reword(folder / synthetic_record.MODEL_CARD, model_card.render(statement), model_card.matter(statement))
         hashed = {name: sha256(folder / name) for name in synthetic_record.read(read_json(folder / RECORD)).files}
         write_json(folder / RECORD, {**read_json(folder / RECORD), "files": hashed})
         record = synthetic_record.read(read_json(folder / RECORD))

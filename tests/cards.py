@@ -9,18 +9,18 @@ from typing import Any
 
 import yaml
 
-from dpllm.card.card import compose
-from dpllm.card.claim import statement_of
+from dpllm.card.card import compose, matter
 from dpllm.files import write_json
 from dpllm.privacy.noise import noise_scale
 from dpllm.privacy.plan import Mechanism, Plan
 from dpllm.recipe import names
 from dpllm.recipe.config import RunConfig, dump_config
 from dpllm.run.directory import RunDir
-from dpllm.statement import privacy_record, section
+from dpllm.statement import privacy_record
 from dpllm.statement.audit import parse_audit
 from dpllm.statement.audit_bounds import Claim
 from dpllm.statement.run_files import RunRecord, read_plan
+from dpllm.statement.state import statement_of
 
 Json = dict[str, Any]
 WEIGHTS, TOKENIZER = b"weights", b"{}"
@@ -251,7 +251,7 @@ def front_matter(text: str) -> Json:
 
 def pointer(block: Json) -> Json:
     """What the front matter of a card says of its privacy statement."""
-    return section.matter(privacy_record.read(block))
+    return matter(privacy_record.read(block))
 
 
 def body(text: str) -> str:

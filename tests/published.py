@@ -15,8 +15,9 @@ from typing import Any
 
 import yaml
 
+from dpllm.card import card
 from dpllm.privacy.plan import Mechanism, steps_event
-from dpllm.statement import privacy_record, section, tradeoff_figure
+from dpllm.statement import privacy_record, tradeoff_figure
 from dpllm.verification.verify import Verification, verify
 
 Json = dict[str, Any]
@@ -98,8 +99,8 @@ def carry(export: Path, block: Json) -> None:
     write(export, block)
     page = export / "README.md"
     matter, body = page.read_text("utf-8").removeprefix("---\n").split("---\n", 1)
-    top = {**yaml.safe_load(matter), "privacy": section.matter(record)}
-    for name, words in section.render(record).items():
+    top = {**yaml.safe_load(matter), "privacy": card.matter(record)}
+    for name, words in card.render(record).items():
         start, end = f"<!-- dpllm:{name} -->", f"<!-- /dpllm:{name} -->"
         before, rest = body.split(start, 1)
         body = f"{before}{start}\n{words}\n{end}{rest.split(end, 1)[1]}"

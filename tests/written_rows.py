@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from dpllm.card.card import rerender
+from dpllm.card.card import rendered
 from dpllm.card.dataset_card import write_dataset_card
 from dpllm.files import write_json
 from dpllm.privacy.accounting import compose, epsilon
@@ -72,7 +72,7 @@ def make_run(to: Path, name: str = "clinic-epsilon-8", statistics: Json | None =
     run = RunDir(Path(shutil.copytree(MODEL_CARDS / name, to)))
     if statistics is not None:
         write_json(run.describe, statistics)
-    for file, text in rerender(to).items():
+    for file, text in rendered(run).items():
         (run.export / file).write_text(text, encoding="utf-8")
     return run
 

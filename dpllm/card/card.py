@@ -1,35 +1,49 @@
 """The model card: Hugging Face front matter with the main fields of the privacy statement, and all of it in words.
 
-Comes in: ``config.yaml``, ``plan.json``, ``run.json``, the audits under ``export/audit`` of a run, and hashes of what else
-lies in ``export/``. Goes out: ``export/README.md``, ``export/privacy.json`` and, with a guarantee, ``export/privacy.svg``.
-Must not read ``private/``: what is written here is published.
+Comes in: a privacy statement; or ``config.yaml``, ``plan.json``, ``run.json``, the audits under ``export/audit`` of a run, and
+hashes of what else lies in ``export/``. Goes out: ``export/README.md``, ``export/privacy.json`` and, with a guarantee,
+``export/privacy.svg``. Its marked parts are a function of the statement: whoever has ``privacy.json`` renders the same text. Must
+not read ``private/``: what is written here is published.
 """
 
 from __future__ import annotations
 
 import filecmp
 import hashlib
+import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
-from huggingface_hub import CardData, ModelCardData
+from jinja2 import TemplateError
 
-from dpllm.card.claim import statement_of
 from dpllm.errors import ConfigError
 from dpllm.files import BLOCK, CARD, SIGNATURE, hashes, read_json, write_whole
 from dpllm.recipe import names
 from dpllm.recipe.config import LoraConfig, RunConfig
 from dpllm.recipe.names import is_builtin
+from dpllm.records import Json
 from dpllm.run.directory import RunDir, open_run
-from dpllm.statement import formatting, section, tradeoff_figure
+from dpllm.statement import audit_rows, formatting, section, tradeoff_figure
 from dpllm.statement.privacy_record import PrivacyRecord
 from dpllm.statement.run_files import RunRecord
+from dpllm.statement.state import statement_of
+
+if TYPE_CHECKING:
+    from huggingface_hub import CardData, ModelCardData  # which whoever verifies a card need not have
 
 DP_TAGS = ("differential-privacy", "dp-sgd")
+_MAIN = ("guarantee", "reason", "epsilon", "delta", "unit", "neighbouring_relation", "released", "dataset")
+"""Fields of a statement that the front matter repeats."""
+_WHOLE = ", over all trained parameters together"
+CLIPPING_WORDS = {
+    "flat": f"{_WHOLE} (flat clipping), was scaled down to an L2 norm of at most C",
+    "automatic": f"{_WHOLE}, was multiplied by C / (its L2 norm + 0.01) (automatic clipping), so that its norm was below C",
+}
+"""What each clipping function does to a gradient, behind "The gradient of each row"."""
 
 
 def write_card(run: RunDir, describe: Path | None = None) -> Path:
@@ -49,7 +63,7 @@ def write_card(run: RunDir, describe: Path | None = None) -> Path:
         ConfigError: A file is missing or not what the run wrote, the run was refused, a private file lies in export/audit, or the
             audit belongs to other weights.
     """
-    made = _made(run, describe or run.describe)
+    made = rendered(run, describe)
     if describe is not None:
         write_whole(run.describe, describe.read_bytes())
     before = run.export / BLOCK
@@ -62,24 +76,46 @@ def write_card(run: RunDir, describe: Path | None = None) -> Path:
     return run.export / CARD
 
 
-def rerender(directory: Path) -> dict[str, str]:
-    """The files that ``write_card`` writes, made again without the weights.
+def rendered(run: RunDir, describe: Path | None = None) -> dict[str, str]:
+    """The files that ``write_card`` writes, also made again without the weights; byte for byte the same.
 
     Args:
-        directory: Holds config.yaml, run.json, plan.json (with differential privacy), describe.json where statistics are shown
-            and, in export/, the folder audit/ of the run as it was published. For the other files of export/ the hashes of
-            run.json are taken.
-            ``names.publishable`` makes a config.yaml that may be published.
+        run: Has config.yaml, run.json, plan.json (with differential privacy), describe.json where statistics are shown and, in
+            export/, the folder audit/ of the run as it was published. For the other files of export/ the hashes of run.json are
+            taken, so that no file which the run did not write verifies. ``names.publishable`` makes a config.yaml that may be
+            published.
+        describe: As for ``write_card``; None: describe.json of the run, if there is one.
 
     Returns:
-        File name -> text of README.md, privacy.json and, with a guarantee, privacy.svg; byte for byte what ``write_card``
-        wrote.
+        File name -> text of README.md, privacy.json and, with a guarantee, privacy.svg.
 
     Raises:
         ConfigError: See ``write_card``.
     """
-    run = RunDir(directory)
-    return _made(run, run.describe)
+    opened = open_run(run)
+    config, record = opened.config, opened.record
+    if not record.artifacts:
+        raise ConfigError(
+            f"{run.root}: the run ended before it exported weights, so there is nothing to describe. Type "
+            "dpllm train RECIPE --resume, or train again."
+        )
+    released = read_json(describe or run.describe) if describe or run.describe.exists() else None
+    audits = {f"audit/{name}": digest for name, digest in hashes(run.export / "audit").items()}
+    if copied := [name for name in audits if _private(run, run.export / name)]:
+        raise ConfigError(
+            f"{run.export}: {copied[0]} holds what a file in private/ holds, and would be published with the card. Remove it, "
+            "and type the command again."
+        )
+    audit = opened.audit if config.privacy.enabled else None
+    statement = statement_of(config, opened.plan, record, audit, {}, released)
+    return pages(config, record, statement, {**record.artifacts, **audits})
+
+
+def _private(run: RunDir, path: Path) -> bool:
+    """Whether a file holds what a file in private/ holds."""
+    size = path.stat().st_size
+    there = (one for one in run.private.rglob("*") if one.is_file() and one.stat().st_size == size)
+    return any(filecmp.cmp(one, path, shallow=False) for one in there)
 
 
 def pages(config: RunConfig, record: RunRecord, statement: PrivacyRecord, beside: Mapping[str, str]) -> dict[str, str]:
@@ -99,30 +135,18 @@ def pages(config: RunConfig, record: RunRecord, statement: PrivacyRecord, beside
         made[tradeoff_figure.FILE] = tradeoff_figure.figure(statement.plan)
         listed[tradeoff_figure.FILE] = hashlib.sha256(made[tradeoff_figure.FILE].encode()).hexdigest()
     statement = statement.model_copy(update={"files": dict(sorted(listed.items()))})
-    return {**made, CARD: compose(config, record, statement), BLOCK: section.dump_block(statement.to_json())}
+    return {**made, CARD: compose(config, record, statement), BLOCK: dump_statement(statement.to_json())}
 
 
 def compose(config: RunConfig, record: RunRecord, statement: PrivacyRecord) -> str:
-    """A card around a privacy statement.
-
-    Args:
-        config: The resolved recipe.
-        record: ``run.json``.
-        statement: With ``merged_from`` the card is that of a whole model.
-
-    Returns:
-        Markdown with YAML front matter.
-
-    Raises:
-        ConfigError: A text of the recipe holds one of the card's markers.
-    """
+    """README.md around a privacy statement, see ``pages``."""
     record = RunRecord.pick(names.without_paths(record.to_json()))
     base = config.model.name_or_path
     hub_base = base if record.model.commit and names.is_hub_id(base) else None
     return page(
         "card.md.j2",
         _front_matter(config, statement, hub_base),
-        section.render(statement),
+        render(statement),
         config,
         b=statement,
         record=record,
@@ -130,6 +154,63 @@ def compose(config: RunConfig, record: RunRecord, statement: PrivacyRecord) -> s
         base_model=hub_base,
         base_name=base if is_builtin(base) else section.escaped(names.shown(names.last_part(base))),
     )
+
+
+def render(record: PrivacyRecord) -> dict[str, str]:
+    """The marked parts of a card.
+
+    Args:
+        record: The privacy statement, as ``privacy_record.read`` makes it of what ``privacy.json`` holds.
+
+    Returns:
+        "banner" and "privacy": Markdown, as it stands between the markers. Equal statements give equal text, however their
+        keys are ordered, and any two that differ give different text: the last line holds ``digest``.
+
+    Raises:
+        ConfigError: A number cannot be put into words, or a text holds a marker.
+    """
+    return filled(
+        section.PARTS,
+        lambda: {
+            "w": formatting,
+            "clipping_words": CLIPPING_WORDS,
+            "rows": audit_rows,
+            "b": record,
+            "t": record.plan,
+            "holds": record.guarantee,
+            "figure": tradeoff_figure,
+            "digest": digest(record.to_json()),
+        },
+    )
+
+
+def filled(parts: Sequence[str], context: Callable[[], Json]) -> dict[str, str]:
+    """Marked parts of a page: each template of that name, filled with a context, which may be that of a stranger.
+
+    Raises:
+        ConfigError: See ``render``.
+    """
+    try:
+        values = context()
+        texts = {name: _tidy(formatting.template(f"{name}.md.j2").render(values)) for name in parts}
+    # A stranger's statement may keep to the schema and have exposure of one group and extraction of another.
+    except (ArithmeticError, LookupError, TypeError, ValueError, TemplateError) as error:
+        raise ConfigError(
+            f"the privacy statement cannot be put into words ({type(error).__name__}), so no card can be made of it. Restore "
+            "privacy.json, or write the card again: dpllm card RUN."
+        ) from None
+    for name, text in texts.items():
+        if section.has_marker(text, parts):
+            raise ConfigError(
+                f"a text in the privacy block holds a marker of the card's {name}, so the card could not be read back. Take "
+                "<!-- dpllm: ... --> out of card.contact, card.tuning and the names in the recipe."
+            )
+    return {name: section.escaped(text) for name, text in texts.items()}
+
+
+def _tidy(text: str) -> str:
+    lines = "\n".join(line.rstrip() for line in text.splitlines())
+    return re.sub(r"\n{3,}", "\n\n", lines).strip("\n")
 
 
 def page(template: str, front: CardData, parts: Mapping[str, str], config: RunConfig, **given: Any) -> str:
@@ -159,36 +240,31 @@ def page(template: str, front: CardData, parts: Mapping[str, str], config: RunCo
     return text
 
 
-def _made(run: RunDir, describe: Path) -> dict[str, str]:
-    """The pages of a run; they name the files that the run wrote and those of the audit, so no other file verifies."""
-    opened = open_run(run)
-    config, record = opened.config, opened.record
-    if not record.artifacts:
-        raise ConfigError(
-            f"{run.root}: the run ended before it exported weights, so there is nothing to describe. Type "
-            "dpllm train RECIPE --resume, or train again."
-        )
-    released = read_json(describe) if describe != run.describe or describe.exists() else None
-    folder = run.export / "audit"
-    audits = {f"audit/{name}": digest for name, digest in hashes(folder).items()}
-    if copied := [name for name in audits if _private(run, run.export / name)]:
-        raise ConfigError(
-            f"{run.export}: {copied[0]} holds what a file in private/ holds, and would be published with the card. Remove it, "
-            "and type the command again."
-        )
-    audit = opened.audit if config.privacy.enabled else None
-    statement = statement_of(config, opened.plan, record, audit, {}, released)
-    return pages(config, record, statement, {**record.artifacts, **audits})
+def matter(record: PrivacyRecord) -> Json:
+    """The ``privacy`` entry of a card's front matter: the main fields of the statement, and where and what the whole is."""
+    return {**fields(record, _MAIN), "statement": BLOCK, "sha256": digest(record.to_json())}
 
 
-def _private(run: RunDir, path: Path) -> bool:
-    """Whether a file holds what a file in private/ holds."""
-    size = path.stat().st_size
-    there = (one for one in run.private.rglob("*") if one.is_file() and one.stat().st_size == size)
-    return any(filecmp.cmp(one, path, shallow=False) for one in there)
+def fields(record: PrivacyRecord, wanted: Sequence[str]) -> Json:
+    """Those of a statement and of the Plan that it guarantees; names that it does not have are left out."""
+    statement = record.to_json()
+    known = {**statement.get("plan", {}), **statement}
+    return {name: known[name] for name in wanted if name in known}
+
+
+def dump_statement(statement: Json) -> str:
+    """A statement, or another record, as its file holds it."""
+    return json.dumps(statement, indent=2, sort_keys=True, allow_nan=False) + "\n"
+
+
+def digest(statement: Json) -> str:
+    """SHA-256 of the file that holds it."""
+    return hashlib.sha256(dump_statement(statement).encode()).hexdigest()
 
 
 def _front_matter(config: RunConfig, statement: PrivacyRecord, base_model: str | None) -> ModelCardData:
+    from huggingface_hub import ModelCardData
+
     holds, lora = statement.guarantee, isinstance(config.adapter, LoraConfig)
     # A search for models with differential privacy must not find those that have none.
     own = [tag for tag in config.card.tags if holds or tag not in DP_TAGS]
@@ -203,7 +279,7 @@ def _front_matter(config: RunConfig, statement: PrivacyRecord, base_model: str |
         license=config.card.license,
         language=config.card.language,
         datasets=of_hub or None,
-        privacy=section.matter(statement),
+        privacy=matter(statement),
     )
 
 

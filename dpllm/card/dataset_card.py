@@ -11,12 +11,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dpllm.card import card
 from dpllm.errors import ConfigError
 from dpllm.files import BLOCK, CARD, read_json, sha256, write_whole
 from dpllm.recipe.config import RunConfig
 from dpllm.records import Json
 from dpllm.run.directory import RunDir
-from dpllm.statement import formatting, privacy_record, section, synthetic
+from dpllm.statement import formatting, privacy_record, synthetic
 from dpllm.statement.privacy_record import PrivacyRecord
 from dpllm.statement.synthetic import MODEL_BLOCK, RECORD, ROWS, Quality, Synthetic
 
@@ -62,7 +63,7 @@ def write_dataset_card(directory: Path, run: RunDir) -> Path:
         )
     _check_origin(directory, given, record, statement)
     text = _page(run.load_config(), record, statement)
-    record_text = section.dump_block(record.to_json())
+    record_text = card.dump_statement(record.to_json())
     written: dict[str, str | bytes] = {**of_run, RECORD: record_text, CARD: text}
     for name, content in written.items():
         write_whole(directory / name, content)
@@ -103,19 +104,17 @@ def whole_page(config: RunConfig, front: Json, parts: Mapping[str, str], **given
     """
     from huggingface_hub import DatasetCardData  # which whoever verifies a data set need not have
 
-    from dpllm.card.card import page
-
     author: dict[str, Any] = {"license": config.card.license, "language": config.card.language}
-    return page("dataset_card.md.j2", DatasetCardData(**author, **front), parts, config, **given)
+    return card.page("dataset_card.md.j2", DatasetCardData(**author, **front), parts, config, **given)
 
 
 def render(record: Synthetic, statement: PrivacyRecord) -> dict[str, str]:
     """The marked part of the card: Markdown, which differs wherever two records differ.
 
     Raises:
-        ConfigError: See ``section.render``.
+        ConfigError: See ``card.render``.
     """
-    return section.filled(PARTS, lambda: _context(record, statement))
+    return card.filled(PARTS, lambda: _context(record, statement))
 
 
 def _context(record: Synthetic, statement: PrivacyRecord) -> Json:
@@ -130,7 +129,7 @@ def _context(record: Synthetic, statement: PrivacyRecord) -> Json:
         "holds": statement.guarantee,
         "epsilon": total,
         "most": synthetic.recognised(statement),
-        "digest": section.digest(record.to_json()),
+        "digest": card.digest(record.to_json()),
         **tables(record.quality),
     }
 
@@ -156,9 +155,9 @@ def tables(quality: Quality | None) -> Json:
 
 def front_matter(record: Synthetic, statement: PrivacyRecord) -> Json:
     """The front matter of the card, but for license and language, which are the author's."""
-    main, total = section.fields(statement, _MAIN), synthetic.epsilon(statement)
+    main, total = card.fields(statement, _MAIN), synthetic.epsilon(statement)
     main |= {} if total is None else {"epsilon": total}
-    main |= {"statement": MODEL_BLOCK, "record": RECORD, "sha256": section.digest(record.to_json())}
+    main |= {"statement": MODEL_BLOCK, "record": RECORD, "sha256": card.digest(record.to_json())}
     return loadable(record.columns, main, guarantee=statement.guarantee)
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dpllm.card import dataset_card
+from dpllm.card import card, dataset_card
 from dpllm.files import CARD, sha256, write_whole
 from dpllm.recipe.config import RunConfig
 from dpllm.records import Json
-from dpllm.statement import formatting, inference, section
+from dpllm.statement import formatting, inference
 from dpllm.statement.inference import RECORD, Inference
 from dpllm.statement.synthetic import ROWS
 
@@ -36,7 +36,7 @@ def write_inference_card(directory: Path, config: RunConfig, record: Inference) 
     """
     record = record.model_copy(update={"files": {ROWS: sha256(directory / ROWS)}})
     text = dataset_card.whole_page(config, front_matter(record), render(record), s=record)
-    write_whole(directory / RECORD, section.dump_block(record.to_json()))
+    write_whole(directory / RECORD, card.dump_statement(record.to_json()))
     write_whole(directory / CARD, text)
     return directory / CARD
 
@@ -45,16 +45,16 @@ def render(record: Inference) -> dict[str, str]:
     """The marked part of the card: Markdown, which differs wherever two records differ.
 
     Raises:
-        ConfigError: See ``section.filled``.
+        ConfigError: See ``card.filled``.
     """
-    epsilon, most, digest = inference.epsilon(record), inference.recognised(record), section.digest(record.to_json())
+    epsilon, most, digest = inference.epsilon(record), inference.recognised(record), card.digest(record.to_json())
     given = {"w": formatting, "s": record, "epsilon": epsilon, "most": most, "digest": digest}
-    return section.filled(PARTS, lambda: given | dataset_card.tables(record.quality))
+    return card.filled(PARTS, lambda: given | dataset_card.tables(record.quality))
 
 
 def front_matter(record: Inference) -> Json:
     """The front matter of the card, but for license and language, which are the author's."""
     block = record.to_json()
     main = {"guarantee": True, **{name: block[name] for name in _MAIN}, "epsilon": inference.epsilon(record)}
-    main |= {"record": RECORD, "sha256": section.digest(block)}
+    main |= {"record": RECORD, "sha256": card.digest(block)}
     return dataset_card.loadable(record.columns, main, guarantee=True)

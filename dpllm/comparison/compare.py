@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpllm.auditing.summary import PRIMARY_ATTACK
-from dpllm.card.claim import statement_of
 from dpllm.comparison import shown
 from dpllm.errors import ConfigError
 from dpllm.files import as_json, read_json, resolved, write_json, write_whole
@@ -29,6 +28,7 @@ from dpllm.run.directory import Run, RunDir, open_run
 from dpllm.statement.audit import AuditRecord
 from dpllm.statement.privacy_record import PrivacyRecord
 from dpllm.statement.run_files import COST, RunRecord
+from dpllm.statement.state import statement_of
 
 if TYPE_CHECKING:
     from rich.table import Table

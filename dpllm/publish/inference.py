@@ -44,8 +44,8 @@ from dpllm.recipe import names
 from dpllm.recipe.config import RunConfig
 from dpllm.run.describe import Opened, opened, refuse_adapter, relation_of, without_evaluation
 from dpllm.run.reservation import Reservation
-from dpllm.statement import lineage, parents, state
-from dpllm.statement.fields import Lineage
+from dpllm.statement import lineage, state
+from dpllm.statement.privacy_record import Lineage
 from dpllm.statement.released import Statistics
 from dpllm.statement.run_files import LedgerRecord
 from dpllm.statement.synthetic import ROWS, Quality
@@ -361,7 +361,7 @@ def _lineage(config: RunConfig, source: Opened) -> Lineage | None:
     """What the base model states of its own training, which was on other data."""
     policy = source.policy
     return lineage.compose_with_base(
-        parents.of_base(config),
+        lineage.of_base(config),
         config,
         dataset=policy.dataset,
         derived_from=policy.derived_from,

@@ -22,7 +22,7 @@ from dpllm.ledger.dataset_policy import DatasetPolicy
 from dpllm.privacy.plan import LATER, Plan
 from dpllm.recipe.config import RunConfig
 from dpllm.run.directory import RunDir, open_run
-from dpllm.statement.parents import Base
+from dpllm.statement.lineage import Base
 from dpllm.statement.run_files import read_plan, read_run
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ from dpllm.privacy.plan import auto_delta, resolved_delta
 from dpllm.privacy.releases import Measurement, Statistic, measurement
 from dpllm.recipe.config import RunConfig
 from dpllm.recipe.derived import public_units
-from dpllm.statement import parents
+from dpllm.statement import lineage
 from dpllm.statement.released import Statistics
 from dpllm.text import data
 from dpllm.text.asked import columns_of, exact_values
@@ -201,7 +201,7 @@ class Opened:
     def refuse_tuned(self, config: RunConfig) -> None:
         """A model that learned these data tells of them by itself."""
         refuse_adapter(config)
-        base = parents.of_base(config)
+        base = lineage.of_base(config)
         if base and any(one.dataset in (self.account, None) for one in base.models):
             raise Refused(
                 f"{config.model.name_or_path}: was tuned on {self.account}, or says not on what, so that its own privacy loss "

@@ -30,10 +30,10 @@ from dpllm.run.advice import advise, check_learning_rate
 from dpllm.run.checkpoint import ResumeState, check_promise, read_resume_state, same_lineage, same_recipe
 from dpllm.run.directory import RunDir, check_directory
 from dpllm.run.labels import read_labels
-from dpllm.statement import lineage, parents, section
-from dpllm.statement.fields import Lineage
+from dpllm.statement import lineage, section
 from dpllm.statement.formatting import html_table
 from dpllm.statement.labels import Labels
+from dpllm.statement.privacy_record import Lineage
 from dpllm.text import builtin, data, layouts, rendering
 from dpllm.text.data import Groups
 from dpllm.text.prompts import read_prompts
@@ -249,7 +249,7 @@ def decide(
             if error := (seen.error if seen else None) or over:
                 found.add(error)
         found.attempt(check_learning_rate, config, plan)
-        base = found.attempt(parents.of_base, config, fetch=fetch)
+        base = found.attempt(lineage.of_base, config, fetch=fetch)
         if resumed and not found.errors:
             found.attempt(same_lineage, base, config, run)
         subject = replace(subject, labels=found.attempt(lineage.of_labels, subject.labels, base, ledger))

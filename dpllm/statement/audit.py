@@ -243,11 +243,11 @@ class Summary(Record):
     """Why."""
 
     def _in_words(self) -> dict[str, object]:
-        found, claim = self.epsilon_lower_bound, self.claim
+        lower, claim = self.epsilon_lower_bound, self.claim
         return {
             "verdict": self.verdict,
             "reason": self.verdict_reason,
-            "epsilon is at least": measured(found.value),
+            "epsilon is at least": measured(lower.value),
             "by gradient canaries, at least": self.gradient and measured(self.gradient.epsilon_lower_bound),
             "claimed epsilon": claim and bound(claim.epsilon),
         }
@@ -262,7 +262,7 @@ class Summary(Record):
 
     def by_group(self) -> dict[str, dict[str, Attack]]:
         """The attacks on each group, by how often its canaries were planted."""
-        least = {str(one.group): self.attacks for one in self.attacks.values()}
+        least = {str(attack.group): self.attacks for attack in self.attacks.values()}
         return least | {group: seen.attacks for group, seen in self.repeated.items()}
 
 

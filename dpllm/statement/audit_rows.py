@@ -44,21 +44,21 @@ class Table(NamedTuple):
 
 
 def findings(
-    found: Bound, controls: Controls, gradient: GradientAudit | None, *, beside: str, thing: str, planned: int
+    lower: Bound, controls: Controls, gradient: GradientAudit | None, *, beside: str, thing: str, planned: int
 ) -> list[Row]:
     """What the audit proves, what it could have proved, and whether it can be trusted.
 
     Args:
-        found: The lower bound.
+        lower: The lower bound.
         controls: Of the audit.
         gradient: What gradient canaries showed; None: there were none.
         beside: What else is known of epsilon, to end the sentence about the bound.
         thing: What is sampled: row or unit.
         planned: Steps of the run.
     """
-    at = f" at δ = {number_text(found.delta)}" if found.delta is not None else ""
-    right, guessed = count(found.correct or 0), count(found.best_guesses or 0)
-    guesses = f"{count(found.num_canaries)} canaries, {right} of {guessed} guesses right"
+    at = f" at δ = {number_text(lower.delta)}"
+    right, guessed = count(lower.correct or 0), count(lower.best_guesses or 0)
+    guesses = f"{count(lower.num_canaries)} canaries, {right} of {guessed} guesses right"
     tells = "tells" if controls.base_separates else "does not tell"
     checked = f"The base model, which never saw the canaries, {tells} the planted ones from the others."
     if controls.words:
@@ -70,17 +70,17 @@ def findings(
     rows = [
         Row(
             "Lower bound on ε",
-            f"{measured(found.value)} with {percent(1 - found.alpha)} confidence{at}",
-            f"({found.method}; {guesses}){beside}.",
+            f"{measured(lower.value)} with {percent(1 - lower.alpha)} confidence{at}",
+            f"({lower.method}; {guesses}){beside}.",
         ),
         Row(
             "What the audit could have shown at most",
-            f"{measured(found.ceiling)}.",
+            f"{measured(lower.ceiling)}.",
             "With so many canaries even an attack that is always right certifies no more.",
         ),
         Row("Controls", checked, works),
     ]
-    if not found.num_canaries:
+    if not lower.num_canaries:
         rows = [Row("Controls", "No canary of text was planted, so nothing was asked of the weights.", works)]
     return rows + (_gradient(gradient, thing, planned) if gradient else [])
 
@@ -124,18 +124,18 @@ def attacks(found: Iterable[tuple[str, Attack]], *, claimed: bool = True) -> Tab
     """Membership of planted canaries, by attacks on groups of them; beside what epsilon allows where it is ``claimed``."""
     rows: list[tuple[str, ...]] = []
     sure = 0.0
-    for name, one in found:
-        sure, limits = one.confidence, one.limits if claimed else None
-        rate, between = share(one.tpr_at_1_percent_fpr), one.tpr_at_1_percent_fpr_interval
+    for name, attack in found:
+        sure, limits = attack.confidence, attack.limits if claimed else None
+        rate, between = share(attack.tpr_at_1_percent_fpr), attack.tpr_at_1_percent_fpr_interval
         rows.append(
             (
                 name,
-                str(one.group),
-                estimate(one.auc, one.auc_interval),
+                str(attack.group),
+                estimate(attack.auc, attack.auc_interval),
                 bound(limits.auc) if limits else NO_LIMIT,
                 rate + (f" ({share(between[0])} to {share(between[1])})" if between else ""),
                 percent_bound(limits.tpr_at_fpr_0_01) if limits else NO_LIMIT,
-                f"{one.positives}, {one.negatives}",
+                f"{attack.positives}, {attack.negatives}",
             )
         )
     rates = "True positives at 1% false positives (interval)"

@@ -23,8 +23,7 @@ from dpllm.privacy.events import Event, compose
 from dpllm.privacy.limits import MechanismLimits, attacker_limits
 from dpllm.privacy.plan import Plan
 from dpllm.records import AtLeast1, Between0And1, Count, NotAStatement, NotNegative, Positive, Text
-from dpllm.statement.fields import Composed, ComposedLineage, Lineage
-from dpllm.statement.privacy_record import BaseModelName
+from dpllm.statement.privacy_record import BaseModelName, Composed, ComposedLineage, Lineage
 from dpllm.statement.released import BesideRun, Statistics
 from dpllm.statement.synthetic import Written
 

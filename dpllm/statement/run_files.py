@@ -6,7 +6,6 @@ Comes in: the files of a run directory. Goes out: a ``Plan`` and a ``RunRecord``
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -16,8 +15,8 @@ from dpllm.errors import ConfigError
 from dpllm.files import RunPaths, read_json
 from dpllm.privacy.plan import Plan
 from dpllm.records import Json, Number, Record, Sha256
-from dpllm.statement.fields import Charged, Generator, Group, Lattice, Lineage
 from dpllm.statement.labels import Labels
+from dpllm.statement.privacy_record import Charged, Generator, Group, Lattice, Lineage
 
 SCHEMA_VERSION = 2
 """Of plan.json and of run.json."""
@@ -25,7 +24,6 @@ COST = ("finished_at", "duration_seconds", "peak_memory_bytes")
 """What a run took. It grows with the longest row: private/summary.json has it, and run.json where all rows are public."""
 
 Status = Literal["completed", "interrupted", "refused"]
-Reader = Callable[[Path], Json]
 _Kind = TypeVar("_Kind", bound=Record)
 
 
@@ -119,30 +117,14 @@ class RunRecord(Record):
         return {name.removeprefix(export): value for name, value in self.manifest.items() if name.startswith(export)}
 
 
-def read_plan(run: RunPaths, read: Reader = read_json) -> Plan:
-    """The promise of a run with differential privacy.
-
-    Args:
-        run: Its paths.
-        read: How a file is read as a JSON object; of strangers' files with more care.
-
-    Raises:
-        ConfigError: Missing or damaged.
-    """
-    return _checked(Plan, run.plan, read(run.plan))
+def read_plan(run: RunPaths) -> Plan:
+    """The promise of a run with differential privacy; a ConfigError where plan.json is missing or damaged."""
+    return _checked(Plan, run.plan, read_json(run.plan))
 
 
-def read_run(run: RunPaths, read: Reader = read_json) -> RunRecord:
-    """What happened.
-
-    Args:
-        run: Its paths.
-        read: As for ``read_plan``.
-
-    Raises:
-        ConfigError: Missing or damaged, or the run was refused before it began.
-    """
-    value = read(run.run)
+def read_run(run: RunPaths) -> RunRecord:
+    """What happened; a ConfigError where run.json is missing or damaged, or the run was refused before it began."""
+    value = read_json(run.run)
     if value.get("status") == "refused":
         raise ConfigError(f"{run.root}: the run was refused, so there are no weights to describe. Train first.")
     return _checked(RunRecord, run.run, value)

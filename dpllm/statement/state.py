@@ -1,73 +1,119 @@
 """From facts to the privacy statement: everything in it that follows from something else is derived here, and nowhere else.
 
-Comes in: plan.json, run.json, the audit's part, released statistics, and what the recipe says; or facts about texts by inference.
-Goes out: a ``PrivacyRecord``, or an ``Inference``. The card renders it; ``dpllm verify`` reads the facts back from a published
-statement, derives the rest again and compares. Pure: must not read a file, a clock or ``private/``.
+Comes in: the recipe, the Plan, the record of the run, its audit, released statistics, hashes of files; or facts about texts by
+inference. Goes out: a ``PrivacyRecord``, of which the marked parts of the card are a function, or an ``Inference``. ``dpllm
+verify`` derives the same again and compares. Pure: must not read a file, a clock or ``private/``, nor state an epsilon as a
+guarantee where there is none.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
+from dpllm.errors import ConfigError
+from dpllm.files import of_model
 from dpllm.privacy import accounting, events
 from dpllm.privacy.accounting import compose, finite
 from dpllm.privacy.limits import attacker_limits_of
 from dpllm.privacy.plan import ACCOUNTANT, Plan
+from dpllm.recipe import derived, names
+from dpllm.recipe.config import LoraConfig, RunConfig
 from dpllm.records import Json
 from dpllm.statement import formatting, lineage, privacy_record
 from dpllm.statement.audit import AuditRecord
-from dpllm.statement.fields import CRYPTOGRAPHIC, Composed, Randomness
+from dpllm.statement.audit_bounds import Claim
 from dpllm.statement.inference import Inference, Promised, whole
-from dpllm.statement.privacy_record import PrivacyRecord
+from dpllm.statement.privacy_record import CRYPTOGRAPHIC, Composed, PrivacyRecord
 from dpllm.statement.released import BesideRun, Statistics
 from dpllm.statement.run_files import LedgerRecord, RunRecord
 
+_EVERYTHING = "everything: this run gives no guarantee"
 
-def state(
-    recipe: Json,
-    record: RunRecord,
+
+def statement_of(
+    config: RunConfig,
     plan: Plan | None,
-    reason: str | None,
+    record: RunRecord,
     audit: AuditRecord | None,
-    statistics: Statistics | None,
-    files: Mapping[str, str],
+    files: Mapping[str, str] | None = None,
+    statistics: Json | None = None,
 ) -> PrivacyRecord:
-    """The statement that facts allow.
+    """The privacy statement of a run.
 
     Args:
-        recipe: What a statement holds of it, in public words.
-        record: What happened.
-        plan: What was promised; None for a run without differential privacy.
-        reason: Why there is no guarantee; None where there is one. The Plan then stands under ``attempted``, and nowhere else.
-        audit: Of these weights.
-        statistics: What was released about the training data.
-        files: SHA-256 of what is published, by path.
+        config: The resolved recipe.
+        plan: ``plan.json``; None for a run without differential privacy.
+        record: ``run.json``.
+        audit: ``audit.json``; None where these weights were not audited.
+        files: Path in export/ -> SHA-256, of all that is published beside the card; None: those of the record.
+        statistics: ``describe.json``; None without one.
+
+    Returns:
+        The statement, of the epsilon of the whole Plan, also where the run was interrupted: whoever stopped it may have looked at
+        figures that carry no noise. ``guarantee`` is true only if the run kept every assumption and its audits do not contradict
+        it. Otherwise ``reason`` says why, and the Plan's numbers stand under ``attempted`` and ``audit.claim`` alone.
 
     Raises:
-        NotAStatement: A fact is none that a statement may hold.
+        ConfigError: The audit is not of this run, or one of these holds what no statement may say.
     """
-    promised = {} if plan is None else {"plan" if reason is None else "attempted": plan.to_json()}
-    lost = {"lost": record.steps_lost} if record.steps_lost else {}
-    beside = beside_run(statistics, plan, reason is None) if statistics else None
+    if audit is not None and (other := other_than_audited(audit, plan, record.artifacts)):
+        raise ConfigError(f"audit.json {other} the run's, so its verdict is not about this run. Run dpllm audit again.")
+    reason = why_not(config, plan, record, audit)
+    beside = None if statistics is None else beside_run(_released(statistics, plan, record), plan, reason is None)
+    secure, lattice = record.generator == CRYPTOGRAPHIC, record.lattice and record.lattice.to_json()
+    drawn = {"generator": record.generator, "secure_noise": secure, "lattice": lattice}
     where_known = {
+        "plan" if reason is None else "attempted": plan and plan.to_json(),
         "reason": reason,
         "labels": record.labels and record.labels.to_json(),
         "labels_before": [one.to_json() for one in record.labels_before] or None,
         "statistics": beside and beside.to_json(),
     }
-    block = {
+    facts = {
         "schema_version": privacy_record.SCHEMA_VERSION,
         "guarantee": reason is None,
-        **promised,
-        "randomness": None if plan is None else _randomness(record).to_json(),
-        **recipe,
+        **_of_recipe(config, record),
+        **_happened(record),
+        "randomness": None if plan is None else drawn,
+        "composed": composed(record.ledger, plan.delta if plan else None).to_json() if record.ledger else None,
+        "not_covered": _not_covered(config, plan, record) if reason is None else [_EVERYTHING],
+        "audit": audit.to_json() if audit else None,
+        "files": dict(sorted((record.artifacts if files is None else files).items())),
+        **{name: value for name, value in where_known.items() if value is not None},
+    }
+    template = {"template": config.data.template} if config.data.template else {}  # "[/INST]" is no path
+    return privacy_record.read({**names.without_paths(facts), **template})
+
+
+def _of_recipe(config: RunConfig, record: RunRecord) -> Json:
+    """What a statement holds of the recipe, in public words."""
+    base = record.model.name_or_path
+    known = record.model.commit or names.is_builtin(base)
+    return {
+        "released": "adapter weights" if isinstance(config.adapter, LoraConfig) else "model weights",
+        "dataset": record.ledger.dataset if record.ledger else names.public_name(config.data.train),
+        "data_public": config.data.public,
+        "base_model": {
+            "name": base if known else names.last_part(base),
+            "revision": record.model.commit,
+            "covered": False,
+        },
+        "tuning": config.card.tuning,
+        "contact": config.card.contact,
+        "recipe_digest": names.digest(config),
+        "optimizer": config.train.optimizer,
+    }
+
+
+def _happened(record: RunRecord) -> Json:
+    """What a statement holds of the record as it is."""
+    lost = {"lost": record.steps_lost} if record.steps_lost else {}
+    return {
         "steps": {"planned": record.steps_planned, "taken": record.steps_taken, **lost},
         "status": record.status,
-        "composed": composed(record.ledger, plan.delta if plan else None).to_json() if record.ledger else None,
         "lineage": record.lineage.to_json() if record.lineage else None,
-        "base_model": {"name": recipe["base_model"], "revision": record.model.commit, "covered": False},
         "deviations": record.deviations,
-        "audit": audit.to_json() if audit else None,
         "software": record.versions,
         # No object and no null, which a statement has no field for.
         "hardware": {
@@ -77,17 +123,83 @@ def state(
             or (isinstance(value, list) and all(isinstance(one, str) for one in value))
         },
         "date": record.started_at[:10],
-        "files": dict(sorted(files.items())),
-        **{name: value for name, value in where_known.items() if value is not None},
     }
-    return privacy_record.read(block)
 
 
-def _randomness(record: RunRecord) -> Randomness:
-    return Randomness.pick(
-        {"generator": record.generator, "secure_noise": record.generator == CRYPTOGRAPHIC},
-        lattice=record.lattice,
+def why_not(config: RunConfig, plan: Plan | None, record: RunRecord, audit: AuditRecord | None) -> str | None:
+    """Why a run gives no guarantee, as one sentence without its full stop; None where it gives one."""
+    if not config.privacy.enabled or plan is None:
+        where = ", on data that the recipe declares public" if config.data.public else ""
+        return f"this model was trained without differential privacy (privacy.enabled: false){where}"
+    if not record.guarantee.holds:
+        return (record.guarantee.reason or "an assumption of the guarantee was broken").rstrip(". ")
+    if (broken := derived.deviations(config)[0]) is not None:  # whatever the record says
+        return broken
+    if audit is None or not contradicts(audit, plan.epsilon):
+        return None
+    bound, finding = audit.epsilon_lower_bound, audit.verdict_reason.rstrip(". ")
+    if bound.value > plan.epsilon:
+        sure, at_least = formatting.percent(1 - bound.alpha), formatting.measured(bound.value)
+        planned = f"the run was planned for {formatting.bound(plan.epsilon)}"
+        finding = f"epsilon is at least {at_least} with {sure} confidence, and {planned}"
+    return f"the audit of these weights contradicts it: {finding}"
+
+
+def contradicts(audit: AuditRecord, epsilon: float) -> bool:
+    """Whether an audit found more leakage than epsilon allows."""
+    return audit.verdict == "falsified" or audit.epsilon_lower_bound.value > epsilon
+
+
+def other_than_audited(audit: AuditRecord, plan: Plan | None, files: Mapping[str, str]) -> str | None:
+    """What an audit is about that is not that of a Plan and of such files; None where all is the same.
+
+    Args:
+        audit: Which may name the weights alone, as those of earlier versions do.
+        plan: None for a run without differential privacy.
+        files: SHA-256 by path.
+    """
+    of_these = {name: files[name] for name in of_model(files)}
+    weights = {name for name in of_these if name.endswith(".safetensors")}
+    same = weights <= audit.weights.keys() and audit.weights.items() <= of_these.items()
+    rules = {"is about other weights than": bool(weights) and same}
+    if plan:
+        rules |= {
+            "is of other canaries than": plan.canary_commitment == audit.canaries.commitment,
+            "was made with another alpha or other tests than": audit.settings == plan.audit,
+            "tested another epsilon, delta or unit than": audit.claim == Claim(plan.epsilon, plan.delta, plan.unit),
+        }
+    return next((problem for problem, good in rules.items() if not good), None)
+
+
+def _released(describe: Json, plan: Plan | None, record: RunRecord) -> Statistics:
+    """What describe.json says, which has to be about the data that the run was charged for, and to add to it."""
+    shown, ledger = Statistics.pick(describe), record.ledger
+    if not shown.drawn:
+        raise ConfigError("describe.json is of a dry run and holds no values. Name the file of the released ones.")
+    if shown.pure == math.inf:
+        raise ConfigError(
+            "describe.json is of clusters or a classifier, which have a card of their own, in the folder that holds it. Name a "
+            "file of statistics."
+        )
+    charged = None if plan is None or ledger is None else (ledger.dataset, plan.unit, plan.neighbouring_relation)
+    if (shown.dataset, shown.unit, shown.neighbouring_relation) != charged:
+        raise ConfigError(
+            f"describe.json is about dataset {shown.dataset!r} per {shown.unit!r} under {shown.neighbouring_relation!r}, and the "
+            "run was charged for other data, another unit or relation, so that the two do not add. Name the file of these data."
+        )
+    return shown
+
+
+def _not_covered(config: RunConfig, plan: Plan | None, record: RunRecord) -> list[str]:
+    lines = formatting.template("not_covered.txt.j2").render(
+        data=config.data,
+        visible=formatting.visible,
+        tuning=config.card.tuning,
+        private_metrics=config.telemetry.private_metrics,
+        zero_out=plan is not None and plan.neighbouring_relation == "zero_out",
+        interrupted=record.status == "interrupted",
     )
+    return lines.strip().splitlines()
 
 
 def composed(ledger: LedgerRecord, delta: float | None) -> Composed:

@@ -34,12 +34,12 @@ def alt_text(plan: Plan) -> str:
     """The figure in words, for those who do not see it."""
     limits = _limits(plan)
     area = formatting.bound(limits["auc"])
-    one, ten = (formatting.percent_bound(limits[f"tpr_at_fpr_{rate}"]) for rate in (0.01, 0.001))
+    at_one, at_a_tenth = (formatting.percent_bound(limits[f"tpr_at_fpr_{rate}"]) for rate in (0.01, 0.001))
     # Brackets would end the description in Markdown.
     who = formatting.line(_who(plan.unit).replace("[", "(").replace("]", ")"))
     return (
         f"Curve of the largest true-positive rate that any test for the presence of {who} can have against its "
-        f"false-positive rate: at most {one} at 1%, at most {ten} at 0.1%. "
+        f"false-positive rate: at most {at_one} at 1%, at most {at_a_tenth} at 0.1%. "
         f"A dotted diagonal shows guessing. The area under the curve is at most {area}, of "
         f"guessing 0.5."
     )

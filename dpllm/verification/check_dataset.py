@@ -116,8 +116,7 @@ def _read(directory: Path, ledger: str | None) -> DataSet:
     record = record_of(directory / RECORD, synthetic.read, _AGAIN)
     block, page = read_object(directory / MODEL_BLOCK), read_text(directory / MODEL_CARD)
     if (run := run_of(directory)) is not None:
-        for path in (run.config, run.run):
-            fit(path)
+        fit(run.config, run.run)
     model = Published((directory / MODEL_BLOCK).parent, block, page, run, ledger)
     return DataSet(directory, record, read_text(directory / CARD), model)
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import dpllm
+from dpllm.card import card
 from dpllm.files import BLOCK, UNHASHED, check_shape, publishable, sha256, unknown
-from dpllm.records import NotAStatement
 from dpllm.statement import privacy_record, section, tradeoff_figure
 from dpllm.verification.values import (
     BYTES_OF_VALUE,
@@ -52,70 +52,32 @@ _TRAINING_STATE = re.compile(
 _KEYS = {"base_model", "library_name", "pipeline_tag", "tags", "license", "language", "datasets", "privacy"}
 _KEYS |= {"license_name", "license_link"}
 """Of the front matter: what dpllm writes, and two that the Hub asks for beside a licence of one's own."""
-ASSERTED = {
-    "training": (
-        "optimizer clipping max_grad_norm neighbouring_relation randomness coefficients target_epsilon status "
-        "steps.taken steps.lost",
-        "the author's word that these steps ran with this sampler, this clipping and noise from the operating system",
-    ),
-    "data": (
-        "unit dataset data_public expected_batch_size dataset_size max_examples_per_unit",
-        "the author's word on the training data and on what a unit is; of N and batch, only the ratio enters epsilon",
-    ),
-    "circumstances": (
-        "base_model software hardware date recipe_digest accountant.version cross_check.version deviations",
-        "the author's word on where, when, from what and with which versions it ran",
-    ),
-    "words": ("not_covered tuning contact template", "free text, which cannot be computed"),
-}
-"""Name of a line -> fields of a block that nobody can compute from what is published, and what they say."""
 
 
-def schema(found: Published) -> Iterator[Check]:
+def schema(export: Published) -> Iterator[Check]:
     """privacy.json against the schema that the package ships."""
-    try:
-        record = privacy_record.read(found.block)
-    except NotAStatement as error:
-        if (version := found.block.get("schema_version")) != privacy_record.SCHEMA_VERSION:
-            raise Wrong(
-                f"privacy.json has schema version {version!r}, and this version of dpllm reads {privacy_record.SCHEMA_VERSION} "
-                "alone. Verify it with the version that wrote it, which software.dpllm names."
-            ) from None
+    if (version := export.statement.get("schema_version")) != privacy_record.SCHEMA_VERSION:
         raise Wrong(
-            f"privacy.json does not follow its schema: {'; '.join(error.problems[:3])}. {WRITE_AGAIN}"
-        ) from None
-    yield verified("schema", f"privacy.json follows schema version {record.schema_version}.")
+            f"privacy.json has schema version {version!r}, and this version of dpllm reads {privacy_record.SCHEMA_VERSION} "
+            "alone. Verify it with the version that wrote it, which software.dpllm names."
+        )
+    yield verified("schema", f"privacy.json follows schema version {export.record.schema_version}.")
 
 
-def said(found: Published) -> Iterator[Check]:
-    """The fields that are the author's word."""
-    stated = found.record.to_json()
-    stated |= stated.get("plan") or stated.get("attempted") or {}
-    for name, (listed_fields, what) in ASSERTED.items():
-        there = [field for field in listed_fields.split() if _stated(stated, field)]
-        if there:
-            yield asserted(name, f"{', '.join(there)}: {what}.")
-
-
-def _stated(block: Any, field: str) -> bool:
-    name, _, inner = field.partition(".")
-    return isinstance(block, dict) and name in block and (not inner or _stated(block[name], inner))
-
-
-def front_matter(found: Published) -> Iterator[Check]:
+def front_matter(export: Published) -> Iterator[Check]:
     """The ``privacy`` entry of the front matter against privacy.json, whose fields and hash it states."""
-    stated = matter_of(found.card, _KEYS)
-    if sha256(found.directory / BLOCK, follow=False) != section.digest(found.block):
+    stated = matter_of(export.card, _KEYS)
+    if sha256(export.directory / BLOCK, follow=False) != card.digest(export.statement):
         raise Wrong(f"privacy.json is not laid out as dpllm writes it, so its hash differs. {WRITE_AGAIN}")
-    if not same(stated.get("privacy"), section.matter(found.record)):
+    if not same(stated.get("privacy"), card.matter(export.record)):
         raise Wrong(f"the front matter of README.md and privacy.json state different things. {WRITE_AGAIN}")
-    base = found.record.base_model
+    base = export.record.base_model
     if stated.get("base_model") not in (None, base.name if base.revision else None):
         raise Wrong(f"base_model in the front matter is not {base.name}, which privacy.json names. {WRITE_AGAIN}")
     yield verified("front matter", "README.md states the main fields and the SHA-256 of privacy.json.")
     tags = stated.get("tags") or []
     claims = any(tag in ("differential-privacy", "dp-sgd") for tag in (tags if isinstance(tags, list) else [tags]))
-    if claims and not found.record.guarantee:
+    if claims and not export.record.guarantee:
         yield failed(
             "tags", f"the tags claim differential privacy, but privacy.json states no guarantee. {WRITE_AGAIN}"
         )
@@ -139,15 +101,15 @@ def matter_of(card: str, keys: Collection[str]) -> dict[str, Any]:
     return stated
 
 
-def same(one: Any, other: Any) -> bool:
+def same(value: Any, other: Any) -> bool:
     """Whether two values of YAML are equal."""
     # As text, in which 1 and 1.0 differ; YAML has words, such as dates, that JSON has not.
-    return json.dumps(one, sort_keys=True, default=repr) == json.dumps(other, sort_keys=True)
+    return json.dumps(value, sort_keys=True, default=repr) == json.dumps(other, sort_keys=True)
 
 
-def marked(found: Published) -> Iterator[Check]:
+def marked(export: Published) -> Iterator[Check]:
     """The banner and the privacy part against what the block renders to, byte for byte."""
-    yield from page(found.card, section.render(found.record), BLOCK, _version(found))
+    yield from page(export.card, card.render(export.record), BLOCK, _version(export))
 
 
 def page(card: str, expected: Mapping[str, str], source: str, again: str) -> Iterator[Check]:
@@ -187,37 +149,37 @@ def page(card: str, expected: Mapping[str, str], source: str, again: str) -> Ite
     )
 
 
-def figure(found: Published) -> Iterator[Check]:
+def figure(export: Published) -> Iterator[Check]:
     """The picture of what a tester can do against what the block draws; the other pictures by name."""
-    there = tradeoff_figure.FILE in found.hashes
-    if others := sorted(name for name in found.hashes if name.endswith(".png")):
+    there = tradeoff_figure.FILE in export.hashes
+    if others := sorted(name for name in export.hashes if name.endswith(".png")):
         yield asserted("pictures", f"{listed(others)}: not redrawn here, so they may show anything.")
-    if not found.record.guarantee:
+    if not export.record.guarantee:
         if there:
             raise Wrong(f"{tradeoff_figure.FILE} shows a guarantee, but there is none. {WRITE_AGAIN}")
         return
-    if not there or read_text(found.directory / tradeoff_figure.FILE) != tradeoff_figure.figure(found.record.plan):
-        raise Wrong(f"{tradeoff_figure.FILE} is not the figure that privacy.json gives. {_version(found)}")
+    if not there or read_text(export.directory / tradeoff_figure.FILE) != tradeoff_figure.figure(export.record.plan):
+        raise Wrong(f"{tradeoff_figure.FILE} is not the figure that privacy.json gives. {_version(export)}")
     yield verified("figure", f"{tradeoff_figure.FILE} is what privacy.json gives, byte for byte.")
 
 
-def _version(found: Published) -> str:
+def _version(export: Published) -> str:
     """What to do about a page that is not as this version writes it."""
-    wrote = found.record.software.get("dpllm")
+    wrote = export.record.software.get("dpllm")
     if wrote == dpllm.__version__:
         return WRITE_AGAIN
     return f"The card names dpllm {wrote}; this is {dpllm.__version__}, which has other words. Verify it with that version."
 
 
-def files(found: Published) -> Iterator[Check]:
+def files(export: Published) -> Iterator[Check]:
     """Names, hashes and contents of all files: the very ones that the block lists, each of a known name with known settings."""
-    names, problems = regular_files(found.directory, strict=found.run is not None)
+    names, problems = regular_files(export.directory, strict=export.run is not None)
     strange = set(unknown(names))
-    yield _hashes(found, names)
+    yield _hashes(export, names)
     for name in names:
         why = "does not belong in an export" if name in strange else ""
-        if not why and found.hashes.get(name) != _UNLISTED:
-            why = _content(found.directory / name, found)
+        if not why and export.hashes.get(name) != _UNLISTED:
+            why = _content(export.directory / name, export)
         problems += [f"{name} {why}"] if why else []
     if problems:
         detail = (
@@ -265,25 +227,25 @@ def regular_files(directory: Path, *, strict: bool) -> tuple[list[str], list[str
     return sorted(names), sorted(strange)
 
 
-def _hashes(found: Published, names: list[str]) -> Check:
-    stated = found.record.files
+def _hashes(export: Published, names: list[str]) -> Check:
+    stated = export.record.files
     for name in names:
         if name not in UNHASHED:
-            found.hashes[name] = _sha256(found.directory / name) if name in stated else _UNLISTED
-    unread = {name for name, digest in found.hashes.items() if digest == _UNREAD}
+            export.hashes[name] = _sha256(export.directory / name) if name in stated else _UNLISTED
+    unread = {name for name, digest in export.hashes.items() if digest == _UNREAD}
     differing = {
-        "changed": {name for name in stated.keys() & found.hashes.keys() if stated[name] != found.hashes[name]}
+        "changed": {name for name in stated.keys() & export.hashes.keys() if stated[name] != export.hashes[name]}
         - unread,
         "larger than they can be, and not read": unread,
-        "missing": stated.keys() - found.hashes.keys(),
-        "not listed, and not read": found.hashes.keys() - stated.keys(),
+        "missing": stated.keys() - export.hashes.keys(),
+        "not listed, and not read": export.hashes.keys() - stated.keys(),
     }
     problems = [f"{what}: {listed(sorted(which))}" for what, which in differing.items() if which]
-    weights = sorted(name for name in found.hashes if name.endswith(".safetensors"))
-    released = "adapter weights" if "adapter_model.safetensors" in found.hashes else "model weights"
+    weights = sorted(name for name in export.hashes if name.endswith(".safetensors"))
+    released = "adapter weights" if "adapter_model.safetensors" in export.hashes else "model weights"
     if not weights:
         problems.append("there are no weights")
-    elif not found.record.merged_from and found.record.released != released:
+    elif not export.record.merged_from and export.record.released != released:
         problems.append(f"the released files are {released}")
     if problems:
         return failed(
@@ -304,7 +266,7 @@ def _sha256(path: Path) -> str:
         return _UNREAD
 
 
-def _content(path: Path, found: Published) -> str:
+def _content(path: Path, export: Published) -> str:
     """What is wrong with a file of a known name; empty where nothing."""
     try:
         if path.suffix == ".safetensors":
@@ -317,7 +279,7 @@ def _content(path: Path, found: Published) -> str:
             kept = publishable(path.name, settings)
             if more := sorted(key for key in settings if key not in kept or kept[key] != settings[key]):
                 return f"has an unknown setting ({listed(more)})"
-            base, other = found.record.base_model, (settings.get("base_model_name_or_path"), settings.get("revision"))
+            base, other = export.record.base_model, (settings.get("base_model_name_or_path"), settings.get("revision"))
             if path.name == "adapter_config.json" and other not in ((base.name, None), (base.name, base.revision)):
                 return f"does not name {base.name}, the base model in privacy.json"
         elif path.suffix in (".png", ".parquet"):
@@ -337,10 +299,10 @@ def _tensors(path: Path) -> dict[str, Any]:
         size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
         text = file.read(min(length, MOST_HEADER))
     try:
-        found, end = parsed(text, MOST_HEADER // BYTES_OF_VALUE), 0
-        if found.pop("__metadata__", _FORMAT) != _FORMAT:
+        tensors, end = parsed(text, MOST_HEADER // BYTES_OF_VALUE), 0
+        if tensors.pop("__metadata__", _FORMAT) != _FORMAT:
             raise ValueError("a text that may say anything")
-        parts = sorted((*one["data_offsets"], one["shape"], one["dtype"]) for one in found.values())
+        parts = sorted((*one["data_offsets"], one["shape"], one["dtype"]) for one in tensors.values())
         for begin, then, shape, kind in parts:
             whole = {type(number) for number in (begin, then, *shape)} == {int} and min(shape, default=0) >= 0
             if not whole or len(shape) > MOST_AXES or (begin, then - begin) != (end, _BYTES[kind] * math.prod(shape)):
@@ -350,4 +312,4 @@ def _tensors(path: Path) -> dict[str, Any]:
         raise Wrong(f"{path.name} is not a safetensors file. {WRITE_AGAIN}") from None
     if size != 8 + length + end:
         raise Wrong(f"{path.name} is shorter or longer than its header says. {WRITE_AGAIN}")
-    return found
+    return tensors

@@ -152,9 +152,7 @@ def _limits(record: Inference) -> Check:
     if record.limits is None:
         return asserted(name, "none are stated besides those that follow from epsilon and delta.")
     fresh = attacker_limits_of(inference.whole(record.event, record.statistics), record.neighbouring_relation)
-    slack = costs.rounding(record, check_promise.OTHER_RDP, costs.MAGNIFIED)
-    if wrong := costs.wrong_limits(record.limits.to_json(), fresh, slack):
-        raise Wrong(f"{listed(wrong)} does not follow from the event{costs.by(record)}. {_AGAIN}")
+    costs.follows({"limits": record.limits.to_json()}, {"limits": fresh}, record)
     return verified(name, "follow from the event, with the statistics.")
 
 

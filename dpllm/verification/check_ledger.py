@@ -26,12 +26,11 @@ from dpllm.privacy.events import Event, RunEvent, count_releases
 from dpllm.privacy.parts import parts_of
 from dpllm.records import Json
 from dpllm.statement import state
-from dpllm.statement.fields import Budget, Composed
 from dpllm.statement.inference import Promised
+from dpllm.statement.privacy_record import Budget, Composed
 from dpllm.statement.released import Statistics
 from dpllm.statement.run_files import LedgerRecord, RunRecord, read_run
 from dpllm.verification import costs
-from dpllm.verification.costs import rounding
 from dpllm.verification.values import (
     Check,
     Published,
@@ -58,11 +57,11 @@ class _Chain:
     where: str
 
 
-def check(found: Published) -> Iterator[Check]:
+def check(export: Published) -> Iterator[Check]:
     """What the card says of the budget."""
-    composed, terms = found.record.composed, found.record.plan
+    composed, terms = export.record.composed, export.record.plan
     if composed is None:
-        if found.ledger is not None and terms is not None:
+        if export.ledger is not None and terms is not None:
             raise Wrong(
                 "a ledger was given, but the card names no entry in any. Ask the card's author which run this is."
             )
@@ -70,9 +69,9 @@ def check(found: Published) -> Iterator[Check]:
         return
     if terms is None:
         raise Wrong("the card names a ledger entry but no event for it. Write it again: dpllm card RUN.")
-    where = found.ledger if found.ledger is not None else ledger_of(found)
-    record = None if found.run is None else read_run(found.run, read_object)
-    yield from charged(composed, terms, found.record.statistics, found.record.steps.taken, where, record)
+    where = export.ledger if export.ledger is not None else ledger_of(export)
+    record = None if export.run is None else read_run(export.run)
+    yield from charged(composed, terms, export.record.statistics, export.record.steps.taken, where, record)
 
 
 def _files(chain: _Chain, name: str, record: RunRecord) -> Check:
@@ -121,10 +120,10 @@ def released(statistics: Statistics, where: str) -> Check:
     return _released(chain_at(where, None), statistics)
 
 
-def _of_facts(composed: Composed, terms: Promised, **found: Any) -> Composed:
+def _of_facts(composed: Composed, terms: Promised, **figures: Any) -> Composed:
     """What follows from a ledger that says of the run what is stated, but for what was found."""
     head = {"count": composed.entries, "hash": composed.head}
-    return state.composed(LedgerRecord.pick(composed.to_json(), **{"head": head, **found}), terms.delta)
+    return state.composed(LedgerRecord.pick(composed.to_json(), **{"head": head, **figures}), terms.delta)
 
 
 def _coherent(composed: Composed, terms: Promised) -> Check:
@@ -152,15 +151,15 @@ def _least_share(budget: Budget, event: Event) -> float:
     return admission.divergence(event, budget.order) / whole
 
 
-def ledger_of(found: Published) -> str | None:
+def ledger_of(export: Published) -> str | None:
     """The ledger that the recipe of a run names, if it is a file that is there; the recipe may be a stranger's.
 
     A run that has no private/ was copied, and is not in the default ledger of this machine.
     """
-    if found.run is None:
+    if export.run is None:
         return None
-    named = found.run.load_config().privacy.ledger
-    if named is None and not found.run.private.is_dir():
+    named = export.run.load_config().privacy.ledger
+    if named is None and not export.run.private.is_dir():
         return None
     path = default_path() if named is None else Path(named)
     return str(path) if path.exists() else None
@@ -207,14 +206,14 @@ def _read(store: Store) -> Json:
 def _entry(chain: _Chain, composed: Composed, terms: Promised, taken: int) -> Check:
     """The run's own entry pays for its event."""
     name = str(composed.entry)
-    found = {e.facts["entry"]: e for e in chain.entries[: composed.entries] if e.kind == "reserve"}
-    if name not in found or found[name].dataset != composed.dataset:
+    reserved = {e.facts["entry"]: e for e in chain.entries[: composed.entries] if e.kind == "reserve"}
+    if name not in reserved or reserved[name].dataset != composed.dataset:
         raise Wrong(
             f"{chain.where} has no entry {name} of dataset {composed.dataset} before the stated head, so it was charged to "
             "another ledger. Name that one."
         )
-    facts = found[name].facts
-    if parts_of(event_of(found[name])) != parts_of(terms.event):
+    facts = reserved[name].facts
+    if parts_of(event_of(reserved[name])) != parts_of(terms.event):
         raise Wrong(f"entry {name} of {chain.where} was reserved for an event other than the card's.")
     if (facts["unit"], facts["relation"]) != (terms.unit, terms.neighbouring_relation):
         raise Wrong(f"entry {name} of {chain.where} is about a unit or relation other than the card's.")
@@ -232,14 +231,14 @@ def _released(chain: _Chain, shown: Statistics) -> Check:
         for entry in chain.entries
         if entry.kind == "reserve"
     }
-    mine = shown.dataset, shown.unit, shown.neighbouring_relation
+    account = shown.dataset, shown.unit, shown.neighbouring_relation
     wrong = [
-        one.statistic
-        for one in shown.releases
-        if reserved.get(one.entry) != (*mine, one.event)
-        or chain.steps.get(str(one.entry), 0) < count_releases(one.event)
+        release.statistic
+        for release in shown.releases
+        if reserved.get(release.entry) != (*account, release.event)
+        or chain.steps.get(str(release.entry), 0) < count_releases(release.event)
     ]
-    if wrong or len({one.entry for one in shown.releases}) < len(shown.releases):
+    if wrong or len({release.entry for release in shown.releases}) < len(shown.releases):
         raise Wrong(
             f"{chain.where} has no entry of its own that is charged for {listed(wrong or ['each release'])}. Name their "
             "ledger."
@@ -249,18 +248,14 @@ def _released(chain: _Chain, shown: Statistics) -> Check:
 
 def _total(chain: _Chain, composed: Composed, terms: Promised) -> Check:
     """The total as it was at the stated head."""
-    mine = [entry for entry in chain.entries[: composed.entries] if entry.dataset == composed.dataset]
+    entries = [entry for entry in chain.entries[: composed.entries] if entry.dataset == composed.dataset]
     # No figure depends on runs that ended, and steps matter of reconciled runs only: the chain has those.
-    account = account_of(composed.dataset, [entry for entry in mine if entry.kind != "commit"], {})
+    account = account_of(composed.dataset, [entry for entry in entries if entry.kind != "commit"], {})
     delta = composed.budget.delta if composed.budget else terms.delta
     spent = math.inf if account.flaws() else costs.together(account.events(), delta, terms.neighbouring_relation)
     own = next(run.reservation for run in account.runs if run.reservation.entry == composed.entry)
     fresh = _of_facts(composed, terms, **admission.comes_to(account, spent, own.group))
-    problems = [
-        *differences(composed.to_json(), fresh.to_json(), tolerance=rounding(terms)),
-        *differences(composed.to_json()["budget"], fresh.to_json()["budget"], "budget", 0.0),
-    ]
-    if problems:
+    if problems := costs.differing(composed.to_json(), fresh.to_json(), terms, "ledger"):
         raise Wrong(f"at the stated head of {chain.where}, {listed(problems)}. {costs.again(terms)}")
     later = len(chain.entries) - composed.entries
     return verified(

@@ -1,40 +1,38 @@
 """The promise: epsilon and every number beside it, computed again from the stored event, also of the models before this one.
 
-Comes in: the terms and the lineage of a privacy statement. Goes out: checks. That this event is what ran is asserted, and so is
-that the base model said what lineage has of it: its own card is verified by itself.
+Comes in: the terms, statistics and lineage of a privacy statement. Goes out: checks. ``costs`` has the tables of fields. That
+this event is what ran is asserted, and so is that the base model said what lineage has of it: its own card is verified by itself.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import cast, get_args
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any, cast, get_args
 
-from dpllm.privacy import accounting, banded
-from dpllm.privacy.events import PureDP
+from dpllm.privacy import accounting, banded, limits
+from dpllm.privacy.events import Event, PureDP
 from dpllm.privacy.noise import noise_scale
-from dpllm.privacy.plan import ACCOUNTANT, Plan, if_shuffled
+from dpllm.privacy.plan import ACCOUNTANT, CURVE_DELTAS, Plan, if_shuffled
 from dpllm.privacy.privacy_loss import Relation
 from dpllm.privacy.releases import OTHER, Kind, Statistic, tidy, told
+from dpllm.statement import lineage as ancestry
 from dpllm.statement import state
-from dpllm.statement.fields import CRYPTOGRAPHIC, Ancestor, Composed, Lineage
 from dpllm.statement.inference import Promised
-from dpllm.statement.lineage import together
-from dpllm.statement.privacy_record import PrivacyRecord
+from dpllm.statement.privacy_record import CRYPTOGRAPHIC, Ancestor, Composed, Lineage, PrivacyRecord
 from dpllm.statement.released import BesideRun, Release
 from dpllm.verification import costs
-from dpllm.verification.costs import again, by, rounding
-from dpllm.verification.values import Check, Published, Wrong, asserted, close, differences, listed, tried, verified
+from dpllm.verification.costs import again, differing, follows
+from dpllm.verification.values import Check, Published, Wrong, asserted, differences, listed, tried, verified
 
-OTHER_RDP = 1e-2
-"""Relative; how far RDP of another version, which has other orders, may lie from this one."""
 MOST_PARENTS = 10
 _AGAIN = again(None)
 
 
-def check(found: Published) -> Iterator[Check]:
+def check(export: Published) -> Iterator[Check]:
     """Every number of the promise that follows from the event and the public sizes."""
-    record, plan = found.record, found.record.plan
+    record, plan = export.record, export.record.plan
     if not record.guarantee:
         attempted = "" if plan is None else " The attempted Plan is checked below."
         yield verified("promise", f"none is made: {record.reason}.{attempted}")
@@ -49,29 +47,40 @@ def check(found: Published) -> Iterator[Check]:
     yield tried("terms", _generator, record, plan)
 
 
+def said(export: Published) -> Iterator[Check]:
+    """The fields that are the author's word."""
+    stated = export.record.to_json()
+    stated |= stated.get("plan") or stated.get("attempted") or {}
+    for name, (fields, what) in costs.ASSERTED.items():
+        there = [field for field in fields.split() if _has(stated, field)]
+        if there:
+            yield asserted(name, f"{', '.join(there)}: {what}.")
+
+
+def _has(statement: Any, field: str) -> bool:
+    name, _, inner = field.partition(".")
+    return isinstance(statement, dict) and name in statement and (not inner or _has(statement[name], inner))
+
+
+# A Plan, or the terms of texts by inference, field by field.
+
+
 def check_epsilon(terms: Promised) -> Check:
     """Epsilon against the event, which costs as much."""
-    accountant = terms.accountant
+    accountant, (epsilon, coarse) = terms.accountant, costs.pld_of(terms)
     if accountant.name != ACCOUNTANT or accountant.interval != accounting.FINE_INTERVAL:
         raise Wrong(f"accountant is not {ACCOUNTANT} at interval {accounting.FINE_INTERVAL:g}. {again(terms)}")
-    delta, stated = terms.delta, terms.epsilon
-    least, coarse = costs.of(terms)
-    slack = costs.COARSE if coarse else rounding(terms)
-    if not math.isfinite(least) or stated < least * (1 - slack):
-        raise Wrong(
-            f"the event costs epsilon {least:.12g} at delta {delta:g}, but {stated:.12g} is stated{by(terms)}. {again(terms)}"
-        )
-    if stated > least * (1 + slack):
-        raise Wrong(
-            f"epsilon {stated:.12g} is stated, but the event costs {least:.12g}: parts of two statements{by(terms)}. "
-            f"{again(terms)}"
-        )
-    return verified("epsilon", f"PLD gives {least:.6g} at delta {delta:g} for the event; {stated:.6g} is stated.")
+    if not math.isfinite(epsilon):
+        raise Wrong(f"no finite epsilon can be certified for the event at delta {terms.delta:g}. {again(terms)}")
+    follows({"epsilon": terms.epsilon}, {"epsilon": epsilon}, terms, costs.COARSE if coarse else 0.0)
+    return verified(
+        "epsilon", f"PLD gives {epsilon:.6g} at delta {terms.delta:g} for the event; {terms.epsilon:.6g} is stated."
+    )
 
 
 def _sizes(record: PrivacyRecord, plan: Plan) -> Check:
     """What goes together; that the event follows from N, B, T, sigma and the unit is a rule of every Plan."""
-    steps, coefficients, delta = record.steps, plan.coefficients, plan.delta
+    steps, coefficients, drawn = record.steps, plan.coefficients, record.randomness
     best = not coefficients or banded.near_best(coefficients, min(plan.num_steps, costs.MOST_STEPS))
     rules = {
         "coefficients are not the best of any schedule": best,
@@ -82,29 +91,27 @@ def _sizes(record: PrivacyRecord, plan: Plan) -> Check:
         "epsilon is above target_epsilon": plan.epsilon <= plan.target_epsilon,
     }
     wrong: list[object] = [problem for problem, good in rules.items() if not good]
-    if record.randomness and not wrong:
-        lattice = record.randomness.lattice
-        scale = noise_scale(plan.noise_multiplier, 1.0, lattice.coordinates)
-        wrong += differences(
-            lattice.noise_over_max_grad_norm, scale, "randomness.lattice.noise_over_max_grad_norm", 1e-12
-        )
+    if drawn and not wrong:
+        scale = noise_scale(plan.noise_multiplier, 1.0, drawn.lattice.coordinates)
+        where = "randomness.lattice.noise_over_max_grad_norm"
+        wrong += differing(drawn.lattice.noise_over_max_grad_norm, scale, plan, where)
     if wrong:
         raise Wrong(f"{listed(wrong)}. {_AGAIN}")
     return verified(
         "sizes",
         f"N {plan.dataset_size}, batch {plan.expected_batch_size}, {plan.num_steps} steps and noise {plan.noise_multiplier:.4g} "
-        f"match the event; delta is {delta * plan.dataset_size:.2g} / N.",
+        f"match the event; delta is {plan.delta * plan.dataset_size:.2g} / N.",
     )
 
 
-def _accountants(terms: Plan) -> Check:
-    name = "other accountants"
-    fresh = costs.beside(terms)
-    slack = max(rounding(terms, OTHER_RDP), costs.COARSE if costs.of(terms)[1] else 0.0)
-    wrong = list(differences(terms.accountants, fresh, tolerance=slack))
-    if wrong:
-        raise Wrong(f"accountants.{listed(wrong)} is not what the event costs{by(terms)}. {_AGAIN}")
-    return verified(name, ", ".join(f"{key} {value:.6g}" for key, value in fresh.items() if value is not None) + ".")
+def _accountants(plan: Plan) -> Check:
+    epsilon, coarse = costs.pld_of(plan)
+    fresh = {"pld": accounting.finite(epsilon)}
+    if "rdp" in costs.bounded(plan.event):
+        fresh["rdp"] = costs.rdp_of(plan)
+    follows({"accountants": plan.accountants}, {"accountants": fresh}, plan, costs.COARSE if coarse else 0.0)
+    known = [f"{name} {value:.6g}" for name, value in fresh.items() if value is not None]
+    return verified("other accountants", f"{', '.join(known)}.")
 
 
 def check_cross_check(terms: Promised) -> Check:
@@ -114,47 +121,44 @@ def check_cross_check(terms: Promised) -> Check:
         if {"pld", "rdp"} <= accounting.accountants(terms.event):
             raise Wrong(f"cross_check is missing, although RDP supports this event. {again(terms)}")
         return verified(name, "no second accountant supports this event.")
-    value = stated.epsilon
     if stated.name == "opacus-prv":
-        pld, _ = costs.of(terms)
-        room = max(accounting.PRV_GAP, 1e-3 * pld)
-        if terms.delta >= accounting.LEAST_COMPARED and not pld - 1e-3 <= value <= pld + room:
-            raise Wrong(f"cross_check states {value}, which PRV cannot give where PLD gives {pld:.6g}. {again(terms)}")
+        epsilon, value = costs.pld_of(terms)[0], stated.epsilon
+        room = max(accounting.PRV_GAP, 1e-3 * epsilon)
+        if terms.delta >= accounting.LEAST_COMPARED and not epsilon - 1e-3 <= value <= epsilon + room:
+            raise Wrong(
+                f"cross_check states {value}, which PRV cannot give where PLD gives {epsilon:.6g}. {again(terms)}"
+            )
         return asserted(
             name, f"{value:.6g} is stated for {stated.name}, which is possible; it needs torch, so it is not run here."
         )
-    if not stated.name.startswith("dp-accounting-rdp"):
-        raise Wrong(f"cross_check names an accountant that dpllm never uses. {again(terms)}")
-    fresh = costs.beside(terms)["rdp"]
-    if not close(value, fresh, rounding(terms, OTHER_RDP)):
-        raise Wrong(f"cross_check states {value}, but RDP gives {fresh}{by(terms)}. {again(terms)}")
-    return verified(name, f"RDP gives {fresh:.6g}.")
+    if not stated.name.startswith("dp-accounting-rdp") or "rdp" not in costs.bounded(terms.event):
+        raise Wrong(f"cross_check names an accountant that dpllm never uses for this event. {again(terms)}")
+    follows({"cross_check": {"epsilon": stated.epsilon}}, {"cross_check": {"epsilon": costs.rdp_of(terms)}}, terms)
+    return verified(name, f"RDP gives {stated.epsilon:.6g}.")
 
 
 def _attackers(plan: Plan) -> Check:
     """Limits and curves: the same event in other words."""
-    name, stated = "limits of attackers", plan.to_json()
-    if costs.of(plan)[1]:
-        return asserted(name, "not recomputed: an epsilon in the hundreds limits no attacker.")
-    fresh = costs.attackers(plan.event, plan.neighbouring_relation)
-    # Where curves are stated is the same in every version; the rates are rounded up to four digits, so that one gives one text.
-    wrong: list[object] = [
-        key for key in ("curve", "trade_off") if [at for at, _ in stated[key]] != [at for at, _ in fresh[key]]
-    ]
-    slack = rounding(plan, OTHER_RDP, costs.MAGNIFIED)
-    wrong += costs.wrong_limits(stated["limits"], fresh["limits"], slack)
-    wrong += differences(stated["curve"], fresh["curve"], "curve", slack)
-    wrong += differences(stated["trade_off"], fresh["trade_off"], "trade_off", rounding(plan, OTHER_RDP, 0.0))
-    if wrong:
-        raise Wrong(f"{listed(wrong)} does not follow from the event{by(plan)}. {_AGAIN}")
-    return verified(name, "limits and curve, to five digits, and trade_off follow from the event.")
+    if costs.pld_of(plan)[1]:
+        return asserted("limits of attackers", "not recomputed: an epsilon in the hundreds limits no attacker.")
+    follows(plan.to_json(), _attackers_of(plan.event, plan.neighbouring_relation), plan)
+    return verified("limits of attackers", "limits and curve, to five digits, and trade_off follow from the event.")
+
+
+@lru_cache(maxsize=256)
+def _attackers_of(event: Event, relation: Relation) -> dict[str, Any]:
+    costs.bounded(event)
+    curve = accounting.curve(event, relation, CURVE_DELTAS)
+    return {
+        "limits": dict(limits.attacker_limits_of(event, relation)),
+        "curve": [[delta, accounting.finite(epsilon)] for delta, epsilon in curve],
+        "trade_off": limits.trade_off(event, relation),
+    }
 
 
 def _shuffled(plan: Plan) -> Check:
     name, stated = "without amplification", plan.without_amplification
-    fresh = if_shuffled(plan)
-    if stated != fresh:  # rounded up to four digits, by no accountant's version
-        raise Wrong(f"{stated} is stated, but the same noise without credit for sampling costs {fresh}. {_AGAIN}")
+    follows({"without_amplification": stated}, {"without_amplification": if_shuffled(plan)}, plan)
     if plan.coefficients:
         return verified(name, "none is stated: banded noise has no such figure.")
     return verified(name, f"epsilon {stated}, if batches had come from shuffling.")
@@ -170,64 +174,68 @@ def _generator(record: PrivacyRecord, plan: Plan) -> Check:
     )
 
 
-def check_statistics(found: Published) -> Iterator[Check]:
+# Statistics that were released beside it.
+
+
+def check_statistics(export: Published) -> Iterator[Check]:
     """What was released about the data: its epsilon, alone and with the run, against its events."""
-    shown, terms = found.record.statistics, found.record.plan
+    shown, terms = export.record.statistics, export.record.plan
     if shown is not None:
         size = terms.dataset_size - terms.canary_slots if terms else 1
-        yield from check_beside(shown, terms, size, found.record.guarantee)
+        yield from check_beside(shown, terms, size, export.record.guarantee)
 
 
 def check_beside(shown: BesideRun, terms: Promised | None, size: int, guarantee: bool) -> Iterator[Check]:
     """Statistics beside a run, or beside texts, of so many units."""
     if terms is None or (shown.unit, shown.neighbouring_relation) != (terms.unit, terms.neighbouring_relation):
         raise Wrong(f"the statistics protect another unit, or use another relation. {again(terms)}")
-    relation, slack, name = terms.neighbouring_relation, rounding(terms), "statistics"
     if shown.delta * size >= 1:
         raise Wrong(
             f"the statistics' epsilon is stated at a delta of 1/N or more, which protects nobody. {again(terms)}"
         )
     if not shown.drawn or shown.pure > costs.LARGE:
         raise Wrong(f"the statistics were not drawn, or have an epsilon above {costs.LARGE:g}. {again(terms)}")
-    for one in shown.releases:
-        _check_release(one, shown.max_examples_per_unit, again(terms))
-    alone = costs.together([shown.event()], shown.delta, relation)
+    for release in shown.releases:
+        if not _is_ours(release, shown.max_examples_per_unit):
+            raise Wrong(
+                f"{release.statistic} is no statistic of dpllm, by that mechanism and with that error. {again(terms)}"
+            )
+    alone = costs.together([shown.event()], shown.delta, terms.neighbouring_relation)
     both = state.beside_run(shown, terms, guarantee).with_run
-    if not (close(shown.epsilon, alone, slack) and close(shown.with_run, both, slack)):
-        raise Wrong(f"statistics cost {alone:.6g}, with all else {both}, but other figures are stated. {again(terms)}")
+    fresh = {"epsilon": alone, "with_run": both}
+    if wrong := differing({name: getattr(shown, name) for name in fresh}, fresh, terms, "statistics"):
+        raise Wrong(f"{listed(wrong)} is not what the statistics cost, alone and with all else. {again(terms)}")
     with_run = "" if both is None else f", with all else {both:.6g} at delta {terms.delta:g}"
-    yield verified(name, f"{len(shown.releases)} releases cost epsilon {alone:.6g} at delta {shown.delta:g}{with_run}.")
+    yield verified(
+        "statistics",
+        f"{len(shown.releases)} releases cost epsilon {alone:.6g} at delta {shown.delta:g}{with_run}.",
+    )
     yield asserted("values of statistics", "the author's word that OpenDP drew them from these data.")
 
 
-def _check_release(one: Release, rows: int, again: str) -> None:
-    """A statistic that dpllm releases, by its mechanism, with the error that its epsilon gives."""
-    given = one.declared.model_dump(exclude_none=True)
+def _is_ours(release: Release, rows: int) -> bool:
+    """Whether dpllm releases such a statistic: by its mechanism, with the error that its epsilon gives, of such a value."""
+    declared, value = release.declared.model_dump(exclude_none=True), release.value or {}
     kinds = {"": "units", "values": "shares", "numbers quantile": "quantiles"}
-    asked = Statistic(cast(Kind, kinds.get(" ".join(given))), one.statistic.partition(" of ")[2], **given)
-    stated = one.mechanism, one.error_95, one.error_of
-    if (
-        not isinstance(one.event, PureDP)
-        or not asked.kind
-        or asked.name != one.statistic
-        or any(differences(stated, told(asked, rows, one.event.epsilon)))
-        or not _possible(asked, one.value)
-    ):
-        raise Wrong(f"{one.statistic} is no statistic of dpllm, by that mechanism and with that error. {again}")
-
-
-def _possible(asked: Statistic, value: Mapping[str, float] | None) -> bool:
-    """Whether dpllm releases such a value: whole counts of what was declared, or a candidate."""
-    found = value or {}
-    if asked.quantile:
-        return [*found] == [f"{asked.quantile:g}"] and {*found.values()} <= {tidy(float(one)) for one in asked.numbers}
+    asked = Statistic(cast(Kind, kinds.get(" ".join(declared))), release.statistic.partition(" of ")[2], **declared)
+    if not isinstance(release.event, PureDP) or not asked.kind or asked.name != release.statistic:
+        return False
+    stated = release.mechanism, release.error_95, release.error_of
+    if any(differences(stated, told(asked, rows, release.event.epsilon))):
+        return False
+    if asked.quantile:  # one of the candidates
+        candidates = {tidy(float(number)) for number in asked.numbers}
+        return [*value] == [f"{asked.quantile:g}"] and {*value.values()} <= candidates
     counts = [*asked.values, OTHER] if asked.values else ["units"]
-    return sorted(found) == sorted(counts) and all(float(one).is_integer() for one in found.values())
+    return sorted(value) == sorted(counts) and all(float(count).is_integer() for count in value.values())
 
 
-def check_lineage(found: Published) -> Iterator[Check]:
+# The models before it.
+
+
+def check_lineage(export: Published) -> Iterator[Check]:
     """What a run's base model states, see ``lineage_of``."""
-    record = found.record
+    record = export.record
     yield from lineage_of(record.lineage, record.plan if record.guarantee else None, record.composed)
 
 
@@ -242,35 +250,31 @@ def lineage_of(lineage: Lineage | None, own: Promised | None, account: Composed 
     if lineage is None:
         yield asserted("lineage", "none: the author says that the base model has no privacy statement.")
         return
-    parents, mine = lineage.models, lineage.mine
+    parents, same_data, stated = lineage.models, lineage.on_same_data, lineage.composed
     charged, learned = account.dataset if account else None, {parent.dataset for parent in parents}
     rules = {
         f"more than {MOST_PARENTS} earlier models are named": len(parents) <= MOST_PARENTS,
-        "same_dataset contradicts the datasets that are named": lineage.same_dataset == bool(mine),
+        "same_dataset contradicts the datasets that are named": lineage.same_dataset == bool(same_data),
         "an earlier model was trained on this run's dataset, but lineage denies it": charged in (None, lineage.dataset)
         or charged not in learned,
         "an earlier model was trained on the same dataset without a guarantee, so this one has none": own is None
-        or all(parent.guarantee for parent in mine),
+        or all(parent.guarantee for parent in same_data),
     }
     if wrong := [problem for problem, good in rules.items() if not good]:
         raise Wrong(f"{listed(wrong)}. {_AGAIN}")
     for parent in parents:
         _check_parent(parent)
-    (total, why), stated = together(mine, own), lineage.composed
-    if stated is None:
-        if total or not lineage.reason:
-            raise Wrong(f"no total of all runs on the dataset is stated, or no reason why. {_AGAIN}")
-        yield asserted(
-            "lineage", f"{listed([parent.name for parent in parents])}: no total is stated ({lineage.reason})."
-        )
+    total, why = ancestry.together(same_data, own)
+    if (stated is None) != (total is None) or (stated is None and not lineage.reason):
+        raise Wrong(f"a total of all runs on the dataset, or why there is none ({why}), is not stated. {_AGAIN}")
+    if own is None or stated is None or total is None:
+        names = listed([parent.name for parent in parents])
+        yield asserted("lineage", f"{names}: no total is stated ({lineage.reason}).")
         return
-    if own is None or total is None:
-        raise Wrong(f"a total is stated, but there is none: {why}. {_AGAIN}")
-    if stated.delta != total.delta or not close(stated.epsilon, total.epsilon, rounding(own)):
-        raise Wrong(
-            f"together: {total.epsilon:.6g} at delta {total.delta:g}, not {stated.epsilon:g} at {stated.delta:g}. {_AGAIN}"
-        )
-    yield verified("lineage", f"with {len(mine)} earlier models on the same dataset: epsilon {total.epsilon:.6g}.")
+    fresh = {"epsilon": total.epsilon, "delta": total.delta}
+    if wrong_fields := differing({name: getattr(stated, name) for name in fresh}, fresh, own, "composed"):
+        raise Wrong(f"{listed(wrong_fields)} of lineage is not what all runs on the dataset cost. {_AGAIN}")
+    yield verified("lineage", f"with {len(same_data)} earlier models on the same dataset: epsilon {total.epsilon:.6g}.")
 
 
 def _check_parent(parent: Ancestor) -> None:

@@ -1,21 +1,21 @@
 """What accountants say today about a stored event, and how far a statement may lie from it.
 
-Comes in: events and terms of a stranger. Goes out: numbers as JSON has them. Opacus is not asked: it would import torch.
+Comes in: events and terms of a stranger. Goes out: numbers, which stated fields differ from them, and which ones nobody can
+compute. Opacus is not asked: it would import torch.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any
 
-from dpllm.privacy import accounting, limits
+from dpllm.privacy import accounting
 from dpllm.privacy.accounting import Relation
 from dpllm.privacy.events import Event
 from dpllm.privacy.parts import parts_of
-from dpllm.privacy.plan import CURVE_DELTAS
 from dpllm.statement.inference import Inference, Promised
-from dpllm.verification.values import TOLERANCE, Difference, Wrong, differences
+from dpllm.verification.values import TOLERANCE, Difference, Wrong, differences, listed
 
 LARGE = 500.0
 """Epsilon by RDP beyond which PLD has a coarser grid: such an epsilon promises nothing, and would take gigabytes."""
@@ -27,9 +27,40 @@ MAGNIFIED = 1e-5
 round the accountant's Fourier transform differently: on another one gdp_mu moved by 1.2e-6, and epsilon at delta 1e-8 by 1e-8."""
 OF_SUMMARY = 1e-3
 """Relative, of gdp_mu alone: near deltas of 1e-10 the transform's noise is most of it, and another processor moved it by 5e-4."""
+OTHER_VERSION, OTHER_RDP = 1e-3, 1e-2
+"""Relative; how far PLD of another version, and RDP, which has other orders there, may lie from this one."""
+TOLERANCES: tuple[tuple[str, float, float], ...] = (
+    (r"(curve|trade_off)\[\d+\]\[0\]", 0.0, 0.0),  # where curves are stated is the same in every version
+    (r"limits\.gdp_mu", OF_SUMMARY, OTHER_RDP),
+    (r"(limits|curve)\b.*", MAGNIFIED, OTHER_RDP),
+    (r"trade_off\b.*", 0.0, OTHER_RDP),  # rounded up to four digits
+    (r"(accountants|cross_check)\b.*", TOLERANCE, OTHER_RDP),
+    (r"epsilon|composed\.epsilon|statistics\.(epsilon|with_run)", TOLERANCE, OTHER_VERSION),
+    (r"ledger\.budget\b.*", 0.0, 0.0),
+    (r"ledger\b.*", TOLERANCE, OTHER_VERSION),
+    (r"randomness\.lattice\b.*", 1e-12, 1e-12),
+    (r".*", 0.0, 0.0),
+)
+"""Field -> relative tolerance where the accountant's version is this one, and where it is another; the first that fits."""
+ASSERTED = {
+    "training": (
+        "optimizer clipping max_grad_norm neighbouring_relation randomness coefficients target_epsilon status "
+        "steps.taken steps.lost",
+        "the author's word that these steps ran with this sampler, this clipping and noise from the operating system",
+    ),
+    "data": (
+        "unit dataset data_public expected_batch_size dataset_size max_examples_per_unit",
+        "the author's word on the training data and on what a unit is; of N and batch, only the ratio enters epsilon",
+    ),
+    "circumstances": (
+        "base_model software hardware date recipe_digest accountant.version cross_check.version deviations",
+        "the author's word on where, when, from what and with which versions it ran",
+    ),
+    "words": ("not_covered tuning contact template", "free text, which cannot be computed"),
+}
+"""Name of a line -> fields of a statement that nobody can compute from what is published, and what they say."""
 OF_ROWS = "Restore inference.json from where the rows were published, or write them anew."
-OTHER_VERSION = 1e-3
-"""Relative; how far PLD of another version may lie from this one."""
+OF_RUN = "Restore privacy.json from where the model was published, or write the card again: dpllm card RUN."
 
 
 def bounded(event: Event) -> frozenset[str]:
@@ -65,52 +96,23 @@ def pld(event: Event, delta: float, relation: Relation) -> tuple[float, bool]:
         if most > LARGE:
             interval = accounting.FINE_INTERVAL * most / LARGE
             return accounting.epsilon(event, delta, relation, interval=interval), True
-    found = accounting.epsilon(event, delta, relation)
-    return found, found > LARGE
+    epsilon = accounting.epsilon(event, delta, relation)
+    return epsilon, epsilon > LARGE
 
 
-def of(terms: Promised) -> tuple[float, bool]:
+def pld_of(terms: Promised) -> tuple[float, bool]:
     """See ``pld``."""
     return pld(terms.event, terms.delta, terms.neighbouring_relation)
 
 
-def beside(terms: Promised) -> dict[str, float | None]:
-    """By each accountant that knows the event."""
-    event, known = terms.event, bounded(terms.event)
-    found = {"pld": of(terms)[0]} if "pld" in known else {}
-    if "rdp" in known:
-        found["rdp"] = accounting.epsilon(event, terms.delta, terms.neighbouring_relation, "rdp")
-    return {name: accounting.finite(epsilon) for name, epsilon in found.items()}
+def rdp_of(terms: Promised) -> float | None:
+    """By RDP, which knows its event; None: infinite."""
+    return accounting.finite(accounting.epsilon(terms.event, terms.delta, terms.neighbouring_relation, "rdp"))
 
 
-@lru_cache(maxsize=256)
-def attackers(event: Event, relation: Relation) -> dict[str, Any]:
-    """``limits``, ``curve`` and ``trade_off`` of a block."""
-    bounded(event)
-    return {
-        "limits": dict(limits.attacker_limits_of(event, relation)),
-        "curve": [
-            [delta, accounting.finite(found)] for delta, found in accounting.curve(event, relation, CURVE_DELTAS)
-        ],
-        "trade_off": limits.trade_off(event, relation),
-    }
-
-
-def wrong_limits(stated: Mapping[str, Any], fresh: Mapping[str, Any], slack: float) -> list[Difference]:
-    """Which limits of attackers are not those of the event."""
-    differing = differences(stated, fresh, "limits", slack)
-    coarse = {one.field for one in differences(stated, fresh, "limits", max(slack, OF_SUMMARY))}
-    return [one for one in differing if one.field != "limits.gdp_mu" or one.field in coarse]
-
-
-def together(composed: list[Event], delta: float, relation: Relation) -> float:
-    """The stated epsilon of several events."""
-    return accounting.epsilon(accounting.compose(composed), delta, relation)
-
-
-def rounding(terms: Promised, other: float = OTHER_VERSION, same: float = TOLERANCE) -> float:
-    """How far a figure may lie from what is computed here: hardly, where the accountant's version is the same."""
-    return other if by(terms) else same
+def together(events: list[Event], delta: float, relation: Relation) -> float:
+    """The stated epsilon of several events together."""
+    return accounting.epsilon(accounting.compose(events), delta, relation)
 
 
 def by(terms: Promised) -> str:
@@ -119,7 +121,31 @@ def by(terms: Promised) -> str:
     return "" if stated == here else f" (stated by dp-accounting {stated}, computed here by {here}, which may differ)"
 
 
+def differing(stated: object, fresh: object, terms: Promised, where: str = "", least: float = 0.0) -> list[Difference]:
+    """Fields of a statement, from ``where`` in it, that are not what is computed here.
+
+    Args:
+        stated: JSON value.
+        fresh: The same as it is computed here.
+        terms: Whose accountant's version says which column of ``TOLERANCES`` holds.
+        where: Field that the value is of.
+        least: Relative tolerance that all have at least.
+    """
+    other = bool(by(terms))
+
+    def slack(field: str) -> float:
+        same, of_other = next(slacks for pattern, *slacks in TOLERANCES if re.fullmatch(pattern, field))
+        return max(least, of_other if other else same)
+
+    return list(differences(stated, fresh, where, slack))
+
+
 def again(terms: Promised | None) -> str:
     """What to do about a statement that is wrong, by its kind."""
-    of_run = "Restore privacy.json from where the model was published, or write the card again: dpllm card RUN."
-    return OF_ROWS if isinstance(terms, Inference) else of_run
+    return OF_ROWS if isinstance(terms, Inference) else OF_RUN
+
+
+def follows(stated: Mapping[str, Any], fresh: Mapping[str, Any], terms: Promised, least: float = 0.0) -> None:
+    """Refuses, with ``Wrong``, fields of the terms that do not follow from their event; see ``differing``."""
+    if wrong := differing({name: stated[name] for name in fresh}, fresh, terms, least=least):
+        raise Wrong(f"{listed(wrong)} does not follow from the event{by(terms)}. {again(terms)}")

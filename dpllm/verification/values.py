@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple, TypeVar
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 from dpllm.errors import DpllmError
 from dpllm.files import check_shape
@@ -25,7 +25,6 @@ from dpllm.run.directory import RunDir
 from dpllm.statement import privacy_record
 
 Status = Literal["verified", "asserted", "failed"]
-_Subject = TypeVar("_Subject")
 
 TOLERANCE = 1e-9
 """Relative; between the same computation on two machines."""
@@ -86,7 +85,7 @@ class Published:
 
     Attributes:
         directory: export/.
-        block: privacy.json, whatever it holds.
+        statement: privacy.json, whatever it holds.
         card: README.md.
         run: The run directory that export/ lies in; None where only the export is at hand.
         ledger: Where to look for the ledger; None: where the run says.
@@ -94,7 +93,7 @@ class Published:
     """
 
     directory: Path
-    block: Json
+    statement: Json
     card: str
     run: RunDir | None = None
     ledger: str | None = None
@@ -108,35 +107,26 @@ class Published:
             Wrong: It does not keep to its schema.
         """
         try:
-            return privacy_record.read(self.block)
-        except NotAStatement:
-            raise Wrong("privacy.json does not follow its schema, so this could not be checked.") from None
+            return privacy_record.read(self.statement)
+        except NotAStatement as error:
+            problems = "; ".join(error.problems[:3])
+            raise Wrong(f"privacy.json does not follow its schema: {problems}. {WRITE_AGAIN}") from None
+
+
+def guarded(name: str, check: Callable[..., Iterator[Check]], *arguments: object) -> Iterator[Check]:
+    """The lines of one check; one more where it finds something wrong, or where the files are not as dpllm writes them."""
+    try:
+        yield from check(*arguments)
+    except (Wrong, DpllmError, OSError) as error:
+        yield failed(name, str(error))
+    except Exception as error:  # whatever a stranger's file makes a computation do
+        kind = type(error).__name__
+        yield failed(name, f"the files are not as dpllm writes them ({kind}), so this could not be checked. {_RESTORE}")
 
 
 def tried(name: str, step: Callable[..., Check], *arguments: object) -> Check:
-    """One check, failed where it finds something wrong or the files are not as dpllm writes them."""
-    try:
-        return step(*arguments)
-    except Exception as error:  # whatever a stranger's file makes a computation do
-        return gone_wrong(name, error)
-
-
-def guarded(name: str, check: Callable[[_Subject], Iterator[Check]], found: _Subject) -> Iterator[Check]:
-    """The lines of one check; whatever a hostile file makes it do is one more line."""
-    try:
-        yield from check(found)
-    except Exception as error:
-        yield gone_wrong(name, error)
-
-
-def gone_wrong(name: str, error: Exception) -> Check:
-    """What a check found wrong, or that it could not be made of such files."""
-    if isinstance(error, Wrong | DpllmError | OSError):
-        return failed(name, str(error))
-    return failed(
-        name,
-        f"the files are not as dpllm writes them ({type(error).__name__}), so this could not be checked. {_RESTORE}",
-    )
+    """The same of a check of one line."""
+    return next(guarded(name, lambda: iter([step(*arguments)])))
 
 
 def verified(name: str, detail: str) -> Check:
@@ -189,19 +179,26 @@ def _short(value: object) -> str:
     return text if len(text) <= _MOST_VALUE else f"{text[:_MOST_VALUE]}..."
 
 
-def differences(stated: Any, found: Any, where: str = "", tolerance: float = TOLERANCE) -> Iterator[Difference]:
-    """Where two JSON values differ by more than rounding, of which counts have none; 1, 1.0, true and "1" all differ."""
-    if isinstance(stated, dict) and isinstance(found, dict):
-        for key in sorted(stated.keys() | found.keys()):
+def differences(
+    stated: Any, fresh: Any, where: str = "", tolerance: float | Callable[[str], float] = TOLERANCE
+) -> Iterator[Difference]:
+    """Where two JSON values differ by more than rounding, of which counts have none; 1, 1.0, true and "1" all differ.
+
+    ``tolerance`` is relative; a function gives that of a field.
+    """
+    if isinstance(stated, dict) and isinstance(fresh, dict):
+        for key in sorted(stated.keys() | fresh.keys()):
             here = f"{where}.{key}" if where else str(key)
-            yield from differences(stated.get(key, ABSENT), found.get(key, ABSENT), here, tolerance)
-    elif isinstance(stated, list | tuple) and isinstance(found, list | tuple) and len(stated) == len(found):
-        for number, (one, other) in enumerate(zip(stated, found, strict=True)):
-            yield from differences(one, other, f"{where}[{number}]", tolerance)
-    elif type(stated) is not type(found) or (
-        stated != found and not (isinstance(stated, float) and close(stated, found, tolerance))
-    ):
-        yield Difference(where, stated, found)
+            yield from differences(stated.get(key, ABSENT), fresh.get(key, ABSENT), here, tolerance)
+    elif isinstance(stated, list | tuple) and isinstance(fresh, list | tuple) and len(stated) == len(fresh):
+        for number, pair in enumerate(zip(stated, fresh, strict=True)):
+            yield from differences(*pair, f"{where}[{number}]", tolerance)
+    elif type(stated) is not type(fresh):
+        yield Difference(where, stated, fresh)
+    elif stated != fresh:
+        slack = tolerance(where) if callable(tolerance) else tolerance
+        if not (isinstance(stated, float) and close(stated, fresh, slack)):
+            yield Difference(where, stated, fresh)
 
 
 def listed(names: Sequence[object], most: int = 4) -> str:
@@ -280,25 +277,22 @@ def read_bytes(path: Path, most: int | None = None) -> bytes:
         return file.read()
 
 
-def read_text(path: Path, most: int | None = None) -> str:
-    """A file of UTF-8.
-
-    Raises:
-        Wrong: See ``read_bytes``; or other bytes.
-    """
+def read_text(path: Path) -> str:
+    """A file of UTF-8; ``Wrong`` where it is none, see ``regular``."""
     try:
-        return read_bytes(path, most).decode("utf-8")
+        return read_bytes(path).decode("utf-8")
     except UnicodeDecodeError:
         raise Wrong(f"{path.name} is not UTF-8 text. {_RESTORE}") from None
 
 
-def fit(path: Path) -> None:
-    """Refuses a file of a run that code which trusts its files will read: one that is a pipe, a link, too large or no JSON."""
-    if path.suffix == ".json":
-        read_object(path)
-    else:
-        with regular(path):
-            pass
+def fit(*paths: Path) -> None:
+    """Refuses files of a run that code which trusts its files will read: a pipe, a link, one that is too large or no JSON."""
+    for path in filter(os.path.lexists, paths):
+        if path.suffix == ".json":
+            read_object(path)
+        else:
+            with regular(path):
+                pass
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -121,21 +121,6 @@ def test_interrupted_run_states_the_whole_plan() -> None:
     assert any("when to stop" in line for line in block["not_covered"])
 
 
-def test_budget_is_stated_or_its_absence() -> None:
-    text, block = render_card(config(), plan(), record(), None)
-    assert "ε = 4.25 at δ = 1e-05 for all runs on this dataset" in text
-    assert "if all were fixed in advance. No budget is set: the dataset is charged without limit." in text
-    assert block["composed"]["budget"] is None
-    budget = {"epsilon": 10.0, "delta": 1e-5, "order": 3.2}
-    text, block = render_card(
-        config(), plan(), record(ledger={**record()["ledger"], "budget": budget, "used": 0.1, "imported": 2}), None
-    )
-    assert "within a budget of ε = 10 at δ = 1e-05, whatever runs come; 10% of it is used" in text
-    assert "4.25" not in text  # one number
-    assert "2 of them were made elsewhere" in text
-    assert block["composed"]["used"] == 0.1
-
-
 def test_no_card_calls_a_model_private_or_free_of_memorisation() -> None:
     for the_audit in (None, audit(), audit(verdict="inconclusive")):
         text = render_card(config(), plan(), record(), the_audit)[0].lower()
@@ -149,6 +134,47 @@ def test_rendering_is_deterministic_and_leaves_its_arguments_alone() -> None:
     shuffled = {key: arguments[1][key] for key in reversed(arguments[1])}
     assert render_card(config(), *arguments) == render_card(config(), before[0], shuffled, before[2])
     assert arguments == before
+
+
+LIMITS = {"tpr_at_fpr_0.001": 0.00618481, "tpr_at_fpr_0.01": 0.0367772, "auc": 0.6265405, "gdp_mu": 0.933221}
+CURVE = [[1e-4, 2.31541], [1e-5, 2.96331], [1e-30, None]]
+
+
+def words_of(**changes: object) -> str:
+    return " ".join(render_card(config(), plan(**changes), record(), None)[0].split())
+
+
+def test_the_limits_of_the_whole_profile_and_other_deltas_are_stated_rounded_up() -> None:
+    card = words_of(limits=LIMITS, curve=CURVE)
+    assert "that of μ = 0.9333" in card
+    assert "| ε at other δ | 2.316 at 0.0001, 2.964 at 1e-05, not certified at 1e-30 |" in card
+    assert "μ" not in words_of(limits={**LIMITS, "gdp_mu": None})
+    assert "at other δ" not in words_of(curve=[])
+
+
+def test_the_one_membership_limit_is_the_tightest_that_is_known() -> None:
+    """That of one (epsilon, delta) is 18%: the whole mechanism says more, and both would be read as a contradiction."""
+    card = words_of(limits=LIMITS)
+    said = re.findall(r"at most ([\d.]+%)", card)
+    assert said == ["3.7%", "3.7%", "0.7%"]  # the first screen; the figure in words, at 1% and 0.1%
+    assert "3.7%" not in words_of()
+
+
+def test_a_card_without_a_second_accountant_says_so() -> None:
+    card = words_of(cross_check=None)
+    assert "| Second accountant | none supports this event |" in card
+    assert "none supports" not in words_of()
+
+
+def test_a_card_of_rows_drawn_one_by_one_says_what_was_drawn() -> None:
+    card = words_of(sampling="example")
+    assert "N = 888 rows, public" in card
+    assert "the gradient of each row is clipped" in card
+    assert "64 rows expected" in card
+    assert "for all rows of a unit together, by a mixture of Gaussians" in card
+    units = words_of()
+    assert "N = 888 units, public" in units
+    assert "mixture of Gaussians" not in units
 
 
 # No guarantee

@@ -22,7 +22,7 @@ from cards import (
     render_card,
 )
 
-from dpllm.card.card import rerender, write_card
+from dpllm.card.card import rendered, write_card
 from dpllm.errors import ConfigError
 from dpllm.files import write_json
 from dpllm.privacy import embedded
@@ -101,7 +101,7 @@ def test_the_file_is_kept_beside_the_run_for_the_next_card(tmp_path: Path) -> No
     assert not (run.export / "describe.json").exists(), "privacy.json holds all of it"
     write_card(run)
     assert {name: (run.export / name).read_bytes() for name in first} == first
-    assert {name: text.encode() for name, text in rerender(run.root).items() if name in first} == first
+    assert {name: text.encode() for name, text in rendered(run).items() if name in first} == first
     with pytest.raises(ConfigError, match="missing"):
         write_card(run, tmp_path / "stats.json")
 

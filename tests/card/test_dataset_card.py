@@ -18,7 +18,7 @@ from dpllm.privacy.events import PureDP
 from dpllm.privacy.limits import attacker_limits
 from dpllm.records import NotAStatement
 from dpllm.statement import formatting, privacy_record, section, synthetic, tradeoff_figure
-from dpllm.statement.fields import ComposedLineage, Lineage
+from dpllm.statement.privacy_record import ComposedLineage, Lineage
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "synthetic.md"
 

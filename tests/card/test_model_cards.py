@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from cards import audit, baseline, baseline_record, broken, config, make_run, plan, record, words
 
-from dpllm.card.card import rerender, write_card
+from dpllm.card.card import rendered, write_card
 from dpllm.cli import main
 from dpllm.errors import ConfigError, Refused
 from dpllm.files import BLOCK, CARD, read_json, write_json
@@ -45,7 +45,7 @@ def publish(run: RunDir, to: Path) -> Path:
 
 
 def assert_same(directory: Path) -> None:
-    made, folder = rerender(directory), directory / "export"
+    made, folder = rendered(RunDir(directory)), directory / "export"
     for name, text in made.items():
         assert (folder / name).read_bytes() == text.encode(), f"{directory.name}/{name}"
     assert (FILE in made) == (folder / FILE).exists()

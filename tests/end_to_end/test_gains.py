@@ -19,7 +19,7 @@ from dpllm.files import digest, sha256
 from dpllm.model import adapters, loading
 from dpllm.recipe.config import load_config
 from dpllm.run import checkpoint
-from dpllm.statement import parents
+from dpllm.statement import lineage
 
 
 def test_a_frozen_first_factor_is_published_as_it_started(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +131,7 @@ def test_an_adapter_without_a_statement_is_of_unknown_data(started: Place) -> No
     record = started.json("run.json")
     base = record["lineage"]["base"]
     assert (base["guarantee"], base["dataset"], base["adapter"]) == (False, None, True)
-    assert base["files_digest"] == digest({name: sha256(folder / name) for name in parents.ADAPTER})
+    assert base["files_digest"] == digest({name: sha256(folder / name) for name in lineage.ADAPTER})
     assert record["guarantee"]["holds"] is True
     said = "start/export, from which this model was made, states no"
     assert any(note.startswith(said) for note in record["deviations"])
@@ -181,10 +181,10 @@ def test_settings_that_mean_another_function_are_refused(started: Place, key: st
     settings = json.loads((folder / "adapter_config.json").read_text("utf-8"))
     (folder / "adapter_config.json").write_text(json.dumps({**settings, key: value}))
     if says is None:
-        assert parents.of_base(load_config(started.recipe)) is not None
+        assert lineage.of_base(load_config(started.recipe)) is not None
     else:
         with pytest.raises(ConfigError, match=re.escape(says)):
-            parents.of_base(load_config(started.recipe))
+            lineage.of_base(load_config(started.recipe))
 
 
 def test_damaged_weights_are_refused(started: Place) -> None:

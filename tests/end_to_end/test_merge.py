@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from dpllm.auditing.scores import score_canaries
 from dpllm.auditing.table import read_tokens, sum_up
 from dpllm.canaries import canaries
+from dpllm.card import card
 from dpllm.errors import Refused
 from dpllm.model import loading
 from dpllm.publish import merge
@@ -173,8 +174,8 @@ def test_the_card_is_that_of_a_plain_model(finished: Place, merged: Path) -> Non
     text = (merged / "README.md").read_text("utf-8")
     matter = section.front_matter(text)
     assert matter["library_name"] == "transformers"
-    assert matter["privacy"] == section.matter(privacy_record.read(block_of(merged)))
-    assert section.parts(text) == section.render(privacy_record.read(block_of(merged)))
+    assert matter["privacy"] == card.matter(privacy_record.read(block_of(merged)))
+    assert section.parts(text) == card.render(privacy_record.read(block_of(merged)))
     use = text.split("\n## Use\n")[1].split("\n## ")[0]
     assert "AutoModelForCausalLM.from_pretrained(here)" in use
     assert "peft" not in use

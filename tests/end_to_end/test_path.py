@@ -24,14 +24,15 @@ from safetensors.torch import load_file, save_file
 
 import dpllm
 from dpllm.auditing.table import read_tokens
-from dpllm.card.card import rerender
+from dpllm.card import card
 from dpllm.errors import NotBatchInvariant, Refused
 from dpllm.ledger import Ledger
 from dpllm.model.loading import load_for_scoring
 from dpllm.privacy import selfcheck
 from dpllm.recipe.config import load_config
 from dpllm.run import loop
-from dpllm.statement import privacy_record, section
+from dpllm.run.directory import RunDir
+from dpllm.statement import privacy_record
 from dpllm.text import data
 
 SLOTS = 20 + 4 * 4
@@ -131,7 +132,7 @@ def test_the_card_states_the_plans_epsilon(finished: Place) -> None:
     plan = finished.json("plan.json")
     block = finished.json("export/privacy.json")
     front = front_matter(finished.run)
-    assert front["privacy"] == section.matter(privacy_record.read(block))
+    assert front["privacy"] == card.matter(privacy_record.read(block))
     assert block["guarantee"] is True
     assert block["plan"] == plan
     assert "differential-privacy" in front["tags"]
@@ -141,7 +142,7 @@ def test_a_card_is_made_again_without_the_weights(finished: Place, baseline: Pla
     for place in (finished, baseline):
         kept = tmp_path / place.run.parent.name
         shutil.copytree(place.run, kept, ignore=shutil.ignore_patterns("private", "*.safetensors", "tokenizer*"))
-        made = rerender(kept)
+        made = card.rendered(RunDir(kept))
         assert made.keys() >= {"README.md", "privacy.json"}
         for name, text in made.items():
             assert (place.run / "export" / name).read_bytes() == text.encode()

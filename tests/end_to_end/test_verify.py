@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 from dpllm import files
 from dpllm.errors import ConfigError
 from dpllm.run.directory import RunDir
-from dpllm.verification import check_export
+from dpllm.verification import check_export, costs
 from dpllm.verification import verify as verifying
 from dpllm.verification.values import Published, guarded
 from dpllm.verification.verify import verify
@@ -318,7 +318,7 @@ def _others(where: published.Where, value: object) -> list[object]:
 
 def _is_said(where: str) -> bool:
     # cross_check names Opacus, which is not asked; the line of that name says so.
-    said = [field for fields, _ in check_export.ASSERTED.values() for field in fields.split()] + ["cross_check.epsilon"]
+    said = [field for fields, _ in costs.ASSERTED.values() for field in fields.split()] + ["cross_check.epsilon"]
     where = where.removeprefix("plan.")
     return any(where == field or where.startswith(f"{field}.") for field in said)
 
@@ -344,7 +344,7 @@ def test_every_field_is_computed_again_or_printed_as_asserted(export: Path, fini
     }
     assert not {field for field in survived if not _is_said(field)}
     # Nor is anything printed as asserted that could be computed; an audit.json of the same author has the unit, too.
-    fields = {field for fields, _ in check_export.ASSERTED.values() for field in fields.split()}
+    fields = {field for fields, _ in costs.ASSERTED.values() for field in fields.split()}
     for field in fields - {
         "unit",
         "max_examples_per_unit",

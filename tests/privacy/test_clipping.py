@@ -17,12 +17,12 @@ from tiny_models import FROZEN, LORA, Toy
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from dpllm.card.card import CLIPPING_WORDS
 from dpllm.privacy.clipping import FUNCTIONS
 from dpllm.privacy.gradients import PassGradients
 from dpllm.privacy.packing import Segment
 from dpllm.privacy.rules import conv1d, linear
 from dpllm.privacy.schedule import Clipping, Unit
-from dpllm.statement.section import CLIPPING_WORDS
 
 
 @cache

@@ -173,7 +173,7 @@ def test_an_encoder_that_couples_rows_or_learned_these_data_is_refused(
     assert (code, ledger().runs("notes")) == (3, [])
     assert "outlier columns" in error
     whose = type("Base", (), {"models": [type("One", (), {"dataset": "notes"})()]})()
-    monkeypatch.setattr("dpllm.run.describe.parents.of_base", lambda config: whose)
+    monkeypatch.setattr("dpllm.run.describe.lineage.of_base", lambda config: whose)
     code, _, error = say(*PREDICT)
     assert (code, ledger().runs("notes")) == (3, [])
     assert "was tuned on notes" in error

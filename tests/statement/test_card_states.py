@@ -26,6 +26,7 @@ from cards import (
     words,
 )
 
+from dpllm.card import card
 from dpllm.card.card import compose
 from dpllm.errors import ConfigError
 from dpllm.recipe import derived
@@ -106,7 +107,13 @@ GRADIENT = {
 FILTER = {"epsilon": 10.0, "delta": 1e-5, "order": 3.2}
 GROUP = {"name": "sweep-1", "runs": 3, "epsilon": 4.2001, "delta": 1e-5}
 STATES = {
-    "guarantee": State(("none; the guarantee does not rest on an audit",)),
+    "guarantee": State(
+        (
+            "none; the guarantee does not rest on an audit",
+            "ε = 4.25 at δ = 1e-05 for all runs on this dataset",
+            "if all were fixed in advance. No budget is set: the dataset is charged without limit.",
+        )
+    ),
     "audited": State(("| Verdict | consistent: ",), audit=audit()),
     "rows": State(
         ("A person with several rows has a weaker promise.", "a person with k rows, or a fact that k of them repeat"),
@@ -128,7 +135,11 @@ STATES = {
         record=of_ledger(used=0.1023, budget=FILTER),
     ),
     "budget that an import exceeds": State(
-        ("120% of it would be used by all runs", "That exceeds the budget, through what was made elsewhere."),
+        (
+            "120% of it would be used by all runs",
+            "That exceeds the budget, through what was made elsewhere.",
+            "1 of them was made elsewhere",
+        ),
         record=of_ledger(used=1.2, budget=FILTER, imported=1),
     ),
     "budget that cannot be counted": State(
@@ -256,7 +267,7 @@ def test_every_state_has_its_card(name: str) -> None:
     for sentence in says:
         assert sentence in text
     assert body(text).startswith("<!-- dpllm:banner -->\n> **")
-    assert section.parts(text) == section.render(privacy_record.read(block))
+    assert section.parts(text) == card.render(privacy_record.read(block))
     assert section.front_matter(text)["privacy"] == pointer(block)
     assert first_screen(text) <= 10
     assert not re.search(r"\bNone\b(?! of this)", body(text))
@@ -270,6 +281,7 @@ def test_every_state_has_its_card(name: str) -> None:
         assert text.count(f"\n## {heading}\n") == 1
     assert ("\n## Appendix\n" in text) == bool(holds or block["audit"] or block["lineage"])
     assert words(text) <= 900
+    assert name != "budget" or "4.25" not in text  # one number
     assert STATES[name].card() == (text, block)
 
 

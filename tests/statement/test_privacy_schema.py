@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import hashlib
 import importlib
 import json
 import re
@@ -19,11 +17,12 @@ from published import Where, changed, containers, get, without
 from pydantic import TypeAdapter, ValidationError
 from test_card_states import STATES
 
+from dpllm.card import card
 from dpllm.errors import ConfigError
 from dpllm.privacy.plan import Plan
 from dpllm.records import NotAStatement
-from dpllm.statement import privacy_record, section
-from dpllm.statement.fields import Ancestor, Steps
+from dpllm.statement import privacy_record
+from dpllm.statement.privacy_record import Ancestor, Steps
 from dpllm.statement.released import ReleaseEvent
 
 ROOT = Path(__file__).parents[2]
@@ -80,35 +79,8 @@ def test_every_field_is_described_and_every_object_closed() -> None:
 def test_every_published_statement_is_valid_and_written_back_byte_for_byte(path: Path) -> None:
     text = path.read_text("utf-8")
     statement = privacy_record.read(json.loads(text))
-    assert section.dump_block(statement.to_json()) == text
+    assert card.dump_statement(statement.to_json()) == text
     Draft202012Validator(SCHEMA).validate(json.loads(text))
-
-
-@pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.parts[-3])
-def test_the_front_matter_of_a_published_card_points_to_its_statement(path: Path) -> None:
-    """Main fields and a hash that ``sha256sum`` gives; a reader of the front matter needs no more to find the rest."""
-    shown = section.front_matter((path.parent / "README.md").read_text("utf-8"))["privacy"]
-    assert (shown["statement"], shown["sha256"]) == ("privacy.json", hashlib.sha256(path.read_bytes()).hexdigest())
-    assert shown == section.matter(privacy_record.read(json.loads(path.read_text("utf-8"))))
-    assert len(shown) < 12
-
-
-@pytest.mark.parametrize("name", STATES)
-def test_every_card_keeps_to_it(name: str) -> None:
-    assert problems(STATES[name].card()[1]) == []
-
-
-@pytest.mark.parametrize("named", ["composed.gate", "schema_version"])
-def test_a_gate_and_version_1_are_refused_by_name(block: Json, named: str) -> None:
-    """Neither is read as a statement of today: what a planned budget held would be taken for a filter's."""
-    old = copy.deepcopy(block)
-    if named == "schema_version":
-        old["schema_version"] = 1
-    else:
-        old["composed"]["gate"] = "planned"
-    with pytest.raises(NotAStatement, match=re.escape(named)) as refusal:
-        privacy_record.read(old)
-    assert "\n" not in str(refusal.value)
 
 
 MAPS = {"files", "software", "hardware", "attacks", "exposure", "extraction", "groups", "weights", "accountants"}

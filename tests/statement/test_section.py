@@ -9,7 +9,6 @@ import sys
 from typing import Any
 
 import pytest
-import yaml
 from cards import Json, audit, broken, config, described, plan, pointer, record, render_card
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,12 +16,13 @@ from markdown_it import MarkdownIt
 from published import changed, get, leaves
 from test_card_states import lineage, parent
 
+from dpllm.card.card import digest, render
 from dpllm.errors import ConfigError
 from dpllm.statement import privacy_record, section
 
 
 def rendered(block: Json) -> dict[str, str]:
-    return section.render(privacy_record.read(block))
+    return render(privacy_record.read(block))
 
 
 def card(**changes: Any) -> tuple[str, Json]:
@@ -42,31 +42,6 @@ def other(value: Any) -> Any:
     return value + "x" if isinstance(value, str) else "x" if value is None else [*value, "x"] if value == [] else None
 
 
-def test_a_card_reads_back_as_it_was_rendered() -> None:
-    text, block = card()
-    assert section.parts(text) == rendered(block)
-    assert section.front_matter(text)["privacy"] == pointer(block)
-    assert rendered(json.loads(json.dumps(block))) == rendered(yaml.safe_load(yaml.safe_dump(block)))
-
-
-def test_every_field_changes_what_is_rendered(block: Json) -> None:
-    """A field of which the marked parts said nothing could be changed in privacy.json without a trace in the card."""
-    shown = rendered(block)
-    paths = list(leaves(block))
-    assert len(paths) > 150
-    for path in paths:
-        try:
-            assert rendered(changed(block, path, other)) != shown, path
-        except ConfigError:  # nothing can be said of such a value
-            continue
-
-
-def test_no_two_blocks_have_one_digest(block: Json) -> None:
-    digests = {section.digest(changed(block, path, other)) for path in leaves(block)}
-    assert len(digests) == len(list(leaves(block)))
-    assert section.digest(dict(reversed(block.items()))) == section.digest(block)
-
-
 @pytest.mark.parametrize("part", ["banner", "privacy"])
 def test_a_marker_that_is_missing_doubled_or_out_of_order_is_refused(part: str) -> None:
     text, _ = card()
@@ -81,24 +56,6 @@ def test_a_marker_that_is_missing_doubled_or_out_of_order_is_refused(part: str) 
     for edited in wrong:
         with pytest.raises(ConfigError, match=f"dpllm:{part}"):
             section.parts(edited)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "# A card\n",
-        "---\n---\n",
-        "---\n- a\n---\n",
-        "---\na: [\n---\n",
-        "---\na: 1\n",
-        "---\na: 2026-99-99\n---\n",
-        "---\na: 1" + ":1" * 10_000 + "\n---\n",
-    ],
-)
-def test_front_matter_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="front matter"):
-        section.front_matter(text)
 
 
 @pytest.mark.parametrize(("where", "named"), [("contact", "contact"), ("tuning", "contact"), ("license", "license")])
@@ -151,8 +108,9 @@ class Blocked:
         if name.split(".")[0] in heavy:
             raise ImportError(name)
 sys.meta_path.insert(0, Blocked())
-from dpllm.statement import privacy_record, section
-print(section.render(privacy_record.read(json.load(sys.stdin)))["banner"])
+from dpllm.card.card import render
+from dpllm.statement import privacy_record
+print(render(privacy_record.read(json.load(sys.stdin)))["banner"])
 """
     found = subprocess.run([sys.executable, "-c", code], input=json.dumps(block), capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
@@ -227,6 +185,7 @@ LATER = ("neighbouring_relation", "entry", "event", "files_digest")
 
 
 def test_every_field_that_people_read_is_worded() -> None:
+    """The others are covered by the digest on the last line, of which each field is a part."""
     group = {"name": "sweep-1", "runs": 3, "epsilon": 4.2001, "delta": 1e-5}
     ledger = {**record()["ledger"], "group": group}
     changes = {"lineage": lineage(ancestors=[parent(name="older")]), "ledger": ledger, "deviations": ["a thing"]}
@@ -234,7 +193,7 @@ def test_every_field_that_people_read_is_worded() -> None:
 
     def told(block: Json) -> str:
         parts = rendered(block)
-        return parts["banner"] + parts["privacy"].replace(section.digest(block), "")
+        return parts["banner"] + parts["privacy"].replace(digest(block), "")
 
     shown, worded = told(block), 0
     for path in leaves(block):

@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 import yaml
+from cards import plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpllm.errors import ConfigError
+from dpllm.privacy.plan import Plan
 from dpllm.statement import section
+from dpllm.verification import costs
 from dpllm.verification.values import Wrong, close, differences, plain, read_bytes, read_object
 
 VALUES = st.recursive(
@@ -51,7 +54,7 @@ def test_json_with_tricks_is_refused_in_one_line(tmp_path: Path, text: str) -> N
 @pytest.mark.parametrize(
     "matter",
     ["a: &x [1, 2]\nb: *x", "a: 1\na: 2", "a: {b: 1, b: 2}", "<<: {a: 1}", "- 1", "a: [", "a: !!python/name:os.system ''",
-     "a: " + "[" * 500 + "]" * 500, "a: 2020-99-99", ""],
+     "a: " + "[" * 500 + "]" * 500, "a: 2020-99-99", "", "a: 1" + ":1" * 10_000],
     ids=lambda text: text[:20],
 )  # fmt: skip
 def test_yaml_with_tricks_is_refused(matter: str) -> None:
@@ -62,7 +65,7 @@ def test_yaml_with_tricks_is_refused(matter: str) -> None:
 def test_a_front_matter_is_read_as_yaml_writes_it() -> None:
     value = {"a": 1e-5, "b": {"c": [1, 2.5, None, True, "1", "2026-11-21"]}, "d": "x: y"}
     assert section.front_matter(f"---\n{yaml.safe_dump(value)}---\n\n# Title\n\n---\n") == value
-    for text in ("# Title\n", "---\na: 1\n---\nx\r```\n"):
+    for text in ("", "# Title\n", "---\na: 1\n", "---\n---\n", "---\na: 1\n---\nx\r```\n"):
         with pytest.raises(ConfigError, match="front matter"):
             section.front_matter(text)
 
@@ -102,3 +105,30 @@ def test_rounding_has_a_limit() -> None:
 def test_what_is_shown_holds_no_escape_sequence() -> None:
     assert plain("a\x1b[2J\nb\u202ec" + "d" * 1000).isprintable()
     assert len(plain("d" * 1000)) == 400
+
+
+# Figures in which processors differ are compared as coarsely as they differ, and no coarser.
+
+TERMS = Plan.pick(plan())
+FRESH = {"auc": 0.56, "gdp_mu": 0.29433, "tpr_at_fpr_0.01": 0.019}
+
+
+@pytest.mark.parametrize(
+    ("key", "times", "wrong"),
+    [
+        *(("gdp_mu", factor, False) for factor in (1.0, 1 + 5e-4, 1 - 5e-4)),
+        *(("gdp_mu", factor, True) for factor in (1.002, 0.998, 2.0)),
+        *(("auc", factor, True) for factor in (1 + 5e-4, 1 - 1e-4)),
+        ("tpr_at_fpr_0.01", 1 + 1e-6, False),
+    ],
+)
+def test_gdp_mu_alone_is_compared_to_three_digits(key: str, times: float, wrong: bool) -> None:
+    differing = costs.differing({**FRESH, key: FRESH[key] * times}, FRESH, TERMS, "limits")
+    assert [one.field for one in differing] == [f"limits.{key}"] * wrong
+
+
+@pytest.mark.parametrize(
+    "stated", [{"auc": 0.56, "tpr_at_fpr_0.01": 0.019}, {**FRESH, "gdp_mu": None}, {**FRESH, "more": 1.0}]
+)
+def test_limits_that_are_missing_or_too_many_are_wrong(stated: dict[str, float]) -> None:
+    assert costs.differing(stated, FRESH, TERMS, "limits")
