@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from dpllm.canaries import kinds
 from dpllm.errors import ConfigError, DataError
 from dpllm.files import read_json, write_json
-from dpllm.privacy.labels import flipped
+from dpllm.privacy.releases import flipped
 from dpllm.recipe.audit import AuditConfig, CanaryConfig
 from dpllm.recipe.config import DataConfig
 from dpllm.recipe.derived import slots_each

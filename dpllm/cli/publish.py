@@ -71,8 +71,8 @@ def add_commands(add: AddCommand) -> None:
 def card(known: argparse.Namespace, rest: list[str]) -> int:
     """Writes the card, signs it if asked, and says where."""
     from dpllm.card.card import write_card
+    from dpllm.card.synthetic import RECORD
     from dpllm.run.directory import RunDir
-    from dpllm.statement.synthetic import RECORD
     from dpllm.verification.verify import undone_unless_verified
 
     if (Path(known.run) / RECORD).exists():
@@ -89,8 +89,8 @@ def card(known: argparse.Namespace, rest: list[str]) -> int:
 
 def _dataset_card(directory: Path, known: argparse.Namespace) -> int:
     """The same of a data set that lies in its run directory."""
-    from dpllm.card.dataset_card import write_dataset_card
-    from dpllm.verification.check_dataset import run_of
+    from dpllm.card.synthetic import write_dataset_card
+    from dpllm.verification.check_rows import run_of
     from dpllm.verification.verify import undone_unless_verified
 
     run = run_of(directory)
@@ -106,7 +106,7 @@ def _dataset_card(directory: Path, known: argparse.Namespace) -> int:
 
 def verify(known: argparse.Namespace, rest: list[str]) -> int:
     """Prints every check, and how many there are of each kind; exit code 4 where one failed."""
-    from dpllm.verification.apart import verify as check_all
+    from dpllm.verification import verify_apart
 
     with ExitStack() as stack:
         path = Path(known.path)
@@ -116,7 +116,7 @@ def verify(known: argparse.Namespace, rest: list[str]) -> int:
             _download(known.path, known.revision, path)
         elif known.revision is not None:
             raise ConfigError(f"--revision {known.revision}: {known.path} is not a Hub id. Leave it out.")
-        found = check_all(path, ledger=known.ledger, signers=Path(known.signers) if known.signers else None)
+        found = verify_apart(path, ledger=known.ledger, signers=Path(known.signers) if known.signers else None)
     if known.json:
         show(known, found)
     else:

@@ -129,12 +129,12 @@ def _say_measured(private: Path) -> None:
 
 
 def _infer(known: argparse.Namespace, rest: list[str]) -> int:
+    from dpllm.card.inference import RECORD
     from dpllm.files import read_json
     from dpllm.publish.inference import infer, private_of
     from dpllm.publish.ordered import FILTERS, Order
     from dpllm.recipe.config import around
     from dpllm.recipe.section import parse_overrides
-    from dpllm.statement.inference import RECORD
 
     keys = {key: value for name, key in KEYS.items() if (value := getattr(known, name)) is not None}
     config = around(known.source, keys | parse_overrides(rest), "dpllm synthesize")
@@ -187,11 +187,11 @@ def _dry_run(known: argparse.Namespace, config: RunConfig, order: Order) -> int:
 
 
 def _with_model(known: argparse.Namespace) -> int:
+    from dpllm.card.synthetic import RECORD
     from dpllm.files import read_json
     from dpllm.publish.quality import FOLDER
     from dpllm.publish.synthesize import Order, synthesize
     from dpllm.run.directory import RunDir
-    from dpllm.statement.synthetic import RECORD
 
     given = {one.name: value for one in fields(Order) if (value := getattr(known, one.name)) is not None}
     order, run = Order(**given), RunDir(Path(known.source))

@@ -1,6 +1,6 @@
 """A data set that private records vote for, token by token: no training, and nothing but the rows leaves.
 
-Comes in: the recipe, what is asked for. Goes out: a folder as ``statement.inference`` lays it out, whole or not at all. Must not
+Comes in: the recipe, what is asked for. Goes out: a folder as ``card.inference`` lays it out, whole or not at all. Must not
 know how a token is drawn (``privacy.voting``), nor read a model (``model.reading``).
 
 Guarantee:
@@ -27,7 +27,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from dpllm.card import dataset_card
+from dpllm.card import inference, synthetic
+from dpllm.card.synthetic import ROWS, Quality
 from dpllm.errors import ConfigError, Refused
 from dpllm.files import alone, digest, read_json, scratch, whole_directory, write_whole
 from dpllm.ledger import RunRequest
@@ -46,7 +47,6 @@ from dpllm.statement import state
 from dpllm.statement.fields import Lineage
 from dpllm.statement.released import Statistics
 from dpllm.statement.run_files import LedgerRecord
-from dpllm.statement.synthetic import ROWS, Quality
 from dpllm.text import control
 from dpllm.text.layouts import joined
 from dpllm.text.rows import Row
@@ -299,7 +299,7 @@ class _Job:
     def beside(self) -> Beside:
         """The records themselves, and rows that did not vote."""
         data = self.config.data
-        declared = dataset_card.declared_sides(data.public, data.eval_public)
+        declared = synthetic.declared_sides(data.public, data.eval_public)
         found = Beside(data, self.tokenizer, declared, self.released, {TRAINING: self.source.table})
         with scratch() as cache:
             found.read(EVALUATION, cache)
@@ -356,8 +356,6 @@ def _publish(
     job: _Job, rows: Sequence[dict[str, str]], dropped: Counter[str], quality: Quality | None, output: Path
 ) -> None:
     """The folder, with its card."""
-    from dpllm.card.inference_card import write_inference_card
-
     config, order, source = job.config, job.order, job.source
     columns, model = config.data.control, config.model
     held = LedgerRecord.pick(job.payment.to_json(source.delta) or {})
@@ -391,6 +389,6 @@ def _publish(
     with whole_directory(output) as part:
         lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         write_whole(part / ROWS, lines)
-        write_inference_card(part, config, state.inferred(facts, job.released))
+        inference.write_inference_card(part, config, inference.derive(facts, job.released))
     assert source.ledger is not None
     job.payment.finish("completed")

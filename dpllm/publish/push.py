@@ -19,14 +19,14 @@ from huggingface_hub import CommitOperationAdd, DatasetInfo, HfApi, ModelInfo, c
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
+from dpllm.card.synthetic import MODEL_BLOCK, RECORD, ROWS, Synthetic
 from dpllm.errors import ConfigError, DpllmError, Refused
 from dpllm.files import BLOCK, CARD, UNHASHED, read_json, sha256
 from dpllm.publish import leaks
 from dpllm.run.directory import RunDir, open_run
 from dpllm.statement import privacy_record
 from dpllm.statement.privacy_record import PrivacyRecord
-from dpllm.statement.synthetic import MODEL_BLOCK, RECORD, ROWS, read
-from dpllm.verification.check_dataset import OF_MODEL, run_of
+from dpllm.verification.check_rows import OF_MODEL, run_of
 from dpllm.verification.values import Wrong
 from dpllm.verification.verify import insist
 
@@ -88,7 +88,7 @@ class _Source:
 
     def listed(self, statement: PrivacyRecord) -> dict[str, str]:
         """The hashes that were verified."""
-        return read(read_json(self.folder / RECORD)).files if self.kind == "dataset" else statement.files
+        return Synthetic.checked(read_json(self.folder / RECORD)).files if self.kind == "dataset" else statement.files
 
 
 def push(

@@ -1,6 +1,6 @@
 """A data set that a privately tuned model writes: post-processing, which spends no further budget.
 
-Comes in: a run directory with its card, and what is asked for. Goes out: a folder as ``statement.synthetic`` lays it out, whole
+Comes in: a run directory with its card, and what is asked for. Goes out: a folder as ``card.synthetic`` lays it out, whole
 or not at all. Of a run with a guarantee it reads the recipe, run.json and export/, but neither training rows nor anything in
 ``private/``, unless quality is measured.
 
@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from dpllm.card.synthetic import RECORD, ROWS, Quality, Sampling, Synthetic, write_dataset_card
 from dpllm.errors import ConfigError, Refused
 from dpllm.files import BLOCK, alone, sha256, whole_directory, write_json, write_whole
 from dpllm.model import environment
@@ -32,7 +33,6 @@ from dpllm.publish.quality import FOLDER, Tell, of_run, report
 from dpllm.recipe.config import RunConfig
 from dpllm.run.directory import RunDir
 from dpllm.statement.privacy_record import PrivacyRecord
-from dpllm.statement.synthetic import RECORD, ROWS, Quality, Sampling, Synthetic
 from dpllm.text import control
 from dpllm.text.data import load_table, value_name
 from dpllm.text.prompts import private_among, read_prompts
@@ -343,8 +343,6 @@ def _write(
     quality: Quality | None,
 ) -> None:
     """The folder, with its card."""
-    from dpllm.card.dataset_card import write_dataset_card
-
     lines = rows.with_texts(taken.texts)
     reasons = [*tests, *([] if order.keep_duplicates else [filters.DUPLICATE])]
     with whole_directory(output) as part:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from dpllm.errors import ConfigError, Refused
 from dpllm.privacy import accounting, banded
 from dpllm.privacy.banded import LearningRate
-from dpllm.privacy.labels import flip_probability
 from dpllm.privacy.plan import (
     Mechanism,
     Neighbours,
@@ -22,6 +21,7 @@ from dpllm.privacy.plan import (
     steps_event,
     strategy_for,
 )
+from dpllm.privacy.releases import flip_probability
 from dpllm.privacy.renyi import Fit
 from dpllm.privacy.schedule import Schedule, make_schedule
 from dpllm.recipe.audit import AuditConfig

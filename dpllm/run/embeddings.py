@@ -33,7 +33,7 @@ from dpllm.model import environment, loading
 from dpllm.model.reading import Embedder
 from dpllm.privacy import embedded
 from dpllm.privacy.accounting import calibrate_noise_multiplier
-from dpllm.privacy.embedded import DIMENSIONS, NAMES, Floats, Kind, Projection, unit_length
+from dpllm.privacy.embedded import DIMENSIONS, Floats, Kind, Projection, unit_length
 from dpllm.privacy.releases import OTHER
 from dpllm.progress import tell
 from dpllm.recipe import names
@@ -225,10 +225,7 @@ class _Job:
         return {
             "statistic": f"classifier of {asked.column}" if asked.column else "clusters of texts",
             "declared": declared,
-            "mechanism": NAMES[kind],
-            "event": embedded.event_of(kind, self._sigma, ROUNDS),
-            "error_95": embedded.error_of(self._sigma),
-            "error_of": embedded.COUNTED,
+            **embedded.figures(kind, self._sigma, ROUNDS),
             "value": None,
             "entry": None,
         }

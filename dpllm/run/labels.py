@@ -20,10 +20,10 @@ from dpllm.ledger.records import ANY, HASH_BYTES, fingerprint
 from dpllm.ledger.reserving import reserve_all
 from dpllm.ledger.values import LABELS, OPEN, label_account
 from dpllm.privacy.events import PureDP, number
-from dpllm.privacy.labels import Below, flip_probability, flipped
 from dpllm.privacy.parts import added
+from dpllm.privacy.releases import Below, flip_probability, flipped
 from dpllm.recipe.config import DataConfig, RunConfig
-from dpllm.statement.labels import LabelRecord
+from dpllm.statement.released import LabelRecord
 from dpllm.text import data
 from dpllm.text.layouts import FIELDS
 from dpllm.text.rows import Row

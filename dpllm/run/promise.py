@@ -34,7 +34,7 @@ from dpllm.run.resume import ResumeState, check_promise, read_resume_state, same
 from dpllm.statement import lineage, parents, section
 from dpllm.statement.fields import Lineage
 from dpllm.statement.formatting import html_table
-from dpllm.statement.labels import Labels
+from dpllm.statement.released import Labels
 from dpllm.text import builtin, chats, data, layouts
 from dpllm.text.prompts import read_prompts
 from dpllm.text.rows import Groups

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from dpllm.errors import ConfigError, Refused
 from dpllm.privacy import accounting
@@ -17,15 +17,33 @@ from dpllm.privacy.parts import added
 from dpllm.recipe import derived
 from dpllm.recipe.config import RunConfig
 from dpllm.statement.fields import Ancestor, ComposedLineage, Lineage
-from dpllm.statement.labels import Labels
 from dpllm.statement.parents import Base
+from dpllm.statement.released import Labels
 
 if TYPE_CHECKING:
     from dpllm.ledger import Ledger
     from dpllm.privacy.events import Event
-    from dpllm.privacy.plan import Plan
     from dpllm.privacy.privacy_loss import Relation
-    from dpllm.statement.inference import Promised
+
+
+class PromisedEvent(Protocol):
+    """A Plan, texts by inference, or what is asked for: an event, and whom its epsilon protects."""
+
+    @property
+    def event(self) -> Event:
+        """What ran, or would run."""
+
+    @property
+    def delta(self) -> float:
+        """At which its epsilon is stated."""
+
+    @property
+    def unit(self) -> str:
+        """Whom it protects."""
+
+    @property
+    def neighbouring_relation(self) -> Relation:
+        """Between which datasets."""
 
 
 class Own(NamedTuple):
@@ -44,7 +62,7 @@ def compose_with_base(
     dataset: str,
     derived_from: str | None,
     book: Ledger | None,
-    plan: Plan | Own | None,
+    plan: PromisedEvent | None,
 ) -> Lineage | None:
     """What a run and the models before it promise together.
 
@@ -84,7 +102,7 @@ def compose_with_base(
 
 
 def together(
-    mine: Sequence[Ancestor], own: Plan | Own | Promised | None, broken: str | None = None
+    mine: Sequence[Ancestor], own: PromisedEvent | None, broken: str | None = None
 ) -> tuple[ComposedLineage | None, str | None]:
     """Epsilon of a run and of those before it on the same data, at its delta; or why there is none.
 

@@ -20,8 +20,8 @@ from dpllm.recipe.config import LoraConfig, RunConfig
 from dpllm.recipe.names import is_builtin
 from dpllm.statement import privacy_record
 from dpllm.statement.fields import Ancestor, Lineage
-from dpllm.statement.labels import Labels
 from dpllm.statement.privacy_record import PrivacyRecord
+from dpllm.statement.released import Labels
 
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors")  # as peft names them
 _OURS = {"r", "lora_alpha", "use_rslora", "target_modules", "modules_to_save", "megatron_core", "qalora_group_size"}

@@ -16,8 +16,7 @@ from dpllm.privacy.plan import Plan
 from dpllm.records import Json, NotAStatement, Record, Sha256, Text
 from dpllm.statement.audit import AuditRecord
 from dpllm.statement.fields import Composed, Lineage, Randomness, Steps
-from dpllm.statement.labels import Labels
-from dpllm.statement.released import BesideRun
+from dpllm.statement.released import BesideRun, Labels
 
 SCHEMA_VERSION = 4
 

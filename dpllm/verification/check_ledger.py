@@ -28,11 +28,10 @@ from dpllm.privacy.parts import parts_of
 from dpllm.records import Json
 from dpllm.statement import state
 from dpllm.statement.fields import Budget, Composed
-from dpllm.statement.inference import Promised
 from dpllm.statement.released import Statistics
 from dpllm.statement.run_files import LedgerRecord, RunRecord, read_run
 from dpllm.verification import costs
-from dpllm.verification.costs import rounding
+from dpllm.verification.costs import Promised, rounding
 from dpllm.verification.values import (
     Check,
     Published,

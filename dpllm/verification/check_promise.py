@@ -17,12 +17,11 @@ from dpllm.privacy.privacy_loss import Relation
 from dpllm.privacy.releases import OTHER, Kind, Statistic, tidy, told
 from dpllm.statement import state
 from dpllm.statement.fields import CRYPTOGRAPHIC, Ancestor, Composed, Lineage
-from dpllm.statement.inference import Promised
 from dpllm.statement.lineage import together
 from dpllm.statement.privacy_record import PrivacyRecord
 from dpllm.statement.released import BesideRun, Release
 from dpllm.verification import costs
-from dpllm.verification.costs import again, by, rounding
+from dpllm.verification.costs import Promised, again, by, rounding
 from dpllm.verification.values import Check, Published, Wrong, asserted, close, differences, listed, tried, verified
 
 OTHER_RDP = 1e-2

@@ -17,7 +17,7 @@ from dpllm.auditing.bounds import epsilon_of
 from dpllm.canaries import canaries
 from dpllm.canaries.canaries import CanaryPlan, check_fits, load, plan_canaries, redraw_coins, save, slots
 from dpllm.errors import ConfigError
-from dpllm.privacy.labels import flip_probability
+from dpllm.privacy.releases import flip_probability
 from dpllm.recipe.audit import AuditConfig, CanaryConfig
 from dpllm.recipe.config import DataConfig
 

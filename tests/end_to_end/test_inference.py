@@ -13,6 +13,7 @@ import tiny
 from running import done, dpllm_
 from voting import ROWS, TOKENS, Place, shares_of
 
+from dpllm.card import inference as statement
 from dpllm.files import read_json
 from dpllm.ledger import Ledger
 from dpllm.model import loading
@@ -22,7 +23,6 @@ from dpllm.privacy.voting import Ballot
 from dpllm.publish import inference, ordered
 from dpllm.publish.draft import Draft
 from dpllm.recipe.config import ModelConfig
-from dpllm.statement import inference as statement
 from dpllm.statement import privacy_record
 
 
@@ -334,7 +334,7 @@ def test_what_a_model_that_learned_these_data_tells_of_them_is_added(merged: Pat
     said = done(*words, "--dry-run").out
     assert "which learned the same data: epsilon" in said
     assert "which learned the same data: epsilon" in done(*words).out
-    record = statement.read(place.record())
+    record = statement.Inference.checked(place.record())
     whole = compose([record.event, privacy_record.read(learned).plan.event])
     assert statement.epsilon(record) == pytest.approx(stated(whole, record.delta, "zero_out")[0], rel=1e-9)
     assert statement.epsilon(record) > max(record.epsilon, learned["plan"]["epsilon"])

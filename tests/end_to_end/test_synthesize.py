@@ -18,6 +18,7 @@ from published import carry, read
 from running import Place, contents, done, dpllm_, edit_recipe, make_place
 
 import dpllm
+from dpllm.card.synthetic import Synthetic
 from dpllm.cli import _parser
 from dpllm.cli.synthesize import OF_INFERENCE
 from dpllm.errors import ConfigError
@@ -25,7 +26,6 @@ from dpllm.files import sha256
 from dpllm.publish import filters, generate, synthesize
 from dpllm.publish.synthesize import Order
 from dpllm.run.directory import RunDir
-from dpllm.statement.synthetic import Synthetic
 from dpllm.text.data import load_table
 from dpllm.text.prompts import keep_rows, private_among
 

@@ -11,7 +11,7 @@ import pytest
 from scipy import stats
 
 from dpllm.errors import ConfigError
-from dpllm.privacy.labels import bernoulli_exp
+from dpllm.privacy.releases import bernoulli_exp
 from dpllm.privacy.voting import LATTICE_BITS, Ballot
 
 SIGNIFICANCE = 1e-6

@@ -10,11 +10,11 @@ import pytest
 
 from dpllm.ledger import Ledger, RunRequest, budgets
 from dpllm.privacy.events import Imported, PureDP
-from dpllm.privacy.labels import flip_probability
+from dpllm.privacy.releases import flip_probability
 from dpllm.records import NotAStatement
 from dpllm.statement import lineage
-from dpllm.statement.labels import Labels
-from dpllm.verification import check_labels
+from dpllm.statement.released import Labels
+from dpllm.verification import check_released
 from dpllm.verification.values import Wrong
 
 NOTES = "labels of notes"
@@ -65,7 +65,7 @@ def test_a_total_is_a_number_above_0(wrong: Any) -> None:
 def said(own: Labels | None, *before: Labels, ledger: Path | None = None) -> list[str]:
     record = SimpleNamespace(labels=own, labels_before=before)
     found: Any = SimpleNamespace(record=record, run=None, ledger=str(ledger) if ledger else None)
-    return [f"{one.status} {one.name}: {one.detail}" for one in check_labels.check(found)]
+    return [f"{one.status} {one.name}: {one.detail}" for one in check_released.check_labels(found)]
 
 
 @pytest.mark.parametrize(
