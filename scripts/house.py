@@ -61,7 +61,6 @@ FEATURES = (
             "*/labels.py",
             "privacy/releases.py",
             "privacy/preference.py",
-            "run/reference_logprobs.py",
             "model/rewards.py",
         ),
         731,

@@ -26,7 +26,7 @@ from dpllm.files import write_json
 from dpllm.ledger import open_ledger
 from dpllm.model import environment, loading, memory, processes, sharding
 from dpllm.model.processes import salted, shared
-from dpllm.model.rewards import Rewards
+from dpllm.model.rewards import Pairs, Rewards, referenced
 from dpllm.privacy import accounting
 from dpllm.privacy.accounting import CrossCheck
 from dpllm.privacy.engine import StepEngine
@@ -52,7 +52,6 @@ from dpllm.run.mechanism import (
 from dpllm.run.payment import Payment, pay
 from dpllm.run.projections import KeptGroups, read_groups
 from dpllm.run.promise import Decision, Start, decide
-from dpllm.run.reference_logprobs import Pairs, referenced
 from dpllm.run.resume import ResumeState, flat
 from dpllm.run.samples import Samples
 from dpllm.run.screen import tell_lengths
@@ -214,7 +213,8 @@ def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, 
         engine.canaries = _gradient_canaries(planted, engine.size, plan, device)
     checked = _check(decision, net, engine, vocabulary, tokenizer.pad_token_id or 0, precision, console)
     rewards = Rewards(net, engine.packing, tokenizer.pad_token_id or 0, device, autocast)
-    pairs = referenced(decision, run, rewards, units, held_out) if engine.pairs else None
+    kept = run.references if decision.resumed else None
+    pairs = referenced(rewards, units, held_out, kept) if engine.pairs else None
     notes = [*decision.policy.deviations]
     if resumed:
         if main:
@@ -292,7 +292,7 @@ def _write(
             run.clear(keep=prepared.units.path)
             run.make()
             if prepared.pairs:
-                prepared.pairs.keep(run)
+                prepared.pairs.keep(run.references)
             run.config.write_text(dump_config(config), encoding="utf-8")
             if planted:
                 canaries.save(planted, run.canaries)
