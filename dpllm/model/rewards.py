@@ -133,7 +133,7 @@ class Pairs:
 
 
 def referenced(
-    rewards: Rewards, units: Sequence[Unit | None], held_out: Sequence[TokenSequence], kept: Path | None
+    rewards: Rewards, units: Sequence[Unit | None], held_out: Sequence[TokenSequence], kept: Path, resumed: bool
 ) -> Pairs:
     """Asks the reference about all pairs; to be called before a checkpoint is loaded.
 
@@ -141,10 +141,11 @@ def referenced(
         rewards: Of the model that the run begins with.
         units: The training units.
         held_out: Answers of evaluation pairs.
-        kept: Of a run that goes on, what was computed when it began: the reference must not move with the adapter.
+        kept: What was computed when the run began.
+        resumed: Whether it goes on, and reads that: the reference must not move with the adapter.
     """
     held, state = [Unit(pair) for pair in zip(held_out[::2], held_out[1::2], strict=True)], PartialState()
-    before = _kept(kept, len(Referenced(units).reference_R), held) if kept and state.is_main_process else None
+    before = _kept(kept, len(Referenced(units).reference_R), held) if resumed and state.is_main_process else None
     sampled_R, held_out_R = processes.shared(before) or [
         rewards.surprises(some, state.process_index, state.num_processes) for some in (units, held)
     ]

@@ -213,8 +213,7 @@ def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, 
         engine.canaries = _gradient_canaries(planted, engine.size, plan, device)
     checked = _check(decision, net, engine, vocabulary, tokenizer.pad_token_id or 0, precision, console)
     rewards = Rewards(net, engine.packing, tokenizer.pad_token_id or 0, device, autocast)
-    kept = run.references if decision.resumed else None
-    pairs = referenced(rewards, units, held_out, kept) if engine.pairs else None
+    pairs = referenced(rewards, units, held_out, run.references, resumed is not None) if engine.pairs else None
     notes = [*decision.policy.deviations]
     if resumed:
         if main:

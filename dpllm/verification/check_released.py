@@ -30,7 +30,7 @@ from dpllm.statement.released import (
     read_vectors,
 )
 from dpllm.verification import check_export, check_ledger, costs
-from dpllm.verification.check_rows import of_folder, record_of
+from dpllm.verification.check_rows import readable, record_of
 from dpllm.verification.values import (
     TOLERANCE,
     Check,
@@ -52,44 +52,48 @@ _MOST_DATA = 2**34
 
 def check_embedded(directory: Path, ledger: str | None) -> Iterator[Check]:
     """All checks of a folder of clusters or of a classifier, in a fixed order."""
-
-    def files(found: Embedded) -> Iterator[Check]:
-        names, problems = check_export.regular_files(directory, strict=False)
-        if problems or set(names) != {CARD, RECORD, VECTORS}:
-            raise Wrong(f"the folder holds other files than {CARD}, {RECORD} and {VECTORS}. {_AGAIN}")
-        with regular(directory / VECTORS, MOST_VECTORS):
-            read_vectors(directory / VECTORS, found.releases[0])
-        if read_text(directory / CARD) != page(found):
-            raise Wrong(f"{CARD} is not what {RECORD} gives. {_AGAIN}")
-        yield verified("files", f"{VECTORS} has the stated hash and shapes; {CARD} follows from {RECORD}.")
-
-    def paid(found: Embedded) -> Iterator[Check]:
-        if ledger is not None:
-            yield check_ledger.released(found, ledger)
-        else:
-            entry = found.releases[0].entry
-            yield asserted("ledger", f"entry {entry} is the author's word. Type --ledger FILE to look it up.")
-
-    steps = (("files", files), ("promise", _promise), ("ledger", paid))
-    yield from of_folder(RECORD, lambda: record_of(directory / RECORD, Embedded, _AGAIN), steps)
+    record = yield from readable(RECORD, partial(record_of, directory / RECORD, Embedded, _AGAIN))
+    if record is not None:
+        yield from guarded("files", partial(_files, directory), record)
+        yield from guarded("promise", _promise, record)
+        yield from guarded("ledger", partial(_paid, ledger), record)
 
 
-def _promise(found: Embedded) -> Iterator[Check]:
+def _files(directory: Path, record: Embedded) -> Iterator[Check]:
+    names, problems = check_export.regular_files(directory, strict=False)
+    if problems or set(names) != {CARD, RECORD, VECTORS}:
+        raise Wrong(f"the folder holds other files than {CARD}, {RECORD} and {VECTORS}. {_AGAIN}")
+    with regular(directory / VECTORS, MOST_VECTORS):
+        read_vectors(directory / VECTORS, record.releases[0])
+    if read_text(directory / CARD) != page(record):
+        raise Wrong(f"{CARD} is not what {RECORD} gives. {_AGAIN}")
+    yield verified("files", f"{VECTORS} has the stated hash and shapes; {CARD} follows from {RECORD}.")
+
+
+def _paid(ledger: str | None, record: Embedded) -> Iterator[Check]:
+    if ledger is not None:
+        yield check_ledger.released(record, ledger)
+    else:
+        entry = record.releases[0].entry
+        yield asserted("ledger", f"entry {entry} is the author's word. Type --ledger FILE to look it up.")
+
+
+def _promise(record: Embedded) -> Iterator[Check]:
     """The event against mechanism and error, epsilon against the event."""
-    [one] = found.releases
-    units, delta, relation = one.declared.units, found.delta, found.neighbouring_relation
+    [one] = record.releases
+    units, delta, relation = one.declared.units, record.delta, record.neighbouring_relation
     if not _is_ours(one):
         raise Wrong(f"{one.statistic} is no release of dpllm, by that mechanism and with that error. {_AGAIN}")
     costs.bounded(one.event)
     if (
-        not found.drawn
+        not record.drawn
         or units is None
         or delta * units >= 1
         or accounting.epsilon(one.event, delta, "zero_out", "rdp") > costs.LARGE  # which takes no time to compute
     ):
         raise Wrong(f"the release was not drawn, has a delta of 1/N or more, or promises nothing. {_AGAIN}")
     epsilon = costs.together([one.event], delta, relation)
-    if found.epsilon < epsilon * (1 - TOLERANCE) or not close(found.epsilon, epsilon, costs.OTHER_VERSION):
+    if record.epsilon < epsilon * (1 - TOLERANCE) or not close(record.epsilon, epsilon, costs.OTHER_VERSION):
         raise Wrong(f"epsilon is {epsilon:.6g} by its event, and another is stated. {_AGAIN}")
     yield verified("promise", f"{one.cost} are epsilon {epsilon:.6g} at delta {delta:g}, below 1/N.")
     yield asserted("author's word", "that the numbers are of these data, by this encoder, of so many units.")

@@ -8,9 +8,10 @@ keeps no row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -58,21 +59,19 @@ _SAID = {
     "circumstances": "prompt, base_model, top_k, reasons for dropping, quality, date, software, hardware and the rest of "
     "not_covered",
 }
-Folder = TypeVar("Folder")
+Opened = TypeVar("Opened")
 Stated = TypeVar("Stated", bound=Record)
-Steps = Sequence[tuple[str, Callable[[Folder], Iterator[Check]]]]
 
 
-def of_folder(name: str, read: Callable[[], Folder], steps: Steps[Folder]) -> Iterator[Check]:
-    """Whether README.md and the record ``name`` can be read, and if so each step."""
+def readable(name: str, read: Callable[[], Opened]) -> Generator[Check, None, Opened | None]:
+    """Whether README.md and the record ``name`` can be read; returns what was read, or None."""
     try:
-        found = read()
+        opened = read()
     except Wrong as error:
         yield failed("data set", str(error))
-        return
+        return None
     yield verified("data set", f"README.md and {name} can be read, and the latter follows schema version 1.")
-    for step, check in steps:
-        yield from guarded(step, check, found)
+    return opened
 
 
 def record_of(path: Path, kind: type[Stated], again: str) -> Stated:
@@ -153,7 +152,7 @@ def _refuse_broken(rules: Mapping[str, bool], again: str) -> None:
         raise Wrong(f"{listed(wrong)}. {again}")
 
 
-def _page(card: str, matter: Json, parts: Mapping[str, str], source: str, again: str) -> Iterator[Check]:
+def page(card: str, matter: Json, parts: Mapping[str, str], source: str, again: str) -> Iterator[Check]:
     """A card against the front matter and the marked parts that follow from its record; ``again``: what to do about others."""
     stated = check_export.matter_of(card, matter.keys() | _OF_AUTHOR)
     if wrong := sorted(key for key in matter if not check_export.same(stated.get(key), matter[key])):
@@ -164,23 +163,6 @@ def _page(card: str, matter: Json, parts: Mapping[str, str], source: str, again:
 
 
 # By a tuned model.
-
-
-@dataclass(frozen=True)
-class DataSet:
-    """What lies in the folder.
-
-    Attributes:
-        directory: The folder.
-        record: synthetic.json.
-        card: README.md.
-        model: run/, which has the statement of the model that wrote the rows, and the run directory where it is at hand.
-    """
-
-    directory: Path
-    record: Synthetic
-    card: str
-    model: Published
 
 
 def run_of(directory: Path) -> RunDir | None:
@@ -194,23 +176,26 @@ def check_synthetic(
 ) -> Iterator[Check]:
     """All checks of a data set by a tuned model, in a fixed order; ``of_model``: those of the statement in run/."""
 
-    def read() -> DataSet:
+    def read() -> tuple[Synthetic, str, Published]:
         record = record_of(directory / synthetic.RECORD, Synthetic, _AGAIN)
         block, page = read_object(directory / MODEL_BLOCK), read_text(directory / MODEL_CARD)
         if (run := run_of(directory)) is not None:
             fit(run.config)
             fit(run.run)
         model = Published((directory / MODEL_BLOCK).parent, block, page, run, ledger)
-        return DataSet(directory, record, read_text(directory / CARD), model)
+        return record, read_text(directory / CARD), model
 
-    def of_run(look: Callable[[Published], Iterator[Check]]) -> Callable[[DataSet], Iterator[Check]]:
-        return lambda found: (replace(one, name=f"{OF_MODEL}{one.name}") for one in look(found.model))
-
-    steps = [*_SYNTHETIC, *((f"{OF_MODEL}{name}", of_run(look)) for name, look in of_model.items()), ("model", _said)]
-    yield from of_folder(synthetic.RECORD, read, steps)
-
-
-def _said(found: DataSet) -> Iterator[Check]:
+    if (opened := (yield from readable(synthetic.RECORD, read))) is None:
+        return
+    record, card, model = opened
+    yield from guarded("files", partial(_files, directory, record), model)
+    yield from guarded("rows", partial(_rows, directory, record), model)
+    yield from guarded("record", partial(_record, record), model)
+    yield from guarded("card", partial(_card, card, record), model)
+    yield from guarded("run", partial(_run, directory), model)
+    for name, look in of_model.items():
+        for check in guarded(name, look, model):
+            yield replace(check, name=f"{OF_MODEL}{check.name}")
     yield asserted(
         "model",
         "that weights of this statement wrote these rows, from the prompts and settings that are named, is the author's word. "
@@ -218,24 +203,22 @@ def _said(found: DataSet) -> Iterator[Check]:
     )
 
 
-def _files(found: DataSet) -> Iterator[Check]:
-    copies, stated = synthetic.of_run(found.model.record), found.record.files
-    found.model.hashes.update({theirs: stated.get(name, "") for name, theirs in copies.items()})
+def _files(directory: Path, record: Synthetic, model: Published) -> Iterator[Check]:
+    copies = synthetic.of_run(model.record)
+    model.hashes.update({theirs: record.files.get(name, "") for name, theirs in copies.items()})
     due = [synthetic.RECORD, ROWS, *copies]
-    yield hashed_files(found.directory, found.record, due, _AGAIN, strict=found.model.run is not None)
+    yield hashed_files(directory, record, due, _AGAIN, strict=model.run is not None)
 
 
-def _rows(found: DataSet) -> Iterator[Check]:
-    statement = found.model.record
-    asked = _asked(found.record, statement.statistics) if statement.guarantee else None  # as nothing released says it
-    yield rows(found.directory, found.record, asked, _AGAIN)
+def _rows(directory: Path, record: Synthetic, model: Published) -> Iterator[Check]:
+    released, guarantee = model.record.statistics, model.record.guarantee
+    yield rows(directory, record, _asked(record, released) if guarantee else None, _AGAIN)
 
 
-def _record(found: DataSet) -> Iterator[Check]:
+def _record(record: Synthetic, model: Published) -> Iterator[Check]:
     """What synthetic.json says of itself, and of the released statistic that control codes were drawn from."""
-    record, statement = found.record, found.model.record
+    statement, texts = model.record, ["text"] if record.prompts is None else ["prompt", "completion"]
     name = control.shares_of(record.control) if record.control else None
-    texts = ["text"] if record.prompts is None else ["prompt", "completion"]
     rules = _consistent(record, record.attempts, texts, statement.statistics) | {
         "shares is not the statistic of the control columns": record.shares
         in ({name} if statement.guarantee else {name, None}),
@@ -250,64 +233,48 @@ def _record(found: DataSet) -> Iterator[Check]:
     yield asserted("settings", "sampling, prompts, reasons for dropping, quality, date, software: the author's word.")
 
 
-def _card(found: DataSet) -> Iterator[Check]:
+def _card(card: str, record: Synthetic, model: Published) -> Iterator[Check]:
     """Front matter and marked part of README.md, which follow from synthetic.json and run/privacy.json."""
-    facts, source = (found.record, found.model.record), f"{synthetic.RECORD} and {MODEL_BLOCK}"
-    yield from _page(found.card, synthetic.front_matter(*facts), synthetic.render(*facts), source, _AGAIN)
+    matter, parts = synthetic.front_matter(record, model.record), synthetic.render(record, model.record)
+    yield from page(card, matter, parts, f"{synthetic.RECORD} and {MODEL_BLOCK}", _AGAIN)
 
 
-def _run(found: DataSet) -> Iterator[Check]:
+def _run(directory: Path, model: Published) -> Iterator[Check]:
     """run/ against the card that the run has now."""
-    if (run := found.model.run) is None:
+    if model.run is None:
         return
-    for name, theirs in synthetic.of_run(found.model.record).items():
-        if read_bytes(run.export / theirs) != read_bytes(found.directory / name):
+    for name, theirs in synthetic.of_run(model.record).items():
+        if read_bytes(model.run.export / theirs) != read_bytes(directory / name):
             raise Wrong(f"{name} is not the run's current {theirs}. Write the card again: dpllm card RUN/synthetic.")
     yield verified("run", "run/ holds the card and the statement that the run has now, byte for byte.")
-
-
-_SYNTHETIC: Steps[DataSet] = (
-    ("files", _files),
-    ("rows", _rows),
-    ("record", _record),
-    ("card", _card),
-    ("run", _run),
-)
 
 
 # By private inference.
 
 
-@dataclass(frozen=True)
-class Texts:
-    """What lies in the folder, and where its ledger is."""
-
-    directory: Path
-    record: Inference
-    card: str
-    ledger: str | None
-
-
 def check_inference(directory: Path, ledger: str | None) -> Iterator[Check]:
     """All checks of texts by private inference, in a fixed order."""
 
-    def read() -> Texts:
-        record = record_of(directory / inference.RECORD, Inference, costs.OF_ROWS)
-        return Texts(directory, record, read_text(directory / CARD), ledger)
+    def read() -> tuple[Inference, str]:
+        return record_of(directory / inference.RECORD, Inference, costs.OF_ROWS), read_text(directory / CARD)
 
-    yield from of_folder(inference.RECORD, read, _INFERENCE)
+    if (opened := (yield from readable(inference.RECORD, read))) is None:
+        return
+    record, card = opened
+    asked = _asked(record, record.statistics)
+    yield tried("files", hashed_files, directory, record, [inference.RECORD, ROWS], costs.OF_ROWS)
+    yield tried("rows", rows, directory, record, asked, costs.OF_ROWS)
+    yield from guarded("record", _sizes, record)
+    yield from guarded("promise", _promise, record)
+    yield from guarded("ledger", partial(_ledger, ledger), record)
+    yield from guarded("card", partial(_card_of_texts, card), record)
+    for name, what in _SAID.items():
+        yield asserted(name, f"{what}: the word of whoever wrote the rows.")
 
 
-def _texts(found: Texts) -> Iterator[Check]:
-    record, due = found.record, [inference.RECORD, ROWS]
-    yield tried("files", hashed_files, found.directory, record, due, costs.OF_ROWS)
-    yield tried("rows", rows, found.directory, record, _asked(record, record.statistics), costs.OF_ROWS)
-
-
-def _sizes(found: Texts) -> Iterator[Check]:
+def _sizes(record: Inference) -> Iterator[Check]:
     """What the record says of itself: rows, columns, texts, and the public sizes."""
-    record, statistics = found.record, found.record.statistics
-    size, units = record.num_units, record.texts * record.batch_size
+    statistics, size, units = record.statistics, record.num_units, record.texts * record.batch_size
     declared = record.neighbouring_relation != "zero_out"
     public = synthetic.declared_sides(record.data_public, record.eval_public)
     rules = _consistent(record, record.texts, ["text"], statistics) | {
@@ -331,9 +298,8 @@ def _sizes(found: Texts) -> Iterator[Check]:
     yield told("batches", f"{sizes} that were declared, not counted." if declared else f"{sizes}.")
 
 
-def _promise(found: Texts) -> Iterator[Check]:
+def _promise(record: Inference) -> Iterator[Check]:
     """The event against C, B, tau and T; epsilon and all beside it against the event."""
-    record = found.record
     yield tried("event", _event, record)
     # Such a promise protects nobody, and would take minutes.
     if accounting.epsilon(record.event, record.delta, record.neighbouring_relation, "rdp") > costs.LARGE:
@@ -374,31 +340,14 @@ def _limits(record: Inference) -> Check:
     return verified("limits of attackers", "follow from the event, with the statistics.")
 
 
-def _ledger(found: Texts) -> Iterator[Check]:
-    record = found.record
+def _ledger(ledger: str | None, record: Inference) -> Iterator[Check]:
     if record.composed is not None:
-        yield from check_ledger.charged(record.composed, record, record.statistics, 0, found.ledger)
-    elif found.ledger is not None:
+        yield from check_ledger.charged(record.composed, record, record.statistics, 0, ledger)
+    elif ledger is not None:
         raise Wrong(f"a ledger was given, but {inference.RECORD} names no entry in any. Ask its author which this is.")
     else:
         yield asserted("ledger", f"{inference.RECORD} names none, so no total over several releases is stated.")
 
 
-def _inference_card(found: Texts) -> Iterator[Check]:
-    matter, parts = inference.front_matter(found.record), inference.render(found.record)
-    yield from _page(found.card, matter, parts, inference.RECORD, costs.OF_ROWS)
-
-
-def _author(found: Texts) -> Iterator[Check]:
-    for name, what in _SAID.items():
-        yield asserted(name, f"{what}: the word of whoever wrote the rows.")
-
-
-_INFERENCE: Steps[Texts] = (
-    ("rows", _texts),
-    ("record", _sizes),
-    ("promise", _promise),
-    ("ledger", _ledger),
-    ("card", _inference_card),
-    ("author's word", _author),
-)
+def _card_of_texts(card: str, record: Inference) -> Iterator[Check]:
+    yield from page(card, inference.front_matter(record), inference.render(record), inference.RECORD, costs.OF_ROWS)

@@ -8,7 +8,6 @@ import shutil
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +80,7 @@ def test_n_that_was_declared_bounds_no_batches_and_is_said_to_be_declared(tmp_pa
 
 def test_every_changed_field_of_the_record_is_seen_by_the_page(folder: Path) -> None:
     record, missed, looked = stated(folder), [], 0
-    found = check_rows.Texts(folder, Inference.checked(record), (folder / "README.md").read_text("utf-8"), None)
+    card = (folder / "README.md").read_text("utf-8")
     for where in leaves(record):
         read = None
         with suppress(NotAStatement):
@@ -89,9 +88,7 @@ def test_every_changed_field_of_the_record_is_seen_by_the_page(folder: Path) -> 
         if read is None:
             continue
         looked += 1
-        names = {
-            check.name for check in check_rows._inference_card(replace(found, record=read)) if check.status == "failed"
-        }
+        names = {check.name for check in check_rows._card_of_texts(card, read) if check.status == "failed"}
         missed += [] if names == {"front matter", "inference in README.md"} else [where]
     assert not missed
     assert looked > 60
