@@ -202,11 +202,6 @@ def read_labels(wanted: DataConfig) -> LabelRecord | None:
             )
         return None
     record = LabelRecord.checked(read_json(Path(wanted.label_record)))
-    if not record.coherent:
-        raise ConfigError(
-            f"data.label_record {wanted.label_record}: its probability or costs are not those of its epsilon, so that the loss "
-            "would be biased, and no card could be written. Restore the record."
-        )
     if path is None or not path.is_file() or sha256(path) != record.file_sha256:
         raise Refused(
             f"data.train is not the file that data.label_record {wanted.label_record} is about, so nothing says how often its "

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from dpllm.errors import ConfigError
 from dpllm.privacy.events import Composed, Gaussian, PureDP, SelfComposed, compose, mechanism_of
@@ -193,14 +193,18 @@ class Labels(Record):
     account_epsilon: Positive | None = None
     """Of one unit, for all that the account was known to hold, this draw among it; absent where nothing says it."""
 
-    @property
-    def coherent(self) -> bool:
-        """Whether probability and costs are those of the epsilon of a label."""
+    @model_validator(mode="after")
+    def _follows(self) -> Self:
         whole = self.max_labels * self.epsilon
-        same = abs(self.probability - flip_probability(self.epsilon)) <= 1e-12
-        same &= abs(self.unit_epsilon - whole) <= 1e-9 * whole
-        same &= self.account_epsilon is None or self.account_epsilon >= whole * (1 - 1e-9)
-        return same and (self.unit != "example" or self.max_labels == 1)
+        rules = {
+            "probability is not that of epsilon": abs(self.probability - flip_probability(self.epsilon)) <= 1e-12,
+            "unit_epsilon is not that of all its labels": abs(self.unit_epsilon - whole) <= 1e-9 * whole,
+            "account_epsilon is less than this draw": (self.account_epsilon or math.inf) >= whole * (1 - 1e-9),
+            "an example has one label": self.unit != "example" or self.max_labels == 1,
+        }
+        if wrong := [problem for problem, good in rules.items() if not good]:
+            raise ValueError(", ".join(wrong))
+        return self
 
     def with_account(self, held: float = 0.0, before: Sequence[Labels] = ()) -> Self:
         """The same with the largest total known of its account, in a ledger or by models ``before``; none for other units."""

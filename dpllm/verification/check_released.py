@@ -16,7 +16,7 @@ from dpllm.ledger.values import event_of
 from dpllm.privacy import accounting, embedded
 from dpllm.privacy.events import PureDP, SelfComposed
 from dpllm.privacy.parts import added
-from dpllm.privacy.releases import OTHER, flip_probability
+from dpllm.privacy.releases import OTHER
 from dpllm.run.labels import SUFFIX
 from dpllm.statement.released import (
     MOST_VECTORS,
@@ -132,8 +132,6 @@ def check_labels(found: Published) -> Iterator[Check]:
             raise Wrong(
                 f"the loss was made for labels of epsilon {wanted}, and the statement says another. {_DRAWN_AGAIN}"
             )
-    if not all(one.coherent for one in before):
-        raise Wrong(f"of labels before these, a probability or a cost is not that of their epsilon. {_DRAWN_AGAIN}")
     if shown is not None:
         stated, due = shown.account_epsilon, shown.with_account(before=before).account_epsilon
         if stated != due:
@@ -151,7 +149,7 @@ def _beside(path: Path, where: str | None) -> Iterator[Check]:
     record = record_of(path, LabelRecord, _DRAWN_AGAIN)
     if record.account_epsilon is None:
         raise Wrong(f"{path.name} does not state what the account of these labels holds. {_DRAWN_AGAIN}")
-    yield from _labels(record.public(), where)
+    yield from _labels(record, where)
     data = path.with_name(path.name.removesuffix(SUFFIX) + ".jsonl")
     if not data.exists():
         yield asserted("labels: file", f"{data.name} is not here, so nothing says whose labels these were.")
@@ -164,11 +162,6 @@ def _beside(path: Path, where: str | None) -> Iterator[Check]:
 
 
 def _labels(shown: Labels, where: str | None) -> Iterator[Check]:
-    if not shown.coherent:
-        raise Wrong(
-            f"labels of epsilon {shown.epsilon:g} are flipped with probability {flip_probability(shown.epsilon):.6g}, and "
-            f"{shown.max_labels} of one unit cost {shown.max_labels * shown.epsilon:g}; other figures are stated. {_DRAWN_AGAIN}"
-        )
     of_all = f", {shown.unit_epsilon:g} for the {shown.max_labels} of one unit" if shown.max_labels > 1 else ""
     yield verified("labels", f"a flip with probability {shown.probability:.6g} is epsilon {shown.epsilon:g}{of_all}.")
     yield asserted("labels: coins", "the author's word that each label was flipped once, by a coin that nobody knows.")
