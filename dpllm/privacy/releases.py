@@ -90,6 +90,17 @@ class Measurement:
     error_of: str  # what ``error`` counts, in words
     measure: Any  # OpenDP's measurement
 
+    def to_json(self) -> dict[str, Any]:
+        """What a record says of it before it is drawn."""
+        return {
+            "statistic": self.asked.name,
+            "declared": self.asked.declared(),
+            "mechanism": self.mechanism,
+            "event": self.event,
+            "error_95": self.error,
+            "error_of": self.error_of,
+        }
+
     def release(self, values: Iterable[Any]) -> dict[str, float]:
         """Draws it once, from the exact values of all rows."""
         asked, declared = self.asked, frozenset(self.asked.values)
