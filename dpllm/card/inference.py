@@ -178,7 +178,7 @@ def write_inference_card(directory: Path, config: RunConfig, record: Inference) 
         ConfigError: A text of record or recipe holds a marker.
     """
     record = record.model_copy(update={"files": {ROWS: sha256(directory / ROWS)}})
-    text = synthetic.whole_page(config, front_matter(record), render(record), s=record)
+    text = synthetic.whole_page(config, record, front_matter(record), render(record))
     write_whole(directory / RECORD, section.dump_block(record.to_json()))
     write_whole(directory / CARD, text)
     return directory / CARD

@@ -161,12 +161,12 @@ def write_dataset_card(directory: Path, run: RunDir) -> Path:
         ConfigError: A record is missing or damaged; the run's model, or the statistic that control codes were drawn from, is
             another than the rows come from; or a text of the recipe holds a marker.
     """
-    given, statement = read_json(directory / RECORD), privacy_record.read(read_json(run.export / BLOCK))
+    stored, statement = read_json(directory / RECORD), privacy_record.read(read_json(run.export / BLOCK))
     copies: dict[str, bytes] = {name: (run.export / theirs).read_bytes() for name, theirs in of_run(statement).items()}
     files = {name: hashlib.sha256(content).hexdigest() for name, content in copies.items()}
-    record = Synthetic.checked({**given, "files": {ROWS: sha256(directory / ROWS), **files}})
-    _check_origin(directory, given, record, statement)
-    text = whole_page(run.load_config(), front_matter(record, statement), render(record, statement), s=record)
+    record = Synthetic.checked({**stored, "files": {ROWS: sha256(directory / ROWS), **files}})
+    _check_origin(directory, stored, record, statement)
+    text = whole_page(run.load_config(), record, front_matter(record, statement), render(record, statement))
     written: dict[str, str | bytes] = {**copies, RECORD: section.dump_block(record.to_json()), CARD: text}
     for name, content in written.items():
         write_whole(directory / name, content)
@@ -175,9 +175,9 @@ def write_dataset_card(directory: Path, run: RunDir) -> Path:
     return directory / CARD
 
 
-def _check_origin(directory: Path, given: dict[str, Any], record: Synthetic, statement: PrivacyRecord) -> None:
+def _check_origin(directory: Path, stored: Json, record: Synthetic, statement: PrivacyRecord) -> None:
     """Refuses the card of a run that was trained again, or that shows another draw of the shares, since the rows were written."""
-    named, before = (given.get("files") or {}).get(MODEL_BLOCK), directory / MODEL_BLOCK
+    named, before = (stored.get("files") or {}).get(MODEL_BLOCK), directory / MODEL_BLOCK
     if named in (None, record.files[MODEL_BLOCK]):
         return
     kept = before.is_file() and sha256(before) == named
@@ -195,7 +195,7 @@ def _origin(record: Synthetic, statement: PrivacyRecord) -> object:
     return weights, [one for one in released if one.statistic == record.shares]
 
 
-def whole_page(config: RunConfig, front: Json, parts: Mapping[str, str], **given: Any) -> str:
+def whole_page(config: RunConfig, record: Written, front: Json, parts: Mapping[str, str]) -> str:
     """The card of rows around its marked parts, with the author's license, language and title.
 
     Raises:
@@ -206,7 +206,7 @@ def whole_page(config: RunConfig, front: Json, parts: Mapping[str, str], **given
     from dpllm.card.card import page
 
     author: dict[str, Any] = {"license": config.card.license, "language": config.card.language}
-    return page("dataset_card.md.j2", DatasetCardData(**author, **front), parts, config, **given)
+    return page("dataset_card.md.j2", DatasetCardData(**author, **front), parts, config, s=record)
 
 
 def render(record: Synthetic, statement: PrivacyRecord) -> dict[str, str]:
@@ -283,9 +283,10 @@ def reads(figure: str) -> set[str]:
 
 def public_sides(statement: PrivacyRecord) -> set[str]:
     """Those that the model's statement declares public; without a guarantee it does not say so of evaluation rows alone."""
-    public, holds = statement.data_public, statement.guarantee
-    told = any("evaluation data (declared public)" in line for line in statement.not_covered) if holds else public
-    return declared_sides(public, told)
+    evaluation = statement.data_public
+    if statement.guarantee:
+        evaluation = any("evaluation data (declared public)" in line for line in statement.not_covered)
+    return declared_sides(statement.data_public, evaluation)
 
 
 def declared_sides(training: bool, evaluation: bool) -> set[str]:

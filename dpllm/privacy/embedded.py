@@ -233,5 +233,4 @@ def _noised(sums: Floats, scale: float) -> Floats:
     assert spacing_of(scale) <= 1 / STEPS  # or the lattice of the noise is the coarser one
     flat = torch.from_numpy(sums.flatten() / STEPS)
     GaussianNoise(os_entropy(), torch.device("cpu")).add_to(flat, math.nextafter(scale, math.inf))
-    found: Any = flat.numpy().reshape(sums.shape)
-    return np.asarray(found)
+    return np.asarray(flat.numpy().reshape(sums.shape), dtype=np.float64)

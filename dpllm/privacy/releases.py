@@ -70,8 +70,8 @@ class Statistic:
 
     def declared(self) -> dict[str, Any]:
         """What was declared, as JSON."""
-        given = {"values": list(self.values), "numbers": list(map(tidy, self.numbers)), "quantile": self.quantile}
-        return {name: value for name, value in given.items() if value}
+        fields = {"values": list(self.values), "numbers": list(map(tidy, self.numbers)), "quantile": self.quantile}
+        return {name: value for name, value in fields.items() if value}
 
 
 def tidy(number: float) -> float:

@@ -251,9 +251,9 @@ def opened(
         counted = len(units if config.data.sampling == "unit" else units.each_alone())
         size = public_units(config.data, counted)
         wanted = delta if delta is not None else budget.delta if budget else min(most, auto_delta(size))
-        found = resolved_delta(wanted, budget.delta if budget else 1.0, size, "--delta")
-        public_units(config.data, counted, found, "--delta")
-        yield Opened(table, units, ledger, policy, account, found, config.privacy.final)
+        resolved = resolved_delta(wanted, budget.delta if budget else 1.0, size, "--delta")
+        public_units(config.data, counted, resolved, "--delta")
+        yield Opened(table, units, ledger, policy, account, resolved, config.privacy.final)
 
 
 def _priced(

@@ -170,13 +170,13 @@ class Encoder:
 
     def of_rows(self, rows: Groups, fields: Sequence[str], around: Callable[[Floats], Floats]) -> Floats:
         """Shape (R, P): of private rows, each alone, at a public width and height."""
-        embedder, found = self._embedder(self._width), []
+        embedder, parts_RP = self._embedder(self._width), []
         for start in range(0, len(rows), embedder.height):
             tell("Reading texts", start, len(rows))
             part = rows[start : start + embedder.height]
             texts = [" ".join(text_of(row[field]) for field in fields) for [row] in part]
-            found.append(around(embedder.vectors(texts)))
-        return np.concatenate(found)
+            parts_RP.append(around(embedder.vectors(texts)))
+        return np.concatenate(parts_RP)
 
     def of_public(self, texts: Sequence[str]) -> Floats:
         """Shape (R, D): of public texts, at the width of the longest."""
@@ -194,11 +194,11 @@ class Encoder:
 
     def words(self) -> list[str]:
         """Common words of its vocabulary, which is public, in its order."""
-        found = self._tokenizer.convert_ids_to_tokens(range(len(self._tokenizer)))
-        whole = [token[1:] for token in found if token[:1] in ("\u0120", "\u2581")]  # a space, as tokenizers write it
+        tokens = self._tokenizer.convert_ids_to_tokens(range(len(self._tokenizer)))
+        whole = [token[1:] for token in tokens if token[:1] in ("\u0120", "\u2581")]  # a space, as tokenizers write it
         # WordPiece marks the others, by letters that are none.
         words = [
-            word for word in whole or found if len(word) > 3 and word.isascii() and word.isalpha() and word.islower()
+            word for word in whole or tokens if len(word) > 3 and word.isascii() and word.isalpha() and word.islower()
         ]
         if len(words) < 2:
             raise ConfigError(
@@ -293,7 +293,7 @@ def classify(folder: Path, source: str, encoder: str | None) -> Iterator[str | N
     if reader.digest != release.encoder or reader.of_public(["a"]).shape[1] != len(centre_D):
         raise ConfigError(
             f"{model.name_or_path}: has other weights, configuration or vocabulary than the encoder of {folder}, so its "
-            f"vectors mean something else. Type --encoder with the place of that {declared.encoder}."
+            f"vectors mean something else. Type --model with the place of that {declared.encoder}."
         )
     with scratch() as cache:
         config = DataConfig(train=source)

@@ -67,8 +67,8 @@ def randomize(
     with alone(output, output.with_name(f".{output.name}.lock")), scratch() as cache:
         if output.suffix != ".jsonl":
             raise ConfigError(f"--output {output}: is a file of JSON lines. Type a name that ends with .jsonl.")
-        if found := next((path for path in (output, record_of(output)) if path.exists()), None):
-            raise ConfigError(f"{found}: is there already, and would be lost. Type another --output.")
+        if there := next((path for path in (output, record_of(output)) if path.exists()), None):
+            raise ConfigError(f"{there}: is there already, and would be lost. Type another --output.")
         table = _checked(config.data, cache)
         with open_ledger(config.privacy.ledger) as ledger:  # type: ignore[union-attr]
             claim = _charge(ledger, config, table, epsilon, again)
@@ -99,10 +99,10 @@ def randomize(
 
 def _checked(wanted: DataConfig, cache: Path) -> data.Table:
     """The pairs, whose labels were not randomised before, and of whose units none has too many."""
-    if (found := _randomised(wanted)) is not None:
+    if (before := _randomised(wanted)) is not None:
         raise Refused(
-            f"{found}: its labels were randomised already ({record_of(found).name} lies beside it): the loss could not know that "
-            "they were flipped twice. Train on it as it is."
+            f"{before}: its labels were randomised already ({record_of(before).name} lies beside it): the loss could not know "
+            "that they were flipped twice. Train on it as it is."
         )
     if wanted.unit in _FIELDS:
         raise ConfigError(
@@ -177,8 +177,8 @@ def _flipped(row: Row, unit: str, epsilon: float, below: Below) -> str:
     prompt, *sides = (_plain(row[field]) for field in _FIELDS)
     if flipped(epsilon, below):
         sides.reverse()
-    told = {} if unit == "example" else {unit: row[unit]}
-    return json.dumps({**told, "prompt": prompt, "chosen": sides[0], "rejected": sides[1]}, default=str) + "\n"
+    owner = {} if unit == "example" else {unit: row[unit]}
+    return json.dumps({**owner, "prompt": prompt, "chosen": sides[0], "rejected": sides[1]}, default=str) + "\n"
 
 
 def _plain(text: Any) -> Any:
@@ -195,10 +195,10 @@ def read_labels(wanted: DataConfig) -> LabelRecord | None:
     """
     path = Path(wanted.train) if isinstance(wanted.train, str) else None
     if wanted.label_record is None:
-        if (found := _randomised(wanted)) is not None:
+        if (file := _randomised(wanted)) is not None:
             raise ConfigError(
-                f"data.train {found}: its labels were randomised ({record_of(found).name} lies beside it), and taken as true "
-                f"they would teach a weaker preference. Set data.label_record: {record_of(found)}."
+                f"data.train {file}: its labels were randomised ({record_of(file).name} lies beside it), and taken as true "
+                f"they would teach a weaker preference. Set data.label_record: {record_of(file)}."
             )
         return None
     record = LabelRecord.checked(read_json(Path(wanted.label_record)))

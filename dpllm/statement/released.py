@@ -251,9 +251,9 @@ def read_vectors(path: Path, release: Release) -> tuple[Any, Any]:
     try:
         with path.open("rb") as file:
             content = file.read(MOST_VECTORS)
-        found = safetensors.numpy.load(content)
-        centre, vectors = found["centre"], found["vectors"]
-        good = len(found) == 2 and centre.ndim == 1 and vectors.shape == shape
+        tensors = safetensors.numpy.load(content)
+        centre, vectors = tensors["centre"], tensors["vectors"]
+        good = len(tensors) == 2 and centre.ndim == 1 and vectors.shape == shape
         good &= all(one.dtype == np.float64 and bool(np.isfinite(one).all()) for one in (centre, vectors))
         good &= hashlib.sha256(content).hexdigest() == release.vectors
     except (OSError, KeyError, ValueError, TypeError, safetensors.SafetensorError):

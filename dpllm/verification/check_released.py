@@ -123,11 +123,11 @@ def _is_ours(one: Release) -> bool:
     )
 
 
-def check_labels(found: Published) -> Iterator[Check]:
+def check_labels(published: Published) -> Iterator[Check]:
     """What a statement says of its training labels."""
-    shown, before = found.record.labels, found.record.labels_before
-    if found.run is not None:
-        wanted = found.run.load_config().data.label_epsilon
+    shown, before = published.record.labels, published.record.labels_before
+    if published.run is not None:
+        wanted = published.run.load_config().data.label_epsilon
         if wanted != (shown.epsilon if shown else None):
             raise Wrong(
                 f"the loss was made for labels of epsilon {wanted}, and the statement says another. {_DRAWN_AGAIN}"
@@ -136,8 +136,8 @@ def check_labels(found: Published) -> Iterator[Check]:
         stated, due = shown.account_epsilon, shown.with_account(before=before).account_epsilon
         if stated != due:
             raise Wrong(f"{shown.dataset} holds {due} with the models before; {stated} is stated. {_DRAWN_AGAIN}")
-        where = found.ledger if found.ledger is not None else check_ledger.ledger_of(found)
-        yield from _labels(shown, where)
+        ledger = published.ledger if published.ledger is not None else check_ledger.ledger_of(published)
+        yield from _labels(shown, ledger)
 
 
 def check_label_record(path: Path, where: str | None) -> Iterator[Check]:
@@ -173,12 +173,12 @@ def _entry(shown: Labels, where: str | None) -> Check:
     name = "labels: ledger"
     if where is None:
         total = f", which holds {shown.account_epsilon:g}," if shown.account_epsilon else ""
-        told = f"entry {shown.entry} of {shown.dataset}{total}"
-        return asserted(name, f"{told} is what the author says. To check: --ledger FILE.")
+        entry = f"entry {shown.entry} of {shown.dataset}{total}"
+        return asserted(name, f"{entry} is what the author says. To check: --ledger FILE.")
     chain = check_ledger.chain_at(where, None)
-    mine = [e for e in chain.entries if e.kind == "reserve" and e.facts["entry"] == shown.entry]
+    reserved = [e for e in chain.entries if e.kind == "reserve" and e.facts["entry"] == shown.entry]
     stated = shown.dataset, shown.unit, shown.neighbouring_relation, PureDP(shown.unit_epsilon)
-    if [(e.dataset, e.facts["unit"], e.facts["relation"], event_of(e)) for e in mine] != [
+    if [(e.dataset, e.facts["unit"], e.facts["relation"], event_of(e)) for e in reserved] != [
         stated
     ] or not chain.steps.get(shown.entry):
         raise Wrong(
@@ -187,12 +187,12 @@ def _entry(shown: Labels, where: str | None) -> Check:
     account = [e for e in chain.entries if e.dataset == shown.dataset and e.kind in ("reserve", "import")]
     # Without a total (of models before, some counted other units) what is stated is this draw alone.
     events, known = [event_of(e) for e in account], shown.account_epsilon or shown.unit_epsilon
-    now, least = added(*events), added(*events[: account.index(mine[0]) + 1])
-    told = f"{chain.where} charged {shown.unit_epsilon:g} for this draw, and its account holds {now:g} in all"
+    now, least = added(*events), added(*events[: account.index(reserved[0]) + 1])
+    charged = f"{chain.where} charged {shown.unit_epsilon:g} for this draw, and its account holds {now:g} in all"
     if known < least * (1 - 1e-9):
-        raise Wrong(f"{told}, {least:g} at the time; {known:g} is stated. {_DRAWN_AGAIN}")
+        raise Wrong(f"{charged}, {least:g} at the time; {known:g} is stated. {_DRAWN_AGAIN}")
     if len(events) == 1:
         return verified(name, f"{chain.where} charged exactly this, in an account that no other epsilon is added to.")
     if now <= known * (1 + 1e-9):
-        return verified(name, f"{told}, as is stated.")
-    return asserted(name, f"{told}, more than is stated: whoever sees all draws learns that much.")
+        return verified(name, f"{charged}, as is stated.")
+    return asserted(name, f"{charged}, more than is stated: whoever sees all draws learns that much.")

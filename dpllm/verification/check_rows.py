@@ -294,8 +294,10 @@ def _sizes(record: Inference) -> Iterator[Check]:
     dropped = sum(record.dropped.values())
     yield verified("record", f"{record.texts:,} texts were begun and {dropped:,} dropped; delta is below 1/N.")
     sizes = f"{record.texts:,} disjoint batches of {record.batch_size:,} are {units:,} units, of {size:,}"
-    told = asserted if declared else verified
-    yield told("batches", f"{sizes} that were declared, not counted." if declared else f"{sizes}.")
+    if declared:
+        yield asserted("batches", f"{sizes} that were declared, not counted.")
+    else:
+        yield verified("batches", f"{sizes}.")
 
 
 def _promise(record: Inference) -> Iterator[Check]:
