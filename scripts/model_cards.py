@@ -18,14 +18,13 @@ import sys
 from pathlib import Path
 
 from dpllm.card import card as model_card
-from dpllm.card import dataset_card
+from dpllm.card import synthetic as data_set
+from dpllm.card.synthetic import RECORD, Synthetic
 from dpllm.files import CARD, read_json, sha256, write_json
 from dpllm.recipe import names
 from dpllm.recipe.config import dump_config
 from dpllm.run.directory import RunDir
 from dpllm.statement import privacy_record, section
-from dpllm.statement import synthetic as synthetic_record
-from dpllm.statement.synthetic import RECORD
 from dpllm.verification.verify import verify
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -81,13 +80,13 @@ def render() -> None:
             (recipe.parent / "export" / name).write_text(text, encoding="utf-8")
     for folder in (path.parent for path in sorted(CARDS.glob(f"*/{RECORD}"))):
         # Without the recipe: what stands outside the marked parts stays.
-        statement = privacy_record.read(read_json(folder / synthetic_record.MODEL_BLOCK))
-        _reword(folder / synthetic_record.MODEL_CARD, model_card.render(statement), model_card.matter(statement))
-        hashed = {name: sha256(folder / name) for name in synthetic_record.read(read_json(folder / RECORD)).files}
+        statement = privacy_record.read(read_json(folder / data_set.MODEL_BLOCK))
+        _reword(folder / data_set.MODEL_CARD, model_card.render(statement), model_card.matter(statement))
+        hashed = {name: sha256(folder / name) for name in Synthetic.checked(read_json(folder / RECORD)).files}
         write_json(folder / RECORD, {**read_json(folder / RECORD), "files": hashed})
-        record = synthetic_record.read(read_json(folder / RECORD))
-        matter = dataset_card.front_matter(record, statement)["privacy"]
-        _reword(folder / CARD, dataset_card.render(record, statement), matter)
+        record = Synthetic.checked(read_json(folder / RECORD))
+        matter = data_set.front_matter(record, statement)["privacy"]
+        _reword(folder / CARD, data_set.render(record, statement), matter)
 
 
 def _reword(page: Path, parts: dict[str, str], privacy: dict[str, object]) -> None:

@@ -49,7 +49,7 @@ def say(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
 
     def typed(*words: object, epsilon: float = 20.0) -> tuple[int, str, str]:
         fixed = ["rows.jsonl", "--unit", "who", "--max-examples-per-unit", 4, "--dataset", "notes"]
-        fixed += ["--ledger", "l.sqlite", "--epsilon", epsilon, "--encoder", "builtin:tiny", "--data.max_length", 16]
+        fixed += ["--ledger", "l.sqlite", "--epsilon", epsilon, "--model", "builtin:tiny", "--data.max_length", 16]
         code = main(["describe", *map(str, [*fixed, *words])])
         return code, *capsys.readouterr()
 

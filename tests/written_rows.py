@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dpllm.card.card import rendered
-from dpllm.card.dataset_card import write_dataset_card
+from dpllm.card.synthetic import write_dataset_card
 from dpllm.files import write_json
 from dpllm.privacy.accounting import compose, epsilon
 from dpllm.privacy.events import read

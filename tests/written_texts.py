@@ -8,12 +8,10 @@ from typing import Any
 
 from written_rows import MODEL_CARDS, ROWS, released, write_rows
 
-from dpllm.card.inference_card import write_inference_card
+from dpllm.card.inference import Inference, derive, write_inference_card
 from dpllm.privacy.events import BoundedRange
 from dpllm.recipe.config import RunConfig
 from dpllm.run.directory import RunDir
-from dpllm.statement import state
-from dpllm.statement.inference import Inference
 from dpllm.statement.released import Statistics
 
 Json = dict[str, Any]
@@ -55,7 +53,7 @@ FACTS: Json = {
 def inferred(**changes: Any) -> Inference:
     """The record of such texts, as whoever wrote them makes it."""
     facts = {**FACTS, **changes}
-    return state.inferred(facts, Statistics.pick(released()) if facts["control"] else None)
+    return derive(facts, Statistics.pick(released()) if facts["control"] else None)
 
 
 def recipe(**card: Any) -> RunConfig:

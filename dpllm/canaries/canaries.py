@@ -20,7 +20,7 @@ from typing import Any
 from dpllm.canaries.texts import COMPLETION, NUM_CARRIERS, Canary, ModelSource, carrier
 from dpllm.errors import ConfigError
 from dpllm.files import read_json, write_json
-from dpllm.privacy.labels import flipped
+from dpllm.privacy.releases import flipped
 from dpllm.recipe.config import DataConfig
 from dpllm.recipe.derived import slots_each
 from dpllm.recipe.sections import AuditConfig, CanaryConfig

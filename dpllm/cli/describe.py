@@ -22,7 +22,7 @@ OF_DATA = {
     "dataset": "privacy.dataset",
     "ledger": "privacy.ledger",
 }
-KEYS = {**OF_DATA, "tokenizer": "model.name_or_path", "encoder": "model.name_or_path"}
+KEYS = {**OF_DATA, "model": "model.name_or_path"}
 
 
 def number_or_auto(text: str) -> Any:
@@ -51,12 +51,10 @@ def add_commands(add: AddCommand) -> None:
     group.add_argument("--clusters", type=int, default=0, metavar="K", help="sizes and centres of K clusters")
     group.add_argument("--predict", default="", metavar="COLUMN", help="a linear classifier of a column's values")
     group.add_argument("--values", default="", metavar="A,B", help="values to tell apart; others are other")
-    group.add_argument(
-        "--encoder", metavar="MODEL", help="model or sentence encoder that reads the texts (default: the recipe's)"
-    )
     take_data(parser)
     take_final(parser)
-    parser.add_argument("--tokenizer", metavar="MODEL", help="model whose tokens are counted (default: the recipe's)")
+    text = "public model, or sentence encoder, that reads texts or counts tokens (default: the recipe's)"
+    parser.add_argument("--model", metavar="MODEL", help=text)
     text = "a file, or for clusters and classifiers a folder (default: describe.json, clusters, classifier)"
     parser.add_argument("--output", type=Path, help=text)
     parser.add_argument("--dry-run", action="store_true", help="show costs and errors, and spend nothing")
@@ -65,7 +63,7 @@ def add_commands(add: AddCommand) -> None:
     )
     parser.add_argument("folder", type=Path, help="as dpllm describe --predict or --clusters wrote it")
     parser.add_argument("data", help="file, glob, directory or Hub id")
-    parser.add_argument("--encoder", metavar="MODEL", help="where the encoder lies (default: as the folder names it)")
+    parser.add_argument("--model", metavar="MODEL", help="where its model lies (default: as the folder names it)")
     text = "flip preference labels by coins, so that each is private at the source"
     parser = add("randomize-labels", randomize, text)
     parser.add_argument("data", help="file, glob, directory or Hub id of preference pairs")
@@ -93,7 +91,7 @@ def describe(known: argparse.Namespace, rest: list[str]) -> int:
     from dpllm.recipe.config import around
     from dpllm.recipe.section import parse_overrides
 
-    embedded, lengths = bool(known.clusters or known.predict), "lengths" in dict(known.asked or ())
+    embedded = bool(known.clusters or known.predict)
     if embedded and known.asked:
         raise ConfigError(
             "statistics have a file of their own, and shares of epsilon. Ask for them by another dpllm describe."
@@ -104,10 +102,10 @@ def describe(known: argparse.Namespace, rest: list[str]) -> int:
     keys = {key: value for name, key in KEYS.items() if (value := getattr(known, name)) is not None}
     keys |= parse_overrides(rest)
     if Path(known.data).suffix not in (".yaml", ".yml") and "model.name_or_path" not in keys:
-        if embedded:
-            raise ConfigError("texts are read by a public model, and none is named. Type --encoder MODEL, or a recipe.")
-        if lengths:
-            raise ConfigError("--lengths counts tokens and needs a tokenizer. Type --tokenizer MODEL, or a recipe.")
+        if embedded or "lengths" in dict(known.asked):
+            raise ConfigError(
+                "texts are read, and tokens counted, by a public model, and none is named. Type --model MODEL, or a recipe."
+            )
         keys["model.name_or_path"] = "none"
     config = around(known.data, keys, "dpllm describe")
     cost, create = (known.epsilon, known.delta), not known.dry_run
@@ -131,7 +129,7 @@ def classify(known: argparse.Namespace, rest: list[str]) -> int:
 
     from dpllm.run.embeddings import classify as classified
 
-    for number, label in enumerate(classified(known.folder, known.data, known.encoder), 1):
+    for number, label in enumerate(classified(known.folder, known.data, known.model), 1):
         print(json.dumps({"row": number, "label": label}, ensure_ascii=False))
     return 0
 
@@ -141,16 +139,17 @@ def _release(known: argparse.Namespace, offered: AbstractContextManager[Offer], 
 
     output = known.output or Path(default)
     with offered as offer:
-        found = offer.statistics if known.dry_run else offer.release(output)
-    told = f"Together epsilon {found.epsilon:.4f} at delta {found.delta:g} per {found.unit} of {found.dataset}"
+        statistics = offer.statistics if known.dry_run else offer.release(output)
+    cost = f"Together epsilon {statistics.epsilon:.4f} at delta {statistics.delta:g}"
+    cost += f" per {statistics.unit} of {statistics.dataset}"
     column, end = "released (95% error)", f", charged to the ledger; all of it is in {output}."
     if known.dry_run:
         column = "95% error"
         end = f". Ledger: {offer.seen or 'none there yet'}. Nothing was spent."
     table = Table("statistic", column, "mechanism", "epsilon")
-    for one in found.releases:
+    for one in statistics.releases:
         table.add_row(one.statistic, one.words(), one.mechanism, one.cost)
-    show(known, found.to_json() if known.json else table, *offer.notes, told + end)
+    show(known, statistics.to_json() if known.json else table, *offer.notes, cost + end)
     if known.dry_run and offer.seen and offer.seen.error:
         raise offer.seen.error
     return 0

@@ -118,8 +118,8 @@ def _add_synthesize(parser: argparse.ArgumentParser) -> None:
 def card(known: argparse.Namespace, rest: list[str]) -> int:
     """Writes the card, signs it if asked, and says where."""
     from dpllm.card.card import write_card
+    from dpllm.card.synthetic import RECORD
     from dpllm.run.directory import RunDir
-    from dpllm.statement.synthetic import RECORD
     from dpllm.verification.verify import undone_unless_verified
 
     if (Path(known.run) / RECORD).exists():
@@ -136,8 +136,8 @@ def card(known: argparse.Namespace, rest: list[str]) -> int:
 
 def _dataset_card(directory: Path, known: argparse.Namespace) -> int:
     """The same of a data set that lies in its run directory."""
-    from dpllm.card.dataset_card import write_dataset_card
-    from dpllm.verification.check_dataset import run_of
+    from dpllm.card.synthetic import write_dataset_card
+    from dpllm.verification.check_rows import run_of
     from dpllm.verification.verify import undone_unless_verified
 
     run = run_of(directory)
@@ -153,7 +153,7 @@ def _dataset_card(directory: Path, known: argparse.Namespace) -> int:
 
 def verify(known: argparse.Namespace, rest: list[str]) -> int:
     """Prints every check, and how many there are of each kind; exit code 4 where one failed."""
-    from dpllm.verification.apart import verify as check_all
+    from dpllm.verification import verify_apart
 
     with ExitStack() as stack:
         path = Path(known.path)
@@ -163,7 +163,7 @@ def verify(known: argparse.Namespace, rest: list[str]) -> int:
             _download(known.path, known.revision, path)
         elif known.revision is not None:
             raise ConfigError(f"--revision {known.revision}: {known.path} is not a Hub id. Leave it out.")
-        found = check_all(path, ledger=known.ledger, signers=Path(known.signers) if known.signers else None)
+        found = verify_apart(path, ledger=known.ledger, signers=Path(known.signers) if known.signers else None)
     if known.json:
         show(known, found)
     else:
@@ -316,10 +316,10 @@ def _request(known: argparse.Namespace, kind: Any) -> Any:
 
 def _infer(known: argparse.Namespace, keys: dict[str, Any]) -> tuple[Path, Path]:
     """The record of what was written, and where private figures lie."""
+    from dpllm.card.inference import RECORD
     from dpllm.publish.inference import infer, private_of
     from dpllm.publish.inference_budget import InferenceRequest
     from dpllm.recipe.config import around
-    from dpllm.statement.inference import RECORD
 
     config, output = around(known.source, keys, "dpllm synthesize"), known.output or Path("synthetic")
     infer(config, _request(known, InferenceRequest), output, _not_measured(known))
@@ -328,11 +328,11 @@ def _infer(known: argparse.Namespace, keys: dict[str, Any]) -> tuple[Path, Path]
 
 def _with_model(known: argparse.Namespace) -> tuple[Path, Path]:
     """The same, of rows that a tuned model wrote."""
+    from dpllm.card.synthetic import RECORD
     from dpllm.publish.quality import FOLDER
     from dpllm.publish.synthesize import SynthesisRequest
     from dpllm.publish.synthesize import synthesize as write
     from dpllm.run.directory import RunDir
-    from dpllm.statement.synthetic import RECORD
 
     run = RunDir(Path(known.source))
     output = write(run, _request(known, SynthesisRequest), known.output, _not_measured(known))

@@ -1,22 +1,30 @@
 """Preference pairs seen by a model: log-likelihoods of their answers, and the implicit rewards that follow.
 
 Comes in: a model, units of pairs. Goes out: one number for each answer, by which training and evaluation compare the model with
-its reference; reward accuracy and margin. All of it is computed from data, so it is private unless these are public.
+its reference; reward accuracy and margin. All of it is computed from data, so it is private unless these are public. The
+reference is the base, where a new adapter adds nothing yet, or the adapter that the run starts from: it is asked once, before the
+first step, and what it says is kept in private/.
 
 Shape suffixes: R answers, two of each pair, in the order of units; P pairs.
 """
 
 from __future__ import annotations
 
+import hashlib
+import io
 import itertools
+import zipfile
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
+from accelerate import PartialState
 from numpy.typing import NDArray
 from torch import nn
 
+from dpllm.files import write_whole
 from dpllm.model import processes
 from dpllm.model.evaluate import HeldOut, without_memory
 from dpllm.privacy import guards
@@ -65,13 +73,8 @@ class Rewards:
     ) -> None:
         """``packing`` is that of training, in which no row rounds by its company."""
         without_memory(model)
-        self._model, self._packing, self._pad_id, self._device, self._autocast = (
-            model,
-            packing,
-            pad_id,
-            device,
-            autocast,
-        )
+        self._model, self._packing, self._pad_id = model, packing, pad_id
+        self._device, self._autocast = device, autocast
         self._attention = RowAttention(model)
 
     def surprises(self, units: Sequence[Unit | None], rank: int = 0, world: int = 1) -> Floats:
@@ -111,3 +114,54 @@ class Rewards:
 def answers(units: Sequence[Unit | None]) -> list[TokenSequence]:
     """The sequences of all units in their order."""
     return [sequence for unit in units if unit for sequence in unit.sequences]
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Preference pairs with what the reference says of each answer."""
+
+    sampled: Referenced  # the training units, canary slots last
+    held_out: Referenced  # empty without evaluation data
+    rewards: Rewards  # what the model that trains says of pairs
+
+    def keep(self, path: Path) -> None:
+        """Writes it down for a run that goes on."""
+        file, about = io.BytesIO(), np.frombuffer(_digest(self.held_out.units), np.uint8)
+        np.savez(file, sampled=self.sampled.reference_R, held_out=self.held_out.reference_R, about=about)
+        write_whole(path, file.getvalue(), mode=0o600)
+
+
+def referenced(
+    rewards: Rewards, units: Sequence[Unit | None], held_out: Sequence[TokenSequence], kept: Path, resumed: bool
+) -> Pairs:
+    """Asks the reference about all pairs; to be called before a checkpoint is loaded.
+
+    Args:
+        rewards: Of the model that the run begins with.
+        units: The training units.
+        held_out: Answers of evaluation pairs.
+        kept: What was computed when the run began.
+        resumed: Whether it goes on, and reads that: the reference must not move with the adapter.
+    """
+    held, state = [Unit(pair) for pair in zip(held_out[::2], held_out[1::2], strict=True)], PartialState()
+    before = _kept(kept, len(Referenced(units).reference_R), held) if resumed and state.is_main_process else None
+    sampled_R, held_out_R = processes.shared(before) or [
+        rewards.surprises(some, state.process_index, state.num_processes) for some in (units, held)
+    ]
+    return Pairs(Referenced(units, sampled_R), Referenced(held, held_out_R), rewards)
+
+
+def _kept(path: Path, many: int, held: Sequence[Unit]) -> tuple[Floats, Floats] | None:
+    """What was written down; None where it is damaged or of other evaluation pairs, and the reference is asked again."""
+    try:
+        with np.load(path) as file:
+            sampled_R, held_out_R, about = (file[name] for name in ("sampled", "held_out", "about"))
+    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile):
+        return None
+    good = (len(sampled_R), len(held_out_R)) == (many, 2 * len(held)) and about.tobytes() == _digest(held)
+    return (sampled_R, held_out_R) if good else None
+
+
+def _digest(units: Sequence[Unit | None]) -> bytes:
+    texts = [(sequence.input_ids, sequence.loss_mask) for sequence in answers(units)]
+    return hashlib.blake2b(repr(texts).encode(), digest_size=16).digest()

@@ -44,7 +44,7 @@ from numpy.typing import NDArray
 
 from dpllm.errors import ConfigError
 from dpllm.privacy.events import BoundedRange, integer, number
-from dpllm.privacy.labels import Below, bernoulli_exp
+from dpllm.privacy.releases import Below, bernoulli_exp
 
 MOST_CLIP = 6.0  # of the temperature: a proposal is accepted with a probability of at least exp(-2 C / tau)
 LATTICE_BITS = 20  # a vote is rounded by at most C / 2^21, as much as logits of bfloat16 lie apart near 2^-13

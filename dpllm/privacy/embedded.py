@@ -49,8 +49,6 @@ NAMES: dict[Kind, str] = {
 DIMENSIONS: dict[Kind, int] = {"clusters": 16, "classifier": 64}
 MOST_ROWS = 2**13
 """Of a unit: the sum of so many products is exact in float64."""
-COUNTED = "units in each count"
-"""What an error counts."""
 _NORMAL = 1.959964  # what a standard normal number exceeds, either way, with probability 0.05
 
 
@@ -105,9 +103,11 @@ def event_of(kind: Kind, noise_multiplier: float, rounds: int) -> SelfComposed:
     return SelfComposed(rounds if kind == "clusters" else 2, Gaussian(noise_multiplier))
 
 
-def error_of(noise_multiplier: float) -> float:
-    """What a released count errs by, at most, with 95% probability; in units."""
-    return _NORMAL * math.sqrt(2) * noise_multiplier + 0.5  # it is rounded
+def figures(kind: Kind, noise_multiplier: float, rounds: int) -> dict[str, Any]:
+    """What a record says of such a release: mechanism, event, and what a count errs by, at most, with 95% probability."""
+    error = _NORMAL * math.sqrt(2) * noise_multiplier + 0.5  # it is rounded
+    event = event_of(kind, noise_multiplier, rounds)
+    return {"mechanism": NAMES[kind], "event": event, "error_95": error, "error_of": "units in each count"}
 
 
 MOST_NOISE = 2.0**10
@@ -232,5 +232,4 @@ def _noised(sums: Floats, scale: float) -> Floats:
     assert spacing_of(scale) <= 1 / STEPS  # or the lattice of the noise is the coarser one
     flat = torch.from_numpy(sums.flatten() / STEPS)
     GaussianNoise(os_entropy(), torch.device("cpu")).add_to(flat, math.nextafter(scale, math.inf))
-    found: Any = flat.numpy().reshape(sums.shape)
-    return np.asarray(found)
+    return np.asarray(flat.numpy().reshape(sums.shape), dtype=np.float64)

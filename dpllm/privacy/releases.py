@@ -1,8 +1,8 @@
-"""Noisy statistics: each a measurement of OpenDP, with the epsilon that OpenDP's own map states for it.
+"""Releases of a delta of 0: noisy statistics, with the epsilon that OpenDP's own map states for each, and randomised labels.
 
 Comes in: what is asked (declared values, no data), how many rows one unit may bring, an epsilon. Goes out: a ``Measurement``,
-which turns the values of all rows into what may be published. OpenDP (extra ``stats``) draws all noise, from the operating
-system's generator.
+which turns the values of all rows into what may be published; or coins, and how often they flip a label. OpenDP (extra ``stats``)
+draws all noise of statistics, from the operating system's generator.
 
 Guarantee:
     A release of a ``Measurement`` is (epsilon, 0)-differentially private, with the epsilon of its event, for any two lists of
@@ -18,14 +18,18 @@ References:
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import partial
 from typing import Any, Literal
 
 from dpllm.errors import ConfigError
 from dpllm.privacy.events import PureDP
 
+Below = Callable[[int], int]
+"""A uniform integer from 0 to its argument, exclusive: ``secrets.randbelow``, or a seeded one in tests."""
 MISSED = 0.05  # probability that a release errs by more than its ``error``
 OTHER = "other"  # where a row counts whose value is none of the declared ones
 Kind = Literal["units", "lengths", "quantiles", "shares"]
@@ -66,8 +70,8 @@ class Statistic:
 
     def declared(self) -> dict[str, Any]:
         """What was declared, as JSON."""
-        given = {"values": list(self.values), "numbers": list(map(tidy, self.numbers)), "quantile": self.quantile}
-        return {name: value for name, value in given.items() if value}
+        fields = {"values": list(self.values), "numbers": list(map(tidy, self.numbers)), "quantile": self.quantile}
+        return {name: value for name, value in fields.items() if value}
 
 
 def tidy(number: float) -> float:
@@ -85,6 +89,17 @@ class Measurement:
     error: float  # with 95% probability it errs by at most this; it follows from what is declared
     error_of: str  # what ``error`` counts, in words
     measure: Any  # OpenDP's measurement
+
+    def to_json(self) -> dict[str, Any]:
+        """What a record says of it before it is drawn."""
+        return {
+            "statistic": self.asked.name,
+            "declared": self.asked.declared(),
+            "mechanism": self.mechanism,
+            "event": self.event,
+            "error_95": self.error,
+            "error_of": self.error_of,
+        }
 
     def release(self, values: Iterable[Any]) -> dict[str, float]:
         """Draws it once, from the exact values of all rows."""
@@ -160,3 +175,44 @@ def _quantile(asked: Statistic) -> Callable[[float], Any]:
     return partial(
         measurements.make_private_quantile, *space, measures.max_divergence(), list(asked.numbers), asked.quantile
     )
+
+
+def flip_probability(epsilon: float) -> float:
+    """The probability q = 1 / (1 + e^epsilon) with which a label is flipped."""
+    return 1 / (1 + math.exp(epsilon))
+
+
+def flipped(epsilon: float, below: Below = secrets.randbelow) -> bool:
+    """Whether one label is flipped: True with probability 1 / (1 + e^epsilon), exactly.
+
+    Args:
+        epsilon: > 0, of one label.
+        below: From n to a uniform integer in 0..n-1; another than the operating system's for tests only.
+
+    Guarantee:
+        The label that comes out is (epsilon, 0)-differentially private under a change of the label that went in: either of the
+        two comes out at most e^epsilon times as often from one as from the other. Labels are flipped independently, so k of one
+        annotator cost k epsilon. What else a row says, its prompt and answers, is not protected.
+
+    References:
+        Warner 1965, "Randomized Response". Canonne, Kamath and Steinke 2020, "The Discrete Gaussian for Differential Privacy",
+        algorithm 1 (the exact coin).
+    """
+    # A fair coin keeps; the other half flips with probability e^-epsilon and else begins anew. So flips and keeps are as
+    # e^-epsilon to 1.
+    while below(2):
+        if bernoulli_exp(Fraction(epsilon), below):
+            return True
+    return False
+
+
+def bernoulli_exp(gamma: Fraction, below: Below) -> bool:
+    """True with probability exp(-gamma), gamma >= 0, exactly (Canonne, Kamath and Steinke 2020, algorithm 1)."""
+    while gamma > 1:
+        if not bernoulli_exp(Fraction(1), below):
+            return False
+        gamma -= 1
+    turn = 1
+    while below(gamma.denominator * turn) < gamma.numerator:
+        turn += 1
+    return turn % 2 == 1

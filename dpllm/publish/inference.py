@@ -1,6 +1,6 @@
 """A data set that private records vote for, token by token: no training, and nothing but the rows leaves.
 
-Comes in: the recipe, what is asked for. Goes out: a folder as ``statement.inference`` lays it out, whole or not at all. Must not
+Comes in: the recipe, what is asked for. Goes out: a folder as ``card.inference`` lays it out, whole or not at all. Must not
 know how a token is drawn (``privacy.clipped_logits``), nor read a model (``model.reading``).
 
 Guarantee:
@@ -28,8 +28,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from dpllm.card.dataset_card import declared_sides
-from dpllm.card.inference_card import write_inference_card
+from dpllm.card import inference, synthetic
+from dpllm.card.synthetic import ROWS, Quality
 from dpllm.errors import ConfigError, Refused
 from dpllm.files import alone, digest, read_json, scratch, whole_directory, write_whole
 from dpllm.ledger import RunRequest
@@ -48,7 +48,6 @@ from dpllm.statement import lineage, state
 from dpllm.statement.privacy_record import Lineage
 from dpllm.statement.released import Statistics
 from dpllm.statement.run_files import LedgerRecord
-from dpllm.statement.synthetic import ROWS, Quality
 from dpllm.text import control
 from dpllm.text.data import load_table
 from dpllm.text.layouts import Row
@@ -309,7 +308,7 @@ class _Job:
     def beside(self) -> Beside:
         """The records themselves, and rows that did not vote."""
         data = self.config.data
-        declared = declared_sides(data.public, data.eval_public)
+        declared = synthetic.declared_sides(data.public, data.eval_public)
         beside = Beside(data, self.tokenizer, declared, self.released, {TRAINING: self.source.table})
         if data.eval is None:
             beside.missing.append("evaluation rows: data.eval names none")
@@ -353,7 +352,7 @@ class _Job:
         }
         with whole_directory(output) as part:
             write_whole(part / ROWS, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-            write_inference_card(part, config, state.inferred(facts, self.released))
+            inference.write_inference_card(part, config, inference.derive(facts, self.released))
         self.reservation.finish("completed")
 
 

@@ -18,14 +18,14 @@ from huggingface_hub import CommitOperationAdd, DatasetInfo, HfApi, ModelInfo, c
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
+from dpllm.card.synthetic import MODEL_BLOCK, RECORD, ROWS, Synthetic
 from dpllm.errors import ConfigError, DpllmError, Refused
 from dpllm.files import BLOCK, CARD, UNHASHED, read_json, sha256
 from dpllm.publish import leaks
 from dpllm.run.directory import RunDir, open_run
 from dpllm.statement import privacy_record
 from dpllm.statement.privacy_record import PrivacyRecord
-from dpllm.statement.synthetic import MODEL_BLOCK, RECORD, ROWS, read
-from dpllm.verification.check_dataset import OF_MODEL, run_of
+from dpllm.verification.check_rows import OF_MODEL, run_of
 from dpllm.verification.values import Wrong
 from dpllm.verification.verify import insist
 
@@ -149,7 +149,7 @@ def _statement(source: _Source, ledger: str | None, without_guarantee: bool) -> 
 
 def _files(source: _Source, statement: PrivacyRecord) -> tuple[Upload, ...]:
     """Everything that was verified, with the hashes that were verified; the upload refuses other content."""
-    listed = read(read_json(source.folder / RECORD)).files if source.kind == "dataset" else statement.files
+    listed = Synthetic.checked(read_json(source.folder / RECORD)).files if source.kind == "dataset" else statement.files
     beside = {CARD, RECORD} if source.kind == "dataset" else UNHASHED
     paths = {name: source.folder / name for name in beside}
     hashes = listed | {name: sha256(path, follow=False) for name, path in paths.items() if path.exists()}

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from dpllm.auditing.statistics import upper_limit
-from dpllm.card.dataset_card import public_sides, reads
+from dpllm.card.synthetic import Quality, public_sides, reads
 from dpllm.errors import DpllmError
 from dpllm.files import write_json
 from dpllm.privacy.releases import Statistic
@@ -29,7 +29,6 @@ from dpllm.recipe.names import public_name
 from dpllm.run.directory import RunDir
 from dpllm.statement.privacy_record import PrivacyRecord
 from dpllm.statement.released import Statistics
-from dpllm.statement.synthetic import Quality
 from dpllm.text import control
 from dpllm.text.asked import exact_values
 from dpllm.text.data import Table, each_row, value_name
@@ -64,7 +63,7 @@ class Beside:
     Attributes:
         data: The recipe's data section.
         tokenizer: Counts tokens.
-        declared: Sides that may be published, as ``dataset_card.declared_sides`` names them.
+        declared: Sides that may be published, as ``synthetic.declared_sides`` names them.
         released: Statistics that were released.
         tables: Real rows by side, as far as they are here.
         missing: What is not here, and why; more is added while measuring.

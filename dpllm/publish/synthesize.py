@@ -1,6 +1,6 @@
 """A data set that a privately tuned model writes: post-processing, which spends no further budget.
 
-Comes in: a run directory with its card, and what is asked for. Goes out: a folder as ``statement.synthetic`` lays it out, whole
+Comes in: a run directory with its card, and what is asked for. Goes out: a folder as ``card.synthetic`` lays it out, whole
 or not at all. Of a run with a guarantee it reads the recipe, run.json and export/, but neither training rows nor anything in
 ``private/``, unless quality is measured.
 
@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dpllm.card.dataset_card import write_dataset_card
+from dpllm.card.synthetic import RECORD, ROWS, Quality, Sampling, Synthetic, write_dataset_card
 from dpllm.errors import ConfigError, Refused
 from dpllm.files import BLOCK, alone, sha256, whole_directory, write_json, write_whole
 from dpllm.model import processes
@@ -33,7 +33,6 @@ from dpllm.publish.quality import FOLDER, Tell, of_run, report
 from dpllm.recipe.config import RunConfig
 from dpllm.run.directory import RunDir
 from dpllm.statement.privacy_record import PrivacyRecord
-from dpllm.statement.synthetic import RECORD, ROWS, Quality, Sampling, Synthetic
 from dpllm.text import control
 from dpllm.text.data import load_table, value_name
 from dpllm.text.prompts import private_among, read_prompts

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from dpllm.errors import ConfigError, Refused
 from dpllm.privacy import accounting, banded
 from dpllm.privacy.banded import LearningRate
-from dpllm.privacy.labels import flip_probability
 from dpllm.privacy.plan import (
     Mechanism,
     Neighbours,
@@ -21,6 +20,7 @@ from dpllm.privacy.plan import (
     steps_event,
     strategy_for,
 )
+from dpllm.privacy.releases import flip_probability
 from dpllm.privacy.renyi import Fit
 from dpllm.privacy.schedule import Schedule, make_schedule
 from dpllm.recipe.config import DataConfig, LoraConfig, RunConfig

@@ -24,6 +24,7 @@ from dpllm.canaries.texts import ModelSource, encode_secret
 from dpllm.errors import ConfigError, NotBatchInvariant, Refused
 from dpllm.model import adapters, loading, memory, processes
 from dpllm.model.processes import shared
+from dpllm.model.rewards import Pairs
 from dpllm.privacy import guards
 from dpllm.privacy.engine import FP16_LOSS_SCALE, StepEngine
 from dpllm.privacy.loss import Autocast
@@ -38,7 +39,6 @@ from dpllm.run.checkpoint import ResumeState
 from dpllm.run.directory import RunDir
 from dpllm.run.projections import read_groups
 from dpllm.run.promise import Decision
-from dpllm.run.reference_logprobs import Pairs
 from dpllm.run.reservation import Reservation
 from dpllm.run.screen import Samples
 from dpllm.text import data, tokens

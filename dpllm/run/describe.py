@@ -15,12 +15,11 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import dpllm
 from dpllm.errors import ConfigError, Refused
@@ -28,11 +27,12 @@ from dpllm.files import alone, scratch, write_json
 from dpllm.ledger import Ledger, Outlook, RunRequest, dataset_policy, open_ledger
 from dpllm.ledger.admission import reserve_all
 from dpllm.privacy.accounting import Relation, compose, epsilon
-from dpllm.privacy.events import Event, count_releases, number
+from dpllm.privacy.events import count_releases, number
 from dpllm.privacy.plan import auto_delta, resolved_delta
 from dpllm.privacy.releases import Measurement, Statistic, measurement
 from dpllm.recipe.config import RunConfig
 from dpllm.recipe.derived import public_units
+from dpllm.records import Json
 from dpllm.statement import lineage
 from dpllm.statement.released import Statistics
 from dpllm.text import data
@@ -64,7 +64,7 @@ class Offer:
     notes: tuple[str, ...]
     _source: Opened
     _ready: Callable[[], object]  # what may fail because of a row, while it is free
-    _draws: Sequence[Callable[[Charge], dict[str, Any]]]  # of each release: fields that are known when it is drawn
+    _draws: Sequence[Callable[[Charge], Json]]  # of each release: fields that are known when it is drawn
     _write: Callable[[Path, Statistics], None]
 
     def release(self, output: Path) -> Statistics:
@@ -83,16 +83,19 @@ class Offer:
                 )
             if self.seen and self.seen.error:
                 raise self.seen.error
-            ledger, whose, releases = self._source.ledger, self._source.policy, []
-            requests = _requests(self.statistics, self._source.final)
+            ledger, policy, releases = self._source.ledger, self._source.policy, []
             assert ledger is not None
             self._ready()
             claims = reserve_all(
-                ledger, whose.dataset, requests, records=whose.records, derived_from=whose.derived_from
+                ledger,
+                policy.dataset,
+                self._source.requests(self.statistics),
+                records=policy.records,
+                derived_from=policy.derived_from,
             )
-            for one, draw, claim in zip(self.statistics.releases, self._draws, claims, strict=True):
+            for release, draw, claim in zip(self.statistics.releases, self._draws, claims, strict=True):
                 drawn = draw(partial(ledger.charge, claim.entry))
-                releases.append(one.model_copy(update={**drawn, "entry": claim.entry}))
+                releases.append(release.model_copy(update={**drawn, "entry": claim.entry}))
             released = self.statistics.model_copy(update={"releases": tuple(releases)})
             self._write(output, released)
             for claim in claims:
@@ -131,23 +134,22 @@ def offered(
     columns = (name for group in asked for one in group for name in columns_of(one))
     with opened(without_evaluation(config), delta, columns, most=DELTA, create=create) as source:
         exact = partial(exact_values, units=source.units, table=source.table, data=config.data, tokenizer=tokenizer)
-        made, statistics = _priced(config, asked, epsilon, source)
+        measurements, statistics = _priced(config, asked, epsilon, source)
 
         def ready() -> None:
             # A row that cannot be read, say by a chat template, is refused while that is free.
-            for one in {(one.kind, one.column): one for one, _ in made}.values():
-                deque(exact(one), maxlen=0)
+            for statistic in {(one.asked.kind, one.asked.column): one.asked for one in measurements}.values():
+                deque(exact(statistic), maxlen=0)
 
-        def draw(one: Statistic, measure: Measurement, charge: Charge) -> dict[str, Any]:
+        def draw(measure: Measurement, charge: Charge) -> Json:
             charge(1)
-            return {"value": measure.release(exact(one))}
+            return {"value": measure.release(exact(measure.asked))}
 
         def write(output: Path, released: Statistics) -> None:
             write_json(output, released.to_json())
 
-        yield Offer(
-            statistics, source.outlook(statistics), (), source, ready, [partial(draw, *one) for one in made], write
-        )
+        draws = [partial(draw, measure) for measure in measurements]
+        yield Offer(statistics, source.outlook(statistics), (), source, ready, draws, write)
 
 
 def without_evaluation(config: RunConfig) -> RunConfig:
@@ -180,23 +182,34 @@ class Opened:
     delta: float
     final: bool  # nothing can follow what is released
 
-    def facts(self, config: RunConfig, event: Event, **software: str) -> dict[str, Any]:
-        """What ``Statistics`` says of the data, the day and the cost of ``event``."""
-        relation = relation_of(config)
-        return {
-            "dataset": self.account,
-            "unit": config.data.unit,
-            "max_examples_per_unit": config.data.max_examples_per_unit or 1,
-            "neighbouring_relation": relation,
-            "epsilon": epsilon(event, self.delta, relation),
-            "delta": self.delta,
-            "date": time.strftime("%Y-%m-%d", time.gmtime()),
-            "software": {"dpllm": dpllm.__version__, **software},
-        }
+    def statistics(self, config: RunConfig, releases: Sequence[Json], software: Mapping[str, str]) -> Statistics:
+        """What would be released of these data today, and what all of it costs together."""
+        relation, event = relation_of(config), compose([release["event"] for release in releases])
+        return Statistics.pick(
+            {},
+            dataset=self.account,
+            unit=config.data.unit,
+            max_examples_per_unit=config.data.max_examples_per_unit or 1,
+            neighbouring_relation=relation,
+            epsilon=epsilon(event, self.delta, relation),
+            delta=self.delta,
+            date=time.strftime("%Y-%m-%d", time.gmtime()),
+            software={"dpllm": dpllm.__version__, **software},
+            releases=[{**release, "value": None, "entry": None} for release in releases],
+        )
+
+    def requests(self, offered: Statistics) -> list[RunRequest]:
+        """What the ledger is asked for: an entry for each release."""
+        of_all = offered.unit, offered.neighbouring_relation
+        steps = ((one, count_releases(one.event)) for one in offered.releases)
+        return [
+            RunRequest(one.event, offered.delta, many, *of_all, f"describe: {one.statistic}", final=self.final)
+            for one, many in steps
+        ]
 
     def outlook(self, offered: Statistics) -> Outlook | None:
         """What the ledger holds, and would hold; None where there is none yet."""
-        return self.ledger.outlook(self.account, _requests(offered, self.final)) if self.ledger else None
+        return self.ledger.outlook(self.account, self.requests(offered)) if self.ledger else None
 
     def refuse_tuned(self, config: RunConfig) -> None:
         """A model that learned these data tells of them by itself."""
@@ -237,17 +250,17 @@ def opened(
         counted = len(units if config.data.sampling == "unit" else units.each_alone())
         size = public_units(config.data, counted)
         wanted = delta if delta is not None else budget.delta if budget else min(most, auto_delta(size))
-        found = resolved_delta(wanted, budget.delta if budget else 1.0, size, "--delta")
-        public_units(config.data, counted, found, "--delta")
-        yield Opened(table, units, ledger, policy, account, found, config.privacy.final)
+        resolved = resolved_delta(wanted, budget.delta if budget else 1.0, size, "--delta")
+        public_units(config.data, counted, resolved, "--delta")
+        yield Opened(table, units, ledger, policy, account, resolved, config.privacy.final)
 
 
 def _priced(
     config: RunConfig, asked: Sequence[Sequence[Statistic]], epsilon: float, source: Opened
-) -> tuple[list[tuple[Statistic, Measurement]], Statistics]:
-    """Each release with its measurement, and all that is known of them before they are drawn."""
+) -> tuple[list[Measurement], Statistics]:
+    """The measurement of each release, and all that is known of them before they are drawn."""
     number("--epsilon", epsilon, 0.0, 1000.0)
-    made = []
+    measurements = []
     for group in asked:
         cost = int(epsilon / len(asked) / len(group) / FINEST + 1e-6) * FINEST
         if cost < FINEST:
@@ -255,34 +268,12 @@ def _priced(
                 f"--epsilon {epsilon:g} leaves less than {FINEST:g} to each {group[0].name}, which would be pure noise. Ask for "
                 "fewer statistics, or raise --epsilon."
             )
-        made += [(one, measurement(one, config.data.max_examples_per_unit or 1, cost)) for one in group]
-    fields = source.facts(config, compose([one.event for _, one in made]), opendp=metadata.version("opendp"))
-    releases = [
-        {
-            "statistic": statistic.name,
-            "declared": statistic.declared(),
-            "mechanism": one.mechanism,
-            "event": one.event,
-            "error_95": one.error,
-            "error_of": one.error_of,
-            "value": None,
-            "entry": None,
-        }
-        for statistic, one in made
-    ]
-    statistics = Statistics.pick({**fields, "releases": releases})
+        measurements += [measurement(one, config.data.max_examples_per_unit or 1, cost) for one in group]
+    releases = [measure.to_json() for measure in measurements]
+    statistics = source.statistics(config, releases, {"opendp": metadata.version("opendp")})
     if len(statistics.model_dump_json(indent=2)) > MOST_TEXT:
         raise ConfigError(
             "too many values or candidates are declared for a card to show what is released, and all of them would be paid "
             "for. Declare fewer: with several columns, each combination counts."
         )
-    return made, statistics
-
-
-def _requests(asked: Statistics, final: bool) -> list[RunRequest]:
-    whose = asked.unit, asked.neighbouring_relation
-    steps = ((one, count_releases(one.event)) for one in asked.releases)
-    return [
-        RunRequest(one.event, asked.delta, many, *whose, f"describe: {one.statistic}", final=final)
-        for one, many in steps
-    ]
+    return measurements, statistics

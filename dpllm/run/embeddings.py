@@ -20,7 +20,6 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import safetensors.numpy
@@ -33,11 +32,12 @@ from dpllm.model import loading, processes
 from dpllm.model.reading import Embedder
 from dpllm.privacy import embedded
 from dpllm.privacy.accounting import calibrate_noise_multiplier
-from dpllm.privacy.embedded import DIMENSIONS, NAMES, Floats, Kind, Projection, unit_length
+from dpllm.privacy.embedded import DIMENSIONS, Floats, Kind, Projection, unit_length
 from dpllm.privacy.releases import OTHER
 from dpllm.progress import tell
 from dpllm.recipe import names
 from dpllm.recipe.config import DataConfig, ModelConfig, RunConfig
+from dpllm.records import Json
 from dpllm.run.describe import Charge, Offer, Opened, opened, relation_of, without_evaluation
 from dpllm.statement.released import RECORD, VECTORS, Statistics, page, read_vectors
 from dpllm.text import data
@@ -125,9 +125,8 @@ def offered(
                     f"would hide in the noise. Type a larger --epsilon{f', or --clusters {most} or less' if most > 1 else ''}."
                 )
         job, versions = _Job(config, asked, source, sigma), processes.versions()
-        release = job.release(units)
         software = {name: versions[name] for name in ("torch", "transformers")}
-        statistics = Statistics.pick({**source.facts(config, release["event"], **software), "releases": [release]})
+        statistics = source.statistics(config, [job.release(units)], software)
         yield Offer(statistics, source.outlook(statistics), (note,), source, job.read, [job.draw], job.write)
 
 
@@ -151,10 +150,8 @@ class Encoder:
         loading.check_outliers(self._model)
         loading.check_vocabulary(self._model, self._tokenizer)
         self.digest = loading.digest(self._model, self._tokenizer, self._pooling)
-        most, around = (
-            loading.positions(self._model),
-            self._tokenizer.num_special_tokens_to_add() if self._pooling else 0,
-        )
+        most = loading.positions(self._model)
+        around = self._tokenizer.num_special_tokens_to_add() if self._pooling else 0
         self._width = min(max_length, most - 2 - around if most else max_length)  # a start, and padding
         one, other, none = self._tokenizer(["one", "two", ""], add_special_tokens=False)["input_ids"]
         if one in (other, none):
@@ -172,13 +169,13 @@ class Encoder:
 
     def of_rows(self, rows: Groups, fields: Sequence[str], around: Callable[[Floats], Floats]) -> Floats:
         """Shape (R, P): of private rows, each alone, at a public width and height."""
-        embedder, found = self._embedder(self._width), []
+        embedder, parts_RP = self._embedder(self._width), []
         for start in range(0, len(rows), embedder.height):
             tell("Reading texts", start, len(rows))
             part = rows[start : start + embedder.height]
             texts = [" ".join(text_of(row.parts[field]) for field in fields) for [row] in part]
-            found.append(around(embedder.vectors(texts)))
-        return np.concatenate(found)
+            parts_RP.append(around(embedder.vectors(texts)))
+        return np.concatenate(parts_RP)
 
     def of_public(self, texts: Sequence[str]) -> Floats:
         """Shape (R, D): of public texts, at the width of the longest."""
@@ -196,11 +193,11 @@ class Encoder:
 
     def words(self) -> list[str]:
         """Common words of its vocabulary, which is public, in its order."""
-        found = self._tokenizer.convert_ids_to_tokens(range(len(self._tokenizer)))
-        whole = [token[1:] for token in found if token[:1] in ("\u0120", "\u2581")]  # a space, as tokenizers write it
+        tokens = self._tokenizer.convert_ids_to_tokens(range(len(self._tokenizer)))
+        whole = [token[1:] for token in tokens if token[:1] in ("\u0120", "\u2581")]  # a space, as tokenizers write it
         # WordPiece marks the others, by letters that are none.
         words = [
-            word for word in whole or found if len(word) > 3 and word.isascii() and word.isalpha() and word.islower()
+            word for word in whole or tokens if len(word) > 3 and word.isascii() and word.isalpha() and word.islower()
         ]
         if len(words) < 2:
             raise ConfigError(
@@ -215,22 +212,14 @@ class _Job:
     def __init__(self, config: RunConfig, asked: Asked, source: Opened, sigma: float) -> None:
         self._config, self._asked, self._source, self._sigma = config, asked, source, sigma
 
-    def release(self, units: int) -> dict[str, Any]:
+    def release(self, units: int) -> Json:
         """All of it that is known before it is drawn."""
-        asked, kind = self._asked, self._asked.kind
-        declared = {"encoder": names.public_name(self._config.model.name_or_path), "units": units}
-        declared |= {"max_length": self._config.data.max_length, "dimensions": DIMENSIONS[kind]}
-        declared |= {"clusters": asked.clusters} if asked.clusters else {"values": list(asked.values)}
-        return {
-            "statistic": f"classifier of {asked.column}" if asked.column else "clusters of texts",
-            "declared": declared,
-            "mechanism": NAMES[kind],
-            "event": embedded.event_of(kind, self._sigma, ROUNDS),
-            "error_95": embedded.error_of(self._sigma),
-            "error_of": embedded.COUNTED,
-            "value": None,
-            "entry": None,
-        }
+        config, asked = self._config, self._asked
+        declared = {"encoder": names.public_name(config.model.name_or_path), "units": units}
+        declared |= {"max_length": config.data.max_length, "dimensions": DIMENSIONS[asked.kind]}
+        declared |= {"clusters": asked.clusters} if asked.clusters else {"values": asked.values}
+        statistic = f"classifier of {asked.column}" if asked.column else "clusters of texts"
+        return {"statistic": statistic, "declared": declared, **embedded.figures(asked.kind, self._sigma, ROUNDS)}
 
     def read(self) -> None:
         """The vector and the label of each row, of which the last is other; private."""
@@ -247,7 +236,7 @@ class _Job:
             [numbers.get(value_name(row.codes.get(asked.column)), len(numbers)) for [row] in rows], dtype=np.int64
         )
 
-    def draw(self, charge: Charge) -> dict[str, Any]:
+    def draw(self, charge: Charge) -> Json:
         """Draws it, and keeps what goes into its files."""
         asked, rows_RP, units_R = self._asked, self._rows_RP, self._units_R
         if asked.clusters:
@@ -292,8 +281,7 @@ def classify(folder: Path, source: str, encoder: str | None) -> Iterator[str | N
         ConfigError: The folder is damaged, or of another encoder.
         DataError: The rows have no text.
     """
-    stated = Statistics.pick(read_json(folder / RECORD))
-    release = stated.releases[0]
+    release = Statistics.pick(read_json(folder / RECORD)).releases[0]
     centre_D, vectors = read_vectors(folder / VECTORS, release)
     declared, sizes = release.declared, release.value or {}
     labels = [*declared.values, OTHER] if declared.values else sorted(sizes)
@@ -304,7 +292,7 @@ def classify(folder: Path, source: str, encoder: str | None) -> Iterator[str | N
     if reader.digest != release.encoder or reader.of_public(["a"]).shape[1] != len(centre_D):
         raise ConfigError(
             f"{model.name_or_path}: has other weights, configuration or vocabulary than the encoder of {folder}, so its "
-            f"vectors mean something else. Type --encoder with the place of that {declared.encoder}."
+            f"vectors mean something else. Type --model with the place of that {declared.encoder}."
         )
     with scratch() as cache:
         config = DataConfig(train=source)

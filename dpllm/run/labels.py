@@ -20,10 +20,10 @@ from dpllm.ledger.admission import reserve_all
 from dpllm.ledger.records import ANY, HASH_BYTES, fingerprint
 from dpllm.ledger.values import LABELS, OPEN, label_account
 from dpllm.privacy.events import PureDP, number
-from dpllm.privacy.labels import Below, flip_probability, flipped
 from dpllm.privacy.parts import added
+from dpllm.privacy.releases import Below, flip_probability, flipped
 from dpllm.recipe.config import DataConfig, RunConfig
-from dpllm.statement.labels import LabelRecord
+from dpllm.statement.released import LabelRecord
 from dpllm.text import data
 from dpllm.text.layouts import FIELDS, Row
 from dpllm.text.sources import expand
@@ -66,8 +66,8 @@ def randomize(
     with alone(output, output.with_name(f".{output.name}.lock")), scratch() as cache:
         if output.suffix != ".jsonl":
             raise ConfigError(f"--output {output}: is a file of JSON lines. Type a name that ends with .jsonl.")
-        if found := next((path for path in (output, record_of(output)) if path.exists()), None):
-            raise ConfigError(f"{found}: is there already, and would be lost. Type another --output.")
+        if there := next((path for path in (output, record_of(output)) if path.exists()), None):
+            raise ConfigError(f"{there}: is there already, and would be lost. Type another --output.")
         table = _checked(config.data, cache)
         with open_ledger(config.privacy.ledger) as ledger:  # type: ignore[union-attr]
             claim = _charge(ledger, config, table, epsilon, again)
@@ -98,10 +98,10 @@ def randomize(
 
 def _checked(wanted: DataConfig, cache: Path) -> data.Table:
     """The pairs, whose labels were not randomised before, and of whose units none has too many."""
-    if (found := _randomised(wanted)) is not None:
+    if (before := _randomised(wanted)) is not None:
         raise Refused(
-            f"{found}: its labels were randomised already ({record_of(found).name} lies beside it): the loss could not know that "
-            "they were flipped twice. Train on it as it is."
+            f"{before}: its labels were randomised already ({record_of(before).name} lies beside it): the loss could not know "
+            "that they were flipped twice. Train on it as it is."
         )
     if wanted.unit in _FIELDS:
         raise ConfigError(
@@ -176,8 +176,8 @@ def _flipped(row: Row, unit: str, epsilon: float, below: Below) -> str:
     prompt, *sides = (_plain(row.parts[field]) for field in _FIELDS)
     if flipped(epsilon, below):
         sides.reverse()
-    told = {} if unit == "example" else {unit: row.unit}
-    return json.dumps({**told, "prompt": prompt, "chosen": sides[0], "rejected": sides[1]}, default=str) + "\n"
+    owner = {} if unit == "example" else {unit: row.unit}
+    return json.dumps({**owner, "prompt": prompt, "chosen": sides[0], "rejected": sides[1]}, default=str) + "\n"
 
 
 def _plain(text: Any) -> Any:
@@ -194,18 +194,13 @@ def read_labels(wanted: DataConfig) -> LabelRecord | None:
     """
     path = Path(wanted.train) if isinstance(wanted.train, str) else None
     if wanted.label_record is None:
-        if (found := _randomised(wanted)) is not None:
+        if (file := _randomised(wanted)) is not None:
             raise ConfigError(
-                f"data.train {found}: its labels were randomised ({record_of(found).name} lies beside it), and taken as true "
-                f"they would teach a weaker preference. Set data.label_record: {record_of(found)}."
+                f"data.train {file}: its labels were randomised ({record_of(file).name} lies beside it), and taken as true "
+                f"they would teach a weaker preference. Set data.label_record: {record_of(file)}."
             )
         return None
     record = LabelRecord.checked(read_json(Path(wanted.label_record)))
-    if not record.coherent:
-        raise ConfigError(
-            f"data.label_record {wanted.label_record}: its probability or costs are not those of its epsilon, so that the loss "
-            "would be biased, and no card could be written. Restore the record."
-        )
     if path is None or not path.is_file() or sha256(path) != record.file_sha256:
         raise Refused(
             f"data.train is not the file that data.label_record {wanted.label_record} is about, so nothing says how often its "

@@ -26,7 +26,7 @@ from dpllm.files import write_json
 from dpllm.ledger import open_ledger
 from dpllm.model import evaluate, loading, memory, processes, sharding
 from dpllm.model.processes import ahead, salted, shared, stop_signal
-from dpllm.model.rewards import Rewards
+from dpllm.model.rewards import Rewards, referenced
 from dpllm.privacy import accounting
 from dpllm.privacy.engine import Diagnostics
 from dpllm.privacy.gradient_canaries import GradientCanaries
@@ -43,7 +43,6 @@ from dpllm.run.failures import StepDeadline, fail_together
 from dpllm.run.projections import KeptGroups, read_groups
 from dpllm.run.promise import Decision, Start, decide
 from dpllm.run.record import Recorder, may_publish_cost
-from dpllm.run.reference_logprobs import referenced
 from dpllm.run.reservation import Reservation, reserve
 from dpllm.run.screen import Samples, Screen, tell_lengths
 from dpllm.statement.run_files import RunRecord, read_run
@@ -278,7 +277,7 @@ def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, 
     pad_id = tokenizer.pad_token_id or 0
     checked = build.check_engine(decision, net, engine, vocabulary, pad_id, precision, console)
     rewards = Rewards(net, engine.packing, pad_id, device, autocast)
-    pairs = referenced(decision, run, rewards, units, held_out) if engine.pairs else None
+    pairs = referenced(rewards, units, held_out, run.references, resumed is not None) if engine.pairs else None
     noted = _load(resumed, run, net, optimizer, console) if resumed else []
     reservation = reserve(config, decision, start, run, table) if main else Reservation()
     prepared = Prepared(
@@ -346,7 +345,7 @@ def _write(
             run.clear(keep=prepared.units.path)
             run.make()
             if prepared.pairs:
-                prepared.pairs.keep(run)
+                prepared.pairs.keep(run.references)
             run.config.write_text(dump_config(config), encoding="utf-8")
             if planted:
                 canaries.save(planted, run.canaries)

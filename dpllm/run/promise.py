@@ -32,8 +32,8 @@ from dpllm.run.directory import RunDir, check_directory
 from dpllm.run.labels import read_labels
 from dpllm.statement import lineage, section
 from dpllm.statement.formatting import html_table
-from dpllm.statement.labels import Labels
 from dpllm.statement.privacy_record import Lineage
+from dpllm.statement.released import Labels
 from dpllm.text import builtin, data, layouts, rendering
 from dpllm.text.data import Groups
 from dpllm.text.prompts import read_prompts

@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dpllm.errors import ConfigError, DpllmError, Refused
 from dpllm.files import BLOCK, CARD, digest, read_json, sha256
@@ -23,15 +23,35 @@ from dpllm.recipe import derived, names
 from dpllm.recipe.config import LoraConfig, RunConfig
 from dpllm.recipe.names import is_builtin
 from dpllm.statement import privacy_record
-from dpllm.statement.labels import Labels
 from dpllm.statement.privacy_record import Ancestor, ComposedLineage, Lineage, PrivacyRecord
+from dpllm.statement.released import Labels
 from dpllm.statement.section import front_matter
 
 if TYPE_CHECKING:
     from dpllm.ledger import Ledger
     from dpllm.privacy.events import Event
-    from dpllm.privacy.plan import Plan
-    from dpllm.statement.inference import Promised
+    from dpllm.privacy.privacy_loss import Relation
+
+
+class PromisedEvent(Protocol):
+    """A Plan, texts by inference, or what is asked for: an event, and whom its epsilon protects."""
+
+    @property
+    def event(self) -> Event:
+        """What ran, or would run."""
+
+    @property
+    def delta(self) -> float:
+        """At which its epsilon is stated."""
+
+    @property
+    def unit(self) -> str:
+        """Whom it protects."""
+
+    @property
+    def neighbouring_relation(self) -> Relation:
+        """Between which datasets."""
+
 
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors")  # as peft names them
 _OURS = {"r", "lora_alpha", "use_rslora", "target_modules", "modules_to_save", "megatron_core", "qalora_group_size"}
@@ -268,7 +288,7 @@ def compose_with_base(
     dataset: str,
     derived_from: str | None,
     book: Ledger | None,
-    plan: Plan | None,
+    plan: PromisedEvent | None,
 ) -> Lineage | None:
     """What a run and the models before it promise together.
 
@@ -308,7 +328,7 @@ def compose_with_base(
 
 
 def together(
-    same_data: Sequence[Ancestor], own: Plan | Promised | None, broken: str | None = None
+    same_data: Sequence[Ancestor], own: PromisedEvent | None, broken: str | None = None
 ) -> tuple[ComposedLineage | None, str | None]:
     """Epsilon of a run and of those before it on the same data, at its delta; or why there is none.
 

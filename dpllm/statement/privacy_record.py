@@ -28,8 +28,7 @@ from dpllm.records import (
     Text,
 )
 from dpllm.statement.audit import AuditRecord
-from dpllm.statement.labels import Labels
-from dpllm.statement.released import BesideRun
+from dpllm.statement.released import BesideRun, Labels
 
 SCHEMA_VERSION = 4
 Generator = Literal["aes256_ctr", "philox_gpu", "philox"]

@@ -1,22 +1,24 @@
-"""Statistics of private data that were released: what describe.json holds, and the same beside a run on its card.
+"""What was released without a training run: statistics, as describe.json holds them, and labels randomised at the source.
 
-Comes in: JSON. Goes out: typed records, and a release in words. Must not know how one is drawn or checked.
+Comes in: JSON. Goes out: typed records, of which a card shows the same beside a run, and a release in words. Must not know how
+one is drawn or checked.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from dpllm.errors import ConfigError
 from dpllm.privacy.accounting import stored
 from dpllm.privacy.events import Composed, Gaussian, PureDP, SelfComposed, compose, mechanism_of
-from dpllm.privacy.releases import OTHER
-from dpllm.records import AtLeast1, Between0And1, NotNegative, Number, Record, Sha256, Share, Text
+from dpllm.privacy.releases import OTHER, flip_probability
+from dpllm.records import AtLeast1, Between0And1, NotNegative, Number, Positive, Record, Sha256, Share, Text
 from dpllm.statement import formatting
 
 RECORD, VECTORS = "describe.json", "vectors.safetensors"
@@ -151,11 +153,81 @@ class Statistics(Record):
         return all(one.value is not None and one.entry is not None for one in self.releases)
 
 
+class Embedded(Statistics):
+    """describe.json in a folder of clusters, or of a classifier."""
+
+    schema_version: Literal[1]
+    releases: tuple[Release]
+
+
 class BesideRun(Statistics):
     """What was released about the training data, by OpenDP; absent where the author names nothing."""
 
     with_run: NotNegative | None
     """Epsilon of the run and these releases together, at the run's delta; null where the run gives no guarantee."""
+
+
+class Labels(Record):
+    """Which answer of each pair is called the chosen one was flipped by a coin; absent where labels are as they were given."""
+
+    mechanism: Literal["randomised response"]
+    """What flipped them."""
+    neighbouring_relation: Literal["label_changed"]
+    """How two datasets differ: in one label, or in all labels of one unit. Prompts and answers are the same in both."""
+    epsilon: Annotated[float, Field(gt=1e-3, le=50)]
+    """Of one label, with a delta of 0."""
+    probability: Annotated[float, Field(gt=0, lt=0.5)]
+    """With which each label was flipped: 1 / (1 + e^epsilon)."""
+    unit: Text
+    """Whose labels are protected together: example (one pair), or the column that says whose label it is."""
+    max_labels: AtLeast1
+    """Most labels of one unit."""
+    unit_epsilon: Positive
+    """Of all labels of one unit: max_labels times epsilon."""
+    dataset: Text
+    """Name of these labels in the ledger: an account of their own, which adds to no other."""
+    entry: Text
+    """Its entry there."""
+    date: Annotated[str, Field(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}$")]
+    """Day on which they were flipped, in UTC."""
+    account_epsilon: Positive | None = None
+    """Of one unit, for all that the account was known to hold, this draw among it; absent where nothing says it."""
+
+    @model_validator(mode="after")
+    def _follows(self) -> Self:
+        whole = self.max_labels * self.epsilon
+        rules = {
+            "probability is not that of epsilon": abs(self.probability - flip_probability(self.epsilon)) <= 1e-12,
+            "unit_epsilon is not that of all its labels": abs(self.unit_epsilon - whole) <= 1e-9 * whole,
+            "account_epsilon is less than this draw": (self.account_epsilon or math.inf) >= whole * (1 - 1e-9),
+            "an example has one label": self.unit != "example" or self.max_labels == 1,
+        }
+        if wrong := [problem for problem, good in rules.items() if not good]:
+            raise ValueError(", ".join(wrong))
+        return self
+
+    def with_account(self, held: float = 0.0, before: Sequence[Labels] = ()) -> Self:
+        """The same with the largest total known of its account, in a ledger or by models ``before``; none for other units."""
+        draws: list[Labels] = [self, *(draw for draw in before if draw.dataset == self.dataset)]
+        paid = math.fsum({draw.entry: draw.unit_epsilon for draw in draws}.values())  # who uses one twice pays once
+        total = max(held, paid, *(draw.account_epsilon or 0.0 for draw in draws))
+        fields = {key: value for key, value in self.to_json().items() if key != "account_epsilon"}
+        if {draw.unit for draw in draws} == {self.unit}:
+            fields["account_epsilon"] = total
+        return self.checked(fields)
+
+
+class LabelRecord(Labels):
+    """The same beside the data. It holds no coin, no number of flips, and nothing of the labels as they were."""
+
+    schema_version: Literal[1]
+    """Version of this record."""
+    file_sha256: Sha256
+    """Of the file with the flipped labels; it is published nowhere, since whoever guesses the texts could check them."""
+
+    def public(self) -> Labels:
+        """What a statement says of it."""
+        return Labels.pick(self.to_json())
 
 
 def page(shown: Statistics) -> str:
@@ -179,9 +251,9 @@ def read_vectors(path: Path, release: Release) -> tuple[Any, Any]:
     try:
         with path.open("rb") as file:
             content = file.read(MOST_VECTORS)
-        found = safetensors.numpy.load(content)
-        centre, vectors = found["centre"], found["vectors"]
-        good = len(found) == 2 and centre.ndim == 1 and vectors.shape == shape
+        tensors = safetensors.numpy.load(content)
+        centre, vectors = tensors["centre"], tensors["vectors"]
+        good = len(tensors) == 2 and centre.ndim == 1 and vectors.shape == shape
         good &= all(one.dtype == np.float64 and bool(np.isfinite(one).all()) for one in (centre, vectors))
         good &= hashlib.sha256(content).hexdigest() == release.vectors
     except (OSError, KeyError, ValueError, TypeError, safetensors.SafetensorError):

@@ -15,8 +15,8 @@ from dpllm.errors import ConfigError
 from dpllm.files import RunPaths, read_json
 from dpllm.privacy.plan import Plan
 from dpllm.records import Json, Number, Record, Sha256
-from dpllm.statement.labels import Labels
 from dpllm.statement.privacy_record import Charged, Generator, Group, Lattice, Lineage
+from dpllm.statement.released import Labels
 
 SCHEMA_VERSION = 2
 """Of plan.json and of run.json."""

@@ -1,9 +1,8 @@
 """From facts to the privacy statement: everything in it that follows from something else is derived here, and nowhere else.
 
-Comes in: the recipe, the Plan, the record of the run, its audit, released statistics, hashes of files; or facts about texts by
-inference. Goes out: a ``PrivacyRecord``, of which the marked parts of the card are a function, or an ``Inference``. ``dpllm
-verify`` derives the same again and compares. Pure: must not read a file, a clock or ``private/``, nor state an epsilon as a
-guarantee where there is none.
+Comes in: the recipe, the Plan, the record of the run, its audit, released statistics, hashes of files. Goes out: a
+``PrivacyRecord``, of which the marked parts of the card are a function; ``dpllm verify`` derives the same again and compares.
+Pure: must not read a file, a clock or ``private/``, nor state an epsilon as a guarantee where there is none.
 """
 
 from __future__ import annotations
@@ -13,17 +12,16 @@ from collections.abc import Mapping
 
 from dpllm.errors import ConfigError
 from dpllm.files import of_model
-from dpllm.privacy import accounting, events
+from dpllm.privacy import accounting
 from dpllm.privacy.accounting import compose, finite
-from dpllm.privacy.limits import attacker_limits_of
-from dpllm.privacy.plan import ACCOUNTANT, Plan
+from dpllm.privacy.plan import Plan
 from dpllm.recipe import derived, names
 from dpllm.recipe.config import LoraConfig, RunConfig
 from dpllm.records import Json
-from dpllm.statement import formatting, lineage, privacy_record
+from dpllm.statement import formatting, privacy_record
 from dpllm.statement.audit import AuditRecord
 from dpllm.statement.audit_bounds import Claim
-from dpllm.statement.inference import Inference, Promised, whole
+from dpllm.statement.lineage import PromisedEvent
 from dpllm.statement.privacy_record import CRYPTOGRAPHIC, Composed, PrivacyRecord
 from dpllm.statement.released import BesideRun, Statistics
 from dpllm.statement.run_files import LedgerRecord, RunRecord
@@ -214,49 +212,10 @@ def composed(ledger: LedgerRecord, delta: float | None) -> Composed:
     )
 
 
-def beside_run(released: Statistics, terms: Promised | None, guarantee: bool) -> BesideRun:
+def beside_run(released: Statistics, terms: PromisedEvent | None, guarantee: bool) -> BesideRun:
     """What was released about the training data, and what it comes to together with the run."""
     with_run = None
     if terms is not None and guarantee:
         event = compose([terms.event, released.event()])
         with_run = finite(accounting.epsilon(event, terms.delta, terms.neighbouring_relation))
     return BesideRun.pick(released.to_json(), with_run=with_run)
-
-
-def not_covered(unit: str, relation: str) -> tuple[str, ...]:
-    """What the guarantee of texts by inference is never about."""
-    lines = formatting.template("inference_not_covered.txt.j2").render(
-        unit=unit, neighbouring_relation=relation, visible=formatting.visible
-    )
-    return tuple(lines.strip().splitlines())
-
-
-def inferred(facts: Json, released: Statistics | None) -> Inference:
-    """The record of texts that were written by inference; epsilon and all that follows from the event is computed here.
-
-    Args:
-        facts: Fields of ``Inference``: JSON values, events or records. Those that are derived, ``schema_version`` and, before the
-            rows are written, ``files`` may be missing; without ``not_covered`` it has what always holds.
-        released: The statistics whose shares were asked for; None without control.
-
-    Raises:
-        NotAStatement: A fact is none that a record may hold.
-        Refused: No finite epsilon can be stated.
-    """
-    event, delta, relation = facts["event"], facts["delta"], facts["neighbouring_relation"]
-    event = event if isinstance(event, events.Event) else events.read(event)
-    epsilon = accounting.epsilon(event, delta, relation)
-    record = Inference.pick(
-        {
-            "not_covered": [*not_covered(facts["unit"], relation), *lineage.deviations(facts["lineage"])],
-            "files": {},
-            **facts,
-        },
-        schema_version=1,
-        epsilon=epsilon,
-        accountant={**accounting.versions(), "name": ACCOUNTANT, "interval": accounting.FINE_INTERVAL},
-        cross_check=accounting.cross_check(event, delta, relation, epsilon),
-        limits=attacker_limits_of(whole(event, released), relation),
-        statistics=None,
-    )
-    return record if released is None else record.model_copy(update={"statistics": beside_run(released, record, True)})

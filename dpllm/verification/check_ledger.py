@@ -26,11 +26,11 @@ from dpllm.privacy.events import Event, RunEvent, count_releases
 from dpllm.privacy.parts import parts_of
 from dpllm.records import Json
 from dpllm.statement import state
-from dpllm.statement.inference import Promised
 from dpllm.statement.privacy_record import Budget, Composed
 from dpllm.statement.released import Statistics
 from dpllm.statement.run_files import LedgerRecord, RunRecord, read_run
 from dpllm.verification import costs
+from dpllm.verification.costs import Promised
 from dpllm.verification.values import (
     Check,
     Published,

@@ -19,11 +19,10 @@ from dpllm.privacy.privacy_loss import Relation
 from dpllm.privacy.releases import OTHER, Kind, Statistic, tidy, told
 from dpllm.statement import lineage as ancestry
 from dpllm.statement import state
-from dpllm.statement.inference import Promised
 from dpllm.statement.privacy_record import CRYPTOGRAPHIC, Ancestor, Composed, Lineage, PrivacyRecord
 from dpllm.statement.released import BesideRun, Release
 from dpllm.verification import costs
-from dpllm.verification.costs import again, differing, follows
+from dpllm.verification.costs import Promised, again, differing, follows
 from dpllm.verification.values import Check, Published, Wrong, asserted, differences, listed, tried, verified
 
 MOST_PARENTS = 10

@@ -10,13 +10,16 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from dpllm.card.inference import Inference
 from dpllm.privacy import accounting
 from dpllm.privacy.accounting import Relation
 from dpllm.privacy.events import Event
 from dpllm.privacy.parts import parts_of
-from dpllm.statement.inference import Inference, Promised
+from dpllm.privacy.plan import Plan
 from dpllm.verification.values import TOLERANCE, Difference, Wrong, differences, listed
 
+Promised = Plan | Inference
+"""What states an epsilon of an event."""
 LARGE = 500.0
 """Epsilon by RDP beyond which PLD has a coarser grid: such an epsilon promises nothing, and would take gigabytes."""
 COARSE = 2e-2

@@ -18,23 +18,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from dpllm.card import inference, synthetic
 from dpllm.errors import ConfigError, Refused
 from dpllm.files import BLOCK, CARD, SIGNATURE, write_whole
 from dpllm.run.directory import RunDir
 from dpllm.run.labels import SUFFIX
-from dpllm.statement import inference, released, state, synthetic, tradeoff_figure
+from dpllm.statement import released, state, tradeoff_figure
 from dpllm.statement.run_files import read_plan, read_run
 from dpllm.verification import (
     check_audits,
-    check_dataset,
-    check_embedded,
     check_export,
-    check_labels,
     check_ledger,
     check_promise,
+    check_released,
+    check_rows,
     sign,
 )
-from dpllm.verification.check_inference import check as check_inference
 from dpllm.verification.values import (
     Check,
     Published,
@@ -80,14 +79,14 @@ def verify(path: Path, *, ledger: str | None = None, signers: Path | None = None
         ConfigError: The path holds nothing that could be verified.
     """
     if path.name.endswith(SUFFIX) and path.is_file():
-        return Verification(str(path), tuple(check_labels.check_record(path, ledger)))
+        return Verification(str(path), tuple(check_released.check_label_record(path, ledger)))
     if os.path.lexists(path / synthetic.RECORD):
         of_model = {name: check for name, check in CHECKS if name not in _OF_WEIGHTS}
-        return Verification(str(path), tuple(check_dataset.check(path, ledger, of_model)))
+        return Verification(str(path), tuple(check_rows.check_synthetic(path, ledger, of_model)))
     if os.path.lexists(path / inference.RECORD):
-        return Verification(str(path), tuple(check_inference(path, ledger)))
+        return Verification(str(path), tuple(check_rows.check_inference(path, ledger)))
     if os.path.lexists(path / released.VECTORS):
-        return Verification(str(path), tuple(check_embedded.check(path, ledger)))
+        return Verification(str(path), tuple(check_released.check_embedded(path, ledger)))
     directory, run = _subject(path)
     checks: list[Check] = []
     try:
@@ -200,7 +199,7 @@ CHECKS: tuple[tuple[str, Callable[[Published], Iterator[Check]]], ...] = (
     ("audit", check_audits.check),
     ("lineage", check_promise.check_lineage),
     ("statistics", check_promise.check_statistics),
-    ("labels", check_labels.check),
+    ("labels", check_released.check_labels),
     ("ledger", check_ledger.check),
     ("run", check_run),
 )

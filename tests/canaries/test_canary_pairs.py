@@ -18,7 +18,7 @@ from dpllm.canaries import canaries
 from dpllm.canaries.canaries import CanaryPlan, check_fits, load, plan_canaries, redraw_coins, save, slots
 from dpllm.canaries.texts import Canary
 from dpllm.errors import ConfigError
-from dpllm.privacy.labels import flip_probability
+from dpllm.privacy.releases import flip_probability
 from dpllm.recipe.config import DataConfig
 from dpllm.recipe.sections import AuditConfig, CanaryConfig
 

@@ -13,7 +13,7 @@ from running import done, dpllm_
 from voting import ROWS, TOKENS, Json, Place, shares_of
 
 import dpllm
-from dpllm.card import dataset_card
+from dpllm.card import synthetic
 from dpllm.cli import _parser
 from dpllm.cli.publish import KEYS
 from dpllm.errors import ConfigError
@@ -39,8 +39,8 @@ def test_figures_of_quality_are_public_only_where_all_that_they_read_is(place: P
     told, kept = record["quality"]["figures"], private["figures"]
     assert private["public"] == record["quality"]
     allowed = {"data.public": {"training"}, "data.eval_public": {"evaluation"}, None: set()}[public]
-    assert all(dataset_card.reads(name) <= {"synthetic", "released", *allowed} for name in told)
-    assert not any(dataset_card.reads(name) <= {"synthetic", "released", *allowed} for name in kept)
+    assert all(synthetic.reads(name) <= {"synthetic", "released", *allowed} for name in told)
+    assert not any(synthetic.reads(name) <= {"synthetic", "released", *allowed} for name in kept)
     both = {**told, **kept}
     assert (told["rows: synthetic"], both["rows: training"], both["rows: evaluation"]) == (record["rows"], 40, 12)
     assert {"visit by TSTR: accuracy", "visit by TRTR: accuracy", "share of home: released"} <= both.keys()

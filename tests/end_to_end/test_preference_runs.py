@@ -20,13 +20,13 @@ from dpllm.auditing import attacks
 from dpllm.auditing.summary import AuditContext, summarise
 from dpllm.auditing.table import TokenTable, read_tokens, write_tokens
 from dpllm.errors import Refused
+from dpllm.model import rewards
 from dpllm.model.rewards import Referenced
 from dpllm.privacy.engine import StepEngine
 from dpllm.privacy.loss import row_sums
 from dpllm.privacy.preference import PairLoss
 from dpllm.privacy.schedule import TokenSequence, Unit
 from dpllm.publish import leaks
-from dpllm.run import reference_logprobs
 from dpllm.run.directory import RunDir
 from dpllm.statement.audit import read_audit
 
@@ -122,18 +122,18 @@ def test_what_was_kept_of_other_evaluation_pairs_or_is_damaged_is_not_read(tmp_p
     run = RunDir(tmp_path)
     run.private.mkdir()
     units = [Unit((TokenSequence((1, n), (False, True), 1), TokenSequence((2, n), (False, True), 1))) for n in range(3)]
-    kept = reference_logprobs.Pairs(Referenced(units[:1], np.zeros(2)), Referenced(units[1:], np.ones(4)), Mock())
-    kept.keep(run)
-    found = reference_logprobs._kept(run, 2, units[1:])
+    kept = rewards.Pairs(Referenced(units[:1], np.zeros(2)), Referenced(units[1:], np.ones(4)), Mock())
+    kept.keep(run.references)
+    found = rewards._kept(run.references, 2, units[1:])
     assert found is not None
     assert [part.tolist() for part in found] == [[0.0] * 2, [1.0] * 4]
-    assert reference_logprobs._kept(run, 2, units[:2]) is None
-    assert reference_logprobs._kept(run, 4, units[1:]) is None
+    assert rewards._kept(run.references, 2, units[:2]) is None
+    assert rewards._kept(run.references, 4, units[1:]) is None
     for size in (100, 0):
         run.references.write_bytes(run.references.read_bytes()[:size])
-        assert reference_logprobs._kept(run, 2, units[1:]) is None
+        assert rewards._kept(run.references, 2, units[1:]) is None
     run.references.unlink()
-    assert reference_logprobs._kept(run, 2, units[1:]) is None
+    assert rewards._kept(run.references, 2, units[1:]) is None
 
 
 def test_a_run_that_diverges_ends_and_publishes_no_figure(asked: Place) -> None:

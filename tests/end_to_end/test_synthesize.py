@@ -18,11 +18,11 @@ from published import carry, read
 from running import Place, contents, done, dpllm_, edit_recipe, make_place
 
 import dpllm
+from dpllm.card.synthetic import Synthetic
 from dpllm.errors import ConfigError
 from dpllm.files import sha256
 from dpllm.publish import draft, generate, synthesize
 from dpllm.run.directory import RunDir
-from dpllm.statement.synthetic import Synthetic
 from dpllm.text.data import load_table
 from dpllm.text.prompts import keep_rows, private_among
 

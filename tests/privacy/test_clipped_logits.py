@@ -12,7 +12,7 @@ from scipy import stats
 
 from dpllm.errors import ConfigError
 from dpllm.privacy.clipped_logits import LATTICE_BITS, Ballot
-from dpllm.privacy.labels import bernoulli_exp
+from dpllm.privacy.releases import bernoulli_exp
 
 SIGNIFICANCE = 1e-6
 

@@ -166,10 +166,12 @@ def test_counts_err_by_more_than_stated_at_most_once_in_twenty(kind: str, seed: 
     for _ in range(many):
         if kind == "clusters":  # two rounds, of whose first all of the sum is known
             sizes, _ = k_means(rows, units, 2, SIGMA, 2, lambda _: None)
-            missed += abs(sizes.sum() - 30) > math.sqrt(2) * (embedded.error_of(SIGMA) - 0.5) + 1
+            missed += (
+                abs(sizes.sum() - 30) > math.sqrt(2) * (embedded.figures("clusters", SIGMA, 2)["error_95"] - 0.5) + 1
+            )
         else:
             sizes, _ = ada_ssp(rows, labels, units, CLASSES, SIGMA, lambda _: None)
-            missed += abs(sizes[0] - 10) > embedded.error_of(SIGMA)
+            missed += abs(sizes[0] - 10) > embedded.figures("clusters", SIGMA, 2)["error_95"]
     assert missed <= stats.binom.ppf(1 - ALARM, many, 0.05)
     assert missed >= stats.binom.ppf(ALARM, many, 0.03)
 

@@ -12,9 +12,9 @@ import pytest
 from scipy import stats
 
 from dpllm.errors import ConfigError
-from dpllm.privacy import accounting, labels
+from dpllm.privacy import accounting, releases
 from dpllm.privacy.events import Gaussian, PureDP
-from dpllm.privacy.labels import flip_probability, flipped
+from dpllm.privacy.releases import flip_probability, flipped
 
 ALARM = 1e-9  # false alarm probability of each statistical check
 DRAWS = 40_000
@@ -63,9 +63,9 @@ def test_the_coin_computes_with_the_very_number_that_is_charged() -> None:
 
 
 MUTANTS = {
-    "epsilon of another": lambda patch: patch.setattr(labels, "Fraction", lambda epsilon: Fraction(epsilon) / 2),
-    "a fair coin": lambda patch: patch.setattr(labels, "bernoulli_exp", lambda gamma, below: below(2) == 1),
-    "never": lambda patch: patch.setattr(labels, "bernoulli_exp", lambda gamma, below: False),
+    "epsilon of another": lambda patch: patch.setattr(releases, "Fraction", lambda epsilon: Fraction(epsilon) / 2),
+    "a fair coin": lambda patch: patch.setattr(releases, "bernoulli_exp", lambda gamma, below: below(2) == 1),
+    "never": lambda patch: patch.setattr(releases, "bernoulli_exp", lambda gamma, below: False),
 }
 
 

@@ -14,13 +14,13 @@ from hub_stand_in import Hub
 from written_rows import make_data_set, make_run, released
 
 from dpllm.canaries.texts import Canary
+from dpllm.card.synthetic import ROWS
 from dpllm.errors import Refused
 from dpllm.files import BLOCK, read_json
 from dpllm.publish import leaks, push
 from dpllm.recipe.config import DataConfig
 from dpllm.run.directory import RunDir
 from dpllm.statement import privacy_record
-from dpllm.statement.synthetic import ROWS
 from dpllm.text import prompts
 from dpllm.text.data import load_table
 

@@ -13,7 +13,7 @@ import pytest
 import tiny
 
 from dpllm.canaries import canaries
-from dpllm.card import dataset_card
+from dpllm.card import synthetic
 from dpllm.publish import quality
 from dpllm.recipe.config import RunConfig
 from dpllm.run.directory import RunDir
@@ -231,10 +231,10 @@ def test_the_statement_decides_what_is_public_and_a_name_tells_it(
     run, config = a_run(tmp_path, TRAIN[:20], HELD[:20], planted=False, public=True, eval_public=True)
     declared = statement({"public": public, "eval_public": eval_public})
     found, private = measure(run, config, MADE[:20], declared)
-    sides = dataset_card.public_sides(declared)
+    sides = synthetic.public_sides(declared)
     assert sides == {"synthetic", "released", *["training"] * public, *["evaluation"] * eval_public}
-    assert all(dataset_card.reads(name) <= sides for name in found.figures)
-    assert not any(dataset_card.reads(name) <= sides for name in private["figures"])
+    assert all(synthetic.reads(name) <= sides for name in found.figures)
+    assert not any(synthetic.reads(name) <= sides for name in private["figures"])
     assert len(found.figures) + len(private["figures"]) > 30
     if not (public and eval_public):
-        assert all(dataset_card.reads(name) > sides for name in ("MAUVE", "share of x: people", ""))
+        assert all(synthetic.reads(name) > sides for name in ("MAUVE", "share of x: people", ""))

@@ -180,7 +180,7 @@ def test_statistics_of_a_final_call_are_admitted_together_and_are_the_last(say: 
         (["--quantiles", "age"], 2, "to be declared"),
         (["--shares", "diagnosis=yes,no"], 2, "no row has a column 'diagnosis'"),
         ([], 2, "no statistic is asked"),
-        (["--lengths", "8,16"], 2, "--tokenizer MODEL"),
+        (["--lengths", "8,16"], 2, "--model MODEL"),
         (["--units", "--unit", "whom"], 2, "has no value in column 'whom'"),
         (["--units", "--delta", "2"], 2, "--delta is 2"),
         (["--units", "--output", "/dev/null/describe.json"], 2, "cannot be written to (Not a directory)"),
@@ -224,7 +224,7 @@ def test_a_row_that_no_template_takes_is_refused_before_anything_is_charged(
     tiny.tokenizer(chat_template=template).save_pretrained(tmp_path / "words")
     turns = [[{"role": "user", "content": "odd" if number == bad else "even"}] for number in range(30)]
     write([{"messages": turn, "who": f"p{number}"} for number, turn in enumerate(turns)])
-    asked = ["--units", "--lengths", "8,16", "--tokenizer", "words"]
+    asked = ["--units", "--lengths", "8,16", "--model", "words"]
     code, _, error = say(*asked)
     assert (code, entries(), error.count("\n")) == (2, 0, 1)
     assert f"unit {bad + 1}: the chat template refuses a role in a row's messages" in error

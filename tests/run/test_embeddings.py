@@ -136,7 +136,7 @@ def test_odd_texts_and_a_unit_of_a_thousand_rows_are_no_error(say: Say) -> None:
         ([*CLUSTERS, "--units"], "by another dpllm describe"),
         (["--clusters", "1"], "--clusters 1: is 2 to 99"),
         (["--clusters", "100"], "--clusters 100: is 2 to 99"),
-        ([*CLUSTERS, "--encoder", "builtin:none"], "builtin"),
+        ([*CLUSTERS, "--model", "builtin:none"], "builtin"),
         ([*CLUSTERS, "--max-examples-per-unit", "10000"], "--max-examples-per-unit"),
         ([*CLUSTERS, "--data.public_size", "1"], "data.public_size 1 is wrong"),
         ([*CLUSTERS, "--delta", "0.5"], "delta"),
@@ -154,7 +154,7 @@ def test_bad_input_is_one_message_and_nothing_is_spent(say: Say, words: list[str
 
 def test_texts_without_an_encoder_are_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["describe", "rows.jsonl", "--epsilon", "1", "--clusters", "2"]) == 2
-    assert "--encoder MODEL" in capsys.readouterr().err
+    assert "--model MODEL" in capsys.readouterr().err
 
 
 def test_an_encoder_that_couples_rows_or_learned_these_data_is_refused(
@@ -186,7 +186,7 @@ def test_a_file_of_code_is_no_encoder(say: Say) -> None:
     settings |= {"auto_map": {"AutoModelForCausalLM": "code.Odd"}, "model_type": "odd"}
     Path("own/config.json").write_text(json.dumps(settings))
     Path("own/code.py").write_text("open('ran', 'w')\n")
-    code, _, error = say(*PREDICT, "--encoder", "own")
+    code, _, error = say(*PREDICT, "--model", "own")
     assert (code, error.count("\n"), Path("ran").exists()) == (2, 1, False)
     assert ledger().runs("notes") == []
 
@@ -206,7 +206,7 @@ def test_a_tokenizer_with_more_tokens_than_its_model_is_refused_whatever_the_tex
     tokenizer = loading.load_tokenizer(ModelConfig(name_or_path="more"))
     tokenizer.add_tokens([f"zebra{number}" for number in range(1000)])
     tokenizer.save_pretrained("more")
-    code, _, error = say(*CLUSTERS, "--encoder", "more")
+    code, _, error = say(*CLUSTERS, "--model", "more")
     assert (code, entries()) == (2, 0)
     assert "the tokenizer knows" in error
 

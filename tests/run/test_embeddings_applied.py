@@ -47,14 +47,14 @@ def test_evaluation_rows_of_the_recipe_are_not_read(say: Say) -> None:
 def test_a_sentence_encoder_releases_and_classifies(say: Say, capsys: pytest.CaptureFixture[str]) -> None:
     path = sentence_encoders.save(Path("sentences"), pooling="mean_tokens", normalize="")
     write([{**row, "text": row["text"].replace("a letter for", "visit, letter")} for row in rows()])
-    code, _, error = say(*PREDICT, "--encoder", path)
+    code, _, error = say(*PREDICT, "--model", path)
     assert code == 0, error
     assert "failed" not in verdicts(capsys, "classifier", "--ledger", "l.sqlite").values()
     write([{"text": "pain, chest, worse, meals"}, {"text": "visit letter employer, asked"}, {"text": ""}], "new.jsonl")
-    assert main(["classify", "classifier", "new.jsonl", "--encoder", str(path)]) == 0
+    assert main(["classify", "classifier", "new.jsonl", "--model", str(path)]) == 0
     assert [json.loads(line)["label"] for line in capsys.readouterr().out.splitlines()] == ["yes", "no", None]
     (path / "modules.json").write_text((path / "modules.json").read_text().replace("1_Pooling", "2_Normalize"))
-    assert main(["classify", "classifier", "new.jsonl", "--encoder", str(path)]) == 2
+    assert main(["classify", "classifier", "new.jsonl", "--model", str(path)]) == 2
 
 
 def test_clusters_are_named_by_words_of_the_vocabulary_and_assign_a_file(
@@ -178,11 +178,11 @@ def test_verify_of_a_folder_loads_no_torch(folder: Path) -> None:
 
 
 def test_another_encoder_classifies_nothing(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["classify", str(folder), "rows.jsonl", "--encoder", str(tiny.save_model(tmp_path / "tiny"))]) == 2
+    assert main(["classify", str(folder), "rows.jsonl", "--model", str(tiny.save_model(tmp_path / "tiny"))]) == 2
     assert "has other weights" in capsys.readouterr().err
     shutil.copytree(builtin.path("builtin:tiny"), "tuned")
     capsys.readouterr()
-    assert main(["classify", str(folder), "rows.jsonl", "--encoder", "tuned"]) == 0, "the same elsewhere"
+    assert main(["classify", str(folder), "rows.jsonl", "--model", "tuned"]) == 0, "the same elsewhere"
     for changed in ("weights", "words"):
         shutil.copytree(builtin.path("builtin:tiny"), "tuned", dirs_exist_ok=True)
         if changed == "weights":
@@ -195,7 +195,7 @@ def test_another_encoder_classifies_nothing(folder: Path, tmp_path: Path, capsys
             words = json.loads(path.read_text())
             words["model"]["merges"] = words["model"]["merges"][:-1]
             path.write_text(json.dumps(words))
-        assert main(["classify", str(folder), "rows.jsonl", "--encoder", "tuned"]) == 2, changed
+        assert main(["classify", str(folder), "rows.jsonl", "--model", "tuned"]) == 2, changed
         assert "has other weights, configuration or vocabulary" in capsys.readouterr().err
 
 
@@ -223,7 +223,7 @@ def test_an_encoder_with_another_configuration_classifies_nothing(
     for name, value in (("rms_norm_eps", 0.5), ("hidden_act", "relu"), ("transformers_version", "1.0")):
         config = json.loads((builtin.path("builtin:tiny") / "config.json").read_text())
         Path("tuned/config.json").write_text(json.dumps({**config, name: value}))
-        assert main(["classify", str(folder), "rows.jsonl", "--encoder", "tuned"]) == (0 if "version" in name else 2), (
+        assert main(["classify", str(folder), "rows.jsonl", "--model", "tuned"]) == (0 if "version" in name else 2), (
             name
         )
 
@@ -233,6 +233,6 @@ def test_an_encoder_without_its_tokenizer_is_refused_before_anything_is_paid(say
     path = sentence_encoders.save(tmp_path / "m")
     for file in path.glob("tokenizer*"):
         file.unlink()
-    code, _, error = say(*PREDICT, "--encoder", path)
+    code, _, error = say(*PREDICT, "--model", path)
     assert (code, error.count("\n")) == (2, 1)
     assert entries() == 0

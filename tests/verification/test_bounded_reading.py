@@ -14,12 +14,13 @@ from pathlib import Path
 import pytest
 from cards import audit, config, make_run, plan, record
 
+from dpllm import verification
 from dpllm.card.card import write_card
 from dpllm.cli import main
 from dpllm.errors import ConfigError
 from dpllm.files import MOST_LEVELS, check_shape
 from dpllm.run.directory import RunDir
-from dpllm.verification import apart, check_export, values, verify
+from dpllm.verification import check_export, values, verify
 from dpllm.verification.values import MOST, Check, Wrong, read_object, regular
 
 TERABYTE = 2**40
@@ -165,7 +166,7 @@ def test_a_file_that_ends_the_reader_is_one_failed_line(
         time.sleep(100)
 
     monkeypatch.setattr(verify, "verify", hostile)
-    monkeypatch.setattr(apart, "SECONDS", 1.0)
+    monkeypatch.setattr(verification, "SECONDS", 1.0)
     assert main(["verify", str(tmp_path)]) == 4
     printed = capsys.readouterr()
     assert printed.out.splitlines()[-1] == "0 verified, 0 asserted, 1 failed"
@@ -175,7 +176,7 @@ def test_a_file_that_ends_the_reader_is_one_failed_line(
 
 def test_what_holds_nothing_keeps_its_own_words(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such directory"):
-        apart.verify(tmp_path / "nothing")
+        verification.verify_apart(tmp_path / "nothing")
 
 
 def test_little_memory_is_taken_by_the_two_files_that_took_all(run: RunDir) -> None:

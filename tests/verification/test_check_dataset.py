@@ -14,10 +14,10 @@ import pytest
 from published import carry, edit, endless_is_found_soon, failing, read, verifies_without_torch
 from written_rows import ROWS, make_data_set, make_run, record, released, write_rows
 
-from dpllm.card.dataset_card import write_dataset_card
+from dpllm.card.synthetic import write_dataset_card
 from dpllm.cli import main
 from dpllm.run.directory import RunDir
-from dpllm.verification import check_dataset
+from dpllm.verification import check_rows
 from dpllm.verification.verify import verify
 
 Json = dict[str, Any]
@@ -224,7 +224,7 @@ def test_a_line_that_is_no_row_is_one_failed_check(folder: Path, name: str) -> N
 )
 @pytest.mark.parametrize("kind", ["pipe", "link", "giant"])
 def test_a_file_without_end_is_a_failed_check_soon(folder: Path, name: str, kind: str) -> None:
-    endless_is_found_soon(folder, name, kind, check_dataset.MOST_BYTES)
+    endless_is_found_soon(folder, name, kind, check_rows.MOST_BYTES)
 
 
 def test_a_run_that_lost_its_guarantee_since_leaves_rows_that_verify_without_one(tmp_path: Path) -> None:
@@ -242,9 +242,9 @@ def test_a_run_that_lost_its_guarantee_since_leaves_rows_that_verify_without_one
 
 def test_the_run_is_found_from_where_its_data_set_lies_and_from_nowhere_else(made: Path, tmp_path: Path) -> None:
     run = made.parent
-    assert check_dataset.run_of(made) == RunDir(run)
-    assert check_dataset.run_of(run / "private" / "synthetic") is None
-    assert check_dataset.run_of(tmp_path / "set") is None
+    assert check_rows.run_of(made) == RunDir(run)
+    assert check_rows.run_of(run / "private" / "synthetic") is None
+    assert check_rows.run_of(tmp_path / "set") is None
 
 
 def test_torch_is_not_needed(folder: Path) -> None:

@@ -16,14 +16,14 @@ from published import changed, edit, endless_is_found_soon, failing, leaves, oth
 from written_rows import ROWS, write_rows
 from written_texts import EVENT, inferred, make_texts, stated, write_texts
 
+from dpllm.card.inference import Inference
 from dpllm.ledger import Ledger, RunRequest
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.events import BoundedRange
 from dpllm.records import NotAStatement
-from dpllm.statement import inference
 from dpllm.statement.run_files import LedgerRecord
 from dpllm.statement.state import composed
-from dpllm.verification import check_dataset, check_inference
+from dpllm.verification import check_rows
 from dpllm.verification.verify import verify
 
 Json = dict[str, Any]
@@ -42,7 +42,7 @@ def folder(made: Path, tmp_path: Path) -> Path:
 
 def forged(folder: Path, **changes: Any) -> Path:
     """The whole folder anew around a changed record, as somebody with a motive would."""
-    return write_texts(folder, inference.read({**stated(folder), **changes}))
+    return write_texts(folder, Inference.checked({**stated(folder), **changes}))
 
 
 def test_it_verifies_as_it_was_made(made: Path) -> None:
@@ -80,15 +80,15 @@ def test_n_that_was_declared_bounds_no_batches_and_is_said_to_be_declared(tmp_pa
 
 def test_every_changed_field_of_the_record_is_seen_by_the_page(folder: Path) -> None:
     record, missed, looked = stated(folder), [], 0
-    found = check_inference.Folder(folder, inference.read(record), (folder / "README.md").read_text("utf-8"), None)
+    card = (folder / "README.md").read_text("utf-8")
     for where in leaves(record):
         read = None
         with suppress(NotAStatement):
-            read = inference.read(changed(record, where, other))
+            read = Inference.checked(changed(record, where, other))
         if read is None:
             continue
         looked += 1
-        names = {check.name for check in check_inference._page(found._replace(record=read)) if check.status == "failed"}
+        names = {check.name for check in check_rows._card_of_texts(card, read) if check.status == "failed"}
         missed += [] if names == {"front matter", "inference in README.md"} else [where]
     assert not missed
     assert looked > 60
@@ -125,7 +125,7 @@ def test_a_change_of_one_file_is_found(folder: Path, name: str) -> None:
 @pytest.mark.parametrize("name", ["inference.json", "README.md", "data/train.jsonl"])
 @pytest.mark.parametrize("kind", ["pipe", "link", "giant"])
 def test_a_file_without_end_is_a_failed_check_soon(folder: Path, name: str, kind: str) -> None:
-    endless_is_found_soon(folder, name, kind, check_dataset.MOST_BYTES)
+    endless_is_found_soon(folder, name, kind, check_rows.MOST_BYTES)
 
 
 # Everything consistently.
@@ -190,7 +190,7 @@ def test_every_field_is_computed_again_or_printed_as_the_word_of_whoever_wrote_t
     said = " ".join(check.detail for check in verify(made).checks if check.name in ("data", "circumstances", "ledger"))
     looked_at = {name for changes, _ in CONSISTENT.values() for name in changes}
     looked_at |= {"schema_version", "files", "composed", "lineage"}  # closed; one file; the ledger; tests/end_to_end
-    assert [name for name in inference.Inference.model_fields if name not in looked_at and name not in said] == []
+    assert [name for name in Inference.model_fields if name not in looked_at and name not in said] == []
 
 
 @pytest.mark.parametrize(

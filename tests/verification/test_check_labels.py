@@ -10,11 +10,11 @@ import pytest
 
 from dpllm.ledger import Ledger, RunRequest, budgets
 from dpllm.privacy.events import Imported, PureDP
-from dpllm.privacy.labels import flip_probability
+from dpllm.privacy.releases import flip_probability
 from dpllm.records import NotAStatement
 from dpllm.statement import lineage
-from dpllm.statement.labels import Labels
-from dpllm.verification import check_labels
+from dpllm.statement.released import Labels
+from dpllm.verification import check_released
 from dpllm.verification.values import Wrong
 
 NOTES = "labels of notes"
@@ -24,13 +24,8 @@ def draw(entry: str = "aa", **changes: Any) -> Labels:
     """Three labels of epsilon 1.5 for one annotator."""
     given = {"epsilon": 1.5, "max_labels": 3, "unit": "who", "dataset": NOTES, "entry": entry, **changes}
     given.setdefault("unit_epsilon", given["epsilon"] * given["max_labels"])
-    return Labels.pick(
-        given,
-        mechanism="randomised response",
-        neighbouring_relation="label_changed",
-        probability=flip_probability(given["epsilon"]),
-        date="2026-11-26",
-    )
+    given.setdefault("probability", flip_probability(given["epsilon"]))
+    return Labels.pick(given, mechanism="randomised response", neighbouring_relation="label_changed", date="2026-11-26")
 
 
 def total(own: Labels, *before: Labels, held: float = 0.0) -> float | None:
@@ -56,16 +51,24 @@ def test_units_that_are_counted_otherwise_have_no_total() -> None:
     assert total(draw("bb"), draw(unit="team", dataset="labels of others")) == 4.5
 
 
-@pytest.mark.parametrize("wrong", [0.0, -1.0, float("inf"), "9"])
-def test_a_total_is_a_number_above_0(wrong: Any) -> None:
+@pytest.mark.parametrize("wrong", [0.0, -1.0, float("inf"), "9", 4.0])
+def test_a_total_is_a_number_and_not_less_than_this_draw_alone(wrong: Any) -> None:
     with pytest.raises((NotAStatement, ValueError)):
         draw(account_epsilon=wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"unit_epsilon": 0.1}, {"unit_epsilon": 4.6}, {"unit": "example"}, {"probability": 0.2}]
+)
+def test_a_draw_whose_figures_are_not_those_of_its_epsilon_is_none(wrong: dict[str, Any]) -> None:
+    with pytest.raises(NotAStatement):
+        draw(**wrong)
 
 
 def said(own: Labels | None, *before: Labels, ledger: Path | None = None) -> list[str]:
     record = SimpleNamespace(labels=own, labels_before=before)
     found: Any = SimpleNamespace(record=record, run=None, ledger=str(ledger) if ledger else None)
-    return [f"{one.status} {one.name}: {one.detail}" for one in check_labels.check(found)]
+    return [f"{one.status} {one.name}: {one.detail}" for one in check_released.check_labels(found)]
 
 
 @pytest.mark.parametrize(
@@ -75,9 +78,6 @@ def said(own: Labels | None, *before: Labels, ledger: Path | None = None) -> lis
         (draw("bb", account_epsilon=4.5), (draw(),)),  # forgets the first
         (draw("bb"), (draw(),)),  # says no total
         (draw("bb", account_epsilon=9.0), (draw(account_epsilon=13.5),)),
-        (draw(account_epsilon=4.0), ()),  # less than this draw alone
-        (draw("bb", account_epsilon=4.6), (draw(unit_epsilon=0.1),)),  # makes the first one cheap
-        (None, (draw(unit_epsilon=0.1),)),
         (draw("bb", account_epsilon=9.0), (draw(unit="team"),)),  # adds up what is counted otherwise
     ],
 )

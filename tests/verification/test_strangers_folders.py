@@ -15,9 +15,9 @@ import pytest
 from cards import HASH, TOKENIZER, audit, config, make_run, plan, record
 from published import failing, rehash
 
+from dpllm import verification
 from dpllm.card.card import write_card
 from dpllm.cli import main
-from dpllm.verification import apart
 from dpllm.verification.values import Check
 from dpllm.verification.verify import verify
 
@@ -33,7 +33,7 @@ def test_folders_in_folders_are_looked_at_without_recursion(tmp_path: Path) -> N
             os.chdir("d")
         Path("file").write_bytes(b"a" * 5000)
         os.chdir(before)
-        assert apart._bytes_in(tmp_path) >= 4096
+        assert verification._bytes_in(tmp_path) >= 4096
     finally:
         os.chdir(before)
         subprocess.run(["rm", "-r", str(tmp_path / "d")], check=True)  # pytest would clean up by recursion

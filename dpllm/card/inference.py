@@ -1,0 +1,209 @@
+"""Texts that were written by private inference: what inference.json holds, what follows from its facts, and its card.
+
+Comes in: facts, statistics; a folder with rows and a recipe for license, language and title. Goes out: a typed record, README.md.
+Must not know how texts are written or checked, read the private data, or quote a row. What lies in the folder::
+
+    README.md          the card, whose front matter the Hub and ``datasets.load_dataset`` read
+    inference.json     this record
+    data/train.jsonl   the rows, one JSON object a line
+
+Nothing was trained. For each text, the records of a batch of units stand in a prompt of their own each, and their clipped votes
+draw token after token: ``max_new_tokens`` draws of range 2 C / (B tau). Batches are disjoint, so all texts cost what one costs.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from dpllm.card import card, synthetic
+from dpllm.card.synthetic import ROWS, Written, total
+from dpllm.files import CARD, sha256, write_whole
+from dpllm.privacy import accounting, events
+from dpllm.privacy.accounting import Accountant, CrossCheck, compose, stored
+from dpllm.privacy.events import Event
+from dpllm.privacy.limits import MechanismLimits, attacker_limits, attacker_limits_of
+from dpllm.privacy.plan import ACCOUNTANT
+from dpllm.recipe.config import RunConfig
+from dpllm.records import AtLeast1, Between0And1, Count, Json, NotNegative, Positive, Text
+from dpllm.statement import formatting, lineage
+from dpllm.statement.privacy_record import BaseModelName, Composed, ComposedLineage, Lineage
+from dpllm.statement.released import BesideRun, Statistics
+from dpllm.statement.state import beside_run
+
+RECORD, PARTS = "inference.json", ("inference",)
+_MAIN = ("delta", "unit", "neighbouring_relation", "dataset")
+BoundedRange = Annotated[
+    events.BoundedRange, *stored(lambda event: isinstance(event, events.BoundedRange) and event.count > 0)
+]
+"""The event of one text or more, drawn token by token."""
+
+
+class Inference(Written):
+    """All about one data set that was written by private inference."""
+
+    epsilon: NotNegative
+    """Of the texts alone, an upper bound in full precision."""
+    delta: Between0And1
+    """Slack of the definition; far below 1/N."""
+    unit: Text
+    """Whom the guarantee protects: example (one row of the data), or the name of the column that says whose row it is."""
+    max_examples_per_unit: AtLeast1 | None
+    """Most rows that one unit may bring; null where each row is a unit."""
+    neighbouring_relation: Literal["zero_out", "add_or_remove_one"]
+    """How two datasets differ between which the guarantee holds."""
+    event: BoundedRange
+    """The mechanism as a value, from which epsilon can be computed again."""
+    accountant: Accountant
+    cross_check: CrossCheck | None
+    limits: MechanismLimits
+    """Of texts and statistics together."""
+    num_units: AtLeast1
+    """N, the public number of units; with add_or_remove_one as somebody declared it."""
+    batch_size: AtLeast1
+    """B, how many units vote for each token of a text, and the public divisor of the sum of their votes."""
+    clip: Positive
+    """C: a vote moves each logit by at most so much, up or down."""
+    temperature: Positive
+    """tau, by which the mean of the votes is divided before a token is drawn."""
+    top_k: Count
+    """Candidates are so many tokens, the likeliest behind the public prompt; 0: all."""
+    max_new_tokens: AtLeast1
+    """T: a text has at most so many."""
+    texts: AtLeast1
+    """How many were begun, each by a batch of its own, which never draws again."""
+    prompt: Text
+    """The public template in which each record stood, at {text}; the public prompt has nothing there."""
+    base_model: BaseModelName
+    dataset: str
+    """Public name of the data: as the ledger knows them, or the last part of where they lay."""
+    data_public: bool
+    """Whether whoever wrote the rows declares the data public."""
+    eval_public: bool
+    """The same of evaluation rows, beside which quality may have been measured."""
+    composed: Composed | None
+    lineage: Lineage | None
+    """What the base model states of its own training; where that was on the same data, the total of both."""
+    statistics: BesideRun | None
+    """Those whose shares were asked for; with_run is epsilon of the texts and them together."""
+    not_covered: Annotated[tuple[str, ...], Field(min_length=1)]
+    """Every property, and every access to data, that the guarantee is not about."""
+    hardware: dict[Text, str | bool | int | float | tuple[str, ...]]
+    """Where the model read the records, without names of machines."""
+
+
+def derive(facts: Json, released: Statistics | None) -> Inference:
+    """The record of texts that were written by inference; epsilon and all that follows from the event is computed here.
+
+    Args:
+        facts: Fields of ``Inference``: JSON values, events or records. Those that are derived, ``schema_version`` and, before the
+            rows are written, ``files`` may be missing; without ``not_covered`` it has what always holds.
+        released: The statistics whose shares were asked for; None without control.
+
+    Raises:
+        NotAStatement: A fact is none that a record may hold.
+        Refused: No finite epsilon can be stated.
+    """
+    event, delta, relation = facts["event"], facts["delta"], facts["neighbouring_relation"]
+    event = event if isinstance(event, Event) else events.read(event)
+    epsilon = accounting.epsilon(event, delta, relation)
+    record = Inference.pick(
+        {
+            "not_covered": [*not_covered(facts["unit"], relation), *lineage.deviations(facts["lineage"])],
+            "files": {},
+            **facts,
+        },
+        schema_version=1,
+        epsilon=epsilon,
+        accountant={**accounting.versions(), "name": ACCOUNTANT, "interval": accounting.FINE_INTERVAL},
+        cross_check=accounting.cross_check(event, delta, relation, epsilon),
+        limits=attacker_limits_of(whole(event, released), relation),
+        statistics=None,
+    )
+    return record if released is None else record.model_copy(update={"statistics": beside_run(released, record, True)})
+
+
+def not_covered(unit: str, relation: str) -> tuple[str, ...]:
+    """What the guarantee of texts by inference is never about."""
+    lines = formatting.template("inference_not_covered.txt.j2").render(
+        unit=unit, neighbouring_relation=relation, visible=formatting.visible
+    )
+    return tuple(lines.strip().splitlines())
+
+
+def eta(record: Inference) -> Fraction:
+    """The exact range of a draw: one unit moves the mean of the votes by at most C / B in each coordinate."""
+    return 2 * Fraction(record.clip) / (record.batch_size * Fraction(record.temperature))
+
+
+def whole(event: Event, released: Statistics | None) -> Event:
+    """All that was released: the texts, and the statistics that say how often to ask for what."""
+    return event if released is None else compose([event, released.event()])
+
+
+def epsilon(record: Inference) -> float:
+    """Of texts, statistics and the models before on the same data, together, at the record's delta; see ``synthetic.total``."""
+    return total(record.epsilon, record.statistics, _before(record))
+
+
+def recognised(record: Inference) -> float:
+    """The largest share of units that any test of all that was released recognises, if it is wrong about 1% of the others."""
+    # The limits are of what was released here alone.
+    most = record.limits.tpr_at_fpr_0_01 if _before(record) is None else None
+    return min(attacker_limits(epsilon(record), record.delta)["tpr_at_fpr_0.01"], 1.0 if most is None else most)
+
+
+def _before(record: Inference) -> ComposedLineage | None:
+    """Texts and the models before them that learned the same data; None where there are no such models."""
+    return record.lineage.composed if record.lineage else None
+
+
+def write_inference_card(directory: Path, config: RunConfig, record: Inference) -> Path:
+    """Writes the card and the record of rows that lie in a folder.
+
+    Args:
+        directory: Holds data/train.jsonl, and nothing else but a former card.
+        config: Whose card.license, card.language and card.title are shown.
+        record: As ``derive`` makes it; its ``files`` are computed here.
+
+    Returns:
+        The path of README.md.
+
+    Raises:
+        ConfigError: A text of record or recipe holds a marker.
+    """
+    record = record.model_copy(update={"files": {ROWS: sha256(directory / ROWS)}})
+    text = synthetic.whole_page(config, record, front_matter(record), render(record))
+    write_whole(directory / RECORD, card.dump_statement(record.to_json()))
+    write_whole(directory / CARD, text)
+    return directory / CARD
+
+
+def render(record: Inference) -> dict[str, str]:
+    """The marked part of the card: Markdown, which differs wherever two records differ.
+
+    Raises:
+        ConfigError: See ``card.filled``.
+    """
+    return card.filled(
+        PARTS,
+        lambda: {
+            "w": formatting,
+            "s": record,
+            "epsilon": epsilon(record),
+            "most": recognised(record),
+            "digest": card.digest(record.to_json()),
+            **synthetic.tables(record.quality),
+        },
+    )
+
+
+def front_matter(record: Inference) -> Json:
+    """The front matter of the card, but for license and language, which are the author's."""
+    block = record.to_json()
+    main = {"guarantee": True, **{name: block[name] for name in _MAIN}, "epsilon": epsilon(record)}
+    main |= {"record": RECORD, "sha256": card.digest(block)}
+    return synthetic.loadable(record.columns, main, guarantee=True)

@@ -1,0 +1,300 @@
+"""A data set that a tuned model wrote: what synthetic.json holds, what it and the model's statement say together, and its card.
+
+Comes in: JSON; a folder with rows and a record, and the run whose model wrote them. Goes out: a typed record, what follows from
+it, README.md. Must not know how rows are written or checked, read ``private/``, or quote a row. What lies in the folder::
+
+    README.md          the card, whose front matter the Hub and ``datasets.load_dataset`` read
+    synthetic.json     this record
+    data/train.jsonl   the rows, one JSON object a line
+    run/README.md      the card of the model that wrote them, its privacy statement and, with a guarantee, its figure, byte for
+    run/privacy.json   byte as in the run's export/
+    run/privacy.svg
+
+Epsilon is not repeated here: it is that of run/privacy.json, together with the statistics named there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from dpllm.card import card
+from dpllm.errors import ConfigError
+from dpllm.files import BLOCK, CARD, read_json, sha256, write_whole
+from dpllm.privacy.limits import attacker_limits
+from dpllm.recipe.config import RunConfig
+from dpllm.records import AtLeast1, Count, Json, NotAStatement, Number, Record, Sha256, Share, Text
+from dpllm.run.directory import RunDir
+from dpllm.statement import formatting, privacy_record, tradeoff_figure
+from dpllm.statement.privacy_record import ComposedLineage, PrivacyRecord
+from dpllm.statement.released import BesideRun
+
+RECORD, ROWS = "synthetic.json", "data/train.jsonl"
+MODEL_CARD, MODEL_BLOCK, FIGURE = f"run/{CARD}", f"run/{BLOCK}", f"run/{tradeoff_figure.FILE}"
+PARTS = ("synthetic",)
+SIDES = ("synthetic", "released", "training", "evaluation")
+"""What figures of quality are of: "WHAT: SIDE"."""
+_MAIN = ("guarantee", "reason", "delta", "unit", "neighbouring_relation", "dataset")
+
+
+class Sampling(Record):
+    """How texts were drawn."""
+
+    engine: Literal["transformers"]
+    temperature: Annotated[float, Field(ge=0)]
+    """By which logits were divided; 0: the likeliest token each time."""
+    top_p: Share
+    """Only the likeliest tokens that together have this probability."""
+    max_new_tokens: AtLeast1
+    """A text has at most so many."""
+    seed: Count | None
+    """Decides everything random; null: the operating system did."""
+
+
+class Quality(Record):
+    """Figures that depend on the rows, released statistics and public data alone."""
+
+    figures: dict[Text, Number | None]
+    """Name -> value; null where there was nothing to compute it from."""
+    evaluation: Text | None
+    """The public data that some are computed on; null: none."""
+
+
+class Written(Record):
+    """What is said of all rows that a model wrote."""
+
+    schema_version: Literal[1]
+    rows: AtLeast1
+    """How many there are."""
+    columns: tuple[Text, ...]
+    """Of each row, in order."""
+    control: tuple[Text, ...]
+    """Columns that each text was asked for; empty: none."""
+    shares: Text | None
+    """Name of the released statistic that says how often each of their values is asked for; null without control, and without a
+    guarantee, where they are asked for as often as the training rows have them."""
+    dropped: dict[Text, Count]
+    """Why a text did not become a row -> how many."""
+    files: dict[Text, Sha256]
+    """SHA-256 of data/train.jsonl and of all in run/."""
+    quality: Quality | None
+    """Null: not measured."""
+    date: Annotated[str, Field(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}$")]
+    """Day of the last row, in UTC."""
+    software: dict[Text, str]
+    """Versions of dpllm, Python and the packages that the result depends on."""
+
+
+class Synthetic(Written):
+    """All about one synthetic data set, but for the privacy statement of the model that wrote it."""
+
+    prompts: AtLeast1 | None
+    """How many public prompts the texts answer; null: they were written from their beginning, or from control codes."""
+    sampling: Sampling
+    attempts: AtLeast1
+    """How many texts were drawn: each became a row or was dropped."""
+
+
+def epsilon(statement: PrivacyRecord) -> float | None:
+    """What the folder costs at the run's delta: the model, all statistics on its card, and the models before it on the same data.
+
+    None without a guarantee. With earlier models, statistics are added (basic composition): their delta is 0.
+
+    Raises:
+        NotAStatement: It is not stated.
+    """
+    if statement.plan is None or not statement.guarantee:
+        return None
+    lineage, released = statement.lineage, statement.statistics
+    before = lineage.composed if lineage else None
+    return total(statement.plan.epsilon, released, before)
+
+
+def total(alone: float, released: BesideRun | None, before: ComposedLineage | None) -> float:
+    """Epsilon of what costs ``alone``, of statistics beside it, and of the models ``before`` on the same data.
+
+    Raises:
+        NotAStatement: The statistics state none.
+    """
+    if before is not None:
+        return before.epsilon + (released.pure if released else 0.0)
+    together = released.with_run if released else alone
+    if together is None:
+        raise NotAStatement(["statistics.with_run: is null, so that no epsilon covers the texts"])
+    return together
+
+
+def recognised(statement: PrivacyRecord) -> float | None:
+    """The largest share of units that any test of the whole folder recognises, see ``tradeoff_figure.recognised``.
+
+    None without a guarantee.
+    """
+    plan, lineage, released, total = statement.plan, statement.lineage, statement.statistics, epsilon(statement)
+    if plan is None or total is None:
+        return None
+    alone = attacker_limits(total, plan.delta)["tpr_at_fpr_0.01"]
+    before = lineage is not None and lineage.composed is not None  # whose events are in no curve
+    beside = released.pure if released else 0.0
+    return min(alone, 1.0 if before else tradeoff_figure.recognised(plan, beside))
+
+
+def of_run(statement: PrivacyRecord) -> dict[str, str]:
+    """What lies in run/: its name in the folder, and in the run's export/."""
+    return {f"run/{name}": name for name in (CARD, BLOCK, *([tradeoff_figure.FILE] if statement.guarantee else []))}
+
+
+def write_dataset_card(directory: Path, run: RunDir) -> Path:
+    """Writes the card of a data set, and beside it the run's card and statement.
+
+    Args:
+        directory: Holds data/train.jsonl and synthetic.json, whose ``files`` are computed here and may be empty.
+        run: With its card.
+
+    Returns:
+        The path of README.md.
+
+    Raises:
+        ConfigError: A record is missing or damaged; the run's model, or the statistic that control codes were drawn from, is
+            another than the rows come from; or a text of the recipe holds a marker.
+    """
+    stored, statement = read_json(directory / RECORD), privacy_record.read(read_json(run.export / BLOCK))
+    copies: dict[str, bytes] = {name: (run.export / theirs).read_bytes() for name, theirs in of_run(statement).items()}
+    files = {name: hashlib.sha256(content).hexdigest() for name, content in copies.items()}
+    record = Synthetic.checked({**stored, "files": {ROWS: sha256(directory / ROWS), **files}})
+    _check_origin(directory, stored, record, statement)
+    text = whole_page(run.load_config(), record, front_matter(record, statement), render(record, statement))
+    written: dict[str, str | bytes] = {**copies, RECORD: card.dump_statement(record.to_json()), CARD: text}
+    for name, content in written.items():
+        write_whole(directory / name, content)
+    if FIGURE not in written:  # of a guarantee that the run has lost
+        (directory / FIGURE).unlink(missing_ok=True)
+    return directory / CARD
+
+
+def _check_origin(directory: Path, stored: Json, record: Synthetic, statement: PrivacyRecord) -> None:
+    """Refuses the card of a run that was trained again, or that shows another draw of the shares, since the rows were written."""
+    named, before = (stored.get("files") or {}).get(MODEL_BLOCK), directory / MODEL_BLOCK
+    if named in (None, record.files[MODEL_BLOCK]):
+        return
+    kept = before.is_file() and sha256(before) == named
+    if not kept or _origin(record, privacy_record.read(read_json(before))) != _origin(record, statement):
+        raise ConfigError(
+            f"{directory}: other weights, or another release of the shares, wrote these rows than the run's card speaks of, and "
+            "its epsilon is not theirs. Put the former run and card back; or remove the folder, and type dpllm synthesize again."
+        )
+
+
+def _origin(record: Synthetic, statement: PrivacyRecord) -> object:
+    """What rows are a function of, beside public prompts: the weights, and the release that says how often to ask for codes."""
+    weights = {name: digest for name, digest in statement.files.items() if name.endswith(".safetensors")}
+    released = statement.statistics.releases if statement.statistics else ()
+    return weights, [one for one in released if one.statistic == record.shares]
+
+
+def whole_page(config: RunConfig, record: Written, front: Json, parts: Mapping[str, str]) -> str:
+    """The card of rows around its marked parts, with the author's license, language and title.
+
+    Raises:
+        ConfigError: A text of the recipe makes another card of it.
+    """
+    from huggingface_hub import DatasetCardData  # which whoever verifies a data set need not have
+
+    from dpllm.card.card import page
+
+    author: dict[str, Any] = {"license": config.card.license, "language": config.card.language}
+    return page("dataset_card.md.j2", DatasetCardData(**author, **front), parts, config, s=record)
+
+
+def render(record: Synthetic, statement: PrivacyRecord) -> dict[str, str]:
+    """The marked part of the card: Markdown, which differs wherever two records differ.
+
+    Raises:
+        ConfigError: See ``card.render``.
+    """
+    return card.filled(
+        PARTS,
+        lambda: {
+            "w": formatting,
+            "s": record,
+            "b": statement,
+            "t": statement.plan,
+            "holds": statement.guarantee,
+            "epsilon": epsilon(statement),
+            "most": recognised(statement),
+            "digest": card.digest(record.to_json()),
+            **tables(record.quality),
+        },
+    )
+
+
+def tables(quality: Quality | None) -> Json:
+    """``beside``: what several sides have, and the figure of each side; ``scores``: the others, with limits if they have any."""
+    figures: Mapping[str, float | None] = quality.figures if quality else {}
+    beside: dict[str, dict[str, float | None]] = {}
+    for name, value in figures.items():
+        what, _, side = name.rpartition(": ")
+        if side in SIDES:
+            beside.setdefault(what, {})[side] = value
+    limits = {name: (f"{name}, low", f"{name}, high") for name in figures}
+    limits = {name: both for name, both in limits.items() if figures.keys() >= {*both}}
+    left = figures.keys() - {end for both in limits.values() for end in both}
+    scores = {
+        name: (figures[name], [figures[end] for end in limits.get(name, ())])
+        for name in left
+        if name.rpartition(": ")[2] not in SIDES
+    }
+    return {"sides": SIDES, "beside": beside, "scores": scores}
+
+
+def front_matter(record: Synthetic, statement: PrivacyRecord) -> Json:
+    """The front matter of the card, but for license and language, which are the author's."""
+    main, total = card.fields(statement, _MAIN), epsilon(statement)
+    main |= {} if total is None else {"epsilon": total}
+    main |= {"statement": MODEL_BLOCK, "record": RECORD, "sha256": card.digest(record.to_json())}
+    return loadable(record.columns, main, guarantee=statement.guarantee)
+
+
+def loadable(columns: Sequence[str], privacy: Json, *, guarantee: bool) -> Json:
+    """What the Hub and ``datasets.load_dataset`` read: of rows with these columns, and the ``privacy`` entry."""
+    # Declared as text. Of a column that holds nothing but dates, datasets 4 makes time stamps all the same, written out as text.
+    features = [{"name": column, "dtype": "string"} for column in columns]
+    return {
+        "tags": ["synthetic", "dpllm", *(["differential-privacy"] if guarantee else [])],
+        "task_categories": ["text-generation"],
+        "configs": [{"config_name": "default", "data_files": [{"split": "train", "path": ROWS}]}],
+        "dataset_info": {"features": features},
+        "privacy": privacy,
+    }
+
+
+def reads(figure: str) -> set[str]:
+    """The sides that a figure of quality is computed from, by its name; what nobody here names so may read all."""
+    what, _, side = figure.rpartition(": ")
+    if side in SIDES:
+        return {side}
+    ends = {" by TSTR": "evaluation", " by the commonest value": "evaluation"}
+    ends |= {f" of any {rows} row": rows for rows in ("training", "evaluation")}
+    return next(({rows} for end, rows in ends.items() if (what or figure).endswith(end)), {*SIDES})
+
+
+def public_sides(statement: PrivacyRecord) -> set[str]:
+    """Those that the model's statement declares public; without a guarantee it does not say so of evaluation rows alone."""
+    evaluation = statement.data_public
+    if statement.guarantee:
+        evaluation = any("evaluation data (declared public)" in line for line in statement.not_covered)
+    return declared_sides(statement.data_public, evaluation)
+
+
+def declared_sides(training: bool, evaluation: bool) -> set[str]:
+    """Those whose exact figures may be published, where the rows trained on or voted with, and evaluation rows, are public."""
+    public = {"training": training, "evaluation": evaluation}
+    return {*SIDES[:2], *(side for side, declared in public.items() if declared)}
+
+
+def may_publish(quality: Quality | None, declared: set[str]) -> bool:
+    """Whether all figures read nothing but these sides."""
+    return all(reads(name) <= declared for name in (quality.figures if quality else ()))
