@@ -78,12 +78,7 @@ def private_of(output: Path) -> Path:
     return output.with_name(f"{output.name}-private")
 
 
-def infer(
-    config: RunConfig,
-    request: InferenceRequest,
-    output: Path,
-    not_measured: Tell | None = None,
-) -> Path:
+def infer(config: RunConfig, request: InferenceRequest, output: Path, not_measured: Tell | None = None) -> Path:
     """Writes a data set; what was interrupted goes on where it stopped.
 
     Args:

@@ -70,16 +70,9 @@ class SynthesisRequest:
     keep_duplicates: bool = False
     min_words: int = 0
 
-    def filters(self) -> dict[str, draft.Filter]:
-        """The filters, but that of duplicates."""
-        return draft.filters(keep_unfinished=self.keep_unfinished, min_words=self.min_words)
-
 
 def synthesize(
-    run: RunDir,
-    request: SynthesisRequest,
-    output: Path | None = None,
-    not_measured: Tell | None = None,
+    run: RunDir, request: SynthesisRequest, output: Path | None = None, not_measured: Tell | None = None
 ) -> Path:
     """Writes a data set; what was interrupted goes on where it stopped, and ends in the same bytes.
 
@@ -252,7 +245,8 @@ def _draw(
         ConfigError: Too few passed.
     """
     sampling = {name: getattr(request, name) for name in ("temperature", "top_p", "max_new_tokens")}
-    filters, texts, dropped = request.filters(), dict[int, str](), Counter[str]()
+    filters = draft.filters(keep_unfinished=request.keep_unfinished, min_words=request.min_words)
+    texts, dropped = dict[int, str](), Counter[str]()
     for line in kept.lines:
         texts |= {int(number): text for number, text in line["texts"].items()}
         dropped.update(line["dropped"])
