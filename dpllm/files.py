@@ -369,6 +369,10 @@ class RunPaths:
         places = (path for path in self.resume.glob("step-*") if path.name[5:].isdecimal() and path.is_dir())
         return sorted(places, key=lambda path: int(path.name[5:]), reverse=True)
 
+    def replaces(self, path: str | Path) -> bool:
+        """Whether a path lies in export/ or private/, which a new run in this place replaces."""
+        return any(resolved(path).is_relative_to(resolved(part)) for part in (self.export, self.private))
+
     def audit_dir(self, private_enabled: bool) -> Path:
         """Where an audit is written: export/audit for a DP run, private/audit for a run without DP."""
         return self.export / "audit" if private_enabled else self.private / "audit"

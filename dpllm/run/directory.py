@@ -18,7 +18,7 @@ from pathlib import Path
 from dpllm.canaries import canaries
 from dpllm.canaries.canaries import CanaryPlan
 from dpllm.errors import ConfigError, DpllmError, Refused
-from dpllm.files import RunPaths, alone, digest, of_model, resolved, sha256, write_whole
+from dpllm.files import RunPaths, alone, digest, of_model, sha256, write_whole
 from dpllm.ledger import open_ledger
 from dpllm.privacy.plan import Plan
 from dpllm.recipe import names
@@ -55,7 +55,7 @@ class RunDir(RunPaths):
 
     def outside(self, output: Path) -> None:
         """Refuses, with a ConfigError, a place in export/ or private/ for what is made of a run."""
-        if any(resolved(output).is_relative_to(resolved(part)) for part in (self.export, self.private)):
+        if self.replaces(output):
             raise ConfigError(
                 f"--output {output}: lies in a part of the run directory that is reserved for the run. Type another directory."
             )
@@ -243,8 +243,7 @@ def check_directory(config: RunConfig, run: RunDir, *, resume: bool, overwrite: 
     # What a run that was refused left behind may go, and canaries that lie there for this one.
     known = {run.private / "cache", run.export / "cache"} | ({run.canaries} if config.audit.plants else set())
     parts = {part for folder in (run.export, run.private) if folder.is_dir() for part in folder.iterdir()}
-    ledger = resolved(config.privacy.ledger) if config.privacy.ledger else None
-    if ledger and any(ledger.is_relative_to(resolved(part)) for part in (run.private, run.export)):
+    if config.privacy.ledger and run.replaces(config.privacy.ledger):
         raise ConfigError(
             f"privacy.ledger {config.privacy.ledger} lies in a part of the run directory that a new run replaces, so the budget "
             "would be lost. Keep it elsewhere; directly in the run directory is fine."

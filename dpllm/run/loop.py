@@ -145,14 +145,14 @@ def _take_steps(
             batches, canaries = next(logical_batches)
             prepared.reservation.charge(step + 1)  # written before the update exists
             with memory.explained(prepared.config, prepared.engine.packing):
-                own = prepared.engine.step(batches, canaries)
+                here = prepared.engine.step(batches, canaries)
             step += 1
             positions = float(sum(batch.input_ids_1M.numel() for batch in batches))
             stop, positions, loss_sum, units, clipped, norm_sum, *by_layer = processes.totals(
-                len(stopping), positions, own.loss_sum, own.units, own.clipped, own.norm_sum, *own.clipped_by_layer
+                len(stopping), positions, here.loss_sum, here.units, here.clipped, here.norm_sum, *here.clipped_by_layer
             )
-            everyone = Diagnostics(loss_sum, int(units), int(clipped), norm_sum, tuple(map(int, by_layer)))
-            recorder.step(step, rate, int(positions), everyone)
+            everywhere = Diagnostics(loss_sum, int(units), int(clipped), norm_sum, tuple(map(int, by_layer)))
+            recorder.step(step, rate, int(positions), everywhere)
             if callbacks:
                 stop = max(stop, *processes.totals(int(callbacks.stop)))
             if step % COMPARE_EVERY == 0 or stop or step == total:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Self
 from prometheus_client import CollectorRegistry, start_http_server
 
 from dpllm.errors import ConfigError, DpllmError
-from dpllm.files import RunPaths, resolved
+from dpllm.files import RunPaths
 from dpllm.privacy import accounting
 from dpllm.privacy.plan import Plan
 from dpllm.recipe import derived
@@ -172,8 +172,7 @@ class Telemetry:
 def _checked(directory: str, run: RunPaths) -> Path:
     """Where metrics can be written, as the recipe says."""
     path = Path(directory)
-    replaced = any(resolved(path).is_relative_to(resolved(part)) for part in (run.private, run.export))
-    if replaced or not path.is_dir() or not os.access(path, os.W_OK | os.X_OK):
+    if run.replaces(path) or not path.is_dir() or not os.access(path, os.W_OK | os.X_OK):
         raise ConfigError(
             f"telemetry.textfile {directory}: is no directory outside the run's private/ and export/ that can be written to, so "
             "no metrics would be read. Set it to the directory that the node exporter reads."
