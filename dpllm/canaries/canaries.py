@@ -12,6 +12,7 @@ import json
 import math
 import random
 import secrets
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -122,12 +123,8 @@ def plan_canaries(
         for name, group, text, other in zip(names, [*groups, *[0] * references], texts, others, strict=True)
     ]
     canaries, held = every[: len(groups)], tuple(every[len(groups) :])
-    kept: dict[str, Any] = {
-        "settings": _settings(config),
-        "label_epsilon": label_epsilon,
-        "gradient_coins": (False,) * gradient,
-    }
-    return _toss(CanaryPlan((), held, "", "", config.kind, log2_secrets, **kept), canaries, generator)
+    plan = CanaryPlan((), held, "", "", config.kind, log2_secrets, _settings(config), label_epsilon=label_epsilon)
+    return _toss(replace(plan, gradient_coins=(False,) * gradient), canaries, generator)
 
 
 def redraw_coins(plan: CanaryPlan, *, generator: random.Random | None = None) -> CanaryPlan:
@@ -159,12 +156,9 @@ def check_fits(
 
 def count_groups(canaries: Sequence[Canary]) -> dict[str, dict[str, int]]:
     """Repetitions -> how many candidates there are, and how many of them were planted."""
-    groups: dict[str, dict[str, int]] = {}
-    for canary in sorted(canaries, key=lambda canary: canary.group):
-        counts = groups.setdefault(str(canary.group), {"candidates": 0, "inserted": 0})
-        counts["candidates"] += 1
-        counts["inserted"] += canary.inserted
-    return groups
+    candidates = Counter(canary.group for canary in canaries)
+    inserted = Counter(canary.group for canary in canaries if canary.inserted)
+    return {str(group): {"candidates": candidates[group], "inserted": inserted[group]} for group in sorted(candidates)}
 
 
 def slots(plan: CanaryPlan, data: DataConfig) -> list[tuple[Canary, ...]]:
