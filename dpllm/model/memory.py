@@ -9,6 +9,7 @@ Shape suffixes: R rows, T tokens.
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -24,7 +25,7 @@ from dpllm.privacy.attention import attends_by_interface
 from dpllm.privacy.gradients import is_wide
 from dpllm.privacy.loss import pack_of
 from dpllm.privacy.packing import Pass, lay_out
-from dpllm.privacy.schedule import Packing, TokenSequence, Unit, packing_of
+from dpllm.privacy.schedule import Packing, TokenSequence, Unit
 from dpllm.privacy.selfcheck import has_experts
 from dpllm.progress import tell
 from dpllm.recipe.config import ModelConfig, RunConfig
@@ -68,7 +69,7 @@ def packing_of_model(
     tokens: int | None = None,
     rows_each: int = 1,
 ) -> Packing:
-    """The passes of a model that is to train with batches of so many examples: see ``schedule.packing_of``."""
+    """The passes of a model that is to train with batches of so many examples, of ``rows_each`` rows up to ``max_length``."""
     on_cpu, longest = device.type == "cpu", rows_each * max_length
     limits = CPU if on_cpu else ELSEWHERE
     multiple = limits.block * (torch.get_num_threads() if on_cpu else 1)
@@ -79,9 +80,7 @@ def packing_of_model(
         most_tokens = min(most_tokens, fits * longest // FULL_ROWS)
     small = sum(parameter.numel() for parameter in model.parameters()) < SMALL
     least = min(most_tokens, SMALL_TOKENS if small else limits.least)
-    tokens = packing_of(
-        batch, max_length, tokens, multiple=multiple, least=least, most=most_tokens, rows_each=rows_each
-    )
+    tokens = pass_length(batch, longest, tokens, multiple=multiple, least=least, most=most_tokens)
     units = max(1, (tokens - 1) // longest)  # as long as allowed
     held = fits >= FULL_ROWS * units
     most = min(fits, max(MOST_ROWS * units, tokens // SHORT if on_cpu else 0))
@@ -95,6 +94,22 @@ def packing_of_model(
         multiple=multiple,
         alone=has_experts(model) or not attends_by_interface(model),
     )
+
+
+def pass_length(batch: int, longest: int, tokens: int | None, *, multiple: int, least: int, most: int) -> int:
+    """M, a ``multiple`` of what kernels compute at once: the tokens of a pass for batches of examples of up to ``longest``.
+
+    Few, large passes waste the end of the last one; many small ones waste the end of each. What is best follows from how many
+    tokens a step has, which is taken to be half of what it can have. ``tokens`` are those asked for; None: chosen here, where
+    passes of less than ``least`` are dominated by what they cost before their first token, and of more than ``most`` no faster.
+    """
+    if tokens is None:
+        times = min(3.0, max(1.0, 0.5 * math.log2(max(batch, 2)) - 1.0))  # 1 at 16, 2 at 64, 3 at 256
+        # No more than a step can be expected to have.
+        wished = max(min(least, batch * longest), min(most, times * longest))
+        examples = max(1, int(wished // longest))
+        tokens = examples * longest + 1  # so many of the longest, and a token of padding
+    return multiple * math.ceil(max(tokens, longest + 1) / multiple)
 
 
 def _logits_of(model: nn.Module) -> int:

@@ -118,30 +118,3 @@ class Packing:
 
 # Rows under one another, padded to the longest of them: for whoever needs no bits that are the same in any company.
 PADDED = Packing(tokens=0, most_units=1, held_numbers=0, targets=128, max_length=0, alone=True)
-
-
-def packing_of(
-    batch: int, max_length: int, tokens: int | None = None, *, multiple: int, least: int, most: int, rows_each: int = 1
-) -> int:
-    """M: the tokens of a pass for batches of so many examples of up to ``max_length`` tokens.
-
-    Few, large passes waste the end of the last one; many small ones waste the end of each. What is best follows from how many
-    tokens a step has, which is taken to be half of what it can have.
-
-    Args:
-        batch: B, expected units of a step.
-        max_length: Tokens of the longest row allowed.
-        tokens: As asked for; None: chosen here.
-        multiple: M is one, so that kernels compute full blocks.
-        least: Below which passes are dominated by what they cost before their first token.
-        most: Beyond which a larger pass is no faster.
-        rows_each: Rows of an example, which are never cut.
-    """
-    longest = rows_each * max_length
-    if tokens is None:
-        times = min(3.0, max(1.0, 0.5 * math.log2(max(batch, 2)) - 1.0))  # 1 at 16, 2 at 64, 3 at 256
-        # No more than a step can be expected to have.
-        wished = max(min(least, batch * longest), min(most, times * longest))
-        examples = max(1, int(wished // longest))
-        tokens = examples * longest + 1  # so many of the longest, and a token of padding
-    return multiple * math.ceil(max(tokens, longest + 1) / multiple)

@@ -26,11 +26,12 @@ from tiny_models import FROZEN, LORA, Toy
 from torch import Tensor, nn
 
 from dpllm.errors import NotBatchInvariant, Refused
+from dpllm.model.memory import pass_length
 from dpllm.privacy import attention, noise, selfcheck
 from dpllm.privacy.gradients import PassGradients
 from dpllm.privacy.noise import GaussianNoise, noise_scale, spacing_of
 from dpllm.privacy.packing import Targets, lay_out
-from dpllm.privacy.schedule import Packing, packing_of
+from dpllm.privacy.schedule import Packing
 from dpllm.run.build import check_passes
 
 MIXED = ((9, 4), (17,), (5,), (12,), (3, 7, 2), (31,), (6,), (6,), (40, 2), (23,))
@@ -234,7 +235,7 @@ def test_small_passes_are_checked_too(longest: int) -> None:
 def test_what_the_check_shows_in_company_fits_passes_of_any_length(
     batch: int, max_length: int, asked: int | None, multiple: int, each: int, most: int
 ) -> None:
-    tokens = packing_of(batch, max_length, asked, multiple=multiple, least=512, most=2_048, rows_each=each)
+    tokens = pass_length(batch, each * max_length, asked, multiple=multiple, least=512, most=2_048)
     packing = Packing(tokens, most, 1, 128, max_length, each, multiple)
     subject: Any = SimpleNamespace(longest=max_length, packing=packing, vocab_size=9, pad_id=0)
     units = list(enumerate(selfcheck._company(subject)))

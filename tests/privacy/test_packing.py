@@ -11,9 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dpllm.model.memory import pass_length
 from dpllm.privacy import loss
 from dpllm.privacy.packing import Pass, Targets, lay_out, passes_of
-from dpllm.privacy.schedule import Packing, TokenSequence, Unit, packing_of
+from dpllm.privacy.schedule import Packing, TokenSequence, Unit
 
 PACKING = Packing(tokens=64, most_units=5, held_numbers=10**9, targets=8, max_length=20)
 PAD = 3
@@ -153,4 +154,4 @@ def test_a_pass_is_no_larger_than_a_batch_can_be_and_holds_no_more_than_fits(
     batch: int, longest: int, least: int, tokens: int
 ) -> None:
     """The last one: 25 rows of full length are what a GPU has room for twice over, and 26 had taken the slow way."""
-    assert packing_of(batch, longest, multiple=128, least=least, most=least) == tokens
+    assert pass_length(batch, longest, None, multiple=128, least=least, most=least) == tokens
