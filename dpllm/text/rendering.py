@@ -57,11 +57,12 @@ def read_template(named: str | None) -> str | None:
 
 
 class Rendered(NamedTuple):
-    """The text of an example, the character spans that are learned, and whether a chat template made it."""
+    """One text of a row."""
 
     text: str
-    spans: Spans
-    template: bool
+    spans: Spans  # of characters that are learned
+    template: bool  # a chat template made it
+    of_pair: bool = False  # it is one of two that belong together
 
 
 def rendered(row: Row, fmt: Format, tokenizer: Any, template: str | None) -> list[Rendered]:
@@ -71,7 +72,8 @@ def rendered(row: Row, fmt: Format, tokenizer: Any, template: str | None) -> lis
         DataError: See ``render_chat``.
     """
     if fmt == "preference":
-        return [one for inner, side in sides(row) for one in rendered(side, inner, tokenizer, template)]
+        texts = [one for inner, side in sides(row) for one in rendered(side, inner, tokenizer, template)]
+        return [one._replace(of_pair=True) for one in texts]
     if fmt == "text":
         text = row.line + row.parts["text"]
         return [Rendered(text, [(len(row.line), len(text))], False)]

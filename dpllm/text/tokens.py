@@ -112,10 +112,10 @@ def iter_units(
         for number, unit in waiting.items():
             sequences, sizes = list[TokenSequence](), list[tuple[int, bool]]()
             try:
-                for _ in unit:
+                for one in unit:
                     ids, mask = next(encoded)
                     cut = _cut(ids, mask, data.max_length, data.long_examples)
-                    sequences += cut or ([NOTHING] if fmt == "preference" else [])
+                    sequences += cut or ([NOTHING] if one.of_pair else [])
                     sizes.append((len(ids), bool(cut)))
                 (lengths or Lengths()).add(sizes, data)
             except DataError as error:
@@ -322,7 +322,7 @@ def _key(table: Table, groups: Groups, tokenizer: Any, data: DataConfig) -> str:
         "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
         "eos": tokenizer.eos_token_id,
         "split_special_tokens": bool(getattr(tokenizer, "split_special_tokens", False)),
-        "template": [tokenizer.chat_template if table.format in ("messages", "preference") else None, data.template],
+        "template": [tokenizer.chat_template, data.template],
         "max_length": data.max_length,
         "long_examples": data.long_examples,
     }

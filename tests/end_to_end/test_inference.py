@@ -88,7 +88,7 @@ def test_batches_are_disjoint_and_follow_slots_or_coins(place: Place, monkeypatc
     text = inference._Job._text
 
     def watched(self: Any, number: int, batch: Any, line: str) -> Any:
-        seen.append([row["text"] for unit in batch for row in unit])
+        seen.append([row.parts["text"] for unit in batch for row in unit])
         return text(self, number, batch, line)
 
     monkeypatch.setattr(inference._Job, "_text", watched)

@@ -23,7 +23,7 @@ import dpllm
 from dpllm.errors import ConfigError, DataError
 from dpllm.recipe.config import DataConfig
 from dpllm.text.data import Table, dataset_name, group_rows, load_table
-from dpllm.text.layouts import FIELDS
+from dpllm.text.layouts import FIELDS, Row
 
 Json = dict[str, Any]
 SENTINEL = "Sigrid Forsberg owes 4711"
@@ -194,6 +194,14 @@ def test_rows_of_every_kind_of_source_keep_their_order_and_their_text(tmp_path: 
     learned = tiny.rows({"text": text} for text in texts)
     assert list(table.rows) == learned
     assert table.rows[2499] == learned[2499]
+
+
+def test_a_row_keeps_what_is_read_and_nothing_else(tmp_path: Path) -> None:
+    row = {"text": "a", "who": "p1", "visit": "home", "age": 7, "phone": SENTINEL}
+    data = section(unit="who", max_examples_per_unit=1, control=["visit"])
+    path = str(write(tmp_path / "rows.jsonl", [row]))
+    table = load_table(path, data, "train", tmp_path, ["age"])
+    assert list(table.rows) == [Row({"text": "a"}, "p1", {"visit": "home", "age": 7}, "visit: home\n")]
 
 
 # --- errors name file, row and column, and never the text ------------------------------------------------------------
