@@ -137,21 +137,21 @@ class Ledger:
     ) -> None:
         """Enters into the chain how many steps were executed; "interrupted" can be resumed.
 
-        ``manifest`` is a digest of the files that the run wrote.
+        ``manifest`` is a digest of the files that the run wrote. A run completes again with other files where its process was
+        killed before it wrote down the ones that were entered.
 
         Raises:
-            Refused: The run is completed, refused or reconciled already.
+            Refused: The run has ended in another way already.
             ConfigError: This ledger has no such reservation.
         """
         with self.chain.writing():
-            claim, steps = self._unfinished(entry)
-            self.chain.append("commit", claim.dataset, _ended(entry, steps, status, manifest))
-
-    def attest(self, entry: str, manifest: str) -> None:
-        """Enters other files of a completed run: its process was killed before it wrote down the ones that were entered."""
-        with self.chain.writing():
             claim, steps = self._claim(entry)
-            self.chain.append("commit", claim.dataset, _ended(entry, steps, "completed", manifest))
+            if status != "completed" or self.run(entry).state != "completed":
+                self._unfinished(entry)
+            elif manifest is None:
+                return
+            content = {"entry": entry, "steps": steps, "status": status}
+            self.chain.append("commit", claim.dataset, content | ({} if manifest is None else {"manifest": manifest}))
 
     def closed_with(self, entry: str) -> str | None:
         """The digest of the files with which a run ended; None where none was entered, or no such run."""
@@ -339,8 +339,3 @@ class Ledger:
         if not self._checked_records:
             self.chain.refuse(self.records.verify())
             self._checked_records = True
-
-
-def _ended(entry: str, steps: int, status: str, manifest: str | None) -> dict[str, Any]:
-    files = {} if manifest is None else {"manifest": manifest}
-    return {"entry": entry, "steps": steps, "status": status, **files}
