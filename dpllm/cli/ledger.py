@@ -299,12 +299,12 @@ def _verify(ledger: Ledger | None, known: argparse.Namespace) -> int:
 def _head(text: str | None) -> dict[str, Any] | None:
     if text is None:
         return None
-    if not (found := re.fullmatch(r"(.{64}):([1-9][0-9]{0,17})", text)):
+    if not (match := re.fullmatch(r"(.{64}):([1-9][0-9]{0,17})", text)):
         raise ConfigError(
             f"--head {text!r} is no HASH:COUNT with a count of 1 or more. For the head in a run's run.json, type dpllm verify "
             "RUN --ledger FILE."
         )
-    return {"hash": found[1], "count": int(found[2])}
+    return {"hash": match[1], "count": int(match[2])}
 
 
 def _reconcile(ledger: Ledger, known: argparse.Namespace) -> int:

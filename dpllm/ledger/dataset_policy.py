@@ -111,7 +111,7 @@ def _check_evaluation(config: RunConfig, source: Source, table: Table, ledger: L
     with scratch() as cache:
         held_out = data.load_table(source, config.data, config.data.eval_split, cache)
     key = ledger.records.key() if ledger else b"compared here"
-    records, own = (fingerprint(one.parts(), FIELDS[one.format], key) for one in (held_out, table))
+    records, own = (fingerprint(part.parts(), FIELDS[part.format], key) for part in (held_out, table))
     common, whose = share_in_common(records.hashes, own.hashes), None
     if config.data.eval_public and not config.data.public and common >= LEAST_SHARE:
         whose = "data.train, which is not"

@@ -137,26 +137,26 @@ class Ledger:
     ) -> None:
         """Enters into the chain how many steps were executed; "interrupted" can be resumed.
 
-        ``manifest`` is a digest of the files that the run wrote.
+        ``manifest`` is a digest of the files that the run wrote. A run completes again with other files where its process was
+        killed before it wrote down the ones that were entered.
 
         Raises:
-            Refused: The run is completed, refused or reconciled already.
+            Refused: The run has ended in another way already.
             ConfigError: This ledger has no such reservation.
         """
         with self.chain.writing():
-            claim, steps = self._unfinished(entry)
-            self.chain.append("commit", claim.dataset, _ended(entry, steps, status, manifest))
-
-    def attest(self, entry: str, manifest: str) -> None:
-        """Enters other files of a completed run: its process was killed before it wrote down the ones that were entered."""
-        with self.chain.writing():
             claim, steps = self._claim(entry)
-            self.chain.append("commit", claim.dataset, _ended(entry, steps, "completed", manifest))
+            if status != "completed" or self.run(entry).state != "completed":
+                self._unfinished(entry)
+            elif manifest is None:
+                return
+            content = {"entry": entry, "steps": steps, "status": status}
+            self.chain.append("commit", claim.dataset, content | ({} if manifest is None else {"manifest": manifest}))
 
     def closed_with(self, entry: str) -> str | None:
         """The digest of the files with which a run ended; None where none was entered, or no such run."""
         ends = self.chain.of(self._claim(entry)[0].dataset, "commit")
-        known = [one.facts.get("manifest") for one in ends if one.facts["entry"] == entry]
+        known = [end.facts.get("manifest") for end in ends if end.facts["entry"] == entry]
         return next((manifest for manifest in reversed(known) if manifest is not None), None)
 
     def reconcile(self, entry: str, by: str, reason: str) -> Run:
@@ -222,7 +222,7 @@ class Ledger:
         It is that at ``delta``: by default the budget's, or else the largest that a run stated.
         """
         account = self.account(dataset)
-        events = account.events() + [one.event for one in wanted]
+        events = account.events() + [request.event for request in wanted]
         if not events:
             return 0.0
         if delta is None:
@@ -239,7 +239,7 @@ class Ledger:
         """What the ledger holds, what it would hold after a reservation, and whether it would admit it. Writes nothing."""
         account = self.account(self.records.charged_to(dataset, derived_from))
         name, budget = account.dataset, account.budget
-        delta = budget.delta if budget else max(one.delta for one in requests)
+        delta = budget.delta if budget else max(request.delta for request in requests)
         why, reason = None, "over_budget"
         try:
             self.refuse_if_tampered()
@@ -247,7 +247,8 @@ class Ledger:
             why = admission.refusal(account, requests)
         except Refused as error:
             why, reason = str(error), error.reason
-        final, events = account.final or any(one.final for one in requests), [one.event for one in requests]
+        final = account.final or any(request.final for request in requests)
+        events = [request.event for request in requests]
         exactly, could_follow = budget is None or final, admission.how_many(account, *events)
         if could_follow and why is None:  # one of them is this
             could_follow = 0 if final else could_follow - 1
@@ -338,8 +339,3 @@ class Ledger:
         if not self._checked_records:
             self.chain.refuse(self.records.verify())
             self._checked_records = True
-
-
-def _ended(entry: str, steps: int, status: str, manifest: str | None) -> dict[str, Any]:
-    files = {} if manifest is None else {"manifest": manifest}
-    return {"entry": entry, "steps": steps, "status": status, **files}

@@ -79,7 +79,7 @@ def rows_among(rows: Iterable[Mapping[str, Any]], fields: Sequence[str], key: by
     """How many rows, equal ones each, have their text in another dataset whose fingerprint is of that key."""
     known = {other.hashes[start : start + HASH_BYTES] for start in range(0, len(other.hashes), HASH_BYTES)}
     digests = (hashlib.blake2b(_text(row, fields).encode(), key=key, digest_size=32).digest() for row in rows)
-    return sum(one[:HASH_BYTES] in known for one in digests)
+    return sum(digest[:HASH_BYTES] in known for digest in digests)
 
 
 def share_in_common(one: bytes, other: bytes) -> float:
@@ -147,8 +147,8 @@ class Records:
     def known_as(self, records: Fingerprint) -> str | None:
         """Under which name these very records are known."""
         statement = "SELECT dataset FROM records JOIN entries USING (seq) WHERE fingerprint = ? ORDER BY seq"
-        found = self._store.rows(statement, records.digest)
-        return str(found[0][0]) if found else None
+        names = self._store.rows(statement, records.digest)
+        return str(names[0][0]) if names else None
 
     def of_account(self, account: str) -> set[str]:
         """Digests of all records that are charged to an account."""

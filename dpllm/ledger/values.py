@@ -134,7 +134,7 @@ class Account:
     def flaws(self) -> list[str]:
         """Runs that give no guarantee: whatever the others cost, no epsilon covers all runs together."""
         claims = (run.reservation for run in self.runs)
-        return [f"run {one.run!r} gives no guarantee: {one.flaw}" for one in claims if one.flaw is not None]
+        return [f"run {claim.run!r} gives no guarantee: {claim.flaw}" for claim in claims if claim.flaw is not None]
 
     def deviations(self) -> list[str]:
         """What every later card must say."""
@@ -153,11 +153,11 @@ class Account:
 
     def groups(self) -> dict[str, list[Run]]:
         """Each tuning group's runs, in the order in which they were fixed."""
-        found: dict[str, list[Run]] = {}
+        groups: dict[str, list[Run]] = {}
         for run in self.runs:
             if run.reservation.group is not None:
-                found.setdefault(run.reservation.group, []).append(run)
-        return found
+                groups.setdefault(run.reservation.group, []).append(run)
+        return groups
 
 
 def account_of(dataset: str, entries: Iterable[Entry], progress: Mapping[str, tuple[int, float]]) -> Account:

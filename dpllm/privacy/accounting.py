@@ -317,8 +317,8 @@ def _near(cost: Callable[[float], float], target: float, sigma: float, tolerance
     slope, known = -1.5, (math.nan, math.nan)
     few, many = 0.0, MAX_NOISE_MULTIPLIER
     for _ in range(60):
-        found = cost(sigma)
-        error = math.log(found / target) if found > 0 else -math.inf
+        value = cost(sigma)
+        error = math.log(value / target) if value > 0 else -math.inf
         few, many = (sigma, many) if error > 0 else (few, sigma)
         if math.isfinite(error):
             rise = (error - known[1]) / math.log(sigma / known[0])

@@ -108,17 +108,17 @@ def strategy(rate: LearningRate, num_steps: int, bands: int) -> tuple[float, ...
 def _strategy(rate: LearningRate, num_steps: int, bands: int) -> tuple[float, ...]:
     import numpy as np
 
-    found_B = optimise(workload(rates(rate, num_steps)), bands)
-    found_B = found_B / np.linalg.norm(found_B)
-    while not admissible(found_B.tolist()):  # rounding may have made it longer by its last bits
-        found_B = found_B * (1 - 2.0**-52)
-    return tuple(found_B.tolist())
+    best_B = optimise(workload(rates(rate, num_steps)), bands)
+    best_B = best_B / np.linalg.norm(best_B)
+    while not admissible(best_B.tolist()):  # rounding may have made it longer by its last bits
+        best_B = best_B * (1 - 2.0**-52)
+    return tuple(best_B.tolist())
 
 
 def admissible(coefficients: Sequence[float]) -> bool:
     """Whether no column of C is longer than 1, in exact arithmetic, and the noise can be computed from c_0."""
-    finite = all(math.isfinite(one) for one in coefficients)
-    return finite and coefficients[0] > 0 and sum(Fraction(one) ** 2 for one in coefficients) <= 1
+    finite = all(map(math.isfinite, coefficients))
+    return finite and coefficients[0] > 0 and sum(Fraction(weight) ** 2 for weight in coefficients) <= 1
 
 
 def near_best(coefficients: Sequence[float], num_steps: int) -> bool:
@@ -127,7 +127,7 @@ def near_best(coefficients: Sequence[float], num_steps: int) -> bool:
     if not 0 < bands <= min(steps, MOST_BANDS) or length < 1 - 1e-12 or max(coefficients) > coefficients[0]:
         return False
     best = (_strategy(LearningRate(shape=shape), steps, bands) for shape in get_args(Shape))
-    return min(math.dist(coefficients, one) for one in best) < NEAR
+    return min(math.dist(coefficients, other) for other in best) < NEAR
 
 
 def workload(rate_T: Floats) -> Floats:
@@ -176,8 +176,8 @@ def optimise(workload_TT: Floats, bands: int) -> Floats:
         return value, gradient_B * FIRST_STEP
 
     options = {"ftol": 1e-15, "gtol": 1e-9, "maxiter": 1000}
-    found = minimize(scaled, start_B / FIRST_STEP, jac=True, method="L-BFGS-B", options=options)
-    return np.asarray(found.x * FIRST_STEP)
+    search = minimize(scaled, start_B / FIRST_STEP, jac=True, method="L-BFGS-B", options=options)
+    return np.asarray(search.x * FIRST_STEP)
 
 
 def inverse(coefficients: Sequence[float] | Floats, num_steps: int) -> Floats:
@@ -201,7 +201,7 @@ def matched(coefficients: Sequence[float], white_TP: Floats, starts: Sequence[in
     """
     import numpy as np
 
-    squares = [one**2 for one in coefficients]
+    squares = [weight**2 for weight in coefficients]
     power_T = _each(lambda part_T: _filter(squares, part_T)[::-1], np.ones(len(white_TP)), starts)
     return _each(lambda part_TP: _filter(coefficients, part_TP[::-1])[::-1], white_TP, starts), power_T
 
@@ -233,7 +233,7 @@ def effect(coefficients: Sequence[float], rate_T: Floats, sigma: float, independ
 
 def step_noise(coefficients: Sequence[float], num_steps: int) -> float:
     """Standard deviation of what one step adds, once all buffers are full, over that of fresh noise: ||d||, above 1."""
-    return math.sqrt(sum(one**2 for one in inverse(coefficients, num_steps).tolist()))
+    return math.sqrt(sum(weight**2 for weight in inverse(coefficients, num_steps).tolist()))
 
 
 def check(bands: int | Literal["auto"], schedule: Schedule, sampling: str) -> None:

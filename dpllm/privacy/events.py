@@ -198,14 +198,14 @@ def read(value: Any, depth: int = MAX_DEPTH) -> Event:
             f"accounting event of type {kind!r} is unknown or malformed, so its privacy cost is unknown. Use one of "
             f"{', '.join(_FIELDS)}, with exactly its fields."
         )
-    found = {name: part for name, part in value.items() if name != "type"}
-    if "event" in found:
-        found["event"] = read(found["event"], depth - 1)
-    elif "events" in found:
-        if not isinstance(found["events"], list | tuple):
-            raise ConfigError(f"composed events are {type(found['events']).__name__}. Set a list of events.")
-        found["events"] = tuple(read(part, depth - 1) for part in found["events"])
-    return _KINDS[kind](**found)  # type: ignore[no-any-return]
+    content = {name: part for name, part in value.items() if name != "type"}
+    if "event" in content:
+        content["event"] = read(content["event"], depth - 1)
+    elif "events" in content:
+        if not isinstance(content["events"], list | tuple):
+            raise ConfigError(f"composed events are {type(content['events']).__name__}. Set a list of events.")
+        content["events"] = tuple(read(part, depth - 1) for part in content["events"])
+    return _KINDS[kind](**content)  # type: ignore[no-any-return]
 
 
 def dp_sgd_event(sampling_rate: float, noise_multiplier: float, num_steps: int, group_size: int = 1) -> SelfComposed:

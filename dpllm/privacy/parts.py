@@ -131,14 +131,14 @@ def dp_event_of(parts: Parts) -> DpEvent:
         )
     runs: list[DpEvent] = []
     for part in parts.sampled:
-        one = dp.GaussianDpEvent(part.noise_multiplier)
+        step = dp.GaussianDpEvent(part.noise_multiplier)
         if part.group_size > 1:
             from scipy.stats import binom
 
             many = range(part.group_size + 1)
             weights = binom.pmf(many, part.group_size, part.probability)
-            one = MixtureOfGaussiansDpEvent(part.noise_multiplier, list(map(float, many)), list(map(float, weights)))
+            step = MixtureOfGaussiansDpEvent(part.noise_multiplier, list(map(float, many)), list(map(float, weights)))
         elif part.probability < 1.0:
-            one = dp.PoissonSampledDpEvent(part.probability, one)
-        runs.append(dp.SelfComposedDpEvent(one, part.times))
+            step = dp.PoissonSampledDpEvent(part.probability, step)
+        runs.append(dp.SelfComposedDpEvent(step, part.times))
     return runs[0] if len(runs) == 1 else dp.ComposedDpEvent(runs)

@@ -130,14 +130,14 @@ def _sampled(part: SampledSums, order: float) -> float:
     from dp_accounting.rdp import RdpAccountant
 
     with _quiet():
-        found = float(RdpAccountant([order]).compose(dp_event_of(Parts((part,)))).rdp[0])
-    found = max(found, LEAST if part.probability < 1 else 0.0)
+        bound = float(RdpAccountant([order]).compose(dp_event_of(Parts((part,)))).rdp[0])
+    bound = max(bound, LEAST if part.probability < 1 else 0.0)
     if float(order).is_integer():
-        return found
+        return bound
     below = math.floor(order)
     moments = [(whole - 1) * _sampled(part, float(whole)) if whole > 1 else 0.0 for whole in (below, below + 1)]
     line = ((below + 1 - order) * moments[0] + (order - below) * moments[1]) / (order - 1)
-    return max(0.0, min(found, line))
+    return max(0.0, min(bound, line))
 
 
 @lru_cache(maxsize=64)
@@ -165,9 +165,9 @@ def _pure(epsilon: float, order: float) -> float:
         return epsilon  # which the terms below would round
     # log(p^a (1-p)^(1-a) + (1-p)^a p^(1-a)) / (a - 1), with p = e^eps / (1 + e^eps)
     log_p, log_rest = -math.log1p(math.exp(-epsilon)), -epsilon - math.log1p(math.exp(-epsilon))
-    one = order * log_p + (1 - order) * log_rest
-    two = order * log_rest + (1 - order) * log_p
-    return min(epsilon, max(0.0, (one + math.log1p(math.exp(two - one))) / (order - 1)))
+    yes = order * log_p + (1 - order) * log_rest
+    no = order * log_rest + (1 - order) * log_p
+    return min(epsilon, max(0.0, (yes + math.log1p(math.exp(no - yes))) / (order - 1)))
 
 
 @contextmanager

@@ -17,7 +17,7 @@ CANARIES = {"groups": {1: 20, 4: 4}, "references": 100, "digits": 12}
 
 @pytest.fixture(scope="session")
 def data_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """One place for remembered calibrations; every recipe here names its own ledger."""
+    """The data directory of these tests, where nothing should lie: every recipe here names its own ledger."""
     home = tmp_path_factory.mktemp("data_home")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_DATA_HOME", str(home))

@@ -241,7 +241,7 @@ def main(root: Path, base: Path, kills: int, seed: int) -> None:
             "privacy.secure_noise": draw.random() < 0.5,
         }
         place = make_place(folder, base, settings)
-        done("plan", place.recipe)  # remembers the calibration, for the children too
+        done("plan", place.recipe)  # keeps the answers of the accountant, for the children too
         shutil.rmtree(place.run, ignore_errors=True)
         while (typed := command(place)) is not None:
             attempts.append(Attempt(folder.name, typed, next_aim(attempts, typed, kills, draw)))

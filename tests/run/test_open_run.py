@@ -146,6 +146,6 @@ def test_a_manifest_that_was_changed_with_the_files_is_refused_by_the_ledger(tmp
         open_run(run)
     assert caught.value.reason == "tampered"
     with Ledger(place) as ledger:  # as where the process was killed before it wrote run.json
-        ledger.attest(entry, digest(read_json(run.run)["manifest"]))
+        ledger.finish(entry, "completed", digest(read_json(run.run)["manifest"]))
         assert ledger.verify() == []
     open_run(run)
