@@ -118,6 +118,8 @@ def test_a_value_of_another_type_is_a_problem(block: Json) -> None:
         ({"schema_version": 1}, "schema_version"),
         ({"schema_version": 4.0}, "the block"),
         ({"epsilon": -1}, "epsilon"),
+        ({"sampling": None}, "sampling"),
+        ({"audit": [1]}, "audit"),
         ({"epsilon": True}, "epsilon"),
         ({"delta": 0}, "delta"),
         ({"base_model": {"name": "a", "revision": None, "covered": True}}, "base_model.covered"),
@@ -141,7 +143,7 @@ def test_terms_without_a_guarantee_stand_under_attempted_alone(block: Json) -> N
 
 
 def test_a_stranger_s_value_is_a_problem_and_no_traceback() -> None:
-    for value in (None, 3, "text", [], {}, {"guarantee": None}, {"files": "x" * 10_000}):
+    for value in (None, 3, "text", [], {}, {"guarantee": None}, {"guarantee": True}, {"files": "x" * 10_000}):
         found = problems(value)
         assert found
         assert all(len(line) < 300 for line in found)

@@ -86,18 +86,6 @@ def test_no_text_of_the_recipe_breaks_the_card(text: str, holds: bool) -> None:
     assert all(row.replace("\\|", "").count("|") == 3 for row in rows)
 
 
-def test_a_block_that_is_none_is_refused(block: Json) -> None:
-    for wrong in (
-        {},
-        {"guarantee": True},
-        {**block, "sampling": None},
-        {**block, "epsilon": "3"},
-        {**block, "audit": [1]},
-    ):
-        with pytest.raises(ConfigError, match="schema"):
-            rendered(wrong)
-
-
 def test_rendering_needs_jinja_and_pydantic_and_nothing_heavy(block: Json) -> None:
     """Whoever checks a card has neither torch nor the libraries that trained the model, nor numpy."""
     code = """
