@@ -132,6 +132,15 @@ def test_a_file_without_end_is_a_failed_check_soon(folder: Path, name: str, kind
 
 OF_EVENT = {"epsilon", "cross-check", "statistics", "limits of attackers"}
 SMALLER = {"type": "bounded_range", "range": EVENT.range / 2, "count": EVENT.count}
+UNKNOWN = dict.fromkeys(("epsilon", "delta", "unit", "neighbouring_relation", "event", "entry", "files_digest"))
+LEARNED = {
+    "base": {"name": "m", "guarantee": False, "dataset": "builtin:clinic", **UNKNOWN},
+    "ancestors": [],
+    "same_dataset": True,
+    "dataset": "builtin:clinic",
+    "composed": None,
+    "reason": "none",
+}
 CONSISTENT: dict[str, tuple[Json, set[str]]] = {
     "a smaller range": ({"event": SMALLER}, {"event", *OF_EVENT}),
     "a larger range": ({"event": {**SMALLER, "range": 0.201}}, {"event", *OF_EVENT}),
@@ -174,6 +183,7 @@ CONSISTENT: dict[str, tuple[Json, set[str]]] = {
     "an exact figure of evaluation rows": ({"quality": {"figures": {"rows: evaluation": 3}, "evaluation": "e"}}, {"record"}),
     "an exact figure of other public rows": ({"quality": {"figures": {"visit by TSTR: accuracy": 0.9}, "evaluation": "e"},
                                               "data_public": True}, {"record"}),
+    "a model that learned the same data": ({"lineage": LEARNED}, {"lineage"}),
     "another accountant": ({"accountant": {"name": "mine", "version": "1", "interval": 1e-4}}, {"epsilon"}),
 }  # fmt: skip
 
