@@ -348,12 +348,8 @@ class RunPaths:
     export = _Below("export")  # the only directory that is ever uploaded
     private = _Below("private")  # mode 0700; never leaves
     canaries = _Below("private/canaries.json")  # canary texts, coins and references: secret
-    rows = _Below(
-        "private/rows.json"
-    )  # where the training data lay, and digests of all rows that are not declared public
-    groups = _Below(
-        "private/groups.json"
-    )  # banded noise: the key of the groups, and the steps with which attempts began
+    rows = _Below("private/rows.json")  # where the data lay, and digests of all rows that are not declared public
+    groups = _Below("private/groups.json")  # of banded noise: their key, and the steps with which attempts began
     projections = _Below("private/gradient_canaries.npy")  # what each step released along each gradient canary
     along = _Below("private/weights_along_canaries.npy")  # where along them the weights began, and where they ended
     resume = _Below("private/resume")  # the checkpoints that a resumed run starts from: secret
