@@ -128,7 +128,7 @@ def test_a_gpu_is_planned_for_from_elsewhere(tmp_path: Path) -> None:
     config = recipe(only_config(tmp_path), train__tokens_per_pass="auto", data__max_length=128)
     a100, h100 = (footprint(config, gpu=gpu) for gpu in ("a100", "h100"))
     assert h100 == a100
-    assert h100.packing.tokens % memory.BLOCK_ELSEWHERE == 0
+    assert h100.packing.tokens % memory.ELSEWHERE.block == 0
     kept = [
         footprint(recipe(tmp_path, train__precision=name), gpu="h100").memory.activations
         for name in ("auto", "bf16", "fp32")
