@@ -332,14 +332,13 @@ def synthesize(
 
 
 def _infer(source: Any, output: Path, tell: Tell | None, settings: dict[str, Any]) -> Path:
-    from dpllm.cli.publish import KEYS
     from dpllm.publish.draft import request_of
     from dpllm.publish.inference import infer, private_of
     from dpllm.publish.inference_budget import InferenceRequest
-    from dpllm.recipe.config import RunConfig, around
+    from dpllm.recipe.config import OF_MODEL, RunConfig, around
 
-    keys = {KEYS.get(name, name): value for name, value in settings.items() if name in KEYS or "." in name}
-    options = {name: value for name, value in settings.items() if KEYS.get(name, name) not in keys}
+    keys = {OF_MODEL.get(name, name): value for name, value in settings.items() if name in OF_MODEL or "." in name}
+    options = {name: value for name, value in settings.items() if OF_MODEL.get(name, name) not in keys}
     if isinstance(source, RunConfig | Mapping):
         config = load_recipe(source, keys)
     elif isinstance(source, str | os.PathLike):

@@ -15,15 +15,6 @@ if TYPE_CHECKING:
 
     from dpllm.run.describe import Offer
 
-# Option -> the key of the recipe that it sets.
-OF_DATA = {
-    "unit": "data.unit",
-    "max_examples_per_unit": "data.max_examples_per_unit",
-    "dataset": "privacy.dataset",
-    "ledger": "privacy.ledger",
-}
-KEYS = {**OF_DATA, "model": "model.name_or_path"}
-
 
 def number_or_auto(text: str) -> Any:
     """What --delta takes."""
@@ -88,7 +79,7 @@ def take_data(parser: Any) -> None:
 
 def describe(known: argparse.Namespace, rest: list[str]) -> int:
     """Prints what was released, or with --dry-run what it would cost; exit code 3 where the ledger refuses it."""
-    from dpllm.recipe.config import around
+    from dpllm.recipe.config import OF_MODEL, around
     from dpllm.recipe.section import parse_overrides
 
     embedded = bool(known.clusters or known.predict)
@@ -99,7 +90,7 @@ def describe(known: argparse.Namespace, rest: list[str]) -> int:
     if not embedded and not known.asked:
         examples = ", ".join(example for _, example, _ in OPTIONS.values())
         raise ConfigError(f"no statistic is asked for. Type {examples}.")
-    keys = {key: value for name, key in KEYS.items() if (value := getattr(known, name)) is not None}
+    keys = {key: value for name, key in OF_MODEL.items() if (value := getattr(known, name)) is not None}
     keys |= parse_overrides(rest)
     if Path(known.data).suffix not in (".yaml", ".yml") and "model.name_or_path" not in keys:
         if embedded or "lengths" in dict(known.asked):
@@ -157,7 +148,7 @@ def _release(known: argparse.Namespace, offered: AbstractContextManager[Offer], 
 
 def randomize(known: argparse.Namespace, rest: list[str]) -> int:
     """Prints what was charged and where the labels lie; exit code 3 where the ledger refuses it."""
-    from dpllm.recipe.config import around
+    from dpllm.recipe.config import OF_DATA, around
     from dpllm.run.labels import randomize as flip
     from dpllm.run.labels import record_of
 

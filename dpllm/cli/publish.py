@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from dpllm.cli.describe import OF_DATA, number_or_auto, take_data
+from dpllm.cli.describe import number_or_auto, take_data
 from dpllm.cli.plan import AddCommand, plain_console, show, take_final
 from dpllm.errors import AuditContradiction, ConfigError
 
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 _DATASETS = "datasets/"
 _HUB_ID = re.compile(rf"({_DATASETS})?[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-KEYS = {**OF_DATA, "model": "model.name_or_path"}
-"""Option of private inference -> the key of the recipe that it sets."""
 NOTE = (
     "dpllm generate: sampling is post-processing and spends no further budget, however much is sampled; text that you put into "
     "a prompt is not covered by the guarantee."
@@ -268,10 +266,11 @@ def synthesize(known: argparse.Namespace, rest: list[str]) -> int:
     """Writes the data set and says where; what is interrupted can go on."""
     from dpllm.files import read_json
     from dpllm.progress import heard_by
+    from dpllm.recipe.config import OF_MODEL
     from dpllm.recipe.section import parse_overrides
     from dpllm.run.screen import Screen
 
-    keys = {key: value for name, key in KEYS.items() if (value := getattr(known, name)) is not None}
+    keys = {key: value for name, key in OF_MODEL.items() if (value := getattr(known, name)) is not None}
     keys |= parse_overrides(rest)
     if known.by == "training" and (keys or known.dry_run):
         option = next((f"--{key}" for key in keys), "--dry-run")

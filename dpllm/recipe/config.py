@@ -323,6 +323,16 @@ def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
     return make_config(read_recipe(Path(path)), overrides, str(path))
 
 
+OF_DATA = {
+    "unit": "data.unit",
+    "max_examples_per_unit": "data.max_examples_per_unit",
+    "dataset": "privacy.dataset",
+    "ledger": "privacy.ledger",
+}
+"""Option of what is released of data -> the key of the recipe that it sets; with a model, ``OF_MODEL``."""
+OF_MODEL = {**OF_DATA, "model": "model.name_or_path"}
+
+
 def around(source: str, keys: Mapping[str, Any], where: str) -> RunConfig:
     """A recipe's file (.yaml) with these keys; or a recipe around data, of which nothing but the keys is read.
 

@@ -10,8 +10,9 @@ import math
 from dataclasses import replace
 
 from dpllm.errors import ConfigError
+from dpllm.privacy import accounting
 from dpllm.privacy.events import PoissonSampled, step_of
-from dpllm.privacy.plan import Plan, auto_delta, noise_multiplier_for
+from dpllm.privacy.plan import Plan, auto_delta, noise_multiplier_for, steps_event
 from dpllm.privacy.schedule import Schedule
 from dpllm.recipe.config import RunConfig
 
@@ -23,6 +24,7 @@ BROKEN_MOVE = 10.0  # weights of base models and adapters are below 1, but for a
 TOO_NOISY = 1.5  # times the least noise per unit of signal that the same compute allows
 NEAR_BEST = 1.10
 MIN_STEPS = 50  # fewer updates than this give an optimizer little to work with, however clean each is
+WIDEST = 1e-3  # of PLD's intervals: an answer takes a twentieth of a second, and errs on the safe side
 
 
 def check_learning_rate(config: RunConfig, plan: Plan | None) -> None:
@@ -105,20 +107,16 @@ def _batch(plan: Plan) -> str | None:
     larger = _larger_batches(plan.schedule)
     if not larger or not isinstance(step, PoissonSampled):  # of banded noise, other rules hold
         return None
-
-    def least(schedule: Schedule) -> float:
-        promise = plan.epsilon, plan.delta, schedule, plan.neighbouring_relation
-        sigma = noise_multiplier_for(*promise, group_size=step.group_size, rough=True)
-        return noise_per_signal(sigma, schedule)
-
     own = noise_per_signal(plan.noise_multiplier, plan.schedule)
-    try:
-        enough = NEAR_BEST * least(larger[-1])
-        if own <= TOO_NOISY / NEAR_BEST * enough:
-            return None
-        best = next(batch for batch in larger if batch == larger[-1] or least(batch) <= enough)
-    except ConfigError:  # no noise that is considered
+    if not _keeps(plan, larger[-1], own / TOO_NOISY, step.group_size):
         return None
+    try:
+        promise = plan.epsilon, plan.delta, larger[-1], plan.neighbouring_relation
+        sigma = noise_multiplier_for(*promise, group_size=step.group_size, rough=True)
+    except ConfigError:  # none that is considered
+        return None
+    enough = NEAR_BEST * noise_per_signal(sigma, larger[-1])
+    best = next((batch for batch in larger if _keeps(plan, batch, enough, step.group_size)), larger[-1])
     size, steps = best.expected_batch_size, best.num_steps
     drawn, taken = plan.schedule.expected_batch_size, plan.schedule.num_steps
     return (
@@ -153,6 +151,16 @@ def noise_per_signal(noise_multiplier: float, schedule: Schedule) -> float:
         Be Strong Differentially Private Learners, on batch size and effective noise.
     """
     return noise_multiplier / (schedule.expected_batch_size * math.sqrt(schedule.num_steps))
+
+
+def _keeps(plan: Plan, schedule: Schedule, noise: float, group_size: int) -> bool:
+    """Whether the Plan's epsilon allows so little noise per unit of signal on another schedule; one evaluation."""
+    sigma = noise / noise_per_signal(1.0, schedule)
+    # PLD's interval: a tenth of the standard deviation of one step's privacy loss, about.
+    spread = schedule.sampling_rate * math.sqrt(math.expm1(min(sigma**-2, 50.0)))
+    interval = min(max(spread / 10, accounting.FINE_INTERVAL), WIDEST)
+    event = steps_event(sigma, schedule, group_size, 1)
+    return accounting.epsilon(event, plan.delta, plan.neighbouring_relation, interval=interval) <= plan.epsilon
 
 
 def _canaries(config: RunConfig, plan: Plan) -> str | None:
