@@ -15,11 +15,11 @@ from voting import ROWS, TOKENS, Json, Place, shares_of
 import dpllm
 from dpllm.card import synthetic
 from dpllm.cli import _parser
-from dpllm.cli.publish import KEYS
 from dpllm.errors import ConfigError
 from dpllm.publish import inference, quality
 from dpllm.publish.inference_budget import InferenceRequest
 from dpllm.publish.synthesize import SynthesisRequest
+from dpllm.recipe.config import OF_MODEL
 
 
 @pytest.fixture
@@ -120,6 +120,6 @@ def test_python_refuses_what_the_command_refuses(place: Place, wrong: Json, said
 def test_the_requests_are_what_the_command_takes() -> None:
     """An option that nobody passes on would be lost silently."""
     known = vars(_parser().parse_args(["synthesize", "data", "--rows", "1"]))
-    others = {"command", "call", "source", "by", "output", "json", "no_quality", "final", "dry_run", *KEYS}
+    others = {"command", "call", "source", "by", "output", "json", "no_quality", "final", "dry_run", *OF_MODEL}
     named = {field.name for request in (SynthesisRequest, InferenceRequest) for field in fields(request)}
     assert named == known.keys() - others
