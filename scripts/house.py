@@ -170,13 +170,13 @@ FEATURES = (
     ),
     Feature(
         "audits of other models",
-        "The same audit of a model that was trained elsewhere, and the bound over many runs.",
+        "The same audit of a model that was trained elsewhere.",
         ("auditing/outside.py",),
         610,
     ),
     Feature(
         "canaries and audits",
-        "What a model memorised: canaries, extraction, membership, with bounds that hold.",
+        "What a model memorised: canaries, extraction, membership, with bounds that hold, over one run or many.",
         ("auditing/*.py", "canaries/*.py", "cli/audit.py"),
         4_030,
     ),
@@ -215,6 +215,7 @@ LIMITS = {
     "golf": 0,
     "upward arrows": 0,
     "rooms in cycles": 0,
+    "files in cycles": 2,  # the ledger's type, in what it calls
 }
 MOST_LINES = 37_617  # of all features together; 31,000 is aimed at, and never above 33,500 after that
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
@@ -275,16 +276,15 @@ def upward(modules: Modules) -> set[tuple[str, str]]:
     return {(a, b) for a, b in arrows(modules) if ROOMS.index(room(a)) > ROOMS.index(room(b))}
 
 
-def cycles(modules: Modules) -> list[tuple[str, ...]]:
-    """Groups of rooms that reach one another."""
-    reach: dict[str, set[str]] = {name: set() for name in ROOMS}
-    for a, b in arrows(modules):
-        reach[room(a)].add(room(b))
-    for middle in ROOMS:
-        for start in ROOMS:
+def cycles(arrows: set[tuple[str, str]]) -> list[tuple[str, ...]]:
+    """Groups of rooms, or of files, that reach one another."""
+    names = sorted({name for arrow in arrows for name in arrow})
+    reach: dict[str, set[str]] = {name: {b for a, b in arrows if a == name} for name in names}
+    for middle in names:
+        for start in names:
             if middle in reach[start]:
                 reach[start] |= reach[middle]
-    return sorted({tuple(b for b in ROOMS if b in reach[a] and a in reach[b]) for a in ROOMS if a in reach[a]})
+    return sorted({tuple(b for b in names if b in reach[a] and a in reach[b]) for a in names if a in reach[a]})
 
 
 def functions(modules: Modules) -> Iterator[tuple[str, int, int]]:
@@ -333,7 +333,9 @@ def code_lines(module: Module) -> int:
 def numbers(modules: Modules) -> dict[str, tuple[int, str]]:
     """What is measured, and where it is largest; of each number less is better."""
     every, longest = list(functions(modules)), max(modules.values(), key=lambda module: module.lines)
-    slow, wide, rings = max(every, key=lambda row: row[1]), max(every, key=lambda row: row[2]), cycles(modules)
+    slow, wide = max(every, key=lambda row: row[1]), max(every, key=lambda row: row[2])
+    rooms = cycles({(room(a), room(b)) for a, b in arrows(modules)})
+    files = cycles({(name, other) for name, module in modules.items() for other in imports(module, modules)})
     golfed = [place for module in modules.values() for place in golf(module)]
     return {
         "lines": (sum(module.lines for module in modules.values()), ""),
@@ -350,7 +352,8 @@ def numbers(modules: Modules) -> dict[str, tuple[int, str]]:
         "functions over 8 parameters": (sum(row[2] > 8 for row in every), ""),
         "golf": (len(golfed), ", ".join(golfed)),
         "upward arrows": (len(upward(modules)), ""),
-        "rooms in cycles": (sum(map(len, rings)), "; ".join(map(", ".join, rings))),
+        "rooms in cycles": (sum(map(len, rooms)), "; ".join(map(", ".join, rooms))),
+        "files in cycles": (sum(map(len, files)), "; ".join(map(", ".join, files))),
     }
 
 

@@ -8,21 +8,9 @@ from __future__ import annotations
 
 import json
 import os
-from typing import TYPE_CHECKING, TypedDict
 
 from dpllm.errors import Refused
-
-if TYPE_CHECKING:
-    from dpllm.ledger.store import Store
-
-
-class LedgerIdentity(TypedDict):
-    """Where a ledger lies, as its store sees it."""
-
-    path: str  # of the file, without links; database and schema of PostgreSQL
-    host: str
-    device: str  # which file system
-    file: str  # number of the file in it; of PostgreSQL which server, database and table
+from dpllm.ledger.store import LedgerIdentity, Store
 
 
 def is_bound(store: Store) -> bool:

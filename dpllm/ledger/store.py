@@ -15,12 +15,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 from urllib.parse import parse_qsl, urlsplit
 
 from dpllm.errors import ConfigError, Refused
 from dpllm.files import make_lockable
-from dpllm.ledger.ledger_identity import LedgerIdentity
 
 SCHEMA_VERSION = 4
 TABLES = {  # table -> columns
@@ -105,6 +104,15 @@ def _check_version(store: Store) -> None:
     versions = [value for (value,) in store.rows("SELECT value FROM meta WHERE key = 'schema_version'")]
     if versions != [str(SCHEMA_VERSION)]:
         raise store.unusable(f"it is of version {', '.join(versions)}, and this dpllm reads version {SCHEMA_VERSION}")
+
+
+class LedgerIdentity(TypedDict):
+    """Where a ledger lies, as its store sees it."""
+
+    path: str  # of the file, without links; database and schema of PostgreSQL
+    host: str
+    device: str  # which file system
+    file: str  # number of the file in it; of PostgreSQL which server, database and table
 
 
 class SQLite:
