@@ -61,7 +61,7 @@ FEATURES = (
             "privacy/preference.py",
             "model/rewards.py",
         ),
-        731,
+        687,
     ),
     Feature(
         "describing data",
@@ -72,7 +72,7 @@ FEATURES = (
             "statement/released.py",
             "verification/check_released.py",
         ),
-        1_259,
+        1_221,
     ),
     Feature(
         "synthetic texts and private inference",
@@ -92,13 +92,13 @@ FEATURES = (
             "text/asked.py",
             "text/prompts.py",
         ),
-        3_293,
+        3_077,
     ),
     Feature(
         "publishing models",
         "Texts from a model, one merged set of weights, a search for leaks, and a Hub upload that is checked first.",
         ("publish/*.py",),
-        1_091,
+        939,
     ),
     Feature(
         "accounting",
@@ -112,7 +112,7 @@ FEATURES = (
             "privacy/renyi.py",
             "privacy/plan.py",
         ),
-        1_971,
+        1_796,
     ),
     Feature(
         "banded noise",
@@ -124,90 +124,90 @@ FEATURES = (
         "exact private steps",
         "Sampling, clipping, noise and a check of every model against brute force: the promise holds bit for bit.",
         ("privacy/*.py",),
-        4_168,
+        3_897,
     ),
     Feature(
         "models and memory",
         "Any causal language model of transformers with LoRA or frozen layers, quantised or sharded, in memory that is known.",
         ("model/*.py",),
-        1_963,
+        1_589,
     ),
     Feature(
         "rows and chats",
         "Rows of every common format, by unit, by chat template, as documents or pairs.",
         ("text/*.py",),
-        2_135,
+        2_074,
     ),
     Feature(
         "one's own loop",
         "The same guarantee in a training loop that the user writes.",
         ("run/own_loop.py",),
-        319,
+        302,
     ),
     Feature(
         "forecast and advice",
         "The memory of a run, and settings that are likely to hurt, before anything is spent.",
         ("run/footprint.py",),
-        447,
+        294,
     ),
     Feature(
         "recipes and runs",
         "One recipe in, one folder out: planned, trained, resumed, recorded.",
         ("run/*.py", "recipe/*.py", "cli/plan.py", "cli/__init__.py", "__init__.py", "__main__.py", "progress.py"),
-        5_526,
+        5_372,
     ),
     Feature(
         "telemetry",
         "Live figures for a terminal, Prometheus and trackers, without private ones.",
         ("telemetry/*.py",),
-        617,
+        600,
     ),
     Feature(
         "ledger",
         "One account for each dataset, in SQLite or PostgreSQL, that no run can overspend.",
         ("ledger/*.py", "cli/ledger.py"),
-        2_726,
+        2_690,
     ),
     Feature(
         "audits of other models",
         "The same audit of a model that was trained elsewhere.",
         ("auditing/outside.py",),
-        610,
+        390,
     ),
     Feature(
         "canaries and audits",
         "What a model memorised: canaries, extraction, membership, with bounds that hold, over one run or many.",
         ("auditing/*.py", "canaries/*.py", "cli/audit.py"),
-        4_030,
+        3_880,
     ),
     Feature(
         "cards and statements",
         "A model card whose every figure is derived from recorded facts.",
         ("statement/*.py", "card/*.py"),
-        2_636,
+        2_485,
     ),
     Feature(
         "verification",
         "Anyone recomputes a card from its files.",
         ("verification/*.py",),
-        2_121,
+        2_065,
     ),
     Feature(
         "comparison",
         "Runs side by side, and a sweep that is paid as one.",
         ("comparison/*.py", "cli/compare.py"),
-        1_145,
+        1_103,
     ),
     Feature(
         "errors and files",
         "Messages of three parts; files that are whole or absent.",
         ("errors.py", "files.py", "records.py"),
-        547,
+        555,
     ),
 )
 LIMITS = {
-    "modules": 200,
-    "longest module": 413,
+    "modules": 158,
+    "longest module": 411,
     "longest function": 60,
     "most parameters": 8,
     "functions over 60 lines": 0,
@@ -217,7 +217,7 @@ LIMITS = {
     "rooms in cycles": 0,
     "files in cycles": 2,  # the ledger's type, in what it calls
 }
-MOST_LINES = 37_617  # of all features together; 31,000 is aimed at, and never above 33,500 after that
+MOST_LINES = 35_298  # of all features together; 31,000 is aimed at, and never above 33,500 after that
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 

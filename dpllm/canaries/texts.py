@@ -15,17 +15,15 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from dpllm.errors import ConfigError, DataError
 from dpllm.privacy.schedule import TokenSequence
 from dpllm.recipe.config import DataConfig, RunConfig
 from dpllm.text.layouts import Format
-from dpllm.text.tokens import encode
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
 
 COMPLETION = "Thank you, noted."
 """What a row learns whose secret stands in the prompt; public."""
@@ -154,6 +152,8 @@ def encode_secret(
     Raises:
         ConfigError: The canary does not fit into max_length, or its secret is not a training target.
     """
+    from dpllm.text.tokens import encode  # which a card need not load
+
     fmt = "prompt_completion" if fmt == "preference" else fmt
     try:
         sequences = encode(canary.example(fmt), fmt, tokenizer, data)
@@ -254,7 +254,8 @@ class ModelSource:
                     "from it; use audit.canaries.kind digits, or model.dtype: float32."
                 )
             total_V = total_V + torch.log_softmax(logits_V, dim=-1)
-        return np.asarray((total_V / len(sentences)).numpy(), dtype=np.float64)
+        mean_V: NDArray[np.float64] = (total_V / len(sentences)).numpy()
+        return mean_V
 
     @property
     def _spaced(self) -> bool:

@@ -237,8 +237,6 @@ BAD = {
     "delta 1": (["init", "n", *BUDGET, "--delta", "1"], 2, "bounds nothing"),
     "delta inf": (["init", "n", *BUDGET, "--delta", "inf"], 2, "delta"),
     "import delta": (["init", "n", *BUDGET, "--import-delta", "1e-5"], 2, "delta"),
-    "a planned budget": (["init", "n", *BUDGET, "--planned", "absent.yaml"], 2, "type --final on train or sweep"),
-    "a list of runs": (["seal", "n", "absent.yaml", *WHO], 2, "type --final on train or sweep"),
     "absent data": (["init", "n", *BUDGET, "--data", "absent.jsonl"], 2, "absent.jsonl"),
     "empty name": (["init", " ", *BUDGET], 2, "dataset name"),
     "name of two lines": (["init", "a\nb", *BUDGET], 2, "dataset name"),

@@ -78,7 +78,7 @@ CASES: dict[str, tuple[Change | Callable[[Place], Change], int, str]] = {
             "data.max_examples_per_unit": 2,
         },
         WRONG,
-        r"row 8 has no value in the unit column 'who'",
+        r"row 8 has no value in column 'who'",
     ),
     "no such layer": ({"adapter.target_modules": ["c_attn"]}, WRONG, r"matches no layer.*q_proj"),
     "tokens that the model lacks": (beyond, WRONG, r"tokenizer has \d{3} tokens but the model only 100 embeddings,"),

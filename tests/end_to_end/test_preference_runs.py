@@ -308,7 +308,7 @@ def test_half_of_every_pair_is_not_what_was_committed_to(asked: Place) -> None:
     )
     write_tokens(chosen, folder / "tokens.parquet")
     (folder / "audit.json").write_text(json.dumps({**found, **made.to_json()}))
-    assert "not those committed to" in " ".join(dpllm_("card", asked.run).err.split())
+    assert "to which training committed" in " ".join(dpllm_("card", asked.run).err.split())
 
 
 def test_pairs_are_audited_by_their_own_run_alone(asked: Place) -> None:

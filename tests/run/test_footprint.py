@@ -174,9 +174,11 @@ def test_an_architecture_that_computes_from_values_is_counted_without_memory(tmp
     assert "without weights" in found.basis
 
 
-@pytest.mark.parametrize("name", ["absent-folder", "builtin:absent"])
-def test_a_model_that_is_not_there_is_a_wrong_recipe(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"model\.name_or_path"):
+@pytest.mark.parametrize(
+    ("name", "said"), [("absent-folder", r"model\.name_or_path"), ("builtin:absent", "not embedded in dpllm")]
+)
+def test_a_model_that_is_not_there_is_a_wrong_recipe(name: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
         footprint(recipe(name))
 
 
