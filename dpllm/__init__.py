@@ -325,10 +325,12 @@ def synthesize(
     place = Path(output) if output else None
     if by == "inference":
         return _infer(source, place or Path("synthetic"), tell, {"rows": rows, **settings})
+    from dpllm.publish.draft import request_of
     from dpllm.publish.synthesize import SynthesisRequest
     from dpllm.publish.synthesize import synthesize as write
 
-    return write(_directory(source), SynthesisRequest(rows, **settings), place, not_measured=tell)
+    request = request_of(SynthesisRequest, "training", {"rows": rows, **settings})
+    return write(_directory(source), request, place, not_measured=tell)
 
 
 def _infer(source: Any, output: Path, tell: Tell | None, settings: dict[str, Any]) -> Path:

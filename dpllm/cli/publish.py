@@ -273,7 +273,8 @@ def synthesize(known: argparse.Namespace, rest: list[str]) -> int:
     keys = {key: value for name, key in OF_MODEL.items() if (value := getattr(known, name)) is not None}
     keys |= parse_overrides(rest)
     if known.by == "training" and (keys or known.dry_run):
-        option = next((f"--{key}" for key in keys), "--dry-run")
+        typed = {key: name for name, key in OF_MODEL.items()}
+        option = next((f"--{typed.get(key, key).replace('_', '-')}" for key in keys), "--dry-run")
         raise ConfigError(f"{option}: is of no use --by training. Leave it out, or type --by inference.")
     if known.dry_run:
         return _dry_run(known, keys)
@@ -320,8 +321,8 @@ def _infer(known: argparse.Namespace, keys: dict[str, Any]) -> tuple[Path, Path]
     from dpllm.publish.inference_budget import InferenceRequest
     from dpllm.recipe.config import around
 
-    config, output = around(known.source, keys, "dpllm synthesize"), known.output or Path("synthetic")
-    infer(config, _request(known, InferenceRequest), output, _not_measured(known))
+    request, output = _request(known, InferenceRequest), known.output or Path("synthetic")
+    infer(around(known.source, keys, "dpllm synthesize"), request, output, _not_measured(known))
     return output / RECORD, private_of(output)
 
 

@@ -167,6 +167,7 @@ def _read(runs: Sequence[RunDir], *, public: bool) -> list[ComparedRun]:
             f"{free[0]} and {free[1]}: both were trained without differential privacy, but a comparison has only one such "
             "baseline. Name one of them, and runs with privacy.enabled: true."
         )
+    _refuse_copies(opened)
     budgeted = any(run.record.ledger and run.record.ledger.budget for run in opened)
     evaluation_public = all(run.config.data.eval_public for run in opened)
     compared = []
@@ -178,6 +179,19 @@ def _read(runs: Sequence[RunDir], *, public: bool) -> list[ComparedRun]:
     return sorted(
         compared, key=lambda run: (not run.private, run.statement.plan.epsilon if run.statement.plan else 0.0)
     )
+
+
+def _refuse_copies(runs: Sequence[Run]) -> None:
+    """A run that is named twice, or a copy of one, would count as another that agrees with it."""
+    known: dict[str, Run] = {}
+    for run in runs:
+        root = run.directory.root
+        weights = [digest for name, digest in sorted(run.record.artifacts.items()) if name.endswith(".safetensors")]
+        first = known.setdefault(repr(weights or resolved(root)), run)
+        if first is not run:
+            raise ConfigError(
+                f"{root}: has the same weights as {first.directory.root}, so they are one run. Name each once."
+            )
 
 
 def _names(runs: Sequence[RunDir]) -> list[str]:

@@ -116,7 +116,6 @@ class StepEngine:
         for layer in self._adapters:
             layer._cast_input_dtype = partial(_cast_outside_autocast, layer)
         self._token_losses, self._attention = TokenLosses(model, self._device, autocast), RowAttention(model)
-        self.max_grad_norm = plan.max_grad_norm if plan else float("inf")  # C
         self.generator = noise.generator  # where the noise comes from
         self.canaries: GradientCanaries | None = None  # planted in the sum; only on the rank that adds noise
         self.projections: Tensor | None = None  # (M,): what the last step released along them, over C, with its noise
@@ -129,6 +128,11 @@ class StepEngine:
             self._check_exact(plan)
         self._clipper = self._make_clipper()
         self._guard = optimizer.register_step_pre_hook(self._only_released) if plan else None
+
+    @property
+    def max_grad_norm(self) -> float:
+        """C, for which the noise was made; infinite without a Plan."""
+        return self._plan.max_grad_norm if self._plan else float("inf")
 
     def _check_exact(self, plan: Plan) -> None:
         """Refuses noise that could not be added exactly to a sum."""

@@ -271,7 +271,7 @@ def number(name: str, value: Any, above: float, most: float = sys.float_info.max
     """A finite number above `above` (or equal to it, if `including`) and at most `most`; ConfigError for any other."""
     good = isinstance(value, int | float) and not isinstance(value, bool)
     if not good or not (above < value <= most or (including and value == above)):
-        limit = "" if most == sys.float_info.max else f" and at most {most:g}"
+        limit = " and below 1" if most == BELOW_ONE else "" if most == sys.float_info.max else f" and at most {most:g}"
         least = "of at least" if including else "above"
         raise ConfigError(
             f"{name} is {value!r}, which gives no guarantee. Set a finite number {least} {above:g}{limit}."

@@ -40,7 +40,6 @@ ACCOUNTANT = "dp-accounting PLD"
 LATER = ("canary_commitment", "audit", "cross_check")
 """Of a Plan: what is fixed when training starts."""
 CURVE_DELTAS = (1e-4, 1e-5, 1e-6, 1e-7, 1e-8)
-CONSTANT = LearningRate(shape="constant")
 
 RELATION_IN_WORDS: dict[Relation, str] = {
     "zero_out": "two datasets of the same public size are neighbours if one becomes the other when the data of one "

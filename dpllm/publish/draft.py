@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 Filter = Callable[["Sample"], bool]
 """Whether a text is dropped."""
+FILES = {"describe", "prompts"}
+"""Options that name a file."""
 DUPLICATE, UNFINISHED = "the same as another", "did not end"
 
 
@@ -34,6 +36,7 @@ def request_of(kind: type[Request], by: Literal["training", "inference"], option
         ConfigError: The request has no such option, or needs another.
     """
     asked = {name: value for name, value in options.items() if value is not None}
+    asked |= {name: Path(asked[name]) for name in FILES & asked.keys()}
     if strange := asked.keys() - {field.name for field in fields(kind)}:
         option = f"--{min(strange).replace('_', '-')}"
         raise ConfigError(f"{option}: is of no use --by {by}. Leave it out; see dpllm synthesize --help.")
@@ -48,7 +51,12 @@ def filters(*, keep_unfinished: bool, min_words: int) -> dict[str, Filter]:
     Args:
         keep_unfinished: Take texts that the limit of tokens ended.
         min_words: Fewest words, parted by white space.
+
+    Raises:
+        ConfigError: Fewer than no words.
     """
+    if min_words < 0:
+        raise ConfigError(f"--min-words {min_words}: no text has fewer than 0 words. Type 0 or more.")
     dropped: dict[str, Filter] = {"empty": lambda sample: not sample.text.strip()}
     if not keep_unfinished:
         dropped[UNFINISHED] = lambda sample: not sample.ended
@@ -87,12 +95,12 @@ class Draft:
         whole = written[: written.rfind(b"\n") + 1]
         try:
             lines = [json.loads(line) for line in whole.splitlines()]
-        except ValueError:
+            before = lines[0].pop("settings").copy() if lines else settings
+        except (ValueError, LookupError, TypeError, AttributeError):
             raise ConfigError(
                 f"{path}: the state of an interrupted call cannot be read. Remove it, and start again; private inference is then "
                 "charged anew."
             ) from None
-        before = lines[0].pop("settings") if lines else settings
         if changed := sorted(name for name in settings if settings[name] != before.get(name)):
             raise ConfigError(
                 f"{path}: an interrupted call began with another {', '.join(changed)}, so their rows cannot be mixed. Type its "

@@ -139,14 +139,22 @@ def table_of(run: RunDir, data: DataConfig, side: Literal["training", "evaluatio
     Raises:
         DataError: They are not on this machine, cannot be read, or are others by now.
     """
-    noted = read_json(run.rows).get(side) if run.rows.exists() else None
-    if not noted or not is_here(noted["places"]):
+    table, digest = _at_hand(run, data, side)
+    if digest is None:
         raise DataError("not at hand")
-    split = data.train_split if side == "training" else data.eval_split
-    table = load_table(noted["places"], data, split, run.private / "cache")
-    if table.digest != noted["digest"]:  # another file of that name, whose rows nobody declared public
+    if table.digest != digest:  # another file of that name, whose rows nobody declared public
         raise DataError("the data are not those of the run")
     return table
+
+
+def _at_hand(run: RunDir, data: DataConfig, side: Literal["training", "evaluation"]) -> tuple[Table, str | None]:
+    """The rows that lie where the run read them, or where its recipe says, and the digest of those that it read."""
+    noted = read_json(run.rows).get(side) if run.rows.exists() else None
+    named, split = (data.train, data.train_split) if side == "training" else (data.eval, data.eval_split)
+    source = noted["places"] if noted else named
+    if not source or not is_here(source):
+        raise DataError("not at hand")
+    return load_table(source, data, split, run.private / "cache"), noted["digest"] if noted else None
 
 
 def _rows(run: RunDir, texts: dict[str, str], folder: Path) -> Iterator[str]:
@@ -155,10 +163,12 @@ def _rows(run: RunDir, texts: dict[str, str], folder: Path) -> Iterator[str]:
         yield "training text: not searched for, because the recipe declares the data public."
         return
     try:
-        table = table_of(run, config.data, "training")
+        table, digest = _at_hand(run, config.data, "training")
     except DpllmError as error:
         yield f"training text: not searched for ({error})."
         return
+    if table.digest != digest:
+        yield "training text: the rows that are there now are searched for, which are not known to be those that the run read."
     total, whose = len(table.rows), list(owners(table))
     numbers = spread(total, MOST_ROWS)
     rows = [(n + 1, whose[n], text_of(table.rows[n].parts, table.format)) for n in numbers]

@@ -23,6 +23,7 @@ from dpllm.privacy.events import PureDP, number
 from dpllm.privacy.parts import added
 from dpllm.privacy.releases import Below, flip_probability, flipped
 from dpllm.recipe.config import DataConfig, RunConfig
+from dpllm.records import NotAStatement
 from dpllm.statement.released import LabelRecord
 from dpllm.text import data
 from dpllm.text.layouts import FIELDS, Row
@@ -200,7 +201,13 @@ def read_labels(wanted: DataConfig) -> LabelRecord | None:
                 f"they would teach a weaker preference. Set data.label_record: {record_of(file)}."
             )
         return None
-    record = LabelRecord.checked(read_json(Path(wanted.label_record)))
+    try:
+        record = LabelRecord.checked(read_json(Path(wanted.label_record)))
+    except NotAStatement as error:
+        raise ConfigError(
+            f"data.label_record {wanted.label_record}: {'; '.join(error.problems[:3])}, so that the loss would be biased, and no "
+            "card could be written. Restore the record."
+        ) from None
     if path is None or not path.is_file() or sha256(path) != record.file_sha256:
         raise Refused(
             f"data.train is not the file that data.label_record {wanted.label_record} is about, so nothing says how often its "

@@ -269,6 +269,7 @@ def _check_plan(plan: Plan, ledger: Ledger, optimizer: torch.optim.Optimizer) ->
 
 def _frozen(units: Sequence[Unit], size: int, max_length: int, vocabulary: int) -> tuple[Unit, ...]:
     """The same in tuples, to which nobody can add a row or token; refuses what a step could only fail on once it was charged."""
+    units = tuple(units)  # a lazy sequence makes its units anew each time
     if len(units) != size:
         raise ConfigError(
             f"there are {len(units)} units, but the Plan is for {size}. Make the Plan with promise(len(units), ...)."

@@ -8,6 +8,7 @@ Shape suffixes: T steps, M canaries.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ class Projections:
         """Begins the file, or goes on with that of a run that is resumed."""
         if not path.exists():
             _save(path, np.full((num_steps, width), np.nan, dtype=np.float32))
+        _load(path, np.float32, num_steps, width)  # what is damaged is refused before a step is charged
         self._kept_TM = np.lib.format.open_memmap(path, mode="r+")
 
     def write(self, step: int, proj_M: NDArray[np.float64]) -> None:
@@ -39,7 +41,7 @@ class Projections:
 
 def read_projections(path: Path) -> NDArray[np.float32]:
     """Shape (T, M); nan where no step was taken, or written to its end. A missing or damaged file is a ConfigError."""
-    return _load(path)
+    return _load(path, np.float32)
 
 
 def keep_weights(path: Path, first_M: NDArray[np.float64], last_M: NDArray[np.float64] | None = None) -> None:
@@ -49,7 +51,10 @@ def keep_weights(path: Path, first_M: NDArray[np.float64], last_M: NDArray[np.fl
 
 def read_weights(path: Path) -> NDArray[np.float64]:
     """Shape (2, M); the second row is nan before the end of the run. A missing or damaged file is a ConfigError."""
-    return _load(path)
+    kept_2M = _load(path, np.float64, 2)
+    if not np.isfinite(kept_2M[0]).all():
+        raise _damaged(path)
+    return kept_2M
 
 
 def _save(path: Path, values: NDArray[Any]) -> None:
@@ -58,14 +63,20 @@ def _save(path: Path, values: NDArray[Any]) -> None:
     write_whole(path, content.getvalue())
 
 
-def _load(path: Path) -> NDArray[Any]:
-    try:
-        values: NDArray[Any] = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError):
-        raise ConfigError(
-            f"{path}: is missing or damaged, so the gradient canaries of the run cannot be audited. Restore it, or train again."
-        ) from None
-    return values
+def _load(path: Path, dtype: type[np.floating[Any]], rows: int | None = None, width: int | None = None) -> NDArray[Any]:
+    """A table of numbers, of so many rows and columns if they are known."""
+    with contextlib.suppress(OSError, ValueError, EOFError):
+        values = np.load(path, allow_pickle=False)
+        table = isinstance(values, np.ndarray) and values.ndim == 2 and values.dtype == dtype
+        if table and values.shape == (rows or len(values), width or values.shape[1]):
+            return values  # type: ignore[no-any-return]  # an array, as was asked
+    raise _damaged(path)
+
+
+def _damaged(path: Path) -> ConfigError:
+    return ConfigError(
+        f"{path}: is missing or damaged, so the gradient canaries of the run cannot be audited. Restore it, or train again."
+    )
 
 
 @dataclass(frozen=True, eq=False)

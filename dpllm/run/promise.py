@@ -347,7 +347,7 @@ def _check_machine(config: RunConfig, start: Start | None) -> None:
         raise ConfigError(
             f"model.name_or_path {name!r}: is not a folder, a Hub id or builtin:tiny. Check the spelling."
         )
-    files = ("config.json", "adapter_config.json", "run.json")  # the last two are refused by name, see parents
+    files = ("config.json", "adapter_config.json", "run.json")  # the last two are refused by name, see lineage
     if folder.is_dir() and not any((folder / file).exists() for file in files):
         raise ConfigError(
             f"model.name_or_path {name}: holds no config.json, so it is not a model. Name the folder of a model."

@@ -194,8 +194,8 @@ class Samples:
             raise ConfigError("train.sample_every is set without prompts. Set train.sample_prompts too, or remove it.")
         if isinstance(named, str) and _is_private(resolved(named), config.data):
             raise ConfigError(
-                "train.sample_prompts names data not declared public, but prompts are printed and go to trackers. Name a file "
-                "of public prompts."
+                "train.sample_prompts names data not declared public, but prompts are printed. Name a file of public "
+                "prompts."
             )
         read = read_prompts(Path(named)) if isinstance(named, str) and main else named or []
         prompts = processes.shared(read)  # a file need lie on rank 0's machine alone

@@ -7,6 +7,7 @@ otherwise. Must not know what a part says.
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import unicodedata
 from collections.abc import Sequence
@@ -87,8 +88,11 @@ def front_matter(markdown: str) -> Json:
     value = None
     # Readers differ over whether a carriage return alone ends a line.
     if matter and "\r" not in text and len(matter[1]) <= _MOST_MATTER and not _TRICK.search(matter[1]):
-        with contextlib.suppress(yaml.YAMLError):
-            value = read_yaml(matter[1])
+        # A tag can ask for a type that its value is not of, and an escape for half a letter, which nobody can write.
+        with contextlib.suppress(yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, OverflowError):
+            made = read_yaml(matter[1])
+            json.dumps(made, ensure_ascii=False, default=str).encode()
+            value = made
     if not isinstance(value, dict):
         raise ConfigError(
             "README.md has no front matter of YAML with each key once and no anchors, so nothing that it states can be found. "

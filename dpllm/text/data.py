@@ -222,7 +222,7 @@ def load_table(source: Source, data: DataConfig, split: str, cache_dir: Path, co
     Raises:
         DataError: Missing or unreadable source, no rows, or a row that lacks a field of the format; with format auto, a row
             that fits several formats; a row in another layout than the rows before it; a column of ``columns``, ``data.control``
-            or ``data.columns`` that no row has, or of the first two whose text is learned.
+            or ``data.columns`` that no row has, or one of ``data.control`` whose text is learned.
 
     Guarantee:
         How a row reads depends on the recipe and on that row alone; what the others hold can only make the whole be refused.

@@ -1,4 +1,4 @@
-"""How a row reads: the layouts that trainers document become one of three formats.
+"""How a row reads: the layouts that trainers document become one of four formats.
 
 Comes in: one row as its source holds it. Goes out: a ``Row`` of a format, and what was read from where. A row never decides how
 another one reads: it can only make the whole be refused. Errors name columns and never their text. It must not know where rows

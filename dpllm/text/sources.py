@@ -124,7 +124,8 @@ def read_rows(source: str, data: DataConfig, split: str) -> Iterator[Raw]:
         except (*_PACKED, LookupError, csv.Error, *_VALUES) as error:
             # The message of the parser may quote the row; its type does not.
             wrong = isinstance(error, UnicodeError | LookupError)
-            fix = " Save it as UTF-8, or name a csv file's data.csv.encoding, such as cp1252." if wrong else ""
+            named = ", or name its data.csv.encoding, such as cp1252" if "csv" in suffix or "tsv" in suffix else ""
+            fix = f" Save it as UTF-8{named}." if wrong else ""
             raise DataError(f"{source}: cannot be read as {suffix} ({type(error).__name__}).{fix}") from None
     elif path.is_dir():
         yield from _read_saved(path, split)
@@ -190,8 +191,9 @@ def _of_split(path: Path, split: str, cache_dir: Path) -> list[str]:
     in_split = sorted(str(path / file) for file in _one(found, split, path))
     if unread := {suffix_of(Path(file)) for file in in_split} - READERS.keys():
         raise DataError(
-            f"{path}: holds {', '.join(sorted(unread))} files, where datasets guesses a column's type from all rows, so one row "
-            "could change how others are read. Convert them to jsonl, csv, parquet or arrow."
+            f"{path}: holds {', '.join(sorted(unread))} files, which are not read: lines of text have no columns, and of "
+            "other files datasets guesses a column's type from all rows, so one row could change how others are read. Convert "
+            "them to jsonl, csv, parquet or arrow."
         )
     return in_split
 

@@ -6,6 +6,7 @@ import io
 import json
 import math
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -225,8 +226,13 @@ def test_what_is_no_comparison_is_refused(runs: list[RunDir], tmp_path: Path) ->
     baseline, dp = runs
     with pytest.raises(ConfigError, match="a comparison needs at least two runs"):
         compare([dp])
+    with pytest.raises(ConfigError, match="so they are one run"):
+        compare([dp, baseline, RunDir(tmp_path / "baseline" / ".." / "dp")])
     with pytest.raises(ConfigError, match="both were trained without differential privacy"):
         compare([baseline, dp, make_run(tmp_path / "second", INF)])
+    shutil.copytree(dp.root, tmp_path / "copy")
+    with pytest.raises(ConfigError, match="has the same weights as"):
+        compare([baseline, dp, RunDir(tmp_path / "copy")])
     with pytest.raises(ConfigError, match="holds no run"):
         compare([baseline, RunDir(tmp_path)])
 

@@ -10,6 +10,7 @@ from dpllm.errors import ConfigError
 from dpllm.publish.draft import DUPLICATE, Draft, filters, request_of, why_dropped
 from dpllm.publish.generate import Sample
 from dpllm.publish.inference_budget import InferenceRequest
+from dpllm.publish.synthesize import SynthesisRequest
 
 
 def reason(text: str, *, ended: bool = True, keep_unfinished: bool = True, min_words: int = 0) -> str | None:
@@ -49,9 +50,22 @@ def test_what_was_added_is_there_again_for_its_owner_alone_and_what_was_cut_off_
         Draft(path, {"rows": 3}, dict)
 
 
-def test_a_damaged_draft_is_refused_and_stays(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "text", ['{"settings": {"rows": 2}, "seed": 1}\nx\n', "{}\n", "[]\n", '{"settings": 1}\n', "1\n"]
+)
+def test_a_damaged_draft_is_refused_and_stays(tmp_path: Path, text: str) -> None:
     path = tmp_path / "draft"
-    path.write_bytes(b'{"settings": {"rows": 2}, "seed": 1}\nx\n')
+    path.write_text(text)
     with pytest.raises(ConfigError, match=r"cannot be read\. Remove it"):
         Draft(path, {"rows": 2}, dict)
-    assert path.read_bytes().endswith(b"x\n")
+    assert path.read_text() == text
+
+
+def test_fewer_than_no_words_are_a_mistake() -> None:
+    with pytest.raises(ConfigError, match="--min-words -4"):
+        filters(keep_unfinished=False, min_words=-4)
+
+
+def test_files_may_be_named_by_text() -> None:
+    request = request_of(SynthesisRequest, "training", {"rows": 2, "prompts": "prompts.jsonl"})
+    assert request.prompts == Path("prompts.jsonl")

@@ -73,6 +73,23 @@ def test_what_was_not_searched_for_is_said_and_every_file_is_searched_for(
         list(leaks._rows(run, {"chat.jinja": ROWS[2][2]}, run.export))
 
 
+@pytest.mark.parametrize("change", ["a row is added", "nobody noted which rows were read"])
+def test_rows_that_are_others_by_now_are_searched_for_all_the_same(tmp_path: Path, change: str) -> None:
+    """A file that grows is an everyday thing, and what stood in it may have been copied."""
+    data = tmp_path / "a.jsonl"
+    tiny.write_rows(data, [{"text": text} for _, _, text in ROWS])
+    run = a_run(tmp_path, str(data))
+    if change == "a row is added":
+        with data.open("a") as file:
+            file.write('{"text": "one more"}\n')
+    else:
+        run.rows.unlink()
+    said = leaks._rows(run, {"chat.jinja": ROWS[2][2]}, run.export)
+    assert "not known to be those that the run read" in next(said)
+    with pytest.raises(Refused, match=r"training text: .* is in chat.jinja"):
+        next(said)
+
+
 def test_the_rows_are_found_from_another_directory_and_not_mistaken_for_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

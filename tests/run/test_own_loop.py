@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,21 @@ def test_every_step_is_charged_and_the_whole_run_reserved_before(model: nn.Modul
     assert made.dropout_off["dropout" if "dropout" in made.dropout_off else "attn_pdrop"] > 0
     moved = [not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True)]
     assert moved == [p.requires_grad for p in model.parameters()]
+
+
+class Lazy(Sequence[dpllm.Unit]):
+    """Makes each unit anew, so that no two are one object for long."""
+
+    def __getitem__(self, place: Any) -> Any:
+        return units()[place]
+
+    def __len__(self) -> int:
+        return N
+
+
+def test_units_may_be_made_when_they_are_asked_for(model: nn.Module, ledger: dpllm.Ledger) -> None:
+    with engine(model, ledger, units=Lazy()) as made:
+        made.step()
 
 
 def test_a_loop_that_ends_early_keeps_its_reservation(model: nn.Module, ledger: dpllm.Ledger) -> None:

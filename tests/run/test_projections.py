@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from dpllm.errors import ConfigError
-from dpllm.run.projections import KeptGroups, Projections, read_projections
+from dpllm.run.projections import KeptGroups, Projections, read_projections, read_weights
 
 
 def test_steps_are_kept_and_a_resumed_run_goes_on(tmp_path: Path) -> None:
@@ -34,6 +35,40 @@ def test_a_missing_or_damaged_file_is_refused_in_one_line(tmp_path: Path, conten
         path.write_bytes(content)
     with pytest.raises(ConfigError, match=r"missing or damaged, so .* Restore it, or train again"):
         read_projections(path)
+
+
+def other(values: np.ndarray) -> bytes:
+    content = io.BytesIO()
+    np.save(content, values)
+    return content.getvalue()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"abc",
+        other(np.zeros((5, 3), np.float32)),
+        other(np.zeros((4, 4), np.float32)),
+        other(np.zeros((5, 4))),
+        other(np.zeros(4, np.float32)),
+    ],
+)
+def test_a_run_does_not_go_on_with_a_file_that_is_not_its_own(tmp_path: Path, content: bytes) -> None:
+    """A row that does not fit would fail after its step was charged."""
+    path = tmp_path / "gradient_canaries.npy"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match="missing or damaged"):
+        Projections(path, 5, 4)
+
+
+@pytest.mark.parametrize(
+    "content", [other(np.full((2, 4), np.nan)), other(np.zeros((2, 4), np.float32)), other(np.zeros((3, 4)))]
+)
+def test_weights_that_are_none_are_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "weights_along_canaries.npy"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match="missing or damaged"):
+        read_weights(path)
 
 
 def test_turns_are_read_without_torch(tmp_path: Path) -> None:

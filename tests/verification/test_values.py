@@ -54,7 +54,8 @@ def test_json_with_tricks_is_refused_in_one_line(tmp_path: Path, text: str) -> N
 @pytest.mark.parametrize(
     "matter",
     ["a: &x [1, 2]\nb: *x", "a: 1\na: 2", "a: {b: 1, b: 2}", "<<: {a: 1}", "- 1", "a: [", "a: !!python/name:os.system ''",
-     "a: " + "[" * 500 + "]" * 500, "a: 2020-99-99", "", "a: 1" + ":1" * 10_000],
+     "a: " + "[" * 500 + "]" * 500, "a: 2020-99-99", "", "a: 1" + ":1" * 10_000,
+     "a: !!map [1]", "a: !!bool x", "a: !!timestamp x", 'a: "\\ud800"'],
     ids=lambda text: text[:20],
 )  # fmt: skip
 def test_yaml_with_tricks_is_refused(matter: str) -> None:
