@@ -23,7 +23,6 @@ from dpllm.auditing.run import audit
 from dpllm.auditing.summary import PRIMARY_ATTACK, summarise
 from dpllm.auditing.table import read_tokens
 from dpllm.files import read_json, write_json
-from dpllm.privacy.plan import AuditSettings
 from dpllm.recipe.config import load_config
 from dpllm.run.directory import RunDir
 from dpllm.run.loop import train
@@ -45,11 +44,11 @@ def measure(epsilon: str, size: int, steps: int, gradient: int, folder: Path) ->
         train(config)
     report = audit(run)
     tokens = read_tokens(run.audit_dir(report.published) / "tokens.parquet")
-    found = summarise(tokens, report.claim, AuditSettings.pick(config.audit.fixed()))
+    summary = summarise(tokens, report.claim, config.audit.fixed())
     return {
-        "bound": found.epsilon_lower_bound.value,
-        "ceiling": found.epsilon_lower_bound.ceiling,
-        "auc": {group: seen[PRIMARY_ATTACK].auc for group, seen in found.by_group().items()},
+        "bound": summary.epsilon_lower_bound.value,
+        "ceiling": summary.epsilon_lower_bound.ceiling,
+        "auc": {group: seen[PRIMARY_ATTACK].auc for group, seen in summary.by_group().items()},
         "gradient": report.gradient.epsilon_lower_bound if report.gradient else None,
     }
 

@@ -1,6 +1,6 @@
 """Times a head and its losses, forward and backward, three ways, and measures what each holds at its peak.
 
-all: cross entropy over all logits in float32, as torch computes it. chunks: ``sequence_losses``, the way of a head that
+all: cross entropy over all logits in float32, as torch computes it. chunks: ``token_losses``, the way of a head that
 trains. none: ``fused_losses``, the way of a frozen head. Weights, hidden states and tokens are random; every position but the
 first of a row is a target. Time is that of the processor, medians of interleaved repetitions; memory is the growth of a process
 for each way alone.
@@ -30,7 +30,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dpllm.model import processes
-from dpllm.privacy.loss import Targets, fused_losses, sequence_losses
+from dpllm.privacy.loss import fused_losses, pack_of, token_losses
+from dpllm.privacy.packing import Targets
 
 ROOT = Path(__file__).resolve().parents[1]
 ROWS, TOKENS, HIDDEN = 4, 512, 512
@@ -48,27 +49,24 @@ class Case:
         self.head = nn.Linear(HIDDEN, vocabulary, bias=False).requires_grad_(False)
         self.hidden_RTd = torch.randn(rows, tokens, HIDDEN, requires_grad=True)
         self.ids_RT = torch.randint(0, vocabulary, (rows, tokens))
-        self.mask_RT = torch.ones(rows, tokens, dtype=torch.bool)
-        self.mask_RT[:, 0] = False
-        self.denominator_R = torch.full((rows,), tokens - 1.0)
+        positions = [row * tokens + place for row in range(rows) for place in range(tokens - 1)]
+        pack = pack_of(vocabulary, torch.device("cpu"))
+        self.targets = Targets.of(self.ids_RT.flatten().tolist(), positions, (rows, tokens), pack)
 
     def run(self, way: str) -> None:
         """Forward and backward, one of ``WAYS``."""
-        self._losses(way).sum().backward()
+        (self._losses(way).sum() / (self.ids_RT.shape[1] - 1)).backward()
         self.hidden_RTd.grad = None
 
     def _losses(self, way: str) -> Tensor:
         if way == "none":
-            nll_RT = fused_losses(self.head, self.hidden_RTd, Targets.of(self.ids_RT, self.mask_RT)).nll_RT
-            return nll_RT.sum(dim=1) / self.denominator_R
+            return fused_losses(self.head, self.hidden_RTd, self.targets).nll_M
         logits_RTV = self.head(self.hidden_RTd)
         if way == "chunks":
-            return sequence_losses(logits_RTV, self.ids_RT, self.mask_RT, self.denominator_R)
-        targets_RT = self.ids_RT[:, 1:]
-        nll_M = functional.cross_entropy(
-            logits_RTV[:, :-1].float().flatten(0, 1), targets_RT.flatten(), reduction="none"
+            return token_losses(logits_RTV, self.targets)
+        return functional.cross_entropy(
+            logits_RTV[:, :-1].float().flatten(0, 1), self.ids_RT[:, 1:].flatten(), reduction="none"
         )
-        return nll_M.view(targets_RT.shape).sum(dim=1) / self.denominator_R
 
 
 WAYS = ("all", "chunks", "none")

@@ -92,7 +92,7 @@ FEATURES = (
             "text/asked.py",
             "text/prompts.py",
         ),
-        3_078,
+        3_074,
     ),
     Feature(
         "publishing models",
@@ -217,7 +217,7 @@ LIMITS = {
     "rooms in cycles": 0,
     "files in cycles": 2,  # the ledger's type, in what it calls
 }
-MOST_LINES = 35_362  # of all features together; 31,000 is aimed at, and never above 33,500 after that
+MOST_LINES = 35_358  # of all features together; 31,000 is aimed at, and never above 33,500 after that
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 

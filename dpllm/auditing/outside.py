@@ -286,7 +286,7 @@ def _no_base(said: str) -> ConfigError:
 def _summary(models: ScoringModels, planned: Manifest, claim: Claim | None, fmt: Format) -> Summary:
     """What the audit of a run concludes from such scores; without independent coins the bound is 0, for want of a theorem."""
     everyone, longest = (*planned.canaries, *planned.references), positions(models.tuned) or MAX_LENGTH
-    tokens = score_encoded(models, everyone, [_encode(one, fmt, models.tokenizer, longest) for one in everyone])
+    tokens = score_encoded(models, everyone, [_encode(canary, fmt, models.tokenizer, longest) for canary in everyone])
     ways = default_ways(sum(one.group == 1 for one in planned.canaries))
     # Nobody fixed them before, so nobody chooses them.
     settings = AuditSettings.pick({**AuditConfig().fixed().to_json(), **ways})

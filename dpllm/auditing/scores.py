@@ -154,7 +154,7 @@ def score_sequences(models: ScoringModels, sequences: Sequence[TokenSequence], m
     with models.base() as base_model:
         base = score(base_model, sequences, masks, budget)
     return {
-        f"{which}_{name}_N": np.concatenate([getattr(one, name) for one in scores])
+        f"{which}_{name}_N": np.concatenate([getattr(part, name) for part in scores])
         for which, scores in (("tuned", tuned), ("base", base))
         for name in TokenScores._fields
     }

@@ -337,7 +337,7 @@ def _weights(present_DW: sparse.csr_array, in_D: NDArray[np.bool_], out_D: NDArr
 def words_control(canaries: Sequence[Canary]) -> dict[str, Any] | None:
     """AUC, its interval at ``CONTROL_LEVEL``, and whether it ``succeeds``; None: too few canaries of a side."""
     sides = [[canary.text for canary in canaries if canary.inserted is coin] for coin in (True, False)]
-    found = blind(sides[0], sides[1], confidence=1 - CONTROL_LEVEL)
-    if found is None:
+    separates = blind(sides[0], sides[1], confidence=1 - CONTROL_LEVEL)
+    if separates is None:
         return None
-    return {"auc": found.value, "interval": [found.low, found.high], "succeeds": found.above_half}
+    return {"auc": separates.value, "interval": [separates.low, separates.high], "succeeds": separates.above_half}

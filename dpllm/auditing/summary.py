@@ -192,8 +192,8 @@ def _controls(
     positive = positive or context.twin
     if context.gradient is not None and not positive:
         positive = gradient_canaries.seen(context.gradient, level)
-    found = {"base_separates": separates, "words": context.words or None, "positive": positive or None}
-    return Controls.pick(found, twin=context.twin, level=level), tried
+    controls = {"base_separates": separates, "words": context.words or None, "positive": positive or None}
+    return Controls.pick(controls, twin=context.twin, level=level), tried
 
 
 def _attacks(scored: _Scored, group: int, limits: Mapping[str, float] | None) -> Json:

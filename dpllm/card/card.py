@@ -114,8 +114,8 @@ def rendered(run: RunDir, describe: Path | None = None) -> dict[str, str]:
 def _private(run: RunDir, path: Path) -> bool:
     """Whether a file holds what a file in private/ holds."""
     size = path.stat().st_size
-    there = (one for one in run.private.rglob("*") if one.is_file() and one.stat().st_size == size)
-    return any(filecmp.cmp(one, path, shallow=False) for one in there)
+    there = (file for file in run.private.rglob("*") if file.is_file() and file.stat().st_size == size)
+    return any(filecmp.cmp(file, path, shallow=False) for file in there)
 
 
 def pages(config: RunConfig, record: RunRecord, statement: PrivacyRecord, beside: Mapping[str, str]) -> dict[str, str]:

@@ -30,7 +30,7 @@ from dpllm.privacy.plan import ACCOUNTANT
 from dpllm.recipe.config import RunConfig
 from dpllm.records import AtLeast1, Between0And1, Count, Json, NotNegative, Positive, Text
 from dpllm.statement import formatting, lineage
-from dpllm.statement.privacy_record import BaseModelName, Composed, ComposedLineage, Lineage
+from dpllm.statement.privacy_record import BaseModelName, Composed, Lineage
 from dpllm.statement.released import BesideRun, Statistics
 from dpllm.statement.state import beside_run
 
@@ -145,20 +145,14 @@ def whole(event: Event, released: Statistics | None) -> Event:
 
 
 def epsilon(record: Inference) -> float:
-    """Of texts, statistics and the models before on the same data, together, at the record's delta; see ``synthetic.total``."""
-    return total(record.epsilon, record.statistics, _before(record))
+    """Of texts and statistics together, at the record's delta; see ``synthetic.total``."""
+    return total(record.epsilon, record.statistics)
 
 
 def recognised(record: Inference) -> float:
     """The largest share of units that any test of all that was released recognises, if it is wrong about 1% of the others."""
-    # The limits are of what was released here alone.
-    most = record.limits.tpr_at_fpr_0_01 if _before(record) is None else None
+    most = record.limits.tpr_at_fpr_0_01
     return min(attacker_limits(epsilon(record), record.delta)["tpr_at_fpr_0.01"], 1.0 if most is None else most)
-
-
-def _before(record: Inference) -> ComposedLineage | None:
-    """Texts and the models before them that learned the same data; None where there are no such models."""
-    return record.lineage.composed if record.lineage else None
 
 
 def write_inference_card(directory: Path, config: RunConfig, record: Inference) -> Path:

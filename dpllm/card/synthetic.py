@@ -30,7 +30,7 @@ from dpllm.recipe.config import RunConfig
 from dpllm.records import AtLeast1, Count, Json, NotAStatement, Number, Record, Sha256, Share, Text
 from dpllm.run.directory import RunDir
 from dpllm.statement import formatting, privacy_record, tradeoff_figure
-from dpllm.statement.privacy_record import ComposedLineage, PrivacyRecord
+from dpllm.statement.privacy_record import PrivacyRecord
 from dpllm.statement.released import BesideRun
 
 RECORD, ROWS = "synthetic.json", "data/train.jsonl"
@@ -111,17 +111,17 @@ def epsilon(statement: PrivacyRecord) -> float | None:
         return None
     lineage, released = statement.lineage, statement.statistics
     before = lineage.composed if lineage else None
-    return total(statement.plan.epsilon, released, before)
+    if before is not None:
+        return before.epsilon + (released.pure if released else 0.0)
+    return total(statement.plan.epsilon, released)
 
 
-def total(alone: float, released: BesideRun | None, before: ComposedLineage | None) -> float:
-    """Epsilon of what costs ``alone``, of statistics beside it, and of the models ``before`` on the same data.
+def total(alone: float, released: BesideRun | None) -> float:
+    """Epsilon of what costs ``alone``, and of statistics beside it.
 
     Raises:
         NotAStatement: The statistics state none.
     """
-    if before is not None:
-        return before.epsilon + (released.pure if released else 0.0)
     together = released.with_run if released else alone
     if together is None:
         raise NotAStatement(["statistics.with_run: is null, so that no epsilon covers the texts"])

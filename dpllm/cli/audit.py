@@ -66,10 +66,10 @@ def _check_options(known: argparse.Namespace, rest: list[str], *, is_run: bool) 
         raise ConfigError(f"--{asked[0]} and --{asked[1]} ask for two separate audits. Type one of the two.")
     if known.shadows is not None and known.shadows < 1:
         raise ConfigError(f"--shadows {known.shadows}: needs runs to compare with. Type 4 or more, or leave it out.")
-    if is_run and (given := [name for name in ELSEWHERE if getattr(known, name) is not None]):
+    if is_run and (elsewhere := [name for name in ELSEWHERE if getattr(known, name) is not None]):
         raise ConfigError(
-            f"--{given[0]} is for a model trained elsewhere, but {known.run} is a run of dpllm, which records it. Leave it out, "
-            "or name a directory with an adapter and no config.yaml."
+            f"--{elsewhere[0]} is for a model trained elsewhere, but {known.run} is a run of dpllm, which records it. Leave it "
+            "out, or name a directory with an adapter and no config.yaml."
         )
 
 

@@ -161,16 +161,16 @@ def verify(known: argparse.Namespace, rest: list[str]) -> int:
             _download(known.path, known.revision, path)
         elif known.revision is not None:
             raise ConfigError(f"--revision {known.revision}: {known.path} is not a Hub id. Leave it out.")
-        found = verify_apart(path, ledger=known.ledger, signers=Path(known.signers) if known.signers else None)
+        verification = verify_apart(path, ledger=known.ledger, signers=Path(known.signers) if known.signers else None)
     if known.json:
-        show(known, found)
+        show(known, verification)
     else:
-        for check in found["checks"]:
+        for check in verification["checks"]:
             print(f"{check['status']:<8}  {check['name']}: {check['detail']}")
-        counts = found["counts"]
+        counts = verification["counts"]
         print(f"{counts['verified']} verified, {counts['asserted']} asserted, {counts['failed']} failed")
-    if found["failed"]:
-        names = ", ".join(check["name"] for check in found["checks"] if check["status"] == "failed")
+    if verification["failed"]:
+        names = ", ".join(check["name"] for check in verification["checks"] if check["status"] == "failed")
         raise AuditContradiction(f"{known.path}: does not verify ({names}). Do not rely on its card.")
     return 0
 
@@ -242,11 +242,13 @@ def generate(known: argparse.Namespace, rest: list[str]) -> int:
             file=sys.stderr,
         )
     settings = {name: getattr(known, name) for name in ("max_new_tokens", "temperature", "top_p", "seed")}
-    found = sample(generator, prompts, known.num, **settings)
+    samples = sample(generator, prompts, known.num, **settings)
     if known.json:
-        print(json.dumps({"seed": known.seed, "samples": [asdict(one) for one in found]}, ensure_ascii=False, indent=2))
+        print(
+            json.dumps({"seed": known.seed, "samples": [asdict(one) for one in samples]}, ensure_ascii=False, indent=2)
+        )
         return 0
-    for number, one in enumerate(found):
+    for number, one in enumerate(samples):
         of = f"prompt {one.number + 1}, " if prompts is not None and len(prompts) > 1 else ""
         print(f"--- {of}sample {number % known.num + 1}\n{printable(one.text)}")
     return 0

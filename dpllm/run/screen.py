@@ -201,15 +201,15 @@ class Samples:
         prompts = processes.shared(read)  # a file need lie on rank 0's machine alone
         assert config.data.format != "auto"
         how = config.data.format, config.data.template
-        found = [tuple(encode(tokenizer, prompt, number, *how)) for number, prompt in enumerate(prompts)]
-        for number, ids in enumerate(found, start=1):
+        encoded = [tuple(encode(tokenizer, prompt, number, *how)) for number, prompt in enumerate(prompts)]
+        for number, ids in enumerate(encoded, start=1):
             if len(ids) >= most:
                 raise ConfigError(
                     f"train.sample_prompts: prompt {number} has {len(ids)} tokens, and data.max_length {most} leaves no room "
                     "for the model's text. Shorten the prompt."
                 )
         words = (prompt if isinstance(prompt, str) else str(prompt[-1].get("content", "")) for prompt in prompts)
-        return cls(tuple(words), tuple(found), config.train.sample_every, most)
+        return cls(tuple(words), tuple(encoded), config.train.sample_every, most)
 
     def due(self, step: int, total: int) -> bool:
         """Whether texts are written after step ``step`` of ``total``, counted from 1."""

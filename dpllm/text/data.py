@@ -163,11 +163,11 @@ class Groups(ReadWhenAsked[list[Row]]):
         """Of which rows, by number, stand in which group; in hexadecimal."""
         import numpy as np
 
-        found = hashlib.blake2b(b"%d:" % len(self._starts), digest_size=32)
+        digest = hashlib.blake2b(b"%d:" % len(self._starts), digest_size=32)
         for numbers in (self._starts, self._numbers):
             for start in range(0, len(numbers), 2**20):  # a range is never an array as a whole
-                found.update(np.asarray(numbers[start : start + 2**20], dtype="<i8").tobytes())
-        return found.hexdigest()
+                digest.update(np.asarray(numbers[start : start + 2**20], dtype="<i8").tobytes())
+        return digest.hexdigest()
 
 
 def each_row(rows: Sequence[Row]) -> Groups:

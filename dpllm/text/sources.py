@@ -184,11 +184,11 @@ def _of_split(path: Path, split: str, cache_dir: Path) -> list[str]:
 
     with _for_datasets(path) as folder:
         builder = datasets.load_dataset_builder(str(folder), cache_dir=str(cache_dir))
-        found = {  # a file may be named by several patterns
+        files_of = {  # a file may be named by several patterns
             str(name): {Path(file).relative_to(folder.resolve()) for file in of_it}
             for name, of_it in (builder.config.data_files or {}).items()
         }
-    in_split = sorted(str(path / file) for file in _one(found, split, path))
+    in_split = sorted(str(path / file) for file in _one(files_of, split, path))
     if unread := {suffix_of(Path(file)) for file in in_split} - READERS.keys():
         raise DataError(
             f"{path}: holds {', '.join(sorted(unread))} files, which are not read: lines of text have no columns, and of "

@@ -328,9 +328,9 @@ def _statistics(record: Inference) -> Iterator[Check]:
 
 
 def _lineage(record: Inference) -> Iterator[Check]:
-    if (before := record.lineage) and before.same_dataset and before.composed is None:
-        raise Wrong(f"earlier models were trained on the same dataset, but no total is stated. {costs.OF_ROWS}")
-    yield from check_promise.lineage_of(before, record, record.composed)
+    if record.lineage and (record.lineage.same_dataset or record.lineage.composed):
+        raise Wrong(f"an earlier model was trained on the same dataset, which is in no total of these. {costs.OF_ROWS}")
+    yield from check_promise.lineage_of(record.lineage, record, record.composed)
 
 
 def _limits(record: Inference) -> Check:

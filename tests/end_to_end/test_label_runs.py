@@ -247,6 +247,9 @@ def test_what_cannot_be_randomised_or_trained_on_is_one_line(flipped: tuple[Plac
     refused(3, "not the file that", *train, "--data.train", other, *trained_on(output)[2:])
     refused(2, "sets how often they are wrong", *train, *trained_on(output), "--train.label_smoothing", "0.1")
     refused(2, "is not the 1 of data.label_record", *train, *trained_on(output), "--data.label_epsilon", "2")
+    stored = json.loads(record_of(output).read_text("utf-8"))
+    record_of(output).write_text(json.dumps(stored | {"probability": 0.1}), encoding="utf-8")
+    refused(2, f"data.label_record {record_of(output)}: ", *train, *trained_on(output))
 
 
 def test_every_label_gets_a_coin_of_its_own(flipped: tuple[Place, Path], monkeypatch: pytest.MonkeyPatch) -> None:

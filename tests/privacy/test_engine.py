@@ -31,6 +31,12 @@ def update(net: nn.Module, some: list, promise: Any, **arguments: Any) -> Tensor
     return (before - after).double()
 
 
+def test_nobody_clips_to_another_norm_than_the_noise_was_made_for() -> None:
+    engine = tm.make_engine(Toy())
+    with pytest.raises(AttributeError):
+        engine.max_grad_norm = 2.0  # type: ignore[misc]
+
+
 @pytest.mark.parametrize("size", [0, 3, 14])
 def test_the_update_is_clipped_sum_plus_noise_over_the_expected_batch_size(size: int) -> None:
     """B = 10 whether the logical batch has 0, 3 or 14 units."""
