@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from dpllm.ledger import Ledger as Ledger
     from dpllm.privacy.schedule import TokenSequence as TokenSequence
     from dpllm.privacy.schedule import Unit as Unit
-    from dpllm.publish.generate import Sample
-    from dpllm.publish.quality import Tell
     from dpllm.recipe.config import RunConfig
+    from dpllm.releases.quality import Tell
     from dpllm.run.directory import Run
     from dpllm.run.own_loop import Engine as Engine
     from dpllm.run.own_loop import promise as promise
     from dpllm.run.promise import Decision
     from dpllm.statement.audit import AuditRecord
+    from dpllm.text.prompts import Sample
     from dpllm.verification.values import Verification
 
     Recipe: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | RunConfig
@@ -325,19 +325,19 @@ def synthesize(
     place = Path(output) if output else None
     if by == "inference":
         return _infer(source, place or Path("synthetic"), tell, {"rows": rows, **settings})
-    from dpllm.publish.draft import request_of
     from dpllm.publish.synthesize import SynthesisRequest
     from dpllm.publish.synthesize import synthesize as write
+    from dpllm.releases.draft import request_of
 
     request = request_of(SynthesisRequest, "training", {"rows": rows, **settings})
     return write(_directory(source), request, place, not_measured=tell)
 
 
 def _infer(source: Any, output: Path, tell: Tell | None, settings: dict[str, Any]) -> Path:
-    from dpllm.publish.draft import request_of
-    from dpllm.publish.inference import infer, private_of
-    from dpllm.publish.inference_budget import InferenceRequest
     from dpllm.recipe.config import OF_MODEL, RunConfig, around
+    from dpllm.releases.draft import request_of
+    from dpllm.releases.inference import infer, private_of
+    from dpllm.releases.inference_budget import InferenceRequest
 
     keys = {OF_MODEL.get(name, name): value for name, value in settings.items() if name in OF_MODEL or "." in name}
     options = {name: value for name, value in settings.items() if OF_MODEL.get(name, name) not in keys}

@@ -23,7 +23,7 @@ from dpllm.privacy import embedded
 from dpllm.privacy.accounting import calibrate_noise_multiplier
 from dpllm.privacy.embedded import DIMENSIONS, Floats, Projection, lattice, nearest
 from dpllm.recipe.config import DataConfig, ModelConfig
-from dpllm.run.embeddings import Encoder
+from dpllm.releases.embeddings import Encoder
 from dpllm.text import data
 from dpllm.text.data import each_row, value_name
 

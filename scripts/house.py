@@ -22,8 +22,9 @@ ROOMS = (  # from top to bottom: a room may import only rooms below it
     "comparison",
     "publish",
     "verification",
-    "card",
     "auditing",
+    "releases",  # beside run: spends budget or reads private rows, and trains nothing
+    "card",
     "run",
     "telemetry",
     "statement",
@@ -57,6 +58,7 @@ FEATURES = (
         "Preference pairs train under DPO or IPO, with private labels where texts are public.",
         (
             "*/labels.py",
+            "run/label_record.py",
             "privacy/releases.py",
             "privacy/preference.py",
             "model/rewards.py",
@@ -68,7 +70,7 @@ FEATURES = (
         "Counts, clusters and a classifier of private texts, in seconds, from the same ledger.",
         (
             "*/describe.py",
-            "run/embeddings.py",
+            "releases/embeddings.py",
             "statement/released.py",
             "verification/check_released.py",
         ),
@@ -78,9 +80,9 @@ FEATURES = (
         "synthetic texts and private inference",
         "Texts that may be shared, by a tuned model or by private inference, with their quality.",
         (
-            "publish/inference.py",
-            "publish/inference_budget.py",
-            "publish/quality.py",
+            "releases/inference.py",
+            "releases/inference_budget.py",
+            "releases/quality.py",
             "publish/synthesize.py",
             "cli/publish.py",
             "card/inference.py",
@@ -89,7 +91,7 @@ FEATURES = (
             "privacy/bounded_range.py",
             "privacy/clipped_logits.py",
             "model/reading.py",
-            "text/asked.py",
+            "releases/asked.py",
             "text/prompts.py",
         ),
         3_074,
@@ -97,7 +99,7 @@ FEATURES = (
     Feature(
         "publishing models",
         "Texts from a model, one merged set of weights, a search for leaks, and a Hub upload that is checked first.",
-        ("publish/*.py",),
+        ("publish/*.py", "releases/draft.py", "releases/leaks.py"),
         957,
     ),
     Feature(
@@ -151,9 +153,24 @@ FEATURES = (
         294,
     ),
     Feature(
+        "cards and statements",
+        "A model card whose every figure is derived from recorded facts.",
+        ("statement/*.py", "card/*.py", "run/base_model.py"),
+        2_489,
+    ),
+    Feature(
         "recipes and runs",
         "One recipe in, one folder out: planned, trained, resumed, recorded.",
-        ("run/*.py", "recipe/*.py", "cli/plan.py", "cli/__init__.py", "__init__.py", "__main__.py", "progress.py"),
+        (
+            "run/*.py",
+            "recipe/*.py",
+            "releases/__init__.py",
+            "cli/plan.py",
+            "cli/__init__.py",
+            "__init__.py",
+            "__main__.py",
+            "progress.py",
+        ),
         5_385,
     ),
     Feature(
@@ -179,12 +196,6 @@ FEATURES = (
         "What a model memorised: canaries, extraction, membership, with bounds that hold, over one run or many.",
         ("auditing/*.py", "canaries/*.py", "cli/audit.py"),
         3_881,
-    ),
-    Feature(
-        "cards and statements",
-        "A model card whose every figure is derived from recorded facts.",
-        ("statement/*.py", "card/*.py"),
-        2_489,
     ),
     Feature(
         "verification",

@@ -7,7 +7,7 @@ Runs of one seed begin with the same adapter and plant the same canaries. Whoeve
 these runs give no guarantee, and their data must be public. ``--half first`` evaluates on the first half of data.eval, to
 choose settings, and ``--half second`` on the other, to report them. Losses are in nats per token of completions. With
 ``--rows N`` the tuned model writes so many texts, behind control codes (if any) as often as evaluation rows have them, and
-figures of ``dpllm.publish.quality`` are kept too. Runs that the output holds are kept, and several calls may add to it at once.
+figures of ``dpllm.releases.quality`` are kept too. Runs that the output holds are kept, and several calls may add to it at once.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from dpllm.card.card import write_card
 from dpllm.errors import DpllmError
 from dpllm.files import locked, read_json, write_json
 from dpllm.model import processes
-from dpllm.publish import generate, quality
+from dpllm.publish import generate
 from dpllm.publish.merge import carded
 from dpllm.recipe.config import RunConfig, load_config
 from dpllm.recipe.names import is_builtin, without_paths
+from dpllm.releases import quality
 from dpllm.run.directory import RunDir
 from dpllm.run.loop import train
 from dpllm.run.promise import Start

@@ -15,7 +15,7 @@ from unittest import mock
 
 from dpllm.canaries import canaries
 from dpllm.privacy import noise
-from dpllm.publish import inference
+from dpllm.releases import inference
 
 SEED = "DPLLM_TEST_SEED"
 """The environment variable that carries ``--seed`` to processes of their own."""

@@ -11,7 +11,7 @@ import pytest
 
 from dpllm.cli import main
 from dpllm.ledger import open_ledger
-from dpllm.run import embeddings
+from dpllm.releases import embeddings
 from dpllm.statement.released import Statistics
 
 Json = dict[str, Any]

@@ -13,7 +13,7 @@ from dpllm.privacy.releases import OPTIONS
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from dpllm.run.describe import Offer
+    from dpllm.releases.describe import Offer
 
 
 def number_or_auto(text: str) -> Any:
@@ -101,14 +101,14 @@ def describe(known: argparse.Namespace, rest: list[str]) -> int:
     config = around(known.data, keys, "dpllm describe")
     cost, create = (known.epsilon, known.delta), not known.dry_run
     if embedded:
-        from dpllm.run import embeddings  # and torch
+        from dpllm.releases import embeddings  # and torch
         from dpllm.text.data import value_name
 
         values = tuple(map(value_name, known.values.split(","))) if known.values else ()  # as the data's are read
         wanted = embeddings.Asked(known.clusters, known.predict, values)
         return _release(known, embeddings.offered(config, wanted, *cost, create=create), wanted.kind)
-    from dpllm.run import describe as statistics
-    from dpllm.text.asked import parse
+    from dpllm.releases import describe as statistics
+    from dpllm.releases.asked import parse
 
     asked = [parse(kind, text, known.at) for kind, text in known.asked]
     return _release(known, statistics.offered(config, asked, *cost, create=create), "describe.json")
@@ -118,7 +118,7 @@ def classify(known: argparse.Namespace, rest: list[str]) -> int:
     """Prints one JSON object for each row."""
     import json
 
-    from dpllm.run.embeddings import classify as classified
+    from dpllm.releases.embeddings import classify as classified
 
     for number, label in enumerate(classified(known.folder, known.data, known.model), 1):
         print(json.dumps({"row": number, "label": label}, ensure_ascii=False))
@@ -149,8 +149,8 @@ def _release(known: argparse.Namespace, offered: AbstractContextManager[Offer], 
 def randomize(known: argparse.Namespace, rest: list[str]) -> int:
     """Prints what was charged and where the labels lie; exit code 3 where the ledger refuses it."""
     from dpllm.recipe.config import OF_DATA, around
-    from dpllm.run.labels import randomize as flip
-    from dpllm.run.labels import record_of
+    from dpllm.releases.labels import randomize as flip
+    from dpllm.run.label_record import record_of
 
     if (known.unit is None) != (known.max_labels is None):
         raise ConfigError("--unit and --max-labels go together: K labels of one unit cost K times epsilon. Type both.")

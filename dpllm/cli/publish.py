@@ -17,7 +17,7 @@ from dpllm.cli.plan import AddCommand, plain_console, show, take_final
 from dpllm.errors import AuditContradiction, ConfigError
 
 if TYPE_CHECKING:
-    from dpllm.publish.quality import Tell
+    from dpllm.releases.quality import Tell
 
 _DATASETS = "datasets/"
 _HUB_ID = re.compile(rf"({_DATASETS})?[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -308,9 +308,9 @@ def _not_measured(known: argparse.Namespace) -> Tell | None:
 
 def _request(known: argparse.Namespace, kind: Any) -> Any:
     """A request for rows with the options of either way, of which it refuses those of the other."""
-    from dpllm.publish.draft import request_of
-    from dpllm.publish.inference_budget import InferenceRequest
     from dpllm.publish.synthesize import SynthesisRequest
+    from dpllm.releases.draft import request_of
+    from dpllm.releases.inference_budget import InferenceRequest
 
     names = [field.name for way in (SynthesisRequest, InferenceRequest) for field in fields(way)]
     return request_of(kind, known.by, {name: getattr(known, name) for name in names})
@@ -319,9 +319,9 @@ def _request(known: argparse.Namespace, kind: Any) -> Any:
 def _infer(known: argparse.Namespace, keys: dict[str, Any]) -> tuple[Path, Path]:
     """The record of what was written, and where private figures lie."""
     from dpllm.card.inference import RECORD
-    from dpllm.publish.inference import infer, private_of
-    from dpllm.publish.inference_budget import InferenceRequest
     from dpllm.recipe.config import around
+    from dpllm.releases.inference import infer, private_of
+    from dpllm.releases.inference_budget import InferenceRequest
 
     request, output = _request(known, InferenceRequest), known.output or Path("synthetic")
     infer(around(known.source, keys, "dpllm synthesize"), request, output, _not_measured(known))
@@ -331,9 +331,9 @@ def _infer(known: argparse.Namespace, keys: dict[str, Any]) -> tuple[Path, Path]
 def _with_model(known: argparse.Namespace) -> tuple[Path, Path]:
     """The same, of rows that a tuned model wrote."""
     from dpllm.card.synthetic import RECORD
-    from dpllm.publish.quality import FOLDER
     from dpllm.publish.synthesize import SynthesisRequest
     from dpllm.publish.synthesize import synthesize as write
+    from dpllm.releases.quality import FOLDER
     from dpllm.run.directory import RunDir
 
     run = RunDir(Path(known.source))
@@ -343,9 +343,9 @@ def _with_model(known: argparse.Namespace) -> tuple[Path, Path]:
 
 def _dry_run(known: argparse.Namespace, keys: dict[str, Any]) -> int:
     """What inference would promise."""
-    from dpllm.publish.inference import quote_of
-    from dpllm.publish.inference_budget import InferenceRequest
     from dpllm.recipe.config import around
+    from dpllm.releases.inference import quote_of
+    from dpllm.releases.inference_budget import InferenceRequest
 
     request = _request(known, InferenceRequest)
     quoted, refusal = quote_of(around(known.source, keys, "dpllm synthesize"), request)

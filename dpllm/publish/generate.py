@@ -24,7 +24,7 @@ from dpllm.recipe.config import ModelConfig
 from dpllm.records import Json
 from dpllm.run.directory import Run, RunDir, open_run
 from dpllm.text.layouts import Format
-from dpllm.text.prompts import Prompt, encode
+from dpllm.text.prompts import Prompt, Sample, encode
 
 
 @dataclass(frozen=True)
@@ -43,20 +43,6 @@ class Generator:
     format: Format
     template: str | None
     unprotected: str | None
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One text that the model wrote: the prompt's number from 0, the prompt (None: none was given), what came behind it.
-
-    Attributes:
-        ended: Whether the model ended it, and not the limit of tokens.
-    """
-
-    number: int
-    prompt: Prompt | None
-    text: str
-    ended: bool = True
 
 
 def load(path: Path, *, base: str | None = None, chat: bool | None = None) -> Generator:

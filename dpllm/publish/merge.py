@@ -22,8 +22,9 @@ from dpllm.errors import ConfigError, Refused
 from dpllm.files import BLOCK, CARD, UNHASHED, hashes, keep_publishable, read_json, whole_directory
 from dpllm.model import loading
 from dpllm.recipe.config import LoraConfig, RunConfig
+from dpllm.run.base_model import of_base, same_base
 from dpllm.run.directory import Run, RunDir, open_run
-from dpllm.statement import lineage, privacy_record
+from dpllm.statement import privacy_record
 from dpllm.statement.privacy_record import PrivacyRecord
 
 SHARD = "5GB"
@@ -60,8 +61,8 @@ def merge(run: RunDir, output: Path | None = None) -> Path:
     _check_output(run, output)
     # With the very commit of the base model that the run used.
     pinned = config.changed({"model.revision": opened.record.model.commit or config.model.revision})
-    base = lineage.of_base(pinned.changed({"model.adapter": None}))
-    if statement.lineage and not lineage.same_base(base, statement.lineage):
+    base = of_base(pinned.changed({"model.adapter": None}))
+    if statement.lineage and not same_base(base, statement.lineage):
         raise Refused(
             f"model.name_or_path {config.model.name_or_path}: is not the base model that the run was trained on (its privacy "
             "block differs), so merging would give a model that nobody trained. Restore the original base."

@@ -21,12 +21,11 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from dpllm.card.synthetic import MODEL_BLOCK, RECORD, ROWS, Synthetic
 from dpllm.errors import ConfigError, DpllmError, Refused
 from dpllm.files import BLOCK, CARD, UNHASHED, read_json, sha256
-from dpllm.publish import leaks
+from dpllm.releases import leaks
 from dpllm.run.directory import RunDir, open_run
 from dpllm.statement import privacy_record
 from dpllm.statement.privacy_record import PrivacyRecord
 from dpllm.verification.check_rows import OF_MODEL, run_of
-from dpllm.verification.values import Wrong
 from dpllm.verification.verify import insist
 
 # httpx in huggingface_hub 1, httpx2 in 2: the class of everything that goes wrong on the way.
@@ -114,8 +113,11 @@ def push(
     try:
         files = _files(source, statement)
         unsearched = _search(source, statement, [file.path for file in files])
-    except Wrong as error:
-        raise Refused(f"{source.folder}: {error}") from None
+    except OSError as error:
+        raise Refused(
+            f"{error.filename}: cannot be read any more ({error.strerror}), so it was not searched for private text. Restore it, "
+            "and type the command again."
+        ) from None
     planned = Push(repository, files, unsearched=tuple(unsearched))
     return planned if dry_run else _upload(source, planned, private=private)
 

@@ -27,10 +27,11 @@ from dpllm.errors import ConfigError, Refused
 from dpllm.files import BLOCK, alone, sha256, whole_directory, write_json, write_whole
 from dpllm.model import processes
 from dpllm.progress import tell
-from dpllm.publish import draft, generate
+from dpllm.publish import generate
 from dpllm.publish.merge import carded
-from dpllm.publish.quality import FOLDER, Tell, of_run, report
 from dpllm.recipe.config import RunConfig
+from dpllm.releases import draft
+from dpllm.releases.quality import FOLDER, Tell, of_run, report
 from dpllm.run.directory import RunDir
 from dpllm.statement.privacy_record import PrivacyRecord
 from dpllm.text import control

@@ -27,9 +27,10 @@ from dpllm.progress import tell
 from dpllm.recipe import derived, names
 from dpllm.recipe.config import RunConfig
 from dpllm.run.advice import advise, check_learning_rate
+from dpllm.run.base_model import of_base
 from dpllm.run.checkpoint import ResumeState, check_promise, read_resume_state, same_lineage, same_recipe
 from dpllm.run.directory import RunDir, check_directory
-from dpllm.run.labels import read_labels
+from dpllm.run.label_record import read_labels
 from dpllm.statement import lineage, section
 from dpllm.statement.formatting import html_table
 from dpllm.statement.privacy_record import Lineage
@@ -249,14 +250,14 @@ def decide(
             if error := (seen.error if seen else None) or over:
                 found.add(error)
         found.attempt(check_learning_rate, config, plan)
-        base = found.attempt(lineage.of_base, config, fetch=fetch)
+        base = found.attempt(of_base, config, fetch=fetch)
         if resumed and not found.errors:
             found.attempt(same_lineage, base, config, run)
         subject = replace(subject, labels=found.attempt(lineage.of_labels, subject.labels, base, ledger))
         about = {"dataset": dataset, "derived_from": parent, "book": ledger, "plan": plan}
         ancestry = found.attempt(lineage.compose_with_base, base, config, **about)
-        of_base = (base.weights, base.labels) if base else ()
-        return Decision(config, subject, schedule, plan, seen, ancestry, resumed, tuple(found.errors), *of_base)
+        before = (base.weights, base.labels) if base else ()
+        return Decision(config, subject, schedule, plan, seen, ancestry, resumed, tuple(found.errors), *before)
 
 
 def read_subject(config: RunConfig, cache: Path | None = None) -> Subject:

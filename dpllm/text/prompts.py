@@ -12,6 +12,7 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,20 @@ from dpllm.text.tokens import begins_twice, encode_prompt
 
 Prompt = str | list[dict[str, Any]]
 """Text, or the messages of a conversation so far."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One text that the model wrote: the prompt's number from 0, the prompt (None: none was given), what came behind it.
+
+    Attributes:
+        ended: Whether the model ended it, and not the limit of tokens.
+    """
+
+    number: int
+    prompt: Prompt | None
+    text: str
+    ended: bool = True
 
 
 def read_prompts(path: Path) -> list[Prompt]:

@@ -1,6 +1,6 @@
 """What was released without a training run: clusters or a classifier, and labels that were randomised at the source.
 
-Comes in: the folder that ``run.embeddings`` writes; a published statement, or the record beside a file of flipped labels; a
+Comes in: the folder that ``releases.embeddings`` writes; a published statement, or the record beside a file of flipped labels; a
 ledger or none. Goes out: checks. That such numbers were drawn from such data, or that a coin was tossed for each label, nobody
 can see in a file: that is the author's word, and stays asserted.
 """
@@ -17,7 +17,7 @@ from dpllm.privacy import accounting, embedded
 from dpllm.privacy.events import PureDP, SelfComposed
 from dpllm.privacy.parts import added
 from dpllm.privacy.releases import OTHER
-from dpllm.run.labels import SUFFIX
+from dpllm.run.label_record import SUFFIX
 from dpllm.statement.released import (
     MOST_VECTORS,
     RECORD,

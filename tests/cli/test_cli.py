@@ -24,7 +24,7 @@ from dpllm.ledger import open_ledger
 # Each command in a process of its own, whose standard output, or error too, nobody reads any more.
 UNREAD = """
 import json, os, sys
-import dpllm.run.describe  # read once for all
+import dpllm.releases.describe  # read once for all
 from dpllm.cli import main
 both, *commands = json.loads(sys.argv[1])
 for number, words in enumerate(commands):

@@ -18,7 +18,7 @@ from dpllm.errors import ConfigError
 from dpllm.files import digest, sha256
 from dpllm.model import adapters, loading
 from dpllm.recipe.config import load_config
-from dpllm.run import checkpoint
+from dpllm.run import base_model, checkpoint
 from dpllm.statement import lineage
 
 
@@ -181,10 +181,10 @@ def test_settings_that_mean_another_function_are_refused(started: Place, key: st
     settings = json.loads((folder / "adapter_config.json").read_text("utf-8"))
     (folder / "adapter_config.json").write_text(json.dumps({**settings, key: value}))
     if says is None:
-        assert lineage.of_base(load_config(started.recipe)) is not None
+        assert base_model.of_base(load_config(started.recipe)) is not None
     else:
         with pytest.raises(ConfigError, match=re.escape(says)):
-            lineage.of_base(load_config(started.recipe))
+            base_model.of_base(load_config(started.recipe))
 
 
 def test_damaged_weights_are_refused(started: Place) -> None:

@@ -19,9 +19,9 @@ from dpllm.model import loading
 from dpllm.model.loading import load_tokenizer
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.clipped_logits import Ballot
-from dpllm.publish import inference, inference_budget
-from dpllm.publish.draft import Draft
 from dpllm.recipe.config import ModelConfig
+from dpllm.releases import inference, inference_budget
+from dpllm.releases.draft import Draft
 
 
 @pytest.fixture

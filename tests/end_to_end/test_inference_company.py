@@ -12,7 +12,7 @@ from running import done
 from voting import Place, shares_of
 
 from dpllm.model.reading import Reader
-from dpllm.publish import inference
+from dpllm.releases import inference
 
 TOKENS = 16
 

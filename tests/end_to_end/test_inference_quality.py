@@ -16,10 +16,10 @@ import dpllm
 from dpllm.card import synthetic
 from dpllm.cli import _parser
 from dpllm.errors import ConfigError
-from dpllm.publish import inference, quality
-from dpllm.publish.inference_budget import InferenceRequest
 from dpllm.publish.synthesize import SynthesisRequest
 from dpllm.recipe.config import OF_MODEL
+from dpllm.releases import inference, quality
+from dpllm.releases.inference_budget import InferenceRequest
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ from dpllm.canaries import canaries
 from dpllm.ledger import Ledger, RunRequest
 from dpllm.privacy.events import PureDP
 from dpllm.privacy.preference import PairLoss
-from dpllm.run import labels
-from dpllm.run.labels import record_of
+from dpllm.releases import labels
+from dpllm.run.label_record import record_of
 
 Json = dict[str, Any]
 

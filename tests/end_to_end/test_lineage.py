@@ -15,6 +15,7 @@ from running import Place, done, dpllm_, fails_in_step
 from safetensors.torch import load_file, save_file
 
 from dpllm.errors import ConfigError, Refused
+from dpllm.run import base_model
 from dpllm.run.checkpoint import same_lineage
 from dpllm.run.directory import RunDir
 from dpllm.statement import lineage, section
@@ -89,7 +90,7 @@ def test_a_third_generation_carries_the_first_on(child: Place, tmp_path: Path) -
     config = config.model_copy(
         update={"model": config.model.model_copy(update={"name_or_path": str(tmp_path / "third")})}
     )
-    base = lineage.of_base(config)
+    base = base_model.of_base(config)
     assert base is not None
     assert base.statement.name == "third"
     assert [ancestor.name for ancestor in base.ancestors] == ["clinic-notes"]
@@ -101,7 +102,7 @@ def test_an_adapter_is_started_from_on_the_statement_that_it_was_trained_on(chil
     shutil.copytree(child.run / "export", folder)
     config = RunDir(child.run).load_config()
     config = config.model_copy(update={"model": config.model.model_copy(update={"adapter": str(folder)})})
-    base = lineage.of_base(config)
+    base = base_model.of_base(config)
     assert base is not None
     assert [(one.name, one.adapter) for one in (base.statement, *base.ancestors)] == [
         ("adapter", True),
@@ -112,11 +113,11 @@ def test_an_adapter_is_started_from_on_the_statement_that_it_was_trained_on(chil
     block["lineage"]["base"]["dataset"] = "other"
     block["lineage"].update(same_dataset=False, dataset=None, composed=None, reason="other data")
     (folder / "privacy.json").write_text(json.dumps(block))
-    assert lineage.of_base(config) == base
+    assert base_model.of_base(config) == base
     for name in ("privacy.json", "README.md"):
         (folder / name).unlink()
     with pytest.raises(Refused, match="does not name the privacy statement of clinic-notes"):
-        lineage.of_base(config)
+        base_model.of_base(config)
 
 
 def test_a_resumed_run_stands_on_the_base_that_it_started_from(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,7 +246,7 @@ def test_a_model_of_the_hub_is_read_where_it_is_cached(parent: Place, hub: Path,
 
     def seen(name: str) -> lineage.Base | None:
         named = config.model.model_copy(update={"name_or_path": name})
-        return lineage.of_base(config.model_copy(update={"model": named}), fetch=fetch)
+        return base_model.of_base(config.model_copy(update={"model": named}), fetch=fetch)
 
     here, there = seen(str(parent.root / "clinic-notes")), seen("org/clinic-notes")
     assert here is not None

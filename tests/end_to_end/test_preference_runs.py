@@ -26,7 +26,7 @@ from dpllm.privacy.engine import StepEngine
 from dpllm.privacy.loss import row_sums
 from dpllm.privacy.preference import PairLoss
 from dpllm.privacy.schedule import TokenSequence, Unit
-from dpllm.publish import leaks
+from dpllm.releases import leaks
 from dpllm.run.directory import RunDir
 from dpllm.statement.audit import read_audit
 

@@ -21,7 +21,8 @@ import dpllm
 from dpllm.card.synthetic import Synthetic
 from dpllm.errors import ConfigError
 from dpllm.files import sha256
-from dpllm.publish import draft, generate, synthesize
+from dpllm.publish import generate, synthesize
+from dpllm.releases import draft
 from dpllm.run.directory import RunDir
 from dpllm.text.data import load_table
 from dpllm.text.prompts import keep_rows, private_among

@@ -12,8 +12,8 @@ import pytest
 from running import Place, contents, done, dpllm_
 
 import dpllm
-from dpllm.publish import quality
 from dpllm.publish.synthesize import RECORD, ROWS
+from dpllm.releases import quality
 from dpllm.run.directory import RunDir
 
 Json = dict[str, Any]

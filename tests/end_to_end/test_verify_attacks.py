@@ -19,10 +19,11 @@ from running import Place, as_trained, contents, done, dpllm_
 import dpllm
 from dpllm.card.card import write_card
 from dpllm.errors import Refused
-from dpllm.publish import leaks, push
+from dpllm.publish import push
 from dpllm.recipe.config import RunConfig
+from dpllm.releases import leaks
+from dpllm.run import base_model
 from dpllm.run.directory import RunDir
-from dpllm.statement import lineage
 
 
 @pytest.fixture
@@ -213,8 +214,8 @@ def test_a_statement_beside_other_weights_on_the_hub_is_refused(
     write(export, {**read(export), "files": {"config.json": "0" * 64, listed: "1" * 64}})
     (export / "model.safetensors").write_bytes(b"other weights")
     there = {path.name: path for path in export.iterdir()}
-    monkeypatch.setattr(lineage, "_hub_file", lambda _, file, *__: there.get(file))
+    monkeypatch.setattr(base_model, "_hub_file", lambda _, file, *__: there.get(file))
     recipe = yaml.safe_load(finished.recipe.read_text("utf-8"))
     recipe["model"]["name_or_path"] = "alice/private-model"
     with pytest.raises(Refused, match="is not the file"):
-        lineage.of_base(RunConfig.model_validate(recipe))
+        base_model.of_base(RunConfig.model_validate(recipe))

@@ -21,7 +21,8 @@ from safetensors.numpy import load_file, save_file
 from dpllm.errors import Refused
 from dpllm.files import sha256
 from dpllm.ledger import open_ledger
-from dpllm.publish import leaks, push
+from dpllm.publish import push
+from dpllm.releases import leaks
 from dpllm.run.directory import RunDir
 from dpllm.verification.verify import verify
 

@@ -23,7 +23,7 @@ from dpllm.privacy import renyi
 from dpllm.privacy.events import Imported, PureDP
 from dpllm.privacy.parts import added
 from dpllm.recipe.config import RunConfig, around
-from dpllm.run import labels
+from dpllm.releases import labels
 
 Row = dict[str, str]
 MANY = 6

@@ -18,7 +18,7 @@ from dpllm.errors import ConfigError, Refused
 from dpllm.model import loading, reading
 from dpllm.model.reading import Embedder
 from dpllm.recipe.config import ModelConfig
-from dpllm.run.embeddings import Encoder
+from dpllm.releases.embeddings import Encoder
 
 TEXTS = ["pain in the chest", "letter", "a visit, worse " * 20, "patient 7 asked", "", "  ", "boat meals " * 5]
 

@@ -22,7 +22,7 @@ from dpllm.privacy import releases
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.events import PureDP
 from dpllm.privacy.releases import measurement
-from dpllm.text.asked import OTHER, Statistic
+from dpllm.releases.asked import OTHER, Statistic
 
 ALARM = 1e-8
 DRAWS = 4000

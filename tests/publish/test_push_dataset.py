@@ -17,8 +17,9 @@ from dpllm.canaries.texts import Canary
 from dpllm.card.synthetic import ROWS
 from dpllm.errors import Refused
 from dpllm.files import BLOCK, read_json
-from dpllm.publish import leaks, push
+from dpllm.publish import push
 from dpllm.recipe.config import DataConfig
+from dpllm.releases import leaks
 from dpllm.run.directory import RunDir
 from dpllm.statement import privacy_record
 from dpllm.text import prompts

@@ -18,6 +18,7 @@ from dpllm.privacy.events import Imported
 from dpllm.privacy.plan import Plan
 from dpllm.recipe.config import RunConfig
 from dpllm.recipe.derived import plan_of
+from dpllm.run import base_model
 from dpllm.statement import lineage
 from dpllm.statement.lineage import Base
 from dpllm.statement.privacy_record import Ancestor, ComposedLineage, Lineage
@@ -221,23 +222,23 @@ def test_an_adapter_and_a_run_directory_are_no_base(tmp_path: Path, files: tuple
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("{}")
     with pytest.raises(ConfigError, match=message):
-        lineage.of_base(recipe(model={"name_or_path": str(tmp_path)}))
+        base_model.of_base(recipe(model={"name_or_path": str(tmp_path)}))
 
 
 def test_a_model_without_a_block_has_no_lineage(tmp_path: Path) -> None:
     for text in (None, "# A model", "---\nlicense: mit\n---\n# A model", "---\nprivacy: good\n---\n"):
         if text is not None:
             (tmp_path / "README.md").write_text(text)
-        assert lineage.of_base(recipe(model={"name_or_path": str(tmp_path)})) is None
-    assert lineage.of_base(recipe(model={"name_or_path": "builtin:tiny"})) is None
-    assert lineage.of_base(recipe(model={"name_or_path": "nobody/nothing"})) is None  # no network here
-    assert lineage.of_base(recipe(model={"name_or_path": "nobody/nothing"}), fetch=False) is None
+        assert base_model.of_base(recipe(model={"name_or_path": str(tmp_path)})) is None
+    assert base_model.of_base(recipe(model={"name_or_path": "builtin:tiny"})) is None
+    assert base_model.of_base(recipe(model={"name_or_path": "nobody/nothing"})) is None  # no network here
+    assert base_model.of_base(recipe(model={"name_or_path": "nobody/nothing"}), fetch=False) is None
 
 
 def test_a_card_whose_block_was_cut_off_is_refused(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("---\nprivacy:\n  guarantee: true\n---\n# A model")
     with pytest.raises(Refused, match=r"privacy\.json is missing"):
-        lineage.of_base(recipe(model={"name_or_path": str(tmp_path)}))
+        base_model.of_base(recipe(model={"name_or_path": str(tmp_path)}))
 
 
 @pytest.mark.parametrize(
@@ -246,4 +247,4 @@ def test_a_card_whose_block_was_cut_off_is_refused(tmp_path: Path) -> None:
 def test_a_damaged_block_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "privacy.json").write_text(text, encoding="latin-1")
     with pytest.raises(Refused, match="is no privacy block"):
-        lineage.of_base(recipe(model={"name_or_path": str(tmp_path)}))
+        base_model.of_base(recipe(model={"name_or_path": str(tmp_path)}))

@@ -60,7 +60,7 @@ def test_a_completion_is_learned_behind_the_line_and_its_prompt(tmp_path: Path) 
 
 @pytest.mark.parametrize(("value", "read"), [(None, ""), (True, "true"), ("a\n b", "a b"), (7.0, "7"), ("\uff21", "A")])
 def test_values_read_as_they_count_in_shares(tmp_path: Path, value: Any, read: str) -> None:
-    from dpllm.text.asked import exact_values, parse
+    from dpllm.releases.asked import exact_values, parse
 
     rows = [{"text": "x", "visit": value}, {"text": "y", "visit": "home"}]
     table = load(write(tmp_path / "rows.jsonl", rows), control=["visit"])

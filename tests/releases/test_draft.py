@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from dpllm.errors import ConfigError
-from dpllm.publish.draft import DUPLICATE, Draft, filters, request_of, why_dropped
-from dpllm.publish.generate import Sample
-from dpllm.publish.inference_budget import InferenceRequest
 from dpllm.publish.synthesize import SynthesisRequest
+from dpllm.releases.draft import DUPLICATE, Draft, filters, request_of, why_dropped
+from dpllm.releases.inference_budget import InferenceRequest
+from dpllm.text.prompts import Sample
 
 
 def reason(text: str, *, ended: bool = True, keep_unfinished: bool = True, min_words: int = 0) -> str | None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dpllm.errors import ConfigError, DataError, Refused
-from dpllm.files import alone, read_json, scratch, sha256, write_json, write_whole
+from dpllm.files import alone, scratch, write_json, write_whole
 from dpllm.ledger import Claim, Ledger, RunRequest, open_ledger
 from dpllm.ledger.admission import reserve_all
 from dpllm.ledger.records import ANY, HASH_BYTES, fingerprint
@@ -23,19 +23,12 @@ from dpllm.privacy.events import PureDP, number
 from dpllm.privacy.parts import added
 from dpllm.privacy.releases import Below, flip_probability, flipped
 from dpllm.recipe.config import DataConfig, RunConfig
-from dpllm.records import NotAStatement
+from dpllm.run.label_record import randomised, record_of
 from dpllm.statement.released import LabelRecord
 from dpllm.text import data
 from dpllm.text.layouts import FIELDS, Row
-from dpllm.text.sources import expand
 
-SUFFIX = ".labels.json"
 _FIELDS, _DELTA = FIELDS["preference"], 1e-9  # of the ledger's figure alone: the event has none
-
-
-def record_of(path: Path) -> Path:
-    """Where the record of a file of flipped labels lies."""
-    return path.with_name(path.name.removesuffix(".jsonl") + SUFFIX)
 
 
 def randomize(
@@ -99,7 +92,7 @@ def randomize(
 
 def _checked(wanted: DataConfig, cache: Path) -> data.Table:
     """The pairs, whose labels were not randomised before, and of whose units none has too many."""
-    if (before := _randomised(wanted)) is not None:
+    if (before := randomised(wanted)) is not None:
         raise Refused(
             f"{before}: its labels were randomised already ({record_of(before).name} lies beside it): the loss could not know "
             "that they were flipped twice. Train on it as it is."
@@ -121,12 +114,6 @@ def _checked(wanted: DataConfig, cache: Path) -> data.Table:
                 f"{table.place(place)} has a message whose content is no text, which could tell a label. Drop the row."
             )
     return table
-
-
-def _randomised(wanted: DataConfig) -> Path | None:
-    """The first of the files of training data beside which a record lies."""
-    paths = map(Path, expand(wanted.train))
-    return next((path for path in paths if record_of(path) != path and record_of(path).exists()), None)
 
 
 def _charge(ledger: Ledger, config: RunConfig, table: data.Table, epsilon: float, again: bool) -> Claim:
@@ -184,38 +171,3 @@ def _flipped(row: Row, unit: str, epsilon: float, below: Below) -> str:
 def _plain(text: Any) -> Any:
     """Of messages, who says what: a score or a weight of one would tell the label."""
     return [{key: turn.get(key) for key in ("role", "content")} for turn in text] if isinstance(text, list) else text
-
-
-def read_labels(wanted: DataConfig) -> LabelRecord | None:
-    """What is known of the labels of a recipe's training data; None where they are as they were given.
-
-    Raises:
-        ConfigError: A record lies beside the data and is not named, is damaged, or says another epsilon than the recipe.
-        Refused: The data are not those of the record: labels may have been drawn again.
-    """
-    path = Path(wanted.train) if isinstance(wanted.train, str) else None
-    if wanted.label_record is None:
-        if (file := _randomised(wanted)) is not None:
-            raise ConfigError(
-                f"data.train {file}: its labels were randomised ({record_of(file).name} lies beside it), and taken as true "
-                f"they would teach a weaker preference. Set data.label_record: {record_of(file)}."
-            )
-        return None
-    try:
-        record = LabelRecord.checked(read_json(Path(wanted.label_record)))
-    except NotAStatement as error:
-        raise ConfigError(
-            f"data.label_record {wanted.label_record}: {'; '.join(error.problems[:3])}, so that the loss would be biased, and no "
-            "card could be written. Restore the record."
-        ) from None
-    if path is None or not path.is_file() or sha256(path) != record.file_sha256:
-        raise Refused(
-            f"data.train is not the file that data.label_record {wanted.label_record} is about, so nothing says how often its "
-            "labels were flipped, or how many times. Restore the file, or name its own record."
-        )
-    if wanted.label_epsilon not in (None, record.epsilon):
-        raise ConfigError(
-            f"data.label_epsilon {wanted.label_epsilon:g} is not the {record.epsilon:g} of data.label_record, with which the "
-            "loss would be biased. Remove data.label_epsilon."
-        )
-    return record

@@ -11,8 +11,8 @@ import pytest
 import tiny
 
 from dpllm.errors import Refused
-from dpllm.publish import leaks
 from dpllm.recipe.config import RunConfig, dump_config
+from dpllm.releases import leaks
 from dpllm.run.directory import RunDir
 from dpllm.text.data import load_table
 from dpllm.text.prompts import keep_rows

@@ -25,7 +25,6 @@ from dpllm.text.data import Table, load_table
 from dpllm.text.layouts import FIELDS, Format, strings
 from dpllm.text.prompts import most_private, owners, private_among
 from dpllm.text.sources import is_here
-from dpllm.verification.values import MOST_BYTES, listed, read_bytes
 
 MOST_ROWS = 20_000
 """Of the training data that are searched for; more take seconds."""
@@ -36,7 +35,7 @@ _WORD = re.compile(r"\w+")
 _ALONE = r"(?<!\w)(?<!\d\.){}(?!\w|\.\d)"  # six digits stand in some longer number of a table, or in a hash, by chance
 _SHORT = 20
 _SURE = 10  # letters or digits of a secret that nothing holds by chance, alone or within a longer word
-_SMALL, _LARGE = 2**20, 2**22
+_SMALL, _LARGE, _LARGEST = 2**20, 2**22, 2**26  # bytes
 
 Words = tuple[str, ...]
 
@@ -54,21 +53,21 @@ def search(run: RunDir, names: Sequence[str], folder: Path) -> list[str]:
 
     Raises:
         Refused: A file holds such text.
-        Wrong: A file cannot be read.
+        OSError: A file cannot be read.
     """
     # A name says nothing of what a file holds; of safetensors the header is text, and its tensors are hashed elsewhere.
     large = [name for name in names if (folder / name).stat().st_size > _LARGE and Path(name).suffix != _TENSORS]
     texts = {name: _text(folder / name) for name in names if name not in large}
-    missed = [f"large files: {listed(large)}: too large to be searched for text, and most likely the tokenizer's."]
+    missed = [f"large files: {', '.join(large)}: too large to be searched for text, and most likely the tokenizer's."]
     return [*(missed if large else []), *_canaries(run, texts, folder), *_rows(run, texts, folder)]
 
 
 def in_rows(run: RunDir, path: Path, statement: PrivacyRecord) -> Iterator[str]:
     """Looks for private text in a data set, and refuses what no guarantee covers: docs/decisions.md says what, and why."""
-    if path.stat().st_size > MOST_BYTES:
+    if path.stat().st_size > _LARGEST:
         yield "private text in the rows: they are too large to be searched."
         return
-    rows = [json.loads(line) for line in read_bytes(path, MOST_BYTES).splitlines()]
+    rows = [json.loads(line) for line in path.read_bytes().splitlines()]
     text = "\n".join(strings(rows))
     drawn = canaries.load(run.canaries).canaries if run.canaries.exists() else ()
     known = [canary.inserted for canary in drawn if any(answer.secret.strip() in text for answer in canary.answers)]
@@ -89,11 +88,10 @@ def in_rows(run: RunDir, path: Path, statement: PrivacyRecord) -> Iterator[str]:
 
 def _text(path: Path) -> str:
     """Whatever text a file holds: its strings, where it is JSON, and its bytes, with or without a zero beside each."""
-    if path.suffix == _TENSORS:  # names and description, without the tensors
-        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
-            raw = file.read(min(int.from_bytes(file.read(8), "little"), _LARGE))
-    else:
-        raw = read_bytes(path, MOST_BYTES)
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+        # Of safetensors names and description, without the tensors.
+        most = min(int.from_bytes(file.read(8), "little"), _LARGE) if path.suffix == _TENSORS else -1
+        raw = file.read(most)
     text = raw.replace(b"\0", b"").decode("utf-8", errors="replace")
     try:
         return "\n".join([*strings(json.loads(text)), text]) if path.suffix in (".json", _TENSORS) else text
@@ -128,7 +126,7 @@ def _canaries(run: RunDir, texts: dict[str, str], folder: Path) -> Iterator[str]
         hits |= {file} if found else set()
     if hits:
         raise Refused(
-            f"{folder}: canary texts: {listed(sorted(hits))} contains text of a canary. Delete it, and find out how it got "
+            f"{folder}: canary texts: {', '.join(sorted(hits))} contains text of a canary. Delete it, and find out how it got "
             "there."
         )
 
@@ -176,7 +174,7 @@ def _rows(run: RunDir, texts: dict[str, str], folder: Path) -> Iterator[str]:
     if hits:
         where = [f"{file} (row {number})" for file, number in sorted(hits.items())]
         raise Refused(
-            f"{folder}: training text: text of the training data is in {listed(where)}. Remove it, and write the card again."
+            f"{folder}: training text: text of the training data is in {', '.join(where)}. Remove it, and write the card again."
         )
     if len(rows) < total:
         yield f"training text: only {len(rows)} of {total} rows, evenly spread, were searched for."

@@ -14,8 +14,8 @@ from dpllm.errors import ConfigError, DataError
 from dpllm.model.loading import load_tokenizer
 from dpllm.privacy.releases import OPTIONS
 from dpllm.recipe.config import DataConfig, ModelConfig
+from dpllm.releases.asked import Kind, Statistic, columns_of, exact_values, parse
 from dpllm.text import control
-from dpllm.text.asked import Kind, Statistic, columns_of, exact_values, parse
 from dpllm.text.data import Table, group_rows, load_table
 from dpllm.text.tokens import encode
 

@@ -21,7 +21,7 @@ from released_folders import CLUSTERS, PREDICT, Json, Say, entries, ledger, rele
 from dpllm.cli import main
 from dpllm.ledger import RunRequest
 from dpllm.recipe.config import ModelConfig
-from dpllm.run.embeddings import Encoder
+from dpllm.releases.embeddings import Encoder
 from dpllm.statement.released import Statistics
 from dpllm.text import builtin
 

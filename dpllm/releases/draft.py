@@ -18,7 +18,7 @@ from dpllm.errors import ConfigError
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-    from dpllm.publish.generate import Sample
+    from dpllm.text.prompts import Sample
 
     Request = TypeVar("Request", bound=DataclassInstance)
 

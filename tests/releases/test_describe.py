@@ -19,7 +19,7 @@ from dpllm.ledger import Budget, Ledger, RunRequest, budgets, open_ledger
 from dpllm.privacy import privacy_loss, releases
 from dpllm.privacy.accounting import dp_sgd_event
 from dpllm.privacy.parts import SampledSums
-from dpllm.run import describe
+from dpllm.releases import describe
 from dpllm.statement.released import Statistics
 
 Json = dict[str, Any]

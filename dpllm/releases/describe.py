@@ -1,7 +1,7 @@
 """Statistics of private data, released with differential privacy: what they cost, their reservation, then the draws.
 
 Comes in: the recipe, what is asked, an epsilon for all of it. Goes out: an ``Offer``, which spends nothing; of one, the released
-``Statistics`` and their file. Must not draw noise (``privacy.releases``), nor compute a value (``text.asked``).
+``Statistics`` and their file. Must not draw noise (``privacy.releases``), nor compute a value (``asked``).
 
 Guarantee:
     What ``release`` returns and writes is (epsilon, delta)-differentially private for one unit, all of whose rows but
@@ -33,10 +33,10 @@ from dpllm.privacy.releases import Measurement, Statistic, measurement
 from dpllm.recipe.config import RunConfig
 from dpllm.recipe.derived import public_units
 from dpllm.records import Json
-from dpllm.statement import lineage
+from dpllm.releases.asked import columns_of, exact_values
+from dpllm.run.base_model import of_base
 from dpllm.statement.released import Statistics
 from dpllm.text import data
-from dpllm.text.asked import columns_of, exact_values
 from dpllm.text.data import Groups
 
 DELTA = 1e-9
@@ -214,7 +214,7 @@ class Opened:
     def refuse_tuned(self, config: RunConfig) -> None:
         """A model that learned these data tells of them by itself."""
         refuse_adapter(config)
-        base = lineage.of_base(config)
+        base = of_base(config)
         if base and any(one.dataset in (self.account, None) for one in base.models):
             raise Refused(
                 f"{config.model.name_or_path}: was tuned on {self.account}, or says not on what, so that its own privacy loss "

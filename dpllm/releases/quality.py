@@ -17,20 +17,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy import special
 
-from dpllm.auditing.statistics import upper_limit
 from dpllm.card.synthetic import Quality, public_sides, reads
 from dpllm.errors import DpllmError
 from dpllm.files import write_json
 from dpllm.privacy.releases import Statistic
-from dpllm.publish.leaks import MOST_ROWS, WORDS, grams, spread, table_of, text_of, words
 from dpllm.recipe.config import DataConfig, RunConfig
 from dpllm.recipe.names import public_name
+from dpllm.releases.asked import exact_values
+from dpllm.releases.leaks import MOST_ROWS, WORDS, grams, spread, table_of, text_of, words
 from dpllm.run.directory import RunDir
 from dpllm.statement.privacy_record import PrivacyRecord
 from dpllm.statement.released import Statistics
 from dpllm.text import control
-from dpllm.text.asked import exact_values
 from dpllm.text.data import Table, each_row, value_name
 from dpllm.text.layouts import FIELDS, Format, Row
 
@@ -211,9 +211,13 @@ def _accuracy(name: str, predicted: Sequence[str] | None, truth: Sequence[str]) 
     right, total = sum(map(operator.eq, predicted, truth)), len(truth)
     return {
         f"{name}: accuracy": right / total,
-        f"{name}: accuracy, low": 1 - float(upper_limit(total - right, right, 0.025)),
-        f"{name}: accuracy, high": float(upper_limit(right, total - right, 0.025)),
+        f"{name}: accuracy, low": 1 - _most(total - right, right),
+        f"{name}: accuracy, high": _most(right, total - right),
     }
+
+
+def _most(events: int, others: int) -> float:
+    return float(special.betaincinv(events + 1, others, 0.975)) if others else 1.0
 
 
 def _repeated(sides: Mapping[str, Side]) -> Figures:

@@ -36,13 +36,13 @@ from dpllm.ledger import RunRequest
 from dpllm.model import loading, processes
 from dpllm.model.reading import Reader, end_tokens
 from dpllm.progress import tell
-from dpllm.publish.draft import DUPLICATE, UNFINISHED, Draft, filters, why_dropped
-from dpllm.publish.generate import Sample
-from dpllm.publish.inference_budget import DELTA, FIELD, InferenceRequest, ReleaseQuote, quote
-from dpllm.publish.quality import EVALUATION, TRAINING, Beside, Tell, report
 from dpllm.recipe import names
 from dpllm.recipe.config import RunConfig
-from dpllm.run.describe import Opened, opened, refuse_adapter, relation_of, without_evaluation
+from dpllm.releases.describe import Opened, opened, refuse_adapter, relation_of, without_evaluation
+from dpllm.releases.draft import DUPLICATE, UNFINISHED, Draft, filters, why_dropped
+from dpllm.releases.inference_budget import DELTA, FIELD, InferenceRequest, ReleaseQuote, quote
+from dpllm.releases.quality import EVALUATION, TRAINING, Beside, Tell, report
+from dpllm.run.base_model import of_base
 from dpllm.run.reservation import Reservation
 from dpllm.statement import lineage, state
 from dpllm.statement.privacy_record import Lineage
@@ -51,6 +51,7 @@ from dpllm.statement.run_files import LedgerRecord
 from dpllm.text import control
 from dpllm.text.data import load_table
 from dpllm.text.layouts import Row
+from dpllm.text.prompts import Sample
 from dpllm.text.rendering import joined
 
 
@@ -355,7 +356,7 @@ def _lineage(config: RunConfig, source: Opened) -> Lineage | None:
     """What the base model states of its own training, which was on other data."""
     policy = source.policy
     return lineage.compose_with_base(
-        lineage.of_base(config),
+        of_base(config),
         config,
         dataset=policy.dataset,
         derived_from=policy.derived_from,

@@ -27,7 +27,7 @@ class InferenceRequest:
     Attributes:
         rows: At most so many; fewer where filters drop texts and no batch is left.
         epsilon: Of all rows together, > 0.
-        delta: See ``run.describe.opened``.
+        delta: See ``releases.describe.opened``.
         max_new_tokens: T, the most draws for one text.
         batch: B; None: the smallest that allows C to be ``MOST_CLIP`` tau, but at most N over the rows.
         temperature: tau.

@@ -17,7 +17,7 @@ from dpllm.model import loading
 from dpllm.privacy import embedded
 from dpllm.privacy.events import Gaussian, SelfComposed
 from dpllm.recipe.config import ModelConfig
-from dpllm.run import embeddings
+from dpllm.releases import embeddings
 from dpllm.text import builtin
 
 
@@ -173,7 +173,7 @@ def test_an_encoder_that_couples_rows_or_learned_these_data_is_refused(
     assert (code, ledger().runs("notes")) == (3, [])
     assert "outlier columns" in error
     whose = type("Base", (), {"models": [type("One", (), {"dataset": "notes"})()]})()
-    monkeypatch.setattr("dpllm.run.describe.lineage.of_base", lambda config: whose)
+    monkeypatch.setattr("dpllm.releases.describe.of_base", lambda config: whose)
     code, _, error = say(*PREDICT)
     assert (code, ledger().runs("notes")) == (3, [])
     assert "was tuned on notes" in error

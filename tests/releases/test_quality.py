@@ -14,8 +14,8 @@ import tiny
 
 from dpllm.canaries import canaries
 from dpllm.card import synthetic
-from dpllm.publish import quality
 from dpllm.recipe.config import RunConfig
+from dpllm.releases import quality
 from dpllm.run.directory import RunDir
 from dpllm.statement import privacy_record
 from dpllm.text.data import load_table

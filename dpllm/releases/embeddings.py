@@ -1,11 +1,11 @@
 """Clusters of private texts, and classifiers of them, by their vectors from a public encoder: cost, reservation, then the draws.
 
-Comes in: the recipe, whose model is the encoder, what is asked, an epsilon. Goes out: an ``Offer``, as of ``run.describe``; of
-one, a folder with describe.json, vectors.safetensors and README.md; of such a folder, the label of each row of a file.
+Comes in: the recipe, whose model is the encoder, what is asked, an epsilon. Goes out: an ``Offer``, as of ``describe``; of one,
+a folder with describe.json, vectors.safetensors and README.md; of such a folder, the label of each row of a file.
 Must not draw noise (``privacy.embedded``), nor run a model (``model.reading``).
 
 Guarantee:
-    That of ``privacy.embedded``, and of ``run.describe``: each round is charged before it is drawn, and a crash leaves all
+    That of ``privacy.embedded``, and of ``releases.describe``: each round is charged before it is drawn, and a crash leaves all
     charged. A unit's vector is the mean of its rows' vectors, and follows from them alone: texts are cut to data.max_length
     tokens, read at a public width, and less a centre and projected by public texts and constants. Refusals follow from settings
     and the public number of units. What a value that is not declared, or is missing, counts as is ``other``.
@@ -38,10 +38,10 @@ from dpllm.progress import tell
 from dpllm.recipe import names
 from dpllm.recipe.config import DataConfig, ModelConfig, RunConfig
 from dpllm.records import Json
-from dpllm.run.describe import Charge, Offer, Opened, opened, relation_of, without_evaluation
+from dpllm.releases.asked import text_of
+from dpllm.releases.describe import Charge, Offer, Opened, opened, relation_of, without_evaluation
 from dpllm.statement.released import RECORD, VECTORS, Statistics, page, read_vectors
 from dpllm.text import data
-from dpllm.text.asked import text_of
 from dpllm.text.data import Groups, each_row, value_name
 from dpllm.text.layouts import FIELDS
 

@@ -1,0 +1,1 @@
+"""What spends budget or reads private rows, and trains nothing."""
