@@ -58,7 +58,6 @@ FEATURES = (
         "Preference pairs train under DPO or IPO, with private labels where texts are public.",
         (
             "*/labels.py",
-            "run/label_record.py",
             "privacy/releases.py",
             "privacy/preference.py",
             "model/rewards.py",

@@ -37,7 +37,7 @@ from dpllm.recipe import names
 from dpllm.recipe.config import RunConfig
 from dpllm.run.directory import Run, RunDir, open_run
 from dpllm.run.loop import train
-from dpllm.run.promise import read_subject
+from dpllm.run.subject import read_subject
 
 MECHANISM = (
     "num_steps",

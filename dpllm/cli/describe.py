@@ -150,7 +150,7 @@ def randomize(known: argparse.Namespace, rest: list[str]) -> int:
     """Prints what was charged and where the labels lie; exit code 3 where the ledger refuses it."""
     from dpllm.recipe.config import OF_DATA, around
     from dpllm.releases.labels import randomize as flip
-    from dpllm.run.label_record import record_of
+    from dpllm.run.subject import record_of
 
     if (known.unit is None) != (known.max_labels is None):
         raise ConfigError("--unit and --max-labels go together: K labels of one unit cost K times epsilon. Type both.")

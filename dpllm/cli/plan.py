@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from dpllm.privacy.schedule import Schedule
     from dpllm.recipe.config import RunConfig
     from dpllm.run.footprint import Footprint
-    from dpllm.run.promise import Decision, Refusals
+    from dpllm.run.promise import Decision
+    from dpllm.run.subject import Refusals
 
 OVERRIDES = "--SECTION.KEY VALUE"
 LIMITS = {
@@ -164,7 +165,7 @@ def plan(known: argparse.Namespace, rest: list[str]) -> int:
     config = points[0].config if known.twin else load_recipe(known, rest)
     if known.device and not known.model:
         raise ConfigError("--device says for which GPU --model counts memory. Type both.")
-    from dpllm.run.promise import Refusals
+    from dpllm.run.subject import Refusals
 
     seen, found = _decided(known, config), Refusals()
     found.errors += seen.refusals

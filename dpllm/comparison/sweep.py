@@ -25,7 +25,8 @@ from dpllm.recipe import derived, names
 from dpllm.recipe.config import RunConfig, load_config
 from dpllm.recipe.sections import CanaryConfig
 from dpllm.run.directory import RunDir, check_directory
-from dpllm.run.promise import Start, Subject, decide, read_subject
+from dpllm.run.promise import Start, decide
+from dpllm.run.subject import Subject, read_subject
 from dpllm.statement.run_files import read_status
 
 if TYPE_CHECKING:

@@ -68,7 +68,7 @@ def find_policy(config: RunConfig, table: Table, ledger: Ledger | None) -> Datas
 
 
 class Terms(TypedDict):
-    """What a budget asks of a plan; arguments of ``recipe.derived.plan_of``."""
+    """What a budget asks of a plan; arguments of ``run.promise.plan_of``."""
 
     fit: Fit | None
     largest_delta: float

@@ -8,20 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dpllm.errors import ConfigError, Refused
-from dpllm.privacy import accounting, banded
 from dpllm.privacy.banded import LearningRate
-from dpllm.privacy.plan import (
-    Mechanism,
-    Neighbours,
-    Plan,
-    fitting,
-    noise_multiplier_for,
-    resolved_delta,
-    steps_event,
-    strategy_for,
-)
 from dpllm.privacy.releases import flip_probability
-from dpllm.privacy.renyi import Fit
 from dpllm.privacy.schedule import Schedule, make_schedule
 from dpllm.recipe.config import DataConfig, LoraConfig, RunConfig
 from dpllm.recipe.sections import AuditConfig, TrainConfig
@@ -56,79 +44,6 @@ def public_units(data: DataConfig, counted: int, delta: float | str = "auto", na
             f"that publishes one person's record outright would satisfy it. Set {name} to auto."
         )
     return declared
-
-
-def plan_of(
-    config: RunConfig,
-    num_units: int,
-    *,
-    fit: Fit | None = None,
-    largest_delta: float = 1.0,
-    coefficients: tuple[float, ...] | None = None,
-) -> Plan:
-    """The Plan of a recipe with ``privacy.enabled``, whose noise is calibrated where the recipe does not set it.
-
-    Args:
-        config: The recipe.
-        num_units: Privacy units without canaries, >= 1.
-        fit: What is left of a Renyi filter that the run is to fit: calibrated noise is then the larger of what meets the
-            target epsilon and what fits. Noise that the recipe names is left as it is, for the ledger to judge.
-        largest_delta: Of the dataset's budget, if it has one: ``privacy.delta: auto`` is at most that. Below 1/N itself.
-        coefficients: Of the run that goes on; None: they are optimised for the recipe's steps.
-
-    Raises:
-        Refused: delta >= 1/N; the given noise exceeds the target; the filter cannot count the event; or bands have no room.
-        BudgetExceeded: No noise makes the run fit.
-        ConfigError: The target epsilon cannot be reached.
-    """
-    privacy, data, schedule = config.privacy, config.data, schedule_of(config, num_units)
-    relation: Neighbours = "add_or_remove_one" if data.public_size is not None else "zero_out"
-    delta = resolved_delta(privacy.delta, largest_delta, schedule.dataset_size)
-    group = (data.max_examples_per_unit or 1) if data.sampling == "example" else 1
-    if coefficients is None:
-        coefficients = _coefficients(config, schedule, delta, relation)
-    bands, sigma = max(1, len(coefficients)), privacy.noise_multiplier
-    if sigma is None:
-        sigma = noise_multiplier_for(privacy.epsilon, delta, schedule, relation, bands, group_size=group)
-        if fit is not None:
-            sigma = fitting(sigma, lambda sigma: steps_event(sigma, schedule, group, bands), fit)
-    epsilon = accounting.epsilon(steps_event(sigma, schedule, group, bands), delta, relation)
-    if epsilon > privacy.epsilon:
-        raise _above_target(sigma, epsilon, privacy.epsilon)
-    return Plan.of(
-        Mechanism(
-            unit=data.unit,
-            max_examples_per_unit=data.max_examples_per_unit,
-            sampling=data.sampling,
-            neighbouring_relation=relation,
-            dataset_size=schedule.dataset_size,
-            canary_slots=schedule.canary_slots,
-            expected_batch_size=schedule.expected_batch_size,
-            num_steps=schedule.num_steps,
-            noise_multiplier=float(sigma),
-            coefficients=coefficients,
-            clipping=privacy.clipping,
-            max_grad_norm=privacy.max_grad_norm,
-            delta=delta,
-            target_epsilon=privacy.epsilon,
-        )
-    )
-
-
-def _above_target(sigma: float, epsilon: float, target: float) -> Refused:
-    return Refused(
-        f"privacy.noise_multiplier {sigma:g} gives epsilon {epsilon:.3f}, above the target privacy.epsilon {target:g}. Set "
-        "privacy.noise_multiplier: null to calibrate it, or raise privacy.epsilon."
-    )
-
-
-def _coefficients(config: RunConfig, schedule: Schedule, delta: float, relation: Neighbours) -> tuple[float, ...]:
-    """Of the noise; none where it is independent."""
-    privacy, rate = config.privacy, learning_rate_of(config.train)
-    if privacy.noise == "independent":
-        return ()
-    banded.check(privacy.bands, schedule, config.data.sampling)
-    return strategy_for(privacy.epsilon, delta, schedule, relation, rate, privacy.bands)
 
 
 def learning_rate_of(train: TrainConfig) -> LearningRate:

@@ -23,7 +23,7 @@ from dpllm.privacy.events import PureDP, number
 from dpllm.privacy.parts import added
 from dpllm.privacy.releases import Below, flip_probability, flipped
 from dpllm.recipe.config import DataConfig, RunConfig
-from dpllm.run.label_record import randomised, record_of
+from dpllm.run.subject import randomised, record_of
 from dpllm.statement.released import LabelRecord
 from dpllm.text import data
 from dpllm.text.layouts import FIELDS, Row

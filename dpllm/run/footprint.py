@@ -33,7 +33,7 @@ from dpllm.privacy.loss import TokenLosses
 from dpllm.privacy.packing import lay_out
 from dpllm.privacy.schedule import Packing, TokenSequence, Unit
 from dpllm.recipe.config import LoraConfig, RunConfig
-from dpllm.run.promise import Refusals
+from dpllm.run.subject import Refusals
 from dpllm.text.sources import asking_hub
 
 UNCOUNTED = "this architecture's shapes depend on values, so memory cannot be estimated without weights"

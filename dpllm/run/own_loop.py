@@ -30,9 +30,9 @@ from dpllm.privacy.plan import Plan
 from dpllm.privacy.reference import longest_row
 from dpllm.privacy.sampling import CyclicSchedule, PoissonSampler
 from dpllm.privacy.schedule import LARGEST_PASS, Unit
-from dpllm.recipe import derived
 from dpllm.recipe.config import make_config
 from dpllm.run.build import check_passes, is_low
+from dpllm.run.promise import plan_of
 
 CALLS = ("forward", "_call_impl", "_compiled_call_impl")  # of a layer itself, if set, in place of its class's
 
@@ -46,7 +46,7 @@ def promise(
     max_grad_norm: float = 1.0,
     bands: int | Literal["auto"] = 1,
 ) -> Plan:
-    """The Plan of a loop of one's own, as ``recipe.derived.plan_of`` makes it of a recipe: flat clipping, units sampled whole.
+    """The Plan of a loop of one's own, as ``run.promise.plan_of`` makes it of a recipe: flat clipping, units sampled whole.
 
     Args:
         num_units: N, which is published; at least 1.
@@ -77,7 +77,7 @@ def promise(
             "warmup": 0.0,
         },
     }
-    return derived.plan_of(make_config(settings, None, "dpllm.promise"), units)
+    return plan_of(make_config(settings, None, "dpllm.promise"), units)
 
 
 def _whole(name: str, value: int, most: int | None = None) -> int:

@@ -8,35 +8,41 @@ still be computed beside one is. Must not import torch, read weights or write to
 from __future__ import annotations
 
 import contextlib
-import json
-import re
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
-from dpllm.canaries.texts import check_place
-from dpllm.errors import BudgetExceeded, ConfigError, DpllmError, need
-from dpllm.files import read_json, scratch
-from dpllm.ledger import Ledger, Outlook, RunRequest, dataset_policy, open_ledger
+from dpllm.errors import BudgetExceeded, ConfigError, DpllmError, Refused, need
+from dpllm.files import read_json
+from dpllm.ledger import Outlook, RunRequest, dataset_policy, open_ledger
 from dpllm.ledger.dataset_policy import DatasetPolicy
-from dpllm.privacy.plan import Plan, resolved_delta
+from dpllm.privacy import accounting, banded
+from dpllm.privacy.plan import (
+    Mechanism,
+    Neighbours,
+    Plan,
+    fitting,
+    noise_multiplier_for,
+    resolved_delta,
+    steps_event,
+    strategy_for,
+)
+from dpllm.privacy.renyi import Fit
 from dpllm.privacy.schedule import Schedule
-from dpllm.progress import tell
 from dpllm.recipe import derived, names
 from dpllm.recipe.config import RunConfig
+from dpllm.recipe.derived import learning_rate_of, schedule_of
 from dpllm.run.advice import advise, check_learning_rate
 from dpllm.run.base_model import of_base
 from dpllm.run.checkpoint import ResumeState, check_promise, read_resume_state, same_lineage, same_recipe
 from dpllm.run.directory import RunDir, check_directory
-from dpllm.run.label_record import read_labels
-from dpllm.statement import lineage, section
+from dpllm.run.subject import Refusals, Subject, look
+from dpllm.statement import lineage
 from dpllm.statement.formatting import html_table
 from dpllm.statement.privacy_record import Lineage
 from dpllm.statement.released import Labels
-from dpllm.text import builtin, data, layouts, rendering
-from dpllm.text.data import Groups
+from dpllm.text import builtin, rendering
 from dpllm.text.prompts import read_prompts
 
 UNBOUNDED = 1e9  # a target epsilon that refuses nothing
@@ -50,26 +56,6 @@ class Start:
     resume: bool = False  # go on with the interrupted run in ``output_dir``: same reservation, fresh noise
     overwrite: bool = False  # replace a run that lies in ``output_dir``
     entry: str | None = None  # a reservation that was made for this run before, as one of a tuning group
-
-
-@dataclass(frozen=True)
-class Subject:
-    """What is known of the training data."""
-
-    num_units: int  # public number of things that are sampled, without canaries: declared or counted
-    format: layouts.Format
-    dataset: str  # the name in the ledger
-    policy: DatasetPolicy | None  # whose they are, what may be done with them; None where that is refused
-    digest: str | None = None  # of the rows that were read, which must be trained on; None where they were only counted
-    reads: str = ""  # from which columns, in one line
-    example: str = ""  # how the model sees a row: the first of data that are declared public, else the shape of any
-    rows: tuple[data.Table, Groups] | None = field(default=None, repr=False)  # as read, and by unit, for training
-    labels: Labels | None = None  # of preference pairs, where labels were flipped at the source
-
-    @property
-    def found(self) -> dict[str, Any]:
-        """Keys of the recipe that the data decide."""
-        return {"data.format": self.format, "data.label_epsilon": self.labels.epsilon if self.labels else None}
 
 
 @dataclass(frozen=True)
@@ -178,27 +164,6 @@ class Decision:
         return self
 
 
-class Refusals:
-    """Collects refusals, each message once."""
-
-    def __init__(self) -> None:
-        """None so far."""
-        self.errors: list[DpllmError] = []
-
-    def add(self, error: DpllmError) -> None:
-        """One more."""
-        if str(error) not in map(str, self.errors):
-            self.errors.append(error)
-
-    def attempt(self, call: Callable[..., Value], *arguments: Any, **more: Any) -> Value | None:
-        """The value of ``call``; None, and one refusal more, where it refuses."""
-        try:
-            return call(*arguments, **more)
-        except DpllmError as error:
-            self.add(error)
-            return None
-
-
 def decide(
     config: RunConfig,
     start: Start | None = None,
@@ -227,7 +192,7 @@ def decide(
             found.attempt(same_recipe, config, run)
     ledger = found.attempt(open_ledger, config.privacy.ledger, create=False)
     with ledger or contextlib.nullcontext():
-        subject = subject or _read_subject(config, ledger, found, cache)
+        subject = subject or look(config, ledger, found, cache)
         if subject is None:
             return Decision(config, refusals=tuple(found.errors))
         config, resumed = config.changed(subject.found), None
@@ -238,7 +203,7 @@ def decide(
                 resumed = found.attempt(read_resume_state, config, run, ledger, subject.policy)
             if found.errors:
                 return Decision(config, subject, resumed=resumed, refusals=tuple(found.errors))
-        schedule, plan, seen = found.attempt(derived.schedule_of, config, subject.num_units), None, None
+        schedule, plan, seen = found.attempt(schedule_of, config, subject.num_units), None, None
         if start and resumed and schedule and config.privacy.enabled:
             plan = found.attempt(_resumed_plan, config, subject.num_units, resumed)
             schedule = plan.schedule if plan else schedule
@@ -258,78 +223,6 @@ def decide(
         ancestry = found.attempt(lineage.compose_with_base, base, config, **about)
         before = (base.weights, base.labels) if base else ()
         return Decision(config, subject, schedule, plan, seen, ancestry, resumed, tuple(found.errors), *before)
-
-
-def read_subject(config: RunConfig, cache: Path | None = None) -> Subject:
-    """Reads the training data for their number and name, once for many decisions.
-
-    Raises:
-        DataError: The training data cannot be read as declared.
-        Refused: The ledger does not permit them to be trained on in this way.
-    """
-    found = Refusals()
-    with open_ledger(config.privacy.ledger, create=False) or contextlib.nullcontext() as ledger:
-        subject = _read_subject(config, ledger, found, cache)
-    if found.errors:
-        raise found.errors[0]
-    assert subject is not None
-    return subject
-
-
-def _read_subject(config: RunConfig, ledger: Ledger | None, found: Refusals, cache: Path | None) -> Subject | None:
-    with scratch() if cache is None else contextlib.nullcontext(cache) as where:
-        tell("Reading data.train")
-        table = found.attempt(data.load_table, config.data.train, config.data, config.data.train_split, where)
-        if table is None:
-            return None
-        found.attempt(_check_objective, config, table)
-        labels = found.attempt(read_labels, config.data)
-        policy = found.attempt(dataset_policy.find_policy, config, table, ledger)
-        units = found.attempt(data.sampled_rows, table, config.data)
-    if units is None:
-        return None
-    delta = config.privacy.delta if config.privacy.enabled else "auto"
-    found.attempt(derived.public_units, config.data, len(units), delta)
-    fmt = table.format
-    # Where the policy refuses, the declared name is shown: what the ledger holds under it is no secret from its owner.
-    name = policy.dataset if policy else config.privacy.dataset or data.dataset_name(config.data)
-    found.attempt(_check_words, config, name)
-    return Subject(
-        config.data.public_size or len(units),
-        fmt,
-        name,
-        policy,
-        table.digest,
-        table.reads,
-        rendering.example(table.rows[0], fmt, config.data.template)
-        if config.data.public
-        else rendering.shape(fmt, config.data.control, config.data.template),
-        (table, units) if cache else None,
-        labels.public() if labels else None,
-    )
-
-
-def _check_objective(config: RunConfig, table: data.Table) -> None:
-    """Refuses, with a ConfigError, an objective that does not learn from such rows, and canaries that they cannot hold."""
-    if config.train.pairs != (table.format == "preference"):
-        fix = "likelihood" if config.train.pairs else "dpo"
-        raise ConfigError(
-            f"{table.name}: is {table.reads}, from which train.objective: {config.train.objective} does not learn. Set "
-            f"train.objective: {fix}, or name other data."
-        )
-    check_place(config.audit.texts.place, table.format)
-
-
-def _check_words(config: RunConfig, dataset: str) -> None:
-    """Refuses, with a ConfigError, a name or a text that no card can hold, before anything is charged."""
-    told = names.publishable(config)
-    outside = dataset, told.output_dir, told.model.name_or_path, told.card.title, told.card.description
-    marks = re.search("<!-- /?dpllm:", json.dumps([dataset, told.model_dump(mode="json")]))
-    if marks or any(section.HIDING.search(f" {text or ''}") for text in outside):
-        raise ConfigError(
-            f"a text in the recipe, or the name of the data ({dataset!r}), holds a mark of a card's parts, HTML that could hide "
-            "them, or style= or class=, with which no card would verify. Change it, or type --privacy.dataset NAME."
-        )
 
 
 def _check_machine(config: RunConfig, start: Start | None) -> None:
@@ -373,7 +266,7 @@ def _plan(
         found.attempt(resolved_delta, config.privacy.delta, terms["largest_delta"], num_units)
         return None, None
     try:
-        return derived.plan_of(config, num_units, **terms), None
+        return plan_of(config, num_units, **terms), None
     except BudgetExceeded as error:
         over = error
     except DpllmError as error:
@@ -381,7 +274,7 @@ def _plan(
     # What it would cost all the same: without the filter, and with no target for a noise multiplier that is given.
     relaxed = config.changed({"privacy.epsilon": UNBOUNDED}) if config.privacy.noise_multiplier else config
     try:
-        plan = derived.plan_of(relaxed, num_units, largest_delta=terms["largest_delta"])
+        plan = plan_of(relaxed, num_units, largest_delta=terms["largest_delta"])
     except DpllmError:  # what refuses even that was said already
         return None, over
     return plan.model_copy(update={"target_epsilon": config.privacy.epsilon}), over
@@ -393,5 +286,74 @@ def _resumed_plan(config: RunConfig, num_units: int, resumed: ResumeState) -> Pl
     assert before is not None
     again = config.changed({"privacy.noise_multiplier": before.noise_multiplier, "privacy.delta": before.delta})
     coefficients = before.coefficients  # no other machine's last bits
-    check_promise(derived.plan_of(again, num_units, coefficients=coefficients), before)
+    check_promise(plan_of(again, num_units, coefficients=coefficients), before)
     return before
+
+
+def plan_of(
+    config: RunConfig,
+    num_units: int,
+    *,
+    fit: Fit | None = None,
+    largest_delta: float = 1.0,
+    coefficients: tuple[float, ...] | None = None,
+) -> Plan:
+    """The Plan of a recipe with ``privacy.enabled``, whose noise is calibrated where the recipe does not set it.
+
+    Args:
+        config: The recipe.
+        num_units: Privacy units without canaries, >= 1.
+        fit: What is left of a Renyi filter that the run is to fit: calibrated noise is then the larger of what meets the
+            target epsilon and what fits. Noise that the recipe names is left as it is, for the ledger to judge.
+        largest_delta: Of the dataset's budget, if it has one: ``privacy.delta: auto`` is at most that. Below 1/N itself.
+        coefficients: Of the run that goes on; None: they are optimised for the recipe's steps.
+
+    Raises:
+        Refused: delta >= 1/N; the given noise exceeds the target; the filter cannot count the event; or bands have no room.
+        BudgetExceeded: No noise makes the run fit.
+        ConfigError: The target epsilon cannot be reached.
+    """
+    privacy, data, schedule = config.privacy, config.data, schedule_of(config, num_units)
+    relation: Neighbours = "add_or_remove_one" if data.public_size is not None else "zero_out"
+    delta = resolved_delta(privacy.delta, largest_delta, schedule.dataset_size)
+    group = (data.max_examples_per_unit or 1) if data.sampling == "example" else 1
+    if coefficients is None:
+        coefficients = _coefficients(config, schedule, delta, relation)
+    bands, sigma = max(1, len(coefficients)), privacy.noise_multiplier
+    if sigma is None:
+        sigma = noise_multiplier_for(privacy.epsilon, delta, schedule, relation, bands, group_size=group)
+        if fit is not None:
+            sigma = fitting(sigma, lambda sigma: steps_event(sigma, schedule, group, bands), fit)
+    epsilon = accounting.epsilon(steps_event(sigma, schedule, group, bands), delta, relation)
+    if epsilon > privacy.epsilon:
+        raise Refused(
+            f"privacy.noise_multiplier {sigma:g} gives epsilon {epsilon:.3f}, above the target privacy.epsilon "
+            f"{privacy.epsilon:g}. Set privacy.noise_multiplier: null to calibrate it, or raise privacy.epsilon."
+        )
+    return Plan.of(
+        Mechanism(
+            unit=data.unit,
+            max_examples_per_unit=data.max_examples_per_unit,
+            sampling=data.sampling,
+            neighbouring_relation=relation,
+            dataset_size=schedule.dataset_size,
+            canary_slots=schedule.canary_slots,
+            expected_batch_size=schedule.expected_batch_size,
+            num_steps=schedule.num_steps,
+            noise_multiplier=float(sigma),
+            coefficients=coefficients,
+            clipping=privacy.clipping,
+            max_grad_norm=privacy.max_grad_norm,
+            delta=delta,
+            target_epsilon=privacy.epsilon,
+        )
+    )
+
+
+def _coefficients(config: RunConfig, schedule: Schedule, delta: float, relation: Neighbours) -> tuple[float, ...]:
+    """Of the noise; none where it is independent."""
+    privacy, rate = config.privacy, learning_rate_of(config.train)
+    if privacy.noise == "independent":
+        return ()
+    banded.check(privacy.bands, schedule, config.data.sampling)
+    return strategy_for(privacy.epsilon, delta, schedule, relation, rate, privacy.bands)

@@ -17,7 +17,7 @@ from dpllm.privacy import accounting, embedded
 from dpllm.privacy.events import PureDP, SelfComposed
 from dpllm.privacy.parts import added
 from dpllm.privacy.releases import OTHER
-from dpllm.run.label_record import SUFFIX
+from dpllm.run.subject import SUFFIX
 from dpllm.statement.released import (
     MOST_VECTORS,
     RECORD,

@@ -22,7 +22,7 @@ from dpllm.card import inference, synthetic
 from dpllm.errors import ConfigError, Refused
 from dpllm.files import BLOCK, CARD, SIGNATURE, write_whole
 from dpllm.run.directory import RunDir
-from dpllm.run.label_record import SUFFIX
+from dpllm.run.subject import SUFFIX
 from dpllm.statement import released, state, tradeoff_figure
 from dpllm.statement.run_files import read_plan, read_run
 from dpllm.verification import (

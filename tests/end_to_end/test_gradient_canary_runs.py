@@ -21,8 +21,8 @@ from dpllm.canaries import canaries
 from dpllm.privacy.engine import StepEngine
 from dpllm.privacy.noise import GaussianNoise
 from dpllm.recipe.config import load_config
-from dpllm.recipe.derived import plan_of
 from dpllm.run.directory import RunDir
+from dpllm.run.promise import plan_of
 from dpllm.statement.audit import read_audit
 
 CANARIES = 60

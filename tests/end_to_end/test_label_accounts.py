@@ -12,7 +12,7 @@ from running import Place, done, dpllm_
 from test_label_runs import trained_on
 from test_preference_runs import asked, pairs  # noqa: F401
 
-from dpllm.run.label_record import record_of
+from dpllm.run.subject import record_of
 
 Json = dict[str, Any]
 PLAIN = ("--privacy.enabled", "false", "--data.public", "true", "--audit.canaries", "null")

@@ -20,7 +20,7 @@ from dpllm.ledger import Ledger, RunRequest
 from dpllm.privacy.events import PureDP
 from dpllm.privacy.preference import PairLoss
 from dpllm.releases import labels
-from dpllm.run.label_record import record_of
+from dpllm.run.subject import record_of
 
 Json = dict[str, Any]
 

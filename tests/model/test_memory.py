@@ -22,7 +22,7 @@ from dpllm.privacy.packing import Pass
 from dpllm.privacy.schedule import Packing
 from dpllm.recipe import names
 from dpllm.recipe.config import RunConfig
-from dpllm.recipe.derived import plan_of
+from dpllm.run.promise import plan_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 ATTENTION = {"target_modules": ["q_proj", "v_proj"]}

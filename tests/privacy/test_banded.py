@@ -19,7 +19,7 @@ from dpllm.errors import ConfigError, Refused
 from dpllm.privacy import accounting, banded, events, renyi
 from dpllm.privacy.plan import Plan
 from dpllm.recipe.config import RunConfig
-from dpllm.recipe.derived import plan_of
+from dpllm.run.promise import plan_of
 
 UNITS = 1200
 

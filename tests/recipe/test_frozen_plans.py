@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from dpllm.recipe.config import RunConfig
-from dpllm.recipe.derived import plan_of
+from dpllm.run.promise import plan_of
 from dpllm.verification.values import differences
 
 FROZEN = Path(__file__).parents[1] / "golden" / "frozen-plans.json"

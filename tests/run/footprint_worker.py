@@ -31,7 +31,7 @@ def main(folder: str, rows: int, tokens: int, count: int, method: str) -> int:
     from dpllm.privacy.packing import passes_of
     from dpllm.privacy.schedule import TokenSequence, Unit
     from dpllm.recipe.config import RunConfig
-    from dpllm.recipe.derived import plan_of
+    from dpllm.run.promise import plan_of
 
     torch.manual_seed(0)
     adapter = {"method": "lora", "r": 16} if method == "lora" else {"method": "frozen", "last_blocks": 2}

@@ -22,9 +22,9 @@ from dpllm.errors import ConfigError
 from dpllm.privacy.plan import Plan
 from dpllm.privacy.schedule import Schedule
 from dpllm.recipe.config import RunConfig, load_config
-from dpllm.recipe.derived import plan_of
 from dpllm.recipe.sections import AuditConfig
 from dpllm.run.advice import MIN_STEPS, NEAR_BEST, _larger_batches, advise, check_learning_rate, noise_per_signal
+from dpllm.run.promise import plan_of
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 E2E_ROWS = 42_061  # of the training set

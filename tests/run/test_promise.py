@@ -14,8 +14,8 @@ from dpllm.errors import BudgetExceeded, ConfigError, DataError
 from dpllm.ledger import Budget, open_ledger
 from dpllm.ledger.budgets import set_budget
 from dpllm.recipe.config import RunConfig
-from dpllm.recipe.derived import plan_of
-from dpllm.run.promise import Start, decide, read_subject
+from dpllm.run.promise import Start, decide, plan_of
+from dpllm.run.subject import read_subject
 
 ROWS = 50
 

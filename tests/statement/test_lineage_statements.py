@@ -17,8 +17,8 @@ from dpllm.privacy import accounting
 from dpllm.privacy.events import Imported
 from dpllm.privacy.plan import Plan
 from dpllm.recipe.config import RunConfig
-from dpllm.recipe.derived import plan_of
 from dpllm.run import base_model
+from dpllm.run.promise import plan_of
 from dpllm.statement import lineage
 from dpllm.statement.lineage import Base
 from dpllm.statement.privacy_record import Ancestor, ComposedLineage, Lineage

@@ -17,8 +17,8 @@ from tiny_models import recipe
 
 from dpllm.files import write_json
 from dpllm.recipe.config import TelemetryConfig
-from dpllm.recipe.derived import plan_of
 from dpllm.run.directory import RunDir
+from dpllm.run.promise import plan_of
 from dpllm.telemetry import live, metrics
 from dpllm.telemetry.live import Telemetry, Trackers, publish_audit
 from dpllm.telemetry.metrics import label

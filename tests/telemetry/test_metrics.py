@@ -26,8 +26,8 @@ from dpllm.errors import ConfigError
 from dpllm.ledger import Ledger, budgets
 from dpllm.privacy import accounting
 from dpllm.recipe import derived
-from dpllm.recipe.derived import plan_of
 from dpllm.run.directory import RunDir
+from dpllm.run.promise import plan_of
 from dpllm.telemetry import metrics
 from dpllm.telemetry.live import EpsilonSpent, Telemetry, publish_audit
 from dpllm.telemetry.metrics import ShownRun, exposition, ledger_families, run_families
