@@ -25,6 +25,7 @@ from typing import Any
 from _machine import machine
 
 from dpllm.ledger import Budget, Ledger, RunRequest, budgets, open_ledger
+from dpllm.ledger.reservation import reserve_all
 from dpllm.privacy import renyi
 from dpllm.privacy.accounting import dp_sgd_event
 
@@ -48,7 +49,7 @@ def prepare(book: Ledger, limited: bool, runs: int, more: int) -> None:
     if limited:
         budgets.set_budget(book, "notes", Budget(room(runs + more), DELTA, **terms))
     for _ in range(runs):
-        book.reserve("notes", CLAIM)
+        reserve_all(book, "notes", [CLAIM])
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -63,7 +64,7 @@ def cold(location: str) -> None:
     book = open_ledger(location)
     assert book is not None
     with book:
-        book.reserve("notes", CLAIM)
+        reserve_all(book, "notes", [CLAIM])
 
 
 def summary(times: list[float]) -> dict[str, float]:
@@ -79,7 +80,7 @@ def member(location: str, repeats: int, start: Any, results: Any) -> None:
     with book:
         book.outlook("notes", [CLAIM])  # imports and accounting, as a run does before it reserves
         start.wait()
-        results.put([timed(lambda: book.reserve("notes", CLAIM)) for _ in range(repeats)])
+        results.put([timed(lambda: reserve_all(book, "notes", [CLAIM])) for _ in range(repeats)])
 
 
 def crowd(location: str, processes: int, repeats: int) -> dict[str, float]:
@@ -145,7 +146,7 @@ def main() -> None:
                 assert book is not None
                 with book:
                     prepare(book, True, runs, 2 * known.repeats)
-                    warm = [timed(lambda book=book: book.reserve("notes", CLAIM)) for _ in range(known.repeats)]
+                    warm = [timed(lambda book=book: reserve_all(book, "notes", [CLAIM])) for _ in range(known.repeats)]
                 first = [timed(lambda location=location: cold(location)) for _ in range(known.repeats)]
             cases.append({"store": store, "runs": runs, "warm": summary(warm), "cold": summary(first)})
     print(json.dumps({"bar_ms": 10, "repeats": known.repeats, "machine": machine(), "cases": cases}, indent=2))

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from dpllm.ledger import Budget, Ledger, RunRequest, budgets, open_ledger
+from dpllm.ledger.reservation import reserve_all
 from dpllm.privacy import renyi
 from dpllm.privacy.accounting import compose, dp_sgd_event, epsilon
 from dpllm.privacy.events import Event
@@ -40,7 +41,7 @@ def request(**changes: Any) -> RunRequest:
 
 def reserve(ledger: Ledger, dataset: str = "notes", **changes: Any):
     options = {name: changes.pop(name) for name in ("records", "derived_from") if name in changes}
-    return ledger.reserve(dataset, request(**changes), **options)
+    return reserve_all(ledger, dataset, [request(**changes)], **options)[0]
 
 
 def budget(value: float, **changes: Any) -> Budget:
@@ -117,6 +118,7 @@ def start(place: Place, code: str, *arguments: object) -> subprocess.Popen[str]:
 import os, sys
 from dpllm.errors import BudgetExceeded, ConfigError, Refused
 from dpllm.ledger import Budget, RunRequest, open_ledger, budgets
+from dpllm.ledger.reservation import reserve_all
 from dpllm.privacy.events import Gaussian, PoissonSampled, SelfComposed
 location, arguments = sys.argv[1], sys.argv[2:]
 claim = RunRequest(event={EVENT!r}, delta={DELTA}, unit="patient", relation="zero_out", num_steps=4, run="child")

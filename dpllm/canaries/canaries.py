@@ -23,7 +23,6 @@ from dpllm.errors import ConfigError
 from dpllm.files import read_json, write_json
 from dpllm.privacy.releases import flipped
 from dpllm.recipe.config import DataConfig
-from dpllm.recipe.derived import slots_each
 from dpllm.recipe.sections import AuditConfig, CanaryConfig
 
 KEYS: dict[str, tuple[str, ...]] = {
@@ -335,3 +334,24 @@ def _unreadable(kind: str) -> ConfigError:
         f"audit.canaries.kind {kind}: every secret would be cut off or share a token with its carrier; raise data.max_length, "
         "lower audit.canaries.tokens, or use kind digits."
     )
+
+
+def num_slots(audit: AuditConfig, data: DataConfig) -> int:
+    """Slots in N: every candidate holds its own, whatever its coin says, and a gradient canary one.
+
+    Where whole units are drawn, a candidate is one unit that brings all of its repetitions, and holds one slot. Where rows
+    are drawn, each repetition holds one. More repetitions than one unit may bring are a ConfigError.
+    """
+    groups, most = audit.canaries.groups if audit.canaries else {}, data.max_examples_per_unit
+    if most is not None and max(groups, default=0) > most:
+        raise ConfigError(
+            f"audit.canaries.groups: all {max(groups)} repetitions of a canary belong to one {data.unit}, of which only "
+            f"data.max_examples_per_unit ({most}) rows train. Lower the repetitions in audit.canaries.groups, or raise "
+            "data.max_examples_per_unit."
+        )
+    return sum(slots_each(group, data) * number for group, number in groups.items()) + audit.gradient_canaries
+
+
+def slots_each(group: int, data: DataConfig) -> int:
+    """Slots that one candidate of so many repetitions holds."""
+    return group if data.unit == "example" or data.sampling == "example" else 1

@@ -19,9 +19,10 @@ from dpllm import ledger
 from dpllm.errors import BudgetExceeded, ConfigError, DpllmError, Refused
 from dpllm.files import digest, read_json, write_json
 from dpllm.ledger import RunRequest, admission, dataset_policy
+from dpllm.ledger.reservation import reserve_all
 from dpllm.privacy import accounting, guards
 from dpllm.privacy.plan import Plan
-from dpllm.recipe import derived, names
+from dpllm.recipe import names
 from dpllm.recipe.config import RunConfig, load_config
 from dpllm.recipe.sections import CanaryConfig
 from dpllm.run.directory import RunDir, check_directory
@@ -230,7 +231,7 @@ def _reserve(points: Sequence[Point], root: Path, state: dict[str, Any]) -> tupl
         plans = plans_of(points, subject, book)
         _check_model(config)
     write_json(root / STATE, state)
-    flaw, final = derived.deviations(config)[0], config.privacy.final
+    flaw, final = config.flaw, config.privacy.final
     requests = [RunRequest.of(plan, f"{group}/{name}", flaw=flaw, final=final) for name, plan in plans.items()]
     book = ledger.open_ledger(config.privacy.ledger)
     assert book is not None
@@ -244,7 +245,7 @@ def _reserve(points: Sequence[Point], root: Path, state: dict[str, Any]) -> tupl
                     f"data.train ({config.data.train}) changed while the sweep was planned, so its runs would be reserved for "
                     "other records than were counted. Start again, and do not change the file meanwhile."
                 )
-            admission.reserve_all(
+            reserve_all(
                 book,
                 policy.dataset,
                 requests,

@@ -16,9 +16,8 @@ from typing import Any, Literal, Self
 
 from dpllm.errors import ConfigError, Refused
 from dpllm.ledger import admission, ledger_identity
-from dpllm.ledger.admission import reserve_all
 from dpllm.ledger.chain import Chain, Entry
-from dpllm.ledger.records import Fingerprint, Records
+from dpllm.ledger.records import Records
 from dpllm.ledger.store import Postgres, SQLite, Store, check_place, default_path
 from dpllm.ledger.values import (
     Account,
@@ -82,17 +81,6 @@ class Ledger:
         self.close()
 
     # --- runs ------------------------------------------------------------------------------------------------------
-
-    def reserve(
-        self,
-        dataset: str,
-        request: RunRequest,
-        *,
-        records: Fingerprint | None = None,
-        derived_from: str | None = None,
-    ) -> Claim:
-        """Charges a whole run before it starts, or refuses it and writes nothing; see ``admission.reserve_all``."""
-        return reserve_all(self, dataset, [request], records=records, derived_from=derived_from)[0]
 
     def charge(self, entry: str, step: int) -> None:
         """Records that step number ``step``, counted from 1, is about to be applied; this is the heartbeat too.

@@ -279,6 +279,32 @@ class RunConfig(Section):
         promised = f"epsilon {self.privacy.epsilon}" if self.privacy.enabled else "no differential privacy"
         return f"Recipe: {self.adapter.method} of {self.model.name_or_path}, {promised}, output_dir {self.output_dir}"
 
+    @property
+    def flaw(self) -> str | None:
+        """Why a run of it has no guarantee; None: it has one."""
+        if not self.privacy.enabled:
+            return "it was trained without differential privacy"
+        if self.privacy.insecure_seed is not None:
+            return "its noise and sampling were seeded by the user (privacy.insecure_seed), so they can be regenerated"
+        return None
+
+    @property
+    def deviations(self) -> list[str]:
+        """What the card names although it leaves the guarantee standing."""
+        notes: list[str] = []
+        if self.flaw is not None:
+            return notes
+        if self.data.eval is not None and not self.data.eval_public:
+            notes.append(
+                "held-out loss was computed on private evaluation data; it is kept private and nothing was chosen by it"
+            )
+        if self.telemetry.private_metrics and not self.data.public:
+            notes.append(
+                "un-noised figures of the training data (loss, share of clipped gradients) and of the evaluation data went to "
+                "metrics and trackers (telemetry.private_metrics); they are outside the guarantee"
+            )
+        return notes
+
     @model_validator(mode="after")
     def _model_suits_adapter(self) -> RunConfig:
         if self.model.quantization is not None and self.adapter.method == "frozen":

@@ -25,16 +25,16 @@ import dpllm
 from dpllm.errors import ConfigError, Refused
 from dpllm.files import alone, scratch, write_json
 from dpllm.ledger import Ledger, Outlook, RunRequest, dataset_policy, open_ledger
-from dpllm.ledger.admission import reserve_all
+from dpllm.ledger.reservation import reserve_all
 from dpllm.privacy.accounting import Relation, compose, epsilon
 from dpllm.privacy.events import count_releases, number
 from dpllm.privacy.plan import auto_delta, resolved_delta
 from dpllm.privacy.releases import Measurement, Statistic, measurement
 from dpllm.recipe.config import RunConfig
-from dpllm.recipe.derived import public_units
 from dpllm.records import Json
 from dpllm.releases.asked import columns_of, exact_values
 from dpllm.run.base_model import of_base
+from dpllm.run.subject import public_units
 from dpllm.statement.released import Statistics
 from dpllm.text import data
 from dpllm.text.data import Groups

@@ -33,6 +33,7 @@ from dpllm.card.synthetic import ROWS, Quality
 from dpllm.errors import ConfigError, Refused
 from dpllm.files import alone, digest, read_json, scratch, whole_directory, write_whole
 from dpllm.ledger import RunRequest
+from dpllm.ledger.reservation import Reservation, reserve_all
 from dpllm.model import loading, processes
 from dpllm.model.reading import Reader, end_tokens
 from dpllm.progress import tell
@@ -43,7 +44,6 @@ from dpllm.releases.draft import DUPLICATE, UNFINISHED, Draft, filters, why_drop
 from dpllm.releases.inference_budget import DELTA, FIELD, InferenceRequest, ReleaseQuote, quote
 from dpllm.releases.quality import EVALUATION, TRAINING, Beside, Tell, report
 from dpllm.run.base_model import of_base
-from dpllm.run.reservation import Reservation
 from dpllm.statement import lineage, state
 from dpllm.statement.privacy_record import Lineage
 from dpllm.statement.released import Statistics
@@ -175,7 +175,9 @@ class _Job:
         request = _reservation(self.config, self.quote)
 
         def begin() -> dict[str, Any]:
-            claim = ledger.reserve(whose.dataset, request, records=whose.records, derived_from=whose.derived_from)
+            [claim] = reserve_all(
+                ledger, whose.dataset, [request], records=whose.records, derived_from=whose.derived_from
+            )
             return {"entry": claim.entry, "codes": secrets.randbits(256), "coins": secrets.randbits(256)}
 
         self.draft = Draft(path, settings, begin)

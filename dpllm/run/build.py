@@ -22,6 +22,7 @@ from dpllm.canaries import canaries
 from dpllm.canaries.canaries import CanaryPlan
 from dpllm.canaries.texts import ModelSource, encode_secret
 from dpllm.errors import ConfigError, NotBatchInvariant, Refused
+from dpllm.ledger.reservation import Reservation
 from dpllm.model import adapters, loading, memory, processes
 from dpllm.model.processes import shared
 from dpllm.model.rewards import Pairs
@@ -30,16 +31,16 @@ from dpllm.privacy.engine import FP16_LOSS_SCALE, StepEngine
 from dpllm.privacy.loss import Autocast
 from dpllm.privacy.noise import GaussianNoise, os_entropy
 from dpllm.privacy.plan import Plan
+from dpllm.privacy.preference import PairLoss
+from dpllm.privacy.releases import flip_probability
 from dpllm.privacy.sampling import CyclicSchedule, PoissonSampler
 from dpllm.privacy.schedule import Packing, Schedule, TokenSequence, Unit
 from dpllm.privacy.selfcheck import Checked
-from dpllm.recipe import derived
 from dpllm.recipe.config import RunConfig, TrainConfig
 from dpllm.run.checkpoint import ResumeState
 from dpllm.run.directory import RunDir
 from dpllm.run.projections import read_groups
 from dpllm.run.promise import Decision
-from dpllm.run.reservation import Reservation
 from dpllm.run.screen import Samples
 from dpllm.text import data, tokens
 from dpllm.text.data import Groups, each_row
@@ -157,7 +158,7 @@ def make_engine(
         autocast=autocast,
         loss_scale=FP16_LOSS_SCALE if precision == torch.float16 else 1.0,
     )
-    engine.pairs = derived.pair_loss(decision.config)
+    engine.pairs = pair_loss(decision.config)
     charged = decision.resumed.charged if decision.resumed else 0
     turns = CyclicSchedule(decision.plan.bands if decision.plan else 1, groups, charged)
     return PoissonSampler(schedule, size, sampling_key, turns), engine, autocast
@@ -231,7 +232,7 @@ def check_in_float32(config: RunConfig, net: Any, plan: Plan, device: torch.devi
     small = loading.shrunken(config, net, device)
     noise = GaussianNoise(0, device)  # it draws none
     engine = StepEngine(small, make_optimizer(config.train, small), plan.schedule, plan, packing, noise=noise)
-    engine.pairs = derived.pair_loss(config)
+    engine.pairs = pair_loss(config)
     with contextlib.closing(engine):
         engine.self_check(loading.SHRUNKEN_VOCABULARY, company=False)
 
@@ -245,10 +246,10 @@ def draw_canaries(config: RunConfig, run: RunDir, resume: bool, tokenizer: Any, 
     if resume:
         return canaries.load(run.canaries)
     if run.canaries.exists() and not run.config.exists():
-        return canaries.check_fits(canaries.load(run.canaries), settings, run.canaries, **derived.pairs_of(config))
+        return canaries.check_fits(canaries.load(run.canaries), settings, run.canaries, **pairs_of(config))
     # Its base model, which some kinds load, is gone before the one that trains is built.
     source, gradient = ModelSource(config, tokenizer, device), settings.gradient_canaries
-    return canaries.plan_canaries(settings.texts, source=source, gradient=gradient, **derived.pairs_of(config))
+    return canaries.plan_canaries(settings.texts, source=source, gradient=gradient, **pairs_of(config))
 
 
 def tokenised_units(
@@ -327,3 +328,20 @@ def groups_key(config: RunConfig, run: RunDir, plan: Plan | None, resumed: Resum
         f"{run.groups}: not the groups that the run began with, so a unit could take part twice in one round, which no "
         "accountant covers. Restore the file, or start anew with --overwrite."
     )
+
+
+def pair_loss(config: RunConfig) -> PairLoss | None:
+    """The loss of preference pairs, which knows how often their labels were flipped; None where text trains."""
+    train, epsilon = config.train, config.data.label_epsilon
+    if train.objective == "likelihood":
+        return None
+    return PairLoss(train.objective, train.beta, flip_probability(epsilon) if epsilon else train.label_smoothing)
+
+
+def pairs_of(config: RunConfig) -> dict[str, Any]:
+    """What of a recipe says how canaries are planted among pairs: whether they are pairs, and whether a coin is a label.
+
+    Where labels alone are private, a canary tests the guarantee of a label: to leave a pair out is another neighbour.
+    """
+    label = None if config.privacy.enabled else config.data.label_epsilon
+    return {"pairs": config.train.pairs, "label_epsilon": label}

@@ -8,6 +8,7 @@ Everything that can be refused is refused in ``prepare``, before anything is spe
 from __future__ import annotations
 
 import contextlib
+import secrets
 import shutil
 import time
 from collections.abc import Sequence
@@ -23,7 +24,8 @@ from dpllm.canaries import canaries
 from dpllm.canaries.canaries import CanaryPlan
 from dpllm.errors import ConfigError, Refused
 from dpllm.files import write_json
-from dpllm.ledger import open_ledger
+from dpllm.ledger import RunRequest, dataset_policy, open_ledger
+from dpllm.ledger.reservation import Reservation, reserve_all, use_reservation
 from dpllm.model import evaluate, loading, memory, processes, sharding
 from dpllm.model.processes import ahead, salted, shared, stop_signal
 from dpllm.model.rewards import Rewards, referenced
@@ -33,7 +35,6 @@ from dpllm.privacy.gradient_canaries import GradientCanaries
 from dpllm.privacy.packing import Pass, passes_of
 from dpllm.privacy.plan import Plan
 from dpllm.progress import heard_by
-from dpllm.recipe import derived
 from dpllm.recipe.config import RunConfig, dump_config
 from dpllm.run import build, checkpoint
 from dpllm.run.build import Prepared
@@ -41,9 +42,8 @@ from dpllm.run.checkpoint import ResumeState, flat
 from dpllm.run.directory import RunDir, check_directory
 from dpllm.run.failures import StepDeadline, fail_together
 from dpllm.run.projections import KeptGroups, read_groups
-from dpllm.run.promise import Decision, Start, decide
+from dpllm.run.promise import Decision, Start, check_modes, decide, learning_rate_of
 from dpllm.run.record import Recorder, may_publish_cost
-from dpllm.run.reservation import Reservation, reserve
 from dpllm.run.screen import Samples, Screen, tell_lengths
 from dpllm.statement.run_files import RunRecord, read_run
 from dpllm.telemetry.live import Callbacks, Telemetry
@@ -80,7 +80,7 @@ def train(
         ConfigError: The recipe or the data cannot be used (exit code 2).
         Refused: A guard or the ledger's budget refuses (exit code 3).
     """
-    derived.check_modes(config)  # before anything is made
+    check_modes(config)  # before anything is made
     started, start = time.time(), start or Start()
     state, run = processes.join(), RunDir(Path(config.output_dir))
     main = state.is_main_process
@@ -131,7 +131,7 @@ def _take_steps(
 ) -> int:
     """Charge, step, log, until all steps are taken or somebody stops the run; the steps taken."""
     settings, total, step = prepared.config.train, prepared.schedule.num_steps, prepared.first_step
-    learning_rate = derived.learning_rate_of(settings)
+    learning_rate = learning_rate_of(settings)
     with (
         stop_signal() as stopping,
         contextlib.closing(ahead(partial(_next_batches, prepared, state), total - step)) as logical_batches,
@@ -279,7 +279,7 @@ def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, 
     rewards = Rewards(net, engine.packing, pad_id, device, autocast)
     pairs = referenced(rewards, units, held_out, run.references, resumed is not None) if engine.pairs else None
     noted = _load(resumed, run, net, optimizer, console) if resumed else []
-    reservation = reserve(config, decision, start, run, table) if main else Reservation()
+    reservation = _reserve(config, decision, start, run, table) if main else Reservation()
     prepared = Prepared(
         decision=decision,
         run=run,
@@ -314,6 +314,41 @@ def _load(
     for note in resumed.notes:
         console.print(f"Resumed: {note}.", markup=False, highlight=False, soft_wrap=True)
     return [*resumed.noted, *resumed.notes]
+
+
+def _reserve(config: RunConfig, decision: Decision, start: Start, run: RunDir, table: data.Table) -> Reservation:
+    """Reserves what a run will spend, or goes on with what was reserved for it.
+
+    Raises:
+        BudgetExceeded: The budget has no room for the run.
+        Refused: The reservation that was made before is of another run.
+
+    Guarantee:
+        What is returned covers every step that the Plan has, and nothing was written if this raises.
+    """
+    plan = decision.plan
+    if plan is None:
+        return Reservation()
+    policy = decision.policy
+    with contextlib.ExitStack() as stack:
+        ledger = open_ledger(config.privacy.ledger)  # the first reservation makes the file; a refusal makes none
+        assert ledger is not None
+        stack.enter_context(ledger)
+        if policy.records is None:  # there was no ledger to tell the data by
+            policy = dataset_policy.find_policy(config, table, ledger)
+        dataset, parent, records = policy.dataset, policy.derived_from, policy.records
+        if decision.resumed is not None:
+            entry = decision.resumed.entry
+        elif start.entry is not None:
+            account, steps = ledger.records.charged_to(dataset, parent), plan.schedule.num_steps
+            entry = start.entry
+            use_reservation(ledger, entry, dataset=account, event=plan.event, num_steps=steps, records=records)
+        else:
+            name = f"{run.root.name}-{secrets.token_hex(4)}"
+            request = RunRequest.of(plan, name, decision.flaw, final=config.privacy.final)
+            entry = reserve_all(ledger, dataset, [request], records=records, derived_from=parent)[0].entry
+        stack.pop_all()  # stays open
+        return Reservation(entry, ledger)
 
 
 def _promise(decision: Decision, planted: CanaryPlan | None) -> Plan | None:

@@ -21,6 +21,7 @@ from torch import nn
 
 from dpllm.errors import ConfigError, Refused
 from dpllm.ledger import Ledger, RunRequest
+from dpllm.ledger.reservation import reserve_all
 from dpllm.model import loading, memory, processes
 from dpllm.privacy import events, guards
 from dpllm.privacy.engine import Diagnostics, StepEngine
@@ -151,7 +152,8 @@ class Engine:
             self._sampler = PoissonSampler(schedule, size, os_entropy(), CyclicSchedule(plan.bands, os_entropy()))
             self._optimizer, self._seen, self._ledger = optimizer, _seen(model), ledger
             with ledger.counting():
-                self.entry = ledger.reserve(dataset, RunRequest.of(plan, f"own-loop-{secrets.token_hex(4)}")).entry
+                request = RunRequest.of(plan, f"own-loop-{secrets.token_hex(4)}")
+                self.entry = reserve_all(ledger, dataset, [request])[0].entry
         except BaseException:
             self._engine.close()  # the model is the caller's again
             raise

@@ -13,11 +13,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Self, TypeVar
 
+from dpllm.canaries.canaries import num_slots
 from dpllm.errors import BudgetExceeded, ConfigError, DpllmError, Refused, need
 from dpllm.files import read_json
 from dpllm.ledger import Outlook, RunRequest, dataset_policy, open_ledger
 from dpllm.ledger.dataset_policy import DatasetPolicy
 from dpllm.privacy import accounting, banded
+from dpllm.privacy.banded import LearningRate
 from dpllm.privacy.plan import (
     Mechanism,
     Neighbours,
@@ -28,11 +30,11 @@ from dpllm.privacy.plan import (
     steps_event,
     strategy_for,
 )
+from dpllm.privacy.releases import flip_probability
 from dpllm.privacy.renyi import Fit
-from dpllm.privacy.schedule import Schedule
-from dpllm.recipe import derived, names
-from dpllm.recipe.config import RunConfig
-from dpllm.recipe.derived import learning_rate_of, schedule_of
+from dpllm.privacy.schedule import Schedule, make_schedule
+from dpllm.recipe import names
+from dpllm.recipe.config import LoraConfig, RunConfig, TrainConfig
 from dpllm.run.advice import advise, check_learning_rate
 from dpllm.run.base_model import of_base
 from dpllm.run.checkpoint import ResumeState, check_promise, read_resume_state, same_lineage, same_recipe
@@ -85,7 +87,7 @@ class Decision:
     @property
     def flaw(self) -> str | None:
         """Why the run gives no guarantee; None where it gives one."""
-        return derived.deviations(self.config)[0] or lineage.why_not(self.lineage)
+        return self.config.flaw or lineage.why_not(self.lineage)
 
     @property
     def labels(self) -> Labels | None:
@@ -125,7 +127,7 @@ class Decision:
             words["No differential privacy"] = f"{self.schedule.num_steps} steps"
         if self.lowered:
             words["Beware"] = self.lowered
-        if (loss := derived.flipped_labels(self.config)) is not None:
+        if (loss := flipped_labels(self.config)) is not None:
             words["Labels"] = loss
         if self.ledger is not None:
             words["Ledger"] = str(self.ledger)
@@ -185,7 +187,7 @@ def decide(
     """
     found, run = Refusals(), RunDir(Path(config.output_dir))
     config = config.changed({"data.chat_template": found.attempt(rendering.read_template, config.data.chat_template)})
-    found.attempt(derived.check_modes, config)
+    found.attempt(check_modes, config)
     if start is not None:
         found.attempt(check_directory, config, run, resume=start.resume, overwrite=start.overwrite)
         if start.resume:
@@ -357,3 +359,34 @@ def _coefficients(config: RunConfig, schedule: Schedule, delta: float, relation:
         return ()
     banded.check(privacy.bands, schedule, config.data.sampling)
     return strategy_for(privacy.epsilon, delta, schedule, relation, rate, privacy.bands)
+
+
+def schedule_of(config: RunConfig, num_units: int) -> Schedule:
+    """The schedule of a recipe; ConfigError for a canary of more rows than one unit may bring, else as ``make_schedule``."""
+    train, slots = config.train, num_slots(config.audit, config.data)
+    return make_schedule(num_units, train.batch_size, train.steps, train.epochs, slots=slots)
+
+
+def learning_rate_of(train: TrainConfig) -> LearningRate:
+    """How it goes with the steps."""
+    return LearningRate(train.learning_rate, train.lr_scheduler, train.warmup)
+
+
+def flipped_labels(config: RunConfig) -> str | None:
+    """Says what the loss makes of wrong labels; None where none are known."""
+    train, epsilon = config.train, config.data.label_epsilon
+    share = flip_probability(epsilon) if epsilon else train.label_smoothing
+    if not share:
+        return None
+    how = "learns a soft label" if train.objective == "cdpo" else "is debiased"
+    bottom = " and has no lower bound: it stops by the schedule, not by the loss" if train.objective == "dpo" else ""
+    return f"wrong with probability {share:.3g}; the loss of {train.objective} {how}{bottom}"
+
+
+def check_modes(config: RunConfig) -> None:
+    """Refuses what the recipe alone shows: dropout that couples units."""
+    if config.privacy.enabled and isinstance(config.adapter, LoraConfig) and config.adapter.dropout > 0:
+        raise Refused(
+            f"adapter.dropout is {config.adapter.dropout:g}, and its masks depend on a row's place in the batch, so one unit "
+            "would change the contributions of all others, which clipping does not bound. Set adapter.dropout: 0."
+        )

@@ -27,7 +27,7 @@ from dpllm.model import loading, memory, processes
 from dpllm.model.evaluate import HeldOut
 from dpllm.privacy.clipping import layers_of
 from dpllm.privacy.engine import Diagnostics
-from dpllm.recipe import derived, names
+from dpllm.recipe import names
 from dpllm.recipe.config import RunConfig
 from dpllm.run import checkpoint
 from dpllm.run.build import Prepared
@@ -260,7 +260,7 @@ class Recorder:
     ) -> None:
         prepared, summary = self._prepared, self._summary
         template = prepared.config.data.chat_template
-        reason, (_, notes) = prepared.decision.flaw, derived.deviations(prepared.config)
+        reason, notes = prepared.decision.flaw, prepared.config.deviations
         if status == "interrupted" and prepared.plan and unfinished is None:
             notes.append(INTERRUPTED)
         permitted = prepared.decision.policy.deviations

@@ -22,7 +22,6 @@ from dpllm.ledger.dataset_policy import DatasetPolicy
 from dpllm.progress import tell
 from dpllm.recipe import names
 from dpllm.recipe.config import DataConfig, RunConfig
-from dpllm.recipe.derived import public_units
 from dpllm.records import NotAStatement
 from dpllm.statement import section
 from dpllm.statement.released import LabelRecord, Labels
@@ -192,3 +191,25 @@ def read_labels(wanted: DataConfig) -> LabelRecord | None:
             "loss would be biased. Remove data.label_epsilon."
         )
     return record
+
+
+def public_units(data: DataConfig, counted: int, delta: float | str = "auto", name: str = "privacy.delta") -> int:
+    """N without canaries: declared, or counted in the data.
+
+    Raises:
+        Refused: Over twice as many were counted as are declared, or ``delta`` (called ``name``) is no guarantee for all.
+            Neither says how many there are.
+    """
+    if (declared := data.public_size) is None:
+        return counted
+    if counted > 2 * declared:
+        raise Refused(
+            f"data.public_size {declared:,} is wrong: data.train holds more than twice as many units (rows, with sampling: "
+            "example), so a delta below its 1/N could publish one person's record outright. Declare about as many as there are."
+        )
+    if not isinstance(delta, str) and delta * counted >= 1:
+        raise Refused(
+            f"{name} {delta:g} is not below 1/N of the units in data.train, which are more than data.public_size: a mechanism "
+            f"that publishes one person's record outright would satisfy it. Set {name} to auto."
+        )
+    return declared

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Protocol
 from dpllm.errors import ConfigError
 from dpllm.privacy import accounting
 from dpllm.privacy.parts import added
-from dpllm.recipe import derived
 from dpllm.recipe.config import RunConfig
 from dpllm.statement.privacy_record import Ancestor, ComposedLineage, Lineage
 from dpllm.statement.released import Labels
@@ -102,7 +101,7 @@ def compose_with_base(
         return None
     account = book.records.charged_to(dataset, derived_from) if book else derived_from or dataset
     same_data = [one for one in base.models if one.dataset == account]
-    composed, reason = together(same_data, plan, derived.deviations(config)[0])
+    composed, reason = together(same_data, plan, config.flaw)
     if base.statement.dataset is None:
         reason = f"nothing says on which data {base.statement.name} was trained"
     return Lineage(

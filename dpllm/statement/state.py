@@ -15,7 +15,7 @@ from dpllm.files import of_model
 from dpllm.privacy import accounting
 from dpllm.privacy.accounting import compose, finite
 from dpllm.privacy.plan import Plan
-from dpllm.recipe import derived, names
+from dpllm.recipe import names
 from dpllm.recipe.config import LoraConfig, RunConfig
 from dpllm.records import Json
 from dpllm.statement import formatting, privacy_record
@@ -131,7 +131,7 @@ def why_not(config: RunConfig, plan: Plan | None, record: RunRecord, audit: Audi
         return f"this model was trained without differential privacy (privacy.enabled: false){where}"
     if not record.guarantee.holds:
         return (record.guarantee.reason or "an assumption of the guarantee was broken").rstrip(". ")
-    if (broken := derived.deviations(config)[0]) is not None:  # whatever the record says
+    if (broken := config.flaw) is not None:  # whatever the record says
         return broken
     if audit is None or not contradicts(audit, plan.epsilon):
         return None

@@ -24,7 +24,6 @@ from dpllm.errors import ConfigError, DpllmError
 from dpllm.files import RunPaths
 from dpllm.privacy import accounting
 from dpllm.privacy.plan import Plan
-from dpllm.recipe import derived
 from dpllm.recipe.config import RunConfig, TelemetryConfig
 from dpllm.recipe.names import publishable
 from dpllm.statement.run_files import read_plan
@@ -97,7 +96,7 @@ class Telemetry:
         """
         if not self._on:
             return
-        self._promised = base_holds and derived.deviations(self._config)[0] is None
+        self._promised = base_holds and self._config.flaw is None
         try:
             record = metrics.of_record(self._run, self._config, promised=self._promised)
             if self._config.telemetry.trackers:

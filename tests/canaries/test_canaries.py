@@ -17,12 +17,11 @@ from pydantic import ValidationError
 from scipy import stats
 
 from dpllm.canaries import canaries, texts
-from dpllm.canaries.canaries import check_fits, load, plan_canaries, redraw_coins, save, slots
+from dpllm.canaries.canaries import check_fits, load, num_slots, plan_canaries, redraw_coins, save, slots
 from dpllm.canaries.texts import Canary
 from dpllm.errors import ConfigError
 from dpllm.privacy.noise import os_entropy
 from dpllm.recipe.config import DataConfig
-from dpllm.recipe.derived import num_slots
 from dpllm.recipe.sections import AuditConfig, CanaryConfig
 from dpllm.run.directory import RunDir
 

@@ -65,7 +65,7 @@ def instrument(attempt: int, pipe: int, noise: Path, die_in_step: int | None) ->
     from dpllm.ledger import Ledger
     from dpllm.privacy.engine import StepEngine
     from dpllm.privacy.noise import GaussianNoise
-    from dpllm.run import checkpoint, loop, reservation
+    from dpllm.run import checkpoint, loop
 
     log = os.open(noise, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     charged: list[tuple[str, int]] = []
@@ -105,7 +105,7 @@ def instrument(attempt: int, pipe: int, noise: Path, die_in_step: int | None) ->
     loop.prepare = marked("prepare", loop.prepare)
     checkpoint.save_resume = marked("checkpoint", checkpoint.save_resume)
     checkpoint.export = marked("export", checkpoint.export)
-    reservation.reserve_all = marked("reserve", reservation.reserve_all)
+    loop.reserve_all = marked("reserve", loop.reserve_all)
     Ledger.charge, StepEngine.step, GaussianNoise.draw = charging, stepping, drawing  # type: ignore[method-assign]
     finish = Ledger.finish
 

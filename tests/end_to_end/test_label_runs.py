@@ -17,6 +17,7 @@ from test_preference_runs import MEMORISES, asked, pairs  # noqa: F401
 
 from dpllm.canaries import canaries
 from dpllm.ledger import Ledger, RunRequest
+from dpllm.ledger.reservation import reserve_all
 from dpllm.privacy.events import PureDP
 from dpllm.privacy.preference import PairLoss
 from dpllm.releases import labels
@@ -353,7 +354,7 @@ def test_labels_whose_entry_was_reserved_and_not_charged_do_not_verify(flipped: 
     place, output = flipped
     record = json.loads(record_of(output).read_text())
     with Ledger(place.ledger) as ledger:
-        claim = ledger.reserve(record["dataset"], RunRequest(PureDP(4.0), 1e-9, 1, "who", "label_changed"))
+        claim = reserve_all(ledger, record["dataset"], [RunRequest(PureDP(4.0), 1e-9, 1, "who", "label_changed")])[0]
     record_of(output).write_text(json.dumps({**record, "entry": claim.entry}))
     answer = dpllm_("verify", record_of(output), "--ledger", place.ledger)
     assert answer.code != 0

@@ -22,7 +22,6 @@ from running import SENTINEL, STEPS, Place, done, dpllm_, fails_in_step, make_pl
 from dpllm.auditing.run import figures
 from dpllm.model import evaluate
 from dpllm.privacy.engine import Diagnostics, StepEngine
-from dpllm.recipe import derived
 from dpllm.recipe.config import load_config
 from dpllm.run.directory import RunDir, open_run
 from dpllm.statement.audit import read_audit
@@ -166,7 +165,7 @@ def test_accuracy_is_shown_of_public_evaluation_data_alone(watched: Watched, ope
     data = config.data.model_copy(update={"public": False})
     seeded = config.privacy.model_copy(update={"insecure_seed": 3})
     unprotected = config.model_copy(update={"data": data, "privacy": seeded})
-    promised = derived.deviations(unprotected)[0] is None
+    promised = unprotected.flaw is None
     shown = metrics.of_record(RunDir(opened.place.run), unprotected, promised=promised)
     assert "dp_training_accuracy_delta" not in shown.figures
     assert watched.place.json("run.json")["metrics"]["public"] == {}

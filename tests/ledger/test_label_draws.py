@@ -16,8 +16,8 @@ from ledger_stores import Place
 from dpllm.cli import main
 from dpllm.errors import BudgetExceeded, ConfigError, DpllmError, Refused
 from dpllm.ledger import Budget, Claim, Ledger, RunRequest, budgets
-from dpllm.ledger.admission import reserve_all
 from dpllm.ledger.records import Fingerprint, fingerprint
+from dpllm.ledger.reservation import reserve_all
 from dpllm.ledger.values import label_account
 from dpllm.privacy import renyi
 from dpllm.privacy.events import Imported, PureDP
@@ -151,12 +151,12 @@ def test_a_budget_of_labels_admits_exactly_the_sum(place: Place, delta: float) -
     with place.open() as ledger:
         assert budget(ledger, 9.0, delta).order == renyi.SUM
         for _ in range(2):
-            ledger.reserve("labels of notes", request(4.5))
+            reserve_all(ledger, "labels of notes", [request(4.5)])
         assert ledger.used("labels of notes") == 1
         with pytest.raises(BudgetExceeded, match=r"100% of epsilon 9 used.*fewer labels"):
-            ledger.reserve("labels of notes", request(0.01))
+            reserve_all(ledger, "labels of notes", [request(0.01)])
         with pytest.raises(Refused, match="is another quantity"):
-            ledger.reserve("labels of notes", RunRequest(PureDP(0.1), 1e-9, 1, "example", "zero_out"))
+            reserve_all(ledger, "labels of notes", [RunRequest(PureDP(0.1), 1e-9, 1, "example", "zero_out")])
 
 
 def test_what_was_drawn_elsewhere_adds_up_too(place: Place) -> None:
@@ -168,8 +168,8 @@ def test_what_was_drawn_elsewhere_adds_up_too(place: Place) -> None:
             budgets.import_run(ledger, "labels of notes", event=Imported(1.0, 1e-9), **who)
         budgets.import_run(ledger, "labels of notes", event=Imported(5.0, 0.0), **who)
         with pytest.raises(BudgetExceeded):
-            ledger.reserve("labels of notes", request(4.5))
-        ledger.reserve("labels of notes", request(4.0))
+            reserve_all(ledger, "labels of notes", [request(4.5)])
+        reserve_all(ledger, "labels of notes", [request(4.0)])
         assert added(*ledger.account("labels of notes").events()) == 9.0
 
 

@@ -267,7 +267,7 @@ def test_a_crashed_run_stays_charged_and_can_be_resumed(ledger: Ledger, place: P
     budgets.set_budget(ledger, "notes", room_for(1))
     code = """
 ledger = open_ledger(location)
-entry = ledger.reserve("notes", claim).entry
+entry = reserve_all(ledger, "notes", [claim])[0].entry
 ledger.charge(entry, 1)
 print(entry, flush=True)
 os._exit(9)

@@ -155,12 +155,13 @@ def test_derivation_is_no_way_out_of_an_account(ledger: Ledger):
 def test_two_names_for_the_same_records_at_once_cannot_both_succeed(place: Place):
     code = """
 from dpllm.ledger.records import fingerprint
+from dpllm.ledger.reservation import reserve_all
 rows = [{"text": f"row {n}"} for n in range(3000)]
 name = arguments[0]
 with open_ledger(location) as ledger:
     records = fingerprint(rows[int(arguments[1]):], ["text"], ledger.records.key())
     try:
-        ledger.reserve(name, claim, records=records)
+        reserve_all(ledger, name, [claim], records=records)
         print("reserved")
     except Refused as error:
         assert error.reason in ("renamed", "overlap"), error

@@ -14,7 +14,7 @@ from torch import nn
 
 from dpllm.errors import Refused
 from dpllm.privacy.guards import check_model
-from dpllm.recipe.derived import check_modes, deviations
+from dpllm.run.promise import check_modes
 
 ROOT = Path(__file__).parents[2]
 
@@ -58,17 +58,17 @@ def test_dropout_of_the_adapter_is_refused_where_it_would_couple_units() -> None
     [({"enabled": False}, "without differential privacy"), ({"insecure_seed": 0}, "seeded by the user")],
 )
 def test_what_leaves_no_guarantee_is_said(privacy: dict[str, Any], words: str) -> None:
-    reason, _ = deviations(recipe(privacy=privacy))
+    reason = recipe(privacy=privacy).flaw
     assert reason is not None
     assert words in reason
 
 
 def test_private_evaluation_is_named_and_leaves_the_guarantee() -> None:
-    assert deviations(recipe()) == (None, [])
-    reason, notes = deviations(recipe(data={"train": "a.jsonl", "eval": "b.jsonl"}))
-    assert reason is None
-    assert len(notes) == 1
-    assert deviations(recipe(data={"train": "a.jsonl", "eval": "b.jsonl", "eval_public": True})) == (None, [])
+    assert (recipe().flaw, recipe().deviations) == (None, [])
+    config = recipe(data={"train": "a.jsonl", "eval": "b.jsonl"})
+    assert config.flaw is None
+    assert len(config.deviations) == 1
+    assert recipe(data={"train": "a.jsonl", "eval": "b.jsonl", "eval_public": True}).deviations == []
 
 
 def test_importing_the_guards_sets_what_cublas_reads_once() -> None:

@@ -21,9 +21,8 @@ from dpllm.privacy import accounting, events, renyi
 from dpllm.privacy.limits import attacker_limits_of
 from dpllm.privacy.plan import CURVE_DELTAS, Mechanism, Plan, auto_delta
 from dpllm.privacy.renyi import Fit
-from dpllm.recipe.derived import schedule_of
 from dpllm.records import NotAStatement
-from dpllm.run.promise import plan_of
+from dpllm.run.promise import plan_of, schedule_of
 
 N = 500
 

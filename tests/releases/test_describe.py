@@ -16,6 +16,7 @@ from dp_accounting.pld import privacy_loss_distribution as pld
 from dpllm.cli import main
 from dpllm.files import alone
 from dpllm.ledger import Budget, Ledger, RunRequest, budgets, open_ledger
+from dpllm.ledger.reservation import reserve_all
 from dpllm.privacy import privacy_loss, releases
 from dpllm.privacy.accounting import dp_sgd_event
 from dpllm.privacy.parts import SampledSums
@@ -91,7 +92,7 @@ def test_each_release_is_an_entry_and_the_ledger_composes_them_with_training(say
     assert book.spent("notes", 1e-6) == pytest.approx(direct(parts, 1e-6), rel=1e-9)
     assert found.epsilon == pytest.approx(direct(parts, found.delta), rel=1e-9)
     assert 0.99 < found.epsilon <= 1.0
-    book.reserve("notes", RunRequest(dp_sgd_event(0.02, 0.8, 150), 1e-6, 150, "who", "zero_out"))
+    reserve_all(book, "notes", [RunRequest(dp_sgd_event(0.02, 0.8, 150), 1e-6, 150, "who", "zero_out")])
     steps = privacy_loss._sampled_loss(SampledSums(0.02, 0.8, 1, 150), 1e-4).self_compose(150)
     assert book.spent("notes", 1e-6) == pytest.approx(direct(parts, 1e-6, steps), rel=1e-9)
     # Points of one step differ by 2e-16 from dp-accounting's, and 150 steps by 1.1e-9 on some processors.

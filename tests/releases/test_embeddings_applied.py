@@ -20,6 +20,7 @@ from released_folders import CLUSTERS, PREDICT, Json, Say, entries, ledger, rele
 
 from dpllm.cli import main
 from dpllm.ledger import RunRequest
+from dpllm.ledger.reservation import reserve_all
 from dpllm.recipe.config import ModelConfig
 from dpllm.releases.embeddings import Encoder
 from dpllm.statement.released import Statistics
@@ -136,9 +137,8 @@ def test_an_entry_that_was_reserved_and_not_charged_pays_for_nothing(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one = released("classifier")
-    claim = ledger().reserve(
-        "notes", RunRequest(one.releases[0].event, one.delta, 2, one.unit, one.neighbouring_relation)
-    )
+    request = RunRequest(one.releases[0].event, one.delta, 2, one.unit, one.neighbouring_relation)
+    [claim] = reserve_all(ledger(), "notes", [request])
     edited(folder, entry=claim.entry)
     checks = verdicts(capsys, "classifier", "--ledger", "l.sqlite")
     assert checks["ledger"] == "failed"

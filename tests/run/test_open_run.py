@@ -12,6 +12,7 @@ import pytest
 from dpllm.errors import ConfigError, Refused
 from dpllm.files import digest, read_json, write_json
 from dpllm.ledger import Ledger, RunRequest
+from dpllm.ledger.reservation import reserve_all
 from dpllm.privacy.accounting import dp_sgd_event
 from dpllm.recipe.config import dump_config
 from dpllm.run.directory import RunDir, manifest_of, open_run
@@ -131,7 +132,7 @@ def test_a_manifest_that_was_changed_with_the_files_is_refused_by_the_ledger(tmp
     record = read_json(run.run)
     event = dp_sgd_event(0.1, 2.0, 1)
     with Ledger(place) as ledger:
-        entry = ledger.reserve("notes", RunRequest(event, 1e-5, 1, "example", "zero_out")).entry
+        entry = reserve_all(ledger, "notes", [RunRequest(event, 1e-5, 1, "example", "zero_out")])[0].entry
         record["ledger"]["entry"] = entry
         write_json(run.run, record)
         open_run(run)  # which has not ended

@@ -29,7 +29,6 @@ from cards import (
 from dpllm.card import card
 from dpllm.card.card import compose
 from dpllm.errors import ConfigError
-from dpllm.recipe import derived
 from dpllm.recipe.config import RunConfig
 from dpllm.statement import privacy_record, section
 from dpllm.statement.run_files import RunRecord
@@ -175,7 +174,7 @@ STATES = {
     "private metrics": State(
         ("(telemetry.private_metrics)", "here they also went to metrics and trackers"),
         TOLD,
-        record=record(deviations=derived.deviations(TOLD)[1]),
+        record=record(deviations=TOLD.deviations),
     ),
     "tuning stated": State(
         ("| Hyper-parameters | as stated by whoever trained the model: three runs, on public data |",),

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from dpllm.errors import ConfigError, Refused
 from dpllm.ledger import Ledger, RunRequest
+from dpllm.ledger.reservation import reserve_all
 from dpllm.privacy import accounting
 from dpllm.privacy.events import Imported
 from dpllm.privacy.plan import Plan
@@ -89,7 +90,9 @@ def book(tmp_path: Path) -> Iterator[Ledger]:
 
 def reserve(book: Ledger, dataset: str = "notes") -> str:
     made = plan()
-    claim = book.reserve(dataset, RunRequest(event=made.event, delta=DELTA, num_steps=20, run="parent", **TERMS))
+    claim = reserve_all(
+        book, dataset, [RunRequest(event=made.event, delta=DELTA, num_steps=20, run="parent", **TERMS)]
+    )[0]
     return claim.entry
 
 

@@ -25,7 +25,6 @@ from dpllm.cli import main
 from dpllm.errors import ConfigError
 from dpllm.ledger import Ledger, budgets
 from dpllm.privacy import accounting
-from dpllm.recipe import derived
 from dpllm.run.directory import RunDir
 from dpllm.run.promise import plan_of
 from dpllm.telemetry import metrics
@@ -283,8 +282,8 @@ def test_the_endpoint_listens_on_loopback_until_it_is_closed(tmp_path: Path) -> 
 
 
 def test_private_metrics_are_named_on_every_card(tmp_path: Path) -> None:
-    assert derived.deviations(settings_of(tmp_path))[1] == []
-    (note,) = derived.deviations(settings_of(tmp_path, private_metrics=True))[1]
+    assert settings_of(tmp_path).deviations == []
+    (note,) = settings_of(tmp_path, private_metrics=True).deviations
     assert "telemetry.private_metrics" in note
     public = recipe(telemetry={"private_metrics": True}, data={"public": True})
-    assert derived.deviations(public)[1] == []
+    assert public.deviations == []

@@ -18,6 +18,7 @@ from written_texts import EVENT, inferred, make_texts, stated, write_texts
 
 from dpllm.card.inference import Inference
 from dpllm.ledger import Ledger, RunRequest
+from dpllm.ledger.reservation import reserve_all
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.events import BoundedRange
 from dpllm.records import NotAStatement
@@ -266,7 +267,7 @@ def charged(place: Path, event: BoundedRange = EVENT) -> Json:
     """``composed`` of texts that a new ledger was charged for."""
     claim = RunRequest(event=event, delta=1e-5, unit="example", relation="zero_out", num_steps=event.count, run="texts")
     with Ledger(place) as ledger:
-        entry = ledger.reserve("notes", claim).entry
+        entry = reserve_all(ledger, "notes", [claim])[0].entry
         facts = {"dataset": "notes", "entry": entry, "head": ledger.head(), "budget": None}
         facts |= {
             "spent_epsilon": ledger.spent("notes", 1e-5),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from dpllm.ledger import Ledger, RunRequest, budgets
+from dpllm.ledger.reservation import reserve_all
 from dpllm.privacy.events import Imported, PureDP
 from dpllm.privacy.releases import flip_probability
 from dpllm.records import NotAStatement
@@ -107,7 +108,7 @@ def book(tmp_path: Path) -> Path:
 
 def paid(book: Path, cost: float = 4.5) -> str:
     with Ledger(book) as ledger:
-        claim = ledger.reserve(NOTES, RunRequest(PureDP(cost), 1e-9, 1, "who", "label_changed"))
+        claim = reserve_all(ledger, NOTES, [RunRequest(PureDP(cost), 1e-9, 1, "who", "label_changed")])[0]
         ledger.charge(claim.entry, 1)
         return claim.entry
 
