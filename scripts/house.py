@@ -17,8 +17,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 ROOMS = (  # from top to bottom: a room may import only rooms below it
-    "front door",
     "cli",
+    "front door",
     "comparison",
     "publish",
     "verification",
@@ -258,7 +258,7 @@ def read() -> Modules:
 
 def room(name: str) -> str:
     """The room in which a module lies."""
-    return "front door" if name in {"", "__main__"} else name.partition(".")[0]
+    return {"": "front door", "__main__": "cli"}.get(name, name.partition(".")[0])
 
 
 def imports(module: Module, modules: Modules) -> set[str]:

@@ -22,6 +22,45 @@ def test_a_room_imports_only_rooms_below_it() -> None:
     assert sorted(f"{a} -> {b}" for a, b in house.upward(MODULES)) == []
 
 
+READERS = {"text.data", "text.sources", "text.tokens", "text.in_memory"}
+"""Modules that read rows, which may be private."""
+ON_BEHALF = {"releases.draft", "releases.leaks", "releases.quality"}
+"""Of releases what publish may call: these reserve nothing, and give it figures, sentences or a refusal, but never a row."""
+
+
+def imported(room: str) -> set[tuple[str, str]]:
+    """What the modules of a room import, with outside packages: (module, imported)."""
+    outside = {
+        (name, part)
+        for name, module in MODULES.items()
+        for node in house.ast.walk(module.tree)
+        if isinstance(node, house.ast.Import | house.ast.ImportFrom)
+        for part in ([alias.name for alias in node.names] if isinstance(node, house.ast.Import) else [node.module])
+    }
+    inside = {(name, other) for name, module in MODULES.items() for other in house.imports(module, MODULES)}
+    return {(name, other) for name, other in outside | inside if house.room(name) == room}
+
+
+def test_publish_spends_nothing_and_reads_no_private_row() -> None:
+    runs = {"run.loop", "run.promise", "run.build", "run.subject", "run.own_loop"}
+    wrong = {
+        (name, other)
+        for name, other in imported("publish")
+        if house.room(other) in {"ledger", "canaries", "auditing"}
+        or (house.room(other) == "releases" and other not in ON_BEHALF)
+        or other in runs | READERS
+    }
+    assert wrong == set()
+    behalf = {(name, other) for name, other in imported("releases") if name in ON_BEHALF}
+    assert {(name, other) for name, other in behalf if house.room(other) == "ledger"} == set()
+
+
+def test_statement_asks_no_network() -> None:
+    network = {"huggingface_hub", "urllib", "socket", "requests", "httpx", "http", "datasets", "transformers"}
+    asked = {(name, other) for name, other in imported("statement") if other.partition(".")[0] in network}
+    assert asked | {(name, other) for name, other in imported("statement") if other in READERS} == set()
+
+
 def test_each_file_belongs_to_one_feature() -> None:
     homeless = [module.path for module in MODULES.values() if house.feature(module) is None and module.lines > 10]
     assert homeless == [], "name them in a feature of scripts/house.py"

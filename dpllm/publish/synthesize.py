@@ -31,11 +31,10 @@ from dpllm.publish import generate
 from dpllm.publish.merge import carded
 from dpllm.recipe.config import RunConfig
 from dpllm.releases import draft
-from dpllm.releases.quality import FOLDER, Tell, of_run, report
+from dpllm.releases.quality import FOLDER, Tell, of_run, public_shares, report
 from dpllm.run.directory import RunDir
 from dpllm.statement.privacy_record import PrivacyRecord
 from dpllm.text import control
-from dpllm.text.data import load_table, value_name
 from dpllm.text.prompts import private_among, read_prompts
 
 BATCH = 64
@@ -177,13 +176,12 @@ def _prompts(config: RunConfig, file: Path | None) -> list[str] | None:
 def _shares(run: RunDir, config: RunConfig, statement: PrivacyRecord) -> tuple[str | None, Shares]:
     """How often each combination of control values is asked for, and which released statistic says so; empty without control.
 
-    Without a guarantee the training rows say so, which are public.
+    Without a guarantee the training rows say so, which are public: see ``_place``.
     """
     if not (columns := config.data.control):
         return None, {}
     if not statement.guarantee:
-        table = load_table(config.data.train, config.data, config.data.train_split, run.private / "cache")
-        return None, dict(Counter(tuple(value_name(row.codes.get(column)) for column in columns) for row in table.rows))
+        return None, public_shares(run, config.data)
     name = control.shares_of(columns)
     counts = statement.statistics.positive(name) if statement.statistics else {}
     if not counts:

@@ -31,7 +31,7 @@ from dpllm.run.directory import RunDir
 from dpllm.statement.privacy_record import PrivacyRecord
 from dpllm.statement.released import Statistics
 from dpllm.text import control
-from dpllm.text.data import Table, each_row, value_name
+from dpllm.text.data import Table, each_row, load_table, value_name
 from dpllm.text.layouts import FIELDS, Format, Row
 
 Figures = dict[str, float | None]
@@ -105,6 +105,12 @@ def of_run(run: RunDir, config: RunConfig, statement: PrivacyRecord) -> Beside:
     beside.read(TRAINING, lambda: table_of(run, config.data, "training"))
     beside.read(EVALUATION, lambda: table_of(run, config.data, "evaluation"))
     return beside
+
+
+def public_shares(run: RunDir, data: DataConfig) -> dict[tuple[str, ...], float]:
+    """How often each combination of control values stands in training rows, which the caller knows to be public."""
+    table = load_table(data.train, data, data.train_split, run.private / "cache")
+    return dict(Counter(tuple(value_name(row.codes.get(column)) for column in data.control) for row in table.rows))
 
 
 def measure(rows: Sequence[dict[str, str]], beside: Beside) -> tuple[Quality, dict[str, Any]]:
