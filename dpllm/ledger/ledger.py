@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from dpllm.errors import ConfigError, Refused
-from dpllm.ledger import admission, ledger_identity
-from dpllm.ledger.chain import Chain, Entry
+from dpllm.ledger import admission
+from dpllm.ledger.chain import Chain, Entry, is_bound
 from dpllm.ledger.records import Records
 from dpllm.ledger.store import Postgres, SQLite, Store, check_place, default_path
 from dpllm.ledger.values import (
@@ -322,7 +322,7 @@ class Ledger:
 
     def refuse_if_tampered(self) -> None:
         """Refuses a copy, and where something else than dpllm changed the chain, or the records, which are checked once."""
-        ledger_identity.is_bound(self.store)
+        is_bound(self.store)
         self.chain.refuse(self.chain.verify())
         if not self._checked_records:
             self.chain.refuse(self.records.verify())
