@@ -25,7 +25,7 @@ from typing import Any
 from _machine import machine
 
 from dpllm.ledger import Budget, Ledger, RunRequest, budgets, open_ledger
-from dpllm.ledger.reservation import reserve_all
+from dpllm.ledger.budgets import reserve_all
 from dpllm.privacy import renyi
 from dpllm.privacy.accounting import dp_sgd_event
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from dpllm.ledger import Budget, Ledger, RunRequest, budgets, open_ledger
-from dpllm.ledger.reservation import reserve_all
+from dpllm.ledger.budgets import reserve_all
 from dpllm.privacy import renyi
 from dpllm.privacy.accounting import compose, dp_sgd_event, epsilon
 from dpllm.privacy.events import Event
@@ -118,7 +118,7 @@ def start(place: Place, code: str, *arguments: object) -> subprocess.Popen[str]:
 import os, sys
 from dpllm.errors import BudgetExceeded, ConfigError, Refused
 from dpllm.ledger import Budget, RunRequest, open_ledger, budgets
-from dpllm.ledger.reservation import reserve_all
+from dpllm.ledger.budgets import reserve_all
 from dpllm.privacy.events import Gaussian, PoissonSampled, SelfComposed
 location, arguments = sys.argv[1], sys.argv[2:]
 claim = RunRequest(event={EVENT!r}, delta={DELTA}, unit="patient", relation="zero_out", num_steps=4, run="child")

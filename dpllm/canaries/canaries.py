@@ -167,7 +167,7 @@ def slots(plan: CanaryPlan, data: DataConfig) -> list[tuple[Canary, ...]]:
     """
     filled = []
     for canary in plan.canaries:
-        held = slots_each(canary.group, data)
+        held = data.slots_each(canary.group)
         filled += [(canary,) * (canary.group // held if canary.inserted or plan.label_epsilon else 0)] * held
     return filled
 
@@ -334,24 +334,3 @@ def _unreadable(kind: str) -> ConfigError:
         f"audit.canaries.kind {kind}: every secret would be cut off or share a token with its carrier; raise data.max_length, "
         "lower audit.canaries.tokens, or use kind digits."
     )
-
-
-def num_slots(audit: AuditConfig, data: DataConfig) -> int:
-    """Slots in N: every candidate holds its own, whatever its coin says, and a gradient canary one.
-
-    Where whole units are drawn, a candidate is one unit that brings all of its repetitions, and holds one slot. Where rows
-    are drawn, each repetition holds one. More repetitions than one unit may bring are a ConfigError.
-    """
-    groups, most = audit.canaries.groups if audit.canaries else {}, data.max_examples_per_unit
-    if most is not None and max(groups, default=0) > most:
-        raise ConfigError(
-            f"audit.canaries.groups: all {max(groups)} repetitions of a canary belong to one {data.unit}, of which only "
-            f"data.max_examples_per_unit ({most}) rows train. Lower the repetitions in audit.canaries.groups, or raise "
-            "data.max_examples_per_unit."
-        )
-    return sum(slots_each(group, data) * number for group, number in groups.items()) + audit.gradient_canaries
-
-
-def slots_each(group: int, data: DataConfig) -> int:
-    """Slots that one candidate of so many repetitions holds."""
-    return group if data.unit == "example" or data.sampling == "example" else 1

@@ -19,7 +19,7 @@ from dpllm import ledger
 from dpllm.errors import BudgetExceeded, ConfigError, DpllmError, Refused
 from dpllm.files import digest, read_json, write_json
 from dpllm.ledger import RunRequest, admission, dataset_policy
-from dpllm.ledger.reservation import reserve_all
+from dpllm.ledger.budgets import reserve_all
 from dpllm.privacy import accounting, guards
 from dpllm.privacy.plan import Plan
 from dpllm.recipe import names

@@ -2,7 +2,7 @@
 
 Comes in: a store, or an export. Goes out: links, and what contradicts them. Must not know what decides about a budget.
 
-A copy of a ledger would be a second budget. So the first write notes where the ledger belongs, beside the chain as an export shows
+A copy of a ledger would be a second budget. So the first write notes where the ledger belongs, beside the chain: an export shows
 no path, and dpllm writes nowhere else. This finds mistakes: it does not stop somebody who edits the file, and a cloned machine
 looks like the first one.
 """

@@ -44,7 +44,7 @@ class Schedule:
 
     # N, public: units, canary slots included; with ``data.sampling: example``, their rows after the cap.
     dataset_size: int
-    canary_slots: int  # how many of the N are held by candidate canaries: see ``canaries.num_slots``
+    canary_slots: int  # how many of the N are held by candidate canaries: see ``run.promise.num_slots``
     expected_batch_size: int  # B, the public divisor of the summed gradient, in the same things as N
     sampling_rate: float  # q = B / N, with which each of the N joins every logical batch independently
     num_steps: int  # T, logical steps

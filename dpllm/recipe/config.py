@@ -257,6 +257,10 @@ class DataConfig(Section):
             raise ValueError("label_epsilon is what data.label_record says; name the record, or remove it")
         return self
 
+    def slots_each(self, repetitions: int) -> int:
+        """Slots in N that one candidate canary of so many repetitions holds: where whole units are drawn, it is one."""
+        return repetitions if "example" in (self.unit, self.sampling) else 1
+
 
 class RunConfig(Section):
     """One run, fully described by public values."""

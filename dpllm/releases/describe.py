@@ -25,7 +25,7 @@ import dpllm
 from dpllm.errors import ConfigError, Refused
 from dpllm.files import alone, scratch, write_json
 from dpllm.ledger import Ledger, Outlook, RunRequest, dataset_policy, open_ledger
-from dpllm.ledger.reservation import reserve_all
+from dpllm.ledger.budgets import reserve_all
 from dpllm.privacy.accounting import Relation, compose, epsilon
 from dpllm.privacy.events import count_releases, number
 from dpllm.privacy.plan import auto_delta, resolved_delta

@@ -33,7 +33,7 @@ from dpllm.card.synthetic import ROWS, Quality
 from dpllm.errors import ConfigError, Refused
 from dpllm.files import alone, digest, read_json, scratch, whole_directory, write_whole
 from dpllm.ledger import RunRequest
-from dpllm.ledger.reservation import Reservation, reserve_all
+from dpllm.ledger.budgets import Reservation, reserve_all
 from dpllm.model import loading, processes
 from dpllm.model.reading import Reader, end_tokens
 from dpllm.progress import tell

@@ -16,8 +16,8 @@ from typing import Any
 from dpllm.errors import ConfigError, DataError, Refused
 from dpllm.files import alone, scratch, write_json, write_whole
 from dpllm.ledger import Claim, Ledger, RunRequest, open_ledger
+from dpllm.ledger.budgets import reserve_all
 from dpllm.ledger.records import ANY, HASH_BYTES, fingerprint
-from dpllm.ledger.reservation import reserve_all
 from dpllm.ledger.values import LABELS, OPEN, label_account
 from dpllm.privacy.events import PureDP, number
 from dpllm.privacy.parts import added

@@ -22,7 +22,7 @@ from dpllm.canaries import canaries
 from dpllm.canaries.canaries import CanaryPlan
 from dpllm.canaries.texts import ModelSource, encode_secret
 from dpllm.errors import ConfigError, NotBatchInvariant, Refused
-from dpllm.ledger.reservation import Reservation
+from dpllm.ledger.budgets import Reservation
 from dpllm.model import adapters, loading, memory, processes
 from dpllm.model.processes import shared
 from dpllm.model.rewards import Pairs

@@ -25,7 +25,7 @@ from dpllm.canaries.canaries import CanaryPlan
 from dpllm.errors import ConfigError, Refused
 from dpllm.files import write_json
 from dpllm.ledger import RunRequest, dataset_policy, open_ledger
-from dpllm.ledger.reservation import Reservation, reserve_all, use_reservation
+from dpllm.ledger.budgets import Reservation, reserve_all, use_reservation
 from dpllm.model import evaluate, loading, memory, processes, sharding
 from dpllm.model.processes import ahead, salted, shared, stop_signal
 from dpllm.model.rewards import Rewards, referenced

@@ -21,7 +21,7 @@ from torch import nn
 
 from dpllm.errors import ConfigError, Refused
 from dpllm.ledger import Ledger, RunRequest
-from dpllm.ledger.reservation import reserve_all
+from dpllm.ledger.budgets import reserve_all
 from dpllm.model import loading, memory, processes
 from dpllm.privacy import events, guards
 from dpllm.privacy.engine import Diagnostics, StepEngine

@@ -13,7 +13,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Self, TypeVar
 
-from dpllm.canaries.canaries import num_slots
 from dpllm.errors import BudgetExceeded, ConfigError, DpllmError, Refused, need
 from dpllm.files import read_json
 from dpllm.ledger import Outlook, RunRequest, dataset_policy, open_ledger
@@ -34,7 +33,8 @@ from dpllm.privacy.releases import flip_probability
 from dpllm.privacy.renyi import Fit
 from dpllm.privacy.schedule import Schedule, make_schedule
 from dpllm.recipe import names
-from dpllm.recipe.config import LoraConfig, RunConfig, TrainConfig
+from dpllm.recipe.config import DataConfig, LoraConfig, RunConfig, TrainConfig
+from dpllm.recipe.sections import AuditConfig
 from dpllm.run.advice import advise, check_learning_rate
 from dpllm.run.base_model import of_base
 from dpllm.run.checkpoint import ResumeState, check_promise, read_resume_state, same_lineage, same_recipe
@@ -365,6 +365,22 @@ def schedule_of(config: RunConfig, num_units: int) -> Schedule:
     """The schedule of a recipe; ConfigError for a canary of more rows than one unit may bring, else as ``make_schedule``."""
     train, slots = config.train, num_slots(config.audit, config.data)
     return make_schedule(num_units, train.batch_size, train.steps, train.epochs, slots=slots)
+
+
+def num_slots(audit: AuditConfig, data: DataConfig) -> int:
+    """Slots in N: every candidate holds its own, whatever its coin says, and a gradient canary one.
+
+    Where whole units are drawn, a candidate is one unit that brings all of its repetitions, and holds one slot. Where rows
+    are drawn, each repetition holds one. More repetitions than one unit may bring are a ConfigError.
+    """
+    groups, most = audit.canaries.groups if audit.canaries else {}, data.max_examples_per_unit
+    if most is not None and max(groups, default=0) > most:
+        raise ConfigError(
+            f"audit.canaries.groups: all {max(groups)} repetitions of a canary belong to one {data.unit}, of which only "
+            f"data.max_examples_per_unit ({most}) rows train. Lower the repetitions in audit.canaries.groups, or raise "
+            "data.max_examples_per_unit."
+        )
+    return sum(data.slots_each(group) * number for group, number in groups.items()) + audit.gradient_canaries
 
 
 def learning_rate_of(train: TrainConfig) -> LearningRate:

@@ -17,13 +17,14 @@ from pydantic import ValidationError
 from scipy import stats
 
 from dpllm.canaries import canaries, texts
-from dpllm.canaries.canaries import check_fits, load, num_slots, plan_canaries, redraw_coins, save, slots
+from dpllm.canaries.canaries import check_fits, load, plan_canaries, redraw_coins, save, slots
 from dpllm.canaries.texts import Canary
 from dpllm.errors import ConfigError
 from dpllm.privacy.noise import os_entropy
 from dpllm.recipe.config import DataConfig
 from dpllm.recipe.sections import AuditConfig, CanaryConfig
 from dpllm.run.directory import RunDir
+from dpllm.run.promise import num_slots
 
 ROWS = DataConfig(train="rows.jsonl")
 SMALL = CanaryConfig(groups={1: 30, 4: 5}, digits=6, references=100)

@@ -17,7 +17,7 @@ from test_preference_runs import MEMORISES, asked, pairs  # noqa: F401
 
 from dpllm.canaries import canaries
 from dpllm.ledger import Ledger, RunRequest
-from dpllm.ledger.reservation import reserve_all
+from dpllm.ledger.budgets import reserve_all
 from dpllm.privacy.events import PureDP
 from dpllm.privacy.preference import PairLoss
 from dpllm.releases import labels

@@ -14,7 +14,7 @@ from ledger_stores import DELTA, EVENT, TERMS, Place, budget, cost_of, request, 
 from dpllm.cli.ledger import totals
 from dpllm.errors import BudgetExceeded, Refused
 from dpllm.ledger import Ledger, admission, budgets
-from dpllm.ledger.reservation import reserve_all
+from dpllm.ledger.budgets import reserve_all
 from dpllm.ledger.values import Account, Claim, Run
 from dpllm.privacy import renyi
 from dpllm.privacy.accounting import compose, dp_sgd_event, epsilon

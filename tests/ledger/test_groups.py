@@ -14,9 +14,9 @@ from dpllm.cli.ledger import totals
 from dpllm.errors import BudgetExceeded, ConfigError, Refused
 from dpllm.ledger import Ledger, RunRequest, budgets
 from dpllm.ledger.admission import group_total
+from dpllm.ledger.budgets import reserve_all, use_reservation
 from dpllm.ledger.chain import verify_export
 from dpllm.ledger.records import fingerprint
-from dpllm.ledger.reservation import reserve_all, use_reservation
 from dpllm.privacy import renyi
 from dpllm.privacy.accounting import compose, dp_sgd_event, epsilon
 

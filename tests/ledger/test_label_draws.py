@@ -16,8 +16,8 @@ from ledger_stores import Place
 from dpllm.cli import main
 from dpllm.errors import BudgetExceeded, ConfigError, DpllmError, Refused
 from dpllm.ledger import Budget, Claim, Ledger, RunRequest, budgets
+from dpllm.ledger.budgets import reserve_all
 from dpllm.ledger.records import Fingerprint, fingerprint
-from dpllm.ledger.reservation import reserve_all
 from dpllm.ledger.values import label_account
 from dpllm.privacy import renyi
 from dpllm.privacy.events import Imported, PureDP

@@ -155,7 +155,7 @@ def test_derivation_is_no_way_out_of_an_account(ledger: Ledger):
 def test_two_names_for_the_same_records_at_once_cannot_both_succeed(place: Place):
     code = """
 from dpllm.ledger.records import fingerprint
-from dpllm.ledger.reservation import reserve_all
+from dpllm.ledger.budgets import reserve_all
 rows = [{"text": f"row {n}"} for n in range(3000)]
 name = arguments[0]
 with open_ledger(location) as ledger:

@@ -16,7 +16,7 @@ from dp_accounting.pld import privacy_loss_distribution as pld
 from dpllm.cli import main
 from dpllm.files import alone
 from dpllm.ledger import Budget, Ledger, RunRequest, budgets, open_ledger
-from dpllm.ledger.reservation import reserve_all
+from dpllm.ledger.budgets import reserve_all
 from dpllm.privacy import privacy_loss, releases
 from dpllm.privacy.accounting import dp_sgd_event
 from dpllm.privacy.parts import SampledSums

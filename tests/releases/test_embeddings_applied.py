@@ -20,7 +20,7 @@ from released_folders import CLUSTERS, PREDICT, Json, Say, entries, ledger, rele
 
 from dpllm.cli import main
 from dpllm.ledger import RunRequest
-from dpllm.ledger.reservation import reserve_all
+from dpllm.ledger.budgets import reserve_all
 from dpllm.recipe.config import ModelConfig
 from dpllm.releases.embeddings import Encoder
 from dpllm.statement.released import Statistics

@@ -12,7 +12,7 @@ import pytest
 from dpllm.errors import ConfigError, Refused
 from dpllm.files import digest, read_json, write_json
 from dpllm.ledger import Ledger, RunRequest
-from dpllm.ledger.reservation import reserve_all
+from dpllm.ledger.budgets import reserve_all
 from dpllm.privacy.accounting import dp_sgd_event
 from dpllm.recipe.config import dump_config
 from dpllm.run.directory import RunDir, manifest_of, open_run

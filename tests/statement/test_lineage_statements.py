@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dpllm.errors import ConfigError, Refused
 from dpllm.ledger import Ledger, RunRequest
-from dpllm.ledger.reservation import reserve_all
+from dpllm.ledger.budgets import reserve_all
 from dpllm.privacy import accounting
 from dpllm.privacy.events import Imported
 from dpllm.privacy.plan import Plan

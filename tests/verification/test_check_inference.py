@@ -18,7 +18,7 @@ from written_texts import EVENT, inferred, make_texts, stated, write_texts
 
 from dpllm.card.inference import Inference
 from dpllm.ledger import Ledger, RunRequest
-from dpllm.ledger.reservation import reserve_all
+from dpllm.ledger.budgets import reserve_all
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.events import BoundedRange
 from dpllm.records import NotAStatement

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dpllm.ledger import Ledger, RunRequest, budgets
-from dpllm.ledger.reservation import reserve_all
+from dpllm.ledger.budgets import reserve_all
 from dpllm.privacy.events import Imported, PureDP
 from dpllm.privacy.releases import flip_probability
 from dpllm.records import NotAStatement
