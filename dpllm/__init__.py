@@ -351,7 +351,6 @@ def _infer(source: Any, output: Path, tell: Tell | None, settings: dict[str, Any
 
 
 def _directory(run: Any) -> Any:
-    """The run directory of a run, or of a path."""
     from dpllm.run.directory import Run, RunDir
 
     return run.directory if isinstance(run, Run) else RunDir(Path(run))

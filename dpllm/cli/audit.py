@@ -86,7 +86,6 @@ def _no_run(path: Path) -> str:
 
 
 def _run(known: argparse.Namespace, path: Path) -> int:
-    """A run directory of this package."""
     from dpllm.auditing import run as audits
     from dpllm.auditing import terminal
     from dpllm.run.directory import RunDir, open_run
@@ -107,7 +106,6 @@ def _run(known: argparse.Namespace, path: Path) -> int:
 
 
 def _elsewhere(known: argparse.Namespace, path: Path) -> int:
-    """A model that somebody else trained."""
     from dpllm.auditing import outside, terminal
 
     claim = outside.outside_claim(known.epsilon, known.delta, known.unit or "example")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import getpass
 import json
 import os
 import re
@@ -12,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpllm.cli.plan import by_this_user, show, take_json, take_ledger, writing
+from dpllm.cli.plan import show, take_json, take_ledger, writing
 from dpllm.errors import ConfigError, LedgerContradiction
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def run(known: argparse.Namespace, rest: list[str]) -> int:
     if known.action == "verify" and known.file:
         return _verify(None, known)
     if "by" in known:
-        known.by = by_this_user("an entry needs one") if known.by is None else known.by
+        known.by = _this_user() if known.by is None else known.by
         check_person("an entry is made", known.by, known.reason)
     if getattr(known, "relation", None) == "label_changed":
         known.dataset = label_account(known.dataset)
@@ -103,6 +104,13 @@ def run(known: argparse.Namespace, rest: list[str]) -> int:
     with ledger, ledger.counting():
         code: int = globals()[f"_{known.action}"](ledger, known)
         return code
+
+
+def _this_user() -> str:
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):
+        raise ConfigError("this user has no name, and an entry needs one: type --by NAME") from None
 
 
 def _wanted(known: argparse.Namespace) -> Budget:

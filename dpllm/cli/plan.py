@@ -6,7 +6,6 @@ To plan takes no weights, no GPU and no torch; ``--model`` alone imports it, to 
 from __future__ import annotations
 
 import argparse
-import getpass
 import json
 import os
 import sys
@@ -165,9 +164,12 @@ def plan(known: argparse.Namespace, rest: list[str]) -> int:
     config = points[0].config if known.twin else load_recipe(known, rest)
     if known.device and not known.model:
         raise ConfigError("--device says for which GPU --model counts memory. Type both.")
+    from dpllm.run.promise import Start, decide
     from dpllm.run.subject import Refusals
 
-    seen, found = _decided(known, config), Refusals()
+    own = Path(known.recipe).resolve() == (Path(config.output_dir) / "config.yaml").resolve()
+    seen = decide(config, Start(overwrite=own))  # of a recipe that lies in a run: what another run of it would promise
+    found = Refusals()
     found.errors += seen.refusals
     needs = _footprint(config, seen, found, known.device) if known.model else None
     both = found.attempt(together, points) if known.twin else None
@@ -186,13 +188,6 @@ def plan(known: argparse.Namespace, rest: list[str]) -> int:
     for error in found.errors:
         print(f"dpllm plan: {error}", file=sys.stderr)
     return max((error.exit_code for error in found.errors), default=0)
-
-
-def _decided(known: argparse.Namespace, config: RunConfig) -> Decision:
-    from dpllm.run.promise import Start, decide
-
-    own = Path(known.recipe).resolve() == (Path(config.output_dir) / "config.yaml").resolve()
-    return decide(config, Start(overwrite=own))  # of a recipe that lies in a run: what another run of it would promise
 
 
 def _footprint(config: RunConfig, seen: Decision, found: Refusals, gpu: str | None) -> Footprint | None:
@@ -357,14 +352,6 @@ def writing(output: str) -> Iterator[None]:
         raise ConfigError(f"{output}: exists already, and would be lost. Type another --output.") from None
     except OSError as error:
         raise ConfigError(f"{output}: cannot be written ({error.strerror}). Type another --output.") from None
-
-
-def by_this_user(needs: str) -> str:
-    """The name of whoever types, for an entry of the ledger without --by; ``needs`` says what needs one."""
-    try:
-        return getpass.getuser()
-    except (OSError, KeyError):
-        raise ConfigError(f"this user has no name, and {needs}: type --by NAME") from None
 
 
 def show(known: argparse.Namespace, value: dict[str, Any] | RenderableType, *lines: str) -> int:

@@ -329,7 +329,6 @@ def _infer(known: argparse.Namespace, keys: dict[str, Any]) -> tuple[Path, Path]
 
 
 def _with_model(known: argparse.Namespace) -> tuple[Path, Path]:
-    """The same, of rows that a tuned model wrote."""
     from dpllm.card.synthetic import RECORD
     from dpllm.publish.synthesize import SynthesisRequest
     from dpllm.publish.synthesize import synthesize as write
@@ -342,7 +341,6 @@ def _with_model(known: argparse.Namespace) -> tuple[Path, Path]:
 
 
 def _dry_run(known: argparse.Namespace, keys: dict[str, Any]) -> int:
-    """What inference would promise."""
     from dpllm.recipe.config import around
     from dpllm.releases.inference import quote_of
     from dpllm.releases.inference_budget import InferenceRequest

@@ -158,7 +158,6 @@ def room(generator: Generator, longest: int) -> int | None:
 
 
 def _base(export: Path, run: Run | None, base: str | None, block: Json | None) -> ModelConfig:
-    """Which base model an adapter belongs to."""
     if run is not None:
         model, commit = run.config.model, run.record.model.commit
         name, revision = base or model.name_or_path, None if base else commit or model.revision

@@ -159,7 +159,6 @@ def _files(source: _Source, statement: PrivacyRecord) -> tuple[Upload, ...]:
 
 
 def _search(source: _Source, statement: PrivacyRecord, names: list[str]) -> list[str]:
-    """Looks for private text."""
     if source.run is None:
         return ["private text: the run directory is not here, so it could not be searched for."]
     lines = leaks.search(source.run, [name for name in names if name != ROWS], source.folder)

@@ -224,7 +224,6 @@ def _asked(columns: Sequence[str], head: Mapping[str, str]) -> str | None:
 
 
 def _settings(request: SynthesisRequest, run: RunDir) -> dict[str, Any]:
-    """Everything that decides what is drawn."""
     settings = {**asdict(request), "recipe": sha256(run.config), "card": sha256(run.export / BLOCK)}
     settings |= {"prompts": sha256(request.prompts)} if request.prompts else {}
     del settings["attempts"]  # which decides nothing that is drawn

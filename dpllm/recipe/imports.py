@@ -56,7 +56,6 @@ class Imported:
 
 
 def _listed(value: Any) -> list[Any]:
-    """The parts of a list, or of a word with commas."""
     return [part.strip() for part in value.split(",")] if isinstance(value, str) else list(value or [])
 
 
@@ -210,7 +209,6 @@ def _carry(draft: Imported, key: str, value: Any, note: str) -> None:
 
 
 def _reason(key: str) -> str:
-    """Why a key has no place in a recipe."""
     for entry in TABLES["no_counterpart"]:
         if key in entry["keys"].split():
             return str(entry["why"])
@@ -220,7 +218,6 @@ def _reason(key: str) -> str:
 
 
 def _method(draft: Imported) -> None:
-    """What trains."""
     method, found = draft.special.get("@method", False), draft.found
     their = draft.said.setdefault("@method", "full fine-tuning")
     if method in (True, "lora", "qlora"):
@@ -241,7 +238,6 @@ def _method(draft: Imported) -> None:
 
 
 def _length(draft: Imported) -> None:
-    """Batch, epochs or steps, warm-up."""
     found = draft.found
     rows, times = int(draft.special["@rows"]), int(draft.special["@accumulated"])
     draft.carry("@accumulated", "train.batch_size", rows * times)
@@ -260,7 +256,6 @@ def _length(draft: Imported) -> None:
 
 
 def _datasets(draft: Imported) -> None:
-    """data.train and data.eval."""
     known = _dataset_info(draft)
     for key, word in (("data.train", "@train"), ("data.eval", "@eval")):
         entries = [known.get(str(entry), entry) for entry in _listed(draft.special.get(word))]
@@ -269,7 +264,6 @@ def _datasets(draft: Imported) -> None:
 
 
 def _dataset_info(draft: Imported) -> Json:
-    """LLaMA-Factory's names of datasets -> what it says of them."""
     if draft.tool != "LLaMA-Factory":
         return {}
     wanted = Path(draft.special.get("@folder", "data"))

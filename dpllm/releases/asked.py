@@ -60,7 +60,6 @@ def parse(kind: Kind, text: str, quantiles: str) -> tuple[Statistic, ...]:
 
 
 def _declared_values(text: str) -> tuple[str, tuple[str, ...]]:
-    """Column and values of COLUMN=VALUE,VALUE."""
     column, _, declared = text.partition("=")
     return column, tuple(" ".join(part.split()) for part in declared.split(","))
 

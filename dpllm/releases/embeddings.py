@@ -207,8 +207,6 @@ class Encoder:
 
 
 class _Job:
-    """One release in the making."""
-
     def __init__(self, config: RunConfig, asked: Asked, source: Opened, sigma: float) -> None:
         self._config, self._asked, self._source, self._sigma = config, asked, source, sigma
 

@@ -125,8 +125,6 @@ def infer(config: RunConfig, request: InferenceRequest, output: Path, not_measur
 
 
 class _Job:
-    """One data set in the making."""
-
     def __init__(self, config: RunConfig, request: InferenceRequest, source: Opened) -> None:
         source.refuse_tuned(config)
         self.config, self.request, self.source = config, request, source

@@ -160,7 +160,6 @@ def _drawn(ledger: Ledger, table: str, dataset: str, event: PureDP) -> Refused:
 
 
 def _flipped(row: Row, unit: str, epsilon: float, below: Below) -> str:
-    """A row as one line, after its coin."""
     prompt, *sides = (_plain(row.parts[field]) for field in _FIELDS)
     if flipped(epsilon, below):
         sides.reverse()

@@ -226,7 +226,6 @@ def _ask_ledger(run: RunDir, config: RunConfig, record: RunRecord) -> None:
 
 
 def _remove(directory: Path, keep: Path | None) -> None:
-    """Removes a directory and all in it, but what is kept and the way there."""
     if keep is None or not keep.is_relative_to(directory):
         shutil.rmtree(directory, ignore_errors=True)
     elif directory != keep:

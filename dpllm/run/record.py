@@ -246,7 +246,6 @@ class Recorder:
         return cost
 
     def _write_unfinished(self, step: int | None, why: str) -> None:
-        """Writes run.json of a run that did not reach its end, and why."""
         manifest = manifest_of(self._prepared.run, self._prepared.config, ended=False)
         self._write(step, "interrupted", manifest, self._cost(None), why)
 

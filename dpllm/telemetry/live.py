@@ -205,7 +205,6 @@ def publish_audit(run: RunPaths, config: RunConfig, audited: Figures) -> None:
 
 
 def _tell(error: Exception) -> None:
-    """One line on standard error."""
     why = error.strerror if isinstance(error, OSError) else str(error)
     print(f"dpllm: metrics could not be written ({why or type(error).__name__}); the run goes on.", file=sys.stderr)
 

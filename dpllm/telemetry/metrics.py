@@ -152,7 +152,6 @@ def ledger_families(ledger: Ledger) -> list[Metric]:
 
 
 def _account_families(ledger: Ledger, names: Iterable[str]) -> list[Metric]:
-    """Budget, reservations and signs of life of some accounts."""
     budget, used, reservations, heartbeat = [], [], [], []
     for name in names:
         known, dataset, runs = ledger.budget(name), {"dataset": label(name)}, ledger.runs(name)
