@@ -286,6 +286,17 @@ def upward(modules: Modules) -> set[tuple[str, str]]:
     return {(a, b) for a, b in arrows(modules) if ROOMS.index(room(a)) > ROOMS.index(room(b))}
 
 
+def drawing(modules: Modules) -> str:
+    """The house: a line for each room, with an arrow below the letter of each room that it imports; none lies on the left."""
+    pairs = {(room(a), room(b)) for a, b in arrows(modules)}
+    letters = "abcdefghijklmnopqrstuvwxyz"[: len(ROOMS)]
+    lines = [f"{'':16}{' '.join(letters)}"]
+    for letter, name in zip(letters, ROOMS, strict=True):
+        row = " ".join("v" if (name, other) in pairs else "\\" if other == name else "." for other in ROOMS)
+        lines.append(f"{letter} {name:14}{row}")
+    return "\n".join(lines)
+
+
 def cycles(arrows: set[tuple[str, str]]) -> list[tuple[str, ...]]:
     """Groups of rooms, or of files, that reach one another."""
     names = sorted({name for arrow in arrows for name in arrow})
@@ -376,4 +387,5 @@ if __name__ == "__main__":
         print(f"{what:38} {value:7,}  {limit:15} {over:9}{where}".rstrip())
     for a, b in sorted(upward(house), key=lambda pair: (ROOMS.index(room(pair[0])), ROOMS.index(room(pair[1])), pair)):
         print(f"{room(a):>12} -> {room(b):10} {a} imports {b}")
+    print(f"\n{drawing(house)}")
     sys.exit(any(value > limits.get(what, value) for what, (value, _) in table.items()))

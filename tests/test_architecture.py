@@ -22,6 +22,11 @@ def test_a_room_imports_only_rooms_below_it() -> None:
     assert sorted(f"{a} -> {b}" for a, b in house.upward(MODULES)) == []
 
 
+def test_the_page_draws_the_house_that_stands() -> None:
+    page = (Path(__file__).resolve().parents[1] / "docs" / "architecture.md").read_text("utf-8")
+    assert f"\n{house.drawing(MODULES)}\n" in page, "scripts/house draws it anew"
+
+
 READERS = {"text.data", "text.sources", "text.tokens", "text.in_memory"}
 """Modules that read rows, which may be private."""
 ON_BEHALF = {"releases.draft", "releases.leaks", "releases.quality"}
