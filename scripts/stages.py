@@ -25,7 +25,7 @@ STAGES = {  # what is printed: a file of the package and the functions in it
     "clip and add up": ("privacy/gradients.py", "add_all"),
     "noise": ("privacy/engine.py", "_release"),
     "update": ("privacy/engine.py", "_apply"),
-    "ledger": ("run/reservation.py", "charge"),
+    "ledger": ("ledger/budgets.py", "charge"),
     "checkpoint": ("run/record.py", "save"),
 }
 

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dpllm.card.synthetic import RECORD, ROWS, Quality, Sampling, Synthetic, write_dataset_card
+from dpllm.card.synthetic import RECORD, ROWS, Sampling, Synthetic, write_dataset_card
 from dpllm.errors import ConfigError, Refused
 from dpllm.files import BLOCK, alone, sha256, whole_directory, write_json, write_whole
 from dpllm.model import processes
@@ -70,11 +70,19 @@ class SynthesisRequest:
     keep_duplicates: bool = False
     min_words: int = 0
 
+    def __post_init__(self) -> None:
+        """Refuses what nothing could be drawn by, with a ConfigError."""
+        if min(self.rows, self.attempts, (self.seed or 0) + 1) < 1:
+            raise ConfigError(
+                f"rows {self.rows}, attempts {self.attempts} and seed {self.seed} are out of range: the first two are at least "
+                "1, the seed is not negative."
+            )
+
 
 def synthesize(
     run: RunDir, request: SynthesisRequest, output: Path | None = None, not_measured: Tell | None = None
 ) -> Path:
-    """Writes a data set; what was interrupted goes on where it stopped, and ends in the same bytes.
+    """Writes a data set, and returns its folder; what was interrupted goes on where it stopped, and ends in the same bytes.
 
     Args:
         run: A finished run with its card.
@@ -82,9 +90,6 @@ def synthesize(
         output: Where; None: ``synthetic`` in the run directory.
         not_measured: Called with what of the quality could not be measured; what fails loses no row, since the same call goes
             on. None: nothing is measured.
-
-    Returns:
-        The folder.
 
     Raises:
         ConfigError: No card, no released shares of the control columns, no prompts where the format needs them, settings that
@@ -95,11 +100,6 @@ def synthesize(
     opened, statement = carded(run)
     config = opened.config
     output = _place(run, statement, output)
-    if min(request.rows, request.attempts, (request.seed or 0) + 1) < 1:
-        raise ConfigError(
-            f"rows {request.rows}, attempts {request.attempts} and seed {request.seed} are out of range: the first two are at "
-            "least 1, the seed is not negative."
-        )
     prompts, (released, shares) = _prompts(config, request.prompts), _shares(run, config, statement)
     if request.prompts and prompts:
         _refuse_private(run, config, statement, request.prompts, prompts)
@@ -117,9 +117,24 @@ def synthesize(
         quality = None
         if not_measured:
             quality = report(rows, of_run(run, config, statement), run.private / FOLDER, not_measured)
+        record = Synthetic(
+            schema_version=1,
+            rows=len(rows),
+            columns=tuple(rows[0]),
+            control=tuple(config.data.control),
+            shares=released,
+            prompts=None if prompts is None else len(prompts),
+            sampling=Sampling.pick({**asdict(request), "engine": "transformers"}),
+            attempts=len(rows) + sum(dropped.values()),
+            dropped=dropped,
+            files={},  # the card fills them in
+            quality=quality,
+            date=time.strftime("%Y-%m-%d", time.gmtime()),
+            software=processes.versions(),
+        )
         with whole_directory(output) as part:
             write_whole(part / ROWS, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-            write_json(part / RECORD, _record(config, request, rows, released, prompts, dropped, quality).to_json())
+            write_json(part / RECORD, record.to_json())
             write_dataset_card(part, run)
         kept.path.unlink()
     return output
@@ -277,29 +292,3 @@ def _draw(
         waiting = [number for number in batch if number not in passed] + waiting[len(batch) :]
     reasons = [*filters, *([] if request.keep_duplicates else [draft.DUPLICATE])]
     return [texts[number] for number in range(request.rows)], {why: dropped[why] for why in reasons}
-
-
-def _record(
-    config: RunConfig,
-    request: SynthesisRequest,
-    rows: Sequence[Mapping[str, str]],
-    shares: str | None,
-    prompts: Sequence[str] | None,
-    dropped: dict[str, int],
-    quality: Quality | None,
-) -> Synthetic:
-    return Synthetic(
-        schema_version=1,
-        rows=len(rows),
-        columns=tuple(rows[0]),
-        control=tuple(config.data.control),
-        shares=shares,
-        prompts=None if prompts is None else len(prompts),
-        sampling=Sampling.pick({**asdict(request), "engine": "transformers"}),
-        attempts=len(rows) + sum(dropped.values()),
-        dropped=dropped,
-        files={},  # the card fills them in
-        quality=quality,
-        date=time.strftime("%Y-%m-%d", time.gmtime()),
-        software=processes.versions(),
-    )

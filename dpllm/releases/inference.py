@@ -45,7 +45,6 @@ from dpllm.releases.inference_budget import DELTA, FIELD, InferenceRequest, Rele
 from dpllm.releases.quality import EVALUATION, TRAINING, Beside, Tell, report
 from dpllm.run.base_model import of_base
 from dpllm.statement import lineage, state
-from dpllm.statement.privacy_record import Lineage
 from dpllm.statement.released import Statistics
 from dpllm.statement.run_files import LedgerRecord
 from dpllm.text import control
@@ -317,8 +316,13 @@ class _Job:
         self, rows: Sequence[dict[str, str]], dropped: dict[str, int], quality: Quality | None, output: Path
     ) -> None:
         """The folder, with its card; closes the reservation."""
-        config, source, quoted = self.config, self.source, self.quote
+        config, source, quoted, policy = self.config, self.source, self.quote, self.source.policy
         columns, model = config.data.control, config.model
+        whose, parent, book = policy.dataset, policy.derived_from, source.ledger
+        # What the base model states of its own training, which was on other data.
+        before = lineage.compose_with_base(
+            of_base(config), config, dataset=whose, derived_from=parent, book=book, plan=None
+        )
         facts = {
             "rows": len(rows),
             "columns": [*columns, "text"],
@@ -339,7 +343,7 @@ class _Job:
             "dataset": names.public_name(source.account),
             "data_public": config.data.public,
             "composed": state.composed(LedgerRecord.pick(self.reservation.to_json(source.delta) or {}), source.delta),
-            "lineage": _lineage(config, source),
+            "lineage": before,
             "eval_public": config.data.eval_public,
             "quality": quality,
             "date": time.strftime("%Y-%m-%d", time.gmtime()),
@@ -350,19 +354,6 @@ class _Job:
             write_whole(part / ROWS, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
             inference.write_inference_card(part, config, inference.derive(facts, self.released))
         self.reservation.finish("completed")
-
-
-def _lineage(config: RunConfig, source: Opened) -> Lineage | None:
-    """What the base model states of its own training, which was on other data."""
-    policy = source.policy
-    return lineage.compose_with_base(
-        of_base(config),
-        config,
-        dataset=policy.dataset,
-        derived_from=policy.derived_from,
-        book=source.ledger,
-        plan=None,
-    )
 
 
 def _shares(
