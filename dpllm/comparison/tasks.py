@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from dpllm.comparison.compare import PROTOCOL, TASKS, cached_tasks
 from dpllm.errors import ConfigError
 from dpllm.files import write_json
-from dpllm.recipe.config import RunConfig
 from dpllm.recipe.names import public_name
 from dpllm.records import Json
 from dpllm.run.directory import Run, RunDir, open_run
@@ -24,7 +23,6 @@ from dpllm.text.prompts import encode
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from dpllm.model.loading import ScoringModels
 
 RESAMPLES = 1000
 
@@ -60,6 +58,7 @@ def measure(runs: Sequence[RunDir], rows: int, console: Console | None = None) -
 def _written(run: Run, base: bool, rows: int) -> Json:
     """BLEU of completions against all references of each prompt, see ``PROTOCOL``; of the base model where it is not known."""
     from dpllm.auditing.run import load_models
+    from dpllm.model.loading import positions
     from dpllm.model.reading import generation_config, until_end, write_behind
     from dpllm.run.checkpoint import weight_hashes
 
@@ -71,9 +70,17 @@ def _written(run: Run, base: bool, rows: int) -> Json:
             f"{public_name(config.data.eval)}: has no prompts with completions, so there are no references for BLEU. "
             "Leave --tasks out."
         )
-    references = by_prompt(table, rows)
-    models = load_models(run)
-    prompts, num_tokens = _encoded(references, models, config)
+    references, models = by_prompt(table, rows), load_models(run)
+    # Each prompt as the tokens that stand before the first target in training.
+    layout, template = table.format, config.data.template
+    prompts = [tuple(encode(models.tokenizer, text, n, layout, template)) for n, text in enumerate(references)]
+    most, longest = positions(models.tuned) or 2**30, max(map(len, prompts))
+    if longest >= most:
+        raise ConfigError(
+            f"{public_name(config.data.eval)}: a prompt has {longest} tokens, and with its completion exceeds the {most} "
+            "that the model reads. Leave --tasks out, or evaluate on shorter prompts."
+        )
+    num_tokens = min(PROTOCOL["num_tokens"], most - longest)
 
     def score(model: Any) -> Json:
         how = generation_config(models.tokenizer, num_tokens, {models.tokenizer.eos_token_id}, beams=PROTOCOL["beams"])
@@ -105,25 +112,6 @@ def by_prompt(table: data.Table, count: int) -> dict[str, list[str]]:
         if prompt in references or len(references) < count:
             references.setdefault(prompt, []).append(row.parts["completion"].strip())
     return references
-
-
-def _encoded(
-    references: dict[str, list[str]], models: ScoringModels, config: RunConfig
-) -> tuple[list[tuple[int, ...]], int]:
-    """Each prompt as the tokens that stand before the first target in training, and how many tokens to write at most."""
-    tokenizer, template = models.tokenizer, config.data.template
-    prompts = [
-        tuple(encode(tokenizer, prompt, number, "prompt_completion", template))
-        for number, prompt in enumerate(references)
-    ]
-    positions = getattr(models.tuned.config, "max_position_embeddings", None) or 2**30
-    longest = max(map(len, prompts))
-    if longest >= positions:
-        raise ConfigError(
-            f"{public_name(config.data.eval or '')}: a prompt has {longest} tokens, and with its completion exceeds the "
-            f"{positions} that the model reads. Leave --tasks out, or evaluate on shorter prompts."
-        )
-    return prompts, min(PROTOCOL["num_tokens"], positions - longest)
 
 
 def bleu(texts: Sequence[str], references: Sequence[Sequence[str]]) -> Json:
