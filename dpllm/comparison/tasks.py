@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from dpllm.comparison.compare import PROTOCOL, TASKS, cached_tasks
 from dpllm.errors import ConfigError
 from dpllm.files import write_json
+from dpllm.recipe.config import RunConfig
 from dpllm.recipe.names import public_name
 from dpllm.records import Json
 from dpllm.run.directory import Run, RunDir, open_run
@@ -23,6 +24,7 @@ from dpllm.text.prompts import encode
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from dpllm.model.loading import ScoringModels
 
 RESAMPLES = 1000
 
@@ -58,7 +60,6 @@ def measure(runs: Sequence[RunDir], rows: int, console: Console | None = None) -
 def _written(run: Run, base: bool, rows: int) -> Json:
     """BLEU of completions against all references of each prompt, see ``PROTOCOL``; of the base model where it is not known."""
     from dpllm.auditing.run import load_models
-    from dpllm.model.loading import positions
     from dpllm.model.reading import generation_config, until_end, write_behind
     from dpllm.run.checkpoint import weight_hashes
 
@@ -70,17 +71,9 @@ def _written(run: Run, base: bool, rows: int) -> Json:
             f"{public_name(config.data.eval)}: has no prompts with completions, so there are no references for BLEU. "
             "Leave --tasks out."
         )
-    references, models = by_prompt(table, rows), load_models(run)
-    # Each prompt as the tokens that stand before the first target in training.
-    layout, template = table.format, config.data.template
-    prompts = [tuple(encode(models.tokenizer, text, n, layout, template)) for n, text in enumerate(references)]
-    most, longest = positions(models.tuned) or 2**30, max(map(len, prompts))
-    if longest >= most:
-        raise ConfigError(
-            f"{public_name(config.data.eval)}: a prompt has {longest} tokens, and with its completion exceeds the {most} "
-            "that the model reads. Leave --tasks out, or evaluate on shorter prompts."
-        )
-    num_tokens = min(PROTOCOL["num_tokens"], most - longest)
+    references = by_prompt(table, rows)
+    models = load_models(run)
+    prompts, num_tokens = _encoded(references, models, config)
 
     def score(model: Any) -> Json:
         how = generation_config(models.tokenizer, num_tokens, {models.tokenizer.eos_token_id}, beams=PROTOCOL["beams"])
@@ -112,6 +105,26 @@ def by_prompt(table: data.Table, count: int) -> dict[str, list[str]]:
         if prompt in references or len(references) < count:
             references.setdefault(prompt, []).append(row.parts["completion"].strip())
     return references
+
+
+def _encoded(
+    references: dict[str, list[str]], models: ScoringModels, config: RunConfig
+) -> tuple[list[tuple[int, ...]], int]:
+    """Each prompt as the tokens that stand before the first target in training, and how many tokens to write at most."""
+    from dpllm.model.loading import positions
+
+    tokenizer, template = models.tokenizer, config.data.template
+    prompts = [
+        tuple(encode(tokenizer, prompt, number, "prompt_completion", template))
+        for number, prompt in enumerate(references)
+    ]
+    most, longest = positions(models.tuned) or 2**30, max(map(len, prompts))
+    if longest >= most:
+        raise ConfigError(
+            f"{public_name(config.data.eval or '')}: a prompt has {longest} tokens, and with its completion exceeds the "
+            f"{most} that the model reads. Leave --tasks out, or evaluate on shorter prompts."
+        )
+    return prompts, min(PROTOCOL["num_tokens"], most - longest)
 
 
 def bleu(texts: Sequence[str], references: Sequence[Sequence[str]]) -> Json:

@@ -19,7 +19,6 @@ from dpllm.files import digest, sha256
 from dpllm.model import adapters, loading
 from dpllm.recipe.config import load_config
 from dpllm.run import base_model, checkpoint
-from dpllm.statement import lineage
 
 
 def test_a_frozen_first_factor_is_published_as_it_started(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +130,7 @@ def test_an_adapter_without_a_statement_is_of_unknown_data(started: Place) -> No
     record = started.json("run.json")
     base = record["lineage"]["base"]
     assert (base["guarantee"], base["dataset"], base["adapter"]) == (False, None, True)
-    assert base["files_digest"] == digest({name: sha256(folder / name) for name in lineage.ADAPTER})
+    assert base["files_digest"] == digest({name: sha256(folder / name) for name in base_model.ADAPTER})
     assert record["guarantee"]["holds"] is True
     said = "start/export, from which this model was made, states no"
     assert any(note.startswith(said) for note in record["deviations"])

@@ -373,7 +373,7 @@ def test_plan_and_train_give_the_same_advice_before_anything_is_spent(
     advice = dpllm.plan(place.recipe).advice
     assert advice[0].startswith("learning rate 1 is very large")
     assert any(text.startswith("noise multiplier 0.3 is below 0.5") for text in advice)
-    monkeypatch.setattr("dpllm.run.loop.reserve", Mock(side_effect=Refused("before the reservation")))
+    monkeypatch.setattr("dpllm.run.loop._reserve", Mock(side_effect=Refused("before the reservation")))
     planned, trained = (" ".join(dpllm_(command, place.recipe).out.split()) for command in ("plan", "train"))
     for text in advice:
         assert f"Advice: {text}" in planned
