@@ -1,7 +1,7 @@
-"""Preference labels made private at the source, and read again for training.
+"""Preference labels made private at the source; ``run.subject`` reads them again for training.
 
 Comes in: pairs whose labels are true. Goes out: a file of the same pairs, of which each label was flipped by a coin, and a
-record; or of such a file what a run has to know. Coins and the number of flips are kept nowhere.
+record. Coins and the number of flips are kept nowhere.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Nothing private in what is published: no canary's text, no text of a row; and what a synthetic data set repeats.
 
 Comes in: a run directory, and the names of files in its export/ or another folder. Goes out: what could not be searched, or a
-refusal, which names files and row numbers and quotes nothing.
+refusal, which names files and row numbers and quotes nothing. It reads the rows that training kept for ``publish``, which reads
+none.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The one decision: may this run happen, and what does it promise?
+"""The one decision: may this run happen, and what does it promise? And the Plan of a recipe.
 
 Comes in: a recipe, and how the run would begin. Goes out: a ``Decision``. ``dpllm plan`` prints it, training obeys it, and
-sweeps and shadow runs take from it what they need. Refusals are collected, not raised, so that what can
-still be computed beside one is. Must not import torch, read weights or write to the ledger.
+sweeps and shadow runs take from it what they need. Refusals are collected, not raised, so that what can still be computed beside
+one is. Must not import torch, read weights or write to the ledger.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Self
 
 from dpllm.errors import BudgetExceeded, ConfigError, DpllmError, Refused, need
 from dpllm.files import read_json
@@ -48,7 +48,6 @@ from dpllm.text import builtin, rendering
 from dpllm.text.prompts import read_prompts
 
 UNBOUNDED = 1e9  # a target epsilon that refuses nothing
-Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,7 @@
 """What a run starts from, what that says about its own privacy, and what both promise together.
 
-Comes in: the recipe, the ledger, a Plan. Goes out: the statement in the ``privacy.json`` of a base model or adapter, once it was
-found to be about these weights, or a refusal; and ``lineage`` of run.json and card. One rule: what read the same people is
-composed by its event; else no total is stated, and why. Must not import torch or read any row.
+Comes in: a ``Base``, which ``run.base_model`` reads and checks; the recipe, the ledger, a Plan. Goes out: ``lineage`` of run.json
+and card. One rule: what read the same people is composed by its event; else no total is stated, and why. Must not read a file.
 """
 
 from __future__ import annotations
