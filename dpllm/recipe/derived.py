@@ -66,7 +66,19 @@ def plan_of(
     largest_delta: float = 1.0,
     coefficients: tuple[float, ...] | None = None,
 ) -> Plan:
-    """The Plan of a recipe with ``privacy.enabled``, whose noise is calibrated where the recipe does not set it.
+    """The Plan of a recipe; see ``mechanism_of``."""
+    return Plan.of(mechanism_of(config, num_units, fit=fit, largest_delta=largest_delta, coefficients=coefficients))
+
+
+def mechanism_of(
+    config: RunConfig,
+    num_units: int,
+    *,
+    fit: Fit | None = None,
+    largest_delta: float = 1.0,
+    coefficients: tuple[float, ...] | None = None,
+) -> Mechanism:
+    """What a recipe with ``privacy.enabled`` runs, with noise that is calibrated where the recipe does not set it.
 
     Args:
         config: The recipe.
@@ -95,23 +107,21 @@ def plan_of(
     epsilon = accounting.epsilon(steps_event(sigma, schedule, group, bands), delta, relation)
     if epsilon > privacy.epsilon:
         raise _above_target(sigma, epsilon, privacy.epsilon)
-    return Plan.of(
-        Mechanism(
-            unit=data.unit,
-            max_examples_per_unit=data.max_examples_per_unit,
-            sampling=data.sampling,
-            neighbouring_relation=relation,
-            dataset_size=schedule.dataset_size,
-            canary_slots=schedule.canary_slots,
-            expected_batch_size=schedule.expected_batch_size,
-            num_steps=schedule.num_steps,
-            noise_multiplier=float(sigma),
-            coefficients=coefficients,
-            clipping=privacy.clipping,
-            max_grad_norm=privacy.max_grad_norm,
-            delta=delta,
-            target_epsilon=privacy.epsilon,
-        )
+    return Mechanism(
+        unit=data.unit,
+        max_examples_per_unit=data.max_examples_per_unit,
+        sampling=data.sampling,
+        neighbouring_relation=relation,
+        dataset_size=schedule.dataset_size,
+        canary_slots=schedule.canary_slots,
+        expected_batch_size=schedule.expected_batch_size,
+        num_steps=schedule.num_steps,
+        noise_multiplier=float(sigma),
+        coefficients=coefficients,
+        clipping=privacy.clipping,
+        max_grad_norm=privacy.max_grad_norm,
+        delta=delta,
+        target_epsilon=privacy.epsilon,
     )
 
 
