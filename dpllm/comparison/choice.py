@@ -36,7 +36,7 @@ FREE = ("train.", "adapter.", "privacy.max_grad_norm", "privacy.clipping", "priv
 """Keys that settings may differ in: data, unit, delta, canaries and base model are those of the recipe."""
 OF_SCORE = ("train.objective", "train.beta", "train.label_smoothing")
 """Keys that would change what the score means."""
-COARSE = 1e-3  # step of the privacy loss while noise is searched: it overstates, and is ten times faster
+COARSE = 1e-3  # step of the privacy loss while noise is searched, which is ten times faster
 NEAR = 2e-3  # of the target, by which the choice may cost less
 
 
@@ -138,25 +138,20 @@ def plan_choice(recipe: str | Path, overrides: Mapping[str, Any], over: str, mea
             f"Type {EXAMPLE}"
         )
     config, settings = load_config(recipe, overrides), parse_settings(over)
+    configs = [load_config(recipe, {**overrides, **values}) for values in settings]
     _check_recipe(config, recipe)
     subject = read_subject(config)
     with ledger.open_ledger(config.privacy.ledger, create=False) or contextlib.nullcontext() as book:
         largest_delta = dataset_policy.terms(book, subject.dataset, config.privacy.derived_from)["largest_delta"]
     guess = {**subject.found, "privacy.epsilon": 0.7 * config.privacy.epsilon}  # of one run; what bands suit it is kept
-    guessed = [config.changed({**guess, **values}) for values in settings]
-    runs = _calibrated(
-        [derived.mechanism_of(one, subject.num_units, largest_delta=largest_delta) for one in guessed],
-        mean,
-        config.privacy.epsilon,
+    guesses = [
+        derived.mechanism_of(one.changed(guess), subject.num_units, largest_delta=largest_delta) for one in configs
+    ]
+    runs = _calibrated(guesses, mean, config.privacy.epsilon)
+    chosen_from = (
+        Setting(values, _with_noise(one, run), run) for values, one, run in zip(settings, configs, runs, strict=True)
     )
-    return Choice(
-        config,
-        tuple(
-            Setting(values, _with_noise(config, values, run), run) for values, run in zip(settings, runs, strict=True)
-        ),
-        mean,
-        subject,
-    )
+    return Choice(config, tuple(chosen_from), mean, subject)
 
 
 def parse_settings(over: str) -> list[dict[str, Any]]:
@@ -236,13 +231,16 @@ def _calibrated(first: list[Mechanism], mean: float, target: float) -> list[Mech
     while high - low > 1e-4 * target:
         tried = [_with_epsilon(run, guess, target) for run in first]
         event = RepeatAndSelect(tuple(run.event_of_steps for run in tried), mean, DISTRIBUTION)
-        cost = accounting.epsilon(event, first[0].delta, first[0].neighbouring_relation, interval=COARSE)
-        if cost <= target:
-            low, runs = guess, tried
-            if cost >= (1 - NEAR) * target:
-                break
-        else:
+        terms = event, first[0].delta, first[0].neighbouring_relation
+        cost = accounting.epsilon(*terms, interval=COARSE)
+        if near := cost >= (1 - NEAR) * target:
+            cost = accounting.epsilon(*terms)
+        if cost > target:
             high = guess
+        else:
+            low, runs = guess, tried
+            if near:
+                break
         guess = min(max(guess * target / cost, low + 0.05 * (high - low)), high - 0.05 * (high - low))
     if not runs:
         raise ConfigError(
@@ -258,7 +256,7 @@ def _with_epsilon(run: Mechanism, epsilon: float, target: float) -> Mechanism:
     return run.model_copy(update={"noise_multiplier": sigma, "target_epsilon": target})
 
 
-def _with_noise(config: RunConfig, values: Mapping[str, Any], run: Mechanism) -> RunConfig:
+def _with_noise(config: RunConfig, run: Mechanism) -> RunConfig:
     noise = {"noise": "banded", "bands": run.bands} if run.coefficients else {"noise": "independent", "bands": "auto"}
     fixed = {**noise, "noise_multiplier": run.noise_multiplier, "delta": run.delta}
-    return config.changed({**values, **{f"privacy.{key}": value for key, value in fixed.items()}})
+    return config.changed({f"privacy.{key}": value for key, value in fixed.items()})

@@ -208,9 +208,10 @@ def _charge(choice: Choice, name: str) -> dict[str, Any]:
             )
         if entry is None:
             request, parent = replace(choice.request, run=name), policy.derived_from
-            entry = admission.reserve_all(book, policy.dataset, [request], records=policy.records, derived_from=parent)[
-                0
-            ].entry
+            [claim] = admission.reserve_all(
+                book, policy.dataset, [request], records=policy.records, derived_from=parent
+            )
+            entry = claim.entry
         if not book.run(entry).steps:
             book.charge(entry, 1)
         book.finish(entry, "completed")
@@ -259,22 +260,19 @@ def _score(choice: Choice, setting: Setting, kept: _Kept, number: int) -> float 
     from dpllm.run.loop import train
 
     run = kept.run(number)
-    if read_status(run) != "completed":
-        goes_on = bool(run.checkpoints())
-        if run.run.exists() and not goes_on:  # its first step may have been taken, and no run is made twice
-            return None
-        config = _candidate(choice, setting, kept, run)
-        start = Start(resume=True) if goes_on else Start(overwrite=True)
+    status, checkpoints = read_status(run), run.checkpoints()
+    if status == "interrupted" and not checkpoints:  # its first step may have been taken, and no run is made twice
+        return None
+    if status != "completed":
+        start = Start(resume=True) if checkpoints else Start(overwrite=True)
         try:
-            record = train(config, start, console=Console(quiet=True))
+            record = train(_candidate(choice, setting, kept, run), start, console=Console(quiet=True))
         except Refused:
-            if (
-                run.run.exists() and (ended := read_run(run)).steps_taken == ended.steps_planned
-            ):  # a weight is not finite
-                return None
+            if read_status(run) == "interrupted" and read_run(run).steps_taken == read_run(run).steps_planned:
+                return None  # a weight is not finite
             raise
         if record.status != "completed":
-            raise DpllmError("interrupted. Type --resume to go on.")
+            raise DpllmError("The choice was interrupted. Type --resume to go on, with the same number of runs.")
     loss = read_run(run).metrics.public.get("eval_loss_after")
     return loss if isinstance(loss, float) and math.isfinite(loss) else None
 
@@ -310,9 +308,7 @@ def _released_config(choice: Choice, run: RunDir) -> RunConfig:
     return load_config(run.config).changed(
         {
             "output_dir": own.output_dir,
-            **{
-                f"privacy.{name}": getattr(own.privacy, name) for name in ("ledger", "dataset", "derived_from", "final")
-            },
+            **{f"privacy.{key}": getattr(own.privacy, key) for key in ("ledger", "dataset", "derived_from", "final")},
             "telemetry": own.telemetry,
             "card.tuning": f"{own.card.tuning} {tuning}" if own.card.tuning else tuning,
         }
