@@ -111,11 +111,10 @@ def _choose(known: argparse.Namespace, rest: list[str], console: Console) -> int
     run = choose(choice, resume=known.resume, console=console)
     with undone_unless_verified(run.root):
         write_card(run)
-    figures = choice.to_json() | {"run": str(run.root)} if known.json else f"Released: {run.export}"
     return show(
         known,
-        figures,
-        "Publish it at a time that was fixed beforehand: how long the choice took tells how many runs there were.",
+        choice.to_json() | {"run": str(run.root)} if known.json else "The best run is in its place, with a card.",
+        f"Publish {run.export} at a time that was fixed beforehand: how long the choice took tells how many runs there were.",
     )
 
 
