@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import secrets
 from collections.abc import Iterator
 from types import SimpleNamespace
 from unittest import mock
 
 from dpllm.canaries import canaries
+from dpllm.comparison import choose
 from dpllm.privacy import noise
 from dpllm.releases import inference
 
@@ -25,8 +27,9 @@ SEED = "DPLLM_TEST_SEED"
 def from_seed(*words: object) -> Iterator[None]:
     """Canaries, the keys of batches and noise, and inferred texts, that follow from the seed and ``words``."""
     draws = random.Random(repr((os.environ.get(SEED, "0"), *words)))
-    ours = SimpleNamespace(randbits=draws.getrandbits, randbelow=draws.randrange, SystemRandom=lambda: draws)
+    drawing = {"randbits": draws.getrandbits, "randbelow": draws.randrange, "SystemRandom": lambda: draws}
+    ours = SimpleNamespace(**drawing, token_hex=secrets.token_hex)
     with contextlib.ExitStack() as patches:
-        for module in (noise, canaries, inference):
+        for module in (noise, canaries, inference, choose):
             patches.enter_context(mock.patch.object(module, "secrets", ours))
         yield

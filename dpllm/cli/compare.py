@@ -10,9 +10,11 @@ from dpllm.cli.plan import (
     CONSTANT_RATE,
     AddCommand,
     check_rate,
+    parse_choice,
     parse_recipe,
     plain_console,
     show,
+    take_choice,
     take_final,
     take_recipe,
 )
@@ -37,6 +39,7 @@ def add_commands(add: AddCommand) -> None:
     text = "instead: train it without canaries of text, to be published, and an audit twin with them, as one group"
     swept.add_argument("--twin", action="store_true", help=text)
     swept.add_argument("--constant-rate", action="store_true", help=CONSTANT_RATE)
+    take_choice(swept)
     swept.add_argument("--resume", action="store_true", help="go on with the sweep in output_dir; finished runs stay")
     for parser in (compared, swept):
         text = "BLEU on N evaluation prompts (extra: tasks)"
@@ -64,10 +67,12 @@ def sweep(known: argparse.Namespace, rest: list[str]) -> int:
     from dpllm.comparison.sweep import at_epsilons, train_group, twins
     from dpllm.statement.run_files import read_run
 
-    recipe = parse_recipe(known, rest)
     _check_tasks(known)
     console = plain_console(stderr=known.json)
     check_rate(known)
+    if known.choose:
+        return _choose(known, rest, console)
+    recipe = parse_recipe(known, rest)
     points = twins(*recipe, constant_rate=known.constant_rate) if known.twin else at_epsilons(*recipe)
     contradictions = train_group(points, resume=known.resume, console=console)
     runs = [point.run for point in points]
@@ -90,6 +95,27 @@ def sweep(known: argparse.Namespace, rest: list[str]) -> int:
     if contradictions:
         raise AuditContradiction("; ".join(contradictions))
     return 0
+
+
+def _choose(known: argparse.Namespace, rest: list[str], console: Console) -> int:
+    """Trains a secret number of runs, keeps the best and writes its card."""
+    from dpllm.card.card import write_card
+    from dpllm.comparison.choose import choose
+    from dpllm.verification.verify import undone_unless_verified
+
+    if known.twin or known.tasks:
+        raise ConfigError(
+            "--choose releases one run, which is neither compared nor has a twin. Leave --twin and --tasks out."
+        )
+    choice = parse_choice(known, rest)
+    run = choose(choice, resume=known.resume, console=console)
+    with undone_unless_verified(run.root):
+        write_card(run)
+    return show(
+        known,
+        choice.to_json() | {"run": str(run.root)} if known.json else "The best run is in its place, with a card.",
+        f"Publish {run.export} at a time that was fixed beforehand: how long the choice took tells how many runs there were.",
+    )
 
 
 def _check_tasks(known: argparse.Namespace) -> None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.table import Table
 
+    from dpllm.comparison.choice import Choice
     from dpllm.privacy.plan import Plan
     from dpllm.privacy.schedule import Schedule
     from dpllm.recipe.config import RunConfig
@@ -71,6 +72,26 @@ def check_rate(known: argparse.Namespace) -> None:
         )
 
 
+def take_choice(parser: argparse.ArgumentParser) -> None:
+    """Declares what the best of a secret number of runs is chosen from."""
+    option = parser.add_argument
+    option("--choose", action="store_true", help="the best of a secret number of runs, which alone is released")
+    option(
+        "--mean-runs", type=float, metavar="M", help="with --choose: how many runs there are in the mean, such as 10"
+    )
+    text = "with --choose: settings, as KEY: [VALUE, ...]; KEY: [...], of which each run draws a combination"
+    option("--over", metavar="LISTS", help=text)
+
+
+def parse_choice(known: argparse.Namespace, rest: list[str]) -> Choice:
+    """What --choose asks for."""
+    from dpllm.comparison.choice import EXAMPLE, plan_choice
+
+    if known.over is None or known.mean_runs is None:
+        raise ConfigError(f"a choice needs settings, and how many runs there are in the mean. Type {EXAMPLE}")
+    return plan_choice(*parse_recipe(known, rest), known.over, known.mean_runs)
+
+
 def take_final(parser: argparse.ArgumentParser) -> None:
     """Declares --final, which sets ``privacy.final`` of the recipe."""
     text = "the first and last reservation on the dataset, by its exact epsilon: no run can follow (privacy.final)"
@@ -96,6 +117,7 @@ def add_commands(add: AddCommand) -> None:
         help="epsilon of the recipe without text canaries and its audit twin together",
     )
     option("--constant-rate", action="store_true", help=CONSTANT_RATE)
+    take_choice(planned)
     option = trained.add_argument
     option("--resume", action="store_true", help="go on with the interrupted run in output_dir")
     option("--overwrite", action="store_true", help="replace the run in output_dir")
@@ -157,6 +179,11 @@ def plan(known: argparse.Namespace, rest: list[str]) -> int:
     if known.recipe and (Path(known.recipe) / "config.yaml").is_file():  # the directory of a run
         known.recipe = str(Path(known.recipe) / "config.yaml")
     check_rate(known)
+    if known.choose:
+        choice = parse_choice(known, rest)
+        return show(
+            known, choice.to_json() if known.json else _two_columns(f"Choice of {known.recipe}", choice.in_words())
+        )
     if known.twin:
         from dpllm.comparison.sweep import together, twins
 

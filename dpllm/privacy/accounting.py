@@ -53,8 +53,8 @@ def stored(allowed: Callable[[Any], object] = bool) -> tuple[Any, ...]:
 
 StoredEvent = Annotated[Event, *stored()]
 """An event as a field of a file."""
-StoredRunEvent = Annotated[events.RunEvent, *stored(events.step_of)]
-"""That of a run's steps."""
+StoredTrainingEvent = Annotated[events.RunEvent | events.RepeatAndSelect, *stored(events.of_training)]
+"""That of a run's steps, or of the best of several runs."""
 
 
 class Accountant(Record):

@@ -11,9 +11,12 @@ Guarantee:
     ``poisson_sampled_group`` bounds what changes if up to ``group_size`` rows are taken out, each clipped on its own: the
     number of them in a sample is Binomial(group_size, probability), so that one step is dominated by a mixture of
     Gaussians. ``cyclic_poisson`` costs ceil(count / bands) ``poisson_sampled`` sums at its probability, that of its one group
-    (proof: ``dpllm.privacy.banded``). ``bounded_range`` holds for draws of range at most ``range``, of which each may depend
-    on the results before it (proof: ``dpllm.privacy.bounded_range``). ``imported`` and ``pure_dp`` hold under the neighbouring
-    relation and for the unit with which they are composed.
+    (proof: ``dpllm.privacy.banded``). ``repeat_and_select`` holds if the number of runs was drawn, before the first of them,
+    from the distribution named, of this mean, and nobody sees it; if each run draws one of ``events``, and fresh randomness; if
+    the score that decides is computed from public data, or is part of what that event accounts for; and if nothing of the
+    other runs leaves (proof: ``dpllm.privacy.selection``). ``bounded_range`` holds for draws of range at most ``range``, of
+    which each may depend on the results before it (proof: ``dpllm.privacy.bounded_range``). ``imported`` and ``pure_dp`` hold
+    under the neighbouring relation and for the unit with which they are composed.
 
 References:
     Choquette-Choo et al. 2023, "Privacy Amplification for Matrix Mechanisms", corollary 4.7 (mixtures). Charles et al.
@@ -31,6 +34,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, TypeGuard, get_args
 
 from dpllm.errors import ConfigError
+from dpllm.privacy.selection import MOST_RUNS, SHAPES
 
 LEAST_NOISE, MOST_NOISE = 1e-6, 1e9  # an accountant's squares of others do not fit a float
 LEAST_RATE = 1e-12  # below, 1 - q has too few digits left for the loss of a step: at 1e-17 none, and epsilon would be 0
@@ -79,6 +83,11 @@ class _Value:
                             f"composed events are {type(value).__name__}, which can change. Use compose(events)."
                         )
                     check_events(*value)
+                case "mean":
+                    number(f"{self.type} mean", value, 1.0, MOST_RUNS, including=True)
+                case "distribution":
+                    if not isinstance(value, str) or value not in SHAPES:
+                        raise ConfigError(f"{self.type} distribution is {value!r}. Use one of {', '.join(SHAPES)}.")
                 case _:  # what nothing checks would be of unknown cost
                     raise AssertionError(name)
 
@@ -147,6 +156,21 @@ class Composed(_Value):
 
 
 @dataclass(frozen=True)
+class RepeatAndSelect(_Value):
+    """A random number of runs, each one of these events by a fair draw, of which only the best result left."""
+
+    type = "repeat_and_select"
+    events: tuple[Event, ...]
+    mean: float
+    distribution: str
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.events:
+            raise ConfigError("repeat_and_select has no events, so nothing says what a run costs. Name one or more.")
+
+
+@dataclass(frozen=True)
 class Imported(_Value):
     """Made elsewhere, and no more than epsilon and delta is known."""
 
@@ -172,7 +196,17 @@ class BoundedRange(_Value):
     count: int
 
 
-Event = Gaussian | PoissonSampled | CyclicPoisson | SelfComposed | Composed | Imported | PureDP | BoundedRange
+Event = (
+    Gaussian
+    | PoissonSampled
+    | CyclicPoisson
+    | SelfComposed
+    | Composed
+    | RepeatAndSelect
+    | Imported
+    | PureDP
+    | BoundedRange
+)
 RunEvent = SelfComposed | CyclicPoisson
 """What a run of dpllm executes: ``count`` steps."""
 
@@ -228,7 +262,7 @@ def compose(events: Sequence[Event]) -> Composed:
 def count_releases(event: Event) -> int:
     """How many noisy sums, draws or pure_dp releases a run may execute on the strength of `event`; others pay for none."""
     match event:
-        case Gaussian() | PoissonSampled() | PureDP():
+        case Gaussian() | PoissonSampled() | PureDP() | RepeatAndSelect():
             return 1
         case CyclicPoisson() | BoundedRange():
             return event.count
@@ -258,6 +292,12 @@ def step_of(event: Event) -> PoissonSampled | CyclicPoisson:
         case SelfComposed(_, PoissonSampled() as step):
             return step
     raise ConfigError(f"{event.type!r} is not an event of Poisson-sampled steps. Use the event of a run's Plan.")
+
+
+def of_training(event: Event) -> bool:
+    """Whether an event is that of a run's steps, or of the best of such runs; ConfigError for one whose steps are no run's."""
+    runs = event.events if isinstance(event, RepeatAndSelect) else (event,)
+    return all(step_of(run) for run in runs)
 
 
 def mechanism_of(event: Event) -> Gaussian | None:

@@ -28,6 +28,15 @@ class SampledSums(NamedTuple):
     times: int
 
 
+class Selections(NamedTuple):
+    """``times`` times the best of a random number of runs, each one of these options."""
+
+    options: tuple[Parts, ...]
+    mean: float
+    distribution: str
+    times: int
+
+
 class Bounds(NamedTuple):
     """``times`` releases, imported or ``pure_dp``, of which epsilon and delta are known."""
 
@@ -47,6 +56,7 @@ class Parts(NamedTuple):
     """What an event consists of: composition commutes, so that equal parts are counted together and sorted."""
 
     sampled: tuple[SampledSums, ...] = ()
+    selected: tuple[Selections, ...] = ()
     bounds: tuple[Bounds, ...] = ()
     draws: tuple[Draws, ...] = ()
 
@@ -60,6 +70,7 @@ def parts_of(event: Event) -> Parts:
 @lru_cache(maxsize=65_536)
 def _parts_of(event: Event) -> Parts:
     sampled: Counter[tuple[float, float, int]] = Counter()
+    selected: Counter[tuple[tuple[Parts, ...], float, str]] = Counter()
     bounds: Counter[tuple[float, float]] = Counter()
     draws: Counter[float] = Counter()
 
@@ -78,6 +89,10 @@ def _parts_of(event: Event) -> Parts:
             case events.Composed():
                 for inner in part.events:
                     walk(inner, times)
+            case events.RepeatAndSelect():
+                options = tuple(sorted(map(_parts_of, part.events)))
+                if any(option != Parts() for option in options):
+                    selected[(options, float(part.mean), part.distribution)] += times
             case Imported() | events.PureDP():
                 known = float(part.epsilon), float(part.delta if isinstance(part, Imported) else 0.0)
                 if any(known):
@@ -88,6 +103,7 @@ def _parts_of(event: Event) -> Parts:
     walk(event, 1)
     return Parts(
         tuple(sorted(SampledSums(*key, n) for key, n in sampled.items() if n)),
+        tuple(sorted(Selections(*key, n) for key, n in selected.items() if n)),
         tuple(sorted(Bounds(*key, n) for key, n in bounds.items() if n)),
         tuple(sorted(Draws(key, n) for key, n in draws.items() if n)),
     )
@@ -105,10 +121,17 @@ def added(*some: Event) -> float:
 
 def accountants(event: Event) -> frozenset[str]:
     """Which of "pld", "rdp" and "prv" know every part of `event`; "pld" knows all that there are."""
-    parts = parts_of(event)
-    if any(part.group_size > 1 for part in parts.sampled):
+    return _accountants(parts_of(event))
+
+
+def _accountants(parts: Parts) -> frozenset[str]:
+    known = [_accountants(option) for best in parts.selected for option in best.options]
+    # From a Renyi curve, which an imported delta has not.
+    unknown = any(part.delta for best in parts.selected for option in best.options for part in option.bounds)
+    if unknown or any(part.group_size > 1 for part in parts.sampled):
         return frozenset({"pld"})
-    return frozenset({"pld", "rdp"} if parts.bounds or parts.draws else {"pld", "rdp", "prv"})
+    alone = frozenset({"pld", "rdp"} if parts.bounds or parts.draws or parts.selected else {"pld", "rdp", "prv"})
+    return alone.intersection(*known)
 
 
 def require(event: Event, accountant: str) -> None:
@@ -125,9 +148,10 @@ def dp_event_of(parts: Parts) -> DpEvent:
     import dp_accounting as dp
     from dp_accounting.dp_event import MixtureOfGaussiansDpEvent
 
-    if parts.bounds or parts.draws:
+    if parts.bounds or parts.draws or parts.selected:
         raise ConfigError(
-            "dp-accounting has no event for an imported epsilon and delta, nor for draws of bounded range. Use epsilon() instead."
+            "dp-accounting has no event for an imported epsilon and delta, draws of bounded range or the best of several runs. "
+            "Use epsilon() instead."
         )
     runs: list[DpEvent] = []
     for part in parts.sampled:

@@ -17,9 +17,9 @@ from pydantic import Field, model_validator
 from dpllm.errors import BudgetExceeded, ConfigError, Refused
 from dpllm.files import digest
 from dpllm.privacy import accounting, banded, events, limits, renyi
-from dpllm.privacy.accounting import Accountant, CrossCheck, Relation, StoredRunEvent
+from dpllm.privacy.accounting import Accountant, CrossCheck, Relation, StoredTrainingEvent
 from dpllm.privacy.banded import LearningRate
-from dpllm.privacy.events import CyclicPoisson, Gaussian, PoissonSampled, RunEvent, SelfComposed
+from dpllm.privacy.events import CyclicPoisson, Gaussian, PoissonSampled, RepeatAndSelect, RunEvent, SelfComposed
 from dpllm.privacy.limits import MechanismLimits
 from dpllm.privacy.renyi import Fit
 from dpllm.privacy.schedule import Clipping, Schedule, group_rate
@@ -124,6 +124,11 @@ class Mechanism(Record):
         return (self.max_examples_per_unit or 1) if self.sampling == "example" else 1
 
     @property
+    def event_of_steps(self) -> RunEvent:
+        """The event of its steps."""
+        return steps_event(self.noise_multiplier, self.schedule, self.group_size, self.bands)
+
+    @property
     def group_rate(self) -> float:
         """The probability with which a member of the group whose turn it is joins a step: b times the sampling rate."""
         return group_rate(self.schedule, self.bands)
@@ -179,8 +184,9 @@ class Plan(Mechanism):
     """What released the weights; dp-bandmf is DP-SGD with banded noise."""
     sampling_rate: Annotated[float, Field(gt=0, le=1)]
     """q, probability of each coin, expected_batch_size / dataset_size; with groups, over the draw of the groups too."""
-    event: StoredRunEvent
-    """The mechanism as a value, from which epsilon can be computed again: what is sampled is what is accounted."""
+    event: StoredTrainingEvent
+    """The mechanism as a value, from which epsilon can be computed again: what is sampled is what is accounted. Of the best of a
+    secret number of runs, that choice, whose events hold that of these steps."""
     epsilon: NotNegative
     """Privacy loss of the run, an upper bound in full precision."""
     accountant: Accountant
@@ -197,9 +203,12 @@ class Plan(Mechanism):
     of banded noise: shuffled anew in each epoch, a unit would come back before the noise that hid it is used up."""
 
     @classmethod
-    def of(cls, run: Mechanism) -> Plan:
-        """What a mechanism promises. A second accountant is asked when training starts: ``accounting.cross_check``."""
-        event, relation, delta = _event_of(run), run.neighbouring_relation, run.delta
+    def of(cls, run: Mechanism, best_of: RepeatAndSelect | None = None) -> Plan:
+        """What a mechanism promises. A second accountant is asked when training starts: ``accounting.cross_check``.
+
+        ``best_of``: the choice by which this run is released and no other; None: it is released whatever it is like.
+        """
+        event, relation, delta = best_of or run.event_of_steps, run.neighbouring_relation, run.delta
         derived = {
             "schema_version": 2,
             "definition": "(epsilon, delta)-differential privacy",
@@ -220,13 +229,13 @@ class Plan(Mechanism):
                 (at, accounting.finite(value)) for at, value in accounting.curve(event, relation, CURVE_DELTAS)
             ),
             "trade_off": limits.trade_off(event, relation),
-            "without_amplification": if_shuffled(run),
+            "without_amplification": if_shuffled(run, best_of),
         }
         return cls.model_validate({**{name: getattr(run, name) for name in Mechanism.model_fields}, **derived})
 
     def _rules(self) -> dict[str, bool]:
         follows = {
-            "event": self.event == _event_of(self),
+            "event": self.event_of_steps in (self.best_of.events if self.best_of else (self.event,)),
             "sampling_rate": self.sampling_rate == self.schedule.sampling_rate,
             "mechanism": self.mechanism == _name_of(self),
         }
@@ -234,6 +243,11 @@ class Plan(Mechanism):
             **super()._rules(),
             **{f"{name} does not follow from the numbers beside it": good for name, good in follows.items()},
         }
+
+    @property
+    def best_of(self) -> RepeatAndSelect | None:
+        """The choice by which this run is released; None where it was the only one."""
+        return self.event if isinstance(self.event, RepeatAndSelect) else None
 
     @property
     def digest(self) -> str:
@@ -262,15 +276,15 @@ class Plan(Mechanism):
     __repr__ = __str__
 
     def event_after(self, num_steps: int) -> RunEvent:
-        """The event of the first `num_steps` steps."""
-        return replace(self.event, count=num_steps)
+        """The event of the first `num_steps` steps of this run."""
+        return replace(self.event_of_steps, count=num_steps)
 
 
-def if_shuffled(run: Mechanism) -> float | None:
+def if_shuffled(run: Mechanism, best_of: RepeatAndSelect | None = None) -> float | None:
     """Epsilon of the same run if its batches had come from shuffling: one Gaussian release an epoch, no credit for sampling.
 
     Returns:
-        Rounded up to four digits; None of banded noise, and where it is 10,000 or more.
+        Rounded up to four digits; None of banded noise and of the best of several runs, and where it is 10,000 or more.
 
     Guarantee:
         An upper bound for the zero-out relation, if the place of a unit in the order stays when its data are replaced by
@@ -279,7 +293,7 @@ def if_shuffled(run: Mechanism) -> float | None:
     References:
         Dong, Roth and Su 2022, "Gaussian Differential Privacy", corollary 3.3 (Gaussian releases add up to one).
     """
-    if run.coefficients:
+    if run.coefficients or best_of:
         return None
     epochs = math.ceil(Fraction(run.num_steps * run.expected_batch_size, run.dataset_size))
     try:
@@ -287,10 +301,6 @@ def if_shuffled(run: Mechanism) -> float | None:
     except (ArithmeticError, ValueError):  # hardly any noise
         return None
     return limits.rounded_up(value * (1 + 1e-9))  # more than the error of its root
-
-
-def _event_of(run: Mechanism) -> RunEvent:
-    return steps_event(run.noise_multiplier, run.schedule, run.group_size, run.bands)
 
 
 def _name_of(run: Mechanism) -> str:

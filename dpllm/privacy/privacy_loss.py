@@ -12,11 +12,13 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from dpllm.errors import ConfigError
-from dpllm.privacy import bounded_range
-from dpllm.privacy.parts import Draws, Parts, SampledSums
+from dpllm.privacy import bounded_range, selection
+from dpllm.privacy.parts import Draws, Parts, SampledSums, Selections
 
 if TYPE_CHECKING:
+    import numpy as np
     from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
+    from numpy.typing import NDArray
 
 # The first two cost the same under Poisson sampling. label_changed is of one label, whose text is the same in both datasets:
 # it is of releases whose epsilon is known, and no sum of gradients is accounted under it.
@@ -27,6 +29,7 @@ CHUNK_OF_DRAWS = 500  # whose curve takes a second
 # Array elements that the deltas of one mixture may take: 8 MB a copy, and some tenths of a second.
 MIXTURE_ELEMENTS = 1_000_000
 ROUND_OFF = 2.0**-52  # of a delta, for each step: three times what Fourier transforms were seen to lose
+MOST_RATIO = 50.0  # logarithm of a ratio, beyond which a selection looks for none
 MOST_EXPONENT = 500.0  # beyond, probabilities times e^-epsilon have too few digits, and e^epsilon overflows
 
 
@@ -67,6 +70,8 @@ def privacy_loss(parts: Parts, relation: Relation, interval: float) -> PrivacyLo
             whole = whole.compose(_of_draws(draws._replace(times=CHUNK_OF_DRAWS), interval).self_compose(chunks))
         if rest:
             whole = whole.compose(_of_draws(draws._replace(times=rest), interval))
+    for best in parts.selected:
+        whole = whole.compose(_selected(best, relation, interval).self_compose(best.times))
     return whole
 
 
@@ -103,16 +108,46 @@ def deltas_at(loss: PrivacyLossDistribution, epsilons: Sequence[float]) -> list[
     return [min(1.0, max(0.0, float(delta))) for delta in deltas]
 
 
+def _selected(best: Selections, relation: Relation, interval: float) -> PrivacyLossDistribution:
+    """Of the best of a random number of runs, of which each has the mean of the options' deltas."""
+    import numpy as np
+
+    losses = [privacy_loss(option, relation, interval) for option in best.options]
+
+    def delta_of(epsilons: NDArray[np.float64]) -> NDArray[np.float64]:
+        deltas: NDArray[np.float64] = np.mean([deltas_at(loss, list(epsilons)) for loss in losses], axis=0)
+        return deltas
+
+    largest = max(map(_largest, losses))
+    more = selection.cost(delta_of, min(largest, MOST_RATIO), best.mean, best.distribution)
+    most = math.ceil((largest + more) / interval)
+    epsilons = interval * np.arange(-most, most + 1, dtype=np.float64)
+    return _dominating(interval, selection.profile(delta_of(epsilons - more), epsilons, best.mean))
+
+
+def _largest(loss: PrivacyLossDistribution) -> float:
+    """The largest privacy loss that is finite, in either direction."""
+    dense = [pmf.to_dense_pmf() for pmf in (loss._pmf_remove, loss._pmf_add)]
+    return max(float((pmf._lower_loss + len(pmf._probs) - 1) * pmf._discretization) for pmf in dense)
+
+
+def _dominating(interval: float, deltas: NDArray[np.float64]) -> PrivacyLossDistribution:
+    """Of a pair of distributions whose divergences are at least these deltas, on a grid with 0 in its middle."""
+    from dp_accounting.pld import pld_pmf
+    from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
+
+    most = len(deltas) // 2
+    return PrivacyLossDistribution(pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(interval, -most, most, deltas))
+
+
 def _of_draws(draws: Draws, interval: float) -> PrivacyLossDistribution:
     """Of the pair of distributions whose divergences are the curve that bounds them, in both directions."""
     import numpy as np
-    from dp_accounting.pld import pld_pmf
-    from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 
     h, delta_K = bounded_range.profile(*draws)
     most = math.ceil(h * (len(delta_K) - 1) / interval)
     deltas = bounded_range.delta_at(*draws, np.arange(-most, most + 1, dtype=np.float64) * interval)
-    return PrivacyLossDistribution(pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(interval, -most, most, deltas))
+    return _dominating(interval, deltas)
 
 
 def _interval(parts: Parts, interval: float) -> float:
@@ -133,6 +168,8 @@ def _interval(parts: Parts, interval: float) -> float:
         interval = max(interval, wider) if weak or wider > 5e-4 else interval
     for some in (parts.bounds, parts.draws):
         interval = max(interval, 1e-6 * sum(part[0] * part.times for part in some))
+    for best in parts.selected:
+        interval = max(_interval(option, interval) for option in best.options)
     for part in parts.sampled:
         if part.group_size > 1:
             bounds = [_mixture(part, removes=removes).connect_dots_bounds() for removes in (True, False)]

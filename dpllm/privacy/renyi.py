@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from dpllm.privacy import selection
 from dpllm.privacy.bounded_range import zcdp
 from dpllm.privacy.events import BELOW_ONE, Event, number
 from dpllm.privacy.parts import Parts, SampledSums, dp_event_of, parts_of, require
@@ -64,6 +65,9 @@ def rdp(event: Event, order: float) -> float:
 def divergence(parts: Parts, order: float) -> float:
     """That of parts that "rdp" knows but for the deltas that they import, which whoever composes them has to set aside."""
     total = math.fsum(part.times * _sampled(part._replace(times=1), order) for part in parts.sampled)
+    if parts.selected:
+        # The bound on a selection takes the best of several orders of one run: with this order alone it would be far larger.
+        total += float(_curve(Parts(selected=parts.selected), (*_orders(), order))[-1])
     return total + _others(parts, order)
 
 
@@ -108,12 +112,11 @@ def rdp_epsilon(parts: Parts, delta: float) -> float:
     it imports therefore comes off the delta at which the rest is stated.
     """
     from dp_accounting.rdp import compute_epsilon
-    from dp_accounting.rdp.rdp_privacy_accountant import DEFAULT_RDP_ORDERS
 
     left = delta - sum(part.delta * part.times for part in parts.bounds)
     if left <= 0:
         return math.inf
-    orders = tuple(map(float, DEFAULT_RDP_ORDERS))
+    orders = _orders()
     with _quiet():
         return float(compute_epsilon(orders, _curve(parts, orders), left)[0])
 
@@ -147,10 +150,20 @@ def _curve(parts: Parts, orders: tuple[float, ...]) -> NDArray[np.float64]:
     from dp_accounting.rdp import RdpAccountant
 
     with _quiet():
-        curve: NDArray[np.float64] = RdpAccountant(orders).compose(dp_event_of(parts._replace(bounds=(), draws=()))).rdp
+        curve: NDArray[np.float64] = RdpAccountant(orders).compose(dp_event_of(Parts(parts.sampled))).rdp
     curve = np.maximum(curve, LEAST * sum(part.times for part in parts.sampled if part.probability < 1))
+    for best in parts.selected:  # a mean of moments is at most the largest of them
+        one_run = np.max([_curve(option, orders) for option in best.options], axis=0)
+        curve = curve + best.times * selection.renyi(one_run, np.array(orders), best.mean, best.distribution)
     curve = curve + np.array([_others(parts, order) for order in orders])
     return curve
+
+
+def _orders() -> tuple[float, ...]:
+    """Those of dp-accounting's conversion to epsilon."""
+    from dp_accounting.rdp.rdp_privacy_accountant import DEFAULT_RDP_ORDERS
+
+    return tuple(map(float, DEFAULT_RDP_ORDERS))
 
 
 def _others(parts: Parts, order: float) -> float:

@@ -299,7 +299,19 @@ def plan_of(
     largest_delta: float = 1.0,
     coefficients: tuple[float, ...] | None = None,
 ) -> Plan:
-    """The Plan of a recipe with ``privacy.enabled``, whose noise is calibrated where the recipe does not set it.
+    """The Plan of a recipe; see ``mechanism_of``."""
+    return Plan.of(mechanism_of(config, num_units, fit=fit, largest_delta=largest_delta, coefficients=coefficients))
+
+
+def mechanism_of(
+    config: RunConfig,
+    num_units: int,
+    *,
+    fit: Fit | None = None,
+    largest_delta: float = 1.0,
+    coefficients: tuple[float, ...] | None = None,
+) -> Mechanism:
+    """What a recipe with ``privacy.enabled`` runs, with noise that is calibrated where the recipe does not set it.
 
     Args:
         config: The recipe.
@@ -331,23 +343,21 @@ def plan_of(
             f"privacy.noise_multiplier {sigma:g} gives epsilon {epsilon:.3f}, above the target privacy.epsilon "
             f"{privacy.epsilon:g}. Set privacy.noise_multiplier: null to calibrate it, or raise privacy.epsilon."
         )
-    return Plan.of(
-        Mechanism(
-            unit=data.unit,
-            max_examples_per_unit=data.max_examples_per_unit,
-            sampling=data.sampling,
-            neighbouring_relation=relation,
-            dataset_size=schedule.dataset_size,
-            canary_slots=schedule.canary_slots,
-            expected_batch_size=schedule.expected_batch_size,
-            num_steps=schedule.num_steps,
-            noise_multiplier=float(sigma),
-            coefficients=coefficients,
-            clipping=privacy.clipping,
-            max_grad_norm=privacy.max_grad_norm,
-            delta=delta,
-            target_epsilon=privacy.epsilon,
-        )
+    return Mechanism(
+        unit=data.unit,
+        max_examples_per_unit=data.max_examples_per_unit,
+        sampling=data.sampling,
+        neighbouring_relation=relation,
+        dataset_size=schedule.dataset_size,
+        canary_slots=schedule.canary_slots,
+        expected_batch_size=schedule.expected_batch_size,
+        num_steps=schedule.num_steps,
+        noise_multiplier=float(sigma),
+        coefficients=coefficients,
+        clipping=privacy.clipping,
+        max_grad_norm=privacy.max_grad_norm,
+        delta=delta,
+        target_epsilon=privacy.epsilon,
     )
 
 

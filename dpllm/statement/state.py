@@ -193,6 +193,7 @@ def _not_covered(config: RunConfig, plan: Plan | None, record: RunRecord) -> lis
         data=config.data,
         visible=formatting.visible,
         tuning=config.card.tuning,
+        best_of=plan is not None and plan.best_of,
         private_metrics=config.telemetry.private_metrics,
         zero_out=plan is not None and plan.neighbouring_relation == "zero_out",
         interrupted=record.status == "interrupted",

@@ -22,7 +22,7 @@ from dpllm.ledger.chain import Chain, Entry, read_export, verify_export
 from dpllm.ledger.store import Postgres, SQLite, Store, default_path
 from dpllm.ledger.values import account_of, event_of
 from dpllm.privacy import renyi
-from dpllm.privacy.events import Event, RunEvent, count_releases
+from dpllm.privacy.events import Event, RepeatAndSelect, RunEvent, count_releases
 from dpllm.privacy.parts import parts_of
 from dpllm.records import Json
 from dpllm.statement import state
@@ -218,7 +218,8 @@ def _entry(chain: _Chain, composed: Composed, terms: Promised, taken: int) -> Ch
     if (facts["unit"], facts["relation"]) != (terms.unit, terms.neighbouring_relation):
         raise Wrong(f"entry {name} of {chain.where} is about a unit or relation other than the card's.")
     executed = chain.steps.get(name, 0)
-    if executed < taken:
+    # The best of several runs is one release: how many steps there were would say how many runs.
+    if executed < (1 if isinstance(terms.event, RepeatAndSelect) else taken):
         raise Wrong(f"{chain.where} charged {executed} steps for this run, but the card states more.")
     steps = f"; {executed} steps were charged" if isinstance(terms.event, RunEvent) else ""
     return verified("ledger: entry", f"{composed.entry} of {chain.where} was reserved for exactly this event{steps}.")

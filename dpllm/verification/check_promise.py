@@ -157,7 +157,7 @@ def _attackers_of(event: Event, relation: Relation) -> dict[str, Any]:
 
 def _shuffled(plan: Plan) -> Check:
     name, stated = "without amplification", plan.without_amplification
-    follows({"without_amplification": stated}, {"without_amplification": if_shuffled(plan)}, plan)
+    follows({"without_amplification": stated}, {"without_amplification": if_shuffled(plan, plan.best_of)}, plan)
     if plan.coefficients:
         return verified(name, "none is stated: banded noise has no such figure.")
     return verified(name, f"epsilon {stated}, if batches had come from shuffling.")

@@ -14,7 +14,7 @@ from dpllm.card.inference import Inference
 from dpllm.privacy import accounting
 from dpllm.privacy.accounting import Relation
 from dpllm.privacy.events import Event
-from dpllm.privacy.parts import parts_of
+from dpllm.privacy.parts import Parts, parts_of
 from dpllm.privacy.plan import Plan
 from dpllm.verification.values import TOLERANCE, Difference, Wrong, differences, listed
 
@@ -25,6 +25,7 @@ LARGE = 500.0
 COARSE = 2e-2
 """How far PLD on a coarser grid may lie above."""
 MOST_PARTS, MOST_STEPS, LEAST_NOISE = 4, 1_000_000, 0.01
+MOST_SETTINGS = 16  # of a choice among runs
 MAGNIFIED = 1e-5
 """Relative, where the last bits are magnified: curves fitted to scores, and limits that read deltas down to 1e-10. Processors
 round the accountant's Fourier transform differently: on another one gdp_mu moved by 1.2e-6, and epsilon at delta 1e-8 by 1e-8."""
@@ -73,18 +74,24 @@ def bounded(event: Event) -> frozenset[str]:
         Wrong: It has more different parts than a run can have, more steps, or less noise.
         ConfigError: It is malformed.
     """
-    parts: list[Any] = [part for kind in parts_of(event) for part in kind]
-    many = len(parts) > MOST_PARTS
-    for part in parts:
+    whole = parts_of(event)
+    runs = [option for best in whole.selected for option in best.options]
+    many = len(runs) > MOST_SETTINGS
+    many |= any(len(_listed(one)) > MOST_PARTS for one in (whole, *runs))
+    for part in [part for one in (whole, *runs) for part in _listed(one)]:
         group = getattr(part, "group_size", 1)  # whose steps are mixtures of many Gaussians
         many |= part.times > (MOST_STEPS if group == 1 else 10 * MOST_STEPS // group)
         many |= getattr(part, "noise_multiplier", LEAST_NOISE) < LEAST_NOISE
     if many:
         raise Wrong(
-            f"the event has more than {MOST_PARTS} different parts or {MOST_STEPS:,} steps, or noise below {LEAST_NOISE}, which "
-            "nothing by dpllm has. Take it from where it was published."
+            f"the event has more than {MOST_PARTS} different parts, {MOST_SETTINGS} settings or {MOST_STEPS:,} steps, or noise "
+            f"below {LEAST_NOISE}, which nothing by dpllm has. Take it from where it was published."
         )
     return accounting.accountants(event)
+
+
+def _listed(parts: Parts) -> list[Any]:
+    return [part for kind in parts for part in kind]
 
 
 def pld(event: Event, delta: float, relation: Relation) -> tuple[float, bool]:

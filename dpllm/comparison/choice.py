@@ -1,0 +1,260 @@
+"""A choice among a secret number of runs, as it is fixed before the first: settings, their noise, and what it costs.
+
+Comes in: a recipe whose ``privacy.epsilon`` is that of the choice, and lists of values for some of its keys. Goes out: a
+``Choice``, which ``dpllm plan --choose`` prints and ``comparison.choose`` trains. Draws and writes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dpllm import ledger
+from dpllm.errors import ConfigError
+from dpllm.files import digest
+from dpllm.ledger import RunRequest, dataset_policy
+from dpllm.privacy import accounting, selection
+from dpllm.privacy.events import RepeatAndSelect
+from dpllm.privacy.plan import Mechanism, Plan, noise_multiplier_for
+from dpllm.recipe.config import RunConfig, load_config
+from dpllm.recipe.section import read_yaml
+from dpllm.run.base_model import of_base
+from dpllm.run.promise import mechanism_of
+from dpllm.run.subject import Subject, read_subject
+
+EXAMPLE = "--choose --mean-runs 10 --over 'train.learning_rate: [0.001, 0.002, 0.004]'"
+DISTRIBUTION = "logarithmic"
+MOST_SETTINGS = 16
+FREE = ("train.", "adapter.", "privacy.max_grad_norm", "privacy.clipping", "privacy.noise", "privacy.bands")
+"""Keys that settings may differ in: data, unit, delta, canaries and base model are those of the recipe."""
+OF_SCORE = ("train.objective", "train.beta", "train.label_smoothing")
+"""Keys that would change what the score means."""
+COARSE = 1e-3  # step of the privacy loss while noise is searched, which is ten times faster
+NEAR = 2e-3  # of the target, by which the choice may cost less
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One that a run may draw."""
+
+    values: dict[str, Any]  # key -> value
+    config: RunConfig  # with the noise that makes the choice cost the recipe's epsilon
+    mechanism: Mechanism  # what one run of it does
+
+    @property
+    def epsilon(self) -> float:
+        """What one run would cost, were it released alone."""
+        run = self.mechanism
+        return accounting.epsilon(run.event_of_steps, run.delta, run.neighbouring_relation)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{key} {value}" for key, value in self.values.items())
+
+
+@dataclass(frozen=True)
+class Choice:
+    """All that is fixed before the first run."""
+
+    config: RunConfig  # the recipe
+    settings: tuple[Setting, ...]
+    mean: float
+    subject: Subject
+
+    @cached_property
+    def event(self) -> RepeatAndSelect:
+        """What the best run costs."""
+        runs = tuple(setting.mechanism.event_of_steps for setting in self.settings)
+        return RepeatAndSelect(runs, self.mean, DISTRIBUTION)
+
+    @cached_property
+    def plan(self) -> Plan:
+        """What the best run promises, if it has the first setting; what the choice costs is the same for all."""
+        return Plan.of(self.settings[0].mechanism, self.event)
+
+    @property
+    def request(self) -> RunRequest:
+        """What is asked of the dataset's ledger: one release."""
+        return replace(RunRequest.of(self.plan, final=self.config.privacy.final), num_steps=1)
+
+    def to_json(self) -> dict[str, Any]:
+        """What there is to know before it is reserved."""
+        return {
+            "epsilon": self.plan.epsilon,
+            "delta": self.plan.delta,
+            "mean_runs": self.mean,
+            "chance_of_one_run": selection.chance(1, self.mean, DISTRIBUTION),
+            "most_runs_in_95_percent": selection.draw(self.mean, DISTRIBUTION, 0.95),
+            "settings": [
+                {
+                    "values": setting.values,
+                    "epsilon": setting.epsilon,
+                    "noise_multiplier": setting.mechanism.noise_multiplier,
+                    "bands": setting.mechanism.bands,
+                }
+                for setting in self.settings
+            ],
+        }
+
+    def in_words(self) -> dict[str, str]:
+        """The same for a table."""
+        figures, target = self.to_json(), self.config.privacy.epsilon
+        rows = {
+            "epsilon of the choice": f"{self.plan.epsilon:.4f} at delta {self.plan.delta:g} (target {target:g})",
+            "number of runs": f"secret: {self.mean:g} in the mean, a single one in {figures['chance_of_one_run']:.0%} of all "
+            f"choices, at most {figures['most_runs_in_95_percent']} in 95%",
+        }
+        for number, setting in enumerate(self.settings, 1):
+            sigma, bands = setting.mechanism.noise_multiplier, setting.mechanism.bands
+            banded = f" with {bands} bands" if bands > 1 else ""
+            alone = f"noise multiplier {sigma:g}{banded}, epsilon {setting.epsilon:.4f} if it were the only run"
+            rows[f"setting {number}"] = f"{setting}: {alone}"
+        return rows
+
+
+def plan_choice(recipe: str | Path, overrides: Mapping[str, Any], over: str, mean: float) -> Choice:
+    """Reads settings, and calibrates their noise so that the choice among their runs costs the recipe's epsilon.
+
+    Args:
+        recipe: YAML file.
+        overrides: Dotted key -> value.
+        over: Lists of values by key, such as ``train.learning_rate: [0.001, 0.002]; train.batch_size: [256, 512]``; the settings
+            are all combinations.
+        mean: Of the number of runs, above 1.
+
+    Raises:
+        ConfigError: The recipe, the lists or the data cannot be used for a choice.
+        Refused: A guard refuses the data or a setting.
+    """
+    if not 1 < mean <= selection.MOST_RUNS:
+        raise ConfigError(
+            f"--mean-runs {mean:g}: is not above 1 and at most {selection.MOST_RUNS:,}, so there is no number of runs to draw. "
+            f"Type {EXAMPLE}"
+        )
+    config, settings = load_config(recipe, overrides), parse_settings(over)
+    configs = [load_config(recipe, {**overrides, **values}) for values in settings]
+    _check_recipe(config, recipe)
+    subject = read_subject(config)
+    with ledger.open_ledger(config.privacy.ledger, create=False) or contextlib.nullcontext() as book:
+        largest_delta = dataset_policy.terms(book, subject.dataset, config.privacy.derived_from)["largest_delta"]
+    guess = {**subject.found, "privacy.epsilon": 0.7 * config.privacy.epsilon}  # of one run; what bands suit it is kept
+    guesses = [mechanism_of(one.changed(guess), subject.num_units, largest_delta=largest_delta) for one in configs]
+    runs = _calibrated(guesses, mean, config.privacy.epsilon)
+    chosen_from = (
+        Setting(values, _with_noise(one, run), run) for values, one, run in zip(settings, configs, runs, strict=True)
+    )
+    return Choice(config, tuple(chosen_from), mean, subject)
+
+
+def parse_settings(over: str) -> list[dict[str, Any]]:
+    """All combinations of the lists of ``--over``, in their order.
+
+    Raises:
+        ConfigError: It is no such list, names a key that settings may not differ in, or has fewer than two combinations.
+    """
+    lists: dict[str, list[Any]] = {}
+    for part in filter(str.strip, over.split(";")):
+        value: Any = None
+        with contextlib.suppress(yaml.YAMLError):
+            value = read_yaml(part)
+        if not (
+            isinstance(value, dict) and len(value) == 1 and all(isinstance(values, list) for values in value.values())
+        ):
+            raise ConfigError(f"--over {part.strip()!r}: is not a key with a list of values. Type {EXAMPLE}")
+        [(key, values)] = value.items()
+        if not str(key).startswith(FREE) or key in OF_SCORE or key in lists:
+            raise ConfigError(
+                f"--over {key}: is named twice, or is no key in which runs may differ and be compared. Name keys of train and "
+                f"adapter, and of privacy max_grad_norm, clipping, noise or bands, but not {', '.join(OF_SCORE)}."
+            )
+        lists[key] = values
+    settings = [dict(zip(lists, values, strict=True)) for values in itertools.product(*lists.values())]
+    different = {digest(setting) for setting in settings}
+    if not 1 < len(settings) <= MOST_SETTINGS or len(different) < len(settings):
+        raise ConfigError(
+            f"--over {over!r}: makes {len(settings)} settings, {len(different)} of them different, and a choice has 2 to "
+            f"{MOST_SETTINGS}, each once. Type {EXAMPLE}"
+        )
+    return settings
+
+
+def _check_recipe(config: RunConfig, recipe: str | Path) -> None:
+    """Refuses what a choice cannot be made of."""
+    privacy, data = config.privacy, config.data
+    private = data.eval is not None and not data.eval_public
+    problems = (
+        (
+            not privacy.enabled,
+            "privacy.enabled is false, so a choice costs nothing. Train each setting, and compare them",
+        ),
+        (
+            privacy.noise_multiplier is not None,
+            "privacy.noise_multiplier is set, and a choice calibrates it. Set it to null",
+        ),
+        (privacy.fit_budget, "privacy.fit_budget lowers the epsilon of one run, and a choice has one. Set it to false"),
+        (
+            privacy.insecure_seed is not None,
+            "privacy.insecure_seed lets anybody repeat the runs, and count them. Remove it",
+        ),
+        (data.eval is None, "data.eval names no rows, by which runs could be compared. Name rows that are public"),
+        (
+            private,
+            "data.eval is not declared public, and no guarantee covers a choice by the exact loss on private rows. Name rows "
+            "that are public, and set data.eval_public: true",
+        ),
+        (
+            config.telemetry.private_metrics,
+            "telemetry.private_metrics would send figures of every run away. Set it to false",
+        ),
+    )
+    for there, problem in problems:
+        if there:
+            raise ConfigError(f"{recipe}: {problem}.")
+    if of_base(config) is not None:
+        raise ConfigError(
+            f"{recipe}: the base model has a privacy statement of its own, with which a choice is not composed. Start from a "
+            "model without one, or sweep epsilons: dpllm sweep RECIPE --privacy.epsilon 1,3,8"
+        )
+
+
+def _calibrated(first: list[Mechanism], mean: float, target: float) -> list[Mechanism]:
+    """Runs of one epsilon each, about the largest at which choosing among them meets the target."""
+    low, high, guess, runs = 0.0, target, 0.7 * target, list[Mechanism]()
+    while high - low > 1e-4 * target:
+        tried = [_with_epsilon(run, guess, target) for run in first]
+        event = RepeatAndSelect(tuple(run.event_of_steps for run in tried), mean, DISTRIBUTION)
+        terms = event, first[0].delta, first[0].neighbouring_relation
+        cost = accounting.epsilon(*terms, interval=COARSE)
+        if near := cost >= (1 - NEAR) * target:
+            cost = accounting.epsilon(*terms)
+        if cost > target:
+            high = guess
+        else:
+            low, runs = guess, tried
+            if near:
+                break
+        guess = min(max(guess * target / cost, low + 0.05 * (high - low)), high - 0.05 * (high - low))
+    if not runs:
+        raise ConfigError(
+            f"privacy.epsilon {target:g}: no noise brings the best of {mean:g} runs in the mean down to it. Raise it, or lower "
+            "--mean-runs."
+        )
+    return runs
+
+
+def _with_epsilon(run: Mechanism, epsilon: float, target: float) -> Mechanism:
+    terms = epsilon, run.delta, run.schedule, run.neighbouring_relation, run.bands
+    sigma = noise_multiplier_for(*terms, group_size=run.group_size)
+    return run.model_copy(update={"noise_multiplier": sigma, "target_epsilon": target})
+
+
+def _with_noise(config: RunConfig, run: Mechanism) -> RunConfig:
+    noise = {"noise": "banded", "bands": run.bands} if run.coefficients else {"noise": "independent", "bands": "auto"}
+    fixed = {**noise, "noise_multiplier": run.noise_multiplier, "delta": run.delta}
+    return config.changed({f"privacy.{key}": value for key, value in fixed.items()})

@@ -1,0 +1,324 @@
+"""The best of a secret number of runs: one run directory, as ``dpllm train`` writes one, whose epsilon counts the choice.
+
+Comes in: a ``Choice``. Goes out: the run with the lowest loss on public rows. Each run keeps its steps in a ledger below
+private/, which goes with the runs that lost; the dataset's ledger holds one reservation, which is closed before the number of
+runs is drawn. Training itself is run/loop.py's.
+
+Guarantee:
+    What is released is (epsilon, delta)-differentially private, at the epsilon of its Plan, for whoever does not know how many
+    runs there were (``dpllm.privacy.selection``): if the rows of the score are public, and nothing else of the runs leaves, be it
+    a file in private/, a log, or a time that tells how long the choice took.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import secrets
+import shutil
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dpllm import ledger
+from dpllm.comparison.choice import DISTRIBUTION, Choice, Setting
+from dpllm.errors import ConfigError, DpllmError, Refused
+from dpllm.files import digest, write_json, write_whole
+from dpllm.ledger.budgets import Reservation, reserve_all
+from dpllm.privacy import accounting, selection
+from dpllm.privacy.plan import Plan
+from dpllm.recipe import names
+from dpllm.recipe.config import RunConfig, dump_config, load_config
+from dpllm.recipe.sections import TelemetryConfig
+from dpllm.run.directory import RunDir, check_directory, manifest_of
+from dpllm.run.promise import Start
+from dpllm.run.subject import read_subject
+from dpllm.statement.run_files import COST, LedgerRecord, read_plan, read_run, read_status
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@dataclass(frozen=True)
+class Draws:
+    """What the number of runs, their settings and their order among equal scores came to; in private/ alone."""
+
+    settings: list[int]  # of each run, which
+    ties: list[int]  # of each run, a secret random number: of two equal scores, the smaller one wins
+    scores: list[float | None]  # of the runs that ended, by their number; None of one that failed
+
+    @classmethod
+    def drawn(cls, settings: int, mean: float) -> Draws:
+        """By the operating system's entropy."""
+        runs = selection.draw(mean, DISTRIBUTION, secrets.randbits(53) / 2**53)
+        return cls([secrets.randbelow(settings) for _ in range(runs)], [secrets.randbits(128) for _ in range(runs)], [])
+
+    @property
+    def best(self) -> int:
+        """The number of the run with the lowest score so far; those that failed come last."""
+        return min(range(len(self.scores)), key=self._place)
+
+    def _place(self, run: int) -> tuple[bool, float, int]:
+        score = self.scores[run]
+        return score is None, score or 0.0, self.ties[run]
+
+
+class _Kept:
+    """What lies in private/ while runs are chosen from, and is gone afterwards."""
+
+    def __init__(self, root: RunDir) -> None:
+        """Nothing is made yet."""
+        self.folder = root.private / "choice"
+        self.asked = self.folder / "asked.json"  # a digest of what was asked for, the name in the ledger, and the day
+        self.charged = self.folder / "charged.json"  # what the ledger said when it was reserved
+        self.draws = self.folder / "draws.json"
+        self.canaries = self.folder / "canaries.json"
+        self.ledger = self.folder / "ledger.sqlite"  # of the steps of each run
+        self.rehearsal = RunDir(self.folder / "rehearsal")
+
+    def run(self, number: int) -> RunDir:
+        """Where a run trains."""
+        return RunDir(self.folder / "runs" / str(number))
+
+    def read_draws(self) -> Draws | None:
+        """None before they are drawn."""
+        return Draws(**_read(self.draws)) if self.draws.exists() else None
+
+    def write_draws(self, draws: Draws) -> None:
+        """Whole or not at all."""
+        write_whole(self.draws, json.dumps(vars(draws)))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    value: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    return value
+
+
+def choose(choice: Choice, *, resume: bool = False, console: Console) -> RunDir:
+    """Reserves a choice, draws how many runs there are, trains them, and leaves the best one in the recipe's output_dir.
+
+    Args:
+        choice: Of ``plan_choice``.
+        resume: Go on with the choice in output_dir, with the same number of runs.
+        console: Where it is said what to do; of the runs, nothing is.
+
+    Raises:
+        ConfigError: The directory holds something else.
+        Refused: A guard, the self-check of a setting or the budget refuses; nothing is then reserved.
+        DpllmError: It was interrupted, or every run diverged.
+
+    Guarantee:
+        The reservation is written and closed before the number of runs is drawn, and nothing is written to the ledger after it.
+        A run that diverges, or that a crash ends without a checkpoint, is never repeated: it has the worst score.
+    """
+    root = RunDir(Path(choice.config.output_dir))
+    kept = _Kept(root)
+    with root.locked():
+        asked = _asked(choice, root, kept, resume)
+        if not kept.charged.exists():
+            _start(choice, kept, asked["name"])
+        console.print(
+            f"Reserved as {asked['name']}. The runs print nothing, since their number is secret; an interrupted choice goes on "
+            "with --resume.",
+            soft_wrap=True,
+        )
+        draws = kept.read_draws() or Draws.drawn(len(choice.settings), choice.mean)
+        kept.write_draws(draws)
+        for number in range(len(draws.scores), len(draws.settings)):
+            score = _score(choice, choice.settings[draws.settings[number]], kept, number)
+            draws = replace(draws, scores=[*draws.scores, score])
+            kept.write_draws(draws)
+            for loser in set(range(number + 1)) - {draws.best}:
+                shutil.rmtree(kept.run(loser).root, ignore_errors=True)
+        if draws.scores[draws.best] is None:
+            raise DpllmError(
+                f"{root.root}: every run diverged, so there is nothing to release; the reservation stays spent. Lower "
+                "train.learning_rate in a new choice, with another --output_dir."
+            )
+        _release(choice, root, kept, kept.run(draws.best))
+        shutil.rmtree(kept.folder)
+    return root
+
+
+def _asked(choice: Choice, root: RunDir, kept: _Kept, resume: bool) -> dict[str, Any]:
+    """What was asked for, which a resumed choice asks for again."""
+    settings = {str(number): names.of_training(setting.config) for number, setting in enumerate(choice.settings)}
+    digested = digest({**settings, "mean": choice.mean, "data": choice.subject.digest})
+    if resume:
+        if not kept.asked.exists():
+            raise ConfigError(f"{root.root}: holds no choice to resume. Leave --resume out.")
+        asked = _read(kept.asked)
+        if asked["digest"] != digested:
+            raise ConfigError(
+                f"{root.root}: its choice has another recipe, other settings, other data or another mean, and they were fixed "
+                "before the first run. Type the same again, or another --output_dir for a new choice."
+            )
+        return asked
+    if kept.asked.exists():
+        raise ConfigError(
+            f"{root.root}: already holds a choice. Type --resume to go on with it, or another --output_dir."
+        )
+    check_directory(choice.config, root, resume=False, overwrite=False)
+    day = datetime.now(UTC).date().isoformat()
+    asked = {"digest": digested, "name": f"{root.root.name}-{secrets.token_hex(4)}", "day": day}
+    kept.folder.mkdir(parents=True, mode=0o700)
+    root.private.chmod(0o700)
+    write_whole(kept.asked, json.dumps(asked))
+    return asked
+
+
+def _start(choice: Choice, kept: _Kept, name: str) -> None:
+    """Charges the choice once every setting could train; nothing is left of it where it is refused."""
+    try:
+        if _reserved(choice, name) is None:
+            for setting in choice.settings:
+                _rehearse(choice, setting, kept)
+        write_whole(kept.charged, json.dumps(_charge(choice, name)))
+    except (ConfigError, Refused):
+        if _reserved(choice, name) is None:
+            shutil.rmtree(kept.folder)
+        raise
+
+
+def _reserved(choice: Choice, name: str) -> str | None:
+    """The entry of this name in the ledger; None where nothing is reserved yet."""
+    with ledger.open_ledger(choice.config.privacy.ledger, create=False) or contextlib.nullcontext() as book:
+        if book is None:
+            return None
+        account = book.account(book.records.charged_to(choice.subject.dataset, choice.config.privacy.derived_from))
+        return next((run.reservation.entry for run in account.runs if run.reservation.run == name), None)
+
+
+def _charge(choice: Choice, name: str) -> dict[str, Any]:
+    """Charges the whole choice as one release and closes it, before anything is drawn; what run.json says of the ledger."""
+    entry = _reserved(choice, name)
+    book = ledger.open_ledger(choice.config.privacy.ledger)
+    assert book is not None
+    with book, book.counting():
+        subject = read_subject(choice.config)  # where there was no ledger, none could tell the data
+        policy = subject.policy
+        assert policy is not None
+        if subject.digest != choice.subject.digest:
+            raise Refused(
+                f"data.train ({choice.config.data.train}) changed while the settings were tried, so the choice would be reserved "
+                "for other records than were counted. Start again, and do not change the file meanwhile."
+            )
+        if entry is None:
+            request, parent = replace(choice.request, run=name), policy.derived_from
+            [claim] = reserve_all(book, policy.dataset, [request], records=policy.records, derived_from=parent)
+            entry = claim.entry
+        if not book.run(entry).steps:
+            book.charge(entry, 1)
+        book.finish(entry, "completed")
+        charged = Reservation(entry, book).to_json(choice.plan.delta)
+        assert charged is not None
+        return {"ledger": charged, "deviations": list(policy.deviations)}
+
+
+def _candidate(choice: Choice, setting: Setting, kept: _Kept, run: RunDir) -> RunConfig:
+    """The recipe of one run: charged to the ledger below private/, seen by nobody."""
+    apart = {
+        "output_dir": str(run.root),
+        "privacy.ledger": str(kept.ledger),
+        "privacy.dataset": choice.subject.dataset,
+        "privacy.derived_from": None,
+        "privacy.final": False,
+        "telemetry": TelemetryConfig(),
+    }
+    if kept.canaries.exists() and not run.config.exists():  # one set for all runs, as there is one set of rows
+        run.private.mkdir(parents=True, exist_ok=True, mode=0o700)
+        shutil.copyfile(kept.canaries, run.canaries)
+    return setting.config.changed(apart)
+
+
+def _rehearse(choice: Choice, setting: Setting, kept: _Kept) -> None:
+    """Everything that stands before the first step of a setting's runs, with its refusals; draws the canaries of all."""
+    from rich.console import Console
+
+    from dpllm.model import processes
+    from dpllm.run.loop import prepare
+
+    run = kept.rehearsal
+    config = _candidate(choice, setting, kept, run)
+    prepared = prepare(config, Start(overwrite=True), processes.join(), Console(quiet=True))
+    prepared.reservation.close()
+    prepared.engine.close()
+    if run.canaries.exists() and not kept.canaries.exists():
+        shutil.copyfile(run.canaries, kept.canaries)
+    shutil.rmtree(run.root)
+
+
+def _score(choice: Choice, setting: Setting, kept: _Kept, number: int) -> float | None:
+    """Trains one run, or goes on with it; its loss on public rows in nats per token, None where it failed."""
+    from rich.console import Console
+
+    from dpllm.run.loop import train
+
+    run = kept.run(number)
+    status, checkpoints = read_status(run), run.checkpoints()
+    if status == "interrupted" and not checkpoints:  # its first step may have been taken, and no run is made twice
+        return None
+    if status != "completed":
+        start = Start(resume=True) if checkpoints else Start(overwrite=True)
+        try:
+            record = train(_candidate(choice, setting, kept, run), start, console=Console(quiet=True))
+        except Refused:
+            if read_status(run) == "interrupted" and read_run(run).steps_taken == read_run(run).steps_planned:
+                return None  # a weight is not finite
+            raise
+        if record.status != "completed":
+            raise DpllmError("The choice was interrupted. Type --resume to go on, with the same number of runs.")
+    loss = read_run(run).metrics.public.get("eval_loss_after")
+    return loss if isinstance(loss, float) and math.isfinite(loss) else None
+
+
+def _release(choice: Choice, root: RunDir, kept: _Kept, run: RunDir) -> None:
+    """Turns the best run into the one of the recipe: its promise is that of the choice, and no time of it is left."""
+    day = str(_read(kept.asked)["day"])
+    if run.run.exists():  # else an earlier start had moved it
+        config = _released_config(choice, run)
+        run.config.write_text(dump_config(config), encoding="utf-8")
+        plan = Plan.of(read_plan(run), choice.event)
+        second = accounting.cross_check(plan.event, plan.delta, plan.neighbouring_relation, plan.epsilon)
+        write_json(run.plan, plan.model_copy(update={"cross_check": second}).to_json())
+        charged, record = _read(kept.charged), read_run(run)
+        update = {
+            "ledger": LedgerRecord.checked(charged["ledger"]),
+            "deviations": list(dict.fromkeys([*charged["deviations"], *record.deviations])),
+            "manifest": manifest_of(run, config, ended=True),
+            "started_at": f"{day}T00:00:00+00:00",
+            **dict.fromkeys(COST),
+        }
+        write_json(run.run, record.model_copy(update=update).to_json())
+    _move(run, root)
+    midnight = datetime.fromisoformat(day).replace(tzinfo=UTC).timestamp()
+    for path in root.export.rglob("*"):  # an archive would keep the times
+        os.utime(path, (midnight, midnight))
+
+
+def _released_config(choice: Choice, run: RunDir) -> RunConfig:
+    """The recipe of the best run, with the places of the choice."""
+    own, settings = choice.config, "; ".join(map(str, choice.settings))
+    tuning = f"Each run had one of these settings, which were fixed before the first: {settings}."
+    return load_config(run.config).changed(
+        {
+            "output_dir": own.output_dir,
+            **{f"privacy.{key}": getattr(own.privacy, key) for key in ("ledger", "dataset", "derived_from", "final")},
+            "telemetry": own.telemetry,
+            "card.tuning": f"{own.card.tuning} {tuning}" if own.card.tuning else tuning,
+        }
+    )
+
+
+def _move(run: RunDir, root: RunDir) -> None:
+    """All of a run, its record last, into another directory."""
+    for part in (run.private, run.export, run.root):
+        target = root.root / part.relative_to(run.root)
+        target.mkdir(exist_ok=True)
+        there = sorted(part.iterdir(), key=lambda path: path == run.run) if part.is_dir() else []
+        for path in there:
+            if path not in (run.private, run.export) and path.name != ".lock":
+                os.replace(path, target / path.name)

@@ -1,0 +1,301 @@
+"""``dpllm sweep --choose``: the best of a secret number of runs; what is told of the others, and of their number, is nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+from running import Answer, Place, contents, done, dpllm_, fails_in_step, make_place, rows
+
+from dpllm.comparison import choose
+from dpllm.comparison.choose import Draws
+from dpllm.ledger import Ledger
+from dpllm.privacy import selection
+from dpllm.privacy.accounting import epsilon
+from dpllm.privacy.events import PureDP, RepeatAndSelect
+from dpllm.recipe.config import RunConfig
+from dpllm.run import loop
+
+RATES = "train.learning_rate: [0.0001, 0.01]"
+USAGE, REFUSED, DAMAGED = 2, 3, 4
+SETTINGS: dict[str, Any] = {"data.eval_public": True, "audit.gradient_canaries": 8}
+
+
+def place_of(root: Path, base: Path, **changes: Any) -> Place:
+    evaluation = tiny.write_rows(root / "data" / "eval.jsonl", rows(8, start=500))
+    return make_place(root, base, {"data.eval": str(evaluation), **SETTINGS, **changes})
+
+
+@pytest.fixture
+def place(tmp_path: Path, base: Path) -> Place:
+    return place_of(tmp_path / "place", base)
+
+
+def chosen(place: Place, *more: object, over: str = RATES, mean: object = 3) -> Answer:
+    return dpllm_("sweep", place.recipe, "--choose", "--mean-runs", mean, "--over", over, *more)
+
+
+@pytest.fixture
+def draws(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Decides which settings are drawn, in place of chance."""
+
+    def settings(*numbers: int) -> None:
+        fixed = Draws(list(numbers), list(range(len(numbers))), [])
+        monkeypatch.setattr(Draws, "drawn", classmethod(lambda cls, *of: fixed))
+
+    return settings
+
+
+@pytest.fixture(scope="module")
+def released(tmp_path_factory: pytest.TempPathFactory, base: Path, data_home: Path) -> tuple[Place, Answer]:
+    """The best of three runs, of which the second has the better setting."""
+    place = place_of(tmp_path_factory.mktemp("chosen") / "place", base)
+    with pytest.MonkeyPatch.context() as patch:
+        fixed = Draws([0, 1, 0], [5, 6, 7], [])
+        patch.setattr(Draws, "drawn", classmethod(lambda cls, *of: fixed))
+        answer = chosen(place)
+    assert answer.code == 0, answer.err
+    return place, answer
+
+
+def test_the_best_run_is_released_with_the_epsilon_of_the_choice(released: tuple[Place, Answer]) -> None:
+    place, _ = released
+    plan, record = place.json("plan.json"), place.json("run.json")
+    assert "learning_rate: 0.01" in (place.run / "config.yaml").read_text("utf-8")  # that of setting 1
+    assert plan["event"]["type"] == "repeat_and_select"
+    assert 7.9 < plan["epsilon"] <= 8.0
+    assert record["metrics"]["public"]["eval_loss_after"] < record["metrics"]["public"]["eval_loss_before"]
+    done("audit", place.run)
+    done("card", place.run)
+    assert "0 failed" in done("verify", place.run).out
+    audit = json.loads((place.run / "export" / "audit" / "audit.json").read_text("utf-8"))
+    assert audit["claim"]["epsilon"] == plan["epsilon"]
+    assert "this choice is counted in" in (place.run / "export" / "README.md").read_text("utf-8")
+
+
+def test_nothing_says_how_many_runs_there_were(
+    released: tuple[Place, Answer], tmp_path: Path, base: Path, draws: Callable[..., None]
+) -> None:
+    place, answer = released
+    other = place_of(tmp_path / "place", base)
+    draws(1)  # one run alone
+    single = chosen(other)
+    assert single.code == 0, single.err
+    for one, text in ((place, answer), (other, single)):
+        record = one.json("run.json")
+        assert record["started_at"].endswith("T00:00:00+00:00")
+        assert {record["finished_at"], record["duration_seconds"], record["peak_memory_bytes"]} == {None}
+        with Ledger(one.ledger) as book:
+            kinds = [link.kind for link in book.history("notes")]
+            (run,) = book.account("notes").runs
+            assert kinds == ["data", "reserve", "commit", "commit"]  # the mark of its one step, and its end
+            assert (run.state, run.steps) == ("completed", 1)
+            assert record["ledger"]["head"] == book.head()  # nothing came after the reservation was closed
+            assert run.heartbeat <= (one.run / "private" / "metrics.jsonl").stat().st_mtime
+        weights = (one.run / "export" / "adapter_model.safetensors").stat()
+        assert weights.st_mtime % 86_400 == 0
+        assert not list(one.run.rglob("choice"))
+        assert len(text.out.splitlines() + text.err.splitlines()) < 8
+    assert contents(place.run / "export").keys() >= contents(other.run / "export").keys()
+    assert place.json("run.json").keys() == other.json("run.json").keys()
+    said = [
+        re.sub(r"run-\w+", "", text.out.replace(str(one.root), "")) for one, text in ((place, answer), (other, single))
+    ]
+    assert said[0] == said[1]
+    for name, content in contents(place.run).items():
+        assert b"choice/runs" not in content, name
+
+
+def test_an_interrupted_choice_goes_on_with_the_same_runs(
+    place: Place, monkeypatch: pytest.MonkeyPatch, draws: Callable[..., None]
+) -> None:
+    draws(0, 1, 0)
+    with monkeypatch.context() as patch:
+        begun = fails_in_step(patch, 6)  # the second one of the second run
+        with pytest.raises(RuntimeError):
+            chosen(place)
+    first = json.loads((place.run / "private" / "choice" / "draws.json").read_text("utf-8"))
+    assert len(first["scores"]) == 1
+    assert chosen(place).code == USAGE  # it is not begun anew
+    assert chosen(place, "--resume", mean=4).code == USAGE  # nor with another number
+    draws(1)  # were it drawn again, one run alone
+    with monkeypatch.context() as patch:
+        trained, train = list[str](), loop.train
+
+        def noted(config: RunConfig, *more: Any, **named: Any) -> Any:
+            trained.append(Path(config.output_dir).name)
+            return train(config, *more, **named)
+
+        patch.setattr(loop, "train", noted)
+        answer = chosen(place, "--resume")
+    assert answer.code == 0, answer.err
+    # The run that the crash ended had taken a step and had no checkpoint: it is not made again.
+    assert trained == ["2"]
+    assert len(begun) == 6
+    assert place.json("run.json")["status"] == "completed"
+    with Ledger(place.ledger) as book:
+        assert len(book.account("notes").runs) == 1
+
+
+def test_a_run_that_diverges_has_the_worst_score(
+    place: Place, monkeypatch: pytest.MonkeyPatch, draws: Callable[..., None]
+) -> None:
+    draws(0, 1)
+    check, seen = loop.build.loading.check_finite, list[int]()
+
+    def diverges_first(*arguments: Any) -> None:
+        from dpllm.errors import Refused
+
+        seen.append(1)
+        if len(seen) == 1:
+            raise Refused("not finite")
+        check(*arguments)
+
+    monkeypatch.setattr("dpllm.run.record.loading.check_finite", diverges_first)
+    assert chosen(place).code == 0
+    assert len(seen) == 2
+    assert "learning_rate: 0.01" in (place.run / "config.yaml").read_text("utf-8")
+
+
+def test_where_every_run_diverges_nothing_is_released(
+    place: Place, monkeypatch: pytest.MonkeyPatch, draws: Callable[..., None]
+) -> None:
+    draws(0, 1)
+    monkeypatch.setattr(choose, "_score", lambda *of: None)
+    assert chosen(place).code == 1
+    assert not (place.run / "run.json").exists()
+    with Ledger(place.ledger) as book:
+        assert (book.account("notes").runs[0].state) == "completed"  # and stays spent
+
+
+def test_equal_scores_are_ordered_by_secret_numbers() -> None:
+    assert Draws([0, 0, 0], [9, 3, 5], [1.0, 1.0, 1.0]).best == 1
+    assert Draws([0, 0, 0], [9, 3, 5], [1.0, 2.0, 0.5]).best == 2
+    assert Draws([0, 0, 0], [9, 3, 5], [None, 2.0, None]).best == 1
+    drawn = [Draws.drawn(3, 10.0) for _ in range(400)]
+    assert len({tie for one in drawn for tie in one.ties}) == sum(len(one.ties) for one in drawn)
+    assert {setting for one in drawn for setting in one.settings} == {0, 1, 2}
+    assert len({len(one.settings) for one in drawn}) > 5
+
+
+def test_what_the_best_run_says_is_as_likely_without_one_unit_as_the_epsilon_allows() -> None:
+    """Two settings, of which each answers a yes-or-no question about one unit by a coin, and the rarer answer scores higher."""
+    truth = {0: 0.7, 1: 0.55}  # probability of a high score with the unit, by setting; 1 - p without it
+    event = RepeatAndSelect(tuple(PureDP(math.log(p / (1 - p))) for p in truth.values()), 10.0, choose.DISTRIBUTION)
+    limit = epsilon(event, 1e-6, "zero_out")
+    chance = np.random.default_rng(1)
+
+    def high(with_unit: bool, runs: int = 100_000) -> float:
+        """How often the best of a choice has a high score."""
+        count = 0
+        for _ in range(runs):
+            number = selection.draw(10.0, choose.DISTRIBUTION, chance.random())
+            settings = chance.integers(2, size=number)
+            likely = np.where(settings == 0, truth[0], truth[1])
+            scores = np.where(chance.random(number) < (likely if with_unit else 1 - likely), 0.0, 1.0)
+            best = Draws(list(settings), list(range(number)), [float(score) for score in scores]).best
+            count += scores[best] == 0.0
+        return count / runs
+
+    p, q = high(True, 20_000), high(False, 20_000)
+    error = 4 * math.sqrt(0.25 / 20_000)
+    assert p <= math.exp(limit) * q + error
+    assert 1 - q <= math.exp(limit) * (1 - p) + error * math.exp(limit)
+    # The best of ten runs, always ten, is far outside: it hardly ever is low with the unit, and often is without it.
+    low = np.prod([1 - (truth[0] + truth[1]) / 2] * 10), np.prod([(truth[0] + truth[1]) / 2] * 10)
+    assert low[1] > 3 * math.exp(limit) * low[0]
+
+
+@pytest.mark.parametrize(
+    ("over", "mean", "changes"),
+    [
+        (RATES, 1, {}),
+        (RATES, "nan", {}),
+        (RATES, 1e9, {}),
+        ("train.learning_rate: [0.1]", 3, {}),  # one setting
+        ("train.learning_rate: [0.1, 0.1]", 3, {}),
+        ("train.learning_rate: 0.1", 3, {}),
+        ("train.learning_rate: [0.1, 0.2", 3, {}),
+        ("data.train: [a.jsonl, b.jsonl]", 3, {}),  # of different data
+        ("data.max_length: [32, 64]", 3, {}),
+        ("privacy.epsilon: [1, 2]", 3, {}),
+        ("audit.gradient_canaries: [0, 8]", 3, {}),
+        ("train.beta: [0.1, 0.2]", 3, {}),
+        ("train.no_such_key: [1, 2]", 3, {}),
+        (f"{RATES}; {RATES}", 3, {}),
+        ("", 3, {}),
+        ("train.steps: [" + ",".join(map(str, range(1, 30))) + "]", 3, {}),
+        (RATES, 3, {"data.eval_public": False}),  # a private score, without noise
+        (RATES, 3, {"data.eval": None}),
+        (RATES, 3, {"privacy.enabled": False}),
+        (RATES, 3, {"privacy.noise_multiplier": 1.0}),
+        (RATES, 3, {"privacy.fit_budget": True}),
+        (RATES, 3, {"privacy.insecure_seed": 1}),
+        (RATES, 3, {"telemetry.private_metrics": True}),
+    ],
+)
+def test_what_no_choice_can_be_made_of_is_refused_before_anything_is_written(
+    tmp_path: Path, base: Path, over: str, mean: object, changes: dict[str, Any]
+) -> None:
+    place = place_of(tmp_path / "place", base, **changes)
+    before = contents(tmp_path)
+    answer = chosen(place, over=over, mean=mean)
+    assert answer.code == USAGE, answer.err
+    assert answer.err.startswith("dpllm sweep: ")
+    assert contents(tmp_path) == before
+
+
+def test_an_evaluation_set_that_trains_is_refused(place: Place) -> None:
+    place.write({"data.eval": str(place.train), **SETTINGS})
+    assert chosen(place).code == REFUSED
+    assert not place.run.exists()
+
+
+def test_a_budget_for_one_run_alone_does_not_hold_a_choice(place: Place) -> None:
+    who = ("--by", "owner", "--reason", "test", "--ledger", place.ledger)
+    done("ledger", "init", "notes", "--epsilon", 7.0, "--delta", 1e-3, *who)
+    answer = chosen(place)
+    assert answer.code == REFUSED, answer.err
+    assert not list(place.run.rglob("draws.json"))
+    assert chosen(place, "--privacy.epsilon", 3).code == 0  # in the same directory, of which nothing was left
+    with Ledger(place.ledger) as book:
+        assert 0 < (book.used("notes") or 0) <= 1
+
+
+def test_plan_says_what_each_run_may_cost_and_how_often_one_is_alone(place: Place) -> None:
+    answer = done("plan", place.recipe, "--choose", "--mean-runs", 10, "--over", RATES)
+    assert "27%" in answer.out
+    value = json.loads(done("plan", place.recipe, "--choose", "--mean-runs", 10, "--over", RATES, "--json").out)
+    assert 0.99 * 8 < value["epsilon"] <= 8
+    assert all(3.5 < one["epsilon"] < value["epsilon"] for one in value["settings"])
+    assert not place.ledger.exists()
+    assert dpllm_("plan", place.recipe, "--choose").code == USAGE
+
+
+def test_a_statement_of_a_choice_is_recomputed(released: tuple[Place, Answer], tmp_path: Path) -> None:
+    place, _ = released
+    good = json.loads((place.run / "export" / "privacy.json").read_text("utf-8"))
+    event = good["plan"]["event"]
+    for changed in (
+        {**event, "mean": 2.0},
+        {**event, "distribution": "geometric"},
+        {**event, "events": event["events"][:1]},
+        event["events"][1],
+    ):
+        export = tmp_path / "export"
+        for name, content in contents(place.run / "export").items():
+            _write(export / name, content)
+        _write(export / "privacy.json", json.dumps({**good, "plan": {**good["plan"], "event": changed}}).encode())
+        assert dpllm_("verify", export).code == DAMAGED
+
+
+def _write(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
