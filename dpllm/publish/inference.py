@@ -42,7 +42,8 @@ from dpllm.publish.inference_budget import DELTA, FIELD, InferenceRequest, Relea
 from dpllm.publish.quality import EVALUATION, TRAINING, Beside, Tell, report
 from dpllm.recipe import names
 from dpllm.recipe.config import RunConfig
-from dpllm.run.describe import Opened, opened, refuse_adapter, relation_of, without_evaluation
+from dpllm.recipe.derived import relation_of
+from dpllm.run.describe import Opened, opened, refuse_adapter, without_evaluation
 from dpllm.run.reservation import Reservation
 from dpllm.statement import lineage, state
 from dpllm.statement.privacy_record import Lineage

@@ -58,6 +58,13 @@ def public_units(data: DataConfig, counted: int, delta: float | str = "auto", na
     return declared
 
 
+def relation_of(config: RunConfig) -> Neighbours:
+    """Which datasets the guarantee compares: of a counted, public size or public owners, or of a declared size."""
+    if config.data.owners == "several":
+        return "zero_out_public_graph"
+    return "zero_out" if config.data.public_size is None else "add_or_remove_one"
+
+
 def plan_of(
     config: RunConfig,
     num_units: int,
@@ -82,7 +89,7 @@ def plan_of(
         ConfigError: The target epsilon cannot be reached.
     """
     privacy, data, schedule = config.privacy, config.data, schedule_of(config, num_units)
-    relation: Neighbours = "add_or_remove_one" if data.public_size is not None else "zero_out"
+    relation = relation_of(config)
     delta = resolved_delta(privacy.delta, largest_delta, schedule.dataset_size)
     group = (data.max_examples_per_unit or 1) if data.sampling == "example" else 1
     if coefficients is None:

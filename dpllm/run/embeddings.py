@@ -37,8 +37,9 @@ from dpllm.privacy.releases import OTHER
 from dpllm.progress import tell
 from dpllm.recipe import names
 from dpllm.recipe.config import DataConfig, ModelConfig, RunConfig
+from dpllm.recipe.derived import relation_of
 from dpllm.records import Json
-from dpllm.run.describe import Charge, Offer, Opened, opened, relation_of, without_evaluation
+from dpllm.run.describe import Charge, Offer, Opened, opened, without_evaluation
 from dpllm.statement.released import RECORD, VECTORS, Statistics, page, read_vectors
 from dpllm.text import data
 from dpllm.text.asked import text_of

@@ -36,6 +36,7 @@ from dpllm.statement.privacy_record import Lineage
 from dpllm.statement.released import Labels
 from dpllm.text import builtin, data, layouts, rendering
 from dpllm.text.data import Groups
+from dpllm.text.owners import Graph
 from dpllm.text.prompts import read_prompts
 
 UNBOUNDED = 1e9  # a target epsilon that refuses nothing
@@ -61,6 +62,7 @@ class Subject:
     policy: DatasetPolicy | None  # whose they are, what may be done with them; None where that is refused
     digest: str | None = None  # of the rows that were read, which must be trained on; None where they were only counted
     reads: str = ""  # from which columns, in one line
+    graph: Graph | None = None  # how much is kept of rows with several owners
     example: str = ""  # how the model sees a row: the first of data that are declared public, else the shape of any
     rows: tuple[data.Table, Groups] | None = field(default=None, repr=False)  # as read, and by unit, for training
     labels: Labels | None = None  # of preference pairs, where labels were flipped at the source
@@ -144,6 +146,8 @@ class Decision:
             words["Ledger"] = str(self.ledger)
         if self.subject and self.subject.reads:
             words["Data"] = self.subject.reads
+        if self.subject and self.subject.graph:
+            words["Rows kept"] = str(self.subject.graph)
         return words
 
     def __str__(self) -> str:
@@ -300,6 +304,7 @@ def _read_subject(config: RunConfig, ledger: Ledger | None, found: Refusals, cac
         policy,
         table.digest,
         table.reads,
+        units.graph,
         rendering.example(table.rows[0], fmt, config.data.template)
         if config.data.public
         else rendering.shape(fmt, config.data.control, config.data.template),
