@@ -1,9 +1,9 @@
 """Rows with two owners each: how many are kept for k rows of each owner, what they cost, and what a model learns of them.
 
-    python scripts/several_owners.py [--noise 1.0] [--steps 40] > FILE
+    python scripts/several_owners.py [--noise 1.0] [--steps 40] [--runs 3] > FILE
 
-The embedded clinic notes as mail: each is owned by its patient and by another one, drawn with a fixed seed. For each k, runs of the
-embedded model on the rows that are kept: at the same noise, and at the noise for epsilon 8; one run each. Prints JSON.
+The embedded clinic notes as mail: each is owned by its patient and by another one, drawn with a fixed seed. For each k, the
+embedded model learns the rows that are kept: at the same noise, and at the noise for epsilon 8. Prints JSON.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from rich.console import Console
 
 from dpllm.recipe.config import load_config
 from dpllm.run.loop import train
+from dpllm.run.promise import Start
 from dpllm.text import builtin
 
 RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "smoke" / "clinic.yaml"
@@ -40,8 +41,9 @@ def write_mail(path: Path) -> None:
             file.write(json.dumps(mail) + "\n")
 
 
-def run(folder: Path, most: int, noise: float | None, steps: int) -> dict[str, Any]:
+def measure(folder: Path, most: int, noise: float | None, steps: int, runs: int) -> dict[str, Any]:
     """Trains on the rows that are kept, ``most`` of each owner, at this noise or, with None, at that of the target."""
+    output = folder / f"{most}-{noise}"
     changes = {
         "data.train": str(folder / "mail.jsonl"),
         "data.unit": "people",
@@ -55,15 +57,18 @@ def run(folder: Path, most: int, noise: float | None, steps: int) -> dict[str, A
         "train.batch_size": 64,
         "train.steps": steps,
         "audit.canaries": None,
-        "output_dir": str(folder / f"{most}-{noise}"),
+        "output_dir": str(output),
     }
-    record = train(load_config(RECIPE, changes), console=Console(quiet=True))
-    plan = json.loads((folder / f"{most}-{noise}" / "plan.json").read_text(encoding="utf-8"))
+    config, losses = load_config(RECIPE, changes), []
+    for _ in range(runs):
+        record = train(config, Start(overwrite=True), console=Console(quiet=True))
+        losses.append(round(record.metrics.public["eval_loss_after"], 4))
+    plan = json.loads((output / "plan.json").read_text(encoding="utf-8"))
     return {
         "rows kept": plan["dataset_size"],
         "epsilon": round(plan["epsilon"], 3),
         "noise multiplier": round(plan["noise_multiplier"], 3),
-        "held-out loss": round(record.metrics.public["eval_loss_after"], 4),
+        "held-out loss": losses,
     }
 
 
@@ -72,11 +77,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--noise", type=float, default=1.0)
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--runs", type=int, default=3)
     known = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         write_mail(Path(name) / "mail.jsonl")
         found = {
-            f"k = {most}": [run(Path(name), most, noise, known.steps) for noise in (known.noise, None)]
+            f"k = {most}": [measure(Path(name), most, noise, known.steps, known.runs) for noise in (known.noise, None)]
             for most in ROWS_EACH
         }
     about = {"commit": commit(), "machine": machine(), "versions": versions("torch", "transformers", "dp-accounting")}

@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import datasets
+import pandas as pd
 import pytest
 import tiny
 import tiny_models as tm
@@ -18,6 +20,7 @@ from dpllm.errors import DataError
 from dpllm.recipe.config import DataConfig
 from dpllm.text import data, owners, prompts, tokens
 from dpllm.text.data import Table, load_table, sampled_rows
+from dpllm.text.in_memory import write_rows
 from dpllm.text.layouts import Row
 
 Json = dict[str, Any]
@@ -71,7 +74,14 @@ def maximal(graph: list[list[str]], most: int) -> None:
     assert all(any(rows_of[owner] >= most for owner in graph[row]) for row in set(range(len(graph))) - set(rows))
 
 
-CHECKS = [bounded, blind_to_text, blind_to_one, maximal]
+def blind_to_names(graph: list[list[str]], most: int) -> None:
+    """Nor does it matter what people are called, or in which order a row names them."""
+    assert kept([[f"{9 - ord(name) % 9} {name}" for name in reversed(names)] for names in graph], most) == kept(
+        graph, most
+    )
+
+
+CHECKS = [bounded, blind_to_text, blind_to_one, maximal, blind_to_names]
 
 
 @pytest.mark.parametrize("check", CHECKS)
@@ -142,6 +152,16 @@ def test_people_are_counted_once_however_they_are_written(tmp_path: Path) -> Non
     assert [group[0].parts["text"] for group in groups] == ["a", "d"]
 
 
+def test_a_table_of_text_and_rows_in_memory_name_people_too(tmp_path: Path) -> None:
+    csv = tmp_path / "rows.csv"
+    csv.write_text('who,text\n"ana; ben",a\ncy,b\n"ben;cy",c\n', encoding="utf-8")
+    rows = [{"who": ["ana", "ben"], "text": "a"}, {"who": ["cy"], "text": "b"}, {"who": ["ben", "cy"], "text": "c"}]
+    held = (rows, pd.DataFrame(rows), datasets.Dataset.from_list(rows))
+    for path in (csv, *(write_rows(some, ["who"], tmp_path / "held", "train") for some in held)):
+        groups = sampled_rows(load_table(str(path), section(), "train", tmp_path), section())
+        assert [group[0].parts["text"] for group in groups] == ["a", "b"]
+
+
 @pytest.mark.parametrize(
     ("who", "changes", "message"),
     [
@@ -199,6 +219,7 @@ def contributions(folder: Path, fmt: str, emptied: str | None, changes: Json) ->
     table = load_table(wanted.train, wanted, "train", folder, ["number"])
     groups = data.sampled_rows(table, wanted)
     units = tokens.make_units(table, groups, tiny.tokenizer(), wanted, folder)
+    assert len(units) == len(groups)
     net = tm.build("llama", tm.LORA, vocab_size=tiny.SMALL["vocab_size"])
     engine = tm.make_engine(net, tm.plan(0.05))
     each = [engine.clipped_sum(tm.batches([unit], engine))[0].clone() for unit in units]
@@ -222,6 +243,15 @@ def test_an_owner_that_is_emptied_changes_nobody_elses_bits(tmp_path: Path, fmt:
                 assert not second.any()
             else:
                 assert torch.equal(first, second)
+
+
+def test_a_slot_that_goes_with_its_text_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = tokens.iter_units
+    monkeypatch.setattr(
+        tokens, "iter_units", lambda *groups, **more: (unit for unit in real(*groups, **more) if unit.sequences)
+    )
+    with pytest.raises(AssertionError):
+        test_an_owner_that_is_emptied_changes_nobody_elses_bits(tmp_path, "text", "truncate")
 
 
 def test_without_the_rule_an_empty_row_teaches_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
