@@ -303,12 +303,13 @@ def group_rows(table: Table, data: DataConfig) -> Groups:
 
     if data.unit == "example":
         return each_row(table.rows)
-    named = (_named(table, number, row, data) for number, row in enumerate(table.rows, start=1))
     if data.owners == "several":
+        named = (_named(table, number, row, data) for number, row in enumerate(table.rows, start=1))
         kept, graph = owners.choose_rows(named, data.max_examples_per_unit or 1)
         return Groups(table.rows, kept, range(len(kept) + 1), graph)
     units, hashes = bytearray(), bytearray()
-    for (unit,), row in zip(named, table.rows, strict=True):
+    for number, row in enumerate(table.rows, start=1):
+        [unit] = _named(table, number, row, data)
         units += hashlib.blake2b(unit.encode(errors="surrogatepass"), digest_size=16).digest()
         hashes += _row_hash(row, FIELDS[table.format])
     # As strings of 16 bytes, which numpy sorts as they are; NULs at the end make no two of them equal.

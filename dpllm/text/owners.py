@@ -65,11 +65,8 @@ def choose_rows(named: Iterable[Sequence[str]], most: int) -> tuple[Sequence[int
     """
     import numpy as np
 
-    numbers, owner_E, start_N = (
-        dict[bytes, int](),
-        array("q"),
-        array("q", [0]),
-    )  # E: pairs of a row and one of its owners
+    numbers = dict[bytes, int]()  # of owners, by hash
+    owner_E, start_N = array("q"), array("q", [0])  # E: pairs of a row and one of its owners, by row
     for names in named:
         for name in names:
             digest = hashlib.blake2b(name.encode(errors="surrogatepass"), digest_size=16).digest()

@@ -161,7 +161,8 @@ def owners(table: Table, data: DataConfig) -> Iterator[str]:
 
     Of several owners, the one with the most rows: what somebody writes to many people is not a template of theirs.
     """
-    rows_of = Counter(name for row in table.rows for name in owner_names(row.unit, data))
+    several = table.rows if data.owners == "several" else ()
+    rows_of = Counter(name for row in several for name in owner_names(row.unit, data))
     for number, row in enumerate(table.rows, start=1):
         names = owner_names(row.unit, data) or [f"nobody named: {table.place(number)}"]
         yield max(names, key=lambda name: rows_of[name])
