@@ -181,6 +181,7 @@ def write_data(root: Path) -> None:
         "data/eval.jsonl": pairs[60:],
         "letters.jsonl": letters[:70],
         "letters-eval.jsonl": letters[70:],
+        "mail.jsonl": [{"text": tiny.sentence(4000 + n), "people": [f"P{n}", f"P{n + 1}"]} for n in range(80)],
         "trained.jsonl": [{"text": tiny.sentence(n)} for n in range(2000, 2050)],
         "other.jsonl": [{"text": tiny.sentence(n)} for n in range(3000, 3050)],
     }.items():

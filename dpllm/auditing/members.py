@@ -25,7 +25,7 @@ from dpllm.privacy.schedule import Unit
 from dpllm.recipe.config import DataConfig
 from dpllm.run.directory import Run
 from dpllm.text import data
-from dpllm.text.data import unit_name
+from dpllm.text.data import owner_names
 from dpllm.text.layouts import FIELDS, Format, Row
 from dpllm.text.tokens import encode_units
 
@@ -103,7 +103,7 @@ def audit_members(
         DataError: A row that cannot be encoded.
     """
     drawn = [_draw(members), _draw(non_members)]
-    check_overlap(members, drawn[1], fmt, settings.unit)
+    check_overlap(members, drawn[1], fmt, settings)
     sides = [
         [unit for unit in encode_units(groups, fmt, models.tokenizer, settings, name=name) if unit.sequences]
         for name, groups in zip(SIDES, drawn, strict=True)
@@ -138,7 +138,7 @@ def audit_members(
     }
 
 
-def check_overlap(members: Sequence[Rows], non_members: Sequence[Rows], fmt: Format, unit: str) -> None:
+def check_overlap(members: Sequence[Rows], non_members: Sequence[Rows], fmt: Format, settings: DataConfig) -> None:
     """Looks for non-members that trained: the same text, but for case and white space, or another row of the same unit.
 
     Raises:
@@ -146,12 +146,13 @@ def check_overlap(members: Sequence[Rows], non_members: Sequence[Rows], fmt: For
     """
     texts = [_text(row, fmt) for group in non_members for row in group]
     # Of members only what non-members have is kept, or all text of the training data would stand in memory twice.
-    wanted, copied, units = set(texts), set[str](), set[str | None]()
+    wanted, copied, units = set(texts), set[str](), set[str]()
     for row in (row for group in members for row in group):
         copied |= {_text(row, fmt)} & wanted
-        units.add(unit_name(row.unit))
+        units.update(owner_names(row.unit, settings))
     same_text = sum(text in copied for text in texts)
-    same_unit = 0 if unit == "example" else sum(unit_name(group[0].unit) in units for group in non_members)
+    whose = [owner_names(group[0].unit, settings) for group in non_members]
+    same_unit = 0 if settings.unit == "example" else sum(not units.isdisjoint(names) for names in whose)
     if same_text or same_unit:
         raise ConfigError(
             f"non-members overlap with members: {same_text} of {len(texts)} rows are identical to members, {same_unit} of "

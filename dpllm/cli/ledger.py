@@ -54,9 +54,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         made[name].add_argument("--reason", required=True, help="why")
     for name, said in (("init", ""), ("import", "that of the budget, or else ")):
         unit, relation = (None, None) if said else ("example", "zero_out")
-        relations = ["zero_out", "add_or_remove_one", "label_changed"]
+        relations = ["zero_out", "zero_out_public_graph", "add_or_remove_one", "label_changed"]
         made[name].add_argument("--unit", default=unit, help=f"privacy unit (default: {said}example)")
-        text = f"neighbouring relation (default: {said}zero_out); label_changed is of the labels of the dataset"
+        text = f"neighbouring relation (default: {said}zero_out); zero_out_public_graph is of data.owners: several, "
+        text += "label_changed of the labels of the dataset"
         made[name].add_argument("--relation", default=relation, choices=relations, help=text)
     init = made["init"]
     init.add_argument("--epsilon", type=float, required=True, help="of all runs together")
@@ -138,7 +139,7 @@ def _init(ledger: Ledger, known: argparse.Namespace) -> int:
     from dpllm.ledger.values import used_in_words
     from dpllm.privacy.plan import auto_delta, check_delta
 
-    asked = ledger, known.unit, known.relation == "label_changed"
+    asked = ledger, known.unit, known.relation
     records, units = dataset_policy.records_of(known.data, *asked) if known.data else (None, None)
     if units is not None:
         check_delta(known.delta, units, "--delta", f"Type --delta {auto_delta(units):g} or less.")

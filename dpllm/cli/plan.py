@@ -259,7 +259,8 @@ def _rows(seen: Decision) -> dict[str, str]:
     rows |= {"beware": seen.lowered} if seen.lowered else {}
     if schedule:
         batch, most = schedule.expected_batch_size, largest_batch(schedule)
-        counted = "rows" if plan and plan.sampling == "example" else "units"
+        by_row = plan and (plan.sampling == "example" or plan.neighbouring_relation == "zero_out_public_graph")
+        counted = "rows" if by_row else "units"
         rows |= {
             "public size N": f"{schedule.dataset_size} {counted}, of which {schedule.canary_slots} are canary slots",
             "sampling rate q": f"{schedule.sampling_rate:.6f}: each joins each step by its own coin"
@@ -277,6 +278,8 @@ def _rows(seen: Decision) -> dict[str, str]:
             earlier = f"{8 * (plan.bands - 1)} bytes of earlier noise per trained parameter"
             rows["banded noise"] = f"{plan.bands} bands; {turns}; {earlier}"
         rows["ledger"] = str(seen.ledger or "no ledger there yet: nothing is spent, and no budget is set")
+    if seen.subject and seen.subject.graph:
+        rows["rows kept"] = str(seen.subject.graph)
     if seen.subject and seen.subject.reads:
         rows["data"] = seen.subject.reads
         rows["first example" if seen.config.data.public else "an example"] = seen.subject.example
@@ -289,7 +292,8 @@ def _promise(plan: Plan) -> dict[str, str]:
     beside = ", ".join(f"{name} {_epsilon(value)}" for name, value in plan.accountants.items())
     unit = "example: one row"
     if plan.max_examples_per_unit is not None:
-        how = "drawn together" if plan.sampling == "unit" else "drawn one by one"
+        whole = plan.sampling == "unit" and plan.neighbouring_relation != "zero_out_public_graph"
+        how = "drawn together" if whole else "drawn one by one"
         unit = f"user-level: column {plan.unit}, at most {plan.max_examples_per_unit} rows of each, {how}"
     known = plan.limits.to_json()
     limits = [f"{words} {value:.3g}" for name, words in LIMITS.items() if (value := known[name]) is not None]
@@ -341,6 +345,8 @@ def _json(seen: Decision, needs: Footprint | None, refusals: list[DpllmError]) -
         "refusals": [{"exit_code": error.exit_code, "message": str(error)} for error in refusals],
         "advice": seen.advice,
     }
+    if seen.subject and seen.subject.graph:
+        fields["graph"] = asdict(seen.subject.graph)
     if needs:
         memory = {**asdict(needs.memory), "total": needs.memory.total} if needs.memory else None
         fields["model"] = {**asdict(needs), "refusals": [str(error) for error in needs.refusals], "memory": memory}

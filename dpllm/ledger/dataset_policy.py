@@ -16,6 +16,7 @@ from dpllm.ledger.admission import filter_left
 from dpllm.ledger.ledger import Ledger
 from dpllm.ledger.records import LEAST_SHARE, Fingerprint, fingerprint, rows_among, share_in_common
 from dpllm.ledger.values import check_name
+from dpllm.privacy.accounting import Relation
 from dpllm.privacy.renyi import Fit
 from dpllm.recipe import names
 from dpllm.recipe.config import DataConfig, RunConfig, Source, load_config
@@ -135,11 +136,12 @@ def _check_evaluation(config: RunConfig, source: Source, table: Table, ledger: L
         )
 
 
-def records_of(source: str, ledger: Ledger, unit: str, labels: bool = False) -> tuple[Fingerprint, int]:
-    """The records of a data file, or of the training data of a recipe, or their ``labels``, for a budget about to be set.
+def records_of(source: str, ledger: Ledger, unit: str, relation: Relation = "zero_out") -> tuple[Fingerprint, int]:
+    """The records of a data file, or of the training data of a recipe, or their labels, for a budget about to be set.
 
     Returns:
-        The records, and the number of units: distinct values of the column ``unit``, or rows where it is "example".
+        The records, and the number of units: distinct values of the column ``unit``, rows where it is "example", or rows of which
+        no two have an owner in common where rows have several.
 
     Raises:
         ConfigError: ``source`` can be read as neither.
@@ -151,10 +153,12 @@ def records_of(source: str, ledger: Ledger, unit: str, labels: bool = False) -> 
         raise ConfigError(
             f"{source}: data.unit is {wanted.unit!r}, and the budget would count per {unit!r}. Type --unit."
         )
-    by_unit = wanted.changed({"unit": unit, "max_examples_per_unit": 1})
+    owners = "several" if relation == "zero_out_public_graph" else wanted.owners
+    by_unit = wanted.changed({"unit": unit, "max_examples_per_unit": 1, "owners": owners})
     with scratch() as cache:
         table = data.load_table(wanted.train, by_unit, wanted.train_split, cache)
     units = len(data.group_rows(table, by_unit))
+    labels = relation == "label_changed"
     if labels and table.format != "preference":
         raise ConfigError(f"{source}: is {table.reads}, and labels are of pairs. Name the pairs, or leave out --data.")
     key = ledger.records.label_key() if labels else ledger.records.key()

@@ -268,8 +268,8 @@ class Ledger:
                 raise Refused(
                     f"dataset {dataset!r} is accounted per {past['unit']!r} under "
                     f"{past['relation']!r}; epsilon per {unit!r} under {relation!r} is another "
-                    "quantity and does not add to it. Set data.unit (--unit) and data.public_size as "
-                    "in its earlier runs.",
+                    "quantity and does not add to it. Set data.unit (--unit), data.owners and "
+                    "data.public_size as in its earlier runs.",
                     dataset=dataset,
                     reason="other_unit",
                 )

@@ -44,11 +44,13 @@ CURVE_DELTAS = (1e-4, 1e-5, 1e-6, 1e-7, 1e-8)
 RELATION_IN_WORDS: dict[Relation, str] = {
     "zero_out": "two datasets of the same public size are neighbours if one becomes the other when the data of one "
     "privacy unit are replaced by nothing",
+    "zero_out_public_graph": "two datasets with the same public list of who has which row are neighbours if one becomes the "
+    "other when all rows of one owner are emptied and keep their places: who wrote to whom is not protected, what was written is",
     "add_or_remove_one": "two datasets are neighbours if one becomes the other when one privacy unit is added or removed",
 }
 
 
-Neighbours = Literal["zero_out", "add_or_remove_one"]
+Neighbours = Literal["zero_out", "zero_out_public_graph", "add_or_remove_one"]
 
 
 class AuditSettings(Record):
@@ -80,7 +82,8 @@ class Mechanism(Record):
     """What is drawn and clipped as a whole: unit, or example for single rows."""
     neighbouring_relation: Neighbours
     """How two datasets differ between which the guarantee holds: zero_out (one unit's data replaced by nothing, N unchanged:
-    it was counted and is published) or add_or_remove_one (N was declared)."""
+    it was counted and is published), zero_out_public_graph (rows have several owners; who has which row is public and
+    unchanged, and all rows of one owner are emptied) or add_or_remove_one (N was declared)."""
     dataset_size: AtLeast1
     """N, the public number of what is sampled, canary slots included."""
     canary_slots: Count
@@ -155,6 +158,8 @@ class Mechanism(Record):
             "rows are sampled, and max_examples_per_unit does not say how many of a unit": self.sampling == "unit"
             or self.unit == "example"
             or self.max_examples_per_unit is not None,
+            "rows of several owners are drawn one by one": self.neighbouring_relation != "zero_out_public_graph"
+            or (self.unit != "example" and (self.sampling == "example" or self.max_examples_per_unit == 1)),
             "banded noise is for whole units": not coefficients or self.sampling == "unit",
             "coefficients are no strategy with columns of norm at most 1": not coefficients
             or (len(coefficients) > 1 and banded.admissible(coefficients)),

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
     from numpy.typing import NDArray
 
-# The first two cost the same under Poisson sampling. label_changed is of one label, whose text is the same in both datasets:
+# The first three cost the same under Poisson sampling. label_changed is of one label, whose text is the same in both datasets:
 # it is of releases whose epsilon is known, and no sum of gradients is accounted under it.
-Relation = Literal["zero_out", "add_or_remove_one", "label_changed"]
+Relation = Literal["zero_out", "zero_out_public_graph", "add_or_remove_one", "label_changed"]
 
 MAX_STEPS = 1_000_000
 CHUNK_OF_DRAWS = 500  # whose curve takes a second
@@ -191,7 +191,7 @@ def _step(part: SampledSums, relation: Relation, interval: float) -> PrivacyLoss
         part.noise_multiplier,
         value_discretization_interval=interval,
         sampling_prob=part.probability,
-        neighboring_relation=zero_out if relation == "zero_out" else add_or_remove,
+        neighboring_relation=add_or_remove if relation == "add_or_remove_one" else zero_out,
     )
 
 

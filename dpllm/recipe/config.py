@@ -15,6 +15,7 @@ import yaml
 from pydantic import Field, PositiveInt, ValidationError, ValidatorFunctionWrapHandler, field_validator, model_validator
 
 from dpllm.errors import ConfigError
+from dpllm.privacy.plan import Neighbours
 from dpllm.recipe.section import Section, explain, read_recipe
 from dpllm.recipe.sections import AuditConfig, CardConfig, PrivacyConfig
 from dpllm.recipe.sections import TelemetryConfig as TelemetryConfig
@@ -149,6 +150,10 @@ class DataConfig(Section):
     invisible spaces, in Unicode form, or as 1 and 1.0 do, are one unit; case matters."""
     max_examples_per_unit: PositiveInt | None = None
     """With a unit column: the most rows of one unit that train, chosen by a rule that reads that unit's rows only."""
+    owners: Literal["one", "several"] = "one"
+    """How many people a row names in the unit column. several: in a list, or between semicolons. Who has which row is then
+    public: it alone decides which rows are kept, so that each person has at most max_examples_per_unit of them (more than 1: with
+    sampling: example). The relation is zero-out of one person's rows, which keep their slots."""
     sampling: Literal["unit", "example"] = "unit"
     """What is sampled and clipped as a whole. unit: all rows of a unit together. example: single rows; the guarantee for a unit
     of up to max_examples_per_unit rows then follows from a mixture of Gaussians (Charles et al. 2024)."""
@@ -253,13 +258,36 @@ class DataConfig(Section):
             raise ValueError("sampling: example needs data.unit: <column>; where each row is a unit they are the same")
         if self.unit != "example" and self.max_examples_per_unit is None:
             raise ValueError("data.unit: <column> needs data.max_examples_per_unit, the most rows one unit may bring")
+        if self.owners == "several":
+            self._check_owners()
         if self.label_epsilon is not None and self.label_record is None:
             raise ValueError("label_epsilon is what data.label_record says; name the record, or remove it")
         return self
 
+    @property
+    def relation(self) -> Neighbours:
+        """Which datasets the guarantee compares: of a counted or declared size, or of public owners."""
+        if self.owners == "several":
+            return "zero_out_public_graph"
+        return "zero_out" if self.public_size is None else "add_or_remove_one"
+
     def slots_each(self, repetitions: int) -> int:
         """Slots in N that one candidate canary of so many repetitions holds: where whole units are drawn, it is one."""
         return repetitions if "example" in (self.unit, self.sampling) else 1
+
+    def _check_owners(self) -> None:
+        if self.unit == "example":
+            raise ValueError("owners: several needs data.unit: <column>, which says whose each row is")
+        if self.public_size is not None:
+            raise ValueError(
+                "with owners: several, who has which row is public, and so is the number of rows; remove data.public_size, which "
+                "would hide it"
+            )
+        if self.sampling == "unit" and self.max_examples_per_unit != 1:
+            raise ValueError(
+                "with owners: several, rows are drawn one by one, since those of one person are others' too; set "
+                "data.max_examples_per_unit: 1, or data.sampling: example for more"
+            )
 
 
 class RunConfig(Section):

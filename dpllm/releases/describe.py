@@ -26,7 +26,7 @@ from dpllm.errors import ConfigError, Refused
 from dpllm.files import alone, scratch, write_json
 from dpllm.ledger import Ledger, Outlook, RunRequest, dataset_policy, open_ledger
 from dpllm.ledger.budgets import reserve_all
-from dpllm.privacy.accounting import Relation, compose, epsilon
+from dpllm.privacy.accounting import compose, epsilon
 from dpllm.privacy.events import count_releases, number
 from dpllm.privacy.plan import auto_delta, resolved_delta
 from dpllm.privacy.releases import Measurement, Statistic, measurement
@@ -165,11 +165,6 @@ def refuse_adapter(config: RunConfig) -> None:
         )
 
 
-def relation_of(config: RunConfig) -> Relation:
-    """Which datasets the guarantee compares: of one counted, public size, or of a declared one and one unit more or less."""
-    return "zero_out" if config.data.public_size is None else "add_or_remove_one"
-
-
 @dataclass(frozen=True)
 class Opened:
     """Private rows, and the account that pays for what is released of them."""
@@ -184,7 +179,7 @@ class Opened:
 
     def statistics(self, config: RunConfig, releases: Sequence[Json], software: Mapping[str, str]) -> Statistics:
         """What would be released of these data today, and what all of it costs together."""
-        relation, event = relation_of(config), compose([release["event"] for release in releases])
+        relation, event = config.data.relation, compose([release["event"] for release in releases])
         return Statistics.pick(
             {},
             dataset=self.account,
@@ -235,6 +230,11 @@ def opened(
         most: Above.
         create: Make the ledger if there is none.
     """
+    if config.data.owners == "several":
+        raise ConfigError(
+            f"data.owners: several, and here all rows of one {config.data.unit} count as a whole, so that a row of two people "
+            "would count twice. Name a column with one owner in data.unit, and set data.owners: one."
+        )
     with contextlib.ExitStack() as stack:
         cache = stack.enter_context(scratch())
         table = data.load_table(config.data.train, config.data, config.data.train_split, cache, [*columns])

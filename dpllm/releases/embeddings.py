@@ -39,7 +39,7 @@ from dpllm.recipe import names
 from dpllm.recipe.config import DataConfig, ModelConfig, RunConfig
 from dpllm.records import Json
 from dpllm.releases.asked import text_of
-from dpllm.releases.describe import Charge, Offer, Opened, opened, relation_of, without_evaluation
+from dpllm.releases.describe import Charge, Offer, Opened, opened, without_evaluation
 from dpllm.statement.released import RECORD, VECTORS, Statistics, page, read_vectors
 from dpllm.text import data
 from dpllm.text.data import Groups, each_row, value_name
@@ -108,7 +108,7 @@ def offered(
             )
         units = config.data.public_size or len(source.units)  # as many under zero_out, whoever is missing
         rounds = embedded.event_of(asked.kind, 1.0, ROUNDS).count
-        sigma = calibrate_noise_multiplier(epsilon, min(source.delta, MOST_DELTA), 1.0, rounds, relation_of(config))
+        sigma = calibrate_noise_multiplier(epsilon, min(source.delta, MOST_DELTA), 1.0, rounds, config.data.relation)
         sigma = max(sigma, embedded.least_noise(units))
         if sigma > embedded.MOST_NOISE:
             raise ConfigError(

@@ -39,7 +39,7 @@ from dpllm.model.reading import Reader, end_tokens
 from dpllm.progress import tell
 from dpllm.recipe import names
 from dpllm.recipe.config import RunConfig
-from dpllm.releases.describe import Opened, opened, refuse_adapter, relation_of, without_evaluation
+from dpllm.releases.describe import Opened, opened, refuse_adapter, without_evaluation
 from dpllm.releases.draft import DUPLICATE, UNFINISHED, Draft, filters, why_dropped
 from dpllm.releases.inference_budget import DELTA, FIELD, InferenceRequest, ReleaseQuote, quote
 from dpllm.releases.quality import EVALUATION, TRAINING, Beside, Tell, report
@@ -65,7 +65,7 @@ def quote_of(config: RunConfig, request: InferenceRequest) -> tuple[ReleaseQuote
 
 def _quote(config: RunConfig, request: InferenceRequest, source: Opened) -> ReleaseQuote:
     units = len(source.units) if config.data.public_size is None else config.data.public_size
-    return quote(request, units, source.delta, relation_of(config))
+    return quote(request, units, source.delta, config.data.relation)
 
 
 def _reservation(config: RunConfig, quoted: ReleaseQuote) -> RunRequest:

@@ -168,7 +168,7 @@ def _rows(run: RunDir, texts: dict[str, str], folder: Path) -> Iterator[str]:
         return
     if table.digest != digest:
         yield "training text: the rows that are there now are searched for, which are not known to be those that the run read."
-    total, whose = len(table.rows), list(owners(table))
+    total, whose = len(table.rows), list(owners(table, config.data))
     numbers = spread(total, MOST_ROWS)
     rows = [(n + 1, whose[n], text_of(table.rows[n].parts, table.format)) for n in numbers]
     hits = _matches(rows, texts, most=most_private(len({owner for _, owner, _ in rows})))

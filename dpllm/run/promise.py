@@ -132,6 +132,8 @@ class Decision:
             words["Ledger"] = str(self.ledger)
         if self.subject and self.subject.reads:
             words["Data"] = self.subject.reads
+        if self.subject and self.subject.graph:
+            words["Rows kept"] = str(self.subject.graph)
         return words
 
     def __str__(self) -> str:
@@ -327,7 +329,7 @@ def mechanism_of(
         ConfigError: The target epsilon cannot be reached.
     """
     privacy, data, schedule = config.privacy, config.data, schedule_of(config, num_units)
-    relation: Neighbours = "add_or_remove_one" if data.public_size is not None else "zero_out"
+    relation = data.relation
     delta = resolved_delta(privacy.delta, largest_delta, schedule.dataset_size)
     group = (data.max_examples_per_unit or 1) if data.sampling == "example" else 1
     if coefficients is None:

@@ -27,6 +27,7 @@ from dpllm.statement import section
 from dpllm.statement.released import LabelRecord, Labels
 from dpllm.text import data, layouts, rendering
 from dpllm.text.data import Groups
+from dpllm.text.owners import Graph
 from dpllm.text.sources import expand
 
 SUFFIX = ".labels.json"
@@ -64,6 +65,7 @@ class Subject:
     policy: DatasetPolicy | None  # whose they are, what may be done with them; None where that is refused
     digest: str | None = None  # of the rows that were read, which must be trained on; None where they were only counted
     reads: str = ""  # from which columns, in one line
+    graph: Graph | None = None  # how much is kept of rows with several owners
     example: str = ""  # how the model sees a row: the first of data that are declared public, else the shape of any
     rows: tuple[data.Table, Groups] | None = field(default=None, repr=False)  # as read, and by unit, for training
     labels: Labels | None = None  # of preference pairs, where labels were flipped at the source
@@ -116,6 +118,7 @@ def look(config: RunConfig, ledger: Ledger | None, found: Refusals, cache: Path 
         policy,
         table.digest,
         table.reads,
+        units.graph,
         rendering.example(table.rows[0], fmt, config.data.template)
         if config.data.public
         else rendering.shape(fmt, config.data.control, config.data.template),

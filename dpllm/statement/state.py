@@ -195,7 +195,7 @@ def _not_covered(config: RunConfig, plan: Plan | None, record: RunRecord) -> lis
         tuning=config.card.tuning,
         best_of=plan is not None and plan.best_of,
         private_metrics=config.telemetry.private_metrics,
-        zero_out=plan is not None and plan.neighbouring_relation == "zero_out",
+        relation=plan.neighbouring_relation if plan is not None else None,
         interrupted=record.status == "interrupted",
     )
     return lines.strip().splitlines()

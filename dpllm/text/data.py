@@ -27,7 +27,7 @@ from typing import Any, TypeVar, overload
 from dpllm.errors import DataError
 from dpllm.recipe import names
 from dpllm.recipe.config import DataConfig, Source
-from dpllm.text import control
+from dpllm.text import control, owners
 from dpllm.text.layouts import (
     BESIDE,
     COLUMNS,
@@ -145,9 +145,11 @@ class StoredRows(ReadWhenAsked[Row]):
 class Groups(ReadWhenAsked[list[Row]]):
     """The rows of each thing that is sampled or counted as a whole; in memory are the numbers of rows and not the rows."""
 
-    def __init__(self, rows: Sequence[Row], numbers: Sequence[int], starts: Sequence[int]) -> None:
-        """Group i holds the rows ``numbers[starts[i] : starts[i + 1]]``."""
-        self._rows, self._numbers, self._starts = rows, numbers, starts
+    def __init__(
+        self, rows: Sequence[Row], numbers: Sequence[int], starts: Sequence[int], graph: owners.Graph | None = None
+    ) -> None:
+        """Group i holds the rows ``numbers[starts[i] : starts[i + 1]]``; ``graph`` is of rows with several owners."""
+        self._rows, self._numbers, self._starts, self.graph = rows, numbers, starts, graph
 
     def __len__(self) -> int:
         return len(self._starts) - 1
@@ -157,7 +159,7 @@ class Groups(ReadWhenAsked[list[Row]]):
 
     def each_alone(self) -> Groups:
         """The same rows, each a group of its own."""
-        return Groups(self._rows, self._numbers, range(len(self._numbers) + 1))
+        return Groups(self._rows, self._numbers, range(len(self._numbers) + 1), self.graph)
 
     def digest(self) -> str:
         """Of which rows, by number, stand in which group; in hexadecimal."""
@@ -291,33 +293,27 @@ def group_rows(table: Table, data: DataConfig) -> Groups:
 
     Which rows of a unit stay is decided by the smallest hashes of its own texts, so that it depends on no other unit. Units
     stand in the order of their first rows. In memory are 32 bytes for each row: units and rows are known by hashes of
-    128 bits, of which two are equal by chance in one of 10^20 corpora of 10^9 rows.
+    128 bits, of which two are equal by chance in one of 10^20 corpora of 10^9 rows. Of rows with several owners, each that
+    ``owners.choose_rows`` keeps is a group, whatever it says.
 
     Raises:
-        DataError: A row that names no unit.
+        DataError: A row that names no unit, or several where ``data.owners`` is one.
     """
     import numpy as np
 
     if data.unit == "example":
         return each_row(table.rows)
-    owners, hashes = bytearray(), bytearray()
+    if data.owners == "several":
+        named = (_named(table, number, row, data) for number, row in enumerate(table.rows, start=1))
+        kept, graph = owners.choose_rows(named, data.max_examples_per_unit or 1)
+        return Groups(table.rows, kept, range(len(kept) + 1), graph)
+    units, hashes = bytearray(), bytearray()
     for number, row in enumerate(table.rows, start=1):
-        owner = unit_name(row.unit)
-        if owner is None:
-            near = [] if data.unit in table.columns else difflib.get_close_matches(data.unit, table.columns, 1)
-            fix = (
-                f"Did you mean {near[0]!r}?"
-                if near
-                else "Fill in the value, drop the row, or name another column there."
-            )
-            raise DataError(
-                f"{table.place(number)} has no value in column {data.unit!r}, which data.unit names, so its owner is unknown and "
-                f"could not be protected. {fix}"
-            )
-        owners += hashlib.blake2b(owner.encode(errors="surrogatepass"), digest_size=16).digest()
+        [unit] = _named(table, number, row, data)
+        units += hashlib.blake2b(unit.encode(errors="surrogatepass"), digest_size=16).digest()
         hashes += _row_hash(row, FIELDS[table.format])
     # As strings of 16 bytes, which numpy sorts as they are; NULs at the end make no two of them equal.
-    _, first_U, inverse_N = np.unique(np.frombuffer(owners, "S16"), return_index=True, return_inverse=True)
+    _, first_U, inverse_N = np.unique(np.frombuffer(units, "S16"), return_index=True, return_inverse=True)
     unit_N = np.argsort(np.argsort(first_U))[inverse_N]  # numbered by first row
     order_N = np.lexsort((np.frombuffer(hashes, "S16"), unit_N))  # stable: equal rows keep their order
     count_U = np.bincount(unit_N)
@@ -326,6 +322,31 @@ def group_rows(table: Table, data: DataConfig) -> Groups:
     most = data.max_examples_per_unit or len(order_N)
     starts = np.concatenate([[0], np.cumsum(np.minimum(count_U, most))])
     return Groups(table.rows, order_N[place_N < most], starts)  # type: ignore[arg-type]
+
+
+def _named(table: Table, number: int, row: Row, data: DataConfig) -> list[str]:
+    """Whose a row is, each person once; the row is counted from 1."""
+    values = owners.values_of(row.unit) if data.owners == "several" else [row.unit]
+    if any(isinstance(value, list | dict) for value in values):
+        fix = "Set data.owners: several" if data.owners == "one" else "Write a plain list of names"
+        raise DataError(
+            f"{table.place(number)} has a list in column {data.unit!r}, which data.unit names, where a name is expected: the "
+            f"list would be taken for one person, and nobody in it be protected. {fix}, or name another column there."
+        )
+    if names_of := owner_names(row.unit, data):
+        return names_of
+    near = [] if data.unit in table.columns else difflib.get_close_matches(data.unit, table.columns, 1)
+    fix = f"Did you mean {near[0]!r}?" if near else "Fill in the value, drop the row, or name another column there."
+    raise DataError(
+        f"{table.place(number)} has no value in column {data.unit!r}, which data.unit names, so its owner is unknown and "
+        f"could not be protected. {fix}"
+    )
+
+
+def owner_names(value: Any, data: DataConfig) -> list[str]:
+    """Whom a value of the unit column names, each person once, see ``unit_name``; none where one of them has no name."""
+    named = list(map(unit_name, owners.values_of(value) if data.owners == "several" else [value]))
+    return list(dict.fromkeys(name for name in named if name)) if all(named) else []
 
 
 def unit_name(value: Any) -> str | None:

@@ -19,7 +19,7 @@ from typing import Any
 from dpllm.errors import ConfigError, DataError
 from dpllm.files import read_json, write_json
 from dpllm.recipe.config import DataConfig
-from dpllm.text.data import Table, unit_name
+from dpllm.text.data import Table, owner_names
 from dpllm.text.layouts import BESIDE, COLUMNS, Format, strings
 from dpllm.text.sources import expand
 from dpllm.text.tokens import begins_twice, encode_prompt
@@ -141,7 +141,7 @@ def keep_rows(path: Path, data: DataConfig, train: Table, held_out: Table | None
     private = [one for one, public in ((train, data.public), (held_out, data.eval_public)) if one and not public]
     owned = bytearray()
     for table in private:
-        for owner, row in zip(owners(table), table.rows, strict=True):
+        for owner, row in zip(owners(table, data), table.rows, strict=True):
             texts = list(strings([row.parts[column] for column in COLUMNS if column in row.parts]))
             lines = [line for text in texts for line in text.splitlines() if len(line) >= LINE]
             owned += b"".join(
@@ -171,10 +171,16 @@ def private_among(path: Path, texts: list[str], lines: int = 1) -> list[int]:
     return [number for number, own in enumerate(asked, start=1) if any(0 < held[one] <= most for one in own)]
 
 
-def owners(table: Table) -> Iterator[str]:
-    """Whose each row is, see ``unit_name``; where no column says it, and of a row that names nobody, its own place."""
+def owners(table: Table, data: DataConfig) -> Iterator[str]:
+    """Whose each row is, see ``owner_names``; where no column says it, and of a row that names nobody, its own place.
+
+    Of several owners, the one with the most rows: what somebody writes to many people is not a template of theirs.
+    """
+    several = table.rows if data.owners == "several" else ()
+    rows_of = Counter(name for row in several for name in owner_names(row.unit, data))
     for number, row in enumerate(table.rows, start=1):
-        yield unit_name(row.unit) or f"nobody named: {table.place(number)}"
+        names = owner_names(row.unit, data) or [f"nobody named: {table.place(number)}"]
+        yield max(names, key=lambda name: rows_of[name])
 
 
 def most_private(units: int) -> int:

@@ -39,6 +39,7 @@ from dpllm.recipe import names
 from dpllm.recipe.config import DataConfig
 from dpllm.text.data import Groups, OpenFile, ReadWhenAsked, Table
 from dpllm.text.layouts import Format, Row
+from dpllm.text.owners import is_empty
 from dpllm.text.rendering import Rendered, rendered
 
 AT_ONCE = 2**18  # characters that a tokenizer gets in one call
@@ -125,7 +126,8 @@ def iter_units(
     waiting, characters = dict[int, list[Rendered]](), 0
     for number, rows in enumerate(groups, start=1):
         try:
-            waiting[number] = [one for row in rows for one in rendered(row, fmt, tokenizer, data.template)]
+            said = [row for row in rows if data.owners == "one" or not is_empty(row, fmt)]
+            waiting[number] = [one for row in said for one in rendered(row, fmt, tokenizer, data.template)]
         except DataError as error:
             yield from finished(waiting)  # an error in a unit before it comes first
             raise DataError(f"{source}: unit {number}: {error}") from None
@@ -277,7 +279,7 @@ def make_units(table: Table, groups: Groups, tokenizer: Any, data: DataConfig, c
         table: Of ``data.load_table``.
         groups: The rows of each unit, of ``data.sampled_rows`` of the same table.
         tokenizer: A fast transformers tokenizer.
-        data: template, max_length, long_examples.
+        data: template, max_length, long_examples, owners.
         cache_dir: The run's private cache.
 
     Raises:
@@ -325,6 +327,7 @@ def _key(table: Table, groups: Groups, tokenizer: Any, data: DataConfig) -> str:
         "template": [tokenizer.chat_template, data.template],
         "max_length": data.max_length,
         "long_examples": data.long_examples,
+        "owners": data.owners,
     }
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 

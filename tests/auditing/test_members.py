@@ -45,8 +45,8 @@ def audit_members(models, members, others, fmt, data):
     return audit.audit_members(models, typed(members), typed(others), fmt, data)
 
 
-def check_overlap(members, others, fmt, unit):
-    audit.check_overlap(typed(members), typed(others), fmt, unit)
+def check_overlap(members, others, fmt, **data):
+    audit.check_overlap(typed(members), typed(others), fmt, settings(**data))
 
 
 def settings(**changes):
@@ -252,19 +252,26 @@ def test_members_among_non_members_are_refused_by_number(models, monkeypatch):
 
 def test_every_column_of_a_row_counts():
     member = [{"prompt": "who is it", "completion": "Anna"}]
-    check_overlap([member], [[{"prompt": "who is it", "completion": "Bo"}]], "prompt_completion", "example")
+    check_overlap([member], [[{"prompt": "who is it", "completion": "Bo"}]], "prompt_completion")
     with pytest.raises(ConfigError, match="identical to members"):
-        check_overlap([member], [[dict(member[0], extra=1)]], "prompt_completion", "example")
+        check_overlap([member], [[dict(member[0], extra=1)]], "prompt_completion")
     turns = [{"role": "user", "content": "who is it"}, {"role": "assistant", "content": "Anna"}]
     with pytest.raises(ConfigError, match="identical to members"):
-        check_overlap([[{"messages": turns}]], [[{"messages": turns}]], "messages", "example")
+        check_overlap([[{"messages": turns}]], [[{"messages": turns}]], "messages")
 
 
 def test_a_unit_on_both_sides_is_refused():
     inside, outside = [[{"text": "a", "who": 7}]], [[{"text": "b", "who": " 7.0"}], [{"text": "c", "who": 8}]]
     with pytest.raises(ConfigError, match="1 of 2 units are units of members too"):
-        check_overlap(inside, outside, "text", "who")
-    check_overlap(inside, outside, "text", "example")
+        check_overlap(inside, outside, "text", unit="who", max_examples_per_unit=1)
+    check_overlap(inside, outside, "text")
+
+
+def test_a_non_member_shares_no_owner_with_a_member():
+    inside = [[{"text": "a", "who": ["ana", "ben"]}]]
+    outside = [[{"text": "b", "who": "cy; ben"}], [{"text": "c", "who": ["cy"]}]]
+    with pytest.raises(ConfigError, match="1 of 2 units are units of members too"):
+        check_overlap(inside, outside, "text", unit="who", max_examples_per_unit=1, owners="several")
 
 
 # Members of a run.

@@ -183,7 +183,7 @@ def test_data_of_a_budget_are_labels_and_no_texts(tmp_path: Path) -> None:
 
     data = written(tmp_path / "pairs.jsonl", pairs(20))
     with Ledger(tmp_path / "l.sqlite") as ledger:
-        records, units = dataset_policy.records_of(str(data), ledger, "example", labels=True)
+        records, units = dataset_policy.records_of(str(data), ledger, "example", "label_changed")
         wanted = Budget(1.0, 1e-6, "example", "label_changed", by="ann", reason="a study")
         budgets.set_budget(ledger, "labels of study", wanted, records=records)
         assert units == 20
@@ -191,7 +191,7 @@ def test_data_of_a_budget_are_labels_and_no_texts(tmp_path: Path) -> None:
         assert ledger.records.conflict("notes", texts, None) is None
         text = written(tmp_path / "text.jsonl", [{"text": "a"}])
         with pytest.raises(ConfigError, match="labels are of pairs"):
-            dataset_policy.records_of(str(text), ledger, "example", labels=True)
+            dataset_policy.records_of(str(text), ledger, "example", "label_changed")
     assert draw(data, tmp_path / "l.sqlite").dataset == "labels of study"
     with pytest.raises(DpllmError):
         draw(data, tmp_path / "l.sqlite", again=True, output=tmp_path / "more.jsonl")

@@ -242,6 +242,12 @@ def test_a_budgets_delta_must_be_below_one_over_n_too() -> None:
         {"max_grad_norm": -1.0},
         {"unit": "patient", "sampling": "example"},  # would be planned as if each brought one row
         {"unit": "patient", "sampling": "example", "max_examples_per_unit": 0},
+        {"neighbouring_relation": "zero_out_public_graph"},  # nobody is named
+        {
+            "neighbouring_relation": "zero_out_public_graph",
+            "unit": "people",
+            "max_examples_per_unit": 2,
+        },  # drawn together
     ],
 )
 def test_a_mechanism_of_no_promise_is_none(wrong: dict[str, Any], base: Plan) -> None:
