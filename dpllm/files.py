@@ -22,13 +22,13 @@ from typing import Any
 
 from dpllm.errors import ConfigError
 
-CARD, BLOCK, SIGNATURE = "README.md", "privacy.json", "privacy.json.sig"
+CARD, BLOCK, SIGNATURE = "README.md", "privacy.json", "model.sig"
 SETTINGS = ("adapter_config.json", "config.json")
 UNHASHED = frozenset({CARD, BLOCK, SIGNATURE})
-"""Files of export/ whose hashes the block cannot hold: the card, the block itself and its signature."""
+"""Files of export/ whose hashes the block cannot hold: the card, the block itself and the signature of all."""
 
 _KNOWN = re.compile(
-    r"README\.md|privacy\.(json|json\.sig|svg)|"
+    r"README\.md|model\.sig|privacy\.(json|svg)|"
     r"audit/(audit\.json|scores\.csv|(tokens|gradient)\.parquet|(roc|exposure|bound|extraction)\.png)|"
     r"adapter_config\.json|adapter_model\.safetensors|"
     r"(generation_)?config\.json|model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|"

@@ -31,7 +31,7 @@ def add_commands(add: AddCommand) -> None:
     """The commands and their arguments."""
     option = add("card", card, "write the model card into RUN/export, and sign it", None).add_argument
     option("run", help="run directory; or RUN/synthetic, for the card of that data set")
-    option("--sign", metavar="KEY", help="sign privacy.json with an OpenSSH key, or through ssh-agent")
+    option("--sign", metavar="KEY", help="sign all files with this private key (PEM), as OpenSSF model signing does")
     option("--describe", metavar="FILE", type=Path, help="show these statistics of the data too")
     option = add("verify", verify, "recompute every number that a card states").add_argument
     option("path", help="run directory, export, data set, or Hub id (datasets/OWNER/NAME); a local path wins")
@@ -40,7 +40,7 @@ def add_commands(add: AddCommand) -> None:
         metavar="FILE",
         help="a ledger, an export of one, or a postgresql:// URL (default: what the run names)",
     )
-    option("--signers", metavar="FILE", help="allowed signers, as ssh-keygen(1) describes them")
+    option("--public-key", metavar="FILE", type=Path, help="check the signature by this key (PEM)")
     option("--revision", help="of a Hub id: branch, tag or commit")
     option = add("push", push, "verify RUN/export or a data set and upload it to the Hub").add_argument
     option("run", help="run directory, or the folder of a synthetic data set")
@@ -161,7 +161,7 @@ def verify(known: argparse.Namespace, rest: list[str]) -> int:
             _download(known.path, known.revision, path)
         elif known.revision is not None:
             raise ConfigError(f"--revision {known.revision}: {known.path} is not a Hub id. Leave it out.")
-        verification = verify_apart(path, ledger=known.ledger, signers=Path(known.signers) if known.signers else None)
+        verification = verify_apart(path, ledger=known.ledger, public_key=known.public_key)
     if known.json:
         show(known, verification)
     else:
