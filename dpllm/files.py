@@ -345,6 +345,7 @@ class RunPaths:
     plan = _Below("plan.json")  # the promise
     run = _Below("run.json")  # what happened
     describe = _Below("describe.json")  # statistics of the data that were released, where the card shows some
+    registry = _Below("registry.yaml")  # an entry of the DP Deployments Registry, where one was written
     export = _Below("export")  # the only directory that is ever uploaded
     private = _Below("private")  # mode 0700; never leaves
     canaries = _Below("private/canaries.json")  # canary texts, coins and references: secret

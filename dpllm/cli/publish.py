@@ -18,6 +18,7 @@ from dpllm.errors import AuditContradiction, ConfigError
 
 if TYPE_CHECKING:
     from dpllm.publish.quality import Tell
+    from dpllm.run.directory import RunDir
 
 _DATASETS = "datasets/"
 _HUB_ID = re.compile(rf"({_DATASETS})?[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -33,6 +34,7 @@ def add_commands(add: AddCommand) -> None:
     option("run", help="run directory; or RUN/synthetic, for the card of that data set")
     option("--sign", metavar="KEY", help="sign all files with this private key (PEM), as OpenSSF model signing does")
     option("--describe", metavar="FILE", type=Path, help="show these statistics of the data too")
+    option("--registry", action="store_true", help="also write RUN/registry.yaml, for the DP Deployments Registry")
     option = add("verify", verify, "recompute every number that a card states").add_argument
     option("path", help="run directory, export, data set, or Hub id (datasets/OWNER/NAME); a local path wins")
     option(
@@ -129,7 +131,19 @@ def card(known: argparse.Namespace, rest: list[str]) -> int:
         from dpllm.verification.sign import sign
 
         print(sign(path.parent, Path(known.sign)))
+    if known.registry:
+        print(_write_entry(RunDir(Path(known.run))))
     return 0
+
+
+def _write_entry(run: RunDir) -> Path:
+    """For the registry, from the card that lies there."""
+    from dpllm.card.registry import entry
+    from dpllm.files import BLOCK, read_json, write_whole
+    from dpllm.statement import privacy_record
+
+    write_whole(run.registry, entry(privacy_record.read(read_json(run.export / BLOCK)), run.load_config()))
+    return run.registry
 
 
 def _dataset_card(directory: Path, known: argparse.Namespace) -> int:
@@ -139,10 +153,10 @@ def _dataset_card(directory: Path, known: argparse.Namespace) -> int:
     from dpllm.verification.verify import undone_unless_verified
 
     run = run_of(directory)
-    if run is None or known.sign or known.describe:
+    if run is None or known.sign or known.describe or known.registry:
         raise ConfigError(
-            f"{directory}: the run needs its card first, and --sign and --describe are for the run. Type dpllm card RUN, with "
-            "them if needed, and then dpllm card RUN/synthetic."
+            f"{directory}: the run needs its card first, and --sign, --describe and --registry are for the run. Type dpllm card "
+            "RUN, with them if needed, and then dpllm card RUN/synthetic."
         )
     with undone_unless_verified(directory):
         print(write_dataset_card(directory, run))

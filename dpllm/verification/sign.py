@@ -41,30 +41,18 @@ _FIELDS |= {"payload", "payloadType", "signatures"}
 
 
 def sign(directory: Path, key: Path) -> Path:
-    """Signs every file of an export.
+    """Signs every file of an export; returns the path of the signature, which replaces an older one.
 
     Args:
         directory: An export directory with a card.
         key: A private key on the curve P-256, P-384 or P-521, as PEM without a passphrase.
-
-    Returns:
-        The path of the signature, which replaces an older one.
 
     Raises:
         ConfigError: There is no card, no such key, or model-signing is not installed.
     """
     if not (directory / BLOCK).is_file():
         raise ConfigError(f"{directory}: holds no privacy.json to sign. Type dpllm card RUN first.")
-    _check_key("--sign", key)
-    from model_signing import signing
-
-    try:
-        signer = signing.Config().set_hashing_config(_hashing()).use_elliptic_key_signer(private_key=key)
-    except Exception as error:  # the package promises no type of error
-        raise ConfigError(
-            f"--sign {key}: is no private key on the curve P-256, P-384 or P-521 without a passphrase ({type(error).__name__}), "
-            "so nothing was signed. Type openssl ecparam -name prime256v1 -genkey -noout -out KEY to make one."
-        ) from None
+    signer = _with_key("--sign", key)
     with TemporaryDirectory() as folder:
         made = Path(folder) / SIGNATURE
         signer.sign(directory, made)
@@ -88,18 +76,9 @@ def check(directory: Path, public_key: Path | None = None) -> Check:
     """
     if public_key is None:
         return tried(_NAME, _check, directory, "", None)
-    _check_key("--public-key", public_key)
-    from model_signing import verifying
-
-    try:
-        verifier = verifying.Config().set_hashing_config(_hashing()).use_elliptic_key_verifier(public_key=public_key)
-    except Exception as error:  # the package promises no type of error
-        raise ConfigError(
-            f"--public-key {public_key}: is no public key on the curve P-256, P-384 or P-521 ({type(error).__name__}), so no "
-            "signature can be checked. Type openssl ec -in KEY -pubout -out FILE to take it from a private one."
-        ) from None
     # What else lies there is not signed, such as what a download adds; the names are compared here.
-    return tried(_NAME, _check, directory, public_key.name, verifier.set_ignore_unsigned_files(True))
+    verifier = _with_key("--public-key", public_key).set_ignore_unsigned_files(True)
+    return tried(_NAME, _check, directory, public_key.name, verifier)
 
 
 def _check(directory: Path, name: str, verifier: Any) -> Check:
@@ -154,15 +133,23 @@ def _read(path: Path) -> tuple[str, dict[str, str]]:
         ) from None
 
 
-def _check_key(option: str, key: Path) -> None:
+def _with_key(option: str, key: Path) -> Any:
+    """Signs or verifies with a key, by one thread, all files but the signature, and no links."""
     if not key.is_file():
         raise ConfigError(f"{option} {key}: no such file, so nothing can be done with that key. Type its path.")
-    if importlib.util.find_spec("model_signing") is None:
-        raise ConfigError(f"{option} {key}: needs the package model-signing, which is not installed. Type {_INSTALL}.")
-
-
-def _hashing() -> Any:
-    """All files but the signature, by one thread, without links."""
-    from model_signing import hashing
-
-    return hashing.Config().use_file_serialization(max_workers=1).set_ignored_paths(paths=[SIGNATURE])
+    try:
+        from model_signing import hashing, signing, verifying
+    except ImportError as error:
+        raise ConfigError(f"{option} {key}: needs {error.name}, which is not installed. Type {_INSTALL}.") from None
+    files = hashing.Config().use_file_serialization(max_workers=1).set_ignored_paths(paths=[SIGNATURE])
+    try:
+        if option == "--sign":
+            return signing.Config().set_hashing_config(files).use_elliptic_key_signer(private_key=key)
+        return verifying.Config().set_hashing_config(files).use_elliptic_key_verifier(public_key=key)
+    except Exception as error:  # the package promises no type of error
+        kind = "private" if option == "--sign" else "public"
+        raise ConfigError(
+            f"{option} {key}: is no {kind} key on the curve P-256, P-384 or P-521, as PEM without a passphrase "
+            f"({type(error).__name__}), so nothing can be done with it. Make a pair: openssl ecparam -name prime256v1 -genkey "
+            "-noout -out KEY, and openssl ec -in KEY -pubout -out FILE."
+        ) from None

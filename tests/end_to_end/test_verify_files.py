@@ -13,6 +13,7 @@ from typing import Any
 
 import published
 import pytest
+import yaml
 from published import carry, changed, failing, make_key, read, rehash, write
 from running import Place, dpllm_
 from safetensors.numpy import load_file, save_file
@@ -366,6 +367,23 @@ def test_a_card_is_signed_and_loses_a_signature_that_no_longer_fits(run: Path, t
     assert not (run / "export" / "model.sig").exists()
     assert dpllm_("verify", run, "--public-key", public).code == 4
     assert dpllm_("card", run, "--sign", tmp_path / "nothing").code == 2
+
+
+def test_a_deployment_is_asserted_and_can_be_written_for_the_registry(run: Path) -> None:
+    config = run / "config.yaml"
+    config.write_text(config.read_text("utf-8").replace("curator: null", "curator: Ward 7"), encoding="utf-8")
+    assert dpllm_("card", run, "--registry").out.splitlines()[1:] == [str(run / "registry.yaml")]
+    assert read(run / "export")["deployment"] == {"curator": "Ward 7"}
+    assert yaml.safe_load((run / "registry.yaml").read_text("utf-8"))["deployment"]["basic"]["data_curators"] == [
+        "Ward 7"
+    ]
+    answer = dpllm_("verify", run)
+    assert answer.code == 0
+    assert "asserted  deployment: deployment: the author's word" in answer.out
+    # The recipe of the run contradicts who writes another name.
+    carry(run / "export", {**read(run / "export"), "deployment": {"curator": "Ward 8"}})
+    assert failing(run) == {"run"}
+    assert not failing(run / "export")
 
 
 # Hostile files.
