@@ -18,7 +18,6 @@ from dpllm.errors import AuditContradiction, ConfigError
 
 if TYPE_CHECKING:
     from dpllm.publish.quality import Tell
-    from dpllm.run.directory import RunDir
 
 _DATASETS = "datasets/"
 _HUB_ID = re.compile(rf"({_DATASETS})?[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -118,32 +117,27 @@ def _add_synthesize(parser: argparse.ArgumentParser) -> None:
 def card(known: argparse.Namespace, rest: list[str]) -> int:
     """Writes the card, signs it if asked, and says where."""
     from dpllm.card.card import write_card
+    from dpllm.card.registry import entry
     from dpllm.card.synthetic import RECORD
+    from dpllm.files import BLOCK, read_json, write_whole
     from dpllm.run.directory import RunDir
+    from dpllm.statement import privacy_record
     from dpllm.verification.verify import undone_unless_verified
 
-    if (Path(known.run) / RECORD).exists():
-        return _dataset_card(Path(known.run), known)
-    with undone_unless_verified(Path(known.run)):
-        path = write_card(RunDir(Path(known.run)), known.describe)
+    run = RunDir(Path(known.run))
+    if (run.root / RECORD).exists():
+        return _dataset_card(run.root, known)
+    with undone_unless_verified(run.root):
+        path = write_card(run, known.describe)
     print(path)
     if known.sign:
         from dpllm.verification.sign import sign
 
         print(sign(path.parent, Path(known.sign)))
     if known.registry:
-        print(_write_entry(RunDir(Path(known.run))))
+        write_whole(run.registry, entry(privacy_record.read(read_json(run.export / BLOCK)), run.load_config()))
+        print(run.registry)
     return 0
-
-
-def _write_entry(run: RunDir) -> Path:
-    """For the registry, from the card that lies there."""
-    from dpllm.card.registry import entry
-    from dpllm.files import BLOCK, read_json, write_whole
-    from dpllm.statement import privacy_record
-
-    write_whole(run.registry, entry(privacy_record.read(read_json(run.export / BLOCK)), run.load_config()))
-    return run.registry
 
 
 def _dataset_card(directory: Path, known: argparse.Namespace) -> int:
@@ -176,6 +170,9 @@ def verify(known: argparse.Namespace, rest: list[str]) -> int:
         elif known.revision is not None:
             raise ConfigError(f"--revision {known.revision}: {known.path} is not a Hub id. Leave it out.")
         verification = verify_apart(path, ledger=known.ledger, public_key=known.public_key)
+    looked_at = {check["name"] for check in verification["checks"]}
+    if known.public_key and "signature" not in looked_at and not verification["failed"]:
+        raise ConfigError(f"--public-key: only files of a model are signed, and {known.path} is none. Leave it out.")
     if known.json:
         show(known, verification)
     else:
