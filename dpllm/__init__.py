@@ -252,21 +252,21 @@ def write_card(run: Run | str | os.PathLike[str]) -> Path:
 
 
 def verify(
-    path: Run | str | os.PathLike[str], *, ledger: str | None = None, signers: str | os.PathLike[str] | None = None
+    path: Run | str | os.PathLike[str], *, ledger: str | None = None, public_key: str | os.PathLike[str] | None = None
 ) -> Verification:
     """Recomputes what a run or an export states; imports no torch.
 
     Args:
         path: A run, a run directory, or an export.
         ledger: A ledger's file, an export of one, or a PostgreSQL URL.
-        signers: File of allowed signers, for a signed card.
+        public_key: PEM file of the author's key, for a signed card.
 
     Returns:
         ``checks``, each verified, asserted or failed.
     """
     from dpllm.verification.verify import verify as check
 
-    return check(_directory(path).root, ledger=ledger, signers=Path(signers) if signers else None)
+    return check(_directory(path).root, ledger=ledger, public_key=Path(public_key) if public_key else None)
 
 
 def generate(

@@ -22,13 +22,13 @@ from typing import Any
 
 from dpllm.errors import ConfigError
 
-CARD, BLOCK, SIGNATURE = "README.md", "privacy.json", "privacy.json.sig"
+CARD, BLOCK, SIGNATURE = "README.md", "privacy.json", "model.sig"
 SETTINGS = ("adapter_config.json", "config.json")
 UNHASHED = frozenset({CARD, BLOCK, SIGNATURE})
-"""Files of export/ whose hashes the block cannot hold: the card, the block itself and its signature."""
+"""Files of export/ whose hashes the block cannot hold: the card, the block itself and the signature of all."""
 
 _KNOWN = re.compile(
-    r"README\.md|privacy\.(json|json\.sig|svg)|"
+    r"README\.md|model\.sig|privacy\.(json|svg)|"
     r"audit/(audit\.json|scores\.csv|(tokens|gradient)\.parquet|(roc|exposure|bound|extraction)\.png)|"
     r"adapter_config\.json|adapter_model\.safetensors|"
     r"(generation_)?config\.json|model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|"
@@ -345,6 +345,7 @@ class RunPaths:
     plan = _Below("plan.json")  # the promise
     run = _Below("run.json")  # what happened
     describe = _Below("describe.json")  # statistics of the data that were released, where the card shows some
+    registry = _Below("registry.yaml")  # an entry of the DP Deployments Registry, where one was written
     export = _Below("export")  # the only directory that is ever uploaded
     private = _Below("private")  # mode 0700; never leaves
     canaries = _Below("private/canaries.json")  # canary texts, coins and references: secret

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from cryptography.hazmat.primitives import serialization as pem
+from cryptography.hazmat.primitives.asymmetric import ec
 
 from dpllm.card import card
 from dpllm.privacy.plan import Mechanism, steps_event
@@ -38,6 +40,16 @@ def make_endless(path: Path, kind: str, most: int) -> None:
     else:
         path.touch()
         os.truncate(path, most)
+
+
+def make_key(path: Path, passphrase: bytes | None = None, private: Any = None) -> Path:
+    """A private key; its public part lies beside it, as .pub."""
+    private = private or ec.generate_private_key(ec.SECP256R1())
+    lock = pem.BestAvailableEncryption(passphrase) if passphrase else pem.NoEncryption()
+    path.write_bytes(private.private_bytes(pem.Encoding.PEM, pem.PrivateFormat.PKCS8, lock))
+    public = private.public_key().public_bytes(pem.Encoding.PEM, pem.PublicFormat.SubjectPublicKeyInfo)
+    path.with_suffix(".pub").write_bytes(public)
+    return path
 
 
 def edit(path: Path, old: str, new: str) -> None:

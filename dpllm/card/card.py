@@ -49,7 +49,7 @@ CLIPPING_WORDS = {
 def write_card(run: RunDir, describe: Path | None = None) -> Path:
     """Writes the model card of a run, the same privacy statement as JSON, and its figure.
 
-    A signature of another statement is removed.
+    A signature of other files is removed.
 
     Args:
         run: A finished or interrupted run. Of a run without differential privacy the audit is not read: it lies in
@@ -66,8 +66,8 @@ def write_card(run: RunDir, describe: Path | None = None) -> Path:
     made = rendered(run, describe)
     if describe is not None:
         write_whole(run.describe, describe.read_bytes())
-    before = run.export / BLOCK
-    if not before.exists() or before.read_text(encoding="utf-8", errors="replace") != made[BLOCK]:
+    before = {name: run.export / name for name in made}
+    if any(not path.exists() or path.read_bytes() != made[name].encode() for name, path in before.items()):
         (run.export / SIGNATURE).unlink(missing_ok=True)
     if tradeoff_figure.FILE not in made:
         (run.export / tradeoff_figure.FILE).unlink(missing_ok=True)

@@ -31,8 +31,9 @@ def add_commands(add: AddCommand) -> None:
     """The commands and their arguments."""
     option = add("card", card, "write the model card into RUN/export, and sign it", None).add_argument
     option("run", help="run directory; or RUN/synthetic, for the card of that data set")
-    option("--sign", metavar="KEY", help="sign privacy.json with an OpenSSH key, or through ssh-agent")
+    option("--sign", metavar="KEY", help="sign all files with this private key (PEM), as OpenSSF model signing does")
     option("--describe", metavar="FILE", type=Path, help="show these statistics of the data too")
+    option("--registry", action="store_true", help="also write RUN/registry.yaml, for the DP Deployments Registry")
     option = add("verify", verify, "recompute every number that a card states").add_argument
     option("path", help="run directory, export, data set, or Hub id (datasets/OWNER/NAME); a local path wins")
     option(
@@ -40,7 +41,7 @@ def add_commands(add: AddCommand) -> None:
         metavar="FILE",
         help="a ledger, an export of one, or a postgresql:// URL (default: what the run names)",
     )
-    option("--signers", metavar="FILE", help="allowed signers, as ssh-keygen(1) describes them")
+    option("--public-key", metavar="FILE", type=Path, help="check the signature by this key (PEM)")
     option("--revision", help="of a Hub id: branch, tag or commit")
     option = add("push", push, "verify RUN/export or a data set and upload it to the Hub").add_argument
     option("run", help="run directory, or the folder of a synthetic data set")
@@ -116,19 +117,26 @@ def _add_synthesize(parser: argparse.ArgumentParser) -> None:
 def card(known: argparse.Namespace, rest: list[str]) -> int:
     """Writes the card, signs it if asked, and says where."""
     from dpllm.card.card import write_card
+    from dpllm.card.registry import entry
     from dpllm.card.synthetic import RECORD
+    from dpllm.files import BLOCK, read_json, write_whole
     from dpllm.run.directory import RunDir
+    from dpllm.statement import privacy_record
     from dpllm.verification.verify import undone_unless_verified
 
-    if (Path(known.run) / RECORD).exists():
-        return _dataset_card(Path(known.run), known)
-    with undone_unless_verified(Path(known.run)):
-        path = write_card(RunDir(Path(known.run)), known.describe)
+    run = RunDir(Path(known.run))
+    if (run.root / RECORD).exists():
+        return _dataset_card(run.root, known)
+    with undone_unless_verified(run.root):
+        path = write_card(run, known.describe)
     print(path)
     if known.sign:
         from dpllm.verification.sign import sign
 
         print(sign(path.parent, Path(known.sign)))
+    if known.registry:
+        write_whole(run.registry, entry(privacy_record.read(read_json(run.export / BLOCK)), run.load_config()))
+        print(run.registry)
     return 0
 
 
@@ -139,10 +147,10 @@ def _dataset_card(directory: Path, known: argparse.Namespace) -> int:
     from dpllm.verification.verify import undone_unless_verified
 
     run = run_of(directory)
-    if run is None or known.sign or known.describe:
+    if run is None or known.sign or known.describe or known.registry:
         raise ConfigError(
-            f"{directory}: the run needs its card first, and --sign and --describe are for the run. Type dpllm card RUN, with "
-            "them if needed, and then dpllm card RUN/synthetic."
+            f"{directory}: the run needs its card first, and --sign, --describe and --registry are for the run. Type dpllm card "
+            "RUN, with them if needed, and then dpllm card RUN/synthetic."
         )
     with undone_unless_verified(directory):
         print(write_dataset_card(directory, run))
@@ -161,7 +169,10 @@ def verify(known: argparse.Namespace, rest: list[str]) -> int:
             _download(known.path, known.revision, path)
         elif known.revision is not None:
             raise ConfigError(f"--revision {known.revision}: {known.path} is not a Hub id. Leave it out.")
-        verification = verify_apart(path, ledger=known.ledger, signers=Path(known.signers) if known.signers else None)
+        verification = verify_apart(path, ledger=known.ledger, public_key=known.public_key)
+    looked_at = {check["name"] for check in verification["checks"]}
+    if known.public_key and "signature" not in looked_at and not verification["failed"]:
+        raise ConfigError(f"--public-key: only files of a model are signed, and {known.path} is none. Leave it out.")
     if known.json:
         show(known, verification)
     else:

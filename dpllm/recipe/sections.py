@@ -6,6 +6,7 @@ Comes in: values of a YAML file. Goes out: one frozen value for each section. Kn
 from __future__ import annotations
 
 import math
+from datetime import date
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
@@ -224,6 +225,41 @@ class AuditConfig(Section):
         )
 
 
+_Words = Annotated[str, Field(pattern=r"\S")] | None
+
+
+class DeploymentConfig(Section):
+    """What only the author can say to a regulator; stated in their words, checked by nobody, and absent where it is null."""
+
+    curator: _Words = None
+    """Who publishes the model and answers for it."""
+    intended_use: _Words = None
+    """What the model is meant for."""
+    sector: Literal["Technology", "Healthcare", "Education", "Government", "Energy", "Finance"] | None = None
+    """Which field the data are from, as the DP Deployments Registry names it."""
+    region: _Words = None
+    """Whom the data describe by region, or whose law applies."""
+    further_releases: _Words = None
+    """What else is to be released from the same data, and when."""
+    epsilon_rationale: _Words = None
+    """Why epsilon is what it is."""
+    epsilon_decided_by: _Words = None
+    """Who decided on epsilon."""
+    review_date: str | None = None
+    """Day on which the release is looked at again, as YYYY-MM-DD."""
+    incident_contact: _Words = None
+    """Whom to tell of an incident, such as text of a person that the model repeats."""
+
+    @field_validator("review_date", mode="before")
+    @classmethod
+    def _day(cls, value: object) -> object:
+        """YAML reads a day without quotes as a date."""
+        try:
+            return None if value is None else date.fromisoformat(str(value)).isoformat()
+        except ValueError:
+            raise ValueError("should be a day, such as 2027-06-30") from None
+
+
 class CardConfig(Section):
     """What the model card says beside the numbers."""
 
@@ -241,6 +277,7 @@ class CardConfig(Section):
     """Contact for questions about the privacy statement."""
     tuning: str | None = None
     """How hyper-parameters were chosen: on which data, in how many runs, and whether those runs are in the ledger."""
+    deployment: DeploymentConfig = DeploymentConfig()
 
 
 class TelemetryConfig(Section):

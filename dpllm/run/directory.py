@@ -48,7 +48,7 @@ class RunDir(RunPaths):
         The canaries go first: where no config.yaml stands beside them, they count as planned for a run that is to come.
         ``keep`` is a directory in private/ that the run that is to come reads already.
         """
-        for path in (self.canaries, self.config, self.plan, self.run):
+        for path in (self.canaries, self.config, self.plan, self.run, self.registry):
             path.unlink(missing_ok=True)
         for directory in (self.export, self.private):
             _remove(directory, keep)

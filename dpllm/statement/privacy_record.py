@@ -14,6 +14,7 @@ from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
 from dpllm.privacy.accounting import StoredEvent
 from dpllm.privacy.plan import Plan
+from dpllm.recipe.sections import DeploymentConfig
 from dpllm.records import (
     AtLeast1,
     Between0And1,
@@ -252,6 +253,7 @@ class _Statement(Record):
     """Draws of labels that taught the models before this one, the latest first; absent where there are none."""
     template: str | None = None
     """How prompt and completion became one text, of a recipe that says so; `dpllm generate` writes prompts by it."""
+    deployment: DeploymentConfig | None = None
 
 
 class Guaranteed(_Statement):

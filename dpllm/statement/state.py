@@ -67,6 +67,7 @@ def statement_of(
         "labels": record.labels and record.labels.to_json(),
         "labels_before": [one.to_json() for one in record.labels_before] or None,
         "statistics": beside and beside.to_json(),
+        "deployment": config.card.deployment.model_dump(exclude_none=True) or None,
     }
     facts = {
         "schema_version": privacy_record.SCHEMA_VERSION,

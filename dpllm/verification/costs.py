@@ -61,6 +61,10 @@ ASSERTED = {
         "the author's word on where, when, from what and with which versions it ran",
     ),
     "words": ("not_covered tuning contact template", "free text, which cannot be computed"),
+    "deployment": (
+        "deployment",
+        "the author's word on who publishes this, for what, and who decided on epsilon and why",
+    ),
 }
 """Name of a line -> fields of a statement that nobody can compute from what is published, and what they say."""
 OF_ROWS = "Restore inference.json from where the rows were published, or write them anew."

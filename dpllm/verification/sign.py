@@ -1,112 +1,155 @@
-"""OpenSSH signatures over privacy.json: who vouches for a card.
+"""OpenSSF model signatures: who vouches for an export.
 
-Comes in: an export directory, and a key or a list of allowed signers. Goes out: ``privacy.json.sig``, and what such a
-signature proves. ssh-keygen does the cryptography; it is never given a terminal, so that it cannot wait for a passphrase.
+Comes in: an export directory, and a key of an elliptic curve as a PEM file. Goes out: ``model.sig`` over all files beside it, and
+what such a signature proves. The package model-signing (the extra ``sign``) does the cryptography, without network; a signature
+of a stranger is read with limits before that package sees it.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import importlib.util
 import os
-import shutil
-import subprocess
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 from dpllm.errors import ConfigError
-from dpllm.files import BLOCK, SIGNATURE, write_whole
-from dpllm.verification.values import Check, Wrong, asserted, failed, plain, read_bytes, tried, verified
+from dpllm.files import BLOCK, CARD, SIGNATURE, write_whole
+from dpllm.verification.values import (
+    BYTES_OF_VALUE,
+    MOST_OTHER,
+    Check,
+    Wrong,
+    asserted,
+    listed,
+    parsed,
+    read_bytes,
+    read_object,
+    regular,
+    tried,
+    verified,
+)
 
-NAMESPACE = "dpllm-card"
-"""A signature made for another purpose with the same key does not count here."""
+_INSTALL = "pip install 'dpllm[sign]'"
 _NAME = "signature"
-_SECONDS = 60.0  # a key on a token waits for a touch
+_AGAIN = "Take all files from where the model was published, or sign again: dpllm card RUN --sign KEY."
+_FIELDS = {"mediaType", "verificationMaterial", "dsseEnvelope", "publicKey", "tlogEntries", "hint"}
+_FIELDS |= {"payload", "payloadType", "signatures"}
+"""Of a signature, all that model-signing writes: of a field under a second name it could read another one than is read here."""
 
 
 def sign(directory: Path, key: Path) -> Path:
-    """Signs privacy.json.
+    """Signs every file of an export; returns the path of the signature, which replaces an older one.
 
     Args:
         directory: An export directory with a card.
-        key: A private key, or the public part of one that ssh-agent holds.
-
-    Returns:
-        The path of the signature, which replaces an older one.
+        key: A private key on the curve P-256, P-384 or P-521, as PEM without a passphrase.
 
     Raises:
-        ConfigError: There is no card, no such key, the key asks for a passphrase, or ssh-keygen is not installed.
+        ConfigError: There is no card, no such key, or model-signing is not installed.
     """
-    signed = directory / BLOCK
-    if not signed.is_file():
+    if not (directory / BLOCK).is_file():
         raise ConfigError(f"{directory}: holds no privacy.json to sign. Type dpllm card RUN first.")
-    if not key.is_file():
-        raise ConfigError(f"--sign {key}: no such key. Make one with ssh-keygen -t ed25519, or type its path.")
-    if shutil.which("ssh-keygen") is None:
-        raise ConfigError("ssh-keygen, which signs cards, is not installed. Install OpenSSH 8.2 or newer.")
-    answer = _keygen("-Y", "sign", "-f", key, "-n", NAMESPACE, read=signed.read_bytes())
-    if answer.returncode != 0 or b"BEGIN SSH SIGNATURE" not in answer.stdout:
-        said = plain(answer.stderr.decode(errors="replace"))
-        raise ConfigError(
-            f"--sign {key}: ssh-keygen could not sign ({said}). A key with a passphrase is used through ssh-agent: type "
-            "ssh-add KEY first. A public key alone does not sign."
-        )
-    write_whole(directory / SIGNATURE, answer.stdout)
+    signer = _with_key("--sign", key)
+    with TemporaryDirectory() as folder:
+        made = Path(folder) / SIGNATURE
+        signer.sign(directory, made)
+        write_whole(directory / SIGNATURE, made.read_bytes())
     return directory / SIGNATURE
 
 
-def check(directory: Path, signers: Path | None = None) -> Check:
+def check(directory: Path, public_key: Path | None = None) -> Check:
     """What the signature of an export proves.
 
     Args:
         directory: An export directory.
-        signers: Allowed signers, one "IDENTITY KEYTYPE KEY" a line (ssh-keygen(1), ALLOWED SIGNERS); None: nobody is known.
+        public_key: Of whoever is trusted, as PEM; None: nobody is.
 
     Guarantee:
-        ``verified`` is said only if a key that `signers` allows signed these very bytes of privacy.json for this purpose.
+        ``verified`` is said only if the holder of `public_key` signed every file that privacy.json lists, privacy.json and the
+        card, and no other file. A signature of other files fails with or without a key.
+
+    Raises:
+        ConfigError: `public_key` is no such key, or model-signing is not installed.
     """
-    return tried(_NAME, _check, directory, signers)
+    if public_key is None:
+        return tried(_NAME, _check, directory, "", None)
+    # What else lies there is not signed, such as what a download adds; the names are compared here.
+    verifier = _with_key("--public-key", public_key).set_ignore_unsigned_files(True)
+    return tried(_NAME, _check, directory, public_key.name, verifier)
 
 
-def _check(directory: Path, signers: Path | None) -> Check:
+def _check(directory: Path, name: str, verifier: Any) -> Check:
+    """``verifier`` is None where no key is named."""
     path = directory / SIGNATURE
     if not os.path.lexists(path):
-        if signers is not None:
-            raise Wrong("--signers was given, but the card is unsigned. Ask its author: dpllm card RUN --sign KEY.")
+        if verifier is not None:
+            raise Wrong("--public-key was given, but nothing is signed. Ask the author: dpllm card RUN --sign KEY.")
         return asserted(
             _NAME, "unsigned: integrity, not authenticity. Whoever made these files could have made others."
         )
-    read_bytes(path)
-    signed = read_bytes(directory / BLOCK)
-    if signers is not None and not signers.is_file():
-        raise Wrong(f"--signers {signers}: no such file. Name a file of allowed signers.")
-    if shutil.which("ssh-keygen") is None:
-        said = "the card is signed, but ssh-keygen, which checks signatures, is not installed. Install OpenSSH 8.2 or newer."
-        return failed(_NAME, said) if signers is not None else asserted(_NAME, said)
-    of_this = ("-n", NAMESPACE, "-s", path)
-    answer = _keygen("-Y", "check-novalidate", *of_this, read=signed)
-    if answer.returncode != 0:
-        raise Wrong(
-            "privacy.json.sig is no valid signature of this privacy.json. Take both files from where the model was published, "
-            "or sign again: dpllm card RUN --sign KEY."
+    hint, signed = _read(path)
+    present = {CARD: read_bytes(directory / CARD), BLOCK: read_bytes(directory / BLOCK)}
+    wanted = {file: hashlib.sha256(content).hexdigest() for file, content in present.items()}
+    wanted |= read_object(directory / BLOCK)["files"]
+    if differing := sorted(file for file in wanted.keys() | signed.keys() if wanted.get(file) != signed.get(file)):
+        raise Wrong(f"{SIGNATURE} is not of these files: {listed(differing)}. {_AGAIN}")
+    if verifier is None:
+        missing = "" if importlib.util.find_spec("model_signing") else f", after {_INSTALL}"
+        return asserted(
+            _NAME,
+            f"there is one, which was not checked: {SIGNATURE} names these files and the key {hint}, as anybody could write. "
+            f"Name the key of the author whom you trust: --public-key FILE{missing}.",
         )
-    key = plain(answer.stdout.decode(errors="replace")).partition(" with ")[2] or "a key"
-    if signers is None:
-        said = f"signed with {key}; whose key that is, is asserted. Name those whom you trust with --signers FILE."
-        return asserted(_NAME, said)
-    known = _keygen("-Y", "find-principals", "-s", path, "-f", signers)
-    for identity in known.stdout.decode(errors="replace").replace(",", "\n").splitlines():
-        if identity and not identity.startswith("!"):
-            answer = _keygen("-Y", "verify", "-f", signers, "-I", identity, *of_this, read=signed)
-            if answer.returncode == 0:
-                return verified(_NAME, f"{identity} signed it with {key}; text outside the marked parts is not signed.")
-    raise Wrong(f"signed with {key}, which {signers.name} does not allow. Do not trust it, or add the key.")
-
-
-def _keygen(*arguments: str | Path, read: bytes = b"") -> subprocess.CompletedProcess[bytes]:
-    """ssh-keygen without a terminal, in which a passphrase could be asked for."""
-    command = ["ssh-keygen", *map(str, arguments)]
-    env = {**os.environ, "SSH_ASKPASS_REQUIRE": "never", "LC_ALL": "C"}
+    for file in signed:
+        with regular(directory / file):
+            pass
     try:
-        return subprocess.run(
-            command, input=read, capture_output=True, timeout=_SECONDS, env=env, start_new_session=True, check=False
-        )
-    except (subprocess.TimeoutExpired, OSError):
-        return subprocess.CompletedProcess(command, 1, b"", b"it did not answer")
+        verifier.verify(directory, path)
+    except Exception as error:  # whatever a stranger's signature makes the package raise
+        raise Wrong(
+            f"the key in {name} did not sign these files ({type(error).__name__}); {SIGNATURE} names the key {hint}. Do not "
+            "trust them, or name the key of their author."
+        ) from None
+    return verified(_NAME, f"the key in {name} ({hint}) signed all {len(signed)} files, the card among them.")
+
+
+def _read(path: Path) -> tuple[str, dict[str, str]]:
+    """What a signature says, unchecked: the SHA-256 of the public key, and that of each file."""
+    try:
+        bundle = read_object(path)
+        envelope, material = bundle["dsseEnvelope"], bundle["verificationMaterial"]
+        names = {*bundle, *envelope, *material, *material["publicKey"]}
+        payload = parsed(base64.b64decode(envelope["payload"], validate=True), MOST_OTHER // BYTES_OF_VALUE)
+        resources = payload["predicate"]["resources"]
+        if names != _FIELDS or {one["algorithm"] for one in resources} != {"sha256"}:
+            raise ValueError("another format")
+        return str(material["publicKey"]["hint"])[:64], {one["name"]: one["digest"] for one in resources}
+    except (LookupError, TypeError, ValueError):
+        raise Wrong(
+            f"{SIGNATURE} is no signature of a model by a key, as OpenSSF model signing writes it. {_AGAIN}"
+        ) from None
+
+
+def _with_key(option: str, key: Path) -> Any:
+    """Signs or verifies with a key, by one thread, all files but the signature, and no links."""
+    if not key.is_file():
+        raise ConfigError(f"{option} {key}: no such file, so nothing can be done with that key. Type its path.")
+    try:
+        from model_signing import hashing, signing, verifying
+    except ImportError as error:
+        raise ConfigError(f"{option} {key}: needs {error.name}, which is not installed. Type {_INSTALL}.") from None
+    files = hashing.Config().use_file_serialization(max_workers=1).set_ignored_paths(paths=[SIGNATURE])
+    try:
+        if option == "--sign":
+            return signing.Config().set_hashing_config(files).use_elliptic_key_signer(private_key=key)
+        return verifying.Config().set_hashing_config(files).use_elliptic_key_verifier(public_key=key)
+    except Exception as error:  # the package promises no type of error
+        kind = "private" if option == "--sign" else "public"
+        raise ConfigError(
+            f"{option} {key}: is no {kind} key on the curve P-256, P-384 or P-521, as PEM without a passphrase "
+            f"({type(error).__name__}), so nothing can be done with it. Make a pair: openssl ecparam -name prime256v1 -genkey "
+            "-noout -out KEY, and openssl ec -in KEY -pubout -out FILE."
+        ) from None

@@ -61,7 +61,7 @@ _WRITTEN = (CARD, BLOCK, SIGNATURE, tradeoff_figure.FILE, synthetic.RECORD, infe
 
 
 @bounded_memory()
-def verify(path: Path, *, ledger: str | None = None, signers: Path | None = None) -> Verification:
+def verify(path: Path, *, ledger: str | None = None, public_key: Path | None = None) -> Verification:
     """Checks a published run.
 
     Args:
@@ -70,13 +70,13 @@ def verify(path: Path, *, ledger: str | None = None, signers: Path | None = None
             classifier; or a record of randomised labels.
         ledger: A ledger's file, an export of one, or a PostgreSQL URL; None: the one that the recipe of a run names, if it is
             there.
-        signers: A file of allowed signers (ssh-keygen(1)); None: whose key signed is only asserted.
+        public_key: Of the author whom the caller trusts, as PEM; None: whose key signed is only asserted.
 
     Returns:
         All checks, in a fixed order.
 
     Raises:
-        ConfigError: The path holds nothing that could be verified.
+        ConfigError: The path holds nothing that could be verified, or `public_key` is none that can be used.
     """
     if path.name.endswith(SUFFIX) and path.is_file():
         return Verification(str(path), tuple(check_released.check_label_record(path, ledger)))
@@ -99,7 +99,7 @@ def verify(path: Path, *, ledger: str | None = None, signers: Path | None = None
     export = Published(directory, statement, card, run, ledger)
     for name, check in CHECKS:
         checks += guarded(name, check, export)
-    checks.append(sign.check(directory, signers))
+    checks.append(sign.check(directory, public_key))
     return Verification(str(path), tuple(checks))
 
 

@@ -13,6 +13,7 @@ from written_rows import COST, ROWS, SHARES, make_data_set, make_run, record, re
 
 from dpllm.card import synthetic
 from dpllm.card.synthetic import Synthetic, write_dataset_card
+from dpllm.cli import main
 from dpllm.errors import ConfigError
 from dpllm.privacy.accounting import compose, epsilon
 from dpllm.privacy.events import PureDP
@@ -145,6 +146,13 @@ def test_a_record_is_closed(change: dict[str, object]) -> None:
     assert Synthetic.checked(record()).shares == SHARES
     with pytest.raises(NotAStatement):
         Synthetic.checked({**record(), **change})
+
+
+def test_a_key_for_what_is_never_signed_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A check that was asked for and not made must not pass."""
+    assert main(["verify", str(folder)]) == 0
+    assert main(["verify", str(folder), "--public-key", str(folder / "README.md")]) == 2
+    assert "--public-key" in capsys.readouterr().err
 
 
 def test_the_marked_part_is_as_it_was(folder: Path) -> None:

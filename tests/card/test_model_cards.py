@@ -156,10 +156,15 @@ def test_a_card_whose_weights_are_gone_does_not_verify(tmp_path: Path) -> None:
 def test_a_figure_and_a_signature_of_another_statement_go(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", *RUNS["dp"])
     write_card(run)
-    signature = run.export / "privacy.json.sig"
+    signature = run.export / "model.sig"
     signature.write_text("signed")
     write_card(run)
-    assert signature.exists()  # the statement is the same
+    assert signature.exists()  # the files are the same
+    with open(run.export / "README.md", "a", encoding="utf-8") as file:
+        file.write("Edited by hand.\n")
+    write_card(run)
+    assert not signature.exists()
+    signature.write_text("signed")
     write_json(run.run, {**broken(), "manifest": read_json(run.run)["manifest"]})
     write_card(run)
     assert not signature.exists()

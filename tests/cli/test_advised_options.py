@@ -18,6 +18,7 @@ RECIPES = ("plan", "train")
 # Who prints the messages of a module; those of dpllm/cli/NAME.py are of the commands that it adds.
 PRINTED_BY: dict[str, tuple[str, ...]] = {
     "auditing": ("audit",),
+    "card/registry.py": ("card",),
     "comparison/compare.py": ("compare",),
     "comparison/shown.py": ("compare",),
     "comparison/sweep.py": ("sweep",),

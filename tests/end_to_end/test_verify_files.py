@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import shutil
 import struct
-import subprocess
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import published
 import pytest
-from published import carry, changed, failing, read, rehash, write
+import yaml
+from published import carry, changed, failing, make_key, read, rehash, write
 from running import Place, dpllm_
 from safetensors.numpy import load_file, save_file
 
@@ -349,25 +349,42 @@ def test_another_ledger_does_not_know_the_run(export: Path, tmp_path: Path) -> N
 # Signatures.
 
 
-@pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="ssh-keygen is not installed")
+@pytest.mark.skipif(find_spec("model_signing") is None, reason="needs the extra sign")
 def test_a_card_is_signed_and_loses_a_signature_that_no_longer_fits(run: Path, tmp_path: Path) -> None:
-    key = tmp_path / "key"
-    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True, stdin=subprocess.DEVNULL)
-    signers = tmp_path / "signers"
-    signers.write_text(f"alice@example.org {key.with_suffix('.pub').read_text('utf-8')}", encoding="utf-8")
+    key = make_key(tmp_path / "alice")
+    public = key.with_suffix(".pub")
     assert dpllm_("card", run, "--sign", key).code == 0
-    answer = dpllm_("verify", run, "--signers", signers)
+    answer = dpllm_("verify", run, "--public-key", public)
     assert answer.code == 0
-    assert "verified  signature: alice@example.org" in answer.out
-    # The signature is over privacy.json, which names all other files.
+    assert "verified  signature: the key in alice.pub" in answer.out
+    upload = json.loads(dpllm_("push", run, "alice/notes", "--dry-run", "--json").out)
+    assert "model.sig" in [file["path"] for file in upload["files"]]
     carry(run / "export", {**read(run / "export"), "contact": "mallory@example.org"})
-    assert "signature" in failing(run / "export", signers=signers)
+    assert "signature" in failing(run / "export")
+    assert "signature" in failing(run / "export", public_key=public)
     config = run / "config.yaml"
     config.write_text(config.read_text("utf-8").replace("contact: null", "contact: bob@example.org"), encoding="utf-8")
     assert dpllm_("card", run).code == 0
-    assert not (run / "export" / "privacy.json.sig").exists()
-    assert dpllm_("verify", run, "--signers", signers).code == 4
+    assert not (run / "export" / "model.sig").exists()
+    assert dpllm_("verify", run, "--public-key", public).code == 4
     assert dpllm_("card", run, "--sign", tmp_path / "nothing").code == 2
+
+
+def test_a_deployment_is_asserted_and_can_be_written_for_the_registry(run: Path) -> None:
+    config = run / "config.yaml"
+    config.write_text(config.read_text("utf-8").replace("curator: null", "curator: Ward 7"), encoding="utf-8")
+    assert dpllm_("card", run, "--registry").out.splitlines()[1:] == [str(run / "registry.yaml")]
+    assert read(run / "export")["deployment"] == {"curator": "Ward 7"}
+    assert yaml.safe_load((run / "registry.yaml").read_text("utf-8"))["deployment"]["basic"]["data_curators"] == [
+        "Ward 7"
+    ]
+    answer = dpllm_("verify", run)
+    assert answer.code == 0
+    assert "asserted  deployment: deployment: the author's word" in answer.out
+    # The recipe of the run contradicts who writes another name.
+    carry(run / "export", {**read(run / "export"), "deployment": {"curator": "Ward 8"}})
+    assert failing(run) == {"run"}
+    assert not failing(run / "export")
 
 
 # Hostile files.

@@ -280,6 +280,7 @@ def test_every_state_has_its_card(name: str) -> None:
         assert text.count(f"\n## {heading}\n") == 1
     assert ("\n## Appendix\n" in text) == bool(holds or block["audit"] or block["lineage"])
     assert words(text) <= 900
+    assert ("No ε is a legal verdict." in text) == bool(holds)
     assert name != "budget" or "4.25" not in text  # one number
     assert STATES[name].card() == (text, block)
 

@@ -1,0 +1,47 @@
+"""An entry of the DP Deployments Registry (third tier), as a draft that its author completes.
+
+Comes in: the privacy statement of a run with a guarantee, and its recipe. Goes out: YAML. Must not state what neither says.
+
+References:
+    https://github.com/opendp/deployments-registry-data, schemas/deployments-schema.yaml at 3e9c812a (July 2026).
+"""
+
+from __future__ import annotations
+
+import re
+
+import yaml
+
+from dpllm.card.card import digest
+from dpllm.errors import ConfigError
+from dpllm.recipe import names
+from dpllm.recipe.config import RunConfig
+from dpllm.recipe.sections import DeploymentConfig
+from dpllm.statement import formatting
+from dpllm.statement.privacy_record import PrivacyRecord
+
+
+def entry(statement: PrivacyRecord, config: RunConfig) -> str:
+    """The entry as YAML; what nobody gave is left out, or says that it is not stated.
+
+    Raises:
+        ConfigError: The statement has no guarantee, so that nothing is to be registered.
+    """
+    if not statement.guarantee:
+        raise ConfigError(
+            f"--registry: the run gives no differential privacy guarantee ({statement.reason}), and the registry is of "
+            "deployments that give one. Leave --registry out."
+        )
+    title, plan = config.card.title or names.last_part(config.output_dir), statement.plan
+    text = formatting.template("registry.yaml.j2").render(
+        w=formatting,
+        b=statement,
+        d=statement.deployment or DeploymentConfig(),
+        title=title,
+        slug=re.sub(r"\W+", "_", title.lower()).strip("_"),
+        description=config.card.description,
+        digest=digest(statement.to_json()),
+    )
+    made = yaml.safe_load(text)
+    made["deployment"]["privacy_loss"]["privacy_parameters"] = {"epsilon": plan.epsilon, "delta": plan.delta}
+    return yaml.safe_dump(made, sort_keys=False, allow_unicode=True, width=100)
