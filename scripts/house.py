@@ -181,16 +181,16 @@ FEATURES = (
         3_881,
     ),
     Feature(
+        "verification",
+        "Anyone recomputes a card from its files.",
+        ("verification/*.py", "card/artifact.py"),
+        2_065,
+    ),
+    Feature(
         "cards and statements",
         "A model card whose every figure is derived from recorded facts.",
         ("statement/*.py", "card/*.py"),
         2_489,
-    ),
-    Feature(
-        "verification",
-        "Anyone recomputes a card from its files.",
-        ("verification/*.py",),
-        2_065,
     ),
     Feature(
         "comparison",
