@@ -6,6 +6,7 @@ for each label, nobody can see in a file: that is the author's word, and stays a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -33,7 +34,7 @@ def statistics(release: Published[Any]) -> Iterator[Check]:
         return
     terms, releases, alone = promise.terms, shown.releases, not isinstance(shown, BesideRun)
     cost = shown.pure
-    if alone:
+    if alone and cost == math.inf:  # Gaussian sums
         check_promise.bounded(shown.event())
         cost = accounting.epsilon(shown.event(), shown.delta, "zero_out", "rdp")
     same = terms is not None and (shown.unit, shown.neighbouring_relation) == (terms.unit, terms.neighbouring_relation)
@@ -45,9 +46,7 @@ def statistics(release: Published[Any]) -> Iterator[Check]:
         },
         release.again,
     )
-    # Beside a file of vectors there are sums alone: nothing else pays for it.
-    ours = [_is_ours(one, shown.max_examples_per_unit, sums=alone) for one in releases]
-    if strange := [one.statistic for one, good in zip(releases, ours, strict=True) if not good]:
+    if strange := [one.statistic for one in releases if not _is_ours(one, shown.max_examples_per_unit)]:
         raise Wrong(
             f"{values.listed(strange)} is no statistic of dpllm, by its mechanism, with its error. {release.again}"
         )
@@ -63,9 +62,9 @@ def statistics(release: Published[Any]) -> Iterator[Check]:
     yield values.verified("statistics", f"{len(releases)} releases cost {cost_alone}{all_else}.")
 
 
-def _is_ours(release: Release, rows: int, *, sums: bool) -> bool:
+def _is_ours(release: Release, rows: int) -> bool:
     """Whether dpllm releases such a statistic: by its mechanism, with the error that its epsilon gives, of such a value."""
-    if sums:
+    if release.vectors is not None:  # for which sums alone pay
         return isinstance(release.event, SelfComposed) and _is_embedded(release, release.event.count)
     declared, value = release.declared.model_dump(exclude_none=True), release.value or {}
     kinds = {"": "units", "values": "shares", "numbers quantile": "quantiles"}

@@ -18,7 +18,7 @@ from written_rows import MODEL_CARDS, make_data_set, make_run, released
 from written_texts import make_texts
 
 from dpllm.card import inference, synthetic
-from dpllm.card.artifact import EMBEDDED, LABELS, MODEL
+from dpllm.card.artifact import DRAWN, EMBEDDED, LABELS, MODEL, SAID, Artifact, Promise
 from dpllm.card.card import dump_statement
 from dpllm.files import hashes
 from dpllm.privacy import embedded
@@ -145,3 +145,32 @@ def test_a_statistic_pays_for_no_vectors(tmp_path: Path) -> None:
     record |= {"epsilon": epsilon(PureDP(0.25), record["delta"], "zero_out"), "max_examples_per_unit": 1}
     (folder / statistics.RECORD).write_text(dump_statement(record), encoding="utf-8")
     assert "statistics" in failing(folder)
+
+
+def test_a_new_kind_needs_its_artifact_and_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A histogram as a file: everything that other kinds share is checked of it, too."""
+    kind = Artifact(
+        kind="histogram",
+        sources=("histogram.json",),
+        version=1,
+        read=Embedded.checked,
+        again="Take it from where it was published.",
+        promise=lambda shown: Promise(units=1000, statistics=shown),
+        files=lambda _: {},
+        due=lambda _: (),
+        whole=lambda shown: {"README.md": f"# {shown.releases[0].words()}\n"},
+        asserted={
+            "values of statistics": (" ".join((*SAID, "max_examples_per_unit", "unit", "neighbouring_relation")), DRAWN)
+        },
+    )
+    monkeypatch.setitem(verifying._FOLDERS, "histogram.json", kind)
+    monkeypatch.setitem(verifying.OWN, "histogram", ())
+    record = Embedded.checked({**released(), "schema_version": 1})
+    (tmp_path / "histogram.json").write_text(dump_statement(record.to_json()), encoding="utf-8")
+    (tmp_path / "README.md").write_text(kind.whole(record)["README.md"], encoding="utf-8")
+    assert failing(tmp_path) == set()
+    subject = Subject(kind, tmp_path, steps=BY_ANY_VERSION)
+    assert {field for field in survivors(subject, subject.opened()) if not is_said(subject, field)} == set()
+    (tmp_path / "README.md").write_text("# none\n", encoding="utf-8")
+    (tmp_path / "rows.jsonl").write_text("{}\n", encoding="utf-8")
+    assert failing(tmp_path) == {"README.md", "files"}
