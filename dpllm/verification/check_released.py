@@ -46,7 +46,7 @@ def statistics(release: Published[Any]) -> Iterator[Check]:
         },
         release.again,
     )
-    if strange := [one.statistic for one in releases if not _is_ours(one, shown.max_examples_per_unit)]:
+    if strange := [each.statistic for each in releases if not _is_ours(each, shown.max_examples_per_unit)]:
         raise Wrong(
             f"{values.listed(strange)} is no statistic of dpllm, by its mechanism, with its error. {release.again}"
         )

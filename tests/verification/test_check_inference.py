@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from pathlib import Path
@@ -154,19 +153,6 @@ def test_the_range_of_a_draw_is_not_below_the_exact_one_nor_far_above(
 ) -> None:
     event = {"type": "bounded_range", "range": range_, "count": EVENT.count}
     assert failing(make_texts(tmp_path / "a", event=event)) == expected
-
-
-@pytest.mark.parametrize("field", ["epsilon", "with_run"])
-@pytest.mark.parametrize("factor", [0.9, 1.1])
-def test_another_figure_of_the_statistics_is_found(folder: Path, field: str, factor: float) -> None:
-    shown = stated(folder)["statistics"]
-    assert failing(forged(folder, statistics={**shown, field: shown[field] * factor})) == {"statistics"}
-
-
-def test_a_total_that_is_left_out_is_found(folder: Path) -> None:
-    record = {**stated(folder), "statistics": {**stated(folder)["statistics"], "with_run": None}}
-    (folder / "inference.json").write_text(json.dumps(record), encoding="utf-8")
-    assert failing(folder) == {"statistics", "front matter", "marked parts"}
 
 
 @pytest.mark.parametrize("public", ["data_public", "eval_public"])
