@@ -18,8 +18,10 @@ from cryptography.hazmat.primitives import serialization as pem
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from dpllm.card import card
+from dpllm.card.artifact import MODEL
 from dpllm.privacy.plan import Mechanism, steps_event
 from dpllm.statement import privacy_record, tradeoff_figure
+from dpllm.verification.values import Published
 from dpllm.verification.verify import Verification, verify
 
 Json = dict[str, Any]
@@ -64,7 +66,7 @@ def endless_is_found_soon(folder: Path, name: str, kind: str, most: int) -> None
     (folder / name).unlink()
     make_endless(folder / name, kind, most + 1)
     started = time.monotonic()
-    assert failing(folder) & {"data set", "files"}
+    assert failing(folder) & {"card", "files"}
     assert time.monotonic() - started < 10
 
 
@@ -88,6 +90,12 @@ def replanned(block: Json, **numbers: Any) -> Json:
     plan["mechanism"] = "dp-bandmf" if run.coefficients else "dp-sgd"
     steps = dict.fromkeys(("planned", "taken"), run.num_steps)
     return {**block, "plan": plan, "steps": steps if "num_steps" in numbers else block["steps"]}
+
+
+def opened(directory: Path, block: Json | None = None, **others: Any) -> Published[Any]:
+    """A model as ``verify`` opens it, perhaps of another statement."""
+    record = privacy_record.read(read(directory) if block is None else block)
+    return Published(MODEL, directory, record, **others)
 
 
 def read(export: Path) -> Json:

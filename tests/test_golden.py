@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from dpllm.cli import main
-from dpllm.verification.costs import MAGNIFIED
+from dpllm.verification.check_promise import MAGNIFIED
 from dpllm.verification.values import differences
 
 ROOT = Path(__file__).parents[1]

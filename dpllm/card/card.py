@@ -99,7 +99,7 @@ def rendered(run: RunDir, describe: Path | None = None) -> dict[str, str]:
             f"{run.root}: the run ended before it exported weights, so there is nothing to describe. Type "
             "dpllm train RECIPE --resume, or train again."
         )
-    released = read_json(describe or run.describe) if describe or run.describe.exists() else None
+    statistics = read_json(describe or run.describe) if describe or run.describe.exists() else None
     audits = {f"audit/{name}": digest for name, digest in hashes(run.export / "audit").items()}
     if copied := [name for name in audits if _private(run, run.export / name)]:
         raise ConfigError(
@@ -107,7 +107,7 @@ def rendered(run: RunDir, describe: Path | None = None) -> dict[str, str]:
             "and type the command again."
         )
     audit = opened.audit if config.privacy.enabled else None
-    statement = statement_of(config, opened.plan, record, audit, {}, released)
+    statement = statement_of(config, opened.plan, record, audit, {}, statistics)
     return pages(config, record, statement, {**record.artifacts, **audits})
 
 

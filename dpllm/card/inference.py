@@ -20,6 +20,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from dpllm.card import card, synthetic
+from dpllm.card.artifact import DRAWN, SAID, Artifact, Front, Promise
 from dpllm.card.synthetic import ROWS, Written, total
 from dpllm.files import CARD, sha256, write_whole
 from dpllm.privacy import accounting, events
@@ -33,8 +34,13 @@ from dpllm.statement import formatting, lineage
 from dpllm.statement.privacy_record import BaseModelName, Composed, Lineage
 from dpllm.statement.released import BesideRun, Statistics
 from dpllm.statement.state import beside_run
+from dpllm.text import control
 
 RECORD, PARTS = "inference.json", ("inference",)
+MOST_ABOVE = Fraction(1, 10**9)
+"""Relative; how far the range of a draw may lie above the exact one."""
+MOST_EPSILON = 500.0
+"""By RDP: above it, texts promise nothing, and an accountant would take minutes."""
 _MAIN = ("delta", "unit", "neighbouring_relation", "dataset")
 BoundedRange = Annotated[
     events.BoundedRange, *stored(lambda event: isinstance(event, events.BoundedRange) and event.count > 0)
@@ -182,17 +188,7 @@ def render(record: Inference) -> dict[str, str]:
     Raises:
         ConfigError: See ``card.filled``.
     """
-    return card.filled(
-        PARTS,
-        lambda: {
-            "w": formatting,
-            "s": record,
-            "epsilon": epsilon(record),
-            "most": recognised(record),
-            "digest": card.digest(record.to_json()),
-            **synthetic.tables(record.quality),
-        },
-    )
+    return card.filled(PARTS, lambda: synthetic.context(record, epsilon(record), recognised(record)))
 
 
 def front_matter(record: Inference) -> Json:
@@ -201,3 +197,75 @@ def front_matter(record: Inference) -> Json:
     main = {"guarantee": True, **{name: block[name] for name in _MAIN}, "epsilon": epsilon(record)}
     main |= {"record": RECORD, "sha256": card.digest(block)}
     return synthetic.loadable(record.columns, main, guarantee=True)
+
+
+def _rules(record: Inference) -> dict[str, bool]:
+    statistics, least, event = record.statistics, eta(record), record.event
+    most = least * (1 + MOST_ABOVE)
+    counted, lineage = record.neighbouring_relation == "zero_out", record.lineage
+    shares = control.shares_of(record.control) if record.control else None
+    public = synthetic.declared_sides(record.data_public, record.eval_public)
+    return {
+        **synthetic.rules_of_rows(record, record.texts, ["text"], statistics),
+        f"the event is {event.count} draws of range {event.range:.12g}, but {record.max_new_tokens} tokens are stated, and "
+        f"2 C / (B tau) is {float(least):.12g}": event.count == record.max_new_tokens
+        and least <= Fraction(event.range) <= most,
+        "all batches have more units than there are, so that some would vote twice": not counted
+        or record.texts * record.batch_size <= record.num_units,
+        "shares is not the statistic of the control columns": record.shares == shares,
+        "max_examples_per_unit belongs to another unit": record.unit != "example" or not record.max_examples_per_unit,
+        "delta is not below 1/N, so that publishing one record outright would satisfy it": record.delta
+        * record.num_units
+        < 1,
+        "the prompt has no place {text} for a record": "{text}" in record.prompt,
+        "not_covered leaves something out": {*not_covered(record.unit, record.neighbouring_relation)}
+        <= {*record.not_covered},
+        "statistics are of another dataset": not (statistics and record.composed)
+        or record.composed.dataset == statistics.dataset,
+        "quality has figures of rows that are not declared public": synthetic.may_publish(record.quality, public),
+        "an earlier model was trained on the same dataset, which is in no total of these": lineage is None
+        or not (lineage.same_dataset or lineage.composed),
+    }
+
+
+def _promise(record: Inference) -> Promise:
+    return Promise(
+        record,
+        f"{record.texts:,} texts were begun, range and number of draws follow from C, B, tau and T, and delta is below 1/N",
+        whole=whole(record.event, record.statistics),
+        most=MOST_EPSILON,
+        units=record.num_units,
+        composed=record.composed,
+        lineage=record.lineage,
+        statistics=record.statistics,
+    )
+
+
+_WORD = "the word of whoever wrote the rows"
+ARTIFACT = Artifact(
+    kind="rows by inference",
+    sources=(RECORD,),
+    version=1,
+    read=Inference.checked,
+    again="Restore inference.json from where the rows were published, or write them anew.",
+    promise=_promise,
+    rules=_rules,
+    files=lambda record: record.files,
+    due=lambda _: (ROWS,),
+    front=lambda record: Front(front_matter(record), synthetic.OF_AUTHOR),
+    parts=render,
+    asserted={
+        "writing": (
+            "",
+            "that this model drew the rows, from these prompts, with this clipping and with random numbers of the operating "
+            f"system, that no unit voted in two texts, and that nothing of it but the rows was kept: {_WORD}",
+        ),
+        "data": ("dataset data_public eval_public unit max_examples_per_unit num_units", _WORD),
+        "circumstances": (
+            "prompt base_model top_k dropped quality date software hardware not_covered accountant.version cross_check.version",
+            f"reasons for dropping, the rest of not_covered, and where the rows were written: {_WORD}",
+        ),
+        "values of statistics": (" ".join(f"statistics.{name}" for name in SAID), DRAWN),
+    },
+)
+"""Rows by private inference."""

@@ -17,12 +17,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from dpllm.card import card
+from dpllm.card.artifact import Artifact, Front
 from dpllm.errors import ConfigError
 from dpllm.files import BLOCK, CARD, read_json, sha256, write_whole
 from dpllm.privacy.limits import attacker_limits
@@ -31,7 +33,8 @@ from dpllm.records import AtLeast1, Count, Json, NotAStatement, Number, Record, 
 from dpllm.run.directory import RunDir
 from dpllm.statement import formatting, privacy_record, tradeoff_figure
 from dpllm.statement.privacy_record import PrivacyRecord
-from dpllm.statement.released import BesideRun
+from dpllm.statement.released import BesideRun, Statistics
+from dpllm.text import control
 
 RECORD, ROWS = "synthetic.json", "data/train.jsonl"
 MODEL_CARD, MODEL_BLOCK, FIGURE = f"run/{CARD}", f"run/{BLOCK}", f"run/{tradeoff_figure.FILE}"
@@ -99,6 +102,33 @@ class Synthetic(Written):
     """How many texts were drawn: each became a row or was dropped."""
 
 
+@dataclass(frozen=True)
+class DataSet:
+    """A synthetic data set and the statement of the model that wrote it."""
+
+    record: Synthetic
+    statement: PrivacyRecord
+
+    @classmethod
+    def read(cls, record: Json, statement: Json) -> DataSet:
+        """What synthetic.json and run/privacy.json hold; ``NotAStatement`` where one does not keep to its schema."""
+        return cls(Synthetic.checked(record), privacy_record.read(statement))
+
+    def to_json(self) -> Json:
+        """synthetic.json."""
+        return self.record.to_json()
+
+    @property
+    def codes(self) -> set[str] | None:
+        """See ``codes``; without a guarantee codes are not checked."""
+        return codes(self.record, self.statement.statistics) if self.statement.guarantee else None
+
+    @property
+    def files(self) -> dict[str, str]:
+        """Files in run/ -> those in the run's export/."""
+        return of_run(self.statement)
+
+
 def epsilon(statement: PrivacyRecord) -> float | None:
     """What the folder costs at the run's delta: the model, all statistics on its card, and the models before it on the same data.
 
@@ -145,6 +175,12 @@ def recognised(statement: PrivacyRecord) -> float | None:
 def of_run(statement: PrivacyRecord) -> dict[str, str]:
     """What lies in run/: its name in the folder, and in the run's export/."""
     return {f"run/{name}": name for name in (CARD, BLOCK, *([tradeoff_figure.FILE] if statement.guarantee else []))}
+
+
+def run_of(directory: Path) -> RunDir | None:
+    """The run directory that a data set lies in; None elsewhere."""
+    run = RunDir(directory.absolute().parent)
+    return run if run.config.is_file() and (run.export / CARD).is_file() else None
 
 
 def write_dataset_card(directory: Path, run: RunDir) -> Path:
@@ -218,17 +254,18 @@ def render(record: Synthetic, statement: PrivacyRecord) -> dict[str, str]:
     return card.filled(
         PARTS,
         lambda: {
-            "w": formatting,
-            "s": record,
+            **context(record, epsilon(statement), recognised(statement)),
             "b": statement,
             "t": statement.plan,
             "holds": statement.guarantee,
-            "epsilon": epsilon(statement),
-            "most": recognised(statement),
-            "digest": card.digest(record.to_json()),
-            **tables(record.quality),
         },
     )
+
+
+def context(record: Written, epsilon: float | None, most: float | None) -> Json:
+    """What the marked part of any rows is filled with: epsilon of all in the folder, and the most that a test recognises."""
+    own = {"w": formatting, "s": record, "epsilon": epsilon, "most": most, "digest": card.digest(record.to_json())}
+    return {**own, **tables(record.quality)}
 
 
 def tables(quality: Quality | None) -> Json:
@@ -271,6 +308,38 @@ def loadable(columns: Sequence[str], privacy: Json, *, guarantee: bool) -> Json:
     }
 
 
+def codes(record: Written, released: Statistics | None) -> set[str] | None:
+    """Codes that texts can have been asked for; None: any, as there is no control."""
+    if not record.control:
+        return None
+    return set(released.positive(record.shares)) if released else set()
+
+
+def rules_of_rows(record: Written, drawn: int, texts: Sequence[str], released: Statistics | None) -> dict[str, bool]:
+    """What has to hold of any such record: so many texts were ``drawn``, and stand in the columns ``texts``."""
+    shown = {one.statistic for one in released.releases} if released else set()
+    return {
+        "texts are not the rows and what was dropped": record.rows + sum(record.dropped.values()) == drawn,
+        "a column stands twice": len(set(record.columns)) == len(record.columns),
+        f"columns are not those of control and {', '.join(texts)}": record.columns == (*record.control, *texts),
+        "shares names no statistic that is shown": record.shares is None or record.shares in shown,
+    }
+
+
+def _rules(folder: DataSet) -> dict[str, bool]:
+    record, statement = folder.record, folder.statement
+    texts = ["text"] if record.prompts is None else ["prompt", "completion"]
+    name = control.shares_of(record.control) if record.control else None
+    named = {name} if statement.guarantee else {name, None}
+    return {
+        **rules_of_rows(record, record.attempts, texts, statement.statistics),
+        "shares is not the statistic of the control columns": record.shares in named,
+        f"quality has figures of rows that {MODEL_BLOCK} does not declare public": may_publish(
+            record.quality, public_sides(statement)
+        ),
+    }
+
+
 def reads(figure: str) -> set[str]:
     """The sides that a figure of quality is computed from, by its name; what nobody here names so may read all."""
     what, _, side = figure.rpartition(": ")
@@ -298,3 +367,30 @@ def declared_sides(training: bool, evaluation: bool) -> set[str]:
 def may_publish(quality: Quality | None, declared: set[str]) -> bool:
     """Whether all figures read nothing but these sides."""
     return all(reads(name) <= declared for name in (quality.figures if quality else ()))
+
+
+OF_AUTHOR = frozenset({"license", "license_name", "license_link", "language", "pretty_name"})
+"""Keys of the front matter that are the author's."""
+
+
+ARTIFACT = Artifact(
+    kind="rows by a model",
+    sources=(RECORD, MODEL_BLOCK),
+    version=1,
+    read=DataSet.read,
+    again="Take the folder from where it was published, or write its card again: dpllm card RUN/synthetic.",
+    rules=_rules,
+    files=lambda folder: folder.record.files,
+    due=lambda folder: (ROWS, *folder.files),
+    front=lambda folder: Front(front_matter(folder.record, folder.statement), OF_AUTHOR),
+    parts=lambda folder: render(folder.record, folder.statement),
+    asserted={
+        "settings": ("sampling prompts dropped quality date software", "the author's word"),
+        "model": (
+            "",
+            "that weights of this statement wrote these rows, from the prompts and settings that are named, is the author's "
+            "word. Weights and audit are verified where the model is published",
+        ),
+    },
+)
+"""Rows by a tuned model."""

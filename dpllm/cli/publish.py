@@ -142,8 +142,7 @@ def card(known: argparse.Namespace, rest: list[str]) -> int:
 
 def _dataset_card(directory: Path, known: argparse.Namespace) -> int:
     """The same of a data set that lies in its run directory."""
-    from dpllm.card.synthetic import write_dataset_card
-    from dpllm.verification.check_rows import run_of
+    from dpllm.card.synthetic import run_of, write_dataset_card
     from dpllm.verification.verify import undone_unless_verified
 
     run = run_of(directory)

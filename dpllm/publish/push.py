@@ -18,14 +18,14 @@ from huggingface_hub import CommitOperationAdd, DatasetInfo, HfApi, ModelInfo, c
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
-from dpllm.card.synthetic import MODEL_BLOCK, RECORD, ROWS, Synthetic
+from dpllm.card.synthetic import MODEL_BLOCK, RECORD, ROWS, Synthetic, run_of
 from dpllm.errors import ConfigError, DpllmError, Refused
 from dpllm.files import BLOCK, CARD, UNHASHED, read_json, sha256
 from dpllm.releases import leaks
 from dpllm.run.directory import RunDir, open_run
 from dpllm.statement import privacy_record
 from dpllm.statement.privacy_record import PrivacyRecord
-from dpllm.verification.check_rows import OF_MODEL, run_of
+from dpllm.verification.check_rows import OF_MODEL
 from dpllm.verification.verify import insist
 
 # httpx in huggingface_hub 1, httpx2 in 2: the class of everything that goes wrong on the way.

@@ -9,14 +9,15 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from dpllm.errors import ConfigError
-from dpllm.privacy.accounting import stored
-from dpllm.privacy.events import Composed, Gaussian, PureDP, SelfComposed, compose, mechanism_of
+from dpllm.privacy.accounting import Relation, stored
+from dpllm.privacy.events import Composed, Event, Gaussian, PureDP, SelfComposed, compose, count_releases, mechanism_of
 from dpllm.privacy.releases import OTHER, flip_probability
 from dpllm.records import AtLeast1, Between0And1, NotNegative, Number, Positive, Record, Sha256, Share, Text
 from dpllm.statement import formatting
@@ -35,6 +36,19 @@ def _is_release(event: object) -> bool:
 
 
 ReleaseEvent = Annotated[PureDP | SelfComposed, *stored(_is_release)]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a ledger has to have been charged for, by one entry of its own."""
+
+    name: str
+    dataset: str
+    unit: str
+    relation: Relation
+    event: Event
+    steps: int
+    """Charged at least."""
 
 
 class Declared(Record):
@@ -142,6 +156,12 @@ class Statistics(Record):
         counts = next((one.value for one in self.releases if one.statistic == name and one.value), {})
         return {value: count for value, count in counts.items() if value != OTHER and count > 0}
 
+    def entries(self) -> list[Entry]:
+        """What a ledger was charged for each release, by an entry of its own."""
+        account = self.dataset, self.unit, self.neighbouring_relation
+        paid = ((one.entry or "", one.event) for one in self.releases)
+        return [Entry(name, *account, event, count_releases(event)) for name, event in paid]
+
     @property
     def pure(self) -> float:
         """The sum of all epsilons, at a delta of 0; infinite with Gaussian sums."""
@@ -205,6 +225,12 @@ class Labels(Record):
         if wrong := [problem for problem, good in rules.items() if not good]:
             raise ValueError(", ".join(wrong))
         return self
+
+    @property
+    def paid(self) -> Entry:
+        """What a ledger was charged for all labels of one unit."""
+        event = PureDP(self.unit_epsilon)
+        return Entry(self.entry, self.dataset, self.unit, self.neighbouring_relation, event, 1)
 
     def with_account(self, held: float = 0.0, before: Sequence[Labels] = ()) -> Self:
         """The same with the largest total known of its account, in a ledger or by models ``before``; none for other units."""

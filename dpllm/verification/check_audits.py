@@ -28,21 +28,9 @@ from dpllm.statement import state
 from dpllm.statement.audit import CONTROL_LEVEL, AuditRecord, CanaryGroup, Summary, WordsControl, parse_audit
 from dpllm.statement.audit_bounds import Claim
 from dpllm.statement.privacy_record import PrivacyRecord
-from dpllm.verification import costs
-from dpllm.verification.values import (
-    WRITE_AGAIN,
-    Check,
-    Published,
-    Wrong,
-    asserted,
-    bounded_memory,
-    close,
-    differences,
-    listed,
-    read_object,
-    regular,
-    verified,
-)
+from dpllm.verification import values
+from dpllm.verification.check_promise import MAGNIFIED, MOST_STEPS
+from dpllm.verification.values import WRITE_AGAIN, Check, Published, Wrong
 
 MOST_ROWS, MOST_CANARIES, MOST_TOKENS = 100_000, 25_000, 400_000
 MOST_FOOTER, MOST_UNPACKED, MOST_MEMORY = 2**20, 2**27, 2**29
@@ -53,17 +41,15 @@ _NUMBERS = {"bool", "int8", "int16", "int32", "int64", "float", "double"}
 _MOST_TESTS = 32  # of one kind; each takes seconds where canaries are many
 
 
-def check(export: Published) -> Iterator[Check]:
+def check(export: Published[PrivacyRecord]) -> Iterator[Check]:
     """The audit of the weights."""
     folder, stated = export.directory / "audit", export.record
     files = sorted(name for name in export.hashes if name.startswith("audit/"))
     if stated.audit is None:
         if files:
-            raise Wrong(f"{listed(files)} are in export/, but the card names no audit. {WRITE_AGAIN}")
-        fixed = (
-            ", and canary_slots, canary_commitment and audit of the Plan are the author's word" if stated.plan else ""
-        )
-        yield asserted("audit", f"no audit of these weights is published{fixed}.")
+            raise Wrong(f"{values.listed(files)} are in export/, but the card names no audit. {WRITE_AGAIN}")
+        fixed = "; canary_slots, canary_commitment and audit of the Plan are the author's word"
+        yield values.asserted("audit", f"no audit of these weights is published{fixed if stated.plan else ''}.")
         return
     if stated.plan is None:
         raise Wrong("audits of runs without differential privacy are private. Delete export/audit.")
@@ -76,22 +62,20 @@ def check(export: Published) -> Iterator[Check]:
     yield _statistics(stated.plan, report, tokens, from_steps)
     controls, twin = report.controls, "the twin on which the attack is said to work"
     said = {"shadows": report.shadows, "the control by words": controls.words, twin: controls.twin}
-    left = [name for name, there in said.items() if there]
-    left += ["kind, length and place of the secrets and their commitment"]
-    left += ["alpha, the tests and the score, which training fixed"]
-    yield asserted(
+    left = ", ".join(["kind, length and place of the secrets", *(name for name, there in said.items() if there)])
+    yield values.asserted(
         "audit: what needs the models",
         f"that these scores are those of these weights, that the coins were fair, that there were {report.audits_run} audits, "
-        f"and {', '.join(left)}. Whoever has the weights and the canaries can score them again.",
+        f"{left}, and alpha, tests, score and commitment, which training fixed. Whoever has weights and canaries can score.",
     )
 
 
 def published_audit(folder: Path) -> AuditRecord:
     """audit.json of a folder; ``ConfigError`` says which field is damaged."""
-    return parse_audit(read_object(folder / "audit.json"), "audit.json")
+    return parse_audit(values.read_object(folder / "audit.json"), "audit.json")
 
 
-def _belongs(export: Published, plan: Plan, report: AuditRecord) -> Check:
+def _belongs(export: Published[PrivacyRecord], plan: Plan, report: AuditRecord) -> Check:
     """Weights, canaries and claim are those of the statement."""
     merged = export.record.merged_from
     files = merged.files if merged else export.hashes
@@ -99,28 +83,28 @@ def _belongs(export: Published, plan: Plan, report: AuditRecord) -> Check:
         raise Wrong(f"audit.json {other} these. {AUDIT_AGAIN}")
     if not report.published:
         raise Wrong("audit.json reports on other, private runs and must not be published. Delete it, and audit again.")
-    about = f"it is about {listed(sorted(report.weights))}"
+    about = f"it is about {values.listed(sorted(report.weights))}"
     if merged:
-        return asserted("audit: weights", "it is about the adapter; that these weights contain it is asserted.")
+        return values.asserted("audit: weights", "it is about the adapter; that these weights contain it is asserted.")
     if silent := [name for name in of_model(files) if name not in report.weights]:
-        how = f"and does not name {listed(silent)}, which says how they are applied: that this was the same is the author's word"
-        return asserted("audit: weights", f"{about}, {how}.")
-    return verified("audit: weights", f"{about} and about the epsilon that is stated.")
+        how = f"does not name {values.listed(silent)}, which says how they are applied: that these were the same"
+        return values.asserted("audit: weights", f"{about}, and {how} is the author's word.")
+    return values.verified("audit: weights", f"{about} and about the epsilon that is stated.")
 
 
 def _in_statement(statement: PrivacyRecord, stated: AuditRecord, report: AuditRecord) -> Check:
     """What the card shows is what audit.json says, and its verdict goes with the guarantee."""
-    if wrong := list(differences(stated.to_json(), report.to_json(), tolerance=0.0)):
-        raise Wrong(f"privacy.json and audit.json differ in audit.{listed(wrong)}. {WRITE_AGAIN}")
+    if wrong := list(values.differences(stated.to_json(), report.to_json(), tolerance=0.0)):
+        raise Wrong(f"privacy.json and audit.json differ in audit.{values.listed(wrong)}. {WRITE_AGAIN}")
     if statement.guarantee and state.contradicts(report, statement.plan.epsilon):
         raise Wrong("the audit contradicts the stated guarantee. Do not rely on it.")
-    return verified("audit: in the card", "the card shows what audit.json says.")
+    return values.verified("audit: in the card", "the card shows what audit.json says.")
 
 
 def tables(folder: Path) -> tuple[tuple[CanaryScores, ...], TokenTable]:
     """The scores of an audit, whose files are read once they are known to be small; ``Wrong`` says what is wrong with them."""
     path = folder / "tokens.parquet"
-    with bounded_memory(MOST_MEMORY):
+    with values.bounded_memory(MOST_MEMORY):
         _only_numbers(path)
         return _read_tables(folder, path.stat().st_size, path.stat().st_mtime_ns)
 
@@ -154,7 +138,7 @@ def described(path: Path, wanted: set[str], most: int, optional: Sequence[str] =
     """Refuses a parquet file with other columns, with text beside them, or with more rows, before any of it is unpacked."""
     from pyarrow import ArrowException, parquet
 
-    with regular(path) as file:
+    with values.regular(path) as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - 8))
         footer = int.from_bytes(file.read(4), "little")
@@ -185,11 +169,8 @@ def described(path: Path, wanted: set[str], most: int, optional: Sequence[str] =
 def _rows(plan: Plan, table: tuple[CanaryScores, ...], tokens: TokenTable, report: AuditRecord) -> Check:
     """Scores, tokens and the numbers of canaries speak of the same canaries."""
     names = {row.canary_id for row in table}
-    values = [
-        float(edge)
-        for scores in (tokens.tuned_log_prob_N, tokens.base_log_prob_N)
-        for edge in (scores.min(), scores.max())
-    ]
+    scores = (tokens.tuned_log_prob_N, tokens.base_log_prob_N)
+    extremes = [float(edge) for of_one in scores for edge in (of_one.min(), of_one.max())]
     groups = by_group(table)
     references = len(groups.pop(0, []))
     counted = {
@@ -208,7 +189,7 @@ def _rows(plan: Plan, table: tuple[CanaryScores, ...], tokens: TokenTable, repor
         ),
         "its table names a canary twice": len(names) == len(table),
         "its table holds a score that is no log-probability": all(
-            math.isfinite(value) and value <= 0 for value in values
+            math.isfinite(value) and value <= 0 for value in extremes
         ),
         "its table has a coin of a reference, or a candidate without one": all(
             (row.inserted is None) == (row.group == 0) and row.group >= 0 for row in table
@@ -217,10 +198,11 @@ def _rows(plan: Plan, table: tuple[CanaryScores, ...], tokens: TokenTable, repor
         and references in (planned.references, 0),  # labels have none
         f"canary_slots is not the {slots} slots that the scored canaries hold": plan.canary_slots == slots,
     }
-    if wrong := [problem for problem, good in rules.items() if not good]:
-        raise Wrong(f"{listed(wrong)}. {AUDIT_AGAIN}")
+    values.hold(rules, AUDIT_AGAIN)
     of_pairs = " (of a pair, those of its chosen answer less the others)" if tokens.of_pairs else ""
-    return verified("audit: scores", f"{len(table)} canaries and references, each the sum of its tokens{of_pairs}.")
+    return values.verified(
+        "audit: scores", f"{len(table)} canaries and references, each the sum of its tokens{of_pairs}."
+    )
 
 
 def gradient(folder: Path, stated: PrivacyRecord, report: AuditRecord) -> GradientTable | None:
@@ -234,7 +216,7 @@ def gradient(folder: Path, stated: PrivacyRecord, report: AuditRecord) -> Gradie
     plan, randomness, steps = stated.plan, stated.randomness, stated.steps
     if plan is None or randomness is None:
         raise Wrong(f"gradient canaries are of a private run, and no Plan is stated. {AUDIT_AGAIN}")
-    if steps.planned > costs.MOST_STEPS or plan.bands > banded.MOST_BANDS:
+    if steps.planned > MOST_STEPS or plan.bands > banded.MOST_BANDS:
         raise Wrong("more steps or bands are stated than an audit by gradient canaries can be computed again for.")
     table = read_gradient(path, plan.sampling_rate, randomness.lattice.noise_over_max_grad_norm, plan.coefficients)
     # A step that was not seen takes one pair at most.
@@ -244,27 +226,22 @@ def gradient(folder: Path, stated: PrivacyRecord, report: AuditRecord) -> Gradie
     return table
 
 
-def _statistics(
-    plan: Plan,
-    report: AuditRecord,
-    tokens: TokenTable,
-    gradient: GradientTable | None,
-) -> Check:
+def _statistics(plan: Plan, report: AuditRecord, tokens: TokenTable, gradient: GradientTable | None) -> Check:
     """Everything that the summary of an audit says, computed again from the tables."""
     planted, settings = report.canaries, report.settings
     tests = max(len(settings.falling), len(settings.falling_in))
     if settings.control_level != CONTROL_LEVEL or tests > _MOST_TESTS:
         raise Wrong(f"audit.json has another level of controls, or more tests, than any audit of dpllm. {AUDIT_AGAIN}")
     digits = planted.settings.digits or 0
-    if planted.kind == "digits" and not close(planted.log2_secrets, digits * math.log2(10), 1e-9):
+    if planted.kind == "digits" and not values.close(planted.log2_secrets, digits * math.log2(10), 1e-9):
         raise Wrong(f"audit.json counts other secrets than its digits allow. {AUDIT_AGAIN}")
     words, twin = report.controls.words, report.controls.twin
     fresh = _summary(tokens, gradient, report.claim, settings, plan.limits, words, twin)
     stated = {name: value for name, value in report.to_json().items() if name in Summary.model_fields}
-    if wrong := list(differences(stated, fresh.to_json(), tolerance=costs.MAGNIFIED)):
-        raise Wrong(f"{listed(wrong)} of audit.json does not follow from the scores. {AUDIT_AGAIN}")
+    if wrong := list(values.differences(stated, fresh.to_json(), tolerance=MAGNIFIED)):
+        raise Wrong(f"{values.listed(wrong)} of audit.json does not follow from the scores. {AUDIT_AGAIN}")
     bound = fresh.epsilon_lower_bound
-    return verified(
+    return values.verified(
         "audit: statistics",
         f"{len(stated)} parts of audit.json follow from the scores; verdict {fresh.verdict}, lower bound {bound.value:.3g}, "
         f"of at most {bound.ceiling:.3g}.",
@@ -285,7 +262,7 @@ def _summary(
     return summarise(tokens, claim, settings, context)
 
 
-def check_canaries(export: Published, run: RunDir) -> Iterator[Check]:
+def check_canaries(export: Published[PrivacyRecord], run: RunDir) -> Iterator[Check]:
     """Canaries and coins are those that were committed to before training, and every audit that was made is counted."""
     name, audit = "audit: canaries", export.record.audit
     made = len(run.audits.read_text(encoding="utf-8", errors="replace").splitlines()) if run.audits.exists() else 0
@@ -296,7 +273,7 @@ def check_canaries(export: Published, run: RunDir) -> Iterator[Check]:
     if audit is None:
         return
     if not run.canaries.exists():
-        yield asserted(name, "private/canaries.json is not here, so the commitment cannot be opened.")
+        yield values.asserted(name, "private/canaries.json is not here, so the commitment cannot be opened.")
         return
     planned, folder = canaries.load(run.canaries), export.directory / "audit"
     table, tokens = tables(folder)
@@ -310,8 +287,11 @@ def check_canaries(export: Published, run: RunDir) -> Iterator[Check]:
         "references": {row.canary_id for row in table if not row.group}
         == {reference.canary_id for reference in planned.references},
         "the coins of gradient canaries": not vectors or tuple(vectors.inserted_M) == planned.gradient_coins,
-        "the control by words": not any(differences(words and words.to_json(), words_control(planned.canaries))),
+        "the control by words": not any(values.differences(words and words.to_json(), words_control(planned.canaries))),
     }
-    if wrong := [what for what, same in rules.items() if not same]:
-        raise Wrong(f"{listed(wrong)}: not those of private/canaries.json, to which training committed. {AUDIT_AGAIN}")
-    yield verified(name, "the commitment opens to these canaries and coins.")
+    wrong = [what for what, same in rules.items() if not same]
+    values.hold(
+        {f"{values.listed(wrong)}: not those of private/canaries.json, to which training committed": not wrong},
+        AUDIT_AGAIN,
+    )
+    yield values.verified(name, "the commitment opens to these canaries and coins.")

@@ -1,7 +1,7 @@
-"""The ledger: that its chain is whole, holds the head that the card states and the run with this very event.
+"""The ledger: that its chain is whole, holds the head that a record states, and was charged for this very event.
 
-Comes in: what a card says of its ledger, and a ledger (a file, an export of one, a PostgreSQL URL) or none. Goes out: checks.
-Nothing is written, and no place on the network is taken from the files that are verified.
+Comes in: a release, and a ledger (a file, an export of one, a PostgreSQL URL) or none. Goes out: checks. Nothing is written, and
+no place on the network is taken from the files that are verified.
 """
 
 from __future__ import annotations
@@ -18,30 +18,20 @@ from typing import Any
 from dpllm.errors import DpllmError
 from dpllm.files import digest
 from dpllm.ledger import admission
-from dpllm.ledger.chain import Chain, Entry, read_export, verify_export
+from dpllm.ledger.chain import Chain, read_export, verify_export
+from dpllm.ledger.chain import Entry as ChainEntry
 from dpllm.ledger.store import Postgres, SQLite, Store, default_path
 from dpllm.ledger.values import account_of, event_of
-from dpllm.privacy import renyi
-from dpllm.privacy.events import Event, RepeatAndSelect, RunEvent, count_releases
+from dpllm.privacy import accounting, renyi
+from dpllm.privacy.events import Event
 from dpllm.privacy.parts import parts_of
 from dpllm.records import Json
 from dpllm.statement import state
 from dpllm.statement.privacy_record import Budget, Composed
-from dpllm.statement.released import Statistics
-from dpllm.statement.run_files import LedgerRecord, RunRecord, read_run
-from dpllm.verification import costs
-from dpllm.verification.costs import Promised
-from dpllm.verification.values import (
-    Check,
-    Published,
-    Wrong,
-    asserted,
-    check_regular,
-    differences,
-    listed,
-    read_object,
-    verified,
-)
+from dpllm.statement.released import Entry
+from dpllm.statement.run_files import LedgerRecord, read_run
+from dpllm.verification import check_promise, values
+from dpllm.verification.values import Check, Published, Wrong
 
 _NAME = "ledger"
 _URL = ("postgresql://", "postgres://")
@@ -52,114 +42,156 @@ MOST_LEDGER = 2**30
 class _Chain:
     """A ledger at one moment."""
 
-    entries: Sequence[Entry]
+    entries: Sequence[ChainEntry]
     steps: dict[str, int]
     where: str
 
+    def reserved(self, before: int | None = None) -> dict[str, ChainEntry]:
+        """Reservations among the first entries, by name."""
+        return {entry.facts["entry"]: entry for entry in self.entries[:before] if entry.kind == "reserve"}
 
-def check(export: Published) -> Iterator[Check]:
-    """What the card says of the budget."""
-    composed, terms = export.record.composed, export.record.plan
-    if composed is None:
-        if export.ledger is not None and terms is not None:
-            raise Wrong(
-                "a ledger was given, but the card names no entry in any. Ask the card's author which run this is."
-            )
-        yield asserted(_NAME, "the card names none, so no total over several runs is stated.")
+
+def check(release: Published[Any]) -> Iterator[Check]:
+    """What is said of the ledger, against itself and, where it is known, against the ledger."""
+    promise, composed, shown = release.promise, release.promise.composed, release.promise.statistics
+    terms = promise.terms
+    if composed is None and (terms is not None or promise.reason is not None):
+        if release.ledger is not None and terms is not None:
+            raise Wrong("a ledger was given, but the record names no entry in any. Ask its author which this is.")
+        yield values.asserted(_NAME, "none is named, so no total over several releases is stated.")
         return
-    if terms is None:
-        raise Wrong("the card names a ledger entry but no event for it. Write it again: dpllm card RUN.")
-    where = export.ledger if export.ledger is not None else ledger_of(export)
-    record = None if export.run is None else read_run(export.run)
-    yield from charged(composed, terms, export.record.statistics, export.record.steps.taken, where, record)
+    entries = shown.entries() if shown else []
+    if composed is not None:
+        if terms is None:
+            raise Wrong(f"a ledger entry is named, but no event for it. {release.again}")
+        yield _coherent(release, composed)
+        account = composed.dataset, terms.unit, terms.neighbouring_relation
+        own = Entry(str(composed.entry), *account, terms.event, promise.steps)
+    elif not entries:
+        return
+    where = ledger_of(release)
+    if where is None:
+        named = [f"{entry.name} of dataset {entry.dataset}" for entry in ([own] if composed else entries)]
+        yield values.asserted(
+            _NAME,
+            f"entry {values.listed(named)} and what it says are the author's word. Whoever has the ledger, or an export of it, "
+            "can check: --ledger FILE.",
+        )
+        return
+    chain = chain_at(where, {"hash": composed.head, "count": composed.entries} if composed else None)
+    if composed is not None:
+        yield charged(chain, "ledger: entry", [own], release.again, composed.entries)
+        yield _total(chain, release, composed)
+        if release.run is not None:
+            yield _files(chain, own.name, read_run(release.run).manifest)
+    if entries:
+        yield charged(chain, "ledger: statistics", entries, release.again)
 
 
-def _files(chain: _Chain, name: str, record: RunRecord) -> Check:
+def charged(chain: _Chain, line: str, entries: Sequence[Entry], again: str, before: int | None = None) -> Check:
+    """Each of some entries is there by itself, before the stated head or anywhere, and is charged for just this event."""
+    reserved = chain.reserved(before)
+    for due in entries:
+        name, entry = f"{chain.where}: entry {due.name}", reserved.get(due.name)
+        if entry is None or entry.dataset != due.dataset:
+            raise Wrong(
+                f"{chain.where} has no entry {due.name} of dataset {due.dataset} before the stated head. Name another ledger."
+            )
+        executed, account = chain.steps.get(due.name, 0), (entry.facts["unit"], entry.facts["relation"])
+        same_event = parts_of(event_of(entry)) == parts_of(due.event)
+        rules = {
+            f"{name} was reserved for an event other than the stated one": same_event,
+            f"{name} is about another unit or relation": account == (due.unit, due.relation),
+            f"{name} was charged for {executed} steps, and more are stated": executed >= due.steps,
+        }
+        values.hold(rules, again)
+    if len({due.name for due in entries}) < len(entries):
+        raise Wrong(f"{chain.where} has no entry of its own for each of {len(entries)} releases. {again}")
+    names = values.listed([due.name for due in entries])
+    return values.verified(line, f"{chain.where} was charged for exactly {names}, each by itself.")
+
+
+def _files(chain: _Chain, name: str, manifest: Json) -> Check:
     """The manifest in run.json is the one with which the run's entry was closed."""
     ends = [entry.facts for entry in chain.entries if entry.kind == "commit" and entry.facts["entry"] == name]
     closed = [facts["manifest"] for facts in ends if "manifest" in facts]
     if not closed:
-        return asserted("ledger: files", f"{chain.where} was not told which files the run wrote.")
-    if closed[-1] != digest(record.manifest):
+        return values.asserted("ledger: files", f"{chain.where} was not told which files the run wrote.")
+    if closed[-1] != digest(manifest):
         raise Wrong(f"{chain.where} knows other files of this run than run.json lists. Restore run.json and the files.")
-    return verified("ledger: files", f"{chain.where} knows the files that run.json lists.")
+    return values.verified("ledger: files", f"{chain.where} knows the files that run.json lists.")
 
 
-def charged(
-    composed: Composed,
-    terms: Promised,
-    statistics: Statistics | None,
-    taken: int,
-    where: str | None,
-    record: RunRecord | None = None,
-) -> Iterator[Check]:
-    """What is said of the ledger, against itself and, where it is known, against the ledger; so many steps have to be charged."""
-    yield _coherent(composed, terms)
-    if where is None:
-        yield asserted(
-            _NAME,
-            f"entry {composed.entry} of dataset {composed.dataset} and its total are what the author says. Whoever has the "
-            "ledger, or an export of it, can check: --ledger FILE.",
-        )
-        return
-    chain = chain_at(where, {"hash": composed.head, "count": composed.entries})
-    yield _entry(chain, composed, terms, taken)
-    yield _total(chain, composed, terms)
-    if record is not None:
-        yield _files(chain, str(composed.entry), record)
-    if statistics is not None:
-        yield _released(chain, statistics)
-
-
-def released(statistics: Statistics, where: str) -> Check:
-    """Statistics that name no head: each has an entry in this ledger, that is charged.
-
-    Raises:
-        Wrong: The ledger cannot be read, was tampered with, or has none.
-    """
-    return _released(chain_at(where, None), statistics)
-
-
-def _of_facts(composed: Composed, terms: Promised, **figures: Any) -> Composed:
+def _of_facts(composed: Composed, delta: float, **figures: Any) -> Composed:
     """What follows from a ledger that says of the run what is stated, but for what was found."""
     head = {"count": composed.entries, "hash": composed.head}
-    return state.composed(LedgerRecord.pick(composed.to_json(), **{"head": head, **figures}), terms.delta)
+    return state.composed(LedgerRecord.pick(composed.to_json(), **{"head": head, **figures}), delta)
 
 
-def _coherent(composed: Composed, terms: Promised) -> Check:
+def _coherent(release: Published[Any], composed: Composed) -> Check:
     """What has to hold whatever the ledger says."""
-    problems: list[object] = []
-    problems += differences(composed.to_json(), _of_facts(composed, terms).to_json(), tolerance=0.0)
+    terms: Any = release.promise.terms
+    wrong = list(values.differences(composed.to_json(), _of_facts(composed, terms.delta).to_json(), tolerance=0.0))
     budget, spent, used = composed.budget, composed.spent_epsilon, composed.used
-    if used is not None and (budget is None or composed.final):
-        problems.append("used belongs to a budget without a final run")
-    # One run alone cannot cost more than all of them.
-    if composed.delta == terms.delta and spent is not None and spent < terms.epsilon * (1 - 1e-3):
-        problems.append("the total is less than this entry alone")
-    if budget is not None and used is not None and used < _least_share(budget, terms.event) * (1 - 1e-3):
-        problems.append("the share of the budget is less than this entry uses alone")
-    if problems:
-        raise Wrong(f"{listed(problems)}. {costs.again(terms)}")
-    return verified("ledger: total", "is not less than this entry alone, and is consistent with the stated budget.")
+    least = _least_share(budget, terms.event) * (1 - 1e-3) if budget and used is not None else 0.0
+    values.hold(
+        {
+            values.listed(wrong): not wrong,
+            "used belongs to a budget without a final run": used is None or (budget is not None and not composed.final),
+            # One run alone cannot cost more than all of them.
+            "the total is less than this entry alone": composed.delta != terms.delta
+            or spent is None
+            or spent >= terms.epsilon * (1 - 1e-3),
+            "the share of the budget is less than this entry uses alone": (used or 0.0) >= least,
+        },
+        release.again,
+    )
+    return values.verified(
+        "ledger: total", "is not less than this entry alone, and is consistent with the stated budget."
+    )
 
 
 def _least_share(budget: Budget, event: Event) -> float:
     """What an event alone uses of a budget of which nothing is set aside for imports."""
     whole = renyi.allowance(budget.epsilon, budget.delta, budget.order)
-    if whole <= 0 or "rdp" not in costs.bounded(event):
+    if whole <= 0 or "rdp" not in check_promise.bounded(event):
         return math.inf
     return admission.divergence(event, budget.order) / whole
 
 
-def ledger_of(export: Published) -> str | None:
-    """The ledger that the recipe of a run names, if it is a file that is there; the recipe may be a stranger's.
+def _total(chain: _Chain, release: Published[Any], composed: Composed) -> Check:
+    """The total as it was at the stated head."""
+    terms: Any = release.promise.terms
+    entries = [entry for entry in chain.entries[: composed.entries] if entry.dataset == composed.dataset]
+    # No figure depends on runs that ended, and steps matter of reconciled runs only: the chain has those.
+    account = account_of(composed.dataset, [entry for entry in entries if entry.kind != "commit"], {})
+    delta = composed.budget.delta if composed.budget else terms.delta
+    spent = (
+        math.inf
+        if account.flaws()
+        else accounting.epsilon(accounting.compose(account.events()), delta, terms.neighbouring_relation)
+    )
+    own = next(run.reservation for run in account.runs if run.reservation.entry == composed.entry)
+    fresh = _of_facts(composed, terms.delta, **admission.comes_to(account, spent, own.group))
+    if problems := check_promise.differing(composed.to_json(), fresh.to_json(), terms, "composed"):
+        raise Wrong(f"at the stated head of {chain.where}, {values.listed(problems)}. {release.again}")
+    later = len(chain.entries) - composed.entries
+    return values.verified(
+        _NAME,
+        f"{chain.where}: the chain is unbroken and contains the stated head, where the total of dataset {composed.dataset} "
+        f"was {spent:.6g}{f'; {later} entries came later' if later else ''}.",
+    )
+
+
+def ledger_of(release: Published[Any]) -> str | None:
+    """Where the ledger is: as it is asked for, or the file that the recipe of a run names, which may be a stranger's.
 
     A run that has no private/ was copied, and is not in the default ledger of this machine.
     """
-    if export.run is None:
-        return None
-    named = export.run.load_config().privacy.ledger
-    if named is None and not export.run.private.is_dir():
+    if release.ledger is not None or release.run is None:
+        return release.ledger
+    named = release.run.load_config().privacy.ledger
+    if named is None and not release.run.private.is_dir():
         return None
     path = default_path() if named is None else Path(named)
     return str(path) if path.exists() else None
@@ -180,8 +212,8 @@ def _open(where: str, head: Json | None) -> _Chain:
         path = Path(where).resolve()
         beside = [path.with_name(f"{path.name}-{end}") for end in ("wal", "shm", "journal")]
         for one in (path, *filter(os.path.lexists, beside)):
-            check_regular(os.lstat(one), one, MOST_LEDGER)  # SQLite would wait for ever at a pipe
-        name, value = path.name, _read(SQLite(path, read_only=True)) if _stored(path) else read_object(path)
+            values.check_regular(os.lstat(one), one, MOST_LEDGER)  # SQLite would wait for ever at a pipe
+        name, value = path.name, _read(SQLite(path, read_only=True)) if _stored(path) else values.read_object(path)
     entries = read_export(value, Path(name))
     if problems := verify_export(value, head):
         raise Wrong(f"{name}: {problems[0]} Do not trust what it says of this run.")
@@ -201,66 +233,3 @@ def _stored(path: Path) -> bool:
 def _read(store: Store) -> Json:
     with closing(store):
         return Chain(store).export()
-
-
-def _entry(chain: _Chain, composed: Composed, terms: Promised, taken: int) -> Check:
-    """The run's own entry pays for its event."""
-    name = str(composed.entry)
-    reserved = {e.facts["entry"]: e for e in chain.entries[: composed.entries] if e.kind == "reserve"}
-    if name not in reserved or reserved[name].dataset != composed.dataset:
-        raise Wrong(
-            f"{chain.where} has no entry {name} of dataset {composed.dataset} before the stated head, so it was charged to "
-            "another ledger. Name that one."
-        )
-    facts = reserved[name].facts
-    if parts_of(event_of(reserved[name])) != parts_of(terms.event):
-        raise Wrong(f"entry {name} of {chain.where} was reserved for an event other than the card's.")
-    if (facts["unit"], facts["relation"]) != (terms.unit, terms.neighbouring_relation):
-        raise Wrong(f"entry {name} of {chain.where} is about a unit or relation other than the card's.")
-    executed = chain.steps.get(name, 0)
-    # The best of several runs is one release: how many steps there were would say how many runs.
-    if executed < (1 if isinstance(terms.event, RepeatAndSelect) else taken):
-        raise Wrong(f"{chain.where} charged {executed} steps for this run, but the card states more.")
-    steps = f"; {executed} steps were charged" if isinstance(terms.event, RunEvent) else ""
-    return verified("ledger: entry", f"{composed.entry} of {chain.where} was reserved for exactly this event{steps}.")
-
-
-def _released(chain: _Chain, shown: Statistics) -> Check:
-    """Each statistic has an entry of its own, all of it charged, before the stated head or after it."""
-    reserved = {
-        entry.facts["entry"]: (entry.dataset, entry.facts["unit"], entry.facts["relation"], event_of(entry))
-        for entry in chain.entries
-        if entry.kind == "reserve"
-    }
-    account = shown.dataset, shown.unit, shown.neighbouring_relation
-    wrong = [
-        release.statistic
-        for release in shown.releases
-        if reserved.get(release.entry) != (*account, release.event)
-        or chain.steps.get(str(release.entry), 0) < count_releases(release.event)
-    ]
-    if wrong or len({release.entry for release in shown.releases}) < len(shown.releases):
-        raise Wrong(
-            f"{chain.where} has no entry of its own that is charged for {listed(wrong or ['each release'])}. Name their "
-            "ledger."
-        )
-    return verified("ledger: statistics", f"{chain.where} charged each of {len(shown.releases)} releases by itself.")
-
-
-def _total(chain: _Chain, composed: Composed, terms: Promised) -> Check:
-    """The total as it was at the stated head."""
-    entries = [entry for entry in chain.entries[: composed.entries] if entry.dataset == composed.dataset]
-    # No figure depends on runs that ended, and steps matter of reconciled runs only: the chain has those.
-    account = account_of(composed.dataset, [entry for entry in entries if entry.kind != "commit"], {})
-    delta = composed.budget.delta if composed.budget else terms.delta
-    spent = math.inf if account.flaws() else costs.together(account.events(), delta, terms.neighbouring_relation)
-    own = next(run.reservation for run in account.runs if run.reservation.entry == composed.entry)
-    fresh = _of_facts(composed, terms, **admission.comes_to(account, spent, own.group))
-    if problems := costs.differing(composed.to_json(), fresh.to_json(), terms, "ledger"):
-        raise Wrong(f"at the stated head of {chain.where}, {listed(problems)}. {costs.again(terms)}")
-    later = len(chain.entries) - composed.entries
-    return verified(
-        _NAME,
-        f"{chain.where}: the chain is unbroken and contains the stated head, where the total of dataset {composed.dataset} "
-        f"was {spent:.6g}{f'; {later} entries came later' if later else ''}.",
-    )

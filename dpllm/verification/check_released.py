@@ -1,198 +1,167 @@
-"""What was released without a training run: clusters or a classifier, and labels that were randomised at the source.
+"""What was released without a training run: statistics, alone or beside a run, and labels that were randomised at the source.
 
-Comes in: the folder that ``releases.embeddings`` writes; a published statement, or the record beside a file of flipped labels; a
-ledger or none. Goes out: checks. That such numbers were drawn from such data, or that a coin was tossed for each label, nobody
-can see in a file: that is the author's word, and stays asserted.
+Comes in: a release; a ledger or none. Goes out: checks. That such numbers were drawn from such data, or that a coin was tossed
+for each label, nobody can see in a file: that is the author's word, and stays asserted.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from functools import partial
-from pathlib import Path
+from typing import Any, cast
 
-from dpllm.files import CARD, sha256
+from dpllm.files import sha256
 from dpllm.ledger.values import event_of
 from dpllm.privacy import accounting, embedded
 from dpllm.privacy.events import PureDP, SelfComposed
 from dpllm.privacy.parts import added
-from dpllm.privacy.releases import OTHER
+from dpllm.privacy.releases import OTHER, Kind, Statistic, tidy, told
+from dpllm.records import Json
 from dpllm.run.subject import SUFFIX
-from dpllm.statement.released import (
-    MOST_VECTORS,
-    RECORD,
-    VECTORS,
-    Embedded,
-    LabelRecord,
-    Labels,
-    Release,
-    page,
-    read_vectors,
-)
-from dpllm.verification import check_export, check_ledger, costs
-from dpllm.verification.check_rows import readable, record_of
-from dpllm.verification.values import (
-    TOLERANCE,
-    Check,
-    Published,
-    Wrong,
-    asserted,
-    close,
-    differences,
-    guarded,
-    read_text,
-    regular,
-    verified,
-)
+from dpllm.statement import released, state
+from dpllm.statement.privacy_record import PrivacyRecord
+from dpllm.statement.released import BesideRun, Embedded, LabelRecord, Labels, Release
+from dpllm.verification import check_ledger, check_promise, values
+from dpllm.verification.values import TOLERANCE, Check, Published, Wrong
 
-_AGAIN = "Restore the folder from where it was published."
-_DRAWN_AGAIN = "Take the record of the time when the labels were randomised, and write the card again: dpllm card RUN."
 _MOST_DATA = 2**34
 
 
-def check_embedded(directory: Path, ledger: str | None) -> Iterator[Check]:
-    """All checks of a folder of clusters or of a classifier, in a fixed order."""
-    record = yield from readable(RECORD, partial(record_of, directory / RECORD, Embedded, _AGAIN))
-    if record is not None:
-        yield from guarded("files", partial(_files, directory), record)
-        yield from guarded("promise", _promise, record)
-        yield from guarded("ledger", partial(_paid, ledger), record)
+def statistics(release: Published[Any]) -> Iterator[Check]:
+    """What was released about the data: its epsilon, alone and with all else, against its events."""
+    promise, shown = release.promise, release.promise.statistics
+    if shown is None:
+        return
+    terms, releases, alone = promise.terms, shown.releases, not isinstance(shown, BesideRun)
+    cost = shown.pure
+    if alone and cost == math.inf:  # Gaussian sums
+        check_promise.bounded(shown.event())
+        cost = accounting.epsilon(shown.event(), shown.delta, "zero_out", "rdp")
+    same = terms is not None and (shown.unit, shown.neighbouring_relation) == (terms.unit, terms.neighbouring_relation)
+    values.hold(
+        {
+            "the statistics protect another unit, or use another relation": alone or same,
+            "the statistics' delta is 1/N or more, which protects nobody": shown.delta * promise.units < 1,
+            "the statistics were not drawn, or promise nothing": shown.drawn and cost <= check_promise.LARGE,
+        },
+        release.again,
+    )
+    if strange := [each.statistic for each in releases if not _is_ours(each, shown.max_examples_per_unit)]:
+        raise Wrong(
+            f"{values.listed(strange)} is no statistic of dpllm, by its mechanism, with its error. {release.again}"
+        )
+    fresh: Json = {"epsilon": accounting.epsilon(shown.event(), shown.delta, shown.neighbouring_relation)}
+    if isinstance(shown, BesideRun):
+        fresh["with_run"] = state.beside_run(shown, terms, promise.reason is None).with_run
+    stated = {name: getattr(shown, name) for name in fresh}
+    less = alone and shown.epsilon < fresh["epsilon"] * (1 - TOLERANCE)  # which version computed it is not stated
+    if (wrong := check_promise.differing(stated, fresh, terms, "statistics")) or less:
+        raise Wrong(f"{values.listed(wrong or ['epsilon'])} is not what the statistics cost. {release.again}")
+    all_else = "" if fresh.get("with_run") is None else f", with all else {fresh['with_run']:.6g}"
+    cost_alone = f"epsilon {fresh['epsilon']:.6g} at delta {shown.delta:g}"
+    yield values.verified("statistics", f"{len(releases)} releases cost {cost_alone}{all_else}.")
 
 
-def _files(directory: Path, record: Embedded) -> Iterator[Check]:
-    names, problems = check_export.regular_files(directory, strict=False)
-    if problems or set(names) != {CARD, RECORD, VECTORS}:
-        raise Wrong(f"the folder holds other files than {CARD}, {RECORD} and {VECTORS}. {_AGAIN}")
-    with regular(directory / VECTORS, MOST_VECTORS):
-        read_vectors(directory / VECTORS, record.releases[0])
-    if read_text(directory / CARD) != page(record):
-        raise Wrong(f"{CARD} is not what {RECORD} gives. {_AGAIN}")
-    yield verified("files", f"{VECTORS} has the stated hash and shapes; {CARD} follows from {RECORD}.")
-
-
-def _paid(ledger: str | None, record: Embedded) -> Iterator[Check]:
-    if ledger is not None:
-        yield check_ledger.released(record, ledger)
-    else:
-        entry = record.releases[0].entry
-        yield asserted("ledger", f"entry {entry} is the author's word. Type --ledger FILE to look it up.")
-
-
-def _promise(record: Embedded) -> Iterator[Check]:
-    """The event against mechanism and error, epsilon against the event."""
-    [one] = record.releases
-    units, delta, relation = one.declared.units, record.delta, record.neighbouring_relation
-    if not _is_ours(one):
-        raise Wrong(f"{one.statistic} is no release of dpllm, by that mechanism and with that error. {_AGAIN}")
-    costs.bounded(one.event)
-    if (
-        not record.drawn
-        or units is None
-        or delta * units >= 1
-        or accounting.epsilon(one.event, delta, "zero_out", "rdp") > costs.LARGE  # which takes no time to compute
-    ):
-        raise Wrong(f"the release was not drawn, has a delta of 1/N or more, or promises nothing. {_AGAIN}")
-    epsilon = costs.together([one.event], delta, relation)
-    if record.epsilon < epsilon * (1 - TOLERANCE) or not close(record.epsilon, epsilon, costs.OTHER_VERSION):
-        raise Wrong(f"epsilon is {epsilon:.6g} by its event, and another is stated. {_AGAIN}")
-    yield verified("promise", f"{one.cost} are epsilon {epsilon:.6g} at delta {delta:g}, below 1/N.")
-    yield asserted("author's word", "that the numbers are of these data, by this encoder, of so many units.")
-
-
-def _is_ours(one: Release) -> bool:
-    """Whether it has as many sums as its mechanism, the error of their noise, and a whole count for each name."""
-    if not isinstance(one.event, SelfComposed):
+def _is_ours(release: Release, rows: int) -> bool:
+    """Whether dpllm releases such a statistic: by its mechanism, with the error that its epsilon gives, of such a value."""
+    if release.vectors is not None:  # for which sums alone pay
+        return isinstance(release.event, SelfComposed) and _is_embedded(release, release.event.count)
+    declared, value = release.declared.model_dump(exclude_none=True), release.value or {}
+    kinds = {"": "units", "values": "shares", "numbers quantile": "quantiles"}
+    asked = Statistic(cast(Kind, kinds.get(" ".join(declared))), release.statistic.partition(" of ")[2], **declared)
+    if not isinstance(release.event, PureDP) or not asked.kind or asked.name != release.statistic:
         return False
-    declared, value = one.declared, one.value or {}
+    stated = release.mechanism, release.error_95, release.error_of
+    if any(values.differences(stated, told(asked, rows, release.event.epsilon))):
+        return False
+    if asked.quantile:  # one of the candidates
+        candidates = {tidy(float(number)) for number in asked.numbers}
+        return [*value] == [f"{asked.quantile:g}"] and {*value.values()} <= candidates
+    counts = [*asked.values, OTHER] if asked.values else ["units"]
+    return sorted(value) == sorted(counts) and all(float(count).is_integer() for count in value.values())
+
+
+def _is_embedded(release: Release, sums: int) -> bool:
+    """Whether clusters or a classifier have as many sums as their mechanism, and a whole count for each name."""
+    declared, value = release.declared, release.value or {}
     kind: embedded.Kind = "clusters" if declared.clusters else "classifier"
-    due = embedded.figures(kind, one.noise_multiplier, one.event.count)
+    due = embedded.figures(kind, release.noise_multiplier, sums)
     if declared.clusters:
         named = [name[:3] for name in sorted(value)] == [f"{number:02} " for number in range(1, declared.clusters + 1)]
-        named &= one.statistic == "clusters of texts"
+        named &= release.statistic == "clusters of texts"
     else:
         named = sorted([*(declared.values or ()), OTHER]) == sorted(value)
-        named &= one.statistic.startswith("classifier of ")
+        named &= release.statistic.startswith("classifier of ")
     public = {"encoder", "units", "max_length", "dimensions", "clusters" if declared.clusters else "values"}
     return (
         named
-        and not any(differences({name: getattr(one, name) for name in due}, due))
+        and not any(values.differences({name: getattr(release, name) for name in due}, due))
         and declared.model_dump(exclude_none=True).keys() == public
         and all(map(str.isprintable, value))
         and all(float(count).is_integer() and abs(count) < 2.0**52 for count in value.values())
-        and bool(one.vectors and one.encoder)
+        and bool(release.vectors and release.encoder)
     )
 
 
-def check_labels(published: Published) -> Iterator[Check]:
+def of_model(export: Published[PrivacyRecord]) -> Iterator[Check]:
     """What a statement says of its training labels."""
-    shown, before = published.record.labels, published.record.labels_before
-    if published.run is not None:
-        wanted = published.run.load_config().data.label_epsilon
+    shown, before = export.record.labels, export.record.labels_before
+    if export.run is not None:
+        wanted = export.run.load_config().data.label_epsilon
         if wanted != (shown.epsilon if shown else None):
-            raise Wrong(
-                f"the loss was made for labels of epsilon {wanted}, and the statement says another. {_DRAWN_AGAIN}"
-            )
+            raise Wrong(f"the loss was made for labels of epsilon {wanted}, and another is stated. {export.again}")
     if shown is not None:
         stated, due = shown.account_epsilon, shown.with_account(before=before).account_epsilon
         if stated != due:
-            raise Wrong(f"{shown.dataset} holds {due} with the models before; {stated} is stated. {_DRAWN_AGAIN}")
-        ledger = published.ledger if published.ledger is not None else check_ledger.ledger_of(published)
-        yield from _labels(shown, ledger)
+            raise Wrong(f"{shown.dataset} holds {due} with the models before; {stated} is stated. {export.again}")
+        yield from _draw(export, shown)
 
 
-def check_label_record(path: Path, where: str | None) -> Iterator[Check]:
-    """The record beside a file of flipped labels."""
-    return guarded("labels", partial(_beside, path), where)
-
-
-def _beside(path: Path, where: str | None) -> Iterator[Check]:
-    record = record_of(path, LabelRecord, _DRAWN_AGAIN)
-    if record.account_epsilon is None:
-        raise Wrong(f"{path.name} does not state what the account of these labels holds. {_DRAWN_AGAIN}")
-    yield from _labels(record, where)
-    data = path.with_name(path.name.removesuffix(SUFFIX) + ".jsonl")
+def beside(flipped: Published[LabelRecord]) -> Iterator[Check]:
+    """The file of flipped labels beside its record."""
+    yield from _draw(flipped, flipped.record)
+    name = flipped.artifact.sources[0].removesuffix(SUFFIX) + ".jsonl"
+    data = flipped.directory / name
     if not data.exists():
-        yield asserted("labels: file", f"{data.name} is not here, so nothing says whose labels these were.")
+        yield values.asserted("labels: file", f"{name} is not here, so nothing says whose labels these were.")
         return
-    with regular(data, _MOST_DATA):
+    with values.regular(data, _MOST_DATA):
         pass
-    if sha256(data, follow=False) != record.file_sha256:
-        raise Wrong(f"{data.name} is not the file that was written: labels may have been drawn again. Restore it.")
-    yield verified("labels: file", f"{data.name} is the file that this record names.")
+    if sha256(data, follow=False) != flipped.record.file_sha256:
+        raise Wrong(f"{name} is not the file that was written: labels may have been drawn again. Restore it.")
+    yield values.verified("labels: file", f"{name} is the file that this record names.")
 
 
-def _labels(shown: Labels, where: str | None) -> Iterator[Check]:
-    of_all = f", {shown.unit_epsilon:g} for the {shown.max_labels} of one unit" if shown.max_labels > 1 else ""
-    yield verified("labels", f"a flip with probability {shown.probability:.6g} is epsilon {shown.epsilon:g}{of_all}.")
-    yield asserted("labels: coins", "the author's word that each label was flipped once, by a coin that nobody knows.")
-    yield _entry(shown, where)
+def vectors(folder: Published[Embedded]) -> Iterator[Check]:
+    """Shapes and numbers of centres or weights."""
+    path = folder.directory / released.VECTORS
+    with values.regular(path, released.MOST_VECTORS):
+        released.read_vectors(path, folder.record.releases[0])
+    yield values.verified("vectors", f"{released.VECTORS} has the stated shapes.")
 
 
-def _entry(shown: Labels, where: str | None) -> Check:
-    """An entry of their own in the ledger, of their own relation."""
-    name = "labels: ledger"
+def _draw(release: Published[Any], shown: Labels) -> Iterator[Check]:
+    """A draw of labels: its coins, and its entry in the ledger, of their own relation."""
+    costs = f"epsilon {shown.epsilon:g}, {shown.unit_epsilon:g} for the {shown.max_labels} of one unit"
+    yield values.verified("labels", f"a flip with probability {shown.probability:.6g} is {costs}.")
+    name, where = "labels: ledger", check_ledger.ledger_of(release)
     if where is None:
-        total = f", which holds {shown.account_epsilon:g}," if shown.account_epsilon else ""
-        entry = f"entry {shown.entry} of {shown.dataset}{total}"
-        return asserted(name, f"{entry} is what the author says. To check: --ledger FILE.")
+        entry = f"entry {shown.entry} of {shown.dataset}, and what its account holds,"
+        yield values.asserted(name, f"{entry} is what the author says. To check: --ledger FILE.")
+        return
     chain = check_ledger.chain_at(where, None)
-    reserved = [e for e in chain.entries if e.kind == "reserve" and e.facts["entry"] == shown.entry]
-    stated = shown.dataset, shown.unit, shown.neighbouring_relation, PureDP(shown.unit_epsilon)
-    if [(e.dataset, e.facts["unit"], e.facts["relation"], event_of(e)) for e in reserved] != [
-        stated
-    ] or not chain.steps.get(shown.entry):
-        raise Wrong(
-            f"{chain.where} has no entry {shown.entry} of {shown.dataset} that paid for these labels. {_DRAWN_AGAIN}"
-        )
+    paid = check_ledger.charged(chain, name, [shown.paid], release.again)
     account = [e for e in chain.entries if e.dataset == shown.dataset and e.kind in ("reserve", "import")]
     # Without a total (of models before, some counted other units) what is stated is this draw alone.
     events, known = [event_of(e) for e in account], shown.account_epsilon or shown.unit_epsilon
-    now, least = added(*events), added(*events[: account.index(reserved[0]) + 1])
+    before = account.index(chain.reserved()[shown.entry]) + 1
+    now, least = added(*events), added(*events[:before])
     charged = f"{chain.where} charged {shown.unit_epsilon:g} for this draw, and its account holds {now:g} in all"
     if known < least * (1 - 1e-9):
-        raise Wrong(f"{charged}, {least:g} at the time; {known:g} is stated. {_DRAWN_AGAIN}")
+        raise Wrong(f"{charged}, {least:g} at the time; {known:g} is stated. {release.again}")
     if len(events) == 1:
-        return verified(name, f"{chain.where} charged exactly this, in an account that no other epsilon is added to.")
-    if now <= known * (1 + 1e-9):
-        return verified(name, f"{charged}, as is stated.")
-    return asserted(name, f"{charged}, more than is stated: whoever sees all draws learns that much.")
+        yield paid
+    elif now <= known * (1 + 1e-9):
+        yield values.verified(name, f"{charged}, as is stated.")
+    else:
+        yield values.asserted(name, f"{charged}, more than is stated: whoever sees all draws learns that much.")

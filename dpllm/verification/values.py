@@ -11,18 +11,18 @@ import math
 import os
 import resource
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import Any, BinaryIO, Generic, Literal, NamedTuple
 
+from dpllm.card.artifact import Artifact, Promise, Stated
 from dpllm.errors import DpllmError
 from dpllm.files import check_shape
 from dpllm.records import Json, NotAStatement
 from dpllm.run.directory import RunDir
-from dpllm.statement import privacy_record
 
 Status = Literal["verified", "asserted", "failed"]
 
@@ -33,7 +33,7 @@ _MOST_VALUE = 40
 MOST_BYTES = 64 * 2**20
 MOST = {"README.md": 2**22, "config.yaml": 2**16, "tokenizer.json": MOST_BYTES, "tokenizer_config.json": 2**23}
 MOST |= {"model.safetensors.index.json": 2**24, "canaries.json": 2**24, "audits.jsonl": 2**24, ".png": 2**24}
-MOST |= {".safetensors": 2**43, ".parquet": MOST_BYTES, ".npy": MOST_BYTES, ".csv": MOST_BYTES}
+MOST |= {"train.jsonl": 2**32, ".safetensors": 2**43, ".parquet": MOST_BYTES, ".npy": MOST_BYTES, ".csv": MOST_BYTES}
 """Bytes of a file of that name, or else of that kind: some times what the largest one has that is known."""
 MOST_OTHER = 2**20
 BYTES_OF_VALUE = 16
@@ -80,37 +80,61 @@ class Verification:
 
 
 @dataclass(frozen=True)
-class Published:
-    """What lies in export/, and the run around it where there is one.
+class Published(Generic[Stated]):
+    """One release as a reader finds it.
 
-    Attributes:
-        directory: export/.
-        statement: privacy.json, whatever it holds.
-        card: README.md.
-        run: The run directory that export/ lies in; None where only the export is at hand.
-        ledger: Where to look for the ledger; None: where the run says.
-        hashes: SHA-256 of each regular file, filled by the check of the files.
+    ``record`` keeps to its schema, and ``card`` is README.md. ``run`` is the run directory that it lies in, where it does, and
+    ``ledger`` where to look for the ledger, if not where the run says. The check of the files fills ``hashes``, SHA-256 by path.
     """
 
+    artifact: Artifact[Stated]
     directory: Path
-    statement: Json
-    card: str
+    record: Stated
+    card: str = ""
     run: RunDir | None = None
     ledger: str | None = None
     hashes: dict[str, str] = field(default_factory=dict)
 
     @cached_property
-    def record(self) -> privacy_record.PrivacyRecord:
-        """What privacy.json states.
+    def promise(self) -> Promise:
+        """What is promised."""
+        return self.artifact.promise(self.record)
 
-        Raises:
-            Wrong: It does not keep to its schema.
-        """
-        try:
-            return privacy_record.read(self.statement)
-        except NotAStatement as error:
-            problems = "; ".join(error.problems[:3])
-            raise Wrong(f"privacy.json does not follow its schema: {problems}. {WRITE_AGAIN}") from None
+    @property
+    def again(self) -> str:
+        """What to do about what is wrong."""
+        return self.artifact.again
+
+    @property
+    def source(self) -> str:
+        """The files that all else follows from, in words."""
+        return " and ".join(self.artifact.sources)
+
+
+def read_facts(artifact: Artifact[Stated], directory: Path) -> Stated:
+    """The facts of a release; Wrong where a file cannot be read, is of another version, or does not follow its schema."""
+    return facts_of(artifact, [read_object(directory / name) for name in artifact.sources])
+
+
+def facts_of(artifact: Artifact[Stated], values: Sequence[Json]) -> Stated:
+    """The same of the JSON of its sources."""
+    name, version = artifact.sources[0], values[0].get("schema_version")
+    if json.dumps(version) != json.dumps(artifact.version):  # 1.0 and true are other values
+        raise Wrong(
+            f"{name} has schema version {version!r}, and this version of dpllm reads {artifact.version} alone. Verify it with "
+            "the version that wrote it."
+        )
+    try:
+        return artifact.read(*values)
+    except NotAStatement as error:
+        problems = "; ".join(error.problems[:3])
+        raise Wrong(f"{name} does not follow its schema: {problems}. {artifact.again}") from None
+
+
+def hold(rules: Mapping[str, bool], again: str) -> None:
+    """Refuses, with ``Wrong``, what is wrong where a rule does not hold; ``again``: what to do about it."""
+    if wrong := [problem for problem, good in rules.items() if not good]:
+        raise Wrong(f"{listed(wrong)}. {again}")
 
 
 def guarded(name: str, check: Callable[..., Iterator[Check]], *arguments: object) -> Iterator[Check]:
@@ -288,11 +312,10 @@ def read_text(path: Path) -> str:
 def fit(*paths: Path) -> None:
     """Refuses files of a run that code which trusts its files will read: a pipe, a link, one that is too large or no JSON."""
     for path in filter(os.path.lexists, paths):
+        with regular(path):
+            pass
         if path.suffix == ".json":
             read_object(path)
-        else:
-            with regular(path):
-                pass
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""``dpllm verify``: which statements of a published run hold, which are only said, and which do not hold.
+"""``dpllm verify``: which statements of a release hold, which are only said, and which do not hold.
 
-Comes in: a run directory, an export directory or a synthetic data set. Goes out: a ``Verification``, one line for each thing
-that was looked at.
+Comes in: a run directory, an export directory, a data set, or a record of what was released. Goes out: a ``Verification``, one
+line for each thing that was looked at. One sequence of checks for all kinds, see ``dpllm.card.artifact``.
 Must not import torch, load a tensor, use the network, write anything but a card back as it was, or end with anything but such
 lines: whatever a stranger's file does, it is a failed check.
 
@@ -16,53 +16,46 @@ import difflib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from dpllm.card import inference, synthetic
+from dpllm.card.artifact import EMBEDDED, LABELS, MODEL, Artifact
+from dpllm.card.synthetic import DataSet
 from dpllm.errors import ConfigError, Refused
 from dpllm.files import BLOCK, CARD, SIGNATURE, write_whole
 from dpllm.run.directory import RunDir
 from dpllm.run.subject import SUFFIX
 from dpllm.statement import released, state, tradeoff_figure
+from dpllm.statement.privacy_record import PrivacyRecord
 from dpllm.statement.run_files import read_plan, read_run
 from dpllm.verification import (
     check_audits,
-    check_export,
+    check_folder,
     check_ledger,
     check_promise,
     check_released,
     check_rows,
     sign,
+    values,
 )
-from dpllm.verification.values import (
-    Check,
-    Published,
-    Verification,
-    Wrong,
-    asserted,
-    bounded_memory,
-    differences,
-    failed,
-    fit,
-    guarded,
-    listed,
-    read_object,
-    read_text,
-    tried,
-    verified,
-)
+from dpllm.verification.values import Check, Published, Verification, Wrong
 
-_AGAIN = (
-    "The directory holds parts of two runs, or was edited. Write the card again (dpllm card RUN), or restore the files."
-)
-_OF_WEIGHTS = ("files", "audit", "run")
-"""What needs files that lie beside weights, and not beside a copy of their statement."""
+Checks = tuple[tuple[str, Callable[[Published[Any]], Iterator[Check]]], ...]
+_AGAIN = "The directory was edited, or holds parts of two runs. Restore it, or write the card again: dpllm card RUN."
 _WRITTEN = (CARD, BLOCK, SIGNATURE, tradeoff_figure.FILE, synthetic.RECORD, inference.RECORD, "describe.json")
+_FOLDERS: dict[str, Artifact[Any]] = {
+    synthetic.RECORD: synthetic.ARTIFACT,
+    inference.RECORD: inference.ARTIFACT,
+    released.VECTORS: EMBEDDED,  # describe.json lies in run directories, too
+}
+"""File by which a folder is known -> what it holds. A new kind is one line here, and the module of its ``Artifact``."""
 
 
-@bounded_memory()
+@values.bounded_memory()
 def verify(path: Path, *, ledger: str | None = None, public_key: Path | None = None) -> Verification:
-    """Checks a published run.
+    """Checks a release.
 
     Args:
         path: A run directory, whose export/ is looked at together with its recipe, Plan and record; an export directory; the
@@ -76,31 +69,33 @@ def verify(path: Path, *, ledger: str | None = None, public_key: Path | None = N
         All checks, in a fixed order.
 
     Raises:
-        ConfigError: The path holds nothing that could be verified, or `public_key` is none that can be used.
+        ConfigError: The path holds nothing that could be verified, or ``public_key`` is none that can be used.
     """
-    if path.name.endswith(SUFFIX) and path.is_file():
-        return Verification(str(path), tuple(check_released.check_label_record(path, ledger)))
-    if os.path.lexists(path / synthetic.RECORD):
-        of_model = {name: check for name, check in CHECKS if name not in _OF_WEIGHTS}
-        return Verification(str(path), tuple(check_rows.check_synthetic(path, ledger, of_model)))
-    if os.path.lexists(path / inference.RECORD):
-        return Verification(str(path), tuple(check_rows.check_inference(path, ledger)))
-    if os.path.lexists(path / released.VECTORS):
-        return Verification(str(path), tuple(check_released.check_embedded(path, ledger)))
-    directory, run = _subject(path)
-    checks: list[Check] = []
     try:
-        statement, card = read_object(directory / BLOCK), read_text(directory / CARD)
-        if run:
-            fit(run.config, run.plan, run.run, run.describe, run.canaries, run.audits)
+        release = _opened(path, ledger)
     except Wrong as error:
-        return Verification(str(path), (failed("card", str(error)),))
-    checks.append(verified("card", "README.md and privacy.json exist and can be read."))
-    export = Published(directory, statement, card, run, ledger)
-    for name, check in CHECKS:
-        checks += guarded(name, check, export)
-    checks.append(sign.check(directory, public_key))
+        return Verification(str(path), (values.failed("card", str(error)),))
+    checks = [values.verified("card", f"{release.source} keeps to schema version {release.artifact.version}.")]
+    for name, check in (*COMMON, *OWN.get(release.artifact.kind, ())):
+        checks += values.guarded(name, check, release)
+    if release.artifact is MODEL:
+        checks.append(sign.check(release.directory, public_key))
     return Verification(str(path), tuple(checks))
+
+
+def _opened(path: Path, ledger: str | None) -> Published[Any]:
+    """A release, whose files were read and follow their schema; Wrong where they are not, and ConfigError where it is none."""
+    if path.name.endswith(SUFFIX) and path.is_file():
+        of_labels = replace(LABELS, sources=(path.name,))
+        return Published(of_labels, path.parent, values.read_facts(of_labels, path.parent), ledger=ledger)
+    artifact = next((kind for name, kind in _FOLDERS.items() if os.path.lexists(path / name)), MODEL)
+    directory, run = (path, None) if artifact is not MODEL else _subject(path)
+    if artifact is synthetic.ARTIFACT:
+        run = synthetic.run_of(path)
+    if run is not None:
+        values.fit(run.config, run.plan, run.run, run.describe, run.canaries, run.audits)
+    facts = values.read_facts(artifact, directory)
+    return Published(artifact, directory, facts, values.read_text(directory / CARD), run, ledger)
 
 
 def insist(path: Path, ledger: str | None = None) -> Verification:
@@ -143,33 +138,32 @@ def _subject(path: Path) -> tuple[Path, RunDir | None]:
         what = "is a file" if path.exists() else what
         raise ConfigError(f"{path}: {what}, so nothing can be verified. Type a run or export directory, or a Hub id.")
     run = RunDir(path)
-    # A card at the top is the one that a reader sees, whatever lies below it.
-    if _has_card(path):
+    here, below = ({name for name in (BLOCK, CARD) if os.path.lexists(at / name)} for at in (path, run.export))
+    if here:  # a card at the top is the one that a reader sees, whatever lies below it
         return path, None
     if not (run.config.exists() and run.export.is_dir()):
         raise ConfigError(
             f"{path}: has no {BLOCK} or {CARD}, so nothing can be verified. Type a run directory or its export/."
         )
-    if not _has_card(run.export):
+    if not below:
         raise ConfigError(f"{path}: the run has no card yet, so nothing can be verified. Type dpllm card {path} first.")
     return run.export, run
 
 
-def _has_card(directory: Path) -> bool:
-    return any(os.path.lexists(directory / name) for name in (BLOCK, CARD))
+# What only one kind has.
 
 
-def check_run(export: Published) -> Iterator[Check]:
-    """The block against the files of the run that it was made from."""
+def _run(export: Published[PrivacyRecord]) -> Iterator[Check]:
+    """The statement against the files of the run that it was made from."""
     run = export.run
     if run is None:
-        yield asserted("run", "only the export is here: recipe, Plan and record of the run cannot be compared.")
+        yield values.asserted("run", "only the export is here: recipe, Plan and record of the run cannot be compared.")
         return
-    yield tried("run", _follows, export, run)
-    yield from guarded("audit: canaries", check_audits.check_canaries, export, run)
+    yield values.tried("run", _follows, export, run)
+    yield from values.guarded("audit: canaries", check_audits.check_canaries, export, run)
 
 
-def _follows(export: Published, run: RunDir) -> Check:
+def _follows(export: Published[PrivacyRecord], run: RunDir) -> Check:
     config, record = run.load_config(), read_run(run)
     plan = read_plan(run) if config.privacy.enabled else None
     if plan and record.manifest.get(run.plan.name) != plan.digest:
@@ -179,27 +173,45 @@ def _follows(export: Published, run: RunDir) -> Check:
     later |= {name: digest for name, digest in export.hashes.items() if name == tradeoff_figure.FILE}
     folder = run.audit_dir(True)
     audit = check_audits.published_audit(folder) if plan is not None and (folder / "audit.json").exists() else None
-    statistics = read_object(run.describe) if run.describe.exists() else None
+    statistics = values.read_object(run.describe) if run.describe.exists() else None
     fresh = state.statement_of(config, plan, record, audit, {**record.artifacts, **later}, statistics)
-    if wrong := list(differences(export.statement, fresh.to_json(), tolerance=0.0)):
-        raise Wrong(f"{listed(wrong)} of privacy.json does not follow from recipe, Plan and record. {_AGAIN}")
-    return verified(
-        "run", "config.yaml, plan.json and run.json give exactly this privacy.json, with the files it names."
-    )
+    if wrong := list(values.differences(export.record.to_json(), fresh.to_json(), tolerance=0.0)):
+        raise Wrong(f"{values.listed(wrong)} of privacy.json does not follow from recipe, Plan and record. {_AGAIN}")
+    return values.verified("run", "config.yaml, plan.json and run.json give exactly this privacy.json, and its files.")
 
 
-CHECKS: tuple[tuple[str, Callable[[Published], Iterator[Check]]], ...] = (
-    ("schema", check_export.schema),
-    ("front matter", check_export.front_matter),
-    ("marked parts", check_export.marked),
-    ("files", check_export.files),
-    ("figure", check_export.figure),
+def _model(folder: Published[DataSet]) -> Iterator[Check]:
+    """The model that wrote a data set; weights and audit are verified where it is published."""
+    model = check_rows.model_of(folder)
+    for name, check in (*COMMON, ("labels", check_released.of_model)):
+        if name != "files":
+            for line in values.guarded(name, check, model):
+                yield replace(line, name=f"{check_rows.OF_MODEL}{line.name}")
+
+
+COMMON: Checks = (
+    ("front matter", check_folder.front_matter),
+    ("marked parts", check_folder.marked),
+    ("whole texts", check_folder.whole),
+    ("files", check_folder.files),
+    ("record", check_promise.rules),
     ("promise", check_promise.check),
     ("author's word", check_promise.said),
-    ("audit", check_audits.check),
+    ("statistics", check_released.statistics),
     ("lineage", check_promise.check_lineage),
-    ("statistics", check_promise.check_statistics),
-    ("labels", check_released.check_labels),
     ("ledger", check_ledger.check),
-    ("run", check_run),
 )
+"""What is checked of every kind of release."""
+OWN: dict[str, Checks] = {
+    MODEL.kind: (
+        ("kinds of files", check_folder.contents),
+        ("audit", check_audits.check),
+        ("labels", check_released.of_model),
+        ("run", _run),
+    ),
+    synthetic.ARTIFACT.kind: (("rows", check_rows.of_model), ("run", check_rows.current), ("model", _model)),
+    inference.ARTIFACT.kind: (("rows", check_rows.of_inference),),
+    EMBEDDED.kind: (("vectors", check_released.vectors),),
+    LABELS.kind: (("labels", check_released.beside),),
+}
+"""And of one kind alone."""

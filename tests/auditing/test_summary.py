@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from published import opened
 from scipy import stats
 from score_tables import row, token_table, tokens_of
 
@@ -26,7 +27,7 @@ from dpllm.statement import privacy_record
 from dpllm.statement.audit import Controls, parse_audit
 from dpllm.statement.audit_bounds import Claim, GradientAudit, OneRunBound
 from dpllm.verification import check_audits
-from dpllm.verification.values import Published, Wrong
+from dpllm.verification.values import Wrong
 
 MODEL_CARDS = Path(__file__).parents[2] / "model_cards"
 CLAIM = Claim(epsilon=4.0, delta=1e-5, unit="example")
@@ -309,7 +310,7 @@ def checked(folder, report):
     block = read_json(folder / "privacy.json")
     block["audit"] = audit.to_json()
     block["plan"]["audit"] = audit.settings.to_json()  # as if fixed before training
-    found = Published(folder, block, card="", hashes=dict(report["weights"]))
+    found = opened(folder, block, hashes=dict(report["weights"]))
     return {check.name: check.status for check in check_audits.check(found)}
 
 

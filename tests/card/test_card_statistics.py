@@ -21,6 +21,7 @@ from cards import (
     record,
     render_card,
 )
+from published import opened
 
 from dpllm.card.card import rendered, write_card
 from dpllm.errors import ConfigError
@@ -29,8 +30,8 @@ from dpllm.privacy import embedded
 from dpllm.privacy.accounting import compose, epsilon
 from dpllm.privacy.events import PureDP, read
 from dpllm.statement import section
-from dpllm.verification import check_promise
-from dpllm.verification.values import Published, Wrong
+from dpllm.verification import check_released
+from dpllm.verification.values import Wrong
 
 OTHERWISE: tuple[Json, ...] = (
     {"error_95": 7.2},
@@ -107,8 +108,8 @@ def test_the_file_is_kept_beside_the_run_for_the_next_card(tmp_path: Path) -> No
 
 
 def verified(block: Json) -> dict[str, str]:
-    found = Published(Path("none"), block, "")
-    return {check.name: check.status for check in check_promise.check_statistics(found)}
+    found = opened(Path("none"), block)
+    return {check.name: check.status for check in check_released.statistics(found)}
 
 
 def forged(block: Json, **changes: Any) -> Json:
@@ -117,7 +118,7 @@ def forged(block: Json, **changes: Any) -> Json:
 
 def test_verify_computes_both_epsilons_again() -> None:
     block = json.loads(json.dumps(render_card(config(), plan(), record(), audit(), statistics=described())[1]))
-    assert verified(block) == {"statistics": "verified", "values of statistics": "asserted"}
+    assert verified(block) == {"statistics": "verified"}
     one, other = block["statistics"]["releases"]
     cheaper = [{**one, "event": {**one["event"], "epsilon": 0.2}} for one in block["statistics"]["releases"]]
     for changes in (

@@ -20,7 +20,7 @@ from dpllm.cli import main
 from dpllm.errors import ConfigError
 from dpllm.files import MOST_LEVELS, check_shape
 from dpllm.run.directory import RunDir
-from dpllm.verification import check_export, values, verify
+from dpllm.verification import check_folder, values, verify
 from dpllm.verification.values import MOST, Check, Wrong, read_object, regular
 
 TERABYTE = 2**40
@@ -109,9 +109,9 @@ def test_a_terabyte_of_nothing_is_not_read(
 ) -> None:
     size = TERABYTE + len(head) if len(head) > 20 else TERABYTE
     sparse(run.export / name, head, size)
-    read = check_export.sha256
+    read = check_folder.sha256
     monkeypatch.setattr(
-        check_export, "sha256", lambda path, **how: pytest.fail(name) if path.name in name else read(path, **how)
+        check_folder, "sha256", lambda path, **how: pytest.fail(name) if path.name in name else read(path, **how)
     )
     started = time.process_time()
     found = check_of(run.export, "files")
@@ -122,9 +122,9 @@ def test_a_terabyte_of_nothing_is_not_read(
 
 def test_a_file_that_is_not_listed_is_not_read(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     (run.export / "special_tokens_map.json").write_text("{}", encoding="utf-8")
-    read = check_export._content
+    read = check_folder._content
     monkeypatch.setattr(
-        check_export, "_content", lambda path, of: pytest.fail("read") if "special" in path.name else read(path, of)
+        check_folder, "_content", lambda path, of: pytest.fail("read") if "special" in path.name else read(path, of)
     )
     assert "not listed, and not read: special_tokens_map.json" in check_of(run.export, "files").detail
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,10 +13,10 @@ import pytest
 from published import carry, edit, endless_is_found_soon, failing, read, verifies_without_torch
 from written_rows import ROWS, make_data_set, make_run, record, released, write_rows
 
-from dpllm.card.synthetic import write_dataset_card
+from dpllm.card.synthetic import run_of, write_dataset_card
 from dpllm.cli import main
 from dpllm.run.directory import RunDir
-from dpllm.verification import check_rows
+from dpllm.verification.values import MOST
 from dpllm.verification.verify import verify
 
 Json = dict[str, Any]
@@ -78,34 +77,6 @@ def test_a_card_that_was_written_anew_is_seen(made: Path, tmp_path: Path) -> Non
     run = Path(shutil.copytree(made.parent, tmp_path / "run"))
     edit(run / "export" / "README.md", "## Use", "## How to use")
     assert failing(run / "synthetic") == {"run"}
-
-
-ONE_FILE: dict[str, tuple[Callable[[Path], object], set[str]]] = {
-    "epsilon of the page": (lambda d: edit(d / "README.md", "guarantee: ε = ", "guarantee: ε = 0."), {"synthetic in README.md"}),
-    "epsilon of the front matter": (lambda d: edit(d / "README.md", "  epsilon: 8", "  epsilon: 7"), {"front matter"}),
-    "tags": (lambda d: edit(d / "README.md", "- synthetic\n", "- synthetic\n- real\n"), {"front matter"}),
-    "where rows are": (lambda d: edit(d / "README.md", "path: data/train.jsonl", "path: run/*.json"), {"front matter"}),
-    "a key": (lambda d: edit(d / "README.md", "configs:", "viewer: false\nconfigs:"), {"card"}),
-    "before the part": (lambda d: edit(d / "README.md", "<!-- dpllm:synthetic -->", "Safe.\n\n<!-- dpllm:synthetic -->"),
-                        {"what is seen first"}),
-    "HTML": (lambda d: edit(d / "README.md", "## Use", "<style>p {display: none}</style>\n## Use"), {"what could hide it"}),
-    "a marker": (lambda d: edit(d / "README.md", "<!-- /dpllm:synthetic -->", ""), {"card"}),
-    "a row": (lambda d: edit(d / "data/train.jsonl", "2026-11-03", "2026-11-30"), {"files"}),
-    "a hash": (lambda d: edit(d / "synthetic.json", '"data/train.jsonl": "', '"data/train.jsonl": "0'), {"data set"}),
-    "the card of the run": (lambda d: edit(d / "run/README.md", "## Use", "## How"), {"files"}),
-    "no row": (lambda d: (d / "data/train.jsonl").unlink(), {"files", "rows"}),
-    "another file": (lambda d: (d / "data/test.jsonl").write_text("{}\n"), {"files"}),
-    "a link": (lambda d: (d / "data/more").symlink_to("/dev/zero"), {"files"}),
-    "a pipe": (lambda d: os.mkfifo(d / "pipe"), {"files"}),
-    "the statement": (lambda d: edit(d / "run/privacy.json", '"guarantee": true', '"guarantee": false'), {"files", "card"}),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ONE_FILE)
-def test_a_change_of_one_file_is_found(folder: Path, name: str) -> None:
-    change, expected = ONE_FILE[name]
-    change(folder)
-    assert expected <= failing(folder)
 
 
 CONSISTENT: dict[str, tuple[Json, set[str]]] = {
@@ -224,7 +195,7 @@ def test_a_line_that_is_no_row_is_one_failed_check(folder: Path, name: str) -> N
 )
 @pytest.mark.parametrize("kind", ["pipe", "link", "giant"])
 def test_a_file_without_end_is_a_failed_check_soon(folder: Path, name: str, kind: str) -> None:
-    endless_is_found_soon(folder, name, kind, check_rows.MOST_BYTES)
+    endless_is_found_soon(folder, name, kind, MOST["train.jsonl"])
 
 
 def test_a_run_that_lost_its_guarantee_since_leaves_rows_that_verify_without_one(tmp_path: Path) -> None:
@@ -242,9 +213,9 @@ def test_a_run_that_lost_its_guarantee_since_leaves_rows_that_verify_without_one
 
 def test_the_run_is_found_from_where_its_data_set_lies_and_from_nowhere_else(made: Path, tmp_path: Path) -> None:
     run = made.parent
-    assert check_rows.run_of(made) == RunDir(run)
-    assert check_rows.run_of(run / "private" / "synthetic") is None
-    assert check_rows.run_of(tmp_path / "set") is None
+    assert run_of(made) == RunDir(run)
+    assert run_of(run / "private" / "synthetic") is None
+    assert run_of(tmp_path / "set") is None
 
 
 def test_torch_is_not_needed(folder: Path) -> None:

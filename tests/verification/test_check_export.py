@@ -8,13 +8,15 @@ from pathlib import Path
 import pytest
 import yaml
 from cards import audit, baseline, baseline_record, config, make_run, plan, record
+from published import opened
 
 import dpllm
+from dpllm.card.artifact import MODEL
 from dpllm.card.card import write_card
 from dpllm.errors import ConfigError
 from dpllm.statement import section
-from dpllm.verification import check_export
-from dpllm.verification.values import Check, Published, Wrong, read_object
+from dpllm.verification import check_folder
+from dpllm.verification.values import Check, Wrong, read_facts, read_object
 
 HIDING = ("<details>\n", "<!-- \n", "<div hidden>\n", "ε is 0.1 in truth.\n", "    \n", "> ")
 BANNER, PRIVACY = "<!-- dpllm:banner -->", "<!-- dpllm:privacy -->"
@@ -28,9 +30,9 @@ def page(tmp_path: Path) -> Path:
 
 def statement(page: Path) -> dict[str, Check]:
     """What verify says of the page itself, failures by name."""
-    found = Published(page.parent, read_object(page.parent / "privacy.json"), page.read_bytes().decode("utf-8"))
+    found = opened(page.parent, card=page.read_bytes().decode("utf-8"))
     checks = []
-    for name, check in (("front matter", check_export.front_matter), ("marked parts", check_export.marked)):
+    for name, check in (("front matter", check_folder.front_matter), ("marked parts", check_folder.marked)):
         try:
             checks += check(found)
         except (Wrong, ConfigError) as error:
@@ -152,5 +154,6 @@ def test_nothing_outside_the_marked_parts_can_cover_them(page: Path, text: str) 
 
 def test_a_statement_of_an_earlier_version_is_told_so(page: Path) -> None:
     block = {**read_object(page.parent / "privacy.json"), "schema_version": 3}
+    (page.parent / "privacy.json").write_text(json.dumps(block), encoding="utf-8")
     with pytest.raises(Wrong, match="has schema version 3"):
-        list(check_export.schema(Published(page.parent, block, "")))
+        read_facts(MODEL, page.parent)

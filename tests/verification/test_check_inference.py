@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 import time
-from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from published import changed, edit, endless_is_found_soon, failing, leaves, other, verifies_without_torch
+from published import endless_is_found_soon, failing, verifies_without_torch
 from written_rows import ROWS, write_rows
 from written_texts import EVENT, inferred, make_texts, stated, write_texts
 
@@ -21,10 +17,9 @@ from dpllm.ledger import Ledger, RunRequest
 from dpllm.ledger.budgets import reserve_all
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.events import BoundedRange
-from dpllm.records import NotAStatement
 from dpllm.statement.run_files import LedgerRecord
 from dpllm.statement.state import composed
-from dpllm.verification import check_rows
+from dpllm.verification.values import MOST
 from dpllm.verification.verify import verify
 
 Json = dict[str, Any]
@@ -49,7 +44,7 @@ def forged(folder: Path, **changes: Any) -> Path:
 def test_it_verifies_as_it_was_made(made: Path) -> None:
     found = {check.name: check.status for check in verify(made).checks}
     assert "failed" not in found.values()
-    computed = ("files", "rows", "record", "batches", "event", "epsilon", "cross-check", "statistics")
+    computed = ("files", "rows", "record", "batches", "epsilon", "cross-check", "statistics")
     computed += ("limits of attackers", "front matter", "inference in README.md")
     assert {found[name] for name in computed} == {"verified"}
     said = ("writing", "data", "circumstances", "ledger", "values of statistics", "text of the author")
@@ -76,57 +71,10 @@ def test_n_that_was_declared_bounds_no_batches_and_is_said_to_be_declared(tmp_pa
     assert "as declared, not counted" in (folder / "README.md").read_text("utf-8")
 
 
-# One file after the other.
-
-
-def test_every_changed_field_of_the_record_is_seen_by_the_page(folder: Path) -> None:
-    record, missed, looked = stated(folder), [], 0
-    card = (folder / "README.md").read_text("utf-8")
-    for where in leaves(record):
-        read = None
-        with suppress(NotAStatement):
-            read = Inference.checked(changed(record, where, other))
-        if read is None:
-            continue
-        looked += 1
-        names = {check.name for check in check_rows._card_of_texts(card, read) if check.status == "failed"}
-        missed += [] if names == {"front matter", "inference in README.md"} else [where]
-    assert not missed
-    assert looked > 60
-
-
-ONE_FILE: dict[str, tuple[Callable[[Path], object], set[str]]] = {
-    "epsilon of the page": (lambda d: edit(d / "README.md", "guarantee: ε = ", "guarantee: ε = 0."), {"inference in README.md"}),
-    "epsilon of the front matter": (lambda d: edit(d / "README.md", "  epsilon: 2", "  epsilon: 1"), {"front matter"}),
-    "where rows are": (lambda d: edit(d / "README.md", "path: data/train.jsonl", "path: more/*.json"), {"front matter"}),
-    "a key": (lambda d: edit(d / "README.md", "configs:", "viewer: false\nconfigs:"), {"card"}),
-    "before the part": (lambda d: edit(d / "README.md", "<!-- dpllm:inference -->", "Safe.\n\n<!-- dpllm:inference -->"),
-                        {"what is seen first"}),
-    "HTML": (lambda d: edit(d / "README.md", "## Use", "<style>p {display: none}</style>\n## Use"), {"what could hide it"}),
-    "a marker": (lambda d: edit(d / "README.md", "<!-- /dpllm:inference -->", ""), {"card"}),
-    "a row": (lambda d: edit(d / "data/train.jsonl", "2026-11-03", "2026-11-30"), {"files"}),
-    "no row": (lambda d: (d / "data/train.jsonl").unlink(), {"files", "rows"}),
-    "no card": (lambda d: (d / "README.md").unlink(), {"data set"}),
-    "another file": (lambda d: (d / "data/test.jsonl").write_text("{}\n"), {"files"}),
-    "a statement of a run": (lambda d: (d / "privacy.json").write_text("{}\n"), {"files"}),
-    "a link": (lambda d: (d / "data/more").symlink_to("/dev/zero"), {"files"}),
-    "a pipe": (lambda d: os.mkfifo(d / "pipe"), {"files"}),
-    "a key twice": (lambda d: edit(d / "inference.json", '"rows": 12', '"rows": 12, "rows": 12'), {"data set"}),
-    "no number": (lambda d: edit(d / "inference.json", '"rows": 12', '"rows": "12"'), {"data set"}),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ONE_FILE)
-def test_a_change_of_one_file_is_found(folder: Path, name: str) -> None:
-    change, expected = ONE_FILE[name]
-    change(folder)
-    assert failing(folder) == expected
-
-
 @pytest.mark.parametrize("name", ["inference.json", "README.md", "data/train.jsonl"])
 @pytest.mark.parametrize("kind", ["pipe", "link", "giant"])
 def test_a_file_without_end_is_a_failed_check_soon(folder: Path, name: str, kind: str) -> None:
-    endless_is_found_soon(folder, name, kind, check_rows.MOST_BYTES)
+    endless_is_found_soon(folder, name, kind, MOST["train.jsonl"])
 
 
 # Everything consistently.
@@ -143,16 +91,16 @@ LEARNED = {
     "reason": "none",
 }
 CONSISTENT: dict[str, tuple[Json, set[str]]] = {
-    "a smaller range": ({"event": SMALLER}, {"event", *OF_EVENT}),
-    "a larger range": ({"event": {**SMALLER, "range": 0.201}}, {"event", *OF_EVENT}),
-    "fewer draws": ({"event": {**EVENT.to_json(), "count": 12}}, {"event", *OF_EVENT}),
-    "a larger B": ({"batch_size": 41}, {"event"}),
-    "a smaller B": ({"batch_size": 39}, {"event"}),
-    "a smaller C": ({"clip": 4.0}, {"event"}),
-    "a larger C": ({"clip": 6.0}, {"event"}),
-    "a larger tau": ({"temperature": 1.5}, {"event"}),
-    "a smaller T": ({"max_new_tokens": 23}, {"event"}),
-    "a larger T": ({"max_new_tokens": 25}, {"event"}),
+    "a smaller range": ({"event": SMALLER}, {"record", *OF_EVENT}),
+    "a larger range": ({"event": {**SMALLER, "range": 0.201}}, {"record", *OF_EVENT}),
+    "fewer draws": ({"event": {**EVENT.to_json(), "count": 12}}, {"record", *OF_EVENT}),
+    "a larger B": ({"batch_size": 41}, {"record"}),
+    "a smaller B": ({"batch_size": 39}, {"record"}),
+    "a smaller C": ({"clip": 4.0}, {"record"}),
+    "a larger C": ({"clip": 6.0}, {"record"}),
+    "a larger tau": ({"temperature": 1.5}, {"record"}),
+    "a smaller T": ({"max_new_tokens": 23}, {"record"}),
+    "a larger T": ({"max_new_tokens": 25}, {"record"}),
     "a smaller epsilon": ({"epsilon": 1.9}, {"epsilon"}),
     "a larger epsilon": ({"epsilon": 2.0}, {"epsilon"}),
     "a larger delta": ({"delta": 1e-4}, {"epsilon", "cross-check", "statistics"}),
@@ -184,7 +132,7 @@ CONSISTENT: dict[str, tuple[Json, set[str]]] = {
     "an exact figure of evaluation rows": ({"quality": {"figures": {"rows: evaluation": 3}, "evaluation": "e"}}, {"record"}),
     "an exact figure of other public rows": ({"quality": {"figures": {"visit by TSTR: accuracy": 0.9}, "evaluation": "e"},
                                               "data_public": True}, {"record"}),
-    "a model that learned the same data": ({"lineage": LEARNED}, {"lineage"}),
+    "a model that learned the same data": ({"lineage": LEARNED}, {"record", "lineage"}),
     "another accountant": ({"accountant": {"name": "mine", "version": "1", "interval": 1e-4}}, {"epsilon"}),
 }  # fmt: skip
 
@@ -197,35 +145,15 @@ def test_a_record_that_contradicts_itself_the_rows_or_the_event_is_found(folder:
     assert not [one for one in found if "privacy.json" in one.detail or "dpllm card" in one.detail]
 
 
-def test_every_field_is_computed_again_or_printed_as_the_word_of_whoever_wrote_the_rows(made: Path) -> None:
-    said = " ".join(check.detail for check in verify(made).checks if check.name in ("data", "circumstances", "ledger"))
-    looked_at = {name for changes, _ in CONSISTENT.values() for name in changes}
-    looked_at |= {"schema_version", "files", "composed", "lineage"}  # closed; one file; the ledger; tests/end_to_end
-    assert [name for name in Inference.model_fields if name not in looked_at and name not in said] == []
-
-
 @pytest.mark.parametrize(
     ("range_", "expected"),
-    [(0.2, set()), (0.19999999999999998, {"event"}), (0.2 * (1 + 5e-10), set()), (0.2 * (1 + 2e-9), {"event"})],
+    [(0.2, set()), (0.19999999999999998, {"record"}), (0.2 * (1 + 5e-10), set()), (0.2 * (1 + 2e-9), {"record"})],
 )
 def test_the_range_of_a_draw_is_not_below_the_exact_one_nor_far_above(
     tmp_path: Path, range_: float, expected: set[str]
 ) -> None:
     event = {"type": "bounded_range", "range": range_, "count": EVENT.count}
     assert failing(make_texts(tmp_path / "a", event=event)) == expected
-
-
-@pytest.mark.parametrize("field", ["epsilon", "with_run"])
-@pytest.mark.parametrize("factor", [0.9, 1.1])
-def test_another_figure_of_the_statistics_is_found(folder: Path, field: str, factor: float) -> None:
-    shown = stated(folder)["statistics"]
-    assert failing(forged(folder, statistics={**shown, field: shown[field] * factor})) == {"statistics"}
-
-
-def test_a_total_that_is_left_out_is_found(folder: Path) -> None:
-    record = {**stated(folder), "statistics": {**stated(folder)["statistics"], "with_run": None}}
-    (folder / "inference.json").write_text(json.dumps(record), encoding="utf-8")
-    assert failing(folder) == {"statistics", "card"}
 
 
 @pytest.mark.parametrize("public", ["data_public", "eval_public"])

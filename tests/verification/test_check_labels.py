@@ -68,8 +68,8 @@ def test_a_draw_whose_figures_are_not_those_of_its_epsilon_is_none(wrong: dict[s
 
 def said(own: Labels | None, *before: Labels, ledger: Path | None = None) -> list[str]:
     record = SimpleNamespace(labels=own, labels_before=before)
-    found: Any = SimpleNamespace(record=record, run=None, ledger=str(ledger) if ledger else None)
-    return [f"{one.status} {one.name}: {one.detail}" for one in check_released.check_labels(found)]
+    found: Any = SimpleNamespace(record=record, run=None, ledger=str(ledger) if ledger else None, again="")
+    return [f"{one.status} {one.name}: {one.detail}" for one in check_released.of_model(found)]
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def of_ledger(own: Labels, book: Path) -> str:
 
 def test_what_the_ledger_holds_beside_this_draw_is_said(book: Path) -> None:
     first = draw(paid(book))
-    alone = "verified labels: ledger: l.sqlite charged exactly this"
+    alone = "verified labels: ledger: l.sqlite was charged for exactly"
     assert of_ledger(first.with_account(), book).startswith(alone)
     second = draw(paid(book))
     for unsaid in (first, second):

@@ -17,6 +17,7 @@ import ledger_stores
 import pytest
 from cards import audit, config, make_run, plan, record
 from ledger_stores import reserve
+from published import opened
 
 from dpllm.card.card import write_card
 from dpllm.errors import ConfigError
@@ -24,18 +25,18 @@ from dpllm.ledger import store
 from dpllm.ledger.ledger import Ledger
 from dpllm.run.directory import RunDir
 from dpllm.verification import check_ledger
-from dpllm.verification.values import Check, Published, Wrong, read_object
+from dpllm.verification.values import Check, Published, Wrong
 
 ENDLESS = "WITH RECURSIVE more(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM more) SELECT"
 HEAD = {"hash": "0" * 64, "count": 0}
 
 
-def published(root: Path, ledger: str) -> Published:
+def published(root: Path, ledger: str) -> Published[Any]:
     page = write_card(make_run(root, config(privacy={"ledger": ledger}), plan(), record(), audit()))
-    return Published(page.parent, read_object(page.parent / "privacy.json"), page.read_text("utf-8"), RunDir(root))
+    return opened(page.parent, run=RunDir(root))
 
 
-def last(found: Published) -> Check:
+def last(found: Published[Any]) -> Check:
     return list(check_ledger.check(found))[-1]
 
 

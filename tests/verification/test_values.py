@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from dpllm.errors import ConfigError
 from dpllm.privacy.plan import Plan
 from dpllm.statement import section
-from dpllm.verification import costs
+from dpllm.verification import check_promise
 from dpllm.verification.values import Wrong, close, differences, plain, read_bytes, read_object
 
 VALUES = st.recursive(
@@ -124,7 +124,7 @@ FRESH = {"auc": 0.56, "gdp_mu": 0.29433, "tpr_at_fpr_0.01": 0.019}
     ],
 )
 def test_gdp_mu_alone_is_compared_to_three_digits(key: str, times: float, wrong: bool) -> None:
-    differing = costs.differing({**FRESH, key: FRESH[key] * times}, FRESH, TERMS, "limits")
+    differing = check_promise.differing({**FRESH, key: FRESH[key] * times}, FRESH, TERMS, "limits")
     assert [one.field for one in differing] == [f"limits.{key}"] * wrong
 
 
@@ -132,4 +132,4 @@ def test_gdp_mu_alone_is_compared_to_three_digits(key: str, times: float, wrong:
     "stated", [{"auc": 0.56, "tpr_at_fpr_0.01": 0.019}, {**FRESH, "gdp_mu": None}, {**FRESH, "more": 1.0}]
 )
 def test_limits_that_are_missing_or_too_many_are_wrong(stated: dict[str, float]) -> None:
-    assert costs.differing(stated, FRESH, TERMS, "limits")
+    assert check_promise.differing(stated, FRESH, TERMS, "limits")
