@@ -16,7 +16,7 @@ from pydantic import Field, PositiveInt, ValidationError, ValidatorFunctionWrapH
 
 from dpllm.errors import ConfigError
 from dpllm.recipe.section import Section, explain, read_recipe
-from dpllm.recipe.sections import AuditConfig, CardConfig, PrivacyConfig
+from dpllm.recipe.sections import AuditConfig, CardConfig, Objective, PrivacyConfig
 from dpllm.recipe.sections import TelemetryConfig as TelemetryConfig
 from dpllm.recipe.sections import TrainConfig as TrainConfig
 
@@ -294,20 +294,14 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _pairs(self) -> RunConfig:
-        data, train, fix = self.data, self.train, "set train.objective: dpo and data.format: preference, or neither"
-        if data.format != "auto" and train.pairs != (data.format == "preference"):
-            raise ValueError(
-                f"train.objective: {train.objective} does not learn from data.format: {data.format}; {fix}"
-            )
-        if train.pairs and data.long_examples == "chunk":
-            raise ValueError("data.long_examples: chunk would tear the answers of a pair apart; set it to truncate")
-        if data.label_record is not None and (not train.pairs or train.label_smoothing):
-            raise ValueError(
-                "data.label_record is about the labels of preference pairs and sets how often they are wrong; set "
-                "train.objective: dpo, and no train.label_smoothing"
-            )
+    def _objective(self) -> RunConfig:
+        Objective.of(self.train, None).check(self.data.format, self.data.long_examples, self.data.label_record)
         return self
+
+    @property
+    def objective(self) -> Objective:
+        """What is learned of each example."""
+        return Objective.of(self.train, self.data.label_epsilon)
 
 
 def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) -> RunConfig:

@@ -5,8 +5,6 @@ Comes in: a recipe and public numbers. Goes out: the small values of ``dpllm.pri
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from dpllm.errors import ConfigError, Refused
 from dpllm.privacy import accounting, banded
 from dpllm.privacy.banded import LearningRate
@@ -20,14 +18,10 @@ from dpllm.privacy.plan import (
     steps_event,
     strategy_for,
 )
-from dpllm.privacy.releases import flip_probability
 from dpllm.privacy.renyi import Fit
 from dpllm.privacy.schedule import Schedule, make_schedule
 from dpllm.recipe.config import DataConfig, LoraConfig, RunConfig
 from dpllm.recipe.sections import AuditConfig, TrainConfig
-
-if TYPE_CHECKING:
-    from dpllm.privacy.preference import PairLoss
 
 
 def schedule_of(config: RunConfig, num_units: int) -> Schedule:
@@ -134,36 +128,6 @@ def _coefficients(config: RunConfig, schedule: Schedule, delta: float, relation:
 def learning_rate_of(train: TrainConfig) -> LearningRate:
     """How it goes with the steps."""
     return LearningRate(train.learning_rate, train.lr_scheduler, train.warmup)
-
-
-def pair_loss(config: RunConfig) -> PairLoss | None:
-    """The loss of preference pairs, which knows how often their labels were flipped; None where text trains."""
-    train, epsilon = config.train, config.data.label_epsilon
-    if train.objective == "likelihood":
-        return None
-    from dpllm.privacy.preference import PairLoss  # which loads torch
-
-    return PairLoss(train.objective, train.beta, flip_probability(epsilon) if epsilon else train.label_smoothing)
-
-
-def flipped_labels(config: RunConfig) -> str | None:
-    """Says what the loss makes of wrong labels; None where none are known."""
-    train, epsilon = config.train, config.data.label_epsilon
-    share = flip_probability(epsilon) if epsilon else train.label_smoothing
-    if not share:
-        return None
-    how = "learns a soft label" if train.objective == "cdpo" else "is debiased"
-    bottom = " and has no lower bound: it stops by the schedule, not by the loss" if train.objective == "dpo" else ""
-    return f"wrong with probability {share:.3g}; the loss of {train.objective} {how}{bottom}"
-
-
-def pairs_of(config: RunConfig) -> dict[str, Any]:
-    """What of a recipe says how canaries are planted among pairs: whether they are pairs, and whether a coin is a label.
-
-    Where labels alone are private, a canary tests the guarantee of a label: to leave a pair out is another neighbour.
-    """
-    label = None if config.privacy.enabled else config.data.label_epsilon
-    return {"pairs": config.train.pairs, "label_epsilon": label}
 
 
 def num_slots(audit: AuditConfig, data: DataConfig) -> int:

@@ -30,6 +30,8 @@ from dpllm.text.layouts import FIELDS, Row
 from dpllm.text.sources import expand
 
 SUFFIX = ".labels.json"
+RECIPE = {"model.name_or_path": "none", "data.format": "preference", "train.objective": "dpo"}
+"""Keys around data whose labels are flipped, see ``recipe.config.around``."""
 _FIELDS, _DELTA = FIELDS["preference"], 1e-9  # of the ledger's figure alone: the event has none
 
 
@@ -98,7 +100,6 @@ def randomize(
 
 
 def _checked(wanted: DataConfig, cache: Path) -> data.Table:
-    """The pairs, whose labels were not randomised before, and of whose units none has too many."""
     if (before := _randomised(wanted)) is not None:
         raise Refused(
             f"{before}: its labels were randomised already ({record_of(before).name} lies beside it): the loss could not know "
@@ -173,7 +174,6 @@ def _drawn(ledger: Ledger, table: str, dataset: str, event: PureDP) -> Refused:
 
 
 def _flipped(row: Row, unit: str, epsilon: float, below: Below) -> str:
-    """A row as one line, after its coin."""
     prompt, *sides = (_plain(row.parts[field]) for field in _FIELDS)
     if flipped(epsilon, below):
         sides.reverse()

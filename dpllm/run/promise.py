@@ -35,7 +35,7 @@ from dpllm.statement.formatting import html_table
 from dpllm.statement.privacy_record import Lineage
 from dpllm.statement.released import Labels
 from dpllm.text import builtin, data, layouts, rendering
-from dpllm.text.data import Groups
+from dpllm.text.data import Rows
 from dpllm.text.prompts import read_prompts
 
 UNBOUNDED = 1e9  # a target epsilon that refuses nothing
@@ -62,7 +62,7 @@ class Subject:
     digest: str | None = None  # of the rows that were read, which must be trained on; None where they were only counted
     reads: str = ""  # from which columns, in one line
     example: str = ""  # how the model sees a row: the first of data that are declared public, else the shape of any
-    rows: tuple[data.Table, Groups] | None = field(default=None, repr=False)  # as read, and by unit, for training
+    rows: Rows | None = field(default=None, repr=False)  # None in another process
     labels: Labels | None = None  # of preference pairs, where labels were flipped at the source
 
     @property
@@ -138,8 +138,8 @@ class Decision:
             words["No differential privacy"] = f"{self.schedule.num_steps} steps"
         if self.lowered:
             words["Beware"] = self.lowered
-        if (loss := derived.flipped_labels(self.config)) is not None:
-            words["Labels"] = loss
+        if (wrong := self.config.objective.wrong_labels) is not None:
+            words["Labels"] = wrong
         if self.ledger is not None:
             words["Ledger"] = str(self.ledger)
         if self.subject and self.subject.reads:
@@ -281,9 +281,10 @@ def _read_subject(config: RunConfig, ledger: Ledger | None, found: Refusals, cac
         table = found.attempt(data.load_table, config.data.train, config.data, config.data.train_split, where)
         if table is None:
             return None
+        held_out = found.attempt(data.load_held_out, config.data, where)
         found.attempt(_check_objective, config, table)
         labels = found.attempt(read_labels, config.data)
-        policy = found.attempt(dataset_policy.find_policy, config, table, ledger)
+        policy = found.attempt(dataset_policy.find_policy, config, table, held_out, ledger)
         units = found.attempt(data.sampled_rows, table, config.data)
     if units is None:
         return None
@@ -303,18 +304,17 @@ def _read_subject(config: RunConfig, ledger: Ledger | None, found: Refusals, cac
         rendering.example(table.rows[0], fmt, config.data.template)
         if config.data.public
         else rendering.shape(fmt, config.data.control, config.data.template),
-        (table, units) if cache else None,
+        Rows(table, units, held_out),
         labels.public() if labels else None,
     )
 
 
 def _check_objective(config: RunConfig, table: data.Table) -> None:
     """Refuses, with a ConfigError, an objective that does not learn from such rows, and canaries that they cannot hold."""
-    if config.train.pairs != (table.format == "preference"):
-        fix = "likelihood" if config.train.pairs else "dpo"
+    if not config.objective.learns_from(table.format):
         raise ConfigError(
             f"{table.name}: is {table.reads}, from which train.objective: {config.train.objective} does not learn. Set "
-            f"train.objective: {fix}, or name other data."
+            "train.objective: dpo for pairs of answers and likelihood for anything else, or name other data."
         )
     check_place(config.audit.texts.place, table.format)
 

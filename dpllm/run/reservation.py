@@ -15,7 +15,7 @@ from dpllm.ledger.admission import comes_to, reserve_all, use_reservation
 from dpllm.recipe.config import RunConfig
 from dpllm.run.directory import RunDir
 from dpllm.run.promise import Decision, Start
-from dpllm.text import data
+from dpllm.text.data import Rows
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Reservation:
         }
 
 
-def reserve(config: RunConfig, decision: Decision, start: Start, run: RunDir, table: data.Table) -> Reservation:
+def reserve(config: RunConfig, decision: Decision, start: Start, run: RunDir, rows: Rows) -> Reservation:
     """Reserves what a run will spend, or goes on with what was reserved for it.
 
     Raises:
@@ -77,7 +77,7 @@ def reserve(config: RunConfig, decision: Decision, start: Start, run: RunDir, ta
         assert ledger is not None
         stack.enter_context(ledger)
         if policy.records is None:  # there was no ledger to tell the data by
-            policy = dataset_policy.find_policy(config, table, ledger)
+            policy = dataset_policy.find_policy(config, rows.table, rows.held_out, ledger)
         dataset, parent, records = policy.dataset, policy.derived_from, policy.records
         if decision.resumed is not None:
             entry = decision.resumed.entry

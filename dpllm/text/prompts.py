@@ -13,16 +13,17 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from dpllm.errors import ConfigError, DataError
 from dpllm.files import read_json, write_json
 from dpllm.recipe.config import DataConfig
-from dpllm.text.data import Table, unit_name
-from dpllm.text.layouts import BESIDE, COLUMNS, Format, strings
-from dpllm.text.sources import expand
+from dpllm.text.data import Table, load_table, unit_name
+from dpllm.text.layouts import BESIDE, COLUMNS, FIELDS, Format, strings
+from dpllm.text.sources import expand, is_here
 from dpllm.text.tokens import begins_twice, encode_prompt
 
+Side = Literal["training", "evaluation"]
 Prompt = str | list[dict[str, Any]]
 """Text, or the messages of a conversation so far."""
 
@@ -90,7 +91,7 @@ def encode(tokenizer: Any, prompt: Prompt | None, number: int, fmt: Format, temp
                 "role and content, and the tokenizer needs a chat template; or type --no-chat with plain-text prompts."
             ) from None
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    if fmt in ("prompt_completion", "preference"):
+    if "prompt" in FIELDS[fmt]:
         ids = encode_prompt(prompt or "", tokenizer, template)
     else:
         ids = list(tokenizer(prompt or "")["input_ids"])
@@ -140,6 +141,31 @@ def keep_rows(path: Path, data: DataConfig, train: Table, held_out: Table | None
             places = [str(Path(name).absolute()) if Path(name).exists() else name for name in expand(source)]
             kept[side] = {"places": places, "digest": read.digest}
     write_json(path, kept, mode=0o600)
+
+
+def read_again(kept: Path, data: DataConfig, side: Side, cache_dir: Path) -> tuple[Table, bool]:
+    """The rows of a run, from where ``keep_rows`` says that they lay, or else its recipe; whether they are those that it read.
+
+    Raises:
+        DataError: They are not on this machine, or cannot be read.
+    """
+    noted = read_json(kept).get(side) if kept.exists() else None
+    named, split = (data.train, data.train_split) if side == "training" else (data.eval, data.eval_split)
+    source = noted["places"] if noted else named
+    if not source or not is_here(source):
+        raise DataError("not at hand")
+    table = load_table(source, data, split, cache_dir)
+    return table, noted is not None and table.digest == noted["digest"]
+
+
+def read_same(kept: Path, data: DataConfig, side: Side, cache_dir: Path) -> Table:
+    """The same; other rows by now, of which nobody declared anything, are a DataError."""
+    table, same = read_again(kept, data, side, cache_dir)
+    if not same:
+        raise DataError(
+            f"the {side} data are not those that the run read, so a figure would be about others. Restore them."
+        )
+    return table
 
 
 def private_among(path: Path, texts: list[str], lines: int = 1) -> list[int]:

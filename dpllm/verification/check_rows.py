@@ -24,7 +24,7 @@ from dpllm.privacy.limits import attacker_limits_of
 from dpllm.records import Json, NotAStatement, Record
 from dpllm.run.directory import RunDir
 from dpllm.statement.released import Statistics
-from dpllm.text import control
+from dpllm.text import layouts
 from dpllm.verification import check_export, check_ledger, check_promise, costs
 from dpllm.verification.values import (
     Check,
@@ -118,7 +118,7 @@ def rows(directory: Path, record: Written, asked: set[str] | None, again: str) -
                 row = parsed(line, len(columns))
                 right = list(row) == columns and all(isinstance(v, str) for v in row.values())
                 right = right and (
-                    asked is None or control.SEPARATOR.join(row.get(code, "") for code in codes) in asked
+                    asked is None or layouts.SEPARATOR.join(row.get(code, "") for code in codes) in asked
                 )
             except ValueError:
                 right = False
@@ -217,7 +217,7 @@ def _rows(directory: Path, record: Synthetic, model: Published) -> Iterator[Chec
 def _record(record: Synthetic, model: Published) -> Iterator[Check]:
     """What synthetic.json says of itself, and of the released statistic that control codes were drawn from."""
     statement, texts = model.record, ["text"] if record.prompts is None else ["prompt", "completion"]
-    name = control.shares_of(record.control) if record.control else None
+    name = layouts.shares_of(record.control) if record.control else None
     rules = _consistent(record, record.attempts, texts, statement.statistics) | {
         "shares is not the statistic of the control columns": record.shares
         in ({name} if statement.guarantee else {name, None}),
@@ -279,7 +279,7 @@ def _sizes(record: Inference) -> Iterator[Check]:
     rules = _consistent(record, record.texts, ["text"], statistics) | {
         "all batches have more units than there are, so that some would vote twice": declared or units <= size,
         "shares is not the statistic of the control columns": record.shares
-        == (control.shares_of(record.control) if record.control else None),
+        == (layouts.shares_of(record.control) if record.control else None),
         "max_examples_per_unit belongs to another unit": record.unit != "example" or not record.max_examples_per_unit,
         "delta is not below 1/N, so that publishing one record outright would satisfy it": record.delta * size < 1,
         "the prompt has no place {text} for a record": "{text}" in record.prompt,

@@ -171,7 +171,7 @@ def test_another_file_of_that_name_is_not_the_data_of_the_run(tmp_path: Path, mo
     after, private = measure(run, config, MADE, statement({"public": True}))
     assert "rows: training" in before.figures
     assert "rows: training" not in {**after.figures, **private["figures"]}
-    assert any("not those of the run" in line for line in private["not_measured"])
+    assert any("not those that the run read" in line for line in private["not_measured"])
 
 
 def test_what_is_damaged_changes_no_figure_that_does_not_read_it(tmp_path: Path) -> None:
