@@ -101,13 +101,8 @@ def plan_canaries(
         generator: For tests only; the default is the operating system's entropy.
 
     Raises:
-        ConfigError: More canaries than distinct secrets or distinct carriers, a kind that this model cannot have, or several
-            answers where secrets should stand in prompts.
+        ConfigError: More canaries than distinct secrets or distinct carriers, or a kind that this model cannot have.
     """
-    if answers > 1 and config.place == "prompt":
-        raise ConfigError(
-            "audit.canaries.place: prompt, but the two secrets of each canary are answers. Leave place out."
-        )
     generator = generator or secrets.SystemRandom()
     groups = [group for group, candidates in sorted(config.groups.items()) for _ in range(candidates)]
     references = 0 if label_epsilon else config.references

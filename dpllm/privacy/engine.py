@@ -343,7 +343,6 @@ class StepEngine:
                     vocab_size=vocab_size,
                     packing=self.packing,
                     pad_id=pad_id,
-                    # The roundings of an example's rows add up.
                     tolerance=LOW_PRECISION_TOLERANCE * self.packing.rows_each if low_precision else TOLERANCE,
                     company=company,
                 )

@@ -46,8 +46,7 @@ TOLERANCE, LOW_PRECISION_TOLERANCE = 1e-3, 5e-2  # of the self-check too
 PROBE = 4  # rows and tokens of the batch on which the two ways are compared
 
 Autocast = Callable[[], contextlib.AbstractContextManager[Any]]
-ExampleLoss = Callable[[Tensor, Pass], Tensor]
-"""From the losses of a pass's tokens to one for each of its examples, of ``Packing.rows_each`` rows; no other affects it."""
+ExampleLoss = Callable[[Tensor, Pass], Tensor]  # from the losses of a pass's tokens to one for each of its examples
 
 
 def pack_of(vocabulary: int, device: torch.device) -> int:

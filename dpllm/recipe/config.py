@@ -15,6 +15,7 @@ import yaml
 from pydantic import Field, PositiveInt, ValidationError, ValidatorFunctionWrapHandler, field_validator, model_validator
 
 from dpllm.errors import ConfigError
+from dpllm.privacy.releases import flip_probability
 from dpllm.recipe.section import Section, explain, read_recipe
 from dpllm.recipe.sections import AuditConfig, CardConfig, Objective, PrivacyConfig
 from dpllm.recipe.sections import TelemetryConfig as TelemetryConfig
@@ -295,13 +296,16 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _objective(self) -> RunConfig:
-        Objective.of(self.train, None).check(self.data.format, self.data.long_examples, self.data.label_record)
+        data, train = self.data, self.train
+        stated = Objective(train.objective, train.beta, train.label_smoothing)
+        stated.check(data.format, data.long_examples, data.label_record)
         return self
 
     @property
     def objective(self) -> Objective:
         """What is learned of each example."""
-        return Objective.of(self.train, self.data.label_epsilon)
+        train, epsilon = self.train, self.data.label_epsilon
+        return Objective(train.objective, train.beta, flip_probability(epsilon) if epsilon else train.label_smoothing)
 
 
 def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) -> RunConfig:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from dpllm.privacy.plan import AuditSettings
-from dpllm.privacy.releases import flip_probability
 from dpllm.privacy.schedule import LARGEST_PASS, Clipping
 from dpllm.recipe.section import Section, number_or_auto
 
@@ -155,12 +154,6 @@ class Objective:
     name: Literal["likelihood", "dpo", "cdpo", "ipo"]
     beta: float
     flip: float  # the probability that a label is wrong
-
-    @classmethod
-    def of(cls, train: TrainConfig, label_epsilon: float | None) -> Objective:
-        """That of a recipe; ``label_epsilon`` is that of one label, where labels were flipped by coins."""
-        flip = flip_probability(label_epsilon) if label_epsilon else train.label_smoothing
-        return cls(train.objective, train.beta, flip)
 
     @property
     def rows_each(self) -> int:

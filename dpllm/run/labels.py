@@ -30,8 +30,7 @@ from dpllm.text.layouts import FIELDS, Row
 from dpllm.text.sources import expand
 
 SUFFIX = ".labels.json"
-RECIPE = {"model.name_or_path": "none", "data.format": "preference", "train.objective": "dpo"}
-"""Keys around data whose labels are flipped, see ``recipe.config.around``."""
+RECIPE = {"model.name_or_path": "none", "data.format": "preference", "train.objective": "dpo"}  # around the data
 _FIELDS, _DELTA = FIELDS["preference"], 1e-9  # of the ledger's figure alone: the event has none
 
 

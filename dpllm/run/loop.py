@@ -180,7 +180,6 @@ def _next_batches(prepared: Prepared, state: PartialState) -> tuple[list[Pass], 
 
 
 def _evaluate(prepared: Prepared, state: PartialState) -> evaluate.HeldOut | None:
-    """Held-out loss and accuracy; None where there are no held-out rows."""
     if not prepared.held_out:
         return None
     with memory.explained(prepared.config, prepared.engine.packing):
@@ -252,8 +251,7 @@ def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, 
     drawn = build.draw_canaries(config, run, start.resume, tokenizer, device) if main and config.audit.plants else None
     planted = shared(drawn)
     promise = _promise(decision, planted)
-    own = decided.subject.rows if decided and decided.subject else None  # of the process that decided
-    rows = own or build.read_again(decision, cache)
+    rows = (decided.subject.rows if decided and decided.subject else None) or build.read_again(decision, cache)
     units = build.tokenised_units(decision, rows, tokenizer, planted, run)
     units.lengths.check(config.data)
     tell_lengths(units.lengths, config, console)

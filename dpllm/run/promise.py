@@ -130,7 +130,6 @@ class Decision:
         return self.subject.policy
 
     def _in_words(self) -> dict[str, str]:
-        """What is promised and known, by name; refusals and advice stand apart."""
         words = {}
         if self.plan is not None:
             words["Plan"] = str(self.plan)
@@ -156,7 +155,6 @@ class Decision:
         return "\n".join([*lines, *(f"Refused: {error}" for error in self.refusals)])
 
     def _repr_html_(self) -> str:
-        """The same as a table, in a notebook."""
         more = {"Advice": " ".join(self.advice) or None, "Refused": "; ".join(map(str, self.refusals)) or None}
         return html_table("Decision", {**self._in_words(), **more})
 
