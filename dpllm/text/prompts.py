@@ -153,7 +153,7 @@ def read_again(kept: Path, data: DataConfig, side: Side, cache_dir: Path) -> tup
     named, split = (data.train, data.train_split) if side == "training" else (data.eval, data.eval_split)
     source = noted["places"] if noted else named
     if not source or not is_here(source):
-        raise DataError("not at hand")
+        raise DataError(f"the {side} data are not where the run read them, so nothing is known of them. Restore them.")
     table = load_table(source, data, split, cache_dir)
     return table, noted is not None and table.digest == noted["digest"]
 
@@ -163,7 +163,7 @@ def read_same(kept: Path, data: DataConfig, side: Side, cache_dir: Path) -> Tabl
     table, same = read_again(kept, data, side, cache_dir)
     if not same:
         raise DataError(
-            f"the {side} data are not those that the run read, so a figure would be about others. Restore them."
+            f"the {side} data are not those that the run read, so figures would be of others. Restore them."
         )
     return table
 
