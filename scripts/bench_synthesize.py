@@ -22,7 +22,7 @@ from peft import LoraConfig, get_peft_model
 from dpllm.model import loading, processes
 from dpllm.publish import generate
 from dpllm.recipe.config import ModelConfig
-from dpllm.text import control
+from dpllm.text import layouts
 
 BAR = 5.0
 VISITS = ("clinic", "home", "phone", "urgent")
@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=5)
     known = parser.parse_args()
-    prompts = [control.line(["visit"], [VISITS[row % len(VISITS)]]) for row in range(known.rows)]
+    prompts = [layouts.code_line(["visit"], [VISITS[row % len(VISITS)]]) for row in range(known.rows)]
     seconds: dict[str, list[float]] = {"together": [], "one at a time": []}
     with tempfile.TemporaryDirectory() as folder:
         generator = model(Path(folder))

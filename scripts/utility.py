@@ -37,7 +37,7 @@ from dpllm.releases import quality
 from dpllm.run.directory import RunDir
 from dpllm.run.loop import train
 from dpllm.run.promise import Start
-from dpllm.text import builtin, control
+from dpllm.text import builtin, layouts
 from dpllm.text.data import load_table, value_name
 
 Json = dict[str, Any]
@@ -94,7 +94,7 @@ def write(run: RunDir, config: RunConfig, count: int, seed: int) -> Json:
     codes = [[value_name(row.codes.get(column)) for column in columns] for row in choice.choices(table.rows, k=count)]
     texts: list[str] = []
     for start in range(0, count, BATCH):
-        lines = [control.line(columns, values) if columns else None for values in codes[start : start + BATCH]]
+        lines = [layouts.code_line(columns, values) if columns else None for values in codes[start : start + BATCH]]
         drawn = generate.sample(generator, lines, 1, max_new_tokens=config.data.max_length, seed=choice.getrandbits(63))
         texts += [one.text for one in drawn]
     rows = [dict(zip(columns, values, strict=True)) | {"text": text} for values, text in zip(codes, texts, strict=True)]

@@ -13,7 +13,7 @@ from dpllm.files import write_json
 from dpllm.privacy.accounting import compose, epsilon
 from dpllm.privacy.events import read
 from dpllm.run.directory import RunDir
-from dpllm.text.control import shares_of
+from dpllm.text.layouts import shares_of
 
 Json = dict[str, Any]
 MODEL_CARDS = Path(__file__).parents[1] / "model_cards"

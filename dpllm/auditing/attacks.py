@@ -8,9 +8,9 @@ on coins. Everything follows from probabilities: nothing is generated. Knows no 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -83,9 +83,7 @@ def whole_rows(tokens: TokenTable) -> list[CanaryScores]:
     columns: dict[str, dict[str, Any]] = {}
     for model, log_prob_N in (("tuned", tokens.tuned_log_prob_N), ("base", tokens.base_log_prob_N)):
         whole = left = tokens.by_canary(tokens.sums(log_prob_N))
-        if (
-            not tokens.of_pairs
-        ):  # whose rejected answers have the same words: two noises would be added where one is taken off
+        if tokens.answers == 1:  # else both have the same words: two noises would be added where one is taken off
             left = tokens.by_canary(unexplained(tokens, log_prob_N))
         columns |= {f"{model}_log_prob": whole, f"{model}_left": left}
     return [replace(row, **{name: column[row.canary_id] for name, column in columns.items()}) for row in sum_up(tokens)]
@@ -129,6 +127,23 @@ ATTACKS: dict[str, Callable[[Iterable[CanaryScores]], Floats]] = {"ratio": ratio
 
 TOKEN_ATTACKS: dict[str, Callable[[TokenTable], Floats]] = {"zlib": zlib, "min_k_plus": min_k_plus}
 """Membership scores of sequences by name."""
+
+
+class Scoring(NamedTuple):
+    """How the canaries of a table are scored, beside their sums."""
+
+    words: str  # what is summed
+    by_token: Mapping[str, Mapping[str, float]]  # the attacks that need tokens: name -> canary -> score
+    slope: float  # see ``calibrated``
+
+
+def scoring(tokens: TokenTable, candidates: Sequence[CanaryScores]) -> Scoring:
+    """Of pairs of answers a reward is log p less log p of the reference, whole, and no attack by tokens reads both."""
+    if tokens.answers > 1:
+        return Scoring("of pairs, the margin of their implicit rewards", {}, 1.0)
+    scored = "the secret's tokens" if np.all(tokens.secret_N) else "every token that entered the loss"
+    by_token = {name: tokens.by_canary(attack(tokens)) for name, attack in TOKEN_ATTACKS.items()}
+    return Scoring(f"of {scored}, less what its words explain", by_token, slope(candidates))
 
 
 # Extraction.
@@ -231,7 +246,6 @@ def sampled_extraction(table: TokenTable) -> dict[str, Any]:
 
 
 def _sampling(log_p: dict[str, Floats]) -> dict[str, Any]:
-    """Counts of one sampling scheme, for each side."""
     needed = {p: {name: attempts(values, p) for name, values in log_p.items()} for p in PROBABILITIES}
     return {
         "discoverable": {

@@ -8,9 +8,8 @@ members by nobody's coin.
 from __future__ import annotations
 
 import random
-import unicodedata
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 
@@ -26,7 +25,8 @@ from dpllm.recipe.config import DataConfig
 from dpllm.run.directory import Run
 from dpllm.text import data
 from dpllm.text.data import owner_names
-from dpllm.text.layouts import FIELDS, Format, Row
+from dpllm.text.layouts import FIELDS, Format, Row, words
+from dpllm.text.prompts import Side, read_same
 from dpllm.text.tokens import encode_units
 
 if TYPE_CHECKING:
@@ -71,9 +71,8 @@ def rows_of_run(run: Run) -> tuple[Sequence[Rows], Sequence[Rows], Format]:
             f"{run.directory.config}: data.eval is not set, so there are no non-members to compare with. Name held-out rows in "
             "data.eval and train again."
         )
-    cache = run.directory.private / "cache"
-    trained = data.load_table(settings.train, settings, settings.train_split, cache)
-    rest = data.load_table(settings.eval, settings, settings.eval_split, cache)
+    kept, cache = run.directory.rows, run.directory.private / "cache"
+    trained, rest = (read_same(kept, settings, side, cache) for side in get_args(Side))
     return data.group_rows(trained, settings), data.group_rows(rest, settings), trained.format
 
 
@@ -144,11 +143,11 @@ def check_overlap(members: Sequence[Rows], non_members: Sequence[Rows], fmt: For
     Raises:
         ConfigError: There are some; how many is said, and not which.
     """
-    texts = [_text(row, fmt) for group in non_members for row in group]
+    texts = [words(row.parts, FIELDS[fmt]).casefold() for group in non_members for row in group]
     # Of members only what non-members have is kept, or all text of the training data would stand in memory twice.
     wanted, copied, units = set(texts), set[str](), set[str]()
     for row in (row for group in members for row in group):
-        copied |= {_text(row, fmt)} & wanted
+        copied |= {words(row.parts, FIELDS[fmt]).casefold()} & wanted
         units.update(owner_names(row.unit, settings))
     same_text = sum(text in copied for text in texts)
     whose = [owner_names(group[0].unit, settings) for group in non_members]
@@ -158,13 +157,6 @@ def check_overlap(members: Sequence[Rows], non_members: Sequence[Rows], fmt: For
             f"non-members overlap with members: {same_text} of {len(texts)} rows are identical to members, {same_unit} of "
             f"{len(non_members)} units are units of members too. Rows that were trained on are not non-members; remove them."
         )
-
-
-def _text(row: Row, fmt: Format) -> str:
-    parts = [row.parts[field] for field in FIELDS[fmt]]
-    if fmt == "messages":
-        parts = [turn.get("content", "") if isinstance(turn, dict) else turn for turn in parts[0]]
-    return " ".join(unicodedata.normalize("NFC", "\n".join(map(str, parts))).casefold().split())
 
 
 def scores(table: TokenTable) -> dict[str, Floats]:
@@ -188,7 +180,6 @@ def _draw(groups: Sequence[Rows]) -> list[Rows]:
 
 
 def _score(models: ScoringModels, units: Sequence[Unit], texts: Sequence[str]) -> TokenTable:
-    """The token table with one entry for each unit."""
     sequences = [sequence for unit in units for sequence in unit.sequences]
     masks = [sequence.loss_mask for sequence in sequences]
     owners = np.repeat(np.arange(len(units)), [len(unit.sequences) for unit in units])

@@ -121,9 +121,9 @@ def audit_outside(
             whole, or infinite scores.
     """
     planned = read_manifest(manifest)
-    if any(canary.rejected for canary in planned.canaries):
+    if any(len(canary.answers) > 1 for canary in planned.canaries):
         raise ConfigError(
-            f"{manifest}: its canaries are preference pairs, which the audit of their own run compares. Type: dpllm audit RUN"
+            f"{manifest}: its canaries have two answers each, which the audit of their own run compares. Type: dpllm audit RUN"
         )
     if claim and not planned.independent_coins:
         raise ConfigError(

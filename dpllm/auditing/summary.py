@@ -59,15 +59,13 @@ class _Scored:
     groups: Mapping[int, Sequence[CanaryScores]]
     """Candidates by repetitions, with their coins."""
     references: Sequence[CanaryScores]
-    by_token: Mapping[str, Mapping[str, float]]
-    """The attacks that need tokens: name -> canary -> score."""
-    slope: float
+    scoring: attacks.Scoring
 
     def negatives(self, group: int) -> list[CanaryScores]:
         return [*attacks.held_out(self.groups[group]), *self.references]
 
     def calibrated(self, rows: Sequence[CanaryScores]) -> Floats:
-        return attacks.calibrated(rows, self.slope)
+        return attacks.calibrated(rows, self.scoring.slope)
 
 
 def summarise(
@@ -106,7 +104,7 @@ def summarise(
         "exposure": {str(group): _exposure(rows, secrets.get(0)) for group, rows in secrets.items() if group},
         "extraction": {str(group): attacks.greedy_extraction(rows) for group, rows in scored.groups.items()},
         "sampling": attacks.sampled_extraction(tokens.secrets()),
-        "epsilon_lower_bound": {**bound.to_json(), "method": _method(tokens), "slope": scored.slope},
+        "epsilon_lower_bound": {**bound.to_json(), "method": _method(scored.scoring), "slope": scored.scoring.slope},
         **({"gradient": gradient} if gradient else {}),
         "repeated": {
             str(group): {
@@ -129,10 +127,7 @@ def _sorted(tokens: TokenTable, context: AuditContext) -> _Scored:
     references = groups.pop(0, [])
     if not references and not context.own_references:
         raise ConfigError("the score table has no references, so nothing can be ranked; run dpllm audit again.")
-    if tokens.of_pairs:  # a reward is log p less log p of the reference, whole; the other attacks read one text
-        return _Scored(groups, references, {}, 1.0)
-    by_token = {name: tokens.by_canary(attack(tokens)) for name, attack in attacks.TOKEN_ATTACKS.items()}
-    return _Scored(groups, references, by_token, attacks.slope([row for rows in groups.values() for row in rows]))
+    return _Scored(groups, references, attacks.scoring(tokens, [row for rows in groups.values() for row in rows]))
 
 
 def _tests(scored: _Scored, claim: Claim | None, settings: AuditSettings) -> tuple[OneRunBound, dict[int, GroupTest]]:
@@ -154,16 +149,11 @@ def _tests(scored: _Scored, claim: Claim | None, settings: AuditSettings) -> tup
     return once, tests
 
 
-def _method(tokens: TokenTable) -> str:
+def _method(scoring: attacks.Scoring) -> str:
     """How the bound is computed."""
-    score = "of every token that entered the loss, less what its words explain"
-    if np.all(tokens.secret_N):
-        score = "of the secret's tokens, less what its words explain"
-    if tokens.of_pairs:
-        score = "of pairs, the margin of their implicit rewards"
     return (
         "one training run, guesses on both sides and on one, with weights that fall with the rank (Steinke, Nasr and Jagielski "
-        f"2023), once-inserted canaries, score '{PRIMARY_ATTACK}' {score}, alpha divided by the number of tests"
+        f"2023), once-inserted canaries, score '{PRIMARY_ATTACK}' {scoring.words}, alpha divided by the number of tests"
     )
 
 
@@ -202,7 +192,7 @@ def _attacks(scored: _Scored, group: int, limits: Mapping[str, float] | None) ->
     control = statistics.auc(attacks.base_loss(inside), attacks.base_loss(outside), CONFIDENCE)
     scores = {PRIMARY_ATTACK: (scored.calibrated(inside), scored.calibrated(outside))}
     scores |= {name: (attack(inside), attack(outside)) for name, attack in attacks.ATTACKS.items()}
-    for name, found in scored.by_token.items():
+    for name, found in scored.scoring.by_token.items():
         positive, negative = (np.array([found[row.canary_id] for row in side]) for side in (inside, outside))
         scores[name] = (positive, negative)
     shared: Json = {

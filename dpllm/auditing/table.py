@@ -83,9 +83,9 @@ class TokenTable:
         return np.bincount(self.sequence_N, weights=values_N, minlength=len(self.canary_ids)).astype(np.float64)
 
     @property
-    def of_pairs(self) -> bool:
-        """Whether the canaries are preference pairs."""
-        return any(name.endswith(REJECTED) for name in self.canary_ids)
+    def answers(self) -> int:
+        """Sequences of each canary: 2 of a preference pair."""
+        return 1 + any(name.endswith(REJECTED) for name in self.canary_ids)
 
     def by_canary(self, values_S: NDArray[np.float64]) -> dict[str, float]:
         """The value of each canary; of a pair, that of its chosen answer less that of its rejected one."""

@@ -67,16 +67,16 @@ class CanaryPlan:
     """Of one label, where coins are labels, each flipped with probability 1 / (1 + e^epsilon). None: a coin plants, or not."""
 
     @property
-    def pairs(self) -> bool:
-        """Whether the canaries are preference pairs."""
-        return any(canary.rejected for canary in self.canaries)
+    def answers(self) -> int:
+        """Secrets of each candidate."""
+        return max((len(canary.answers) for canary in self.canaries), default=1)
 
 
 def plan_canaries(
     config: CanaryConfig,
     *,
     source: ModelSource | None = None,
-    pairs: bool = False,
+    answers: int = 1,
     label_epsilon: float | None = None,
     gradient: int = 0,
     generator: random.Random | None = None,
@@ -87,31 +87,26 @@ def plan_canaries(
         The coins are independent and fair, and independent of carriers, secrets, ids and order. Candidates and
         references are exchangeable: all texts are drawn first, put into a random order, and then given out; so are the two
         answers of a pair. No two share a carrier or a secret, and no carrier contains a secret. Holds with the default
-        generator, the operating system's, for every kind. With ``label_epsilon`` all pairs are planted; the coin says which
+        generator, the operating system's, for every kind. With ``label_epsilon`` all are planted; the coin says which
         answer is preferred, and what trains is that label after randomised response, so that it is under the guarantee of a
         label, and under no other.
 
     Args:
         config: Kind, groups and number of references.
         source: The base model and how rows are encoded; digits need none.
-        pairs: Draw preference pairs, which have two secrets each.
+        answers: Secrets of each, as ``Objective.rows_each`` says.
         label_epsilon: See ``CanaryPlan``; there are no references then, which no label could ever have touched.
         gradient: How many gradient canaries.
         generator: For tests only; the default is the operating system's entropy.
 
     Raises:
-        ConfigError: More canaries than distinct secrets or distinct carriers, a kind that this model cannot have, or pairs whose
-            secrets should stand in prompts.
+        ConfigError: More canaries than distinct secrets or distinct carriers, or a kind that this model cannot have.
     """
-    if pairs and config.place == "prompt":
-        raise ConfigError(
-            "audit.canaries.place: prompt, but the secrets of preference pairs are answers. Leave place out."
-        )
     generator = generator or secrets.SystemRandom()
     groups = [group for group, candidates in sorted(config.groups.items()) for _ in range(candidates)]
     references = 0 if label_epsilon else config.references
     number = len(groups) + references
-    texts, log2_secrets = draw(config, number * (1 + pairs), generator, source)
+    texts, log2_secrets = draw(config, number * answers, generator, source)
     generator.shuffle(texts)  # whatever the order says of how a text was found, it says the same of all
     others = [secret for _, secret in texts[number:]] or [""] * number
     texts = texts[:number]
@@ -136,16 +131,16 @@ def redraw_coins(plan: CanaryPlan, *, generator: random.Random | None = None) ->
 
 
 def check_fits(
-    plan: CanaryPlan, audit: AuditConfig, path: Path, *, pairs: bool = False, label_epsilon: float | None = None
+    plan: CanaryPlan, audit: AuditConfig, path: Path, *, answers: int = 1, label_epsilon: float | None = None
 ) -> CanaryPlan:
     """Makes sure that canaries planned earlier, in ``path``, are those that the recipe asks for, and returns them.
 
     Raises:
-        ConfigError: Another kind, other groups, another key that the texts follow from, or pairs where texts are wanted.
+        ConfigError: Another kind, other groups, another key that the texts follow from, or another number of answers.
     """
     planned = plan.kind, plan.settings, len(plan.gradient_coins)
     asked = audit.texts.kind, _settings(audit.texts), audit.gradient_canaries
-    if planned != asked or (plan.canaries and (plan.pairs, plan.label_epsilon) != (pairs, label_epsilon)):
+    if planned != asked or (plan.canaries and (plan.answers, plan.label_epsilon) != (answers, label_epsilon)):
         raise ConfigError(
             f"{path}: these canaries were planned for another recipe, of other kinds or numbers, and the audit reads this one. "
             "Delete the file to have new ones drawn."

@@ -114,18 +114,18 @@ class Canary:
         """
         if self.completion:
             check_place("prompt", fmt)
-        if fmt == "text":
-            return {"text": f"{self.carrier} {self.secret}"}
-        if fmt == "preference":
-            first, second = (self.secret, self.rejected)[:: 1 if self.inserted != self.flipped else -1]
-            return {"prompt": self.carrier, "chosen": first, "rejected": second}
-        prompt, completion = self.carrier, self.secret
+        text, prompt, completion = f"{self.carrier} {self.secret}", self.carrier, self.secret
         if self.completion:
-            prompt, completion = f"{self.carrier} {self.secret}", self.completion
-        if fmt == "prompt_completion":
-            return {"prompt": prompt, "completion": completion}
-        turns = (("user", prompt), ("assistant", completion))
-        return {"messages": [{"role": role, "content": content} for role, content in turns]}
+            prompt, completion = text, self.completion
+        first, second = (self.secret, self.rejected)[:: 1 if self.inserted != self.flipped else -1]
+        turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+        rows: dict[Format, dict[str, Any]] = {
+            "text": {"text": text},
+            "prompt_completion": {"prompt": prompt, "completion": completion},
+            "messages": {"messages": turns},
+            "preference": {"prompt": self.carrier, "chosen": first, "rejected": second},
+        }
+        return rows[fmt]
 
 
 def check_place(place: str, fmt: str) -> None:

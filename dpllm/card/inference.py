@@ -34,7 +34,7 @@ from dpllm.statement import formatting, lineage
 from dpllm.statement.privacy_record import BaseModelName, Composed, Lineage
 from dpllm.statement.released import BesideRun, Statistics
 from dpllm.statement.state import beside_run
-from dpllm.text import control
+from dpllm.text import layouts
 
 RECORD, PARTS = "inference.json", ("inference",)
 MOST_ABOVE = Fraction(1, 10**9)
@@ -203,7 +203,7 @@ def _rules(record: Inference) -> dict[str, bool]:
     statistics, least, event = record.statistics, eta(record), record.event
     most = least * (1 + MOST_ABOVE)
     counted, lineage = record.neighbouring_relation == "zero_out", record.lineage
-    shares = control.shares_of(record.control) if record.control else None
+    shares = layouts.shares_of(record.control) if record.control else None
     public = synthetic.declared_sides(record.data_public, record.eval_public)
     return {
         **synthetic.rules_of_rows(record, record.texts, ["text"], statistics),

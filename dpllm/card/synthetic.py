@@ -34,7 +34,7 @@ from dpllm.run.directory import RunDir
 from dpllm.statement import formatting, privacy_record, tradeoff_figure
 from dpllm.statement.privacy_record import PrivacyRecord
 from dpllm.statement.released import BesideRun, Statistics
-from dpllm.text import control
+from dpllm.text import layouts
 
 RECORD, ROWS = "synthetic.json", "data/train.jsonl"
 MODEL_CARD, MODEL_BLOCK, FIGURE = f"run/{CARD}", f"run/{BLOCK}", f"run/{tradeoff_figure.FILE}"
@@ -329,7 +329,7 @@ def rules_of_rows(record: Written, drawn: int, texts: Sequence[str], released: S
 def _rules(folder: DataSet) -> dict[str, bool]:
     record, statement = folder.record, folder.statement
     texts = ["text"] if record.prompts is None else ["prompt", "completion"]
-    name = control.shares_of(record.control) if record.control else None
+    name = layouts.shares_of(record.control) if record.control else None
     named = {name} if statement.guarantee else {name, None}
     return {
         **rules_of_rows(record, record.attempts, texts, statement.statistics),

@@ -149,6 +149,7 @@ def _release(known: argparse.Namespace, offered: AbstractContextManager[Offer], 
 def randomize(known: argparse.Namespace, rest: list[str]) -> int:
     """Prints what was charged and where the labels lie; exit code 3 where the ledger refuses it."""
     from dpllm.recipe.config import OF_DATA, around
+    from dpllm.releases.labels import RECIPE
     from dpllm.releases.labels import randomize as flip
     from dpllm.run.subject import record_of
 
@@ -156,8 +157,7 @@ def randomize(known: argparse.Namespace, rest: list[str]) -> int:
         raise ConfigError("--unit and --max-labels go together: K labels of one unit cost K times epsilon. Type both.")
     options = vars(known) | {"max_examples_per_unit": known.max_labels}
     keys = {key: options[name] for name, key in OF_DATA.items() if options[name] is not None}
-    keys |= {"model.name_or_path": "none", "data.format": "preference", "train.objective": "dpo"}
-    config = around(known.data, keys, "dpllm randomize-labels")
+    config = around(known.data, keys | RECIPE, "dpllm randomize-labels")
     path = Path(known.data)
     folder = path.parent if path.exists() else Path()
     output = known.output or folder / f"{path.name.partition('.')[0].replace(':', '-')}.randomized.jsonl"

@@ -208,10 +208,10 @@ def plan(known: argparse.Namespace, rest: list[str]) -> int:
             total = "With its audit twin: epsilon {epsilon:.4f} at delta {delta:g} for both together".format(**both)
             lines.append(f"{total}; dpllm sweep RECIPE --twin reserves and trains them as one group.")
         _show(known, seen, needs, lines)
-        if sys.stdout.isatty() and seen.subject is not None:
+        if sys.stdout.isatty() and seen.subject and seen.subject.rows:
             from dpllm.run.screen import tell_lengths_of_some
 
-            tell_lengths_of_some(config, plain_console())
+            tell_lengths_of_some(seen.config, seen.subject.rows.table, plain_console())
     for error in found.errors:
         print(f"dpllm plan: {error}", file=sys.stderr)
     return max((error.exit_code for error in found.errors), default=0)

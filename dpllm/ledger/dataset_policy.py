@@ -19,7 +19,7 @@ from dpllm.ledger.values import check_name
 from dpllm.privacy.accounting import Relation
 from dpllm.privacy.renyi import Fit
 from dpllm.recipe import names
-from dpllm.recipe.config import DataConfig, RunConfig, Source, load_config
+from dpllm.recipe.config import DataConfig, RunConfig, load_config
 from dpllm.text import data
 from dpllm.text.data import Table
 from dpllm.text.layouts import FIELDS
@@ -35,8 +35,8 @@ class DatasetPolicy:
     deviations: tuple[str, ...]  # what every later card must say
 
 
-def find_policy(config: RunConfig, table: Table, ledger: Ledger | None) -> DatasetPolicy:
-    """Finds the account of a recipe's data, and refuses what it does not permit.
+def find_policy(config: RunConfig, table: Table, held_out: Table | None, ledger: Ledger | None) -> DatasetPolicy:
+    """Finds the account of a recipe's training rows, and refuses what it, or the evaluation rows, do not permit.
 
     Raises:
         Refused: Training without differential privacy on data that are not declared public, or that have a budget, or with
@@ -63,8 +63,9 @@ def find_policy(config: RunConfig, table: Table, ledger: Ledger | None) -> Datas
         account = ledger.account(ledger.records.charged_to(name, parent))
     if not (account and account.permission):
         _refuse_without_privacy(config, name, account is not None and account.budget is not None)
-    if config.data.eval is not None:
-        _check_evaluation(config, config.data.eval, table, ledger, name)
+    if held_out is not None:
+        own = records or fingerprint(table.parts(), FIELDS[table.format], b"compared here")
+        _check_evaluation(config, held_out, own, ledger, name)
     return DatasetPolicy(name, parent, records, tuple(account.deviations()) if account else ())
 
 
@@ -107,12 +108,12 @@ def _refuse_without_privacy(config: RunConfig, name: str, budgeted: bool) -> Non
     )
 
 
-def _check_evaluation(config: RunConfig, source: Source, table: Table, ledger: Ledger | None, dataset: str) -> None:
+def _check_evaluation(
+    config: RunConfig, held_out: Table, own: Fingerprint, ledger: Ledger | None, dataset: str
+) -> None:
     """Refuses evaluation data that are training data, or declared public and private after all: exact losses are published."""
-    with scratch() as cache:
-        held_out = data.load_table(source, config.data, config.data.eval_split, cache)
     key = ledger.records.key() if ledger else b"compared here"
-    records, own = (fingerprint(part.parts(), FIELDS[part.format], key) for part in (held_out, table))
+    records = fingerprint(held_out.parts(), FIELDS[held_out.format], key)
     common, whose = share_in_common(records.hashes, own.hashes), None
     if config.data.eval_public and not config.data.public and common >= LEAST_SHARE:
         whose = "data.train, which is not"

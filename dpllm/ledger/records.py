@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 from dpllm.errors import ConfigError, Refused
 from dpllm.ledger.chain import Chain
 from dpllm.ledger.values import LABELS
+from dpllm.text.layouts import words
 
 HASH_BYTES = 8  # of a record in the overlap check: among 10^6 times 10^6 pairs one collision in 10^7
 LEAST_SHARE = 0.01  # of the smaller dataset: below it, common records are taken for chance (short texts, formulas)
@@ -52,33 +52,16 @@ def fingerprint(rows: Iterable[Mapping[str, Any]], fields: Sequence[str], key: b
 
     records = bytearray()
     for row in rows:
-        records += hashlib.blake2b(_text(row, fields).encode(), key=key, digest_size=32).digest()
+        records += hashlib.blake2b(words(row, fields).encode(), key=key, digest_size=32).digest()
     record_N = np.sort(np.frombuffer(records, "S32"))
     digest = hashlib.blake2b(record_N.tobytes(), key=key, digest_size=32).hexdigest()
     return Fingerprint(digest, np.unique(record_N.astype(f"S{HASH_BYTES}")).tobytes(), len(record_N))
 
 
-def _text(row: Mapping[str, Any], fields: Sequence[str]) -> str:
-    """The words of a row in their order; of messages, what each of them says.
-
-    The answers of a preference pair are sorted: with another one preferred, they are the same record.
-    """
-    texts = []
-    for field in fields:
-        value = row[field]
-        if isinstance(value, list):
-            value = " ".join(str(turn.get("content", "") if isinstance(turn, dict) else turn) for turn in value)
-        # Spaces, line breaks and Unicode composition do not matter, nor into how many columns a record is cut.
-        texts.append(" ".join(unicodedata.normalize("NFC", str(value)).split()))
-    if fields[1:] == ("chosen", "rejected"):  # with a prompt apart, or before each
-        texts = sorted(" ".join(f"{texts[0]} {answer}".split()) for answer in texts[1:])
-    return " ".join(unicodedata.normalize("NFC", " ".join(texts)).split())
-
-
 def rows_among(rows: Iterable[Mapping[str, Any]], fields: Sequence[str], key: bytes, other: Fingerprint) -> int:
     """How many rows, equal ones each, have their text in another dataset whose fingerprint is of that key."""
     known = {other.hashes[start : start + HASH_BYTES] for start in range(0, len(other.hashes), HASH_BYTES)}
-    digests = (hashlib.blake2b(_text(row, fields).encode(), key=key, digest_size=32).digest() for row in rows)
+    digests = (hashlib.blake2b(words(row, fields).encode(), key=key, digest_size=32).digest() for row in rows)
     return sum(digest[:HASH_BYTES] in known for digest in digests)
 
 

@@ -84,12 +84,11 @@ class HeldOut(NamedTuple):
     """What one pass over held-out text shows."""
 
     loss: float  # mean negative log-likelihood, in nats per target token
-    # Share of target tokens to which the model gives the highest logit, in [0, 1]; None of preference pairs, whose chosen answers
-    # have the loss and the tokens.
+    # Share of target tokens to which the model gives the highest logit, in [0, 1]; None where two answers are compared.
     accuracy: float | None
     tokens: int  # target tokens
-    reward_accuracy: float | None = None  # share of pairs whose chosen answer has the higher implicit reward, in [0, 1]
-    reward_margin: float | None = None  # mean difference of the implicit rewards
+    reward_accuracy: float | None = None  # see ``rewards.compared``
+    reward_margin: float | None = None
 
 
 def contiguous_head(model: Any) -> RemovableHandle | contextlib.nullcontext[None]:

@@ -41,7 +41,7 @@ warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.* is depr
 SHRUNKEN_BLOCKS, SHRUNKEN_VOCABULARY = 2, 256
 # Of a configuration, what has no part in what a model computes.
 _NO_PART = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version"}
-_REFERENCE = "reference"  # the adapter from which training on pairs started
+_REFERENCE = "reference"  # name of the adapter over which scores are gains
 Pooling = Literal["mean", "cls"]
 """Of a sentence encoder: the mean of the states of all tokens, or the state of the first."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -58,7 +58,7 @@ class ScoringModels:
 
     @contextlib.contextmanager
     def base(self) -> Iterator[nn.Module]:
-        """The base model: the adapter switched off, or the base checkpoint for frozen-layer runs; of pairs, their reference."""
+        """The base model: the adapter switched off, or the base checkpoint for frozen-layer runs; or their reference."""
         if isinstance(self.tuned, PeftModel) and _REFERENCE in self.tuned.peft_config:
             self.tuned.set_adapter(_REFERENCE)
             try:
@@ -337,12 +337,11 @@ def load_for_scoring(config: RunConfig, export: Path, device: torch.device) -> S
     tokenizer = load_tokenizer(config.model, config.data)
     if isinstance(config.adapter, LoraConfig):
         tuned: Any = PeftModel.from_pretrained(load_base(config.model, device), str(export))
-        if config.train.pairs and config.model.adapter is not None:
-            if not Path(config.model.adapter).is_dir():
-                raise ConfigError(
-                    f"model.adapter {config.model.adapter}: is not here, and rewards are gains over it. Put it back."
-                )
-            tuned.load_adapter(config.model.adapter, _REFERENCE)
+        reference = config.objective.reference(config.model.adapter)
+        if reference is not None:
+            if not Path(reference).is_dir():
+                raise ConfigError(f"model.adapter {reference}: is not here, and scores are gains over it. Put it back.")
+            tuned.load_adapter(reference, _REFERENCE)
     else:
         tuned = transformers.AutoModelForCausalLM.from_pretrained(str(export), dtype=torch.float32).to(device)
     check_finite(tuned, str(export))

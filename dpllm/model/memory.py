@@ -56,7 +56,7 @@ _STATUS = Path("/proc/self/status")
 def packing_for(config: RunConfig, model: nn.Module, vocab_size: int, device: torch.device) -> Packing:
     """The passes of a recipe on this device, whose threads decide about full blocks: one rank's word counts for all."""
     train, asked = config.train, config.train.tokens_per_pass
-    tokens, each = None if asked == "auto" else asked, 2 if train.pairs else 1
+    tokens, each = None if asked == "auto" else asked, config.objective.rows_each
     return packing_of_model(model, train.batch_size, config.data.max_length, vocab_size, device, tokens, each)
 
 

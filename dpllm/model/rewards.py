@@ -14,8 +14,9 @@ import hashlib
 import io
 import itertools
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,12 +25,11 @@ from accelerate import PartialState
 from numpy.typing import NDArray
 from torch import nn
 
-from dpllm.files import write_whole
-from dpllm.model import processes
+from dpllm.model import evaluate, processes
 from dpllm.model.evaluate import HeldOut, without_memory
 from dpllm.privacy import guards
 from dpllm.privacy.attention import RowAttention
-from dpllm.privacy.loss import Autocast, TokenLosses, in_eval_mode, row_sums
+from dpllm.privacy.loss import Autocast, ExampleLoss, TokenLosses, in_eval_mode, row_sums
 from dpllm.privacy.packing import passes_of, sizes_of
 from dpllm.privacy.preference import PairLoss
 from dpllm.privacy.schedule import Packing, TokenSequence, Unit
@@ -39,6 +39,17 @@ from dpllm.text.data import ReadWhenAsked
 AT_ONCE = 512  # units that are laid out in passes at a time
 
 Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a model is read in passes as training has them."""
+
+    model: nn.Module
+    packing: Packing
+    pad_id: int
+    device: torch.device
+    autocast: Autocast
 
 
 class Referenced(ReadWhenAsked[Unit | None]):
@@ -65,50 +76,29 @@ class Referenced(ReadWhenAsked[Unit | None]):
         return Unit(tuple(replace(one, reference=float(r)) for one, r in zip(unit.sequences, own, strict=True)))
 
 
-class Rewards:
-    """Pairs under one model as it stands."""
+def surprises(reading: Reading, units: Sequence[Unit | None], rank: int = 0, world: int = 1) -> Floats:
+    """nll_R, in nats: minus the log-likelihood of every answer, in evaluation mode; of all ranks together.
 
-    def __init__(
-        self, model: nn.Module, packing: Packing, pad_id: int, device: torch.device, autocast: Autocast
-    ) -> None:
-        """``packing`` is that of training, in which no row rounds by its company."""
-        without_memory(model)
-        self._model, self._packing, self._pad_id = model, packing, pad_id
-        self._device, self._autocast = device, autocast
-        self._attention = RowAttention(model)
+    All ranks make the same number of forward passes, because a sharded model is gathered by all of them in each. The packing is
+    that of training, in which no row rounds by its company.
 
-    def surprises(self, units: Sequence[Unit | None], rank: int = 0, world: int = 1) -> Floats:
-        """nll_R, in nats: minus the log-likelihood of every answer, in evaluation mode; of all ranks together.
-
-        All ranks make the same number of forward passes, because a sharded model is gathered by all of them in each.
-
-        Guarantee:
-            What stands there for an answer follows from its pair and the model alone: a pair lies in a pass as in training.
-        """
-        places, losses = Referenced(units), TokenLosses(self._model, self._device, self._autocast)
-        found_R = torch.zeros(len(places.reference_R), dtype=torch.float64)
-        with in_eval_mode(self._model), guards.deterministic(self._device):
-            for start in range(0, len(units), AT_ONCE):
-                tell("Log-likelihoods of answers", start, len(units))
-                some = range(start, min(start + AT_ONCE, len(units)))
-                for one in passes_of(some, places, self._packing, self._pad_id, rank, world):
-                    with self._attention.of(one):
-                        nll_M = losses(one.to(self._device)).nll_M
-                    if one.rows:
-                        found_R[one.reference_R.long()] = row_sums(nll_M.double(), one.rows).cpu()
-        return np.asarray(processes.totals(*found_R.tolist()))
-
-    def held_out(self, pairs: Referenced, loss: PairLoss, rank: int = 0, world: int = 1) -> HeldOut:
-        """Loss of the chosen answers in nats per token, and how the model that trains rewards both.
-
-        Reward accuracy is the share of pairs whose chosen answer has the higher reward; a tie counts half.
-        """
-        nll_R = self.surprises(pairs, rank, world)
-        margin_P = loss.margins(torch.from_numpy(nll_R), torch.from_numpy(pairs.reference_R))
-        tokens = sum(sum(one.loss_mask) for one in answers(pairs.units)[::2])
-        won = (margin_P > 0).double() + 0.5 * (margin_P == 0).double()
-        nats = float(nll_R[::2].sum()) / max(1, tokens)
-        return HeldOut(nats, None, tokens, float(won.mean()), float(margin_P.mean()))
+    Guarantee:
+        What stands there for an answer follows from its pair and the model alone: a pair lies in a pass as in training.
+    """
+    without_memory(reading.model)
+    attention = RowAttention(reading.model)
+    places, losses = Referenced(units), TokenLosses(reading.model, reading.device, reading.autocast)
+    found_R = torch.zeros(len(places.reference_R), dtype=torch.float64)
+    with in_eval_mode(reading.model), guards.deterministic(reading.device):
+        for start in range(0, len(units), AT_ONCE):
+            tell("Log-likelihoods of answers", start, len(units))
+            some = range(start, min(start + AT_ONCE, len(units)))
+            for one in passes_of(some, places, reading.packing, reading.pad_id, rank, world):
+                with attention.of(one):
+                    nll_M = losses(one.to(reading.device)).nll_M
+                if one.rows:
+                    found_R[one.reference_R.long()] = row_sums(nll_M.double(), one.rows).cpu()
+    return np.asarray(processes.totals(*found_R.tolist()))
 
 
 def answers(units: Sequence[Unit | None]) -> list[TokenSequence]:
@@ -116,39 +106,59 @@ def answers(units: Sequence[Unit | None]) -> list[TokenSequence]:
     return [sequence for unit in units if unit for sequence in unit.sequences]
 
 
-@dataclass(frozen=True)
-class Pairs:
-    """Preference pairs with what the reference says of each answer."""
+def compared(reading: Reading, pairs: Referenced, loss: PairLoss, rank: int, world: int) -> HeldOut:
+    """Loss of the chosen answers in nats per token, and how the model that trains rewards both.
 
-    sampled: Referenced  # the training units, canary slots last
-    held_out: Referenced  # empty without evaluation data
-    rewards: Rewards  # what the model that trains says of pairs
-
-    def keep(self, path: Path) -> None:
-        """Writes it down for a run that goes on."""
-        file, about = io.BytesIO(), np.frombuffer(_digest(self.held_out.units), np.uint8)
-        np.savez(file, sampled=self.sampled.reference_R, held_out=self.held_out.reference_R, about=about)
-        write_whole(path, file.getvalue(), mode=0o600)
-
-
-def referenced(
-    rewards: Rewards, units: Sequence[Unit | None], held_out: Sequence[TokenSequence], kept: Path, resumed: bool
-) -> Pairs:
-    """Asks the reference about all pairs; to be called before a checkpoint is loaded.
-
-    Args:
-        rewards: Of the model that the run begins with.
-        units: The training units.
-        held_out: Answers of evaluation pairs.
-        kept: What was computed when the run began.
-        resumed: Whether it goes on, and reads that: the reference must not move with the adapter.
+    Reward accuracy is the share of pairs whose chosen answer has the higher implicit reward, in [0, 1]; a tie counts half.
     """
+    nll_R = surprises(reading, pairs, rank, world)
+    margin_P = loss.margins(torch.from_numpy(nll_R), torch.from_numpy(pairs.reference_R))
+    tokens = sum(sum(one.loss_mask) for one in answers(pairs.units)[::2])
+    won = (margin_P > 0).double() + 0.5 * (margin_P == 0).double()
+    nats = float(nll_R[::2].sum()) / max(1, tokens)
+    return HeldOut(nats, None, tokens, float(won.mean()), float(margin_P.mean()))
+
+
+@dataclass(frozen=True)
+class Examples:
+    """What trains and what is held out, as the objective reads it."""
+
+    sampled: Sequence[Unit | None]  # the training units, canary slots last
+    figures: tuple[str, ...]  # of ``HeldOut``, which evaluation gives
+    evaluate: Callable[[int, int], HeldOut]  # reads what is held out, which is not empty: one rank's part of so many
+    begun: bytes = b""  # what a run that goes on has to know of its beginning
+
+
+def examples_of(
+    loss: ExampleLoss,
+    reading: Reading,
+    units: Sequence[Unit | None],
+    held_out: Sequence[TokenSequence],
+    kept: Path | None,
+) -> Examples:
+    """What trains and is held out; of pairs, the reference is asked about all, so call it before a checkpoint is loaded.
+
+    ``kept`` is where ``begun`` lies, of a run that goes on: the reference must not move with the adapter.
+    """
+    if not isinstance(loss, PairLoss):
+        size = max(1, 2 * reading.packing.tokens // reading.packing.max_length)
+        how = reading.model, held_out, size, reading.device, reading.autocast
+        return Examples(units, ("loss", "accuracy"), partial(evaluate.held_out_loss, *how))
     held, state = [Unit(pair) for pair in zip(held_out[::2], held_out[1::2], strict=True)], PartialState()
-    before = _kept(kept, len(Referenced(units).reference_R), held) if resumed and state.is_main_process else None
+    before = _kept(kept, len(Referenced(units).reference_R), held) if kept and state.is_main_process else None
     sampled_R, held_out_R = processes.shared(before) or [
-        rewards.surprises(some, state.process_index, state.num_processes) for some in (units, held)
+        surprises(reading, some, state.process_index, state.num_processes) for some in (units, held)
     ]
-    return Pairs(Referenced(units, sampled_R), Referenced(held, held_out_R), rewards)
+    figures = partial(compared, reading, Referenced(held, held_out_R), loss)
+    names, begun = ("loss", "reward_accuracy", "reward_margin"), packed(sampled_R, held_out_R, held)
+    return Examples(Referenced(units, sampled_R), names, figures, begun)
+
+
+def packed(sampled_R: Floats, held_out_R: Floats, held: Sequence[Unit]) -> bytes:
+    """What the reference says, and of which evaluation pairs."""
+    file = io.BytesIO()
+    np.savez(file, sampled=sampled_R, held_out=held_out_R, about=np.frombuffer(_digest(held), np.uint8))
+    return file.getvalue()
 
 
 def _kept(path: Path, many: int, held: Sequence[Unit]) -> tuple[Floats, Floats] | None:

@@ -27,11 +27,10 @@ from dpllm.privacy import guards
 from dpllm.privacy.attention import RowAttention
 from dpllm.privacy.clipping import PerUnitClipper, refuse_foreign_gradients
 from dpllm.privacy.gradient_canaries import GradientCanaries
-from dpllm.privacy.loss import LOW_PRECISION_TOLERANCE, TOLERANCE, Autocast, TokenLosses, row_sums
+from dpllm.privacy.loss import LOW_PRECISION_TOLERANCE, TOLERANCE, Autocast, ExampleLoss, TokenLosses, likelihood
 from dpllm.privacy.noise import BandedNoise, GaussianNoise, noise_scale, spacing_of
 from dpllm.privacy.packing import Pass
 from dpllm.privacy.plan import Plan
-from dpllm.privacy.preference import PairLoss
 from dpllm.privacy.reference import Subject
 from dpllm.privacy.schedule import Packing, Schedule
 from dpllm.privacy.selfcheck import Checked, self_check
@@ -119,7 +118,7 @@ class StepEngine:
         self.generator = noise.generator  # where the noise comes from
         self.canaries: GradientCanaries | None = None  # planted in the sum; only on the rank that adds noise
         self.projections: Tensor | None = None  # (M,): what the last step released along them, over C, with its noise
-        self.pairs: PairLoss | None = None  # where rows are answers of preference pairs; None: each row is an example
+        self.example_loss: ExampleLoss = likelihood
         self._stepping = False
         self.size = sum(parameter.numel() for parameter in self.parameters.values())  # P
         self._noise_scale = noise_scale(plan.noise_multiplier, plan.max_grad_norm, self.size) if plan else 0.0
@@ -159,12 +158,8 @@ class StepEngine:
             self._clipper = self._make_clipper()
 
     def losses(self, some: Pass) -> Tensor:
-        """loss_R of one pass, through the model as it trains; of preference pairs, one loss for each."""
-        nll_M = self._token_losses(some).nll_M
-        if self.pairs is not None and some.rows:
-            return self.pairs(row_sums(nll_M.double(), some.rows), some)
-        nll_R = row_sums(nll_M, some.rows)
-        return nll_R / some.denominator_R if some.rows else nll_R
+        """The loss of each example of one pass, through the model as it trains."""
+        return self.example_loss(self._token_losses(some).nll_M, some)
 
     def clipped_sum(self, batches: Sequence[Pass], canaries: Sequence[int] = ()) -> tuple[Tensor, Diagnostics]:
         """This rank's flat clipped sum over a logical batch and the gradient canaries in it, before noise: private.
@@ -327,8 +322,8 @@ class StepEngine:
     ) -> Checked:
         """Compares with brute-force autograd, in passes as they will run: see ``selfcheck.self_check``.
 
-        In low precision, where the forward pass is not float32, 5e-2 is accepted (of pairs 0.1), not 1e-3. Without a Plan there
-        is no check. ``company``: whether kernels may round a unit by its place or its company, bit for bit, is asked as well.
+        In low precision, where the forward pass is not float32, 5e-2 is accepted for each row of an example, not 1e-3. Without a
+        Plan there is no check. ``company``: whether kernels round a unit by its place or its company, bit for bit, is asked too.
 
         Raises:
             NotBatchInvariant: The engine can then be asked again, after ``repack``.
@@ -348,8 +343,7 @@ class StepEngine:
                     vocab_size=vocab_size,
                     packing=self.packing,
                     pad_id=pad_id,
-                    # A pair's gradient is a difference of two, and their roundings add up.
-                    tolerance=LOW_PRECISION_TOLERANCE * (1 + (self.pairs is not None)) if low_precision else TOLERANCE,
+                    tolerance=LOW_PRECISION_TOLERANCE * self.packing.rows_each if low_precision else TOLERANCE,
                     company=company,
                 )
                 checked = self_check(subject)

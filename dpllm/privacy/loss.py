@@ -46,6 +46,7 @@ TOLERANCE, LOW_PRECISION_TOLERANCE = 1e-3, 5e-2  # of the self-check too
 PROBE = 4  # rows and tokens of the batch on which the two ways are compared
 
 Autocast = Callable[[], contextlib.AbstractContextManager[Any]]
+ExampleLoss = Callable[[Tensor, Pass], Tensor]  # from the losses of a pass's tokens to one for each of its examples
 
 
 def pack_of(vocabulary: int, device: torch.device) -> int:
@@ -64,6 +65,12 @@ def _block(vocabulary: int, device: torch.device) -> int:
 def wide(dtype: torch.dtype) -> torch.dtype:
     """In which losses are computed: float32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def likelihood(nll_M: Tensor, some: Pass) -> Tensor:
+    """loss_R of a pass: of each row, the mean over the target tokens of the whole example; one zero where there is no row."""
+    nll_R = row_sums(nll_M, some.rows)
+    return nll_R / some.denominator_R if some.rows else nll_R
 
 
 def token_losses(logits_RTV: Tensor, targets: Targets) -> Tensor:

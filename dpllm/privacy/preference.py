@@ -22,9 +22,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from dpllm.errors import Refused
+from dpllm.privacy.loss import row_sums
 from dpllm.privacy.packing import Pass
-
-Objective = Literal["dpo", "cdpo", "ipo"]
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class PairLoss:
         preferences (cdpo).
     """
 
-    objective: Objective = "dpo"
+    objective: Literal["dpo", "cdpo", "ipo"] = "dpo"
     beta: float = 0.1  # > 0
     flip: float = 0.0  # q in [0, 1/2)
 
@@ -62,8 +61,8 @@ class PairLoss:
         gain_P2 = (reference_R.double() - nll_R.double()).view(-1, 2)
         return self.beta * (gain_P2[:, 0] - gain_P2[:, 1])
 
-    def __call__(self, nll_R: Tensor, some: Pass) -> Tensor:
-        """loss_P in float64, of the pairs of a pass.
+    def __call__(self, nll_M: Tensor, some: Pass) -> Tensor:
+        """loss_P in float64, of the pairs of a pass; one zero where there is none.
 
         Raises:
             Refused: The rows are not pairs, each of one unit.
@@ -74,7 +73,9 @@ class PairLoss:
                 "the rows of a pass are not whole preference pairs, so that one pair would be clipped as two or with rows of "
                 "others. Make units that hold both answers of each pair."
             )
-        margin_P = self.margins(nll_R, some.reference_R)
+        if not owners:
+            return row_sums(nll_M, ())
+        margin_P = self.margins(row_sums(nll_M.double(), some.rows), some.reference_R)
         own, swapped = self.weights
         loss_P = own * self._loss(margin_P)
         if swapped:

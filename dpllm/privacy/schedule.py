@@ -30,12 +30,11 @@ class TokenSequence:
 
 @dataclass(frozen=True)
 class Unit:
-    """Everything that one privacy unit brings; it is sampled, clipped and bounded as a whole.
+    """Everything that one privacy unit brings; it is sampled, clipped and bounded as a whole."""
 
-    Of preference pairs, the chosen and the rejected answer of each follow one another.
-    """
-
-    sequences: tuple[TokenSequence, ...]
+    sequences: tuple[
+        TokenSequence, ...
+    ]  # of pairs of answers, the chosen and the rejected one of each follow one another
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from dpllm.releases import draft
 from dpllm.releases.quality import FOLDER, Tell, of_run, public_shares, report
 from dpllm.run.directory import RunDir
 from dpllm.statement.privacy_record import PrivacyRecord
-from dpllm.text import control
+from dpllm.text import layouts
 from dpllm.text.prompts import private_among, read_prompts
 
 BATCH = 64
@@ -197,7 +197,7 @@ def _shares(run: RunDir, config: RunConfig, statement: PrivacyRecord) -> tuple[s
         return None, {}
     if not statement.guarantee:
         return None, public_shares(run, config.data)
-    name = control.shares_of(columns)
+    name = layouts.shares_of(columns)
     counts = statement.statistics.positive(name) if statement.statistics else {}
     if not counts:
         declared = ";".join(f"{column}=VALUE,VALUE" for column in columns)
@@ -206,12 +206,12 @@ def _shares(run: RunDir, config: RunConfig, statement: PrivacyRecord) -> tuple[s
             f"values; the exact shares are private. Type dpllm describe {run.config} --epsilon E --shares {declared!r}, then "
             f"dpllm card {run.root} --describe describe.json."
         )
-    return name, {tuple(value.split(control.SEPARATOR)): count for value, count in counts.items()}
+    return name, {tuple(value.split(layouts.SEPARATOR)): count for value, count in counts.items()}
 
 
 def _longest(config: RunConfig, generator: generate.Generator, prompts: list[str] | None, shares: Shares) -> int:
     """Tokens of a text where none are asked for: as in training, or what is left behind the longest line and prompt."""
-    lines: list[str | None] = [control.line(config.data.control, values) for values in shares]
+    lines: list[str | None] = [layouts.code_line(config.data.control, values) for values in shares]
     parts = (lines or ([] if prompts else [None]), prompts or ())
     longest = sum(max(map(len, generate.encode_all(generator, part)), default=0) for part in parts)
     left = generate.room(generator, longest)
@@ -234,7 +234,7 @@ def _heads(
 
 def _asked(columns: Sequence[str], head: Mapping[str, str]) -> str | None:
     """What the model continues; None: a text is written from its beginning."""
-    line = control.line(columns, [head[column] for column in columns]) if columns else ""
+    line = layouts.code_line(columns, [head[column] for column in columns]) if columns else ""
     return line + head.get("prompt", "") or None
 
 

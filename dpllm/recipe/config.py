@@ -16,8 +16,9 @@ from pydantic import Field, PositiveInt, ValidationError, ValidatorFunctionWrapH
 
 from dpllm.errors import ConfigError
 from dpllm.privacy.plan import Neighbours
+from dpllm.privacy.releases import flip_probability
 from dpllm.recipe.section import Section, explain, read_recipe
-from dpllm.recipe.sections import AuditConfig, CardConfig, PrivacyConfig
+from dpllm.recipe.sections import AuditConfig, CardConfig, Objective, PrivacyConfig
 from dpllm.recipe.sections import TelemetryConfig as TelemetryConfig
 from dpllm.recipe.sections import TrainConfig as TrainConfig
 
@@ -352,20 +353,17 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _pairs(self) -> RunConfig:
-        data, train, fix = self.data, self.train, "set train.objective: dpo and data.format: preference, or neither"
-        if data.format != "auto" and train.pairs != (data.format == "preference"):
-            raise ValueError(
-                f"train.objective: {train.objective} does not learn from data.format: {data.format}; {fix}"
-            )
-        if train.pairs and data.long_examples == "chunk":
-            raise ValueError("data.long_examples: chunk would tear the answers of a pair apart; set it to truncate")
-        if data.label_record is not None and (not train.pairs or train.label_smoothing):
-            raise ValueError(
-                "data.label_record is about the labels of preference pairs and sets how often they are wrong; set "
-                "train.objective: dpo, and no train.label_smoothing"
-            )
+    def _objective(self) -> RunConfig:
+        data, train = self.data, self.train
+        stated = Objective(train.objective, train.beta, train.label_smoothing)
+        stated.check(data.format, data.long_examples, data.label_record)
         return self
+
+    @property
+    def objective(self) -> Objective:
+        """What is learned of each example."""
+        train, epsilon = self.train, self.data.label_epsilon
+        return Objective(train.objective, train.beta, flip_probability(epsilon) if epsilon else train.label_smoothing)
 
 
 def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) -> RunConfig:

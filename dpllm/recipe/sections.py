@@ -6,14 +6,18 @@ Comes in: values of a YAML file. Goes out: one frozen value for each section. Kn
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from datetime import date
-from typing import Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from dpllm.privacy.plan import AuditSettings
 from dpllm.privacy.schedule import LARGEST_PASS, Clipping
 from dpllm.recipe.section import Section, number_or_auto
+
+if TYPE_CHECKING:
+    from dpllm.privacy.loss import ExampleLoss
 
 
 class PrivacyConfig(Section):
@@ -135,20 +139,69 @@ class TrainConfig(Section):
 
     _tokens = field_validator("tokens_per_pass", mode="wrap")(number_or_auto("tokens", LARGEST_PASS))
 
-    @property
-    def pairs(self) -> bool:
-        """Whether preference pairs train."""
-        return self.objective != "likelihood"
-
     @model_validator(mode="after")
     def _length(self) -> TrainConfig:
         if (self.epochs is None) == (self.steps is None):
             raise ValueError("give train.epochs or train.steps, one of the two")
         if self.momentum and self.optimizer != "sgd":
             raise ValueError("momentum is for sgd only, and adamw has its own; set optimizer: sgd or remove momentum")
-        if self.label_smoothing and not self.pairs:
-            raise ValueError("label_smoothing is for preference pairs only; set objective: cdpo or dpo, or remove it")
         return self
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is learned of an example, the next token of a text or which of two answers is preferred, and all that follows."""
+
+    name: Literal["likelihood", "dpo", "cdpo", "ipo"]
+    beta: float
+    flip: float  # the probability that a label is wrong
+
+    @property
+    def rows_each(self) -> int:
+        """Texts of an example, which lie in one pass, and secrets of a canary."""
+        return 1 if self.name == "likelihood" else 2
+
+    def learns_from(self, fmt: str) -> bool:
+        """Whether rows of a format, see ``text.layouts``, are such examples."""
+        return (fmt == "preference") == (self.rows_each == 2)
+
+    def reference(self, adapter: str | None) -> str | None:
+        """The adapter over which scores are gains, of a run that began with ``adapter``; None: over the base model."""
+        return adapter if self.rows_each == 2 else None
+
+    def loss(self) -> ExampleLoss:
+        """From the losses of a pass's tokens to one for each example."""
+        from dpllm.privacy.loss import likelihood  # which loads torch
+        from dpllm.privacy.preference import PairLoss
+
+        return likelihood if self.name == "likelihood" else PairLoss(self.name, self.beta, self.flip)
+
+    @property
+    def wrong_labels(self) -> str | None:
+        """Says what the loss makes of wrong labels; None where none are known."""
+        if not self.flip:
+            return None
+        how = "learns a soft label" if self.name == "cdpo" else "is debiased"
+        bottom = " and has no lower bound: it stops by the schedule, not by the loss" if self.name == "dpo" else ""
+        return f"wrong with probability {self.flip:.3g}; the loss of {self.name} {how}{bottom}"
+
+    def check(self, fmt: str, long_examples: str, label_record: str | None) -> None:
+        """Refuses keys of the section data that do not go with it, and labels of texts, which have none, with a ValueError."""
+        pairs = self.rows_each == 2
+        if self.flip and not pairs:
+            raise ValueError(
+                "train.label_smoothing is for preference pairs only; set train.objective: dpo, or remove it"
+            )
+        if fmt != "auto" and not self.learns_from(fmt):
+            fix = "set train.objective: dpo and data.format: preference, or neither"
+            raise ValueError(f"train.objective: {self.name} does not learn from data.format: {fmt}; {fix}")
+        if pairs and long_examples == "chunk":
+            raise ValueError("data.long_examples: chunk would tear the answers of a pair apart; set it to truncate")
+        if label_record is not None and (self.flip or not pairs):
+            raise ValueError(
+                "data.label_record is about the labels of preference pairs and sets how often they are wrong; set "
+                "train.objective: dpo, and no train.label_smoothing"
+            )
 
 
 def default_ways(candidates: int) -> dict[str, list[int]]:

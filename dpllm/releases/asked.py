@@ -15,7 +15,7 @@ from typing import Any
 from dpllm.errors import ConfigError
 from dpllm.privacy.releases import OPTIONS, OTHER, Kind, Statistic
 from dpllm.recipe.config import DataConfig
-from dpllm.text import control
+from dpllm.text import layouts
 from dpllm.text.data import Groups, Table, value_name
 from dpllm.text.tokens import iter_units
 
@@ -25,7 +25,7 @@ MOST_CANDIDATES = 100_000
 def columns_of(asked: Statistic) -> tuple[str, ...]:
     """All that it reads."""
     if asked.kind == "shares":
-        return tuple(asked.column.split(control.SEPARATOR))
+        return tuple(asked.column.split(layouts.SEPARATOR))
     return (asked.column,) if asked.column else ()
 
 
@@ -40,11 +40,11 @@ def parse(kind: Kind, text: str, quantiles: str) -> tuple[Statistic, ...]:
     good = not named or bool(column and separator)
     found: tuple[Statistic, ...] = (Statistic(kind),)
     if kind == "shares":
-        columns, lists = zip(*map(_declared_values, text.split(control.SEPARATOR)), strict=True)
+        columns, lists = zip(*map(_declared_values, text.split(layouts.SEPARATOR)), strict=True)
         good &= len(set(columns)) == len(columns) and math.prod(map(len, lists)) <= MOST_CANDIDATES
         good &= all(columns) and all(all(one) and len({*one, OTHER}) == len(one) + 1 for one in lists)
-        names = map(control.SEPARATOR.join, itertools.product(*lists)) if good else ()
-        found = (Statistic(kind, control.SEPARATOR.join(columns), tuple(names)),)
+        names = map(layouts.SEPARATOR.join, itertools.product(*lists)) if good else ()
+        found = (Statistic(kind, layouts.SEPARATOR.join(columns), tuple(names)),)
     elif kind != "units":
         numbers, asked = _numbers(declared), _numbers(quantiles)
         good &= len(numbers) >= 2 and list(numbers) == sorted(set(numbers)) and all(map(math.isfinite, numbers))
@@ -100,7 +100,7 @@ def exact_values(asked: Statistic, units: Groups, table: Table, data: DataConfig
         columns = columns_of(asked)
         for row in (row for unit in units for row in unit):
             if asked.kind == "shares":
-                yield control.SEPARATOR.join(value_name(row.codes.get(column)) for column in columns)
+                yield layouts.SEPARATOR.join(value_name(row.codes.get(column)) for column in columns)
             elif (number := _number(row.codes.get(asked.column))) is not None:
                 yield number
 

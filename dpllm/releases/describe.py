@@ -244,7 +244,7 @@ def opened(
             stack.enter_context(ledger.counting())
         # A recipe without differential privacy may be asked about as any other.
         owner = config.changed({"privacy.enabled": True})
-        policy = dataset_policy.find_policy(owner, table, ledger)
+        policy = dataset_policy.find_policy(owner, table, data.load_held_out(config.data, cache), ledger)
         account = ledger.records.charged_to(policy.dataset, policy.derived_from) if ledger else policy.dataset
         budget = ledger.budget(account) if ledger else None
         counted = len(units if config.data.sampling == "unit" else units.each_alone())

@@ -47,7 +47,7 @@ from dpllm.run.base_model import of_base
 from dpllm.statement import lineage, state
 from dpllm.statement.released import Statistics
 from dpllm.statement.run_files import LedgerRecord
-from dpllm.text import control
+from dpllm.text import layouts
 from dpllm.text.data import load_table
 from dpllm.text.layouts import Row
 from dpllm.text.prompts import Sample
@@ -142,7 +142,7 @@ class _Job:
         self.ends = end_tokens(self.model, self.tokenizer)
         if not self.ends and UNFINISHED in self.filters:
             raise ConfigError("the model has no end token, so that all texts would be dropped. Type --keep-unfinished.")
-        lines = [control.line(self.config.data.control, values) for values in self.shares] or [""]
+        lines = [layouts.code_line(self.config.data.control, values) for values in self.shares] or [""]
         longest = max((self._prompts(line)([]) for line in lines), key=len)
         width, new = len(longest) + self.config.data.max_length, self.request.max_new_tokens
         most = loading.positions(self.model)  # public
@@ -210,7 +210,7 @@ class _Job:
             if len(rows) == self.request.rows:
                 break
             values = random.Random(f"{self.draft.facts['codes']} {text}").choices(names, weights)[0] if names else ()
-            sample = self._text(text, batch, control.line(columns, values) if columns else "")
+            sample = self._text(text, batch, layouts.code_line(columns, values) if columns else "")
             row = {**dict(zip(columns, values, strict=True)), "text": sample.text}
             why = why_dropped(sample, self.filters, row, rows)
             if why is None:
@@ -327,7 +327,7 @@ class _Job:
             "rows": len(rows),
             "columns": [*columns, "text"],
             "control": columns,
-            "shares": control.shares_of(columns) if columns else None,
+            "shares": layouts.shares_of(columns) if columns else None,
             "delta": source.delta,
             "unit": config.data.unit,
             "max_examples_per_unit": config.data.max_examples_per_unit,
@@ -362,7 +362,7 @@ def _shares(
     """How often each combination of control values is asked for, of statistics that the same account paid for."""
     if released is None:
         return {}
-    name, ledger, whose = control.shares_of(config.data.control), source.ledger, (source.account, config.data.unit)
+    name, ledger, whose = layouts.shares_of(config.data.control), source.ledger, (source.account, config.data.unit)
     counts = released.positive(name)
     paid = {run.reservation.entry for run in ledger.runs(source.account)} if ledger else set()
     same = (released.dataset, released.unit, released.neighbouring_relation) == (*whose, quoted.relation)
@@ -371,4 +371,4 @@ def _shares(
             f"--describe: holds no {name!r} that the ledger knows of {source.account}, by {config.data.unit}. Type dpllm "
             "describe --shares with the same data, unit and ledger first."
         )
-    return {tuple(value.split(control.SEPARATOR)): count for value, count in counts.items()}
+    return {tuple(value.split(layouts.SEPARATOR)): count for value, count in counts.items()}

@@ -28,6 +28,7 @@ from dpllm.statement.released import LabelRecord
 from dpllm.text import data
 from dpllm.text.layouts import FIELDS, Row
 
+RECIPE = {"model.name_or_path": "none", "data.format": "preference", "train.objective": "dpo"}  # around the data
 _FIELDS, _DELTA = FIELDS["preference"], 1e-9  # of the ledger's figure alone: the event has none
 
 
@@ -91,7 +92,6 @@ def randomize(
 
 
 def _checked(wanted: DataConfig, cache: Path) -> data.Table:
-    """The pairs, whose labels were not randomised before, and of whose units none has too many."""
     if (before := randomised(wanted)) is not None:
         raise Refused(
             f"{before}: its labels were randomised already ({record_of(before).name} lies beside it): the loss could not know "

@@ -14,18 +14,14 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from dpllm.canaries import canaries
-from dpllm.errors import DataError, DpllmError, Refused
-from dpllm.files import read_json
-from dpllm.recipe.config import DataConfig
+from dpllm.errors import DpllmError, Refused
 from dpllm.run.directory import RunDir
 from dpllm.statement.privacy_record import PrivacyRecord
-from dpllm.text.data import Table, load_table
 from dpllm.text.layouts import FIELDS, Format, strings
-from dpllm.text.prompts import most_private, owners, private_among
-from dpllm.text.sources import is_here
+from dpllm.text.prompts import most_private, owners, private_among, read_again
 
 MOST_ROWS = 20_000
 """Of the training data that are searched for; more take seconds."""
@@ -132,41 +128,17 @@ def _canaries(run: RunDir, texts: dict[str, str], folder: Path) -> Iterator[str]
         )
 
 
-def table_of(run: RunDir, data: DataConfig, side: Literal["training", "evaluation"]) -> Table:
-    """The rows that a run read, wherever this process stands.
-
-    Raises:
-        DataError: They are not on this machine, cannot be read, or are others by now.
-    """
-    table, digest = _at_hand(run, data, side)
-    if digest is None:
-        raise DataError("not at hand")
-    if table.digest != digest:  # another file of that name, whose rows nobody declared public
-        raise DataError("the data are not those of the run")
-    return table
-
-
-def _at_hand(run: RunDir, data: DataConfig, side: Literal["training", "evaluation"]) -> tuple[Table, str | None]:
-    """The rows that lie where the run read them, or where its recipe says, and the digest of those that it read."""
-    noted = read_json(run.rows).get(side) if run.rows.exists() else None
-    named, split = (data.train, data.train_split) if side == "training" else (data.eval, data.eval_split)
-    source = noted["places"] if noted else named
-    if not source or not is_here(source):
-        raise DataError("not at hand")
-    return load_table(source, data, split, run.private / "cache"), noted["digest"] if noted else None
-
-
 def _rows(run: RunDir, texts: dict[str, str], folder: Path) -> Iterator[str]:
     config = run.load_config()
     if config.data.public:
         yield "training text: not searched for, because the recipe declares the data public."
         return
     try:
-        table, digest = _at_hand(run, config.data, "training")
+        table, same = read_again(run.rows, config.data, "training", run.private / "cache")
     except DpllmError as error:
         yield f"training text: not searched for ({error})."
         return
-    if table.digest != digest:
+    if not same:
         yield "training text: the rows that are there now are searched for, which are not known to be those that the run read."
     total, whose = len(table.rows), list(owners(table, config.data))
     numbers = spread(total, MOST_ROWS)

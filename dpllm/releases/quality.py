@@ -26,13 +26,14 @@ from dpllm.privacy.releases import Statistic
 from dpllm.recipe.config import DataConfig, RunConfig
 from dpllm.recipe.names import public_name
 from dpllm.releases.asked import exact_values
-from dpllm.releases.leaks import MOST_ROWS, WORDS, grams, spread, table_of, text_of, words
+from dpllm.releases.leaks import MOST_ROWS, WORDS, grams, spread, text_of, words
 from dpllm.run.directory import RunDir
 from dpllm.statement.privacy_record import PrivacyRecord
 from dpllm.statement.released import Statistics
-from dpllm.text import control
-from dpllm.text.data import Table, each_row, load_table, value_name
+from dpllm.text import layouts
+from dpllm.text.data import Table, each_row, value_name
 from dpllm.text.layouts import FIELDS, Format, Row
+from dpllm.text.prompts import read_same
 
 Figures = dict[str, float | None]
 Tell = Callable[[str], None]
@@ -102,14 +103,14 @@ def of_run(run: RunDir, config: RunConfig, statement: PrivacyRecord) -> Beside:
 
     declared = public_sides(statement) - ({EVALUATION} if not config.data.eval_public else set())
     beside = Beside(config.data, AutoTokenizer.from_pretrained(run.export), declared, statement.statistics)
-    beside.read(TRAINING, lambda: table_of(run, config.data, "training"))
-    beside.read(EVALUATION, lambda: table_of(run, config.data, "evaluation"))
+    beside.read(TRAINING, lambda: read_same(run.rows, config.data, "training", run.private / "cache"))
+    beside.read(EVALUATION, lambda: read_same(run.rows, config.data, "evaluation", run.private / "cache"))
     return beside
 
 
 def public_shares(run: RunDir, data: DataConfig) -> dict[tuple[str, ...], float]:
     """How often each combination of control values stands in training rows, which the caller knows to be public."""
-    table = load_table(data.train, data, data.train_split, run.private / "cache")
+    table = read_same(run.rows, data, "training", run.private / "cache")
     return dict(Counter(tuple(value_name(row.codes.get(column)) for column in data.control) for row in table.rows))
 
 
@@ -133,7 +134,7 @@ def measure(rows: Sequence[dict[str, str]], beside: Beside) -> tuple[Quality, di
     coded = []
     for row in rows:  # as load_table makes them
         values = [value_name(row.get(column)) for column in data.control]
-        coded.append(Row(row, codes=row, line=control.line(data.control, values) if data.control else ""))
+        coded.append(Row(row, codes=row, line=layouts.code_line(data.control, values) if data.control else ""))
     tables = {SYNTHETIC: Table("the synthetic rows", coded, fmt), **beside.tables}
     sides = {name: _side(table, data, beside.tokenizer) for name, table in tables.items()}
     figures = _released(beside.released, data.control) | _repeated(sides)
@@ -163,7 +164,7 @@ def _released(released: Statistics | None, columns: Sequence[str]) -> Figures:
     for release in released.releases if released else ():
         if release.value and release.declared.quantile and release.statistic.endswith(" of token lengths"):
             figures[f"tokens, quantile {release.declared.quantile:g}: released"] = next(iter(release.value.values()))
-        elif release.value and columns and release.statistic == control.shares_of(columns):
+        elif release.value and columns and release.statistic == layouts.shares_of(columns):
             total = max(1, sum(max(0, count) for count in release.value.values()))
             often = Counter(release.value).most_common(MOST_CODES)
             figures |= {f"share of {value}: released": max(0, count) / total for value, count in often}
@@ -174,7 +175,7 @@ def _described(name: str, side: Side) -> Figures:
     figures: Figures = {f"rows: {name}": len(side.texts)}
     for q in QUANTILES:
         figures[f"tokens, quantile {q:g}: {name}"] = float(np.quantile(side.lengths, q)) if side.lengths else None
-    codes = Counter(map(control.SEPARATOR.join, zip(*side.labels.values(), strict=True)))
+    codes = Counter(map(layouts.SEPARATOR.join, zip(*side.labels.values(), strict=True)))
     return figures | {
         f"share of {code}: {name}": count / codes.total() for code, count in codes.most_common(MOST_CODES)
     }

@@ -25,14 +25,12 @@ from dpllm.errors import ConfigError, NotBatchInvariant, Refused
 from dpllm.ledger.budgets import Reservation
 from dpllm.model import adapters, loading, memory, processes
 from dpllm.model.processes import shared
-from dpllm.model.rewards import Pairs
+from dpllm.model.rewards import Examples
 from dpllm.privacy import guards
 from dpllm.privacy.engine import FP16_LOSS_SCALE, StepEngine
 from dpllm.privacy.loss import Autocast
 from dpllm.privacy.noise import GaussianNoise, os_entropy
 from dpllm.privacy.plan import Plan
-from dpllm.privacy.preference import PairLoss
-from dpllm.privacy.releases import flip_probability
 from dpllm.privacy.sampling import CyclicSchedule, PoissonSampler
 from dpllm.privacy.schedule import Packing, Schedule, TokenSequence, Unit
 from dpllm.privacy.selfcheck import Checked
@@ -43,7 +41,7 @@ from dpllm.run.projections import read_groups
 from dpllm.run.promise import Decision
 from dpllm.run.screen import Samples
 from dpllm.text import data, tokens
-from dpllm.text.data import Groups, each_row
+from dpllm.text.data import Rows, each_row
 from dpllm.text.layouts import Row
 
 
@@ -55,7 +53,7 @@ class Prepared:
     run: RunDir
     units: tokens.Units  # what is sampled, canary slots last
     held_out: list[TokenSequence]
-    pairs: Pairs | None  # of preference training: the same, with what the reference says of each answer
+    examples: Examples  # the units and the evaluation rows, as the objective reads them
     samples: Samples  # prompts of texts that are written during training
     tokenizer: Any
     model: Any  # in training mode, on its device
@@ -158,7 +156,7 @@ def make_engine(
         autocast=autocast,
         loss_scale=FP16_LOSS_SCALE if precision == torch.float16 else 1.0,
     )
-    engine.pairs = pair_loss(decision.config)
+    engine.example_loss = decision.config.objective.loss()
     charged = decision.resumed.charged if decision.resumed else 0
     turns = CyclicSchedule(decision.plan.bands if decision.plan else 1, groups, charged)
     return PoissonSampler(schedule, size, sampling_key, turns), engine, autocast
@@ -232,7 +230,7 @@ def check_in_float32(config: RunConfig, net: Any, plan: Plan, device: torch.devi
     small = loading.shrunken(config, net, device)
     noise = GaussianNoise(0, device)  # it draws none
     engine = StepEngine(small, make_optimizer(config.train, small), plan.schedule, plan, packing, noise=noise)
-    engine.pairs = pair_loss(config)
+    engine.example_loss = config.objective.loss()
     with contextlib.closing(engine):
         engine.self_check(loading.SHRUNKEN_VOCABULARY, company=False)
 
@@ -245,29 +243,35 @@ def draw_canaries(config: RunConfig, run: RunDir, resume: bool, tokenizer: Any, 
     settings = config.audit
     if resume:
         return canaries.load(run.canaries)
+    # Where labels alone are private, a canary tests the guarantee of a label: to leave one out is another neighbour.
+    labels = None if config.privacy.enabled else config.data.label_epsilon
+    as_planted: dict[str, Any] = {"answers": config.objective.rows_each, "label_epsilon": labels}
     if run.canaries.exists() and not run.config.exists():
-        return canaries.check_fits(canaries.load(run.canaries), settings, run.canaries, **pairs_of(config))
+        return canaries.check_fits(canaries.load(run.canaries), settings, run.canaries, **as_planted)
     # Its base model, which some kinds load, is gone before the one that trains is built.
     source, gradient = ModelSource(config, tokenizer, device), settings.gradient_canaries
-    return canaries.plan_canaries(settings.texts, source=source, gradient=gradient, **pairs_of(config))
+    return canaries.plan_canaries(settings.texts, source=source, gradient=gradient, **as_planted)
+
+
+def read_again(decision: Decision, cache: Path) -> Rows:
+    """The rows that rank 0 decided about, in another process; Refused where they changed meanwhile."""
+    settings = decision.config.data
+    table = data.load_table(settings.train, settings, settings.train_split, cache)
+    assert decision.subject is not None
+    if table.digest != decision.subject.digest:
+        raise Refused(
+            f"data.train ({settings.train}) changed while the run was starting, so the guarantee would be about other "
+            "people. Start again, and do not change the file meanwhile."
+        )
+    return Rows(table, data.sampled_rows(table, settings), data.load_held_out(settings, cache))
 
 
 def tokenised_units(
-    decision: Decision, rows: tuple[data.Table, Groups] | None, tokenizer: Any, planted: CanaryPlan | None, run: RunDir
-) -> tuple[data.Table, tokens.Units]:
-    """The rows, and the tokenised units with the slots of all canaries behind them: those that rank 0 decided about."""
-    settings, cache = decision.config.data, run.private / "cache"
-    if rows is None:  # in another process
-        table = data.load_table(settings.train, settings, settings.train_split, cache)
-        assert decision.subject is not None
-        if table.digest != decision.subject.digest:
-            raise Refused(
-                f"data.train ({settings.train}) changed while the run was starting, so the guarantee would be about other "
-                "people. Start again, and do not change the file meanwhile."
-            )
-        rows = table, data.sampled_rows(table, settings)
-    table, groups = rows
-    units = tokens.make_units(table, groups, tokenizer, settings, cache)
+    decision: Decision, rows: Rows, tokenizer: Any, planted: CanaryPlan | None, run: RunDir
+) -> tokens.Units:
+    """The tokenised units, with the slots of all canaries behind them."""
+    settings, table = decision.config.data, rows.table
+    units = tokens.make_units(table, rows.groups, tokenizer, settings, run.private / "cache")
     if planted is not None:
         for candidate in (*planted.canaries, *planted.references):  # found by the audit, it would be paid for
             for answer in candidate.answers:
@@ -282,16 +286,15 @@ def tokenised_units(
             f"{run.root}: data.train now holds other units than the run began with (their rows, owners or order), so its steps "
             "would be charged to the wrong people. Restore the file, or start anew."
         )
-    return table, units
+    return units
 
 
-def held_out_rows(config: RunConfig, tokenizer: Any, cache: Path) -> tuple[data.Table | None, list[TokenSequence]]:
-    """The evaluation rows, as read and as tokens; None and none where the recipe names no data."""
-    if config.data.eval is None:
-        return None, []
-    table = data.load_table(config.data.eval, config.data, config.data.eval_split, cache)
+def held_out_tokens(config: RunConfig, table: data.Table | None, tokenizer: Any) -> list[TokenSequence]:
+    """The evaluation rows as tokens; none where the recipe names no data."""
+    if table is None:
+        return []
     units = tokens.iter_units(each_row(table.rows), table.format, tokenizer, config.data, name=table.name)
-    return table, [sequence for unit in units for sequence in unit.sequences]
+    return [sequence for unit in units for sequence in unit.sequences]
 
 
 def vocabulary_of(
@@ -328,20 +331,3 @@ def groups_key(config: RunConfig, run: RunDir, plan: Plan | None, resumed: Resum
         f"{run.groups}: not the groups that the run began with, so a unit could take part twice in one round, which no "
         "accountant covers. Restore the file, or start anew with --overwrite."
     )
-
-
-def pair_loss(config: RunConfig) -> PairLoss | None:
-    """The loss of preference pairs, which knows how often their labels were flipped; None where text trains."""
-    train, epsilon = config.train, config.data.label_epsilon
-    if train.objective == "likelihood":
-        return None
-    return PairLoss(train.objective, train.beta, flip_probability(epsilon) if epsilon else train.label_smoothing)
-
-
-def pairs_of(config: RunConfig) -> dict[str, Any]:
-    """What of a recipe says how canaries are planted among pairs: whether they are pairs, and whether a coin is a label.
-
-    Where labels alone are private, a canary tests the guarantee of a label: to leave a pair out is another neighbour.
-    """
-    label = None if config.privacy.enabled else config.data.label_epsilon
-    return {"pairs": config.train.pairs, "label_epsilon": label}

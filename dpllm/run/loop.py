@@ -23,12 +23,12 @@ from rich.console import Console
 from dpllm.canaries import canaries
 from dpllm.canaries.canaries import CanaryPlan
 from dpllm.errors import ConfigError, Refused
-from dpllm.files import write_json
+from dpllm.files import write_json, write_whole
 from dpllm.ledger import RunRequest, dataset_policy, open_ledger
 from dpllm.ledger.budgets import Reservation, reserve_all, use_reservation
 from dpllm.model import evaluate, loading, memory, processes, sharding
 from dpllm.model.processes import ahead, salted, shared, stop_signal
-from dpllm.model.rewards import Rewards, referenced
+from dpllm.model.rewards import Reading, examples_of
 from dpllm.privacy import accounting
 from dpllm.privacy.engine import Diagnostics
 from dpllm.privacy.gradient_canaries import GradientCanaries
@@ -47,7 +47,8 @@ from dpllm.run.record import Recorder, may_publish_cost
 from dpllm.run.screen import Samples, Screen, tell_lengths
 from dpllm.statement.run_files import RunRecord, read_run
 from dpllm.telemetry.live import Callbacks, Telemetry
-from dpllm.text import data, prompts, tokens
+from dpllm.text import prompts, tokens
+from dpllm.text.data import Rows
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
@@ -173,22 +174,16 @@ def _next_batches(prepared: Prepared, state: PartialState) -> tuple[list[Pass], 
     """This rank's part of the next logical batch, in passes, and the gradient canaries in it, which are rank 0's."""
     pad_id, rank, world = prepared.tokenizer.pad_token_id or 0, state.process_index, state.num_processes
     drawn, first = prepared.sampler.draw(), len(prepared.units) - prepared.config.audit.gradient_canaries
-    units = prepared.units if prepared.pairs is None else prepared.pairs.sampled
-    passes = passes_of(drawn, units, prepared.engine.packing, pad_id, rank, world)
+    passes = passes_of(drawn, prepared.examples.sampled, prepared.engine.packing, pad_id, rank, world)
     canaries = [slot - first for slot in drawn if slot >= first] if rank == 0 else []
     return [batch.pinned() for batch in passes] if state.device.type == "cuda" else passes, canaries
 
 
 def _evaluate(prepared: Prepared, state: PartialState) -> evaluate.HeldOut | None:
-    """Held-out loss and accuracy; None where there are no held-out rows."""
     if not prepared.held_out:
         return None
-    rank, world, device = state.process_index, state.num_processes, state.device
-    if prepared.pairs and prepared.engine.pairs:
-        return prepared.pairs.rewards.held_out(prepared.pairs.held_out, prepared.engine.pairs, rank, world)
-    size = max(1, 2 * prepared.engine.packing.tokens // prepared.config.data.max_length)
     with memory.explained(prepared.config, prepared.engine.packing):
-        return evaluate.held_out_loss(prepared.model, prepared.held_out, size, device, prepared.autocast, rank, world)
+        return prepared.examples.evaluate(state.process_index, state.num_processes)
 
 
 def _check_processes(config: RunConfig, state: PartialState) -> None:
@@ -248,7 +243,6 @@ def _note(error: Refused, config: RunConfig, run: RunDir) -> None:
 def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, console: Console) -> Prepared:
     main, cache, device = state.is_main_process, run.private / "cache", state.device
     decided = decide(config, start, fetch=True, cache=cache).obeyed() if main else None
-    rows = decided.subject.rows if decided and decided.subject else None  # rank 0 reads the data once
     everywhere: Decision = shared(decided.without_rows() if decided else None)
     decision = everywhere.at(config)
     config, plan, resumed = decision.config, decision.plan, decision.resumed
@@ -257,10 +251,11 @@ def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, 
     drawn = build.draw_canaries(config, run, start.resume, tokenizer, device) if main and config.audit.plants else None
     planted = shared(drawn)
     promise = _promise(decision, planted)
-    table, units = build.tokenised_units(decision, rows, tokenizer, planted, run)
+    rows = (decided.subject.rows if decided and decided.subject else None) or build.read_again(decision, cache)
+    units = build.tokenised_units(decision, rows, tokenizer, planted, run)
     units.lengths.check(config.data)
     tell_lengths(units.lengths, config, console)
-    evaluation, held_out = build.held_out_rows(config, tokenizer, cache)
+    held_out = build.held_out_tokens(config, rows.held_out, tokenizer)
     samples = Samples.of(config, tokenizer, main=main)  # before anything is reserved
     digests = {"training": units.digest, "held-out": repr(held_out)}
     processes.check_equal({f"the {name} data, as tokens,": salted(digest) for name, digest in digests.items()})
@@ -276,16 +271,16 @@ def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, 
         engine.canaries = GradientCanaries(int(planted.gradient_key, 16), coins, engine.size, plan.clipping, device)
     pad_id = tokenizer.pad_token_id or 0
     checked = build.check_engine(decision, net, engine, vocabulary, pad_id, precision, console)
-    rewards = Rewards(net, engine.packing, pad_id, device, autocast)
-    pairs = referenced(rewards, units, held_out, run.references, resumed is not None) if engine.pairs else None
+    reading = Reading(net, engine.packing, pad_id, device, autocast)
+    examples = examples_of(engine.example_loss, reading, units, held_out, run.references if resumed else None)
     noted = _load(resumed, run, net, optimizer, console) if resumed else []
-    reservation = _reserve(config, decision, start, run, table) if main else Reservation()
+    reservation = _reserve(config, decision, start, run, rows) if main else Reservation()
     prepared = Prepared(
         decision=decision,
         run=run,
         units=units,
         held_out=held_out,
-        pairs=pairs,
+        examples=examples,
         samples=samples,
         tokenizer=tokenizer,
         model=net,
@@ -299,7 +294,7 @@ def _prepare(config: RunConfig, run: RunDir, start: Start, state: PartialState, 
         dropout_off=dropout_off,
     )
     if main:
-        _write(prepared, promise, planted, key, table, evaluation)
+        _write(prepared, promise, planted, key, rows)
     state.wait_for_everyone()
     return prepared
 
@@ -316,7 +311,7 @@ def _load(
     return [*resumed.noted, *resumed.notes]
 
 
-def _reserve(config: RunConfig, decision: Decision, start: Start, run: RunDir, table: data.Table) -> Reservation:
+def _reserve(config: RunConfig, decision: Decision, start: Start, run: RunDir, rows: Rows) -> Reservation:
     """Reserves what a run will spend, or goes on with what was reserved for it.
 
     Raises:
@@ -335,7 +330,7 @@ def _reserve(config: RunConfig, decision: Decision, start: Start, run: RunDir, t
         assert ledger is not None
         stack.enter_context(ledger)
         if policy.records is None:  # there was no ledger to tell the data by
-            policy = dataset_policy.find_policy(config, table, ledger)
+            policy = dataset_policy.find_policy(config, rows.table, rows.held_out, ledger)
         dataset, parent, records = policy.dataset, policy.derived_from, policy.records
         if decision.resumed is not None:
             entry = decision.resumed.entry
@@ -369,8 +364,7 @@ def _write(
     promise: Plan | None,
     planted: CanaryPlan | None,
     groups_key: int,
-    table: data.Table,
-    evaluation: data.Table | None,
+    rows: Rows,
 ) -> None:
     """What the run directory holds before the first step, of a new run instead of what lay there."""
     run, config, plan, resumed = prepared.run, prepared.config, prepared.plan, prepared.decision.resumed
@@ -379,12 +373,12 @@ def _write(
         if not resumed:
             run.clear(keep=prepared.units.path)
             run.make()
-            if prepared.pairs:
-                prepared.pairs.keep(run.references)
+            if prepared.examples.begun:
+                write_whole(run.references, prepared.examples.begun, mode=0o600)
             run.config.write_text(dump_config(config), encoding="utf-8")
             if planted:
                 canaries.save(planted, run.canaries)
-        prompts.keep_rows(run.rows, config.data, table, evaluation)
+        prompts.keep_rows(run.rows, config.data, rows.table, rows.held_out)
         if plan and plan.coefficients:
             starts = (*read_groups(run.groups).starts, resumed.charged) if resumed else (0,)
             KeptGroups(plan.bands, groups_key, len(prepared.units), starts).write(run.groups)

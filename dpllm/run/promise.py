@@ -118,7 +118,6 @@ class Decision:
         return self.subject.policy
 
     def _in_words(self) -> dict[str, str]:
-        """What is promised and known, by name; refusals and advice stand apart."""
         words = {}
         if self.plan is not None:
             words["Plan"] = str(self.plan)
@@ -126,8 +125,8 @@ class Decision:
             words["No differential privacy"] = f"{self.schedule.num_steps} steps"
         if self.lowered:
             words["Beware"] = self.lowered
-        if (loss := flipped_labels(self.config)) is not None:
-            words["Labels"] = loss
+        if (wrong := self.config.objective.wrong_labels) is not None:
+            words["Labels"] = wrong
         if self.ledger is not None:
             words["Ledger"] = str(self.ledger)
         if self.subject and self.subject.reads:
@@ -146,7 +145,6 @@ class Decision:
         return "\n".join([*lines, *(f"Refused: {error}" for error in self.refusals)])
 
     def _repr_html_(self) -> str:
-        """The same as a table, in a notebook."""
         more = {"Advice": " ".join(self.advice) or None, "Refused": "; ".join(map(str, self.refusals)) or None}
         return html_table("Decision", {**self._in_words(), **more})
 

@@ -66,7 +66,7 @@ class Recorder:
         self._started, self._deadline, self._console, self._screen = started, deadline, console, screen
         self._epsilon_after = EpsilonSpent(prepared.plan)
         # Losses in nats per target token, shares: private unless the evaluation data are public.
-        names = ("loss", *(("reward_accuracy", "reward_margin") if prepared.config.train.pairs else ("accuracy",)))
+        names = prepared.examples.figures
         figures = [f"eval_{name}_{when}" for name in names for when in ("before", "after")]
         self._step, summary = prepared.first_step, prepared.run.summary
         kept = read_json(summary) if main and self._step and summary.exists() else {}  # of a run that goes on

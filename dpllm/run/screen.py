@@ -27,7 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dpllm.errors import ConfigError, DpllmError
-from dpllm.files import resolved, scratch
+from dpllm.files import resolved
 from dpllm.model import memory, processes
 from dpllm.model.loading import load_tokenizer
 from dpllm.privacy.engine import STEP
@@ -62,14 +62,11 @@ def tell_lengths(lengths: Lengths, config: RunConfig, console: Console) -> None:
         console.print(f"Beware: {words}", markup=False, highlight=False, soft_wrap=True)
 
 
-def tell_lengths_of_some(config: RunConfig, console: Console) -> None:
-    """The same of a thousand rows, before there are tokens, where a terminal shows it; silent without tokenizer or data."""
-    with contextlib.suppress(DpllmError), scratch() as folder:
-        table, lengths = data.load_table(config.data.train, config.data, config.data.train_split, folder), Lengths()
-        some, tokenizer = (
-            each_row(table.rows[:: len(table.rows) // 1000 + 1]),
-            load_tokenizer(config.model, config.data),
-        )
+def tell_lengths_of_some(config: RunConfig, table: data.Table, console: Console) -> None:
+    """The same of a thousand rows, before there are tokens, where a terminal shows it; silent without a tokenizer."""
+    some, lengths = each_row(table.rows[:: len(table.rows) // 1000 + 1]), Lengths()
+    with contextlib.suppress(DpllmError):
+        tokenizer = load_tokenizer(config.model, config.data)
         for _ in iter_units(some, table.format, tokenizer, config.data, lengths=lengths):
             pass
         tell_lengths(lengths, config, console)

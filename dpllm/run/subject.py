@@ -26,7 +26,7 @@ from dpllm.records import NotAStatement
 from dpllm.statement import section
 from dpllm.statement.released import LabelRecord, Labels
 from dpllm.text import data, layouts, rendering
-from dpllm.text.data import Groups
+from dpllm.text.data import Rows
 from dpllm.text.owners import Graph
 from dpllm.text.sources import expand
 
@@ -67,7 +67,7 @@ class Subject:
     reads: str = ""  # from which columns, in one line
     graph: Graph | None = None  # how much is kept of rows with several owners
     example: str = ""  # how the model sees a row: the first of data that are declared public, else the shape of any
-    rows: tuple[data.Table, Groups] | None = field(default=None, repr=False)  # as read, and by unit, for training
+    rows: Rows | None = field(default=None, repr=False)  # None in another process
     labels: Labels | None = None  # of preference pairs, where labels were flipped at the source
 
     @property
@@ -99,9 +99,10 @@ def look(config: RunConfig, ledger: Ledger | None, found: Refusals, cache: Path 
         table = found.attempt(data.load_table, config.data.train, config.data, config.data.train_split, where)
         if table is None:
             return None
+        held_out = found.attempt(data.load_held_out, config.data, where)
         found.attempt(_check_objective, config, table)
         labels = found.attempt(read_labels, config.data)
-        policy = found.attempt(dataset_policy.find_policy, config, table, ledger)
+        policy = found.attempt(dataset_policy.find_policy, config, table, held_out, ledger)
         units = found.attempt(data.sampled_rows, table, config.data)
     if units is None:
         return None
@@ -122,18 +123,17 @@ def look(config: RunConfig, ledger: Ledger | None, found: Refusals, cache: Path 
         rendering.example(table.rows[0], fmt, config.data.template)
         if config.data.public
         else rendering.shape(fmt, config.data.control, config.data.template),
-        (table, units) if cache else None,
+        Rows(table, units, held_out),
         labels.public() if labels else None,
     )
 
 
 def _check_objective(config: RunConfig, table: data.Table) -> None:
     """Refuses, with a ConfigError, an objective that does not learn from such rows, and canaries that they cannot hold."""
-    if config.train.pairs != (table.format == "preference"):
-        fix = "likelihood" if config.train.pairs else "dpo"
+    if not config.objective.learns_from(table.format):
         raise ConfigError(
             f"{table.name}: is {table.reads}, from which train.objective: {config.train.objective} does not learn. Set "
-            f"train.objective: {fix}, or name other data."
+            "train.objective: dpo for pairs of answers and likelihood for anything else, or name other data."
         )
     check_place(config.audit.texts.place, table.format)
 

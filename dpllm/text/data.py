@@ -12,14 +12,13 @@ import difflib
 import glob
 import hashlib
 import json
-import os
 import pickle
 import re
 import tempfile
 import unicodedata
 from abc import abstractmethod
 from array import array
-from collections.abc import Callable, Collection, Iterator, Sequence, Set
+from collections.abc import Collection, Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, overload
@@ -27,7 +26,7 @@ from typing import Any, TypeVar, overload
 from dpllm.errors import DataError
 from dpllm.recipe import names
 from dpllm.recipe.config import DataConfig, Source
-from dpllm.text import control, owners
+from dpllm.text import layouts, owners
 from dpllm.text.layouts import (
     BESIDE,
     COLUMNS,
@@ -46,32 +45,6 @@ from dpllm.text.sources import Raw, files, read_rows, unpacked
 T = TypeVar("T")
 BUFFER = 16 * 2**20
 """Bytes of rows that are kept in memory; a corpus of fewer never touches the disk."""
-
-
-class OpenFile:
-    """A file that is read at any place, and closed when nobody holds it any more.
-
-    Reading moves no position, so threads may share it. Mapped pages would count as this process's memory, and a file cut
-    short would end it with a signal.
-    """
-
-    def __init__(self, descriptor: int) -> None:
-        """``descriptor`` is closed with this object."""
-        self._descriptor = descriptor
-
-    def read(self, start: int, size: int) -> bytes:
-        """``size`` bytes from ``start``, fewer than 2^31.
-
-        Raises:
-            DataError: The file ends before.
-        """
-        content = os.pread(self._descriptor, size, start)
-        if len(content) < size:
-            raise DataError("the copy of the data in the run's cache was truncated while it was read. Start again.")
-        return content
-
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # when a program ends, os may be gone before
-        close(self._descriptor)
 
 
 class ReadWhenAsked(Sequence[T]):
@@ -210,6 +183,15 @@ class Table:
         return f"{self.name}: row {number}"
 
 
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a recipe, each read once."""
+
+    table: Table  # that train
+    groups: Groups  # what is sampled as a whole
+    held_out: Table | None  # for evaluation; None where the recipe names none
+
+
 def load_table(source: Source, data: DataConfig, split: str, cache_dir: Path, columns: Collection[str] = ()) -> Table:
     """Reads a data source, once from its beginning to its end; columns are renamed to those of the format.
 
@@ -254,10 +236,14 @@ def load_table(source: Source, data: DataConfig, split: str, cache_dir: Path, co
     return Table(title, rows, layout.format, content.hexdigest(), read, tuple(sizes), first)
 
 
+def load_held_out(data: DataConfig, cache_dir: Path) -> Table | None:
+    """The evaluation rows of a recipe, see ``load_table``; None where it names none."""
+    return load_table(data.eval, data, data.eval_split, cache_dir) if data.eval is not None else None
+
+
 def _typed(
     raw: Raw, place: str, layout: Layout, data: DataConfig, columns: Collection[str]
 ) -> tuple[Row, bytes, Set[str]]:
-    """A row, what the digest reads of it, and which columns it has."""
     row, fields = converted(raw, place, layout)
     if data.template is not None and (layout.lists or "prompt" not in FIELDS[layout.format]):
         raise DataError(
@@ -267,7 +253,7 @@ def _typed(
     line = ""
     if data.control:
         _check_control(data, layout, place)
-        line = control.line(data.control, [value_name(row.get(name)) for name in data.control])
+        line = layouts.code_line(data.control, [value_name(row.get(name)) for name in data.control])
         fields += packed(line, place, ", ".join(data.control))
     parts = {name: row[name] for name in (*COLUMNS, *BESIDE) if name in row}
     codes = {name: row[name] for name in (*data.control, *columns) if name in row}

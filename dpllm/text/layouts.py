@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, get_args
 
 from dpllm.errors import DataError
@@ -32,6 +33,8 @@ ROLES = {
 """Who speaks in ShareGPT's ``from`` -> the role of a message."""
 SPEAKERS = sorted({*ROLES.values(), "developer", "function", "ipython", "observation", "context", "document"})
 """Roles that chat templates know."""
+SEPARATOR = ";"
+"""Between the values of several columns, in the name of a value that ``dpllm describe`` counts."""
 TOOLS, KWARGS = BESIDE = ("tools", "chat_template_kwargs")
 """Columns beside messages that a chat template reads, as TRL names them."""
 
@@ -44,13 +47,23 @@ class Row:
         parts: Every column that some layout reads -> text or messages: those of the source, and those of the row's format.
         unit: What the unit column says, as its source holds it, see ``data.unit_name``; None without one.
         codes: Columns beside the text that were asked for, of those that the row has -> their values as the source holds them.
-        line: What stands before the text by ``data.control``, see ``control.line``; empty without.
+        line: What stands before the text by ``data.control``, see ``code_line``; empty without.
     """
 
     parts: dict[str, Any]
     unit: Any = None
     codes: dict[str, Any] = field(default_factory=dict)
     line: str = ""
+
+
+def code_line(columns: Sequence[str], values: Sequence[str]) -> str:
+    """What ``data.control`` puts before a text, such as "visit: home | age: old", with its line end; nothing of it is learned."""
+    return " | ".join(f"{column}: {value}" for column, value in zip(columns, values, strict=True)) + "\n"
+
+
+def shares_of(columns: Sequence[str]) -> str:
+    """Name of the released statistic of the joint distribution of columns, as ``asked.Statistic.name`` gives it."""
+    return f"shares of {SEPARATOR.join(columns)}"
 
 
 class Layout(NamedTuple):
@@ -276,7 +289,6 @@ def _beside(row: Raw, place: str) -> bytes:
 
 
 def _check_contents(turns: Sequence[Mapping[str, Any]], place: str) -> None:
-    """Refuses messages that say nothing, or something that is no text."""
     for turn in turns:
         content, wrong = turn.get("content"), ""
         if not isinstance(content, str | list | None):
@@ -303,7 +315,6 @@ def _check(value: Any, place: str, column: str, layout: Layout) -> None:
 
 
 def _check_answers(row: Raw, place: str, layout: Layout) -> None:
-    """Refuses a pair from which nothing can be learned."""
     for side in ("chosen", "rejected"):
         answer = row[side]
         if not answer or (layout.lists and not any(learned(turn) for turn in answer)):
@@ -362,6 +373,35 @@ def in_words(layout: Layout, columns: Mapping[str, str | None], codes: Sequence[
         parts.append(made_of if made_of == target else f"{made_of} -> {target}")
     behind = f", behind a line with {', '.join(codes)}" if codes else ""
     return f"read as {layout.name}: {', '.join(parts)}{behind}"
+
+
+def words(parts: Mapping[str, Any], fields: Sequence[str]) -> str:
+    """The words of a row in their order, by which it is recognised elsewhere; of messages, what each of them says.
+
+    Spaces, line breaks and Unicode composition do not matter, nor into how many columns a record is cut. The answers of a pair
+    are sorted: with another one preferred, they are the same record.
+    """
+    texts = []
+    for value in (parts[name] for name in fields):
+        if isinstance(value, list):
+            value = " ".join(str(turn.get("content", "") if isinstance(turn, dict) else turn) for turn in value)
+        texts.append(" ".join(unicodedata.normalize("NFC", str(value)).split()))
+    if fields[1:] == FIELDS["preference"][1:]:  # with a prompt apart, or before each
+        texts = sorted(" ".join(f"{texts[0]} {answer}".split()) for answer in texts[1:])
+    return " ".join(unicodedata.normalize("NFC", " ".join(texts)).split())
+
+
+def texts_of(row: Row, fmt: Format) -> list[tuple[str, Format, Row]]:
+    """The texts that a row is learned as, each with a name and how it reads: itself; or of a pair both answers, chosen first."""
+    if fmt != "preference":
+        return [("", fmt, row)]
+    prompt, beside = row.parts["prompt"], {name: row.parts[name] for name in BESIDE if name in row.parts}
+    chat, texts = isinstance(prompt, list), list[tuple[str, Format, Row]]()
+    for side in FIELDS["preference"][1:]:
+        parts = {"prompt": prompt, "completion": row.parts[side]}
+        read = replace(row, parts={**beside, **of_chats(parts)} if chat else parts)
+        texts.append((side, "messages" if chat else "prompt_completion", read))
+    return texts
 
 
 def learned(message: Mapping[str, Any]) -> bool:

@@ -14,16 +14,17 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from dpllm.errors import ConfigError, DataError
 from dpllm.files import read_json, write_json
 from dpllm.recipe.config import DataConfig
-from dpllm.text.data import Table, owner_names
-from dpllm.text.layouts import BESIDE, COLUMNS, Format, strings
-from dpllm.text.sources import expand
+from dpllm.text.data import Table, load_table, owner_names
+from dpllm.text.layouts import BESIDE, COLUMNS, FIELDS, Format, strings
+from dpllm.text.sources import expand, is_here
 from dpllm.text.tokens import begins_twice, encode_prompt
 
+Side = Literal["training", "evaluation"]
 Prompt = str | list[dict[str, Any]]
 """Text, or the messages of a conversation so far."""
 
@@ -105,7 +106,7 @@ def encode(tokenizer: Any, prompt: Prompt | None, number: int, fmt: Format, temp
                 "role and content, and the tokenizer needs a chat template; or type --no-chat with plain-text prompts."
             ) from None
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    if fmt in ("prompt_completion", "preference"):
+    if "prompt" in FIELDS[fmt]:
         ids = encode_prompt(prompt or "", tokenizer, template)
     else:
         ids = list(tokenizer(prompt or "")["input_ids"])
@@ -155,6 +156,31 @@ def keep_rows(path: Path, data: DataConfig, train: Table, held_out: Table | None
             places = [str(Path(name).absolute()) if Path(name).exists() else name for name in expand(source)]
             kept[side] = {"places": places, "digest": read.digest}
     write_json(path, kept, mode=0o600)
+
+
+def read_again(kept: Path, data: DataConfig, side: Side, cache_dir: Path) -> tuple[Table, bool]:
+    """The rows of a run, from where ``keep_rows`` says that they lay, or else its recipe; whether they are those that it read.
+
+    Raises:
+        DataError: They are not on this machine, or cannot be read.
+    """
+    noted = read_json(kept).get(side) if kept.exists() else None
+    named, split = (data.train, data.train_split) if side == "training" else (data.eval, data.eval_split)
+    source = noted["places"] if noted else named
+    if not source or not is_here(source):
+        raise DataError(f"the {side} data are not where the run read them, so nothing is known of them. Restore them.")
+    table = load_table(source, data, split, cache_dir)
+    return table, noted is not None and table.digest == noted["digest"]
+
+
+def read_same(kept: Path, data: DataConfig, side: Side, cache_dir: Path) -> Table:
+    """The same; other rows by now, of which nobody declared anything, are a DataError."""
+    table, same = read_again(kept, data, side, cache_dir)
+    if not same:
+        raise DataError(
+            f"the {side} data are not those that the run read, so figures would be of others. Restore them."
+        )
+    return table
 
 
 def private_among(path: Path, texts: list[str], lines: int = 1) -> list[int]:

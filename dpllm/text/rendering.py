@@ -10,15 +10,14 @@ import contextlib
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from dpllm.errors import ConfigError, DataError
 from dpllm.files import read_json
-from dpllm.text import control
-from dpllm.text.layouts import BESIDE, FIELDS, KWARGS, TOOLS, Format, Row, learned, of_chats
+from dpllm.text import layouts
+from dpllm.text.layouts import FIELDS, KWARGS, TOOLS, Format, Row, learned, texts_of
 
 Message = Mapping[str, Any]
 Spans = list[tuple[int, int]]
@@ -62,40 +61,30 @@ class Rendered(NamedTuple):
     text: str
     spans: Spans  # of characters that are learned
     template: bool  # a chat template made it
-    of_pair: bool = False  # it is one of two that belong together
+    kept: bool = False  # also where nothing of it is learned, since another text belongs to it
 
 
 def rendered(row: Row, fmt: Format, tokenizer: Any, template: str | None) -> list[Rendered]:
-    """The text of a row; of a preference pair, of both its answers. ``template`` is the recipe's data.template.
+    """The texts of a row, see ``layouts.texts_of``; ``template`` is the recipe's data.template.
 
     Raises:
         DataError: See ``render_chat``.
     """
-    if fmt == "preference":
-        texts = [one for inner, side in sides(row) for one in rendered(side, inner, tokenizer, template)]
-        return [one._replace(of_pair=True) for one in texts]
+    texts = texts_of(row, fmt)
+    return [_rendered(one, inner, tokenizer, template, kept=len(texts) > 1) for _, inner, one in texts]
+
+
+def _rendered(row: Row, fmt: Format, tokenizer: Any, template: str | None, *, kept: bool) -> Rendered:
     if fmt == "text":
         text = row.line + row.parts["text"]
-        return [Rendered(text, [(len(row.line), len(text))], False)]
+        return Rendered(text, [(len(row.line), len(text))], False, kept)
     if fmt == "prompt_completion":
         masked, after = joined(row.line + row.parts["prompt"], row.parts["completion"], template)
-        return [Rendered(masked + after, [(len(masked), len(masked + after))], False)]
+        return Rendered(masked + after, [(len(masked), len(masked + after))], False, kept)
     text, spans = render_chat(row.parts, tokenizer)
     if any(later[0] < earlier[1] for earlier, later in pairwise(spans)):
         raise DataError("the chat template produces overlapping turns. Use format prompt_completion.")
-    return [Rendered(text, spans, True)]
-
-
-def sides(row: Row) -> list[tuple[Format, Row]]:
-    """The two texts of a preference pair, the chosen one first, as rows of another format; of a prompt nothing is learned."""
-    prompt, beside = row.parts["prompt"], {name: row.parts[name] for name in BESIDE if name in row.parts}
-    made: list[tuple[Format, Row]] = []
-    for side in FIELDS["preference"][1:]:
-        parts = {"prompt": prompt, "completion": row.parts[side]}
-        chat = isinstance(prompt, list)
-        read = replace(row, parts={**beside, **of_chats(parts)} if chat else parts)
-        made.append(("messages" if chat else "prompt_completion", read))
-    return made
+    return Rendered(text, spans, True, kept)
 
 
 def joined(prompt: str, completion: str, template: str | None) -> tuple[str, str]:
@@ -113,24 +102,18 @@ def joined(prompt: str, completion: str, template: str | None) -> tuple[str, str
 
 
 def shape(fmt: Format, codes: Sequence[str], template: str | None) -> str:
-    """How rows read, without a word of any; ``codes`` and ``template`` are the recipe's data.control and data.template."""
-    line = f"<{control.line(codes, ['...'] * len(codes)).strip()}>" if codes else ""
-    if fmt == "messages":
-        return "<chat template: <user><assistant>...>; the assistant's turns are trained on, all other tokens masked"
-    if fmt == "text":
-        return f"{line and line + ' masked, then '}<text><eos>; every token is trained on"
-    if fmt == "preference":
-        return f"{line}<prompt><chosen>, and the same with <rejected>, two rows of one pair; all before an answer is masked"
-    text = "".join(joined(f"{line and line + chr(10)}<prompt>", "<completion>", template)).replace("\n", "\\n")
-    space = "" if template else ", and one space between the two unless the data have whitespace there"
-    return f"{text}<eos>; what stands before <completion> is masked{space}"
+    """How rows look, without a word of any; ``codes`` and ``template`` are the recipe's data.control and data.template."""
+    texts: dict[str, Any] = {field: f"<{field}>" for fields in FIELDS.values() for field in fields}
+    turns = [{"role": role, "content": f"<{role}>"} for role in ("user", "assistant")]
+    line = layouts.code_line(codes, ["..."] * len(codes)) if codes else ""
+    return example(Row({**texts, "messages": turns}, line=line), fmt, template)
 
 
 def example(row: Row, fmt: Format, template: str | None) -> str:
-    """A row as the model will see it, for data that are public: which parts are learned and which are masked."""
-    if fmt == "preference":
-        named = zip(FIELDS[fmt][1:], sides(row), strict=True)
-        return "\n".join(f"{side}:\n{example(one, inner, template)}" for side, (inner, one) in named)
+    """A row of public data as the model will see it: which parts are learned and which are masked."""
+    texts = texts_of(row, fmt)
+    if len(texts) > 1:
+        return "\n".join(f"{name}:\n{example(one, inner, template)}" for name, inner, one in texts)
     if fmt == "text":
         parts = [("masked", row.line.rstrip("\n"))] if row.line else []
         parts.append(("learned", row.parts["text"] + "<eos>"))

@@ -26,7 +26,7 @@ from array import array
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,7 +37,7 @@ from dpllm.privacy.schedule import TokenSequence, Unit
 from dpllm.progress import tell
 from dpllm.recipe import names
 from dpllm.recipe.config import DataConfig
-from dpllm.text.data import Groups, OpenFile, ReadWhenAsked, Table
+from dpllm.text.data import Groups, ReadWhenAsked, Table
 from dpllm.text.layouts import Format, Row
 from dpllm.text.owners import is_empty
 from dpllm.text.rendering import Rendered, rendered
@@ -51,7 +51,7 @@ _PIECE = 2**22  # bytes that are hashed, or buffered before they are written, at
 
 @dataclass
 class Lengths:
-    """Counts of texts (rows, or answers of pairs) and of units."""
+    """Counts of texts, see ``rendered``, and of units."""
 
     texts: int = 0
     lost: int = 0  # of which nothing is learned
@@ -116,7 +116,7 @@ def iter_units(
                 for one in unit:
                     ids, mask = next(encoded)
                     cut = _cut(ids, mask, data.max_length, data.long_examples)
-                    sequences += cut or ([NOTHING] if one.of_pair else [])
+                    sequences += cut or ([NOTHING] if one.kept else [])
                     sizes.append((len(ids), bool(cut)))
                 (lengths or Lengths()).add(sizes, data)
             except DataError as error:
@@ -139,7 +139,7 @@ def iter_units(
 
 
 def encode(parts: dict[str, Any], fmt: Format, tokenizer: Any, data: DataConfig) -> list[TokenSequence]:
-    """Tokenises the parts of one row, which is no preference pair, as ``data`` says: template, max_length, long_examples.
+    """Tokenises the parts of one row, which is one text, as ``data`` says: template, max_length, long_examples.
 
     Returns:
         No sequence (nothing to predict), one, or several chunks of at most max_length tokens. Chunks overlap by one
@@ -163,7 +163,7 @@ def encode_prompt(prompt: str, tokenizer: Any, template: str | None) -> list[int
 
 
 NOTHING = TokenSequence((0, 0), (False, False), 1)
-"""An answer of a pair whose prompt alone is longer than max_length: it is there, so that the other one is no half pair."""
+"""A text whose prompt alone is longer than max_length, and that stands there because another one belongs to it."""
 
 
 def _tokenise(texts: Sequence[Rendered], tokenizer: Any) -> Iterator[tuple[list[int], list[bool]]]:
@@ -200,7 +200,6 @@ def begins_twice(ids: Sequence[int], tokenizer: Any) -> bool:
 
 
 def _cut(ids: list[int], mask: list[bool], max_length: int, long_examples: str) -> list[TokenSequence]:
-    """The sequences of one text."""
     if len(ids) > max_length and long_examples == "refuse":
         raise DataError(
             f"a row is longer than data.max_length ({max_length} tokens) and data.long_examples is refuse. "
@@ -236,7 +235,7 @@ class Units(ReadWhenAsked[Unit | None]):
     lengths: Lengths
     _index_U2: NDArray[np.int64]
     _size_S: NDArray[np.int32]
-    _file: OpenFile  # tokens.bin
+    _file: BinaryIO  # tokens.bin, closed when nobody holds it any more
     _slots: tuple[Unit | None, ...] = ()
 
     @property
@@ -250,7 +249,7 @@ class Units(ReadWhenAsked[Unit | None]):
         if number >= self._on_disk:
             return self._slots[number - self._on_disk]
         (start, first), (end, last) = self._index_U2[number : number + 2].tolist()
-        return _unpack(self._file.read(start, end - start), last - first)
+        return _unpack(_bytes(self._file, start, end - start), last - first)
 
     def sizes(self, index: int) -> list[int]:
         """Tokens of each sequence of a slot; none where there is nothing. No token is read."""
@@ -359,10 +358,10 @@ def _open(path: Path) -> Units | None:
     try:
         meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
         index_U2, size_S = (np.load(path / f"{name}.npy", allow_pickle=False) for name in ("index", "sizes"))
-        file = OpenFile(os.open(path / "tokens.bin", os.O_RDONLY | os.O_CLOEXEC))
+        file = open(path / "tokens.bin", "rb", buffering=0)  # noqa: SIM115
         size, digest = (path / "tokens.bin").stat().st_size, hashlib.blake2b(digest_size=32)
         for start in range(0, size, _PIECE):
-            digest.update(file.read(start, min(_PIECE, size - start)))
+            digest.update(_bytes(file, start, min(_PIECE, size - start)))
         digest.update(index_U2.tobytes() + size_S.tobytes())
         fits = index_U2.shape == (meta["units"] + 1, 2) and index_U2[-1].tolist() == [size, len(size_S)]
         return (
@@ -372,6 +371,14 @@ def _open(path: Path) -> Units | None:
         )
     except (OSError, ValueError, KeyError, TypeError, EOFError):
         return None
+
+
+def _bytes(file: BinaryIO, start: int, size: int) -> bytes:
+    """Fewer than 2^31, read without a position, so that threads may share the file; mapped, they would count as memory."""
+    content = os.pread(file.fileno(), size, start)
+    if len(content) < size:
+        raise DataError("the copy of the data in the run's cache was truncated while it was read. Start again.")
+    return content
 
 
 def _sizes(unit: Unit | None) -> list[int]:

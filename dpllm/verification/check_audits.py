@@ -199,10 +199,7 @@ def _rows(plan: Plan, table: tuple[CanaryScores, ...], tokens: TokenTable, repor
         f"canary_slots is not the {slots} slots that the scored canaries hold": plan.canary_slots == slots,
     }
     values.hold(rules, AUDIT_AGAIN)
-    of_pairs = " (of a pair, those of its chosen answer less the others)" if tokens.of_pairs else ""
-    return values.verified(
-        "audit: scores", f"{len(table)} canaries and references, each the sum of its tokens{of_pairs}."
-    )
+    return values.verified("audit: scores", f"{len(table)} canaries and references, each the sum of its tokens.")
 
 
 def gradient(folder: Path, stated: PrivacyRecord, report: AuditRecord) -> GradientTable | None:
@@ -281,7 +278,7 @@ def check_canaries(export: Published[PrivacyRecord], run: RunDir) -> Iterator[Ch
     words = audit.controls.words
     rules = {
         "the commitment": planned.commitment == audit.canaries.commitment,
-        "pairs": tokens.of_pairs == planned.pairs,
+        "answers": tokens.answers == planned.answers,
         "canaries, groups or coins": {row.canary_id: (row.group, row.inserted) for row in table if row.group}
         == {canary.canary_id: (canary.group, canary.inserted) for canary in planned.canaries},
         "references": {row.canary_id for row in table if not row.group}

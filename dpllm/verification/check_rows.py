@@ -13,7 +13,7 @@ from dpllm.card.artifact import MODEL
 from dpllm.card.inference import Inference
 from dpllm.card.synthetic import MODEL_CARD, ROWS, DataSet, Written, codes
 from dpllm.statement.privacy_record import PrivacyRecord
-from dpllm.text import control
+from dpllm.text import layouts
 from dpllm.verification.values import (
     Check,
     Published,
@@ -82,7 +82,7 @@ def _rows(folder: Published[Any], record: Written, asked: set[str] | None) -> Ch
             except ValueError:
                 row = {}
             right = list(row) == columns and all(isinstance(value, str) for value in row.values())
-            code = control.SEPARATOR.join(str(row.get(column, "")) for column in record.control)
+            code = layouts.SEPARATOR.join(str(row.get(column, "")) for column in record.control)
             if not right or not (asked is None or code in asked):
                 raise Wrong(
                     f"line {number} of {ROWS} is not text in {', '.join(columns)}, as asked for. {folder.again}"

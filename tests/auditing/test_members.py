@@ -26,6 +26,8 @@ from dpllm.errors import ConfigError, DataError
 from dpllm.recipe.config import DataConfig
 from dpllm.run.directory import Run, RunDir
 from dpllm.text import data
+from dpllm.text.data import load_held_out, load_table
+from dpllm.text.prompts import keep_rows
 from dpllm.text.tokens import encode
 
 SIGNIFICANCE = 1e-8
@@ -291,7 +293,15 @@ def write_run(tmp_path, **changes):
         "output_dir": str(run.root),
     }
     run.config.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    note(run)
     return run
+
+
+def note(run):
+    """What training keeps of its rows."""
+    settings, cache = run.load_config().data, run.root / "cache"
+    run.rows.unlink(missing_ok=True)
+    keep_rows(run.rows, settings, load_table(settings.train, settings, "train", cache), load_held_out(settings, cache))
 
 
 def opened(run):
@@ -306,7 +316,7 @@ def test_members_of_a_run_are_its_training_rows_and_the_report_stays_private(mod
     assert (report["members"], report["non_members"]) == (120, 120)
     path = run.private / "audit_members.json"
     assert json.loads(path.read_text())["note"] == report["note"]
-    assert {file for file in run.root.rglob("*") if file.is_file()} == {run.config, path}
+    assert {file for file in run.root.rglob("*") if file.is_file()} == {run.config, run.rows, path}
     for row in data.load_table(str(tmp_path / "train.jsonl"), settings(), "train", tmp_path).rows:
         assert row.parts["text"] not in path.read_text()
 
@@ -335,5 +345,16 @@ def test_held_out_rows_of_another_form_or_without_a_unit_are_refused(tmp_path):
         rows_of_run(opened(run))
     run = write_run(tmp_path, unit="who", max_examples_per_unit=1)
     tiny.write_rows(tmp_path / "eval.jsonl", [{"text": "a"}] * 60)
+    note(run)
     with pytest.raises(DataError, match="who"):
+        rows_of_run(opened(run))
+
+
+@pytest.mark.parametrize("side", ["train", "eval"])
+def test_rows_that_changed_after_training_are_no_members_and_no_others(tmp_path, side):
+    run = write_run(tmp_path)
+    rows_of_run(opened(run))
+    with open(tmp_path / f"{side}.jsonl", "a", encoding="utf-8") as file:
+        file.write(json.dumps({"text": "one more", "who": "z"}) + "\n")
+    with pytest.raises(DataError, match="not those that the run read"):
         rows_of_run(opened(run))

@@ -84,7 +84,7 @@ def test_a_table_of_pairs_reads_back_and_half_a_pair_is_none(tmp_path: Path, see
 @pytest.mark.parametrize("template", [None, "Q: {prompt}\nA: {completion}"])
 def test_what_is_scored_is_what_trains(template: str | None) -> None:
     tokenizer, settings = tiny.tokenizer(), tiny.reads(200, template=template)
-    for canary in plan_canaries(CanaryConfig(groups={1: 30}), pairs=True).canaries:
+    for canary in plan_canaries(CanaryConfig(groups={1: 30}), answers=2).canaries:
         canary = replace(canary, inserted=True)
         (unit,) = encode_units([[Row(canary.example("preference"))]], "preference", tokenizer, settings)
         scored = [encode_secret(answer, "preference", tokenizer, settings)[0] for answer in canary.answers]

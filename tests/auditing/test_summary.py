@@ -14,6 +14,7 @@ from published import opened
 from scipy import stats
 from score_tables import row, token_table, tokens_of
 
+from dpllm.auditing import attacks
 from dpllm.auditing.statistics import words_control
 from dpllm.auditing.summary import AuditContext, _method, group_test, judge, levels, summarise
 from dpllm.auditing.table import TokenTable, read_tokens
@@ -133,7 +134,7 @@ def test_coins_that_were_none_give_no_verdict(failed, value):
 def test_a_bound_says_which_tokens_were_scored(secret, words):
     """Of secrets in prompts those that no loss had."""
     table = token_table([[-1.0, -2.0, -3.0]], [[-1.0, -2.0, -3.0]], secret_N=np.array(secret, dtype=bool))
-    assert f"of {words}" in _method(table)
+    assert f"of {words}" in _method(attacks.scoring(table, []))
 
 
 def test_carriers_whose_words_tell_the_coin_give_no_verdict(seed):

@@ -27,7 +27,7 @@ ROWS = DataConfig(train="pairs.jsonl")
 
 
 def test_both_answers_of_a_pair_are_secrets_of_their_own_drawn_alike(seed: int) -> None:
-    plan = plan_canaries(CanaryConfig(groups={1: 3000}, references=100), pairs=True, generator=random.Random(seed))
+    plan = plan_canaries(CanaryConfig(groups={1: 3000}, references=100), answers=2, generator=random.Random(seed))
     everyone = [*plan.canaries, *plan.references]
     assert len({text for one in everyone for text in (one.secret, one.rejected)}) == 2 * 3100
     assert all(
@@ -42,7 +42,7 @@ def sides(one: Canary) -> dict[str, str]:
 
 
 def test_the_answers_of_a_pair_are_canaries_of_their_own_and_a_text_is_itself() -> None:
-    (first, second), text = plan_canaries(SMALL, pairs=True).canaries[0].answers, plan_canaries(SMALL).canaries[0]
+    (first, second), text = plan_canaries(SMALL, answers=2).canaries[0].answers, plan_canaries(SMALL).canaries[0]
     assert (first.canary_id, second.canary_id) == ("c00000", "c00000-")
     assert first.carrier == second.carrier
     assert first.secret != second.secret
@@ -51,7 +51,7 @@ def test_the_answers_of_a_pair_are_canaries_of_their_own_and_a_text_is_itself() 
 
 
 def test_a_pair_is_planted_where_its_coin_says_in() -> None:
-    plan = plan_canaries(SMALL, pairs=True)
+    plan = plan_canaries(SMALL, answers=2)
     filled = slots(plan, ROWS)
     assert len(filled) == 30 + 4 * 5
     assert sum(map(bool, filled)) == sum(one.group for one in plan.canaries if one.inserted)
@@ -70,7 +70,7 @@ def test_the_commitment_binds_answers_and_flips_and_that_of_texts_is_as_it_was(t
     path = tmp_path / "canaries.json"
     path.write_text(json.dumps({**old, "commitment": plan.commitment, "salt": plan.salt}))
     assert load(path) == plan
-    plan = plan_canaries(SMALL, pairs=True, label_epsilon=1.0)
+    plan = plan_canaries(SMALL, answers=2, label_epsilon=1.0)
     for change in ({"rejected": "1"}, {"flipped": not plan.canaries[0].flipped}):
         save(replace(plan, canaries=(replace(plan.canaries[0], **change), *plan.canaries[1:])), path)
         with pytest.raises(ConfigError, match="does not match its own commitment"):
@@ -81,18 +81,18 @@ def test_the_commitment_binds_answers_and_flips_and_that_of_texts_is_as_it_was(t
 
 def test_texts_pairs_and_labels_are_no_canaries_of_each_other(tmp_path: Path) -> None:
     audit, path = AuditConfig(canaries=SMALL), tmp_path / "canaries.json"
-    assert check_fits(plan_canaries(SMALL, pairs=True), audit, path, pairs=True)
+    assert check_fits(plan_canaries(SMALL, answers=2), audit, path, answers=2)
     with pytest.raises(ConfigError, match="planned for another recipe"):
-        check_fits(plan_canaries(SMALL), audit, path, pairs=True)
+        check_fits(plan_canaries(SMALL), audit, path, answers=2)
     with pytest.raises(ConfigError, match="planned for another recipe"):
-        check_fits(plan_canaries(SMALL, pairs=True, label_epsilon=1.0), audit, path, pairs=True, label_epsilon=2.0)
+        check_fits(plan_canaries(SMALL, answers=2, label_epsilon=1.0), audit, path, answers=2, label_epsilon=2.0)
 
 
 LABELS = CanaryConfig(groups={1: 2000}, references=100)
 
 
 def labels(seed: int, epsilon: float = 1.0) -> CanaryPlan:
-    return plan_canaries(LABELS, pairs=True, label_epsilon=epsilon, generator=random.Random(seed))
+    return plan_canaries(LABELS, answers=2, label_epsilon=epsilon, generator=random.Random(seed))
 
 
 def planted(plan: CanaryPlan) -> list[bool]:

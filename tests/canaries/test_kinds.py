@@ -337,7 +337,7 @@ def test_canaries_of_another_place_do_not_fit(tmp_path):
 
 def test_rows_without_prompts_hold_no_secret_in_them():
     asked = config("digits", place="prompt")
-    with pytest.raises(ConfigError, match="preference pairs"):
-        plan_canaries(asked, pairs=True)
+    with pytest.raises(ConfigError, match="format preference"):
+        plan_canaries(asked, answers=2).canaries[0].example("preference")
     with pytest.raises(ConfigError, match="format text"):
         plan_canaries(asked).canaries[0].example("text")

@@ -18,7 +18,9 @@ from dpllm.errors import ConfigError
 from dpllm.privacy.plan import Plan
 from dpllm.recipe.sections import CanaryConfig
 from dpllm.run import build
-from dpllm.run.directory import RunDir, open_run
+from dpllm.run.directory import RunDir, manifest_of, open_run
+from dpllm.text.data import load_held_out, load_table
+from dpllm.text.prompts import keep_rows
 
 
 def refused(*arguments: object) -> str:
@@ -34,9 +36,13 @@ def refused(*arguments: object) -> str:
 def test_real_rows_are_scored_in_private(copy: Place) -> None:
     tiny.write_rows(copy.train, rows(60))
     tiny.write_rows(copy.root / "data" / "eval.jsonl", rows(60, start=500))
-    recipe = yaml.safe_load((copy.run / "config.yaml").read_text())
-    recipe["data"] |= {name: str(copy.root / "data" / f"{name}.jsonl") for name in ("train", "eval")}
-    (copy.run / "config.yaml").write_text(yaml.safe_dump(recipe))
+    edit_recipe(copy.run, "data", **{name: str(copy.root / "data" / f"{name}.jsonl") for name in ("train", "eval")})
+    run, config = RunDir(copy.run), RunDir(copy.run).load_config()
+    run.rows.unlink()  # as if it had trained on these
+    tables = load_table(config.data.train, config.data, "train", run.private), load_held_out(config.data, run.private)
+    keep_rows(run.rows, config.data, *tables)
+    record = copy.json("run.json") | {"manifest": manifest_of(run, config, ended=True)}
+    run.run.write_text(json.dumps(record), encoding="utf-8")
     published = contents(copy.run / "export")
     answer = done("audit", copy.run, "--members")
     assert SENTINEL not in answer.out

@@ -11,7 +11,7 @@ import tiny
 from running import Place, done, dpllm_, fails_in_step, make_place, rows
 
 from dpllm.recipe.config import load_config
-from dpllm.text import control, data
+from dpllm.text import data, layouts
 from dpllm.text.data import each_row
 from dpllm.text.tokens import encode_units
 from dpllm.verification.verify import verify
@@ -63,7 +63,7 @@ def finished(stopped: Place) -> Place:
 
 def test_the_joint_distribution_is_released_by_the_names_that_are_asked_for(stopped: Place) -> None:
     (found,) = json.loads((stopped.root / "describe.json").read_text("utf-8"))["releases"]
-    assert found["statistic"] == control.shares_of(CODES)
+    assert found["statistic"] == layouts.shares_of(CODES)
     assert set(found["value"]) == {"home;old", "home;young", "clinic;old", "clinic;young", "other"}
     assert abs(sum(found["value"].values()) - 40) <= 10 * found["error_95"]  # noise of OpenDP's own
 
@@ -88,4 +88,4 @@ def test_the_run_is_audited_published_and_verified(finished: Place) -> None:
 
 
 def test_the_tuned_model_is_asked_by_a_line(finished: Place) -> None:
-    done("generate", finished.run, "--prompt", control.line(CODES, ["home", "old"]), "--max-new-tokens", 4)
+    done("generate", finished.run, "--prompt", layouts.code_line(CODES, ["home", "old"]), "--max-new-tokens", 4)

@@ -63,7 +63,7 @@ def test_one_reader_that_was_checked_reads_behind_lines_of_all_lengths(
     place = Place(tmp_path, base)
     more = shares_of(place)
     monkeypatch.setattr(
-        "dpllm.text.control.line", lambda _, values: f"{values[0]} " * (3 if values[0] == "ward" else 1)
+        "dpllm.text.layouts.code_line", lambda _, values: f"{values[0]} " * (3 if values[0] == "ward" else 1)
     )
     done(*place.words(*more, "--rows", 4))
     assert len(checked) == 1

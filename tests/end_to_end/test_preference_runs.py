@@ -8,7 +8,6 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -21,7 +20,6 @@ from dpllm.auditing.summary import AuditContext, summarise
 from dpllm.auditing.table import TokenTable, read_tokens, write_tokens
 from dpllm.errors import Refused
 from dpllm.model import rewards
-from dpllm.model.rewards import Referenced
 from dpllm.privacy.engine import StepEngine
 from dpllm.privacy.loss import row_sums
 from dpllm.privacy.preference import PairLoss
@@ -122,8 +120,7 @@ def test_what_was_kept_of_other_evaluation_pairs_or_is_damaged_is_not_read(tmp_p
     run = RunDir(tmp_path)
     run.private.mkdir()
     units = [Unit((TokenSequence((1, n), (False, True), 1), TokenSequence((2, n), (False, True), 1))) for n in range(3)]
-    kept = rewards.Pairs(Referenced(units[:1], np.zeros(2)), Referenced(units[1:], np.ones(4)), Mock())
-    kept.keep(run.references)
+    run.references.write_bytes(rewards.packed(np.zeros(2), np.ones(4), units[1:]))
     found = rewards._kept(run.references, 2, units[1:])
     assert found is not None
     assert [part.tolist() for part in found] == [[0.0] * 2, [1.0] * 4]
@@ -315,4 +312,4 @@ def test_pairs_are_audited_by_their_own_run_alone(asked: Place) -> None:
     audited(asked, "{1: 20}")
     answer = dpllm_("audit", asked.run / "export", "--canaries", asked.run / "private" / "canaries.json")
     assert answer.code != 0
-    assert "are preference pairs" in " ".join(answer.err.split())
+    assert "have two answers each" in " ".join(answer.err.split())

@@ -69,13 +69,15 @@ def test_what_is_not_at_hand_is_told_and_costs_no_other_figure(
     path = RunDir(run).rows
     path.write_text(path.read_text().replace(str(finished.train), str(tmp_path / "gone" / finished.train.name)))
     said = done("synthesize", run, *FEW, "--output", tmp_path / "few").err
-    assert "not measured: training rows: not at hand\n" in said
+    assert "not measured: training rows: the training data are not where the run read them" in said
     assert of(tmp_path / "few")["quality"] == of(tmp_path / "all")["quality"]
     private = json.loads((run / "private" / quality.FOLDER / "quality.json").read_text())
     assert private["not_measured"] == [line.removeprefix("not measured: ") for line in said.splitlines()]
     recwarn.clear()
     dpllm.synthesize(run, 9, tmp_path / "python", max_new_tokens=8, keep_unfinished=True, seed=3)
-    assert "not measured: training rows: not at hand" in {str(one.message) for one in recwarn}
+    assert any(
+        "training rows: the training data are not where the run read them" in str(one.message) for one in recwarn
+    )
     assert contents(tmp_path / "python") == contents(tmp_path / "few")
 
 

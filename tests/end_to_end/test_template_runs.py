@@ -49,7 +49,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, base: Path, data_home: Path, t
         }
     )
     shown = " ".join(done("plan", place.recipe).out.replace("\u2502", " ").split())
-    assert r"[INST] <prompt> [/INST]\n### Answer:\n<completion><eos>" in shown
+    assert "masked: [INST] <prompt> [/INST] ### Answer: learned: <completion><eos>" in shown
     done("train", place.recipe)
     done("card", place.run)
     assert templates.count(TEMPLATE) == len(templates) > 120 + 120  # rows of both files, all canaries, a sample

@@ -30,7 +30,7 @@ def recipe(root: Path, texts: list[str] = TEXTS, name: str = "rows.jsonl", **sec
 def ask(config: RunConfig, book: Ledger | None) -> dataset_policy.DatasetPolicy:
     root = Path(config.output_dir).parent
     table = data.load_table(config.data.train, config.data, config.data.train_split, root / "cache")
-    return dataset_policy.find_policy(config, table, book)
+    return dataset_policy.find_policy(config, table, data.load_held_out(config.data, root / "cache"), book)
 
 
 def opened(path: Path) -> Ledger:

@@ -11,7 +11,8 @@ from ledger_stores import Place, budget, outputs, request, reserve, start
 
 from dpllm.errors import ConfigError, Refused
 from dpllm.ledger import Ledger, budgets
-from dpllm.ledger.records import HASH_BYTES, Fingerprint, _text, fingerprint, share_in_common
+from dpllm.ledger.records import HASH_BYTES, Fingerprint, fingerprint, share_in_common
+from dpllm.text.layouts import words
 
 KEY = b"k" * 32
 ROWS = [{"text": f"patient {n} was seen on ward {n % 7}"} for n in range(200)]
@@ -210,7 +211,7 @@ def in_memory(rows, fields) -> Fingerprint:
     def hashed(texts):
         return sorted(hashlib.blake2b(text.encode(), key=KEY, digest_size=32).digest() for text in texts)
 
-    records = hashed([_text(row, fields) for row in rows])
+    records = hashed([words(row, fields) for row in rows])
     digest = hashlib.blake2b(b"".join(records), key=KEY, digest_size=32).hexdigest()
     return Fingerprint(digest, b"".join(sorted({record[:HASH_BYTES] for record in records})), len(records))
 

@@ -20,7 +20,7 @@ from dpllm.errors import Refused
 from dpllm.model import reading
 from dpllm.model.evaluate import held_out_loss, rows_at_once, without_memory
 from dpllm.model.reading import Embedder, Reader
-from dpllm.model.rewards import Rewards
+from dpllm.model.rewards import Reading, surprises
 from dpllm.privacy.schedule import TokenSequence, Unit
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -134,10 +134,10 @@ def test_pairs_are_read_by_their_own_rows_alone(kind: str) -> None:
     """Dynamic types keep what a longer pair asked for, and a pair of the next round would be read by it."""
     model = switching.model(kind, 8, vocab_size=tm.VOCABULARY)
     short, long = (Unit(tuple(rows(length, length))) for length in (12, 30))
-    rewards = Rewards(model, replace(tm.packing(), rows_each=2), 0, tm.CPU, contextlib.nullcontext)
-    first = rewards.surprises([short])
-    rewards.surprises([long])
-    assert rewards.surprises([short]).tobytes() == first.tobytes() == rewards.surprises([short, long])[:2].tobytes()
+    reading = Reading(model, replace(tm.packing(), rows_each=2), 0, tm.CPU, contextlib.nullcontext)
+    first = surprises(reading, [short])
+    surprises(reading, [long])
+    assert surprises(reading, [short]).tobytes() == first.tobytes() == surprises(reading, [short, long])[:2].tobytes()
 
 
 @pytest.mark.parametrize("kind", ROPES)

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dpllm.errors import NotBatchInvariant, Refused
-from dpllm.model.rewards import Referenced, Rewards
+from dpllm.model.rewards import Reading, Referenced, surprises
 from dpllm.privacy import preference
 from dpllm.privacy.clipping import PerUnitClipper
 from dpllm.privacy.loss import row_sums
@@ -63,7 +63,7 @@ def packing(tokens: int = tm.TOKENS) -> Packing:
 
 def make_engine(net: Any, loss: PairLoss, max_grad_norm: float = 1.0, tokens: int = tm.TOKENS, **arguments: Any) -> Any:
     engine = tm.make_engine(net, tm.plan(max_grad_norm), **arguments)
-    engine.pairs = loss
+    engine.example_loss = loss
     engine.repack(packing(tm.ALONE if engine.packing.alone else tokens))
     return engine
 
@@ -191,9 +191,9 @@ def test_a_pair_adds_at_most_the_clipping_norm(loss: PairLoss) -> None:
 
 def test_what_the_reference_says_of_a_pair_follows_from_that_pair_alone() -> None:
     some, net = pairs(), built("llama")
-    rewards = Rewards(net, packing(), 0, tm.CPU, contextlib.nullcontext)
-    whole = rewards.surprises(some)
-    assert np.array_equal(whole, np.concatenate([rewards.surprises([one]) for one in some]))
+    reading = Reading(net, packing(), 0, tm.CPU, contextlib.nullcontext)
+    whole = surprises(reading, some)
+    assert np.array_equal(whole, np.concatenate([surprises(reading, [one]) for one in some]))
     expected = [float(-_log_likelihood(net, one)) for unit in some for one in unit.sequences]
     np.testing.assert_allclose(whole, expected, rtol=1e-5)
 
@@ -269,7 +269,7 @@ def rows_apart(patch: pytest.MonkeyPatch) -> None:
 
 def batch_mean(patch: pytest.MonkeyPatch) -> None:
     call = PairLoss.__call__
-    patch.setattr(PairLoss, "__call__", lambda self, nll_R, some: call(self, nll_R, some) / (len(nll_R) // 2))
+    patch.setattr(PairLoss, "__call__", lambda self, nll_M, some: call(self, nll_M, some) / (len(some.rows) // 2))
 
 
 def batch_baseline(patch: pytest.MonkeyPatch) -> None:

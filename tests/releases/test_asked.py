@@ -15,7 +15,7 @@ from dpllm.model.loading import load_tokenizer
 from dpllm.privacy.releases import OPTIONS
 from dpllm.recipe.config import DataConfig, ModelConfig
 from dpllm.releases.asked import Kind, Statistic, columns_of, exact_values, parse
-from dpllm.text import control
+from dpllm.text import layouts
 from dpllm.text.data import Table, group_rows, load_table
 from dpllm.text.tokens import encode
 
@@ -122,7 +122,7 @@ def test_several_columns_count_together_and_no_value_passes_for_two(tmp_path: Pa
         {"text": "d", "who": "b", "age": "home;1", "visit": None},
     ]
     (asked,) = parse("shares", "visit=home,clinic;age=1,2", ".5")
-    assert asked.name == control.shares_of(["visit", "age"]) == "shares of visit;age"
+    assert asked.name == layouts.shares_of(["visit", "age"]) == "shares of visit;age"
     found = values(tmp_path, "shares", "visit=home,clinic;age=1,2", rows)
     assert sorted(found) == [";home;1", "home;", "home;1", "home;1;"]
     assert [value for value in found if value in asked.values] == ["home;1"]

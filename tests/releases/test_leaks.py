@@ -104,4 +104,4 @@ def test_the_rows_are_found_from_another_directory_and_not_mistaken_for_others(
             list(leaks._rows(run, {"chat.jinja": ROWS[2][2]}, run.export))
     (tmp_path / "at" / "a.jsonl").unlink()
     (said,) = leaks._rows(run, {"chat.jinja": ROWS[2][2]}, run.export)
-    assert "not at hand" in said
+    assert "are not where the run read them" in said

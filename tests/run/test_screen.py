@@ -17,6 +17,7 @@ from dpllm.privacy.engine import STEP
 from dpllm.progress import heard_by, tell
 from dpllm.run import screen
 from dpllm.run.directory import RunDir
+from dpllm.text.data import load_table
 
 
 def test_a_terminal_whose_output_is_kept_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,5 +232,6 @@ def test_the_lengths_that_plan_tells_are_those_of_the_recipes_own_chat_template(
     rows = tiny.write_rows(tmp_path / "rows.jsonl", [{"messages": chat}] * 5)
     data = {"train": str(rows), "public": True, "max_length": 16, "chat_template": tiny.CHAT}
     config, shown = tm.recipe(model={"name_or_path": str(base)}, data=data), io.StringIO()
-    screen.tell_lengths_of_some(config, Console(file=shown))
+    table = load_table(str(rows), config.data, "train", tmp_path)
+    screen.tell_lengths_of_some(config, table, Console(file=shown))
     assert "no row has a token left to learn" in " ".join(shown.getvalue().split())

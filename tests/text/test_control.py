@@ -127,8 +127,8 @@ def test_canaries_stand_behind_no_line() -> None:
 def test_a_plan_tells_of_the_line(tmp_path: Path) -> None:
     table = load(write(tmp_path / "rows.jsonl", [{"text": "a", "visit": "home", "age": 54}]), control=CODES)
     assert table.reads == "read as text: text, behind a line with visit, age"
-    assert rendering.shape("text", CODES, None).startswith("<visit: ... | age: ...> masked, then <text><eos>")
-    assert rendering.shape("text", [], None).startswith("<text><eos>")
+    assert rendering.shape("text", CODES, None) == "masked: visit: ... | age: ...\nlearned: <text><eos>"
+    assert rendering.shape("text", [], None) == "learned: <text><eos>"
     assert rendering.example(table.rows[0], "text", None) == "masked: visit: home | age: 54\nlearned: a<eos>"
 
 
