@@ -29,7 +29,6 @@ from dpllm.privacy.plan import (
     steps_event,
     strategy_for,
 )
-from dpllm.privacy.releases import flip_probability
 from dpllm.privacy.renyi import Fit
 from dpllm.privacy.schedule import Schedule, make_schedule
 from dpllm.recipe import names
@@ -395,17 +394,6 @@ def num_slots(audit: AuditConfig, data: DataConfig) -> int:
 def learning_rate_of(train: TrainConfig) -> LearningRate:
     """How it goes with the steps."""
     return LearningRate(train.learning_rate, train.lr_scheduler, train.warmup)
-
-
-def flipped_labels(config: RunConfig) -> str | None:
-    """Says what the loss makes of wrong labels; None where none are known."""
-    train, epsilon = config.train, config.data.label_epsilon
-    share = flip_probability(epsilon) if epsilon else train.label_smoothing
-    if not share:
-        return None
-    how = "learns a soft label" if train.objective == "cdpo" else "is debiased"
-    bottom = " and has no lower bound: it stops by the schedule, not by the loss" if train.objective == "dpo" else ""
-    return f"wrong with probability {share:.3g}; the loss of {train.objective} {how}{bottom}"
 
 
 def check_modes(config: RunConfig) -> None:
