@@ -150,7 +150,7 @@ def _draw(release: Published[Any], shown: Labels) -> Iterator[Check]:
         yield values.asserted(name, f"{entry} is what the author says. To check: --ledger FILE.")
         return
     chain = check_ledger.chain_at(where, None)
-    paid = check_ledger.charged(chain, name, [shown.paid], release.again)
+    check_ledger.charged(chain, name, [shown.paid], release.again)
     account = [e for e in chain.entries if e.dataset == shown.dataset and e.kind in ("reserve", "import")]
     # Without a total (of models before, some counted other units) what is stated is this draw alone.
     events, known = [event_of(e) for e in account], shown.account_epsilon or shown.unit_epsilon
@@ -160,7 +160,7 @@ def _draw(release: Published[Any], shown: Labels) -> Iterator[Check]:
     if known < least * (1 - 1e-9):
         raise Wrong(f"{charged}, {least:g} at the time; {known:g} is stated. {release.again}")
     if len(events) == 1:
-        yield paid
+        yield values.verified(name, f"{chain.where} charged exactly this, in an account that nothing else is added to.")
     elif now <= known * (1 + 1e-9):
         yield values.verified(name, f"{charged}, as is stated.")
     else:

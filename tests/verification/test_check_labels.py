@@ -119,7 +119,7 @@ def of_ledger(own: Labels, book: Path) -> str:
 
 def test_what_the_ledger_holds_beside_this_draw_is_said(book: Path) -> None:
     first = draw(paid(book))
-    alone = "verified labels: ledger: l.sqlite was charged for exactly"
+    alone = "verified labels: ledger: l.sqlite charged exactly this"
     assert of_ledger(first.with_account(), book).startswith(alone)
     second = draw(paid(book))
     for unsaid in (first, second):
