@@ -18,7 +18,7 @@ from dpllm.errors import ConfigError
 from dpllm.privacy.plan import Neighbours
 from dpllm.privacy.releases import flip_probability
 from dpllm.recipe.section import Section, explain, read_recipe
-from dpllm.recipe.sections import AuditConfig, CardConfig, Objective, PrivacyConfig
+from dpllm.recipe.sections import AuditConfig, CardConfig, CsvConfig, Objective, PrivacyConfig
 from dpllm.recipe.sections import TelemetryConfig as TelemetryConfig
 from dpllm.recipe.sections import TrainConfig as TrainConfig
 
@@ -86,23 +86,6 @@ class FrozenConfig(Section):
     """Train the output head too. Where it is tied to the input embedding, the embedding trains with it."""
     final_norm: bool = True
     """Train the final norm, before the head, too."""
-
-
-class CsvConfig(Section):
-    """What a csv file says nowhere; read where a source is one."""
-
-    delimiter: str | None = None
-    """Delimiter between columns; null: a tab in .tsv, otherwise the first of comma, semicolon, tab and bar that occurs in the
-    header line."""
-    encoding: str | None = None
-    """Encoding, such as cp1252 or latin-1; null: UTF-8, or UTF-16 where the file starts with its byte order mark."""
-
-    @field_validator("delimiter")
-    @classmethod
-    def _one_character(cls, value: str | None) -> str | None:
-        if value is not None and (len(value) != 1 or value in '"\r\n'):
-            raise ValueError("should be one character, such as ';' or \"\\t\", and no quote or line end")
-        return value
 
 
 Source = str | list[str]

@@ -1,4 +1,4 @@
-"""The sections privacy, train, audit, card and telemetry of a recipe.
+"""The sections privacy, train, audit, card and telemetry of a recipe, and csv of its data.
 
 Comes in: values of a YAML file. Goes out: one frozen value for each section. Knows neither data nor scores nor coins.
 """
@@ -18,6 +18,23 @@ from dpllm.recipe.section import Section, number_or_auto
 
 if TYPE_CHECKING:
     from dpllm.privacy.loss import ExampleLoss
+
+
+class CsvConfig(Section):
+    """What a csv file says nowhere; read where a source is one."""
+
+    delimiter: str | None = None
+    """Delimiter between columns; null: a tab in .tsv, otherwise the first of comma, semicolon, tab and bar that occurs in the
+    header line."""
+    encoding: str | None = None
+    """Encoding, such as cp1252 or latin-1; null: UTF-8, or UTF-16 where the file starts with its byte order mark."""
+
+    @field_validator("delimiter")
+    @classmethod
+    def _one_character(cls, value: str | None) -> str | None:
+        if value is not None and (len(value) != 1 or value in '"\r\n'):
+            raise ValueError("should be one character, such as ';' or \"\\t\", and no quote or line end")
+        return value
 
 
 class PrivacyConfig(Section):
