@@ -18,7 +18,8 @@ from dpllm.errors import ConfigError
 from dpllm.privacy.plan import Neighbours
 from dpllm.privacy.releases import flip_probability
 from dpllm.recipe.section import Section, explain, read_recipe
-from dpllm.recipe.sections import AuditConfig, CardConfig, CsvConfig, Objective, PrivacyConfig
+from dpllm.recipe.sections import AuditConfig, CardConfig, Objective, PrivacyConfig
+from dpllm.recipe.sections import CsvConfig as CsvConfig
 from dpllm.recipe.sections import TelemetryConfig as TelemetryConfig
 from dpllm.recipe.sections import TrainConfig as TrainConfig
 
