@@ -21,6 +21,8 @@ PRINTED_BY: dict[str, tuple[str, ...]] = {
     "card/registry.py": ("card",),
     "comparison/compare.py": ("compare",),
     "comparison/shown.py": ("compare",),
+    "comparison/choice.py": ("plan", "sweep"),
+    "comparison/choose.py": ("sweep",),
     "comparison/sweep.py": ("sweep",),
     "comparison/tasks.py": ("compare",),
     "run/footprint.py": ("plan",),
