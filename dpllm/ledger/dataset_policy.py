@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
-from dpllm.errors import ConfigError, Refused
+from dpllm.errors import ConfigError, DataError, Refused
 from dpllm.files import scratch
 from dpllm.ledger.admission import filter_left
 from dpllm.ledger.ledger import Ledger
@@ -156,8 +156,13 @@ def records_of(source: str, ledger: Ledger, unit: str, relation: Relation = "zer
         )
     owners = "several" if relation == "zero_out_public_graph" else wanted.owners
     by_unit = wanted.changed({"unit": unit, "max_examples_per_unit": 1, "owners": owners})
-    with scratch() as cache:
-        table = data.load_table(wanted.train, by_unit, wanted.train_split, cache)
+    try:
+        with scratch() as cache:
+            table = data.load_table(wanted.train, by_unit, wanted.train_split, cache)
+    except DataError as error:
+        if recipe:
+            raise
+        raise DataError(f"{error} Here a recipe says how rows are read: type --data RECIPE in place of the file.") from None
     units = len(data.group_rows(table, by_unit))
     labels = relation == "label_changed"
     if labels and table.format != "preference":

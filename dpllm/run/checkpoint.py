@@ -21,7 +21,7 @@ from dpllm.ledger import Ledger, Run, default_path
 from dpllm.ledger.dataset_policy import DatasetPolicy
 from dpllm.privacy.plan import LATER, Plan
 from dpllm.recipe.config import RunConfig
-from dpllm.run.directory import RunDir, open_run
+from dpllm.run.directory import RunDir, no_checkpoint, open_run
 from dpllm.statement.lineage import Base
 from dpllm.statement.run_files import read_plan, read_run
 
@@ -121,7 +121,7 @@ def newest(run: RunDir) -> tuple[Path, State]:
     """
     places = run.checkpoints()
     if not places:
-        raise ConfigError(f"{run.root}: holds no checkpoint to resume from. Start anew, with --overwrite if need be.")
+        raise no_checkpoint(run)
     for place in places:
         if state := _intact(place):
             return place, state

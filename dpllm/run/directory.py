@@ -236,6 +236,14 @@ def _remove(directory: Path, keep: Path | None) -> None:
                 part.unlink()
 
 
+def no_checkpoint(run: RunDir) -> ConfigError:
+    """There is nothing to resume."""
+    return ConfigError(
+        f"{run.root}: holds no checkpoint to resume from, and what the run reserved stays charged, up to the steps that dpllm "
+        "ledger reconcile gives back. Start anew with --overwrite, which reserves once more."
+    )
+
+
 def check_directory(config: RunConfig, run: RunDir, *, resume: bool, overwrite: bool) -> None:
     """Refuses, with a ConfigError, to lose a run, or the ledger; checkpoints that a complete run left behind go on resume."""
     status = read_status(run)
@@ -253,9 +261,7 @@ def check_directory(config: RunConfig, run: RunDir, *, resume: bool, overwrite: 
             shutil.rmtree(run.resume, ignore_errors=True)
             raise ConfigError(f"{run.root}: the run is complete, so there is nothing to resume.")
         if not run.checkpoints():
-            raise ConfigError(
-                f"{run.root}: holds no checkpoint to resume from. Start anew, with --overwrite if need be."
-            )
+            raise no_checkpoint(run)
     elif not overwrite and (run.config.exists() or status not in (None, "refused")):
         raise ConfigError(
             f"{run.root}: already holds a run, which would be lost. Type --resume to go on with it, --overwrite to replace it, "

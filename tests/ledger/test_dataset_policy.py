@@ -208,3 +208,16 @@ def test_a_parent_that_nobody_knows_is_an_error(tmp_path: Path) -> None:
         ask(config, None)
     with opened(tmp_path / "ledger.sqlite") as book, pytest.raises(ConfigError, match="letters"):
         ask(config, book)
+
+
+def test_a_file_with_other_columns_is_named_by_its_recipe(tmp_path: Path) -> None:
+    """``dpllm ledger init`` has no option that names columns."""
+    rows = tiny.write_rows(tmp_path / "rows.jsonl", [{"body": text} for text in TEXTS])
+    named = tmp_path / "recipe.yaml"
+    named.write_text(
+        f"model: {{name_or_path: m}}\ndata: {{train: {rows}, columns: {{text: body}}}}\ntrain: {{steps: 1}}\noutput_dir: r\n"
+    )
+    with opened(tmp_path / "ledger.sqlite") as book:
+        with pytest.raises(DataError, match="--data RECIPE"):
+            dataset_policy.records_of(str(rows), book, "example")
+        assert dataset_policy.records_of(str(named), book, "example")[1] == len(TEXTS)
