@@ -226,7 +226,7 @@ def test_the_site_builds_without_a_warning(site: Path) -> None:
 
 
 def test_docstrings_reach_the_reference(site: Path) -> None:
-    text = (site / "reference" / "privacy.html").read_text(encoding="utf-8")
+    text = (site / "reference" / "api.html").read_text(encoding="utf-8")
     assert "dpllm.privacy.plan.Plan.of" in text
     assert 'class="guarantee"' in text
 
