@@ -1,4 +1,4 @@
-"""Writes the tables of docs/ that the code knows: fields of privacy.json, keys of a recipe, exit codes, metrics.
+"""Writes the tables of docs/ that the code knows: first fields of privacy.json, keys of a recipe, exit codes, metrics.
 
     python scripts/reference.py
 
@@ -143,7 +143,10 @@ def coded(rows: Iterable[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
 
 
 TABLES: dict[str, tuple[tuple[str, ...], Callable[[], Iterable[tuple[str, ...]]]]] = {
-    "privacy fields": (("field", "type", "meaning"), lambda: coded(privacy_fields())),
+    "privacy fields": (
+        ("field", "type", "meaning"),
+        lambda: coded(row for row in privacy_fields() if "." not in row[0]),
+    ),
     "recipe keys": (("key", "values", "default", "meaning"), lambda: coded(recipe_keys())),
     "exit codes": (("exit code", "error", "meaning"), exit_codes),
     "metrics": (("metric", "labels", "meaning"), metric_families),

@@ -28,7 +28,7 @@ from dpllm.statement.released import ReleaseEvent
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 reference: Any = importlib.import_module("reference")
-DOCS = ROOT / "docs" / "model-card.md"
+DOCS = ROOT / "docs" / "concepts" / "card.md"
 PUBLISHED = sorted((ROOT / "model_cards").glob("*/export/privacy.json"))
 SCHEMA = privacy_record.schema()
 
