@@ -92,6 +92,14 @@ def _allowed(field: Json) -> str:
     )
 
 
+def short(row: tuple[str, str, str, str]) -> tuple[str, str, str]:
+    """A key with its default, the names of other values, and the first sentence; `dpllm train --keys` has the rest."""
+    key, values, default, meaning = row
+    others = [name for name in re.findall("`[^`]+`", values) if name not in (default, "`null`", "`true`", "`false`")]
+    sentence = re.match(r".*?\.(?= [A-Z`]|$)", meaning)
+    return key, "; ".join([default, *others]), sentence[0] if sentence else meaning
+
+
 def _value(value: Any) -> str:
     """As YAML has it; a large number by its power of two."""
     if isinstance(value, int) and value > 2**64:
@@ -147,7 +155,7 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[[], Iterable[tuple[str, ...]]]
         ("field", "type", "meaning"),
         lambda: coded(row for row in privacy_fields() if "." not in row[0]),
     ),
-    "recipe keys": (("key", "values", "default", "meaning"), lambda: coded(recipe_keys())),
+    "recipe keys": (("key", "default; other values", "meaning"), lambda: coded(map(short, recipe_keys()))),
     "exit codes": (("exit code", "error", "meaning"), exit_codes),
     "metrics": (("metric", "labels", "meaning"), metric_families),
 }

@@ -138,8 +138,8 @@ def test_the_page_shows_the_tables_that_the_script_prints() -> None:
 
 def test_the_page_compares_with_the_steps_that_were_measured() -> None:
     """The lines of --check for the file that the section names."""
-    page = (ROOT / "docs" / "measurements.md").read_text(encoding="utf-8")
-    section = page.split("\n## Forecast of steps\n")[1].split("\n## ")[0]
+    page = (ROOT / "benchmarks" / "NOTES.md").read_text(encoding="utf-8")
+    section = page.split("\n### Forecast of steps\n")[1].split("\n### ")[0]
     file = ROOT / next(word.strip("`),;.") for word in section.split() if "benchmarks/step-" in word)
     lines = scaling.check(json.loads(file.read_text(encoding="utf-8")))
     assert lines
