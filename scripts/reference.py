@@ -1,6 +1,7 @@
-"""Writes the tables of docs/ that the code knows: first fields of privacy.json, keys of a recipe, exit codes, metrics.
+"""Writes the tables of docs/ that the code knows: keys of a recipe, exit codes, metrics.
 
-    python scripts/reference.py
+    python scripts/reference.py              writes the tables
+    python scripts/reference.py --fields     prints every field of privacy.json: name, type, meaning
 
 Comes in: types with their docstrings, and the metrics of a run and a ledger that are made up here. Goes out: the same pages, with
 what stands between ``<!-- table: NAME -->`` and ``<!-- /table -->`` replaced. A test holds the pages against ``written``.
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -151,10 +153,6 @@ def coded(rows: Iterable[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
 
 
 TABLES: dict[str, tuple[tuple[str, ...], Callable[[], Iterable[tuple[str, ...]]]]] = {
-    "privacy fields": (
-        ("field", "type", "meaning"),
-        lambda: coded(row for row in privacy_fields() if "." not in row[0]),
-    ),
     "recipe keys": (("key", "default; other values", "meaning"), lambda: coded(map(short, recipe_keys()))),
     "exit codes": (("exit code", "error", "meaning"), exit_codes),
     "metrics": (("metric", "labels", "meaning"), metric_families),
@@ -180,7 +178,15 @@ def pages() -> list[Path]:
     return [page for page in sorted(DOCS.rglob("*.md")) if MARKED.search(page.read_text(encoding="utf-8"))]
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Prints the fields, or writes the tables."""
+    if sys.argv[1:] == ["--fields"]:
+        print("\n".join("  ".join(row) for row in privacy_fields()))
+        return
     for page in pages():
         page.write_text(written(page.read_text(encoding="utf-8")), encoding="utf-8")
         print(page.relative_to(DOCS.parent))
+
+
+if __name__ == "__main__":
+    main()
