@@ -153,15 +153,17 @@ def coded(rows: Iterable[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
 
 
 TABLES: dict[str, tuple[tuple[str, ...], Callable[[], Iterable[tuple[str, ...]]]]] = {
-    "recipe keys": (("key", "default; other values", "meaning"), lambda: coded(map(short, recipe_keys()))),
+    "recipe keys": ((), lambda: map(short, recipe_keys())),  # no columns: a list
     "exit codes": (("exit code", "error", "meaning"), exit_codes),
     "metrics": (("metric", "labels", "meaning"), metric_families),
 }
 
 
 def table(name: str) -> str:
-    """One of the tables as Markdown."""
+    """One of the tables as Markdown, or a list where it has no columns."""
     columns, rows = TABLES[name]
+    if not columns:
+        return "\n".join(f"- `{key}` ({default}): {meaning}" for key, default, meaning in rows())
     lines = [columns, ("---",) * len(columns), *rows()]
     return (
         "\n".join("| " + " | ".join(line) + " |" for line in lines).replace("| --- ", "|---").replace("--- |", "---|")
