@@ -95,11 +95,11 @@ def _allowed(field: Json) -> str:
 
 
 def short(row: tuple[str, str, str, str]) -> tuple[str, str, str]:
-    """A key with its default, the names of other values, and the first sentence; `dpllm train --keys` has the rest."""
+    """A key with its default, the names of other values, and the first clause; `dpllm train --keys` has the rest."""
     key, values, default, meaning = row
     others = [name for name in re.findall("`[^`]+`", values) if name not in (default, "`null`", "`true`", "`false`")]
-    sentence = re.match(r".*?\.(?= [A-Z`]|$)", meaning)
-    return key, "; ".join([default, *others]), sentence[0] if sentence else meaning
+    clause = re.match(r"(?:\([^)]*\)|.)*?(?=\. [A-Z`]|\.$|; (?!or))", meaning)
+    return key, "; ".join([default, *others]), f"{clause[0]}." if clause else meaning
 
 
 def _value(value: Any) -> str:
