@@ -136,8 +136,8 @@ def metric_families() -> list[tuple[str, str, str]]:
     found = [*metrics.run_families(run), *metrics.ledger_families(book)]
     return [
         (
-            f"`{one.name}{'_total' * (one.type == 'counter')}`",
-            ", ".join(one.samples[0].labels),
+            f"{one.name}_total" if one.type == "counter" else one.name,
+            ", ".join(one.samples[0].labels) or "no label",
             one_line(one.documentation),
         )
         for one in found
@@ -155,7 +155,7 @@ def coded(rows: Iterable[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
 TABLES: dict[str, tuple[tuple[str, ...], Callable[[], Iterable[tuple[str, ...]]]]] = {
     "recipe keys": ((), lambda: map(short, recipe_keys())),  # no columns: a list
     "exit codes": (("exit code", "error", "meaning"), exit_codes),
-    "metrics": (("metric", "labels", "meaning"), metric_families),
+    "metrics": ((), metric_families),
 }
 
 
@@ -163,7 +163,7 @@ def table(name: str) -> str:
     """One of the tables as Markdown, or a list where it has no columns."""
     columns, rows = TABLES[name]
     if not columns:
-        return "\n".join(f"- `{key}` ({default}): {meaning}" for key, default, meaning in rows())
+        return "\n".join(f"- `{name}` ({beside}): {meaning}" for name, beside, meaning in rows())
     lines = [columns, ("---",) * len(columns), *rows()]
     return (
         "\n".join("| " + " | ".join(line) + " |" for line in lines).replace("| --- ", "|---").replace("--- |", "---|")
