@@ -1,4 +1,4 @@
-"""What runs in any order cost beside one final reservation: the tables and the figure of docs/budgets.md.
+"""What runs in any order cost beside one final reservation: the tables and the figure of docs/measurements.md.
 
     python scripts/figure_gates.py            prints the tables, writes docs/figures/gates.png (about two minutes)
     python scripts/figure_gates.py --orders   prints what powers of the order in ``renyi.filter_order`` cost (about ten)

@@ -1,6 +1,7 @@
-"""Writes the tables of docs/ that the code knows: fields of privacy.json, keys of a recipe, exit codes, metrics.
+"""Writes the tables of docs/ that the code knows: keys of a recipe, exit codes, metrics.
 
-    python scripts/reference.py
+    python scripts/reference.py              writes the tables
+    python scripts/reference.py --fields     prints every field of privacy.json: name, type, meaning
 
 Comes in: types with their docstrings, and the metrics of a run and a ledger that are made up here. Goes out: the same pages, with
 what stands between ``<!-- table: NAME -->`` and ``<!-- /table -->`` replaced. A test holds the pages against ``written``.
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -92,6 +94,14 @@ def _allowed(field: Json) -> str:
     )
 
 
+def short(row: tuple[str, str, str, str]) -> tuple[str, str, str]:
+    """A key with its default, the names of other values, and the first clause; `dpllm train --keys` has the rest."""
+    key, values, default, meaning = row
+    others = [name for name in re.findall("`[^`]+`", values) if name not in (default, "`null`", "`true`", "`false`")]
+    clause = re.match(r"(?:\([^)]*\)|.)*?(?=\. [A-Z`]|\.$|; (?!or))", meaning)
+    return key, "; ".join([default, *others]), f"{clause[0]}." if clause else meaning
+
+
 def _value(value: Any) -> str:
     """As YAML has it; a large number by its power of two."""
     if isinstance(value, int) and value > 2**64:
@@ -126,8 +136,8 @@ def metric_families() -> list[tuple[str, str, str]]:
     found = [*metrics.run_families(run), *metrics.ledger_families(book)]
     return [
         (
-            f"`{one.name}{'_total' * (one.type == 'counter')}`",
-            ", ".join(one.samples[0].labels),
+            f"{one.name}_total" if one.type == "counter" else one.name,
+            ", ".join(one.samples[0].labels) or "no label",
             one_line(one.documentation),
         )
         for one in found
@@ -143,16 +153,17 @@ def coded(rows: Iterable[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
 
 
 TABLES: dict[str, tuple[tuple[str, ...], Callable[[], Iterable[tuple[str, ...]]]]] = {
-    "privacy fields": (("field", "type", "meaning"), lambda: coded(privacy_fields())),
-    "recipe keys": (("key", "values", "default", "meaning"), lambda: coded(recipe_keys())),
+    "recipe keys": ((), lambda: map(short, recipe_keys())),  # no columns: a list
     "exit codes": (("exit code", "error", "meaning"), exit_codes),
-    "metrics": (("metric", "labels", "meaning"), metric_families),
+    "metrics": ((), metric_families),
 }
 
 
 def table(name: str) -> str:
-    """One of the tables as Markdown."""
+    """One of the tables as Markdown, or a list where it has no columns."""
     columns, rows = TABLES[name]
+    if not columns:
+        return "\n".join(f"- `{name}` ({beside}): {meaning}" for name, beside, meaning in rows())
     lines = [columns, ("---",) * len(columns), *rows()]
     return (
         "\n".join("| " + " | ".join(line) + " |" for line in lines).replace("| --- ", "|---").replace("--- |", "---|")
@@ -169,7 +180,15 @@ def pages() -> list[Path]:
     return [page for page in sorted(DOCS.rglob("*.md")) if MARKED.search(page.read_text(encoding="utf-8"))]
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Prints the fields, or writes the tables."""
+    if sys.argv[1:] == ["--fields"]:
+        print("\n".join("  ".join(row) for row in privacy_fields()))
+        return
     for page in pages():
         page.write_text(written(page.read_text(encoding="utf-8")), encoding="utf-8")
         print(page.relative_to(DOCS.parent))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,6 @@
 """What a LoRA step with differential privacy costs on paper: products, and memory of one GPU, for models of 1B to 70B.
 
-    python scripts/scaling.py                      prints the tables of docs/scaling.md
+    python scripts/scaling.py                      prints the tables of docs/howto/several-gpus.md
     python scripts/scaling.py --check FILE ...     against steps that bench_step measured
 
 Comes in: shapes of models. Goes out: FLOPs and bytes. Must not read weights or data, and needs no torch. Every figure rests on
@@ -155,7 +155,7 @@ def memory_table(length: int) -> str:
 
 
 def tables() -> str:
-    """The tables of docs/scaling.md, with an empty line between them."""
+    """The tables of docs/howto/several-gpus.md, with an empty line between them."""
     return "\n\n".join(map(memory_table, (512, 2048)))
 
 

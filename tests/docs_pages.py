@@ -113,6 +113,12 @@ def links(markdown: str) -> list[str]:
     return [target for target in _LINK.findall(prose(markdown)) if not re.match(r"[a-z]+:", target)]
 
 
+def typed_inside(markdown: str) -> list[str]:
+    """Commands of ours in the text and in tables: code spans that begin with ``dpllm`` and a command."""
+    spans = re.findall(r"`([^`]+)`", shown(_BLOCKS.sub("", markdown)))
+    return [" ".join(span.split()) for span in spans if re.match(r"dpllm\s+[a-z]", span)]
+
+
 def anchors(markdown: str) -> set[str]:
     """The anchors that headings of a page get, on GitHub as in the site."""
     headings = re.findall(r"^#+\s+(.*?)\s*$", _BLOCKS.sub("", markdown), flags=re.MULTILINE)

@@ -5,6 +5,7 @@ How blocks of commands are written: tests/docs_pages.py. Where they run: tests/d
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import os
 import re
@@ -90,6 +91,14 @@ def test_each_file_on_the_way_to_the_card_is_there_and_named_once(start: str, mo
     assert [name for name in files if not (ROOT / "dpllm" / name).is_file() or files.count(name) > 1] == []
 
 
+def test_the_documentation_stays_short() -> None:
+    """As ``find docs -name '*.md' | xargs wc -w`` counts: a fact has one home, elsewhere is a link."""
+    pages = [path.read_text(encoding="utf-8") for path in (ROOT / "docs").rglob("*.md")]
+    assert len(pages) <= 32
+    assert sum(len(text.split()) for text in pages) <= 34_000
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 1_300
+
+
 def test_every_command_has_a_line_in_the_reference() -> None:
     text = (ROOT / "docs" / "reference" / "commands.md").read_text(encoding="utf-8")
     commands = re.findall(r"^    ([\w-]+)  ", _parser().format_help(), flags=re.MULTILINE)
@@ -164,6 +173,39 @@ def test_commands_take_the_arguments_that_a_page_types(page: Path, capsys: pytes
                 assert accepted(command), f"{label(page)} line {command.line}: {command.text}"
 
 
+@pytest.mark.parametrize("page", GUIDES, ids=label)
+def test_commands_in_the_text_have_names_options_and_keys_that_exist(page: Path) -> None:
+    """They leave out what is required, so they are not parsed: each option is one of the command, or a key of a recipe."""
+    keys = {f"--{name}" for name, *_ in reference.recipe_keys()}
+    markdown = page.read_text(encoding="utf-8")
+    typed = docs_pages.typed_inside(markdown)
+    typed += [command.text for block in blocks_of(page) if block.language == "bash" for command in block.commands()]
+    for text in typed:
+        words = text.replace("|", " ").split()
+        if words[0] != "dpllm":
+            continue
+        known = options(words[1:3]) | keys
+        named = {word.split("=")[0] for word in re.findall(r"(?<!\S)--[a-z][\w.-]*", text)}
+        # --data.csv.delimiter and the like: a section that is written out as a map.
+        assert {
+            name for name in named if not any(key == name or key.startswith(f"{name}.") for key in known)
+        } == set(), text
+
+
+def options(words: list[str]) -> set[str]:
+    """Those of a command, or of an action of ``dpllm ledger``; it has to exist."""
+    parser = _parser()
+    for word in words:
+        actions = [action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+        if not actions:
+            break
+        if not re.fullmatch(r"[a-z][a-z-]*", word):  # such as ACTION
+            break
+        assert word in actions[0], f"dpllm {' '.join(words)}: there is no {word}"
+        parser = actions[0][word]
+    return {option for action in parser._actions for option in action.option_strings}
+
+
 def accepted(command: Command) -> bool:
     arguments, _ = _split(command.words[1:])
     try:
@@ -226,7 +268,7 @@ def test_the_site_builds_without_a_warning(site: Path) -> None:
 
 
 def test_docstrings_reach_the_reference(site: Path) -> None:
-    text = (site / "reference" / "privacy.html").read_text(encoding="utf-8")
+    text = (site / "reference" / "api.html").read_text(encoding="utf-8")
     assert "dpllm.privacy.plan.Plan.of" in text
     assert 'class="guarantee"' in text
 

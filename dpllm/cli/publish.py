@@ -100,7 +100,7 @@ def _add_synthesize(parser: argparse.ArgumentParser) -> None:
     option("--seed", type=int, help="the same seed gives the same rows")
     option("--attempts", type=int, help="most texts to draw per row, on average (default: 20)")
     option("--keep-duplicates", action="store_true", default=None, help="keep duplicate texts")
-    group: Any = parser.add_argument_group("inference", "records vote for each token (docs/concepts/inference.md)")
+    group: Any = parser.add_argument_group("inference", "records vote for each token (docs/howto/synthesize.md)")
     option = group.add_argument
     option("--model", metavar="NAME", help="model that reads the records: directory or Hub id (default: the recipe's)")
     option("--epsilon", type=float, help="epsilon of all rows together")

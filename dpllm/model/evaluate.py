@@ -95,7 +95,7 @@ def contiguous_head(model: Any) -> RemovableHandle | contextlib.nullcontext[None
     """Gives the output head a copy of what it reads, until the handle's ``with`` block ends or the model goes.
 
     The last states of a batch are a slice, and torch's product on a CPU then copies the weights for each row; what that takes
-    stands in docs/measurements.md.
+    stands in benchmarks/NOTES.md.
     """
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if head is None:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class Limits(NamedTuple):
-    """Of the passes on one kind of device; docs/measurements.md has the figures."""
+    """Of the passes on one kind of device; benchmarks/NOTES.md has the figures."""
 
     least: int  # tokens of a pass, below which what it costs before its first token is seen
     most: int  # beyond which a larger pass was no faster

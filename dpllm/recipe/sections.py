@@ -225,7 +225,7 @@ def default_ways(candidates: int) -> dict[str, list[int]]:
     """The tests of a group of so many canaries, planted or not, as ``dpllm.auditing.bounds.epsilon_lower_bound`` takes them.
 
     References:
-        ``scripts/audit_mechanisms.py``, by whose table in docs/measurements.md they were chosen.
+        ``scripts/audit_mechanisms.py``, by whose table in benchmarks/NOTES.md they were chosen.
     """
     root = math.sqrt(candidates)
     few, near, far = round(root), round(4 * root), min(round(16 * root), candidates)

@@ -357,7 +357,7 @@ def test_a_guarantee_cannot_be_put_on_a_run_without_one(baseline: Place, tmp_pat
 def test_what_a_stranger_can_only_believe_is_compared_in_the_run_directory(
     run: Path, where: published.Where, value: object
 ) -> None:
-    """docs/verifying.md names these fields as asserted."""
+    """docs/concepts/verification.md names these fields as asserted."""
     carry(run / "export", changed(read(run / "export"), where, lambda _: value))
     assert not failing(run / "export")
     assert "run" in failing(run)

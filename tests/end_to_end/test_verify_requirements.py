@@ -76,7 +76,7 @@ def test_what_they_install_is_locked_with_hashes_at_the_versions_of_the_tests() 
 
 @pytest.mark.full
 def test_a_fresh_environment_with_the_short_requirements_verifies(run: Path, tmp_path: Path) -> None:
-    """As docs/verifying.md says; skipped where no package index can be reached."""
+    """As docs/concepts/verification.md says; skipped where no package index can be reached."""
     venv.create(tmp_path / "venv", with_pip=True)
     here = tmp_path / "venv" / "bin" / "python"
 

@@ -61,7 +61,7 @@ def test_no_fixed_pair_bounds_adaptive_draws() -> None:
         return float(optimize.brentq(lambda e: (weight * np.maximum(0, -np.expm1(e - loss))).sum() - 1e-5, 0, 30))
 
     dearest = max(fixed(t) for t in np.linspace(0.02, 0.98, 97) * eta)
-    assert dearest == pytest.approx(6.588, abs=1e-3)  # docs/concepts/inference.md
+    assert dearest == pytest.approx(6.588, abs=1e-3)  # docs/howto/synthesize.md
     assert dearest < 0.995 * found
 
 

@@ -67,7 +67,7 @@ def lineage(**changes: Any) -> Json:
     }
 
 
-MODEL_CARD = Path(__file__).parents[2] / "docs" / "model-card.md"
+MODEL_CARD = Path(__file__).parents[2] / "docs" / "concepts" / "card.md"
 
 
 class State(NamedTuple):
@@ -286,7 +286,7 @@ def test_every_state_has_its_card(name: str) -> None:
 
 
 def test_six_questions_are_answered_above_what_is_for_engineers() -> None:
-    """To somebody who knows nothing of differential privacy; docs/model-card.md lists the questions."""
+    """To somebody who knows nothing of differential privacy; docs/concepts/card.md lists the questions."""
     text, block = EVERYTHING.card()
     first, officer = section.parts(text)["banner"], above(text, "For engineers")
     listed = re.findall(r"^\| \d \| (.*?) \|", MODEL_CARD.read_text("utf-8"), re.MULTILINE)
