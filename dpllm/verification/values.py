@@ -129,6 +129,8 @@ def facts_of(artifact: Artifact[Stated], values: Sequence[Json]) -> Stated:
     except NotAStatement as error:
         problems = "; ".join(error.problems[:3])
         raise Wrong(f"{name} does not follow its schema: {problems}. {artifact.again}") from None
+    except Exception as error:  # whatever a stranger's numbers make a computation do
+        raise Wrong(f"{name} cannot be computed with ({type(error).__name__}). {artifact.again}") from None
 
 
 def hold(rules: Mapping[str, bool], again: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from dpllm.statement import lineage
 from dpllm.statement.released import Labels
 from dpllm.verification import check_released
 from dpllm.verification.values import Wrong
+from dpllm.verification.verify import verify
 
 NOTES = "labels of notes"
 
@@ -155,3 +157,10 @@ def test_a_run_takes_the_total_of_its_ledger_where_that_holds_the_draw(book: Pat
             assert found is not None
             assert found.account_epsilon == due
     assert lineage.of_labels(None, None, None) is None
+
+
+def test_a_number_that_no_computation_takes_is_a_failed_check(tmp_path: Path) -> None:
+    record = {**draw().with_account().to_json(), "schema_version": 1, "file_sha256": "a" * 64, "max_labels": 10**400}
+    (tmp_path / "pairs.labels.json").write_text(json.dumps(record), encoding="utf-8")
+    [check] = verify(tmp_path / "pairs.labels.json").checks
+    assert (check.name, check.status) == ("card", "failed")
