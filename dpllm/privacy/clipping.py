@@ -1,7 +1,7 @@
 """Per-unit clipped sums: the only door through which private data reach an update.
 
 Comes in: a function from a pass to its losses. Goes out: the sum over units of each unit's gradient, clipped by one of
-``FUNCTIONS``, of which each has its words for the card in ``statement.section`` and a line in ``tests/checks.by_hand``.
+``FUNCTIONS``, of which each has its words for the card in ``card.card`` and a line in ``tests/checks.by_hand``.
 ``Taps`` are Opacus' hooks, extended so that one backward pass hands over what every layer rule needs, exactly once a call.
 
 Shape suffixes: R rows of a pass, U units, L trainable parameters, G layers that own them, P coordinates.

@@ -15,6 +15,7 @@ from scipy import stats
 from score_tables import token_table
 
 from dpllm.auditing import members as audit
+from dpllm.auditing.attacks import TOKEN_ATTACKS
 from dpllm.auditing.members import (
     MEMBERSHIP,
     SHIFT,
@@ -101,7 +102,7 @@ def test_what_the_tuned_model_learned_is_membership_inference(models, monkeypatc
     assert ratio["auc_interval"][0] > 0.9
     assert ratio["tpr_at_1_percent_fpr"] > 0.3
     assert ratio["tpr_at_0.1_percent_fpr"] is None  # 110 negatives cannot speak of one in a thousand
-    assert set(report["scores"]) == {"calibrated", "ratio", "loss", "zlib", "min_k_plus"}
+    assert set(report["scores"]) == {"calibrated", "ratio", "loss", *TOKEN_ATTACKS}
     low, high = report["controls"]["base_model"]["auc_interval"]
     assert low <= 0.5 <= high
     assert "must not be published" in report["note"]
