@@ -158,8 +158,8 @@ def unseen_files(
                 if not subject.is_refused(steps):
                     yield f"{name} is {how}"
             (subject.folder / name).with_name("elsewhere").unlink(missing_ok=True)
-    strange = ["notes.txt", "data/test.jsonl", ".env", "privacy.json.bak", "model.bin"]
-    strange += [] if subject.artifact.due is None else ["privacy.json.sig"]  # which is looked at by itself
+    strange = ["notes.txt", "data/test.jsonl", ".env", "privacy.json.bak", "privacy.json.sig", "model.bin"]
+    strange += [] if subject.artifact.due is None else ["model.sig"]  # which is looked at by itself
     for more in strange:
         path = subject.folder / more
         path.parent.mkdir(exist_ok=True)
