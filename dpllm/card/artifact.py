@@ -40,7 +40,7 @@ class Promise:
 
     terms: PromisedEvent | None = None
     """Event, delta and all figures that follow from them, by their fields; None: nothing is promised or was attempted."""
-    words: str = "sizes, names and terms go together"
+    words: str = "what it says goes together"
     whole: Event | None = None
     """What ``limits`` of attackers are of; None: the event of the terms."""
     most: float = math.inf
