@@ -75,6 +75,7 @@ class _Kept:
         self.asked = self.folder / "asked.json"  # a digest of what was asked for, the name in the ledger, and the day
         self.charged = self.folder / "charged.json"  # what the ledger said when it was reserved
         self.draws = self.folder / "draws.json"
+        self.ready = self.folder / "ready"  # the best run holds its final record, so that only moving it is left
         self.canaries = self.folder / "canaries.json"
         self.ledger = self.folder / "ledger.sqlite"  # of the steps of each run
         self.rehearsal = RunDir(self.folder / "rehearsal")
@@ -139,6 +140,7 @@ def choose(choice: Choice, *, resume: bool = False, console: Console) -> RunDir:
                 "train.learning_rate in a new choice, with another --output_dir."
             )
         _release(choice, root, kept, kept.run(draws.best))
+        kept.asked.unlink()  # first: without the draws, what is left could be resumed, and a second number of runs drawn
         shutil.rmtree(kept.folder)
     return root
 
@@ -278,7 +280,7 @@ def _score(choice: Choice, setting: Setting, kept: _Kept, number: int) -> float 
 def _release(choice: Choice, root: RunDir, kept: _Kept, run: RunDir) -> None:
     """Turns the best run into the one of the recipe: its promise is that of the choice, and no time of it is left."""
     day = str(_read(kept.asked)["day"])
-    if run.run.exists():  # else an earlier start had moved it
+    if not kept.ready.exists():  # else an earlier start may have moved some of its files
         config = _released_config(choice, run)
         run.config.write_text(dump_config(config), encoding="utf-8")
         plan = Plan.of(read_plan(run), choice.event)
@@ -293,6 +295,7 @@ def _release(choice: Choice, root: RunDir, kept: _Kept, run: RunDir) -> None:
             **dict.fromkeys(COST),
         }
         write_json(run.run, record.model_copy(update=update).to_json())
+        write_whole(kept.ready, "")
     _move(run, root)
     midnight = datetime.fromisoformat(day).replace(tzinfo=UTC).timestamp()
     for path in root.export.rglob("*"):  # an archive would keep the times
