@@ -182,7 +182,7 @@ FEATURES = (
         "ledger",
         "One account for each dataset, in SQLite or PostgreSQL, that no run can overspend.",
         ("ledger/*.py", "cli/ledger.py"),
-        2_709,
+        2_711,
     ),
     Feature(
         "audits of other models",
@@ -200,13 +200,13 @@ FEATURES = (
         "verification",
         "Anyone recomputes a card from its files.",
         ("verification/*.py",),
-        1_874,
+        1_876,
     ),
     Feature(
         "comparison",
         "Runs side by side, and a sweep that is paid as one.",
         ("comparison/*.py", "cli/compare.py"),
-        1_730,
+        1_739,
     ),
     Feature(
         "errors and files",
@@ -227,7 +227,7 @@ LIMITS = {
     "rooms in cycles": 0,
     "files in cycles": 0,
 }
-MOST_LINES = 36_416  # of all features together; 31,000 is aimed at
+MOST_LINES = 36_429  # of all features together; 31,000 is aimed at
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 

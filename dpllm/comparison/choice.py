@@ -32,8 +32,8 @@ from dpllm.run.subject import Subject, read_subject
 EXAMPLE = "--choose --mean-runs 10 --over 'train.learning_rate: [0.001, 0.002, 0.004]'"
 DISTRIBUTION = "logarithmic"
 MOST_SETTINGS = 16
-FREE = ("train.", "adapter.", "privacy.max_grad_norm", "privacy.clipping", "privacy.noise", "privacy.bands")
-"""Keys that settings may differ in: data, unit, delta, canaries and base model are those of the recipe."""
+FREE = ("privacy.max_grad_norm", "privacy.clipping", "privacy.noise", "privacy.bands")
+"""Keys that settings may differ in, beside those of train and adapter: all else is of the recipe."""
 OF_SCORE = ("train.objective", "train.beta", "train.label_smoothing")
 """Keys that would change what the score means."""
 COARSE = 1e-3  # step of the privacy loss while noise is searched, which is ten times faster
@@ -168,7 +168,8 @@ def parse_settings(over: str) -> list[dict[str, Any]]:
         ):
             raise ConfigError(f"--over {part.strip()!r}: is not a key with a list of values. Type {EXAMPLE}")
         [(key, values)] = value.items()
-        if not str(key).startswith(FREE) or key in OF_SCORE or key in lists:
+        free = key in FREE or str(key).startswith(("train.", "adapter."))
+        if not free or key in OF_SCORE or key in lists:
             raise ConfigError(
                 f"--over {key}: is named twice, or is no key in which runs may differ and be compared. Name keys of train and "
                 f"adapter, and of privacy max_grad_norm, clipping, noise or bands, but not {', '.join(OF_SCORE)}."

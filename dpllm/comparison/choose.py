@@ -118,6 +118,11 @@ def choose(choice: Choice, *, resume: bool = False, console: Console) -> RunDir:
     root = RunDir(Path(choice.config.output_dir))
     kept = _Kept(root)
     with root.locked():
+        if (
+            resume and root.run.exists() and not kept.asked.exists() and kept.folder.exists()
+        ):  # killed while it tidied up
+            shutil.rmtree(kept.folder)
+            return root
         asked = _asked(choice, root, kept, resume)
         if not kept.charged.exists():
             _start(choice, kept, asked["name"])

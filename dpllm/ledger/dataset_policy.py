@@ -162,7 +162,9 @@ def records_of(source: str, ledger: Ledger, unit: str, relation: Relation = "zer
     except DataError as error:
         if recipe:
             raise
-        raise DataError(f"{error} Here a recipe says how rows are read: type --data RECIPE in place of the file.") from None
+        raise DataError(
+            f"{error} Here a recipe says how rows are read: type --data RECIPE in place of the file."
+        ) from None
     units = len(data.group_rows(table, by_unit))
     labels = relation == "label_changed"
     if labels and table.format != "preference":

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from dpllm.recipe.config import RunConfig
 from dpllm.run import loop
 
 RATES = "train.learning_rate: [0.0001, 0.01]"
-USAGE, REFUSED, DAMAGED = 2, 3, 4
+INTERRUPTED, USAGE, REFUSED, DAMAGED = 1, 2, 3, 4
 SETTINGS: dict[str, Any] = {"data.eval_public": True, "audit.gradient_canaries": 8}
 
 
@@ -144,6 +146,41 @@ def test_an_interrupted_choice_goes_on_with_the_same_runs(
         assert len(book.account("notes").runs) == 1
 
 
+@pytest.mark.parametrize("what", ["move", "tidy"])
+def test_a_choice_that_is_killed_at_its_end_goes_on_without_another_draw(
+    place: Place, monkeypatch: pytest.MonkeyPatch, draws: Callable[..., None], what: str
+) -> None:
+    draws(1)
+    replace, remove = os.replace, shutil.rmtree
+
+    def no_move(source: Path, target: Path) -> None:
+        if Path(target) == place.run / "run.json":
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    def no_tidying(path: Path, **more: Any) -> None:
+        if Path(path).name == "choice":
+            (Path(path) / "draws.json").unlink()
+            raise KeyboardInterrupt
+        remove(path, **more)
+
+    with monkeypatch.context() as patch:
+        if what == "move":
+            patch.setattr(choose.os, "replace", no_move)
+        else:
+            patch.setattr(choose.shutil, "rmtree", no_tidying)
+        assert chosen(place).code == INTERRUPTED
+    weights = (place.run / "export" / "adapter_model.safetensors").read_bytes()
+    draws(0, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "train", None)
+        answer = chosen(place, "--resume")
+    assert answer.code == 0, answer.err
+    assert (place.run / "export" / "adapter_model.safetensors").read_bytes() == weights
+    assert not (place.run / "private" / "choice").exists()
+    assert "0 failed" in done("verify", place.run).out
+
+
 def test_a_run_that_diverges_has_the_worst_score(
     place: Place, monkeypatch: pytest.MonkeyPatch, draws: Callable[..., None]
 ) -> None:
@@ -226,6 +263,7 @@ def test_what_the_best_run_says_is_as_likely_without_one_unit_as_the_epsilon_all
         ("data.train: [a.jsonl, b.jsonl]", 3, {}),  # of different data
         ("data.max_length: [32, 64]", 3, {}),
         ("privacy.epsilon: [1, 2]", 3, {}),
+        ("privacy.noise_multiplier: [1, 2]", 3, {}),
         ("audit.gradient_canaries: [0, 8]", 3, {}),
         ("train.beta: [0.1, 0.2]", 3, {}),
         ("train.no_such_key: [1, 2]", 3, {}),
