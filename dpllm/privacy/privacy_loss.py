@@ -42,7 +42,7 @@ def privacy_loss(parts: Parts, relation: Relation, interval: float) -> PrivacyLo
 
     Raises:
         ConfigError: the steps are too many.
-        OverflowError: the loss of hardly any noise does not fit a float.
+        OverflowError: the loss of hardly any noise does not fit a float, or all may be told.
     """
     if max((part.times for some in (parts.sampled, parts.draws) for part in some), default=0) > MAX_STEPS:
         raise ConfigError(f"over {MAX_STEPS} steps or draws take too long to compose. Take fewer.")
@@ -81,9 +81,15 @@ def epsilon_at(delta: float, loss: PrivacyLossDistribution, parts: Parts) -> flo
     Round-off comes off delta where it is more than a hundredth of it. A smaller one moves less than a thousandth of epsilon, and
     leaves published figures as they are.
     """
-    steps = sum(part.times for part in parts.sampled if part.probability < 1) + sum(part.times for part in parts.bounds)
-    lost = ROUND_OFF * (steps + sum(draws.times / CHUNK_OF_DRAWS for draws in parts.draws))
+    lost = ROUND_OFF * _compositions(parts)
     return inverse(loss, delta - lost if lost > delta / 100 else delta)
+
+
+def _compositions(parts: Parts) -> float:
+    """Of how many steps a delta holds the round-off; of the best run, that of one run is multiplied by how many there are."""
+    steps = sum(part.times for part in parts.sampled if part.probability < 1) + sum(part.times for part in parts.bounds)
+    runs = sum(best.times * best.mean * max(map(_compositions, best.options)) for best in parts.selected)
+    return steps + sum(draws.times / CHUNK_OF_DRAWS for draws in parts.draws) + runs
 
 
 def inverse(loss: PrivacyLossDistribution, delta: float) -> float:
@@ -122,7 +128,10 @@ def _selected(best: Selections, relation: Relation, interval: float) -> PrivacyL
     more = selection.cost(delta_of, min(largest, MOST_RATIO), best.mean, best.distribution)
     most = math.ceil((largest + more) / interval)
     epsilons = interval * np.arange(-most, most + 1, dtype=np.float64)
-    return _dominating(interval, selection.profile(delta_of(epsilons - more), epsilons, best.mean))
+    deltas = selection.profile(delta_of(epsilons - more), epsilons, best.mean)
+    if deltas[-1] >= 1:
+        raise OverflowError("the best of so many runs may tell all")
+    return _dominating(interval, deltas)
 
 
 def _largest(loss: PrivacyLossDistribution) -> float:

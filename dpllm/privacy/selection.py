@@ -48,7 +48,9 @@ def gamma(mean: float, distribution: str) -> float:
     from scipy.optimize import brentq
 
     # With x = log(1 / gamma) the mean is (e^x - 1) / x, which rises.
-    return math.exp(-float(brentq(lambda x: math.expm1(x) / x - mean, 1e-12, 2 * math.log(mean) + 2, xtol=1e-15)))
+    return math.exp(
+        -float(brentq(lambda x: math.expm1(x) / x - mean, min(1e-12, mean - 1), 2 * math.log(mean) + 2, xtol=1e-15))
+    )
 
 
 def cost(
@@ -76,7 +78,7 @@ def profile(delta: NDArray[np.float64], epsilon: NDArray[np.float64], mean: floa
     """An upper bound on the divergences of the best run, convex in e^epsilon and 1 at its origin, from delta(epsilon - c)."""
     import numpy as np
 
-    bound, order = mean * delta, np.exp(epsilon)
+    bound, order = np.minimum(1.0, mean * delta), np.exp(epsilon)
     # Divergences are convex in e^epsilon and 1 at 0. Where mean * delta is above the tangent from there, that tangent is a bound.
     slope = (bound - 1) / order
     touch = int(np.argmin(slope))

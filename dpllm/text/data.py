@@ -313,8 +313,13 @@ def group_rows(table: Table, data: DataConfig) -> Groups:
 def _named(table: Table, number: int, row: Row, data: DataConfig) -> list[str]:
     """Whose a row is, each person once; the row is counted from 1."""
     values = owners.values_of(row.unit) if data.owners == "several" else [row.unit]
-    if any(isinstance(value, list | dict) for value in values):
-        fix = "Set data.owners: several" if data.owners == "one" else "Write a plain list of names"
+    written = data.owners == "several" and any(map(owners.is_written_list, values))
+    if written or any(isinstance(value, list | dict) for value in values):
+        fix = (
+            "Set data.owners: several"
+            if data.owners == "one"
+            else 'Write a plain list of names, or in a text "ana; ben"'
+        )
         raise DataError(
             f"{table.place(number)} has a list in column {data.unit!r}, which data.unit names, where a name is expected: the "
             f"list would be taken for one person, and nobody in it be protected. {fix}, or name another column there."

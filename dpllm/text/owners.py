@@ -47,6 +47,11 @@ def values_of(value: Any) -> list[Any]:
     return [part for item in items for part in (item.split(SEPARATOR) if isinstance(item, str) else [item])]
 
 
+def is_written_list(value: Any) -> bool:
+    """Whether a text is a list as JSON or Python write it, which a csv file holds in one cell: all of it would be one name."""
+    return isinstance(value, str) and value.strip().startswith(("[", "{", "('", '("'))
+
+
 def choose_rows(named: Iterable[Sequence[str]], most: int) -> tuple[Sequence[int], Graph]:
     """One greedy pass over the graph: rows with few owners first, then by number, while no owner has too many.
 
@@ -86,5 +91,10 @@ def is_empty(row: Row, fmt: Format) -> bool:
     """Whether a row says nothing, and so is what the relation makes of a row: nothing is learned from it, not even its end."""
     values = [row.parts[field] for field in FIELDS[fmt]]
     turns = [turn for value in values if isinstance(value, list) for turn in value]
-    said = [turn[key] for turn in turns for key in turn.keys() - _BESIDE_TEXT]
+    contents = [turn[key] for turn in turns for key in turn.keys() - _BESIDE_TEXT]
+    said = [
+        one["text"] if isinstance(one, dict) and one.keys() == {"type", "text"} else one
+        for content in contents
+        for one in (content if isinstance(content, list) else [content])
+    ]
     return not any(said) and not any(value for value in values if isinstance(value, str))

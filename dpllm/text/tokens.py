@@ -43,7 +43,7 @@ from dpllm.text.owners import is_empty
 from dpllm.text.rendering import Rendered, rendered
 
 AT_ONCE = 2**18  # characters that a tokenizer gets in one call
-ENCODING = 5
+ENCODING = 6
 """To be raised when ``encode`` makes other tokens of the same row, or an entry is laid out otherwise."""
 FOLDER = "tokens"
 _PIECE = 2**22  # bytes that are hashed, or buffered before they are written, at a time

@@ -160,3 +160,23 @@ def test_selections_compose_with_other_releases() -> None:
 def test_what_has_no_bound_is_refused(bad: Callable[[], object]) -> None:
     with pytest.raises(ConfigError):
         bad()
+
+
+@pytest.mark.parametrize("mean", [1 + 2**-52, 1 + 1e-13])
+def test_hardly_more_than_one_run_costs_hardly_more(mean: float) -> None:
+    best = RepeatAndSelect((PureDP(1.0),), mean, "logarithmic")
+    assert epsilon(best, 1e-6, "zero_out") == pytest.approx(1.0, abs=1e-4)
+
+
+def test_where_the_best_may_tell_all_nothing_is_certified() -> None:
+    """A hundred runs of which each tells all with probability 0.05."""
+    assert epsilon(RepeatAndSelect((Imported(1.0, 0.05),), 100, "geometric"), 1e-3, "zero_out") == math.inf
+
+
+def test_the_round_off_of_every_run_comes_off_delta() -> None:
+    """Its delta is that of one run times how many there are, and so is what rounding took from it."""
+    run, mean = dp_sgd_event(0.01, 2.0, 20_000), 10_000
+    assert epsilon(run, 1e-11, "zero_out", interval=1e-2) < math.inf
+    best = RepeatAndSelect((run,), mean, "logarithmic")
+    assert epsilon(best, 1e-5, "zero_out", interval=1e-2) < math.inf
+    assert epsilon(best, 1e-9, "zero_out", interval=1e-2) == math.inf

@@ -168,6 +168,10 @@ def test_a_table_of_text_and_rows_in_memory_name_people_too(tmp_path: Path) -> N
         (["ana", "ben"], {"owners": "one"}, "Set data.owners: several"),
         ({"to": "ana"}, {}, "a plain list"),
         ([["ana"]], {}, "a plain list"),
+        ('["ana", "ben"]', {}, "a plain list"),
+        ("['ana' 'ben']", {}, "a plain list"),
+        ("('ana', 'ben')", {}, "a plain list"),
+        (["['ana']"], {}, "a plain list"),
         ([], {}, "has no value"),
         (["ana", None], {}, "has no value"),
         (["ana", " "], {}, "has no value"),
@@ -269,6 +273,7 @@ def test_without_the_rule_an_empty_row_teaches_its_end(tmp_path: Path, monkeypat
         ("messages", {"messages": [{"role": "user", "content": ""}, {"role": "assistant", "content": None}]}, True),
         ("messages", {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}]}, False),
         ("messages", {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}, False),
+        ("messages", {"messages": [{"role": "assistant", "content": [{"type": "text", "text": ""}]}]}, True),
         ("preference", {"prompt": "", "chosen": [{"role": "assistant", "content": "a"}], "rejected": []}, False),
     ],
 )
