@@ -113,7 +113,7 @@ FEATURES = (
             "privacy/renyi.py",
             "privacy/plan.py",
         ),
-        1_924,
+        1_933,
     ),
     Feature(
         "banded noise",
@@ -125,7 +125,7 @@ FEATURES = (
         "exact private steps",
         "Sampling, clipping, noise and a check of every model against brute force: the promise holds bit for bit.",
         ("privacy/*.py",),
-        4_019,
+        4_021,
     ),
     Feature(
         "models and memory",
@@ -137,7 +137,7 @@ FEATURES = (
         "rows and chats",
         "Rows of every common format, by unit, by chat template, as documents or pairs.",
         ("text/*.py",),
-        2_184,
+        2_199,
     ),
     Feature(
         "one's own loop",
@@ -227,7 +227,7 @@ LIMITS = {
     "rooms in cycles": 0,
     "files in cycles": 0,
 }
-MOST_LINES = 36_429  # of all features together; 31,000 is aimed at
+MOST_LINES = 36_455  # of all features together; 31,000 is aimed at
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 
