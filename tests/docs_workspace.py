@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import entropy
 import pytest
 import tiny
 import yaml
@@ -97,9 +98,9 @@ class Workspace:
 
 
 def dpllm_(words: list[str]) -> tuple[int, str]:
-    """``dpllm WORDS`` in this process: exit code, and what it printed."""
+    """``dpllm WORDS`` in this process, with keys and coins from the tests' seed: exit code, and what it printed."""
     output = io.StringIO()
-    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output), entropy.from_seed(*words):
         try:
             code = main(words)
         except SystemExit as error:
