@@ -137,7 +137,7 @@ FEATURES = (
         "rows and chats",
         "Rows of every common format, by unit, by chat template, as documents or pairs.",
         ("text/*.py",),
-        2_199,
+        2_196,
     ),
     Feature(
         "one's own loop",
@@ -206,7 +206,7 @@ FEATURES = (
         "comparison",
         "Runs side by side, and a sweep that is paid as one.",
         ("comparison/*.py", "cli/compare.py"),
-        1_739,
+        1_741,
     ),
     Feature(
         "errors and files",
@@ -227,7 +227,7 @@ LIMITS = {
     "rooms in cycles": 0,
     "files in cycles": 0,
 }
-MOST_LINES = 36_455  # of all features together; 31,000 is aimed at
+MOST_LINES = 36_454  # of all features together; 31,000 is aimed at, and never above 33,500 after that
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 

@@ -144,10 +144,10 @@ def plan_choice(recipe: str | Path, overrides: Mapping[str, Any], over: str, mea
     with ledger.open_ledger(config.privacy.ledger, create=False) or contextlib.nullcontext() as book:
         largest_delta = dataset_policy.terms(book, subject.dataset, config.privacy.derived_from)["largest_delta"]
     guess = {**subject.found, "privacy.epsilon": 0.7 * config.privacy.epsilon}  # of one run; what bands suit it is kept
-    guesses = [mechanism_of(one.changed(guess), subject.num_units, largest_delta=largest_delta) for one in configs]
-    runs = _calibrated(guesses, mean, config.privacy.epsilon)
+    guesses = [mechanism_of(each.changed(guess), subject.num_units, largest_delta=largest_delta) for each in configs]
+    runs = calibrated(guesses, mean, config.privacy.epsilon)
     chosen_from = (
-        Setting(values, _with_noise(one, run), run) for values, one, run in zip(settings, configs, runs, strict=True)
+        Setting(values, _with_noise(each, run), run) for values, each, run in zip(settings, configs, runs, strict=True)
     )
     return Choice(config, tuple(chosen_from), mean, subject)
 
@@ -224,7 +224,7 @@ def _check_recipe(config: RunConfig, recipe: str | Path) -> None:
         )
 
 
-def _calibrated(first: list[Mechanism], mean: float, target: float) -> list[Mechanism]:
+def calibrated(first: list[Mechanism], mean: float, target: float) -> list[Mechanism]:
     """Runs of one epsilon each, about the largest at which choosing among them meets the target."""
     low, high, guess, runs = 0.0, target, 0.7 * target, list[Mechanism]()
     while high - low > 1e-4 * target:

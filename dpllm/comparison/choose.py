@@ -118,9 +118,8 @@ def choose(choice: Choice, *, resume: bool = False, console: Console) -> RunDir:
     root = RunDir(Path(choice.config.output_dir))
     kept = _Kept(root)
     with root.locked():
-        if (
-            resume and root.run.exists() and not kept.asked.exists() and kept.folder.exists()
-        ):  # killed while it tidied up
+        tidied = not kept.asked.exists() and root.run.exists()
+        if resume and tidied and kept.folder.exists():  # killed while it removed what is left
             shutil.rmtree(kept.folder)
             return root
         asked = _asked(choice, root, kept, resume)
@@ -235,7 +234,7 @@ def _candidate(choice: Choice, setting: Setting, kept: _Kept, run: RunDir) -> Ru
         "privacy.final": False,
         "telemetry": TelemetryConfig(),
     }
-    if kept.canaries.exists() and not run.config.exists():  # one set for all runs, as there is one set of rows
+    if kept.canaries.exists():  # one set for all runs, as there is one set of rows
         run.private.mkdir(parents=True, exist_ok=True, mode=0o700)
         shutil.copyfile(kept.canaries, run.canaries)
     return setting.config.changed(apart)
@@ -249,8 +248,9 @@ def _rehearse(choice: Choice, setting: Setting, kept: _Kept) -> None:
     from dpllm.run.loop import prepare
 
     run = kept.rehearsal
+    shutil.rmtree(run.root, ignore_errors=True)  # of a start that was killed
     config = _candidate(choice, setting, kept, run)
-    prepared = prepare(config, Start(overwrite=True), processes.join(), Console(quiet=True))
+    prepared = prepare(config, Start(), processes.join(), Console(quiet=True))
     prepared.reservation.close()
     prepared.engine.close()
     if run.canaries.exists() and not kept.canaries.exists():
@@ -269,7 +269,9 @@ def _score(choice: Choice, setting: Setting, kept: _Kept, number: int) -> float 
     if status == "interrupted" and not checkpoints:  # its first step may have been taken, and no run is made twice
         return None
     if status != "completed":
-        start = Start(resume=True) if checkpoints else Start(overwrite=True)
+        start = Start(resume=True) if checkpoints else Start()
+        if not checkpoints:  # beside a recipe of a killed start, canaries would be drawn anew
+            shutil.rmtree(run.root, ignore_errors=True)
         try:
             record = train(_candidate(choice, setting, kept, run), start, console=Console(quiet=True))
         except Refused:

@@ -92,9 +92,6 @@ def is_empty(row: Row, fmt: Format) -> bool:
     values = [row.parts[field] for field in FIELDS[fmt]]
     turns = [turn for value in values if isinstance(value, list) for turn in value]
     contents = [turn[key] for turn in turns for key in turn.keys() - _BESIDE_TEXT]
-    said = [
-        one["text"] if isinstance(one, dict) and one.keys() == {"type", "text"} else one
-        for content in contents
-        for one in (content if isinstance(content, list) else [content])
-    ]
+    parts = [part for content in contents for part in (content if isinstance(content, list) else [content])]
+    said = [part["text"] if isinstance(part, dict) and part.keys() == {"type", "text"} else part for part in parts]
     return not any(said) and not any(value for value in values if isinstance(value, str))

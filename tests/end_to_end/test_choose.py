@@ -181,6 +181,25 @@ def test_a_choice_that_is_killed_at_its_end_goes_on_without_another_draw(
     assert "0 failed" in done("verify", place.run).out
 
 
+def test_a_run_that_is_killed_before_its_first_step_begins_anew_with_the_canaries_of_all(
+    place: Place, monkeypatch: pytest.MonkeyPatch, draws: Callable[..., None]
+) -> None:
+    draws(1)
+
+    class Killed:
+        def __init__(self, *arguments: Any, **more: Any) -> None:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "Recorder", Killed)
+        assert chosen(place).code == INTERRUPTED
+    kept = place.run / "private" / "choice"
+    assert (kept / "runs" / "0" / "config.yaml").exists()  # and canaries beside it, from which a run begins anew
+    planted = json.loads((kept / "canaries.json").read_text("utf-8"))
+    assert chosen(place, "--resume").code == 0
+    assert json.loads((place.run / "private" / "canaries.json").read_text("utf-8")) == planted
+
+
 def test_a_run_that_diverges_has_the_worst_score(
     place: Place, monkeypatch: pytest.MonkeyPatch, draws: Callable[..., None]
 ) -> None:
