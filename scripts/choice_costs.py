@@ -1,6 +1,6 @@
 """What choosing the best of a secret number of runs costs, beside other ways to pay: the figures of docs/concepts/selection.md.
 
-    python scripts/choice_costs.py     two tables, in a minute; needs no data and no model
+    python scripts/choice_costs.py     two tables, in ten seconds; needs no data and no model
 
 In: the E2E mechanism (N 4,160, batch 512, 24 steps, delta 1e-5, independent noise). Out: what one run may cost where a
 choice among three, ten or thirty of them in the mean costs epsilon 8; and what ten runs of epsilon 4 come to.

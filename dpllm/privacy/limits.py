@@ -133,7 +133,7 @@ def profile(event: Event, relation: Relation) -> tuple[tuple[float, ...], tuple[
         if far > MOST_EXPONENT:  # a 50,000th of it is fine enough, and quick
             loss = privacy_loss(parts_of(event), relation, far * INTERVAL / 50)
         epsilons = [far * i / (NUM_EPSILONS - 1) for i in range(NUM_EPSILONS)]
-        return tuple(epsilons), tuple(deltas_at(loss, epsilons))
+        return tuple(epsilons), tuple(deltas_at(loss, epsilons).tolist())
     except OverflowError:
         return (0.0,), (1.0,)
 

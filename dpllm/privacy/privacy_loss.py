@@ -107,11 +107,32 @@ def inverse(loss: PrivacyLossDistribution, delta: float) -> float:
     return high
 
 
-def deltas_at(loss: PrivacyLossDistribution, epsilons: Sequence[float]) -> list[float]:
-    """Delta at rising epsilons: dp-accounting's way for many at once multiplies by e^epsilon, which overflows."""
-    near = [epsilon for epsilon in epsilons if epsilon <= MOST_EXPONENT]
-    deltas = [*loss.get_delta_for_epsilon(near), *map(loss.get_delta_for_epsilon, epsilons[len(near) :])]
-    return [min(1.0, max(0.0, float(delta))) for delta in deltas]
+def deltas_at(loss: PrivacyLossDistribution, epsilons: Sequence[float] | NDArray[np.float64]) -> NDArray[np.float64]:
+    """Delta at rising epsilons, the larger of both directions.
+
+    The same sums as dp-accounting's own for many epsilons, which is a loop of Python: 100,000 losses take it 0.6 s. They multiply
+    by e^epsilon, which overflows, so that epsilons beyond ``MOST_EXPONENT`` are taken one by one.
+    """
+    import numpy as np
+
+    ordered = np.asarray(epsilons, dtype=np.float64)
+    near = ordered[ordered <= MOST_EXPONENT]
+    directions = [_hockey_stick(pmf.to_dense_pmf(), near) for pmf in (loss._pmf_remove, loss._pmf_add)]
+    far = [float(loss.get_delta_for_epsilon(float(epsilon))) for epsilon in ordered[len(near) :]]
+    return np.clip(np.concatenate([np.maximum(*directions), far]), 0.0, 1.0)
+
+
+def _hockey_stick(pmf: Any, epsilons: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Sum of p (1 - e^(epsilon - l)) over the losses l above each epsilon, plus the probability of an infinite one."""
+    import numpy as np
+
+    losses = (np.arange(pmf.size) + pmf._lower_loss) * pmf._discretization
+    above = pmf.size - np.searchsorted(losses, epsilons, side="right")
+    with np.errstate(over="ignore", invalid="ignore"):
+        mass_above = np.cumsum(np.concatenate([[pmf._infinity_mass], pmf._probs[::-1]]))
+        lower_above = np.cumsum(np.concatenate([[0.0], (pmf._probs * np.exp(-losses))[::-1]]))
+        deltas = mass_above[above] - np.exp(epsilons) * lower_above[above]
+    return np.where(np.isfinite(deltas), deltas, 1.0)  # e^-l overflows below -700, where delta is at most 1
 
 
 def _selected(best: Selections, relation: Relation, interval: float) -> PrivacyLossDistribution:
@@ -121,7 +142,7 @@ def _selected(best: Selections, relation: Relation, interval: float) -> PrivacyL
     losses = [privacy_loss(option, relation, interval) for option in best.options]
 
     def delta_of(epsilons: NDArray[np.float64]) -> NDArray[np.float64]:
-        deltas: NDArray[np.float64] = np.mean([deltas_at(loss, list(epsilons)) for loss in losses], axis=0)
+        deltas: NDArray[np.float64] = np.mean([deltas_at(loss, epsilons) for loss in losses], axis=0)
         return deltas
 
     largest = max(map(_largest, losses))

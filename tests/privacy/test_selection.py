@@ -18,6 +18,7 @@ from dpllm.privacy import selection
 from dpllm.privacy.accounting import epsilon
 from dpllm.privacy.events import Imported, PureDP, RepeatAndSelect, compose, dp_sgd_event, read
 from dpllm.privacy.parts import accountants, dp_event_of, parts_of
+from dpllm.privacy.privacy_loss import deltas_at, privacy_loss
 from dpllm.privacy.renyi import rdp
 
 RUN = dp_sgd_event(0.123, 1.1, 24)
@@ -180,3 +181,11 @@ def test_the_round_off_of_every_run_comes_off_delta() -> None:
     best = RepeatAndSelect((run,), mean, "logarithmic")
     assert epsilon(best, 1e-5, "zero_out", interval=1e-2) < math.inf
     assert epsilon(best, 1e-9, "zero_out", interval=1e-2) == math.inf
+
+
+@pytest.mark.parametrize("noise_multiplier", [0.05, 0.3, 2.0])
+def test_deltas_at_many_epsilons_are_those_of_dp_accounting_one_by_one(noise_multiplier: float) -> None:
+    loss = privacy_loss(parts_of(dp_sgd_event(0.123, noise_multiplier, 24)), "zero_out", 1e-2)
+    epsilons = np.linspace(-900.0, 900.0, 361)  # e^epsilon underflows and overflows at the ends
+    single = [float(loss.get_delta_for_epsilon(float(epsilon))) for epsilon in epsilons]
+    assert deltas_at(loss, epsilons) == pytest.approx(single, rel=1e-6, abs=1e-14)
