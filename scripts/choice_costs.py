@@ -51,7 +51,7 @@ def cost(event: Event, accountant: str = "pld") -> float:
 
 def simpler(run: Event, mean: float) -> float:
     """The best of ten in the mean with e^c = e^h + (1 - gamma) delta(h) / gamma."""
-    loss, least = privacy_loss(parts_of(run), "zero_out", FINE_INTERVAL), selection.gamma(mean, DISTRIBUTION)
+    loss, least = privacy_loss(parts_of(run), "zero_out", FINE_INTERVAL), selection.gamma_of(mean, DISTRIBUTION)
     heights = [step / 1000 for step in range(10_000)]
     ratios = (
         math.exp(h) + (1 - least) / least * delta for h, delta in zip(heights, deltas_at(loss, heights), strict=True)

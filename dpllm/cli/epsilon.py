@@ -93,7 +93,7 @@ def answer_to(known: argparse.Namespace) -> dict[str, Any]:
         "target_epsilon": known.epsilon,
         "group_size": group,
         "bands": bands,
-        "accountants": accounting.beside(event, delta, relation, prv=known.accountant == "prv"),
+        "accountants": accounting.epsilon_by_accountant(event, delta, relation, prv=known.accountant == "prv"),
         "curve": accounting.curve(event, relation, sorted({*CURVE_DELTAS, delta}, reverse=True)),
         "limits": limits.attacker_limits_of(event, relation),
         "one_unit": None,

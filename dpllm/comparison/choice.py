@@ -31,13 +31,13 @@ from dpllm.run.subject import Subject, read_subject
 
 EXAMPLE = "--choose --mean-runs 10 --over 'train.learning_rate: [0.001, 0.002, 0.004]'"
 DISTRIBUTION = "logarithmic"
-MOST_SETTINGS = 16
-FREE = ("privacy.max_grad_norm", "privacy.clipping", "privacy.noise", "privacy.bands")
+MAX_SETTINGS = 16
+FREE_KEYS = ("privacy.max_grad_norm", "privacy.clipping", "privacy.noise", "privacy.bands")
 """Keys that settings may differ in, beside those of train and adapter: all else is of the recipe."""
-OF_SCORE = ("train.objective", "train.beta", "train.label_smoothing")
+SCORE_KEYS = ("train.objective", "train.beta", "train.label_smoothing")
 """Keys that would change what the score means."""
-COARSE = 1e-3  # step of the privacy loss while noise is searched, which is ten times faster
-NEAR = 2e-3  # of the target, by which the choice may cost less
+COARSE_INTERVAL = 1e-3  # step of the privacy loss while noise is searched, which is ten times faster
+TOLERANCE = 2e-3  # of the target, by which the choice may cost less
 
 
 @dataclass(frozen=True)
@@ -132,9 +132,9 @@ def plan_choice(recipe: str | Path, overrides: Mapping[str, Any], over: str, mea
         ConfigError: The recipe, the lists or the data cannot be used for a choice.
         Refused: A guard refuses the data or a setting.
     """
-    if not 1 < mean <= selection.MOST_RUNS:
+    if not 1 < mean <= selection.MAX_MEAN_RUNS:
         raise ConfigError(
-            f"--mean-runs {mean:g}: is not above 1 and at most {selection.MOST_RUNS:,}, so there is no number of runs to draw. "
+            f"--mean-runs {mean:g}: is not above 1 and at most {selection.MAX_MEAN_RUNS:,}, so no number can be drawn. "
             f"Type {EXAMPLE}"
         )
     config, settings = load_config(recipe, overrides), parse_settings(over)
@@ -168,19 +168,19 @@ def parse_settings(over: str) -> list[dict[str, Any]]:
         ):
             raise ConfigError(f"--over {part.strip()!r}: is not a key with a list of values. Type {EXAMPLE}")
         [(key, values)] = value.items()
-        free = key in FREE or str(key).startswith(("train.", "adapter."))
-        if not free or key in OF_SCORE or key in lists:
+        free = key in FREE_KEYS or str(key).startswith(("train.", "adapter."))
+        if not free or key in SCORE_KEYS or key in lists:
             raise ConfigError(
                 f"--over {key}: is named twice, or is no key in which runs may differ and be compared. Name keys of train and "
-                f"adapter, and of privacy max_grad_norm, clipping, noise or bands, but not {', '.join(OF_SCORE)}."
+                f"adapter, and of privacy max_grad_norm, clipping, noise or bands, but not {', '.join(SCORE_KEYS)}."
             )
         lists[key] = values
     settings = [dict(zip(lists, values, strict=True)) for values in itertools.product(*lists.values())]
     different = {digest(setting) for setting in settings}
-    if not 1 < len(settings) <= MOST_SETTINGS or len(different) < len(settings):
+    if not 1 < len(settings) <= MAX_SETTINGS or len(different) < len(settings):
         raise ConfigError(
             f"--over {over!r}: makes {len(settings)} settings, {len(different)} of them different, and a choice has 2 to "
-            f"{MOST_SETTINGS}, each once. Type {EXAMPLE}"
+            f"{MAX_SETTINGS}, each once. Type {EXAMPLE}"
         )
     return settings
 
@@ -214,8 +214,8 @@ def _check_recipe(config: RunConfig, recipe: str | Path) -> None:
             "telemetry.private_metrics would send figures of every run away. Set it to false",
         ),
     )
-    for there, problem in problems:
-        if there:
+    for applies, problem in problems:
+        if applies:
             raise ConfigError(f"{recipe}: {problem}.")
     if of_base(config) is not None:
         raise ConfigError(
@@ -224,20 +224,20 @@ def _check_recipe(config: RunConfig, recipe: str | Path) -> None:
         )
 
 
-def calibrated(first: list[Mechanism], mean: float, target: float) -> list[Mechanism]:
+def calibrated(mechanisms: list[Mechanism], mean: float, target: float) -> list[Mechanism]:
     """Runs of one epsilon each, about the largest at which choosing among them meets the target."""
     low, high, guess, runs = 0.0, target, 0.7 * target, list[Mechanism]()
     while high - low > 1e-4 * target:
-        tried = [_with_epsilon(run, guess, target) for run in first]
-        event = RepeatAndSelect(tuple(run.event_of_steps for run in tried), mean, DISTRIBUTION)
-        terms = event, first[0].delta, first[0].neighbouring_relation
-        cost = accounting.epsilon(*terms, interval=COARSE)
-        if near := cost >= (1 - NEAR) * target:
+        candidates = [_with_epsilon(run, guess, target) for run in mechanisms]
+        event = RepeatAndSelect(tuple(run.event_of_steps for run in candidates), mean, DISTRIBUTION)
+        terms = event, mechanisms[0].delta, mechanisms[0].neighbouring_relation
+        cost = accounting.epsilon(*terms, interval=COARSE_INTERVAL)
+        if near := cost >= (1 - TOLERANCE) * target:
             cost = accounting.epsilon(*terms)
         if cost > target:
             high = guess
         else:
-            low, runs = guess, tried
+            low, runs = guess, candidates
             if near:
                 break
         guess = min(max(guess * target / cost, low + 0.05 * (high - low)), high - 0.05 * (high - low))

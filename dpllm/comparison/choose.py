@@ -66,14 +66,14 @@ class Draws:
         return score is None, score or 0.0, self.ties[run]
 
 
-class _Kept:
+class _ChoiceFiles:
     """What lies in private/ while runs are chosen from, and is gone afterwards."""
 
     def __init__(self, root: RunDir) -> None:
         """Nothing is made yet."""
         self.folder = root.private / "choice"
-        self.asked = self.folder / "asked.json"  # a digest of what was asked for, the name in the ledger, and the day
-        self.charged = self.folder / "charged.json"  # what the ledger said when it was reserved
+        self.request = self.folder / "request.json"  # a digest of the settings, the name in the ledger, and the day
+        self.ledger_record = self.folder / "ledger_record.json"  # what the ledger said when it was reserved
         self.draws = self.folder / "draws.json"
         self.ready = self.folder / "ready"  # the best run holds its final record, so that only moving it is left
         self.canaries = self.folder / "canaries.json"
@@ -116,76 +116,76 @@ def choose(choice: Choice, *, resume: bool = False, console: Console) -> RunDir:
         A run that diverges, or that a crash ends without a checkpoint, is never repeated: it has the worst score.
     """
     root = RunDir(Path(choice.config.output_dir))
-    kept = _Kept(root)
+    files = _ChoiceFiles(root)
     with root.locked():
-        tidied = not kept.asked.exists() and root.run.exists()
-        if resume and tidied and kept.folder.exists():  # killed while it removed what is left
-            shutil.rmtree(kept.folder)
+        tidied = not files.request.exists() and root.run.exists()
+        if resume and tidied and files.folder.exists():  # killed while it removed what is left
+            shutil.rmtree(files.folder)
             return root
-        asked = _asked(choice, root, kept, resume)
-        if not kept.charged.exists():
-            _start(choice, kept, asked["name"])
+        request = _request(choice, root, files, resume)
+        if not files.ledger_record.exists():
+            _start(choice, files, request["name"])
         console.print(
-            f"Reserved as {asked['name']}. The runs print nothing, since their number is secret; an interrupted choice goes on "
+            f"Reserved as {request['name']}. The runs print nothing, since their number is secret; an interrupted choice goes on "
             "with --resume.",
             soft_wrap=True,
         )
-        draws = kept.read_draws() or Draws.drawn(len(choice.settings), choice.mean)
-        kept.write_draws(draws)
+        draws = files.read_draws() or Draws.drawn(len(choice.settings), choice.mean)
+        files.write_draws(draws)
         for number in range(len(draws.scores), len(draws.settings)):
-            score = _score(choice, choice.settings[draws.settings[number]], kept, number)
+            score = _score(choice, choice.settings[draws.settings[number]], files, number)
             draws = replace(draws, scores=[*draws.scores, score])
-            kept.write_draws(draws)
+            files.write_draws(draws)
             for loser in set(range(number + 1)) - {draws.best}:
-                shutil.rmtree(kept.run(loser).root, ignore_errors=True)
+                shutil.rmtree(files.run(loser).root, ignore_errors=True)
         if draws.scores[draws.best] is None:
             raise DpllmError(
                 f"{root.root}: every run diverged, so there is nothing to release; the reservation stays spent. Lower "
                 "train.learning_rate in a new choice, with another --output_dir."
             )
-        _release(choice, root, kept, kept.run(draws.best))
-        kept.asked.unlink()  # first: without the draws, what is left could be resumed, and a second number of runs drawn
-        shutil.rmtree(kept.folder)
+        _release(choice, root, files, files.run(draws.best))
+        files.request.unlink()  # first: without the draws, what is left could be resumed, and a second number of runs drawn
+        shutil.rmtree(files.folder)
     return root
 
 
-def _asked(choice: Choice, root: RunDir, kept: _Kept, resume: bool) -> dict[str, Any]:
+def _request(choice: Choice, root: RunDir, files: _ChoiceFiles, resume: bool) -> dict[str, Any]:
     """What was asked for, which a resumed choice asks for again."""
     settings = {str(number): names.of_training(setting.config) for number, setting in enumerate(choice.settings)}
     digested = digest({**settings, "mean": choice.mean, "data": choice.subject.digest})
     if resume:
-        if not kept.asked.exists():
+        if not files.request.exists():
             raise ConfigError(f"{root.root}: holds no choice to resume. Leave --resume out.")
-        asked = _read(kept.asked)
-        if asked["digest"] != digested:
+        request = _read(files.request)
+        if request["digest"] != digested:
             raise ConfigError(
                 f"{root.root}: its choice has another recipe, other settings, other data or another mean, and they were fixed "
                 "before the first run. Type the same again, or another --output_dir for a new choice."
             )
-        return asked
-    if kept.asked.exists():
+        return request
+    if files.request.exists():
         raise ConfigError(
             f"{root.root}: already holds a choice. Type --resume to go on with it, or another --output_dir."
         )
     check_directory(choice.config, root, resume=False, overwrite=False)
     day = datetime.now(UTC).date().isoformat()
-    asked = {"digest": digested, "name": f"{root.root.name}-{secrets.token_hex(4)}", "day": day}
-    kept.folder.mkdir(parents=True, mode=0o700)
+    request = {"digest": digested, "name": f"{root.root.name}-{secrets.token_hex(4)}", "day": day}
+    files.folder.mkdir(parents=True, mode=0o700)
     root.private.chmod(0o700)
-    write_whole(kept.asked, json.dumps(asked))
-    return asked
+    write_whole(files.request, json.dumps(request))
+    return request
 
 
-def _start(choice: Choice, kept: _Kept, name: str) -> None:
+def _start(choice: Choice, files: _ChoiceFiles, name: str) -> None:
     """Charges the choice once every setting could train; nothing is left of it where it is refused."""
     try:
         if _reserved(choice, name) is None:
             for setting in choice.settings:
-                _rehearse(choice, setting, kept)
-        write_whole(kept.charged, json.dumps(_charge(choice, name)))
+                _rehearse(choice, setting, files)
+        write_whole(files.ledger_record, json.dumps(_charge(choice, name)))
     except (ConfigError, Refused):
         if _reserved(choice, name) is None:
-            shutil.rmtree(kept.folder)
+            shutil.rmtree(files.folder)
         raise
 
 
@@ -219,52 +219,52 @@ def _charge(choice: Choice, name: str) -> dict[str, Any]:
         if not book.run(entry).steps:
             book.charge(entry, 1)
         book.finish(entry, "completed")
-        charged = Reservation(entry, book).to_json(choice.plan.delta)
-        assert charged is not None
-        return {"ledger": charged, "deviations": list(policy.deviations)}
+        ledger_record = Reservation(entry, book).to_json(choice.plan.delta)
+        assert ledger_record is not None
+        return {"ledger": ledger_record, "deviations": list(policy.deviations)}
 
 
-def _candidate(choice: Choice, setting: Setting, kept: _Kept, run: RunDir) -> RunConfig:
+def _candidate(choice: Choice, setting: Setting, files: _ChoiceFiles, run: RunDir) -> RunConfig:
     """The recipe of one run: charged to the ledger below private/, seen by nobody."""
-    apart = {
+    own_ledger = {
         "output_dir": str(run.root),
-        "privacy.ledger": str(kept.ledger),
+        "privacy.ledger": str(files.ledger),
         "privacy.dataset": choice.subject.dataset,
         "privacy.derived_from": None,
         "privacy.final": False,
         "telemetry": TelemetryConfig(),
     }
-    if kept.canaries.exists():  # one set for all runs, as there is one set of rows
+    if files.canaries.exists():  # one set for all runs, as there is one set of rows
         run.private.mkdir(parents=True, exist_ok=True, mode=0o700)
-        shutil.copyfile(kept.canaries, run.canaries)
-    return setting.config.changed(apart)
+        shutil.copyfile(files.canaries, run.canaries)
+    return setting.config.changed(own_ledger)
 
 
-def _rehearse(choice: Choice, setting: Setting, kept: _Kept) -> None:
+def _rehearse(choice: Choice, setting: Setting, files: _ChoiceFiles) -> None:
     """Everything that stands before the first step of a setting's runs, with its refusals; draws the canaries of all."""
     from rich.console import Console
 
     from dpllm.model import processes
     from dpllm.run.loop import prepare
 
-    run = kept.rehearsal
+    run = files.rehearsal
     shutil.rmtree(run.root, ignore_errors=True)  # of a start that was killed
-    config = _candidate(choice, setting, kept, run)
+    config = _candidate(choice, setting, files, run)
     prepared = prepare(config, Start(), processes.join(), Console(quiet=True))
     prepared.reservation.close()
     prepared.engine.close()
-    if run.canaries.exists() and not kept.canaries.exists():
-        shutil.copyfile(run.canaries, kept.canaries)
+    if run.canaries.exists() and not files.canaries.exists():
+        shutil.copyfile(run.canaries, files.canaries)
     shutil.rmtree(run.root)
 
 
-def _score(choice: Choice, setting: Setting, kept: _Kept, number: int) -> float | None:
+def _score(choice: Choice, setting: Setting, files: _ChoiceFiles, number: int) -> float | None:
     """Trains one run, or goes on with it; its loss on public rows in nats per token, None where it failed."""
     from rich.console import Console
 
     from dpllm.run.loop import train
 
-    run = kept.run(number)
+    run = files.run(number)
     status, checkpoints = read_status(run), run.checkpoints()
     if status == "interrupted" and not checkpoints:  # its first step may have been taken, and no run is made twice
         return None
@@ -273,7 +273,7 @@ def _score(choice: Choice, setting: Setting, kept: _Kept, number: int) -> float 
         if not checkpoints:  # beside a recipe of a killed start, canaries would be drawn anew
             shutil.rmtree(run.root, ignore_errors=True)
         try:
-            record = train(_candidate(choice, setting, kept, run), start, console=Console(quiet=True))
+            record = train(_candidate(choice, setting, files, run), start, console=Console(quiet=True))
         except Refused:
             if read_status(run) == "interrupted" and read_run(run).steps_taken == read_run(run).steps_planned:
                 return None  # a weight is not finite
@@ -284,25 +284,25 @@ def _score(choice: Choice, setting: Setting, kept: _Kept, number: int) -> float 
     return loss if isinstance(loss, float) and math.isfinite(loss) else None
 
 
-def _release(choice: Choice, root: RunDir, kept: _Kept, run: RunDir) -> None:
+def _release(choice: Choice, root: RunDir, files: _ChoiceFiles, run: RunDir) -> None:
     """Turns the best run into the one of the recipe: its promise is that of the choice, and no time of it is left."""
-    day = str(_read(kept.asked)["day"])
-    if not kept.ready.exists():  # else an earlier start may have moved some of its files
+    day = str(_read(files.request)["day"])
+    if not files.ready.exists():  # else an earlier start may have moved some of its files
         config = _released_config(choice, run)
         run.config.write_text(dump_config(config), encoding="utf-8")
         plan = Plan.of(read_plan(run), choice.event)
         second = accounting.cross_check(plan.event, plan.delta, plan.neighbouring_relation, plan.epsilon)
         write_json(run.plan, plan.model_copy(update={"cross_check": second}).to_json())
-        charged, record = _read(kept.charged), read_run(run)
+        ledger_record, record = _read(files.ledger_record), read_run(run)
         update = {
-            "ledger": LedgerRecord.checked(charged["ledger"]),
-            "deviations": list(dict.fromkeys([*charged["deviations"], *record.deviations])),
+            "ledger": LedgerRecord.checked(ledger_record["ledger"]),
+            "deviations": list(dict.fromkeys([*ledger_record["deviations"], *record.deviations])),
             "manifest": manifest_of(run, config, ended=True),
             "started_at": f"{day}T00:00:00+00:00",
             **dict.fromkeys(COST),
         }
         write_json(run.run, record.model_copy(update=update).to_json())
-        write_whole(kept.ready, "")
+        write_whole(files.ready, "")
     _move(run, root)
     midnight = datetime.fromisoformat(day).replace(tzinfo=UTC).timestamp()
     for path in root.export.rglob("*"):  # an archive would keep the times

@@ -25,13 +25,21 @@ from dpllm.privacy.privacy_loss import Relation, epsilon_at, privacy_loss
 from dpllm.privacy.renyi import MAX_NOISE_MULTIPLIER, MIN_NOISE_MULTIPLIER, rdp_epsilon
 from dpllm.records import NotNegative, Positive, Record
 
-__all__ = ["beside", "calibrate_noise_multiplier", "cross_check", "curve", "epsilon", "finite", "versions"]
+__all__ = [
+    "calibrate_noise_multiplier",
+    "cross_check",
+    "curve",
+    "epsilon",
+    "epsilon_by_accountant",
+    "finite",
+    "versions",
+]
 __all__ += ["FINE_INTERVAL", "Event", "Relation", "accountants", "compose", "count_releases", "dp_sgd_event"]
 
 FINE_INTERVAL = 1e-4  # discretisation of the privacy loss, for every epsilon that is stated
 PRV_MAX_POINTS = 4_000_000  # about 0.8 GB
-LEAST_EPSILON = 1e-6  # of whatever reads data: 0 would be read as no loss, where delta alone holds it
-LEAST_COMPARED = 1e-10  # delta, below which round-off is larger than the gap between accountants
+MIN_EPSILON = 1e-6  # of whatever reads data: 0 would be read as no loss, where delta alone holds it
+MIN_COMPARED_DELTA = 1e-10  # delta, below which round-off is larger than the gap between accountants
 PRV_GAP = 0.05  # how far PRV may lie above PLD: its own error bound is 0.01
 
 
@@ -129,7 +137,7 @@ def epsilon(
         cost = rdp_epsilon(parts, delta)
     else:
         cost = _pld(parts, delta, relation, interval) if accountant == "pld" else _prv(parts, delta)
-    return max(cost, LEAST_EPSILON)
+    return max(cost, MIN_EPSILON)
 
 
 @lru_cache(maxsize=1024)
@@ -180,17 +188,17 @@ def finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def beside(event: Event, delta: float, relation: Relation, *, prv: bool = False) -> dict[str, float]:
-    """What each accountant says that knows `event`, side by side: "pld", "rdp" and, if asked, "prv" -> epsilon.
+def epsilon_by_accountant(event: Event, delta: float, relation: Relation, *, prv: bool = False) -> dict[str, float]:
+    """Epsilon by each accountant that knows `event`: "pld", "rdp" and, if ``prv`` is set, "prv" -> epsilon.
 
     Opacus' PRV imports torch, and is left out where it cannot answer. Raises as ``epsilon`` does, and Refused where two
     contradict each other.
     """
-    known = accountants(event)
+    knowing = accountants(event)
     values = {"pld": epsilon(event, delta, relation)}
-    if "rdp" in known:
+    if "rdp" in knowing:
         values["rdp"] = epsilon(event, delta, relation, "rdp")
-    if prv and "prv" in known:
+    if prv and "prv" in knowing:
         with suppress(ConfigError):
             values["prv"] = epsilon(event, delta, relation, "prv")
     if math.isfinite(values["pld"]):
@@ -212,25 +220,25 @@ def cross_check(event: Event, delta: float, relation: Relation, stated: float) -
         raise Refused(
             f"no finite epsilon can be certified at delta {delta:g}. Raise privacy.delta or privacy.noise_multiplier."
         )
-    known = accountants(event)
-    if "rdp" not in known:
+    knowing = accountants(event)
+    if "rdp" not in knowing:
         return None
     try:
-        name, package, most = "opacus-prv", "opacus", PRV_GAP
+        name, package, largest_gap = "opacus-prv", "opacus", PRV_GAP
         value = epsilon(event, delta, relation, "prv")
     except ConfigError:
-        why = "prv cannot answer" if "prv" in known else "prv does not know this event"
-        name, package, most = f"dp-accounting-rdp ({why})", "dp-accounting", math.inf
+        reason = "prv cannot answer" if "prv" in knowing else "prv does not know this event"
+        name, package, largest_gap = f"dp-accounting-rdp ({reason})", "dp-accounting", math.inf
         value = epsilon(event, delta, relation, "rdp")
-    _compare(stated, delta, name, value, most)
+    _compare(stated, delta, name, value, largest_gap)
     return CrossCheck(name=name, version=metadata.version(package), epsilon=value)
 
 
 def _compare(pld: float, delta: float, name: str, value: float, gap: float) -> None:
     # PRV adds its error bound of 0.01, and over a grid of mechanisms lies 0.0065 to 0.0295 above PLD; -0.001 to +0.05 is
-    # accepted (or a thousandth, of an epsilon above 50). Below LEAST_COMPARED both are ruled by round-off: at a delta of 1e-13
+    # accepted (or a thousandth, of an epsilon above 50). Below MIN_COMPARED_DELTA both are ruled by round-off: at delta 1e-13
     # PLD was seen 1 of 9 above, at 1e-12 PRV 0.12 of 13 above the other.
-    if delta >= LEAST_COMPARED and not pld - 1e-3 <= value <= pld + max(gap, 1e-3 * pld):
+    if delta >= MIN_COMPARED_DELTA and not pld - 1e-3 <= value <= pld + max(gap, 1e-3 * pld):
         raise Refused(
             f"epsilon {pld:.4f} at delta {delta:g} is contradicted by {name}: {value:.4f}. No guarantee can be given until they "
             "agree. Compute the plan again, and report the event if the difference stays."
@@ -314,19 +322,19 @@ def _calibrate(
 def _near(cost: Callable[[float], float], target: float, sigma: float, tolerance: float) -> tuple[float, float]:
     """The sigma whose cost is the target, to a share of about ``tolerance``, and the slope of log cost over log sigma there."""
     # Epsilon is 0 beyond some sigma where delta is large, so that a secant alone would swing from there to here and back.
-    slope, known = -1.5, (math.nan, math.nan)
-    few, many = 0.0, MAX_NOISE_MULTIPLIER
+    slope, previous = -1.5, (math.nan, math.nan)
+    low, high = 0.0, MAX_NOISE_MULTIPLIER
     for _ in range(60):
         value = cost(sigma)
         error = math.log(value / target) if value > 0 else -math.inf
-        few, many = (sigma, many) if error > 0 else (few, sigma)
+        low, high = (sigma, high) if error > 0 else (low, sigma)
         if math.isfinite(error):
-            rise = (error - known[1]) / math.log(sigma / known[0])
+            rise = (error - previous[1]) / math.log(sigma / previous[0])
             slope = min(max(rise, -1000.0), -0.3) if math.isfinite(rise) else slope
-            known = sigma, error
+            previous = sigma, error
         guess = sigma * math.exp(min(max(-error / slope, -0.7), 0.7))
-        if few and not few < guess < many:
-            guess = math.sqrt(few * many)
+        if low and not low < guess < high:
+            guess = math.sqrt(low * high)
         sigma, last = guess, sigma
         if abs(math.log(sigma / last)) < tolerance:
             break
@@ -336,8 +344,8 @@ def _near(cost: Callable[[float], float], target: float, sigma: float, tolerance
 def _on_grid(cost: Callable[[float], float], target: float, sigma: float, slope: float) -> float | None:
     """The smallest multiple of 1e-4 that meets the target; None where even the least noise does."""
     per_grid = -slope * target / sigma * 1e-4
-    least, high = round(MIN_NOISE_MULTIPLIER * 1e4), round(MAX_NOISE_MULTIPLIER * 1e4)
-    grid, low = math.ceil(sigma * 1e4), least - 1  # `low` exceeds the target (or is below the range), `high` meets it
+    lowest, high = round(MIN_NOISE_MULTIPLIER * 1e4), round(MAX_NOISE_MULTIPLIER * 1e4)
+    grid, low = math.ceil(sigma * 1e4), lowest - 1  # `low` exceeds the target (or is below the range), `high` meets it
     for turn in itertools.count(1):
         if high - low <= 1:
             break
@@ -347,4 +355,4 @@ def _on_grid(cost: Callable[[float], float], target: float, sigma: float, slope:
         low, high = (low, grid) if spare >= 0 else (grid, high)
         guess = grid - math.floor(max(spare / per_grid, -1e6)) if turn < 5 else (low + high) // 2
         grid = min(max(guess, low + 1), high - 1)
-    return high / 1e4 if high > least else None
+    return high / 1e4 if high > lowest else None

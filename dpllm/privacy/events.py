@@ -34,7 +34,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, TypeGuard, get_args
 
 from dpllm.errors import ConfigError
-from dpllm.privacy.selection import MOST_RUNS, SHAPES
+from dpllm.privacy.selection import MAX_MEAN_RUNS, SHAPES
 
 LEAST_NOISE, MOST_NOISE = 1e-6, 1e9  # an accountant's squares of others do not fit a float
 LEAST_RATE = 1e-12  # below, 1 - q has too few digits left for the loss of a step: at 1e-17 none, and epsilon would be 0
@@ -84,7 +84,7 @@ class _Value:
                         )
                     check_events(*value)
                 case "mean":
-                    number(f"{self.type} mean", value, 1.0, MOST_RUNS, including=True)
+                    number(f"{self.type} mean", value, 1.0, MAX_MEAN_RUNS, including=True)
                 case "distribution":
                     if not isinstance(value, str) or value not in SHAPES:
                         raise ConfigError(f"{self.type} distribution is {value!r}. Use one of {', '.join(SHAPES)}.")

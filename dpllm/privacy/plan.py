@@ -227,7 +227,8 @@ class Plan(Mechanism):
             ),
             "cross_check": None,
             "accountants": {
-                name: accounting.finite(value) for name, value in accounting.beside(event, delta, relation).items()
+                name: accounting.finite(value)
+                for name, value in accounting.epsilon_by_accountant(event, delta, relation).items()
             },
             "limits": MechanismLimits.model_validate(limits.attacker_limits_of(event, relation)),
             "curve": tuple(

@@ -119,7 +119,8 @@ def deltas_at(loss: PrivacyLossDistribution, epsilons: Sequence[float] | NDArray
     near = ordered[ordered <= MOST_EXPONENT]
     directions = [_hockey_stick(pmf.to_dense_pmf(), near) for pmf in (loss._pmf_remove, loss._pmf_add)]
     far = [float(loss.get_delta_for_epsilon(float(epsilon))) for epsilon in ordered[len(near) :]]
-    return np.clip(np.concatenate([np.maximum(*directions), far]), 0.0, 1.0)
+    deltas: NDArray[np.float64] = np.clip(np.concatenate([np.maximum(*directions), far]), 0.0, 1.0)
+    return deltas
 
 
 def _hockey_stick(pmf: Any, epsilons: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 SHAPES = {"logarithmic": 0.0, "geometric": 1.0}  # eta, of the truncated negative binomial
-MOST_RUNS = 10_000  # in the mean
-TRIED = 4096  # values of h
+MAX_MEAN_RUNS = 10_000  # in the mean
+NUM_HEIGHTS = 4096  # values of h that are tried
 
 
 @lru_cache(maxsize=64)
-def gamma(mean: float, distribution: str) -> float:
+def gamma_of(mean: float, distribution: str) -> float:
     """The parameter gamma, in (0, 1], of the distribution with this mean >= 1: the fewer runs, the larger."""
     if mean == 1:
         return 1.0
@@ -54,23 +54,26 @@ def gamma(mean: float, distribution: str) -> float:
 
 
 def cost(
-    delta_of: Callable[[NDArray[np.float64]], NDArray[np.float64]], most: float, mean: float, distribution: str
+    delta_of: Callable[[NDArray[np.float64]], NDArray[np.float64]],
+    largest_epsilon: float,
+    mean: float,
+    distribution: str,
 ) -> float:
-    """C of the guarantee: by how much more the best of the runs tells.
+    """How much the choice adds to epsilon: c of the guarantee.
 
     Args:
         delta_of: delta at each of several rising epsilons >= 0, of one run, in both directions.
-        most: an epsilon beyond which delta hardly falls.
+        largest_epsilon: an epsilon beyond which delta hardly falls.
         mean: of the number of runs, >= 1.
         distribution: one of ``SHAPES``.
     """
     import numpy as np
 
-    least = gamma(mean, distribution)
-    h = np.linspace(0.0, most, TRIED)
+    gamma = gamma_of(mean, distribution)
+    h = np.linspace(0.0, largest_epsilon, NUM_HEIGHTS)
     delta = delta_of(h)
     with np.errstate(over="ignore"):
-        ratio = np.maximum(1 + (1 - least) / least * delta, least + (1 - least) * (np.exp(h) + delta))
+        ratio = np.maximum(1 + (1 - gamma) / gamma * delta, gamma + (1 - gamma) * (np.exp(h) + delta))
     return (SHAPES[distribution] + 1) * math.log(float(np.min(ratio)))
 
 
@@ -92,16 +95,18 @@ def renyi(
     import numpy as np
 
     eta = SHAPES[distribution]
-    extra = (1 + eta) * float(np.min((1 - 1 / orders) * curve - math.log(gamma(mean, distribution)) / orders))
+    extra = (1 + eta) * float(np.min((1 - 1 / orders) * curve - math.log(gamma_of(mean, distribution)) / orders))
     return curve + math.log(mean) / (orders - 1) + extra
 
 
 def chance(runs: int, mean: float, distribution: str) -> float:
     """The probability of so many runs, 1 or more."""
-    rest = 1 - gamma(mean, distribution)
-    if not rest:
+    ratio = 1 - gamma_of(mean, distribution)
+    if not ratio:
         return float(runs == 1)
-    return (1 - rest) * rest ** (runs - 1) if distribution == "geometric" else rest**runs / (runs * -math.log1p(-rest))
+    return (
+        (1 - ratio) * ratio ** (runs - 1) if distribution == "geometric" else ratio**runs / (runs * -math.log1p(-ratio))
+    )
 
 
 def draw(mean: float, distribution: str, uniform: float) -> int:
@@ -113,8 +118,9 @@ def draw(mean: float, distribution: str, uniform: float) -> int:
         uniform: in [0, 1), from the operating system's entropy, which nobody may see.
     """
     runs, total = 1, chance(1, mean, distribution)
-    while (
-        total <= uniform and (more := chance(runs + 1, mean, distribution)) > 1e-18
-    ):  # rounding, at a uniform next to 1
-        runs, total = runs + 1, total + more
+    while total <= uniform:
+        next_chance = chance(runs + 1, mean, distribution)
+        if next_chance <= 1e-18:  # the sum is rounded, and may stay below a uniform next to 1
+            break
+        runs, total = runs + 1, total + next_chance
     return runs

@@ -235,7 +235,7 @@ def _second(release: Published[Any], fresh: Json) -> Iterator[Check]:
         yield values.verified("cross-check", "no second accountant supports this event.")
     elif stated.name == "opacus-prv":
         room = max(accounting.PRV_GAP, 1e-3 * epsilon)
-        if terms.delta >= accounting.LEAST_COMPARED and not epsilon - 1e-3 <= stated.epsilon <= epsilon + room:
+        if terms.delta >= accounting.MIN_COMPARED_DELTA and not epsilon - 1e-3 <= stated.epsilon <= epsilon + room:
             raise Wrong(f"cross_check is {stated.epsilon}, which PRV cannot give beside {epsilon:.6g}. {release.again}")
         why = "which is possible; it needs torch, so it is not run here"
         yield values.asserted("cross-check", f"{stated.epsilon:.6g} is stated for {stated.name}, {why}.")

@@ -20,7 +20,7 @@ from scipy.stats import binom, norm
 
 from dpllm.errors import ConfigError, Refused
 from dpllm.privacy import accounting, privacy_loss
-from dpllm.privacy.accounting import beside, compose, cross_check, curve, dp_sgd_event, epsilon
+from dpllm.privacy.accounting import compose, cross_check, curve, dp_sgd_event, epsilon, epsilon_by_accountant
 from dpllm.privacy.events import Gaussian, Imported, SelfComposed
 from dpllm.privacy.parts import SampledSums, dp_event_of, parts_of
 from dpllm.privacy.privacy_loss import Relation
@@ -281,14 +281,14 @@ def test_a_curve_is_the_epsilon_at_each_delta() -> None:
 
 
 def test_accountants_stand_side_by_side() -> None:
-    assert beside(RUN, 1e-5, "zero_out") == {
+    assert epsilon_by_accountant(RUN, 1e-5, "zero_out") == {
         "pld": epsilon(RUN, 1e-5, "zero_out"),
         "rdp": epsilon(RUN, 1e-5, "zero_out", "rdp"),
     }
-    assert beside(RUN, 1e-5, "zero_out", prv=True).keys() == {"pld", "rdp", "prv"}
-    assert beside(dp_sgd_event(0.1, 1.0, 2, 3), 1e-5, "zero_out", prv=True).keys() == {"pld"}
+    assert epsilon_by_accountant(RUN, 1e-5, "zero_out", prv=True).keys() == {"pld", "rdp", "prv"}
+    assert epsilon_by_accountant(dp_sgd_event(0.1, 1.0, 2, 3), 1e-5, "zero_out", prv=True).keys() == {"pld"}
     million = dp_sgd_event(0.001, 1.0, 1_000_000)  # more than PRV may take
-    assert beside(million, 1e-6, "zero_out", prv=True).keys() == {"pld", "rdp"}
+    assert epsilon_by_accountant(million, 1e-6, "zero_out", prv=True).keys() == {"pld", "rdp"}
 
 
 @pytest.mark.parametrize(("name", "off"), [("rdp", -0.002), ("prv", -0.002), ("prv", 0.06)])
@@ -297,7 +297,7 @@ def test_accountants_that_contradict_each_other_are_an_error(monkeypatch: Any, n
     monkeypatch.setattr(accounting, "rdp_epsilon", lambda *_: true + (off if name == "rdp" else 0.5))
     monkeypatch.setattr(accounting, "_prv", lambda *_: true + (off if name == "prv" else 0.01))
     with pytest.raises(Refused, match=f"contradicted by {name}"):
-        beside(RUN, 1e-5, "zero_out", prv=True)
+        epsilon_by_accountant(RUN, 1e-5, "zero_out", prv=True)
 
 
 def test_second_accountant_agrees_or_refuses() -> None:
@@ -345,7 +345,7 @@ from dpllm.privacy import accounting, limits, renyi
 assert not {"torch", "dp_accounting", "scipy", "numpy"} & sys.modules.keys()
 sigma = accounting.calibrate_noise_multiplier(1.0, 1e-5, 0.2, 100, "zero_out")
 event = accounting.dp_sgd_event(0.2, sigma, 100)
-accounting.beside(event, 1e-5, "zero_out")
+accounting.epsilon_by_accountant(event, 1e-5, "zero_out")
 accounting.epsilon(accounting.dp_sgd_event(0.2, sigma, 9, 4), 1e-5, "zero_out")
 limits.attacker_limits_of(event, "zero_out")
 renyi.filter_order(2.0, 1e-5)

@@ -41,7 +41,7 @@ def test_one_draw_costs_what_its_worst_pair_does(eta: float, share: float) -> No
 @pytest.mark.parametrize(("batch", "by_hand", "by_zcdp"), PUBLISHED)
 def test_a_hundred_draws_cost_what_the_recursion_says(batch: int, by_hand: float, by_zcdp: float) -> None:
     event = BoundedRange(2 / batch, 100)
-    both = accounting.beside(event, 1e-5, "zero_out")
+    both = accounting.epsilon_by_accountant(event, 1e-5, "zero_out")
     assert by_hand <= both["pld"] < 1.005 * by_hand
     assert both["rdp"] == pytest.approx(by_zcdp, abs=2e-3)
     assert accounting.epsilon(event, 1e-5, "add_or_remove_one") == both["pld"]

@@ -106,4 +106,4 @@ def test_the_answer_comes_after_a_bounded_number_of_trials(
     least, most = (
         epsilon(dp_sgd_event(q, sigma, num_steps, rows), delta, "zero_out") for sigma in (0.5, MAX_NOISE_MULTIPLIER)
     )
-    assert most > target or least == accounting.LEAST_EPSILON
+    assert most > target or least == accounting.MIN_EPSILON

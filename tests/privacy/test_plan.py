@@ -172,7 +172,7 @@ def test_what_is_counted_is_what_is_sampled(tmp_path: Path) -> None:
 
 def test_the_plan_says_what_an_attacker_can_do_and_what_other_accountants_and_deltas_say(base: Plan) -> None:
     stored = json.loads(json.dumps(base.to_json(), allow_nan=False))
-    assert stored["accountants"] == accounting.beside(base.event, base.delta, base.neighbouring_relation)
+    assert stored["accountants"] == accounting.epsilon_by_accountant(base.event, base.delta, base.neighbouring_relation)
     assert stored["accountants"]["pld"] == base.epsilon
     assert stored["limits"] == attacker_limits_of(base.event, base.neighbouring_relation)
     assert [delta for delta, _ in stored["curve"]] == list(CURVE_DELTAS) == [1e-4, 1e-5, 1e-6, 1e-7, 1e-8]

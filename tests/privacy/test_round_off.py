@@ -151,5 +151,5 @@ def test_many_releases_of_known_epsilon_do_not_cost_less_than_randomised_respons
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
 def test_epsilon_of_what_reads_data_is_never_nothing(relation: accounting.Relation, accountant: str) -> None:
     """Where delta alone holds the loss, (0, delta) is true and would be read as no loss at all."""
-    assert epsilon(dp_sgd_event(1e-3, 1e4, 1), 1e-4, relation, accountant) >= accounting.LEAST_EPSILON > 0
+    assert epsilon(dp_sgd_event(1e-3, 1e4, 1), 1e-4, relation, accountant) >= accounting.MIN_EPSILON > 0
     assert epsilon(events.compose([]), 1e-4, relation, accountant) == 0.0  # of nothing

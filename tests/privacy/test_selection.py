@@ -32,7 +32,7 @@ def hockey_stick(p_Y: Distribution, q_Y: Distribution, order: float) -> float:
 
 def of_the_best(p_Y: Distribution, mean: float, distribution: str) -> Distribution:
     """The exact distribution of the largest of K values, from the generating function of K."""
-    least = selection.gamma(mean, distribution)
+    least = selection.gamma_of(mean, distribution)
     below = np.concatenate([[0.0], np.cumsum(p_Y)])
     below[-1] = 1.0
     if distribution == "logarithmic":
