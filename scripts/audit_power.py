@@ -61,12 +61,14 @@ def table(runs: Sequence[Json]) -> str:
     ]
     cells = dict.fromkeys((run["epsilon"], run["size"]) for run in runs)
     for epsilon, size in cells:
-        own = [run for run in runs if (run["epsilon"], run["size"]) == (epsilon, size)]
-        bounds = " ".join(f"{run['bound']:.2f}" for run in own)
-        areas = " / ".join(f"{np.mean([run['auc'][group] for run in own]):.3f}" for group in ("1", *map(str, REPEATED)))
-        gradient = " ".join(f"{run['gradient']:.2f}" for run in own if run["gradient"] is not None)
+        group_runs = [run for run in runs if (run["epsilon"], run["size"]) == (epsilon, size)]
+        bounds = " ".join(f"{run['bound']:.2f}" for run in group_runs)
+        areas = " / ".join(
+            f"{np.mean([run['auc'][group] for run in group_runs]):.3f}" for group in ("1", *map(str, REPEATED))
+        )
+        gradient = " ".join(f"{run['gradient']:.2f}" for run in group_runs if run["gradient"] is not None)
         known = "none" if epsilon == "inf" else epsilon
-        lines.append(" | ".join([f"| {known}", f"{size:,}", str(len(own)), bounds, areas, f"{gradient} |"]))
+        lines.append(" | ".join([f"| {known}", f"{size:,}", str(len(group_runs)), bounds, areas, f"{gradient} |"]))
     return "\n".join(lines)
 
 
@@ -79,21 +81,21 @@ def main() -> None:
     parser.add_argument("--gradient", type=int, default=1000, help="gradient canaries beside them")
     parser.add_argument("--runs", type=Path, default=Path("runs/audit_power"), help="where the runs are kept")
     parser.add_argument("--output", type=Path, default=Path("runs/audit_power.json"))
-    given = parser.parse_args()
-    runs: list[Json] = read_json(given.output)["runs"] if given.output.exists() else []
-    sizes = [int(size) for size in given.sizes.split(",")]
-    for repetition, epsilon, size in itertools.product(range(given.repetitions), given.epsilons.split(","), sizes):
-        key = {"epsilon": epsilon, "size": size, "steps": given.steps, "repetition": repetition}
-        key |= {"gradient_canaries": given.gradient} if given.gradient else {}
-        if any(key.items() <= run.items() and run.get("gradient_canaries", 0) == given.gradient for run in runs):
+    options = parser.parse_args()
+    runs: list[Json] = read_json(options.output)["runs"] if options.output.exists() else []
+    sizes = [int(size) for size in options.sizes.split(",")]
+    for repetition, epsilon, size in itertools.product(range(options.repetitions), options.epsilons.split(","), sizes):
+        key = {"epsilon": epsilon, "size": size, "steps": options.steps, "repetition": repetition}
+        key |= {"gradient_canaries": options.gradient} if options.gradient else {}
+        if any(key.items() <= run.items() and run.get("gradient_canaries", 0) == options.gradient for run in runs):
             continue
-        folder = given.runs / "-".join(map(str, key.values()))
-        runs.append({**key, **measure(epsilon, size, given.steps, given.gradient, folder), "commit": commit()})
+        folder = options.runs / "-".join(map(str, key.values()))
+        runs.append({**key, **measure(epsilon, size, options.steps, options.gradient, folder), "commit": commit()})
         about = {"machine": machine(), "versions": versions("torch", "transformers", "dpllm"), "recipe": RECIPE}
-        write_json(given.output, {**about, "runs": runs})
+        write_json(options.output, {**about, "runs": runs})
         print(key, runs[-1]["bound"], runs[-1]["auc"], flush=True)
     runs.sort(key=lambda run: (-float(run["epsilon"]), run["size"], run["repetition"]))
-    shown = (given.steps, given.gradient)
+    shown = (options.steps, options.gradient)
     print(table([run for run in runs if (run["steps"], run.get("gradient_canaries", 0)) == shown]))
 
 

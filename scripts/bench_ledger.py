@@ -43,11 +43,11 @@ def room(runs: int) -> float:
     return epsilon
 
 
-def prepare(book: Ledger, limited: bool, runs: int, more: int) -> None:
+def prepare(book: Ledger, limited: bool, runs: int, runs_to_come: int) -> None:
     """A budget for all runs, or none, of which ``runs`` are reserved."""
     terms: dict[str, Any] = {"unit": "example", "relation": "zero_out", "by": "bench", "reason": "bench"}
     if limited:
-        budgets.set_budget(book, "notes", Budget(room(runs + more), DELTA, **terms))
+        budgets.set_budget(book, "notes", Budget(room(runs + runs_to_come), DELTA, **terms))
     for _ in range(runs):
         reserve_all(book, "notes", [CLAIM])
 
@@ -123,33 +123,35 @@ def main() -> None:
     parser.add_argument("--postgres", help="URL of a database that may be written to")
     parser.add_argument("--repeats", type=int, default=50)
     parser.add_argument("--processes", type=int, default=1, help="how many reserve at once")
-    known = parser.parse_args()
-    if known.processes > 1:
+    options = parser.parse_args()
+    if options.processes > 1:
         cases = []
         for limited in (False, True):
-            with place(known.postgres) as location:
+            with place(options.postgres) as location:
                 book = open_ledger(location)
                 assert book is not None
                 with book:
-                    prepare(book, limited, 0, known.processes * known.repeats)
-                found = crowd(location, known.processes, known.repeats)
-            cases.append({"processes": known.processes, "budget": limited, **found})
+                    prepare(book, limited, 0, options.processes * options.repeats)
+                timings = crowd(location, options.processes, options.repeats)
+            cases.append({"processes": options.processes, "budget": limited, **timings})
         print(
-            json.dumps({"bar_p99_ms": 1000, "repeats": known.repeats, "machine": machine(), "cases": cases}, indent=2)
+            json.dumps({"bar_p99_ms": 1000, "repeats": options.repeats, "machine": machine(), "cases": cases}, indent=2)
         )
         return
     cases = []
-    for store, url in (("sqlite", None), ("postgres", known.postgres)):
+    for store, url in (("sqlite", None), ("postgres", options.postgres)):
         for runs in SIZES if store == "sqlite" or url else ():
             with place(url) as location:
                 book = open_ledger(location)
                 assert book is not None
                 with book:
-                    prepare(book, True, runs, 2 * known.repeats)
-                    warm = [timed(lambda book=book: reserve_all(book, "notes", [CLAIM])) for _ in range(known.repeats)]
-                first = [timed(lambda location=location: cold(location)) for _ in range(known.repeats)]
+                    prepare(book, True, runs, 2 * options.repeats)
+                    warm = [
+                        timed(lambda book=book: reserve_all(book, "notes", [CLAIM])) for _ in range(options.repeats)
+                    ]
+                first = [timed(lambda location=location: cold(location)) for _ in range(options.repeats)]
             cases.append({"store": store, "runs": runs, "warm": summary(warm), "cold": summary(first)})
-    print(json.dumps({"bar_ms": 10, "repeats": known.repeats, "machine": machine(), "cases": cases}, indent=2))
+    print(json.dumps({"bar_ms": 10, "repeats": options.repeats, "machine": machine(), "cases": cases}, indent=2))
 
 
 if __name__ == "__main__":

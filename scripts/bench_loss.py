@@ -73,14 +73,14 @@ WAYS = ("all", "chunks", "none")
 
 
 def seconds(vocabulary: int, repetitions: int) -> dict[str, list[float]]:
-    case, found = Case(vocabulary), {way: [] for way in WAYS}
+    case, seconds_by_way = Case(vocabulary), {way: [] for way in WAYS}
     for repetition in range(repetitions):
         start = repetition % len(WAYS)
         for way in WAYS[start:] + WAYS[:start]:
             before = time.process_time()
             case.run(way)
-            found[way].append(time.process_time() - before)
-    return found
+            seconds_by_way[way].append(time.process_time() - before)
+    return seconds_by_way
 
 
 def peak(vocabulary: int, way: str) -> int:

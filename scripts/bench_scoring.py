@@ -72,21 +72,21 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--sequences", type=int, default=64)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    known = parser.parse_args()
-    clock = time.process_time if known.device == "cpu" else time.perf_counter
+    options = parser.parse_args()
+    clock = time.process_time if options.device == "cpu" else time.perf_counter
     cases: dict[str, Any] = {}
     for shape, build in SHAPES.items():
         torch.manual_seed(0)
-        with torch.device(known.device):
+        with torch.device(options.device):
             model = build().eval()
         for name, scored in (("8 tokens of each", 8), ("every token", None)):
-            sequences, masks = make_sequences(known.sequences, model.config.vocab_size, scored)
+            sequences, masks = make_sequences(options.sequences, model.config.vocab_size, scored)
             times: dict[str, list[float]] = {"forward": [], "scoring": []}
             jobs: dict[str, Callable[[], object]] = {
                 "forward": lambda: forward_alone(model, sequences),  # noqa: B023
                 "scoring": lambda: scores.score(model, sequences, masks, TOKEN_BUDGET),  # noqa: B023
             }
-            for repeat in range(known.repeats + 1):
+            for repeat in range(options.repeats + 1):
                 for job, work in jobs.items():
                     began = clock()
                     work()
@@ -100,10 +100,10 @@ def main() -> None:
     print(
         json.dumps(
             {
-                "repeats": known.repeats,
-                "sequences": known.sequences,
+                "repeats": options.repeats,
+                "sequences": options.sequences,
                 "token_budget": TOKEN_BUDGET,
-                "device": torch.cuda.get_device_name() if known.device == "cuda" else "cpu",
+                "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
                 "threads": torch.get_num_threads(),
                 "machine": machine(),
                 "versions": versions("torch", "transformers") | {"dpllm": dpllm.__version__},

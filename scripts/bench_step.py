@@ -115,35 +115,35 @@ def measure(
     batches = random_batches(bench, shape, case["rows"], lengths, case["length"], options.tokens_per_pass)
     print(f"{len(batches.passes)} passes of {batches.packing}", file=sys.stderr, flush=True)
     warm_up = warm_up_of(bench, shape, batches)
-    found: dict[str, dict[str, Any]] = {name: {"error": None, **{raw: [] for raw in RAW}} for name in names}
+    results: dict[str, dict[str, Any]] = {name: {"error": None, **{raw: [] for raw in RAW}} for name in names}
     for repetition in range(options.repetitions + 1):
         if repetition > 1 and time.monotonic() > deadline:
             break
         start = repetition % len(names)
         for name in names[start:] + names[:start]:
-            if found[name]["error"]:
+            if results[name]["error"]:
                 continue
             try:
                 with attached(bench, name, checkpointing=case["checkpointing"], warm_up=warm_up) as step:
                     seen = timed(step, batches, bench.device)
             except Exception as error:  # a variant that cannot do it is a result too
-                why = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
-                found[name] = {"error": why, **{raw: [] for raw in RAW}}
+                reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+                results[name] = {"error": reason, **{raw: [] for raw in RAW}}
                 continue
             print(f"{repetition}: {name} {seen['time_s']:.3f} s", file=sys.stderr, flush=True)
             for key, value in seen.items():
-                found[name][key] += [value] if repetition else []
+                results[name][key] += [value] if repetition else []
     if bench.device.type == "cpu" and options.memory:
         for name in names:
-            if not found[name]["error"]:
-                found[name].update(memory_alone(case | {"variant": name}, options))
+            if not results[name]["error"]:
+                results[name].update(memory_alone(case | {"variant": name}, options))
     tokens = sum(lengths)
-    for values in found.values():
+    for values in results.values():
         values["median_s"] = statistics.median(values["time_s"]) if values["time_s"] else None
         values["tokens_per_s"] = tokens / values["median_s"] if values["time_s"] else None
         for short, raw in zip(("time", "cpu_time", "memory"), RAW, strict=True):
-            values[f"{short}_ratio"] = ratio(values, found[names[0]], raw)
-    return found
+            values[f"{short}_ratio"] = ratio(values, results[names[0]], raw)
+    return results
 
 
 def memory_alone(case: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
@@ -179,8 +179,8 @@ def memory_child(request: dict[str, Any]) -> int:
         bench = build(shape, request["method"], torch.device("cpu"))
         lengths = [length] * (rows * request["physical_batches"])
         batches = random_batches(bench, shape, rows, lengths, length, request["tokens_per_pass"])
-        how: Any = {"checkpointing": request["checkpointing"], "warm_up": batches}
-        with attached(bench, request["variant"], **how) as step:
+        settings: Any = {"checkpointing": request["checkpointing"], "warm_up": batches}
+        with attached(bench, request["variant"], **settings) as step:
             gc.collect()
             malloc_trim(0)
             Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
@@ -195,17 +195,17 @@ def memory_child(request: dict[str, Any]) -> int:
 
 def ratio(over: dict[str, Any], under: dict[str, Any], raw: str) -> float | None:
     """Median of the repetitions' ratios; None where one side has no numbers."""
-    ratios = [mine / theirs for mine, theirs in zip(over[raw], under[raw], strict=False)]
+    ratios = [numerator / denominator for numerator, denominator in zip(over[raw], under[raw], strict=False)]
     return statistics.median(ratios) if ratios else None
 
 
 def limit(bench: Bench, case: dict[str, Any], options: argparse.Namespace) -> dict[str, float]:
     """What no step of this configuration can be faster than: its products at the rate that this device was seen to reach."""
     shape, tokens = scaling.Shape(*SHAPES[options.shape].values()), case["rows"] * case["length"]
-    each = scaling.flops_per_token(shape, case["length"], checkpointing=case["checkpointing"])
+    flops_per_token = scaling.flops_per_token(shape, case["length"], checkpointing=case["checkpointing"])
     dtype = torch.bfloat16 if bench.device.type == "cuda" else torch.float32
     rate = matrix_rate(bench.device, dtype, tokens, shape.width, shape.inner)
-    flops = options.physical_batches * tokens * each
+    flops = options.physical_batches * tokens * flops_per_token
     return {"flops": flops, "matrix_flops_per_s": rate, "limit_s": flops / rate}
 
 
@@ -224,10 +224,17 @@ def bars(result: dict[str, Any], *, memory: bool) -> list[dict[str, Any]]:
         if not {over, under} <= result["variants"].keys() or (raw == RAW[2] and not memory):
             continue  # not asked for
         sides = [result["variants"][name] for name in (over, under)]
-        found, what = ratio(*sides, raw), f"{'memory' if raw == RAW[2] else 'time'} {over} / {under}"
-        row = {"configuration": label(result), "what": what, "bar": f"{sign} {limit:.2f}", "measured": found}
+        measured, sides_compared = ratio(*sides, raw), f"{'memory' if raw == RAW[2] else 'time'} {over} / {under}"
+        row = {
+            "configuration": label(result),
+            "what": sides_compared,
+            "bar": f"{sign} {limit:.2f}",
+            "measured": measured,
+        }
         row["measured_cpu_time"] = None if raw == RAW[2] else ratio(*sides, "cpu_time_s")
-        rows.append({**row, "met": None if found is None else found <= limit if sign == "<=" else found >= limit})
+        rows.append(
+            {**row, "met": None if measured is None else measured <= limit if sign == "<=" else measured >= limit}
+        )
     return rows
 
 
@@ -256,7 +263,7 @@ def table_of(result: dict[str, Any]) -> Table:
     ):
         table.add_column(column, justify="right")
     for name, v in result["variants"].items():
-        times = [number(how(v["time_s"])) if v["time_s"] else "-" for how in (statistics.median, min, max)]
+        times = [number(statistic(v["time_s"])) if v["time_s"] else "-" for statistic in (statistics.median, min, max)]
         megabytes = number(max(v["peak_memory_bytes"], default=0) / 1e6 or None, 0)
         ratios = [number(v[key]) for key in ("time_ratio", "cpu_time_ratio", "memory_ratio")]
         share = number(result["limit_s"] / v["median_s"], 2) if v["median_s"] and "limit_s" in result else "-"
@@ -376,8 +383,8 @@ def main(options: argparse.Namespace) -> int:
                 report["bars"] += bars(result, memory=options.memory or device.type == "cuda")
                 console.print(table_of(result))
                 for name, values in result["variants"].items():
-                    if why := values["error"] or values.get("memory_error"):
-                        console.print(f"{name}: {why}", markup=False)
+                    if reason := values["error"] or values.get("memory_error"):
+                        console.print(f"{name}: {reason}", markup=False)
                 output.parent.mkdir(parents=True, exist_ok=True)  # each time: a run that is cut short leaves something
                 output.write_text(json.dumps(report, indent=1, sort_keys=True) + "\n", encoding="utf-8")
         del bench

@@ -34,11 +34,11 @@ def model(folder: Path) -> generate.Generator:
     tuned = get_peft_model(loading.load_base(wanted, torch.device("cpu")), LoraConfig(task_type="CAUSAL_LM", r=8))
     tuned.save_pretrained(folder)
     loading.load_tokenizer(wanted).save_pretrained(folder)
-    found = generate.load(folder, base="builtin:tiny")
-    head = found.model.get_output_embeddings()
-    end = found.tokenizer.eos_token_id
+    loaded = generate.load(folder, base="builtin:tiny")
+    head = loaded.model.get_output_embeddings()
+    end = loaded.tokenizer.eos_token_id
     head.register_forward_hook(lambda module, inputs, output: output.index_fill(-1, torch.tensor([end]), -1e9))
-    return found
+    return loaded
 
 
 def main() -> None:
@@ -47,17 +47,17 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=5)
-    known = parser.parse_args()
-    prompts = [layouts.code_line(["visit"], [VISITS[row % len(VISITS)]]) for row in range(known.rows)]
+    options = parser.parse_args()
+    prompts = [layouts.code_line(["visit"], [VISITS[row % len(VISITS)]]) for row in range(options.rows)]
     seconds: dict[str, list[float]] = {"together": [], "one at a time": []}
     with tempfile.TemporaryDirectory() as folder:
         generator = model(Path(folder))
 
         def draw(prompts: list[str], seed: int) -> None:
-            generate.sample(generator, prompts, 1, max_new_tokens=known.tokens, seed=seed)
+            generate.sample(generator, prompts, 1, max_new_tokens=options.tokens, seed=seed)
 
         draw(prompts[:2], 0)
-        for repeat in range(known.repeats):
+        for repeat in range(options.repeats):
             began = time.perf_counter()
             draw(prompts, repeat)
             seconds["together"].append(time.perf_counter() - began)
@@ -67,11 +67,11 @@ def main() -> None:
             seconds["one at a time"].append(time.perf_counter() - began)
     median = {name: statistics.median(values) for name, values in seconds.items()}
     faster = median["one at a time"] / median["together"]
-    found = {
-        "rows": known.rows,
-        "tokens": known.tokens,
+    results = {
+        "rows": options.rows,
+        "tokens": options.tokens,
         "seconds": seconds,
-        "rows_per_second": {name: known.rows / value for name, value in median.items()},
+        "rows_per_second": {name: options.rows / value for name, value in median.items()},
         "times_as_fast": faster,
         "bar": BAR,
         "met": faster >= BAR,
@@ -80,7 +80,7 @@ def main() -> None:
         "hardware": processes.hardware(),
         "versions": processes.versions(),
     }
-    print(json.dumps(found, indent=2))
+    print(json.dumps(results, indent=2))
 
 
 if __name__ == "__main__":

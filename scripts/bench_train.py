@@ -46,18 +46,18 @@ def main() -> None:
         "--variants", nargs="+", default=VARIANTS, choices=VARIANTS, help="dpllm among them (default: all)"
     )
     parser.add_argument("--output", help="a JSON file")
-    known = parser.parse_args()
+    options = parser.parse_args()
     context, running = multiprocessing.get_context("spawn"), {}
     with tempfile.TemporaryDirectory() as folder:
-        write_rows(known, Path(folder) / ROWS)
-        for variant in known.variants:
+        write_rows(options, Path(folder) / ROWS)
+        for variant in options.variants:
             ours, theirs = context.Pipe()
-            process = context.Process(target=child, args=(variant, known, folder, theirs), daemon=True)
+            process = context.Process(target=child, args=(variant, options, folder, theirs), daemon=True)
             process.start()
             ours.recv()  # ready; one loads at a time
             running[variant] = ours
-        seconds_of: dict[str, list[float]] = {variant: [] for variant in known.variants}
-        for repetition in range(known.repetitions + 1):
+        seconds_of: dict[str, list[float]] = {variant: [] for variant in options.variants}
+        for repetition in range(options.repetitions + 1):
             for variant, pipe in running.items():
                 pipe.send("go")
                 if (seconds := pipe.recv()) and repetition:
@@ -66,24 +66,24 @@ def main() -> None:
         for variant, pipe in running.items():
             pipe.send("end")
             memory[variant] = pipe.recv()
-    report(known, seconds_of, memory)
+    report(options, seconds_of, memory)
 
 
-def write_rows(known: argparse.Namespace, path: Path) -> None:
+def write_rows(options: argparse.Namespace, path: Path) -> None:
     """So many of the recipe's rows, in an order of chance that is always the same."""
     from dpllm.recipe.config import load_config
     from dpllm.text import data
 
-    config = load_config(known.recipe, dict(one.split("=", 1) for one in known.overrides))
+    config = load_config(options.recipe, dict(override.split("=", 1) for override in options.overrides))
     table = data.load_table(config.data.train, config.data, "train", path.parent)
-    rows = random.Random(0).sample(list(table.rows), known.rows)
+    rows = random.Random(0).sample(list(table.rows), options.rows)
     path.write_text("".join(json.dumps(row.parts) + "\n" for row in rows), encoding="utf-8")
 
 
-def report(known: argparse.Namespace, seconds_of: dict[str, list[float]], memory: dict[str, int]) -> None:
-    table = Table("", "seconds a row", "dpllm takes of it", "peak memory", "dpllm needs of it", title=known.recipe)
+def report(options: argparse.Namespace, seconds_of: dict[str, list[float]], memory: dict[str, int]) -> None:
+    table = Table("", "seconds a row", "dpllm takes of it", "peak memory", "dpllm needs of it", title=options.recipe)
     rows = {}
-    for variant in known.variants:
+    for variant in options.variants:
         ratios = [ours / theirs for ours, theirs in zip(seconds_of["dpllm"], seconds_of[variant], strict=True)]
         rows[variant] = {
             "seconds_per_row": statistics.median(seconds_of[variant]),
@@ -92,34 +92,34 @@ def report(known: argparse.Namespace, seconds_of: dict[str, list[float]], memory
             "peak_memory_bytes": memory[variant],
             "memory_ratio": memory["dpllm"] / memory[variant],
         }
-        one = rows[variant]
-        figures = [f"{one['seconds_per_row']:.4f}", f"{one['ratio']:.3f}", f"{memory[variant] / 1e9:.2f} GB"]
-        table.add_row(variant, *figures, f"{one['memory_ratio']:.2f}")
+        row = rows[variant]
+        figures = [f"{row['seconds_per_row']:.4f}", f"{row['ratio']:.3f}", f"{memory[variant] / 1e9:.2f} GB"]
+        table.add_row(variant, *figures, f"{row['memory_ratio']:.2f}")
     Console().print(table)
-    if known.output:
-        record = {"command": vars(known), "commit": commit(), "machine": machine(), "variants": rows}
+    if options.output:
+        record = {"command": vars(options), "commit": commit(), "machine": machine(), "variants": rows}
         record["versions"] = versions("torch", "transformers", "peft", "accelerate")
-        Path(known.output).write_text(json.dumps(record, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        Path(options.output).write_text(json.dumps(record, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def child(variant: str, known: argparse.Namespace, folder: str, pipe: Connection) -> None:
+def child(variant: str, options: argparse.Namespace, folder: str, pipe: Connection) -> None:
     """One variant: says that it is ready, and then how many seconds a row took, each time it is told to go on."""
     from dpllm.model import memory
     from dpllm.recipe.config import load_config
 
-    total = (known.repetitions + 1) * known.steps
-    given = dict(one.split("=", 1) for one in known.overrides)
+    total = (options.repetitions + 1) * options.steps
+    overrides = dict(override.split("=", 1) for override in options.overrides)
     fixed = {"train.steps": total, "train.epochs": None, "output_dir": f"{folder}/{variant.split(',')[-1]}"}
     fixed |= {"audit.canaries": None, "audit.gradient_canaries": 0, "data.eval": None, "train.checkpoint_every": None}
     fixed |= {"privacy.enabled": variant == "dpllm", "privacy.ledger": f"{folder}/ledger.sqlite", "data.public": True}
     fixed |= {"train.seed": 0, "privacy.derived_from": None, "data.train": f"{folder}/{ROWS}"}
-    config = load_config(known.recipe, {**given, **fixed})
-    (trained_by_trainer if variant.startswith("Trainer") else trained_by_dpllm)(variant, known, config, pipe)
+    config = load_config(options.recipe, {**overrides, **fixed})
+    (trained_by_trainer if variant.startswith("Trainer") else trained_by_dpllm)(variant, options, config, pipe)
     pipe.recv()
     pipe.send(memory.peak_memory())
 
 
-def trained_by_dpllm(variant: str, known: argparse.Namespace, config: Any, pipe: Connection) -> None:
+def trained_by_dpllm(variant: str, options: argparse.Namespace, config: Any, pipe: Connection) -> None:
     from dpllm.model import processes
     from dpllm.run.loop import _next_batches, prepare
     from dpllm.run.promise import Start
@@ -129,10 +129,10 @@ def trained_by_dpllm(variant: str, known: argparse.Namespace, config: Any, pipe:
     pipe.send("ready")
     step = 0
     with contextlib.closing(prepared.reservation):
-        for _ in range(known.repetitions + 1):
+        for _ in range(options.repetitions + 1):
             pipe.recv()
             begun, rows = time.perf_counter(), 0
-            for _ in range(known.steps):
+            for _ in range(options.steps):
                 batches, canaries = _next_batches(prepared, state)
                 prepared.reservation.charge(step + 1)
                 prepared.engine.step(batches, canaries)
@@ -141,7 +141,7 @@ def trained_by_dpllm(variant: str, known: argparse.Namespace, config: Any, pipe:
             pipe.send((time.perf_counter() - begun) / max(1, rows))
 
 
-def trained_by_trainer(variant: str, known: argparse.Namespace, config: Any, pipe: Connection) -> None:
+def trained_by_trainer(variant: str, options: argparse.Namespace, config: Any, pipe: Connection) -> None:
     import torch
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -162,37 +162,37 @@ def trained_by_trainer(variant: str, known: argparse.Namespace, config: Any, pip
         for row in rows
     ]
     model = loading.build(config, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    micro, per_step = known.trainer_rows, config.train.batch_size
+    micro, per_step = options.trainer_rows, config.train.batch_size
     if per_step % micro:
         raise SystemExit(f"train.batch_size {per_step} is no multiple of --trainer-rows {micro}")
 
-    def collate(some: list[dict[str, Any]]) -> dict[str, Any]:
-        longest, pad = max(len(one["input_ids"]) for one in some), tokenizer.pad_token_id or 0
+    def collate(batch: list[dict[str, Any]]) -> dict[str, Any]:
+        longest, pad = max(len(row["input_ids"]) for row in batch), tokenizer.pad_token_id or 0
         fill = {"input_ids": pad, "labels": -100}
-        padded = {key: [one[key] + [value] * (longest - len(one[key])) for one in some] for key, value in fill.items()}
-        mask = [[1] * len(one["input_ids"]) + [0] * (longest - len(one["input_ids"])) for one in some]
+        padded = {key: [row[key] + [value] * (longest - len(row[key])) for row in batch] for key, value in fill.items()}
+        mask = [[1] * len(row["input_ids"]) + [0] * (longest - len(row["input_ids"])) for row in batch]
         return {name: torch.tensor(value) for name, value in {**padded, "attention_mask": mask}.items()}
 
     class Clock(TrainerCallback):
         begun = 0.0
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.global_step % known.steps == 0:
+            if state.global_step % options.steps == 0:
                 pipe.recv()
                 self.begun = time.perf_counter()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.global_step % known.steps == 0:
-                pipe.send((time.perf_counter() - self.begun) / (known.steps * per_step))
+            if state.global_step % options.steps == 0:
+                pipe.send((time.perf_counter() - self.begun) / (options.steps * per_step))
 
-    how = "group_by_length" if "grouped" in variant else "random"
+    sampling = "group_by_length" if "grouped" in variant else "random"
     arguments = TrainingArguments(
         output_dir=config.output_dir,
         per_device_train_batch_size=micro,
         gradient_accumulation_steps=per_step // micro,
         max_steps=config.train.steps,
         learning_rate=config.train.learning_rate,
-        train_sampling_strategy=how,
+        train_sampling_strategy=sampling,
         save_strategy="no",
         logging_strategy="no",
         report_to="none",

@@ -200,14 +200,14 @@ def pairs(lines: list[str]) -> list[str]:
 
     Both are of one patient, who is the privacy unit of both. The wrong note is the patient's next one of another kind.
     """
-    notes, found = [json.loads(line) for line in lines], []
+    notes, preferences = [json.loads(line) for line in lines], []
     for place, note in enumerate(notes):
-        others = [one for one in notes[place + 1 :] + notes[:place] if one["patient_id"] == note["patient_id"]]
-        wrong = next((one for one in others if one["visit"] != note["visit"]), None)
+        others = [other for other in notes[place + 1 :] + notes[:place] if other["patient_id"] == note["patient_id"]]
+        wrong = next((other for other in others if other["visit"] != note["visit"]), None)
         if wrong is not None:
             prompt, sides = f"Note of a visit, {note['visit']}:", {"chosen": note["text"], "rejected": wrong["text"]}
-            found.append(json.dumps({"patient_id": note["patient_id"], "prompt": prompt, **sides}))
-    return found
+            preferences.append(json.dumps({"patient_id": note["patient_id"], "prompt": prompt, **sides}))
+    return preferences
 
 
 def files() -> dict[str, list[str]]:

@@ -51,10 +51,10 @@ def cost(event: Event, accountant: str = "pld") -> float:
 
 def simpler(run: Event, mean: float) -> float:
     """The best of ten in the mean with e^c = e^h + (1 - gamma) delta(h) / gamma."""
-    loss, least = privacy_loss(parts_of(run), "zero_out", FINE_INTERVAL), selection.gamma_of(mean, DISTRIBUTION)
+    loss, gamma = privacy_loss(parts_of(run), "zero_out", FINE_INTERVAL), selection.gamma_of(mean, DISTRIBUTION)
     heights = [step / 1000 for step in range(10_000)]
     ratios = (
-        math.exp(h) + (1 - least) / least * delta for h, delta in zip(heights, deltas_at(loss, heights), strict=True)
+        math.exp(h) + (1 - gamma) / gamma * delta for h, delta in zip(heights, deltas_at(loss, heights), strict=True)
     )
     return inverse(loss, DELTA / mean) + math.log(min(ratios))
 
@@ -66,11 +66,11 @@ def main() -> None:
     )
     for mean in (3, 10, 30):
         [run] = calibrated([RUN], mean, TOTAL)
-        each = cost(run.event_of_steps)
+        epsilon_of_run = cost(run.event_of_steps)
         composed = brentq(lambda one_run, n=mean: cost(compose([run_of(one_run)] * n)) - TOTAL, 0.5, TOTAL, xtol=1e-3)
         renyi = cost(RepeatAndSelect((run.event_of_steps,), mean, DISTRIBUTION), "rdp")
-        alone, most = selection.chance(1, mean, DISTRIBUTION), selection.draw(mean, DISTRIBUTION, 0.95)
-        print(f"{mean:4} {each:8.2f} {composed:8.2f} {renyi:8.2f} {alone:8.0%} {most:6}")
+        alone, runs_in_95_percent = selection.chance(1, mean, DISTRIBUTION), selection.draw(mean, DISTRIBUTION, 0.95)
+        print(f"{mean:4} {epsilon_of_run:8.2f} {composed:8.2f} {renyi:8.2f} {alone:8.0%} {runs_in_95_percent:6}")
     run = run_of(4.0)
     best = RepeatAndSelect((run,), 10, DISTRIBUTION)
     print(

@@ -42,22 +42,22 @@ _WORDS = re.compile(r"n't\b|'(?:s|m|d|re|ve|ll)\b|[^\W_]+?(?=n't\b)|[^\W_]+(?:[-
 
 def worse(text: str, generator: random.Random) -> str:
     """The text without 15 % of its words; three of ten are shuffled too."""
-    kept = [word for word in text.split() if generator.random() > 0.15]
+    remaining = [word for word in text.split() if generator.random() > 0.15]
     if generator.random() < 0.3:
-        generator.shuffle(kept)
-    return " ".join(kept) or "the"
+        generator.shuffle(remaining)
+    return " ".join(remaining) or "the"
 
 
 def official(clone: Path, texts: list[str], references: list[list[str]]) -> list[float]:
     """BLEU, NIST, ROUGE-L and CIDEr as the scripts print them; METEOR, which they print too, is left out."""
     with tempfile.TemporaryDirectory() as folder:
-        wanted, given = Path(folder, "references.txt"), Path(folder, "texts.txt")
-        wanted.write_text("\n\n".join("\n".join(row) for row in references) + "\n", encoding="utf-8")
-        given.write_text("\n".join(texts) + "\n", encoding="utf-8")
-        command = [sys.executable, str(clone / "measure_scores.py"), "-p", str(wanted), str(given)]
-        said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    found = dict(re.findall(r"^(\w+): ([\d.]+)$", said, re.MULTILINE))
-    return [float(found[name]) for name in ("BLEU", "NIST", "ROUGE_L", "CIDEr")]
+        references_file, texts_file = Path(folder, "references.txt"), Path(folder, "texts.txt")
+        references_file.write_text("\n\n".join("\n".join(row) for row in references) + "\n", encoding="utf-8")
+        texts_file.write_text("\n".join(texts) + "\n", encoding="utf-8")
+        command = [sys.executable, str(clone / "measure_scores.py"), "-p", str(references_file), str(texts_file)]
+        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    scores = dict(re.findall(r"^(\w+): ([\d.]+)$", output, re.MULTILINE))
+    return [float(scores[name]) for name in ("BLEU", "NIST", "ROUGE_L", "CIDEr")]
 
 
 def own(texts: list[str], references: list[list[str]]) -> list[float]:
@@ -80,23 +80,26 @@ def nist(texts: Sequence[str], references: Sequence[Sequence[str]]) -> float:
     split = Tokenizer13a()
     written = [split(text).lower().split() for text in texts]
     answers = [[split(answer).lower().split() for answer in row] for row in references]
-    known: Counter[tuple[str, ...]] = Counter()
+    reference_counts: Counter[tuple[str, ...]] = Counter()
     for row in answers:
         for answer in row:
             for n in range(6):  # of no words: one for each word, behind which it stands
-                known.update(_ngrams(answer, n))
+                reference_counts.update(_ngrams(answer, n))
 
     hits, counts, length, wanted = [0.0] * 5, [0] * 5, 0, 0.0
     for text, row in zip(written, answers, strict=True):
         length, wanted = length + len(text), wanted + sum(map(len, row)) / len(row)
         for n in range(1, 6):
-            own = _ngrams(text, n)
-            shared = own & reduce(or_, (_ngrams(answer, n) for answer in row))
-            hits[n - 1] += sum(count * math.log2(known[gram[:-1]] / known[gram]) for gram, count in shared.items())
-            counts[n - 1] += own.total()
+            ngrams = _ngrams(text, n)
+            shared = ngrams & reduce(or_, (_ngrams(answer, n) for answer in row))
+            hits[n - 1] += sum(
+                count * math.log2(reference_counts[gram[:-1]] / reference_counts[gram])
+                for gram, count in shared.items()
+            )
+            counts[n - 1] += ngrams.total()
     ratio = min(1.0, length / wanted) if wanted else 0.0
-    found = sum(hit / max(count, 1) for hit, count in zip(hits, counts, strict=True))
-    return found * math.exp(_PENALTY * math.log(ratio) ** 2) if ratio else 0.0
+    score = sum(hit / max(count, 1) for hit, count in zip(hits, counts, strict=True))
+    return score * math.exp(_PENALTY * math.log(ratio) ** 2) if ratio else 0.0
 
 
 def rouge_l(texts: Sequence[str], references: Sequence[Sequence[str]]) -> list[float]:
@@ -107,9 +110,9 @@ def rouge_l(texts: Sequence[str], references: Sequence[Sequence[str]]) -> list[f
     """
     scores = []
     for text, row in zip(texts, references, strict=True):
-        own, answers = words(text), [words(answer) for answer in row]
-        common = [_common(own, answer) for answer in answers]
-        precision = max(common) / max(1, len(own))
+        text_words, answers = words(text), [words(answer) for answer in row]
+        common = [_common(text_words, answer) for answer in answers]
+        precision = max(common) / max(1, len(text_words))
         recall = max(length / max(1, len(answer)) for length, answer in zip(common, answers, strict=True))
         below = recall + _BETA**2 * precision
         scores.append((1 + _BETA**2) * precision * recall / below if below else 0.0)
@@ -132,15 +135,19 @@ def cider(texts: Sequence[str], references: Sequence[Sequence[str]]) -> list[flo
         return {gram: count * math.log(len(texts) / max(1, among[gram])) for gram, count in _ngrams(tokens, n).items()}
 
     def alike(text: Tokens, answer: Tokens, n: int) -> float:
-        own, other = weighed(text, n), weighed(answer, n)
-        product = sum(min(value, other[gram]) * other[gram] for gram, value in own.items() if gram in other)
-        return product / (math.hypot(*own.values()) * math.hypot(*other.values())) if product else 0.0
+        text_weights, answer_weights = weighed(text, n), weighed(answer, n)
+        product = sum(
+            min(value, answer_weights[gram]) * answer_weights[gram]
+            for gram, value in text_weights.items()
+            if gram in answer_weights
+        )
+        return product / (math.hypot(*text_weights.values()) * math.hypot(*answer_weights.values())) if product else 0.0
 
     scores = []
     for text, row in zip(map(words, texts), answers, strict=True):
         near = [math.exp(-((len(text) - len(answer)) ** 2) / (2 * _SIGMA**2)) for answer in row]
-        each = [sum(alike(text, answer, n) for n in range(1, 5)) / 4 for answer in row]
-        scores.append(10 * sum(a * b for a, b in zip(near, each, strict=True)) / len(row))
+        row_scores = [sum(alike(text, answer, n) for n in range(1, 5)) / 4 for answer in row]
+        scores.append(10 * sum(a * b for a, b in zip(near, row_scores, strict=True)) / len(row))
     return scores
 
 
@@ -154,12 +161,12 @@ def _ngrams(tokens: Tokens, n: int) -> Counter[tuple[str, ...]]:
     return Counter(zip(*(tokens[start:] for start in range(n)), strict=False)) if n else Counter({(): len(tokens)})
 
 
-def _common(one: Tokens, other: Tokens) -> int:
+def _common(first: Tokens, second: Tokens) -> int:
     """Length of the longest common subsequence."""
-    row = [0] * (len(other) + 1)
-    for token in one:
+    row = [0] * (len(second) + 1)
+    for token in first:
         above, row = row, [0]
-        for place, wanted in enumerate(other):
+        for place, wanted in enumerate(second):
             row.append(above[place] + 1 if token == wanted else max(row[place], above[place + 1]))
     return row[-1]
 
@@ -175,8 +182,8 @@ def main(clone: Path, files: list[Path]) -> None:
     print(f"{len(references)} prompts, {sum(map(len, references))} references")
     print("| text | BLEU | NIST | ROUGE-L | CIDEr |\n|---|---|---|---|---|")
     for name, texts in systems.items():
-        for who, scores in (("official", official(clone, texts, references)), ("here", own(texts, references))):
-            print(f"| {name}: {who} | " + " | ".join(f"{score:.4f}" for score in scores) + " |")
+        for source, scores in (("official", official(clone, texts, references)), ("here", own(texts, references))):
+            print(f"| {name}: {source} | " + " | ".join(f"{score:.4f}" for score in scores) + " |")
 
 
 if __name__ == "__main__":

@@ -52,37 +52,37 @@ print(json.dumps(found))
 """What a Python with diffprivlib runs: its labels of the test rows, and its centres."""
 
 
-def vectors(known: argparse.Namespace, source: str) -> tuple[Floats, list[str], Floats]:
+def vectors(options: argparse.Namespace, source: str) -> tuple[Floats, list[str], Floats]:
     """Vectors and labels of a file's rows, and the public centre."""
-    config = DataConfig(train=source, max_length=known.max_length)
-    key = digest({"encoder": known.encoder, "source": source, "max_length": known.max_length})[:16]
+    config = DataConfig(train=source, max_length=options.max_length)
+    key = digest({"encoder": options.encoder, "source": source, "max_length": options.max_length})[:16]
     with scratch() as folder:
-        rows = data.load_table(config.train, config, None, folder, [known.label]).rows
-        if not (path := known.cache / f"{key}.npz").exists():
-            encoder = Encoder(ModelConfig(name_or_path=known.encoder), known.max_length)
+        rows = data.load_table(config.train, config, None, folder, [options.label]).rows
+        if not (path := options.cache / f"{key}.npz").exists():
+            encoder = Encoder(ModelConfig(name_or_path=options.encoder), options.max_length)
             centre_D = encoder.around(1).centre_D
             found_RD = encoder.of_rows(each_row(rows), ("text",), lambda vectors_RD: vectors_RD)  # as they are
-            known.cache.mkdir(parents=True, exist_ok=True)
+            options.cache.mkdir(parents=True, exist_ok=True)
             np.savez(path, vectors=found_RD, centre=centre_D)
-        labels = [value_name(row.codes.get(known.label)) for row in rows]
+        labels = [value_name(row.codes.get(options.label)) for row in rows]
     stored = np.load(path)
     return stored["vectors"], labels, stored["centre"]
 
 
-def compare(known: argparse.Namespace) -> dict[str, dict[str, dict[str, list[float]]]]:
+def compare(options: argparse.Namespace) -> dict[str, dict[str, dict[str, list[float]]]]:
     """Figure -> method -> epsilon ("none": without privacy) -> one number for each run."""
     from sklearn.cluster import KMeans
     from sklearn.linear_model import LogisticRegression
 
-    train, labels, centre_D = vectors(known, known.train)
-    test, truth, _ = vectors(known, known.test)
+    train, labels, centre_D = vectors(options, options.train)
+    test, truth, _ = vectors(options, options.test)
     many, few = (Projection(centre_D, DIMENSIONS[kind]) for kind in ("classifier", "clusters"))
     train_RP, test_RP, rows_RP, units_R = many(train), many(test), few(train), np.arange(len(train))
     values = sorted(set(labels))
-    numbers_R, free = np.array([values.index(one) for one in labels]), lambda _: None
+    numbers_R, free = np.array([values.index(value) for value in labels]), lambda _: None
 
     def accuracy(chosen: Any) -> float:
-        return float(np.mean([values[int(one)] == label for one, label in zip(chosen, truth, strict=True)]))
+        return float(np.mean([values[int(value)] == label for value, label in zip(chosen, truth, strict=True)]))
 
     def inertia(centres: Any) -> float:
         """Mean squared distance to the nearest centre, over that to the mean."""
@@ -95,41 +95,44 @@ def compare(known: argparse.Namespace) -> dict[str, dict[str, dict[str, list[flo
         return accuracy(embedded.scores(test_RP, weights).argmax(axis=1))
 
     def clustered(sigma: float) -> float:
-        return inertia(embedded.k_means(rows_RP, units_R, known.clusters, sigma, ROUNDS, free)[1])
+        return inertia(embedded.k_means(rows_RP, units_R, options.clusters, sigma, ROUNDS, free)[1])
 
     ours: dict[str, dict[str, list[float]]] = {"accuracy": {}, "inertia": {}}
     for epsilon in (*EPSILONS, None):
-        for found, steps, score in zip(ours.values(), (2, ROUNDS), (classified, clustered), strict=True):
+        for by_epsilon, steps, score in zip(ours.values(), (2, ROUNDS), (classified, clustered), strict=True):
             sigma = 1e-4 if epsilon is None else calibrate_noise_multiplier(epsilon, DELTA, 1.0, steps, "zero_out")
-            found["none" if epsilon is None else str(epsilon)] = [score(sigma) for _ in range(known.runs)]
+            by_epsilon["none" if epsilon is None else str(epsilon)] = [score(sigma) for _ in range(options.runs)]
     plain = LogisticRegression(max_iter=1000).fit(train_RP, numbers_R).predict(test_RP)
     centres = [
-        KMeans(known.clusters, n_init=5, random_state=seed).fit(rows_RP).cluster_centers_ for seed in range(known.runs)
+        KMeans(options.clusters, n_init=5, random_state=seed).fit(rows_RP).cluster_centers_
+        for seed in range(options.runs)
     ]
-    given = {"train": train_RP, "numbers": numbers_R, "test": test_RP, "rows": rows_RP}
-    theirs = run_diffprivlib(known, given) if known.diffprivlib else {"accuracy": {}, "inertia": {}}
+    arrays = {"train": train_RP, "numbers": numbers_R, "test": test_RP, "rows": rows_RP}
+    theirs = run_diffprivlib(options, arrays) if options.diffprivlib else {"accuracy": {}, "inertia": {}}
     return {
         "accuracy": {
             "dpllm": ours["accuracy"],
-            "diffprivlib": {key: list(map(accuracy, found)) for key, found in theirs["accuracy"].items()},
+            "diffprivlib": {key: list(map(accuracy, by_epsilon)) for key, by_epsilon in theirs["accuracy"].items()},
             "scikit-learn": {"none": [accuracy(plain)]},
         },
         "inertia": {
             "dpllm": ours["inertia"],
-            "diffprivlib": {key: list(map(inertia, found)) for key, found in theirs["inertia"].items()},
+            "diffprivlib": {key: list(map(inertia, by_epsilon)) for key, by_epsilon in theirs["inertia"].items()},
             "scikit-learn": {"none": list(map(inertia, centres))},
         },
     }
 
 
-def run_diffprivlib(known: argparse.Namespace, given: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def run_diffprivlib(options: argparse.Namespace, arrays: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """What ``PROGRAM`` finds."""
     with scratch() as folder:
-        np.savez(folder / "given.npz", **given)
-        told = map(str, (folder / "given.npz", known.clusters, known.runs, *EPSILONS))
-        done = subprocess.run([known.diffprivlib, "-c", PROGRAM, *told], capture_output=True, text=True, check=True)
-    found: dict[str, dict[str, Any]] = json.loads(done.stdout)
-    return found
+        np.savez(folder / "given.npz", **arrays)
+        command_arguments = map(str, (folder / "given.npz", options.clusters, options.runs, *EPSILONS))
+        done = subprocess.run(
+            [options.diffprivlib, "-c", PROGRAM, *command_arguments], capture_output=True, text=True, check=True
+        )
+    results: dict[str, dict[str, Any]] = json.loads(done.stdout)
+    return results
 
 
 def main() -> None:
@@ -143,18 +146,18 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, required=True, help="folder for vectors of public data")
     parser.add_argument("--diffprivlib", metavar="PYTHON", help="a Python that has diffprivlib; default: leave it out")
     parser.add_argument("--json", type=Path, help="where the figures are written")
-    known = parser.parse_args()
-    found = compare(known)
-    print(f"{known.train}, {known.label}, {known.encoder}, delta {DELTA:g} (diffprivlib: 0)\n")
+    options = parser.parse_args()
+    comparison = compare(options)
+    print(f"{options.train}, {options.label}, {options.encoder}, delta {DELTA:g} (diffprivlib: 0)\n")
     print("| figure | method | epsilon 0.5 | 1 | 3 | without privacy |\n|---|---|---|---|---|---|")
-    for figure, methods in found.items():
+    for figure, methods in comparison.items():
         for method, figures in methods.items():
             cells = (figures.get(str(epsilon)) for epsilon in (*EPSILONS, "none"))
-            told = (f"{np.mean(one):.3f} ± {np.std(one, ddof=len(one) > 1):.3f}" if one else "" for one in cells)
-            print(f"| {figure} | {method} | {' | '.join(told)} |")
-    if known.json:
-        named = {name: str(getattr(known, name)) for name in ("train", "label", "encoder", "clusters", "max_length")}
-        write_json(known.json, {**named, "delta": DELTA, "rounds": ROUNDS, "figures": found})
+            formatted = (f"{np.mean(one):.3f} ± {np.std(one, ddof=len(one) > 1):.3f}" if one else "" for one in cells)
+            print(f"| {figure} | {method} | {' | '.join(formatted)} |")
+    if options.json:
+        named = {name: str(getattr(options, name)) for name in ("train", "label", "encoder", "clusters", "max_length")}
+        write_json(options.json, {**named, "delta": DELTA, "rounds": ROUNDS, "figures": comparison})
 
 
 if __name__ == "__main__":

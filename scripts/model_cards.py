@@ -153,16 +153,16 @@ def main() -> None:
     parser.add_argument("--only", choices=["clinic", "synthetic", "render"], help="one of those that need nothing else")
     parser.add_argument("--e2e-model", type=Path, metavar="MODEL", help="directory of scripts/get_model")
     parser.add_argument("--e2e-data", type=Path, metavar="E2E", help="directory of scripts/e2e_split.py")
-    known = parser.parse_args()
-    if (known.e2e_model is None) != (known.e2e_data is None):
+    options = parser.parse_args()
+    if (options.e2e_model is None) != (options.e2e_data is None):
         parser.error("--e2e-model and --e2e-data belong together: give both, or neither")
     for make in (clinic, synthetic):
-        if known.only in (None, make.__name__):
+        if options.only in (None, make.__name__):
             make()
-    if known.only == render.__name__:
+    if options.only == render.__name__:
         render()
-    if known.e2e_model:
-        e2e(known.e2e_model.resolve(), known.e2e_data.resolve())
+    if options.e2e_model:
+        e2e(options.e2e_model.resolve(), options.e2e_data.resolve())
 
 
 if __name__ == "__main__":

@@ -52,12 +52,14 @@ def main(output: Path) -> None:
     baseline, private = RunDir(output / "baseline"), RunDir(output / "dp")
     ledger = ["--privacy.ledger", str(output / "ledger.sqlite")]
     alone = ["train", RECIPE, "--overwrite", "--privacy.enabled", "false", *ledger, "--output_dir", str(baseline.root)]
-    with ThreadPoolExecutor(1) as other:  # in processes of their own, on the other core
-        beside = other.submit(lambda: [dpllm_(*command) for command in (alone, ["audit", str(baseline.root)])])
+    with ThreadPoolExecutor(1) as executor:  # in processes of their own, on the other core
+        baseline_work = executor.submit(
+            lambda: [dpllm_(*command) for command in (alone, ["audit", str(baseline.root)])]
+        )
         typing(console, f"dpllm train {RECIPE} --overwrite {shlex.join(ledger)} --output_dir {private.root}")
         overrides = {"privacy.ledger": ledger[1], "output_dir": str(private.root)}
         train(load_config(RECIPE, overrides), Start(overwrite=True), console=console)
-        for command, done in beside.result():
+        for command, done in baseline_work.result():
             typing(console, command)
             console.out(done.stdout, highlight=False)
             if done.returncode:

@@ -60,10 +60,10 @@ def planned(path: Path, folder: Path) -> dict[str, Any]:
         "privacy.ledger": folder / "ledger.sqlite",
     }
     words = [word for key, value in overrides.items() for word in (f"--{key}", str(value))]
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
         main(["plan", str(path), "--model", "--device", "h100", "--json", *words])
-    plan: dict[str, Any] = json.loads(said.getvalue())
+    plan: dict[str, Any] = json.loads(printed.getvalue())
     return plan
 
 
@@ -74,8 +74,8 @@ def head(text: str, plan: dict[str, Any]) -> str:
         promise = f"epsilon {plan['epsilon']:.2f}, noise multiplier {plan['noise_multiplier']:.2f}"
     needs = f"{plan['model']['memory']['total'] / 1e9:.3g} GB on one H100"
 
-    def line(found: re.Match[str]) -> str:
-        return f"# For {found[1]} {found[2]}: {promise}; {needs} by plan.{found[3] or NOT_MEASURED}"
+    def line(match: re.Match[str]) -> str:
+        return f"# For {match[1]} {match[2]}: {promise}; {needs} by plan.{match[3] or NOT_MEASURED}"
 
     return HEAD.sub(line, text)
 

@@ -114,8 +114,15 @@ def _value(value: Any) -> str:
 
 def exit_codes() -> list[tuple[str, str, str]]:
     """Of the command line: code, error, meaning."""
-    found = [one for one in vars(errors).values() if isinstance(one, type) and "exit_code" in vars(one)]
-    rows = [(str(one.exit_code), f"`{one.__name__}`", one_line((one.__doc__ or "").split("\n\n")[0])) for one in found]
+    error_types = [
+        error_type
+        for error_type in vars(errors).values()
+        if isinstance(error_type, type) and "exit_code" in vars(error_type)
+    ]
+    rows = [
+        (str(error_type.exit_code), f"`{error_type.__name__}`", one_line((error_type.__doc__ or "").split("\n\n")[0]))
+        for error_type in error_types
+    ]
     return [("0", "", "Done."), *sorted(rows, key=lambda row: row[0])]
 
 
@@ -133,14 +140,14 @@ def metric_families() -> list[tuple[str, str, str]]:
         used=lambda name: 0.5,
         runs=lambda name: [entry],
     )
-    found = [*metrics.run_families(run), *metrics.ledger_families(book)]
+    families = [*metrics.run_families(run), *metrics.ledger_families(book)]
     return [
         (
-            f"{one.name}_total" if one.type == "counter" else one.name,
-            ", ".join(one.samples[0].labels) or "no label",
-            one_line(one.documentation),
+            f"{family.name}_total" if family.type == "counter" else family.name,
+            ", ".join(family.samples[0].labels) or "no label",
+            one_line(family.documentation),
         )
-        for one in found
+        for family in families
     ]
 
 
@@ -149,7 +156,7 @@ def metric_families() -> list[tuple[str, str, str]]:
 
 def coded(rows: Iterable[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
     """Rows whose first cell is a name."""
-    return ((f"`{name}`", *rest) for name, *rest in rows)
+    return ((f"`{name}`", *columns) for name, *columns in rows)
 
 
 TABLES: dict[str, tuple[tuple[str, ...], Callable[[], Iterable[tuple[str, ...]]]]] = {
@@ -163,7 +170,7 @@ def table(name: str) -> str:
     """One of the tables as Markdown, or a list where it has no columns."""
     columns, rows = TABLES[name]
     if not columns:
-        return "\n".join(f"- `{name}` ({beside}): {meaning}" for name, beside, meaning in rows())
+        return "\n".join(f"- `{name}` ({column}): {meaning}" for name, column, meaning in rows())
     lines = [columns, ("---",) * len(columns), *rows()]
     return (
         "\n".join("| " + " | ".join(line) + " |" for line in lines).replace("| --- ", "|---").replace("--- |", "---|")
@@ -172,7 +179,7 @@ def table(name: str) -> str:
 
 def written(text: str) -> str:
     """A page with its tables as the code has them."""
-    return MARKED.sub(lambda found: f"{found[1]}\n{table(found[2])}\n\n{found[3]}", text)
+    return MARKED.sub(lambda match: f"{match[1]}\n{table(match[2])}\n\n{match[3]}", text)
 
 
 def pages() -> list[Path]:

@@ -108,8 +108,8 @@ def memory(shape: Shape, length: int, rows: int, *, checkpointing: bool, shards:
         shards: Processes over which the base is cut; 1: whole on each. Two blocks are whole at a time, one that computes
             and the next; so are embedding and head.
     """
-    kept = [shape.width, shape.inner, shape.kv_width, RANK]
-    block = sum(size * bytes_ for size, bytes_ in zip(kept, KEPT, strict=True))
+    saved_widths = [shape.width, shape.inner, shape.kv_width, RANK]
+    block = sum(size * bytes_ for size, bytes_ in zip(saved_widths, KEPT, strict=True))
     inputs = RECOMPUTED * shape.width
     base = 2 * shape.parameters
     if shards > 1:
@@ -138,7 +138,7 @@ def memory_table(length: int) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, shape in SHAPES.items():
-        whole, cut = (memory(shape, length, 0, checkpointing=False, shards=shards) for shards in (1, 8))
+        unsharded, sharded = (memory(shape, length, 0, checkpointing=False, shards=shards) for shards in (1, 8))
         row = {}
         for on in (False, True):
             none, one = (sum(memory(shape, length, r, checkpointing=on).values()) for r in (0, 1))
@@ -147,7 +147,7 @@ def memory_table(length: int) -> str:
             "/".join(str(rows_that_fit(shape, length, checkpointing=on, shards=shards)) for on in (False, True))
             for shards in (1, 8)
         ]
-        sizes = (whole["base"], cut["base"], whole["trainable"], row[False], row[True])
+        sizes = (unsharded["base"], sharded["base"], unsharded["trainable"], row[False], row[True])
         lines.append(
             f"| {name} | " + " | ".join(f"{size / 1e9:.2f}" for size in sizes) + " | " + " | ".join(fit) + " |"
         )
@@ -183,12 +183,12 @@ def main() -> None:
     """Prints the tables, or the comparison."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", nargs="+", type=Path, metavar="FILE", help="JSON of bench_step")
-    known = parser.parse_args()
-    if not known.check:
+    options = parser.parse_args()
+    if not options.check:
         print(tables())
         return
     print("| step | variant | predicted s | measured s | predicted over measured |\n|---|---|---|---|---|")
-    for path in known.check:
+    for path in options.check:
         print("\n".join(check(json.loads(path.read_text(encoding="utf-8")))))
 
 

@@ -41,15 +41,15 @@ def write_mail(path: Path) -> None:
             file.write(json.dumps(mail) + "\n")
 
 
-def measure(folder: Path, most: int, noise: float | None, steps: int, runs: int) -> dict[str, Any]:
+def measure(folder: Path, max_rows: int, noise: float | None, steps: int, runs: int) -> dict[str, Any]:
     """Trains on the rows that are kept, ``most`` of each owner, at this noise or, with None, at that of the target."""
-    output = folder / f"{most}-{noise}"
+    output = folder / f"{max_rows}-{noise}"
     changes = {
         "data.train": str(folder / "mail.jsonl"),
         "data.unit": "people",
         "data.owners": "several",
-        "data.max_examples_per_unit": most,
-        "data.sampling": "unit" if most == 1 else "example",
+        "data.max_examples_per_unit": max_rows,
+        "data.sampling": "unit" if max_rows == 1 else "example",
         "privacy.epsilon": EPSILON if noise is None else 1e6,
         "privacy.noise_multiplier": noise,
         "privacy.delta": DELTA,
@@ -78,15 +78,17 @@ def main() -> None:
     parser.add_argument("--noise", type=float, default=1.0)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--runs", type=int, default=3)
-    known = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         write_mail(Path(name) / "mail.jsonl")
-        found = {
-            f"k = {most}": [measure(Path(name), most, noise, known.steps, known.runs) for noise in (known.noise, None)]
+        results = {
+            f"k = {most}": [
+                measure(Path(name), most, noise, options.steps, options.runs) for noise in (options.noise, None)
+            ]
             for most in ROWS_EACH
         }
     about = {"commit": commit(), "machine": machine(), "versions": versions("torch", "transformers", "dp-accounting")}
-    print(json.dumps({**about, "settings": vars(known), "runs": found}, indent=2))
+    print(json.dumps({**about, "settings": vars(options), "runs": results}, indent=2))
 
 
 if __name__ == "__main__":

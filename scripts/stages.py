@@ -32,17 +32,19 @@ STAGES = {  # what is printed: a file of the package and the functions in it
 
 def run(arguments):
     profile, steps = cProfile.Profile(time.process_time), loop._take_steps
-    loop._take_steps = lambda *given: profile.runcall(steps, *given)  # and neither the self-check nor evaluations
+    loop._take_steps = lambda *step_arguments: profile.runcall(
+        steps, *step_arguments
+    )  # and neither the self-check nor evaluations
     code = main(["train", *arguments])
     seconds = {}
     for (path, _, function), (*_, cumulative, _) in pstats.Stats(profile).stats.items():
         for stage, (file, name) in STAGES.items():
             if path.endswith(file) and function == name:
                 seconds[stage] = cumulative
-    whole = seconds["steps, all of them"]
+    total = seconds["steps, all of them"]
     for stage in STAGES:
         if stage in seconds:
-            print(f"{stage:30} {seconds[stage]:8.1f} s  {seconds[stage] / whole:6.1%}")
+            print(f"{stage:30} {seconds[stage]:8.1f} s  {seconds[stage] / total:6.1%}")
     print(f"peak memory {(peak_memory() or 0) / 1e9:.2f} GB")
     return code
 

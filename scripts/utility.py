@@ -52,12 +52,12 @@ def keys(words: list[str]) -> Json:
     return {key: yaml.safe_load(value) for key, _, value in (word.partition("=") for word in words)}
 
 
-def read(known: argparse.Namespace, folder: Path, own: Json, seed: int) -> RunConfig:
+def read(options: argparse.Namespace, folder: Path, own: Json, seed: int) -> RunConfig:
     """The recipe of one run, evaluated on half of the rows."""
     place = {"output_dir": str(folder / "run"), "privacy.ledger": str(folder / "ledger.sqlite")}
     seeds = {"privacy.insecure_seed": seed, "train.seed": seed}
-    changes = keys(known.set) | own | place | seeds | {"data.public": True, "data.eval_public": True}
-    config = load_config(known.recipe, changes)
+    changes = keys(options.set) | own | place | seeds | {"data.public": True, "data.eval_public": True}
+    config = load_config(options.recipe, changes)
     source = str(config.data.eval)
     path = builtin.path(source) if is_builtin(source) else Path(source)
     if not path.is_file():
@@ -65,15 +65,15 @@ def read(known: argparse.Namespace, folder: Path, own: Json, seed: int) -> RunCo
             f"data.eval {source}: no such file, and halves of its rows are evaluated; type --set data.eval=FILE"
         )
     rows = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    part = rows[: len(rows) // 2] if known.half == "first" else rows[len(rows) // 2 :]
+    part = rows[: len(rows) // 2] if options.half == "first" else rows[len(rows) // 2 :]
     (folder / "eval.jsonl").write_text("".join(part), encoding="utf-8")
-    return load_config(known.recipe, changes | {"data.eval": str(folder / "eval.jsonl")})
+    return load_config(options.recipe, changes | {"data.eval": str(folder / "eval.jsonl")})
 
 
-def run(known: argparse.Namespace, name: str, own: Json, seed: int) -> Json:
+def run(options: argparse.Namespace, name: str, own: Json, seed: int) -> Json:
     """One run."""
     with tempfile.TemporaryDirectory() as folder:
-        config = read(known, Path(folder), own, seed)
+        config = read(options, Path(folder), own, seed)
         record = train(config, Start(), console=Console(quiet=True))
         if record.status != "completed":  # a signal stopped it
             raise SystemExit(
@@ -81,9 +81,9 @@ def run(known: argparse.Namespace, name: str, own: Json, seed: int) -> Json:
             )
         plan = read_json(RunDir(Path(folder) / "run").plan) if config.privacy.enabled else {}
         bands = len(plan.get("coefficients", ())) or 1
-        found = {"loss": record.metrics.public["eval_loss_after"]}
-        found |= write(RunDir(Path(folder) / "run"), config, known.rows, seed) if known.rows else {}
-    return {"variant": name, "changes": without_paths(own), "seed": seed, "bands": bands, **found}
+        result = {"loss": record.metrics.public["eval_loss_after"]}
+        result |= write(RunDir(Path(folder) / "run"), config, options.rows, seed) if options.rows else {}
+    return {"variant": name, "changes": without_paths(own), "seed": seed, "bands": bands, **result}
 
 
 def write(run: RunDir, config: RunConfig, count: int, seed: int) -> Json:
@@ -96,11 +96,11 @@ def write(run: RunDir, config: RunConfig, count: int, seed: int) -> Json:
     for start in range(0, count, BATCH):
         lines = [layouts.code_line(columns, values) if columns else None for values in codes[start : start + BATCH]]
         drawn = generate.sample(generator, lines, 1, max_new_tokens=config.data.max_length, seed=choice.getrandbits(63))
-        texts += [one.text for one in drawn]
+        texts += [sampled.text for sampled in drawn]
     rows = [dict(zip(columns, values, strict=True)) | {"text": text} for values, text in zip(codes, texts, strict=True)]
     public, _ = quality.measure(rows, quality.of_run(run, config, carded(run)))
-    told = {name: value for name, value in public.figures.items() if any(word in name for word in FIGURES)}
-    return {"figures": told}
+    figures = {name: value for name, value in public.figures.items() if any(word in name for word in FIGURES)}
+    return {"figures": figures}
 
 
 def show(rows: list[Json], first_variant: str) -> None:
@@ -133,41 +133,41 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=0, help="texts that the model writes")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE")
     parser.add_argument("--variant", nargs="+", action="append", required=True, metavar=("NAME", "KEY=VALUE"))
-    known = parser.parse_args()
-    told = json.loads(json.dumps(without_paths(keys(known.set))))  # as the output has it: keys are strings
-    settings = {"recipe": known.recipe.name, "set": told, "half": known.half} | (
-        {"rows": known.rows} if known.rows else {}
+    options = parser.parse_args()
+    changes = json.loads(json.dumps(without_paths(keys(options.set))))  # as the output has it: keys are strings
+    settings = {"recipe": options.recipe.name, "set": changes, "half": options.half} | (
+        {"rows": options.rows} if options.rows else {}
     )
-    for seed, (name, *words) in itertools.product(known.seeds, known.variant):
-        if _is_held(_held(known.output, settings), name, keys(words), seed):
+    for seed, (name, *words) in itertools.product(options.seeds, options.variant):
+        if _is_held(_held(options.output, settings), name, keys(words), seed):
             continue
-        row = run(known, name, keys(words), seed)
+        row = run(options, name, keys(words), seed)
         print(row, flush=True)
-        with locked(known.output.with_suffix(".lock")):  # other calls may add to the same file
-            held = _held(known.output, settings)
+        with locked(options.output.with_suffix(".lock")):  # other calls may add to the same file
+            held = _held(options.output, settings)
             machine = {"versions": processes.versions(), "hardware": processes.hardware()}
             if not _is_held(held, name, keys(words), seed):
                 runs = sorted([*held, row], key=lambda row: row["seed"])
-                write_json(known.output, {"settings": settings, **machine, "runs": runs})
-    show(_held(known.output, settings), known.variant[0][0])
+                write_json(options.output, {"settings": settings, **machine, "runs": runs})
+    show(_held(options.output, settings), options.variant[0][0])
 
 
 def _is_held(held: list[Json], name: str, own: Json, seed: int) -> bool:
     """Whether a run is there, of the same changes."""
-    there = [row["changes"] for row in held if (row["variant"], row["seed"]) == (name, seed)]
-    if there and there[0] != without_paths(own):
-        raise SystemExit(f"{name!r} of seed {seed} was run with {there[0]}; give the variant another name")
-    return bool(there)
+    held_changes = [row["changes"] for row in held if (row["variant"], row["seed"]) == (name, seed)]
+    if held_changes and held_changes[0] != without_paths(own):
+        raise SystemExit(f"{name!r} of seed {seed} was run with {held_changes[0]}; give the variant another name")
+    return bool(held_changes)
 
 
 def _held(output: Path, settings: Json) -> list[Json]:
     """Runs that the output holds."""
     if not output.exists():
         return []
-    found = read_json(output)
-    if found["settings"] != settings:
+    results = read_json(output)
+    if results["settings"] != settings:
         raise SystemExit(f"{output} holds runs with other settings; name another file, or move it away")
-    return list(found["runs"])
+    return list(results["runs"])
 
 
 if __name__ == "__main__":
