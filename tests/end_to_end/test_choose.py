@@ -90,27 +90,26 @@ def test_nothing_says_how_many_runs_there_were(
     draws(1)  # one run alone
     single = chosen(other)
     assert single.code == 0, single.err
-    for one, text in ((place, answer), (other, single)):
-        record = one.json("run.json")
+    both = ((place, answer), (other, single))
+    for chosen_place, text in both:
+        record = chosen_place.json("run.json")
         assert record["started_at"].endswith("T00:00:00+00:00")
         assert {record["finished_at"], record["duration_seconds"], record["peak_memory_bytes"]} == {None}
-        with Ledger(one.ledger) as book:
+        with Ledger(chosen_place.ledger) as book:
             kinds = [link.kind for link in book.history("notes")]
             (run,) = book.account("notes").runs
             assert kinds == ["data", "reserve", "commit", "commit"]  # the mark of its one step, and its end
             assert (run.state, run.steps) == ("completed", 1)
             assert record["ledger"]["head"] == book.head()  # nothing came after the reservation was closed
-            assert run.heartbeat <= (one.run / "private" / "metrics.jsonl").stat().st_mtime
-        weights = (one.run / "export" / "adapter_model.safetensors").stat()
+            assert run.heartbeat <= (chosen_place.run / "private" / "metrics.jsonl").stat().st_mtime
+        weights = (chosen_place.run / "export" / "adapter_model.safetensors").stat()
         assert weights.st_mtime % 86_400 == 0
-        assert not list(one.run.rglob("choice"))
+        assert not list(chosen_place.run.rglob("choice"))
         assert len(text.out.splitlines() + text.err.splitlines()) < 8
     assert contents(place.run / "export").keys() >= contents(other.run / "export").keys()
     assert place.json("run.json").keys() == other.json("run.json").keys()
-    said = [
-        re.sub(r"run-\w+", "", text.out.replace(str(one.root), "")) for one, text in ((place, answer), (other, single))
-    ]
-    assert said[0] == said[1]
+    printed = {re.sub(r"run-\w+", "", text.out.replace(str(chosen_place.root), "")) for chosen_place, text in both}
+    assert len(printed) == 1
     for name, content in contents(place.run).items():
         assert b"choice/runs" not in content, name
 
@@ -146,9 +145,9 @@ def test_an_interrupted_choice_goes_on_with_the_same_runs(
         assert len(book.account("notes").runs) == 1
 
 
-@pytest.mark.parametrize("what", ["move", "tidy"])
+@pytest.mark.parametrize("killed_in", ["move", "tidy"])
 def test_a_choice_that_is_killed_at_its_end_goes_on_without_another_draw(
-    place: Place, monkeypatch: pytest.MonkeyPatch, draws: Callable[..., None], what: str
+    place: Place, monkeypatch: pytest.MonkeyPatch, draws: Callable[..., None], killed_in: str
 ) -> None:
     draws(1)
     replace, remove = os.replace, shutil.rmtree
@@ -165,7 +164,7 @@ def test_a_choice_that_is_killed_at_its_end_goes_on_without_another_draw(
         remove(path, **more)
 
     with monkeypatch.context() as patch:
-        if what == "move":
+        if killed_in == "move":
             patch.setattr(choose.os, "replace", no_move)
         else:
             patch.setattr(choose.shutil, "rmtree", no_tidying)
@@ -193,9 +192,9 @@ def test_a_run_that_is_killed_before_its_first_step_begins_anew_with_the_canarie
     with monkeypatch.context() as patch:
         patch.setattr(loop, "Recorder", Killed)
         assert chosen(place).code == INTERRUPTED
-    kept = place.run / "private" / "choice"
-    assert (kept / "runs" / "0" / "config.yaml").exists()  # and canaries beside it, from which a run begins anew
-    planted = json.loads((kept / "canaries.json").read_text("utf-8"))
+    folder = place.run / "private" / "choice"
+    assert (folder / "runs" / "0" / "config.yaml").exists()  # and canaries beside it, from which a run begins anew
+    planted = json.loads((folder / "canaries.json").read_text("utf-8"))
     assert chosen(place, "--resume").code == 0
     assert json.loads((place.run / "private" / "canaries.json").read_text("utf-8")) == planted
 
@@ -204,19 +203,19 @@ def test_a_run_that_diverges_has_the_worst_score(
     place: Place, monkeypatch: pytest.MonkeyPatch, draws: Callable[..., None]
 ) -> None:
     draws(0, 1)
-    check, seen = loop.build.loading.check_finite, list[int]()
+    check, checks = loop.build.loading.check_finite, list[int]()
 
     def diverges_first(*arguments: Any) -> None:
         from dpllm.errors import Refused
 
-        seen.append(1)
-        if len(seen) == 1:
+        checks.append(1)
+        if len(checks) == 1:
             raise Refused("not finite")
         check(*arguments)
 
     monkeypatch.setattr("dpllm.run.record.loading.check_finite", diverges_first)
     assert chosen(place).code == 0
-    assert len(seen) == 2
+    assert len(checks) == 2
     assert "learning_rate: 0.01" in (place.run / "config.yaml").read_text("utf-8")
 
 
@@ -236,9 +235,9 @@ def test_equal_scores_are_ordered_by_secret_numbers() -> None:
     assert Draws([0, 0, 0], [9, 3, 5], [1.0, 2.0, 0.5]).best == 2
     assert Draws([0, 0, 0], [9, 3, 5], [None, 2.0, None]).best == 1
     drawn = [Draws.drawn(3, 10.0) for _ in range(400)]
-    assert len({tie for one in drawn for tie in one.ties}) == sum(len(one.ties) for one in drawn)
-    assert {setting for one in drawn for setting in one.settings} == {0, 1, 2}
-    assert len({len(one.settings) for one in drawn}) > 5
+    assert len({tie for draw in drawn for tie in draw.ties}) == sum(len(draw.ties) for draw in drawn)
+    assert {setting for draw in drawn for setting in draw.settings} == {0, 1, 2}
+    assert len({len(draw.settings) for draw in drawn}) > 5
 
 
 def test_what_the_best_run_says_is_as_likely_without_one_unit_as_the_epsilon_allows() -> None:
@@ -330,7 +329,7 @@ def test_plan_says_what_each_run_may_cost_and_how_often_one_is_alone(place: Plac
     value = json.loads(done("plan", place.recipe, "--choose", "--mean-runs", 10, "--over", RATES, "--json").out)
     assert 0.99 * 8 < value["epsilon"] <= 8
     assert value["chance_of_one_run"] == pytest.approx(0.27, abs=0.005)
-    assert all(3.5 < one["epsilon"] < value["epsilon"] for one in value["settings"])
+    assert all(3.5 < setting["epsilon"] < value["epsilon"] for setting in value["settings"])
     assert not place.ledger.exists()
     assert dpllm_("plan", place.recipe, "--choose").code == USAGE
 

@@ -32,13 +32,13 @@ def hockey_stick(p_Y: Distribution, q_Y: Distribution, order: float) -> float:
 
 def of_the_best(p_Y: Distribution, mean: float, distribution: str) -> Distribution:
     """The exact distribution of the largest of K values, from the generating function of K."""
-    least = selection.gamma_of(mean, distribution)
+    gamma = selection.gamma_of(mean, distribution)
     below = np.concatenate([[0.0], np.cumsum(p_Y)])
     below[-1] = 1.0
     if distribution == "logarithmic":
-        generating = np.log1p(-(1 - least) * below) / math.log(least) if least < 1 else below
+        generating = np.log1p(-(1 - gamma) * below) / math.log(gamma) if gamma < 1 else below
     else:
-        generating = least * below / (1 - (1 - least) * below)
+        generating = gamma * below / (1 - (1 - gamma) * below)
     return np.diff(generating)
 
 
