@@ -92,12 +92,12 @@ def _delta(plan: Plan) -> str | None:
 def _noise(plan: Plan) -> str | None:
     if plan.noise_multiplier >= WEAK_NOISE:
         return None
-    size, most = plan.schedule.expected_batch_size, plan.schedule.dataset_size
-    more = f"--train.batch_size {min(2 * size, most)} or " if size < most else ""
+    size, dataset_size = plan.schedule.expected_batch_size, plan.schedule.dataset_size
+    larger_batch = f"--train.batch_size {min(2 * size, dataset_size)} or " if size < dataset_size else ""
     return (
         f"noise multiplier {plan.noise_multiplier:.3g} is below {WEAK_NOISE}: the guarantee then rests almost entirely on "
         "nobody knowing who was in which batch, and a single step would reveal much about somebody known to be in it. Type "
-        f"{more}a smaller --privacy.epsilon; either means more noise."
+        f"{larger_batch}a smaller --privacy.epsilon; either means more noise."
     )
 
 
@@ -107,8 +107,8 @@ def _batch(plan: Plan) -> str | None:
     larger = _larger_batches(plan.schedule)
     if not larger or not isinstance(step, PoissonSampled):  # of banded noise, other rules hold
         return None
-    own = noise_per_signal(plan.noise_multiplier, plan.schedule)
-    if not _keeps(plan, larger[-1], own / TOO_NOISY, step.group_size):
+    current = noise_per_signal(plan.noise_multiplier, plan.schedule)
+    if not _keeps(plan, larger[-1], current / TOO_NOISY, step.group_size):
         return None
     try:
         promise = plan.epsilon, plan.delta, larger[-1], plan.neighbouring_relation
@@ -121,18 +121,18 @@ def _batch(plan: Plan) -> str | None:
     drawn, taken = plan.schedule.expected_batch_size, plan.schedule.num_steps
     return (
         f"the logical batch is too small for its noise: {size} units in {steps} steps process as many examples as {drawn} in "
-        f"{taken}, at the same epsilon, with at least {own / enough:.2g} times less noise per unit of signal. Type "
+        f"{taken}, at the same epsilon, with at least {current / enough:.2g} times less noise per unit of signal. Type "
         f"--train.batch_size {size} --train.steps {steps} (and --train.epochs null where the recipe counts epochs)."
     )
 
 
-def _larger_batches(own: Schedule) -> list[Schedule]:
+def _larger_batches(schedule: Schedule) -> list[Schedule]:
     """Schedules of the same number of examples: the batch doubled again and again, up to N and down to ``MIN_STEPS``."""
-    schedules, size = [], 2 * own.expected_batch_size
-    compute = own.expected_batch_size * own.num_steps
-    while size <= own.dataset_size and round(compute / size) >= MIN_STEPS:
-        rate, steps = size / own.dataset_size, round(compute / size)
-        schedules.append(replace(own, expected_batch_size=size, sampling_rate=rate, num_steps=steps))
+    schedules, size = [], 2 * schedule.expected_batch_size
+    compute = schedule.expected_batch_size * schedule.num_steps
+    while size <= schedule.dataset_size and round(compute / size) >= MIN_STEPS:
+        rate, steps = size / schedule.dataset_size, round(compute / size)
+        schedules.append(replace(schedule, expected_batch_size=size, sampling_rate=rate, num_steps=steps))
         size *= 2
     return schedules
 

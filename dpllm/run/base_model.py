@@ -73,10 +73,10 @@ def _of_model(config: RunConfig, fetch: bool) -> Base | None:
     _refuse_no_model(name, record.files)
     weights = [file for file in record.files if file.endswith(_WEIGHTS)]
     # What transformers loads first may be a file that the block does not speak of.
-    asked = dict.fromkeys([*weights, "model.safetensors"])
-    there = {f: at for f in asked if (at := _hub_file(name, f, revision, fetch))}
-    listed = {file: record.files[file] for file in weights if fetch or file in there}
-    _refuse_changed(listed, there, f"base model {names.last_part(name)}")
+    candidates = dict.fromkeys([*weights, "model.safetensors"])
+    available = {f: at for f in candidates if (at := _hub_file(name, f, revision, fetch))}
+    listed = {file: record.files[file] for file in weights if fetch or file in available}
+    _refuse_changed(listed, available, f"base model {names.last_part(name)}")
     return _base(names.public_name(name), record)
 
 
@@ -111,9 +111,9 @@ def _check_settings(config: RunConfig, path: Path) -> None:
         )
     theirs, lora = read_json(path / ADAPTER[0]), config.adapter
     assert isinstance(lora, LoraConfig)  # as the recipe's own check says
-    if other := next((k for k in theirs if k not in _OURS and theirs[k] and theirs[k] not in _PLAIN.get(k, ())), None):
+    if extra := next((k for k in theirs if k not in _OURS and theirs[k] and theirs[k] not in _PLAIN.get(k, ())), None):
         raise ConfigError(
-            f"model.adapter {path}: has {other} {theirs[other]}, so it computes what none of a recipe does. Name another one."
+            f"model.adapter {path}: has {extra} {theirs[extra]}, so it computes what none of a recipe does. Name another one."
         )
     for key, ours, wanted, where_absent in (
         ("r", "adapter.r", lora.r, None),
@@ -130,7 +130,7 @@ def _check_settings(config: RunConfig, path: Path) -> None:
             )
 
 
-def _stated(path: Path, what: str) -> PrivacyRecord | None:
+def _stated(path: Path, label: str) -> PrivacyRecord | None:
     """The block of a directory; refused where it is about other files, or was cut off from the card."""
     if not (path / BLOCK).exists():
         try:
@@ -144,8 +144,8 @@ def _stated(path: Path, what: str) -> PrivacyRecord | None:
             "Take a whole copy, which dpllm verify passes."
         )
     record = _read(path / BLOCK)
-    there = {file.relative_to(path).as_posix(): file for file in path.rglob("*") if file.is_file()}
-    _refuse_changed(record.files, there, f"{what} {names.last_part(str(path))}")
+    present = {file.relative_to(path).as_posix(): file for file in path.rglob("*") if file.is_file()}
+    _refuse_changed(record.files, present, f"{label} {names.last_part(str(path))}")
     return record
 
 
@@ -169,12 +169,12 @@ def _read(path: Path) -> PrivacyRecord:
         ) from None
 
 
-def _refuse_changed(files: dict[str, str], there: dict[str, Path], what: str) -> None:
-    wrong = [name for name, stated in files.items() if name not in there or sha256(there[name]) != stated]
-    wrong += [name for name in sorted(there) if name.endswith(_WEIGHTS) and name not in files]
+def _refuse_changed(files: dict[str, str], present: dict[str, Path], label: str) -> None:
+    wrong = [name for name, stated in files.items() if name not in present or sha256(present[name]) != stated]
+    wrong += [name for name in sorted(present) if name.endswith(_WEIGHTS) and name not in files]
     if wrong:
         raise Refused(
-            f"{wrong[0]} of the {what} is not the file that its privacy.json describes, so nobody knows what these weights "
+            f"{wrong[0]} of the {label} is not the file that its privacy.json describes, so nobody knows what these weights "
             "promise. Take a copy that dpllm verify passes; if it was changed on purpose, remove privacy.json and the card."
         )
 

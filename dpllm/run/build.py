@@ -121,8 +121,8 @@ def build_model(decision: Decision, device: torch.device, console: Console) -> t
         )
     auto = config.adapter.method == "lora" and config.adapter.target_modules == "auto"
     if apart := adapters.left_out(net) if auto else []:
-        what = "routers, experts and other layers for which adapters or per-example gradients are not possible"
-        console.print(f"adapter.target_modules: auto leaves out {', '.join(apart)}: {what}.")
+        layers = "routers, experts and other layers for which adapters or per-example gradients are not possible"
+        console.print(f"adapter.target_modules: auto leaves out {', '.join(apart)}: {layers}.")
     return net, dropout_off
 
 
@@ -305,15 +305,15 @@ def vocabulary_of(
     held_out: Sequence[TokenSequence],
 ) -> int:
     """How many tokens both tokenizer and model know. Gemma 3's tokenizer has one more, for images, that no text holds."""
-    known, made = int(net.get_input_embeddings().weight.shape[0]), len(tokenizer)
+    embedded, made = int(net.get_input_embeddings().weight.shape[0]), len(tokenizer)
     sequences = itertools.chain((sequence for unit in units if unit for sequence in unit.sequences), held_out)
-    if made > known and any(max(sequence.input_ids) >= known for sequence in sequences):
+    if made > embedded and any(max(sequence.input_ids) >= embedded for sequence in sequences):
         raise ConfigError(
-            f"{config.model.name_or_path}: the tokenizer has {made} tokens but the model only {known} embeddings, and the data "
-            "contain tokens without one. Use the tokenizer that the model was trained with, or give the model more: "
+            f"{config.model.name_or_path}: the tokenizer has {made} tokens but the model only {embedded} embeddings, and the "
+            "data contain tokens without one. Use the tokenizer that the model was trained with, or give the model more: "
             f"model.resize_token_embeddings({made}), save it, and name that directory."
         )
-    return min(known, made)
+    return min(embedded, made)
 
 
 def groups_key(config: RunConfig, run: RunDir, plan: Plan | None, resumed: ResumeState | None) -> int:

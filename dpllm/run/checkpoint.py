@@ -226,26 +226,26 @@ def read_resume_state(config: RunConfig, run: RunDir, ledger: Ledger | None, pol
     if problems := ledger.verify(saved.head):
         raise _cut(run, problems[0])
     assert saved.entry is not None
-    own = ledger.run(saved.entry)
-    _check_reservation(run, own, ledger, policy)
-    if own.steps < saved.step:
-        raise _cut(run, f"it charged {own.steps} steps to this run, whose checkpoint is of step {saved.step}.")
-    if own.event != plan.event:
+    ledger_run = ledger.run(saved.entry)
+    _check_reservation(run, ledger_run, ledger, policy)
+    if ledger_run.steps < saved.step:
+        raise _cut(run, f"it charged {ledger_run.steps} steps to this run, whose checkpoint is of step {saved.step}.")
+    if ledger_run.event != plan.event:
         raise Refused(
             f"{run.plan} has another accounting event than the run reserved, so its steps would be accounted wrongly. Start "
             "anew with --overwrite."
         )
-    if lost := own.steps - saved.step:
+    if lost := ledger_run.steps - saved.step:
         notes.append(f"{lost} charged steps were lost in a crash and are not repeated")
     return ResumeState(
-        plan, saved.entry, own.steps, saved.lost + lost, record.resumes, tuple(notes), saved.units, saved.groups
+        plan, saved.entry, ledger_run.steps, saved.lost + lost, record.resumes, tuple(notes), saved.units, saved.groups
     )
 
 
-def _check_reservation(run: RunDir, own: Run, ledger: Ledger, policy: DatasetPolicy) -> None:
+def _check_reservation(run: RunDir, ledger_run: Run, ledger: Ledger, policy: DatasetPolicy) -> None:
     """Refuses a reservation that was closed, or is for other data."""
-    account, dataset = own.reservation.dataset, policy.dataset
-    if own.state == "reconciled":
+    account, dataset = ledger_run.reservation.dataset, policy.dataset
+    if ledger_run.state == "reconciled":
         raise Refused(
             f"{run.root}: its reservation was closed (dpllm ledger export says by whom), and its unused steps may have gone to "
             "other runs. Start anew with --overwrite."

@@ -248,7 +248,7 @@ def check_directory(config: RunConfig, run: RunDir, *, resume: bool, overwrite: 
     """Refuses, with a ConfigError, to lose a run, or the ledger; checkpoints that a complete run left behind go on resume."""
     status = read_status(run)
     # What a run that was refused left behind may go, and canaries that lie there for this one.
-    known = {run.private / "cache", run.export / "cache"} | ({run.canaries} if config.audit.plants else set())
+    expected = {run.private / "cache", run.export / "cache"} | ({run.canaries} if config.audit.plants else set())
     parts = {part for folder in (run.export, run.private) if folder.is_dir() for part in folder.iterdir()}
     if config.privacy.ledger and run.replaces(config.privacy.ledger):
         raise ConfigError(
@@ -267,7 +267,7 @@ def check_directory(config: RunConfig, run: RunDir, *, resume: bool, overwrite: 
             f"{run.root}: already holds a run, which would be lost. Type --resume to go on with it, --overwrite to replace it, "
             "or another --output_dir."
         )
-    elif not overwrite and status is None and parts - known:
+    elif not overwrite and status is None and parts - expected:
         raise ConfigError(
             f"{run.root}: is not a run, but holds {run.export.name}/ or {run.private.name}/ of something else, which a run "
             "would replace. Type another --output_dir, or --overwrite to delete them."

@@ -103,20 +103,20 @@ class _Failures:
         )
         # What every rank refuses rank 0 says by itself, if it is given the time.
         cause = self._cause(TO_END if broken else float(self._rank > 0))
-        own = error
+        failure = error
         if cause is None:
             if broken:
-                own = DpllmError(
+                failure = DpllmError(
                     "another process of the run ended without a message (perhaps out of memory, or its machine failed), so "
                     f"this one ends too ({type(error).__name__}). {CHARGED}"
                 )
             elif self._rank and not isinstance(error, DpllmError):
                 traceback.print_exception(error)  # on its own machine; another's message names only its kind
-            words = str(own) if isinstance(own, DpllmError) else f"{type(own).__name__}; see its output"
-            cause = self._post(words, getattr(own, "exit_code", 1), self._rank)
+            words = str(failure) if isinstance(failure, DpllmError) else f"{type(failure).__name__}; see its output"
+            cause = self._post(words, getattr(failure, "exit_code", 1), self._rank)
         if self._rank == 0 == cause["rank"]:
             self._set("said")
-            return own
+            return failure
         if not self._wait(TO_SAY, "said"):  # rank 0 is gone, or cannot be reached
             self._say(cause)
         return EndedElsewhere(cause["code"])

@@ -147,19 +147,20 @@ def skeleton(config: RunConfig, dtype: torch.dtype) -> Any:
 
 def _count(config: RunConfig, net: Any, packing: Packing) -> tuple[int, int] | None:
     """Activations and logits of ``Memory``, by a pass of rows of full length on shapes alone; None where it needs values."""
-    longest, each = min(config.data.max_length, loading.positions(net) or config.data.max_length), packing.rows_each
+    longest = min(config.data.max_length, loading.positions(net) or config.data.max_length)
+    rows_each = packing.rows_each
     row = TokenSequence((0,) * longest, (False, *[True] * (longest - 1)), max(1, longest - 1))
-    units = [Unit((row,) * each)] * (1 if packing.alone else packing.room // (each * longest))
-    some = lay_out(units, packing, 0).to(torch.device("meta"))
+    units = [Unit((row,) * rows_each)] * (1 if packing.alone else packing.room // (rows_each * longest))
+    passes = lay_out(units, packing, 0).to(torch.device("meta"))
     try:
         with tally():  # apart, as the look that it takes at the model is no part of a step
             losses = TokenLosses(net, torch.device("meta"))
-        with tally() as counted, RowAttention(net).of(some):
-            loss = losses(some).nll_M.sum()
+        with tally() as counted, RowAttention(net).of(passes):
+            loss = losses(passes).nll_M.sum()
             held = counted.live
             if not losses.head:
                 head = net.get_output_embeddings().weight
-                held -= some.input_ids_1M.numel() * len(head) * head.element_size()  # of the logits
+                held -= passes.input_ids_1M.numel() * len(head) * head.element_size()  # of the logits
             loss.backward()  # type: ignore[no-untyped-call]
     except (RuntimeError, NotImplementedError, AssertionError):  # routers choose rows by value
         return None
@@ -184,7 +185,7 @@ def _memory(
             weights += parameter.numel() * (bits / 8 if bits is not None and quantised else stored)
     tokens = config.data.max_length if packing.alone else packing.tokens
     factors = sum(tokens * sum(p.shape) for p in trains if p.dim() == 2 and (not packing.held_numbers or is_wide(p)))
-    kept = packing.most_units * packing.held_numbers + factors
+    held = packing.most_units * packing.held_numbers + factors
     activations, logits = counted
     return Memory(
         weights=round(weights),
@@ -192,7 +193,7 @@ def _memory(
         optimizer=size * (8 if config.train.optimizer == "adamw" else 4 if config.train.momentum else 0),
         sums=12 * size,
         noise=8 * size * (bands - 1),
-        unit_gradients=4 * (kept if config.privacy.enabled else size),
+        unit_gradients=4 * (held if config.privacy.enabled else size),
         activations=activations,
         logits=logits,
     )
@@ -228,10 +229,10 @@ class Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return 1  # transformers asks whether a mask is all ones, and it is
         out = func(*args, **(kwargs or {}))
         inputs = [*_tensors(args), *_tensors((kwargs or {}).values())]
-        known = {leaf.untyped_storage()._cdata for leaf in inputs}
+        storages = {leaf.untyped_storage()._cdata for leaf in inputs}
         for leaf in _tensors((out,)):
             storage = leaf.untyped_storage()
-            if storage._cdata not in known and storage._cdata not in self._held:
+            if storage._cdata not in storages and storage._cdata not in self._held:
                 self._hold(storage)
         return out
 

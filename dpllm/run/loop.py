@@ -146,11 +146,11 @@ def _take_steps(
             batches, canaries = next(logical_batches)
             prepared.reservation.charge(step + 1)  # written before the update exists
             with memory.explained(prepared.config, prepared.engine.packing):
-                here = prepared.engine.step(batches, canaries)
+                sums = prepared.engine.step(batches, canaries)
             step += 1
             positions = float(sum(batch.input_ids_1M.numel() for batch in batches))
             stop, positions, loss_sum, units, clipped, norm_sum, *by_layer = processes.totals(
-                len(stopping), positions, here.loss_sum, here.units, here.clipped, here.norm_sum, *here.clipped_by_layer
+                len(stopping), positions, sums.loss_sum, sums.units, sums.clipped, sums.norm_sum, *sums.clipped_by_layer
             )
             everywhere = Diagnostics(loss_sum, int(units), int(clipped), norm_sum, tuple(map(int, by_layer)))
             recorder.step(step, rate, int(positions), everywhere)

@@ -81,10 +81,10 @@ def promise(
     return plan_of(make_config(settings, None, "dpllm.promise"), units)
 
 
-def _whole(name: str, value: int, most: int | None = None) -> int:
+def _whole(name: str, value: int, maximum: int | None = None) -> int:
     """Of 1 or more; an integer of numpy is one."""
     plain = isinstance(value, Integral) and not isinstance(value, bool)
-    return events.integer(name, int(value) if plain else value, 1, most)
+    return events.integer(name, int(value) if plain else value, 1, maximum)
 
 
 class Engine:
@@ -245,8 +245,8 @@ def _seen(model: nn.Module) -> dict[str, tuple[Any, ...]]:
 
 def hooks(owner: Any, *starts: str) -> list[tuple[Any, ...]]:
     """The hooks in each of the dictionaries that torch keeps in an owner under names that begin so."""
-    kept = vars(owner).items()
-    return [tuple(some.values()) for name, some in kept if name.startswith(starts) and isinstance(some, dict)]
+    attributes = vars(owner).items()
+    return [tuple(table.values()) for name, table in attributes if name.startswith(starts) and isinstance(table, dict)]
 
 
 def _check_plan(plan: Plan, ledger: Ledger, optimizer: torch.optim.Optimizer) -> None:
@@ -294,8 +294,8 @@ def _frozen(units: Sequence[Unit], size: int, max_length: int, vocabulary: int) 
                 )
             if len(ids) > max_length:
                 raise ConfigError(f"units[{number}] has a row longer than max_length. Cut it, or raise max_length.")
-            known = all(0 <= token < vocabulary for token in ids)
-            if not known or not 1 <= len(ids) == len(mask) or mask[0] or row.denominator < 1:
+            in_vocabulary = all(0 <= token < vocabulary for token in ids)
+            if not in_vocabulary or not 1 <= len(ids) == len(mask) or mask[0] or row.denominator < 1:
                 raise ConfigError(
                     f"units[{number}] has a row with nothing to train on. Give token ids below {vocabulary}, a loss_mask of the "
                     "same length that is False at position 0, and a denominator of at least 1."

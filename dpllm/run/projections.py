@@ -92,9 +92,9 @@ def read_turns(path: Path, coefficients: tuple[float, ...], width: int) -> Bande
     """Which turns ``width`` gradient canaries had, whose slots are last; None without coefficients. Errors: ``read_groups``."""
     if not coefficients:
         return None
-    kept = read_groups(path)
-    group_N = groups(CyclicSchedule(kept.bands, kept.key), kept.slots)
-    return BandedTurns(coefficients, group_N[kept.slots - width :], kept.starts)
+    kept_groups = read_groups(path)
+    group_N = groups(CyclicSchedule(kept_groups.bands, kept_groups.key), kept_groups.slots)
+    return BandedTurns(coefficients, group_N[kept_groups.slots - width :], kept_groups.starts)
 
 
 @dataclass(frozen=True)
@@ -119,9 +119,10 @@ class KeptGroups:
 def read_groups(path: Path) -> KeptGroups:
     """What ``KeptGroups.write`` wrote; a missing or damaged file is a ConfigError."""
     try:
-        kept = read_json(path)
-        key, bands, slots, starts = int(kept["key"], 16), kept["bands"], kept["slots"], list(kept["starts"])
-        if all(type(one) is int and one >= 0 for one in (bands, slots, *starts)) and bands > 1 and 0 <= key < 2**256:
+        stored = read_json(path)
+        key, bands, slots, starts = int(stored["key"], 16), stored["bands"], stored["slots"], list(stored["starts"])
+        numbers = all(type(number) is int and number >= 0 for number in (bands, slots, *starts))
+        if numbers and bands > 1 and 0 <= key < 2**256:
             return KeptGroups(bands, key, slots, tuple(starts))
     except (ConfigError, KeyError, TypeError, ValueError):
         pass

@@ -101,8 +101,8 @@ class Decision:
     def lowered(self) -> str:
         """Says that ``privacy.fit_budget`` lowered the epsilon that was asked for; empty where it did not."""
         plan = self.plan
-        asked = self.config.privacy.fit_budget and self.config.privacy.noise_multiplier is None
-        if plan is None or not asked or plan.epsilon > 0.99 * plan.target_epsilon:
+        fits_budget = self.config.privacy.fit_budget and self.config.privacy.noise_multiplier is None
+        if plan is None or not fits_budget or plan.epsilon > 0.99 * plan.target_epsilon:
             return ""
         return (
             f"privacy.fit_budget: epsilon is lowered to {plan.epsilon:.3f} from the {plan.target_epsilon:g} asked for, the most "
@@ -144,8 +144,8 @@ class Decision:
         return "\n".join([*lines, *(f"Refused: {error}" for error in self.refusals)])
 
     def _repr_html_(self) -> str:
-        more = {"Advice": " ".join(self.advice) or None, "Refused": "; ".join(map(str, self.refusals)) or None}
-        return html_table("Decision", {**self._in_words(), **more})
+        remarks = {"Advice": " ".join(self.advice) or None, "Refused": "; ".join(map(str, self.refusals)) or None}
+        return html_table("Decision", {**self._in_words(), **remarks})
 
     def without_rows(self) -> Self:
         """The same for other processes, which have not the files of this one open."""
@@ -183,46 +183,48 @@ def decide(
         fetch: Whether the base model's statement may be downloaded.
         cache: Where the rows that are read are kept, for whoever trains on them; None: nowhere.
     """
-    found, run = Refusals(), RunDir(Path(config.output_dir))
-    config = config.changed({"data.chat_template": found.attempt(rendering.read_template, config.data.chat_template)})
-    found.attempt(check_modes, config)
+    refusals, run = Refusals(), RunDir(Path(config.output_dir))
+    template = refusals.attempt(rendering.read_template, config.data.chat_template)
+    config = config.changed({"data.chat_template": template})
+    refusals.attempt(check_modes, config)
     if start is not None:
-        found.attempt(check_directory, config, run, resume=start.resume, overwrite=start.overwrite)
+        refusals.attempt(check_directory, config, run, resume=start.resume, overwrite=start.overwrite)
         if start.resume:
-            found.attempt(same_recipe, config, run)
-    ledger = found.attempt(open_ledger, config.privacy.ledger, create=False)
+            refusals.attempt(same_recipe, config, run)
+    ledger = refusals.attempt(open_ledger, config.privacy.ledger, create=False)
     with ledger or contextlib.nullcontext():
-        subject = subject or look(config, ledger, found, cache)
+        subject = subject or look(config, ledger, refusals, cache)
         if subject is None:
-            return Decision(config, refusals=tuple(found.errors))
-        config, resumed = config.changed(subject.found), None
-        found.attempt(_check_machine, config, start)
+            return Decision(config, refusals=tuple(refusals.errors))
+        config, resumed = config.changed(subject.resolved), None
+        refusals.attempt(_check_machine, config, start)
         dataset, parent = subject.dataset, config.privacy.derived_from if subject.policy else None
         if start and start.resume:
             if subject.policy:
-                resumed = found.attempt(read_resume_state, config, run, ledger, subject.policy)
-            if found.errors:
-                return Decision(config, subject, resumed=resumed, refusals=tuple(found.errors))
-        schedule, plan, seen = found.attempt(schedule_of, config, subject.num_units), None, None
+                resumed = refusals.attempt(read_resume_state, config, run, ledger, subject.policy)
+            if refusals.errors:
+                return Decision(config, subject, resumed=resumed, refusals=tuple(refusals.errors))
+        schedule, plan, seen = refusals.attempt(schedule_of, config, subject.num_units), None, None
         if start and resumed and schedule and config.privacy.enabled:
-            plan = found.attempt(_resumed_plan, config, subject.num_units, resumed)
+            plan = refusals.attempt(_resumed_plan, config, subject.num_units, resumed)
             schedule = plan.schedule if plan else schedule
         elif config.privacy.enabled:
-            left = terms or found.attempt(dataset_policy.terms, ledger, dataset, parent, config.privacy.fit_budget)
-            plan, over = _plan(config, subject.num_units, schedule, left or dataset_policy.terms(None, "", None), found)
+            limits = terms or refusals.attempt(dataset_policy.terms, ledger, dataset, parent, config.privacy.fit_budget)
+            plan, over = _plan(config, subject.num_units, schedule, limits, refusals)
             if ledger and plan and terms is None and not (start and start.entry):
-                seen = found.attempt(ledger.outlook, dataset, [RunRequest.of(plan, final=config.privacy.final)], parent)
+                request = RunRequest.of(plan, final=config.privacy.final)
+                seen = refusals.attempt(ledger.outlook, dataset, [request], parent)
             if error := (seen.error if seen else None) or over:
-                found.add(error)
-        found.attempt(check_learning_rate, config, plan)
-        base = found.attempt(of_base, config, fetch=fetch)
-        if resumed and not found.errors:
-            found.attempt(same_lineage, base, config, run)
-        subject = replace(subject, labels=found.attempt(lineage.of_labels, subject.labels, base, ledger))
+                refusals.add(error)
+        refusals.attempt(check_learning_rate, config, plan)
+        base = refusals.attempt(of_base, config, fetch=fetch)
+        if resumed and not refusals.errors:
+            refusals.attempt(same_lineage, base, config, run)
+        subject = replace(subject, labels=refusals.attempt(lineage.of_labels, subject.labels, base, ledger))
         about = {"dataset": dataset, "derived_from": parent, "book": ledger, "plan": plan}
-        ancestry = found.attempt(lineage.compose_with_base, base, config, **about)
+        ancestry = refusals.attempt(lineage.compose_with_base, base, config, **about)
         before = (base.weights, base.labels) if base else ()
-        return Decision(config, subject, schedule, plan, seen, ancestry, resumed, tuple(found.errors), *before)
+        return Decision(config, subject, schedule, plan, seen, ancestry, resumed, tuple(refusals.errors), *before)
 
 
 def _check_machine(config: RunConfig, start: Start | None) -> None:
@@ -247,8 +249,9 @@ def _check_machine(config: RunConfig, start: Start | None) -> None:
             f"model.name_or_path {name}: holds no config.json, so it is not a model. Name the folder of a model."
         )
     settings = folder / "tokenizer_config.json"
-    beside = any((folder / file).exists() for file in ("chat_template.jinja", "additional_chat_templates"))
-    if config.data.format != "messages" or beside or not settings.exists():  # without a tokenizer, it can be planned
+    with_template = any((folder / file).exists() for file in ("chat_template.jinja", "additional_chat_templates"))
+    # Without a tokenizer, it can be planned.
+    if config.data.format != "messages" or with_template or not settings.exists():
         return
     if not (read_json(settings).get("chat_template") or config.data.chat_template):
         raise ConfigError(
@@ -258,19 +261,19 @@ def _check_machine(config: RunConfig, start: Start | None) -> None:
 
 
 def _plan(
-    config: RunConfig, num_units: int, schedule: Schedule | None, terms: dataset_policy.Terms, found: Refusals
+    config: RunConfig, num_units: int, schedule: Schedule | None, terms: dataset_policy.Terms | None, refusals: Refusals
 ) -> tuple[Plan | None, BudgetExceeded | None]:
     """The Plan, and what is to be said where the budget leaves too little for its noise to be calibrated."""
-    over = None
+    over, terms = None, terms or dataset_policy.terms(None, "", None)
     if schedule is None:  # delta can be judged all the same
-        found.attempt(resolved_delta, config.privacy.delta, terms["largest_delta"], num_units)
+        refusals.attempt(resolved_delta, config.privacy.delta, terms["largest_delta"], num_units)
         return None, None
     try:
         return plan_of(config, num_units, **terms), None
     except BudgetExceeded as error:
         over = error
     except DpllmError as error:
-        found.add(error)
+        refusals.add(error)
     # What it would cost all the same: without the filter, and with no target for a noise multiplier that is given.
     relaxed = config.changed({"privacy.epsilon": UNBOUNDED}) if config.privacy.noise_multiplier else config
     try:
@@ -284,9 +287,9 @@ def _resumed_plan(config: RunConfig, num_units: int, resumed: ResumeState) -> Pl
     """The same promise once more: its noise was calibrated to what was left of the budget then."""
     before = resumed.plan
     assert before is not None
-    again = config.changed({"privacy.noise_multiplier": before.noise_multiplier, "privacy.delta": before.delta})
+    repeated = config.changed({"privacy.noise_multiplier": before.noise_multiplier, "privacy.delta": before.delta})
     coefficients = before.coefficients  # no other machine's last bits
-    check_promise(plan_of(again, num_units, coefficients=coefficients), before)
+    check_promise(plan_of(repeated, num_units, coefficients=coefficients), before)
     return before
 
 
@@ -381,11 +384,11 @@ def num_slots(audit: AuditConfig, data: DataConfig) -> int:
     Where whole units are drawn, a candidate is one unit that brings all of its repetitions, and holds one slot. Where rows
     are drawn, each repetition holds one. More repetitions than one unit may bring are a ConfigError.
     """
-    groups, most = audit.canaries.groups if audit.canaries else {}, data.max_examples_per_unit
-    if most is not None and max(groups, default=0) > most:
+    groups, max_rows = audit.canaries.groups if audit.canaries else {}, data.max_examples_per_unit
+    if max_rows is not None and max(groups, default=0) > max_rows:
         raise ConfigError(
             f"audit.canaries.groups: all {max(groups)} repetitions of a canary belong to one {data.unit}, of which only "
-            f"data.max_examples_per_unit ({most}) rows train. Lower the repetitions in audit.canaries.groups, or raise "
+            f"data.max_examples_per_unit ({max_rows}) rows train. Lower the repetitions in audit.canaries.groups, or raise "
             "data.max_examples_per_unit."
         )
     return sum(data.slots_each(group) * number for group, number in groups.items()) + audit.gradient_canaries

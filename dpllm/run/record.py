@@ -69,10 +69,10 @@ class Recorder:
         names = prepared.examples.figures
         figures = [f"eval_{name}_{when}" for name in names for when in ("before", "after")]
         self._step, summary = prepared.first_step, prepared.run.summary
-        kept = read_json(summary) if main and self._step and summary.exists() else {}  # of a run that goes on
-        known: dict[str, float | None] = {name: kept.get(name) for name in figures[::2]}
+        stored = read_json(summary) if main and self._step and summary.exists() else {}  # of a run that goes on
+        figures_before: dict[str, float | None] = {name: stored.get(name) for name in figures[::2]}
         self._figures = names
-        self._summary = {**dict.fromkeys(figures), "eval_tokens": 0, **known}
+        self._summary = {**dict.fromkeys(figures), "eval_tokens": 0, **figures_before}
         self._saved: int | None = None
         self._finite = True  # the loss of the last step
         self._not_finite = 0  # steps with a gradient that is not
@@ -103,10 +103,10 @@ class Recorder:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None or self._finishing or not self._main:
             return
-        why = f"it ended with {type(error).__name__} after step {self._step}"
+        reason = f"it ended with {type(error).__name__} after step {self._step}"
         # On a full disk, what stands there says interrupted too.
         with self._deadline.writing, contextlib.suppress(OSError):
-            self._write_unfinished(self._step, why)
+            self._write_unfinished(self._step, reason)
         self._telemetry.end()
 
     def step(self, step: int, rate: float, positions: int, seen: Diagnostics) -> None:
@@ -245,9 +245,9 @@ class Recorder:
         write_json(self._prepared.run.summary, {**self._summary, **cost, "units_at_max_length": longest})
         return cost
 
-    def _write_unfinished(self, step: int | None, why: str) -> None:
+    def _write_unfinished(self, step: int | None, reason: str) -> None:
         manifest = manifest_of(self._prepared.run, self._prepared.config, ended=False)
-        self._write(step, "interrupted", manifest, self._cost(None), why)
+        self._write(step, "interrupted", manifest, self._cost(None), reason)
 
     def _write(
         self,

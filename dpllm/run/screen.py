@@ -64,10 +64,10 @@ def tell_lengths(lengths: Lengths, config: RunConfig, console: Console) -> None:
 
 def tell_lengths_of_some(config: RunConfig, table: data.Table, console: Console) -> None:
     """The same of a thousand rows, before there are tokens, where a terminal shows it; silent without a tokenizer."""
-    some, lengths = each_row(table.rows[:: len(table.rows) // 1000 + 1]), Lengths()
+    sample, lengths = each_row(table.rows[:: len(table.rows) // 1000 + 1]), Lengths()
     with contextlib.suppress(DpllmError):
         tokenizer = load_tokenizer(config.model, config.data)
-        for _ in iter_units(some, table.format, tokenizer, config.data, lengths=lengths):
+        for _ in iter_units(sample, table.format, tokenizer, config.data, lengths=lengths):
             pass
         tell_lengths(lengths, config, console)
 
@@ -186,7 +186,7 @@ class Samples:
                 is none although ``train.sample_every`` is set.
             DataError: The file cannot be read, or holds something else.
         """
-        named, most = config.train.sample_prompts, config.data.max_length
+        named, max_tokens = config.train.sample_prompts, config.data.max_length
         if config.train.sample_every is not None and not named:
             raise ConfigError("train.sample_every is set without prompts. Set train.sample_prompts too, or remove it.")
         if isinstance(named, str) and _is_private(resolved(named), config.data):
@@ -197,16 +197,16 @@ class Samples:
         read = read_prompts(Path(named)) if isinstance(named, str) and main else named or []
         prompts = processes.shared(read)  # a file need lie on rank 0's machine alone
         assert config.data.format != "auto"
-        how = config.data.format, config.data.template
-        encoded = [tuple(encode(tokenizer, prompt, number, *how)) for number, prompt in enumerate(prompts)]
+        layout = config.data.format, config.data.template
+        encoded = [tuple(encode(tokenizer, prompt, number, *layout)) for number, prompt in enumerate(prompts)]
         for number, ids in enumerate(encoded, start=1):
-            if len(ids) >= most:
+            if len(ids) >= max_tokens:
                 raise ConfigError(
-                    f"train.sample_prompts: prompt {number} has {len(ids)} tokens, and data.max_length {most} leaves no room "
-                    "for the model's text. Shorten the prompt."
+                    f"train.sample_prompts: prompt {number} has {len(ids)} tokens, and data.max_length {max_tokens} leaves no "
+                    "room for the model's text. Shorten the prompt."
                 )
         words = (prompt if isinstance(prompt, str) else str(prompt[-1].get("content", "")) for prompt in prompts)
-        return cls(tuple(words), tuple(encoded), config.train.sample_every, most)
+        return cls(tuple(words), tuple(encoded), config.train.sample_every, max_tokens)
 
     def due(self, step: int, total: int) -> bool:
         """Whether texts are written after step ``step`` of ``total``, counted from 1."""
@@ -260,8 +260,8 @@ def summary(ended: Run) -> dict[str, Any]:
     held_out = ended.config.data.eval is not None
     follow = [f"dpllm audit {root}"] * run.canaries.exists() + [f"dpllm card {root}"]
     if record.status != "completed":
-        again = "--resume" if run.resume.exists() else "--overwrite"
-        follow = [f"dpllm train {shlex.quote(str(run.config))} {again}", *follow]
+        option = "--resume" if run.resume.exists() else "--overwrite"
+        follow = [f"dpllm train {shlex.quote(str(run.config))} {option}", *follow]
     return {
         "run": str(run.root),
         "status": record.status,
@@ -283,29 +283,29 @@ def summary(ended: Run) -> dict[str, Any]:
     }
 
 
-def summary_table(found: dict[str, Any]) -> Table:
+def summary_table(public: dict[str, Any]) -> Table:
     """The same for people; ``found`` is of ``summary``."""
-    title = Text(f"{found['status']}: {found['run']}")
+    title = Text(f"{public['status']}: {public['run']}")
     table = Table(show_header=False, box=box.SIMPLE, title=title, title_justify="left")
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    holds, lost, private = found["guarantee"], found["steps_lost"], found["private_figures"]
-    losses = [(when, found[f"eval_loss_{when}"]) for when in ("before", "after")]
+    holds, lost, private = public["guarantee"], public["steps_lost"], public["private_figures"]
+    losses = [(when, public[f"eval_loss_{when}"]) for when in ("before", "after")]
     shown = ", ".join(f"{loss:.4f} {when}" for when, loss in losses if loss is not None)
     won = [
-        f"{found[key]:.1%} {when}" for when in ("before", "after") if found.get(key := f"eval_reward_accuracy_{when}")
+        f"{public[key]:.1%} {when}" for when in ("before", "after") if public.get(key := f"eval_reward_accuracy_{when}")
     ]
-    more = f"; {lost} more were charged and lost" if lost else ""
-    promise = f"epsilon {found['epsilon']:.3f} at delta {found['delta']:g}" if holds else f"none: {found['reason']}"
+    lost_steps = f"; {lost} more were charged and lost" if lost else ""
+    promise = f"epsilon {public['epsilon']:.3f} at delta {public['delta']:g}" if holds else f"none: {public['reason']}"
     rows = {
-        "steps": f"{found['steps_taken'] - lost} of {found['steps_planned']}{more}",
+        "steps": f"{public['steps_taken'] - lost} of {public['steps_planned']}{lost_steps}",
         "guarantee": promise,
         "held-out loss": f"{shown} (nats per token)" if shown else private and f"private: {private}",
         "reward accuracy": ", ".join(won) or None,
-        "charged to": found["dataset"],
-        "to publish": f"{found['export']}/",
-        "to keep private": f"{found['private']}/",
-        "next": "\n".join(found["next"]),
+        "charged to": public["dataset"],
+        "to publish": f"{public['export']}/",
+        "to keep private": f"{public['private']}/",
+        "next": "\n".join(public["next"]),
     }
     for name, words in rows.items():
         if words is not None:

@@ -71,7 +71,7 @@ class Subject:
     labels: Labels | None = None  # of preference pairs, where labels were flipped at the source
 
     @property
-    def found(self) -> dict[str, Any]:
+    def resolved(self) -> dict[str, Any]:
         """Keys of the recipe that the data decide."""
         return {"data.format": self.format, "data.label_epsilon": self.labels.epsilon if self.labels else None}
 
@@ -83,35 +83,35 @@ def read_subject(config: RunConfig, cache: Path | None = None) -> Subject:
         DataError: The training data cannot be read as declared.
         Refused: The ledger does not permit them to be trained on in this way.
     """
-    found = Refusals()
+    refusals = Refusals()
     with open_ledger(config.privacy.ledger, create=False) or contextlib.nullcontext() as ledger:
-        subject = look(config, ledger, found, cache)
-    if found.errors:
-        raise found.errors[0]
+        subject = look(config, ledger, refusals, cache)
+    if refusals.errors:
+        raise refusals.errors[0]
     assert subject is not None
     return subject
 
 
-def look(config: RunConfig, ledger: Ledger | None, found: Refusals, cache: Path | None) -> Subject | None:
+def look(config: RunConfig, ledger: Ledger | None, refusals: Refusals, cache: Path | None) -> Subject | None:
     """What is known of the training data, whose rows are kept in ``cache``; None where they cannot be read as units."""
     with scratch() if cache is None else contextlib.nullcontext(cache) as where:
         tell("Reading data.train")
-        table = found.attempt(data.load_table, config.data.train, config.data, config.data.train_split, where)
+        table = refusals.attempt(data.load_table, config.data.train, config.data, config.data.train_split, where)
         if table is None:
             return None
-        held_out = found.attempt(data.load_held_out, config.data, where)
-        found.attempt(_check_objective, config, table)
-        labels = found.attempt(read_labels, config.data)
-        policy = found.attempt(dataset_policy.find_policy, config, table, held_out, ledger)
-        units = found.attempt(data.sampled_rows, table, config.data)
+        held_out = refusals.attempt(data.load_held_out, config.data, where)
+        refusals.attempt(_check_objective, config, table)
+        labels = refusals.attempt(read_labels, config.data)
+        policy = refusals.attempt(dataset_policy.find_policy, config, table, held_out, ledger)
+        units = refusals.attempt(data.sampled_rows, table, config.data)
     if units is None:
         return None
     delta = config.privacy.delta if config.privacy.enabled else "auto"
-    found.attempt(public_units, config.data, len(units), delta)
+    refusals.attempt(public_units, config.data, len(units), delta)
     fmt = table.format
     # Where the policy refuses, the declared name is shown: what the ledger holds under it is no secret from its owner.
     name = policy.dataset if policy else config.privacy.dataset or data.dataset_name(config.data)
-    found.attempt(_check_words, config, name)
+    refusals.attempt(_check_words, config, name)
     return Subject(
         config.data.public_size or len(units),
         fmt,
@@ -140,9 +140,15 @@ def _check_objective(config: RunConfig, table: data.Table) -> None:
 
 def _check_words(config: RunConfig, dataset: str) -> None:
     """Refuses, with a ConfigError, a name or a text that no card can hold, before anything is charged."""
-    told = names.publishable(config)
-    outside = dataset, told.output_dir, told.model.name_or_path, told.card.title, told.card.description
-    marks = re.search("<!-- /?dpllm:", json.dumps([dataset, told.model_dump(mode="json")]))
+    published = names.publishable(config)
+    outside = (
+        dataset,
+        published.output_dir,
+        published.model.name_or_path,
+        published.card.title,
+        published.card.description,
+    )
+    marks = re.search("<!-- /?dpllm:", json.dumps([dataset, published.model_dump(mode="json")]))
     if marks or any(section.HIDING.search(f" {text or ''}") for text in outside):
         raise ConfigError(
             f"a text in the recipe, or the name of the data ({dataset!r}), holds a mark of a card's parts, HTML that could hide "
