@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny
@@ -11,12 +10,12 @@ import transformers
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from text_tables import Json, load_rows, refused
 
-from dpllm.errors import ConfigError, DataError
+from dpllm.errors import ConfigError
 from dpllm.recipe.config import load_config
 from dpllm.text import prompts, rendering
 from dpllm.text.builtin import NAMES
-from dpllm.text.data import load_table
 from dpllm.text.tokens import encode
 
 ANSWER = "{prompt}\n### Answer:\n{completion}"
@@ -29,6 +28,8 @@ TOKENIZERS = {"byte-level": tiny.tokenizer(), "tiny": transformers.AutoTokenizer
     [
         (None, "near[Cuisine]", "Wildwood", "near[Cuisine]", " Wildwood"),
         (None, "Q: ", "5", "Q:", " 5"),
+        (None, "Q:", " 5", "Q:", " 5"),
+        (None, "Q: ", " 5", "Q:", "  5"),
         (None, "Q:\n", "5", "Q:\n", "5"),
         (None, "", "5", "", "5"),
         ("{prompt}{completion}", "near[Cuisine]", "Wildwood", "near[Cuisine]", "Wildwood"),
@@ -83,7 +84,6 @@ def test_a_template_that_loses_text_or_says_it_twice_is_refused(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("row", [{"text": "a"}, {"messages": [{"role": "user", "content": "a"}]}])
-def test_other_formats_have_no_place_for_one(tmp_path: Path, row: dict[str, Any]) -> None:
-    data = tiny.reads(128, template=ANSWER, train=str(tiny.write_rows(tmp_path / "rows.jsonl", [row])))
-    with pytest.raises(DataError, match=r"row 1 reads as .*Remove data\.template"):
-        load_table(data.train, data, "train", tmp_path)
+def test_other_formats_refuse_a_template(tmp_path: Path, row: Json) -> None:
+    with refused(r"row 1 reads as .*data\.template"):
+        load_rows(tmp_path, row, template=ANSWER)
