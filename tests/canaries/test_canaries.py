@@ -126,14 +126,18 @@ def test_repetitions_are_from_1_to_32(groups):
     assert CanaryConfig().groups == {1: 1000, 4: 20, 32: 20}
 
 
+CHANGES = {"kind": "random_tokens", "groups": {1: 30, 4: 6}, "digits": 7, "references": 101, "place": "prompt"}
+
+
 def test_a_plan_fits_the_section_that_it_was_made_from_and_no_other(tmp_path):
     path = tmp_path / "canaries.json"
     save(plan_canaries(SMALL), path)
     plan = load(path)
+    assert "place" not in plan.settings  # plans of an earlier version still fit
     # The last key is not read by this kind, so the texts do not follow from it.
     for same in ({}, {"tokens": 9}):
         assert check_fits(plan, AuditConfig(canaries=SMALL.model_copy(update=same)), path) is plan
-    for key, value in (("kind", "random_tokens"), ("groups", {1: 30, 4: 6}), ("digits", 7), ("references", 101)):
+    for key, value in CHANGES.items():
         with pytest.raises(ConfigError, match="planned for another recipe"):
             check_fits(plan, AuditConfig(canaries=SMALL.model_copy(update={key: value})), path)
     with pytest.raises(ConfigError, match="planned for another recipe"):
@@ -168,33 +172,39 @@ FIELDS = [(part, field) for part in ("canaries", "references") for field in Cana
 ALONE = ("kind", "log2_secrets", "settings", "salt", "commitment", "gradient_key", "gradient_coins", "label_epsilon")
 
 
-@pytest.mark.parametrize("where", [*FIELDS, *((name,) for name in ALONE)])
-def test_a_plan_changed_anywhere_does_not_match_its_commitment(tmp_path, where):
+@pytest.fixture
+def saved(tmp_path):
+    """A plan that lies in a file, and its JSON."""
     path = tmp_path / "canaries.json"
     save(plan_canaries(SMALL), path)
-    value = json.loads(path.read_text())
+    return path, json.loads(path.read_text())
+
+
+def check_tampered(path, value):
+    path.write_text(json.dumps(value))
+    with pytest.raises(ConfigError, match="does not match its own commitment"):
+        load(path)
+
+
+@pytest.mark.parametrize("where", [*FIELDS, *((name,) for name in ALONE)])
+def test_a_plan_changed_anywhere_does_not_match_its_commitment(saved, where):
+    path, value = saved
     assert {"canaries", "references", *ALONE} == value.keys() - {"schema_version"}
     holder = value[where[0]][3] if len(where) == 2 else value
     holder[where[-1]] = "ab" * 32 if where == ("salt",) else other(holder[where[-1]])
-    path.write_text(json.dumps(value))
-    with pytest.raises(ConfigError, match="does not match its own commitment"):
-        load(path)
+    check_tampered(path, value)
 
 
 @pytest.mark.parametrize("change", ["swap", "drop", "move"])
-def test_neither_order_nor_number_can_be_changed(tmp_path, change):
-    path = tmp_path / "canaries.json"
-    save(plan_canaries(SMALL), path)
-    value = json.loads(path.read_text())
-    parts = value["canaries"], value["references"]
+def test_neither_order_nor_number_can_be_changed(saved, change):
+    path, value = saved
+    canaries, references = value["canaries"], value["references"]
     if change == "swap":
-        parts[0][0], parts[0][1] = parts[0][1], parts[0][0]
+        canaries[0], canaries[1] = canaries[1], canaries[0]
     else:
-        taken = parts[1].pop()
-        parts[0].extend([taken] if change == "move" else [])
-    path.write_text(json.dumps(value))
-    with pytest.raises(ConfigError, match="does not match its own commitment"):
-        load(path)
+        moved = references.pop()
+        canaries.extend([moved] if change == "move" else [])
+    check_tampered(path, value)
 
 
 def test_a_crash_while_a_run_is_replaced_leaves_no_known_coins(tmp_path, monkeypatch):
@@ -205,8 +215,8 @@ def test_a_crash_while_a_run_is_replaced_leaves_no_known_coins(tmp_path, monkeyp
     save(plan_canaries(SMALL), run.canaries)
     unlink = Path.unlink
 
-    def crash(path, **how):
-        unlink(path, **how)
+    def crash(path, **options):
+        unlink(path, **options)
         if path == run.config:
             raise KeyboardInterrupt
 

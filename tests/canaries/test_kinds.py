@@ -8,7 +8,7 @@ import random
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import replace
+from itertools import compress
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,15 +21,19 @@ from pydantic import ValidationError
 from scipy import stats
 
 from dpllm.canaries import canaries, texts
-from dpllm.canaries.canaries import check_fits, load, plan_canaries, redraw_coins, save
+from dpllm.canaries.canaries import plan_canaries, redraw_coins
 from dpllm.canaries.texts import ModelSource, encode_secret
 from dpllm.errors import ConfigError
 from dpllm.model import loading
 from dpllm.recipe.config import RunConfig
-from dpllm.recipe.sections import AuditConfig, CanaryConfig
+from dpllm.recipe.sections import CanaryConfig
 from dpllm.text.tokens import encode
 
 KINDS = ("digits", "random_tokens", "new_tokens")
+CHAT = (
+    "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
 
 
 def recipe(**data):
@@ -51,9 +55,13 @@ def tokenizer():
     return loading.load_tokenizer(recipe().model)
 
 
+def source_of(tokenizer, **data):
+    return ModelSource(recipe(**data), tokenizer, torch.device("cpu"))
+
+
 @pytest.fixture(scope="module")
 def source(tokenizer):
-    return ModelSource(recipe(), tokenizer, torch.device("cpu"))
+    return source_of(tokenizer)
 
 
 def everyone(plan):
@@ -67,17 +75,17 @@ def config(kind, once=60, references=100, **more):
 def encoded(canary, tokenizer, fmt="text"):
     """The ids of a secret, as training reads the row."""
     sequence, mask = encode_secret(canary, fmt, tokenizer, tiny.reads(64, "refuse"))
-    return [token for token, own in zip(sequence.input_ids, mask, strict=True) if own]
+    return list(compress(sequence.input_ids, mask))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fmt", ["text", "prompt_completion"])
 def test_every_secret_is_learned_whole_and_stands_nowhere_else(kind, fmt, tokenizer):
-    own = ModelSource(recipe(format=fmt), tokenizer, torch.device("cpu"))
-    plan = plan_canaries(config(kind), source=own, generator=random.Random(3))
+    model = source_of(tokenizer, format=fmt)
+    plan = plan_canaries(config(kind), source=model, generator=random.Random(3))
     assert plan.kind == kind
-    for what in ("carrier", "secret", "canary_id"):
-        assert len({getattr(canary, what) for canary in everyone(plan)}) == 164
+    for attribute in ("carrier", "secret", "canary_id"):
+        assert len({getattr(canary, attribute) for canary in everyone(plan)}) == 164
     sentences = "\n".join(canary.carrier for canary in everyone(plan))
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     for canary in everyone(plan):
@@ -85,21 +93,15 @@ def test_every_secret_is_learned_whole_and_stands_nowhere_else(kind, fmt, tokeni
         ids = encoded(canary, tokenizer, fmt)
         assert tokenizer.decode(ids).strip() == canary.secret
         assert not special & set(ids)
-        if kind == "random_tokens":
-            assert len(ids) == 6
-        if kind == "new_tokens":
-            assert len(ids) == 1
+        assert len(ids) == {"random_tokens": 6, "new_tokens": 1}.get(kind, len(ids))
 
 
 def test_secrets_of_a_chat_are_learned_whole_too(tokenizer, monkeypatch):
-    monkeypatch.setattr(
-        tokenizer,
-        "chat_template",
-        "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] | trim }}{{ eos_token }}{% endfor %}"
-        "{% if add_generation_prompt %}[assistant]{% endif %}",
+    trimmed = CHAT.replace("m['content']", "m['content'] | trim")
+    monkeypatch.setattr(tokenizer, "chat_template", trimmed)
+    plan = plan_canaries(
+        config("random_tokens"), source=source_of(tokenizer, format="messages"), generator=random.Random(4)
     )
-    own = ModelSource(recipe(format="messages"), tokenizer, torch.device("cpu"))
-    plan = plan_canaries(config("random_tokens"), source=own, generator=random.Random(4))
     assert {len(encoded(canary, tokenizer, "messages")) for canary in everyone(plan)} == {6}
 
 
@@ -211,44 +213,42 @@ def test_kinds_of_the_base_model_need_one():
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("settings", "advice"),
     [
-        (
-            CanaryConfig(kind="random_tokens", tokens=1, groups={1: 900}, references=100),
-            r"raise audit\.canaries\.tokens",
-        ),
-        (CanaryConfig(groups={1: 9_000_000_000}), "distinct sentences"),
+        ({"kind": "random_tokens", "tokens": 1, "groups": {1: 900}, "references": 100}, r"audit\.canaries\.tokens"),
+        ({"groups": {1: 9_000_000_000}}, "distinct sentences"),
     ],
 )
-def test_more_canaries_than_texts_are_refused(asked, message, source, monkeypatch):
+def test_more_canaries_than_texts_are_refused(settings, advice, source, monkeypatch):
     monkeypatch.setattr(canaries, "TRIES", 3)
-    with pytest.raises(ConfigError, match=message):
-        canaries.draw(asked, sum(asked.groups.values()) + asked.references, random.Random(0), source)
+    config = CanaryConfig(**settings)
+    with pytest.raises(ConfigError, match=advice):
+        canaries.draw(config, sum(config.groups.values()) + config.references, random.Random(0), source)
 
 
 def test_room_for_a_secret_is_judged_as_training_would_cut_it(tokenizer):
     generator = random.Random(21)
     for length in (26, 28, 30):
-        own = ModelSource(recipe(max_length=length), tokenizer, torch.device("cpu"))
-        token = next(token for token in own.first_ids if own.text((token,)) == "N")
+        model = source_of(tokenizer, max_length=length)
+        token = next(token for token in model.first_ids if model.text((token,)) == "N")
         outcomes = set()
         for _ in range(60):
             sentence = texts.carrier(generator.randrange(texts.NUM_CARRIERS))
             fits = len(tokenizer(f"{sentence} N")["input_ids"]) <= length
             outcomes.add(fits)
-            assert own.reads(sentence, "N", (token,)) == fits
+            assert model.reads(sentence, "N", (token,)) == fits
             with contextlib.nullcontext() if fits else pytest.raises(ConfigError, match=r"raise data\.max_length"):
-                own.check_room([sentence], 1)
+                model.check_room([sentence], 1)
         assert outcomes == {True, False}
 
 
 def test_what_is_not_read_back_is_refused_and_quotes_nothing(tokenizer, source, monkeypatch):
-    short = ModelSource(recipe(max_length=28), tokenizer, torch.device("cpu"))
+    short = source_of(tokenizer, max_length=28)
     for kind in ("random_tokens", "new_tokens"):
         with pytest.raises(ConfigError, match=r"raise data\.max_length") as caught:
             plan_canaries(config(kind), source=short, generator=random.Random(13))
         assert not any(word in str(caught.value) for word in ("store", "number for", "reads", "remains"))
-    unread = ModelSource(recipe(), tokenizer, torch.device("cpu"))
+    unread = source_of(tokenizer)
     monkeypatch.setattr(unread, "reads", lambda *arguments: False)
     with pytest.raises(ConfigError, match=r"use audit\.canaries\.kind digits"):
         plan_canaries(config("random_tokens"), source=unread, generator=random.Random(13))
@@ -292,9 +292,7 @@ def test_neither_planning_without_a_model_nor_statistics_import_torch():
 
 @pytest.mark.parametrize("fmt", ["prompt_completion", "messages"])
 def test_a_secret_in_a_prompt_is_read_and_never_learned(fmt, tokenizer, monkeypatch):
-    template = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{{ eos_token }}{% endfor %}"
-    ending = "{% if add_generation_prompt %}[assistant]{% endif %}"
-    monkeypatch.setattr(tokenizer, "chat_template", template + ending)
+    monkeypatch.setattr(tokenizer, "chat_template", CHAT)
     plan = plan_canaries(config("digits", place="prompt"), generator=random.Random(3))
     assert plan.settings["place"] == "prompt"
     for canary in everyone(plan):
@@ -302,37 +300,16 @@ def test_a_secret_in_a_prompt_is_read_and_never_learned(fmt, tokenizer, monkeypa
         scored, mask = encode_secret(canary, fmt, tokenizer, tiny.reads(64, "refuse"))
         assert scored.input_ids == trained.input_ids  # the row that trains
         assert scored.loss_mask == mask
-        assert not any(own and learned for own, learned in zip(mask, trained.loss_mask, strict=True))
-        secret = [token for token, own in zip(scored.input_ids, mask, strict=True) if own]
+        learned, secret = (list(compress(trained.input_ids, chosen)) for chosen in (trained.loss_mask, mask))
         assert tokenizer.decode(secret).strip() == canary.secret
-        learned = [token for token, own in zip(trained.input_ids, trained.loss_mask, strict=True) if own]
         assert tokenizer.decode(learned, skip_special_tokens=True).strip() == texts.COMPLETION
-        assert min(place for place, own in enumerate(trained.loss_mask) if own) > mask.index(True)
-
-
-def test_the_coins_of_secrets_in_prompts_are_committed_to(tmp_path):
-    plan = plan_canaries(config("digits", place="prompt"), generator=random.Random(3))
-    save(plan, tmp_path / "canaries.json")
-    assert load(tmp_path / "canaries.json") == plan
-    elsewhere = replace(plan, canaries=tuple(replace(canary, completion="") for canary in plan.canaries))
-    save(elsewhere, tmp_path / "canaries.json")
-    with pytest.raises(ConfigError, match="commitment"):
-        load(tmp_path / "canaries.json")
+        assert trained.loss_mask.index(True) > len(mask) - 1 - mask[::-1].index(True)  # all of it behind the secret
 
 
 @pytest.mark.parametrize("kind", ["random_tokens", "new_tokens"])
 def test_only_digits_stand_in_prompts(kind):
     with pytest.raises(ValidationError, match="kind: digits"):
         config(kind, place="prompt")
-
-
-def test_canaries_of_another_place_do_not_fit(tmp_path):
-    for one, other in (("prompt", "target"), ("target", "prompt")):
-        plan = plan_canaries(config("digits", place=one), generator=random.Random(3))
-        assert check_fits(plan, AuditConfig(canaries=config("digits", place=one)), tmp_path) == plan
-        with pytest.raises(ConfigError, match="planned for another recipe"):
-            check_fits(plan, AuditConfig(canaries=config("digits", place=other)), tmp_path)
-    assert "place" not in plan_canaries(config("digits")).settings  # plans of an earlier day still fit
 
 
 def test_rows_without_prompts_hold_no_secret_in_them():

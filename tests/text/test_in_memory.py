@@ -107,8 +107,7 @@ def test_missing_and_numpy_values_become_those_of_json(tmp_path: Path) -> None:
     ],
     ids=repr,
 )
-def test_what_are_no_rows_is_refused_and_leaves_no_file(rows: Any, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"^train: ") as told:
+def test_values_that_are_no_rows_are_refused_and_leaves_no_file(rows: Any, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"^train: ((?!1j).)*$"):
         written(rows, tmp_path)
-    assert "1j" not in str(told.value)
     assert not list(tmp_path.rglob("*.jsonl")) + list(tmp_path.rglob("*.part"))
