@@ -193,7 +193,7 @@ def test_new_tokens_are_one_for_each_canary_and_rarely_expected(source, tokenize
     plan = plan_canaries(config("new_tokens", once=10), source=source, generator=random.Random(9))
     used = [encoded(canary, tokenizer)[0] for canary in everyone(plan)]
     assert len(set(used)) == 114 <= 2**plan.log2_secrets <= 228
-    asked = random.Random(0).sample(range(texts.NUM_CARRIERS), canaries.SENTENCES_ASKED)
+    asked = random.Random(0).sample(range(texts.NUM_CARRIERS), canaries.PROBED_CARRIERS)
     expected = mean_log_probs(tokenizer, [texts.carrier(index) for index in asked])
     assert expected[used].mean() < expected[source.first_ids].mean()
 

@@ -92,7 +92,7 @@ def write_info(tmp_path: Path, entries: Any) -> None:
 
 def assert_left(found: Imported, *keys: str) -> None:
     """Each key has a line among what was not carried over, and none is unknown."""
-    left = "\n".join(found.left)
+    left = "\n".join(found.omitted)
     assert [key for key in keys if f"{key}: " not in left] == []
     assert "unknown, not read" not in left
 
@@ -137,7 +137,7 @@ def test_trl(tmp_path: Path) -> None:
     train = recipe.train
     assert (train.batch_size, train.steps, train.epochs, train.warmup, train.eval_every) == (16, 200, None, 0.1, 100)
     assert recipe.telemetry.trackers == ["wandb"]
-    left = "\n".join(found.left)
+    left = "\n".join(found.omitted)
     for key in ("packing", "neftune_noise_alpha", "push_to_hub", "eval_strategy"):
         assert f"{key}: " in left
     assert "my_own_key: unknown, not read" in left
@@ -146,10 +146,10 @@ def test_trl(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", [LLAMA_FACTORY, AXOLOTL, TRL, *PUBLIC])
 def test_every_key_has_a_line_that_begins_with_it(tmp_path: Path, text: str) -> None:
     found, _ = imported(tmp_path, text)
-    told = {line.partition(" -> ")[0].partition(": ")[0] for line in (*found.carried, *found.left)}
+    told = {line.partition(" -> ")[0].partition(": ")[0] for line in (*found.carried, *found.omitted)}
     keys = {key for key, value in yaml.safe_load(text).items() if value is not None}
     assert sorted(keys - told) == []
-    assert [line for line in found.left if UNKNOWN in line] == ["my_own_key: " + UNKNOWN] * (text == TRL)
+    assert [line for line in found.omitted if UNKNOWN in line] == ["my_own_key: " + UNKNOWN] * (text == TRL)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_a_line_says_what_becomes_of_a_key(
     for line in lines:
         assert any(told.startswith(line) for told in found.carried), found.carried
     for line in left:
-        assert any(told.startswith(line) for told in found.left), found.left
+        assert any(told.startswith(line) for told in found.omitted), found.omitted
     if "wandb_project" in changes:
         assert (recipe.telemetry.trackers, recipe.telemetry.project) == (["wandb"], "notes")
     if changes.get("lr_scheduler_type") == "cosine_with_min_lr":
@@ -230,7 +230,7 @@ def test_a_chat_template_of_another_file_is_carried_over(tmp_path: Path) -> None
 def test_full_fine_tuning_becomes_the_last_blocks(tmp_path: Path) -> None:
     found, recipe = imported(tmp_path, AXOLOTL, adapter=None, load_in_4bit=False)
     assert recipe.adapter.model_dump() == {"method": "frozen", "last_blocks": 2, "lm_head": False, "final_norm": True}
-    assert "full fine-tuning: " in "\n".join(found.left)
+    assert "full fine-tuning: " in "\n".join(found.omitted)
     _, recipe = imported(
         tmp_path, LLAMA_FACTORY, finetuning_type="freeze", freeze_trainable_layers=4, quantization_bit=None
     )
@@ -246,7 +246,7 @@ def test_an_adapter_to_go_on_with_is_carried_where_adapters_train(tmp_path: Path
     for value in ("old, older", ["old"]):
         found, recipe = imported(tmp_path, LLAMA_FACTORY, adapter_name_or_path=value)
         assert recipe.model.adapter is None
-        assert any(line.startswith("adapter_name_or_path: a recipe starts from one") for line in found.left)
+        assert any(line.startswith("adapter_name_or_path: a recipe starts from one") for line in found.omitted)
 
 
 def test_held_out_data_and_columns(tmp_path: Path) -> None:
@@ -254,7 +254,7 @@ def test_held_out_data_and_columns(tmp_path: Path) -> None:
     rows = [{"path": "org/rows", "type": "alpaca"}]
     found, recipe = imported(tmp_path, AXOLOTL, datasets=rows, test_datasets=held_out)
     assert (recipe.data.eval, recipe.data.train_split, recipe.data.eval_split) == ("org/rows", "train", "test")
-    assert "datasets.type: the format is found by the columns of the rows" in "\n".join(found.left)
+    assert "datasets.type: the format is found by the columns of the rows" in "\n".join(found.omitted)
     assert imported(tmp_path, TRL, dataset_text_field="body")[1].data.columns == {"text": "body"}
     assert imported(tmp_path, TRL, dataset_text_field="text")[1].data.columns == {}
 
@@ -276,7 +276,7 @@ def test_the_command_prints_a_recipe_and_reports_beside_it(tmp_path: Path, capsy
 
 def test_a_supervised_loss_and_a_key_switched_off_are_no_such_sign(tmp_path: Path) -> None:
     found, _ = imported(tmp_path, TRL, loss_type="chunked_nll", precompute_ref_log_probs=False, beta=None)
-    assert "loss_type: the clipped loss" in "\n".join(found.left)
+    assert "loss_type: the clipped loss" in "\n".join(found.omitted)
     imported(tmp_path, AXOLOTL, rl=False)
 
 
@@ -290,15 +290,15 @@ def test_what_a_recipe_does_not_know_keeps_its_default_and_is_told(tmp_path: Pat
     found, recipe = imported(tmp_path, AXOLOTL, lr_scheduler="rex", optimizer="lion_8bit")
     assert (recipe.train.lr_scheduler, recipe.train.optimizer) == ("linear", "adamw")
     assert not [line for line in found.carried if "rex" in line or "lion" in line]
-    left = "\n".join(found.left)
+    left = "\n".join(found.omitted)
     assert "linear replaces rex" in left
     assert "adamw, replaces lion_8bit" in left
     found, _ = imported(tmp_path, TRL, lr_scheduler_type="polynomial", optim="paged_adamw_8bit")
-    assert "linear replaces polynomial" in "\n".join(found.left)
+    assert "linear replaces polynomial" in "\n".join(found.omitted)
     assert "optim: paged_adamw_8bit -> train.optimizer: adamw" in found.carried
     found, _ = imported(tmp_path, LLAMA_FACTORY, finetuning_type="oft", quantization_bit=None)
-    assert "method oft: a recipe trains LoRA or the last blocks" in "\n".join(found.left)
-    assert "full fine-tuning" not in "\n".join(found.left)
+    assert "method oft: a recipe trains LoRA or the last blocks" in "\n".join(found.omitted)
+    assert "full fine-tuning" not in "\n".join(found.omitted)
 
 
 def test_every_key_of_a_dataset_is_told(tmp_path: Path) -> None:
@@ -320,7 +320,7 @@ def test_every_key_of_a_dataset_is_told(tmp_path: Path) -> None:
         "own": 1,
     }
     more, _ = imported(tmp_path, AXOLOTL, datasets=[theirs])
-    left = "\n".join([*found.left, *more.left])
+    left = "\n".join([*found.omitted, *more.omitted])
     for key in ("columns", "num_samples", "subset", "tags", "type", "field_system", "shards", "train_on_split"):
         assert f"datasets.{key}: " in left
         assert f"datasets.{key}: unknown" not in left
