@@ -67,8 +67,8 @@ def test_coins_are_fair_and_independent_of_group_and_neighbour(seed):
 def test_secrets_are_uniform_digits(seed):
     generator = random.Random(seed)
     plan = plan_canaries(CanaryConfig(groups={1: 5000}, digits=8, references=5000), generator=generator)
-    for place in range(8):
-        counts = np.bincount([int(canary.secret[place]) for canary in everyone(plan)], minlength=10)
+    for position in range(8):
+        counts = np.bincount([int(canary.secret[position]) for canary in everyone(plan)], minlength=10)
         assert stats.chisquare(counts).pvalue > 1e-8 / 8
 
 
@@ -94,11 +94,16 @@ UNITS = DataConfig(train="rows.jsonl", unit="patient", max_examples_per_unit=8)
 def test_the_number_of_slots_is_public_and_does_not_depend_on_the_coins(data, groups, draw):
     """A row of each repetition holds one; where units are drawn, a canary is one unit."""
     config = CanaryConfig(groups=groups, references=100)
-    plan, each = plan_canaries(config, generator=random.Random(draw)), {k: k if data is ROWS else 1 for k in groups}
+    slots_of = {group: group if data is ROWS else 1 for group in groups}
+    plan = plan_canaries(config, generator=random.Random(draw))
     filled = slots(plan, data)
-    assert len(filled) == num_slots(AuditConfig(canaries=config), data) == sum(each[k] * n for k, n in groups.items())
-    held = [[(one,) * (one.group // each[one.group])] * each[one.group] for one in plan.canaries if one.inserted]
-    assert [slot for slot in filled if slot] == [slot for own in held for slot in own]
+    assert len(filled) == num_slots(AuditConfig(canaries=config), data)
+    assert len(filled) == sum(slots_of[group] * number for group, number in groups.items())
+    expected = []
+    for canary in plan.canaries:
+        num = slots_of[canary.group]
+        expected += [(canary,) * (canary.group // num)] * num if canary.inserted else []
+    assert [slot for slot in filled if slot] == expected
 
 
 def test_where_rows_are_drawn_each_repetition_holds_a_slot_and_one_unit_brings_them_all():
@@ -264,16 +269,16 @@ def test_more_canaries_than_secrets_are_refused():
 
 
 def test_gradient_canaries_hold_slots_have_coins_of_their_own_and_are_committed_to(tmp_path):
-    both = AuditConfig(canaries=SMALL, gradient_canaries=400)
-    assert num_slots(both, ROWS) == num_slots(ONLY_TEXT, ROWS) + 400
-    plan, other = (plan_canaries(SMALL, gradient=400) for _ in range(2))
+    config = AuditConfig(canaries=SMALL, gradient_canaries=400)
+    assert num_slots(config, ROWS) == num_slots(ONLY_TEXT, ROWS) + 400
+    plan, second = (plan_canaries(SMALL, gradient=400) for _ in range(2))
     assert len(plan.gradient_coins) == 400
     assert 140 < sum(plan.gradient_coins) < 260  # six standard deviations
-    assert plan.gradient_key != other.gradient_key
+    assert plan.gradient_key != second.gradient_key
     save(plan, tmp_path / "canaries.json")
     assert load(tmp_path / "canaries.json") == plan
-    again = redraw_coins(plan)
-    assert (again.gradient_key, again.gradient_coins) != (plan.gradient_key, plan.gradient_coins)
+    redrawn = redraw_coins(plan)
+    assert (redrawn.gradient_key, redrawn.gradient_coins) != (plan.gradient_key, plan.gradient_coins)
 
 
 def test_beside_gradient_canaries_alone_no_text_is_planted():
@@ -291,8 +296,8 @@ def test_whole_runs_of_tests_draw_from_their_seed_and_users_from_the_system(monk
             return os_entropy(), plan_canaries(CanaryConfig(groups={1: 40}, references=100))
 
     assert drawn("train", 1) == drawn("train", 1)
-    for one, other in zip(drawn("train", 1), drawn("train", 2), strict=True):
-        assert one != other
+    for first, second in zip(drawn("train", 1), drawn("train", 2), strict=True):
+        assert first != second
     before = drawn("train", 1)
     monkeypatch.setenv(entropy.SEED, "another")
     assert drawn("train", 1) != before

@@ -108,8 +108,8 @@ def test_secrets_of_a_chat_are_learned_whole_too(tokenizer, monkeypatch):
 @settings(max_examples=5, deadline=None, derandomize=True)
 @given(st.integers(3, 12), st.integers(0, 2**32))
 def test_secrets_have_the_length_that_the_recipe_says(source, tokenizer, tokens, entropy):
-    asked = config("random_tokens", once=5, tokens=tokens)
-    plan = plan_canaries(asked, source=source, generator=random.Random(entropy))
+    settings = config("random_tokens", once=5, tokens=tokens)
+    plan = plan_canaries(settings, source=source, generator=random.Random(entropy))
     assert {len(encoded(canary, tokenizer)) for canary in everyone(plan)} == {tokens}
     assert plan.settings["tokens"] == tokens
 
@@ -139,18 +139,18 @@ def test_candidates_are_like_references_and_coins_like_nothing(kind, source, tok
     coins = np.array([canary.inserted for canary in plan.canaries])
     for feature in features:
         values = [feature(canary) for canary in everyone(plan)]
-        place = {value: rank for rank, value in enumerate(sorted(set(values)))}
-        ranks = np.array([place[value] for value in values])
-        ours, theirs = ranks[: len(coins)], ranks[len(coins) :]
-        assert stats.ks_2samp(ours, theirs).pvalue > 1e-8 / 24
-        assert stats.ks_2samp(ours[coins], ours[~coins]).pvalue > 1e-8 / 24
+        rank_of = {value: rank for rank, value in enumerate(sorted(set(values)))}
+        ranks = np.array([rank_of[value] for value in values])
+        candidates, references = ranks[: len(coins)], ranks[len(coins) :]
+        assert stats.ks_2samp(candidates, references).pvalue > 1e-8 / 24
+        assert stats.ks_2samp(candidates[coins], candidates[~coins]).pvalue > 1e-8 / 24
 
 
 def test_the_order_in_which_texts_are_found_says_nothing_of_who_gets_them(monkeypatch, seed):
-    found = [(f"carrier {number:05d}", f"secret {number:05d}") for number in range(4000)], 12.0
-    monkeypatch.setattr(canaries, "draw", lambda *arguments: found)
-    asked = CanaryConfig(groups={1: 1500, 2: 500}, references=2000)
-    plan = plan_canaries(asked, generator=random.Random(seed))
+    texts_drawn = [(f"carrier {number:05d}", f"secret {number:05d}") for number in range(4000)], 12.0
+    monkeypatch.setattr(canaries, "draw", lambda *arguments: texts_drawn)
+    settings = CanaryConfig(groups={1: 1500, 2: 500}, references=2000)
+    plan = plan_canaries(settings, generator=random.Random(seed))
     ranks = np.array([int(canary.carrier[-5:]) for canary in everyone(plan)])
     assert sorted(ranks) == list(range(4000))
     for part in (ranks[:1500], ranks[1500:2000], ranks[2000:], ranks[::2]):
@@ -170,9 +170,9 @@ def test_random_tokens_are_uniform_over_what_can_be_drawn(seed):
         check_room=lambda *arguments: None,
     )
     drawn, log2_secrets = canaries.draw(CanaryConfig(kind="random_tokens", tokens=5), 6000, random.Random(seed), honest)
-    for place in range(5):
-        counts = Counter(secret[place] for _, secret in drawn)
-        assert set(counts) == set(letters[: 26 if place else 13].upper())
+    for position in range(5):
+        counts = Counter(secret[position] for _, secret in drawn)
+        assert set(counts) == set(letters[: 26 if position else 13].upper())
         assert stats.chisquare(list(counts.values())).pvalue > 1e-8 / 5
     assert log2_secrets == pytest.approx(math.log2(13) + 4 * math.log2(26))
 
@@ -193,8 +193,8 @@ def test_new_tokens_are_one_for_each_canary_and_rarely_expected(source, tokenize
     plan = plan_canaries(config("new_tokens", once=10), source=source, generator=random.Random(9))
     used = [encoded(canary, tokenizer)[0] for canary in everyone(plan)]
     assert len(set(used)) == 114 <= 2**plan.log2_secrets <= 228
-    asked = random.Random(0).sample(range(texts.NUM_CARRIERS), canaries.PROBED_CARRIERS)
-    expected = mean_log_probs(tokenizer, [texts.carrier(index) for index in asked])
+    indices = random.Random(0).sample(range(texts.NUM_CARRIERS), canaries.PROBED_CARRIERS)
+    expected = mean_log_probs(tokenizer, [texts.carrier(index) for index in indices])
     assert expected[used].mean() < expected[source.first_ids].mean()
 
 
@@ -263,18 +263,18 @@ def test_what_is_not_read_back_is_refused_and_quotes_nothing(tokenizer, source, 
 def test_new_coins_keep_the_texts_and_forget_the_old_coins(source, seed):
     generator = random.Random(seed)
     plan = plan_canaries(CanaryConfig(groups={1: 5_000}, references=100), generator=generator)
-    again = redraw_coins(plan, generator=generator)
-    assert [(c.canary_id, c.group, c.carrier, c.secret) for c in everyone(again)] == [
+    redrawn = redraw_coins(plan, generator=generator)
+    assert [(c.canary_id, c.group, c.carrier, c.secret) for c in everyone(redrawn)] == [
         (c.canary_id, c.group, c.carrier, c.secret) for c in everyone(plan)
     ]
-    assert (again.kind, again.settings, again.log2_secrets) == (plan.kind, plan.settings, plan.log2_secrets)
-    assert again.salt != plan.salt
-    assert again.commitment != plan.commitment
-    coins = [np.array([canary.inserted for canary in one.canaries]) for one in (plan, again)]
+    assert (redrawn.kind, redrawn.settings, redrawn.log2_secrets) == (plan.kind, plan.settings, plan.log2_secrets)
+    assert redrawn.salt != plan.salt
+    assert redrawn.commitment != plan.commitment
+    coins = [np.array([canary.inserted for canary in drawn.canaries]) for drawn in (plan, redrawn)]
     for part in (coins[1], coins[0] ^ coins[1]):
         assert stats.binomtest(int(part.sum()), 5_000, 0.5).pvalue > 1e-8 / 2
     assert redraw_coins(plan).commitment != redraw_coins(plan).commitment
-    assert not any(canary.inserted for canary in again.references)
+    assert not any(canary.inserted for canary in redrawn.references)
 
 
 def test_neither_planning_without_a_model_nor_statistics_import_torch():
@@ -313,8 +313,8 @@ def test_only_digits_stand_in_prompts(kind):
 
 
 def test_rows_without_prompts_hold_no_secret_in_them():
-    asked = config("digits", place="prompt")
+    in_prompts = config("digits", place="prompt")
     with pytest.raises(ConfigError, match="format preference"):
-        plan_canaries(asked, answers=2).canaries[0].example("preference")
+        plan_canaries(in_prompts, answers=2).canaries[0].example("preference")
     with pytest.raises(ConfigError, match="format text"):
-        plan_canaries(asked).canaries[0].example("text")
+        plan_canaries(in_prompts).canaries[0].example("text")

@@ -79,12 +79,12 @@ OVERRIDES = {"plan", "train", "describe", "audit", "sweep", "synthesize"}
 
 def commands(parser: argparse.ArgumentParser, name: str = "") -> dict[str, set[str]]:
     """Every command with its options; an action of a command is one."""
-    found = {name: set(parser._option_string_actions)} if name else {}
+    options = {name: set(parser._option_string_actions)} if name else {}
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for word, sub in action.choices.items():
-                found |= commands(sub, f"{name} {word}".strip())
-    return found
+                options |= commands(sub, f"{name} {word}".strip())
+    return options
 
 
 OPTIONS = commands(cli._parser())
@@ -92,7 +92,7 @@ OPTIONS = commands(cli._parser())
 
 def messages() -> list[tuple[str, int, str]]:
     """(module, line, text) of what is said; values in a message stand as …, and docstrings are not said."""
-    found = []
+    texts = []
     for path in sorted(ROOT.rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         inner = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
@@ -106,8 +106,8 @@ def messages() -> list[tuple[str, int, str]]:
                 text = node.value
             else:
                 continue
-            found.append((path.relative_to(ROOT).as_posix(), node.lineno, text))
-    return found
+            texts.append((path.relative_to(ROOT).as_posix(), node.lineno, text))
+    return texts
 
 
 def who(module: str) -> tuple[str, ...]:
@@ -122,7 +122,7 @@ def accepts(command: str, option: str) -> bool:
 
 def wrong(text: str, printed_by: tuple[str, ...], enough: Callable[[Iterable[bool]], bool] = all) -> list[str]:
     """Options in a text that neither the command named last before them nor else every command that prints it takes."""
-    found = []
+    matches = []
     for sentence in re.split(r"(?<=[.;:)])\s", text):
         named: str | None = None
         for word in re.finditer(r"dpllm ([a-z-]+)(?: ([a-z]+))?|(?<![\w-])(--[a-z][\w-]*(?:\.\w+)*)", sentence):
@@ -130,12 +130,12 @@ def wrong(text: str, printed_by: tuple[str, ...], enough: Callable[[Iterable[boo
                 pair = f"{word[1]} {word[2]}"
                 named = pair if pair in OPTIONS else word[1] if word[1] in OPTIONS else None
             elif word[3] not in LAUNCHERS and not enough(
-                accepts(one, word[3]) for one in ([named] if named else printed_by)
+                accepts(command, word[3]) for command in ([named] if named else printed_by)
             ):
-                found.append(word[3])
+                matches.append(word[3])
             elif word[3] not in LAUNCHERS and not named and not printed_by:
-                found.append(f"{word[3]} (by nobody known)")
-    return found
+                matches.append(f"{word[3]} (by nobody known)")
+    return matches
 
 
 def of_commands(module: str) -> bool:
@@ -143,7 +143,9 @@ def of_commands(module: str) -> bool:
 
 
 LIBRARY = [
-    one for one in messages() if not of_commands(one[0]) and re.search(r"(?<![\w-])--[a-z].* |.* --[a-z]", one[2])
+    message
+    for message in messages()
+    if not of_commands(message[0]) and re.search(r"(?<![\w-])--[a-z].* |.* --[a-z]", message[2])
 ]
 
 
@@ -151,13 +153,13 @@ def test_advice_of_the_library_names_options_of_the_command_that_prints_it() -> 
     assert len(LIBRARY) > 120
     bad = []
     for module, line, text in LIBRARY:
-        if found := wrong(text, who(module), any if module in EITHER else all):
-            bad.append(f"{module}:{line}: {found}")
+        if matches := wrong(text, who(module), any if module in EITHER else all):
+            bad.append(f"{module}:{line}: {matches}")
     assert bad == []
 
 
 @pytest.mark.parametrize(
-    ("text", "printed_by", "found"),
+    ("text", "printed_by", "matches"),
     [
         ("too many. Lower train.steps or --tokens.", ("epsilon",), ["--tokens"]),
         ("too many. Lower --batch.", ("synthesize",), []),
@@ -168,18 +170,18 @@ def test_advice_of_the_library_names_options_of_the_command_that_prints_it() -> 
         ("Type dpllm ledger adopt --by NAME", ("plan",), []),
     ],
 )
-def test_the_test_sees_options_that_are_not_there(text: str, printed_by: tuple[str, ...], found: list[str]) -> None:
-    assert wrong(text, printed_by) == found
+def test_the_test_sees_options_that_are_not_there(text: str, printed_by: tuple[str, ...], matches: list[str]) -> None:
+    assert wrong(text, printed_by) == matches
 
 
 def test_a_command_names_only_options_that_some_command_takes() -> None:
     """Modules of the command line print for several commands: an option is one of theirs."""
-    taken = set().union(*OPTIONS.values())
-    found = {
+    options = set().union(*OPTIONS.values())
+    matches = {
         (module, option)
         for module, _, text in messages()
         if of_commands(module)
         for option in re.findall(r"(?<![\w-])--[a-z][\w-]*(?![\w.-])", text)
-        if option not in taken | {"--output_dir", "--version"}
+        if option not in options | {"--output_dir", "--version"}
     }
-    assert found == set()
+    assert matches == set()

@@ -72,12 +72,12 @@ def test_keys_lists_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_overrides_may_stand_anywhere(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    wanted = plan(capsys, recipe, "--train.steps", 7, "--privacy.epsilon=20")
-    assert (wanted["num_steps"], wanted["target_epsilon"]) == (7, 20.0)
-    assert plan(capsys, "--train.steps", 7, recipe, "--privacy.epsilon=20") == wanted
-    assert plan(capsys, "--train.steps=7", recipe, "--privacy.epsilon", 20) == wanted
+    expected = plan(capsys, recipe, "--train.steps", 7, "--privacy.epsilon=20")
+    assert (expected["num_steps"], expected["target_epsilon"]) == (7, 20.0)
+    assert plan(capsys, "--train.steps", 7, recipe, "--privacy.epsilon=20") == expected
+    assert plan(capsys, "--train.steps=7", recipe, "--privacy.epsilon", 20) == expected
     assert main(["--train.steps", "7", "plan", "--json", str(recipe), "--privacy.epsilon", "20"]) == 0
-    assert json.loads(capsys.readouterr().out) == wanted
+    assert json.loads(capsys.readouterr().out) == expected
 
 
 @pytest.mark.parametrize(

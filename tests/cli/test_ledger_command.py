@@ -151,13 +151,13 @@ def test_an_export_is_verified_and_its_events_are_imported(command, place: Place
     assert json.loads(command("export")[1])["head"] == head
     assert main(["ledger", "verify", "--file", str(export)]) == 0
     assert main(["ledger", "verify", "--file", str(export), "--head", f"{'0' * 64}:1"]) == 4
-    other = str(tmp_path / "other.sqlite")
+    elsewhere = str(tmp_path / "other.sqlite")
     event = tmp_path / "event.json"
     for name, value in (("an event", EVENT.to_json()), ("plan.json", PLAN)):
         event.write_text(json.dumps(value))
-        assert main(["ledger", "import", name, "--event", str(event), *WHO, "--ledger", other]) == 0
-        with Ledger(Path(other)) as taken:
-            assert taken.spent(name) == pytest.approx(spent)
+        assert main(["ledger", "import", name, "--event", str(event), *WHO, "--ledger", elsewhere]) == 0
+        with Ledger(Path(elsewhere)) as imported:
+            assert imported.spent(name) == pytest.approx(spent)
     edited = export.read_text().replace("study 7", "study 8")
     export.write_text(edited)
     assert main(["ledger", "verify", "--file", str(export)]) == 4

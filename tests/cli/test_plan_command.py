@@ -25,8 +25,8 @@ def recipe(tmp_path: Path) -> Path:
 
 def answer(capsys: pytest.CaptureFixture[str], code: int, *arguments: object) -> tuple[str, str]:
     assert main(["plan", *map(str, arguments)]) == code
-    seen = capsys.readouterr()
-    return " ".join(seen.out.replace("│", " ").split()), seen.err
+    printed = capsys.readouterr()
+    return " ".join(printed.out.replace("│", " ").split()), printed.err
 
 
 def value(capsys: pytest.CaptureFixture[str], code: int, *arguments: object) -> dict[str, Any]:
@@ -81,14 +81,14 @@ def test_an_epsilon_out_of_reach_is_refused_at_once(recipe: Path, steps: int) ->
 
 
 def test_names_are_printed_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    place = tmp_path / "[" / "]"  # its path holds [/], which closes a tag that rich never saw opened
-    path = write_recipe(place, dataset="[/] :bug:")
-    tiny.write_rows(place / "rows.jsonl", [{"text": f"[/b] {tiny.sentence(number)}"} for number in range(50)])
-    give_budget(place, 8.0)  # of other data: what a ledger holds of these is named
+    folder = tmp_path / "[" / "]"  # its path holds [/], which closes a tag that rich never saw opened
+    path = write_recipe(folder, dataset="[/] :bug:")
+    tiny.write_rows(folder / "rows.jsonl", [{"text": f"[/b] {tiny.sentence(number)}"} for number in range(50)])
+    give_budget(folder, 8.0)  # of other data: what a ledger holds of these is named
     out, _ = answer(capsys, 0, path)
     assert "[/] :bug:: epsilon 0.0000 at delta" in out
     assert "[/]/recipe.yaml" in out.replace(" ", "")
-    assert "[/b]" in answer(capsys, 0, place / "recipe.yaml", "--data.public=true")[0]
+    assert "[/b]" in answer(capsys, 0, folder / "recipe.yaml", "--data.public=true")[0]
 
 
 def test_the_table_and_json_agree(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:

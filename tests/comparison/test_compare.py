@@ -129,21 +129,21 @@ def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
     folders = [tmp_path / "first" / "run", tmp_path / "second" / "run"]
     made = []
     for folder, digest in zip(folders, "ab", strict=True):
-        own = {"adapter_model.safetensors": digest * 64}
-        made.append(make_run(folder, 3.0, artifacts=own))
-        write_json(folder / "export" / "audit" / "audit.json", measured_audit(3.0, own))
+        weights_of_run = {"adapter_model.safetensors": digest * 64}
+        made.append(make_run(folder, 3.0, artifacts=weights_of_run))
+        write_json(folder / "export" / "audit" / "audit.json", measured_audit(3.0, weights_of_run))
     assert [run["name"] for run in compare(made).values["runs"]] == ["run (1)", "run (2)"]
 
 
 def test_every_number_of_the_page_is_a_rounding_of_one_in_the_json(four: list[RunDir]) -> None:
     result = compare(four)
     written = json.loads((result.output / "comparison.json").read_text())
-    known = numbers(written) | {100 * number for number in numbers(written)}
+    rounded = numbers(written) | {100 * number for number in numbers(written)}
     texts = re.findall(r"(?<![\w.-])\d+(?:\.\d+)?(?:e-?\d+)?(?![\w])", page(result).replace(",", ""))
     assert len(texts) > 40
     for text in texts:
         unit = 10.0 ** -len(text.partition(".")[2]) if "e" not in text else 0.0
-        assert any(abs(float(text) - number) <= unit * 1.0001 for number in known), text
+        assert any(abs(float(text) - number) <= unit * 1.0001 for number in rounded), text
     assert written["runs"][1]["loss"] == pytest.approx(1.954 + 0.4)
 
 
@@ -328,11 +328,11 @@ def test_without_canaries_and_evaluation_privacy_and_cost_are_compared(tmp_path:
 @pytest.mark.parametrize("old", [True, False], ids=["written by an older version", "private"])
 @pytest.mark.parametrize("rows_public", [True, False])
 def test_what_a_run_took_is_published_of_public_rows_alone(tmp_path: Path, old: bool, rows_public: bool) -> None:
-    took = {"duration_seconds": 61.5, "peak_memory_bytes": 2**30}
+    cost = {"duration_seconds": 61.5, "peak_memory_bytes": 2**30}
     sections = {"data": {"train": "a.jsonl", "eval": "b.jsonl", "public": rows_public, "eval_public": rows_public}}
-    nothing = dict.fromkeys(took) if not (old or rows_public) else took
+    nothing = dict.fromkeys(cost) if not (old or rows_public) else cost
     made = [
-        make_run(tmp_path / name, epsilon, sections, nothing, summary={} if old else took)
+        make_run(tmp_path / name, epsilon, sections, nothing, summary={} if old else cost)
         for name, epsilon in (("one", 3.0), ("two", 8.0))
     ]
     for public in (True, False):

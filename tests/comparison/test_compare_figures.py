@@ -38,10 +38,10 @@ def test_a_picture_is_there_and_white_at_the_edge(tmp_path: Path, epsilons: tupl
 def test_a_run_without_a_guarantee_stands_at_no_epsilon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Any] = []
     across: list[tuple[str, float]] = []
-    monkeypatch.setattr(Axes, "annotate", lambda self, text, place, *_, **__: drawn.append((text, *place)))
+    monkeypatch.setattr(Axes, "annotate", lambda self, text, point, *_, **__: drawn.append((text, *point)))
     monkeypatch.setattr(Axes, "text", lambda self, x, y, name, **_: across.append((name, y)))
-    made = {"broken": (2.0, BROKEN), "eight": (8.0, {}), "three": (3.0, {}), "plain": (INF, {})}
-    compare([make_run(tmp_path / name, epsilon, record=record) for name, (epsilon, record) in made.items()])
+    runs = {"broken": (2.0, BROKEN), "eight": (8.0, {}), "three": (3.0, {}), "plain": (INF, {})}
+    compare([make_run(tmp_path / name, epsilon, record=record) for name, (epsilon, record) in runs.items()])
     assert drawn == [("2.35", 3.0, pytest.approx(2.354)), ("2.10", 8.0, pytest.approx(2.104))]
     assert across == [
         ("base model\n3.91", 3.912),

@@ -121,15 +121,15 @@ def test_one_undeclared_evaluation_set_is_enough(tmp_path: Path) -> None:
 
 
 def test_places_are_not_named(tmp_path: Path) -> None:
-    place = str(tmp_path / "secret-place" / "ledger.sqlite")
+    path = str(tmp_path / "secret-place" / "ledger.sqlite")
     runs = [
-        make_run(tmp_path / "a", 3.0, {"privacy": {"ledger": place, "dataset": "ward 7"}}),
+        make_run(tmp_path / "a", 3.0, {"privacy": {"ledger": path, "dataset": "ward 7"}}),
         make_run(tmp_path / "b", 8.0, {"train": {"steps": 7}}),
     ]
     text = written(compare(runs, public=True))
     assert "secret-place" not in text
     assert "ward 7" not in text
-    reason = {"guarantee": {"holds": False, "reason": f"{place} was replaced"}}
+    reason = {"guarantee": {"holds": False, "reason": f"{path} was replaced"}}
     text = written(compare([make_run(tmp_path / "c", 1.0, record=reason), runs[1]], public=True))
     assert "ledger.sqlite was replaced" in text
     assert "secret-place" not in text

@@ -90,11 +90,11 @@ def test_wandb_sends_nothing_by_itself(stub: type[Stub]) -> None:
     trackers.log({"x": 0.5, "y": None}, 3)
     trackers.log({"y": None}, 4)
     trackers.finish()
-    first, *rest = stub.made[0].calls
+    first, *later = stub.made[0].calls
     assert first[1:] == ("dpllm", {"name": "notes-lora", "dir": "nowhere", "settings": first[2]["settings"]})
     assert first[2]["settings"]["console"] == "off"
     assert first[2]["settings"]["x_disable_meta"] is True
-    assert rest == [("start",), ("about", {"a": 1}), ("log", 3, {"x": 0.5}), ("finish",)]
+    assert later == [("start",), ("about", {"a": 1}), ("log", 3, {"x": 0.5}), ("finish",)]
 
 
 # --- a run, without training -----------------------------------------------------------------------------------------

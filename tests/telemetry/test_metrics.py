@@ -62,7 +62,7 @@ def test_names_and_labels_are_those_that_dashboards_were_built_on(tmp_path: Path
         *("membership_inference_auc_upper", "audit_epsilon_lower_bound", "stated_epsilon", "training_accuracy_delta"),
         "training_step",
     )
-    wanted = {f"dp_{name}": {"model"} for name in of_model} | {
+    labels_of = {f"dp_{name}": {"model"} for name in of_model} | {
         "dp_training_epsilon_consumed": {"model", "dataset", "run_id"},
         "dp_training_budget_used": {"dataset"},
         "dp_training_budget": {"dataset"},
@@ -73,8 +73,8 @@ def test_names_and_labels_are_those_that_dashboards_were_built_on(tmp_path: Path
         "dp_ledger_chain_valid": set(),
         "dp_training_state": {"model", "state"},
     }
-    found = {name: {label for label, _ in pairs} for name, pairs in series(text)}
-    assert {name: found[name] for name in wanted} == wanted
+    samples = {name: {label for label, _ in pairs} for name, pairs in series(text)}
+    assert {name: samples[name] for name in labels_of} == labels_of
     promtool_is_silent(text)
 
 
@@ -114,14 +114,14 @@ def test_epsilon_on_the_way_is_an_upper_bound_and_costs_five_evaluations(monkeyp
     compute = accounting.epsilon
     monkeypatch.setattr(accounting, "epsilon", lambda *a, **k: calls.append(a) or compute(*a, **k))
     spent = EpsilonSpent(plan)
-    seen = [spent(step) for step in range(24)]
+    bounds = [spent(step) for step in range(24)]
     assert len(calls) <= 5
-    assert seen[0] == 0.0
-    assert seen == sorted(seen)
-    assert seen[-1] == plan.epsilon
+    assert bounds[0] == 0.0
+    assert bounds == sorted(bounds)
+    assert bounds[-1] == plan.epsilon
     for step in (1, 5, 6, 22):
         exact = compute(plan.event_after(step), plan.delta, plan.neighbouring_relation)
-        assert exact <= seen[step] + 1e-9
+        assert exact <= bounds[step] + 1e-9
     assert EpsilonSpent(None)(3) is None
     assert "no differential privacy" in EpsilonSpent(None).words(3)
 
@@ -136,15 +136,15 @@ def test_the_ledger_in_both_stores(ledger: Ledger) -> None:
     ledger.count_refusal("notes", "over_budget")
     ledger.count_refusal("letters", "over_budget")
     ledger.count_refusal("", "tampered")
-    found = of_ledger(ledger)
-    assert found["dp_ledger_refused_total", (("reason", "over_budget"),)] == 2
-    assert found["dp_ledger_refused_total", (("reason", "tampered"),)] == 1
-    assert found["dp_ledger_entries", ()] == len(ledger.history())
-    assert found["dp_ledger_chain_valid", ()] == 1
-    assert found["dp_training_budget_used", (("dataset", "notes"),)] == ledger.used("notes")
-    assert states_of(found) == {"running": 1}
+    samples = of_ledger(ledger)
+    assert samples["dp_ledger_refused_total", (("reason", "over_budget"),)] == 2
+    assert samples["dp_ledger_refused_total", (("reason", "tampered"),)] == 1
+    assert samples["dp_ledger_entries", ()] == len(ledger.history())
+    assert samples["dp_ledger_chain_valid", ()] == 1
+    assert samples["dp_training_budget_used", (("dataset", "notes"),)] == ledger.used("notes")
+    assert states_of(samples) == {"running": 1}
     beat = (("dataset", "notes"), ("run_id", first.entry), ("state", "running"))
-    assert abs(found["dp_reservation_heartbeat_timestamp_seconds", beat] - time.time()) < 60
+    assert abs(samples["dp_reservation_heartbeat_timestamp_seconds", beat] - time.time()) < 60
 
 
 def states_of(samples: Series) -> dict[str, float]:
@@ -179,9 +179,9 @@ def test_a_broken_chain_shows_and_no_figure_of_it(tmp_path: Path, capsys: pytest
         reserve(book)
     place.edit("UPDATE entries SET payload = replace(payload, '8.0', '80.0') WHERE seq = 1")
     assert main(["ledger", "metrics", "--ledger", place.location]) == 0
-    found = series(capsys.readouterr().out)
-    assert found["dp_ledger_chain_valid", ()] == 0
-    assert not [name for name, _ in found if name.startswith("dp_training")]
+    samples = series(capsys.readouterr().out)
+    assert samples["dp_ledger_chain_valid", ()] == 0
+    assert not [name for name, _ in samples if name.startswith("dp_training")]
 
 
 def test_the_command_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -64,8 +64,8 @@ def test_values_read_as_they_count_in_shares(tmp_path: Path, value: Any, read: s
 
     table = load_rows(tmp_path, {"text": "x", "visit": value}, {"text": "y", "visit": "home"}, control=["visit"])
     assert table.rows[0].line == f"visit: {read}\n"
-    (asked,) = parse("shares", "visit=home", ".5")
-    assert list(exact_values(asked, each_row(table.rows), table, section(), None)) == [read, "home"]
+    (statistic,) = parse("shares", "visit=home", ".5")
+    assert list(exact_values(statistic, each_row(table.rows), table, section(), None)) == [read, "home"]
 
 
 def test_rows_are_chosen_for_their_unit_by_their_text_and_so_are_those_of_the_ledger(tmp_path: Path) -> None:
@@ -95,14 +95,15 @@ ROW = st.fixed_dictionaries(
 def test_one_row_changes_only_its_own_text(rows: list[Json], other: Json, data: st.DataObject) -> None:
     """As it stands in zero-out and in replacing; the first row has all columns, as without one nothing can be read."""
     rows = [{"text": "z", "visit": "home", "age": 1}, *rows]
-    place = data.draw(st.integers(1, len(rows) - 1))
+    index = data.draw(st.integers(1, len(rows) - 1))
     with tempfile.TemporaryDirectory() as folder:
-        changed = [*rows[:place], other, *rows[place + 1 :]]
-        tables = [load_rows(Path(folder), *some, control=CODES) for some in (rows, changed, [rows[0], other])]
+        changed = [*rows[:index], other, *rows[index + 1 :]]
+        variants = rows, changed, [rows[0], other]
+        tables = [load_rows(Path(folder), *variant, control=CODES) for variant in variants]
     before, after, pair = map(encoded, tables)
     assert len(before) == len(after) == len(rows)
-    assert after[:place] + after[place + 1 :] == before[:place] + before[place + 1 :]
-    assert after[place] == pair[1]
+    assert after[:index] + after[index + 1 :] == before[:index] + before[index + 1 :]
+    assert after[index] == pair[1]
 
 
 def test_a_source_cannot_bring_a_line_of_its_own(tmp_path: Path) -> None:

@@ -70,8 +70,8 @@ LONG = {"text": " ".join(tiny.sentence(number) for number in range(9))}
 
 def test_truncated_to_max_length() -> None:
     (sequence,) = encode(LONG, "text", tokenizer(), tiny.reads(20, "truncate"))
-    (whole,) = encode(LONG, "text", tokenizer(), tiny.reads(10_000, "truncate"))
-    assert sequence.input_ids == whole.input_ids[:20]
+    (uncut,) = encode(LONG, "text", tokenizer(), tiny.reads(10_000, "truncate"))
+    assert sequence.input_ids == uncut.input_ids[:20]
     assert sequence.denominator == sum(sequence.loss_mask) == 19
 
 
@@ -88,13 +88,13 @@ def test_a_long_row_is_refused_by_its_source_and_unit(name: str | None, source: 
 def test_chunks_cover_every_target_exactly_once(words: list[str], length: int) -> None:
     half = len(words) // 2
     row = {"prompt": " ".join(words[:half]), "completion": " ".join(words[half:])}
-    whole = encode(row, "prompt_completion", tokenizer(), tiny.reads(10_000, "chunk"))
+    uncut = encode(row, "prompt_completion", tokenizer(), tiny.reads(10_000, "chunk"))
     chunks = encode(row, "prompt_completion", tokenizer(), tiny.reads(length, "chunk"))
-    targets = [t for s in whole for t, learn in zip(s.input_ids, s.loss_mask, strict=True) if learn]
+    targets = [t for s in uncut for t, learn in zip(s.input_ids, s.loss_mask, strict=True) if learn]
     covered = [t for s in chunks for t, learn in zip(s.input_ids, s.loss_mask, strict=True) if learn]
     assert covered == targets
     assert all(len(s.input_ids) <= length and not s.loss_mask[0] and any(s.loss_mask) for s in chunks)
-    assert {s.denominator for s in chunks} == {s.denominator for s in whole} <= {len(targets)}
+    assert {s.denominator for s in chunks} == {s.denominator for s in uncut} <= {len(targets)}
 
 
 @settings(max_examples=15, deadline=None)
@@ -109,9 +109,9 @@ def test_losses_of_chunks_add_up_to_the_mean_of_the_whole_row(length: int, seed:
         nll_M = token_losses(logits_VV[laid.input_ids_1M], laid.targets)
         return (row_sums(nll_M, laid.rows) / laid.denominator_R.double()).sum()
 
-    (whole,) = encode(LONG, "text", tokenizer(), tiny.reads(10_000, "chunk"))
-    ids = torch.tensor(whole.input_ids)
+    (uncut,) = encode(LONG, "text", tokenizer(), tiny.reads(10_000, "chunk"))
+    ids = torch.tensor(uncut.input_ids)
     mean = torch.nn.functional.cross_entropy(logits_VV[ids[:-1]], ids[1:])
     chunks = encode(LONG, "text", tokenizer(), tiny.reads(length, "chunk"))
-    torch.testing.assert_close(loss([whole]).double(), mean, rtol=1e-5, atol=0)
+    torch.testing.assert_close(loss([uncut]).double(), mean, rtol=1e-5, atol=0)
     torch.testing.assert_close(loss(chunks).double(), mean, rtol=1e-5, atol=0)

@@ -52,9 +52,9 @@ def write_as(kind: str, rows: list[Json], folder: Path) -> Path:
         path = write(folder / "a.csv", rows)
         return write_rows(pd.read_csv(path, dtype="string"), (), folder, "train")
     if kind in ("list", "frame", "Dataset"):
-        held: Any = rows if kind == "list" else pd.DataFrame(rows, dtype="string")
-        held = datasets.Dataset.from_pandas(held) if kind == "Dataset" else held
-        return write_rows(held, (), folder, "train")
+        frame: Any = rows if kind == "list" else pd.DataFrame(rows, dtype="string")
+        frame = datasets.Dataset.from_pandas(frame) if kind == "Dataset" else frame
+        return write_rows(frame, (), folder, "train")
     if kind == "saved":
         datasets.Dataset.from_list(rows).save_to_disk(str(folder / "saved"))
         return folder / "saved"
@@ -141,9 +141,9 @@ def test_a_file_of_any_name_is_read(name: str, kind: str, tmp_path: Path) -> Non
 def test_a_text_keeps_relative_names_and_loses_places_of_this_machine() -> None:
     for kept in ("data (1)/notes", "🎉/notes", "100%/notes", "see https://a.org/(b)/c", "and/or"):
         assert names.without_paths(kept) == kept
-    for place in ("/home/alice/notes", "~/x/notes", "C:\\alice\\notes", "file:///home/alice/notes"):
+    for path in ("/home/alice/notes", "~/x/notes", "C:\\alice\\notes", "file:///home/alice/notes"):
         for text in ("{}", "at {}", "'{}'", "({})", "[{}]", 'in="{}"', "a, {}"):
-            assert names.without_paths(text.format(place)) == text.format("notes")
+            assert names.without_paths(text.format(path)) == text.format("notes")
 
 
 def test_a_name_on_the_command_line_stays_as_it_was_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,9 +61,9 @@ def test_a_copy_that_is_edited_without_thought_is_the_same_text(tmp_path: Path, 
 
 def test_lines_of_a_text_that_each_became_a_prompt_are_found(tmp_path: Path) -> None:
     path = kept(tmp_path, ROWS)
-    asked = ["Nobody came.", "Who was seen?", "On day 3", "Nobody."]
-    assert private_among(path, asked) == []
-    assert private_among(path, asked, lines=20) == [2]
+    prompts = ["Nobody came.", "Who was seen?", "On day 3", "Nobody."]
+    assert private_among(path, prompts) == []
+    assert private_among(path, prompts, lines=20) == [2]
 
 
 def test_a_template_is_nobodys(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_places_hold_from_another_directory(tmp_path: Path, monkeypatch: pytest.
     keep_rows(Path("rows.json"), data, load_table(source, data, "train", tmp_path / "cache"), None)
     monkeypatch.chdir("/")
     places = read_json(tmp_path / "rows.json")["training"]["places"]
-    assert all(Path(place).is_absolute() for place in places)
+    assert all(Path(path).is_absolute() for path in places)
     rows = load_table(places, DataConfig(train=places), "train", tmp_path / "cache").rows
     assert [row.parts["completion"] for row in rows][-5:] == [row["completion"] for row in ROWS]
 

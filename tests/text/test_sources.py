@@ -238,33 +238,33 @@ VALUES = [
 
 
 UNPACKED_EVERYWHERE = [  # once unpacked, files are read as the others are
-    (name, place)
+    (name, layout)
     for name in FILES
-    for place in PLACES
-    if Path(name).suffix not in COMPRESS or place in ("file", "directory")
+    for layout in PLACES
+    if Path(name).suffix not in COMPRESS or layout in ("file", "directory")
 ]
 
 
-@pytest.mark.parametrize(("name", "place"), [*UNPACKED_EVERYWHERE, (FILES[0], "saved")])
+@pytest.mark.parametrize(("name", "layout"), [*UNPACKED_EVERYWHERE, (FILES[0], "saved")])
 def test_what_one_row_holds_changes_no_other_row(
-    tmp_path: Path, name: str, place: str, seed: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, name: str, layout: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of every source that is read, with one row's value changed to anything: the others are the same, or all are refused."""
-    generator = random.Random(f"{seed} {name} {place}")
+    generator = random.Random(f"{seed} {name} {layout}")
 
     def read(number: int, rows: list[Json]) -> list[Any]:
         folder = tmp_path / str(number)
-        if place == "saved":
+        if layout == "saved":
             datasets.Dataset.from_list(rows, datasets.Features.from_dict(TEXTS)).save_to_disk(str(folder))
         else:
             write(folder / name, rows)
-        if place == "configs":
+        if layout == "configs":
             (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  data_files: {name}\n---\n")
         copied = partial(shutil.copytree, folder, dirs_exist_ok=True)
         monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, local_dir, **__: copied(local_dir))
         path = folder / name
         source: Any = {"file": path, "glob": f"{folder}/train*", "list": [path], "Hub": "org/letters"}.get(
-            place, folder
+            layout, folder
         )
         return list(load(source, tmp_path / f"cache{number}", columns_kept=("who", "age")).rows)
 
@@ -275,7 +275,7 @@ def test_what_one_row_holds_changes_no_other_row(
     for number in range(1, 3 if Path(name).suffix in COMPRESS else 7):
         changed, column = generator.randrange(len(rows)), generator.choice(["who", "age", "text"])
         value: Any = generator.choice(VALUES)
-        if name.startswith("train.json") and place != "saved":
+        if name.startswith("train.json") and layout != "saved":
             value = generator.choice([value, 7, 7.5, True, None, [1], {"a": 1}])
         try:
             after = read(number, [row | {column: value} if i == changed else row for i, row in enumerate(rows)])
@@ -287,11 +287,11 @@ def test_what_one_row_holds_changes_no_other_row(
     assert refusals < 6
 
 
-@pytest.mark.parametrize("place", ["{}.jsonl", "{}/rows.jsonl", "data/{}-00000-of-00001.jsonl"])
-def test_the_splits_of_a_directory_follow_from_its_names(tmp_path: Path, place: str) -> None:
+@pytest.mark.parametrize("layout", ["{}.jsonl", "{}/rows.jsonl", "data/{}-00000-of-00001.jsonl"])
+def test_the_splits_of_a_directory_follow_from_its_names(tmp_path: Path, layout: str) -> None:
     splits = ("train", "validation", "test")
     for split in splits:
-        write(tmp_path / "ward" / place.format(split), [{"text": split}])
+        write(tmp_path / "ward" / layout.format(split), [{"text": split}])
     for split in splits:
         assert raw(tmp_path / "ward", tmp_path, split) == [{"text": split}]
     with refused("has no split 'extra'; it has train, validation, test"):

@@ -61,11 +61,11 @@ def test_a_model_is_asked_with_the_tokens_that_stood_before_completions_in_train
     template: str | None, name: str, prompt: str, completion: str
 ) -> None:
     row, tokenizer = {"prompt": prompt, "completion": completion}, TOKENIZERS[name]
-    asked = prompts.encode(tokenizer, prompt, 0, "prompt_completion", template)
+    ids = prompts.encode(tokenizer, prompt, 0, "prompt_completion", template)
     (sequence,) = encode(row, "prompt_completion", tokenizer, tiny.reads(128, template=template))
     if rendering.joined(prompt, "", template)[0] and completion[0].isalpha():
-        assert list(sequence.input_ids[: sequence.loss_mask.index(True)]) == asked
-    assert asked  # a text begins with a token, also where nothing stands there
+        assert list(sequence.input_ids[: sequence.loss_mask.index(True)]) == ids
+    assert ids  # a text begins with a token, also where nothing stands there
 
 
 @pytest.mark.parametrize(

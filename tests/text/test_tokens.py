@@ -81,7 +81,7 @@ def full_disk(*_: Any) -> None:
 
 
 def test_a_full_disk_is_an_error_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    table, wanted = table_of(tmp_path, TEXTS)
+    table, data_section = table_of(tmp_path, TEXTS)
     with monkeypatch.context() as patch:
         patch.setattr(data, "BUFFER", 0)
         patch.setattr(tempfile.SpooledTemporaryFile, "write", full_disk)
@@ -89,7 +89,7 @@ def test_a_full_disk_is_an_error_with_a_remedy(tmp_path: Path, monkeypatch: pyte
             table_of(tmp_path, TEXTS)
     monkeypatch.setattr(np, "save", full_disk)
     with refused(r"No space left.*--output_dir"):
-        make_units(table, sampled_rows(table, wanted), tokenizer(), wanted, tmp_path / "cache")
+        make_units(table, sampled_rows(table, data_section), tokenizer(), data_section, tmp_path / "cache")
     assert entries(tmp_path) == []
 
 
@@ -143,14 +143,14 @@ def test_any_sequence_is_packed_without_loss(sequences: list[TokenSequence]) -> 
 def test_slots_stand_behind_the_units(tmp_path: Path) -> None:
     units = make(tmp_path)
     slots = [None, in_memory(TEXTS[:1])[0], Unit(())]
-    more = units.with_slots(slots)
-    assert (len(more), more[len(units) :]) == (len(units) + 3, slots)
-    assert more[: len(units)] == units[:]
-    assert [more.sizes(len(units) + index) for index in range(3)] == [[], units.sizes(0), []]
-    assert more.sizes(-1) == []
-    digests = {units.digest, more.digest, units.with_slots(slots[::-1]).digest, units.with_slots([None]).digest}
+    extended = units.with_slots(slots)
+    assert (len(extended), extended[len(units) :]) == (len(units) + 3, slots)
+    assert extended[: len(units)] == units[:]
+    assert [extended.sizes(len(units) + index) for index in range(3)] == [[], units.sizes(0), []]
+    assert extended.sizes(-1) == []
+    digests = {units.digest, extended.digest, units.with_slots(slots[::-1]).digest, units.with_slots([None]).digest}
     assert len(digests) == 4
-    assert units.with_slots(slots).digest == more.digest
+    assert units.with_slots(slots).digest == extended.digest
 
 
 def test_other_units_have_another_digest(tmp_path: Path) -> None:
@@ -173,9 +173,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry for each time that a corpus is tokenised."""
     calls: list[int] = []
 
-    def count(*arguments: Any, **named: Any) -> Iterator[Unit]:
+    def count(*arguments: Any, **options: Any) -> Iterator[Unit]:
         calls.append(1)
-        return iter_units(*arguments, **named)
+        return iter_units(*arguments, **options)
 
     monkeypatch.setattr(tokens, "iter_units", count)
     return calls
@@ -191,17 +191,17 @@ def test_a_corpus_is_tokenised_once(tmp_path: Path, counted: list[int]) -> None:
 
 
 def test_whatever_changes_the_tokens_is_another_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    of_unit = [{**BY_UNIT, **more} for more in ({}, {"max_examples_per_unit": 2}, {"sampling": "example"})]
+    of_unit = [{**BY_UNIT, **extended} for extended in ({}, {"max_examples_per_unit": 2}, {"sampling": "example"})]
     values: list[Json] = [{}, {"max_length": 23}, {"long_examples": "truncate"}, *of_unit]
     keys = [make(tmp_path, TALKS, **settings).path.name for settings in values]
-    others = [tiny.tokenizer(chat_template="!" + tiny.CHAT), *(tiny.tokenizer() for _ in range(3))]
-    others[1].eos_token = "<pad>"
-    others[2].add_tokens(["plums"])
-    others[3].split_special_tokens = True
-    keys += [make(tmp_path, TALKS, other).path.name for other in others]
+    tokenizers = [tiny.tokenizer(chat_template="!" + tiny.CHAT), *(tiny.tokenizer() for _ in range(3))]
+    tokenizers[1].eos_token = "<pad>"
+    tokenizers[2].add_tokens(["plums"])
+    tokenizers[3].split_special_tokens = True
+    keys += [make(tmp_path, TALKS, tokenizer_).path.name for tokenizer_ in tokenizers]
     keys += [make(tmp_path, TALKS[::-1]).path.name, make(tmp_path, TALKS[1:]).path.name]
-    both = [{"text": "a", "prompt": "b", "completion": "c", "who": "p"}]
-    keys += [make(tmp_path, both, format=fmt).path.name for fmt in ("prompt_completion", "text")]
+    ambiguous = [{"text": "a", "prompt": "b", "completion": "c", "who": "p"}]
+    keys += [make(tmp_path, ambiguous, format=fmt).path.name for fmt in ("prompt_completion", "text")]
     keys += [make(tmp_path, [{"prompt": p, "completion": c}]).path.name for p, c in (("a", "bc"), ("ab", "c"))]
     keys.append(make(tmp_path, [{"prompt": "a", "completion": "bc"}], template="{prompt}{completion}").path.name)
     monkeypatch.setattr(tokens, "ENCODING", tokens.ENCODING + 1)
@@ -229,9 +229,9 @@ def cut(path: Path) -> None:
     os.truncate(path, path.stat().st_size - 3)
 
 
-def flip(path: Path, place: int | None = None, bits: int = 1) -> None:
+def flip(path: Path, offset: int | None = None, bits: int = 1) -> None:
     content = bytearray(path.read_bytes())
-    content[len(content) // 2 + (path.suffix == ".json") if place is None else place] ^= bits
+    content[len(content) // 2 + (path.suffix == ".json") if offset is None else offset] ^= bits
     path.write_bytes(content)
 
 
@@ -290,26 +290,28 @@ def test_a_killed_process_leaves_nothing_that_is_taken_for_whole(tmp_path: Path,
 def test_of_several_processes_one_tokenises(
     tmp_path: Path, counted: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    table, wanted = table_of(tmp_path, TEXTS)
-    made: list[Units] = []
+    table, data_section = table_of(tmp_path, TEXTS)
+    units_made: list[Units] = []
     quick = tokens.iter_units
 
-    def slow(*arguments: Any, **named: Any) -> Iterator[Unit]:
+    def slow(*arguments: Any, **options: Any) -> Iterator[Unit]:
         time.sleep(0.5)  # so that the others come meanwhile
-        return quick(*arguments, **named)
+        return quick(*arguments, **options)
 
     monkeypatch.setattr(tokens, "iter_units", slow)
 
     def run(tokenizer: Any) -> None:
-        made.append(make_units(table, sampled_rows(table, wanted), tokenizer, wanted, tmp_path / "cache"))
+        units_made.append(
+            make_units(table, sampled_rows(table, data_section), tokenizer, data_section, tmp_path / "cache")
+        )
 
     threads = [threading.Thread(target=run, args=(tiny.tokenizer(),)) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert (len(counted), len(made)) == (1, 4)
-    assert {units.digest for units in made} == {make(tmp_path).digest}
+    assert (len(counted), len(units_made)) == (1, 4)
+    assert {units.digest for units in units_made} == {make(tmp_path).digest}
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
