@@ -319,7 +319,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"{path}: missing; the run did not get that far, or this is no run directory.") from None
+        raise ConfigError(f"{path}: missing; the run did not get that far, or this is not a run directory.") from None
     except (OSError, ValueError, RecursionError):
         raise ConfigError(f"{path}: is not readable as JSON; the file is damaged.") from None
     if not isinstance(value, dict):

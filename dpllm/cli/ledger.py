@@ -310,7 +310,7 @@ def _head(text: str | None) -> dict[str, Any] | None:
         return None
     if not (match := re.fullmatch(r"(.{64}):([1-9][0-9]{0,17})", text)):
         raise ConfigError(
-            f"--head {text!r} is no HASH:COUNT with a count of 1 or more. For the head in a run's run.json, type dpllm verify "
+            f"--head {text!r} is not HASH:COUNT with a count of 1 or more. For the head in a run's run.json, type dpllm verify "
             "RUN --ledger FILE."
         )
     return {"hash": match[1], "count": int(match[2])}

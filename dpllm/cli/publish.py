@@ -170,7 +170,7 @@ def verify(args: argparse.Namespace, overrides: list[str]) -> int:
         verification = verify_apart(path, ledger=args.ledger, public_key=args.public_key)
     looked_at = {check["name"] for check in verification["checks"]}
     if args.public_key and "signature" not in looked_at and not verification["failed"]:
-        raise ConfigError(f"--public-key: only files of a model are signed, and {args.path} is none. Leave it out.")
+        raise ConfigError(f"--public-key: {args.path} is not signed, since only files of a model are. Leave it out.")
     if args.json:
         show(args, verification)
     else:

@@ -179,7 +179,7 @@ def _outside(key: str, value: Any) -> bool:
 
 def _refuse(path: Path, sign: str) -> None:
     raise ConfigError(
-        f"{path}: {sign} trains on preferences or rewards, of which nothing is imported. Import a configuration of sft; for DPO "
+        f"{path}: {sign} trains on preferences or rewards, which cannot be imported. Import a configuration of sft; for DPO "
         "set train.objective: dpo and data.format: preference in the recipe."
     )
 

@@ -97,7 +97,7 @@ class PrivacyConfig(Section):
     def _final(self) -> Self:
         if self.fit_budget and self.final:
             raise ValueError(
-                "privacy.fit_budget fits a run beside others, and none can follow one that is final; leave privacy.fit_budget "
+                "privacy.fit_budget leaves room for other runs, but none can follow a final run; leave privacy.fit_budget "
                 "out, and set privacy.epsilon to that of the budget or less"
             )
         return self
@@ -159,7 +159,7 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _length(self) -> TrainConfig:
         if (self.epochs is None) == (self.steps is None):
-            raise ValueError("give train.epochs or train.steps, one of the two")
+            raise ValueError("give either train.epochs or train.steps")
         if self.momentum and self.optimizer != "sgd":
             raise ValueError("momentum is for sgd only, and adamw has its own; set optimizer: sgd or remove momentum")
         return self

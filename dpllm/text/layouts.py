@@ -168,8 +168,8 @@ def _of_prompt_as_text(row: Raw) -> Raw:
     pair = _of_answers(row)
     if all(not isinstance(turn, dict) or turn.get("content") != row["prompt"] for turn in pair["prompt"]):
         raise DataError(
-            "has a text in column 'prompt' that is no message with which both answers begin, and type --data.columns '{prompt: "
-            "null}' if it may be ignored"
+            "has a text in column 'prompt' that no message before both answers repeats; --data.columns '{prompt: null}' ignores "
+            "the column"
         )
     return pair
 

@@ -49,7 +49,7 @@ def read_template(value: str | None) -> str | None:
             template = (jinja_file if path.is_dir() else path).read_text("utf-8")
     if not isinstance(template, str) or not template.strip():
         raise ConfigError(
-            f"data.chat_template {value}: is no template, nor a file or a tokenizer's folder that holds one, so messages cannot "
+            f"data.chat_template {value}: is neither a template nor a file or tokenizer's folder with one, so messages cannot "
             "be read. Name a file such as chat.jinja."
         )
     return template
