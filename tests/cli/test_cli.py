@@ -118,7 +118,7 @@ def one_line(capsys: pytest.CaptureFixture[str], command: str) -> str:
     ],
     ids=" ".join,
 )
-def test_a_path_that_the_system_refuses_is_one_line(
+def test_a_path_that_is_too_long_is_one_line(
     recipe: Path, capsys: pytest.CaptureFixture[str], words: list[str]
 ) -> None:
     """As a text typed where its file's name belongs: longer than any name may be."""

@@ -145,7 +145,7 @@ def sizes(**changes: str | None) -> tuple[str, ...]:
         ((*RUN, *NOISE, "--bands", "4", "--group-size", "2"), "--group-size 1", 3),
     ],
 )
-def test_numbers_without_an_epsilon_are_refused_by_name(
+def test_numbers_out_of_range_are_refused_by_name(
     capsys: Any, arguments: tuple[str, ...], named: str, code: int
 ) -> None:
     assert named in refusal(capsys, *arguments, code=code).replace("\n", " ")

@@ -46,9 +46,7 @@ def test_a_path_that_can_hold_no_ledger_is_refused(path: str, reason: str, creat
 
 @pytest.mark.parametrize("path", ["folder/ledger.sqlite", "folder/new/ledger.sqlite", "text"])
 @pytest.mark.parametrize("create", [True, False])
-def test_a_ledger_where_this_user_may_not_write_is_refused(
-    monkeypatch: pytest.MonkeyPatch, path: str, create: bool
-) -> None:
+def test_a_ledger_that_is_not_writable_is_refused(monkeypatch: pytest.MonkeyPatch, path: str, create: bool) -> None:
     """Tests may run as root, who may write everywhere."""
     monkeypatch.setattr(os, "access", lambda place, mode: not mode & os.W_OK)
     with pytest.raises(ConfigError, match="may not write"):

@@ -123,9 +123,7 @@ def test_the_one_number_of_a_budget_is_shown(recipe: Path, capsys: pytest.Captur
     assert "it is final" in answer(capsys, 0, recipe, "--final")[0]
 
 
-def test_a_refusal_comes_after_everything_that_could_be_computed(
-    recipe: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_refusal_comes_after_everything_computed(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     give_budget(recipe.parent, 0.01)
     out, err = answer(capsys, 3, recipe)
     assert "noise multiplier sigma 2" in out
@@ -207,7 +205,7 @@ def test_what_the_model_refuses_is_among_the_refusals(recipe: Path, capsys: pyte
 @pytest.mark.parametrize(
     ("arguments", "advice"), [(["--train.stepz", "2"], "did you mean steps"), (["--device", "h100"], "Type both")]
 )
-def test_wrong_arguments_are_one_line_and_code_2(
+def test_wrong_arguments_are_one_line(
     recipe: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], advice: str
 ) -> None:
     out, err = answer(capsys, 2, recipe, *arguments)
@@ -217,9 +215,7 @@ def test_wrong_arguments_are_one_line_and_code_2(
 
 
 @pytest.mark.parametrize("public", [True, False])
-def test_an_example_is_shown_of_public_data_only(
-    recipe: Path, capsys: pytest.CaptureFixture[str], public: bool
-) -> None:
+def test_an_example_is_of_public_data_only(recipe: Path, capsys: pytest.CaptureFixture[str], public: bool) -> None:
     shown, _ = answer(capsys, 0, recipe, "--data.public", str(public).lower())
     assert "read as text: text" in shown
     first = tiny.sentence(0)

@@ -149,9 +149,7 @@ def test_every_number_of_the_page_is_a_rounding_of_one_in_the_json(four: list[Ru
 
 @given(loss=st.floats(0.0, 20.0), auc=st.floats(0.0, 1.0), low=st.floats(0.0, 1.0), epsilon=st.floats(0.01, 50.0))
 @settings(max_examples=100, deadline=None, derandomize=True)
-def test_rounding_is_to_the_nearest_figure_and_never_to_less_epsilon(
-    loss: float, auc: float, low: float, epsilon: float
-) -> None:
+def test_figures_round_to_the_nearest_and_epsilon_upwards(loss: float, auc: float, low: float, epsilon: float) -> None:
     run = {"private": True, "epsilon": epsilon, "loss": loss, "auc": auc, "auc_interval": [low, auc]}
     cells = {label: row[1] for label, row in shown.rows({"base": {}, "runs": [run]}).items()}
     assert epsilon <= float(cells["Epsilon"]) <= 1.002 * epsilon
@@ -203,9 +201,7 @@ def test_files_are_private_and_nothing_is_exported(runs: list[RunDir]) -> None:
 
 @pytest.mark.parametrize("public", [False, True])
 @pytest.mark.parametrize("place", ["baseline/export", "dp/export/audit", "dp/private/../export/x", "other/export"])
-def test_output_in_a_published_directory_is_refused(
-    runs: list[RunDir], tmp_path: Path, place: str, public: bool
-) -> None:
+def test_output_in_a_published_folder_is_refused(runs: list[RunDir], tmp_path: Path, place: str, public: bool) -> None:
     make_run(tmp_path / "other", 1.0)
     before = files(tmp_path)
     with pytest.raises(ConfigError, match="export/"):
@@ -278,9 +274,7 @@ def test_the_command_compares_without_a_model(
         ({"record": {"status": "refused"}}, "refused"),
     ],
 )
-def test_runs_of_another_model_or_data_or_without_an_audit_are_refused(
-    tmp_path: Path, changes: Json, named: str
-) -> None:
+def test_runs_of_another_model_or_without_an_audit_are_refused(tmp_path: Path, changes: Json, named: str) -> None:
     others = [make_run(tmp_path / "baseline", INF), make_run(tmp_path / "eps-1", 1.0)]
     with pytest.raises(ConfigError, match=re.escape(named)):
         compare([*others, make_run(tmp_path / "dp", 3.0, **changes)])

@@ -120,9 +120,7 @@ def test_private_prompts_of_a_data_set_are_refused_and_what_is_covered_is_told(k
     assert "none was searched for" in searched(kept, rows)[-1]
 
 
-def test_rows_of_a_model_without_guarantee_are_searched_as_its_card_is(
-    kept: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_without_a_guarantee_are_searched_as_a_card_is(kept: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir("/")
     config = kept.load_config()
     declared = config.model_copy(

@@ -60,9 +60,7 @@ def test_saved_datasets_are_read_by_split(tmp_path: Path, fmt: str) -> None:
 @pytest.mark.parametrize(
     "columns", [{"text": "noet"}, {"text": "note", "prompt": "noet"}, {"text": "note", "input": "noet"}]
 )
-def test_a_missing_column_is_named_and_no_other_read_in_its_place(
-    tmp_path: Path, name: str, fmt: str, columns: dict[str, str]
-) -> None:
+def test_a_missing_column_is_named_not_replaced(tmp_path: Path, name: str, fmt: str, columns: dict[str, str]) -> None:
     path = write(tmp_path / name, [{"text": SENTINEL, "note": "a", "prompt": "b", "input": "c"}] * 2)
     with refused("column 'noet'"):
         load(path, tmp_path, columns=columns, format=fmt)
@@ -272,9 +270,7 @@ def units_of(rows: list[Json], limit: int) -> dict[str, list[str]]:
     limit=st.integers(1, 4),
     seed=st.integers(0, 99),
 )
-def test_which_rows_of_a_unit_train_depends_on_that_unit_alone(
-    rows: list[tuple[str, str]], limit: int, seed: int
-) -> None:
+def test_the_rows_of_a_unit_depend_on_that_unit_alone(rows: list[tuple[str, str]], limit: int, seed: int) -> None:
     everyone = [{"who": who, "text": text} for who, text in rows]
     chosen = units_of(everyone, limit)
     shuffled = random.Random(seed).sample(everyone, len(everyone))

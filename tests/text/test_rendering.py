@@ -281,9 +281,7 @@ def test_tools_and_settings_of_a_row_reach_the_template(tmp_path: Path, kind: st
     ("column", "value"),
     [("tools", TOOLS), ("chat_template_kwargs", {"style": SENTINEL}), ("chat_template_kwargs", {"tokenize": True})],
 )
-def test_a_column_that_a_template_does_not_read_is_refused_or_ignored_on_demand(
-    tmp_path: Path, column: str, value: Any
-) -> None:
+def test_a_column_that_a_template_does_not_read_is_refused_or_ignored(tmp_path: Path, column: str, value: Any) -> None:
     with refused(rf"does not read {column} .*--data.columns '{{{column}: null}}'"):
         text_of(load_rows(tmp_path, {**CHAT, column: value}), reader(CHATML + "{# tokenize #}"))
     table = load_rows(tmp_path, {**CHAT, column: value}, columns={column: None})

@@ -209,9 +209,7 @@ def test_whatever_changes_the_tokens_is_another_entry(tmp_path: Path, monkeypatc
     assert len(set(keys)) == len(keys)
 
 
-def test_a_column_that_no_format_reads_and_a_tokenizers_truncation_make_no_other_entry(
-    tmp_path: Path, counted: list[int]
-) -> None:
+def test_unread_columns_and_truncation_make_no_other_entry(tmp_path: Path, counted: list[int]) -> None:
     cutting = tiny.tokenizer()
     cutting.backend_tokenizer.enable_truncation(4)
     unread = [{**row, "remark": number} for number, row in enumerate(TEXTS)]
@@ -239,7 +237,7 @@ def flip(path: Path, offset: int | None = None, bits: int = 1) -> None:
     "damage", [cut, flip, partial(flip, place=-1, bits=255), Path.unlink, partial(Path.write_bytes, data=b"")]
 )
 @pytest.mark.parametrize("name", ["tokens.bin", "index.npy", "sizes.npy", "meta.json"])
-def test_a_damaged_entry_is_made_again(
+def test_a_damaged_entry_is_remade(
     tmp_path: Path, counted: list[int], name: str, damage: Callable[[Path], Any]
 ) -> None:
     first = make(tmp_path)
@@ -287,9 +285,7 @@ def test_a_killed_process_leaves_nothing_that_is_taken_for_whole(tmp_path: Path,
     assert (entries(tmp_path), len(counted)) == ([units.path.name], 1)
 
 
-def test_of_several_processes_one_tokenises(
-    tmp_path: Path, counted: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_several_threads_one_tokenises(tmp_path: Path, counted: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     table, data_section = table_of(tmp_path, TEXTS)
     units_made: list[Units] = []
     quick = tokens.iter_units
