@@ -25,11 +25,7 @@ from dpllm.privacy.releases import flipped
 from dpllm.recipe.config import DataConfig
 from dpllm.recipe.sections import AuditConfig, CanaryConfig
 
-KEYS: dict[str, tuple[str, ...]] = {
-    "digits": ("digits",),
-    "random_tokens": ("tokens",),
-    "new_tokens": (),
-}
+KEYS: dict[str, tuple[str, ...]] = {"digits": ("digits",), "random_tokens": ("tokens",), "new_tokens": ()}
 """For each kind the keys of audit.canaries, beside groups and references, that its texts follow from."""
 RAREST = 1 / 8
 """Share of the vocabulary from which new_tokens are drawn, if so many tokens can stand alone."""

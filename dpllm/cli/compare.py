@@ -88,9 +88,7 @@ def sweep(args: argparse.Namespace, overrides: list[str]) -> int:
         comparison = side_by_side(runs, runs[0].root.parent / "compare")
         public, _ = look(runs, public=True)
         show(
-            args,
-            public if args.json else shown.table(public),
-            f"With private figures: written to {comparison.output}",
+            args, public if args.json else shown.table(public), f"With private figures: written to {comparison.output}"
         )
     if contradictions:
         raise AuditContradiction("; ".join(contradictions))

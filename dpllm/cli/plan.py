@@ -112,9 +112,7 @@ def add_commands(add: AddCommand) -> None:
     option("--model", action="store_true", help="trained layers and memory, from the model's config only")
     option("--device", metavar="GPU", help="with --model: for an a100 or h100 of 80 GB, not for this machine")
     option(
-        "--twin",
-        action="store_true",
-        help="epsilon of the recipe without text canaries and its audit twin together",
+        "--twin", action="store_true", help="epsilon of the recipe without text canaries and its audit twin together"
     )
     option("--constant-rate", action="store_true", help=CONSTANT_RATE)
     take_choice(planned)

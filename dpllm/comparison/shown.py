@@ -49,10 +49,7 @@ MEASURES: dict[str, tuple[str, Callable[[Mapping[str, Any]], str]]] = {
         lambda run: f"{measured(run['epsilon_lower_bound'])} (of {measured(run['epsilon_lower_bound_ceiling'])})",
     ),
     "auc": ("AUC of its attack", lambda run: _estimate(run["auc"], run["auc_interval"])),
-    "canaries_planted": (
-        "Canaries extracted",
-        lambda run: f"{run['canaries_extracted']} of {run['canaries_planted']}",
-    ),
+    "canaries_planted": ("Canaries extracted", lambda run: f"{run['canaries_extracted']} of {run['canaries_planted']}"),
     "steps": ("Steps", lambda run: count(run["steps"])),
     "seconds": ("Seconds in all", lambda run: measured(run["seconds"], 1)),
     "peak_memory_bytes": ("Peak memory (GiB)", lambda run: measured(run["peak_memory_bytes"] / 2**30)),

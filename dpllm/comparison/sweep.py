@@ -244,12 +244,7 @@ def _reserve(points: Sequence[Point], root: Path, state: dict[str, Any]) -> tupl
                     "other records than were counted. Start again, and do not change the file meanwhile."
                 )
             reserve_all(
-                book,
-                policy.dataset,
-                requests,
-                group=group,
-                records=policy.records,
-                derived_from=policy.derived_from,
+                book, policy.dataset, requests, group=group, records=policy.records, derived_from=policy.derived_from
             )
             return _as_fixed(points, state), _entries(book, reread, group, points)
     except Refused:  # nothing was reserved, so there is no sweep to resume

@@ -164,11 +164,7 @@ def _account_families(ledger: Ledger, names: Iterable[str]) -> list[Metric]:
         heartbeat += [({**dataset, "run_id": entry, "state": run.state}, run.heartbeat) for entry, run in unfinished]
     return [
         gauge("dp_training_budget", "Epsilon that all runs on the dataset together may spend.", budget),
-        gauge(
-            "dp_training_budget_used",
-            "Share of the budget that is used; 1 where a final run has closed it.",
-            used,
-        ),
+        gauge("dp_training_budget_used", "Share of the budget that is used; 1 where a final run has closed it.", used),
         gauge("dp_ledger_reservations", "Reservations in each state.", reservations),
         gauge(
             "dp_reservation_heartbeat_timestamp_seconds",

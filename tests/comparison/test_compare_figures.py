@@ -19,11 +19,7 @@ BROKEN = {"guarantee": {"holds": False, "reason": "the noise was seeded"}}
 NOTHING = {"eval_loss_before": None, "eval_loss_after": None, "eval_tokens": None}
 
 
-@pytest.mark.parametrize(
-    "epsilons",
-    [(1.0, 3.0, 8.0, INF), (3.0, INF), (2.0, 2.0, 2.0, 90.0)],
-    ids=str,
-)
+@pytest.mark.parametrize("epsilons", [(1.0, 3.0, 8.0, INF), (3.0, INF), (2.0, 2.0, 2.0, 90.0)], ids=str)
 def test_a_picture_is_there_and_white_at_the_edge(tmp_path: Path, epsilons: tuple[float, ...]) -> None:
     result = compare([make_run(tmp_path / f"run-{n}", e) for n, e in enumerate(epsilons)])
     picture = imread(result.output / "comparison.png")
