@@ -114,7 +114,7 @@ def plan_canaries(
     ]
     canaries, references = drawn[: len(groups)], tuple(drawn[len(groups) :])
     plan = CanaryPlan((), references, "", "", config.kind, log2_secrets, _settings(config), label_epsilon=label_epsilon)
-    return _toss(replace(plan, gradient_coins=(False,) * gradient), canaries, generator)
+    return _draw_coins(replace(plan, gradient_coins=(False,) * gradient), canaries, generator)
 
 
 def redraw_coins(plan: CanaryPlan, *, generator: random.Random | None = None) -> CanaryPlan:
@@ -123,7 +123,7 @@ def redraw_coins(plan: CanaryPlan, *, generator: random.Random | None = None) ->
     Guarantee:
         The coins are independent and fair, and independent of the texts and of the plan's own coins.
     """
-    return _toss(plan, plan.canaries, generator or secrets.SystemRandom())
+    return _draw_coins(plan, plan.canaries, generator or secrets.SystemRandom())
 
 
 def check_fits(
@@ -193,7 +193,7 @@ def load(path: Path) -> CanaryPlan:
     return plan
 
 
-def _toss(plan: CanaryPlan, canaries: Sequence[Canary], generator: random.Random) -> CanaryPlan:
+def _draw_coins(plan: CanaryPlan, canaries: Sequence[Canary], generator: random.Random) -> CanaryPlan:
     below, epsilon = generator.randrange, plan.label_epsilon
     tossed = tuple(
         replace(

@@ -62,8 +62,8 @@ def compare(args: argparse.Namespace, overrides: list[str]) -> int:
 def sweep(args: argparse.Namespace, overrides: list[str]) -> int:
     """Trains a group of runs and prints only figures that may be published, since a job's log is often shared."""
     from dpllm.comparison import shown
+    from dpllm.comparison.compare import collect_figures
     from dpllm.comparison.compare import compare as side_by_side
-    from dpllm.comparison.compare import look
     from dpllm.comparison.sweep import at_epsilons, train_group, twins
     from dpllm.statement.run_files import read_run
 
@@ -86,7 +86,7 @@ def sweep(args: argparse.Namespace, overrides: list[str]) -> int:
     else:
         _measure(args, runs, console)
         comparison = side_by_side(runs, runs[0].root.parent / "compare")
-        public, _ = look(runs, public=True)
+        public, _ = collect_figures(runs, public=True)
         show(
             args, public if args.json else shown.table(public), f"With private figures: written to {comparison.output}"
         )
@@ -126,8 +126,8 @@ def _check_tasks(args: argparse.Namespace) -> None:
 def _measure(args: argparse.Namespace, runs: list[RunDir], console: Console, *, public: bool = False) -> None:
     """With --tasks, scores the texts of the runs, once it is certain that they can be compared."""
     if args.tasks:
-        from dpllm.comparison.compare import look
+        from dpllm.comparison.compare import collect_figures
         from dpllm.comparison.tasks import measure
 
-        look(runs, public=public)
+        collect_figures(runs, public=public)
         measure(runs, args.tasks, console)

@@ -183,7 +183,7 @@ def plan(args: argparse.Namespace, overrides: list[str]) -> int:
             args, choice.to_json() if args.json else _two_columns(f"Choice of {args.recipe}", choice.in_words())
         )
     if args.twin:
-        from dpllm.comparison.sweep import together, twins
+        from dpllm.comparison.sweep import combined_epsilon, twins
 
         points = twins(*parse_recipe(args, overrides), constant_rate=args.constant_rate)
     config = points[0].config if args.twin else load_recipe(args, overrides)
@@ -199,7 +199,7 @@ def plan(args: argparse.Namespace, overrides: list[str]) -> int:
     refusals = Refusals()
     refusals.errors += decision.refusals
     needs = _footprint(config, decision, refusals, args.device) if args.model else None
-    twin = refusals.attempt(together, points) if args.twin else None
+    twin = refusals.attempt(combined_epsilon, points) if args.twin else None
     if args.json:
         print(dump(_json(decision, needs, refusals.errors) | ({"twin": twin} if twin else {})))
     else:

@@ -194,13 +194,13 @@ def _download(repository: str, revision: str | None, directory: Path) -> None:
     try:
         from huggingface_hub import snapshot_download
 
-        from dpllm.publish.push import asking, endpoint
+        from dpllm.publish.push import endpoint, hub_errors
     except ImportError:
         raise ConfigError(
             f"{repository}: no such local path, and huggingface_hub is not installed to download it. Type pip install "
             "huggingface_hub, or a local path."
         ) from None
-    with asking(repository):
+    with hub_errors(repository):
         kind = "dataset" if repository.count("/") > 1 else "model"
         name = repository.removeprefix(_DATASETS) if kind == "dataset" else repository
         snapshot_download(name, repo_type=kind, revision=revision, local_dir=directory, endpoint=endpoint())

@@ -86,7 +86,7 @@ def compare(runs: Sequence[RunDir], output: Path | None = None, *, public: bool 
             wrote, or canaries and no audit; model, data, evaluation or canaries differ; or ``output`` lies in a directory that
             is published as it was verified.
     """
-    figures, target = look(runs, output, public=public)
+    figures, target = collect_figures(runs, output, public=public)
     try:
         target.mkdir(mode=0o755 if public else 0o700, parents=True, exist_ok=True)
         for name in FILES:  # of an earlier comparison
@@ -102,7 +102,7 @@ def compare(runs: Sequence[RunDir], output: Path | None = None, *, public: bool 
     return Comparison(figures, target, files)
 
 
-def look(runs: Sequence[RunDir], output: Path | None = None, *, public: bool) -> tuple[Json, Path]:
+def collect_figures(runs: Sequence[RunDir], output: Path | None = None, *, public: bool) -> tuple[Json, Path]:
     """The figures of a comparison and its directory, without writing anything; see ``compare``."""
     compared = _read(runs, public=public)
     first = compared[0].run  # the one without differential privacy comes last

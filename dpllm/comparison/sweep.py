@@ -139,7 +139,7 @@ def twins(recipe: str | Path, overrides: Mapping[str, Any], *, constant_rate: bo
     return points
 
 
-def together(points: Sequence[Point]) -> dict[str, float]:
+def combined_epsilon(points: Sequence[Point]) -> dict[str, float]:
     """The epsilon of all runs together, at the budget's delta or else the largest that one of them states. Writes nothing.
 
     Raises:

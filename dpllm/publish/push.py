@@ -103,7 +103,7 @@ def push(
         ConfigError: No such run, or no such name.
         DpllmError: The Hub could not be reached, or refused.
     """
-    with asking(repository):
+    with hub_errors(repository):
         validate_repo_id(repository)
     run = RunDir(path)
     source = _Source(run.export, path, run, "model")
@@ -169,7 +169,7 @@ def _search(source: _Source, statement: PrivacyRecord, names: list[str]) -> list
 
 def _upload(source: _Source, planned: Push, *, private: bool) -> Push:
     api = HfApi(endpoint=endpoint())
-    with asking(planned.repository):
+    with hub_errors(planned.repository):
         name = str(
             api.create_repo(planned.repository, repo_type=source.kind, private=private or None, exist_ok=True).repo_id
         )
@@ -213,7 +213,7 @@ def endpoint() -> str:
 
 
 @contextmanager
-def asking(repository: str) -> Iterator[None]:
+def hub_errors(repository: str) -> Iterator[None]:
     """Turns every error of the Hub inside into one line.
 
     Args:

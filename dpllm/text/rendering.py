@@ -22,7 +22,7 @@ from dpllm.text.layouts import FIELDS, KWARGS, TOOLS, Format, Row, learned, text
 Message = Mapping[str, Any]
 Spans = list[tuple[int, int]]
 Show = Callable[..., str]
-_SIGN = "\ue0d1\ue0d2"  # for private use: stands in for what a message says
+_PLACEHOLDER = "\ue0d1\ue0d2"  # for private use: stands in for what a message says
 _FAILS: dict[type, str] = {
     list: "does not read content that is written in parts (a list); write it as one text",
     type(None): "does not read a message without content (null), as many calls of tools are; write an empty text there",
@@ -151,7 +151,7 @@ def render_chat(row: Mapping[str, Any], tokenizer: Any) -> tuple[str, Spans]:
             turns = (index for index, message in enumerate(messages) if learned(message))
             rendered_chat = text, [_turn(text, messages, index, shown, tokenizer) for index in turns]
         with_content = [turn for turn in messages if turn["role"] != "system" and turn.get("content")]
-        if shown([_signed(turn) for turn in messages]).count(_SIGN) < len(with_content):
+        if shown([_with_placeholder(turn) for turn in messages]).count(_PLACEHOLDER) < len(with_content):
             raise _refusal("leaves out what a message says, so nothing of it would be read or learned")
         return rendered_chat
     except DataError:
@@ -224,16 +224,16 @@ def _turn(text: str, messages: Sequence[Message], index: int, shown: Show, token
     before, after = shown(messages[:index], add_prompt=True), shown(messages[: index + 1])
     if text.startswith(before) and text.startswith(after):
         return len(before), len(after)
-    signed = [*messages[:index], _signed(messages[index]), *messages[index + 1 :]]
-    head, sign, tail = shown(signed).partition(_SIGN)
-    early, _, end = shown(signed[: index + 1]).partition(_SIGN)
-    ended = shown(signed[: index + 1], add_prompt=True).partition(_SIGN)[2]
+    marked = [*messages[:index], _with_placeholder(messages[index]), *messages[index + 1 :]]
+    head, sign, tail = shown(marked).partition(_PLACEHOLDER)
+    early, _, end = shown(marked[: index + 1]).partition(_PLACEHOLDER)
+    ended = shown(marked[: index + 1], add_prompt=True).partition(_PLACEHOLDER)[2]
     silent = _shared(before, shown(messages[:index]), tokenizer)
     prompted = _shared(early, before, tokenizer)
-    begun, same_length = _begun(head, early[silent:], tokenizer)
-    low = begun + min(same_length, prompted - silent)
+    start, same_length = _find_turn(head, early[silent:], tokenizer)
+    low = start + min(same_length, prompted - silent)
     fits = sign and 0 < silent <= prompted and text.startswith(head[:low]) and text.endswith(tail)
-    if not fits or begun < 0:
+    if not fits or start < 0:
         raise _refusal(_LOST)
     length = len(tail)
     if index < len(messages) - 1:
@@ -241,7 +241,7 @@ def _turn(text: str, messages: Sequence[Message], index: int, shown: Show, token
     return low, len(text) - len(tail) + length
 
 
-def _begun(head: str, turn: str, tokenizer: Any) -> tuple[int, int]:
+def _find_turn(head: str, turn: str, tokenizer: Any) -> tuple[int, int]:
     """Where ``head`` ends with the beginning of a turn, of which a piece may be left out, and how far it is the same; or -1.
 
     A whole token that is the same counts before letters that are: the end of the turn before begins as this one does ("<|").
@@ -258,14 +258,14 @@ def _begun(head: str, turn: str, tokenizer: Any) -> tuple[int, int]:
     return first
 
 
-def _signed(message: Message) -> Message:
+def _with_placeholder(message: Message) -> Message:
     """The message with the sign in place of its content; if it calls tools, in place of the name of the first."""
     if calls := message.get("tool_calls"):
-        first = {**calls[0].get("function", calls[0]), "name": _SIGN}
+        first = {**calls[0].get("function", calls[0]), "name": _PLACEHOLDER}
         first = {**calls[0], "function": first} if "function" in calls[0] else first
         return {**message, "tool_calls": [first, *calls[1:]]}
-    parts = [{"type": "text", "text": _SIGN}]
-    return {**message, "content": parts if isinstance(message.get("content"), list) else _SIGN}
+    parts = [{"type": "text", "text": _PLACEHOLDER}]
+    return {**message, "content": parts if isinstance(message.get("content"), list) else _PLACEHOLDER}
 
 
 def _shared(left: str, right: str, tokenizer: Any) -> int:

@@ -116,7 +116,7 @@ def iter_units(
                 for text in texts:
                     ids, mask = next(encoded)
                     cut = _cut(ids, mask, data.max_length, data.long_examples)
-                    sequences += cut or ([NOTHING] if text.keep_empty else [])
+                    sequences += cut or ([EMPTY] if text.keep_empty else [])
                     sizes.append((len(ids), bool(cut)))
                 (lengths or Lengths()).add(sizes, data)
             except DataError as error:
@@ -162,7 +162,7 @@ def encode_prompt(prompt: str, tokenizer: Any, template: str | None) -> list[int
     return ids[: mask.index(True)]
 
 
-NOTHING = TokenSequence((0, 0), (False, False), 1)
+EMPTY = TokenSequence((0, 0), (False, False), 1)
 """A text whose prompt alone is longer than max_length, and that stands there because another one belongs to it."""
 
 

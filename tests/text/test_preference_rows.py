@@ -12,7 +12,7 @@ from dpllm.ledger.records import fingerprint
 from dpllm.text import layouts, prompts, rendering
 from dpllm.text.data import Table
 from dpllm.text.layouts import FIELDS
-from dpllm.text.tokens import NOTHING, encode_units
+from dpllm.text.tokens import EMPTY, encode_units
 
 ASKED = [{"role": "user", "content": "Who?"}]
 ANNA, BO = ([{"role": "assistant", "content": name}] for name in ("Anna", "Bo"))
@@ -99,7 +99,7 @@ def test_a_long_pair_is_cut_at_its_end_and_a_long_prompt_leaves_whole_pairs(tmp_
     short, long, prompted = (unit.sequences for unit in units_of(table, max_length=16))
     assert [len(pair) for pair in (short, long, prompted)] == [2, 2, 2]
     assert len(long[0].input_ids) == 16
-    assert prompted == (NOTHING, NOTHING)
+    assert prompted == (EMPTY, EMPTY)
     with refused(r"data\.max_length"):
         units_of(table, max_length=16, long_examples="refuse")
 
