@@ -215,7 +215,7 @@ def _turn(text: str, messages: Sequence[Message], index: int, shown: Show, token
     """The start of the assistant's turn ``index``, behind the prompt for it, and its end, with the end token.
 
     A template may write a turn otherwise once others follow it: Qwen3 takes the thoughts out, Phi-3 moves the end of the text.
-    So a sign replaces what the turn says, and shows what stands around it: in the whole row, and in the row that ends there.
+    So a placeholder replaces its content, and shows what stands around it: in the whole row, and in the row that ends there.
     """
     if not index:
         raise DataError(
@@ -225,14 +225,14 @@ def _turn(text: str, messages: Sequence[Message], index: int, shown: Show, token
     if text.startswith(before) and text.startswith(after):
         return len(before), len(after)
     marked = [*messages[:index], _with_placeholder(messages[index]), *messages[index + 1 :]]
-    head, sign, tail = shown(marked).partition(_PLACEHOLDER)
+    head, placeholder, tail = shown(marked).partition(_PLACEHOLDER)
     early, _, end = shown(marked[: index + 1]).partition(_PLACEHOLDER)
     ended = shown(marked[: index + 1], add_prompt=True).partition(_PLACEHOLDER)[2]
     silent = _shared(before, shown(messages[:index]), tokenizer)
     prompted = _shared(early, before, tokenizer)
     start, same_length = _find_turn(head, early[silent:], tokenizer)
     low = start + min(same_length, prompted - silent)
-    fits = sign and 0 < silent <= prompted and text.startswith(head[:low]) and text.endswith(tail)
+    fits = placeholder and 0 < silent <= prompted and text.startswith(head[:low]) and text.endswith(tail)
     if not fits or start < 0:
         raise _refusal(_LOST)
     length = len(tail)
@@ -242,9 +242,9 @@ def _turn(text: str, messages: Sequence[Message], index: int, shown: Show, token
 
 
 def _find_turn(head: str, turn: str, tokenizer: Any) -> tuple[int, int]:
-    """Where ``head`` ends with the beginning of a turn, of which a piece may be left out, and how far it is the same; or -1.
+    """The start in ``head`` of the turn with which it ends, of which a piece may be left out, and the common length; or -1.
 
-    A whole token that is the same counts before letters that are: the end of the turn before begins as this one does ("<|").
+    A common token counts before common letters: the end of the turn before begins as this one does ("<|").
     """
     first = -1, 0
     for skipped in range(len(turn) or 1):
@@ -259,7 +259,7 @@ def _find_turn(head: str, turn: str, tokenizer: Any) -> tuple[int, int]:
 
 
 def _with_placeholder(message: Message) -> Message:
-    """The message with the sign in place of its content; if it calls tools, in place of the name of the first."""
+    """The message with the placeholder as its content; if it calls tools, in place of the name of the first."""
     if calls := message.get("tool_calls"):
         first = {**calls[0].get("function", calls[0]), "name": _PLACEHOLDER}
         first = {**calls[0], "function": first} if "function" in calls[0] else first
