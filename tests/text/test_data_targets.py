@@ -38,6 +38,7 @@ def test_without_a_beginning_token_the_first_word_is_no_target() -> None:
     (sequence,) = encode({"text": "Anna bought plums"}, "text", bare, tiny.reads(128, "truncate"))
     first = tokenizer().decode([sequence.input_ids[0]])
     assert first + learned(sequence) == "Anna bought plums</s>"
+    assert sequence.denominator == sum(sequence.loss_mask)
 
 
 def test_an_end_that_the_tokenizer_brings_itself_is_learned_once() -> None:
