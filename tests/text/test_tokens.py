@@ -234,7 +234,7 @@ def flip(path: Path, offset: int | None = None, bits: int = 1) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage", [cut, flip, partial(flip, place=-1, bits=255), Path.unlink, partial(Path.write_bytes, data=b"")]
+    "damage", [cut, flip, partial(flip, offset=-1, bits=255), Path.unlink, partial(Path.write_bytes, data=b"")]
 )
 @pytest.mark.parametrize("name", ["tokens.bin", "index.npy", "sizes.npy", "meta.json"])
 def test_a_damaged_entry_is_remade(
