@@ -179,7 +179,6 @@ ALONE = ("kind", "log2_secrets", "settings", "salt", "commitment", "gradient_key
 
 @pytest.fixture
 def saved(tmp_path):
-    """A plan that lies in a file, and its JSON."""
     path = tmp_path / "canaries.json"
     save(plan_canaries(SMALL), path)
     return path, json.loads(path.read_text())

@@ -130,7 +130,7 @@ def test_a_flip_is_drawn_once_and_anew_for_another_run(tmp_path: Path, seed: int
 
 
 def shown(plan: CanaryPlan) -> float:
-    """What the theorem of the audit proves where the attacker sees every label that trained, and guesses all coins by them."""
+    """The bound of the audit's theorem for an attacker who sees every trained label and guesses all coins by them."""
     right, number = sum(not canary.flipped for canary in plan.canaries), len(plan.canaries)
     return epsilon_of(number, (number,), right, delta=0.0, alpha=0.05)
 

@@ -73,7 +73,6 @@ def config(kind, once=60, references=100, **more):
 
 
 def encoded(canary, tokenizer, fmt="text"):
-    """The ids of a secret, as training reads the row."""
     sequence, mask = encode_secret(canary, fmt, tokenizer, tiny.reads(64, "refuse"))
     return list(compress(sequence.input_ids, mask))
 

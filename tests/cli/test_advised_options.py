@@ -70,7 +70,7 @@ OPTIONS = commands(cli._parser())
 
 
 def messages() -> list[tuple[str, int, str]]:
-    """(module, line, text) of what is said; values in a message stand as …, and docstrings are not said."""
+    """(module, line, text) of every message; values in a message stand as …, and docstrings are left out."""
     texts = []
     for path in sorted(ROOT.rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -100,7 +100,7 @@ def accepts(command: str, option: str) -> bool:
 
 
 def wrong(text: str, printed_by: tuple[str, ...], enough: Callable[[Iterable[bool]], bool] = all) -> list[str]:
-    """Options in a text that neither the command named last before them nor else every command that prints it takes."""
+    """Options in a text that the command named before them, or else every command that prints it, does not take."""
     matches = []
     for sentence in re.split(r"(?<=[.;:)])\s", text):
         named: str | None = None

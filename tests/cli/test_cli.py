@@ -141,7 +141,6 @@ def test_a_path_that_is_too_long_is_one_line(
 def test_a_link_to_itself_is_one_line(
     recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
-    """As data, prompts, recipe, model, ledger and run directory."""
     monkeypatch.chdir(recipe.parent)
     Path("LOOP").symlink_to("LOOP")
     assert main([word.replace("RECIPE", str(recipe)) for word in command.split()]) in (1, 2)

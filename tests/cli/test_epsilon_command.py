@@ -168,7 +168,6 @@ def test_too_few_or_too_many_numbers_are_a_wrong_command(capsys: Any, arguments:
 
 
 def test_torch_is_not_imported() -> None:
-    """Nor for calibrated noise and groups: tests/privacy/test_accounting.py."""
     run, loaded, _ = fresh("epsilon", *RUN, *NOISE)
     assert (run.returncode, loaded) == (0, []), run.stderr
     assert run.stdout.startswith("epsilon 2.964")

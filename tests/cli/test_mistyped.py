@@ -95,7 +95,7 @@ def test_a_recipe_that_is_no_yaml_has_its_line(capsys: pytest.CaptureFixture[str
 def test_a_mistyped_folder_is_no_hub_id(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], path: str, message: str
 ) -> None:
-    """Beside a folder of runs, a slip of the keyboard was asked for on the network."""
+    """A typing error beside a folder of runs was looked up on the network."""
     Path("runs/clinic").mkdir(parents=True)
     downloads: list[object] = []
     monkeypatch.setattr("dpllm.cli.publish._download", lambda *arguments: downloads.append(arguments))

@@ -27,7 +27,6 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plant(run: RunDir) -> None:
-    """Sentinels wherever a figure is private."""
     write_json(
         run.private / "summary.json", {"eval_loss_before": SECRET, "eval_loss_after": SECRET, "eval_tokens": 15023}
     )

@@ -30,7 +30,6 @@ def raw() -> Json:
 
 
 def put(value: Json, changes: Json) -> Json:
-    """The recipe with other values at dotted keys."""
     for key, new in changes.items():
         *parents, last = key.split(".")
         section = value

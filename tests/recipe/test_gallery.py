@@ -104,7 +104,6 @@ def test_no_shape_is_left_over() -> None:
 
 @pytest.mark.parametrize("path", GALLERY, ids=label)
 def test_values_follow_the_rules(path: Path) -> None:
-    """Those of docs/recipes.md."""
     config = load_config(path)
     train, steps = config.train, config.train.steps
     assert steps is not None

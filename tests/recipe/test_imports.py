@@ -85,7 +85,6 @@ def imported(tmp_path: Path, text: str, **changes: Any) -> tuple[Imported, RunCo
 
 
 def write_info(tmp_path: Path, entries: Any) -> None:
-    """LLaMA-Factory's dataset_info.json."""
     (tmp_path / "data").mkdir(exist_ok=True)
     text = entries if isinstance(entries, str) else json.dumps(entries)
     (tmp_path / "data" / "dataset_info.json").write_text(text)

@@ -44,7 +44,6 @@ def with_figures(**figures: float | None) -> ShownRun:
 
 
 def of_ledger(book: Ledger) -> Series:
-    """Everything that is shown of a ledger."""
     return series(exposition(ledger_families(book)))
 
 
@@ -79,7 +78,7 @@ def test_names_and_labels_are_those_that_dashboards_were_built_on(tmp_path: Path
 
 
 def test_metrics_show_of_a_run_this_list_alone() -> None:
-    """A new name is a new way out: think of what it is computed from, then add it here."""
+    """A new name is a new way out for private data: check what it is computed from, then add it here."""
     public = {"training_epsilon_consumed", "stated_epsilon", "stated_delta", "noise_multiplier", "training_step"}
     public |= {"training_steps_planned", "training_accuracy_delta"}
     audited = {f"membership_inference_auc{end}" for end in ("", "_lower", "_upper", "_allowed")}
@@ -154,7 +153,6 @@ def states_of(samples: Series) -> dict[str, float]:
 
 
 def beating(book: Ledger) -> set[tuple[str, str]]:
-    """Reservations that show signs of life, and their states."""
     beats = [dict(pairs) for name, pairs in of_ledger(book) if name == "dp_reservation_heartbeat_timestamp_seconds"]
     return {(pairs["run_id"], pairs["state"]) for pairs in beats}
 

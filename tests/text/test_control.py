@@ -28,7 +28,6 @@ LINE = "visit: home | age: 54\n"
 
 
 def parts(sequence: TokenSequence) -> tuple[str, str]:
-    """The masked text and the learned text."""
     pairs = list(zip(sequence.input_ids, sequence.loss_mask, strict=True))
     first = [target for _, target in pairs].index(True)
     assert all(target for _, target in pairs[first:])
@@ -69,7 +68,6 @@ def test_values_read_as_they_count_in_shares(tmp_path: Path, value: Any, read: s
 
 
 def test_rows_are_chosen_for_their_unit_by_their_text_and_so_are_those_of_the_ledger(tmp_path: Path) -> None:
-    """Codes neither make another person of somebody nor other data of the data."""
     rows = [{"text": tiny.sentence(n), "who": f"p{n % 3}", "visit": "home" if n % 2 else "clinic"} for n in range(24)]
     data = {"unit": "who", "max_examples_per_unit": 2}
     plain, coded = (load_rows(tmp_path, *rows, control=codes, **data) for codes in ([], ["visit"]))
@@ -93,7 +91,7 @@ ROW = st.fixed_dictionaries(
 @settings(max_examples=60, deadline=None)
 @given(rows=st.lists(ROW, min_size=1, max_size=5), other=ROW, data=st.data())
 def test_one_row_changes_only_its_own_text(rows: list[Json], other: Json, data: st.DataObject) -> None:
-    """As it stands in zero-out and in replacing; the first row has all columns, as without one nothing can be read."""
+    """As under zero-out and replacement; the first row has all columns, since a column of no row is refused."""
     rows = [{"text": "z", "visit": "home", "age": 1}, *rows]
     index = data.draw(st.integers(1, len(rows) - 1))
     with tempfile.TemporaryDirectory() as folder:

@@ -228,7 +228,6 @@ for source in sources:
 
 
 def test_copies_of_data_lie_in_the_given_cache_only(tmp_path: Path) -> None:
-    """Of files, compressed ones too, of folders of either, and of what ``datasets`` saved."""
     source, rows = tmp_path / "source", [{"text": SENTINEL}] * 3
     for name in ("files/train.jsonl", "packed/rows.jsonl.gz", "rows.jsonl.gz"):
         write(source / name, rows)

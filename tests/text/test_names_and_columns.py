@@ -39,7 +39,6 @@ NAMES = [
 
 
 def texts(source: Path | str, folder: Path) -> list[list[Any]]:
-    """What is learned from, row by row."""
     table = load(source, folder)
     fields = ("text",) if table.format == "text" else ("prompt", "completion")
     return [[row.parts[field] for field in fields] for row in table.rows]

@@ -39,7 +39,6 @@ def table_of(graph: list[list[str]], texts: list[str]) -> Table:
 
 
 def kept(graph: list[list[str]], limit: int, texts: list[str] | None = None) -> list[int]:
-    """The numbers of the rows that are sampled."""
     groups = data.sampled_rows(table_of(graph, texts or [f"row {n}" for n in range(len(graph))]), section(limit))
     assert all(len(group) == 1 for group in groups)
     return [group[0].codes["number"] for group in groups]
@@ -67,14 +66,12 @@ def blind_to_emptied_rows(graph: list[list[str]], limit: int) -> None:
 
 
 def maximal(graph: list[list[str]], limit: int) -> None:
-    """No row that was left out has room."""
     rows = kept(graph, limit)
     rows_of = Counter(owner for row in rows for owner in set(graph[row]))
     assert all(any(rows_of[owner] >= limit for owner in graph[row]) for row in set(range(len(graph))) - set(rows))
 
 
 def blind_to_names(graph: list[list[str]], limit: int) -> None:
-    """Nor does it matter what people are called, or in which order a row names them."""
     renamed = [[f"{9 - ord(name) % 9} {name}" for name in reversed(names)] for names in graph]
     assert kept(renamed, limit) == kept(graph, limit)
 

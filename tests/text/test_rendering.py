@@ -47,7 +47,6 @@ def reader(template: str | None, *, special: bool = True) -> Any:
 
 
 def learned(tokenizer: Any, messages: list[Json], **columns: Any) -> list[str]:
-    """The learned pieces of a row, each whole."""
     (sequence,) = encode({"messages": messages, **columns}, "messages", tokenizer, tiny.reads(4096))
     runs = itertools.groupby(zip(sequence.input_ids, sequence.loss_mask, strict=True), key=lambda pair: pair[1])
     return [tokenizer.decode([token for token, _ in run]) for target, run in runs if target]

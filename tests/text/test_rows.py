@@ -67,7 +67,6 @@ def test_few_rows_never_touch_the_disk_and_many_leave_no_name_there(tmp_path: Pa
 
 
 def grouped_in_memory(rows: list[Row], limit: int) -> list[list[Row]]:
-    """Grouping as a dictionary of lists of rows does it."""
     units: dict[str, list[Row]] = {}
     for row in rows:
         units.setdefault("1" if row.unit == 1.0 and row.unit is not True else str(row.unit), []).append(row)

@@ -52,7 +52,6 @@ def load_rows(folder: Path, *rows: Json, **values: Any) -> Table:
 
 
 def units_of(table: Table, tokenizer_: Any = None, **values: Any) -> list[Unit]:
-    """Each row of a table as a unit of tokens."""
     data = section(**{"max_length": 128, **values})
     return encode_units(each_row(table.rows), table.format, tokenizer_ or tokenizer(), data)
 
@@ -73,7 +72,6 @@ def refused(match: str) -> Iterator[None]:
 
 
 def write_bytes(path: Path, content: bytes) -> Path:
-    """Writes a file, compressed if its name says so."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(COMPRESS.get(path.suffix, bytes)(content))
     return path
