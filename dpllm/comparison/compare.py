@@ -46,7 +46,7 @@ SAME = ("model.", "data.", "audit.canaries")
 # change neither the rows that train nor those that are evaluated.
 DECLARATIONS = {"model.gradient_checkpointing", "data.public", "data.eval_public", "data.public_size"}
 # They change no figure that is compared, or name places.
-BESIDE = ("card.", "telemetry.", "output_dir", "privacy.ledger", "privacy.dataset", "privacy.derived_from")
+NOT_COMPARED = ("card.", "telemetry.", "output_dir", "privacy.ledger", "privacy.dataset", "privacy.derived_from")
 
 
 @dataclass(frozen=True)
@@ -245,7 +245,7 @@ def _differences(runs: Sequence[ComparedRun]) -> dict[str, list[Any]]:
     """Every other setting that differs: dotted key -> a value for each run; refuses one that must be the same."""
     settings = [_settings(run) for run in runs]
     differing: dict[str, list[Any]] = {}
-    for key in sorted({key for keys in settings for key in keys if not key.startswith(BESIDE)}):
+    for key in sorted({key for keys in settings for key in keys if not key.startswith(NOT_COMPARED)}):
         values = [keys.get(key) for keys in settings]
         # What nothing read without privacy, or is left out, differs from nothing.
         compared = [keys[key] for keys in settings if key in keys] if key.startswith(("privacy.", "data.")) else values

@@ -28,9 +28,9 @@ from dpllm.recipe import names
 from dpllm.recipe.config import DataConfig, Source
 from dpllm.text import layouts, owners
 from dpllm.text.layouts import (
-    BESIDE,
     COLUMNS,
     FIELDS,
+    TEMPLATE_COLUMNS,
     Format,
     Layout,
     Row,
@@ -256,7 +256,7 @@ def _typed(
         _check_control(data, layout, location)
         line = layouts.code_line(data.control, [value_name(row.get(name)) for name in data.control])
         fields += packed(line, location, ", ".join(data.control))
-    parts = {name: row[name] for name in (*COLUMNS, *BESIDE) if name in row}
+    parts = {name: row[name] for name in (*COLUMNS, *TEMPLATE_COLUMNS) if name in row}
     codes = {name: row[name] for name in (*data.control, *columns) if name in row}
     return Row(parts, row.get(data.unit) if data.unit != "example" else None, codes, line), fields, row.keys()
 

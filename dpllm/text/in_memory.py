@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dpllm.errors import DataError
-from dpllm.text.layouts import BESIDE, COLUMNS
+from dpllm.text.layouts import COLUMNS, TEMPLATE_COLUMNS
 from dpllm.text.sources import ROWS_AT_ONCE
 
 _DECLARED = re.compile(r"object|str|(large_)?string(\[.*\])?|U?Int(8|16|32|64)|boolean")
@@ -46,7 +46,7 @@ def write_rows(rows: Any, columns: Collection[str], folder: Path, name: str, ear
     Guarantee:
         How a row is written depends on that row alone; other rows can only make the whole be refused.
     """
-    used = {*columns, *BESIDE, *COLUMNS}
+    used = {*columns, *TEMPLATE_COLUMNS, *COLUMNS}
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     descriptor, written = tempfile.mkstemp(dir=folder, suffix=".part")
     part, number = Path(written), 0

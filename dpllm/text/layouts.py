@@ -35,8 +35,8 @@ SPEAKERS = sorted({*ROLES.values(), "developer", "function", "ipython", "observa
 """Roles that chat templates know."""
 SEPARATOR = ";"
 """Between the values of several columns, in the name of a value that ``dpllm describe`` counts."""
-TOOLS, KWARGS = BESIDE = ("tools", "chat_template_kwargs")
-"""Columns beside messages that a chat template reads, as TRL names them."""
+TOOLS, KWARGS = TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")
+"""Columns that a chat template reads with the messages, as TRL names them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Row:
     Attributes:
         parts: Every column that some layout reads -> text or messages: those of the source, and those of the row's format.
         unit: What the unit column says, as its source holds it, see ``data.unit_name``; None without one.
-        codes: Columns beside the text that were asked for, of those that the row has -> their values as the source holds them.
+        codes: The requested columns that the row has -> their values as the source holds them.
         line: What stands before the text by ``data.control``, see ``code_line``; empty without.
     """
 
@@ -78,7 +78,7 @@ class Layout(NamedTuple):
     convert: Callable[[Raw], Raw] | None = None
     """Makes the columns of the format; None where they are there."""
     texts: tuple[str, ...] = ("system",)
-    """Columns that hold text beside such lists."""
+    """Columns that hold text and not such lists."""
 
     def columns(self) -> list[str]:
         """All columns that are read."""
@@ -108,7 +108,7 @@ class Layout(NamedTuple):
         return all(isinstance(row[column], list) == (column not in self.texts) for column in self.columns())
 
 
-OPTIONAL = {"input", "system", *BESIDE}
+OPTIONAL = {"input", "system", *TEMPLATE_COLUMNS}
 
 
 def renamed(raw: Raw, location: str, columns: Mapping[str, str | None]) -> Raw:
@@ -269,9 +269,9 @@ def converted(row: Raw, location: str, layout: Layout) -> tuple[Raw, bytes]:
 
 
 def _template_columns(row: Raw, location: str) -> bytes:
-    """Parses the columns of ``BESIDE``, which many files hold as JSON in a text, and returns them as bytes."""
+    """Parses the columns of ``TEMPLATE_COLUMNS``, which many files hold as JSON in a text, and returns them as bytes."""
     fields = b""
-    for column, kind in zip(BESIDE, (list, dict), strict=True):
+    for column, kind in zip(TEMPLATE_COLUMNS, (list, dict), strict=True):
         value = row.get(column)
         with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(value) if isinstance(value, str) else value
@@ -395,11 +395,12 @@ def texts_of(row: Row, fmt: Format) -> list[tuple[str, Format, Row]]:
     """The texts that are learned of a row, each with a name and a format: the row, or both answers of a pair, chosen first."""
     if fmt != "preference":
         return [("", fmt, row)]
-    prompt, other_columns = row.parts["prompt"], {name: row.parts[name] for name in BESIDE if name in row.parts}
-    chat, texts = isinstance(prompt, list), list[tuple[str, Format, Row]]()
+    shared = {name: row.parts[name] for name in TEMPLATE_COLUMNS if name in row.parts}
+    prompt, texts = row.parts["prompt"], list[tuple[str, Format, Row]]()
     for side in FIELDS["preference"][1:]:
         parts = {"prompt": prompt, "completion": row.parts[side]}
-        read = replace(row, parts={**other_columns, **of_chats(parts)} if chat else parts)
+        chat = isinstance(prompt, list)
+        read = replace(row, parts={**shared, **of_chats(parts)} if chat else parts)
         texts.append((side, "messages" if chat else "prompt_completion", read))
     return texts
 

@@ -20,7 +20,7 @@ from dpllm.errors import ConfigError, DataError
 from dpllm.files import read_json, write_json
 from dpllm.recipe.config import DataConfig
 from dpllm.text.data import Table, load_table, owner_names
-from dpllm.text.layouts import BESIDE, COLUMNS, FIELDS, Format, strings
+from dpllm.text.layouts import COLUMNS, FIELDS, TEMPLATE_COLUMNS, Format, strings
 from dpllm.text.sources import expand, is_here
 from dpllm.text.tokens import begins_twice, encode_prompt
 
@@ -66,9 +66,9 @@ def read_prompts(path: Path) -> list[Prompt]:
         with contextlib.suppress(ValueError, RecursionError):
             row = json.loads(line)
         prompt = row.get("prompt", row.get("messages")) if isinstance(row, dict) else row
-        if isinstance(row, dict) and any(row.get(column) for column in BESIDE):
+        if isinstance(row, dict) and any(row.get(column) for column in TEMPLATE_COLUMNS):
             raise DataError(
-                f"{path}: line {number} has {' or '.join(BESIDE)}, which no prompt here shows the model. Remove them."
+                f"{path}: line {number} has {' or '.join(TEMPLATE_COLUMNS)}, which no prompt here shows the model. Remove them."
             )
         if not isinstance(prompt, str) and not (isinstance(prompt, list) and all(isinstance(m, dict) for m in prompt)):
             raise DataError(

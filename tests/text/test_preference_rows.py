@@ -33,19 +33,19 @@ LAYOUTS = {
 }
 
 
-BESIDE = {"prompt": "Who?", "chosen": ASKED + ANNA, "rejected": ASKED + BO}
-ULTRAFEEDBACK = {**BESIDE, "prompt_id": "7", "messages": ASKED + ANNA, "score_chosen": 8.0, "score_rejected": 4.5}
+PROMPTED = {"prompt": "Who?", "chosen": ASKED + ANNA, "rejected": ASKED + BO}
+ULTRAFEEDBACK = {**PROMPTED, "prompt_id": "7", "messages": ASKED + ANNA, "score_chosen": 8.0, "score_rejected": 4.5}
 AS_MESSAGES = "read as preference as messages that begin with the prompt: prompt, chosen, rejected"
 
 
 @pytest.mark.parametrize(
     ("row", "settings"),
     [
-        (BESIDE, {}),
+        (PROMPTED, {}),
         (ULTRAFEEDBACK, {"format": "preference"}),
         (ULTRAFEEDBACK, {"columns": {"messages": None}}),
-        ({**BESIDE, "chosen": [SYSTEM, *ASKED, *ANNA], "rejected": [SYSTEM, *ASKED, *BO]}, {}),
-        ({**BESIDE, "prompt": None, "question": "Who?"}, {"columns": {"prompt": "question"}}),
+        ({**PROMPTED, "chosen": [SYSTEM, *ASKED, *ANNA], "rejected": [SYSTEM, *ASKED, *BO]}, {}),
+        ({**PROMPTED, "prompt": None, "question": "Who?"}, {"columns": {"prompt": "question"}}),
     ],
 )
 def test_a_prompt_as_text_beside_answers_that_begin_with_it_is_read(tmp_path: Path, row: Json, settings: Json) -> None:
@@ -62,7 +62,7 @@ def parts(table: Table) -> Json:
 
 
 def test_a_prompt_as_text_that_no_message_says_is_refused_or_ignored_on_demand(tmp_path: Path) -> None:
-    row = {**BESIDE, "prompt": "Sigrid owes?"}
+    row = {**PROMPTED, "prompt": "Sigrid owes?"}
     with refused(r"row 1 has a text in column 'prompt' .*'\{prompt: null\}'"):
         load_rows(tmp_path, row)
     table = load_rows(tmp_path, row, columns={"prompt": None})
@@ -72,9 +72,9 @@ def test_a_prompt_as_text_that_no_message_says_is_refused_or_ignored_on_demand(t
 
 def test_neither_layout_takes_the_rows_of_the_other(tmp_path: Path) -> None:
     with refused("row 2 reads as preference as messages, but the rows before it read as preference"):
-        load_rows(tmp_path, BESIDE, CHATS)
+        load_rows(tmp_path, PROMPTED, CHATS)
     with refused("row 1 .*'chosen'"):
-        load_rows(tmp_path, {**BESIDE, "rejected": "Bo"})
+        load_rows(tmp_path, {**PROMPTED, "rejected": "Bo"})
 
 
 @pytest.mark.parametrize("reads", LAYOUTS)
