@@ -30,13 +30,13 @@ class Refused(DpllmError):
     exit_code = 3
 
     def __init__(self, message: str, *, dataset: str = "", reason: str = "") -> None:
-        """``dataset``: whose budget it is about; ``reason``: one word, by which the ledger counts refusals."""
+        """``dataset``: the account that it is about; ``reason``: the word under which the ledger counts refusals."""
         super().__init__(message)
         self.dataset, self.reason = dataset, reason
 
 
 class NotBatchInvariant(Refused):
-    """A layer rounds a row in another way when other rows stand beside it; rows by themselves may do."""
+    """A layer rounds a row differently in a batch than alone; training on one row at a time may work."""
 
 
 class BudgetExceeded(Refused):
@@ -65,6 +65,6 @@ class LedgerContradiction(DpllmError):
 
 
 def need(package: str, key: str) -> None:
-    """Refuses, with a ConfigError, what a key of the recipe asks of a package that is not there; nothing is imported."""
+    """Raises a ConfigError if the package that a key of the recipe needs is not installed; imports nothing."""
     if importlib.util.find_spec(package) is None:
         raise ConfigError(f"{key} needs {package}, which is not installed. Type: pip install {package}")

@@ -52,34 +52,34 @@ _ELSEWHERE = re.compile(r"[/\\]|--.*\.")
 
 
 def of_model(names: Iterable[str]) -> list[str]:
-    """Those of some files in export/ that decide what the model computes: its weights, and the settings that apply them."""
+    """The files in export/ that decide what the model computes: its weights, and the settings that apply them."""
     return sorted(name for name in names if name.endswith(".safetensors") or name in SETTINGS)
 
 
 def unknown(names: Iterable[str]) -> list[str]:
-    """Those of some paths in export/ that nothing of dpllm writes there, and that are not published therefore."""
+    """The paths in export/ that dpllm never writes, and therefore never publishes."""
     return [name for name in names if not _KNOWN.fullmatch(name)]
 
 
 def publishable(name: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """What a settings file of that name holds, without what could make a library load code, or files, from elsewhere.
+    """The settings of a file of that name, without those that could make a library load code or files from elsewhere.
 
     config.json and generation_config.json have other keys for each architecture, so that no list of them is complete: there it
     is the values that tell. Code and kernels are named as "repository--module.Class", "owner/repository" or by a path.
     """
     if name in ("config.json", "generation_config.json"):
         return dict(_without_code(settings))
-    known = _WORDS.get(name)
-    return {key: value for key, value in settings.items() if not known or known.fullmatch(key) or _plain(value)}
+    allowed = _WORDS.get(name)
+    return {key: value for key, value in settings.items() if not allowed or allowed.fullmatch(key) or _plain(value)}
 
 
 def keep_publishable(directory: Path) -> None:
-    """Takes out of the settings in export/ what ``publishable`` does, which a base model may have brought along."""
+    """Removes from the settings in export/ what ``publishable`` leaves out, which a base model may have brought along."""
     for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
         path = directory / name
         settings = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        if (kept := publishable(name, settings)) != settings:
-            path.write_text(json.dumps(kept, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        if (allowed := publishable(name, settings)) != settings:
+            path.write_text(json.dumps(allowed, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _without_code(value: Any) -> Any:
@@ -206,11 +206,11 @@ def alone(place: Path, lock: Path, option: str = "--output") -> Iterator[None]:
     Raises:
         ConfigError: Another process does, or the place cannot be written to.
     """
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as locks:
         try:
             if not lock.parent.exists():
                 lock.parent.mkdir(parents=True, exist_ok=True)
-            held.enter_context(locked(lock, wait=False))
+            locks.enter_context(locked(lock, wait=False))
         except BlockingIOError:
             raise ConfigError(
                 f"{place}: another process writes there. Wait for it, or type another {option}."
@@ -228,9 +228,9 @@ def make_lockable(path: Path) -> None:
     """
     # One that is there stays shut: closing it would end the locks that SQLite holds for another connection of this process.
     new = os.O_RDWR | os.O_CREAT | os.O_EXCL
-    with contextlib.suppress(FileExistsError, BlockingIOError), open(os.open(path, new, 0o600), "rb+") as made:
+    with contextlib.suppress(FileExistsError, BlockingIOError), open(os.open(path, new, 0o600), "rb+") as file:
         try:
-            fcntl.lockf(made, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if not isinstance(error, BlockingIOError):
                 path.unlink()
@@ -246,18 +246,18 @@ def scratch() -> Iterator[Path]:
     Raises:
         ConfigError: The place for such directories belongs to somebody else.
     """
-    place = Path(tempfile.gettempdir()) / f"dpllm-{os.getuid()}"
-    place.mkdir(mode=0o700, exist_ok=True)
-    owner = place.lstat()
+    parent = Path(tempfile.gettempdir()) / f"dpllm-{os.getuid()}"
+    parent.mkdir(mode=0o700, exist_ok=True)
+    owner = parent.lstat()
     if owner.st_uid != os.getuid() or not stat.S_ISDIR(owner.st_mode) or owner.st_mode & 0o077:
         raise ConfigError(
-            f"{place}: others may read it, and copies of private rows would lie there. Remove it, or set TMPDIR to a directory "
+            f"{parent}: others may read it, and copies of private rows would lie there. Remove it, or set TMPDIR to a directory "
             "of your own."
         )
-    for lock in place.glob("*.lock"):
+    for lock in parent.glob("*.lock"):
         with contextlib.suppress(BlockingIOError), locked(lock, wait=False):
             shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
-    folder = place / secrets.token_hex(8)
+    folder = parent / secrets.token_hex(8)
     with locked(folder.with_suffix(".lock")):
         folder.mkdir(mode=0o700)
         try:
@@ -267,12 +267,12 @@ def scratch() -> Iterator[Path]:
 
 
 def resolved(path: str | os.PathLike[str]) -> Path:
-    """Where a path leads; a link to itself stays as it is, on which ``Path.resolve`` raises before Python 3.13."""
+    """The target of a path; a link to itself stays as it is, on which ``Path.resolve`` raises before Python 3.13."""
     return Path(os.path.realpath(path))
 
 
 def as_json(value: Any) -> Any:
-    """The same value as JSON holds it, which has no tuple and no infinity: what is not finite is None."""
+    """The value as JSON holds it, without tuples and infinity: numbers that are not finite become None."""
     return json.loads(json.dumps(value), parse_constant=lambda _: None)
 
 
@@ -281,7 +281,7 @@ def digest(value: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def check_shape(content: bytes, most: int) -> None:
+def check_shape(content: bytes, max_values: int) -> None:
     """Refuses, before it is parsed, what is no JSON object of at most ``most`` values, or is nested deeper than ``MOST_LEVELS``.
 
     A byte of JSON may take a hundred bytes of memory, and a library in Rust that runs out of memory ends the process.
@@ -290,21 +290,21 @@ def check_shape(content: bytes, most: int) -> None:
         ValueError: It is such a text.
     """
     text = content.replace(b"\\\\", b"").replace(b'\\"', b"")  # so that every quote begins or ends a text
-    brackets, values, inside = b"", 0, 0
+    brackets, values, in_quotes = b"", 0, 0
     for start in range(0, len(text), _PIECE):
         parts = text[start : start + _PIECE].split(b'"')
-        outside = b"".join(parts[inside::2])
-        inside ^= (len(parts) + 1) % 2
+        outside = b"".join(parts[in_quotes::2])
+        in_quotes ^= (len(parts) + 1) % 2
         brackets += outside.translate(None, _NO_BRACKETS)
         values += outside.count(b",")
-        if values + len(brackets) // 2 > most:
-            raise ValueError(f"it has more than {most:,} values")
+        if values + len(brackets) // 2 > max_values:
+            raise ValueError(f"it has more than {max_values:,} values")
         if outside.translate(None, _OF_JSON):
             raise ValueError("not valid")
     inner = brackets[1:-1]
     for _ in range(MOST_LEVELS):
         inner = inner.replace(b"[]", b"").replace(b"{}", b"")
-    if inside or brackets != b"{%b}" % brackets[1:-1]:
+    if in_quotes or brackets != b"{%b}" % brackets[1:-1]:
         raise ValueError("no object")
     if inner:
         raise ValueError(f"brackets that do not pair, or are nested deeper than {MOST_LEVELS} levels")
@@ -319,7 +319,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"{path}: missing; the run did not get that far, or this is no run directory.") from None
+        raise ConfigError(f"{path}: missing; the run did not get that far, or this is not a run directory.") from None
     except (OSError, ValueError, RecursionError):
         raise ConfigError(f"{path}: is not readable as JSON; the file is damaged.") from None
     if not isinstance(value, dict):

@@ -6,9 +6,14 @@ import shutil
 import socket
 import subprocess
 import urllib.request
+from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from tiny_models import recipe
+
+from dpllm.recipe.config import RunConfig
 
 Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 LOOPBACK = "127.0.0.1"
@@ -50,3 +55,8 @@ def free_port() -> int:
 def scrape(port: int) -> bytes:
     with urllib.request.urlopen(f"http://{LOOPBACK}:{port}/metrics", timeout=10) as answer:
         return bytes(answer.read())
+
+
+def telemetry_config(folder: Path, **telemetry: Any) -> RunConfig:
+    """A recipe whose run is in ``folder``, with these keys of its section telemetry."""
+    return recipe(telemetry=telemetry, output_dir=str(folder / "run"), privacy={"noise_multiplier": 2.0})

@@ -25,18 +25,14 @@ from dpllm.privacy.releases import flipped
 from dpllm.recipe.config import DataConfig
 from dpllm.recipe.sections import AuditConfig, CanaryConfig
 
-KEYS: dict[str, tuple[str, ...]] = {
-    "digits": ("digits",),
-    "random_tokens": ("tokens",),
-    "new_tokens": (),
-}
+KEYS: dict[str, tuple[str, ...]] = {"digits": ("digits",), "random_tokens": ("tokens",), "new_tokens": ()}
 """For each kind the keys of audit.canaries, beside groups and references, that its texts follow from."""
 RAREST = 1 / 8
 """Share of the vocabulary from which new_tokens are drawn, if so many tokens can stand alone."""
-SENTENCES_ASKED = 64
-"""After so many carriers the base model is asked what it expects; they are public and the same for every plan."""
+PROBED_CARRIERS = 64
+"""Number of carriers after which the base model predicts the next token; they are public and the same for every plan."""
 TRIES = 400
-"""Draws for one secret before a kind is given up."""
+"""Draws for one secret before the kind is refused."""
 Drawn = tuple[list[tuple[str, str]], float]
 
 
@@ -104,21 +100,21 @@ def plan_canaries(
     """
     generator = generator or secrets.SystemRandom()
     groups = [group for group, candidates in sorted(config.groups.items()) for _ in range(candidates)]
-    references = 0 if label_epsilon else config.references
-    number = len(groups) + references
-    texts, log2_secrets = draw(config, number * answers, generator, source)
+    num_references = 0 if label_epsilon else config.references
+    total = len(groups) + num_references
+    texts, log2_secrets = draw(config, total * answers, generator, source)
     generator.shuffle(texts)  # whatever the order says of how a text was found, it says the same of all
-    others = [secret for _, secret in texts[number:]] or [""] * number
-    texts = texts[:number]
-    names = [f"c{index:05d}" for index in range(len(groups))] + [f"r{index:05d}" for index in range(references)]
+    rejected = [secret for _, secret in texts[total:]] or [""] * total
+    texts = texts[:total]
+    names = [f"c{index:05d}" for index in range(len(groups))] + [f"r{index:05d}" for index in range(num_references)]
     completion = COMPLETION if config.place == "prompt" else ""
-    every = [
+    drawn = [
         Canary(name, group, *text, inserted=False, rejected=other, completion=completion)
-        for name, group, text, other in zip(names, [*groups, *[0] * references], texts, others, strict=True)
+        for name, group, text, other in zip(names, [*groups, *[0] * num_references], texts, rejected, strict=True)
     ]
-    canaries, held = every[: len(groups)], tuple(every[len(groups) :])
-    plan = CanaryPlan((), held, "", "", config.kind, log2_secrets, _settings(config), label_epsilon=label_epsilon)
-    return _toss(replace(plan, gradient_coins=(False,) * gradient), canaries, generator)
+    canaries, references = drawn[: len(groups)], tuple(drawn[len(groups) :])
+    plan = CanaryPlan((), references, "", "", config.kind, log2_secrets, _settings(config), label_epsilon=label_epsilon)
+    return _draw_coins(replace(plan, gradient_coins=(False,) * gradient), canaries, generator)
 
 
 def redraw_coins(plan: CanaryPlan, *, generator: random.Random | None = None) -> CanaryPlan:
@@ -127,23 +123,23 @@ def redraw_coins(plan: CanaryPlan, *, generator: random.Random | None = None) ->
     Guarantee:
         The coins are independent and fair, and independent of the texts and of the plan's own coins.
     """
-    return _toss(plan, plan.canaries, generator or secrets.SystemRandom())
+    return _draw_coins(plan, plan.canaries, generator or secrets.SystemRandom())
 
 
 def check_fits(
     plan: CanaryPlan, audit: AuditConfig, path: Path, *, answers: int = 1, label_epsilon: float | None = None
 ) -> CanaryPlan:
-    """Makes sure that canaries planned earlier, in ``path``, are those that the recipe asks for, and returns them.
+    """Checks that canaries planned earlier, in ``path``, are those that the recipe configures, and returns them.
 
     Raises:
         ConfigError: Another kind, other groups, another key that the texts follow from, or another number of answers.
     """
     planned = plan.kind, plan.settings, len(plan.gradient_coins)
-    asked = audit.texts.kind, _settings(audit.texts), audit.gradient_canaries
-    if planned != asked or (plan.canaries and (plan.answers, plan.label_epsilon) != (answers, label_epsilon)):
+    configured = audit.texts.kind, _settings(audit.texts), audit.gradient_canaries
+    if planned != configured or (plan.canaries and (plan.answers, plan.label_epsilon) != (answers, label_epsilon)):
         raise ConfigError(
-            f"{path}: these canaries were planned for another recipe, of other kinds or numbers, and the audit reads this one. "
-            "Delete the file to have new ones drawn."
+            f"{path}: these canaries were planned for another recipe, with other kinds or numbers. Delete the file to draw new "
+            "ones."
         )
     return plan
 
@@ -156,14 +152,14 @@ def count_groups(canaries: Sequence[Canary]) -> dict[str, dict[str, int]]:
 
 
 def slots(plan: CanaryPlan, data: DataConfig) -> list[tuple[Canary, ...]]:
-    """What stands in each slot: an inserted canary as often as one draw brings it; nothing where the coin said out.
+    """The content of each slot: an inserted canary as often as one draw brings it, or nothing where its coin left it out.
 
-    Where coins are labels, all stand there.
+    Where coins are labels, every slot is filled.
     """
     filled = []
     for canary in plan.canaries:
-        held = data.slots_each(canary.group)
-        filled += [(canary,) * (canary.group // held if canary.inserted or plan.label_epsilon else 0)] * held
+        num_slots = data.slots_each(canary.group)
+        filled += [(canary,) * (canary.group // num_slots if canary.inserted or plan.label_epsilon else 0)] * num_slots
     return filled
 
 
@@ -180,10 +176,10 @@ def load(path: Path) -> CanaryPlan:
     """
     value = read_json(path)
     try:
-        given = {field.name: value[field.name] for field in fields(CanaryPlan) if field.name in value}
+        values = {field.name: value[field.name] for field in fields(CanaryPlan) if field.name in value}
         for part in ("canaries", "references"):
-            given[part] = tuple(Canary(**entry) for entry in value[part])
-        plan = CanaryPlan(**{**given, "gradient_coins": tuple(value["gradient_coins"])})
+            values[part] = tuple(Canary(**entry) for entry in value[part])
+        plan = CanaryPlan(**{**values, "gradient_coins": tuple(value["gradient_coins"])})
         commitment = _commit(plan)
     except (KeyError, TypeError, ValueError):
         raise ConfigError(
@@ -197,7 +193,7 @@ def load(path: Path) -> CanaryPlan:
     return plan
 
 
-def _toss(plan: CanaryPlan, canaries: Sequence[Canary], generator: random.Random) -> CanaryPlan:
+def _draw_coins(plan: CanaryPlan, canaries: Sequence[Canary], generator: random.Random) -> CanaryPlan:
     below, epsilon = generator.randrange, plan.label_epsilon
     tossed = tuple(
         replace(
@@ -219,11 +215,11 @@ def _settings(config: CanaryConfig) -> dict[str, Any]:
 
 
 def _commit(plan: CanaryPlan) -> str:
-    def known(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    def nonempty(items: list[tuple[str, Any]]) -> dict[str, Any]:
         rare = ("rejected", "flipped", "label_epsilon", "completion")
         return {key: value for key, value in items if value or key not in rare}
 
-    content = asdict(plan, dict_factory=known)
+    content = asdict(plan, dict_factory=nonempty)
     content = {key: value for key, value in content.items() if key not in ("commitment", "salt")}
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(bytes.fromhex(plan.salt) + text.encode()).hexdigest()
@@ -276,7 +272,7 @@ def _random_tokens(tokens: int, sentences: Sequence[str], generator: random.Rand
     everything, secrets = "\n".join(sentences), dict[str, str]()
     open_sentences = sentences
     for tries in range(TRIES):
-        left = []
+        unfinished = []
         for sentence in open_sentences:
             drawn = (generator.choice(first), *generator.choices(later, k=tokens - 1))
             secret = source.text(drawn)
@@ -284,28 +280,28 @@ def _random_tokens(tokens: int, sentences: Sequence[str], generator: random.Rand
             if usable and source.reads(sentence, secret, drawn):
                 secrets[secret] = sentence
             else:
-                left.append(sentence)
-        if not left:
+                unfinished.append(sentence)
+        if not unfinished:
             return [(sentence, secret) for secret, sentence in secrets.items()], log2_secrets
         if not secrets and tries * total >= TRIES:
             raise _unreadable("random_tokens")
-        open_sentences = left
+        open_sentences = unfinished
     raise _too_few(total, f"{len(secrets)} of {tokens} tokens were found", longer)
 
 
 def _new_tokens(sentences: Sequence[str], generator: random.Random, source: ModelSource) -> Drawn:
     """For each canary one of the tokens that the base model expects least."""
     everything, total = "\n".join(sentences), len(sentences)
-    wanted = max(2 * total, int(RAREST * len(source.first_ids)))
+    pool_size = max(2 * total, int(RAREST * len(source.first_ids)))
     pool: dict[str, int] = {}
     # The mean over carriers makes one order for all canaries, so that their secrets stay exchangeable.
-    asked = [carrier(index) for index in random.Random(0).sample(range(NUM_CARRIERS), SENTENCES_ASKED)]
-    expected_V = source.expected(asked)
+    carriers = [carrier(index) for index in random.Random(0).sample(range(NUM_CARRIERS), PROBED_CARRIERS)]
+    expected_V = source.expected(carriers)
     for token in sorted(source.first_ids, key=lambda token: (expected_V[token], token)):
         secret = source.text((token,))
         if secret not in everything and source.reads(sentences[0], secret, (token,)):
             pool.setdefault(secret, token)
-        if len(pool) == wanted:
+        if len(pool) == pool_size:
             break
     if len(pool) < total:
         raise _too_few(

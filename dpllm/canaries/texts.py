@@ -103,11 +103,11 @@ class Canary:
         """Itself; of a pair, each answer as a canary of its own."""
         if not self.rejected:
             return (self,)
-        other = replace(self, canary_id=self.canary_id + REJECTED, secret=self.rejected, rejected="")
-        return replace(self, rejected=""), other
+        second = replace(self, canary_id=self.canary_id + REJECTED, secret=self.rejected, rejected="")
+        return replace(self, rejected=""), second
 
     def example(self, fmt: Format) -> dict[str, Any]:
-        """The raw training row that this canary makes.
+        """The training row of this canary.
 
         Raises:
             ConfigError: The secret stands in the prompt, and rows of this format have none or are pairs.
@@ -166,7 +166,7 @@ def encode_secret(
             "not be trained on as a whole; raise data.max_length, or lower audit.canaries.digits or audit.canaries.tokens."
         )
     sequence = sequences[0]
-    mask = tuple(span[0] <= place < span[1] for place in range(len(sequence.input_ids)))
+    mask = tuple(span[0] <= index < span[1] for index in range(len(sequence.input_ids)))
     learned = sequence.loss_mask[span[0] : span[1]]
     if canary.completion:
         if any(learned):
@@ -270,7 +270,7 @@ class ModelSource:
 
     @cached_property
     def _a_secret(self) -> str:
-        """One token that is read back behind a carrier, to see where secrets begin."""
+        """One token that is read back behind a carrier, which shows where secrets begin."""
         sentence = carrier(0)
         for token in self.first_ids:
             if self.reads(sentence, self.text((token,)), (token,)):
@@ -281,15 +281,15 @@ class ModelSource:
         )
 
     def _encode(self, sentence: str, secret: str) -> tuple[tuple[int, ...], int, int] | None:
-        """A row as training reads it, and where its secret begins and ends; None where training would lose some of it."""
+        """A row as training reads it, with the start and end of its secret; None where training would cut some of it."""
         data = self._config.data
         assert data.format != "auto"
-        how = (data.format, self._tokenizer, data)
+        encoding = (data.format, self._tokenizer, data)
         try:
-            sequence, mask = encode_secret(Canary("c00000", 1, sentence, secret, inserted=True), *how)
+            sequence, mask = encode_secret(Canary("c00000", 1, sentence, secret, inserted=True), *encoding)
         except ConfigError:
             # Where not even this is learned, the error says why.
-            encode_secret(Canary("c00000", 1, carrier(0), "0", inserted=True), *how)
+            encode_secret(Canary("c00000", 1, carrier(0), "0", inserted=True), *encoding)
             return None
         start, end = mask.index(True), len(mask) - mask[::-1].index(True)
         if sentence not in self._tokenizer.decode(list(sequence.input_ids[:start])):
@@ -297,7 +297,7 @@ class ModelSource:
         return sequence.input_ids, start, end
 
     def _prompt(self, sentence: str) -> tuple[tuple[int, ...], int]:
-        """The tokens that stand before a secret, among them those of a chat template, and how many come after it."""
+        """The tokens before a secret, those of a chat template included, and the number of tokens after it."""
         sequence, start, end = self._encode(sentence, self._a_secret) or ((), 0, 0)
         if not start:
             raise self._too_long()

@@ -21,7 +21,7 @@ from dpllm.errors import ConfigError, DpllmError, EndedElsewhere
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code; 1 where nobody reads any more what it prints, as before ``| head -1``."""
+    """Runs one command and returns its exit code; 1 if its output is closed early, as by ``| head -1``."""
     try:
         for stream in (sys.stdout, sys.stderr):
             if isinstance(
@@ -42,8 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: list[str]) -> int:
     parser = _parser()
     arguments, overrides = _split(arguments)
-    known, unknown = parser.parse_known_args(arguments)
-    if known.command is None:
+    args, unknown = parser.parse_known_args(arguments)
+    if args.command is None:
         parser.print_help()
         return 0
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -53,48 +53,48 @@ def _run(arguments: list[str]) -> int:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     try:
         wrong = unknown + (
-            overrides if known.command not in {"plan", "train", "describe", "audit", "sweep", "synthesize"} else []
+            overrides if args.command not in {"plan", "train", "describe", "audit", "sweep", "synthesize"} else []
         )
         if wrong:
-            raise ConfigError(f"unknown argument {wrong[0]}. Type dpllm {known.command} --help.")
-        if known.command not in {"train", "env"} and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ConfigError(f"unknown argument {wrong[0]}. Type dpllm {args.command} --help.")
+        if args.command not in {"train", "env"} and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ConfigError(
                 "a launcher started several processes, and each would do all the work and write the same files. Type dpllm "
-                f"{known.command} without a launcher."
+                f"{args.command} without a launcher."
             )
-        if getattr(known, "final", False):
+        if getattr(args, "final", False):
             overrides += ["--privacy.final", "true"]
-        call: Call = known.call
-        return call(known, overrides)
+        call: Call = args.call
+        return call(args, overrides)
     except EndedElsewhere as error:
         return error.exit_code
     except DpllmError as error:
         if os.environ.get("LOCAL_RANK", "0") != "0" and error.exit_code in {2, 3}:
             return error.exit_code  # before the group stands; the first process of the machine says the same
-        print(f"dpllm {known.command}: {error}", file=sys.stderr)
+        print(f"dpllm {args.command}: {error}", file=sys.stderr)
         return error.exit_code
     except OSError as error:
         if error.filename is None:
             raise
-        where = f"{error.filename}: {error.strerror}"
-        print(f"dpllm {known.command}: {where}. Name another path, or fix this one.", file=sys.stderr)
+        reason = f"{error.filename}: {error.strerror}"
+        print(f"dpllm {args.command}: {reason}. Name another path, or fix this one.", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"dpllm {known.command}: stopped at once; run.json has the state of the run.", file=sys.stderr)
+        print(f"dpllm {args.command}: stopped at once; run.json has the state of the run.", file=sys.stderr)
         return 1
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Takes overrides (``--section.key value``, ``--output_dir value``) out, wherever they stand."""
+    """Separates the overrides (``--section.key value``, ``--output_dir value``), at any position, from the other arguments."""
     commands, overrides = [], []
-    rest = list(arguments)
-    while rest:
-        word = rest.pop(0)
+    remaining = list(arguments)
+    while remaining:
+        word = remaining.pop(0)
         name = word[2:].partition("=")[0].replace("-", "_") if word.startswith("--") else ""
         if "." in name or name == "output_dir":
             overrides.append(word)
-            if "=" not in word and rest:
-                overrides.append(rest.pop(0))
+            if "=" not in word and remaining:
+                overrides.append(remaining.pop(0))
         else:
             commands.append(word)
     return commands, overrides
@@ -123,7 +123,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _env(known: argparse.Namespace, rest: list[str]) -> int:
+def _env(args: argparse.Namespace, overrides: list[str]) -> int:
     from dpllm.model import processes
 
     print(json.dumps({"versions": processes.versions(), "hardware": processes.hardware()}, indent=2))

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def add_commands(add: AddCommand) -> None:
-    """The commands and their arguments."""
+    """Adds the commands and their options."""
     compared = add("compare", compare, "two or more runs side by side: utility, leakage, cost, privacy")
     compared.add_argument("runs", nargs="+", metavar="RUN", help="run directories, at most one without privacy")
     compared.add_argument("--output", help="where the report goes (default: RUN/private/compare, or RUN/comparison)")
@@ -46,90 +46,88 @@ def add_commands(add: AddCommand) -> None:
         parser.add_argument("--tasks", type=int, default=0, metavar="N", help=text)
 
 
-def compare(known: argparse.Namespace, rest: list[str]) -> int:
+def compare(args: argparse.Namespace, overrides: list[str]) -> int:
     """Compares runs and prints the table."""
     from dpllm.comparison.compare import compare as side_by_side
     from dpllm.run.directory import RunDir
 
-    _check_tasks(known)
-    output, runs = Path(known.output) if known.output else None, [RunDir(Path(path)) for path in known.runs]
-    _measure(known, runs, plain_console(stderr=True), public=known.public)
-    comparison = side_by_side(runs, output, public=known.public)
-    figures = comparison.values if known.json else comparison.table()
-    return show(known, figures, f"Written to {comparison.output}")
+    _check_tasks(args)
+    output, runs = Path(args.output) if args.output else None, [RunDir(Path(path)) for path in args.runs]
+    _measure(args, runs, plain_console(stderr=True), public=args.public)
+    comparison = side_by_side(runs, output, public=args.public)
+    figures = comparison.values if args.json else comparison.table()
+    return show(args, figures, f"Written to {comparison.output}")
 
 
-def sweep(known: argparse.Namespace, rest: list[str]) -> int:
-    """Trains a group of runs and prints what may stand in a job's log."""
+def sweep(args: argparse.Namespace, overrides: list[str]) -> int:
+    """Trains a group of runs and prints only figures that may be published, since a job's log is often shared."""
     from dpllm.comparison import shown
+    from dpllm.comparison.compare import collect_figures
     from dpllm.comparison.compare import compare as side_by_side
-    from dpllm.comparison.compare import look
     from dpllm.comparison.sweep import at_epsilons, train_group, twins
     from dpllm.statement.run_files import read_run
 
-    _check_tasks(known)
-    console = plain_console(stderr=known.json)
-    check_rate(known)
-    if known.choose:
-        return _choose(known, rest, console)
-    recipe = parse_recipe(known, rest)
-    points = twins(*recipe, constant_rate=known.constant_rate) if known.twin else at_epsilons(*recipe)
-    contradictions = train_group(points, resume=known.resume, console=console)
+    _check_tasks(args)
+    console = plain_console(stderr=args.json)
+    check_rate(args)
+    if args.choose:
+        return _choose(args, overrides, console)
+    recipe = parse_recipe(args, overrides)
+    points = twins(*recipe, constant_rate=args.constant_rate) if args.twin else at_epsilons(*recipe)
+    contradictions = train_group(points, resume=args.resume, console=console)
     runs = [point.run for point in points]
-    if known.twin:  # whose canaries differ, so that nothing could be compared
+    if args.twin:  # whose canaries differ, so that nothing could be compared
         charged = read_run(runs[0]).ledger
         assert charged is not None
         assert charged.group is not None
         total = f"Together epsilon {charged.group.epsilon:.4f} at delta {charged.group.delta:g}."
-        both = {"runs": [str(run.root) for run in runs], "together": charged.group.to_json()}
-        show(known, both if known.json else total, f"Publish {runs[0].export}; keep {runs[1].root}.")
+        figures = {"runs": [str(run.root) for run in runs], "together": charged.group.to_json()}
+        show(args, figures if args.json else total, f"Publish {runs[0].export}; keep {runs[1].root}.")
     else:
-        _measure(known, runs, console)
+        _measure(args, runs, console)
         comparison = side_by_side(runs, runs[0].root.parent / "compare")
-        public, _ = look(runs, public=True)
+        public, _ = collect_figures(runs, public=True)
         show(
-            known,
-            public if known.json else shown.table(public),
-            f"With private figures: written to {comparison.output}",
+            args, public if args.json else shown.table(public), f"With private figures: written to {comparison.output}"
         )
     if contradictions:
         raise AuditContradiction("; ".join(contradictions))
     return 0
 
 
-def _choose(known: argparse.Namespace, rest: list[str], console: Console) -> int:
+def _choose(args: argparse.Namespace, overrides: list[str], console: Console) -> int:
     """Trains a secret number of runs, keeps the best and writes its card."""
     from dpllm.card.card import write_card
     from dpllm.comparison.choose import choose
     from dpllm.verification.verify import undone_unless_verified
 
-    if known.twin or known.tasks:
+    if args.twin or args.tasks:
         raise ConfigError(
             "--choose releases one run, which is neither compared nor has a twin. Leave --twin and --tasks out."
         )
-    choice = parse_choice(known, rest)
-    run = choose(choice, resume=known.resume, console=console)
+    choice = parse_choice(args, overrides)
+    run = choose(choice, resume=args.resume, console=console)
     with undone_unless_verified(run.root):
         write_card(run)
     return show(
-        known,
-        choice.to_json() | {"run": str(run.root)} if known.json else "The best run is in its place, with a card.",
+        args,
+        choice.to_json() | {"run": str(run.root)} if args.json else "The best run is in its place, with a card.",
         f"Publish {run.export} at a time that was fixed beforehand: how long the choice took tells how many runs there were.",
     )
 
 
-def _check_tasks(known: argparse.Namespace) -> None:
-    if known.tasks < 0:
-        raise ConfigError(f"--tasks {known.tasks}: cannot be negative. Type 1 or more.")
-    if known.tasks and known.command == "sweep" and known.twin:
+def _check_tasks(args: argparse.Namespace) -> None:
+    if args.tasks < 0:
+        raise ConfigError(f"--tasks {args.tasks}: cannot be negative. Type 1 or more.")
+    if args.tasks and args.command == "sweep" and args.twin:
         raise ConfigError("--tasks compares runs, but a run and its twin are not compared. Leave it out.")
 
 
-def _measure(known: argparse.Namespace, runs: list[RunDir], console: Console, *, public: bool = False) -> None:
-    """Scores what the runs write, if --tasks asks for it, once it is certain that they can be compared."""
-    if known.tasks:
-        from dpllm.comparison.compare import look
+def _measure(args: argparse.Namespace, runs: list[RunDir], console: Console, *, public: bool = False) -> None:
+    """With --tasks, scores the texts of the runs, once it is certain that they can be compared."""
+    if args.tasks:
+        from dpllm.comparison.compare import collect_figures
         from dpllm.comparison.tasks import measure
 
-        look(runs, public=public)
-        measure(runs, known.tasks, console)
+        collect_figures(runs, public=public)
+        measure(runs, args.tasks, console)

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 def number_or_auto(text: str) -> Any:
-    """What --delta takes."""
+    """Parses --delta."""
     return text if text == "auto" else float(text)
 
 
 def add_commands(add: AddCommand) -> None:
-    """The commands and their arguments."""
+    """Adds the commands and their options."""
     parser = add("describe", describe, "release statistics of private data, charged to the ledger")
     parser.usage = "dpllm describe DATA|RECIPE --epsilon E STATISTIC ... [options] [--SECTION.KEY VALUE ...]"
     parser.add_argument("data", help="file, glob, directory or Hub id; or a recipe (.yaml), for its data and ledger")
@@ -32,9 +32,9 @@ def add_commands(add: AddCommand) -> None:
     group = parser.add_argument_group("statistics", "equal parts of epsilon; asking twice costs twice")
     for name, (takes, _, text) in OPTIONS.items():
         typed: Any = lambda value, name=name: (name, value)  # noqa: E731
-        how: Any = {"action": "append", "type": typed, "metavar": takes}
-        how = how if takes else {"action": "append_const", "const": (name, "")}
-        group.add_argument(f"--{name}", dest="asked", help=text, **how)
+        action: Any = {"action": "append", "type": typed, "metavar": takes}
+        action = action if takes else {"action": "append_const", "const": (name, "")}
+        group.add_argument(f"--{name}", dest="statistics", help=text, **action)
     group.add_argument("--at", default=".5,.9,.99", metavar="Q,Q", help="which quantiles (default: .5,.9,.99)")
     group = parser.add_argument_group(
         "clusters and classifiers", "of texts as a public model reads them; one of them a call"
@@ -70,103 +70,103 @@ def add_commands(add: AddCommand) -> None:
 
 
 def take_data(parser: Any) -> None:
-    """Declares whose rows they are, and the account that pays."""
+    """Declares the unit column, and the account of the ledger that is charged."""
     parser.add_argument("--unit", help="column that says whose row it is (default: the recipe's, or each row)")
     parser.add_argument("--max-examples-per-unit", type=int, metavar="N", help="most rows of one unit that count")
     parser.add_argument("--dataset", help="name of the data in the ledger")
     take_ledger(parser)
 
 
-def describe(known: argparse.Namespace, rest: list[str]) -> int:
+def describe(args: argparse.Namespace, overrides: list[str]) -> int:
     """Prints what was released, or with --dry-run what it would cost; exit code 3 where the ledger refuses it."""
     from dpllm.recipe.config import OF_MODEL, around
     from dpllm.recipe.section import parse_overrides
 
-    embedded = bool(known.clusters or known.predict)
-    if embedded and known.asked:
+    embedded = bool(args.clusters or args.predict)
+    if embedded and args.statistics:
         raise ConfigError(
             "statistics have a file of their own, and shares of epsilon. Ask for them by another dpllm describe."
         )
-    if not embedded and not known.asked:
+    if not embedded and not args.statistics:
         examples = ", ".join(example for _, example, _ in OPTIONS.values())
         raise ConfigError(f"no statistic is asked for. Type {examples}.")
-    keys = {key: value for name, key in OF_MODEL.items() if (value := getattr(known, name)) is not None}
-    keys |= parse_overrides(rest)
-    if Path(known.data).suffix not in (".yaml", ".yml") and "model.name_or_path" not in keys:
-        if embedded or "lengths" in dict(known.asked):
+    keys = {key: value for name, key in OF_MODEL.items() if (value := getattr(args, name)) is not None}
+    keys |= parse_overrides(overrides)
+    if Path(args.data).suffix not in (".yaml", ".yml") and "model.name_or_path" not in keys:
+        if embedded or "lengths" in dict(args.statistics):
             raise ConfigError(
                 "texts are read, and tokens counted, by a public model, and none is named. Type --model MODEL, or a recipe."
             )
         keys["model.name_or_path"] = "none"
-    config = around(known.data, keys, "dpllm describe")
-    cost, create = (known.epsilon, known.delta), not known.dry_run
+    config = around(args.data, keys, "dpllm describe")
+    cost, create = (args.epsilon, args.delta), not args.dry_run
     if embedded:
         from dpllm.releases import embeddings  # and torch
         from dpllm.text.data import value_name
 
-        values = tuple(map(value_name, known.values.split(","))) if known.values else ()  # as the data's are read
-        wanted = embeddings.Asked(known.clusters, known.predict, values)
-        return _release(known, embeddings.offered(config, wanted, *cost, create=create), wanted.kind)
+        values = tuple(map(value_name, args.values.split(","))) if args.values else ()  # as the data's are read
+        request = embeddings.Asked(args.clusters, args.predict, values)
+        return _release(args, embeddings.offered(config, request, *cost, create=create), request.kind)
     from dpllm.releases import describe as statistics
     from dpllm.releases.asked import parse
 
-    asked = [parse(kind, text, known.at) for kind, text in known.asked]
-    return _release(known, statistics.offered(config, asked, *cost, create=create), "describe.json")
+    requests = [parse(kind, text, args.at) for kind, text in args.statistics]
+    return _release(args, statistics.offered(config, requests, *cost, create=create), "describe.json")
 
 
-def classify(known: argparse.Namespace, rest: list[str]) -> int:
+def classify(args: argparse.Namespace, overrides: list[str]) -> int:
     """Prints one JSON object for each row."""
     import json
 
     from dpllm.releases.embeddings import classify as classified
 
-    for number, label in enumerate(classified(known.folder, known.data, known.model), 1):
+    for number, label in enumerate(classified(args.folder, args.data, args.model), 1):
         print(json.dumps({"row": number, "label": label}, ensure_ascii=False))
     return 0
 
 
-def _release(known: argparse.Namespace, offered: AbstractContextManager[Offer], default: str) -> int:
+def _release(args: argparse.Namespace, offered: AbstractContextManager[Offer], default: str) -> int:
     from rich.table import Table
 
-    output = known.output or Path(default)
+    output = args.output or Path(default)
     with offered as offer:
-        statistics = offer.statistics if known.dry_run else offer.release(output)
+        statistics = offer.statistics if args.dry_run else offer.release(output)
     cost = f"Together epsilon {statistics.epsilon:.4f} at delta {statistics.delta:g}"
     cost += f" per {statistics.unit} of {statistics.dataset}"
     column, end = "released (95% error)", f", charged to the ledger; all of it is in {output}."
-    if known.dry_run:
+    if args.dry_run:
         column = "95% error"
         end = f". Ledger: {offer.seen or 'none there yet'}. Nothing was spent."
     table = Table("statistic", column, "mechanism", "epsilon")
-    for one in statistics.releases:
-        table.add_row(one.statistic, one.words(), one.mechanism, one.cost)
-    show(known, statistics.to_json() if known.json else table, *offer.notes, cost + end)
-    if known.dry_run and offer.seen and offer.seen.error:
+    for released in statistics.releases:
+        table.add_row(released.statistic, released.words(), released.mechanism, released.cost)
+    show(args, statistics.to_json() if args.json else table, *offer.notes, cost + end)
+    if args.dry_run and offer.seen and offer.seen.error:
         raise offer.seen.error
     return 0
 
 
-def randomize(known: argparse.Namespace, rest: list[str]) -> int:
-    """Prints what was charged and where the labels lie; exit code 3 where the ledger refuses it."""
+def randomize(args: argparse.Namespace, overrides: list[str]) -> int:
+    """Prints the cost and the path of the new file; exit code 3 where the ledger refuses it."""
     from dpllm.recipe.config import OF_DATA, around
     from dpllm.releases.labels import RECIPE
     from dpllm.releases.labels import randomize as flip
     from dpllm.run.subject import record_of
 
-    if (known.unit is None) != (known.max_labels is None):
+    if (args.unit is None) != (args.max_labels is None):
         raise ConfigError("--unit and --max-labels go together: K labels of one unit cost K times epsilon. Type both.")
-    options = vars(known) | {"max_examples_per_unit": known.max_labels}
-    keys = {key: options[name] for name, key in OF_DATA.items() if options[name] is not None}
-    config = around(known.data, keys | RECIPE, "dpllm randomize-labels")
-    path = Path(known.data)
+    values = vars(args) | {"max_examples_per_unit": args.max_labels}
+    keys = {key: values[name] for name, key in OF_DATA.items() if values[name] is not None}
+    config = around(args.data, keys | RECIPE, "dpllm randomize-labels")
+    path = Path(args.data)
     folder = path.parent if path.exists() else Path()
-    output = known.output or folder / f"{path.name.partition('.')[0].replace(':', '-')}.randomized.jsonl"
-    draw = flip(config, known.epsilon, output, again=known.again)
-    whole = f", and {draw.unit_epsilon:g} for each {draw.unit} of up to {draw.max_labels}" if known.unit else ""
-    said = (
+    output = args.output or folder / f"{path.name.partition('.')[0].replace(':', '-')}.randomized.jsonl"
+    draw = flip(config, args.epsilon, output, again=args.again)
+    unit_cost = f", and {draw.unit_epsilon:g} for each {draw.unit} of up to {draw.max_labels}" if args.unit else ""
+    lines = (
         f"{output}: each label was flipped with probability {draw.probability:.4g}, which is epsilon {draw.epsilon:g} for "
-        f"one label{whole}. Charged to {draw.dataset}, which now holds epsilon {draw.account_epsilon:g} for one {draw.unit} "
+        f"one label{unit_cost}. Charged to {draw.dataset}, which now holds epsilon {draw.account_epsilon:g} for one {draw.unit} "
         "and is added to nothing else. Prompts and answers are as they were, and not protected by this.",
         f"To train on it: --data.train {output} --data.label_record {record_of(output)}",
     )
-    return show(known, draw.to_json() if known.json else said[0], *said[1:])
+    return show(args, draw.to_json() if args.json else lines[0], *lines[1:])

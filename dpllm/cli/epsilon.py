@@ -21,7 +21,7 @@ LIMITS_IN_WORDS = {
 
 
 def add_commands(add: AddCommand) -> None:
-    """The command and the numbers that it takes."""
+    """Adds the command and its options."""
     parser = add("epsilon", run, "what DP-SGD with given numbers guarantees, or the noise for a given epsilon")
     option = parser.add_argument
     option("--dataset-size", type=int, required=True, metavar="N", help="units in the dataset, N")
@@ -46,20 +46,20 @@ def add_commands(add: AddCommand) -> None:
     option("--accountant", metavar="NAME", help="ask prv (Opacus', imports torch) beside pld, which is stated, and rdp")
 
 
-def run(known: argparse.Namespace, rest: list[str]) -> int:
+def run(args: argparse.Namespace, overrides: list[str]) -> int:
     """Prints epsilon, a table, an attacker's limits, and the guarantee in prose."""
     from dpllm.statement.formatting import epsilon_in_prose
 
-    answer = answer_to(known)
+    answer = answer_to(args)
     answer["statement"] = epsilon_in_prose(answer)
-    if known.json:
+    if args.json:
         print(dump(answer))
     else:
         _show(answer)
     return 0
 
 
-def answer_to(known: argparse.Namespace) -> dict[str, Any]:
+def answer_to(args: argparse.Namespace) -> dict[str, Any]:
     """Every number of the answer, infinite ones as None.
 
     Raises:
@@ -70,15 +70,15 @@ def answer_to(known: argparse.Namespace) -> dict[str, Any]:
     from dpllm.privacy.plan import CURVE_DELTAS, noise_multiplier_for, steps_event
     from dpllm.privacy.schedule import make_schedule
 
-    size, batch, group, relation = known.dataset_size, known.batch_size, known.group_size, known.relation
-    steps, delta, bands, sigma = _steps(known), _delta(known), known.bands, known.noise_multiplier
+    size, batch, group, relation = args.dataset_size, args.batch_size, args.group_size, args.relation
+    steps, delta, bands, sigma = _steps(args), _delta(args), args.bands, args.noise_multiplier
     schedule = make_schedule(size, batch, steps)
     if sigma is None:
-        sigma = noise_multiplier_for(known.epsilon, delta, schedule, relation, bands, group_size=group)
+        sigma = noise_multiplier_for(args.epsilon, delta, schedule, relation, bands, group_size=group)
     event = steps_event(sigma, schedule, group, bands)
-    if known.accountant is not None:  # one that cannot answer, such as gdp, is refused with the reason
-        accounting.epsilon(event, delta, relation, known.accountant)
-    epochs = math.ceil(Fraction(steps * batch, size) if known.epochs is None else Fraction(known.epochs))
+    if args.accountant is not None:  # one that cannot answer, such as gdp, is refused with the reason
+        accounting.epsilon(event, delta, relation, args.accountant)
+    epochs = math.ceil(Fraction(steps * batch, size) if args.epochs is None else Fraction(args.epochs))
     shuffled = events.SelfComposed(epochs, events.Gaussian(sigma / group))
     answer = {
         "epsilon": accounting.epsilon(event, delta, relation),
@@ -90,10 +90,10 @@ def answer_to(known: argparse.Namespace) -> dict[str, Any]:
         "sampling_rate": schedule.sampling_rate,
         "num_steps": steps,
         "noise_multiplier": sigma,
-        "target_epsilon": known.epsilon,
+        "target_epsilon": args.epsilon,
         "group_size": group,
         "bands": bands,
-        "accountants": accounting.epsilon_by_accountant(event, delta, relation, prv=known.accountant == "prv"),
+        "accountants": accounting.epsilon_by_accountant(event, delta, relation, prv=args.accountant == "prv"),
         "curve": accounting.curve(event, relation, sorted({*CURVE_DELTAS, delta}, reverse=True)),
         "limits": limits.attacker_limits_of(event, relation),
         "one_unit": None,
@@ -108,52 +108,52 @@ def answer_to(known: argparse.Namespace) -> dict[str, Any]:
     return dict(as_json(answer))
 
 
-def _steps(known: argparse.Namespace) -> int:
-    size, batch = known.dataset_size, known.batch_size
-    numbers = {"--dataset-size": size, "--batch-size": batch, "--steps": known.steps, "--group-size": known.group_size}
-    numbers["--bands"] = known.bands
+def _steps(args: argparse.Namespace) -> int:
+    size, batch = args.dataset_size, args.batch_size
+    numbers = {"--dataset-size": size, "--batch-size": batch, "--steps": args.steps, "--group-size": args.group_size}
+    numbers["--bands"] = args.bands
     for name, value in numbers.items():
         if value is not None and not 1 <= value <= LARGEST:
             raise ConfigError(f"{name}: gives no epsilon. Type a number from 1 to {LARGEST:.0e}.")
-    if known.epsilon is not None and not (math.isfinite(known.epsilon) and known.epsilon > 0):
-        raise ConfigError(f"--epsilon is {known.epsilon}, which no noise can meet. Type a finite number above 0.")
+    if args.epsilon is not None and not (math.isfinite(args.epsilon) and args.epsilon > 0):
+        raise ConfigError(f"--epsilon is {args.epsilon}, which no noise can meet. Type a finite number above 0.")
     if batch > size:
         raise Refused(
             f"--batch-size {batch} is larger than --dataset-size {size}, so the sampling rate would exceed 1. Type --batch-size "
             f"{size} or less; a tenth of it or less is usual."
         )
-    if known.bands > 1 and known.group_size > 1:
+    if args.bands > 1 and args.group_size > 1:
         raise Refused(
             "--bands keeps the steps of one unit apart, but several units together can take part in neighbouring steps, which "
             "no accountant covers. Type --group-size 1 or --bands 1."
         )
-    if known.bands * batch > size:
+    if args.bands * batch > size:
         raise Refused(
-            f"--bands {known.bands} makes groups smaller than --batch-size {batch}, so the sampling rate within a group would "
+            f"--bands {args.bands} makes groups smaller than --batch-size {batch}, so the sampling rate within a group would "
             f"exceed 1. Type --bands {size // batch} or less."
         )
-    if known.steps is not None:
-        return int(known.steps)
+    if args.steps is not None:
+        return int(args.steps)
     try:
-        epochs = Fraction(known.epochs)
+        epochs = Fraction(args.epochs)
     except (ValueError, ZeroDivisionError):
         epochs = Fraction(0)
     if epochs <= 0:
-        raise ConfigError(f"--epochs is {known.epochs!r}. Type a number above 0, such as 3.")
+        raise ConfigError(f"--epochs is {args.epochs!r}. Type a number above 0, such as 3.")
     steps: int = math.ceil(epochs * size / batch)  # exact: int(epochs / q) in floating point is often off by one
     return steps
 
 
-def _delta(known: argparse.Namespace) -> float:
+def _delta(args: argparse.Namespace) -> float:
     from dpllm.privacy.plan import resolved_delta
 
     try:
-        wanted = known.delta if known.delta == "auto" else float(known.delta)
+        requested = args.delta if args.delta == "auto" else float(args.delta)
     except ValueError:
         raise ConfigError(
-            f"--delta is {known.delta!r}. Type auto, or a number above 0 and below 1/N, such as 1e-6."
+            f"--delta is {args.delta!r}. Type auto, or a number above 0 and below 1/N, such as 1e-6."
         ) from None
-    return resolved_delta(wanted, 1.0, known.dataset_size, "--delta")
+    return resolved_delta(requested, 1.0, args.dataset_size, "--delta")
 
 
 def _show(answer: dict[str, Any]) -> None:

@@ -37,29 +37,29 @@ ACTIONS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Actions and what they take."""
+    """Adds the actions and their options."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True, prog="dpllm ledger")
-    made = {}
+    parsers = {}
     for name, text in ACTIONS.items():
         action = actions.add_parser(name, help=text, description=text.capitalize() + ".", allow_abbrev=False)
         take_ledger(action)
-        made[name] = action
+        parsers[name] = action
     for name in ("init", "except", "import"):
-        made[name].add_argument("dataset", help="name of the dataset")
+        parsers[name].add_argument("dataset", help="name of the dataset")
     for name in ("show", "verify"):
-        take_json(made[name])
-    made["show"].add_argument("dataset", nargs="?", help="name of the dataset (default: all)")
+        take_json(parsers[name])
+    parsers["show"].add_argument("dataset", nargs="?", help="name of the dataset (default: all)")
     for name in ("init", "except", "reconcile", "adopt", "import"):
-        made[name].add_argument("--by", help="who is responsible for it (default: this user)")
-        made[name].add_argument("--reason", required=True, help="why")
-    for name, said in (("init", ""), ("import", "that of the budget, or else ")):
-        unit, relation = (None, None) if said else ("example", "zero_out")
+        parsers[name].add_argument("--by", help="who is responsible for it (default: this user)")
+        parsers[name].add_argument("--reason", required=True, help="why")
+    for name, source in (("init", ""), ("import", "that of the budget, or else ")):
+        unit, relation = (None, None) if source else ("example", "zero_out")
         relations = ["zero_out", "zero_out_public_graph", "add_or_remove_one", "label_changed"]
-        made[name].add_argument("--unit", default=unit, help=f"privacy unit (default: {said}example)")
-        text = f"neighbouring relation (default: {said}zero_out); zero_out_public_graph is of data.owners: several, "
+        parsers[name].add_argument("--unit", default=unit, help=f"privacy unit (default: {source}example)")
+        text = f"neighbouring relation (default: {source}zero_out); zero_out_public_graph is of data.owners: several, "
         text += "label_changed of the labels of the dataset"
-        made[name].add_argument("--relation", default=relation, choices=relations, help=text)
-    init = made["init"]
+        parsers[name].add_argument("--relation", default=relation, choices=relations, help=text)
+    init = parsers["init"]
     init.add_argument("--epsilon", type=float, required=True, help="of all runs together")
     init.add_argument("--delta", type=float, required=True, help="of all runs together, well below 1/N")
     text = "part of delta set aside for imported runs"
@@ -67,11 +67,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     init.add_argument(
         "--data", help="a data file, or a recipe that names its columns: copies are recognised from now on"
     )
-    verify = made["verify"]
+    verify = parsers["verify"]
     verify.add_argument("--head", help="a head that was copied elsewhere, as HASH:COUNT")
     verify.add_argument("--file", help="verify an exported chain instead")
-    made["reconcile"].add_argument("entry", help="the reservation's entry, as dpllm ledger show lists it")
-    imported = made["import"]
+    parsers["reconcile"].add_argument("entry", help="the reservation's entry, as dpllm ledger show lists it")
+    imported = parsers["import"]
     imported.add_argument("--run", default="elsewhere", help="name of the run")
     imported.add_argument("--epsilon", type=float, help="what it stated")
     imported.add_argument("--delta", type=float, default=0.0, help="delta of that epsilon")
@@ -79,31 +79,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--event",
         help="JSON file with its accounting event, if known, or the plan.json of a run, whose unit and relation count",
     )
-    made["export"].add_argument("--output", help="file (default: standard output)")
+    parsers["export"].add_argument("--output", help="file (default: standard output)")
     text = "directory of the node exporter's textfile collector (default: standard output)"
-    made["metrics"].add_argument("--textfile", metavar="DIR", help=text)
+    parsers["metrics"].add_argument("--textfile", metavar="DIR", help=text)
 
 
-def run(known: argparse.Namespace, rest: list[str]) -> int:
-    """Does one action."""
+def run(args: argparse.Namespace, overrides: list[str]) -> int:
+    """Runs one action."""
     from dpllm.ledger import default_path, open_ledger
     from dpllm.ledger.values import check_person, label_account
 
-    if known.action == "verify" and known.file:
-        return _verify(None, known)
-    if "by" in known:
-        known.by = _this_user() if known.by is None else known.by
-        check_person("an entry is made", known.by, known.reason)
-    if getattr(known, "relation", None) == "label_changed":
-        known.dataset = label_account(known.dataset)
-    if known.action == "init":  # nothing is made for a budget that cannot be
-        known.wanted = _wanted(known)
-    ledger = open_ledger(known.ledger, create=known.action in ("init", "except", "import"))
+    if args.action == "verify" and args.file:
+        return _verify(None, args)
+    if "by" in args:
+        args.by = _this_user() if args.by is None else args.by
+        check_person("an entry is made", args.by, args.reason)
+    if getattr(args, "relation", None) == "label_changed":
+        args.dataset = label_account(args.dataset)
+    if args.action == "init":  # nothing is made for a budget that cannot be
+        args.wanted = _budget_of(args)
+    ledger = open_ledger(args.ledger, create=args.action in ("init", "except", "import"))
     if ledger is None:
-        where = known.ledger or default_path()
-        raise ConfigError(f"{where}: no ledger there yet; the first private run makes one. Name another with --ledger.")
+        path = args.ledger or default_path()
+        raise ConfigError(f"{path}: no ledger there yet; the first private run makes one. Name another with --ledger.")
     with ledger, ledger.counting():
-        code: int = globals()[f"_{known.action}"](ledger, known)
+        code: int = globals()[f"_{args.action}"](ledger, args)
         return code
 
 
@@ -114,46 +114,46 @@ def _this_user() -> str:
         raise ConfigError("this user has no name, and an entry needs one: type --by NAME") from None
 
 
-def _wanted(known: argparse.Namespace) -> Budget:
+def _budget_of(args: argparse.Namespace) -> Budget:
     from dpllm.ledger.budgets import check_budget
     from dpllm.ledger.values import Budget
 
     budget = Budget(
-        known.epsilon,
-        known.delta,
-        known.unit,
-        known.relation,
-        import_delta=known.import_delta,
-        by=known.by,
-        reason=known.reason,
+        args.epsilon,
+        args.delta,
+        args.unit,
+        args.relation,
+        import_delta=args.import_delta,
+        by=args.by,
+        reason=args.reason,
     )
-    check_budget(known.dataset, budget)
-    name = known.data
+    check_budget(args.dataset, budget)
+    name = args.data
     if name is not None and not os.path.exists(name) and not name.startswith("builtin:") and name.count("/") != 1:
         raise ConfigError(f"{name}: no such file. Check the spelling.")
     return budget
 
 
-def _init(ledger: Ledger, known: argparse.Namespace) -> int:
+def _init(ledger: Ledger, args: argparse.Namespace) -> int:
     from dpllm.ledger import admission, budgets, dataset_policy
     from dpllm.ledger.values import used_in_words
     from dpllm.privacy.plan import auto_delta, check_delta
 
-    asked = ledger, known.unit, known.relation
-    records, units = dataset_policy.records_of(known.data, *asked) if known.data else (None, None)
+    terms = ledger, args.unit, args.relation
+    records, units = dataset_policy.records_of(args.data, *terms) if args.data else (None, None)
     if units is not None:
-        check_delta(known.delta, units, "--delta", f"Type --delta {auto_delta(units):g} or less.")
-        if known.delta * units > 0.1 * (1 + 1e-9):
+        check_delta(args.delta, units, "--delta", f"Type --delta {auto_delta(units):g} or less.")
+        if args.delta * units > 0.1 * (1 + 1e-9):
             print(
-                f"Beware: delta {known.delta:g} is more than a tenth of 1/N = {1 / units:.2g}, so close that single records "
+                f"Beware: delta {args.delta:g} is more than a tenth of 1/N = {1 / units:.2g}, so close that single records "
                 "could be published outright."
             )
-    before = ledger.budget(known.dataset)
-    budget = budgets.set_budget(ledger, known.dataset, known.wanted, records=records)
-    print(f"{known.dataset}: {budget}, in {ledger.location}")
+    before = ledger.budget(args.dataset)
+    budget = budgets.set_budget(ledger, args.dataset, args.wanted, records=records)
+    print(f"{args.dataset}: {budget}, in {ledger.location}")
     if before is not None:
         print("It has this budget already." if budget == before else f"It replaces: {before}.")
-    share = ledger.used(known.dataset) or 0.0
+    share = ledger.used(args.dataset) or 0.0
     if admission.filter_allowance(budget) <= 0:
         print("It is too small for runs in any order: only one run or sweep that is --final can use it.")
     elif budget.relation == "label_changed":
@@ -165,28 +165,28 @@ def _init(ledger: Ledger, known: argparse.Namespace) -> int:
     return 0
 
 
-def _except(ledger: Ledger, known: argparse.Namespace) -> int:
+def _except(ledger: Ledger, args: argparse.Namespace) -> int:
     from dpllm.ledger import budgets
 
-    budgets.except_from_privacy(ledger, known.dataset, known.by, known.reason)
+    budgets.except_from_privacy(ledger, args.dataset, args.by, args.reason)
     print(
-        f"{known.dataset}: training without differential privacy is permitted by {known.by}. Every later card will say so, and "
+        f"{args.dataset}: training without differential privacy is permitted by {args.by}. Every later card will say so, and "
         "the ledger's total does not cover it."
     )
     return 0
 
 
-def _show(ledger: Ledger, known: argparse.Namespace) -> int:
+def _show(ledger: Ledger, args: argparse.Namespace) -> int:
     names = ledger.datasets()
-    if known.dataset is not None:
-        account = ledger.records.account_name(known.dataset)
+    if args.dataset is not None:
+        account = ledger.records.account_name(args.dataset)
         if account not in names:
             raise ConfigError(
-                f"{ledger.location}: knows no dataset {known.dataset!r}. It knows: {', '.join(names) or 'none'}."
+                f"{ledger.location}: knows no dataset {args.dataset!r}. It knows: {', '.join(names) or 'none'}."
             )
         names = [account]
     overview = _overview_values(ledger, names)
-    return show(known, overview if known.json else _overview(overview))
+    return show(args, overview if args.json else _overview(overview))
 
 
 def _overview_values(ledger: Ledger, datasets: Sequence[str]) -> dict[str, Any]:
@@ -220,7 +220,7 @@ def _overview(overview: dict[str, Any]) -> Group:
     from dpllm.ledger.values import OPEN
 
     def plain(text: object) -> Text:
-        """Text as it is: no markup, and nothing that moves the cursor or cannot be encoded."""
+        """Text without markup, control characters or letters that cannot be encoded."""
         return Text("".join(letter if letter.isprintable() else "?" for letter in str(text)))
 
     parts: list[Any] = []
@@ -238,7 +238,7 @@ def _overview(overview: dict[str, Any]) -> Group:
             cost = (f"{event['epsilon']:.3f}", f"{event['delta']:g}") if event["type"] == "imported" else ("", "")
             table.add_row("", plain(f"{past['run']} (imported)"), "", "imported", *cost)
         parts += [table, *map(plain, account["says"]), ""]
-    if refused := [f"{each['dataset']}: {each['reason']} {each['number']}" for each in overview["refusals"]]:
+    if refused := [f"{row['dataset']}: {row['reason']} {row['number']}" for row in overview["refusals"]]:
         parts.append(plain("Refused: " + "; ".join(refused)))
     head = overview["head"]
     sound = f"{overview['location']}: {head['count']} entries, chain unbroken, head {head['hash'][:12]}"
@@ -246,7 +246,7 @@ def _overview(overview: dict[str, Any]) -> Group:
 
 
 def totals(ledger: Ledger, dataset: str) -> list[str]:
-    """How much of a dataset's budget is used, or without one or after a final run what all runs come to; then the rest."""
+    """The used share of a dataset's budget, or without one or after a final run the total; then groups and exceptions."""
     from dpllm.ledger import admission
     from dpllm.ledger.admission import group_total
     from dpllm.ledger.values import used_in_words
@@ -263,9 +263,9 @@ def totals(ledger: Ledger, dataset: str) -> list[str]:
     else:
         spent = ledger.spent(dataset)
         exact = account.final and not account.imports  # an import may have been chosen after the final run's results
-        how = "closed by a final reservation: exactly" if exact else "as if fixed in advance:"
+        basis = "closed by a final reservation: exactly" if exact else "as if fixed in advance:"
         exceeds = ", which exceeds the budget" if budget and spent > budget.epsilon else ""
-        lines.append(f"All runs, {how} epsilon {spent:.4f}{exceeds}.")
+        lines.append(f"All runs, {basis} epsilon {spent:.4f}{exceeds}.")
     lines.append(f"Budget: {budget}." if budget else "No budget is set: runs are charged without a limit.")
     for name, runs in account.groups().items():
         group, done = group_total(account, name), sum(run.state == "completed" for run in runs)
@@ -281,25 +281,25 @@ def _age(heartbeat: float) -> str:
     return f"{age} s" if age < 120 else f"{age // 60} min" if age < 7200 else f"{age // 3600} h"
 
 
-def _verify(ledger: Ledger | None, known: argparse.Namespace) -> int:
-    """Checks a ledger, or where there is none the export that was named."""
+def _verify(ledger: Ledger | None, args: argparse.Namespace) -> int:
+    """Checks a ledger, or without one the export of --file."""
     from dpllm.files import read_json
     from dpllm.ledger.chain import read_export, verify_export
 
-    head = _head(known.head)
+    head = _head(args.head)
     if ledger is not None:
-        where, problems, last = ledger.location, ledger.verify(head), ledger.head()
+        location, problems, last = ledger.location, ledger.verify(head), ledger.head()
     else:
-        value, where = read_json(Path(known.file)), known.file
-        read_export(value, Path(known.file))
+        value, location = read_json(Path(args.file)), args.file
+        read_export(value, Path(args.file))
         problems, last = verify_export(value, head), value["head"]
-    if known.json:
-        show(known, {"location": str(where), "head": last, "problems": problems})
+    if args.json:
+        show(args, {"location": str(location), "head": last, "problems": problems})
     if problems:
-        raise LedgerContradiction(f"{where}: " + " ".join(problems))
-    if known.json:
+        raise LedgerContradiction(f"{location}: " + " ".join(problems))
+    if args.json:
         return 0
-    print(f"{where}: {last['count']} entries, chain unbroken, head {last['hash']}:{last['count']}")
+    print(f"{location}: {last['count']} entries, chain unbroken, head {last['hash']}:{last['count']}")
     if head is None:
         print("A chain that was cut or written anew shows only against a head copied elsewhere: --head HASH:COUNT")
     return 0
@@ -310,100 +310,100 @@ def _head(text: str | None) -> dict[str, Any] | None:
         return None
     if not (match := re.fullmatch(r"(.{64}):([1-9][0-9]{0,17})", text)):
         raise ConfigError(
-            f"--head {text!r} is no HASH:COUNT with a count of 1 or more. For the head in a run's run.json, type dpllm verify "
+            f"--head {text!r} is not HASH:COUNT with a count of 1 or more. For the head in a run's run.json, type dpllm verify "
             "RUN --ledger FILE."
         )
     return {"hash": match[1], "count": int(match[2])}
 
 
-def _reconcile(ledger: Ledger, known: argparse.Namespace) -> int:
-    closed = ledger.reconcile(known.entry, known.by, known.reason)
+def _reconcile(ledger: Ledger, args: argparse.Namespace) -> int:
+    closed = ledger.reconcile(args.entry, args.by, args.reason)
     claim = closed.reservation
-    kept = "its whole reservation stays in the total, which is composed as if fixed in advance"
+    consequence = "its whole reservation stays in the total, which is composed as if fixed in advance"
     if ledger.used(claim.dataset) is not None:
-        kept = "the steps that never ran are returned to the budget"
-    print(f"{claim.dataset}: run {claim.run} closed after {closed.steps} of {claim.num_steps} steps; {kept}.")
+        consequence = "the steps that never ran are returned to the budget"
+    print(f"{claim.dataset}: run {claim.run} closed after {closed.steps} of {claim.num_steps} steps; {consequence}.")
     return 0
 
 
-def _adopt(ledger: Ledger, known: argparse.Namespace) -> int:
+def _adopt(ledger: Ledger, args: argparse.Namespace) -> int:
     from dpllm.ledger import budgets
 
-    budgets.adopt(ledger, known.by, known.reason)
+    budgets.adopt(ledger, args.by, args.reason)
     print(f"{ledger.location}: is the ledger from now on. Do not write to another copy: that would be a second budget.")
     return 0
 
 
-def _import(ledger: Ledger, known: argparse.Namespace) -> int:
+def _import(ledger: Ledger, args: argparse.Namespace) -> int:
     from dpllm.files import read_json
     from dpllm.ledger import budgets
     from dpllm.ledger.values import LABELS
     from dpllm.privacy.events import Imported, read
     from dpllm.privacy.parts import imported_delta
 
-    if (known.epsilon is None) == (known.event is None):
+    if (args.epsilon is None) == (args.event is None):
         raise ConfigError("what was spent? Type --epsilon E [--delta D], or --event FILE.")
     event: Event
     plan: dict[str, Any] = {}
-    if known.event:
-        value = read_json(Path(known.event))
+    if args.event:
+        value = read_json(Path(args.event))
         if "num_steps" in value:
             plan = value
             if lacking := [key for key in ("event", "unit", "neighbouring_relation") if not plan.get(key)]:
-                raise ConfigError(f"{known.event}: a plan.json without {lacking[0]!r} is damaged. Give the run's own.")
+                raise ConfigError(f"{args.event}: a plan.json without {lacking[0]!r} is damaged. Give the run's own.")
         event = read(plan.get("event", value))
     else:
-        event = Imported(known.epsilon, known.delta)
-    account, delta = ledger.account(known.dataset), imported_delta(event)
+        event = Imported(args.epsilon, args.delta)
+    account, delta = ledger.account(args.dataset), imported_delta(event)
     budget = account.budget
     if budget and not account.used and delta > budget.import_delta:  # its owner can still correct it
         raise ConfigError(
-            f"the budget of {known.dataset} sets aside a delta of {budget.import_delta:g} for imports, and this one has "
-            f"{delta:g}, so that no run would be admitted after it. Type first: dpllm ledger init {known.dataset} "
+            f"the budget of {args.dataset} sets aside a delta of {budget.import_delta:g} for imports, and this one has "
+            f"{delta:g}, so that no run would be admitted after it. Type first: dpllm ledger init {args.dataset} "
             f"--import-delta {delta:g}, with the rest as before; or enter its accounting event (--event FILE)."
         )
-    if known.dataset.startswith(LABELS):
-        known.relation = "label_changed"
-    unit = plan["unit"] if plan else known.unit or (budget.unit if budget else "example")
-    relation = plan["neighbouring_relation"] if plan else known.relation or (budget.relation if budget else "zero_out")
-    if known.unit not in (None, unit) or known.relation not in (None, relation):
+    if args.dataset.startswith(LABELS):
+        args.relation = "label_changed"
+    unit = plan["unit"] if plan else args.unit or (budget.unit if budget else "example")
+    relation = plan["neighbouring_relation"] if plan else args.relation or (budget.relation if budget else "zero_out")
+    if args.unit not in (None, unit) or args.relation not in (None, relation):
         raise ConfigError(
-            f"{known.event}: its run protects a {unit} under {relation}, and an account counts one unit and one relation. Leave "
+            f"{args.event}: its run protects a {unit} under {relation}, and an account counts one unit and one relation. Leave "
             "out --unit and --relation, and name a dataset that is accounted so."
         )
-    who = {"by": known.by, "reason": known.reason}
-    budgets.import_run(ledger, known.dataset, event=event, run=known.run, unit=unit, relation=relation, **who)
-    print(f"{known.dataset}: entered. {totals(ledger, known.dataset)[0]}")
-    if (ledger.used(known.dataset) or 0) >= 1:
+    responsible = {"by": args.by, "reason": args.reason}
+    budgets.import_run(ledger, args.dataset, event=event, run=args.run, unit=unit, relation=relation, **responsible)
+    print(f"{args.dataset}: entered. {totals(ledger, args.dataset)[0]}")
+    if (ledger.used(args.dataset) or 0) >= 1:
         print("That leaves nothing of the budget: every further run will be refused.")
     return 0
 
 
-def _export(ledger: Ledger, known: argparse.Namespace) -> int:
+def _export(ledger: Ledger, args: argparse.Namespace) -> int:
     from dpllm.files import write_json
 
     value = ledger.chain.export()
-    if known.output:
-        with writing(known.output):
-            write_json(Path(known.output), value)
-        print(f"{known.output}: {value['head']['count']} entries")
+    if args.output:
+        with writing(args.output):
+            write_json(Path(args.output), value)
+        print(f"{args.output}: {value['head']['count']} entries")
     else:
         print(json.dumps(value, indent=2, sort_keys=True))
     return 0
 
 
-def _metrics(ledger: Ledger, known: argparse.Namespace) -> int:
+def _metrics(ledger: Ledger, args: argparse.Namespace) -> int:
     from dpllm.telemetry import metrics
 
     families = metrics.ledger_families(ledger)
-    if known.textfile is None:
+    if args.textfile is None:
         print(metrics.exposition(families).decode(), end="")
         return 0
     try:
-        metrics.write(Path(known.textfile) / metrics.LEDGER, families)
+        metrics.write(Path(args.textfile) / metrics.LEDGER, families)
     except OSError as error:
         raise ConfigError(
-            f"--textfile {known.textfile}: cannot be written to ({error.strerror}). Type the directory that the node exporter "
+            f"--textfile {args.textfile}: cannot be written to ({error.strerror}). Type the directory that the node exporter "
             "reads."
         ) from None
     return 0

@@ -45,9 +45,9 @@ AddCommand = Callable[..., argparse.ArgumentParser]
 """Makes the parser of one command, of its name, call and help, with --json for what ``json`` names; see ``cli._parser``."""
 
 
-def take_json(parser: argparse.ArgumentParser, what: str = "what it says") -> None:
+def take_json(parser: argparse.ArgumentParser, content: str = "what it says") -> None:
     """Declares --json."""
-    parser.add_argument("--json", action="store_true", help=f"print {what} as one JSON object")
+    parser.add_argument("--json", action="store_true", help=f"print {content} as one JSON object")
 
 
 def take_recipe(parser: argparse.ArgumentParser, usage: str, text: str = ", such as recipes/lora/e2e.yaml") -> None:
@@ -64,16 +64,16 @@ def take_ledger(parser: argparse.ArgumentParser) -> None:
 CONSTANT_RATE = "with --twin: the twin's learning rate stays constant, so that its weights show more of each step"
 
 
-def check_rate(known: argparse.Namespace) -> None:
-    """Refuses --constant-rate without a twin to train so."""
-    if known.constant_rate and not known.twin:
+def check_rate(args: argparse.Namespace) -> None:
+    """Refuses --constant-rate without --twin."""
+    if args.constant_rate and not args.twin:
         raise ConfigError(
             "--constant-rate is of an audit twin. Type --twin too, or set train.lr_scheduler for the run itself."
         )
 
 
 def take_choice(parser: argparse.ArgumentParser) -> None:
-    """Declares what the best of a secret number of runs is chosen from."""
+    """Declares the options of a choice: the best of a secret number of runs."""
     option = parser.add_argument
     option("--choose", action="store_true", help="the best of a secret number of runs, which alone is released")
     option(
@@ -83,13 +83,13 @@ def take_choice(parser: argparse.ArgumentParser) -> None:
     option("--over", metavar="LISTS", help=text)
 
 
-def parse_choice(known: argparse.Namespace, rest: list[str]) -> Choice:
-    """What --choose asks for."""
+def parse_choice(args: argparse.Namespace, overrides: list[str]) -> Choice:
+    """The choice that --choose, --over and --mean-runs describe."""
     from dpllm.comparison.choice import EXAMPLE, plan_choice
 
-    if known.over is None or known.mean_runs is None:
+    if args.over is None or args.mean_runs is None:
         raise ConfigError(f"a choice needs settings, and how many runs there are in the mean. Type {EXAMPLE}")
-    return plan_choice(*parse_recipe(known, rest), known.over, known.mean_runs)
+    return plan_choice(*parse_recipe(args, overrides), args.over, args.mean_runs)
 
 
 def take_final(parser: argparse.ArgumentParser) -> None:
@@ -99,7 +99,7 @@ def take_final(parser: argparse.ArgumentParser) -> None:
 
 
 def add_commands(add: AddCommand) -> None:
-    """The commands and their arguments."""
+    """Adds the commands and their options."""
     text = "the guarantee of a recipe and what the ledger would say; needs no weights, no GPU"
     planned = add("plan", plan, text, "plan.json, with ledger, refusals and advice,")
     text = "run a recipe (as accelerate launch recipes/train.py does)"
@@ -112,9 +112,7 @@ def add_commands(add: AddCommand) -> None:
     option("--model", action="store_true", help="trained layers and memory, from the model's config only")
     option("--device", metavar="GPU", help="with --model: for an a100 or h100 of 80 GB, not for this machine")
     option(
-        "--twin",
-        action="store_true",
-        help="epsilon of the recipe without text canaries and its audit twin together",
+        "--twin", action="store_true", help="epsilon of the recipe without text canaries and its audit twin together"
     )
     option("--constant-rate", action="store_true", help=CONSTANT_RATE)
     take_choice(planned)
@@ -127,39 +125,39 @@ def add_commands(add: AddCommand) -> None:
     option("--output", metavar="RECIPE", help="write the recipe here (default: print it; the report goes to stderr)")
 
 
-def parse_recipe(known: argparse.Namespace, rest: list[str]) -> tuple[str, dict[str, Any]]:
+def parse_recipe(args: argparse.Namespace, overrides: list[str]) -> tuple[str, dict[str, Any]]:
     """The path of the recipe that a command names, and its overrides; a ConfigError where it names none."""
     from dpllm.recipe.section import parse_overrides
 
-    if known.recipe is None:
-        action = " ".join(filter(None, (known.command, getattr(known, "action", None))))
+    if args.recipe is None:
+        action = " ".join(filter(None, (args.command, getattr(args, "action", None))))
         raise ConfigError(f"name a recipe: dpllm {action} recipes/lora/e2e.yaml")
-    return known.recipe, parse_overrides(rest)
+    return args.recipe, parse_overrides(overrides)
 
 
-def load_recipe(known: argparse.Namespace, rest: list[str]) -> RunConfig:
+def load_recipe(args: argparse.Namespace, overrides: list[str]) -> RunConfig:
     """The recipe that a command names, with its overrides; a ConfigError where it names none, or one that cannot be read."""
     from dpllm.recipe.config import load_config
 
-    return load_config(*parse_recipe(known, rest))
+    return load_config(*parse_recipe(args, overrides))
 
 
-def train(known: argparse.Namespace, rest: list[str]) -> int:
+def train(args: argparse.Namespace, overrides: list[str]) -> int:
     """Runs a recipe; exit code 1 where it was interrupted."""
-    if known.keys:
+    if args.keys:
         return _show_keys()
-    if known.resume and known.overwrite:
+    if args.resume and args.overwrite:
         raise ConfigError("--resume goes on with a run, and --overwrite replaces it. Type one of the two.")
-    config = load_recipe(known, rest)
+    config = load_recipe(args, overrides)
     from dpllm.run.directory import Run, RunDir
     from dpllm.run.loop import train as run
     from dpllm.run.promise import Start
     from dpllm.run.screen import summary
 
     main = os.environ.get("RANK", "0") == "0"
-    start = Start(known.resume, known.overwrite)
-    record = run(config, start, console=plain_console(stderr=known.json, quiet=not main))
-    if known.json and main:
+    start = Start(args.resume, args.overwrite)
+    record = run(config, start, console=plain_console(stderr=args.json, quiet=not main))
+    if args.json and main:
         print(dump(summary(Run(RunDir(Path(config.output_dir)), record, config))))
     return 0 if record.status == "completed" else 1
 
@@ -172,67 +170,69 @@ def _show_keys() -> int:
     return 0
 
 
-def plan(known: argparse.Namespace, rest: list[str]) -> int:
-    """Prints the plan, then what would refuse it."""
-    if known.keys:
+def plan(args: argparse.Namespace, overrides: list[str]) -> int:
+    """Prints the plan, then everything that would refuse it."""
+    if args.keys:
         return _show_keys()
-    if known.recipe and (Path(known.recipe) / "config.yaml").is_file():  # the directory of a run
-        known.recipe = str(Path(known.recipe) / "config.yaml")
-    check_rate(known)
-    if known.choose:
-        choice = parse_choice(known, rest)
+    if args.recipe and (Path(args.recipe) / "config.yaml").is_file():  # the directory of a run
+        args.recipe = str(Path(args.recipe) / "config.yaml")
+    check_rate(args)
+    if args.choose:
+        choice = parse_choice(args, overrides)
         return show(
-            known, choice.to_json() if known.json else _two_columns(f"Choice of {known.recipe}", choice.in_words())
+            args, choice.to_json() if args.json else _two_columns(f"Choice of {args.recipe}", choice.in_words())
         )
-    if known.twin:
-        from dpllm.comparison.sweep import together, twins
+    if args.twin:
+        from dpllm.comparison.sweep import combined_epsilon, twins
 
-        points = twins(*parse_recipe(known, rest), constant_rate=known.constant_rate)
-    config = points[0].config if known.twin else load_recipe(known, rest)
-    if known.device and not known.model:
+        points = twins(*parse_recipe(args, overrides), constant_rate=args.constant_rate)
+    config = points[0].config if args.twin else load_recipe(args, overrides)
+    if args.device and not args.model:
         raise ConfigError("--device says for which GPU --model counts memory. Type both.")
     from dpllm.run.promise import Start, decide
     from dpllm.run.subject import Refusals
 
-    own = Path(known.recipe).resolve() == (Path(config.output_dir) / "config.yaml").resolve()
-    seen = decide(config, Start(overwrite=own))  # of a recipe that lies in a run: what another run of it would promise
-    found = Refusals()
-    found.errors += seen.refusals
-    needs = _footprint(config, seen, found, known.device) if known.model else None
-    both = found.attempt(together, points) if known.twin else None
-    if known.json:
-        print(dump(_json(seen, needs, found.errors) | ({"twin": both} if both else {})))
+    in_run = Path(args.recipe).resolve() == (Path(config.output_dir) / "config.yaml").resolve()
+    decision = decide(
+        config, Start(overwrite=in_run)
+    )  # of a recipe that lies in a run: what another run of it would promise
+    refusals = Refusals()
+    refusals.errors += decision.refusals
+    needs = _footprint(config, decision, refusals, args.device) if args.model else None
+    twin = refusals.attempt(combined_epsilon, points) if args.twin else None
+    if args.json:
+        print(dump(_json(decision, needs, refusals.errors) | ({"twin": twin} if twin else {})))
     else:
-        lines = [f"Advice: {text}" for text in seen.advice]
-        if both:
-            total = "With its audit twin: epsilon {epsilon:.4f} at delta {delta:g} for both together".format(**both)
+        lines = [f"Advice: {text}" for text in decision.advice]
+        if twin:
+            total = "With its audit twin: epsilon {epsilon:.4f} at delta {delta:g} for both together".format(**twin)
             lines.append(f"{total}; dpllm sweep RECIPE --twin reserves and trains them as one group.")
-        _show(known, seen, needs, lines)
-        if sys.stdout.isatty() and seen.subject and seen.subject.rows:
+        _show(args, decision, needs, lines)
+        if sys.stdout.isatty() and decision.subject and decision.subject.rows:
             from dpllm.run.screen import tell_lengths_of_some
 
-            tell_lengths_of_some(seen.config, seen.subject.rows.table, plain_console())
-    for error in found.errors:
+            tell_lengths_of_some(decision.config, decision.subject.rows.table, plain_console())
+    for error in refusals.errors:
         print(f"dpllm plan: {error}", file=sys.stderr)
-    return max((error.exit_code for error in found.errors), default=0)
+    return max((error.exit_code for error in refusals.errors), default=0)
 
 
-def _footprint(config: RunConfig, seen: Decision, found: Refusals, gpu: str | None) -> Footprint | None:
+def _footprint(config: RunConfig, decision: Decision, refusals: Refusals, gpu: str | None) -> Footprint | None:
     from dpllm.run.footprint import footprint
 
-    needs = found.attempt(footprint, config, seen.plan.bands if seen.plan else 1, gpu)
+    needs = refusals.attempt(footprint, config, decision.plan.bands if decision.plan else 1, gpu)
     if needs:
-        found.errors += needs.refusals
+        refusals.errors += needs.refusals
     return needs
 
 
-def _show(known: argparse.Namespace, seen: Decision, needs: Footprint | None, lines: list[str]) -> None:
+def _show(args: argparse.Namespace, decision: Decision, needs: Footprint | None, lines: list[str]) -> None:
     console = plain_console()
-    if not seen.config.privacy.enabled and seen.schedule:
-        steps, batch = seen.schedule.num_steps, seen.schedule.expected_batch_size
+    if not decision.config.privacy.enabled and decision.schedule:
+        steps, batch = decision.schedule.num_steps, decision.schedule.expected_batch_size
         console.print(f"No differential privacy: {steps} steps of about {batch} units.")
-    if seen.schedule or seen.subject is not None:
-        console.print(_two_columns(f"Plan of {known.recipe}", _rows(seen)))
+    if decision.schedule or decision.subject is not None:
+        console.print(_two_columns(f"Plan of {args.recipe}", _rows(decision)))
     if needs:
         from dpllm.model.adapters import trainable_text
 
@@ -251,14 +251,13 @@ def _two_columns(title: str, rows: dict[str, str]) -> Table:
     return table
 
 
-def _rows(seen: Decision) -> dict[str, str]:
-    """Everything of a decision that could be computed, by name."""
-    schedule, plan = seen.schedule, seen.plan
-    rows = {"REFUSED": "this run would not start; the reasons are below"} if seen.refusals else {}
+def _rows(decision: Decision) -> dict[str, str]:
+    schedule, plan = decision.schedule, decision.plan
+    rows = {"REFUSED": "this run would not start; the reasons are below"} if decision.refusals else {}
     rows |= _promise(plan) if plan else {}
-    rows |= {"beware": seen.lowered} if seen.lowered else {}
+    rows |= {"beware": decision.lowered} if decision.lowered else {}
     if schedule:
-        batch, most = schedule.expected_batch_size, largest_batch(schedule)
+        batch, largest = schedule.expected_batch_size, largest_batch(schedule)
         by_row = plan and (plan.sampling == "example" or plan.neighbouring_relation == "zero_out_public_graph")
         counted = "rows" if by_row else "units"
         rows |= {
@@ -266,10 +265,10 @@ def _rows(seen: Decision) -> dict[str, str]:
             "sampling rate q": f"{schedule.sampling_rate:.6f}: each joins each step by its own coin"
             + (", when it is its group's turn" if plan and plan.coefficients else ""),
             "steps T": str(schedule.num_steps),
-            "logical batch": f"B = {batch} {counted} expected, at most {most} in 99.9% of the steps",
+            "logical batch": f"B = {batch} {counted} expected, at most {largest} in 99.9% of the steps",
         }
-    elif seen.subject is not None:
-        rows["public size"] = f"{seen.subject.num_units} without canary slots"
+    elif decision.subject is not None:
+        rows["public size"] = f"{decision.subject.num_units} without canary slots"
     if plan:
         rows["clipping"] = f"{plan.clipping}, C = {plan.max_grad_norm:g}"
         rows["noise multiplier sigma"] = f"{plan.noise_multiplier:g}"
@@ -277,30 +276,30 @@ def _rows(seen: Decision) -> dict[str, str]:
             turns = f"{plan.bands} groups take turns, at rate {plan.group_rate:.6f}"
             earlier = f"{8 * (plan.bands - 1)} bytes of earlier noise per trained parameter"
             rows["banded noise"] = f"{plan.bands} bands; {turns}; {earlier}"
-        rows["ledger"] = str(seen.ledger or "no ledger there yet: nothing is spent, and no budget is set")
-    if seen.subject and seen.subject.graph:
-        rows["rows kept"] = str(seen.subject.graph)
-    if seen.subject and seen.subject.reads:
-        rows["data"] = seen.subject.reads
-        rows["first example" if seen.config.data.public else "an example"] = seen.subject.example
+        rows["ledger"] = str(decision.ledger or "no ledger there yet: nothing is spent, and no budget is set")
+    if decision.subject and decision.subject.graph:
+        rows["rows kept"] = str(decision.subject.graph)
+    if decision.subject and decision.subject.reads:
+        rows["data"] = decision.subject.reads
+        rows["first example" if decision.config.data.public else "an example"] = decision.subject.example
     return rows
 
 
 def _promise(plan: Plan) -> dict[str, str]:
     from dpllm.privacy.plan import RELATION_IN_WORDS
 
-    beside = ", ".join(f"{name} {_epsilon(value)}" for name, value in plan.accountants.items())
+    accountants = ", ".join(f"{name} {_epsilon(value)}" for name, value in plan.accountants.items())
     unit = "example: one row"
     if plan.max_examples_per_unit is not None:
-        whole = plan.sampling == "unit" and plan.neighbouring_relation != "zero_out_public_graph"
-        how = "drawn together" if whole else "drawn one by one"
-        unit = f"user-level: column {plan.unit}, at most {plan.max_examples_per_unit} rows of each, {how}"
-    known = plan.limits.to_json()
-    limits = [f"{words} {value:.3g}" for name, words in LIMITS.items() if (value := known[name]) is not None]
+        by_unit = plan.sampling == "unit" and plan.neighbouring_relation != "zero_out_public_graph"
+        drawing = "drawn together" if by_unit else "drawn one by one"
+        unit = f"user-level: column {plan.unit}, at most {plan.max_examples_per_unit} rows of each, {drawing}"
+    values = plan.limits.to_json()
+    limits = [f"{words} {value:.3g}" for name, words in LIMITS.items() if (value := values[name]) is not None]
     return {
         "epsilon": f"{plan.epsilon:.4f} (target {plan.target_epsilon:g})",
         "delta": f"{plan.delta:g} (1/N is {1 / plan.dataset_size:.2g})",
-        "by accountant": f"{beside} (stated: {plan.accountant.name} {plan.accountant.version})",
+        "by accountant": f"{accountants} (stated: {plan.accountant.name} {plan.accountant.version})",
         "privacy unit": unit,
         "neighbouring relation": f"{plan.neighbouring_relation}: {RELATION_IN_WORDS[plan.neighbouring_relation]}",
         "limits on an attacker": "membership inference, at most: " + ", ".join(limits)
@@ -332,53 +331,52 @@ def largest_batch(schedule: Schedule) -> int:
     return int(stats.binom.ppf(0.999, schedule.dataset_size, schedule.sampling_rate))
 
 
-def _json(seen: Decision, needs: Footprint | None, refusals: list[DpllmError]) -> dict[str, Any]:
-    """plan.json's fields, as far as they could be computed, and what stands beside them."""
+def _json(decision: Decision, needs: Footprint | None, refusals: list[DpllmError]) -> dict[str, Any]:
     from dpllm.privacy.plan import LATER
 
-    plan = seen.plan.to_json() if seen.plan else {}
+    plan = decision.plan.to_json() if decision.plan else {}
     fields: dict[str, Any] = {
-        **(asdict(seen.schedule) if seen.schedule else {}),
+        **(asdict(decision.schedule) if decision.schedule else {}),
         **{name: value for name, value in plan.items() if name not in LATER},
-        "largest_batch": largest_batch(seen.schedule) if seen.schedule else None,
-        "ledger": asdict(seen.ledger) if seen.ledger else None,
+        "largest_batch": largest_batch(decision.schedule) if decision.schedule else None,
+        "ledger": asdict(decision.ledger) if decision.ledger else None,
         "refusals": [{"exit_code": error.exit_code, "message": str(error)} for error in refusals],
-        "advice": seen.advice,
+        "advice": decision.advice,
     }
-    if seen.subject and seen.subject.graph:
-        fields["graph"] = asdict(seen.subject.graph)
+    if decision.subject and decision.subject.graph:
+        fields["graph"] = asdict(decision.subject.graph)
     if needs:
         memory = {**asdict(needs.memory), "total": needs.memory.total} if needs.memory else None
         fields["model"] = {**asdict(needs), "refusals": [str(error) for error in needs.refusals], "memory": memory}
     return fields
 
 
-def import_config(known: argparse.Namespace, rest: list[str]) -> int:
+def import_config(args: argparse.Namespace, overrides: list[str]) -> int:
     """Prints or writes the recipe; reports on stderr what was carried over and what was not."""
     from dpllm.recipe import imports
 
-    imported = imports.import_config(Path(known.file))
+    imported = imports.import_config(Path(args.file))
     report = [
-        f"{imported.tool} configuration {known.file}",
+        f"{imported.tool} configuration {args.file}",
         "Carried over:",
         *(f"  {line}" for line in imported.carried),
     ]
-    report += ["Not carried over:", *(f"  {line}" for line in imported.left)]
+    report += ["Not carried over:", *(f"  {line}" for line in imported.omitted)]
     report.append(
         "Choose privacy.epsilon, data.unit, train.batch_size and train.learning_rate anew; dpllm plan RECIPE advises."
     )
     print("\n".join(report), file=sys.stderr)
-    if known.output is None:
+    if args.output is None:
         print(imported.recipe, end="")
         return 0
-    with writing(known.output), open(known.output, "x", encoding="utf-8") as file:
+    with writing(args.output), open(args.output, "x", encoding="utf-8") as file:
         file.write(imported.recipe)
     return 0
 
 
 @contextmanager
 def writing(output: str) -> Iterator[None]:
-    """Turns what the system refuses while the file that --output names is written into an error of the command."""
+    """Turns an error of the system while --output is written into a ConfigError."""
     try:
         yield
     except FileExistsError:
@@ -387,9 +385,9 @@ def writing(output: str) -> Iterator[None]:
         raise ConfigError(f"{output}: cannot be written ({error.strerror}). Type another --output.") from None
 
 
-def show(known: argparse.Namespace, value: dict[str, Any] | RenderableType, *lines: str) -> int:
-    """Prints values where ``known.json`` asks for them, else what rich prints and lines below it; exit code 0."""
-    if known.json:
+def show(args: argparse.Namespace, value: dict[str, Any] | RenderableType, *lines: str) -> int:
+    """Prints values as JSON with --json, else a table of rich and the lines below it; exit code 0."""
+    if args.json:
         assert isinstance(value, dict)
         print(dump(value))
         return 0
@@ -401,7 +399,7 @@ def show(known: argparse.Namespace, value: dict[str, Any] | RenderableType, *lin
 
 
 def plain_console(*, stderr: bool = False, quiet: bool = False) -> Console:
-    """Where every command prints: names, paths and texts stand there as they are, with nothing in them that rich reads."""
+    """The console of every command: names, paths and texts are printed as they are, without markup or emoji of rich."""
     from rich.console import Console
 
     return Console(stderr=stderr, quiet=quiet, markup=False, emoji=False)

@@ -28,7 +28,7 @@ NOTE = (
 
 
 def add_commands(add: AddCommand) -> None:
-    """The commands and their arguments."""
+    """Adds the commands and their options."""
     option = add("card", card, "write the model card into RUN/export, and sign it", None).add_argument
     option("run", help="run directory; or RUN/synthetic, for the card of that data set")
     option("--sign", metavar="KEY", help="sign all files with this private key (PEM), as OpenSSF model signing does")
@@ -57,11 +57,11 @@ def add_commands(add: AddCommand) -> None:
     parser = add("generate", generate, "sample text from a tuned model")
     option = parser.add_argument
     option("run", help="run directory, its export, or a merged model")
-    given = parser.add_mutually_exclusive_group()
-    given.add_argument(
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument(
         "--prompt", metavar="TEXT", help="text that the model continues (for a chat model, the user's turn)"
     )
-    given.add_argument("--prompts", metavar="FILE", help="file with one prompt per line; jsonl: a prompt, or messages")
+    group.add_argument("--prompts", metavar="FILE", help="file with one prompt per line; jsonl: a prompt, or messages")
     option("--num", type=int, default=8, help="texts for each prompt (default: 8)")
     option("--max-new-tokens", type=int, default=64, help="longest text, in tokens (default: 64)")
     option("--temperature", type=float, default=1.0, help="0: greedy decoding (default: 1)")
@@ -114,7 +114,7 @@ def _add_synthesize(parser: argparse.ArgumentParser) -> None:
     option("--dry-run", action="store_true", help="show what it would promise, and spend nothing")
 
 
-def card(known: argparse.Namespace, rest: list[str]) -> int:
+def card(args: argparse.Namespace, overrides: list[str]) -> int:
     """Writes the card, signs it if asked, and says where."""
     from dpllm.card.card import write_card
     from dpllm.card.registry import entry
@@ -124,29 +124,28 @@ def card(known: argparse.Namespace, rest: list[str]) -> int:
     from dpllm.statement import privacy_record
     from dpllm.verification.verify import undone_unless_verified
 
-    run = RunDir(Path(known.run))
+    run = RunDir(Path(args.run))
     if (run.root / RECORD).exists():
-        return _dataset_card(run.root, known)
+        return _dataset_card(run.root, args)
     with undone_unless_verified(run.root):
-        path = write_card(run, known.describe)
+        path = write_card(run, args.describe)
     print(path)
-    if known.sign:
+    if args.sign:
         from dpllm.verification.sign import sign
 
-        print(sign(path.parent, Path(known.sign)))
-    if known.registry:
+        print(sign(path.parent, Path(args.sign)))
+    if args.registry:
         write_whole(run.registry, entry(privacy_record.read(read_json(run.export / BLOCK)), run.load_config()))
         print(run.registry)
     return 0
 
 
-def _dataset_card(directory: Path, known: argparse.Namespace) -> int:
-    """The same of a data set that lies in its run directory."""
+def _dataset_card(directory: Path, args: argparse.Namespace) -> int:
     from dpllm.card.synthetic import run_of, write_dataset_card
     from dpllm.verification.verify import undone_unless_verified
 
     run = run_of(directory)
-    if run is None or known.sign or known.describe or known.registry:
+    if run is None or args.sign or args.describe or args.registry:
         raise ConfigError(
             f"{directory}: the run needs its card first, and --sign, --describe and --registry are for the run. Type dpllm card "
             "RUN, with them if needed, and then dpllm card RUN/synthetic."
@@ -156,24 +155,24 @@ def _dataset_card(directory: Path, known: argparse.Namespace) -> int:
     return 0
 
 
-def verify(known: argparse.Namespace, rest: list[str]) -> int:
+def verify(args: argparse.Namespace, overrides: list[str]) -> int:
     """Prints every check, and how many there are of each kind; exit code 4 where one failed."""
     from dpllm.verification import verify_apart
 
     with ExitStack() as stack:
-        path = Path(known.path)
-        here = len(path.parts) > 1 and path.parent.is_dir()  # then what is not in it is misspelled, and no Hub id
-        if not path.exists() and not here and _HUB_ID.fullmatch(known.path):
+        path = Path(args.path)
+        in_folder = len(path.parts) > 1 and path.parent.is_dir()  # then what is not in it is misspelled, and no Hub id
+        if not path.exists() and not in_folder and _HUB_ID.fullmatch(args.path):
             path = Path(stack.enter_context(TemporaryDirectory()))
-            _download(known.path, known.revision, path)
-        elif known.revision is not None:
-            raise ConfigError(f"--revision {known.revision}: {known.path} is not a Hub id. Leave it out.")
-        verification = verify_apart(path, ledger=known.ledger, public_key=known.public_key)
+            _download(args.path, args.revision, path)
+        elif args.revision is not None:
+            raise ConfigError(f"--revision {args.revision}: {args.path} is not a Hub id. Leave it out.")
+        verification = verify_apart(path, ledger=args.ledger, public_key=args.public_key)
     looked_at = {check["name"] for check in verification["checks"]}
-    if known.public_key and "signature" not in looked_at and not verification["failed"]:
-        raise ConfigError(f"--public-key: only files of a model are signed, and {known.path} is none. Leave it out.")
-    if known.json:
-        show(known, verification)
+    if args.public_key and "signature" not in looked_at and not verification["failed"]:
+        raise ConfigError(f"--public-key: {args.path} is not signed, since only files of a model are. Leave it out.")
+    if args.json:
+        show(args, verification)
     else:
         for check in verification["checks"]:
             print(f"{check['status']:<8}  {check['name']}: {check['detail']}")
@@ -181,7 +180,7 @@ def verify(known: argparse.Namespace, rest: list[str]) -> int:
         print(f"{counts['verified']} verified, {counts['asserted']} asserted, {counts['failed']} failed")
     if verification["failed"]:
         names = ", ".join(check["name"] for check in verification["checks"] if check["status"] == "failed")
-        raise AuditContradiction(f"{known.path}: does not verify ({names}). Do not rely on its card.")
+        raise AuditContradiction(f"{args.path}: does not verify ({names}). Do not rely on its card.")
     return 0
 
 
@@ -195,13 +194,13 @@ def _download(repository: str, revision: str | None, directory: Path) -> None:
     try:
         from huggingface_hub import snapshot_download
 
-        from dpllm.publish.push import asking, endpoint
+        from dpllm.publish.push import endpoint, hub_errors
     except ImportError:
         raise ConfigError(
             f"{repository}: no such local path, and huggingface_hub is not installed to download it. Type pip install "
             "huggingface_hub, or a local path."
         ) from None
-    with asking(repository):
+    with hub_errors(repository):
         kind = "dataset" if repository.count("/") > 1 else "model"
         name = repository.removeprefix(_DATASETS) if kind == "dataset" else repository
         snapshot_download(name, repo_type=kind, revision=revision, local_dir=directory, endpoint=endpoint())
@@ -212,37 +211,37 @@ def _download(repository: str, revision: str | None, directory: Path) -> None:
         )
 
 
-def push(known: argparse.Namespace, rest: list[str]) -> int:
-    """Uploads export/ or a data set, once it verifies, and lists what went."""
+def push(args: argparse.Namespace, overrides: list[str]) -> int:
+    """Uploads export/ or a data set, once it verifies, and lists the files."""
     from dpllm.publish.push import push as upload
 
     done = upload(
-        Path(known.run),
-        known.repository,
-        dry_run=known.dry_run,
-        private=known.private,
-        without_guarantee=known.without_guarantee,
-        ledger=known.ledger,
+        Path(args.run),
+        args.repository,
+        dry_run=args.dry_run,
+        private=args.private,
+        without_guarantee=args.without_guarantee,
+        ledger=args.ledger,
     )
-    if known.json:
-        return show(known, asdict(done))
+    if args.json:
+        return show(args, asdict(done))
     for file in done.files:
         print(f"{file.size:>12,}  {file.sha256}  {file.path}")
     for line in done.unsearched:
         print(f"{'not searched':>12}  {line}")
     total = sum(file.size for file in done.files)
-    where = f"uploaded to {done.url}" if done.url else f"would go to {done.repository}; nothing was uploaded"
-    print(f"{len(done.files)} files, {total:,} bytes, {where}")
+    destination = f"uploaded to {done.url}" if done.url else f"would go to {done.repository}; nothing was uploaded"
+    print(f"{len(done.files)} files, {total:,} bytes, {destination}")
     return 0
 
 
-def generate(known: argparse.Namespace, rest: list[str]) -> int:
-    """Prints the samples; on standard error, what they cost and what they may hold."""
+def generate(args: argparse.Namespace, overrides: list[str]) -> int:
+    """Prints the samples; on standard error, that they cost nothing, or may repeat training text."""
     from dpllm.publish.generate import load, sample
     from dpllm.text.prompts import printable, read_prompts
 
-    prompts = read_prompts(Path(known.prompts)) if known.prompts else [known.prompt] if known.prompt else None
-    generator = load(Path(known.run), base=known.base, chat=known.chat)
+    prompts = read_prompts(Path(args.prompts)) if args.prompts else [args.prompt] if args.prompt else None
+    generator = load(Path(args.run), base=args.base, chat=args.chat)
     if generator.unprotected is None:
         print(NOTE, file=sys.stderr)
     else:
@@ -251,60 +250,62 @@ def generate(known: argparse.Namespace, rest: list[str]) -> int:
             f"dpllm generate: no differential privacy guarantee ({reason}): what is printed may repeat training text.",
             file=sys.stderr,
         )
-    settings = {name: getattr(known, name) for name in ("max_new_tokens", "temperature", "top_p", "seed")}
-    samples = sample(generator, prompts, known.num, **settings)
-    if known.json:
+    settings = {name: getattr(args, name) for name in ("max_new_tokens", "temperature", "top_p", "seed")}
+    samples = sample(generator, prompts, args.num, **settings)
+    if args.json:
         print(
-            json.dumps({"seed": known.seed, "samples": [asdict(one) for one in samples]}, ensure_ascii=False, indent=2)
+            json.dumps(
+                {"seed": args.seed, "samples": [asdict(drawn) for drawn in samples]}, ensure_ascii=False, indent=2
+            )
         )
         return 0
-    for number, one in enumerate(samples):
-        of = f"prompt {one.number + 1}, " if prompts is not None and len(prompts) > 1 else ""
-        print(f"--- {of}sample {number % known.num + 1}\n{printable(one.text)}")
+    for number, drawn in enumerate(samples):
+        of = f"prompt {drawn.number + 1}, " if prompts is not None and len(prompts) > 1 else ""
+        print(f"--- {of}sample {number % args.num + 1}\n{printable(drawn.text)}")
     return 0
 
 
-def merge(known: argparse.Namespace, rest: list[str]) -> int:
+def merge(args: argparse.Namespace, overrides: list[str]) -> int:
     """Writes the merged model and says where."""
     from dpllm.publish.merge import merge as write_merged
     from dpllm.run.directory import RunDir
 
-    place = write_merged(RunDir(Path(known.run)), Path(known.output) if known.output else None)
-    print(f"{place}: a merged copy with the same guarantee (post-processing). dpllm verify {place} checks it.")
+    output = write_merged(RunDir(Path(args.run)), Path(args.output) if args.output else None)
+    print(f"{output}: a merged copy with the same guarantee (post-processing). dpllm verify {output} checks it.")
     return 0
 
 
-def synthesize(known: argparse.Namespace, rest: list[str]) -> int:
-    """Writes the data set and says where; what is interrupted can go on."""
+def synthesize(args: argparse.Namespace, overrides: list[str]) -> int:
+    """Writes the data set and prints its path; the same command resumes an interrupted one."""
     from dpllm.files import read_json
     from dpllm.progress import heard_by
     from dpllm.recipe.config import OF_MODEL
     from dpllm.recipe.section import parse_overrides
     from dpllm.run.screen import Screen
 
-    keys = {key: value for name, key in OF_MODEL.items() if (value := getattr(known, name)) is not None}
-    keys |= parse_overrides(rest)
-    if known.by == "training" and (keys or known.dry_run):
+    keys = {key: value for name, key in OF_MODEL.items() if (value := getattr(args, name)) is not None}
+    keys |= parse_overrides(overrides)
+    if args.by == "training" and (keys or args.dry_run):
         typed = {key: name for name, key in OF_MODEL.items()}
         option = next((f"--{typed.get(key, key).replace('_', '-')}" for key in keys), "--dry-run")
         raise ConfigError(f"{option}: is of no use --by training. Leave it out, or type --by inference.")
-    if known.dry_run:
-        return _dry_run(known, keys)
+    if args.dry_run:
+        return _dry_run(args, keys)
     try:
         with Screen(plain_console(stderr=True)) as screen, heard_by(screen):
-            path, private = _infer(known, keys) if known.by == "inference" else _with_model(known)
+            path, private = _infer(args, keys) if args.by == "inference" else _with_model(args)
     except KeyboardInterrupt:
         print("dpllm synthesize: interrupted. The same command goes on where it stopped.", file=sys.stderr)
         return 1
     record = read_json(path)
-    if known.json:
-        return show(known, record)
+    if args.json:
+        return show(args, record)
     drawn, output = record["rows"] + sum(record["dropped"].values()), path.parent
-    dropped = ", ".join(f"{why}: {many}" for why, many in record["dropped"].items())
+    dropped = ", ".join(f"{reason}: {count}" for reason, count in record["dropped"].items())
     print(f"{output}: {record['rows']} rows of {drawn} texts drawn; dropped ({dropped}).")
-    if not known.no_quality:
+    if not args.no_quality:
         print(f"Figures of quality that may be published are on its card; {private} has the others.")
-    if known.by == "inference":
+    if args.by == "inference":
         cost = f"Epsilon {record['epsilon']:.4f} at delta {record['delta']:g}, charged to {record['dataset']}."
         print(f"{cost} dpllm verify {output} checks it.")
     else:
@@ -312,58 +313,57 @@ def synthesize(known: argparse.Namespace, rest: list[str]) -> int:
     return 0
 
 
-def _not_measured(known: argparse.Namespace) -> Tell | None:
-    return None if known.no_quality else lambda line: print(f"not measured: {line}", file=sys.stderr)
+def _not_measured(args: argparse.Namespace) -> Tell | None:
+    return None if args.no_quality else lambda line: print(f"not measured: {line}", file=sys.stderr)
 
 
-def _request(known: argparse.Namespace, kind: Any) -> Any:
-    """A request for rows with the options of either way, of which it refuses those of the other."""
+def _request(args: argparse.Namespace, kind: Any) -> Any:
     from dpllm.publish.synthesize import SynthesisRequest
     from dpllm.releases.draft import request_of
     from dpllm.releases.inference_budget import InferenceRequest
 
-    names = [field.name for way in (SynthesisRequest, InferenceRequest) for field in fields(way)]
-    return request_of(kind, known.by, {name: getattr(known, name) for name in names})
+    names = [field.name for request_class in (SynthesisRequest, InferenceRequest) for field in fields(request_class)]
+    return request_of(kind, args.by, {name: getattr(args, name) for name in names})
 
 
-def _infer(known: argparse.Namespace, keys: dict[str, Any]) -> tuple[Path, Path]:
-    """The record of what was written, and where private figures lie."""
+def _infer(args: argparse.Namespace, keys: dict[str, Any]) -> tuple[Path, Path]:
+    """Writes rows by inference; the paths of the record and of the private figures."""
     from dpllm.card.inference import RECORD
     from dpllm.recipe.config import around
     from dpllm.releases.inference import infer, private_of
     from dpllm.releases.inference_budget import InferenceRequest
 
-    request, output = _request(known, InferenceRequest), known.output or Path("synthetic")
-    infer(around(known.source, keys, "dpllm synthesize"), request, output, _not_measured(known))
+    request, output = _request(args, InferenceRequest), args.output or Path("synthetic")
+    infer(around(args.source, keys, "dpllm synthesize"), request, output, _not_measured(args))
     return output / RECORD, private_of(output)
 
 
-def _with_model(known: argparse.Namespace) -> tuple[Path, Path]:
+def _with_model(args: argparse.Namespace) -> tuple[Path, Path]:
     from dpllm.card.synthetic import RECORD
     from dpllm.publish.synthesize import SynthesisRequest
     from dpllm.publish.synthesize import synthesize as write
     from dpllm.releases.quality import FOLDER
     from dpllm.run.directory import RunDir
 
-    run = RunDir(Path(known.source))
-    output = write(run, _request(known, SynthesisRequest), known.output, _not_measured(known))
+    run = RunDir(Path(args.source))
+    output = write(run, _request(args, SynthesisRequest), args.output, _not_measured(args))
     return output / RECORD, run.private / FOLDER
 
 
-def _dry_run(known: argparse.Namespace, keys: dict[str, Any]) -> int:
+def _dry_run(args: argparse.Namespace, keys: dict[str, Any]) -> int:
     from dpllm.recipe.config import around
     from dpllm.releases.inference import quote_of
     from dpllm.releases.inference_budget import InferenceRequest
 
-    request = _request(known, InferenceRequest)
-    quoted, refusal = quote_of(around(known.source, keys, "dpllm synthesize"), request)
+    request = _request(args, InferenceRequest)
+    quoted, refusal = quote_of(around(args.source, keys, "dpllm synthesize"), request)
     event, ballot = quoted.event.to_json(), quoted.ballot
     about = {**asdict(ballot), "event": event, "epsilon": quoted.epsilon, "delta": quoted.delta, "texts": quoted.texts}
     promise = (
         f"At most {quoted.texts:,} rows at epsilon {quoted.epsilon:.4f} and delta {quoted.delta:g} together: "
         f"{ballot.batch_size} units vote for each token by at most {ballot.clip:.3g}, {request.max_new_tokens} draws a text."
     )
-    show(known, about if known.json else promise, "Nothing was spent.")
+    show(args, about if args.json else promise, "Nothing was spent.")
     if refusal:
         raise refusal
     return 0

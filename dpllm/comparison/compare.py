@@ -46,7 +46,7 @@ SAME = ("model.", "data.", "audit.canaries")
 # change neither the rows that train nor those that are evaluated.
 DECLARATIONS = {"model.gradient_checkpointing", "data.public", "data.eval_public", "data.public_size"}
 # They change no figure that is compared, or name places.
-BESIDE = ("card.", "telemetry.", "output_dir", "privacy.ledger", "privacy.dataset", "privacy.derived_from")
+NOT_COMPARED = ("card.", "telemetry.", "output_dir", "privacy.ledger", "privacy.dataset", "privacy.derived_from")
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def compare(runs: Sequence[RunDir], output: Path | None = None, *, public: bool 
             wrote, or canaries and no audit; model, data, evaluation or canaries differ; or ``output`` lies in a directory that
             is published as it was verified.
     """
-    figures, target = look(runs, output, public=public)
+    figures, target = collect_figures(runs, output, public=public)
     try:
         target.mkdir(mode=0o755 if public else 0o700, parents=True, exist_ok=True)
         for name in FILES:  # of an earlier comparison
@@ -102,8 +102,8 @@ def compare(runs: Sequence[RunDir], output: Path | None = None, *, public: bool 
     return Comparison(figures, target, files)
 
 
-def look(runs: Sequence[RunDir], output: Path | None = None, *, public: bool) -> tuple[Json, Path]:
-    """All figures of a comparison, and where they go; nothing is written. See ``compare``."""
+def collect_figures(runs: Sequence[RunDir], output: Path | None = None, *, public: bool) -> tuple[Json, Path]:
+    """The figures of a comparison and its directory, without writing anything; see ``compare``."""
     compared = _read(runs, public=public)
     first = compared[0].run  # the one without differential privacy comes last
     target = output or (first.root / "comparison" if public else first.private / "compare")
@@ -182,12 +182,12 @@ def _read(runs: Sequence[RunDir], *, public: bool) -> list[ComparedRun]:
 
 
 def _refuse_copies(runs: Sequence[Run]) -> None:
-    """A run that is named twice, or a copy of one, would count as another that agrees with it."""
-    known: dict[str, Run] = {}
+    """Refuses a run that is named twice, or a copy of one: it would count as another run that agrees."""
+    first_by_weights: dict[str, Run] = {}
     for run in runs:
         root = run.directory.root
         weights = [digest for name, digest in sorted(run.record.artifacts.items()) if name.endswith(".safetensors")]
-        first = known.setdefault(repr(weights or resolved(root)), run)
+        first = first_by_weights.setdefault(repr(weights or resolved(root)), run)
         if first is not run:
             raise ConfigError(
                 f"{root}: has the same weights as {first.directory.root}, so they are one run. Name each once."
@@ -196,8 +196,8 @@ def _refuse_copies(runs: Sequence[Run]) -> None:
 
 def _names(runs: Sequence[RunDir]) -> list[str]:
     folders = [resolved(run.root).name for run in runs]
-    seen = Counter(folders)
-    return [name if seen[name] == 1 else f"{name} ({number})" for number, name in enumerate(folders, start=1)]
+    counts = Counter(folders)
+    return [name if counts[name] == 1 else f"{name} ({number})" for number, name in enumerate(folders, start=1)]
 
 
 def _read_one(name: str, opened: Run, public: bool, open_data: bool, evaluation_public: bool) -> ComparedRun:
@@ -233,7 +233,7 @@ def _read_one(name: str, opened: Run, public: bool, open_data: bool, evaluation_
 
 
 def cached_tasks(run: RunDir, record: RunRecord) -> Json | None:
-    """Scores of what exactly these weights write, by today's protocol; None where there are none."""
+    """Scores of texts of exactly these weights under the current protocol; None where there are none."""
     path = run.private / TASKS
     scores = read_json(path) if path.exists() else {}
     weights = scores.get("weights") or {}
@@ -245,11 +245,11 @@ def _differences(runs: Sequence[ComparedRun]) -> dict[str, list[Any]]:
     """Every other setting that differs: dotted key -> a value for each run; refuses one that must be the same."""
     settings = [_settings(run) for run in runs]
     differing: dict[str, list[Any]] = {}
-    for key in sorted({key for keys in settings for key in keys if not key.startswith(BESIDE)}):
+    for key in sorted({key for keys in settings for key in keys if not key.startswith(NOT_COMPARED)}):
         values = [keys.get(key) for keys in settings]
         # What nothing read without privacy, or is left out, differs from nothing.
-        known = [keys[key] for keys in settings if key in keys] if key.startswith(("privacy.", "data.")) else values
-        if all(value == known[0] for value in known):
+        compared = [keys[key] for keys in settings if key in keys] if key.startswith(("privacy.", "data.")) else values
+        if all(value == compared[0] for value in compared):
             continue
         if key.startswith(SAME) and key not in DECLARATIONS:
             other = next(index for index, value in enumerate(values) if value != values[0])
@@ -262,7 +262,7 @@ def _differences(runs: Sequence[ComparedRun]) -> dict[str, list[Any]]:
 
 
 def _settings(run: ComparedRun) -> dict[str, Any]:
-    """The recipe by dotted keys, as far as it was read, and what the run found."""
+    """The recipe by dotted keys, as far as the run read it, with the commit of the model and the number of evaluation tokens."""
     keys = flat(run.config.model_dump(mode="json"))
     if not run.private:
         keys = {key: value for key, value in keys.items() if not key.startswith("privacy.")}
@@ -274,7 +274,7 @@ def _settings(run: ComparedRun) -> dict[str, Any]:
 
 
 def _figures(run: ComparedRun) -> Json:
-    """Of one run; epsilon and delta are None where it gives no guarantee."""
+    """The figures of one run; epsilon and delta are None where it gives no guarantee."""
     statement, record = run.statement, run.record
     plan = statement.plan if statement.guarantee else None
     return {
@@ -293,17 +293,17 @@ def _figures(run: ComparedRun) -> Json:
     }
 
 
-def _utility(run: ComparedRun, moment: str, which: str) -> Json:
+def _utility(run: ComparedRun, moment: str, model: str) -> Json:
     """Held-out figures as the run recorded them, and scores of what is written."""
     held_out = {name: run.evaluation.get(f"eval_{name}_{moment}") for name in HELD_OUT}
     loss = held_out["loss"]
     held_out["perplexity"] = math.exp(loss) if loss is not None and loss < 700 else None
-    scores = (run.tasks or {}).get(which) or {}
+    scores = (run.tasks or {}).get(model) or {}
     return {name: value for name, value in held_out.items() if value is not None} | scores
 
 
 def _leakage(audit: AuditRecord) -> Json:
-    """What the audit says; each measure with its interval, or its ceiling and confidence, beside it."""
+    """The figures of an audit, with their intervals, or their ceiling and confidence."""
     attack, bound = audit.attacks.get(PRIMARY_ATTACK), audit.epsilon_lower_bound
     groups = audit.extraction.values()
     return {
@@ -319,7 +319,7 @@ def _leakage(audit: AuditRecord) -> Json:
 
 
 def _group(runs: Sequence[ComparedRun]) -> Json | None:
-    """The tuning group of all runs with a guarantee, and what its runs come to, as the ledger says; None: there is none."""
+    """The tuning group of all runs with a guarantee, with its total as the ledger states it; None: there is none."""
     totals = [run.statement.composed for run in runs if run.statement.guarantee]
     groups = [total.group if total else None for total in totals]
     first = groups[0] if groups else None

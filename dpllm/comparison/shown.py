@@ -24,7 +24,7 @@ DP, NONE, BASE, INK = "#0072B2", "#D55E00", "#777777", "#222222"
 
 
 def promise(run: Mapping[str, Any]) -> str:
-    """What a run promises, in one or two words."""
+    """The epsilon of a run, or why it has none, in one or two words."""
     if run["epsilon"] is not None:
         return bound(run["epsilon"])
     return "no guarantee" if run["private"] else "no DP"
@@ -49,10 +49,7 @@ MEASURES: dict[str, tuple[str, Callable[[Mapping[str, Any]], str]]] = {
         lambda run: f"{measured(run['epsilon_lower_bound'])} (of {measured(run['epsilon_lower_bound_ceiling'])})",
     ),
     "auc": ("AUC of its attack", lambda run: _estimate(run["auc"], run["auc_interval"])),
-    "canaries_planted": (
-        "Canaries extracted",
-        lambda run: f"{run['canaries_extracted']} of {run['canaries_planted']}",
-    ),
+    "canaries_planted": ("Canaries extracted", lambda run: f"{run['canaries_extracted']} of {run['canaries_planted']}"),
     "steps": ("Steps", lambda run: count(run["steps"])),
     "seconds": ("Seconds in all", lambda run: measured(run["seconds"], 1)),
     "peak_memory_bytes": ("Peak memory (GiB)", lambda run: measured(run["peak_memory_bytes"] / 2**30)),
@@ -71,7 +68,7 @@ def rows(values: Json) -> dict[str, list[str]]:
 
 
 def notes(values: Json) -> list[str]:
-    """What must be said beside the table, in sentences."""
+    """The sentences below the table."""
     private = "Private: holds un-noised figures. Do not publish."
     lines = ["Public and released figures only." if values["public"] else private]
     for run in values["runs"]:
@@ -100,22 +97,22 @@ def notes(values: Json) -> list[str]:
 
 
 def table(values: Json) -> Table:
-    """The table for the terminal, up to five runs in 100 columns: figures above, how sure they are below."""
+    """The table for the terminal, up to five runs in 100 columns: figures, with their intervals below them."""
     from rich import box
     from rich.table import Table
 
-    said = " ".join(notes(values))
-    made = Table(title="Runs side by side", caption=said, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    made.add_column("", overflow="fold", max_width=22)
+    caption = " ".join(notes(values))
+    grid = Table(title="Runs side by side", caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    grid.add_column("", overflow="fold", max_width=22)
     for name in ("base model", *(run["name"] for run in values["runs"])):
-        made.add_column(name, justify="right", overflow="fold")
+        grid.add_column(name, justify="right", overflow="fold")
     for label, cells in rows(values).items():
-        made.add_row(label, *(text.replace(" (", "\n(").replace(" to ", "-") for text in cells))
-    return made
+        grid.add_row(label, *(text.replace(" (", "\n(").replace(" to ", "-") for text in cells))
+    return grid
 
 
 def page(values: Json, picture: bool) -> str:
-    """The table and what else is said, in Markdown, for people who were not there."""
+    """The table and its notes as a page of Markdown."""
     columns = ["base model", *(run["name"] for run in values["runs"])]
     lines = ["# Runs side by side", "", *notes(values), "", _line(["", *columns]), "|---|" + "---:|" * len(columns)]
     lines += [*(_line([label, *cells]) for label, cells in rows(values).items()), ""]
@@ -126,7 +123,7 @@ def page(values: Json, picture: bool) -> str:
         lines += [""]
     if values["differences"]:
         lines += ["## Settings that differ", "", _line(["key", *columns[1:]]), "|---|" + "---|" * len(values["runs"])]
-        lines += [*(_line([key, *each]) for key, each in values["differences"].items()), ""]
+        lines += [*(_line([key, *settings]) for key, settings in values["differences"].items()), ""]
     if values["public"]:
         lines += ["Times are measured and carry no noise: a side channel that no guarantee here covers.", ""]
     return "\n".join(lines)

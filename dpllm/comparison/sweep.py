@@ -47,7 +47,7 @@ class Point:
     epsilon: float
     config: RunConfig
     name: str  # of its directory below the group's, and of its run in the ledger below the group's
-    said: str  # on its card, before the group's name
+    tuning: str  # the sentence on its card, before the group's name
 
     @property
     def run(self) -> RunDir:
@@ -65,11 +65,11 @@ def at_epsilons(recipe: str | Path, overrides: Mapping[str, Any]) -> list[Point]
     Raises:
         ConfigError: The list is none, or the recipe has one epsilon whatever the list says.
     """
-    rest = {key: value for key, value in overrides.items() if key != "privacy.epsilon"}
+    other_overrides = {key: value for key, value in overrides.items() if key != "privacy.epsilon"}
     if "privacy.epsilon" not in overrides:
         raise ConfigError(f"a sweep needs a list of epsilons. Type {EXAMPLE}")
     epsilons = _parse_epsilons(overrides["privacy.epsilon"])
-    config = load_config(recipe, rest)
+    config = load_config(recipe, other_overrides)
     if not config.privacy.enabled:
         raise ConfigError(
             f"{recipe}: privacy.enabled is false, so no run of the sweep would have differential privacy. Set it to true, and "
@@ -79,14 +79,14 @@ def at_epsilons(recipe: str | Path, overrides: Mapping[str, Any]) -> list[Point]
         raise ConfigError(
             f"{recipe}: privacy.noise_multiplier is set, so every run would have the same epsilon. Set it to null."
         )
-    several = ", ".join(f"{epsilon:g}" for epsilon in epsilons)
-    said = f"One of {len(epsilons)} runs that differ in privacy.epsilon alone ({several})"
+    listed = ", ".join(f"{epsilon:g}" for epsilon in epsilons)
+    tuning = f"One of {len(epsilons)} runs that differ in privacy.epsilon alone ({listed})"
     points = []
     for epsilon in epsilons:
         terms: dict[str, Any] = {"privacy.epsilon": epsilon} if math.isfinite(epsilon) else {"privacy.enabled": False}
         name = f"eps-{epsilon:g}"
-        place = str(Path(config.output_dir) / name)
-        points.append(Point(epsilon, config.changed({**terms, "output_dir": place}), name, said))
+        output_dir = str(Path(config.output_dir) / name)
+        points.append(Point(epsilon, config.changed({**terms, "output_dir": output_dir}), name, tuning))
     return points
 
 
@@ -106,25 +106,25 @@ def _parse_epsilons(value: Any) -> list[float]:
 
 
 def twins(recipe: str | Path, overrides: Mapping[str, Any], *, constant_rate: bool = False) -> list[Point]:
-    """The recipe without canaries of text, to be published, and its audit twin, with its own or where it has none the usual ones.
+    """The recipe without text canaries, to be published, and its audit twin with those of the recipe, or else the default ones.
 
-    The twin trains on the same people again, so it is paid for, and its weights hold the canaries' text. ``constant_rate``: its
-    learning rate stays what the recipe's is at most, so that its weights show more of the last steps.
+    The twin trains on the same people again, so it is charged too, and its weights hold the canaries' text. ``constant_rate``:
+    its learning rate stays at the recipe's peak, so that its weights show more of the last steps.
     """
     config = load_config(recipe, overrides)
     if not config.privacy.enabled:
         raise ConfigError(f"{recipe}: privacy.enabled is false, so a twin has no guarantee to test. Leave --twin out.")
     if constant_rate and config.train.lr_scheduler == "constant":
         raise ConfigError(f"{recipe}: train.lr_scheduler is constant already. Leave --constant-rate out.")
-    most, usual = config.data.max_examples_per_unit or 32, CanaryConfig()
-    groups = {copies: number for copies, number in usual.groups.items() if copies <= most}
-    texts = config.audit.canaries or usual.changed({"groups": groups})
+    max_rows, default = config.data.max_examples_per_unit or 32, CanaryConfig()
+    groups = {copies: number for copies, number in default.groups.items() if copies <= max_rows}
+    texts = config.audit.canaries or default.changed({"groups": groups})
     points = []
     twin, settings = "The audit twin of a run without canaries of text, and not to be published", config.train
     if constant_rate:
         twin += ", at a constant learning rate where that run's falls: its weights show more of each step"
         settings = settings.changed({"lr_scheduler": "constant", "warmup": 0.0})
-    for name, said, canaries, train in (
+    for name, tuning, canaries, train in (
         (
             "production",
             "Trained beside an audit twin with canaries of text, which is not published",
@@ -133,14 +133,14 @@ def twins(recipe: str | Path, overrides: Mapping[str, Any], *, constant_rate: bo
         ),
         ("twin", twin, texts, settings),
     ):
-        place = str(Path(config.output_dir) / name)
-        trained = config.changed({"audit.canaries": canaries, "train": train, "output_dir": place})
-        points.append(Point(config.privacy.epsilon, trained, name, said))
+        output_dir = str(Path(config.output_dir) / name)
+        trained = config.changed({"audit.canaries": canaries, "train": train, "output_dir": output_dir})
+        points.append(Point(config.privacy.epsilon, trained, name, tuning))
     return points
 
 
-def together(points: Sequence[Point]) -> dict[str, float]:
-    """What all promise together, at the budget's delta or else the largest that one of them states. Writes nothing.
+def combined_epsilon(points: Sequence[Point]) -> dict[str, float]:
+    """The epsilon of all runs together, at the budget's delta or else the largest that one of them states. Writes nothing.
 
     Raises:
         BudgetExceeded: The budget does not hold all of them.
@@ -151,14 +151,12 @@ def together(points: Sequence[Point]) -> dict[str, float]:
         subject = read_subject(config)
         plans = plans_of(points, subject, book)
         account = book.account(book.records.charged_to(subject.dataset, config.privacy.derived_from)) if book else None
-        asked = [RunRequest.of(plan, name, final=config.privacy.final) for name, plan in plans.items()]
-        if account and (why := admission.refusal(account, asked)):
-            raise BudgetExceeded(why, dataset=account.dataset, reason="over_budget")
-    delta = account.budget.delta if account and account.budget else max(one.delta for one in asked)
-    return {
-        "epsilon": accounting.epsilon(accounting.compose([one.event for one in asked]), delta, asked[0].relation),
-        "delta": delta,
-    }
+        requests = [RunRequest.of(plan, name, final=config.privacy.final) for name, plan in plans.items()]
+        if account and (reason := admission.refusal(account, requests)):
+            raise BudgetExceeded(reason, dataset=account.dataset, reason="over_budget")
+    delta = account.budget.delta if account and account.budget else max(request.delta for request in requests)
+    composed = accounting.compose([request.event for request in requests])
+    return {"epsilon": accounting.epsilon(composed, delta, requests[0].relation), "delta": delta}
 
 
 def train_group(points: Sequence[Point], *, resume: bool = False, console: Console) -> list[str]:
@@ -194,7 +192,7 @@ def train_group(points: Sequence[Point], *, resume: bool = False, console: Conso
 
 
 def _state_of(points: Sequence[Point], root: Path, resume: bool) -> dict[str, Any]:
-    """What the group in this directory is; a new one gets its name here."""
+    """The state of the group in this directory; a new group gets its name."""
     path = root / STATE
     if not resume:
         if path.exists():
@@ -204,11 +202,11 @@ def _state_of(points: Sequence[Point], root: Path, resume: bool) -> dict[str, An
         for point in points:
             check_directory(point.config, point.run, resume=False, overwrite=False)
         group = f"{root.name}-{secrets.token_hex(4)}"
-        return {"group": group, "asked": _asked(points, group)}
+        return {"group": group, "asked": _digest_of(points, group)}
     if not path.exists():
         raise ConfigError(f"{root}: holds no sweep to resume (no {STATE}). Leave --resume out.")
     state = read_json(path)
-    if state.get("asked") != _asked(points, state.get("group")):
+    if state.get("asked") != _digest_of(points, state.get("group")):
         raise ConfigError(
             f"{root}: its sweep has another recipe or other epsilons (or {STATE} was edited), and its runs were fixed before the "
             "first one. Type the same again, or another --output_dir for a new sweep."
@@ -216,18 +214,18 @@ def _state_of(points: Sequence[Point], root: Path, resume: bool) -> dict[str, An
     return state
 
 
-def _asked(points: Sequence[Point], group: str | None) -> str:
+def _digest_of(points: Sequence[Point], group: str | None) -> str:
     return digest({"group": group, **{point.name: names.of_training(point.config) for point in points}})
 
 
 def _reserve(points: Sequence[Point], root: Path, state: dict[str, Any]) -> tuple[list[Point], dict[str, str]]:
-    """Decides on and reserves every run, unless an earlier start did; returns them, and their reservations by name."""
+    """Reserves every run, unless an earlier start did; returns the runs, and their reservations by name."""
     config, group = points[0].config, state["group"]
     book = ledger.open_ledger(config.privacy.ledger, create=False)
     with book or contextlib.nullcontext(), book.counting() if book else contextlib.nullcontext():
         subject = read_subject(config)
-        if book is not None and (held := _entries(book, subject, group, points)):
-            return _as_fixed(points, state), held
+        if book is not None and (entries := _entries(book, subject, group, points)):
+            return _as_fixed(points, state), entries
         plans = plans_of(points, subject, book)
         _check_model(config)
     write_json(root / STATE, state)
@@ -237,30 +235,25 @@ def _reserve(points: Sequence[Point], root: Path, state: dict[str, Any]) -> tupl
     assert book is not None
     try:
         with book, book.counting():
-            again = read_subject(config)  # where there was no ledger, none could tell the data
-            policy = again.policy
+            reread = read_subject(config)  # where there was no ledger, none could tell the data
+            policy = reread.policy
             assert policy is not None
-            if again.digest != subject.digest:
+            if reread.digest != subject.digest:
                 raise Refused(
                     f"data.train ({config.data.train}) changed while the sweep was planned, so its runs would be reserved for "
                     "other records than were counted. Start again, and do not change the file meanwhile."
                 )
             reserve_all(
-                book,
-                policy.dataset,
-                requests,
-                group=group,
-                records=policy.records,
-                derived_from=policy.derived_from,
+                book, policy.dataset, requests, group=group, records=policy.records, derived_from=policy.derived_from
             )
-            return _as_fixed(points, state), _entries(book, again, group, points)
+            return _as_fixed(points, state), _entries(book, reread, group, points)
     except Refused:  # nothing was reserved, so there is no sweep to resume
         (root / STATE).unlink(missing_ok=True)
         raise
 
 
 def plans_of(points: Sequence[Point], subject: Subject, book: ledger.Ledger | None) -> dict[str, Plan]:
-    """The promise of each run with differential privacy."""
+    """The Plan of each run with differential privacy."""
     if points[0].config.privacy.fit_budget:
         raise ConfigError(
             "privacy.fit_budget lowers the epsilon of one run, and a group has the epsilons that were typed. Leave it out."
@@ -269,15 +262,15 @@ def plans_of(points: Sequence[Point], subject: Subject, book: ledger.Ledger | No
     plans = {}
     for point in points:
         # Whether the data may be used without differential privacy is another question.
-        known = subject if point.config.privacy.enabled else None
-        plan = decide(point.config, subject=known, terms=terms, fetch=True).obeyed().plan
+        subject_of_point = subject if point.config.privacy.enabled else None
+        plan = decide(point.config, subject=subject_of_point, terms=terms, fetch=True).obeyed().plan
         if plan is not None:
             plans[point.name] = plan
     return plans
 
 
 def _check_model(config: RunConfig) -> None:
-    """The commonest reasons why training cannot begin, before anything is reserved."""
+    """The most frequent reasons why training cannot start, before anything is reserved."""
     import torch
 
     from dpllm.model.loading import check_length, load_tokenizer
@@ -290,28 +283,27 @@ def _check_model(config: RunConfig) -> None:
 
 
 def _entries(book: ledger.Ledger, subject: Subject, group: str, points: Sequence[Point]) -> dict[str, str]:
-    """The reservations of the group, by the names of their runs."""
     account = book.records.charged_to(subject.dataset, points[0].config.privacy.derived_from)
     entries = {run.reservation.run: run.reservation.entry for run in book.account(account).groups().get(group, [])}
     return {point.name: entries[f"{group}/{point.name}"] for point in points if f"{group}/{point.name}" in entries}
 
 
 def _as_fixed(points: Sequence[Point], state: dict[str, Any]) -> list[Point]:
-    """The runs with what their cards say about the choice among them."""
+    """The runs with the sentence of their cards about the choice among them."""
     fixed = []
     for point in points:
-        said = f"{point.said}, fixed together before the first as tuning group {state['group']} of the ledger."
-        own = point.config.card.tuning
-        if own and point.name == "twin":  # which says what differs
-            said = f"{own} {said}"
-        elif own:
-            said = own
-        fixed.append(replace(point, config=point.config.changed({"card.tuning": said})))
+        tuning = f"{point.tuning}, fixed together before the first as tuning group {state['group']} of the ledger."
+        written = point.config.card.tuning
+        if written and point.name == "twin":  # which says what differs
+            tuning = f"{written} {tuning}"
+        elif written:
+            tuning = written
+        fixed.append(replace(point, config=point.config.changed({"card.tuning": tuning})))
     return fixed
 
 
 def _train(point: Point, entry: str | None, console: Console) -> None:
-    """Trains one run, goes on with it, or keeps it where it is finished."""
+    """Trains one run or resumes it; a finished run is kept."""
     from dpllm.run.loop import train
 
     if read_status(point.run) == "completed":

@@ -30,7 +30,7 @@ RESAMPLES = 1000
 
 
 def measure(runs: Sequence[RunDir], rows: int, console: Console | None = None) -> None:
-    """Scores what runs that are about to be compared write behind the first ``rows`` evaluation prompts, where not known yet.
+    """Scores the texts of runs on the first ``rows`` evaluation prompts, unless they were scored before.
 
     The base model is asked once for all of them.
 
@@ -40,32 +40,32 @@ def measure(runs: Sequence[RunDir], rows: int, console: Console | None = None) -
     if not importlib.util.find_spec("sacrebleu"):
         raise ConfigError("--tasks computes BLEU with sacrebleu, which is not installed. Type: pip install sacrebleu")
     opened = [open_run(run) for run in runs]
-    known = [cached_tasks(run.directory, run.record) for run in opened]
-    known = [scores if scores and scores.get("asked") == rows else None for scores in known]
-    base = any(scores and scores["base"] for scores in known)
-    for run, scored in zip(opened, known, strict=True):
+    cached = [cached_tasks(run.directory, run.record) for run in opened]
+    cached = [scores if scores and scores.get("asked") == rows else None for scores in cached]
+    base = any(scores and scores["base"] for scores in cached)
+    for run, scored in zip(opened, cached, strict=True):
         if scored and base:
             continue
-        place, config = run.directory, run.config
+        directory, config = run.directory, run.config
         if config.data.eval is None:
-            raise ConfigError(f"{place.root}: data.eval is not set, so there are no references. Leave --tasks out.")
+            raise ConfigError(f"{directory.root}: data.eval is not set, so there are no references. Leave --tasks out.")
         if console is not None:
-            text = f"{place.root.name}: what it writes on {public_name(config.data.eval)}"
+            text = f"{directory.root.name}: what it writes on {public_name(config.data.eval)}"
             console.print(text, markup=False, highlight=False)
-        write_json(place.private / TASKS, _written(run, base, rows))
-        (place.private / TASKS).chmod(0o600)
+        write_json(directory.private / TASKS, _written(run, base, rows))
+        (directory.private / TASKS).chmod(0o600)
         base = True
 
 
 def _written(run: Run, base: bool, rows: int) -> Json:
-    """BLEU of completions against all references of each prompt, see ``PROTOCOL``; of the base model where it is not known."""
+    """BLEU of completions against all references of each prompt, see ``PROTOCOL``; of the base model unless ``base`` is known."""
     from dpllm.auditing.run import load_models
     from dpllm.model.reading import generation_config, until_end, write_behind
     from dpllm.run.checkpoint import weight_hashes
 
-    config, place = run.config, run.directory
+    config, directory = run.config, run.directory
     assert config.data.eval is not None
-    table = data.load_table(config.data.eval, config.data, config.data.eval_split, place.private / "cache")
+    table = data.load_table(config.data.eval, config.data, config.data.eval_split, directory.private / "cache")
     if table.format != "prompt_completion":
         raise ConfigError(
             f"{public_name(config.data.eval)}: has no prompts with completions, so there are no references for BLEU. "
@@ -76,8 +76,8 @@ def _written(run: Run, base: bool, rows: int) -> Json:
     prompts, num_tokens = _encoded(references, models, config)
 
     def score(model: Any) -> Json:
-        how = generation_config(models.tokenizer, num_tokens, {models.tokenizer.eos_token_id}, beams=PROTOCOL["beams"])
-        written = [until_end(tokens, models.tokenizer) for tokens in write_behind(model, how, prompts)]
+        beam = generation_config(models.tokenizer, num_tokens, {models.tokenizer.eos_token_id}, beams=PROTOCOL["beams"])
+        written = [until_end(tokens, models.tokenizer) for tokens in write_behind(model, beam, prompts)]
         texts = [text.strip() for text in models.tokenizer.batch_decode(written, skip_special_tokens=True)]
         return {"bleu": bleu(texts, list(references.values()))}
 
@@ -118,13 +118,13 @@ def _encoded(
         tuple(encode(tokenizer, prompt, number, "prompt_completion", template))
         for number, prompt in enumerate(references)
     ]
-    most, longest = positions(models.tuned) or 2**30, max(map(len, prompts))
-    if longest >= most:
+    max_positions, longest = positions(models.tuned) or 2**30, max(map(len, prompts))
+    if longest >= max_positions:
         raise ConfigError(
             f"{public_name(config.data.eval or '')}: a prompt has {longest} tokens, and with its completion exceeds the "
-            f"{most} that the model reads. Leave --tasks out, or evaluate on shorter prompts."
+            f"{max_positions} that the model reads. Leave --tasks out, or evaluate on shorter prompts."
         )
-    return prompts, min(PROTOCOL["num_tokens"], most - longest)
+    return prompts, min(PROTOCOL["num_tokens"], max_positions - longest)
 
 
 def bleu(texts: Sequence[str], references: Sequence[Sequence[str]]) -> Json:
@@ -140,9 +140,9 @@ def bleu(texts: Sequence[str], references: Sequence[Sequence[str]]) -> Json:
 
     streams = [list(stream) for stream in zip_longest(*references)]
     metric = BLEU(lowercase=True, tokenize="13a", smooth_method="none")
-    whole = metric.corpus_score(list(texts), streams)
+    corpus = metric.corpus_score(list(texts), streams)
     limits = None
     if len(texts) > 1:
-        drawn = metric.corpus_score(list(texts), streams, n_bootstrap=RESAMPLES)
-        limits = [min(100.0, max(0.0, drawn._mean - drawn._ci)), min(100.0, drawn._mean + drawn._ci)]
-    return {"value": min(100.0, whole.score), "interval": limits, "signature": str(metric.get_signature())}
+        bootstrap = metric.corpus_score(list(texts), streams, n_bootstrap=RESAMPLES)
+        limits = [min(100.0, max(0.0, bootstrap._mean - bootstrap._ci)), min(100.0, bootstrap._mean + bootstrap._ci)]
+    return {"value": min(100.0, corpus.score), "interval": limits, "signature": str(metric.get_signature())}

@@ -29,7 +29,7 @@ from dpllm.text.prompts import Prompt, Sample, encode
 
 @dataclass(frozen=True)
 class Generator:
-    """A tuned model, ready to write.
+    """A tuned model that is loaded for sampling.
 
     Attributes:
         model: Of transformers.
@@ -122,13 +122,13 @@ def sample(
         )
     if seed is not None and not 0 <= seed < 2**63:
         raise ConfigError(f"seed {seed}: is out of torch's range. Type one from 0 to {2**63 - 1}.")
-    asked: list[Prompt | None] = [None] if prompts is None else list(prompts)
-    encoded = encode_all(generator, asked)
+    each_prompt: list[Prompt | None] = [None] if prompts is None else list(prompts)
+    encoded = encode_all(generator, each_prompt)
     longest = max(map(len, encoded), default=0)
-    left = room(generator, longest)
-    if left is not None and max_new_tokens > left:
+    free = room(generator, longest)
+    if free is not None and max_new_tokens > free:
         raise ConfigError(
-            f"a prompt of {longest} tokens and {max_new_tokens} new ones exceed the {longest + left} that the model reads. Type "
+            f"a prompt of {longest} tokens and {max_new_tokens} new ones exceed the {longest + free} that the model reads. Type "
             "a smaller --max-new-tokens, or a shorter prompt."
         )
     tokenizer, ends = generator.tokenizer, reading.end_tokens(generator.model, generator.tokenizer)
@@ -141,20 +141,20 @@ def sample(
     samples = []
     for n, ids in enumerate(written):
         text = tokenizer.decode(ids, skip_special_tokens=True).removeprefix(joint)
-        samples.append(Sample(n // num, asked[n // num], text, not ends.isdisjoint(ids)))
+        samples.append(Sample(n // num, each_prompt[n // num], text, not ends.isdisjoint(ids)))
     return samples
 
 
 def encode_all(generator: Generator, prompts: Sequence[Prompt | None]) -> list[list[int]]:
     """Token ids of each prompt; None: of nothing. See ``encode`` for what it raises."""
-    how = generator.format, generator.template
-    return [encode(generator.tokenizer, prompt, number, *how) for number, prompt in enumerate(prompts)]
+    reading = generator.format, generator.template
+    return [encode(generator.tokenizer, prompt, number, *reading) for number, prompt in enumerate(prompts)]
 
 
 def room(generator: Generator, longest: int) -> int | None:
-    """How many tokens the model can write behind a prompt of ``longest`` tokens; None: it has no last position."""
-    most = loading.positions(generator.model)
-    return None if most is None else most - longest
+    """The most tokens that the model can write behind a prompt of ``longest`` tokens; None: no limit."""
+    positions = loading.positions(generator.model)
+    return None if positions is None else positions - longest
 
 
 def _base(export: Path, run: Run | None, base: str | None, block: Json | None) -> ModelConfig:
@@ -162,29 +162,29 @@ def _base(export: Path, run: Run | None, base: str | None, block: Json | None) -
         model, commit = run.config.model, run.record.model.commit
         name, revision = base or model.name_or_path, None if base else commit or model.revision
         return model.changed({"name_or_path": name, "revision": revision})
-    named = base or read_json(export / "adapter_config.json").get("base_model_name_or_path")
-    if not isinstance(named, str):
+    base_name = base or read_json(export / "adapter_config.json").get("base_model_name_or_path")
+    if not isinstance(base_name, str):
         raise ConfigError(
             f"{export}: the adapter does not name its base model. Name it there, or type dpllm generate RUN --base NAME."
         )
     stated, revision = (block or {}).get("base_model"), None
-    if base is None and isinstance(stated, dict) and stated.get("name") == named:
+    if base is None and isinstance(stated, dict) and stated.get("name") == base_name:
         revision = stated.get("revision")
     try:
-        wanted = ModelConfig(name_or_path=named, revision=revision)
-        loading.load_tokenizer(wanted)
+        base_model = ModelConfig(name_or_path=base_name, revision=revision)
+        loading.load_tokenizer(base_model)
     except ConfigError:
         raise ConfigError(
-            f"{export}: its base model {named!r} was not found; an adapter stores only the last part of a local path. Write "
+            f"{export}: its base model {base_name!r} was not found; an adapter stores only the last part of a local path. Write "
             "its place there, or type dpllm generate RUN --base with its Hub id or directory."
         ) from None
-    return wanted
+    return base_model
 
 
 def _unprotected(run: Run | None, block: Json | None) -> str | None:
     if block is not None and block.get("guarantee") is not True:
         return str(block.get("reason", "its card gives no reason"))
     if run is not None:
-        held = run.record.guarantee
-        return None if held.holds else held.reason or "its record gives no reason"
+        guarantee = run.record.guarantee
+        return None if guarantee.holds else guarantee.reason or "its record gives no reason"
     return "no privacy statement lies beside it" if block is None else None

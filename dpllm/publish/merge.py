@@ -96,8 +96,8 @@ def _check_output(run: RunDir, output: Path) -> None:
     run.outside(output)
     if not output.exists():
         return
-    ours = (output / BLOCK).is_file() and read_json(output / BLOCK).get("merged_from")
-    if not ours and (not output.is_dir() or any(output.iterdir())):
+    merged_from = (output / BLOCK).is_file() and read_json(output / BLOCK).get("merged_from")
+    if not merged_from and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(
             f"{output}: already holds files that dpllm merge did not write and that would be lost. Type another --output."
         )
@@ -117,8 +117,8 @@ def merge_weights(config: RunConfig, adapter: Path, output: Path) -> None:
             "on it fits no others. Serve base and adapter together, as the card's Use says."
         )
     dtypes = {dtype: name for name, dtype in loading.DTYPES.items()}
-    wanted = loading.DTYPES.get(model.dtype, stored.dtype if stored.dtype in dtypes else torch.float32)
-    base = loading.load_base(model.changed({"dtype": dtypes[wanted]}), torch.device("cpu"))
+    dtype = loading.DTYPES.get(model.dtype, stored.dtype if stored.dtype in dtypes else torch.float32)
+    base = loading.load_base(model.changed({"dtype": dtypes[dtype]}), torch.device("cpu"))
     tuned: Any = PeftModel.from_pretrained(base, str(adapter)).eval()
     probe_BT = torch.randint(
         base.config.get_text_config().vocab_size, (2, 16), generator=torch.Generator().manual_seed(0)
@@ -129,11 +129,11 @@ def merge_weights(config: RunConfig, adapter: Path, output: Path) -> None:
     merged = tuned.merge_and_unload(safe_merge=True)
     merged.save_pretrained(output, max_shard_size=SHARD)
     del base, tuned, merged  # before what was written is loaded: one copy at a time
-    written = transformers.AutoModelForCausalLM.from_pretrained(output, dtype=wanted).eval()
+    written = transformers.AutoModelForCausalLM.from_pretrained(output, dtype=dtype).eval()
     with torch.inference_mode():
         after = written(input_ids=probe_BT).logits.float()
     error = float((after - before).square().mean().sqrt() / before.std().clamp_min(1e-12))
-    if not error <= TOLERANCE[wanted]:
+    if not error <= TOLERANCE[dtype]:
         raise Refused(
             f"{config.model.name_or_path}: the merged model's logits differ from those of base and adapter (by {error:.1e} of "
             "their spread), so its card would be about another model. Nothing was written; serve base and adapter together, as "
@@ -142,7 +142,7 @@ def merge_weights(config: RunConfig, adapter: Path, output: Path) -> None:
 
 
 def _untie(tuned: Any) -> None:
-    """Gives head and input embedding weights of their own where only one of them was tuned.
+    """Unties head and input embedding where only one of them was tuned.
 
     Merging adds to a weight in place, and a tied one would change at both ends.
     """
@@ -159,7 +159,7 @@ def _untie(tuned: Any) -> None:
 
 
 def _write_statement(run: Run, statement: PrivacyRecord, output: Path) -> None:
-    """Tokenizer, audit and card, and the privacy block with the hashes of what lies here now."""
+    """Writes tokenizer, audit and card, and the privacy statement with the hashes of the new files."""
     adapter = {name for name in statement.files if Path(name).name.startswith("adapter_")}
     for name in statement.files.keys() - adapter:
         (output / name).parent.mkdir(parents=True, exist_ok=True)

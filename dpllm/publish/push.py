@@ -37,7 +37,7 @@ _OF_THE_HUB = frozenset({".gitattributes"})
 
 @dataclass(frozen=True)
 class Upload:
-    """One file that goes up."""
+    """One file of an upload."""
 
     path: str
     size: int
@@ -46,7 +46,7 @@ class Upload:
 
 @dataclass(frozen=True)
 class Push:
-    """What was uploaded, or would be.
+    """An upload, or with a dry run what it would be.
 
     Attributes:
         repository: On the Hub.
@@ -63,12 +63,12 @@ class Push:
 
 @dataclass(frozen=True)
 class _Source:
-    """What goes up.
+    """What is uploaded.
 
     Attributes:
-        folder: All of it.
-        root: What is verified.
-        run: Whose model it is, or whose model wrote it; None where that is not at hand.
+        folder: All files of it.
+        root: The directory that is verified.
+        run: The run of the model, or of the model that wrote the data set; None if it is not here.
         kind: Of the repository.
     """
 
@@ -103,7 +103,7 @@ def push(
         ConfigError: No such run, or no such name.
         DpllmError: The Hub could not be reached, or refused.
     """
-    with asking(repository):
+    with hub_errors(repository):
         validate_repo_id(repository)
     run = RunDir(path)
     source = _Source(run.export, path, run, "model")
@@ -123,10 +123,10 @@ def push(
 
 
 def _statement(source: _Source, ledger: str | None, without_guarantee: bool) -> PrivacyRecord:
-    """The privacy statement, once every refusal is behind it."""
+    """The privacy statement, once nothing refuses the upload."""
     if ledger is None and source.run:
-        named = open_run(source.run).config.privacy.ledger  # the publisher's own word here
-        ledger = named if named and "://" in named else None
+        configured = open_run(source.run).config.privacy.ledger  # the publisher's own word here
+        ledger = configured if configured and "://" in configured else None
     checks = insist(source.root, ledger).checks
     statement = privacy_record.read(read_json(source.folder / (MODEL_BLOCK if source.kind == "dataset" else BLOCK)))
     if statement.plan is not None and statement.composed is None:
@@ -151,10 +151,10 @@ def _statement(source: _Source, ledger: str | None, without_guarantee: bool) -> 
 
 def _files(source: _Source, statement: PrivacyRecord) -> tuple[Upload, ...]:
     """Everything that was verified, with the hashes that were verified; the upload refuses other content."""
-    listed = Synthetic.checked(read_json(source.folder / RECORD)).files if source.kind == "dataset" else statement.files
-    beside = {CARD, RECORD} if source.kind == "dataset" else UNHASHED
-    paths = {name: source.folder / name for name in beside}
-    hashes = listed | {name: sha256(path, follow=False) for name, path in paths.items() if path.exists()}
+    stated = Synthetic.checked(read_json(source.folder / RECORD)).files if source.kind == "dataset" else statement.files
+    unlisted = {CARD, RECORD} if source.kind == "dataset" else UNHASHED
+    paths = {name: source.folder / name for name in unlisted}
+    hashes = stated | {name: sha256(path, follow=False) for name, path in paths.items() if path.exists()}
     return tuple(Upload(name, (source.folder / name).stat().st_size, hashes[name]) for name in sorted(hashes))
 
 
@@ -169,12 +169,12 @@ def _search(source: _Source, statement: PrivacyRecord, names: list[str]) -> list
 
 def _upload(source: _Source, planned: Push, *, private: bool) -> Push:
     api = HfApi(endpoint=endpoint())
-    with asking(planned.repository):
+    with hub_errors(planned.repository):
         name = str(
             api.create_repo(planned.repository, repo_type=source.kind, private=private or None, exist_ok=True).repo_id
         )
-        there = api.dataset_info(name) if source.kind == "dataset" else api.model_info(name)
-        _check_repository(there, name, planned.files, private=private)
+        info = api.dataset_info(name) if source.kind == "dataset" else api.model_info(name)
+        _check_repository(info, name, planned.files, private=private)
         operations = []
         for file in planned.files:
             path = source.folder / file.path
@@ -192,29 +192,29 @@ def _upload(source: _Source, planned: Push, *, private: bool) -> Push:
     return replace(planned, repository=name, url=str(done.commit_url))
 
 
-def _check_repository(there: ModelInfo | DatasetInfo, name: str, files: tuple[Upload, ...], *, private: bool) -> None:
+def _check_repository(info: ModelInfo | DatasetInfo, name: str, files: tuple[Upload, ...], *, private: bool) -> None:
     """Refuses a repository that is public and was to be private, or that holds files which are not among these."""
-    if private and there.private is False:
+    if private and info.private is False:
         raise Refused(
             f"{name}: exists and is public, and --private cannot change that. Name another repository, or make that one private "
             "in its settings first."
         )
-    known = {file.path for file in files} | _OF_THE_HUB
-    if other := sorted(entry.rfilename for entry in there.siblings or () if entry.rfilename not in known):
+    own_files = {file.path for file in files} | _OF_THE_HUB
+    if foreign := sorted(entry.rfilename for entry in info.siblings or () if entry.rfilename not in own_files):
         raise Refused(
-            f"{name}: already holds other files ({', '.join(other[:3])}), which the card does not cover, so it would not verify "
-            "there. Name another repository, or remove them with hf repo-files delete."
+            f"{name}: already holds other files ({', '.join(foreign[:3])}), which the card does not cover, so it would not "
+            "verify there. Name another repository, or remove them with hf repo-files delete."
         )
 
 
 def endpoint() -> str:
-    """Where the Hub is: HF_ENDPOINT, or the public one."""
+    """The address of the Hub: HF_ENDPOINT, or the public one."""
     return os.environ.get("HF_ENDPOINT") or str(constants.ENDPOINT)
 
 
 @contextmanager
-def asking(repository: str) -> Iterator[None]:
-    """Whatever goes wrong inside is said in one line.
+def hub_errors(repository: str) -> Iterator[None]:
+    """Turns every error of the Hub inside into one line.
 
     Args:
         repository: What is asked for.

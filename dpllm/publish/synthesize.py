@@ -40,12 +40,12 @@ from dpllm.text.prompts import private_among, read_prompts
 BATCH = 64
 """Texts that are drawn at a time. A constant, since with the seed it decides what is drawn."""
 Shares = dict[tuple[str, ...], float]
-"""How often each combination of control values is asked for."""
+"""The share of each combination of control values."""
 
 
 @dataclass(frozen=True)
 class SynthesisRequest:
-    """What is asked for.
+    """The number of rows, and how they are drawn and filtered.
 
     Attributes:
         rows: How many, >= 1.
@@ -82,7 +82,7 @@ class SynthesisRequest:
 def synthesize(
     run: RunDir, request: SynthesisRequest, output: Path | None = None, not_measured: Tell | None = None
 ) -> Path:
-    """Writes a data set, and returns its folder; what was interrupted goes on where it stopped, and ends in the same bytes.
+    """Writes a data set and returns its folder; an interrupted call resumes where it stopped, and ends in the same bytes.
 
     Args:
         run: A finished run with its card.
@@ -99,7 +99,7 @@ def synthesize(
     """
     opened, statement = carded(run)
     config = opened.config
-    output = _place(run, statement, output)
+    output = _output_of(run, statement, output)
     prompts, (released, shares) = _prompts(config, request.prompts), _shares(run, config, statement)
     if request.prompts and prompts:
         _refuse_private(run, config, statement, request.prompts, prompts)
@@ -108,10 +108,10 @@ def synthesize(
         request = replace(request, max_new_tokens=_longest(config, generator, prompts, shares))
     with alone(output, output.with_name(f".{output.name}.lock")):
         seed = secrets.randbits(63) if request.seed is None else request.seed
-        place = output.with_name(f".{output.name}.draft.jsonl")
-        kept = draft.Draft(place, _settings(request, run), lambda: {"seed": seed})
-        heads = _heads(config.data.control, request.rows, prompts, shares, kept.facts["seed"])
-        texts, dropped = _draw(generator, request, config.data.control, heads, kept)
+        draft_path = output.with_name(f".{output.name}.draft.jsonl")
+        saved = draft.Draft(draft_path, _settings(request, run), lambda: {"seed": seed})
+        heads = _heads(config.data.control, request.rows, prompts, shares, saved.facts["seed"])
+        texts, dropped = _draw(generator, request, config.data.control, heads, saved)
         column = "text" if prompts is None else "completion"
         rows = [{**head, column: text} for head, text in zip(heads, texts, strict=True)]
         quality = None
@@ -136,12 +136,12 @@ def synthesize(
             write_whole(part / ROWS, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
             write_json(part / RECORD, record.to_json())
             write_dataset_card(part, run)
-        kept.path.unlink()
+        saved.path.unlink()
     return output
 
 
-def _place(run: RunDir, statement: PrivacyRecord, output: Path | None) -> Path:
-    """Where the data set goes: nowhere if nothing protects the people behind it."""
+def _output_of(run: RunDir, statement: PrivacyRecord, output: Path | None) -> Path:
+    """The folder of the data set; refuses a run without a guarantee on private data."""
     if not statement.guarantee and not statement.data_public:
         raise Refused(
             f"{run.root}: gives no guarantee, and its data are not declared public, so generated rows may repeat private rows. "
@@ -155,17 +155,17 @@ def _place(run: RunDir, statement: PrivacyRecord, output: Path | None) -> Path:
 
 
 def _refuse_private(run: RunDir, config: RunConfig, statement: PrivacyRecord, file: Path, prompts: list[str]) -> None:
-    """Each row is published with its prompt. A file in private/ is refused whatever it holds, and a copy wherever it lies."""
+    """Refuses private prompts, which rows would publish: a file in private/, and a copy of private rows anywhere."""
     public = statement.data_public and (config.data.eval is None or config.data.eval_public)
-    why = "is private data of the run"
+    reason = "is private data of the run"
     if not public and not run.rows.exists():
-        why = f"cannot be told from private data of the run, as {run.rows} was removed"
+        reason = f"cannot be told from private data of the run, as {run.rows} was removed"
     elif not file.resolve().is_relative_to(run.private.resolve()):
         if public or not (numbers := private_among(run.rows, prompts, lines=20)):
             return
-        why += f" ({len(numbers)} prompts, the first of them number {numbers[0]})"
+        reason += f" ({len(numbers)} prompts, the first of them number {numbers[0]})"
     raise Refused(
-        f"--prompts {file}: {why}, but rows are published with their prompts. Type a file of public prompts; or declare "
+        f"--prompts {file}: {reason}, but rows are published with their prompts. Type a file of public prompts; or declare "
         "data.public if everybody may read these, and train again."
     )
 
@@ -189,7 +189,7 @@ def _prompts(config: RunConfig, file: Path | None) -> list[str] | None:
 
 
 def _shares(run: RunDir, config: RunConfig, statement: PrivacyRecord) -> tuple[str | None, Shares]:
-    """How often each combination of control values is asked for, and which released statistic says so; empty without control.
+    """The share of each combination of control values, and the released statistic that states it; empty without control.
 
     Without a guarantee the training rows say so, which are public: see ``_place``.
     """
@@ -210,18 +210,18 @@ def _shares(run: RunDir, config: RunConfig, statement: PrivacyRecord) -> tuple[s
 
 
 def _longest(config: RunConfig, generator: generate.Generator, prompts: list[str] | None, shares: Shares) -> int:
-    """Tokens of a text where none are asked for: as in training, or what is left behind the longest line and prompt."""
+    """The default length of a text: as in training, or the room behind the longest line and prompt."""
     lines: list[str | None] = [layouts.code_line(config.data.control, values) for values in shares]
     parts = (lines or ([] if prompts else [None]), prompts or ())
     longest = sum(max(map(len, generate.encode_all(generator, part)), default=0) for part in parts)
-    left = generate.room(generator, longest)
-    return max(1, config.data.max_length if left is None else min(config.data.max_length, left))
+    free = generate.room(generator, longest)
+    return max(1, config.data.max_length if free is None else min(config.data.max_length, free))
 
 
 def _heads(
     columns: Sequence[str], count: int, prompts: list[str] | None, shares: Shares, seed: int
 ) -> list[dict[str, str]]:
-    """Each row gets its codes and its prompt before any text, so that filters do not change how often each is asked for."""
+    """The codes and the prompt of each row, drawn before any text, so that filters do not change their shares."""
     codes: list[tuple[str, ...]] = [()] * count
     if shares:
         codes = random.Random(f"{seed} codes").choices(list(shares), list(shares.values()), k=count)
@@ -232,8 +232,8 @@ def _heads(
     return heads
 
 
-def _asked(columns: Sequence[str], head: Mapping[str, str]) -> str | None:
-    """What the model continues; None: a text is written from its beginning."""
+def _continued(columns: Sequence[str], head: Mapping[str, str]) -> str | None:
+    """The text that the model continues; None: it writes from the beginning."""
     line = layouts.code_line(columns, [head[column] for column in columns]) if columns else ""
     return line + head.get("prompt", "") or None
 
@@ -250,7 +250,7 @@ def _draw(
     request: SynthesisRequest,
     columns: Sequence[str],
     heads: Sequence[Mapping[str, str]],
-    kept: draft.Draft,
+    saved: draft.Draft,
 ) -> tuple[list[str], dict[str, int]]:
     """Draws until every row has its text; the texts, and how many were dropped for each reason.
 
@@ -260,35 +260,35 @@ def _draw(
     sampling = {name: getattr(request, name) for name in ("temperature", "top_p", "max_new_tokens")}
     filters = draft.filters(keep_unfinished=request.keep_unfinished, min_words=request.min_words)
     texts, dropped = dict[int, str](), Counter[str]()
-    for line in kept.lines:
+    for line in saved.lines:
         texts |= {int(number): text for number, text in line["texts"].items()}
         dropped.update(line["dropped"])
     waiting = [number for number in range(request.rows) if number not in texts]
-    seen = {(heads[number].get("prompt"), text) for number, text in texts.items()}
+    taken = {(heads[number].get("prompt"), text) for number, text in texts.items()}
     while waiting:
         drawn, batch = len(texts) + dropped.total(), waiting[:BATCH]
         tell("Writing rows", len(texts), request.rows, note=f"{drawn} texts drawn")
         if drawn + len(batch) > request.attempts * request.rows:
-            reported = ", ".join(f"{why}: {many}" for why, many in dropped.most_common())
+            reported = ", ".join(f"{reason}: {count}" for reason, count in dropped.most_common())
             raise ConfigError(
                 f"of {drawn} texts {len(texts)} passed the filters, of {request.rows} wanted, so nothing is written; dropped "
-                f"({reported}). Type a larger --attempts to go on; or remove {kept.path} and start with other filters, such as "
+                f"({reported}). Type a larger --attempts to go on; or remove {saved.path} and start with other filters, such as "
                 "--keep-unfinished, or a larger --max-new-tokens."
             )
-        seed = random.Random(f"{kept.facts['seed']} batch {len(kept.lines)}").getrandbits(63)
-        asked = [_asked(columns, heads[number]) for number in batch]
+        seed = random.Random(f"{saved.facts['seed']} batch {len(saved.lines)}").getrandbits(63)
+        prompts = [_continued(columns, heads[number]) for number in batch]
         passed, failed = dict[int, str](), Counter[str]()
-        for number, sample in zip(batch, generate.sample(generator, asked, 1, seed=seed, **sampling), strict=True):
+        for number, sample in zip(batch, generate.sample(generator, prompts, 1, seed=seed, **sampling), strict=True):
             key = (heads[number].get("prompt"), sample.text)
-            why = draft.why_dropped(sample, filters, key, () if request.keep_duplicates else seen)
-            if why is None:
+            reason = draft.why_dropped(sample, filters, key, () if request.keep_duplicates else taken)
+            if reason is None:
                 passed[number] = sample.text
-                seen.add(key)
+                taken.add(key)
             else:
-                failed[why] += 1
-        kept.add({"texts": passed, "dropped": failed})
+                failed[reason] += 1
+        saved.add({"texts": passed, "dropped": failed})
         texts |= passed
         dropped += failed
         waiting = [number for number in batch if number not in passed] + waiting[len(batch) :]
     reasons = [*filters, *([] if request.keep_duplicates else [draft.DUPLICATE])]
-    return [texts[number] for number in range(request.rows)], {why: dropped[why] for why in reasons}
+    return [texts[number] for number in range(request.rows)], {reason: dropped[reason] for reason in reasons}

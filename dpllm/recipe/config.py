@@ -94,7 +94,7 @@ Source = str | list[str]
 
 
 class DataConfig(Section):
-    """Where the text lies, what its rows look like, and whose they are."""
+    """The data: their files, the format of their rows, and their owners."""
 
     train: Source
     """jsonl, json, csv or parquet file (the first three also as .gz, .bz2 or .xz), glob, directory, Hub id, or
@@ -163,9 +163,9 @@ class DataConfig(Section):
         if isinstance(values, dict):
             values = dict(values)
             for source, flag in (("train", "public"), ("eval", "eval_public")):
-                named = values.get(source)
-                if named and all(
-                    str(one).startswith("builtin:") for one in (named if isinstance(named, list) else [named])
+                sources = values.get(source)
+                if sources and all(
+                    str(name).startswith("builtin:") for name in (sources if isinstance(sources, list) else [sources])
                 ):
                     values[flag] = True
         return values
@@ -174,11 +174,11 @@ class DataConfig(Section):
     @classmethod
     def _columns_of_text(cls, value: dict[str, str | None]) -> dict[str, str | None]:
         texts = "text", "prompt", "completion", "messages", "instruction", "input", "output", "conversations", "system"
-        beside = "chosen", "rejected", "tools", "chat_template_kwargs"
-        if wrong := sorted(value.keys() - {*texts, *beside}):
+        others = "chosen", "rejected", "tools", "chat_template_kwargs"
+        if wrong := sorted(value.keys() - {*texts, *others}):
             raise ValueError(
                 f"{wrong[0]!r} is not a text column of any format, and renaming the column of a unit would change who is "
-                f"protected. Rename only {', '.join((*texts, *beside))}; name the unit's own column in data.unit."
+                f"protected. Rename only {', '.join((*texts, *others))}; name the unit's own column in data.unit."
             )
         return value
 
@@ -186,12 +186,12 @@ class DataConfig(Section):
     @classmethod
     def _one_or_several(cls, value: Any, read: ValidatorFunctionWrapHandler) -> Any:
         try:
-            found = read(value)
+            source = read(value)
         except ValidationError:  # one line for each of the types that it might have been
-            found = []
-        if found == [] or value == "":
+            source = []
+        if source == [] or value == "":
             raise ValueError("should be a file, directory, glob or Hub id, or a list of them")
-        return found
+        return source
 
     @field_validator("packing")
     @classmethod
@@ -251,13 +251,13 @@ class DataConfig(Section):
 
     @property
     def relation(self) -> Neighbours:
-        """Which datasets the guarantee compares: of a counted or declared size, or of public owners."""
+        """The neighbouring relation: of a counted or declared size, or of public owners."""
         if self.owners == "several":
             return "zero_out_public_graph"
         return "zero_out" if self.public_size is None else "add_or_remove_one"
 
     def slots_each(self, repetitions: int) -> int:
-        """Slots in N that one candidate canary of so many repetitions holds: where whole units are drawn, it is one."""
+        """Slots in N of one candidate canary of so many repetitions: one where whole units are drawn."""
         return repetitions if "example" in (self.unit, self.sampling) else 1
 
     def _check_owners(self) -> None:
@@ -298,7 +298,7 @@ class RunConfig(Section):
 
     @property
     def flaw(self) -> str | None:
-        """Why a run of it has no guarantee; None: it has one."""
+        """Why a run of this recipe has no guarantee; None: it has one."""
         if not self.privacy.enabled:
             return "it was trained without differential privacy"
         if self.privacy.insecure_seed is not None:
@@ -307,7 +307,7 @@ class RunConfig(Section):
 
     @property
     def deviations(self) -> list[str]:
-        """What the card names although it leaves the guarantee standing."""
+        """What the card names although the guarantee holds."""
         notes: list[str] = []
         if self.flaw is not None:
             return notes
@@ -373,8 +373,8 @@ OF_DATA = {
 OF_MODEL = {**OF_DATA, "model": "model.name_or_path"}
 
 
-def around(source: str, keys: Mapping[str, Any], where: str) -> RunConfig:
-    """A recipe's file (.yaml) with these keys; or a recipe around data, of which nothing but the keys is read.
+def around(source: str, keys: Mapping[str, Any], command: str) -> RunConfig:
+    """The recipe of a file (.yaml) with these keys; or a recipe around data, of which only the keys are read.
 
     Raises:
         ConfigError: See ``load_config``; or no model is named.
@@ -382,17 +382,17 @@ def around(source: str, keys: Mapping[str, Any], where: str) -> RunConfig:
     if Path(source).suffix in (".yaml", ".yml"):
         return load_config(source, dict(keys))
     if "model.name_or_path" not in keys:
-        raise ConfigError(f"{where} reads text by a model, and none is named. Type --model NAME, or a recipe.")
+        raise ConfigError(f"{command} reads text by a model, and none is named. Type --model NAME, or a recipe.")
     raw: dict[str, Any] = {"model": {}, "data": {"train": source}, "train": {"steps": 1}, "output_dir": "none"}
     return make_config(raw, keys, source)
 
 
-def make_config(raw: dict[str, Any], overrides: Mapping[str, Any] | None, where: str) -> RunConfig:
-    """The recipe that a mapping of sections is, with overrides; errors name ``where``. See ``load_config``."""
-    given = dict(overrides or {})
-    if "audit.canaries" in given and given["audit.canaries"] is None:
-        given.setdefault("audit.gradient_canaries", 0)
-    for key, value in given.items():
+def make_config(raw: dict[str, Any], overrides: Mapping[str, Any] | None, origin: str) -> RunConfig:
+    """The recipe of a mapping of sections, with overrides; errors name ``origin``. See ``load_config``."""
+    changes = dict(overrides or {})
+    if "audit.canaries" in changes and changes["audit.canaries"] is None:
+        changes.setdefault("audit.gradient_canaries", 0)
+    for key, value in changes.items():
         *parents, last = key.split(".")
         section = raw
         for parent in parents:
@@ -403,7 +403,7 @@ def make_config(raw: dict[str, Any], overrides: Mapping[str, Any] | None, where:
     try:
         return RunConfig.model_validate(raw)
     except ValidationError as error:
-        raise ConfigError("\n".join(f"{where}: {line}" for line in explain(error, RunConfig))) from None
+        raise ConfigError("\n".join(f"{origin}: {line}" for line in explain(error, RunConfig))) from None
 
 
 def dump_config(config: RunConfig) -> str:

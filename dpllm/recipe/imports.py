@@ -26,73 +26,73 @@ TABLES: Json = read_recipe(Path(__file__).with_name("imports.yaml"))
 
 @dataclass
 class Imported:
-    """A configuration and what of it a recipe can hold, filled key by key."""
+    """A configuration of another tool and the recipe that is made of it, key by key."""
 
     path: Path
     tool: str
     special: Json = field(default_factory=dict)  # "@..." of imports.yaml -> value
-    said: dict[str, str] = field(default_factory=dict)  # the same -> their key with its value, until a line tells it
-    found: Json = field(default_factory=dict)  # our key -> value
+    shown: dict[str, str] = field(default_factory=dict)  # the same -> their key with its value, until a line reports it
+    values: Json = field(default_factory=dict)  # the recipe's key -> value
     carried: list[str] = field(default_factory=list)
-    left: list[str] = field(default_factory=list)
+    omitted: list[str] = field(default_factory=list)
     recipe: str = ""  # YAML, at the end
 
     def carry(self, word: str, key: str, value: Any) -> None:
-        """Sets our key by what their key for ``word`` says, and tells it."""
-        self.found[key] = value
-        self.carried.append(f"{self.said.pop(word)} -> {key}: {value}")
+        """Sets a recipe's key by their key for ``word``, and reports it."""
+        self.values[key] = value
+        self.carried.append(f"{self.shown.pop(word)} -> {key}: {value}")
 
     def leave(self, word: str, why: str) -> None:
-        """Tells why their key for ``word`` is not carried over."""
-        self.left.append(f"{self.said.pop(word).partition(': ')[0]}: {why}")
+        """Reports why their key for ``word`` is not carried over."""
+        self.omitted.append(f"{self.shown.pop(word).partition(': ')[0]}: {why}")
 
     def drop(self, *keys: str, why: str) -> None:
-        """Takes back what was carried to keys that begin so, and tells why."""
-        for key in [key for key in self.found if key.startswith(keys)]:
-            del self.found[key]
+        """Removes what was carried to keys with these prefixes, and reports why."""
+        for key in [key for key in self.values if key.startswith(keys)]:
+            del self.values[key]
         for line in [line for line in self.carried if line.partition(" -> ")[2].startswith(keys)]:
             self.carried.remove(line)
-            self.left.append(f"{line.partition(': ')[0]}: {why}")
+            self.omitted.append(f"{line.partition(': ')[0]}: {why}")
 
 
 def _listed(value: Any) -> list[Any]:
     return [part.strip() for part in value.split(",")] if isinstance(value, str) else list(value or [])
 
 
-class _No(Exception):
-    """Why a value is not carried over."""
+class _NotCarried(Exception):
+    """The reason why a value is not carried over."""
 
 
 def _optimizer(value: Any) -> str:
     for name in ("adamw", "sgd"):
         if str(value).lower().removeprefix("paged_").startswith(name):
             return name
-    raise _No(f"a recipe knows adamw and sgd, so its default, adamw, replaces {value}")
+    raise _NotCarried(f"a recipe knows adamw and sgd, so its default, adamw, replaces {value}")
 
 
 def _schedule(value: Any) -> str:
-    """By its whole name: cosine_with_min_lr is another curve than cosine."""
+    """By the complete name: cosine_with_min_lr is another curve than cosine."""
     name = str(value).lower().removesuffix("_with_warmup")
     if name in ("linear", "cosine", "constant"):
         return name
-    raise _No(f"a recipe knows linear, cosine (both decay to zero) and constant; linear replaces {value}")
+    raise _NotCarried(f"a recipe knows linear, cosine (both decay to zero) and constant; linear replaces {value}")
 
 
-def _whole(value: Any) -> int:
+def _whole_number(value: Any) -> int:
     if float(value) < 1 or not float(value).is_integer():
-        raise _No("a recipe counts in whole steps")
+        raise _NotCarried("a recipe counts in whole steps")
     return int(value)
 
 
 def _off(value: Any, why: str) -> Any:
     if value:
-        raise _No(why)
+        raise _NotCarried(why)
     return value
 
 
 def _one_adapter(value: Any) -> str:
     if not isinstance(value, str) or "," in value:
-        raise _No("a recipe starts from one adapter; merge the others into the base model first")
+        raise _NotCarried("a recipe starts from one adapter; merge the others into the base model first")
     return value
 
 
@@ -105,7 +105,7 @@ CONVERT: dict[str, Callable[[Any], Any]] = {
         _off, why="its masks depend on a row's place in the batch, so private training refuses it"
     ),
     "adapter.use_dora": partial(_off, why="DoRA's magnitude has no per-example gradient to clip; LoRA and rsLoRA have"),
-    "adapter.last_blocks": _whole,
+    "adapter.last_blocks": _whole_number,
     "adapter.r": lambda value: int(str(value)),  # of "8" too, and not of 8.5
     "data.columns": lambda value: {"text": value} if value != "text" else None,
     "train.learning_rate": float,
@@ -115,8 +115,8 @@ CONVERT: dict[str, Callable[[Any], Any]] = {
     "train.steps": lambda value: int(value) if int(value) > 0 else None,
     "train.optimizer": _optimizer,
     "train.lr_scheduler": _schedule,
-    "train.eval_every": _whole,
-    "train.checkpoint_every": _whole,
+    "train.eval_every": _whole_number,
+    "train.checkpoint_every": _whole_number,
     "telemetry.trackers": lambda value: sorted({"tensorboard", "wandb", "mlflow", "trackio"} & set(_listed(value))),
     "model.quantization": lambda value: f"{value}bit",
     "model.gradient_checkpointing": bool,
@@ -126,7 +126,7 @@ CONVERT: dict[str, Callable[[Any], Any]] = {
 
 
 def import_config(path: Path) -> Imported:
-    """Reads a configuration and says what of it a recipe can hold.
+    """Reads a configuration of another tool and makes a recipe of it.
 
     Raises:
         ConfigError: No YAML, of none of the three tools, trains on preferences or rewards, or names no model or data.
@@ -144,14 +144,14 @@ def import_config(path: Path) -> Imported:
             _carry(draft, key, value, "" if key in raw else f" ({draft.tool}'s default)")
         for fill in (_method, _length, _datasets):
             fill(draft)
-        draft.carried += [f"{line} -> nothing to set" for line in draft.said.values()]
+        draft.carried += [f"{line} -> nothing to set" for line in draft.shown.values()]
         if "wandb_project" in raw:
-            draft.found.setdefault("telemetry.trackers", ["wandb"])
+            draft.values.setdefault("telemetry.trackers", ["wandb"])
     except (TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise ConfigError(
             f"{path}: has a value of another type than {draft.tool} documents ({error}). Fix it."
         ) from None
-    draft.left = list(dict.fromkeys(draft.left))
+    draft.omitted = list(dict.fromkeys(draft.omitted))
     draft.recipe = _to_yaml(draft)
     return draft
 
@@ -160,8 +160,8 @@ def _tool(path: Path, raw: Json) -> str:
     if "base_model" in raw:
         return "axolotl"
     if "model_name_or_path" in raw:
-        own = {"stage", "finetuning_type", "cutoff_len", "dataset", "template"}
-        return "LLaMA-Factory" if own & raw.keys() else "TRL"
+        keys_of_llama_factory = {"stage", "finetuning_type", "cutoff_len", "dataset", "template"}
+        return "LLaMA-Factory" if keys_of_llama_factory & raw.keys() else "TRL"
     raise ConfigError(
         f"{path}: is not a configuration of LLaMA-Factory or TRL (model_name_or_path) or of axolotl (base_model), so nothing "
         "says which model to train. Name such a file, or write a recipe as in docs/howto/own-data.md."
@@ -169,7 +169,7 @@ def _tool(path: Path, raw: Json) -> str:
 
 
 def _outside(key: str, value: Any) -> bool:
-    """Of a training on preferences or rewards; 0 is a value too."""
+    """Whether a key belongs to training on preferences or rewards; 0 is a value too."""
     if key in ("loss_type", "stage"):
         return not str(value).startswith(tuple(TABLES["supervised"].split()))
     names = TABLES["outside"].split()
@@ -177,35 +177,35 @@ def _outside(key: str, value: Any) -> bool:
     return outside and value is not False
 
 
-def _refuse(path: Path, what: str) -> None:
+def _refuse(path: Path, sign: str) -> None:
     raise ConfigError(
-        f"{path}: {what} trains on preferences or rewards, of which nothing is imported. Import a configuration of sft; for DPO "
+        f"{path}: {sign} trains on preferences or rewards, which cannot be imported. Import a configuration of sft; for DPO "
         "set train.objective: dpo and data.format: preference in the recipe."
     )
 
 
 def _carry(draft: Imported, key: str, value: Any, note: str) -> None:
-    """One key with its value: to the recipe's key, to those that several keys decide, or to what is left out."""
-    ours = TABLES[draft.tool].get(key) or TABLES["trainer"].get(key)
-    said = key if isinstance(value, list | dict) else f"{key}: {value}{note}"
+    """Carries one key with its value to the recipe's key, or to those that several keys decide, or leaves it out."""
+    recipe_key = TABLES[draft.tool].get(key) or TABLES["trainer"].get(key)
+    shown = key if isinstance(value, list | dict) else f"{key}: {value}{note}"
     try:
-        if ours is None:
-            raise _No(_reason(key))
-        if isinstance(ours, dict):  # a flag that stands for a value
-            ((ours, ready),) = ours.items()
-            ready = "auto" if value == "auto" else ready if value else None
+        if recipe_key is None:
+            raise _NotCarried(_reason(key))
+        if isinstance(recipe_key, dict):  # a flag that stands for a value
+            ((recipe_key, converted),) = recipe_key.items()
+            converted = "auto" if value == "auto" else converted if value else None
         else:
-            ready = CONVERT.get(ours, lambda same: same)(value)
-    except _No as why:
-        draft.left.append(f"{key}: {why}.")
+            converted = CONVERT.get(recipe_key, lambda same: same)(value)
+    except _NotCarried as reason:
+        draft.omitted.append(f"{key}: {reason}.")
         return
-    draft.said[ours] = said
-    if ours.startswith("@"):
-        draft.special[ours] = ready
-    elif ready is not None:
-        draft.carry(ours, ours, ready)
+    draft.shown[recipe_key] = shown
+    if recipe_key.startswith("@"):
+        draft.special[recipe_key] = converted
+    elif converted is not None:
+        draft.carry(recipe_key, recipe_key, converted)
     else:
-        draft.carried.append(f"{draft.said.pop(ours)} -> nothing to set")
+        draft.carried.append(f"{draft.shown.pop(recipe_key)} -> nothing to set")
 
 
 def _reason(key: str) -> str:
@@ -218,31 +218,31 @@ def _reason(key: str) -> str:
 
 
 def _method(draft: Imported) -> None:
-    method, found = draft.special.get("@method", False), draft.found
-    their = draft.said.setdefault("@method", "full fine-tuning")
+    method, values = draft.special.get("@method", False), draft.values
+    shown = draft.shown.setdefault("@method", "full fine-tuning")
     if method in (True, "lora", "qlora"):
         draft.carry("@method", "adapter.method", "lora")
-        found.pop("adapter.last_blocks", None)
-        if method == "qlora" and found.setdefault("model.quantization", "4bit") == "4bit":
-            draft.carried.append(f"{their} -> model.quantization: 4bit")
+        values.pop("adapter.last_blocks", None)
+        if method == "qlora" and values.setdefault("model.quantization", "4bit") == "4bit":
+            draft.carried.append(f"{shown} -> model.quantization: 4bit")
         return
-    last_blocks = found.get("adapter.last_blocks", 2)
+    last_blocks = values.get("adapter.last_blocks", 2)
     draft.drop("adapter.", "model.adapter", "model.quantization", why="belongs to an adapter, and none trains.")
     draft.carry("@method", "adapter.method", "frozen")
-    found["adapter.last_blocks"] = last_blocks
+    values["adapter.last_blocks"] = last_blocks
     if method != "freeze":
-        why = "full fine-tuning: noise grows with the number of weights that train"
+        reason = "full fine-tuning: noise grows with the number of weights that train"
         if method not in (False, "full", "none"):
-            why = f"method {method}: a recipe trains LoRA or the last blocks"
-        draft.left.append(f"{why}, so the last 2 blocks train; or set adapter.method: lora.")
+            reason = f"method {method}: a recipe trains LoRA or the last blocks"
+        draft.omitted.append(f"{reason}, so the last 2 blocks train; or set adapter.method: lora.")
 
 
 def _length(draft: Imported) -> None:
-    found = draft.found
-    rows, times = int(draft.special["@rows"]), int(draft.special["@accumulated"])
-    draft.carry("@accumulated", "train.batch_size", rows * times)
+    values = draft.values
+    batch, accumulated = int(draft.special["@rows"]), int(draft.special["@accumulated"])
+    draft.carry("@accumulated", "train.batch_size", batch * accumulated)
     draft.carried[-1] += "; multiply it by the number of processes that you used"
-    steps = int(found.get("train.steps", 0))
+    steps = int(values.get("train.steps", 0))
     if steps:
         draft.drop("train.epochs", why="the number of steps decides.")
     if warmup := float(draft.special.get("@warmup_steps", 0)):
@@ -256,9 +256,9 @@ def _length(draft: Imported) -> None:
 
 
 def _datasets(draft: Imported) -> None:
-    known = _dataset_info(draft)
+    registered = _dataset_info(draft)
     for key, word in (("data.train", "@train"), ("data.eval", "@eval")):
-        entries = [known.get(str(entry), entry) for entry in _listed(draft.special.get(word))]
+        entries = [registered.get(str(entry), entry) for entry in _listed(draft.special.get(word))]
         if sources := [source for entry in entries for source in _entry(draft, key, entry)]:
             draft.carry(word, key, sources[0] if len(sources) == 1 else sources)
 
@@ -266,30 +266,29 @@ def _datasets(draft: Imported) -> None:
 def _dataset_info(draft: Imported) -> Json:
     if draft.tool != "LLaMA-Factory":
         return {}
-    wanted = Path(draft.special.get("@folder", "data"))
-    for folder in (wanted, draft.path.parent / wanted):
+    named_folder = Path(draft.special.get("@folder", "data"))
+    for folder in (named_folder, draft.path.parent / named_folder):
         if (folder / "dataset_info.json").is_file():
-            known = json.loads((folder / "dataset_info.json").read_text(encoding="utf-8"))
-            return {name: {"folder": str(folder), **entry} for name, entry in known.items()}
-    draft.left.append("dataset: there is no dataset_info.json here to look its names up; type the files.")
+            registered = json.loads((folder / "dataset_info.json").read_text(encoding="utf-8"))
+            return {name: {"folder": str(folder), **entry} for name, entry in registered.items()}
+    draft.omitted.append("dataset: there is no dataset_info.json here to look its names up; type the files.")
     return {}
 
 
 def _entry(draft: Imported, key: str, entry: Any) -> list[str]:
-    """The files or Hub id of one of their datasets."""
     if not isinstance(entry, dict):
         return [str(entry)]
     if entry.get("ranking"):
         _refuse(draft.path, "ranking: true")
     unread = entry.keys() - set(TABLES["datasets"].split())
-    draft.left += [f"datasets.{name}: {_reason(name)}." for name in sorted(unread)]
-    named = entry.get("data_files") or entry.get("hf_hub_url") or entry.get("path")
+    draft.omitted += [f"datasets.{name}: {_reason(name)}." for name in sorted(unread)]
+    source = entry.get("data_files") or entry.get("hf_hub_url") or entry.get("path")
     if "file_name" in entry:
-        named = str(Path(entry.get("folder", "")) / entry["file_name"])
-    files = [named] if isinstance(named, str) else list(named or [])
-    usual = "train" if draft.tool != "TRL" and any(map(is_hub_id, files)) else None  # TRL: dataset_train_split
-    split = entry.get("split") or usual
-    if split is not None and draft.found.setdefault(f"{key}_split", split) != split:
+        source = str(Path(entry.get("folder", "")) / entry["file_name"])
+    files = [source] if isinstance(source, str) else list(source or [])
+    default_split = "train" if draft.tool != "TRL" and any(map(is_hub_id, files)) else None  # TRL: dataset_train_split
+    split = entry.get("split") or default_split
+    if split is not None and draft.values.setdefault(f"{key}_split", split) != split:
         raise ConfigError(
             f"{draft.path}: its datasets name several splits, {split!r} among them, but a recipe has one {key}_split for all, so "
             "rows would be misread. Write the datasets as files."
@@ -299,7 +298,7 @@ def _entry(draft: Imported, key: str, entry: Any) -> list[str]:
 
 def _to_yaml(draft: Imported) -> str:
     recipe: Json = {"model": {}, "adapter": {}, "data": {}, "privacy": {"epsilon": 8.0}, "train": {}}
-    for key, value in draft.found.items():
+    for key, value in draft.values.items():
         section, _, name = key.rpartition(".")
         (recipe.setdefault(section, {}) if section else recipe)[name] = value
     recipe["output_dir"] = recipe.pop("output_dir", f"runs/{draft.path.stem}")

@@ -1,4 +1,4 @@
-"""Names and recipes as they may be told: paths are cut to their last part, and what helps against the run is left out.
+"""Names and recipes as they may be published: paths cut to their last part, without what could be used against the run.
 
 Comes in: strings, JSON values that hold some, a ``RunConfig``. Goes out: the same without directories; digests. Must not open
 any file.
@@ -22,7 +22,7 @@ _ABSOLUTE_PATH = re.compile(r"(?<![^\s'\"`(\[{<>=,;|])(?:file://)?(?:~|[A-Za-z]:
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a name has the form of a Hugging Face repository and nothing local bears it."""
+    """Whether a name has the form of a Hugging Face repository and is no local path."""
     return (
         _HUB_ID.fullmatch(name) is not None
         and Path(name).suffix.lower() not in DATA_SUFFIXES
@@ -36,22 +36,22 @@ def listed(source: Source) -> list[str]:
 
 
 def public_name(source: Source) -> str:
-    """A dataset by its Hub id or builtin name, and a local path by its last part; several with commas between them."""
+    """The Hub id or builtin name of a dataset, or the last part of a local path; several are separated by commas."""
     return ", ".join(name if is_builtin(name) or is_hub_id(name) else last_part(name) for name in listed(source))
 
 
 def last_part(path: str) -> str:
-    """The name of a local file or directory without where it lies."""
+    """The last part of a local path."""
     return re.split(r"[/\\]", path.rstrip("/\\"))[-1]
 
 
 def is_absolute(name: str) -> bool:
-    """Whether a name says where something lies on this machine."""
+    """Whether a name is an absolute path on this machine."""
     return _ABSOLUTE_PATH.match(name) is not None
 
 
 def shown(name: str) -> str:
-    """The name of a file with _ for what cannot be shown on one line, such as a line end, and before what looks like a place."""
+    """The name of a file with _ for letters that are not printable, and before what looks like an absolute path."""
     visible = "".join(letter if letter.isprintable() else "_" for letter in name)
     return f"_{visible}" if is_absolute(visible) else visible
 
@@ -76,12 +76,12 @@ def without_paths(value: Any) -> Any:
 
 
 def is_builtin(name: str) -> bool:
-    """Says whether a recipe's value names something embedded, known or not."""
+    """Whether a recipe's value names something embedded, known or not."""
     return name.startswith("builtin:")
 
 
 def publishable(config: RunConfig) -> RunConfig:
-    """The recipe without what a stranger has no use for, or could use against the run.
+    """The recipe without keys that a reader cannot use, or could use against the run.
 
     Local paths are cut to their last part; the ledger's address, which may hold a password, and the directory of metrics
     are left out; a seed of the noise, with which the noise can be taken off, becomes 0. A card says the same of it, byte for
@@ -115,15 +115,15 @@ def digest(config: RunConfig) -> str:
     recipe = publishable(config).model_dump(mode="json", exclude_defaults=True)
     recipe.setdefault("adapter", {})["method"] = config.adapter.method
     recipe.pop("output_dir", None)
-    silent = {
+    without_effect = {
         "train": {"process_timeout", "sample_prompts", "sample_every"},
         "telemetry": {"project", "run_name", "group", "entity"},
     }
-    for section, keys in silent.items():  # they say nothing of the result
+    for section, keys in without_effect.items():
         recipe[section] = {name: value for name, value in recipe.get(section, {}).items() if name not in keys}
     for section, name in (("model", "name_or_path"), ("data", "train"), ("data", "eval"), ("data", "label_record")):
         if value := recipe[section].get(name):
-            recipe[section][name] = _each(lambda one: one if is_builtin(one) else last_part(one), value)
+            recipe[section][name] = _each(lambda part: part if is_builtin(part) else last_part(part), value)
     return digest_of(recipe)
 
 
@@ -132,7 +132,7 @@ def _each(change: Callable[[str], str], source: Source) -> Source:
 
 
 def of_training(config: RunConfig) -> str:
-    """The digest of what trained, as run.json keeps it: without the card's words, what is watched, and how often or fast."""
+    """The digest of what trained, as run.json keeps it: without card, telemetry, intervals and speed."""
     trained = config.changed(
         {
             "card": CardConfig(),

@@ -33,11 +33,11 @@ class Section(BaseModel):
         """
         update: dict[str, Any] = {}
         for key, value in values.items():
-            section, _, rest = key.partition(".")
-            before: Any = update.get(section, getattr(self, section, None))
-            if section not in type(self).model_fields or (rest and not isinstance(before, Section)):
+            section, _, inner_key = key.partition(".")
+            previous: Any = update.get(section, getattr(self, section, None))
+            if section not in type(self).model_fields or (inner_key and not isinstance(previous, Section)):
                 raise KeyError(key)
-            update[section] = before.changed({rest: value}) if rest else value
+            update[section] = previous.changed({inner_key: value}) if inner_key else value
         return self.model_copy(update=update)
 
     @model_validator(mode="before")
@@ -46,16 +46,16 @@ class Section(BaseModel):
         """Left alone, pydantic reads ``epsilon: yes`` as 1.0 and ``public: 1`` as true."""
         for key, field in cls.model_fields.items() if isinstance(values, dict) else ():
             if key in values and (field.annotation is bool) != isinstance(values[key], bool):
-                wanted = "true or false" if field.annotation is bool else "something other than true or false"
+                expected = "true or false" if field.annotation is bool else "something other than true or false"
                 raise PydanticCustomError(
-                    "flag", "should be {wanted}", {"key": key, "wanted": wanted, "got": values[key]}
+                    "flag", "should be {wanted}", {"key": key, "wanted": expected, "got": values[key]}
                 )
         return values
 
 
-def number_or_auto(of: str, most: int | None = None) -> Callable[[Any, ValidatorFunctionWrapHandler], Any]:
-    """Reads a positive number of something, or auto; what is wrong is one line, not one for each of the two types."""
-    limit = " or more" if most is None else f" to {most:,}"
+def number_or_auto(of: str, largest: int | None = None) -> Callable[[Any, ValidatorFunctionWrapHandler], Any]:
+    """Reads a positive number of something, or auto; a wrong value is one line, not one for each of the two types."""
+    limit = " or more" if largest is None else f" to {largest:,}"
 
     def read_either(value: Any, read: ValidatorFunctionWrapHandler) -> Any:
         try:
@@ -67,7 +67,7 @@ def number_or_auto(of: str, most: int | None = None) -> Callable[[Any, Validator
 
 
 class UnclearYAML(yaml.YAMLError):
-    """YAML that says something twice, or that a few lines make too large; its message says what to write instead."""
+    """YAML with a key that stands twice, or with anchors or a depth that could exhaust memory."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -110,7 +110,7 @@ def read_yaml(text: str) -> Any:
 
 
 def _file(path: Path) -> Path:
-    """The file of a recipe: builtin:lora/e2e.yaml names that of the wheel, or of the repository it was installed from."""
+    """The file of a recipe: builtin:lora/e2e.yaml is in the wheel, or in the repository that dpllm was installed from."""
     name = str(path)
     if not name.startswith("builtin:"):
         return path
@@ -119,7 +119,7 @@ def _file(path: Path) -> Path:
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """What a recipe's file says, unchecked.
+    """The values of a recipe's file, unchecked.
 
     Raises:
         ConfigError: Missing file, broken or unclear YAML.
@@ -139,12 +139,12 @@ def read_recipe(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: {error}") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        where = f" at line {mark.line + 1}" if mark else ""
+        position = f" at line {mark.line + 1}" if mark else ""
         if mark and mark.buffer and mark.buffer[mark.pointer : mark.pointer + 1] == "\t":
             raise ConfigError(
-                f"{path}: has a tab{where}, which YAML does not take for spaces. Type spaces there."
+                f"{path}: has a tab{position}, which YAML does not take for spaces. Type spaces there."
             ) from None
-        raise ConfigError(f"{path}: is not valid YAML{where}.") from None
+        raise ConfigError(f"{path}: is not valid YAML{position}.") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: a recipe is a mapping of sections (model, adapter, data, privacy, train, ...).")
     return raw
@@ -157,22 +157,22 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
         ConfigError: An argument is not of that form.
     """
     overrides: dict[str, Any] = {}
-    rest = list(arguments)
-    while rest:
-        word = rest.pop(0)
+    remaining = list(arguments)
+    while remaining:
+        word = remaining.pop(0)
         if not word.startswith("--") or word == "--":
             raise ConfigError(f"{word!r} is not an override: type --section.key value, as in --privacy.epsilon 3")
         key, separator, text = word[2:].partition("=")
         if not separator:
-            if not rest or rest[0].startswith("--"):
+            if not remaining or remaining[0].startswith("--"):
                 raise ConfigError(f"--{key} needs a value: type --{key} VALUE")
-            text = rest.pop(0)
+            text = remaining.pop(0)
         overrides[key.replace("-", "_")] = _value(text)
     return overrides
 
 
 def _value(text: str) -> Any:
-    """What a word of the command line says; a name stays as it was typed, where YAML would read "notes #1" as notes."""
+    """The value of a word of the command line; a name of a file stays as typed, where YAML would read "notes #1" as notes."""
     try:
         value = read_yaml(text)
     except yaml.YAMLError:
@@ -216,14 +216,14 @@ def explain(error: ValidationError, recipe: type[Section]) -> list[str]:
             elif part in _fields(sections):
                 sections = sections_of(_fields(sections)[part].annotation)
                 shown.append(part)
-        known, kind = _fields(sections), problem["type"]
-        if last in known or kind in ("extra_forbidden", "missing"):
+        fields, kind = _fields(sections), problem["type"]
+        if last in fields or kind in ("extra_forbidden", "missing"):
             shown.append(last)
         key, got = ".".join(shown) or "recipe", problem.get("input")
         if kind == "extra_forbidden":
-            near = difflib.get_close_matches(last, known, n=1, cutoff=0.5)
+            near = difflib.get_close_matches(last, fields, n=1, cutoff=0.5)
             lines.append(
-                f"{key}: unknown key; " + (f"did you mean {near[0]}?" if near else f"known keys: {', '.join(known)}")
+                f"{key}: unknown key; " + (f"did you mean {near[0]}?" if near else f"known keys: {', '.join(fields)}")
             )
         elif kind == "flag":
             lines.append(f"{key}.{problem['ctx']['key']}: {problem['msg']} (got {_short(problem['ctx']['got'])})")
@@ -231,8 +231,8 @@ def explain(error: ValidationError, recipe: type[Section]) -> list[str]:
             lines.append(f"{key}: required, and missing")
         else:
             message = problem["msg"].removeprefix("Value error, ")
-            given = "" if isinstance(got, dict | Section) else f" (got {_short(got)})"
-            lines.append(f"{key}: {message[0].lower()}{message[1:]}{given}")
+            suffix = "" if isinstance(got, dict | Section) else f" (got {_short(got)})"
+            lines.append(f"{key}: {message[0].lower()}{message[1:]}{suffix}")
     return list(dict.fromkeys(lines))
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class CsvConfig(Section):
-    """What a csv file says nowhere; read where a source is one."""
+    """What a csv file does not state; read only for csv files."""
 
     delimiter: str | None = None
     """Delimiter between columns; null: a tab in .tsv, otherwise the first of comma, semicolon, tab and bar that occurs in the
@@ -97,7 +97,7 @@ class PrivacyConfig(Section):
     def _final(self) -> Self:
         if self.fit_budget and self.final:
             raise ValueError(
-                "privacy.fit_budget fits a run beside others, and none can follow one that is final; leave privacy.fit_budget "
+                "privacy.fit_budget leaves room for other runs, but none can follow a final run; leave privacy.fit_budget "
                 "out, and set privacy.epsilon to that of the budget or less"
             )
         return self
@@ -159,7 +159,7 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _length(self) -> TrainConfig:
         if (self.epochs is None) == (self.steps is None):
-            raise ValueError("give train.epochs or train.steps, one of the two")
+            raise ValueError("give either train.epochs or train.steps")
         if self.momentum and self.optimizer != "sgd":
             raise ValueError("momentum is for sgd only, and adamw has its own; set optimizer: sgd or remove momentum")
         return self
@@ -167,7 +167,7 @@ class TrainConfig(Section):
 
 @dataclass(frozen=True)
 class Objective:
-    """What is learned of an example, the next token of a text or which of two answers is preferred, and all that follows."""
+    """What is learned of an example, the next token of a text or the preference between two answers, and what follows from it."""
 
     name: Literal["likelihood", "dpo", "cdpo", "ipo"]
     beta: float
@@ -175,7 +175,7 @@ class Objective:
 
     @property
     def rows_each(self) -> int:
-        """Texts of an example, which lie in one pass, and secrets of a canary."""
+        """Texts of an example, which are in one pass, and secrets of a canary."""
         return 1 if self.name == "likelihood" else 2
 
     def learns_from(self, fmt: str) -> bool:
@@ -187,7 +187,7 @@ class Objective:
         return adapter if self.rows_each == 2 else None
 
     def loss(self) -> ExampleLoss:
-        """From the losses of a pass's tokens to one for each example."""
+        """The function from the losses of a pass's tokens to one loss for each example."""
         from dpllm.privacy.loss import likelihood  # which loads torch
         from dpllm.privacy.preference import PairLoss
 
@@ -195,12 +195,12 @@ class Objective:
 
     @property
     def wrong_labels(self) -> str | None:
-        """Says what the loss makes of wrong labels; None where none are known."""
+        """How the loss treats wrong labels; None without any."""
         if not self.flip:
             return None
-        how = "learns a soft label" if self.name == "cdpo" else "is debiased"
-        bottom = " and has no lower bound: it stops by the schedule, not by the loss" if self.name == "dpo" else ""
-        return f"wrong with probability {self.flip:.3g}; the loss of {self.name} {how}{bottom}"
+        treatment = "learns a soft label" if self.name == "cdpo" else "is debiased"
+        caveat = " and has no lower bound: it stops by the schedule, not by the loss" if self.name == "dpo" else ""
+        return f"wrong with probability {self.flip:.3g}; the loss of {self.name} {treatment}{caveat}"
 
     def check(self, fmt: str, long_examples: str, label_record: str | None) -> None:
         """Refuses keys of the section data that do not go with it, and labels of texts, which have none, with a ValueError."""
@@ -284,11 +284,11 @@ class AuditConfig(Section):
 
     @property
     def texts(self) -> CanaryConfig:
-        """Which canaries of text are drawn: beside gradient canaries alone, references that nothing plants."""
+        """The text canaries that are drawn; with gradient canaries alone, references that are never planted."""
         return self.canaries or CanaryConfig.model_construct(groups={}, references=100)
 
     def fixed(self) -> AuditSettings:
-        """What of the test has to be fixed before training, as plan.json commits to it."""
+        """The settings of the test that are fixed before training, as plan.json commits to them."""
         ways = default_ways(self.canaries.groups.get(1, 0) if self.canaries else 0)
         return AuditSettings.checked(
             {"alpha": self.alpha, **ways, "score": "calibrated", "version": 2, "control_level": 0.001}

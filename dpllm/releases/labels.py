@@ -111,7 +111,7 @@ def _checked(wanted: DataConfig, cache: Path) -> data.Table:
         turns = [turn for field in _FIELDS if isinstance(row.parts[field], list) for turn in row.parts[field]]
         if not all(isinstance(turn.get("content") or "", str) for turn in turns):
             raise DataError(
-                f"{table.place(place)} has a message whose content is no text, which could tell a label. Drop the row."
+                f"{table.location(place)} has a message whose content is no text, which could tell a label. Drop the row."
             )
     return table
 

@@ -58,7 +58,7 @@ def only_seen(console: Console) -> bool:
 
 def tell_lengths(lengths: Lengths, config: RunConfig, console: Console) -> None:
     """Warns of rows that are cut or lost; of private ones on a terminal alone."""
-    if (words := lengths.told(config.data)) and (config.data.public or only_seen(console)):
+    if (words := lengths.warning(config.data)) and (config.data.public or only_seen(console)):
         console.print(f"Beware: {words}", markup=False, highlight=False, soft_wrap=True)
 
 

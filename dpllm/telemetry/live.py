@@ -1,4 +1,4 @@
-"""What a run shows while it goes on, through a file, a port, experiment trackers and callbacks; and epsilon meanwhile.
+"""What a run shows during training, through a file, a port, experiment trackers and callbacks; and epsilon so far.
 
 Comes in: the record of a run that begins, its steps, its evaluations. Goes out: a ``.prom`` file, an endpoint's page on the
 loopback interface, calls of trackers and callbacks. Only the main process of a run shows anything, and no failure here ends a
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from transformers import TrainerCallback
 
 INTERVAL_SECONDS = 5.0
-"""At most so often is a file written: a node exporter reads every 15 seconds or so."""
+"""Least seconds between two writes of the file: a node exporter reads it about every 15 seconds."""
 LOOPBACK = "127.0.0.1"
 INTERVAL = 5e-3  # of PLD's discretisation: ten times faster than the stated epsilon's, and larger rather than smaller
 Value = bool | int | float | str
@@ -62,7 +62,7 @@ class Telemetry:
         self._textfile: Path | None = None
         self._trackers: Trackers | None = None
         self._shown: ShownRun | None = None
-        self._promised, self._told, self._due = False, False, 0.0
+        self._promised, self._warned, self._due = False, False, 0.0
         self._page, self._open = Families(), contextlib.ExitStack()
         self._on = main and bool(settings.textfile or settings.port or settings.trackers or callbacks)
         if self._on and settings.textfile:
@@ -90,7 +90,7 @@ class Telemetry:
         self._open.close()
 
     def begin(self, step: int, epsilon: float | None, *, base_holds: bool) -> None:
-        """Shows a run whose record stands, after ``step`` logical batches that spent at most ``epsilon``.
+        """Shows a run whose record is written, after ``step`` logical batches that spent at most ``epsilon``.
 
         ``base_holds`` says whether the models before this one leave it a guarantee.
         """
@@ -105,7 +105,7 @@ class Telemetry:
                 self._trackers = Trackers(self._config.telemetry, record.model, folder, about)
                 self._open.callback(self._trackers.finish)
         except DpllmError as error:
-            self._tell(error)
+            self._warn(error)
             return
         self._shown = replace(record, state="running")
         self._show({"dp_training_step": step, "dp_training_epsilon_consumed": epsilon if self._promised else None})
@@ -114,7 +114,7 @@ class Telemetry:
         """Shows a step; ``private`` values (units, clipped, loss) carry no noise, and are read with private metrics only."""
         if self._shown is None:
             return
-        if not self._promised:  # nothing was released with noise that protects anybody
+        if not self._promised:  # no noise protects anybody
             epsilon = None
         released: dict[str, float | None] = {"epsilon_consumed": epsilon, "learning_rate": rate}
         figures: dict[str, float | None] = {"dp_training_step": step, "dp_training_epsilon_consumed": epsilon}
@@ -135,21 +135,21 @@ class Telemetry:
             self._trackers.log({"eval_loss": loss, "eval_accuracy": accuracy}, step)
 
     def end(self) -> None:
-        """Shows what run.json says of the end; the file keeps it."""
+        """Shows the end as run.json records it; the file keeps it."""
         if self._shown is None:
             return
         consumed = self._shown.figures.get("dp_training_epsilon_consumed")
         try:
             record = metrics.of_record(self._run, self._config, promised=self._promised)
         except DpllmError as error:
-            self._tell(error)
+            self._warn(error)
             return
         self._shown = replace(record, figures={**self._shown.figures, **record.figures})
-        # Of a run that was interrupted, the steps' alone.
+        # An interrupted run has consumed the epsilon of its steps alone.
         self._show({"dp_training_epsilon_consumed": consumed})
 
     def _show(self, figures: Figures, *, now: bool = True) -> None:
-        """Takes new figures, and shows everything ``now``, or else with those that follow."""
+        """Stores new figures, and shows everything ``now``, or else with later ones."""
         assert self._shown is not None
         self._shown = replace(self._shown, figures={**self._shown.figures, **figures})
         if not now:
@@ -160,16 +160,15 @@ class Telemetry:
             if self._textfile:
                 metrics.write(metrics.file_of(self._textfile, self._shown.model), self._page.now)
         except OSError as error:
-            self._tell(error)
+            self._warn(error)
 
-    def _tell(self, error: Exception) -> None:
-        if not self._told:
-            _tell(error)
-        self._told = True
+    def _warn(self, error: Exception) -> None:
+        if not self._warned:
+            _warn(error)
+        self._warned = True
 
 
 def _checked(directory: str, run: RunPaths) -> Path:
-    """Where metrics can be written, as the recipe says."""
     path = Path(directory)
     if run.replaces(path) or not path.is_dir() or not os.access(path, os.W_OK | os.X_OK):
         raise ConfigError(
@@ -180,7 +179,7 @@ def _checked(directory: str, run: RunPaths) -> Path:
 
 
 def _about(config: RunConfig, run: RunPaths, shown: ShownRun, *, promised: bool) -> dict[str, Value | None]:
-    """A run in public values, for the trackers' configuration: its settings, and the Plan of one that promises something."""
+    """The public values of a run, for the trackers' configuration: its settings, and its Plan if it promises something."""
     plan = read_plan(run).to_json() if promised and config.privacy.enabled else {}
     settings = {**publishable(config).train.model_dump(), **plan}
     return {
@@ -193,7 +192,7 @@ def _about(config: RunConfig, run: RunPaths, shown: ShownRun, *, promised: bool)
 
 
 def publish_audit(run: RunPaths, config: RunConfig, audited: Figures) -> None:
-    """Writes a run's file, if its recipe has one, with what the audit published; a failure is told, and ends nothing."""
+    """Writes a run's file, if its recipe has one, with what the audit published; a failure is reported, and ends nothing."""
     if not config.telemetry.textfile:
         return
     try:
@@ -201,18 +200,18 @@ def publish_audit(run: RunPaths, config: RunConfig, audited: Figures) -> None:
         families = metrics.run_families(replace(record, figures={**record.figures, **audited}))
         metrics.write(metrics.file_of(config.telemetry.textfile, record.model), families)
     except (OSError, DpllmError) as error:
-        _tell(error)
+        _warn(error)
 
 
-def _tell(error: Exception) -> None:
-    why = error.strerror if isinstance(error, OSError) else str(error)
-    print(f"dpllm: metrics could not be written ({why or type(error).__name__}); the run goes on.", file=sys.stderr)
+def _warn(error: Exception) -> None:
+    reason = error.strerror if isinstance(error, OSError) else str(error)
+    print(f"dpllm: metrics could not be written ({reason or type(error).__name__}); the run goes on.", file=sys.stderr)
 
 
 class Trackers:
-    """The trackers of one run, through accelerate. They take nothing along by themselves, as far as they can be told.
+    """The trackers of one run, through accelerate, with everything switched off that they would send by themselves.
 
-    What may leave is decided by the caller. One that fails gets nothing more.
+    The caller decides what may leave. A tracker that fails gets nothing more.
     """
 
     def __init__(
@@ -222,11 +221,12 @@ class Trackers:
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
         # wandb would send the command line, paths, the state of git, standard output and the load; mlflow the program's path.
-        off = dict.fromkeys(("disable_git", "disable_code", "x_disable_meta", "x_disable_stats"), True)
+        switches = ("disable_git", "disable_code", "x_disable_meta", "x_disable_stats")
+        settings_of_wandb = {"console": "off", **dict.fromkeys(switches, True)}
         run, group = settings.run_name or model, {"group": settings.group} if settings.group else {}
         entity = {"entity": settings.entity} if settings.entity else {}
         options: dict[str, dict[str, Any]] = {
-            "wandb": {"name": run, "dir": str(directory), "settings": {"console": "off", **off}, **group, **entity},
+            "wandb": {"name": run, "dir": str(directory), "settings": settings_of_wandb, **group, **entity},
             "mlflow": {"run_name": run, "tags": {"mlflow.source.name": "dpllm", **group}},
             "trackio": {"name": run, **group},
         }
@@ -234,17 +234,17 @@ class Trackers:
         for name in settings.trackers:
             with self._dropped_if_it_fails(name):
                 kind = LOGGER_TYPE_TO_CLASS[name]
-                where = (str(directory),) if kind.requires_logging_directory else ()
-                tracker = kind(settings.project, *where, **options.get(name, {}))
+                logging_directory = (str(directory),) if kind.requires_logging_directory else ()
+                tracker = kind(settings.project, *logging_directory, **options.get(name, {}))
                 tracker.start()
                 self._started[name] = tracker
-                tracker.store_init_configuration(_known(about))
+                tracker.store_init_configuration(_not_none(about))
 
     def log(self, values: Mapping[str, float | None], step: int) -> None:
-        """Hands over what is known of a step; None is left out."""
-        for name, tracker in tuple(self._started.items()) if _known(values) else ():
+        """Sends the values of a step; None is left out."""
+        for name, tracker in tuple(self._started.items()) if _not_none(values) else ():
             with self._dropped_if_it_fails(name):
-                tracker.log(_known(values), step=step)
+                tracker.log(_not_none(values), step=step)
 
     def finish(self) -> None:
         """Ends them."""
@@ -259,11 +259,11 @@ class Trackers:
             yield
         except (Exception, SystemExit) as error:  # which may show an address with a password
             self._started.pop(name, None)
-            why = re.sub(r"//[^/@\s]*@", "//", " ".join(f"{type(error).__name__} {error}".split()))[:200]
-            print(f"dpllm: the tracker {name} failed ({why}) and is switched off.", file=sys.stderr)
+            reason = re.sub(r"//[^/@\s]*@", "//", " ".join(f"{type(error).__name__} {error}".split()))[:200]
+            print(f"dpllm: the tracker {name} failed ({reason}) and is switched off.", file=sys.stderr)
 
 
-def _known(values: Mapping[str, Value | None]) -> dict[str, Value]:
+def _not_none(values: Mapping[str, Value | None]) -> dict[str, Value]:
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -328,7 +328,7 @@ class Callbacks:
     def step(self, step: int, released: Mapping[str, float | None]) -> None:
         """``on_log`` with what the step released, then ``on_step_end``."""
         if self._callbacks:
-            logs = _known(released)
+            logs = _not_none(released)
             self._state.global_step = step
             self._state.log_history.append({**logs, "step": step})
             self._call("on_log", logs=dict(logs))
@@ -339,13 +339,13 @@ class Callbacks:
         if self._callbacks:
             self._call("on_train_end")
 
-    def _call(self, what: str, **more: Any) -> None:
+    def _call(self, method: str, **arguments: Any) -> None:
         for callback in self._callbacks:
-            getattr(callback, what)(self._settings, self._state, self._control, **more)
+            getattr(callback, method)(self._settings, self._state, self._control, **arguments)
 
 
 class EpsilonSpent:
-    """An upper bound on the epsilon of the steps so far, which costs next to nothing.
+    """An upper bound on the epsilon of the steps so far, computed five times in a run.
 
     Guarantee:
         At least the epsilon of the steps executed, and at most the Plan's. It is computed at fifths of the run, each when

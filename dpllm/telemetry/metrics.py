@@ -59,7 +59,7 @@ Figures = Mapping[str, float | None]
 
 @dataclass(frozen=True)
 class ShownRun:
-    """What metrics show of a run: public and released values only, but for the un-noised ones of ``GAUGES``."""
+    """The values of a run that metrics show: public and released ones, and the un-noised ones of ``GAUGES``."""
 
     names: Mapping[str, str]  # model, dataset (in the ledger, or its public name), run_id (the reservation, or empty)
     base_model: str
@@ -68,7 +68,7 @@ class ShownRun:
 
     @property
     def model(self) -> str:
-        """What is being trained: the run directory's last part."""
+        """The last part of the run directory."""
         return self.names["model"]
 
 
@@ -131,7 +131,7 @@ def label(dataset: str) -> str:
 
 
 def ledger_families(ledger: Ledger) -> list[Metric]:
-    """A ledger's chain, which is verified, and refusals by their reason; of a chain that holds, also what each account holds.
+    """The state of a ledger's chain, and refusals by reason; also the accounts, if the chain verifies.
 
     Raises:
         ConfigError: The ledger cannot be read.
@@ -154,21 +154,17 @@ def ledger_families(ledger: Ledger) -> list[Metric]:
 def _account_families(ledger: Ledger, names: Iterable[str]) -> list[Metric]:
     budget, used, reservations, heartbeat = [], [], [], []
     for name in names:
-        known, dataset, runs = ledger.budget(name), {"dataset": label(name)}, ledger.runs(name)
-        if known is not None:
-            budget.append((dataset, known.epsilon))
+        account_budget, dataset, runs = ledger.budget(name), {"dataset": label(name)}, ledger.runs(name)
+        if account_budget is not None:
+            budget.append((dataset, account_budget.epsilon))
             used.append((dataset, 1.0 if (share := ledger.used(name)) is None else share))
         states = Counter(run.state for run in runs)
         reservations += [({**dataset, "state": state}, states[state]) for state in get_args(State)]
-        alive = [(run.reservation.entry, run) for run in runs if run.state in OPEN]
-        heartbeat += [({**dataset, "run_id": entry, "state": run.state}, run.heartbeat) for entry, run in alive]
+        unfinished = [(run.reservation.entry, run) for run in runs if run.state in OPEN]
+        heartbeat += [({**dataset, "run_id": entry, "state": run.state}, run.heartbeat) for entry, run in unfinished]
     return [
         gauge("dp_training_budget", "Epsilon that all runs on the dataset together may spend.", budget),
-        gauge(
-            "dp_training_budget_used",
-            "Share of the budget that is used; 1 where a final run has closed it.",
-            used,
-        ),
+        gauge("dp_training_budget_used", "Share of the budget that is used; 1 where a final run has closed it.", used),
         gauge("dp_ledger_reservations", "Reservations in each state.", reservations),
         gauge(
             "dp_reservation_heartbeat_timestamp_seconds",
@@ -186,7 +182,7 @@ class Families(Collector):
         self.now = tuple(families)
 
     def collect(self) -> Iterable[Metric]:
-        """What prometheus-client asks for."""
+        """The families, for prometheus-client."""
         return self.now
 
 

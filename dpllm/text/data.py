@@ -1,4 +1,4 @@
-"""Rows in memory or on disk, once they are read: what a table of them is, and whose each row is.
+"""Rows that were read, in memory or on disk: tables of them, and the owner of each row.
 
 Comes in: a data source, the recipe's data section. Goes out: a ``Table`` of rows, as often as asked for and in any order, of
 which memory need not hold all; ``Groups`` of them, one for each privacy unit. This module reads private text; its errors name
@@ -28,9 +28,9 @@ from dpllm.recipe import names
 from dpllm.recipe.config import DataConfig, Source
 from dpllm.text import layouts, owners
 from dpllm.text.layouts import (
-    BESIDE,
     COLUMNS,
     FIELDS,
+    TEMPLATE_COLUMNS,
     Format,
     Layout,
     Row,
@@ -48,7 +48,7 @@ BUFFER = 16 * 2**20
 
 
 class ReadWhenAsked(Sequence[T]):
-    """A sequence whose items are read when they are asked for, by number."""
+    """A sequence that reads an item when it is indexed."""
 
     @abstractmethod
     def _read(self, number: int) -> T: ...
@@ -84,14 +84,14 @@ class StoredRows(ReadWhenAsked[Row]):
         Raises:
             DataError: The disk is full, or the folder cannot be written to.
         """
-        packed = pickle.dumps(row, protocol=pickle.HIGHEST_PROTOCOL)
-        end = self._starts[-1] + len(packed)
+        pickled = pickle.dumps(row, protocol=pickle.HIGHEST_PROTOCOL)
+        end = self._starts[-1] + len(pickled)
         with self._disk_errors():
             if self._starts[-1] <= self._buffer < end:
                 self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if self._file.tell() != self._starts[-1]:  # a row was read meanwhile
                 self._file.seek(self._starts[-1])
-            self._file.write(packed)
+            self._file.write(pickled)
         self._starts.append(end)
 
     def __len__(self) -> int:
@@ -100,8 +100,8 @@ class StoredRows(ReadWhenAsked[Row]):
     def _read(self, number: int) -> Row:
         with self._disk_errors():
             self._file.seek(self._starts[number])
-            packed = self._file.read(self._starts[number + 1] - self._starts[number])
-        row: Row = pickle.loads(packed)  # our own bytes, from a file that nobody else can open
+            pickled = self._file.read(self._starts[number + 1] - self._starts[number])
+        row: Row = pickle.loads(pickled)  # our own bytes, from a file that nobody else can open
         return row
 
     @contextlib.contextmanager
@@ -116,7 +116,7 @@ class StoredRows(ReadWhenAsked[Row]):
 
 
 class Groups(ReadWhenAsked[list[Row]]):
-    """The rows of each thing that is sampled or counted as a whole; in memory are the numbers of rows and not the rows."""
+    """Rows that are sampled or counted together; memory holds their numbers and not the rows."""
 
     def __init__(
         self, rows: Sequence[Row], numbers: Sequence[int], starts: Sequence[int], graph: owners.Graph | None = None
@@ -135,7 +135,7 @@ class Groups(ReadWhenAsked[list[Row]]):
         return Groups(self._rows, self._numbers, range(len(self._numbers) + 1), self.graph)
 
     def digest(self) -> str:
-        """Of which rows, by number, stand in which group; in hexadecimal."""
+        """Hash of which rows, by number, are in which group; in hexadecimal."""
         import numpy as np
 
         digest = hashlib.blake2b(b"%d:" % len(self._starts), digest_size=32)
@@ -159,7 +159,7 @@ class Table:
     rows: Sequence[Row]
     """As often as asked for, in any order; those of ``load_table`` may be more than memory holds."""
     format: Format
-    """How they read."""
+    """Of every row."""
     digest: str | None = None
     """Of the columns that the format reads, of all rows in their order, in hexadecimal; None of a table that ``load_table`` did
     not make. Private: a hash of a short text tells whoever guesses it."""
@@ -168,14 +168,14 @@ class Table:
     sizes: tuple[tuple[str, int], ...] = ()
     """Rows of each file, where the source is several."""
     columns: tuple[str, ...] = ()
-    """All that the first row has."""
+    """Of the first row."""
 
     def parts(self) -> Iterator[dict[str, Any]]:
-        """What each row says, by column."""
+        """The parts of each row, by column."""
         return (row.parts for row in self.rows)
 
-    def place(self, number: int) -> str:
-        """Where a row stands, counted from 1: its file and its number there."""
+    def location(self, number: int) -> str:
+        """The file of a row and its number in that file; both numbers count from 1."""
         for name, size in self.sizes:
             if number <= size:
                 return f"{name}: row {number}"
@@ -188,7 +188,7 @@ class Rows:
     """The rows of a recipe, each read once."""
 
     table: Table  # that train
-    groups: Groups  # what is sampled as a whole
+    groups: Groups  # sampled together
     held_out: Table | None  # for evaluation; None where the recipe names none
 
 
@@ -213,16 +213,17 @@ def load_table(source: Source, data: DataConfig, split: str, cache_dir: Path, co
     """
     rows, layout, content = StoredRows(cache_dir), None, hashlib.blake2b(digest_size=32)
     sizes, first = list[tuple[str, int]](), tuple[str, ...]()
-    title, named = ", ".join(names.listed(source)), [column for column in data.columns.values() if column is not None]
+    title, renamed_columns = ", ".join(names.listed(source)), list(filter(None, data.columns.values()))
     ignored = {name for name, column in data.columns.items() if column is None}
-    missing = {*data.control, *columns, *(set(named) - ignored)}  # which columns the data have is taken as public
+    # Which columns the data have is taken as public.
+    missing = {*data.control, *columns, *(set(renamed_columns) - ignored)}
     for name in files(source, data, split, cache_dir):
         number = 0
         for number, raw in enumerate(read_rows(name, data, split), start=1):
-            place = f"{name}: row {number}"
-            row = renamed(raw, place, data.columns)
-            layout = layout_of(row, place, data.format, layout, named)
-            typed, fields, has = _typed(row, place, layout, data, columns)
+            location = f"{name}: row {number}"
+            row = renamed(raw, location, data.columns)
+            layout = layout_of(row, location, data.format, layout, renamed_columns)
+            typed, fields, has = _typed(row, location, layout, data, columns)
             missing -= has
             first = first or tuple(has)
             content.update(fields)
@@ -242,35 +243,35 @@ def load_held_out(data: DataConfig, cache_dir: Path) -> Table | None:
 
 
 def _typed(
-    raw: Raw, place: str, layout: Layout, data: DataConfig, columns: Collection[str]
+    raw: Raw, location: str, layout: Layout, data: DataConfig, columns: Collection[str]
 ) -> tuple[Row, bytes, Set[str]]:
-    row, fields = converted(raw, place, layout)
+    row, fields = converted(raw, location, layout)
     if data.template is not None and (layout.lists or "prompt" not in FIELDS[layout.format]):
         raise DataError(
-            f"{place} reads as {layout.name}, and data.template joins a prompt with its completion, so that it would do nothing. "
+            f"{location} reads as {layout.name}, and data.template, which joins a prompt with its completion, would do nothing. "
             "Remove data.template: messages are read by the model's chat template, text as it stands."
         )
     line = ""
     if data.control:
-        _check_control(data, layout, place)
+        _check_control(data, layout, location)
         line = layouts.code_line(data.control, [value_name(row.get(name)) for name in data.control])
-        fields += packed(line, place, ", ".join(data.control))
-    parts = {name: row[name] for name in (*COLUMNS, *BESIDE) if name in row}
+        fields += packed(line, location, ", ".join(data.control))
+    parts = {name: row[name] for name in (*COLUMNS, *TEMPLATE_COLUMNS) if name in row}
     codes = {name: row[name] for name in (*data.control, *columns) if name in row}
     return Row(parts, row.get(data.unit) if data.unit != "example" else None, codes, line), fields, row.keys()
 
 
-def _check_control(data: DataConfig, layout: Layout, place: str) -> None:
+def _check_control(data: DataConfig, layout: Layout, location: str) -> None:
     if layout.lists:
         raise DataError(
-            f"{place} reads as {layout.name}, and data.control cannot add its line there, because the chat template fixes the "
+            f"{location} reads as {layout.name}, and data.control cannot add its line there, because the chat template fixes the "
             "place of every token. Use rows with text, or with prompt and completion, or remove data.control."
         )
     texts = {*layout.columns(), *FIELDS[layout.format], *filter(None, data.columns.values())}
-    if both := sorted(texts & set(data.control)):
+    if text_codes := sorted(texts & set(data.control)):
         raise DataError(
-            f"{place}: column {both[0]!r} is listed in data.control but holds the text itself. Name columns with few distinct "
-            "values in data.control."
+            f"{location}: column {text_codes[0]!r} is listed in data.control but holds the text itself. Name columns with "
+            "few distinct values in data.control."
         )
 
 
@@ -290,12 +291,12 @@ def group_rows(table: Table, data: DataConfig) -> Groups:
     if data.unit == "example":
         return each_row(table.rows)
     if data.owners == "several":
-        named = (_named(table, number, row, data) for number, row in enumerate(table.rows, start=1))
-        kept, graph = owners.choose_rows(named, data.max_examples_per_unit or 1)
-        return Groups(table.rows, kept, range(len(kept) + 1), graph)
+        owners_of_rows = (_owners_of(table, number, row, data) for number, row in enumerate(table.rows, start=1))
+        numbers, graph = owners.choose_rows(owners_of_rows, data.max_examples_per_unit or 1)
+        return Groups(table.rows, numbers, range(len(numbers) + 1), graph)
     units, hashes = bytearray(), bytearray()
     for number, row in enumerate(table.rows, start=1):
-        [unit] = _named(table, number, row, data)
+        [unit] = _owners_of(table, number, row, data)
         units += hashlib.blake2b(unit.encode(errors="surrogatepass"), digest_size=16).digest()
         hashes += _row_hash(row, FIELDS[table.format])
     # As strings of 16 bytes, which numpy sorts as they are; NULs at the end make no two of them equal.
@@ -305,43 +306,40 @@ def group_rows(table: Table, data: DataConfig) -> Groups:
     count_U = np.bincount(unit_N)
     start_U = np.cumsum(count_U) - count_U
     place_N = np.arange(len(order_N)) - np.repeat(start_U, count_U)
-    most = data.max_examples_per_unit or len(order_N)
-    starts = np.concatenate([[0], np.cumsum(np.minimum(count_U, most))])
-    return Groups(table.rows, order_N[place_N < most], starts)  # type: ignore[arg-type]
+    limit = data.max_examples_per_unit or len(order_N)
+    starts = np.concatenate([[0], np.cumsum(np.minimum(count_U, limit))])
+    return Groups(table.rows, order_N[place_N < limit], starts)  # type: ignore[arg-type]
 
 
-def _named(table: Table, number: int, row: Row, data: DataConfig) -> list[str]:
-    """Whose a row is, each person once; the row is counted from 1."""
+def _owners_of(table: Table, number: int, row: Row, data: DataConfig) -> list[str]:
+    """The owners of a row, each once; ``number`` counts from 1."""
     values = owners.values_of(row.unit) if data.owners == "several" else [row.unit]
-    written = data.owners == "several" and any(map(owners.is_written_list, values))
-    if written or any(isinstance(value, list | dict) for value in values):
-        fix = (
-            "Set data.owners: several"
-            if data.owners == "one"
-            else 'Write a plain list of names, or in a text "ana; ben"'
-        )
+    list_as_text = data.owners == "several" and any(map(owners.is_written_list, values))
+    if list_as_text or any(isinstance(value, list | dict) for value in values):
+        plain = 'Write a plain list of names, or in a text "ana; ben"'
+        fix = "Set data.owners: several" if data.owners == "one" else plain
         raise DataError(
-            f"{table.place(number)} has a list in column {data.unit!r}, which data.unit names, where a name is expected: the "
-            f"list would be taken for one person, and nobody in it be protected. {fix}, or name another column there."
+            f"{table.location(number)} has a list in column {data.unit!r}, where data.unit expects a name: the list would be "
+            f"taken for one person, and nobody in it would be protected. {fix}, or name another column there."
         )
-    if names_of := owner_names(row.unit, data):
-        return names_of
+    if owner_names_of_row := owner_names(row.unit, data):
+        return owner_names_of_row
     near = [] if data.unit in table.columns else difflib.get_close_matches(data.unit, table.columns, 1)
     fix = f"Did you mean {near[0]!r}?" if near else "Fill in the value, drop the row, or name another column there."
     raise DataError(
-        f"{table.place(number)} has no value in column {data.unit!r}, which data.unit names, so its owner is unknown and "
+        f"{table.location(number)} has no value in column {data.unit!r}, which data.unit names, so its owner is unknown and "
         f"could not be protected. {fix}"
     )
 
 
 def owner_names(value: Any, data: DataConfig) -> list[str]:
-    """Whom a value of the unit column names, each person once, see ``unit_name``; none where one of them has no name."""
-    named = list(map(unit_name, owners.values_of(value) if data.owners == "several" else [value]))
-    return list(dict.fromkeys(name for name in named if name)) if all(named) else []
+    """The people that a value of the unit column names, each once, see ``unit_name``; none if one of them has no name."""
+    unit_names = list(map(unit_name, owners.values_of(value) if data.owners == "several" else [value]))
+    return list(dict.fromkeys(name for name in unit_names if name)) if all(unit_names) else []
 
 
 def unit_name(value: Any) -> str | None:
-    """Whose row it is, as every comparison of units reads the unit column; None where nobody is named.
+    """The owner of a row, as every comparison of units reads the unit column; None where nobody is named.
 
     One person written in several ways is one unit. Exports add what nobody typed: spaces around, repeated or of another kind,
     invisible letters, another Unicode form (NFKC: full-width letters too), 1.0 for 1. A person taken for two would be bounded
@@ -359,7 +357,7 @@ def unit_name(value: Any) -> str | None:
 
 
 def value_name(value: Any) -> str:
-    """A value as counts and control codes read it: in the words of ``unit_name``; empty where there is none."""
+    """A value as counts and control codes read it, see ``unit_name``; empty where there is none."""
     return str(value).lower() if isinstance(value, bool) else unit_name(value) or ""
 
 
@@ -370,7 +368,7 @@ def _row_hash(row: Row, fields: Sequence[str]) -> bytes:
 
 
 def sampled_rows(table: Table, data: DataConfig) -> Groups:
-    """What is sampled as a whole: ``group_rows``, or with ``sampling: example`` each of their rows alone."""
+    """The rows that are sampled together: ``group_rows``, or with ``sampling: example`` each of their rows alone."""
     groups = group_rows(table, data)
     return groups if data.sampling == "unit" else groups.each_alone()
 

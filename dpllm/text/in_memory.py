@@ -1,4 +1,4 @@
-"""Rows that a program holds, written to a file of their owner's: a list of dicts, a pandas DataFrame, a datasets.Dataset.
+"""Rows of a program, written to a file that only its owner reads: a list of dicts, a pandas DataFrame, a datasets.Dataset.
 
 Comes in: rows, and which columns the recipe names. Goes out: the path of a JSON Lines file, which is then read as any other. Its
 errors name columns and rows and never what is in them. Imports neither pandas nor datasets: whoever holds such rows has it.
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dpllm.errors import DataError
-from dpllm.text.layouts import BESIDE, COLUMNS
+from dpllm.text.layouts import COLUMNS, TEMPLATE_COLUMNS
 from dpllm.text.sources import ROWS_AT_ONCE
 
 _DECLARED = re.compile(r"object|str|(large_)?string(\[.*\])?|U?Int(8|16|32|64)|boolean")
@@ -27,7 +27,7 @@ _LEAVES = re.compile(r"Value\('(?!(large_)?string'|u?int\d|bool)")
 """In a nested column's type, what everybody's rows decide, such as a float, or JSON has no word for."""
 
 
-def write_rows(rows: Any, named: Collection[str], folder: Path, name: str, before: Path | None = None) -> Path:
+def write_rows(rows: Any, columns: Collection[str], folder: Path, name: str, earlier: Path | None = None) -> Path:
     """Writes rows to ``folder``/``name``-RANDOM.jsonl, which only its owner can read.
 
     A card names the file, so its name has no hash of the rows, which whoever guesses them could check, and no number, which would
@@ -35,10 +35,10 @@ def write_rows(rows: Any, named: Collection[str], folder: Path, name: str, befor
 
     Args:
         rows: Dicts, one after the other; a ``pandas.DataFrame``; a ``datasets.Dataset``.
-        named: Columns that the recipe names; these and those of every format are written, and no others.
+        columns: That the recipe names; these and those of every format are written, and no others.
         folder: Is made.
         name: Such as ``train``; errors name it.
-        before: The file of the run that goes on, which is taken if it holds the same rows.
+        earlier: The file of a run that is resumed, which is used again if it holds the same rows.
 
     Raises:
         DataError: No rows, a row that is no dict or that JSON cannot hold, or a column whose type depends on other rows.
@@ -46,7 +46,7 @@ def write_rows(rows: Any, named: Collection[str], folder: Path, name: str, befor
     Guarantee:
         How a row is written depends on that row alone; other rows can only make the whole be refused.
     """
-    used = {*named, *BESIDE, *COLUMNS}
+    used = {*columns, *TEMPLATE_COLUMNS, *COLUMNS}
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     descriptor, written = tempfile.mkstemp(dir=folder, suffix=".part")
     part, number = Path(written), 0
@@ -59,15 +59,15 @@ def write_rows(rows: Any, named: Collection[str], folder: Path, name: str, befor
                 file.write(_line(row, used, f"{name}: row {number}", table=table, numbers=numbers))
         if not number:
             raise DataError(f"{name}: holds no rows. Give at least one.")
-        if before is not None and before.is_file() and filecmp.cmp(before, part, shallow=False):
-            return before
+        if earlier is not None and earlier.is_file() and filecmp.cmp(earlier, part, shallow=False):
+            return earlier
         return part.rename(folder / f"{name}-{secrets.token_hex(8)}.jsonl")
     finally:
         part.unlink(missing_ok=True)
 
 
 def _is_frame(rows: Any) -> bool:
-    """Whether it is a DataFrame of pandas; a Series has no columns, and a frame of another library no iloc."""
+    """Only a DataFrame of pandas has both: a Series has no columns, and a frame of another library no iloc."""
     return hasattr(rows, "iloc") and hasattr(rows, "columns")
 
 
@@ -111,35 +111,35 @@ def _check(column: str, kind: str, declared: bool, name: str) -> None:
         )
 
 
-def _line(row: Any, used: Collection[str], place: str, *, table: bool, numbers: Collection[str]) -> str:
+def _line(row: Any, used: Collection[str], location: str, *, table: bool, numbers: Collection[str]) -> str:
     if not isinstance(row, Mapping) or not all(isinstance(column, str) for column in row):
-        raise DataError(f"{place} is a {type(row).__name__}; a dict with names of columns is expected.")
-    found = {}
+        raise DataError(f"{location} is a {type(row).__name__}; a dict with names of columns is expected.")
+    values = {}
     for column in row.keys() & used:
         try:
-            found[column] = _plain(row[column], table)
-            if table and isinstance(found[column], int) and column not in numbers:
+            values[column] = _plain(row[column], table)
+            if table and isinstance(values[column], int) and column not in numbers:
                 raise TypeError  # in a column of objects, which has what pandas found in some part of the file
-            json.dumps(found[column], allow_nan=False)
+            json.dumps(values[column], allow_nan=False)
         except (TypeError, ValueError, RecursionError):
             raise DataError(
-                f"{place}: column {column!r} holds a {type(row[column]).__name__}. A column that is read holds text, or lists "
+                f"{location}: column {column!r} holds a {type(row[column]).__name__}. A column that is read holds text, or lists "
                 "and dicts of text; numbers only in a list of dicts, where no table chose their type. Make it text."
             ) from None
-    return json.dumps(found, sort_keys=True) + "\n"
+    return json.dumps(values, sort_keys=True) + "\n"
 
 
 def _plain(value: Any, table: bool) -> Any:
-    """A value as JSON has it; in a table, what other rows alone have is not there, and a number with a point is a TypeError."""
+    """A value of JSON; of a table, without keys that only other rows have, and with a TypeError for a float."""
     if hasattr(value, "tolist"):  # of numpy
         value = value.tolist()
     if value is None or type(value).__name__ in {"NAType", "NaTType"} or (isinstance(value, float) and value != value):
         return None
     if isinstance(value, Mapping):
-        inner = {key: _plain(one, table) for key, one in value.items()}
-        return {key: one for key, one in inner.items() if one is not None or not table}
+        inner = {key: _plain(item, table) for key, item in value.items()}
+        return {key: item for key, item in inner.items() if item is not None or not table}
     if isinstance(value, list | tuple):
-        return [_plain(one, table) for one in value]
+        return [_plain(item, table) for item in value]
     if not isinstance(value, str | bool | int | float) or (table and isinstance(value, float)):
         raise TypeError
     return value

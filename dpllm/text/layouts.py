@@ -1,4 +1,4 @@
-"""How a row reads: the layouts that trainers document become one of four formats.
+"""The layouts of rows that trainers document, each of which becomes one of four formats.
 
 Comes in: one row as its source holds it. Goes out: a ``Row`` of a format, and what was read from where. A row never decides how
 another one reads: it can only make the whole be refused. Errors name columns and never their text. It must not know where rows
@@ -35,8 +35,8 @@ SPEAKERS = sorted({*ROLES.values(), "developer", "function", "ipython", "observa
 """Roles that chat templates know."""
 SEPARATOR = ";"
 """Between the values of several columns, in the name of a value that ``dpllm describe`` counts."""
-TOOLS, KWARGS = BESIDE = ("tools", "chat_template_kwargs")
-"""Columns beside messages that a chat template reads, as TRL names them."""
+TOOLS, KWARGS = TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")
+"""Columns that a chat template reads with the messages, as TRL names them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Row:
     Attributes:
         parts: Every column that some layout reads -> text or messages: those of the source, and those of the row's format.
         unit: What the unit column says, as its source holds it, see ``data.unit_name``; None without one.
-        codes: Columns beside the text that were asked for, of those that the row has -> their values as the source holds them.
+        codes: The requested columns that the row has -> their values as the source holds them.
         line: What stands before the text by ``data.control``, see ``code_line``; empty without.
     """
 
@@ -57,7 +57,7 @@ class Row:
 
 
 def code_line(columns: Sequence[str], values: Sequence[str]) -> str:
-    """What ``data.control`` puts before a text, such as "visit: home | age: old", with its line end; nothing of it is learned."""
+    """The line that ``data.control`` puts before a text, such as "visit: home | age: old", with its line end; it is masked."""
     return " | ".join(f"{column}: {value}" for column, value in zip(columns, values, strict=True)) + "\n"
 
 
@@ -78,23 +78,23 @@ class Layout(NamedTuple):
     convert: Callable[[Raw], Raw] | None = None
     """Makes the columns of the format; None where they are there."""
     texts: tuple[str, ...] = ("system",)
-    """Columns that hold text beside such lists."""
+    """Columns that hold text and not such lists."""
 
     def columns(self) -> list[str]:
         """All columns that are read."""
         return [column for columns in self.reads.values() for column in columns]
 
     def needed(self) -> list[str]:
-        """Those without which nothing can be read."""
+        """Those that a row must have."""
         return [column for column in self.columns() if column not in OPTIONAL]
 
     @property
     def may_be_empty(self) -> bool:
-        """Whether null is the empty text here: csv has no other word for it, and pandas none for the empty cell of a csv file."""
+        """Whether null means the empty text: csv has no other word for it, and pandas reads an empty cell of csv as null."""
         return not self.lists and self.format in ("text", "prompt_completion")
 
     def holds(self, row: Raw) -> bool:
-        """Whether a row that fits has something to learn in one of its columns."""
+        """Whether a column of a fitting row has something to learn."""
         return any(row[column] for column in self.needed() if column not in ("prompt", "instruction"))
 
     def fits(self, row: Raw) -> bool:
@@ -108,10 +108,10 @@ class Layout(NamedTuple):
         return all(isinstance(row[column], list) == (column not in self.texts) for column in self.columns())
 
 
-OPTIONAL = {"input", "system", *BESIDE}
+OPTIONAL = {"input", "system", *TEMPLATE_COLUMNS}
 
 
-def renamed(raw: Raw, place: str, columns: Mapping[str, str | None]) -> Raw:
+def renamed(raw: Raw, location: str, columns: Mapping[str, str | None]) -> Raw:
     """The row with the columns that ``data.columns`` names under the names of a format, under which nothing else is read.
 
     Raises:
@@ -119,7 +119,7 @@ def renamed(raw: Raw, place: str, columns: Mapping[str, str | None]) -> Raw:
     """
     if missing := sorted({column for to, column in columns.items() if column and to not in OPTIONAL} - raw.keys()):
         raise DataError(
-            f"{place} has no column {missing[0]!r}, which data.columns names. Check the spelling in data.columns, or fix or "
+            f"{location} has no column {missing[0]!r}, which data.columns names. Check the spelling in data.columns, or fix or "
             "drop the row."
         )
     row = {**raw, **{to: raw.get(column) for to, column in columns.items() if column}}
@@ -128,8 +128,8 @@ def renamed(raw: Raw, place: str, columns: Mapping[str, str | None]) -> Raw:
 
 
 def _of_alpaca(row: Raw) -> Raw:
-    asked = (row["instruction"], row.get("input"))
-    return {"prompt": "".join(f"{part}\n" for part in asked if part), "completion": row["output"]}
+    instructions = (row["instruction"], row.get("input"))
+    return {"prompt": "".join(f"{part}\n" for part in instructions if part), "completion": row["output"]}
 
 
 def _of_sharegpt(row: Raw) -> Raw:
@@ -157,27 +157,27 @@ def of_chats(row: Raw) -> Raw:
 def _of_answers(row: Raw) -> Raw:
     """The words, or messages, that both answers begin with are their prompt: no word is cut, since a space follows a prompt."""
     chosen, rejected = row["chosen"], row["rejected"]
-    most = min(len(chosen), len(rejected)) - 1  # something is left of both
-    same = next((place for place in range(most) if chosen[place] != rejected[place]), most)
+    longest = min(len(chosen), len(rejected)) - 1  # something is left of both
+    shared = next((index for index in range(longest) if chosen[index] != rejected[index]), longest)
     if isinstance(chosen, str):
-        same = max((place for place in range(same) if chosen[place].isspace()), default=0)
-    return {"prompt": chosen[:same], "chosen": chosen[same:], "rejected": rejected[same:]}
+        shared = max((index for index in range(shared) if chosen[index].isspace()), default=0)
+    return {"prompt": chosen[:shared], "chosen": chosen[shared:], "rejected": rejected[shared:]}
 
 
-def _of_told_prompt(row: Raw) -> Raw:
+def _of_prompt_as_text(row: Raw) -> Raw:
     pair = _of_answers(row)
-    if all(not isinstance(one, dict) or one.get("content") != row["prompt"] for one in pair["prompt"]):
+    if all(not isinstance(turn, dict) or turn.get("content") != row["prompt"] for turn in pair["prompt"]):
         raise DataError(
-            "has a text in column 'prompt' that is no message with which both answers begin, and type --data.columns '{prompt: "
-            "null}' if it may be ignored"
+            "has a text in column 'prompt' that no message before both answers repeats; --data.columns '{prompt: null}' ignores "
+            "the column"
         )
     return pair
 
 
 _PAIRS: dict[str, tuple[str, ...]] = {field: (field,) for field in FIELDS["preference"]}
-_TOLD = "preference as messages that begin with the prompt"
+_PROMPT_AS_TEXT = "preference as messages that begin with the prompt"
 LAYOUTS = (
-    Layout(_TOLD, "preference", _PAIRS, True, _of_told_prompt, ("prompt",)),
+    Layout(_PROMPT_AS_TEXT, "preference", _PAIRS, True, _of_prompt_as_text, ("prompt",)),
     *(Layout(fmt, fmt, {field: (field,) for field in fields}, fmt == "messages") for fmt, fields in FIELDS.items()),
     Layout("preference as messages", "preference", _PAIRS, True),
     Layout("preference without a prompt", "preference", {**_PAIRS, "prompt": ()}, False, _of_answers),
@@ -198,48 +198,48 @@ COLUMNS = tuple(dict.fromkeys(column for layout in LAYOUTS for column in layout.
 FIX = "Set data.format, and fix or drop the rows that lack what it reads."
 
 
-def layout_of(row: Raw, place: str, wanted: str, before: Layout | None, named: Iterable[str] = ()) -> Layout:
-    """The layout of a row, which is that of the rows before it: of the format ``wanted``, or with auto of the only one it fits.
+def layout_of(row: Raw, location: str, fmt: str, previous: Layout | None, named_columns: Iterable[str] = ()) -> Layout:
+    """The layout of a row: that of the rows before it, of the format ``fmt``, or with auto of the only format that the row fits.
 
-    ``named``: columns that the recipe names. Errors name these and those of the formats alone: a file may hold text as a column's
+    ``named_columns``: those of the recipe. Errors name these and those of the formats alone: a file may hold text as a column's
     name, such as keys in JSON, or the first row of a csv file without a header line.
 
     Raises:
         DataError: Several formats, another layout than before, or none; the columns are named.
     """
-    fitting = [layout for layout in LAYOUTS if wanted in ("auto", layout.format) and layout.fits(row)]
+    fitting = [layout for layout in LAYOUTS if fmt in ("auto", layout.format) and layout.fits(row)]
     fitting = [layout for layout in fitting if layout.holds(row)] or fitting
     if len({layout.format for layout in fitting}) > 1:
         names = " and as ".join(layout.name for layout in fitting)
         raise DataError(
-            f"{place} reads as {names}, and data.format: auto does not choose between them, because one row could then decide "
+            f"{location} reads as {names}, and data.format: auto does not choose between them, because one row could then decide "
             f"how all others are read. {FIX}"
         )
-    if fitting and before and before != fitting[0]:
+    if fitting and previous and previous != fitting[0]:
         raise DataError(
-            f"{place} reads as {fitting[0].name}, but the rows before it read as {before.name}. All rows must have the same "
+            f"{location} reads as {fitting[0].name}, but the rows before it read as {previous.name}. All rows must have the same "
             f"format, so that no row decides how others are read. {FIX}"
         )
-    if before or fitting:
-        return before or fitting[0]
-    if wanted in get_args(Format):
-        return next(layout for layout in LAYOUTS if layout.name == wanted)
-    headed = not any(suffix in place.lower() for suffix in (".csv", ".tsv"))
+    if previous or fitting:
+        return previous or fitting[0]
+    if fmt in get_args(Format):
+        return next(layout for layout in LAYOUTS if layout.name == fmt)
+    has_header = not any(suffix in location.lower() for suffix in (".csv", ".tsv"))
     filled = {name for name, value in row.items() if value is not None}
-    known = sorted(filled & {*COLUMNS, *named})
+    readable = sorted(filled & {*COLUMNS, *named_columns})
     columns = (
-        f"fills the columns {', '.join(known) or 'none'} of those that dpllm reads, and {len(filled) - len(known)} others"
-        if headed
+        f"fills the columns {', '.join(readable) or 'none'} of those that dpllm reads, and {len(filled) - len(readable)} others"
+        if has_header
         else "has none of them, or the file lacks a header line, or its delimiter is not data.csv.delimiter"
     )
     raise DataError(
-        f"{place} {columns}; a row needs text, or prompt and completion, or messages, or instruction and output (Alpaca), or "
+        f"{location} {columns}; a row needs text, or prompt and completion, or messages, or instruction and output (Alpaca), or "
         "conversations (ShareGPT), or chosen and rejected (preference). Name other columns with data.columns, as in "
         "--data.columns '{text: body}'."
     )
 
 
-def converted(row: Raw, place: str, layout: Layout) -> tuple[Raw, bytes]:
+def converted(row: Raw, location: str, layout: Layout) -> tuple[Raw, bytes]:
     """The row with the columns of the format, and these as bytes.
 
     Raises:
@@ -248,84 +248,84 @@ def converted(row: Raw, place: str, layout: Layout) -> tuple[Raw, bytes]:
     row = {**row, **{column: _filled(row[column]) for column in layout.columns() if isinstance(row.get(column), list)}}
     if layout.may_be_empty:
         row |= {column: "" for column in layout.needed() if column in row and row[column] is None}
-    fields = _beside(row, place) if layout.lists else b""
+    fields = _template_columns(row, location) if layout.lists else b""
     for column in layout.columns():
         if row.get(column) is not None or column not in OPTIONAL:
-            _check(row.get(column), place, column, layout)
+            _check(row.get(column), location, column, layout)
     try:
         row |= layout.convert(row) if layout.convert else {}
     except DataError as error:
-        raise DataError(f"{place} {error}. Fix or drop the row.") from None
+        raise DataError(f"{location} {error}. Fix or drop the row.") from None
     turns = [turn for field in FIELDS[layout.format] for turn in row[field]] if layout.lists else []
     if not all(isinstance(turn, dict) and str(turn.get("role")) in SPEAKERS for turn in turns):
         raise DataError(
-            f"{place} has a message whose role is not one of {', '.join(SPEAKERS)}, so a chat template may reject it. Fix the "
+            f"{location} has a message whose role is not one of {', '.join(SPEAKERS)}, so a chat template may reject it. Fix the "
             "role, or drop the row."
         )
-    _check_contents(turns, place)
+    _check_contents(turns, location)
     if layout.format == "preference":
-        _check_answers(row, place, layout)
-    return row, b"".join(packed(row[field], place, field) for field in FIELDS[layout.format]) + fields
+        _check_answers(row, location, layout)
+    return row, b"".join(packed(row[field], location, field) for field in FIELDS[layout.format]) + fields
 
 
-def _beside(row: Raw, place: str) -> bytes:
-    """Makes values of the columns of ``BESIDE``, which many files hold as JSON in a text, and returns them as bytes."""
+def _template_columns(row: Raw, location: str) -> bytes:
+    """Parses the columns of ``TEMPLATE_COLUMNS``, which many files hold as JSON in a text, and returns them as bytes."""
     fields = b""
-    for column, kind in zip(BESIDE, (list, dict), strict=True):
+    for column, kind in zip(TEMPLATE_COLUMNS, (list, dict), strict=True):
         value = row.get(column)
         with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(value) if isinstance(value, str) else value
-        if value and not (isinstance(value, kind) and all(isinstance(one, dict | str) for one in value)):
+        if value and not (isinstance(value, kind) and all(isinstance(item, dict | str) for item in value)):
             raise DataError(
-                f"{place} has no {'list of tools' if kind is list else 'names with values'} in column {column!r}, which a chat "
-                f"template reads. Fix or drop the row, or type --data.columns '{{{column}: null}}' to ignore the column."
+                f"{location} has no {'list of tools' if kind is list else 'names with values'} in column {column!r}, which a "
+                f"chat template reads. Fix or drop the row, or type --data.columns '{{{column}: null}}' to ignore the column."
             )
         if value:
             row[column] = _filled(value, keep="")
-            fields += packed(row[column], place, column)
+            fields += packed(row[column], location, column)
         else:
             row.pop(column, None)
     return fields
 
 
-def _check_contents(turns: Sequence[Mapping[str, Any]], place: str) -> None:
+def _check_contents(turns: Sequence[Mapping[str, Any]], location: str) -> None:
     for turn in turns:
-        content, wrong = turn.get("content"), ""
+        content, problem = turn.get("content"), ""
         if not isinstance(content, str | list | None):
-            wrong = "whose content is neither text nor a list of parts"
+            problem = "whose content is neither text nor a list of parts"
         elif content is None and not turn.keys() - {"role", "content", "weight", "name"}:
-            wrong = "whose content is null"
+            problem = "whose content is null"
         elif isinstance(content, list) and not all(
-            isinstance(one, dict) and one.get("type") == "text" for one in content
+            isinstance(part, dict) and part.get("type") == "text" for part in content
         ):
-            wrong = "with content in parts, of which one is no text (an image?)"
-        if wrong:
-            raise DataError(f"{place} has a message {wrong}, so it cannot be read. Write its text, or drop the row.")
+            problem = "with content in parts, of which one is no text (an image?)"
+        if problem:
+            raise DataError(f"{location} has a message {problem}. Write its text, or drop the row.")
 
 
-def _check(value: Any, place: str, column: str, layout: Layout) -> None:
+def _check(value: Any, location: str, column: str, layout: Layout) -> None:
     listed = layout.lists and column not in layout.texts
     if not isinstance(value, list if listed else str) or (listed and not value):
         kind = "a list of messages" if listed else "text"
         name = layout.name if layout.convert else f"format {layout.format}"
         raise DataError(
-            f"{place} has no {kind} in column {column!r}, which {name} reads. "
+            f"{location} has no {kind} in column {column!r}, which {name} reads. "
             "Fix or drop the row, or name the column with data.columns."
         )
 
 
-def _check_answers(row: Raw, place: str, layout: Layout) -> None:
+def _check_answers(row: Raw, location: str, layout: Layout) -> None:
     for side in ("chosen", "rejected"):
         answer = row[side]
         if not answer or (layout.lists and not any(learned(turn) for turn in answer)):
-            what = "no turn of the assistant" if layout.lists else "nothing"
-            raise DataError(f"{place} has {what} in one of its answers, so nothing was preferred. Fix or drop the row.")
+            missing = "no turn of the assistant" if layout.lists else "nothing"
+            raise DataError(f"{location} has {missing} in one of its answers. Fix or drop the row.")
     if row["chosen"] == row["rejected"]:
-        raise DataError(f"{place} has two equal answers, of which none was preferred. Fix or drop the row.")
+        raise DataError(f"{location} has two equal answers, of which none was preferred. Fix or drop the row.")
 
 
-def packed(value: Any, place: str, field: str) -> bytes:
-    """A value of a row as bytes, of which no two are the same in different rows.
+def packed(value: Any, location: str, field: str) -> bytes:
+    """A value of a row as bytes, which differ where values differ.
 
     Raises:
         DataError: It holds half a character; ``field`` is named.
@@ -334,14 +334,14 @@ def packed(value: Any, place: str, field: str) -> bytes:
         text = (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)).encode()
     except UnicodeEncodeError:
         raise DataError(
-            f"{place} holds half a character (an unpaired surrogate) in column {field!r}, which no tokenizer reads. Fix or drop "
-            "the row."
+            f"{location} holds half a character (an unpaired surrogate) in column {field!r}, which no tokenizer reads. Fix "
+            "or drop the row."
         ) from None
     return b"%d:" % len(text) + text
 
 
 def _filled(value: Any, keep: str = "content") -> Any:
-    """Without keys that hold nothing: a table gives every message the keys of any other. The content may be nothing."""
+    """The value without keys that are null: a table gives every message the keys of all others. The content may be null."""
     if isinstance(value, list):
         return [_filled(inner, keep) for inner in value]
     if isinstance(value, dict):
@@ -359,24 +359,24 @@ def strings(value: Any) -> Iterator[str]:
 
 
 def in_words(layout: Layout, columns: Mapping[str, str | None], codes: Sequence[str]) -> str:
-    """From which columns a layout is read, in one line; ``columns`` is the recipe's data.columns, ``codes`` its data.control."""
+    """The columns of a layout, in one line; ``columns`` is the recipe's data.columns, ``codes`` its data.control."""
 
-    def told(column: str) -> str:
+    def shown(column: str) -> str:
         return f"{columns[column]} (else {column})" if columns.get(column) else column
 
     parts = []
     for target, sources in layout.reads.items():
-        made_of = (
-            " + ".join(told(source) for source in sources if columns.get(source, source))
+        source_columns = (
+            " + ".join(shown(source) for source in sources if columns.get(source, source))
             or "what both answers begin with"
         )
-        parts.append(made_of if made_of == target else f"{made_of} -> {target}")
-    behind = f", behind a line with {', '.join(codes)}" if codes else ""
-    return f"read as {layout.name}: {', '.join(parts)}{behind}"
+        parts.append(source_columns if source_columns == target else f"{source_columns} -> {target}")
+    line_columns = f", behind a line with {', '.join(codes)}" if codes else ""
+    return f"read as {layout.name}: {', '.join(parts)}{line_columns}"
 
 
 def words(parts: Mapping[str, Any], fields: Sequence[str]) -> str:
-    """The words of a row in their order, by which it is recognised elsewhere; of messages, what each of them says.
+    """The words of a row in their order, by which the ledger recognises it; of messages, their contents.
 
     Spaces, line breaks and Unicode composition do not matter, nor into how many columns a record is cut. The answers of a pair
     are sorted: with another one preferred, they are the same record.
@@ -392,14 +392,15 @@ def words(parts: Mapping[str, Any], fields: Sequence[str]) -> str:
 
 
 def texts_of(row: Row, fmt: Format) -> list[tuple[str, Format, Row]]:
-    """The texts that a row is learned as, each with a name and how it reads: itself; or of a pair both answers, chosen first."""
+    """The texts that are learned of a row, each with a name and a format: the row, or both answers of a pair, chosen first."""
     if fmt != "preference":
         return [("", fmt, row)]
-    prompt, beside = row.parts["prompt"], {name: row.parts[name] for name in BESIDE if name in row.parts}
-    chat, texts = isinstance(prompt, list), list[tuple[str, Format, Row]]()
+    shared = {name: row.parts[name] for name in TEMPLATE_COLUMNS if name in row.parts}
+    prompt, texts = row.parts["prompt"], list[tuple[str, Format, Row]]()
     for side in FIELDS["preference"][1:]:
         parts = {"prompt": prompt, "completion": row.parts[side]}
-        read = replace(row, parts={**beside, **of_chats(parts)} if chat else parts)
+        chat = isinstance(prompt, list)
+        read = replace(row, parts={**shared, **of_chats(parts)} if chat else parts)
         texts.append((side, "messages" if chat else "prompt_completion", read))
     return texts
 

@@ -1,4 +1,4 @@
-"""Prompts: from a file or a recipe to tokens, and what a model wrote as a terminal may show it; which texts are private.
+"""Prompts from a file or a recipe as tokens, text of a model for a terminal, and which texts are private.
 
 Comes in: a path, a tokenizer, rows. Goes out: prompts, token ids, digests for private/ alone. Errors never name a text.
 """
@@ -20,7 +20,7 @@ from dpllm.errors import ConfigError, DataError
 from dpllm.files import read_json, write_json
 from dpllm.recipe.config import DataConfig
 from dpllm.text.data import Table, load_table, owner_names
-from dpllm.text.layouts import BESIDE, COLUMNS, FIELDS, Format, strings
+from dpllm.text.layouts import COLUMNS, FIELDS, TEMPLATE_COLUMNS, Format, strings
 from dpllm.text.sources import expand, is_here
 from dpllm.text.tokens import begins_twice, encode_prompt
 
@@ -31,7 +31,7 @@ Prompt = str | list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Sample:
-    """One text that the model wrote: the prompt's number from 0, the prompt (None: none was given), what came behind it.
+    """One text of the model: the prompt's number from 0, the prompt (None: no prompt), and the text behind it.
 
     Attributes:
         ended: Whether the model ended it, and not the limit of tokens.
@@ -44,7 +44,7 @@ class Sample:
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """Reads prompts from a file: each line is one, and of a jsonl file a string, or an object with ``prompt`` or ``messages``.
+    """Reads prompts from a file, one a line; of a jsonl file, a string, or an object with ``prompt`` or ``messages``.
 
     Raises:
         DataError: It cannot be read, a line is none of these, or there is no line.
@@ -62,20 +62,19 @@ def read_prompts(path: Path) -> list[Prompt]:
         if path.suffix not in {".jsonl", ".ndjson", ".json"}:
             prompts.append(line.rstrip("\r"))
             continue
-        try:
+        row = None
+        with contextlib.suppress(ValueError, RecursionError):
             row = json.loads(line)
-        except (ValueError, RecursionError):
-            row = None
-        found = row.get("prompt", row.get("messages")) if isinstance(row, dict) else row
-        if isinstance(row, dict) and any(row.get(column) for column in BESIDE):
+        prompt = row.get("prompt", row.get("messages")) if isinstance(row, dict) else row
+        if isinstance(row, dict) and any(row.get(column) for column in TEMPLATE_COLUMNS):
             raise DataError(
-                f"{path}: line {number} has {' or '.join(BESIDE)}, which no prompt here shows the model. Remove them."
+                f"{path}: line {number} has {' or '.join(TEMPLATE_COLUMNS)}, which no prompt here shows the model. Remove them."
             )
-        if not isinstance(found, str) and not (isinstance(found, list) and all(isinstance(m, dict) for m in found)):
+        if not isinstance(prompt, str) and not (isinstance(prompt, list) and all(isinstance(m, dict) for m in prompt)):
             raise DataError(
                 f'{path}: line {number} holds no prompt. Write {{"prompt": "..."}}, or {{"messages": [...]}} for a conversation.'
             )
-        prompts.append(found)
+        prompts.append(prompt)
     if not prompts:
         raise DataError(f"{path}: holds no prompts. Write one per line.")
     return prompts
@@ -122,7 +121,7 @@ def encode(tokenizer: Any, prompt: Prompt | None, number: int, fmt: Format, temp
 
 
 def printable(text: str) -> str:
-    """Without control characters: what a model writes must not steer a terminal."""
+    """The text without control characters, which could steer a terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
@@ -134,87 +133,88 @@ _BYTES = 16
 
 
 def keep_rows(path: Path, data: DataConfig, train: Table, held_out: Table | None) -> None:
-    """Writes, unless it is there, where the data lie and what they were, and digests of the texts of rows that are not public."""
+    """Writes, unless it exists, where the data are, their digest, and digests of the texts of rows that are not public."""
     import numpy as np
 
     if path.exists():
         return
-    private = [one for one, public in ((train, data.public), (held_out, data.eval_public)) if one and not public]
+    private = [table for table, public in ((train, data.public), (held_out, data.eval_public)) if table and not public]
     owned = bytearray()
     for table in private:
         for owner, row in zip(owners(table, data), table.rows, strict=True):
             texts = list(strings([row.parts[column] for column in COLUMNS if column in row.parts]))
             lines = [line for text in texts for line in text.splitlines() if len(line) >= LINE]
             owned += b"".join(
-                _digest(owner) + one for one in set(map(_digest, [*texts, *lines, "".join(texts)])) if one
+                _digest(owner) + digest for digest in set(map(_digest, [*texts, *lines, "".join(texts)])) if digest
             )
     # A unit that says the same in many rows says it once: it makes no template.
     unit_K2 = np.unique(np.frombuffer(bytes(owned), f"S{2 * _BYTES}")).view(f"S{_BYTES}").reshape(-1, 2)
-    kept: dict[str, Any] = {"units": len(np.unique(unit_K2[:, 0])), "digests": unit_K2[:, 1].tobytes().hex()}
+    record: dict[str, Any] = {"units": len(np.unique(unit_K2[:, 0])), "digests": unit_K2[:, 1].tobytes().hex()}
     for side, source, read in (("training", data.train, train), ("evaluation", data.eval, held_out)):
         if source is not None and read is not None:
             places = [str(Path(name).absolute()) if Path(name).exists() else name for name in expand(source)]
-            kept[side] = {"places": places, "digest": read.digest}
-    write_json(path, kept, mode=0o600)
+            record[side] = {"places": places, "digest": read.digest}
+    write_json(path, record, mode=0o600)
 
 
-def read_again(kept: Path, data: DataConfig, side: Side, cache_dir: Path) -> tuple[Table, bool]:
-    """The rows of a run, from where ``keep_rows`` says that they lay, or else its recipe; whether they are those that it read.
+def read_again(record: Path, data: DataConfig, side: Side, cache_dir: Path) -> tuple[Table, bool]:
+    """The rows of a run, from the paths of ``keep_rows`` or else of the recipe; and whether they are those that it read.
 
     Raises:
         DataError: They are not on this machine, or cannot be read.
     """
-    noted = read_json(kept).get(side) if kept.exists() else None
-    named, split = (data.train, data.train_split) if side == "training" else (data.eval, data.eval_split)
-    source = noted["places"] if noted else named
+    recorded = read_json(record).get(side) if record.exists() else None
+    configured, split = (data.train, data.train_split) if side == "training" else (data.eval, data.eval_split)
+    source = recorded["places"] if recorded else configured
     if not source or not is_here(source):
-        raise DataError(f"the {side} data are not where the run read them, so nothing is known of them. Restore them.")
+        raise DataError(f"the {side} data are not where the run read them, so they cannot be read again. Restore them.")
     table = load_table(source, data, split, cache_dir)
-    return table, noted is not None and table.digest == noted["digest"]
+    return table, recorded is not None and table.digest == recorded["digest"]
 
 
-def read_same(kept: Path, data: DataConfig, side: Side, cache_dir: Path) -> Table:
-    """The same; other rows by now, of which nobody declared anything, are a DataError."""
-    table, same = read_again(kept, data, side, cache_dir)
+def read_same(record: Path, data: DataConfig, side: Side, cache_dir: Path) -> Table:
+    """The same rows; others, of which nobody declared anything, are a DataError."""
+    table, same = read_again(record, data, side, cache_dir)
     if not same:
         raise DataError(
-            f"the {side} data are not those that the run read, so figures would be of others. Restore them."
+            f"the {side} data are not those that the run read, so figures would describe other rows. Restore them."
         )
     return table
 
 
 def private_among(path: Path, texts: list[str], lines: int = 1) -> list[int]:
-    """Numbers, from 1, of what is a text of a row that ``keep_rows`` read: alone, as JSON, or with so many ``lines`` after it."""
-    kept, asked = read_json(path), list[set[bytes]]()
+    """Numbers, from 1, of texts in rows that ``keep_rows`` read: alone, as JSON, or with up to ``lines`` - 1 texts after it."""
+    record, digests_of_texts = read_json(path), list[set[bytes]]()
     for number, text in enumerate(texts):
-        found = ["".join(texts[number : number + several]) for several in range(1, lines + 1)]
+        candidates = ["".join(texts[number : number + several]) for several in range(1, lines + 1)]
         with contextlib.suppress(ValueError, RecursionError):
-            found += strings(json.loads(text))
-        asked.append(set(map(_digest, found)))
-    among, digests = set[bytes]().union(*asked), bytes.fromhex(kept["digests"])
-    pieces = (digests[start : start + _BYTES] for start in range(0, len(digests), _BYTES))
-    held, most = Counter(one for one in pieces if one in among), most_private(kept["units"])
-    return [number for number, own in enumerate(asked, start=1) if any(0 < held[one] <= most for one in own)]
+            candidates += strings(json.loads(text))
+        digests_of_texts.append(set(map(_digest, candidates)))
+    candidate_digests, stored = set[bytes]().union(*digests_of_texts), bytes.fromhex(record["digests"])
+    pieces = (stored[start : start + _BYTES] for start in range(0, len(stored), _BYTES))
+    counts, limit = Counter(digest for digest in pieces if digest in candidate_digests), most_private(record["units"])
+    private = {digest for digest, count in counts.items() if count <= limit}
+    return [number for number, digests in enumerate(digests_of_texts, start=1) if digests & private]
 
 
 def owners(table: Table, data: DataConfig) -> Iterator[str]:
-    """Whose each row is, see ``owner_names``; where no column says it, and of a row that names nobody, its own place.
+    """The owner of each row, see ``owner_names``; its location where no column names one, or the row names nobody.
 
-    Of several owners, the one with the most rows: what somebody writes to many people is not a template of theirs.
+    Of several owners, the one with the most rows: what somebody writes to many people is not their template.
     """
     several = table.rows if data.owners == "several" else ()
     rows_of = Counter(name for row in several for name in owner_names(row.unit, data))
     for number, row in enumerate(table.rows, start=1):
-        names = owner_names(row.unit, data) or [f"nobody named: {table.place(number)}"]
+        names = owner_names(row.unit, data) or [f"nobody named: {table.location(number)}"]
         yield max(names, key=lambda name: rows_of[name])
 
 
 def most_private(units: int) -> int:
-    """What so many of all units say, or fewer, is theirs; what more say is a template's."""
+    """The most of all units that may share a private text; a text of more units is a template's."""
     return max(3, min(FEW, units // 2), int(COMMON * units))
 
 
 def _digest(text: str) -> bytes:
-    """Of letters and digits, so that other spaces, marks, case or composition make no other text; empty where there is none."""
+    """A hash of letters and digits, blind to spaces, marks, case and composition; empty where there are none."""
     letters = "".join(re.findall(r"[^\W_]+", unicodedata.normalize("NFKD", text).casefold())) or text.strip()
     return hashlib.blake2b(letters.encode(errors="surrogatepass"), digest_size=_BYTES).digest() if letters else b""

@@ -1,4 +1,4 @@
-"""A row becomes one text, and the places in it that are learned; a conversation by a chat template.
+"""A row as one text, and the spans of it that are learned; of a conversation, by a chat template.
 
 Comes in: a row, a tokenizer; or what data.chat_template names. Goes out: text and spans of characters; a template; how rows look.
 It must not know the recipe, nor what is done with spans. Errors never name a text.
@@ -22,7 +22,7 @@ from dpllm.text.layouts import FIELDS, KWARGS, TOOLS, Format, Row, learned, text
 Message = Mapping[str, Any]
 Spans = list[tuple[int, int]]
 Show = Callable[..., str]
-_SIGN = "\ue0d1\ue0d2"  # for private use: stands in for what a message says
+_PLACEHOLDER = "\ue0d1\ue0d2"  # for private use: stands in for what a message says
 _FAILS: dict[type, str] = {
     list: "does not read content that is written in parts (a list); write it as one text",
     type(None): "does not read a message without content (null), as many calls of tools are; write an empty text there",
@@ -32,24 +32,24 @@ _SHOWN = 400
 _LOST = "does not show where a turn of the assistant begins and ends, so words of others would be learned with it"
 
 
-def read_template(named: str | None) -> str | None:
+def read_template(value: str | None) -> str | None:
     """The text of data.chat_template, which may be that text, the name of its file, or a folder with a tokenizer.
 
     Raises:
         ConfigError: There is no such file, or no template in the folder.
     """
-    if named is None or "{%" in named or "{{" in named:
-        return named
-    path, template = Path(named), None
-    beside = path / "chat_template.jinja"
+    if value is None or "{%" in value or "{{" in value:
+        return value
+    path, template = Path(value), None
+    jinja_file = path / "chat_template.jinja"
     with contextlib.suppress(OSError, UnicodeDecodeError):
-        if path.is_dir() and not beside.exists():
+        if path.is_dir() and not jinja_file.exists():
             template = read_json(path / "tokenizer_config.json").get("chat_template")
         else:
-            template = (beside if path.is_dir() else path).read_text("utf-8")
+            template = (jinja_file if path.is_dir() else path).read_text("utf-8")
     if not isinstance(template, str) or not template.strip():
         raise ConfigError(
-            f"data.chat_template {named}: is no template, nor a file or a tokenizer's folder that holds one, so messages cannot "
+            f"data.chat_template {value}: is neither a template nor a file or tokenizer's folder with one, so messages cannot "
             "be read. Name a file such as chat.jinja."
         )
     return template
@@ -61,7 +61,7 @@ class Rendered(NamedTuple):
     text: str
     spans: Spans  # of characters that are learned
     template: bool  # a chat template made it
-    kept: bool = False  # also where nothing of it is learned, since another text belongs to it
+    keep_empty: bool = False  # also where nothing of it is learned, since another text belongs to it
 
 
 def rendered(row: Row, fmt: Format, tokenizer: Any, template: str | None) -> list[Rendered]:
@@ -71,38 +71,38 @@ def rendered(row: Row, fmt: Format, tokenizer: Any, template: str | None) -> lis
         DataError: See ``render_chat``.
     """
     texts = texts_of(row, fmt)
-    return [_rendered(one, inner, tokenizer, template, kept=len(texts) > 1) for _, inner, one in texts]
+    return [_rendered(answer, inner, tokenizer, template, keep_empty=len(texts) > 1) for _, inner, answer in texts]
 
 
-def _rendered(row: Row, fmt: Format, tokenizer: Any, template: str | None, *, kept: bool) -> Rendered:
+def _rendered(row: Row, fmt: Format, tokenizer: Any, template: str | None, *, keep_empty: bool) -> Rendered:
     if fmt == "text":
         text = row.line + row.parts["text"]
-        return Rendered(text, [(len(row.line), len(text))], False, kept)
+        return Rendered(text, [(len(row.line), len(text))], False, keep_empty)
     if fmt == "prompt_completion":
         masked, after = joined(row.line + row.parts["prompt"], row.parts["completion"], template)
-        return Rendered(masked + after, [(len(masked), len(masked + after))], False, kept)
+        return Rendered(masked + after, [(len(masked), len(masked + after))], False, keep_empty)
     text, spans = render_chat(row.parts, tokenizer)
     if any(later[0] < earlier[1] for earlier, later in pairwise(spans)):
         raise DataError("the chat template produces overlapping turns. Use format prompt_completion.")
-    return Rendered(text, spans, True, kept)
+    return Rendered(text, spans, True, keep_empty)
 
 
 def joined(prompt: str, completion: str, template: str | None) -> tuple[str, str]:
-    """The text of a prompt and its completion: what is masked of it, and what is learned.
+    """A prompt and its completion as one text, in two parts: the masked one and the learned one.
 
     ``template`` is the recipe's data.template, which is cut at its two fields: what stands in the data never is one. A space
     before the completion is learned with it, because tokenizers make it a part of the word behind it.
     """
     before, between = "", "" if not prompt or prompt[-1].isspace() or completion[:1].isspace() else " "
     if template is not None:
-        before, _, rest = template.partition("{prompt}")
-        between = rest.removesuffix("{completion}")
+        before, _, after = template.partition("{prompt}")
+        between = after.removesuffix("{completion}")
     masked = before + prompt + between
     return masked.removesuffix(" "), " " * masked.endswith(" ") + completion
 
 
 def shape(fmt: Format, codes: Sequence[str], template: str | None) -> str:
-    """How rows look, without a word of any; ``codes`` and ``template`` are the recipe's data.control and data.template."""
+    """The shape of rows, with placeholders for their texts; ``codes`` and ``template`` are data.control and data.template."""
     texts: dict[str, Any] = {field: f"<{field}>" for fields in FIELDS.values() for field in fields}
     turns = [{"role": role, "content": f"<{role}>"} for role in ("user", "assistant")]
     line = layouts.code_line(codes, ["..."] * len(codes)) if codes else ""
@@ -113,7 +113,7 @@ def example(row: Row, fmt: Format, template: str | None) -> str:
     """A row of public data as the model will see it: which parts are learned and which are masked."""
     texts = texts_of(row, fmt)
     if len(texts) > 1:
-        return "\n".join(f"{name}:\n{example(one, inner, template)}" for name, inner, one in texts)
+        return "\n".join(f"{name}:\n{example(answer, inner, template)}" for name, inner, answer in texts)
     if fmt == "text":
         parts = [("masked", row.line.rstrip("\n"))] if row.line else []
         parts.append(("learned", row.parts["text"] + "<eos>"))
@@ -129,173 +129,174 @@ def example(row: Row, fmt: Format, template: str | None) -> str:
 
 
 def render_chat(row: Mapping[str, Any], tokenizer: Any) -> tuple[str, Spans]:
-    """The text of a row's messages, and what the assistant says in it: all behind the prompt for its turn, with its end.
+    """The text of a row's messages, and the spans of the assistant's turns in it: each from its prompt to its end token.
 
     Where the template has ``{% generation %}`` marks, they say it.
 
     Raises:
         DataError: There is no template, it refuses the row or does not read something in it, or the turns cannot be found.
     """
-    messages, more = row["messages"], {TOOLS: row.get(TOOLS), **(row.get(KWARGS) or {})}
+    messages, columns = row["messages"], {TOOLS: row.get(TOOLS), **(row.get(KWARGS) or {})}
 
-    def shown(some: Sequence[Message], *, asked: bool = False) -> str:
-        return str(tokenizer.apply_chat_template(some, tokenize=False, add_generation_prompt=asked, **more))
+    def shown(chat: Sequence[Message], *, add_prompt: bool = False) -> str:
+        return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=add_prompt, **columns))
 
     try:
-        template, text = _template(tokenizer, messages, more), shown(messages)
-        if any(isinstance(one.get("content"), list) and str(one["content"]) in text for one in messages):
+        template, text = _template(tokenizer, messages, columns), shown(messages)
+        if any(isinstance(turn.get("content"), list) and str(turn["content"]) in text for turn in messages):
             raise _refusal(_FAILS[list])  # printed as Python writes a list
         if re.search(r"\{%[-+]?\s*generation\b", template):
-            made = _by_marks(messages, template, {**tokenizer.special_tokens_map, **more})
+            rendered_chat = _by_marks(messages, template, {**tokenizer.special_tokens_map, **columns})
         else:
-            turns = (place for place, message in enumerate(messages) if learned(message))
-            made = text, [_turn(text, messages, place, shown, tokenizer) for place in turns]
-        said = [one for one in messages if one["role"] != "system" and one.get("content")]
-        if shown([_signed(one) for one in messages]).count(_SIGN) < len(said):
+            turns = (index for index, message in enumerate(messages) if learned(message))
+            rendered_chat = text, [_turn(text, messages, index, shown, tokenizer) for index in turns]
+        with_content = [turn for turn in messages if turn["role"] != "system" and turn.get("content")]
+        if shown([_with_placeholder(turn) for turn in messages]).count(_PLACEHOLDER) < len(with_content):
             raise _refusal("leaves out what a message says, so nothing of it would be read or learned")
-        return made
+        return rendered_chat
     except DataError:
         raise
     except Exception as error:  # whatever a template raises
-        raise _refusal(_why(messages, shown, error)) from None
+        raise _refusal(_cause(messages, shown, error)) from None
 
 
-def _refusal(why: str) -> DataError:
+def _refusal(reason: str) -> DataError:
     fix = "Fix or drop the row, set data.chat_template to a template that takes it, or use prompt_completion."
-    return DataError(f"the chat template {why}. {fix}")
+    return DataError(f"the chat template {reason}. {fix}")
 
 
-def _template(tokenizer: Any, messages: Sequence[Message], more: Mapping[str, Any]) -> str:
-    """The template that a row is read by, which reads all that the row brings besides its messages."""
+def _template(tokenizer: Any, messages: Sequence[Message], columns: Mapping[str, Any]) -> str:
+    """The template for a row; refuses one that ignores something that the row brings besides its messages."""
     if not tokenizer.chat_template:
         raise DataError(
             "the tokenizer has no chat template, as most base models have none, so messages cannot be read. Set "
             "data.chat_template to a file, name a model with a chat template, or use prompt_completion."
         )
-    template = str(tokenizer.get_chat_template(tools=more[TOOLS]))
-    own = inspect.signature(tokenizer.apply_chat_template).parameters.keys() - {TOOLS} | {"messages"}
-    calls = ["tool_calls"] if any(one.get("tool_calls") for one in messages) else []
-    for name in [*calls, *(name for name in more if name != TOOLS or more[TOOLS])]:
-        if name in own or not re.search(rf"\b{re.escape(name)}\b", template):
-            what = name if name in (TOOLS, *calls) else KWARGS
-            fix = "drop the row" if name in calls else f"type --data.columns '{{{what}: null}}' to ignore them"
+    template = str(tokenizer.get_chat_template(tools=columns[TOOLS]))
+    reserved = inspect.signature(tokenizer.apply_chat_template).parameters.keys() - {TOOLS} | {"messages"}
+    calls = ["tool_calls"] if any(turn.get("tool_calls") for turn in messages) else []
+    for name in [*calls, *(name for name in columns if name != TOOLS or columns[TOOLS])]:
+        if name in reserved or not re.search(rf"\b{re.escape(name)}\b", template):
+            column = name if name in (TOOLS, *calls) else KWARGS
+            fix = "drop the row" if name in calls else f"type --data.columns '{{{column}: null}}' to ignore them"
             raise DataError(
-                f"the chat template does not read {what} as a row has them, so the model would not see them. Set "
+                f"the chat template does not read {column} as a row has them, so the model would not see them. Set "
                 f"data.chat_template to a template that does, or {fix}."
             )
     return template
 
 
-def _by_marks(messages: Sequence[Message], template: str, more: Mapping[str, Any]) -> tuple[str, Spans]:
-    """By the template's own marks, as ``return_assistant_tokens_mask`` of transformers reads them."""
+def _by_marks(messages: Sequence[Message], template: str, columns: Mapping[str, Any]) -> tuple[str, Spans]:
+    """Text and learned spans by the template's own marks, as ``return_assistant_tokens_mask`` of transformers reads them."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    plain = [{key: value for key, value in one.items() if value is not None} for one in messages]
+    plain = [{key: value for key, value in message.items() if value is not None} for message in messages]
     (text,), (spans,) = render_jinja_template(
-        [plain], chat_template=template, return_assistant_tokens_mask=True, **more
+        [plain], chat_template=template, return_assistant_tokens_mask=True, **columns
     )
-    turns = [learned(one) for one in messages if one["role"] == "assistant"]
-    if not all(turns) and _marks(plain, template, more) != list(range(1, len(turns) + 1)):  # some have weight 0
+    turns = [learned(message) for message in messages if message["role"] == "assistant"]
+    if not all(turns) and _marks(plain, template, columns) != list(range(1, len(turns) + 1)):  # some have weight 0
         raise _refusal("marks parts of turns, so that one that is not to be learned cannot be left out")
-    wanted = (span for place, span in enumerate(spans) if all(turns) or turns[place])
+    wanted = (span for index, span in enumerate(spans) if all(turns) or turns[index])
     return text, [(low, high) for low, high in wanted if low < high]
 
 
-def _marks(plain: Sequence[Message], template: str, more: Mapping[str, Any]) -> list[int]:
-    """How many marks there are up to the end of each turn of the assistant."""
+def _marks(plain: Sequence[Message], template: str, columns: Mapping[str, Any]) -> list[int]:
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    ends = [place + 1 for place, one in enumerate(plain) if one["role"] == "assistant"]
+    ends = [index + 1 for index, message in enumerate(plain) if message["role"] == "assistant"]
     chats = [plain[:end] for end in ends]
     return list(
-        map(len, render_jinja_template(chats, chat_template=template, return_assistant_tokens_mask=True, **more)[1])
+        map(len, render_jinja_template(chats, chat_template=template, return_assistant_tokens_mask=True, **columns)[1])
     )
 
 
-def _turn(text: str, messages: Sequence[Message], place: int, shown: Show, tokenizer: Any) -> tuple[int, int]:
-    """Where the assistant's turn at ``place`` begins, behind what asks for it, and where it ends, its end token included.
+def _turn(text: str, messages: Sequence[Message], index: int, shown: Show, tokenizer: Any) -> tuple[int, int]:
+    """The start of the assistant's turn ``index``, behind the prompt for it, and its end, with the end token.
 
     A template may write a turn otherwise once others follow it: Qwen3 takes the thoughts out, Phi-3 moves the end of the text.
-    So a sign replaces what the turn says, and shows what stands around it: in the whole row, and in the row that ends there.
+    So a placeholder replaces its content, and shows what stands around it: in the whole row, and in the row that ends there.
     """
-    if not place:
+    if not index:
         raise DataError(
             "a row begins with the assistant, and no prompt asks for its turn. Put a user's turn before it."
         )
-    before, after = shown(messages[:place], asked=True), shown(messages[: place + 1])
+    before, after = shown(messages[:index], add_prompt=True), shown(messages[: index + 1])
     if text.startswith(before) and text.startswith(after):
         return len(before), len(after)
-    signed = [*messages[:place], _signed(messages[place]), *messages[place + 1 :]]
-    head, found, rest = shown(signed).partition(_SIGN)
-    early, _, end = shown(signed[: place + 1]).partition(_SIGN)
-    ended = shown(signed[: place + 1], asked=True).partition(_SIGN)[2]
-    silent = _shared(before, shown(messages[:place]), tokenizer)
-    asked = _shared(early, before, tokenizer)
-    begun, kept = _begun(head, early[silent:], tokenizer)
-    low = begun + min(kept, asked - silent)
-    fits = found and 0 < silent <= asked and text.startswith(head[:low]) and text.endswith(rest)
-    if not fits or begun < 0:
+    marked = [*messages[:index], _with_placeholder(messages[index]), *messages[index + 1 :]]
+    head, placeholder, tail = shown(marked).partition(_PLACEHOLDER)
+    early, _, end = shown(marked[: index + 1]).partition(_PLACEHOLDER)
+    ended = shown(marked[: index + 1], add_prompt=True).partition(_PLACEHOLDER)[2]
+    silent = _shared(before, shown(messages[:index]), tokenizer)
+    prompted = _shared(early, before, tokenizer)
+    start, same_length = _find_turn(head, early[silent:], tokenizer)
+    low = start + min(same_length, prompted - silent)
+    fits = placeholder and 0 < silent <= prompted and text.startswith(head[:low]) and text.endswith(tail)
+    if not fits or start < 0:
         raise _refusal(_LOST)
-    most = len(rest)
-    if place < len(messages) - 1:
-        most = max(_shared(rest, one, tokenizer) for one in (ended.removesuffix(before[silent:]), end))
-    return low, len(text) - len(rest) + most
+    length = len(tail)
+    if index < len(messages) - 1:
+        length = max(_shared(tail, other, tokenizer) for other in (ended.removesuffix(before[silent:]), end))
+    return low, len(text) - len(tail) + length
 
 
-def _begun(head: str, turn: str, tokenizer: Any) -> tuple[int, int]:
-    """Where ``head`` ends with the beginning of a turn, of which a piece may be left out, and how far it is the same; or -1.
+def _find_turn(head: str, turn: str, tokenizer: Any) -> tuple[int, int]:
+    """The start in ``head`` of the turn with which it ends, of which a piece may be left out, and the common length; or -1.
 
-    A whole token that is the same counts before letters that are: the end of the turn before begins as this one does ("<|").
+    A common token counts before common letters: the end of the turn before begins as this one does ("<|").
     """
     first = -1, 0
-    for gone in range(len(turn) or 1):
-        start = len(head) - len(turn) + gone
-        same = _alike(head[start:], turn)
-        if start >= 0 and (same or not turn) and head[start + same :] == turn[same + gone :]:
+    for skipped in range(len(turn) or 1):
+        start = len(head) - len(turn) + skipped
+        shared = _common_prefix(head[start:], turn)
+        if start >= 0 and (shared or not turn) and head[start + shared :] == turn[shared + skipped :]:
             if not turn or _shared(head[start:], turn, tokenizer):
-                return start, same
+                return start, shared
             if first[0] < 0:
-                first = start, same
+                first = start, shared
     return first
 
 
-def _signed(one: Message) -> Message:
-    """The same message with the sign for what it says; if it calls tools, for the name of the first."""
-    if calls := one.get("tool_calls"):
-        named = {**calls[0].get("function", calls[0]), "name": _SIGN}
-        return {**one, "tool_calls": [{**calls[0], "function": named} if "function" in calls[0] else named, *calls[1:]]}
-    return {**one, "content": [{"type": "text", "text": _SIGN}] if isinstance(one.get("content"), list) else _SIGN}
+def _with_placeholder(message: Message) -> Message:
+    """The message with the placeholder as its content; if it calls tools, in place of the name of the first."""
+    if calls := message.get("tool_calls"):
+        first = {**calls[0].get("function", calls[0]), "name": _PLACEHOLDER}
+        first = {**calls[0], "function": first} if "function" in calls[0] else first
+        return {**message, "tool_calls": [first, *calls[1:]]}
+    parts = [{"type": "text", "text": _PLACEHOLDER}]
+    return {**message, "content": parts if isinstance(message.get("content"), list) else _PLACEHOLDER}
 
 
-def _shared(one: str, other: str, tokenizer: Any) -> int:
-    """How far two texts are the same: up to the end of one, or of the last space or special token before they differ.
+def _shared(left: str, right: str, tokenizer: Any) -> int:
+    """The length of a common prefix: up to the end of one text, or to the last space or special token before they differ.
 
     Not up to a letter: "<|end|>" and "<|user|>" begin alike.
     """
-    same = _alike(one, other)
-    if same in (len(one), len(other)):
-        return same
+    length = _common_prefix(left, right)
+    if length in (len(left), len(right)):
+        return length
     special = set(tokenizer.get_added_vocab().values())
-    encoded = tokenizer(one, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    encoded = tokenizer(left, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     pieces = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
-    ends = [high for token, (_, high) in pieces if token in special and high <= same]
-    return max([0, *map(int, ends), *(space.end() for space in re.finditer(r"\s", one[:same]))])
+    ends = [high for token, (_, high) in pieces if token in special and high <= length]
+    return max([0, *map(int, ends), *(space.end() for space in re.finditer(r"\s", left[:length]))])
 
 
-def _alike(one: str, other: str) -> int:
+def _common_prefix(left: str, right: str) -> int:
     return next(
-        (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+        (index for index, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right))
     )
 
 
-def _why(messages: Sequence[Message], shown: Show, error: Exception) -> str:
-    """What of a row a template fails on, found by writing something else."""
+def _cause(messages: Sequence[Message], shown: Show, error: Exception) -> str:
+    """What a template fails on in a row, found by replacing it."""
     from jinja2 import TemplateError
 
-    for kind, why in _FAILS.items():
+    for kind, reason in _FAILS.items():
         with contextlib.suppress(Exception):  # whatever a template raises
-            shown([{**one, "content": "a"} if isinstance(one.get("content"), kind) else one for one in messages])
-            return why
+            shown([{**turn, "content": "a"} if isinstance(turn.get("content"), kind) else turn for turn in messages])
+            return reason
     if type(error) is TemplateError:  # of raise_exception in a template
         return "refuses a role in a row's messages, or their order: some take no system, some want user and assistant in turn"
     return f"fails on a row's messages ({type(error).__name__}); each needs role and content"

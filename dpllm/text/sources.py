@@ -57,7 +57,7 @@ def expand(source: Source) -> list[str]:
             raise DataError(f"{part}: no file matches. Check data.train and data.eval.")
         below = {str(parent) for name in matched for parent in Path(name).parents}
         expanded += [name for name in matched if str(Path(name)) not in below]
-    return _once(expanded)
+    return _without_duplicates(expanded)
 
 
 def _pattern(name: str) -> str:
@@ -66,21 +66,21 @@ def _pattern(name: str) -> str:
     return str(Path(glob.escape(str(folder))) / Path(name).relative_to(folder)) if glob.has_magic(str(folder)) else name
 
 
-def _once(sources: list[str]) -> list[str]:
-    """The same, if no file is there twice: by another path, below a directory that is named too, or packed beside itself."""
-    seen: set[Any] = set()
+def _without_duplicates(sources: list[str]) -> list[str]:
+    """The same sources, if none is there twice: by another path, in a directory that is named too, or also compressed."""
+    keys_seen: set[Any] = set()
     folders = {resolved(name) for name in sources if Path(name).is_dir()}
     for name in sources:
         path = resolved(name)
         keys: set[Any] = {name if names.is_builtin(name) else unpacked(str(path))}
         if path.exists():
             keys.add((path.stat().st_dev, path.stat().st_ino))
-        if keys & seen or folders & set(path.parents):
+        if keys & keys_seen or folders & set(path.parents):
             raise DataError(
                 f"{name}: is read twice (also named through a link or a directory, or also there as a compressed copy), so "
                 "everybody in it would count as two people. Name it once."
             )
-        seen |= keys
+        keys_seen |= keys
     return sources
 
 
@@ -99,11 +99,11 @@ def files(source: Source, data: DataConfig, split: str, cache_dir: Path) -> list
         elif of_hub and not path.exists():
             path = _download(name, data, cache_dir)
         of_split += _of_split(path, split, cache_dir) if path.is_dir() else [name]
-    return _once(of_split)
+    return _without_duplicates(of_split)
 
 
 def is_here(source: Source) -> bool:
-    """Whether all of a source lies on this machine."""
+    """Whether all of a source is on this machine."""
     try:
         return all(names.is_builtin(name) or Path(name).exists() for name in expand(source))
     except DataError:
@@ -155,7 +155,7 @@ def _is_saved(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _for_datasets(path: Path) -> Iterator[Path]:
-    """A folder as ``datasets`` can read it: links to its files where its name would be taken for a pattern or an address.
+    """A folder that ``datasets`` can read: with links to its files where its name looks like a pattern or an address.
 
     Raises:
         DataError: Whatever ``datasets`` raises, without its message, which may quote rows.
@@ -188,7 +188,7 @@ def _of_split(path: Path, split: str, cache_dir: Path) -> list[str]:
             str(name): {Path(file).relative_to(folder.resolve()) for file in of_it}
             for name, of_it in (builder.config.data_files or {}).items()
         }
-    in_split = sorted(str(path / file) for file in _one(files_of, split, path))
+    in_split = sorted(str(path / file) for file in _select(files_of, split, path))
     if unread := {suffix_of(Path(file)) for file in in_split} - READERS.keys():
         raise DataError(
             f"{path}: holds {', '.join(sorted(unread))} files, which are not read: lines of text have no columns, and of "
@@ -198,7 +198,7 @@ def _of_split(path: Path, split: str, cache_dir: Path) -> list[str]:
     return in_split
 
 
-def _one(splits: Mapping[str, Any], split: str, path: Path) -> Any:
+def _select(splits: Mapping[str, Any], split: str, path: Path) -> Any:
     if split not in splits:
         raise DataError(f"{path}: has no split {split!r}; it has {', '.join(splits)}. Set data.train_split.")
     return splits[split]
@@ -212,30 +212,30 @@ def _read_saved(path: Path, split: str) -> Iterator[Raw]:
     with _for_datasets(path) as folder:
         loaded = datasets.load_from_disk(str(folder))
         if isinstance(loaded, dict):
-            loaded = _one(loaded, split, path)
+            loaded = _select(loaded, split, path)
         for table in loaded.with_format("arrow").iter(batch_size=ROWS_AT_ONCE):
             yield from table.to_pylist()
 
 
 @contextlib.contextmanager
 def asking_hub(name: str) -> Iterator[None]:
-    """Where the Hub cannot be reached, only a cached copy of ``name`` is looked for inside.
+    """If the Hub cannot be reached, code inside looks for a cached copy of ``name`` alone.
 
     huggingface_hub would ask for two minutes. Behind a proxy, and where HF_HUB_OFFLINE is set, nothing is changed.
     """
     from huggingface_hub import constants
 
-    before, place = constants.HF_HUB_OFFLINE, urllib.parse.urlsplit(constants.ENDPOINT)
-    if not before and names.is_hub_id(name) and not urllib.request.getproxies().keys() & {place.scheme, "all"}:
+    offline, endpoint = constants.HF_HUB_OFFLINE, urllib.parse.urlsplit(constants.ENDPOINT)
+    if not offline and names.is_hub_id(name) and not urllib.request.getproxies().keys() & {endpoint.scheme, "all"}:
         try:
-            port = place.port or {"https": 443}.get(place.scheme, 80)
-            socket.create_connection((place.hostname or "", port), timeout=5).close()
+            port = endpoint.port or {"https": 443}.get(endpoint.scheme, 80)
+            socket.create_connection((endpoint.hostname or "", port), timeout=5).close()
         except OSError:
             constants.HF_HUB_OFFLINE = True
     try:
         yield
     finally:
-        constants.HF_HUB_OFFLINE = before
+        constants.HF_HUB_OFFLINE = offline
 
 
 def _download(source: str, data: DataConfig, cache_dir: Path) -> Path:
@@ -257,18 +257,18 @@ def _download(source: str, data: DataConfig, cache_dir: Path) -> Path:
 PACKED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 ROWS_AT_ONCE = 1000
 """Rows of a table that are Python objects at a time."""
-_MORE = "\0more fields than the header line"
+_SURPLUS = "\0more fields than the header line"
 MOST_LEVELS = 100
 """Of lists and objects in one another in a row of JSON."""
 
 
 def unpacked(name: str) -> str:
-    """The name of a file without what says that it is compressed."""
+    """The name of a file without .gz, .bz2 or .xz."""
     return name[: -len(Path(name).suffix)] if Path(name).suffix.lower() in PACKED else name
 
 
 def suffix_of(path: Path) -> str:
-    """In lower case; of a compressed file of text, that before .gz."""
+    """The suffix of a file in lower case; of a compressed file of text, the one before .gz."""
     inner = Path(unpacked(path.name)).suffix.lower()
     return path.suffix.lower() if inner == ".parquet" else inner
 
@@ -285,25 +285,25 @@ def _read_json(path: Path, _: CsvConfig) -> Iterator[Raw]:
     """One object a line, or one list of objects, which is held in memory."""
     values: Iterator[tuple[str, Any]]
     with _open(path, "utf-8-sig") as file:
-        wanted = "one object a line"
+        expected = "one object a line"
         lines = ((f"{path}: line {number}", line) for number, line in enumerate(file, start=1) if line.strip())
-        place, first = next(lines, ("", ""))
+        location, first = next(lines, ("", ""))
         if first.lstrip().startswith("["):
-            wanted = "a list of objects"
+            expected = "a list of objects"
             records = _parsed(first + file.read(), f"{path}: its list", "one list of objects", MOST_LEVELS + 1)
             values = ((f"{path}: record {number}", record) for number, record in enumerate(records, start=1))
         else:
-            each = itertools.chain([(place, first)] if first else [], lines)
-            values = ((place, _parsed(line, place, wanted, MOST_LEVELS)) for place, line in each)
-        for place, value in values:
+            located = itertools.chain([(location, first)] if first else [], lines)
+            values = ((location, _parsed(line, location, expected, MOST_LEVELS)) for location, line in located)
+        for location, value in values:
             if not isinstance(value, dict):
-                raise DataError(f"{place} is not a JSON object; {wanted} is expected.")
+                raise DataError(f"{location} is not a JSON object; {expected} is expected.")
             yield value
 
 
-def _parsed(text: str, place: str, wanted: str, levels: int) -> Any:
+def _parsed(text: str, location: str, expected: str, levels: int) -> Any:
     def row(keys: list[tuple[str, Any]]) -> Raw:
-        _check_names([name for name, _ in keys], place)
+        _check_names([name for name, _ in keys], location)
         return dict(keys)
 
     try:
@@ -311,22 +311,22 @@ def _parsed(text: str, place: str, wanted: str, levels: int) -> Any:
         _limit_depth(value, levels)
         return value
     except RecursionError:
-        raise DataError(f"{place} is nested more than {MOST_LEVELS} levels deep. Flatten or drop the row.") from None
+        raise DataError(f"{location} is nested more than {MOST_LEVELS} levels deep. Flatten or drop the row.") from None
     except ValueError:
-        raise DataError(f"{place} is not valid JSON; {wanted} is expected.") from None
+        raise DataError(f"{location} is not valid JSON; {expected} is expected.") from None
 
 
-def _check_names(found: Sequence[str], where: str) -> None:
-    """Refuses two columns of one name, which without a header line may be a text; nobody can ask for one without a name."""
-    named = [name for name in found if name]
-    if len(set(named)) < len(named):
+def _check_names(columns: Sequence[str], location: str) -> None:
+    """Refuses two columns of one name, which without a header line may be a text; columns without a name are never read."""
+    nonempty = [name for name in columns if name]
+    if len(set(nonempty)) < len(nonempty):
         raise DataError(
-            f"{where} has two columns, or keys, of one name, of which one would be lost. Rename or drop one of them."
+            f"{location} has two columns, or keys, of one name, of which one would be lost. Rename or drop one of them."
         )
 
 
 def _limit_depth(value: Any, levels: int) -> None:
-    """Raises the same error that json raises, but at a depth that no later reader of the row minds."""
+    """Raises the error that json raises, at a depth that every later reader of the row can handle."""
     if not levels:
         raise RecursionError
     for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
@@ -342,13 +342,13 @@ def read_csv(path: Path, settings: CsvConfig) -> Iterator[Raw]:
         unquoted = re.sub(r'"[^"]*"', "", header)
         delimiter = settings.delimiter or next((mark for mark in marks if mark in unquoted), marks[0])
         lines = _unambiguous(itertools.chain([header], file), re.escape(delimiter))
-        rows = csv.DictReader(lines, delimiter=delimiter, strict=True, restkey=_MORE)
+        rows = csv.DictReader(lines, delimiter=delimiter, strict=True, restkey=_SURPLUS)
         csv.field_size_limit(2**31 - 1)
         number = 0
         try:
             _check_names(rows.fieldnames or (), f"{path}: its header line")
             for number, row in enumerate(rows, start=1):
-                if any(row.pop(_MORE, ())):
+                if any(row.pop(_SURPLUS, ())):
                     raise DataError(
                         f"{path}: row {number} has more fields than the header line, so its columns may be shifted and the row "
                         "assigned to the wrong owner. Quote fields that contain the delimiter, or fix the row."
@@ -362,23 +362,23 @@ def read_csv(path: Path, settings: CsvConfig) -> Iterator[Raw]:
 
 
 def _unambiguous(lines: Iterator[str], mark: str) -> Iterator[str]:
-    """The same lines, if each quote begins a field, ends one or is doubled in one.
+    """The lines of a csv file whose delimiter is ``mark``, if each quote begins a field, ends one or is doubled in one.
 
-    Elsewhere csv takes it for a letter, so that a row with a quote too many would end at the letter of somebody else.
+    Elsewhere csv reads a quote as a letter, so that a row with a quote too many would end in the row of somebody else.
     """
     text = '(?:[^"]|"")*+'
     field = f'(?:"{text}"|[^"{mark}]*+)'
-    more = f"(?:{mark}{field})*+"
-    closed = re.compile(field + more), re.compile(f'{text}"{more}')  # by whether the line begins in a quoted field
-    opened = re.compile(f'(?:{field}{mark})*+"{text}'), re.compile(f'(?:{text}"{more}(?<={mark})")?{text}')
-    inside = False
+    fields = f"(?:{mark}{field})*+"
+    closed = re.compile(field + fields), re.compile(f'{text}"{fields}')  # by whether the line begins in a quoted field
+    opened = re.compile(f'(?:{field}{mark})*+"{text}'), re.compile(f'(?:{text}"{fields}(?<={mark})")?{text}')
+    in_quotes = False
     for line in lines:
         if '"' in line:
             row = line.rstrip("\r\n")
-            still = bool(opened[inside].fullmatch(row))
-            if not still and not closed[inside].fullmatch(row):
+            opens = bool(opened[in_quotes].fullmatch(row))
+            if not opens and not closed[in_quotes].fullmatch(row):
                 raise csv.Error
-            inside = still
+            in_quotes = opens
         yield line
 
 
@@ -396,11 +396,11 @@ def _read_arrow(path: Path, _: CsvConfig) -> Iterator[Raw]:
     from pyarrow import ipc
 
     with open(path, "rb") as content:
-        whole = content.read(6) == b"ARROW1"
+        is_file = content.read(6) == b"ARROW1"
         content.seek(0)
-        table = ipc.open_file(content) if whole else ipc.open_stream(content)
+        table = ipc.open_file(content) if is_file else ipc.open_stream(content)
         _check_names(table.schema.names, f"{path}: its table")
-        for batch in map(table.get_batch, range(table.num_record_batches)) if whole else table:
+        for batch in map(table.get_batch, range(table.num_record_batches)) if is_file else table:
             for start in range(0, len(batch), ROWS_AT_ONCE):
                 yield from batch.slice(start, ROWS_AT_ONCE).to_pylist()
 

@@ -1,4 +1,4 @@
-"""Rows become tokenised units, and lie on disk: a corpus larger than memory trains, and is tokenised once.
+"""Rows as tokenised units on disk: a corpus larger than memory trains, and is tokenised once.
 
 Comes in: rows by unit and a tokenizer, or a directory written before. Goes out: ``Unit`` values, which say which tokens are
 learned and by what they are divided; a ``Sequence`` of them, each read when it is asked for. It must not know the model or the
@@ -69,19 +69,19 @@ class Lengths:
     def check(self, data: DataConfig) -> None:
         """Refuses, with a DataError, texts of which nothing is learned. The operator alone hears of it: no record, no ledger."""
         if self.texts and self.lost == self.texts:
-            raise DataError(f"data.train: a run would be charged for nothing, because {self.told(data)}")
+            raise DataError(f"data.train: a run would be charged for nothing, because {self.warning(data)}")
 
-    def told(self, data: DataConfig) -> str:
-        """What a terminal alone may say where more than half of the texts are lost or cut; else nothing."""
+    def warning(self, data: DataConfig) -> str:
+        """A warning, for the terminal alone, where more than half of the texts are lost or cut; else empty."""
         if 2 * self.short <= self.texts:
             return ""
-        many = "no row has" if self.lost == self.texts else "more than half of the rows have not"
-        what = (
+        how_many = "no row has" if self.lost == self.texts else "more than half of the rows have not"
+        loss = (
             "a token left to learn" if 2 * self.lost > self.texts else "all their tokens, of which the ends are cut off"
         )
         return (
-            f"{many} {what}: a prompt alone fills data.max_length ({data.max_length} tokens), a row is longer, or no turn is the "
-            "assistant's. Raise data.max_length, shorten the rows, or set data.long_examples: chunk."
+            f"{how_many} {loss}: a prompt alone fills data.max_length ({data.max_length} tokens), a row is longer, or no turn "
+            "is the assistant's. Raise data.max_length, shorten the rows, or set data.long_examples: chunk."
         )
 
 
@@ -105,18 +105,18 @@ def iter_units(
     name: str | None = None,
     lengths: Lengths | None = None,
 ) -> Iterator[Unit]:
-    """The same, one unit after the other, each counted in ``lengths``; the tokenizer gets ``AT_ONCE`` characters in one call."""
+    """As ``encode_units``, one unit after the other, each counted in ``lengths``; ``AT_ONCE`` characters go into one call."""
     source = name or ", ".join(names.listed(data.train))
 
     def finished(waiting: dict[int, list[Rendered]]) -> Iterator[Unit]:
-        encoded = iter(_tokenise([one for unit in waiting.values() for one in unit], tokenizer))
-        for number, unit in waiting.items():
+        encoded = iter(_tokenise([text for texts in waiting.values() for text in texts], tokenizer))
+        for number, texts in waiting.items():
             sequences, sizes = list[TokenSequence](), list[tuple[int, bool]]()
             try:
-                for one in unit:
+                for text in texts:
                     ids, mask = next(encoded)
                     cut = _cut(ids, mask, data.max_length, data.long_examples)
-                    sequences += cut or ([NOTHING] if one.kept else [])
+                    sequences += cut or ([EMPTY] if text.keep_empty else [])
                     sizes.append((len(ids), bool(cut)))
                 (lengths or Lengths()).add(sizes, data)
             except DataError as error:
@@ -126,12 +126,12 @@ def iter_units(
     waiting, characters = dict[int, list[Rendered]](), 0
     for number, rows in enumerate(groups, start=1):
         try:
-            said = [row for row in rows if data.owners == "one" or not is_empty(row, fmt)]
-            waiting[number] = [one for row in said for one in rendered(row, fmt, tokenizer, data.template)]
+            nonempty = [row for row in rows if data.owners == "one" or not is_empty(row, fmt)]
+            waiting[number] = [text for row in nonempty for text in rendered(row, fmt, tokenizer, data.template)]
         except DataError as error:
             yield from finished(waiting)  # an error in a unit before it comes first
             raise DataError(f"{source}: unit {number}: {error}") from None
-        characters += sum(len(one.text) for one in waiting[number])
+        characters += sum(len(text.text) for text in waiting[number])
         if characters > AT_ONCE:
             yield from finished(waiting)
             waiting, characters = {}, 0
@@ -162,7 +162,7 @@ def encode_prompt(prompt: str, tokenizer: Any, template: str | None) -> list[int
     return ids[: mask.index(True)]
 
 
-NOTHING = TokenSequence((0, 0), (False, False), 1)
+EMPTY = TokenSequence((0, 0), (False, False), 1)
 """A text whose prompt alone is longer than max_length, and that stands there because another one belongs to it."""
 
 
@@ -175,19 +175,19 @@ def _tokenise(texts: Sequence[Rendered], tokenizer: Any) -> Iterator[tuple[list[
         return
     eos = tokenizer.eos_token_id
     encoding = tokenizer(
-        [one.text for one in texts],
+        [text.text for text in texts],
         add_special_tokens=not texts[0].template,
         return_offsets_mapping=True,
         verbose=False,
     )
-    for one, ids, offsets in zip(texts, encoding["input_ids"], encoding["offset_mapping"], strict=True):
+    for text, ids, offsets in zip(texts, encoding["input_ids"], encoding["offset_mapping"], strict=True):
         offset_T2 = np.array(offsets, dtype=np.int64).reshape(-1, 2)
         mask_T = np.zeros(len(ids), dtype=bool)
-        for low, high in one.spans:
+        for low, high in text.spans:
             mask_T |= (offset_T2[:, 0] < high) & (low < offset_T2[:, 1])
         first = int(begins_twice(ids, tokenizer))
         tokens, mask = list(ids)[first:], mask_T.tolist()[first:]
-        if not one.template and eos is not None:
+        if not text.template and eos is not None:
             if tokens[-1:] != [eos]:
                 tokens, mask = [*tokens, eos], [*mask, True]
             mask[-1] = True
@@ -195,7 +195,7 @@ def _tokenise(texts: Sequence[Rendered], tokenizer: Any) -> Iterator[tuple[list[
 
 
 def begins_twice(ids: Sequence[int], tokenizer: Any) -> bool:
-    """Whether a text brought the token with which the tokenizer begins every text: a chat template had written it before."""
+    """Whether a text, rendered by a chat template before, brought a second beginning-of-text token."""
     return tokenizer.bos_token_id is not None and list(ids[:2]) == [tokenizer.bos_token_id] * 2
 
 
@@ -269,7 +269,7 @@ class Units(ReadWhenAsked[Unit | None]):
 
 
 def make_units(table: Table, groups: Groups, tokenizer: Any, data: DataConfig, cache_dir: Path) -> Units:
-    """What ``encode_units`` gives, on disk; tokenised anew unless the cache holds it.
+    """The units of ``encode_units``, on disk; tokenised unless the cache holds them.
 
     Several processes may call this at once: one writes, the others wait for it. What killed processes left behind is
     removed. An entry that is damaged is made again.
@@ -288,17 +288,17 @@ def make_units(table: Table, groups: Groups, tokenizer: Any, data: DataConfig, c
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with locked(path.parent / ".lock"):
-            if (kept := _open(path)) is None:
-                for left in path.parent.glob(".*.*"):  # of a process that was killed
-                    shutil.rmtree(left, ignore_errors=True)
+            if (units := _open(path)) is None:
+                for partial in path.parent.glob(".*.*"):  # of a process that was killed
+                    shutil.rmtree(partial, ignore_errors=True)
                 with whole_directory(path, mode=0o700) as part:
                     lengths = Lengths()
-                    made = iter_units(groups, table.format, tokenizer, data, name=table.name, lengths=lengths)
-                    _write(part, made, len(groups), lengths)
-                kept = _open(path)
-        if kept is None:
+                    tokenised = iter_units(groups, table.format, tokenizer, data, name=table.name, lengths=lengths)
+                    _write(part, tokenised, len(groups), lengths)
+                units = _open(path)
+        if units is None:
             raise OSError(errno.EIO, "what was written there cannot be read back")
-        return kept
+        return units
     except OSError as error:
         raise DataError(
             f"{path.parent}: cannot hold the tokens of {table.name} ({error.strerror}), which training reads from disk. Free "
@@ -307,7 +307,6 @@ def make_units(table: Table, groups: Groups, tokenizer: Any, data: DataConfig, c
 
 
 def _key(table: Table, groups: Groups, tokenizer: Any, data: DataConfig) -> str:
-    """Under which the units are kept: everything that decides which tokens they hold, hashed."""
     import transformers
 
     if table.digest is None:
@@ -354,7 +353,7 @@ def _write(part: Path, units: Iterable[Unit], total: int, lengths: Lengths) -> N
 
 
 def _open(path: Path) -> Units | None:
-    """An entry, or None where it is missing or damaged; all of it is read."""
+    """An entry, read completely, or None where it is missing or damaged."""
     try:
         meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
         index_U2, size_S = (np.load(path / f"{name}.npy", allow_pickle=False) for name in ("index", "sizes"))

@@ -67,8 +67,8 @@ def test_coins_are_fair_and_independent_of_group_and_neighbour(seed):
 def test_secrets_are_uniform_digits(seed):
     generator = random.Random(seed)
     plan = plan_canaries(CanaryConfig(groups={1: 5000}, digits=8, references=5000), generator=generator)
-    for place in range(8):
-        counts = np.bincount([int(canary.secret[place]) for canary in everyone(plan)], minlength=10)
+    for position in range(8):
+        counts = np.bincount([int(canary.secret[position]) for canary in everyone(plan)], minlength=10)
         assert stats.chisquare(counts).pvalue > 1e-8 / 8
 
 
@@ -94,11 +94,16 @@ UNITS = DataConfig(train="rows.jsonl", unit="patient", max_examples_per_unit=8)
 def test_the_number_of_slots_is_public_and_does_not_depend_on_the_coins(data, groups, draw):
     """A row of each repetition holds one; where units are drawn, a canary is one unit."""
     config = CanaryConfig(groups=groups, references=100)
-    plan, each = plan_canaries(config, generator=random.Random(draw)), {k: k if data is ROWS else 1 for k in groups}
+    slots_of = {group: group if data is ROWS else 1 for group in groups}
+    plan = plan_canaries(config, generator=random.Random(draw))
     filled = slots(plan, data)
-    assert len(filled) == num_slots(AuditConfig(canaries=config), data) == sum(each[k] * n for k, n in groups.items())
-    held = [[(one,) * (one.group // each[one.group])] * each[one.group] for one in plan.canaries if one.inserted]
-    assert [slot for slot in filled if slot] == [slot for own in held for slot in own]
+    assert len(filled) == num_slots(AuditConfig(canaries=config), data)
+    assert len(filled) == sum(slots_of[group] * number for group, number in groups.items())
+    expected = []
+    for canary in plan.canaries:
+        num = slots_of[canary.group]
+        expected += [(canary,) * (canary.group // num)] * num if canary.inserted else []
+    assert [slot for slot in filled if slot] == expected
 
 
 def test_where_rows_are_drawn_each_repetition_holds_a_slot_and_one_unit_brings_them_all():
@@ -126,14 +131,18 @@ def test_repetitions_are_from_1_to_32(groups):
     assert CanaryConfig().groups == {1: 1000, 4: 20, 32: 20}
 
 
+CHANGES = {"kind": "random_tokens", "groups": {1: 30, 4: 6}, "digits": 7, "references": 101, "place": "prompt"}
+
+
 def test_a_plan_fits_the_section_that_it_was_made_from_and_no_other(tmp_path):
     path = tmp_path / "canaries.json"
     save(plan_canaries(SMALL), path)
     plan = load(path)
+    assert "place" not in plan.settings  # plans of an earlier version still fit
     # The last key is not read by this kind, so the texts do not follow from it.
     for same in ({}, {"tokens": 9}):
         assert check_fits(plan, AuditConfig(canaries=SMALL.model_copy(update=same)), path) is plan
-    for key, value in (("kind", "random_tokens"), ("groups", {1: 30, 4: 6}), ("digits", 7), ("references", 101)):
+    for key, value in CHANGES.items():
         with pytest.raises(ConfigError, match="planned for another recipe"):
             check_fits(plan, AuditConfig(canaries=SMALL.model_copy(update={key: value})), path)
     with pytest.raises(ConfigError, match="planned for another recipe"):
@@ -168,33 +177,38 @@ FIELDS = [(part, field) for part in ("canaries", "references") for field in Cana
 ALONE = ("kind", "log2_secrets", "settings", "salt", "commitment", "gradient_key", "gradient_coins", "label_epsilon")
 
 
-@pytest.mark.parametrize("where", [*FIELDS, *((name,) for name in ALONE)])
-def test_a_plan_changed_anywhere_does_not_match_its_commitment(tmp_path, where):
+@pytest.fixture
+def saved(tmp_path):
     path = tmp_path / "canaries.json"
     save(plan_canaries(SMALL), path)
-    value = json.loads(path.read_text())
+    return path, json.loads(path.read_text())
+
+
+def check_tampered(path, value):
+    path.write_text(json.dumps(value))
+    with pytest.raises(ConfigError, match="does not match its own commitment"):
+        load(path)
+
+
+@pytest.mark.parametrize("where", [*FIELDS, *((name,) for name in ALONE)])
+def test_a_plan_changed_anywhere_does_not_match_its_commitment(saved, where):
+    path, value = saved
     assert {"canaries", "references", *ALONE} == value.keys() - {"schema_version"}
     holder = value[where[0]][3] if len(where) == 2 else value
     holder[where[-1]] = "ab" * 32 if where == ("salt",) else other(holder[where[-1]])
-    path.write_text(json.dumps(value))
-    with pytest.raises(ConfigError, match="does not match its own commitment"):
-        load(path)
+    check_tampered(path, value)
 
 
 @pytest.mark.parametrize("change", ["swap", "drop", "move"])
-def test_neither_order_nor_number_can_be_changed(tmp_path, change):
-    path = tmp_path / "canaries.json"
-    save(plan_canaries(SMALL), path)
-    value = json.loads(path.read_text())
-    parts = value["canaries"], value["references"]
+def test_neither_order_nor_number_can_be_changed(saved, change):
+    path, value = saved
+    canaries, references = value["canaries"], value["references"]
     if change == "swap":
-        parts[0][0], parts[0][1] = parts[0][1], parts[0][0]
+        canaries[0], canaries[1] = canaries[1], canaries[0]
     else:
-        taken = parts[1].pop()
-        parts[0].extend([taken] if change == "move" else [])
-    path.write_text(json.dumps(value))
-    with pytest.raises(ConfigError, match="does not match its own commitment"):
-        load(path)
+        moved = references.pop()
+        canaries.extend([moved] if change == "move" else [])
+    check_tampered(path, value)
 
 
 def test_a_crash_while_a_run_is_replaced_leaves_no_known_coins(tmp_path, monkeypatch):
@@ -205,8 +219,8 @@ def test_a_crash_while_a_run_is_replaced_leaves_no_known_coins(tmp_path, monkeyp
     save(plan_canaries(SMALL), run.canaries)
     unlink = Path.unlink
 
-    def crash(path, **how):
-        unlink(path, **how)
+    def crash(path, **options):
+        unlink(path, **options)
         if path == run.config:
             raise KeyboardInterrupt
 
@@ -254,16 +268,16 @@ def test_more_canaries_than_secrets_are_refused():
 
 
 def test_gradient_canaries_hold_slots_have_coins_of_their_own_and_are_committed_to(tmp_path):
-    both = AuditConfig(canaries=SMALL, gradient_canaries=400)
-    assert num_slots(both, ROWS) == num_slots(ONLY_TEXT, ROWS) + 400
-    plan, other = (plan_canaries(SMALL, gradient=400) for _ in range(2))
+    config = AuditConfig(canaries=SMALL, gradient_canaries=400)
+    assert num_slots(config, ROWS) == num_slots(ONLY_TEXT, ROWS) + 400
+    plan, second = (plan_canaries(SMALL, gradient=400) for _ in range(2))
     assert len(plan.gradient_coins) == 400
     assert 140 < sum(plan.gradient_coins) < 260  # six standard deviations
-    assert plan.gradient_key != other.gradient_key
+    assert plan.gradient_key != second.gradient_key
     save(plan, tmp_path / "canaries.json")
     assert load(tmp_path / "canaries.json") == plan
-    again = redraw_coins(plan)
-    assert (again.gradient_key, again.gradient_coins) != (plan.gradient_key, plan.gradient_coins)
+    redrawn = redraw_coins(plan)
+    assert (redrawn.gradient_key, redrawn.gradient_coins) != (plan.gradient_key, plan.gradient_coins)
 
 
 def test_beside_gradient_canaries_alone_no_text_is_planted():
@@ -281,8 +295,8 @@ def test_whole_runs_of_tests_draw_from_their_seed_and_users_from_the_system(monk
             return os_entropy(), plan_canaries(CanaryConfig(groups={1: 40}, references=100))
 
     assert drawn("train", 1) == drawn("train", 1)
-    for one, other in zip(drawn("train", 1), drawn("train", 2), strict=True):
-        assert one != other
+    for first, second in zip(drawn("train", 1), drawn("train", 2), strict=True):
+        assert first != second
     before = drawn("train", 1)
     monkeypatch.setenv(entropy.SEED, "another")
     assert drawn("train", 1) != before

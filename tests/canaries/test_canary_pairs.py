@@ -29,16 +29,16 @@ ROWS = DataConfig(train="pairs.jsonl")
 def test_both_answers_of_a_pair_are_secrets_of_their_own_drawn_alike(seed: int) -> None:
     plan = plan_canaries(CanaryConfig(groups={1: 3000}, references=100), answers=2, generator=random.Random(seed))
     everyone = [*plan.canaries, *plan.references]
-    assert len({text for one in everyone for text in (one.secret, one.rejected)}) == 2 * 3100
+    assert len({text for canary in everyone for text in (canary.secret, canary.rejected)}) == 2 * 3100
     assert all(
         one.example("preference") == {"prompt": one.carrier, **sides(one)} for one in plan.canaries if one.inserted
     )
-    larger = sum(one.secret > one.rejected for one in everyone)
+    larger = sum(canary.secret > canary.rejected for canary in everyone)
     assert stats.binomtest(larger, len(everyone)).pvalue > 1e-8
 
 
-def sides(one: Canary) -> dict[str, str]:
-    return {"chosen": one.secret, "rejected": one.rejected}
+def sides(canary: Canary) -> dict[str, str]:
+    return {"chosen": canary.secret, "rejected": canary.rejected}
 
 
 def test_the_answers_of_a_pair_are_canaries_of_their_own_and_a_text_is_itself() -> None:
@@ -54,7 +54,7 @@ def test_a_pair_is_planted_where_its_coin_says_in() -> None:
     plan = plan_canaries(SMALL, answers=2)
     filled = slots(plan, ROWS)
     assert len(filled) == 30 + 4 * 5
-    assert sum(map(bool, filled)) == sum(one.group for one in plan.canaries if one.inserted)
+    assert sum(map(bool, filled)) == sum(canary.group for canary in plan.canaries if canary.inserted)
 
 
 def test_the_commitment_binds_answers_and_flips_and_that_of_texts_is_as_it_was(tmp_path: Path) -> None:
@@ -62,11 +62,13 @@ def test_the_commitment_binds_answers_and_flips_and_that_of_texts_is_as_it_was(t
     plan = plan_canaries(SMALL)
     old = {key: value for key, value in asdict(plan).items() if key not in ("commitment", "salt", "label_epsilon")}
     old |= {
-        part: [{k: v for k, v in one.items() if k not in ("rejected", "flipped", "completion")} for one in old[part]]
+        part: [
+            {k: v for k, v in canary.items() if k not in ("rejected", "flipped", "completion")} for canary in old[part]
+        ]
         for part in ("canaries", "references")
     }
-    told = json.dumps(old, sort_keys=True, separators=(",", ":")).encode()
-    assert plan.commitment == hashlib.sha256(bytes.fromhex(plan.salt) + told).hexdigest()
+    content = json.dumps(old, sort_keys=True, separators=(",", ":")).encode()
+    assert plan.commitment == hashlib.sha256(bytes.fromhex(plan.salt) + content).hexdigest()
     path = tmp_path / "canaries.json"
     path.write_text(json.dumps({**old, "commitment": plan.commitment, "salt": plan.salt}))
     assert load(path) == plan
@@ -97,8 +99,8 @@ def labels(seed: int, epsilon: float = 1.0) -> CanaryPlan:
 
 def planted(plan: CanaryPlan) -> list[bool]:
     """Of each pair, whether the answer that its coin prefers is what trains."""
-    shown = [one.example("preference")["chosen"] for one in plan.canaries]
-    return [(text == one.secret) == one.inserted for text, one in zip(shown, plan.canaries, strict=True)]
+    shown = [canary.example("preference")["chosen"] for canary in plan.canaries]
+    return [(text == canary.secret) == canary.inserted for text, canary in zip(shown, plan.canaries, strict=True)]
 
 
 @pytest.mark.parametrize("epsilon", [0.5, 1.0, 3.0])
@@ -108,7 +110,7 @@ def test_a_label_of_a_canary_is_flipped_as_every_label_is(epsilon: float, seed: 
     assert not plan.references
     wrong = np.array(planted(plan)) == 0
     assert stats.binomtest(int(wrong.sum()), len(wrong), flip_probability(epsilon)).pvalue > 1e-8
-    coins = np.array([one.inserted for one in plan.canaries])
+    coins = np.array([canary.inserted for canary in plan.canaries])
     assert (
         stats.fisher_exact(
             [[(wrong & coins).sum(), (~wrong & coins).sum()], [(wrong & ~coins).sum(), (~wrong & ~coins).sum()]]
@@ -121,22 +123,22 @@ def test_a_flip_is_drawn_once_and_anew_for_another_run(tmp_path: Path, seed: int
     plan = labels(seed)
     save(plan, tmp_path / "canaries.json")
     assert planted(load(tmp_path / "canaries.json")) == planted(plan)
-    again = redraw_coins(plan, generator=random.Random(seed + 1))
-    same = sum(a == b for a, b in zip(planted(again), planted(plan), strict=True))
+    redrawn = redraw_coins(plan, generator=random.Random(seed + 1))
+    same = sum(a == b for a, b in zip(planted(redrawn), planted(plan), strict=True))
     share = flip_probability(1.0) ** 2 + (1 - flip_probability(1.0)) ** 2
     assert stats.binomtest(same, len(plan.canaries), share).pvalue > 1e-8
 
 
 def shown(plan: CanaryPlan) -> float:
-    """What the theorem of the audit proves where the attacker sees every label that trained, and guesses all coins by them."""
-    right, number = sum(not one.flipped for one in plan.canaries), len(plan.canaries)
+    """The bound of the audit's theorem for an attacker who sees every trained label and guesses all coins by them."""
+    right, number = sum(not canary.flipped for canary in plan.canaries), len(plan.canaries)
     return epsilon_of(number, (number,), right, delta=0.0, alpha=0.05)
 
 
 def test_whoever_sees_every_label_proves_nearly_its_epsilon_and_not_more(seed: int) -> None:
-    found = [shown(labels(seed + number)) for number in range(20)]
-    assert sum(value > 1.0 for value in found) <= 6  # of 20 at a level of 1/20, beyond it once in 10^4
-    assert min(found) > 0.6
+    bounds = [shown(labels(seed + number)) for number in range(20)]
+    assert sum(value > 1.0 for value in bounds) <= 6  # of 20 at a level of 1/20, beyond it once in 10^4
+    assert min(bounds) > 0.6
 
 
 def no_flips(patch: pytest.MonkeyPatch) -> None:

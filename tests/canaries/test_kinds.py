@@ -8,7 +8,7 @@ import random
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import replace
+from itertools import compress
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,15 +21,19 @@ from pydantic import ValidationError
 from scipy import stats
 
 from dpllm.canaries import canaries, texts
-from dpllm.canaries.canaries import check_fits, load, plan_canaries, redraw_coins, save
+from dpllm.canaries.canaries import plan_canaries, redraw_coins
 from dpllm.canaries.texts import ModelSource, encode_secret
 from dpllm.errors import ConfigError
 from dpllm.model import loading
 from dpllm.recipe.config import RunConfig
-from dpllm.recipe.sections import AuditConfig, CanaryConfig
+from dpllm.recipe.sections import CanaryConfig
 from dpllm.text.tokens import encode
 
 KINDS = ("digits", "random_tokens", "new_tokens")
+CHAT = (
+    "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
 
 
 def recipe(**data):
@@ -51,9 +55,13 @@ def tokenizer():
     return loading.load_tokenizer(recipe().model)
 
 
+def source_of(tokenizer, **data):
+    return ModelSource(recipe(**data), tokenizer, torch.device("cpu"))
+
+
 @pytest.fixture(scope="module")
 def source(tokenizer):
-    return ModelSource(recipe(), tokenizer, torch.device("cpu"))
+    return source_of(tokenizer)
 
 
 def everyone(plan):
@@ -65,19 +73,18 @@ def config(kind, once=60, references=100, **more):
 
 
 def encoded(canary, tokenizer, fmt="text"):
-    """The ids of a secret, as training reads the row."""
     sequence, mask = encode_secret(canary, fmt, tokenizer, tiny.reads(64, "refuse"))
-    return [token for token, own in zip(sequence.input_ids, mask, strict=True) if own]
+    return list(compress(sequence.input_ids, mask))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fmt", ["text", "prompt_completion"])
 def test_every_secret_is_learned_whole_and_stands_nowhere_else(kind, fmt, tokenizer):
-    own = ModelSource(recipe(format=fmt), tokenizer, torch.device("cpu"))
-    plan = plan_canaries(config(kind), source=own, generator=random.Random(3))
+    model = source_of(tokenizer, format=fmt)
+    plan = plan_canaries(config(kind), source=model, generator=random.Random(3))
     assert plan.kind == kind
-    for what in ("carrier", "secret", "canary_id"):
-        assert len({getattr(canary, what) for canary in everyone(plan)}) == 164
+    for attribute in ("carrier", "secret", "canary_id"):
+        assert len({getattr(canary, attribute) for canary in everyone(plan)}) == 164
     sentences = "\n".join(canary.carrier for canary in everyone(plan))
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     for canary in everyone(plan):
@@ -85,29 +92,23 @@ def test_every_secret_is_learned_whole_and_stands_nowhere_else(kind, fmt, tokeni
         ids = encoded(canary, tokenizer, fmt)
         assert tokenizer.decode(ids).strip() == canary.secret
         assert not special & set(ids)
-        if kind == "random_tokens":
-            assert len(ids) == 6
-        if kind == "new_tokens":
-            assert len(ids) == 1
+        assert len(ids) == {"random_tokens": 6, "new_tokens": 1}.get(kind, len(ids))
 
 
 def test_secrets_of_a_chat_are_learned_whole_too(tokenizer, monkeypatch):
-    monkeypatch.setattr(
-        tokenizer,
-        "chat_template",
-        "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] | trim }}{{ eos_token }}{% endfor %}"
-        "{% if add_generation_prompt %}[assistant]{% endif %}",
+    trimmed = CHAT.replace("m['content']", "m['content'] | trim")
+    monkeypatch.setattr(tokenizer, "chat_template", trimmed)
+    plan = plan_canaries(
+        config("random_tokens"), source=source_of(tokenizer, format="messages"), generator=random.Random(4)
     )
-    own = ModelSource(recipe(format="messages"), tokenizer, torch.device("cpu"))
-    plan = plan_canaries(config("random_tokens"), source=own, generator=random.Random(4))
     assert {len(encoded(canary, tokenizer, "messages")) for canary in everyone(plan)} == {6}
 
 
 @settings(max_examples=5, deadline=None, derandomize=True)
 @given(st.integers(3, 12), st.integers(0, 2**32))
 def test_secrets_have_the_length_that_the_recipe_says(source, tokenizer, tokens, entropy):
-    asked = config("random_tokens", once=5, tokens=tokens)
-    plan = plan_canaries(asked, source=source, generator=random.Random(entropy))
+    settings = config("random_tokens", once=5, tokens=tokens)
+    plan = plan_canaries(settings, source=source, generator=random.Random(entropy))
     assert {len(encoded(canary, tokenizer)) for canary in everyone(plan)} == {tokens}
     assert plan.settings["tokens"] == tokens
 
@@ -137,18 +138,18 @@ def test_candidates_are_like_references_and_coins_like_nothing(kind, source, tok
     coins = np.array([canary.inserted for canary in plan.canaries])
     for feature in features:
         values = [feature(canary) for canary in everyone(plan)]
-        place = {value: rank for rank, value in enumerate(sorted(set(values)))}
-        ranks = np.array([place[value] for value in values])
-        ours, theirs = ranks[: len(coins)], ranks[len(coins) :]
-        assert stats.ks_2samp(ours, theirs).pvalue > 1e-8 / 24
-        assert stats.ks_2samp(ours[coins], ours[~coins]).pvalue > 1e-8 / 24
+        rank_of = {value: rank for rank, value in enumerate(sorted(set(values)))}
+        ranks = np.array([rank_of[value] for value in values])
+        candidates, references = ranks[: len(coins)], ranks[len(coins) :]
+        assert stats.ks_2samp(candidates, references).pvalue > 1e-8 / 24
+        assert stats.ks_2samp(candidates[coins], candidates[~coins]).pvalue > 1e-8 / 24
 
 
 def test_the_order_in_which_texts_are_found_says_nothing_of_who_gets_them(monkeypatch, seed):
-    found = [(f"carrier {number:05d}", f"secret {number:05d}") for number in range(4000)], 12.0
-    monkeypatch.setattr(canaries, "draw", lambda *arguments: found)
-    asked = CanaryConfig(groups={1: 1500, 2: 500}, references=2000)
-    plan = plan_canaries(asked, generator=random.Random(seed))
+    texts_drawn = [(f"carrier {number:05d}", f"secret {number:05d}") for number in range(4000)], 12.0
+    monkeypatch.setattr(canaries, "draw", lambda *arguments: texts_drawn)
+    settings = CanaryConfig(groups={1: 1500, 2: 500}, references=2000)
+    plan = plan_canaries(settings, generator=random.Random(seed))
     ranks = np.array([int(canary.carrier[-5:]) for canary in everyone(plan)])
     assert sorted(ranks) == list(range(4000))
     for part in (ranks[:1500], ranks[1500:2000], ranks[2000:], ranks[::2]):
@@ -168,9 +169,9 @@ def test_random_tokens_are_uniform_over_what_can_be_drawn(seed):
         check_room=lambda *arguments: None,
     )
     drawn, log2_secrets = canaries.draw(CanaryConfig(kind="random_tokens", tokens=5), 6000, random.Random(seed), honest)
-    for place in range(5):
-        counts = Counter(secret[place] for _, secret in drawn)
-        assert set(counts) == set(letters[: 26 if place else 13].upper())
+    for position in range(5):
+        counts = Counter(secret[position] for _, secret in drawn)
+        assert set(counts) == set(letters[: 26 if position else 13].upper())
         assert stats.chisquare(list(counts.values())).pvalue > 1e-8 / 5
     assert log2_secrets == pytest.approx(math.log2(13) + 4 * math.log2(26))
 
@@ -191,8 +192,8 @@ def test_new_tokens_are_one_for_each_canary_and_rarely_expected(source, tokenize
     plan = plan_canaries(config("new_tokens", once=10), source=source, generator=random.Random(9))
     used = [encoded(canary, tokenizer)[0] for canary in everyone(plan)]
     assert len(set(used)) == 114 <= 2**plan.log2_secrets <= 228
-    asked = random.Random(0).sample(range(texts.NUM_CARRIERS), canaries.SENTENCES_ASKED)
-    expected = mean_log_probs(tokenizer, [texts.carrier(index) for index in asked])
+    indices = random.Random(0).sample(range(texts.NUM_CARRIERS), canaries.PROBED_CARRIERS)
+    expected = mean_log_probs(tokenizer, [texts.carrier(index) for index in indices])
     assert expected[used].mean() < expected[source.first_ids].mean()
 
 
@@ -211,44 +212,42 @@ def test_kinds_of_the_base_model_need_one():
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("settings", "advice"),
     [
-        (
-            CanaryConfig(kind="random_tokens", tokens=1, groups={1: 900}, references=100),
-            r"raise audit\.canaries\.tokens",
-        ),
-        (CanaryConfig(groups={1: 9_000_000_000}), "distinct sentences"),
+        ({"kind": "random_tokens", "tokens": 1, "groups": {1: 900}, "references": 100}, r"audit\.canaries\.tokens"),
+        ({"groups": {1: 9_000_000_000}}, "distinct sentences"),
     ],
 )
-def test_more_canaries_than_texts_are_refused(asked, message, source, monkeypatch):
+def test_more_canaries_than_texts_are_refused(settings, advice, source, monkeypatch):
     monkeypatch.setattr(canaries, "TRIES", 3)
-    with pytest.raises(ConfigError, match=message):
-        canaries.draw(asked, sum(asked.groups.values()) + asked.references, random.Random(0), source)
+    config = CanaryConfig(**settings)
+    with pytest.raises(ConfigError, match=advice):
+        canaries.draw(config, sum(config.groups.values()) + config.references, random.Random(0), source)
 
 
 def test_room_for_a_secret_is_judged_as_training_would_cut_it(tokenizer):
     generator = random.Random(21)
     for length in (26, 28, 30):
-        own = ModelSource(recipe(max_length=length), tokenizer, torch.device("cpu"))
-        token = next(token for token in own.first_ids if own.text((token,)) == "N")
+        model = source_of(tokenizer, max_length=length)
+        token = next(token for token in model.first_ids if model.text((token,)) == "N")
         outcomes = set()
         for _ in range(60):
             sentence = texts.carrier(generator.randrange(texts.NUM_CARRIERS))
             fits = len(tokenizer(f"{sentence} N")["input_ids"]) <= length
             outcomes.add(fits)
-            assert own.reads(sentence, "N", (token,)) == fits
+            assert model.reads(sentence, "N", (token,)) == fits
             with contextlib.nullcontext() if fits else pytest.raises(ConfigError, match=r"raise data\.max_length"):
-                own.check_room([sentence], 1)
+                model.check_room([sentence], 1)
         assert outcomes == {True, False}
 
 
 def test_what_is_not_read_back_is_refused_and_quotes_nothing(tokenizer, source, monkeypatch):
-    short = ModelSource(recipe(max_length=28), tokenizer, torch.device("cpu"))
+    short = source_of(tokenizer, max_length=28)
     for kind in ("random_tokens", "new_tokens"):
         with pytest.raises(ConfigError, match=r"raise data\.max_length") as caught:
             plan_canaries(config(kind), source=short, generator=random.Random(13))
         assert not any(word in str(caught.value) for word in ("store", "number for", "reads", "remains"))
-    unread = ModelSource(recipe(), tokenizer, torch.device("cpu"))
+    unread = source_of(tokenizer)
     monkeypatch.setattr(unread, "reads", lambda *arguments: False)
     with pytest.raises(ConfigError, match=r"use audit\.canaries\.kind digits"):
         plan_canaries(config("random_tokens"), source=unread, generator=random.Random(13))
@@ -263,18 +262,18 @@ def test_what_is_not_read_back_is_refused_and_quotes_nothing(tokenizer, source, 
 def test_new_coins_keep_the_texts_and_forget_the_old_coins(source, seed):
     generator = random.Random(seed)
     plan = plan_canaries(CanaryConfig(groups={1: 5_000}, references=100), generator=generator)
-    again = redraw_coins(plan, generator=generator)
-    assert [(c.canary_id, c.group, c.carrier, c.secret) for c in everyone(again)] == [
+    redrawn = redraw_coins(plan, generator=generator)
+    assert [(c.canary_id, c.group, c.carrier, c.secret) for c in everyone(redrawn)] == [
         (c.canary_id, c.group, c.carrier, c.secret) for c in everyone(plan)
     ]
-    assert (again.kind, again.settings, again.log2_secrets) == (plan.kind, plan.settings, plan.log2_secrets)
-    assert again.salt != plan.salt
-    assert again.commitment != plan.commitment
-    coins = [np.array([canary.inserted for canary in one.canaries]) for one in (plan, again)]
+    assert (redrawn.kind, redrawn.settings, redrawn.log2_secrets) == (plan.kind, plan.settings, plan.log2_secrets)
+    assert redrawn.salt != plan.salt
+    assert redrawn.commitment != plan.commitment
+    coins = [np.array([canary.inserted for canary in drawn.canaries]) for drawn in (plan, redrawn)]
     for part in (coins[1], coins[0] ^ coins[1]):
         assert stats.binomtest(int(part.sum()), 5_000, 0.5).pvalue > 1e-8 / 2
     assert redraw_coins(plan).commitment != redraw_coins(plan).commitment
-    assert not any(canary.inserted for canary in again.references)
+    assert not any(canary.inserted for canary in redrawn.references)
 
 
 def test_neither_planning_without_a_model_nor_statistics_import_torch():
@@ -292,9 +291,7 @@ def test_neither_planning_without_a_model_nor_statistics_import_torch():
 
 @pytest.mark.parametrize("fmt", ["prompt_completion", "messages"])
 def test_a_secret_in_a_prompt_is_read_and_never_learned(fmt, tokenizer, monkeypatch):
-    template = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{{ eos_token }}{% endfor %}"
-    ending = "{% if add_generation_prompt %}[assistant]{% endif %}"
-    monkeypatch.setattr(tokenizer, "chat_template", template + ending)
+    monkeypatch.setattr(tokenizer, "chat_template", CHAT)
     plan = plan_canaries(config("digits", place="prompt"), generator=random.Random(3))
     assert plan.settings["place"] == "prompt"
     for canary in everyone(plan):
@@ -302,22 +299,10 @@ def test_a_secret_in_a_prompt_is_read_and_never_learned(fmt, tokenizer, monkeypa
         scored, mask = encode_secret(canary, fmt, tokenizer, tiny.reads(64, "refuse"))
         assert scored.input_ids == trained.input_ids  # the row that trains
         assert scored.loss_mask == mask
-        assert not any(own and learned for own, learned in zip(mask, trained.loss_mask, strict=True))
-        secret = [token for token, own in zip(scored.input_ids, mask, strict=True) if own]
+        learned, secret = (list(compress(trained.input_ids, chosen)) for chosen in (trained.loss_mask, mask))
         assert tokenizer.decode(secret).strip() == canary.secret
-        learned = [token for token, own in zip(trained.input_ids, trained.loss_mask, strict=True) if own]
         assert tokenizer.decode(learned, skip_special_tokens=True).strip() == texts.COMPLETION
-        assert min(place for place, own in enumerate(trained.loss_mask) if own) > mask.index(True)
-
-
-def test_the_coins_of_secrets_in_prompts_are_committed_to(tmp_path):
-    plan = plan_canaries(config("digits", place="prompt"), generator=random.Random(3))
-    save(plan, tmp_path / "canaries.json")
-    assert load(tmp_path / "canaries.json") == plan
-    elsewhere = replace(plan, canaries=tuple(replace(canary, completion="") for canary in plan.canaries))
-    save(elsewhere, tmp_path / "canaries.json")
-    with pytest.raises(ConfigError, match="commitment"):
-        load(tmp_path / "canaries.json")
+        assert trained.loss_mask.index(True) > len(mask) - 1 - mask[::-1].index(True)  # all of it behind the secret
 
 
 @pytest.mark.parametrize("kind", ["random_tokens", "new_tokens"])
@@ -326,18 +311,9 @@ def test_only_digits_stand_in_prompts(kind):
         config(kind, place="prompt")
 
 
-def test_canaries_of_another_place_do_not_fit(tmp_path):
-    for one, other in (("prompt", "target"), ("target", "prompt")):
-        plan = plan_canaries(config("digits", place=one), generator=random.Random(3))
-        assert check_fits(plan, AuditConfig(canaries=config("digits", place=one)), tmp_path) == plan
-        with pytest.raises(ConfigError, match="planned for another recipe"):
-            check_fits(plan, AuditConfig(canaries=config("digits", place=other)), tmp_path)
-    assert "place" not in plan_canaries(config("digits")).settings  # plans of an earlier day still fit
-
-
 def test_rows_without_prompts_hold_no_secret_in_them():
-    asked = config("digits", place="prompt")
+    in_prompts = config("digits", place="prompt")
     with pytest.raises(ConfigError, match="format preference"):
-        plan_canaries(asked, answers=2).canaries[0].example("preference")
+        plan_canaries(in_prompts, answers=2).canaries[0].example("preference")
     with pytest.raises(ConfigError, match="format text"):
-        plan_canaries(asked).canaries[0].example("text")
+        plan_canaries(in_prompts).canaries[0].example("text")

@@ -15,63 +15,42 @@ from dpllm import cli
 
 ROOT = Path(dpllm.__file__).parent
 RECIPES = ("plan", "train")
-# Who prints the messages of a module; those of dpllm/cli/NAME.py are of the commands that it adds.
-PRINTED_BY: dict[str, tuple[str, ...]] = {
-    "auditing": ("audit",),
-    "card/registry.py": ("card",),
-    "comparison/compare.py": ("compare",),
-    "comparison/shown.py": ("compare",),
-    "comparison/choice.py": ("plan", "sweep"),
-    "comparison/choose.py": ("sweep",),
-    "comparison/sweep.py": ("sweep",),
-    "comparison/tasks.py": ("compare",),
-    "run/footprint.py": ("plan",),
-    "ledger/admission.py": (*RECIPES, "sweep", "describe", "synthesize"),
-    "ledger/budgets.py": ("ledger init",),
-    "ledger/dataset_policy.py": ("ledger init",),
-    "ledger/store.py": ("train",),
-    "ledger/values.py": ("ledger init", "ledger import", "ledger adopt", "ledger reconcile", "ledger except"),
-    "model/adapters.py": RECIPES,
-    "model/memory.py": ("train",),
-    "privacy/plan.py": ("train",),
-    "privacy/privacy_loss.py": ("epsilon", "plan", "train", "synthesize", "describe"),
-    "privacy/accounting.py": ("epsilon", "plan", "train", "synthesize", "describe"),
-    "privacy/releases.py": ("describe",),
-    "privacy/clipped_logits.py": ("synthesize",),
-    "releases/draft.py": ("synthesize",),
-    "publish/generate.py": ("generate",),
-    "releases/inference.py": ("synthesize",),
-    "publish/merge.py": ("merge",),
-    "releases/inference_budget.py": ("synthesize",),
-    "publish/push.py": ("push",),
-    "publish/synthesize.py": ("synthesize",),
-    "recipe/config.py": ("synthesize",),
-    "recipe/section.py": RECIPES,
-    "run/advice.py": RECIPES,
-    "run/base_model.py": RECIPES,
-    "run/build.py": ("train",),
-    "run/loop.py": ("train",),
-    "run/checkpoint.py": ("train",),
-    "releases/describe.py": ("describe",),
-    "run/directory.py": ("train", "merge"),
-    "releases/embeddings.py": ("describe",),
-    "run/failures.py": ("train",),
-    "releases/labels.py": ("randomize-labels",),
-    "run/promise.py": RECIPES,
-    "run/record.py": ("train",),
-    "run/subject.py": RECIPES,
-    "statement": RECIPES,
-    "telemetry/metrics.py": ("ledger metrics",),
-    "ledger/ledger.py": ("randomize-labels", "describe"),
-    "releases/asked.py": ("describe",),
-    "text/rendering.py": RECIPES,
-    "text/layouts.py": RECIPES,
-    "text/prompts.py": ("generate",),
-    "text/data.py": ("train",),
-    "text/tokens.py": ("train",),
-    "verification": ("verify",),
-    "verification/sign.py": ("card", "verify"),
+# Commands -> the modules whose messages they print; those of dpllm/cli/NAME.py are of the commands that it adds.
+MODULES_OF: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("audit",): ("auditing",),
+    ("card",): ("card/registry.py",),
+    ("compare",): ("comparison/compare.py", "comparison/shown.py", "comparison/tasks.py"),
+    ("plan", "sweep"): ("comparison/choice.py",),
+    ("sweep",): ("comparison/choose.py", "comparison/sweep.py"),
+    ("plan",): ("run/footprint.py",),
+    (*RECIPES, "sweep", "describe", "synthesize"): ("ledger/admission.py",),
+    ("ledger init",): ("ledger/budgets.py", "ledger/dataset_policy.py"),
+    ("train",): (
+        *("ledger/store.py", "model/memory.py", "privacy/plan.py", "run/build.py", "run/checkpoint.py"),
+        *("run/failures.py", "run/loop.py", "run/record.py", "text/data.py", "text/tokens.py"),
+    ),
+    ("ledger init", "ledger import", "ledger adopt", "ledger reconcile", "ledger except"): ("ledger/values.py",),
+    RECIPES: (
+        *("model/adapters.py", "recipe/section.py", "run/advice.py", "run/base_model.py", "run/promise.py"),
+        *("run/subject.py", "statement", "text/layouts.py", "text/rendering.py"),
+    ),
+    ("epsilon", "plan", "train", "synthesize", "describe"): ("privacy/accounting.py", "privacy/privacy_loss.py"),
+    ("describe",): ("privacy/releases.py", "releases/asked.py", "releases/describe.py", "releases/embeddings.py"),
+    ("synthesize",): (
+        *("privacy/clipped_logits.py", "publish/synthesize.py", "recipe/config.py", "releases/draft.py"),
+        *("releases/inference.py", "releases/inference_budget.py"),
+    ),
+    ("generate",): ("publish/generate.py", "text/prompts.py"),
+    ("merge",): ("publish/merge.py",),
+    ("push",): ("publish/push.py",),
+    ("train", "merge"): ("run/directory.py",),
+    ("randomize-labels",): ("releases/labels.py",),
+    ("ledger metrics",): ("telemetry/metrics.py",),
+    ("randomize-labels", "describe"): ("ledger/ledger.py",),
+    ("verify",): ("verification",),
+    ("card", "verify"): ("verification/sign.py",),
 }
+PRINTED_BY = {module: commands for commands, modules in MODULES_OF.items() for module in modules}
 EITHER = {"run/directory.py", "verification/sign.py"}  # each function of them is of one of the two
 LAUNCHERS = {"--num_processes", "--nproc_per_node"}  # of accelerate and torchrun
 OVERRIDES = {"plan", "train", "describe", "audit", "sweep", "synthesize"}
@@ -79,20 +58,20 @@ OVERRIDES = {"plan", "train", "describe", "audit", "sweep", "synthesize"}
 
 def commands(parser: argparse.ArgumentParser, name: str = "") -> dict[str, set[str]]:
     """Every command with its options; an action of a command is one."""
-    found = {name: set(parser._option_string_actions)} if name else {}
+    options = {name: set(parser._option_string_actions)} if name else {}
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for word, sub in action.choices.items():
-                found |= commands(sub, f"{name} {word}".strip())
-    return found
+                options |= commands(sub, f"{name} {word}".strip())
+    return options
 
 
 OPTIONS = commands(cli._parser())
 
 
 def messages() -> list[tuple[str, int, str]]:
-    """(module, line, text) of what is said; values in a message stand as …, and docstrings are not said."""
-    found = []
+    """(module, line, text) of every message; values in a message stand as …, and docstrings are left out."""
+    texts = []
     for path in sorted(ROOT.rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         inner = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
@@ -106,8 +85,8 @@ def messages() -> list[tuple[str, int, str]]:
                 text = node.value
             else:
                 continue
-            found.append((path.relative_to(ROOT).as_posix(), node.lineno, text))
-    return found
+            texts.append((path.relative_to(ROOT).as_posix(), node.lineno, text))
+    return texts
 
 
 def who(module: str) -> tuple[str, ...]:
@@ -121,8 +100,8 @@ def accepts(command: str, option: str) -> bool:
 
 
 def wrong(text: str, printed_by: tuple[str, ...], enough: Callable[[Iterable[bool]], bool] = all) -> list[str]:
-    """Options in a text that neither the command named last before them nor else every command that prints it takes."""
-    found = []
+    """Options in a text that the command named before them, or else every command that prints it, does not take."""
+    matches = []
     for sentence in re.split(r"(?<=[.;:)])\s", text):
         named: str | None = None
         for word in re.finditer(r"dpllm ([a-z-]+)(?: ([a-z]+))?|(?<![\w-])(--[a-z][\w-]*(?:\.\w+)*)", sentence):
@@ -130,12 +109,12 @@ def wrong(text: str, printed_by: tuple[str, ...], enough: Callable[[Iterable[boo
                 pair = f"{word[1]} {word[2]}"
                 named = pair if pair in OPTIONS else word[1] if word[1] in OPTIONS else None
             elif word[3] not in LAUNCHERS and not enough(
-                accepts(one, word[3]) for one in ([named] if named else printed_by)
+                accepts(command, word[3]) for command in ([named] if named else printed_by)
             ):
-                found.append(word[3])
+                matches.append(word[3])
             elif word[3] not in LAUNCHERS and not named and not printed_by:
-                found.append(f"{word[3]} (by nobody known)")
-    return found
+                matches.append(f"{word[3]} (by nobody known)")
+    return matches
 
 
 def of_commands(module: str) -> bool:
@@ -143,7 +122,9 @@ def of_commands(module: str) -> bool:
 
 
 LIBRARY = [
-    one for one in messages() if not of_commands(one[0]) and re.search(r"(?<![\w-])--[a-z].* |.* --[a-z]", one[2])
+    message
+    for message in messages()
+    if not of_commands(message[0]) and re.search(r"(?<![\w-])--[a-z].* |.* --[a-z]", message[2])
 ]
 
 
@@ -151,13 +132,13 @@ def test_advice_of_the_library_names_options_of_the_command_that_prints_it() -> 
     assert len(LIBRARY) > 120
     bad = []
     for module, line, text in LIBRARY:
-        if found := wrong(text, who(module), any if module in EITHER else all):
-            bad.append(f"{module}:{line}: {found}")
+        if matches := wrong(text, who(module), any if module in EITHER else all):
+            bad.append(f"{module}:{line}: {matches}")
     assert bad == []
 
 
 @pytest.mark.parametrize(
-    ("text", "printed_by", "found"),
+    ("text", "printed_by", "matches"),
     [
         ("too many. Lower train.steps or --tokens.", ("epsilon",), ["--tokens"]),
         ("too many. Lower --batch.", ("synthesize",), []),
@@ -168,18 +149,18 @@ def test_advice_of_the_library_names_options_of_the_command_that_prints_it() -> 
         ("Type dpllm ledger adopt --by NAME", ("plan",), []),
     ],
 )
-def test_the_test_sees_options_that_are_not_there(text: str, printed_by: tuple[str, ...], found: list[str]) -> None:
-    assert wrong(text, printed_by) == found
+def test_the_test_sees_options_that_are_not_there(text: str, printed_by: tuple[str, ...], matches: list[str]) -> None:
+    assert wrong(text, printed_by) == matches
 
 
 def test_a_command_names_only_options_that_some_command_takes() -> None:
     """Modules of the command line print for several commands: an option is one of theirs."""
-    taken = set().union(*OPTIONS.values())
-    found = {
+    options = set().union(*OPTIONS.values())
+    matches = {
         (module, option)
         for module, _, text in messages()
         if of_commands(module)
         for option in re.findall(r"(?<![\w-])--[a-z][\w-]*(?![\w.-])", text)
-        if option not in taken | {"--output_dir", "--version"}
+        if option not in options | {"--output_dir", "--version"}
     }
-    assert found == set()
+    assert matches == set()

@@ -48,8 +48,8 @@ def test_epsilon_without_amplification_is_one_gaussian_an_epoch(capsys: Any) -> 
     three = SelfComposed(3, Gaussian(0.8))
     assert answer["shuffled"]["epsilon"] == epsilon(three, 1e-5, "zero_out")
     # A group may lie in one batch as a whole.
-    four = SelfComposed(3, Gaussian(0.2))
-    assert ask(capsys, *RUN, *NOISE, "--group-size", "4")["shuffled"]["epsilon"] == epsilon(four, 1e-5, "zero_out")
+    pair = SelfComposed(3, Gaussian(0.4))
+    assert ask(capsys, *RUN, *NOISE, "--group-size", "2")["shuffled"]["epsilon"] == epsilon(pair, 1e-5, "zero_out")
 
 
 def test_the_inverse_meets_the_target_and_hardly_less_noise_does(capsys: Any) -> None:
@@ -70,11 +70,11 @@ def test_steps_follow_from_epochs_exactly(capsys: Any, size: int, batch: int, ep
 
 
 def test_delta_is_automatic(capsys: Any) -> None:
-    automatic = ask(capsys, "--dataset-size", "888", "--batch-size", "64", "--steps", "10", "--noise-multiplier", "2")
+    numbers = ["--dataset-size", "888", "--batch-size", "64", "--steps", "10", "--noise-multiplier", "2"]
+    automatic = ask(capsys, *numbers)
     assert automatic["delta"] == 1e-4
     assert len(automatic["curve"]) == 5
-    other = ["--dataset-size", "888", "--batch-size", "64", "--steps", "10", "--noise-multiplier", "2"]
-    assert len(ask(capsys, *other, "--delta", "2e-5")["curve"]) == 6
+    assert len(ask(capsys, *numbers, "--delta", "2e-5")["curve"]) == 6
 
 
 def test_groups(capsys: Any) -> None:
@@ -89,19 +89,11 @@ def test_prv_stands_beside_the_others_if_asked(capsys: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("gdp",), "central limit approximation that understates epsilon"),
-        (("magic",), "is unknown. Use pld, rdp or prv"),
-        (("prv", "--group-size", "4"), "prv"),
-    ],
+    ("arguments", "named"),
+    [(("gdp",), "understates epsilon"), (("magic",), "Use pld, rdp or prv"), (("prv", "--group-size", "4"), "prv")],
 )
-def test_another_accountant_is_refused_with_the_reason(capsys: Any, arguments: tuple[str, ...], words: str) -> None:
-    code = main(["epsilon", *RUN, *NOISE, "--accountant", *arguments])
-    assert code in (2, 3)
-    said = capsys.readouterr()
-    assert words in said.err
-    assert said.out == ""
+def test_another_accountant_is_refused_with_the_reason(capsys: Any, arguments: tuple[str, ...], named: str) -> None:
+    assert named in refusal(capsys, *RUN, *NOISE, "--accountant", *arguments, code=2)
 
 
 def test_a_reader_gets_number_table_limits_and_prose(capsys: Any) -> None:
@@ -124,41 +116,39 @@ def test_what_has_no_finite_epsilon_is_still_answered(capsys: Any) -> None:
     assert "infinite" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ((*RUN[:-1], "2e-4", *NOISE), "--delta"),  # 1/N
-        ((*RUN[:-1], "0.5", *NOISE), "--delta"),
-        (("--dataset-size", "50", "--batch-size", "51", "--steps", "1", *NOISE), "--batch-size 51"),
-    ],
-)
-def test_what_promises_nothing_is_refused(capsys: Any, arguments: tuple[str, ...], says: str) -> None:
-    assert says in refusal(capsys, *arguments, code=3)
+SIZES = {"--dataset-size": "9", "--batch-size": "1", "--steps": "1"}
+
+
+def sizes(**changes: str | None) -> tuple[str, ...]:
+    """The numbers of a small run, some of them changed, or left out by None."""
+    options = SIZES | {f"--{name.replace('_', '-')}": value for name, value in changes.items()}
+    return (*(word for name, value in options.items() if value is not None for word in (name, value)), *NOISE)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "named", "code"),
     [
-        ((*RUN[:-1], "0", *NOISE), "--delta"),
-        ((*RUN[:-1], "nan", *NOISE), "--delta"),
-        ((*RUN[:-1], "small", *NOISE), "--delta"),
-        ((*RUN, "--noise-multiplier", "0"), "noise_multiplier"),
-        ((*RUN, "--noise-multiplier", "nan"), "noise_multiplier"),
-        ((*RUN, "--epsilon", "-1"), "--epsilon"),
-        ((*RUN, "--epsilon", "inf"), "--epsilon"),
-        ((*RUN, *NOISE, "--group-size", "0"), "--group-size"),
-        ((*RUN, *NOISE, "--group-size", "2000"), "group_size"),
-        (("--dataset-size", "0", "--batch-size", "1", "--steps", "1", *NOISE), "--dataset-size"),
-        (("--dataset-size", "9", "--batch-size", "0", "--steps", "1", *NOISE), "--batch-size"),
-        (("--dataset-size", "9", "--batch-size", "1", "--steps", "0", *NOISE), "--steps"),
-        (("--dataset-size", "9", "--batch-size", "1", "--epochs", "0", *NOISE), "--epochs"),
-        (("--dataset-size", "9", "--batch-size", "1", "--epochs", "many", *NOISE), "--epochs"),
-        (("--dataset-size", "9", "--batch-size", "1", "--epochs", "1/0", *NOISE), "--epochs"),
-        ((*RUN, *NOISE, "--train.seed", "1"), "unknown argument"),
+        # They would promise nothing.
+        *(((*RUN[:-1], delta, *NOISE), "--delta", 3) for delta in ("2e-4", "0.5")),  # 1/N and more
+        (sizes(batch_size="10"), "--batch-size 10", 3),
+        # They are out of range.
+        *(((*RUN[:-1], delta, *NOISE), "--delta", 2) for delta in ("0", "nan", "small")),
+        *(((*RUN, "--noise-multiplier", noise), "noise_multiplier", 2) for noise in ("0", "nan")),
+        *(((*RUN, "--epsilon", epsilon), "--epsilon", 2) for epsilon in ("-1", "inf")),
+        ((*RUN, *NOISE, "--group-size", "0"), "--group-size", 2),
+        ((*RUN, *NOISE, "--group-size", "2000"), "group_size", 2),
+        *((sizes(**{name: "0"}), f"--{name.replace('_', '-')}", 2) for name in ("dataset_size", "batch_size", "steps")),
+        *((sizes(steps=None, epochs=epochs), "--epochs", 2) for epochs in ("0", "many", "1/0")),
+        ((*RUN, *NOISE, "--train.seed", "1"), "unknown argument", 2),
+        ((*RUN, *NOISE, "--bands", "0"), "--bands", 2),
+        ((*RUN, *NOISE, "--bands", "51"), "--bands 50 or less", 3),
+        ((*RUN, *NOISE, "--bands", "4", "--group-size", "2"), "--group-size 1", 3),
     ],
 )
-def test_bad_input_is_answered_by_its_name(capsys: Any, arguments: tuple[str, ...], says: str) -> None:
-    assert says in refusal(capsys, *arguments, code=2)
+def test_numbers_out_of_range_are_refused_by_name(
+    capsys: Any, arguments: tuple[str, ...], named: str, code: int
+) -> None:
+    assert named in refusal(capsys, *arguments, code=code).replace("\n", " ")
 
 
 @pytest.mark.parametrize(
@@ -178,7 +168,6 @@ def test_too_few_or_too_many_numbers_are_a_wrong_command(capsys: Any, arguments:
 
 
 def test_torch_is_not_imported() -> None:
-    """Nor for calibrated noise and groups: tests/privacy/test_accounting.py."""
     run, loaded, _ = fresh("epsilon", *RUN, *NOISE)
     assert (run.returncode, loaded) == (0, []), run.stderr
     assert run.stdout.startswith("epsilon 2.964")
@@ -194,9 +183,3 @@ def test_bands_cost_fewer_rounds_at_a_larger_rate(capsys: Any) -> None:
     assert needed["epsilon"] <= 3 < ask(capsys, *RUN, *NOISE, "--bands", "8")["epsilon"]
     assert main(["epsilon", *RUN, *NOISE, "--bands", "8"]) == 0
     assert "if shuffled" not in capsys.readouterr().out
-    assert "--bands 50 or less" in refusal(capsys, *RUN, *NOISE, "--bands", "51", code=3).replace("\n", " ")
-
-
-def test_bands_do_not_go_with_groups_that_are_protected_together(capsys: Any) -> None:
-    assert "--group-size 1" in refusal(capsys, *RUN, *NOISE, "--bands", "4", "--group-size", "2", code=3)
-    assert "--bands" in refusal(capsys, *RUN, *NOISE, "--bands", "0", code=2)

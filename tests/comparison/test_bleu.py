@@ -16,12 +16,12 @@ def _sacrebleu() -> None:
 
 def test_bleu_by_hand() -> None:
     """Each n-gram counts as often as in the one reference that has it most often; periods are words; case is none."""
-    found = bleu(["The cat sat on the mat."], [["the cat sat on a mat.", "A cat sat on the mat"]])
+    score = bleu(["The cat sat on the mat."], [["the cat sat on a mat.", "A cat sat on the mat"]])
     precisions = (6 / 7, 6 / 6, 4 / 5, 3 / 4)  # "the" stands twice in the text and once in each reference
-    assert found["value"] == pytest.approx(100 * math.prod(precisions) ** 0.25)
-    assert found["interval"] is None
-    assert "case:lc" in found["signature"]
-    assert "tok:13a|smooth:none" in found["signature"]
+    assert score["value"] == pytest.approx(100 * math.prod(precisions) ** 0.25)
+    assert score["interval"] is None
+    assert "case:lc" in score["signature"]
+    assert "tok:13a|smooth:none" in score["signature"]
 
 
 def test_bleu_measures_against_the_reference_of_the_closest_length() -> None:
@@ -43,7 +43,7 @@ def test_bleu_of_a_perfect_and_of_a_foreign_text() -> None:
 def test_the_same_texts_give_the_same_intervals() -> None:
     texts = [f"the old key lay on table {number}" for number in range(6)]
     answers = [[f"the old key was on table {number}"] for number in range(6)]
-    found = bleu(texts, answers)
-    assert found == bleu(texts, answers)
-    low, high = found["interval"]
-    assert low <= found["value"] <= high
+    score = bleu(texts, answers)
+    assert score == bleu(texts, answers)
+    low, high = score["interval"]
+    assert low <= score["value"] <= high

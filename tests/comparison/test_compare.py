@@ -50,6 +50,14 @@ def table(result: Comparison) -> dict[str, list[str]]:
     return shown.rows(result.values)
 
 
+def notes(result: Comparison) -> str:
+    return " ".join(shown.notes(result.values))
+
+
+def page(result: Comparison) -> str:
+    return (result.output / "comparison.md").read_text()
+
+
 def files(root: Path) -> set[str]:
     return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
 
@@ -72,8 +80,8 @@ def numbers(value: Any) -> set[float]:
 
 def test_each_figure_stands_in_its_own_column(runs: list[RunDir]) -> None:
     result = compare(runs)
-    found = table(result)  # the base model, the run with privacy, the one without
-    assert found == {
+    # The base model, the run with privacy, the one without; and no memory, which was not recorded.
+    assert table(result) == {
         "Epsilon": ["-", "3", "no DP"],
         "Delta": ["-", "1e-05", "-"],
         "Held-out loss (nats per token)": ["3.912", "2.354", "1.954"],
@@ -84,10 +92,10 @@ def test_each_figure_stands_in_its_own_column(runs: list[RunDir]) -> None:
         "Canaries extracted": ["-", "20 of 119", "43 of 119"],
         "Steps": ["-", "100", "100"],
         "Seconds in all": ["-", "61.5", "61.5"],
-    }  # and no memory, which was not recorded
-    assert "with 95% confidence" in " ".join(shown.notes(result.values))
+    }
+    assert "95% confidence" in notes(result)
     assert json.loads((result.output / "comparison.json").read_text()) == {"schema_version": 1, **result.values}
-    assert "![Held-out loss over epsilon](comparison.png)" in (result.output / "comparison.md").read_text()
+    assert "(comparison.png)" in page(result)
 
 
 def test_scores_of_what_was_written_stand_with_their_protocol(runs: list[RunDir]) -> None:
@@ -95,8 +103,9 @@ def test_scores_of_what_was_written_stand_with_their_protocol(runs: list[RunDir]
         write_tasks(run, {"value": score, "interval": [score - 5, score + 5]}, {"value": 2.3, "interval": None})
     result = compare(runs)
     assert table(result)["BLEU"] == ["2.3", "60.2 (55.2 to 65.2)", "67.6 (62.6 to 72.6)"]
-    said = " ".join(shown.notes(result.values))
-    assert "2 prompts, each with all its references (9 in all); a beam search of 5 for at most 100 tokens" in said
+    assert "2 prompts, each with all its references (9 in all); a beam search of 5 for at most 100 tokens" in notes(
+        result
+    )
     write_tasks(runs[0], {"value": 60.0, "interval": None}, None, prompts=3)  # of other prompts: nothing to compare
     assert "BLEU" not in table(compare(runs))
 
@@ -120,43 +129,34 @@ def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
     folders = [tmp_path / "first" / "run", tmp_path / "second" / "run"]
     made = []
     for folder, digest in zip(folders, "ab", strict=True):
-        own = {"adapter_model.safetensors": digest * 64}
-        made.append(make_run(folder, 3.0, artifacts=own))
-        write_json(folder / "export" / "audit" / "audit.json", measured_audit(3.0, own))
+        weights_of_run = {"adapter_model.safetensors": digest * 64}
+        made.append(make_run(folder, 3.0, artifacts=weights_of_run))
+        write_json(folder / "export" / "audit" / "audit.json", measured_audit(3.0, weights_of_run))
     assert [run["name"] for run in compare(made).values["runs"]] == ["run (1)", "run (2)"]
 
 
 def test_every_number_of_the_page_is_a_rounding_of_one_in_the_json(four: list[RunDir]) -> None:
     result = compare(four)
     written = json.loads((result.output / "comparison.json").read_text())
-    known = numbers(written) | {100 * number for number in numbers(written)}
-    page = (result.output / "comparison.md").read_text()
-    texts = re.findall(r"(?<![\w.-])\d+(?:\.\d+)?(?:e-?\d+)?(?![\w])", page.replace(",", ""))
+    rounded = numbers(written) | {100 * number for number in numbers(written)}
+    texts = re.findall(r"(?<![\w.-])\d+(?:\.\d+)?(?:e-?\d+)?(?![\w])", page(result).replace(",", ""))
     assert len(texts) > 40
     for text in texts:
         unit = 10.0 ** -len(text.partition(".")[2]) if "e" not in text else 0.0
-        assert any(abs(float(text) - number) <= unit * 1.0001 for number in known), text
+        assert any(abs(float(text) - number) <= unit * 1.0001 for number in rounded), text
     assert written["runs"][1]["loss"] == pytest.approx(1.954 + 0.4)
 
 
-@given(
-    loss=st.floats(0.0, 20.0),
-    auc=st.floats(0.0, 1.0),
-    low=st.floats(0.0, 1.0),
-    epsilon=st.floats(0.01, 50.0),
-)
+@given(loss=st.floats(0.0, 20.0), auc=st.floats(0.0, 1.0), low=st.floats(0.0, 1.0), epsilon=st.floats(0.01, 50.0))
 @settings(max_examples=100, deadline=None, derandomize=True)
-def test_rounding_shows_what_is_there_and_never_less_epsilon(
-    loss: float, auc: float, low: float, epsilon: float
-) -> None:
+def test_figures_round_to_the_nearest_and_epsilon_upwards(loss: float, auc: float, low: float, epsilon: float) -> None:
     run = {"private": True, "epsilon": epsilon, "loss": loss, "auc": auc, "auc_interval": [low, auc]}
-    found = {label: cells[1] for label, cells in shown.rows({"base": {}, "runs": [run]}).items()}
-    assert float(found["Epsilon"]) >= epsilon
-    assert float(found["Epsilon"]) <= 1.002 * epsilon
-    assert abs(float(found["Held-out loss (nats per token)"]) - loss) <= 5.0001e-4
-    first, _, rest = found["AUC of its attack"].partition(" (")
-    assert abs(float(first) - auc) <= 5.0001e-3
-    assert abs(float(rest.split(" to ")[0]) - low) <= 5.0001e-3
+    cells = {label: row[1] for label, row in shown.rows({"base": {}, "runs": [run]}).items()}
+    assert epsilon <= float(cells["Epsilon"]) <= 1.002 * epsilon
+    assert abs(float(cells["Held-out loss (nats per token)"]) - loss) <= 5.0001e-4
+    estimate, _, interval = cells["AUC of its attack"].partition(" (")
+    assert abs(float(estimate) - auc) <= 5.0001e-3
+    assert abs(float(interval.split(" to ")[0]) - low) <= 5.0001e-3
 
 
 @pytest.mark.parametrize("width", [100, 140])
@@ -174,15 +174,14 @@ def test_the_table_of_five_runs_fits_a_terminal(tmp_path: Path, width: int) -> N
 
 
 def test_what_several_runs_come_to_is_the_ledgers_to_say(four: list[RunDir], tmp_path: Path) -> None:
-    assert "dpllm ledger show has their total" in " ".join(shown.notes(compare(four).values))
+    assert "dpllm ledger show has their total" in notes(compare(four))
     alone = compare([four[1], four[2]])
     assert alone.values["group"] is None
-    assert "total" not in " ".join(shown.notes(alone.values))
+    assert "total" not in notes(alone)
     sweep = [make_run(tmp_path / "sweep" / f"eps-{e:g}", e, group="s-1") for e in (1.0, 3.0)]
     together = compare(sweep)
     assert together.values["group"]["epsilon"] == 9.1
-    said = "The 2 runs of tuning group s-1 come to epsilon 9.1 at delta 1e-05 together."
-    assert said in (together.output / "comparison.md").read_text()
+    assert "The 2 runs of tuning group s-1 come to epsilon 9.1 at delta 1e-05 together." in page(together)
     assert compare([*sweep, four[0]]).values["group"] is None
 
 
@@ -202,9 +201,7 @@ def test_files_are_private_and_nothing_is_exported(runs: list[RunDir]) -> None:
 
 @pytest.mark.parametrize("public", [False, True])
 @pytest.mark.parametrize("place", ["baseline/export", "dp/export/audit", "dp/private/../export/x", "other/export"])
-def test_output_in_a_published_directory_is_refused(
-    runs: list[RunDir], tmp_path: Path, place: str, public: bool
-) -> None:
+def test_output_in_a_published_folder_is_refused(runs: list[RunDir], tmp_path: Path, place: str, public: bool) -> None:
     make_run(tmp_path / "other", 1.0)
     before = files(tmp_path)
     with pytest.raises(ConfigError, match="export/"):
@@ -213,52 +210,43 @@ def test_output_in_a_published_directory_is_refused(
 
 
 def test_the_python_form_writes_the_same(runs: list[RunDir], tmp_path: Path) -> None:
-    found = dpllm.compare([run.root for run in runs], tmp_path / "one")
-    assert {path.name for path in found.files} == FILES
-    assert found.values == compare(runs).values
-    assert repr(found).startswith("Comparison in ")
+    comparison = dpllm.compare([run.root for run in runs], tmp_path / "output")
+    assert {path.name for path in comparison.files} == FILES
+    assert comparison.values == compare(runs).values
+    assert repr(comparison).startswith("Comparison in ")
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 
-def test_what_is_no_comparison_is_refused(runs: list[RunDir], tmp_path: Path) -> None:
+def test_runs_that_cannot_be_compared_are_refused(runs: list[RunDir], tmp_path: Path) -> None:
     baseline, dp = runs
-    with pytest.raises(ConfigError, match="a comparison needs at least two runs"):
-        compare([dp])
-    with pytest.raises(ConfigError, match="so they are one run"):
-        compare([dp, baseline, RunDir(tmp_path / "baseline" / ".." / "dp")])
-    with pytest.raises(ConfigError, match="both were trained without differential privacy"):
-        compare([baseline, dp, make_run(tmp_path / "second", INF)])
     shutil.copytree(dp.root, tmp_path / "copy")
-    with pytest.raises(ConfigError, match="has the same weights as"):
-        compare([baseline, dp, RunDir(tmp_path / "copy")])
-    with pytest.raises(ConfigError, match="holds no run"):
-        compare([baseline, RunDir(tmp_path)])
+    refused = {
+        "at least two runs": [dp],
+        "so they are one run": [dp, baseline, RunDir(tmp_path / "baseline" / ".." / "dp")],
+        "both were trained without differential privacy": [baseline, dp, make_run(tmp_path / "second", INF)],
+        "has the same weights as": [baseline, dp, RunDir(tmp_path / "copy")],
+        "holds no run": [baseline, RunDir(tmp_path)],
+    }
+    for reason, compared in refused.items():
+        with pytest.raises(ConfigError, match=reason):
+            compare(compared)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ([], "required"),
-        (["dp", "baseline", "--tasks", "-1"], "cannot be negative"),
-        (["dp", "absent"], "holds no run"),
-    ],
+    ("arguments", "named"), [(["dp", "baseline", "--tasks", "-1"], "--tasks -1"), (["dp", "absent"], "absent")]
 )
-def test_the_command_says_what_is_wrong(
+def test_the_command_names_what_is_wrong(
     runs: list[RunDir],
     arguments: list[str],
-    words: str,
+    named: str,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(runs[0].root.parent)
-    try:
-        code = main(["compare", *arguments])
-    except SystemExit as error:  # argparse
-        code = int(error.code or 0)
-    assert code == 2
-    assert words in capsys.readouterr().err
+    assert main(["compare", *arguments]) == 2
+    assert named in capsys.readouterr().err
 
 
 def test_the_command_compares_without_a_model(
@@ -270,7 +258,7 @@ def test_the_command_compares_without_a_model(
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "named"),
     [
         ({"sections": {"model": {"name_or_path": "org/other"}}}, "model.name_or_path"),
         ({"sections": {"model": {"dtype": "bfloat16"}}}, "model.dtype"),
@@ -286,23 +274,21 @@ def test_the_command_compares_without_a_model(
         ({"record": {"status": "refused"}}, "refused"),
     ],
 )
-def test_runs_of_another_model_or_data_or_without_an_audit_are_refused(
-    tmp_path: Path, changes: Json, words: str
-) -> None:
+def test_runs_of_another_model_or_without_an_audit_are_refused(tmp_path: Path, changes: Json, named: str) -> None:
     others = [make_run(tmp_path / "baseline", INF), make_run(tmp_path / "eps-1", 1.0)]
-    with pytest.raises(ConfigError, match=re.escape(words)):
+    with pytest.raises(ConfigError, match=re.escape(named)):
         compare([*others, make_run(tmp_path / "dp", 3.0, **changes)])
 
 
 def test_other_settings_are_listed(tmp_path: Path) -> None:
     dp = make_run(tmp_path / "dp", 3.0, {"train": {"steps": 150}, "data": {"public_size": 4000}})
     result = compare([make_run(tmp_path / "baseline", INF), dp])
-    found = result.values["differences"]  # the run with privacy, the one without
-    assert found["train.steps"] == [150, 100]
-    assert found["data.public_size"] == [4000, None]
-    assert found["privacy.enabled"] == [True, False]
-    assert not {"output_dir", "privacy.epsilon"} & found.keys()  # nothing reads the baseline's
-    assert "| train.steps | 150 | 100 |" in (result.output / "comparison.md").read_text()
+    differences = result.values["differences"]  # the run with privacy, the one without
+    assert differences["train.steps"] == [150, 100]
+    assert differences["data.public_size"] == [4000, None]
+    assert differences["privacy.enabled"] == [True, False]
+    assert not {"output_dir", "privacy.epsilon"} & differences.keys()  # nothing reads the baseline's
+    assert "| train.steps | 150 | 100 |" in page(result)
 
 
 @pytest.mark.parametrize(
@@ -336,11 +322,11 @@ def test_without_canaries_and_evaluation_privacy_and_cost_are_compared(tmp_path:
 @pytest.mark.parametrize("old", [True, False], ids=["written by an older version", "private"])
 @pytest.mark.parametrize("rows_public", [True, False])
 def test_what_a_run_took_is_published_of_public_rows_alone(tmp_path: Path, old: bool, rows_public: bool) -> None:
-    took = {"duration_seconds": 61.5, "peak_memory_bytes": 2**30}
+    cost = {"duration_seconds": 61.5, "peak_memory_bytes": 2**30}
     sections = {"data": {"train": "a.jsonl", "eval": "b.jsonl", "public": rows_public, "eval_public": rows_public}}
-    nothing = dict.fromkeys(took) if not (old or rows_public) else took
+    nothing = dict.fromkeys(cost) if not (old or rows_public) else cost
     made = [
-        make_run(tmp_path / name, epsilon, sections, nothing, summary={} if old else took)
+        make_run(tmp_path / name, epsilon, sections, nothing, summary={} if old else cost)
         for name, epsilon in (("one", 3.0), ("two", 8.0))
     ]
     for public in (True, False):
@@ -354,7 +340,7 @@ def test_a_broken_guarantee_shows_no_epsilon(tmp_path: Path) -> None:
     result = compare([make_run(tmp_path / "baseline", INF), dp])
     assert table(result)["Epsilon"] == ["-", "no guarantee", "no DP"]
     assert result.values["runs"][0]["epsilon"] is None
-    assert "dp gives no guarantee: the noise was seeded." in (result.output / "comparison.md").read_text()
+    assert "dp gives no guarantee: the noise was seeded." in page(result)
 
 
 def test_an_audit_that_contradicts_takes_the_epsilon_away(runs: list[RunDir]) -> None:
@@ -364,7 +350,7 @@ def test_an_audit_that_contradicts_takes_the_epsilon_away(runs: list[RunDir]) ->
 
 def test_an_interrupted_run_is_named(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / "baseline", INF), make_run(tmp_path / "dp", 3.0, record={"status": "interrupted"})]
-    assert "dp is interrupted." in " ".join(shown.notes(compare(runs).values))
+    assert "dp is interrupted." in notes(compare(runs))
 
 
 def test_a_group_in_which_no_coin_said_in_is_compared(runs: list[RunDir]) -> None:
@@ -378,6 +364,6 @@ def test_a_group_in_which_no_coin_said_in_is_compared(runs: list[RunDir]) -> Non
 
 def test_a_loss_beyond_all_numbers_has_no_perplexity(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / "baseline", INF, summary={"eval_loss_after": 1e4}), make_run(tmp_path / "dp", 3.0)]
-    found = compare(runs).values["runs"][1]
-    assert found["loss"] == 1e4
-    assert "perplexity" not in found
+    figures = compare(runs).values["runs"][1]
+    assert figures["loss"] == 1e4
+    assert "perplexity" not in figures

@@ -19,11 +19,7 @@ BROKEN = {"guarantee": {"holds": False, "reason": "the noise was seeded"}}
 NOTHING = {"eval_loss_before": None, "eval_loss_after": None, "eval_tokens": None}
 
 
-@pytest.mark.parametrize(
-    "epsilons",
-    [(1.0, 3.0, 8.0, INF), (3.0, INF), (2.0, 2.0, 2.0, 90.0)],
-    ids=str,
-)
+@pytest.mark.parametrize("epsilons", [(1.0, 3.0, 8.0, INF), (3.0, INF), (2.0, 2.0, 2.0, 90.0)], ids=str)
 def test_a_picture_is_there_and_white_at_the_edge(tmp_path: Path, epsilons: tuple[float, ...]) -> None:
     result = compare([make_run(tmp_path / f"run-{n}", e) for n, e in enumerate(epsilons)])
     picture = imread(result.output / "comparison.png")
@@ -38,10 +34,10 @@ def test_a_picture_is_there_and_white_at_the_edge(tmp_path: Path, epsilons: tupl
 def test_a_run_without_a_guarantee_stands_at_no_epsilon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Any] = []
     across: list[tuple[str, float]] = []
-    monkeypatch.setattr(Axes, "annotate", lambda self, text, place, *_, **__: drawn.append((text, *place)))
+    monkeypatch.setattr(Axes, "annotate", lambda self, text, point, *_, **__: drawn.append((text, *point)))
     monkeypatch.setattr(Axes, "text", lambda self, x, y, name, **_: across.append((name, y)))
-    made = {"broken": (2.0, BROKEN), "eight": (8.0, {}), "three": (3.0, {}), "plain": (INF, {})}
-    compare([make_run(tmp_path / name, epsilon, record=record) for name, (epsilon, record) in made.items()])
+    runs = {"broken": (2.0, BROKEN), "eight": (8.0, {}), "three": (3.0, {}), "plain": (INF, {})}
+    compare([make_run(tmp_path / name, epsilon, record=record) for name, (epsilon, record) in runs.items()])
     assert drawn == [("2.35", 3.0, pytest.approx(2.354)), ("2.10", 8.0, pytest.approx(2.104))]
     assert across == [
         ("base model\n3.91", 3.912),

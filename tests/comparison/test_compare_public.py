@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from comparing import change_audit, make_run, without_pictures, write_tasks
 
-from dpllm.comparison.compare import compare
+from dpllm.comparison.compare import Comparison, compare
 from dpllm.files import write_json
 from dpllm.run.directory import RunDir
 
@@ -27,7 +27,6 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plant(run: RunDir) -> None:
-    """Sentinels wherever a figure is private."""
     write_json(
         run.private / "summary.json", {"eval_loss_before": SECRET, "eval_loss_after": SECRET, "eval_tokens": 15023}
     )
@@ -38,8 +37,8 @@ def plant_audit(run: RunDir) -> None:
     change_audit(run, {"attacks": {"auc": SECRET / 2}}, epsilon_lower_bound={"value": SECRET})
 
 
-def written(output: Path) -> str:
-    return (output / "comparison.json").read_text() + (output / "comparison.md").read_text()
+def written(result: Comparison) -> str:
+    return (result.output / "comparison.json").read_text() + (result.output / "comparison.md").read_text()
 
 
 def test_private_evaluation_and_the_baseline_stay_out(tmp_path: Path) -> None:
@@ -50,9 +49,9 @@ def test_private_evaluation_and_the_baseline_stay_out(tmp_path: Path) -> None:
     for run in runs:
         plant(run)
     plant_audit(runs[0])
-    assert "1.988" in written(compare(runs).output)  # the sentinels are seen where all is shown
+    assert "1.988" in written(compare(runs))  # the sentinels are seen where all is shown
     result = compare(runs, public=True)
-    text = written(result.output)
+    text = written(result)
     assert [mark for mark in (*MARKS, "0.99") if mark in text] == []
     for name in ("none", "eps-1", "eps-8"):
         assert f"{name}: held-out figures, because not every run declares" in text
@@ -73,7 +72,7 @@ def test_public_evaluation_shows_released_weights_only(tmp_path: Path) -> None:
     record["metrics"]["public"]["eval_loss_after"] = SECRET  # run.json holds it, and a stranger may not rely on that
     write_json(runs[0].run, record)
     result = compare(runs, public=True)
-    assert [mark for mark in (*MARKS, "0.99") if mark in written(result.output)] == []
+    assert [mark for mark in (*MARKS, "0.99") if mark in written(result)] == []
     dp, none = result.values["runs"]
     assert dp["loss"] == pytest.approx(1.954 + 0.4)
     assert "loss" not in none
@@ -89,7 +88,7 @@ def test_a_run_without_a_guarantee_counts_as_unprotected(tmp_path: Path) -> None
     assert (
         "a: held-out figures, because it gives no guarantee, on data that are not public." in result.values["left_out"]
     )
-    assert [mark for mark in MARKS if mark in written(result.output)] == []
+    assert [mark for mark in MARKS if mark in written(result)] == []
 
 
 def test_public_data_leave_nothing_out(tmp_path: Path) -> None:
@@ -111,7 +110,7 @@ def test_a_budget_overrules_a_declaration(tmp_path: Path) -> None:
     plant_audit(none)
     result = compare([dp, none], public=True)
     assert not {"loss", "auc"} & result.values["runs"][1].keys()
-    assert "0.99" not in written(result.output)
+    assert "0.99" not in written(result)
 
 
 def test_one_undeclared_evaluation_set_is_enough(tmp_path: Path) -> None:
@@ -121,16 +120,16 @@ def test_one_undeclared_evaluation_set_is_enough(tmp_path: Path) -> None:
 
 
 def test_places_are_not_named(tmp_path: Path) -> None:
-    place = str(tmp_path / "secret-place" / "ledger.sqlite")
+    path = str(tmp_path / "secret-place" / "ledger.sqlite")
     runs = [
-        make_run(tmp_path / "a", 3.0, {"privacy": {"ledger": place, "dataset": "ward 7"}}),
+        make_run(tmp_path / "a", 3.0, {"privacy": {"ledger": path, "dataset": "ward 7"}}),
         make_run(tmp_path / "b", 8.0, {"train": {"steps": 7}}),
     ]
-    text = written(compare(runs, public=True).output)
+    text = written(compare(runs, public=True))
     assert "secret-place" not in text
     assert "ward 7" not in text
-    reason = {"guarantee": {"holds": False, "reason": f"{place} was replaced"}}
-    text = written(compare([make_run(tmp_path / "c", 1.0, record=reason), runs[1]], public=True).output)
+    reason = {"guarantee": {"holds": False, "reason": f"{path} was replaced"}}
+    text = written(compare([make_run(tmp_path / "c", 1.0, record=reason), runs[1]], public=True))
     assert "ledger.sqlite was replaced" in text
     assert "secret-place" not in text
     assert "train.steps" in text

@@ -18,10 +18,10 @@ nist, rouge_l, cider, words = metrics.nist, metrics.rouge_l, metrics.cider, metr
 
 def test_nist_by_hand() -> None:
     """The references hold five words, two of them "a", and "b" and "c" each stand once behind "a"."""
-    found = nist(["a B c"], [["a b d", "a c"]])
+    score = nist(["a B c"], [["a b d", "a c"]])
     one_word = (math.log2(5 / 2) + math.log2(5) + math.log2(5)) / 3
     two_words = math.log2(2 / 1) / 2  # "a b", of two bigrams
-    assert found == pytest.approx(one_word + two_words)
+    assert score == pytest.approx(one_word + two_words)
 
 
 def test_nist_halves_a_text_of_two_thirds_of_the_length() -> None:
@@ -48,9 +48,9 @@ def test_rouge_l_takes_the_best_precision_and_the_best_recall_of_all_references(
 
 def test_cider_by_hand() -> None:
     """Every n-gram stands with one of two prompts, so all weigh the same: log 2."""
-    exact, other = cider(["a b", "x y"], [["a b"], ["c d"]])
+    exact, foreign = cider(["a b", "x y"], [["a b"], ["c d"]])
     assert exact == pytest.approx(10 * (1 + 1) / 4)  # single words and pairs; there are no longer ones
-    assert other == 0
+    assert foreign == 0
     longer, _ = cider(["a b e", "c d"], [["a b"], ["c d"]])
     one_word, two_words = 2 / math.sqrt(3 * 2), 1 / math.sqrt(2 * 1)
     assert longer == pytest.approx(10 * (one_word + two_words) / 4 * math.exp(-1 / (2 * 6**2)))
@@ -66,5 +66,5 @@ def test_cider_is_the_mean_over_references_and_blind_to_what_all_prompts_have() 
 
 def test_words_are_those_of_the_treebank_without_punctuation() -> None:
     text = "It doesn't cost £20-25, or 20,000: the centre,Cotto; children\u2019s 3.5 (can't)!"
-    wanted = "it does n't cost £ 20-25 or 20,000 the centre cotto children 's 3.5 ca n't"
-    assert words(text) == wanted.split()
+    expected = "it does n't cost £ 20-25 or 20,000 the centre cotto children 's 3.5 ca n't"
+    assert words(text) == expected.split()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 from comparing import make_run, write_tasks
+from programs import run_program
 
 from dpllm.comparison import tasks
 from dpllm.comparison.compare import PROTOCOL, cached_tasks
@@ -48,34 +48,36 @@ def test_references_are_needed(tmp_path: Path) -> None:
 def test_what_is_known_of_these_weights_is_not_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("sacrebleu")
     runs = [make_run(tmp_path / name, epsilon) for name, epsilon in (("a", 3.0), ("b", INF), ("c", 8.0))]
-    score, asked = {"value": 60.0, "interval": None}, []
+    score, scored = {"value": 60.0, "interval": None}, []
 
     def compute(run: Any, base: bool, rows: int) -> dict[str, Any]:
-        asked.append((run.directory.root.name, base))
+        scored.append((run.directory.root.name, base))
         return {"weights": {}, "tuned": {}, "base": None if base else {}}
 
     monkeypatch.setattr(tasks, "_written", compute)
     for run in runs:
         write_tasks(run, score, score)
     tasks.measure(runs, 2)
-    assert asked == []
+    assert scored == []
     write_tasks(runs[1], score, weights={"adapter_model.safetensors": "f" * 64})
     tasks.measure(runs, 2)
-    assert asked == [("b", True)]  # the base model is known from another run
+    assert scored == [("b", True)]  # the base model is known from another run
     tasks.measure(runs, 3)
-    assert asked[1:] == [("a", False), ("b", True), ("c", True)]
+    assert scored[1:] == [("a", False), ("b", True), ("c", True)]
     assert (runs[0].private / "tasks.json").stat().st_mode & 0o077 == 0
 
 
-@pytest.mark.parametrize(("protocol", "known"), [(None, False), ({**PROTOCOL, "beams": 1}, False), (PROTOCOL, True)])
-def test_scores_of_another_protocol_are_not_shown(tmp_path: Path, protocol: Any, known: bool) -> None:
+@pytest.mark.parametrize(
+    ("protocol", "is_cached"), [(None, False), ({**PROTOCOL, "beams": 1}, False), (PROTOCOL, True)]
+)
+def test_scores_of_another_protocol_are_not_shown(tmp_path: Path, protocol: Any, is_cached: bool) -> None:
     run = make_run(tmp_path / "a", 3.0)
     write_tasks(run, {"value": 60.0, "interval": None}, protocol=protocol)
-    assert (cached_tasks(run, read_run(run)) is not None) == known
+    assert (cached_tasks(run, read_run(run)) is not None) == is_cached
 
 
 def test_importing_it_loads_no_model_library() -> None:
-    import subprocess
-
-    code = "import sys, dpllm.comparison.tasks; print([n for n in ('torch', 'transformers', 'sacrebleu') if n in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+    code = (
+        "import sys, dpllm.comparison.tasks; print({'torch', 'transformers', 'sacrebleu'} & sys.modules.keys() or '')"
+    )
+    assert run_program("-c", code) == "\n"

@@ -140,5 +140,5 @@ def test_more_than_half_of_the_rows_are_told(texts: list[tuple[int, bool]], long
         counted.add([text], data)
     counted.check(data)
     assert (counted.lost, counted.full) == (lost, sum(tokens >= 10 for tokens, _ in texts))
-    assert words in counted.told(data)
-    assert bool(words) == bool(counted.told(data))
+    assert words in counted.warning(data)
+    assert bool(words) == bool(counted.warning(data))

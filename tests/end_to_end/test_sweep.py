@@ -283,7 +283,7 @@ def test_a_contradicted_promise_ends_with_its_own_code_once_all_is_written(
     monkeypatch.setattr("dpllm.comparison.sweep._train", lambda *_: None)
     monkeypatch.setattr("dpllm.comparison.sweep._audit", lambda *_: ["eps-2: epsilon is at least 3"])
     monkeypatch.setattr("dpllm.comparison.compare.compare", lambda runs, output, **_: compared.append(output) or Mock())
-    monkeypatch.setattr("dpllm.comparison.compare.look", lambda runs, **_: ({}, None))
+    monkeypatch.setattr("dpllm.comparison.compare.collect_figures", lambda runs, **_: ({}, None))
     monkeypatch.setattr("dpllm.comparison.shown.table", lambda values: "")
     answer = swept_to(place, "2,8")
     assert answer.code == 4

@@ -70,12 +70,12 @@ def test_a_guarantee_needs_its_ledger(tmp_path: Path, hub: Hub) -> None:
 
 
 def test_secrets_in_rows_are_counted_and_nothing_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = [
+    planted = [
         Canary("c00000", 1, "It is", "2026-11-03", inserted=True),
         Canary("c00001", 1, "It is", "8181", inserted=False),
         Canary("c00002", 1, "It is", "8282", inserted=True, rejected="2026-11-03"),
     ]
-    monkeypatch.setattr(leaks.canaries, "load", lambda path: SimpleNamespace(canaries=told))
+    monkeypatch.setattr(leaks.canaries, "load", lambda path: SimpleNamespace(canaries=planted))
     run = make_run(folder.parent.parent / "other", "clinic-without-privacy")
     run.private.mkdir()
     run.canaries.write_text("{}")
@@ -104,25 +104,23 @@ def searched(run: RunDir, rows: list[dict[str, str]], *, guarantee: bool = True)
 
 def test_private_prompts_of_a_data_set_are_refused_and_what_is_covered_is_told(kept: RunDir) -> None:
     """Of nine rows one may be repeated by chance, which the guarantee covers; most of them are a copy."""
-    mine = [{"prompt": f"Public {n}", "completion": f"Somebody came {n} times."} for n in range(9)]
-    assert searched(kept, mine)[-1].endswith("0 of 9 in prompt, 0 of 9 in completion.")
-    mine[4]["completion"] = NOTE.format(3).upper()
-    assert searched(kept, mine)[-1].endswith("0 of 9 in prompt, 1 of 9 in completion.")
+    rows = [{"prompt": f"Public {n}", "completion": f"Somebody came {n} times."} for n in range(9)]
+    assert searched(kept, rows)[-1].endswith("0 of 9 in prompt, 0 of 9 in completion.")
+    rows[4]["completion"] = NOTE.format(3).upper()
+    assert searched(kept, rows)[-1].endswith("0 of 9 in prompt, 1 of 9 in completion.")
     for change in ({"prompt": "note  3!"}, {"prompt": NOTE.format(3)}):
         with pytest.raises(Refused, match="1 of 9 in prompt"):
-            searched(kept, [{**mine[0], **change}, *mine[1:]])
+            searched(kept, [{**rows[0], **change}, *rows[1:]])
     copied = [{"prompt": f"Public {n}", "completion": NOTE.format(n)} for n in range(9)]
-    assert "4 of 9 in completion" in searched(kept, copied[:4] + mine[5:] + mine[:1])[-1]
+    assert "4 of 9 in completion" in searched(kept, copied[:4] + rows[5:] + rows[:1])[-1]
     with pytest.raises(Refused, match="5 of 9 in completion") as refusal:
-        searched(kept, copied[:5] + mine[5:])
+        searched(kept, copied[:5] + rows[5:])
     assert "Astrid" not in str(refusal.value)
     kept.rows.unlink()
-    assert "none was searched for" in searched(kept, mine)[-1]
+    assert "none was searched for" in searched(kept, rows)[-1]
 
 
-def test_rows_of_a_model_without_guarantee_are_searched_as_its_card_is(
-    kept: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_without_a_guarantee_are_searched_as_a_card_is(kept: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir("/")
     config = kept.load_config()
     declared = config.model_copy(

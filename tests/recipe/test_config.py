@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +29,13 @@ def raw() -> Json:
     }
 
 
-def put(value: Json, key: str, new: Any) -> Json:
-    *parents, last = key.split(".")
-    here = value
-    for parent in parents:
-        here = here.setdefault(parent, {})
-    here[last] = new
+def put(value: Json, changes: Json) -> Json:
+    for key, new in changes.items():
+        *parents, last = key.split(".")
+        section = value
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[last] = new
     return value
 
 
@@ -51,6 +51,7 @@ def write(folder: Path, value: Any) -> Path:
 
 
 def problem(folder: Path, value: Any, *overrides: str) -> str:
+    """The message of a refused recipe, without its path, which begins each line."""
     path = write(folder, value)
     with pytest.raises(ConfigError) as caught:
         load_config(path, parse_overrides(overrides))
@@ -72,12 +73,12 @@ def problem(folder: Path, value: Any, *overrides: str) -> str:
 )
 def test_unknown_key_gets_the_nearest_spelling(tmp_path: Path, key: str, nearest: str) -> None:
     expected = f"{key}: unknown key; did you mean {nearest}?"
-    assert expected in problem(tmp_path, put(raw(), key, 1))
+    assert expected in problem(tmp_path, put(raw(), {key: 1}))
     assert expected in problem(tmp_path, raw(), f"--{key}", "1")  # typed as an override too
 
 
 def test_unknown_key_like_nothing_lists_what_is_known(tmp_path: Path) -> None:
-    message = problem(tmp_path, put(raw(), "privacy.zzz", 1))
+    message = problem(tmp_path, put(raw(), {"privacy.zzz": 1}))
     assert message.startswith("privacy.zzz: unknown key; known keys: enabled, epsilon, delta")
 
 
@@ -118,48 +119,40 @@ WRONG: dict[str, list[Any]] = {
 
 @pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in WRONG.items() for value in values])
 def test_a_wrong_value_names_its_key_in_every_line(tmp_path: Path, key: str, value: Any) -> None:
-    message = problem(tmp_path, put(raw(), key, value))
+    message = problem(tmp_path, put(raw(), {key: value}))
     assert all(line.startswith(f"{key}: ") for line in message.splitlines()), message
-
-
-def test_a_final_run_does_not_fit_itself_beside_others(tmp_path: Path) -> None:
-    message = problem(tmp_path, put(put(raw(), "privacy.fit_budget", True), "privacy.final", True))
-    assert "set privacy.epsilon to that of the budget or less" in message
 
 
 @pytest.mark.parametrize("bands", ["many", 2.5, [4], {"n": 4}, 0])
 def test_a_wrong_number_of_bands_is_one_line(tmp_path: Path, bands: Any) -> None:
-    message = problem(tmp_path, put(put(raw(), "privacy.noise", "banded"), "privacy.bands", bands))
+    message = problem(tmp_path, put(raw(), {"privacy.noise": "banded", "privacy.bands": bands}))
     assert message.startswith("privacy.bands: ")
     assert "1 or more, or auto" in message
     assert len(message.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "advice"),
     [
-        ({"train.epochs": 2}, "train: give train.epochs or train.steps"),
-        ({"train.steps": None}, "train: give train.epochs or train.steps"),
+        ({"train.epochs": 2}, "train.epochs or train.steps"),
+        ({"train.steps": None}, "train.epochs or train.steps"),
         ({"model.adapter": "runs/first/export", "adapter": {"method": "frozen"}}, "or adapter.method: lora"),
         ({"model.adapter": ""}, "model.adapter: "),
         ({"train.momentum": 0.9}, "set optimizer: sgd or remove momentum"),
         ({"data.unit": "author"}, "data.max_examples_per_unit"),
         ({"data.max_examples_per_unit": 3}, "needs data.unit"),
-        ({"data.packing": True}, "clipping would bound rows and not people; set data.packing: false"),
+        ({"data.packing": True}, "set data.packing: false"),
+        ({"privacy.fit_budget": True, "privacy.final": True}, "set privacy.epsilon to that of the budget or less"),
     ],
 )
-def test_contradictions_say_what_to_type(tmp_path: Path, changes: Json, words: str) -> None:
-    value = raw()
-    for key, new in changes.items():
-        put(value, key, new)
-    assert words in problem(tmp_path, value)
+def test_contradictions_say_what_to_type(tmp_path: Path, changes: Json, advice: str) -> None:
+    assert advice in problem(tmp_path, put(raw(), changes))
 
 
-def test_every_problem_is_told_at_once_in_a_line_each(tmp_path: Path) -> None:
-    message = problem(tmp_path, put(put(raw(), "privacy.epsilon", -1), "train.batchsize", 3))
-    assert len(message.splitlines()) == 2
-    assert "privacy.epsilon: " in message
-    assert "train.batchsize: unknown key; did you mean batch_size?" in message
+def test_every_problem_has_a_line(tmp_path: Path) -> None:
+    first, second = problem(tmp_path, put(raw(), {"privacy.epsilon": -1, "train.batchsize": 3})).splitlines()
+    assert first.startswith("privacy.epsilon: ")
+    assert second == "train.batchsize: unknown key; did you mean batch_size?"
 
 
 def test_missing_section_is_named(tmp_path: Path) -> None:
@@ -168,30 +161,25 @@ def test_missing_section_is_named(tmp_path: Path) -> None:
     assert problem(tmp_path, value) == "data: required, and missing"
 
 
-@pytest.mark.parametrize("text", ["model: [", "- a\n- b\n", "", "just words"])
-def test_what_is_no_recipe_is_one_line(tmp_path: Path, text: str) -> None:
-    assert len(problem(tmp_path, text).splitlines()) == 1
-
-
-def test_unreadable_recipes_are_one_line(tmp_path: Path) -> None:
-    binary = tmp_path / "recipe.yaml"
-    binary.write_bytes(b"\xff\xfe\x00")
-    for path in (tmp_path / "absent.yaml", tmp_path, binary):
-        with pytest.raises(ConfigError) as caught:
-            load_config(path)
-        assert str(caught.value).startswith(f"{path}: ")
-        assert "\n" not in str(caught.value)
+@pytest.mark.parametrize("content", [b"model: [", b"- a\n- b\n", b"", b"just words", b"\xff\xfe\x00", None])
+def test_a_file_that_is_no_recipe_is_one_line(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path if content is None else tmp_path / "recipe.yaml"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=f"^{path}: [^\n]*$"):
+        load_config(path)
 
 
 def test_adapter_is_one_of_two(tmp_path: Path) -> None:
-    value = raw()
-    assert isinstance(load_config(write(tmp_path, value)).adapter, LoraConfig)
-    value["adapter"] = {"method": "frozen", "last_blocks": 1}
-    assert isinstance(load_config(write(tmp_path, value)).adapter, FrozenConfig)
-    del value["adapter"]
-    assert load_config(write(tmp_path, value)).adapter == LoraConfig()
-    value["adapter"] = {"method": "frozen", "r": 8}
-    assert problem(tmp_path, value).startswith("adapter.r: unknown key; known keys: method, last_blocks")
+    for adapter, kind in (
+        ({"method": "lora", "r": 8}, LoraConfig),
+        ({"method": "frozen", "last_blocks": 1}, FrozenConfig),
+    ):
+        assert isinstance(load_config(write(tmp_path, {**raw(), "adapter": adapter})).adapter, kind)
+    default = {key: value for key, value in raw().items() if key != "adapter"}
+    assert load_config(write(tmp_path, default)).adapter == LoraConfig()
+    message = problem(tmp_path, {**raw(), "adapter": {"method": "frozen", "r": 8}})
+    assert message.startswith("adapter.r: unknown key; known keys: method, last_blocks")
 
 
 @pytest.mark.parametrize(
@@ -261,7 +249,7 @@ def test_dumped_recipe_loads_as_the_same(path: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "reason"),
     [
         ("privacy:\n  epsilon: 8\n  delta: 1e-6\n  epsilon: 3\n", "'epsilon' appears twice, in lines 2 and 4"),
         ("train: {steps: 1}\ntrain: {steps: 2}\n", "'train' appears twice, in lines 1 and 2"),
@@ -269,24 +257,19 @@ def test_dumped_recipe_loads_as_the_same(path: Path, tmp_path: Path) -> None:
         ("audit: {canaries: {groups: {1: 10, 4: 20, 0x1: 30}}}\n", "1 appears twice"),
         ("data: &data\n  train: a.jsonl\n", "line 1 has an anchor"),
         ("a: [x, x]\nb: [*a, *a]\n", "line 2 has an anchor"),
-        (f"train: {'[' * 100_000}{']' * 100_000}\n", "nested too deeply"),
-        (f"train: {'{a: ' * 100_000}1{'}' * 100_000}\n", "nested too deeply"),
+        (f"train: {'[' * 3_000}{']' * 3_000}\n", "nested too deeply"),
+        (f"train: {'{a: ' * 3_000}1{'}' * 3_000}\n", "nested too deeply"),
         ("train: {steps: 2020-99-99}\n", "is not valid YAML"),
     ],
     ids=["key", "section", "one line", "number", "anchor", "alias", "deep list", "deep mapping", "no date"],
 )
-def test_yaml_says_everything_once_and_ends(tmp_path: Path, text: str, says: str) -> None:
+def test_yaml_that_is_ambiguous_or_endless_is_refused(tmp_path: Path, text: str, reason: str) -> None:
     message = problem(tmp_path, text)
-    assert says in message
+    assert reason in message
     assert "\n" not in message
 
 
-def test_a_few_lines_of_yaml_do_not_stand_for_gigabytes(tmp_path: Path) -> None:
-    lines = [f"{new}: &{new} [{', '.join([f'*{old}'] * 10)}]" for old, new in pairwise("abcdefghijkl")]
-    assert "line 1 has an anchor" in problem(tmp_path, "\n".join(["a: &a [x, x]", *lines]))
-
-
-@pytest.mark.parametrize("text", ["[" * 30_000, "2020-99-99", "*name", "&name text"])
+@pytest.mark.parametrize("text", ["[" * 3_000, "2020-99-99", "*name", "&name text"])
 def test_an_override_that_is_no_value_is_its_text(text: str) -> None:
     assert parse_overrides(["--card.title", text]) == {"card.title": text}
 
@@ -294,25 +277,21 @@ def test_an_override_that_is_no_value_is_its_text(text: str) -> None:
 def test_embedded_data_are_public_and_others_are_not(tmp_path: Path) -> None:
     for train, public in (("builtin:clinic", True), ("mine.jsonl", False)):
         for held_out, eval_public in (("builtin:clinic/eval", True), ("mine.jsonl", False)):
-            value = put(put(raw(), "data.train", train), "data.eval", held_out)
-            data = load_config(write(tmp_path, value)).data
+            data = load_config(write(tmp_path, put(raw(), {"data.train": train, "data.eval": held_out}))).data
             assert (data.public, data.eval_public) == (public, eval_public)
 
 
 def test_a_changed_recipe_differs_in_the_named_keys_alone() -> None:
-    before = RunConfig.model_validate(put(raw(), "audit.canaries.groups", {1: 20}))
+    before = RunConfig.model_validate(put(raw(), {"audit.canaries.groups": {1: 20}}))
     changes = {"privacy.epsilon": 5.0, "privacy.delta": 1e-6, "output_dir": "runs/b", "audit.canaries.digits": 9}
     after = before.changed(changes)
-    expected = before.model_dump()
-    for key, value in changes.items():
-        put(expected, key, value)
-    assert after.model_dump() == expected != before.model_dump()
+    assert after.model_dump() == put(before.model_dump(), changes) != before.model_dump()
     assert before.changed({}) == before
 
 
 @pytest.mark.parametrize("key", ["epsilom", "privacy.epsilom", "audit.canaries.digit"])
 def test_a_change_of_a_key_that_no_recipe_has_is_an_error(key: str) -> None:
-    before = RunConfig.model_validate(put(raw(), "audit.canaries.groups", {1: 20}))
+    before = RunConfig.model_validate(put(raw(), {"audit.canaries.groups": {1: 20}}))
     with pytest.raises(KeyError):
         before.changed({key: 1})
     with pytest.raises(KeyError):

@@ -82,9 +82,9 @@ def promised(sections: Sections, units: int) -> dict[str, Any]:
 def test_plans_stay(full: bool) -> None:
     recipes = list(grid())
     if not FROZEN.exists():
-        FROZEN.write_text("[\n" + ",\n".join(json.dumps(promised(*one)) for one in recipes) + "\n]\n", "utf-8")
+        FROZEN.write_text("[\n" + ",\n".join(json.dumps(promised(*recipe)) for recipe in recipes) + "\n]\n", "utf-8")
         pytest.fail(f"{FROZEN} was missing; it was written anew.")
     frozen = json.loads(FROZEN.read_text("utf-8"))
     assert len(frozen) == len(recipes) == 60
-    for one, before in list(zip(recipes, frozen, strict=True))[:: 1 if full else 20]:
-        assert not list(differences(promised(*one), before, tolerance=TOLERANCE)), one
+    for recipe, before in list(zip(recipes, frozen, strict=True))[:: 1 if full else 20]:
+        assert not list(differences(promised(*recipe), before, tolerance=TOLERANCE)), recipe

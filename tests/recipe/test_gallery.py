@@ -55,9 +55,7 @@ def remembered(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "path", [pytest.param(path, marks=[pytest.mark.full] * (label(path) not in QUICK)) for path in GALLERY], ids=label
 )
-def test_a_recipe_plans_without_weights_and_says_what_was_planned(
-    path: Path, remembered: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recipe_plans_as_its_head_says(path: Path, remembered: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(remembered))
     plan, text = heads.planned(path, remembered), path.read_text(encoding="utf-8")
     assert plan["refusals"] == []
@@ -106,7 +104,6 @@ def test_no_shape_is_left_over() -> None:
 
 @pytest.mark.parametrize("path", GALLERY, ids=label)
 def test_values_follow_the_rules(path: Path) -> None:
-    """Those of docs/recipes.md."""
     config = load_config(path)
     train, steps = config.train, config.train.steps
     assert steps is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,30 +79,28 @@ UNKNOWN = "unknown, not read; dpllm plan --keys lists what a recipe can set."
 def imported(tmp_path: Path, text: str, **changes: Any) -> tuple[Imported, RunConfig]:
     path = tmp_path / "their.yaml"
     path.write_text(yaml.safe_dump({**yaml.safe_load(text), **changes}))
-    found = import_config(path)
-    (tmp_path / "recipe.yaml").write_text(found.recipe)
-    return found, load_config(tmp_path / "recipe.yaml")
+    result = import_config(path)
+    (tmp_path / "recipe.yaml").write_text(result.recipe)
+    return result, load_config(tmp_path / "recipe.yaml")
 
 
 def write_info(tmp_path: Path, entries: Any) -> None:
-    """LLaMA-Factory's dataset_info.json."""
     (tmp_path / "data").mkdir(exist_ok=True)
     text = entries if isinstance(entries, str) else json.dumps(entries)
     (tmp_path / "data" / "dataset_info.json").write_text(text)
 
 
-def assert_left(found: Imported, *keys: str) -> None:
-    """Each key has a line among what was not carried over, and none is unknown."""
-    left = "\n".join(found.left)
-    assert [key for key in keys if f"{key}: " not in left] == []
-    assert "unknown, not read" not in left
+def assert_omitted(result: Imported, *keys: str, unknown: Sequence[str] = ()) -> None:
+    """Each key has a line among those that are not carried over, and only these are unknown."""
+    assert [key for key in keys if not any(line.startswith(f"{key}: ") for line in result.omitted)] == []
+    assert [line for line in result.omitted if UNKNOWN in line] == [f"{key}: {UNKNOWN}" for key in unknown]
 
 
 def test_llama_factory(tmp_path: Path) -> None:
     identity = {"file_name": "identity.json"}
     write_info(tmp_path, {"identity": identity, "alpaca_en_demo": {"hf_hub_url": "llamafactory/alpaca_en"}})
-    found, recipe = imported(tmp_path, LLAMA_FACTORY)
-    assert found.tool == "LLaMA-Factory"
+    result, recipe = imported(tmp_path, LLAMA_FACTORY)
+    assert result.tool == "LLaMA-Factory"
     assert (recipe.model.name_or_path, recipe.model.quantization) == ("meta-llama/Meta-Llama-3-8B-Instruct", "4bit")
     assert isinstance(recipe.adapter, LoraConfig)
     assert (recipe.adapter.r, recipe.adapter.alpha, recipe.adapter.target_modules) == (8, 16.0, "auto")
@@ -112,12 +111,12 @@ def test_llama_factory(tmp_path: Path) -> None:
     assert (train.batch_size, train.tokens_per_pass, train.epochs, train.steps) == (8, "auto", 3.0, None)
     assert (train.learning_rate, train.lr_scheduler, train.warmup, train.precision) == (1e-4, "cosine", 0.1, "bf16")
     assert recipe.output_dir == "saves/llama3-8b/lora/sft"
-    assert_left(found, "packing", "val_size", "max_samples", "template", "ddp_timeout", "overwrite_output_dir")
+    assert_omitted(result, "packing", "val_size", "max_samples", "template", "ddp_timeout", "overwrite_output_dir")
 
 
 def test_axolotl(tmp_path: Path) -> None:
-    found, recipe = imported(tmp_path, AXOLOTL)
-    assert found.tool == "axolotl"
+    result, recipe = imported(tmp_path, AXOLOTL)
+    assert result.tool == "axolotl"
     assert (recipe.model.name_or_path, recipe.model.quantization) == ("NousResearch/Llama-3.2-1B", "4bit")
     assert recipe.model.gradient_checkpointing
     assert recipe.data.train == ["teknium/GPT4-LLM-Cleaned", "notes/a.jsonl", "notes/b.jsonl"]
@@ -125,81 +124,61 @@ def test_axolotl(tmp_path: Path) -> None:
     assert recipe.adapter == LoraConfig(r=32, alpha=16.0)
     train = recipe.train
     assert (train.batch_size, train.tokens_per_pass, train.epochs, train.optimizer) == (8, "auto", 1.0, "adamw")
-    assert_left(found, "sample_packing", "val_set_size", "lora_dropout", "warmup_steps", "special_tokens", "tf32")
+    assert_omitted(result, "sample_packing", "val_set_size", "lora_dropout", "warmup_steps", "special_tokens", "tf32")
 
 
 def test_trl(tmp_path: Path) -> None:
-    found, recipe = imported(tmp_path, TRL)
-    assert found.tool == "TRL"
+    result, recipe = imported(tmp_path, TRL)
+    assert result.tool == "TRL"
     assert (recipe.model.name_or_path, recipe.model.dtype) == ("Qwen/Qwen2.5-0.5B", "bfloat16")
     assert (recipe.data.train, recipe.data.eval) == ("trl-lib/Capybara", None)
     assert recipe.adapter == LoraConfig(r=32, alpha=16.0, target_modules=["q_proj", "v_proj"])
     train = recipe.train
     assert (train.batch_size, train.steps, train.epochs, train.warmup, train.eval_every) == (16, 200, None, 0.1, 100)
     assert recipe.telemetry.trackers == ["wandb"]
-    left = "\n".join(found.left)
-    for key in ("packing", "neftune_noise_alpha", "push_to_hub", "eval_strategy"):
-        assert f"{key}: " in left
-    assert "my_own_key: unknown, not read" in left
+    keys = ("packing", "neftune_noise_alpha", "push_to_hub", "eval_strategy")
+    assert_omitted(result, *keys, unknown=["my_own_key"])
 
 
 @pytest.mark.parametrize("text", [LLAMA_FACTORY, AXOLOTL, TRL, *PUBLIC])
 def test_every_key_has_a_line_that_begins_with_it(tmp_path: Path, text: str) -> None:
-    found, _ = imported(tmp_path, text)
-    told = {line.partition(" -> ")[0].partition(": ")[0] for line in (*found.carried, *found.left)}
+    result, _ = imported(tmp_path, text)
+    reported = {line.partition(" -> ")[0].partition(": ")[0] for line in (*result.carried, *result.omitted)}
     keys = {key for key, value in yaml.safe_load(text).items() if value is not None}
-    assert sorted(keys - told) == []
-    assert [line for line in found.left if UNKNOWN in line] == ["my_own_key: " + UNKNOWN] * (text == TRL)
+    assert sorted(keys - reported) == []
+    assert_omitted(result, unknown=["my_own_key"] if text == TRL else [])
 
 
 @pytest.mark.parametrize(
-    ("text", "changes", "lines", "left"),
+    ("text", "changes", "key", "value"),
     [
-        (AXOLOTL, {}, ["load_in_4bit: True -> model.quantization: 4bit", "load_in_8bit: False -> nothing to set"], []),
-        (AXOLOTL, {}, ["adapter: qlora -> adapter.method: lora", "adapter: qlora -> model.quantization: 4bit"], []),
-        (AXOLOTL, {}, ["lora_target_linear: True -> adapter.target_modules: auto"], []),
-        (AXOLOTL, {}, ["bf16: auto -> train.precision: auto"], []),
-        (AXOLOTL, {"bf16": False}, ["bf16: False -> nothing to set"], []),
-        (AXOLOTL, {"bf16": False, "fp16": True}, ["fp16: True -> train.precision: fp16"], []),
-        (
-            AXOLOTL,
-            {"wandb_project": "notes", "wandb_entity": "ward"},
-            ["wandb_project: notes -> telemetry.project: notes", "wandb_entity: ward -> telemetry.entity: ward"],
-            [],
-        ),
-        (LLAMA_FACTORY, {}, ["bf16: True -> train.precision: bf16"], ["max_samples: a data set is read whole"]),
-        (
-            TRL,
-            {"eos_token": "<|im_end|>", "pad_token": "<pad>"},
-            [],
-            ["eos_token: the tokenizer's", "pad_token: the tok"],
-        ),
-        (
-            TRL,
-            {"lr_scheduler_type": "cosine_with_min_lr"},
-            [],
-            ["lr_scheduler_type: a recipe knows linear, cosine (both"],
-        ),
-        (TRL, {"lr_scheduler_type": "constant_with_warmup"}, ["lr_scheduler_type: constant_with_warmup -> "], []),
-        (TRL, {}, ["max_steps: 200 -> train.steps: 200"], ["num_train_epochs: the number of steps decides"]),
+        (AXOLOTL, {}, "train.precision", "auto"),
+        (AXOLOTL, {"bf16": False, "fp16": True}, "train.precision", "fp16"),
+        (AXOLOTL, {"bf16": False}, "train.precision", "auto"),  # the default of a recipe
+        (AXOLOTL, {"wandb_project": "notes", "wandb_entity": "ward"}, "telemetry.project", "notes"),
+        (AXOLOTL, {"wandb_project": "notes", "wandb_entity": "ward"}, "telemetry.entity", "ward"),
+        (AXOLOTL, {"wandb_project": "notes"}, "telemetry.trackers", ["wandb"]),
+        (TRL, {"lr_scheduler_type": "cosine_with_min_lr"}, "train.lr_scheduler", "linear"),
+        (TRL, {"lr_scheduler_type": "constant_with_warmup"}, "train.lr_scheduler", "constant"),
     ],
 )
-def test_a_line_says_what_becomes_of_a_key(
-    tmp_path: Path, text: str, changes: Any, lines: list[str], left: list[str]
-) -> None:
-    found, recipe = imported(tmp_path, text, **changes)
-    for line in lines:
-        assert any(told.startswith(line) for told in found.carried), found.carried
-    for line in left:
-        assert any(told.startswith(line) for told in found.left), found.left
-    if "wandb_project" in changes:
-        assert (recipe.telemetry.trackers, recipe.telemetry.project) == (["wandb"], "notes")
-    if changes.get("lr_scheduler_type") == "cosine_with_min_lr":
-        assert recipe.train.lr_scheduler == "linear"
+def test_a_key_has_its_value_in_the_recipe(tmp_path: Path, text: str, changes: Any, key: str, value: Any) -> None:
+    _, recipe = imported(tmp_path, text, **changes)
+    section, name = key.split(".")
+    assert getattr(getattr(recipe, section), name) == value
+
+
+def test_a_line_says_what_becomes_of_a_key(tmp_path: Path) -> None:
+    axolotl, _ = imported(tmp_path, AXOLOTL)
+    assert "adapter: qlora -> model.quantization: 4bit" in axolotl.carried
+    assert "load_in_8bit: False -> nothing to set" in axolotl.carried
+    trl, _ = imported(tmp_path, TRL, eos_token="<|im_end|>")
+    assert "max_steps: 200 -> train.steps: 200" in trl.carried
+    assert_omitted(trl, "num_train_epochs", "eos_token", unknown=["my_own_key"])
 
 
 @pytest.mark.parametrize(
-    ("text", "changes", "says"),
+    ("text", "changes", "reason"),
     [
         (LLAMA_FACTORY, {"stage": "dpo"}, "stage: dpo trains on preferences"),
         (AXOLOTL, {"rl": "kto"}, "rl: kto trains on preferences"),
@@ -217,8 +196,8 @@ def test_a_line_says_what_becomes_of_a_key(
         ("a: 1", {}, "not a configuration of LLaMA-Factory or TRL"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_a_private_run_is_refused(tmp_path: Path, text: str, changes: Any, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_what_cannot_be_a_private_run_is_refused(tmp_path: Path, text: str, changes: Any, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
         imported(tmp_path, text, **changes)
 
 
@@ -228,9 +207,9 @@ def test_a_chat_template_of_another_file_is_carried_over(tmp_path: Path) -> None
 
 
 def test_full_fine_tuning_becomes_the_last_blocks(tmp_path: Path) -> None:
-    found, recipe = imported(tmp_path, AXOLOTL, adapter=None, load_in_4bit=False)
+    result, recipe = imported(tmp_path, AXOLOTL, adapter=None, load_in_4bit=False)
     assert recipe.adapter.model_dump() == {"method": "frozen", "last_blocks": 2, "lm_head": False, "final_norm": True}
-    assert "full fine-tuning: " in "\n".join(found.left)
+    assert_omitted(result, "full fine-tuning")
     _, recipe = imported(
         tmp_path, LLAMA_FACTORY, finetuning_type="freeze", freeze_trainable_layers=4, quantization_bit=None
     )
@@ -240,21 +219,21 @@ def test_full_fine_tuning_becomes_the_last_blocks(tmp_path: Path) -> None:
 def test_an_adapter_to_go_on_with_is_carried_where_adapters_train(tmp_path: Path) -> None:
     assert imported(tmp_path, AXOLOTL, lora_model_dir="old/adapter")[1].model.adapter == "old/adapter"
     assert imported(tmp_path, LLAMA_FACTORY, adapter_name_or_path="old")[1].model.adapter == "old"
-    found, recipe = imported(tmp_path, LLAMA_FACTORY, adapter_name_or_path="old", finetuning_type="freeze")
+    result, recipe = imported(tmp_path, LLAMA_FACTORY, adapter_name_or_path="old", finetuning_type="freeze")
     assert recipe.model.adapter is None
-    assert not any("model.adapter" in line for line in found.carried)
+    assert not any("model.adapter" in line for line in result.carried)
     for value in ("old, older", ["old"]):
-        found, recipe = imported(tmp_path, LLAMA_FACTORY, adapter_name_or_path=value)
+        result, recipe = imported(tmp_path, LLAMA_FACTORY, adapter_name_or_path=value)
         assert recipe.model.adapter is None
-        assert any(line.startswith("adapter_name_or_path: a recipe starts from one") for line in found.left)
+        assert_omitted(result, "adapter_name_or_path")
 
 
 def test_held_out_data_and_columns(tmp_path: Path) -> None:
     held_out = [{"path": "org/rows", "type": "alpaca", "split": "test"}]
     rows = [{"path": "org/rows", "type": "alpaca"}]
-    found, recipe = imported(tmp_path, AXOLOTL, datasets=rows, test_datasets=held_out)
+    result, recipe = imported(tmp_path, AXOLOTL, datasets=rows, test_datasets=held_out)
     assert (recipe.data.eval, recipe.data.train_split, recipe.data.eval_split) == ("org/rows", "train", "test")
-    assert "datasets.type: the format is found by the columns of the rows" in "\n".join(found.left)
+    assert_omitted(result, "datasets.type")
     assert imported(tmp_path, TRL, dataset_text_field="body")[1].data.columns == {"text": "body"}
     assert imported(tmp_path, TRL, dataset_text_field="text")[1].data.columns == {}
 
@@ -275,8 +254,8 @@ def test_the_command_prints_a_recipe_and_reports_beside_it(tmp_path: Path, capsy
 
 
 def test_a_supervised_loss_and_a_key_switched_off_are_no_such_sign(tmp_path: Path) -> None:
-    found, _ = imported(tmp_path, TRL, loss_type="chunked_nll", precompute_ref_log_probs=False, beta=None)
-    assert "loss_type: the clipped loss" in "\n".join(found.left)
+    result, _ = imported(tmp_path, TRL, loss_type="chunked_nll", precompute_ref_log_probs=False, beta=None)
+    assert_omitted(result, "loss_type", unknown=["my_own_key"])
     imported(tmp_path, AXOLOTL, rl=False)
 
 
@@ -286,47 +265,30 @@ def test_datasets_of_several_splits_are_refused(tmp_path: Path) -> None:
         imported(tmp_path, AXOLOTL, datasets=rows)
 
 
-def test_what_a_recipe_does_not_know_keeps_its_default_and_is_told(tmp_path: Path) -> None:
-    found, recipe = imported(tmp_path, AXOLOTL, lr_scheduler="rex", optimizer="lion_8bit")
+def test_an_unknown_value_keeps_the_default_and_is_reported(tmp_path: Path) -> None:
+    result, recipe = imported(tmp_path, AXOLOTL, lr_scheduler="rex", optimizer="lion_8bit")
     assert (recipe.train.lr_scheduler, recipe.train.optimizer) == ("linear", "adamw")
-    assert not [line for line in found.carried if "rex" in line or "lion" in line]
-    left = "\n".join(found.left)
-    assert "linear replaces rex" in left
-    assert "adamw, replaces lion_8bit" in left
-    found, _ = imported(tmp_path, TRL, lr_scheduler_type="polynomial", optim="paged_adamw_8bit")
-    assert "linear replaces polynomial" in "\n".join(found.left)
-    assert "optim: paged_adamw_8bit -> train.optimizer: adamw" in found.carried
-    found, _ = imported(tmp_path, LLAMA_FACTORY, finetuning_type="oft", quantization_bit=None)
-    assert "method oft: a recipe trains LoRA or the last blocks" in "\n".join(found.left)
-    assert "full fine-tuning" not in "\n".join(found.left)
+    assert not [line for line in result.carried if "rex" in line or "lion" in line]
+    assert_omitted(result, "lr_scheduler", "optimizer")
+    result, _ = imported(tmp_path, TRL, lr_scheduler_type="polynomial", optim="paged_adamw_8bit")
+    assert_omitted(result, "lr_scheduler_type", unknown=["my_own_key"])
+    assert "optim: paged_adamw_8bit -> train.optimizer: adamw" in result.carried
+    result, _ = imported(tmp_path, LLAMA_FACTORY, finetuning_type="oft", quantization_bit=None)
+    assert_omitted(result, "method oft")
 
 
-def test_every_key_of_a_dataset_is_told(tmp_path: Path) -> None:
-    entry = {
-        "hf_hub_url": "org/rows",
-        "columns": {"prompt": "q"},
-        "num_samples": 5,
-        "subset": "en",
-        "tags": {"role_tag": "who"},
-    }
+def test_every_key_of_a_dataset_is_reported(tmp_path: Path) -> None:
+    tags = {"role_tag": "who"}
+    entry = {"hf_hub_url": "org/rows", "columns": {"prompt": "q"}, "num_samples": 5, "subset": "en", "tags": tags}
     write_info(tmp_path, {"rows": entry})
-    found, recipe = imported(tmp_path, LLAMA_FACTORY, dataset="rows")
-    theirs = {
-        "path": "org/rows",
-        "type": "alpaca",
-        "field_system": "rules",
-        "shards": 4,
-        "train_on_split": "train",
-        "own": 1,
-    }
-    more, _ = imported(tmp_path, AXOLOTL, datasets=[theirs])
-    left = "\n".join([*found.left, *more.left])
-    for key in ("columns", "num_samples", "subset", "tags", "type", "field_system", "shards", "train_on_split"):
-        assert f"datasets.{key}: " in left
-        assert f"datasets.{key}: unknown" not in left
-    assert "datasets.own: unknown" in left
+    result, _ = imported(tmp_path, LLAMA_FACTORY, dataset="rows")
+    assert_omitted(result, *(f"datasets.{key}" for key in ("columns", "num_samples", "subset", "tags")))
+    theirs = {"path": "org/rows", "type": "alpaca", "field_system": "rules", "shards": 4, "train_on_split": "train"}
+    result, _ = imported(tmp_path, AXOLOTL, datasets=[{**theirs, "own": 1}])
+    keys = (f"datasets.{key}" for key in ("type", "field_system", "shards", "train_on_split"))
+    assert_omitted(result, *keys, unknown=["datasets.own"])
     mixture = [{"path": "org/rows", "columns": ["messages"], "split": "some"}]
-    found, recipe = imported(tmp_path, TRL, dataset_name=None, datasets=mixture, dataset_train_split=None)
+    result, recipe = imported(tmp_path, TRL, dataset_name=None, datasets=mixture, dataset_train_split=None)
     assert (recipe.data.train, recipe.data.train_split) == ("org/rows", "some")
 
 
@@ -334,9 +296,8 @@ def test_numbers_without_a_reading_are_one_line(tmp_path: Path) -> None:
     adapter: Any = imported(tmp_path, LLAMA_FACTORY, lora_rank="8")[1].adapter
     assert (adapter.r, adapter.alpha) == (8, 16.0)
     for changes in ({"per_device_train_batch_size": float("inf")}, {"lora_rank": 8.5}, {"lora_rank": [8]}):
-        with pytest.raises(ConfigError, match="of another type than LLaMA-Factory documents") as refused:
+        with pytest.raises(ConfigError, match=r"^[^\n]*of another type than LLaMA-Factory documents[^\n]*$"):
             imported(tmp_path, LLAMA_FACTORY, **changes)
-        assert "\n" not in str(refused.value)
     write_info(tmp_path, '{"a":' * 200_000)
     with pytest.raises(ConfigError, match="of another type than LLaMA-Factory documents"):
         imported(tmp_path, LLAMA_FACTORY)

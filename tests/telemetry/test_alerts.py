@@ -78,11 +78,11 @@ def test_alerts_are_about_metrics_that_exist(tmp_path: Path) -> None:
         budgets.set_budget(book, "notes", budget(8.0))
         reserve(book)
         families = ledger_families(book)
-    known = {sample.name for family in families for sample in family.samples} | set(GAUGES)
+    metric_names = {sample.name for family in families for sample in family.samples} | set(GAUGES)
     for rule in RULES:
-        named = set(re.findall(r"\bdp_\w+", rule["expr"] + " " + rule["annotations"]["description"]))
-        assert named, rule["alert"]
-        assert named <= known, rule["alert"]
+        names_in_rule = set(re.findall(r"\bdp_\w+", rule["expr"] + " " + rule["annotations"]["description"]))
+        assert names_in_rule, rule["alert"]
+        assert names_in_rule <= metric_names, rule["alert"]
         assert rule["labels"]["severity"] in ("page", "warn")
 
 

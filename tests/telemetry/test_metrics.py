@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ledger_stores import Place, budget, reserve
-from metrics_text import Series, free_port, promtool_is_silent, scrape, series
+from metrics_text import Series, free_port, promtool_is_silent, scrape, series, telemetry_config
 from tiny_models import recipe
 
 from dpllm.cli import main
@@ -44,7 +44,6 @@ def with_figures(**figures: float | None) -> ShownRun:
 
 
 def of_ledger(book: Ledger) -> Series:
-    """Everything that is shown of a ledger."""
     return series(exposition(ledger_families(book)))
 
 
@@ -62,7 +61,7 @@ def test_names_and_labels_are_those_that_dashboards_were_built_on(tmp_path: Path
         *("membership_inference_auc_upper", "audit_epsilon_lower_bound", "stated_epsilon", "training_accuracy_delta"),
         "training_step",
     )
-    wanted = {f"dp_{name}": {"model"} for name in of_model} | {
+    labels_of = {f"dp_{name}": {"model"} for name in of_model} | {
         "dp_training_epsilon_consumed": {"model", "dataset", "run_id"},
         "dp_training_budget_used": {"dataset"},
         "dp_training_budget": {"dataset"},
@@ -73,13 +72,13 @@ def test_names_and_labels_are_those_that_dashboards_were_built_on(tmp_path: Path
         "dp_ledger_chain_valid": set(),
         "dp_training_state": {"model", "state"},
     }
-    found = {name: {label for label, _ in pairs} for name, pairs in series(text)}
-    assert {name: found[name] for name in wanted} == wanted
+    samples = {name: {label for label, _ in pairs} for name, pairs in series(text)}
+    assert {name: samples[name] for name in labels_of} == labels_of
     promtool_is_silent(text)
 
 
-def test_what_metrics_can_show_of_a_run_is_this_list() -> None:
-    """A new name is a new way out: think of what it is computed from, then add it here."""
+def test_metrics_show_of_a_run_this_list_alone() -> None:
+    """A new name is a new way out for private data: check what it is computed from, then add it here."""
     public = {"training_epsilon_consumed", "stated_epsilon", "stated_delta", "noise_multiplier", "training_step"}
     public |= {"training_steps_planned", "training_accuracy_delta"}
     audited = {f"membership_inference_auc{end}" for end in ("", "_lower", "_upper", "_allowed")}
@@ -91,19 +90,18 @@ def test_what_metrics_can_show_of_a_run_is_this_list() -> None:
 
 @given(st.one_of(st.none(), st.floats()), st.sampled_from(sorted(metrics.GAUGES)))
 @settings(derandomize=True, max_examples=60, deadline=None)
-def test_what_is_no_number_is_left_out(value: float | None, name: str) -> None:
-    found = {
-        name: value for (name, _), value in series(exposition(run_families(with_figures(**{name: value})))).items()
-    }
-    assert found.get(name) == (value if value is not None and math.isfinite(value) else None)
-    assert ("dp_training_private_loss" in found) == (name == "dp_training_private_loss" and found.get(name) is not None)
+def test_values_that_are_not_finite_are_left_out(value: float | None, name: str) -> None:
+    samples = series(exposition(run_families(with_figures(**{name: value}))))
+    shown = {name: value for (name, _), value in samples.items()}
+    assert shown.get(name) == (value if value is not None and math.isfinite(value) else None)
+    assert ("dp_training_private_loss" in shown) == (name == "dp_training_private_loss" and shown.get(name) is not None)
 
 
 @given(st.text(min_size=1, max_size=20).filter(str.isprintable))
 @settings(derandomize=True, max_examples=40, deadline=None)
 def test_any_name_is_one_label(name: str) -> None:
-    found = series(exposition(run_families(replace(VALUES, names={**VALUES.names, "model": name}))))
-    assert found["dp_noise_multiplier", (("model", name),)] == 0.4
+    samples = series(exposition(run_families(replace(VALUES, names={**VALUES.names, "model": name}))))
+    assert samples["dp_noise_multiplier", (("model", name),)] == 0.4
 
 
 # --- epsilon ---------------------------------------------------------------------------------------------------------
@@ -115,14 +113,14 @@ def test_epsilon_on_the_way_is_an_upper_bound_and_costs_five_evaluations(monkeyp
     compute = accounting.epsilon
     monkeypatch.setattr(accounting, "epsilon", lambda *a, **k: calls.append(a) or compute(*a, **k))
     spent = EpsilonSpent(plan)
-    seen = [spent(step) for step in range(24)]
+    bounds = [spent(step) for step in range(24)]
     assert len(calls) <= 5
-    assert seen[0] == 0.0
-    assert seen == sorted(seen)
-    assert seen[-1] == plan.epsilon
+    assert bounds[0] == 0.0
+    assert bounds == sorted(bounds)
+    assert bounds[-1] == plan.epsilon
     for step in (1, 5, 6, 22):
         exact = compute(plan.event_after(step), plan.delta, plan.neighbouring_relation)
-        assert exact <= seen[step] + 1e-9
+        assert exact <= bounds[step] + 1e-9
     assert EpsilonSpent(None)(3) is None
     assert "no differential privacy" in EpsilonSpent(None).words(3)
 
@@ -137,20 +135,24 @@ def test_the_ledger_in_both_stores(ledger: Ledger) -> None:
     ledger.count_refusal("notes", "over_budget")
     ledger.count_refusal("letters", "over_budget")
     ledger.count_refusal("", "tampered")
-    found = of_ledger(ledger)
-    assert found["dp_ledger_refused_total", (("reason", "over_budget"),)] == 2
-    assert found["dp_ledger_refused_total", (("reason", "tampered"),)] == 1
-    assert found["dp_ledger_entries", ()] == len(ledger.history())
-    assert found["dp_ledger_chain_valid", ()] == 1
-    assert found["dp_training_budget_used", (("dataset", "notes"),)] == ledger.used("notes")
-    states = {pairs[1][1]: value for (name, pairs), value in found.items() if name == "dp_ledger_reservations"}
-    assert {state: number for state, number in states.items() if number} == {"running": 1}
+    samples = of_ledger(ledger)
+    assert samples["dp_ledger_refused_total", (("reason", "over_budget"),)] == 2
+    assert samples["dp_ledger_refused_total", (("reason", "tampered"),)] == 1
+    assert samples["dp_ledger_entries", ()] == len(ledger.history())
+    assert samples["dp_ledger_chain_valid", ()] == 1
+    assert samples["dp_training_budget_used", (("dataset", "notes"),)] == ledger.used("notes")
+    assert states_of(samples) == {"running": 1}
     beat = (("dataset", "notes"), ("run_id", first.entry), ("state", "running"))
-    assert abs(found["dp_reservation_heartbeat_timestamp_seconds", beat] - time.time()) < 60
+    assert abs(samples["dp_reservation_heartbeat_timestamp_seconds", beat] - time.time()) < 60
+
+
+def states_of(samples: Series) -> dict[str, float]:
+    """State -> number of reservations, of the states that occur."""
+    reservations = {pairs[1][1]: value for (name, pairs), value in samples.items() if name == "dp_ledger_reservations"}
+    return {state: number for state, number in reservations.items() if number}
 
 
 def beating(book: Ledger) -> set[tuple[str, str]]:
-    """Reservations that show signs of life, and their states."""
     beats = [dict(pairs) for name, pairs in of_ledger(book) if name == "dp_reservation_heartbeat_timestamp_seconds"]
     return {(pairs["run_id"], pairs["state"]) for pairs in beats}
 
@@ -164,22 +166,20 @@ def test_a_finished_reservation_has_no_heartbeat(tmp_path: Path, status: Any) ->
         assert beating(book) == {(entry, "running")}
         book.finish(entry, status)
         assert beating(book) == set()
-        found = of_ledger(book)
-        states = {pairs[1][1] for (name, pairs), value in found.items() if name == "dp_ledger_reservations" and value}
-        assert states == {status}
-        assert not [name for name, _ in found if name.startswith("dp_training_budget")]
+        assert states_of(of_ledger(book)) == {status: 1}
+        assert not [name for name, _ in of_ledger(book) if name.startswith("dp_training_budget")]
 
 
-def test_a_broken_chain_shows_and_nothing_else_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_broken_chain_shows_and_no_figure_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = Place(str(tmp_path / "ledger.sqlite"))
     with place.open() as book:
         budgets.set_budget(book, "notes", budget(8.0))
         reserve(book)
     place.edit("UPDATE entries SET payload = replace(payload, '8.0', '80.0') WHERE seq = 1")
     assert main(["ledger", "metrics", "--ledger", place.location]) == 0
-    found = series(capsys.readouterr().out)
-    assert found["dp_ledger_chain_valid", ()] == 0
-    assert not [name for name, _ in found if name.startswith("dp_training")]
+    samples = series(capsys.readouterr().out)
+    assert samples["dp_ledger_chain_valid", ()] == 0
+    assert not [name for name, _ in samples if name.startswith("dp_training")]
 
 
 def test_the_command_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -201,10 +201,6 @@ def test_the_command_writes_what_it_prints(tmp_path: Path, capsys: pytest.Captur
 
 
 # --- textfiles -------------------------------------------------------------------------------------------------------
-
-
-def settings_of(tmp_path: Path, **telemetry: Any) -> Any:
-    return recipe(telemetry=telemetry, output_dir=str(tmp_path / "run"), privacy={"noise_multiplier": 2.0})
 
 
 def test_a_textfile_is_whole_and_readable_by_the_collector(tmp_path: Path) -> None:
@@ -247,16 +243,16 @@ def test_a_directory_that_nobody_reads_is_refused_before_anything_is_reserved(tm
     (tmp_path / "file").write_text("")
     (tmp_path / "run" / "export").mkdir(parents=True)
     (tmp_path / "run" / "private" / "metrics").mkdir(parents=True)
-    config = settings_of(tmp_path, textfile=str(tmp_path / where))
+    config = telemetry_config(tmp_path, textfile=str(tmp_path / where))
     with pytest.raises(ConfigError, match=r"telemetry\.textfile"):
         Telemetry(config, RunDir(tmp_path / "run"))
 
 
 def test_a_failure_to_publish_is_told_and_ends_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = settings_of(tmp_path, textfile=str(tmp_path / "gone"))
+    config = telemetry_config(tmp_path, textfile=str(tmp_path / "gone"))
     publish_audit(RunDir(tmp_path / "run"), config, {})
     assert capsys.readouterr().err.count("metrics could not be written") == 1
-    quiet = settings_of(tmp_path)
+    quiet = telemetry_config(tmp_path)
     publish_audit(RunDir(tmp_path / "run"), quiet, {})
     assert capsys.readouterr().err == ""
 
@@ -266,14 +262,14 @@ def test_a_failure_to_publish_is_told_and_ends_nothing(tmp_path: Path, capsys: p
 
 def test_the_endpoint_listens_on_loopback_until_it_is_closed(tmp_path: Path) -> None:
     port = free_port()
-    with Telemetry(settings_of(tmp_path, port=port), RunDir(tmp_path / "run")) as telemetry:
+    with Telemetry(telemetry_config(tmp_path, port=port), RunDir(tmp_path / "run")) as telemetry:
         with pytest.raises(OSError, match="refused"):
             socket.create_connection(("127.0.0.2", port), timeout=5)  # whoever listens everywhere answers there too
         assert series(scrape(port)) == {}
         telemetry._page.now = tuple(run_families(VALUES))
         assert series(scrape(port)) == series(exposition(run_families(VALUES)))
         with pytest.raises(ConfigError, match=rf"telemetry\.port {port}: cannot be opened"):
-            Telemetry(settings_of(tmp_path, port=port), RunDir(tmp_path / "run"))
+            Telemetry(telemetry_config(tmp_path, port=port), RunDir(tmp_path / "run"))
     with pytest.raises(urllib.error.URLError):
         scrape(port)
 
@@ -282,8 +278,8 @@ def test_the_endpoint_listens_on_loopback_until_it_is_closed(tmp_path: Path) -> 
 
 
 def test_private_metrics_are_named_on_every_card(tmp_path: Path) -> None:
-    assert settings_of(tmp_path).deviations == []
-    (note,) = settings_of(tmp_path, private_metrics=True).deviations
+    assert telemetry_config(tmp_path).deviations == []
+    (note,) = telemetry_config(tmp_path, private_metrics=True).deviations
     assert "telemetry.private_metrics" in note
     public = recipe(telemetry={"private_metrics": True}, data={"public": True})
     assert public.deviations == []

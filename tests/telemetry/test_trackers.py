@@ -31,14 +31,15 @@ def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     monkeypatch.setenv("WANDB_MODE", "offline")
     hand_over("wandb", tmp_path / "kept", capsys)
     (log,) = (tmp_path / "kept").glob("wandb/offline-run-*/*.wandb")
-    told, late = b"", time.monotonic() + 60
-    while b"epsilon_consumed" not in told and time.monotonic() < late:  # its service writes a little after finish
-        told = log.read_bytes()
+    content, deadline = b"", time.monotonic() + 60
+    # Its service writes a little after finish.
+    while b"epsilon_consumed" not in content and time.monotonic() < deadline:
+        content = log.read_bytes()
         time.sleep(0.1)
     for word in ("clinic-notes", "first", "doses", "ward-seven", "epsilon_consumed"):
-        assert word.encode() in told
+        assert word.encode() in content
     for word in (str(tmp_path), "pytest"):
-        assert word.encode() not in told
+        assert word.encode() not in content
     assert os.listdir(tmp_path) == ["kept"]
 
 

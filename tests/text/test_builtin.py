@@ -6,7 +6,6 @@ import json
 import math
 import re
 import sys
-from collections import defaultdict
 from collections.abc import Iterable
 from functools import cache
 from itertools import islice
@@ -107,22 +106,19 @@ def test_the_clinic_has_enough_notes_and_patients_and_none_twice() -> None:
     assert len(people[1]) == 80
     assert not people[0] & people[1]
     assert len(set(clinic_texts())) == len(train + held_out)
-    assert all(set(note) == {"text", "patient_id", "visit"} for note in train + held_out)
-    assert all(re.fullmatch(r"P\d{4}", note["patient_id"]) for note in train + held_out)
+    for note in train + held_out:
+        assert set(note) == {"text", "patient_id", "visit"}
+        assert re.fullmatch(r"P\d{4}", note["patient_id"])
 
 
-def test_a_patient_keeps_one_record_number_and_shares_it_with_nobody() -> None:
-    owners, numbers = defaultdict(set), defaultdict(set)
-    for note in notes("train") + notes("eval"):
-        for number in re.findall(r"MRN (\d+)", note["text"]):
-            owners[number].add(note["patient_id"])
-            numbers[note["patient_id"]].add(number)
-    assert len(owners) > 200
-    assert {len(patients) for patients in owners.values()} == {1}
-    assert {len(known) for known in numbers.values()} == {1}
-
-
-def test_telephone_numbers_are_in_the_range_reserved_for_fiction() -> None:
+def test_each_patient_has_a_record_number_that_nobody_shares_and_a_fictitious_telephone() -> None:
+    """555-01XX are the telephone numbers that are reserved for fiction."""
+    pairs = {
+        (number, note["patient_id"])
+        for note in notes("train") + notes("eval")
+        for number in re.findall(r"MRN (\d+)", note["text"])
+    }
+    assert len(pairs) == len({number for number, _ in pairs}) == len({patient for _, patient in pairs}) > 200
     phones = [phone for text in clinic_texts() for phone in re.findall(r"\d+-\d+-\d+", text)]
     assert len(phones) > 500
     assert all(re.fullmatch(r"[1-9]\d\d-555-01\d\d", phone) for phone in phones)

@@ -10,11 +10,12 @@ import pytest
 import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_data import PROMPTED, TALKS, Json, load, section, tokenizer, write
+from test_data import PROMPTED, TALKS
+from text_tables import Json, load, load_rows, refused, section, tokenizer, units_of, write
 
 from dpllm.canaries.texts import Canary, encode_secret
 from dpllm.comparison.tasks import by_prompt
-from dpllm.errors import ConfigError, DataError
+from dpllm.errors import ConfigError
 from dpllm.privacy.schedule import TokenSequence
 from dpllm.recipe.config import make_config
 from dpllm.text import rendering
@@ -27,7 +28,6 @@ LINE = "visit: home | age: 54\n"
 
 
 def parts(sequence: TokenSequence) -> tuple[str, str]:
-    """What is masked and what is learned, as text."""
     pairs = list(zip(sequence.input_ids, sequence.loss_mask, strict=True))
     first = [target for _, target in pairs].index(True)
     assert all(target for _, target in pairs[first:])
@@ -35,9 +35,8 @@ def parts(sequence: TokenSequence) -> tuple[str, str]:
     return decode([token for token, _ in pairs[:first]]), decode([token for token, _ in pairs[first:]])
 
 
-def encoded(table: Any, **values: Any) -> list[tuple[str, str]]:
-    units = encode_units(each_row(table.rows), table.format, tokenizer(), section(max_length=2048, **values))
-    return [parts(sequence) for unit in units for sequence in unit.sequences]
+def encoded(table: Any) -> list[tuple[str, str]]:
+    return [parts(sequence) for unit in units_of(table, max_length=2048) for sequence in unit.sequences]
 
 
 # --- what is learned -------------------------------------------------------------------------------------------------
@@ -46,14 +45,14 @@ def encoded(table: Any, **values: Any) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
 def test_a_text_is_learned_behind_the_line_and_the_line_is_masked(tmp_path: Path, kind: str) -> None:
     rows = [{"text": tiny.sentence(1), "visit": " home", "age": 54}]
-    table = load(write(tmp_path / f"rows.{kind}", rows), control=CODES)
+    table = load(write(tmp_path / f"rows.{kind}", rows), tmp_path, control=CODES)
     assert table.format == "text"
     assert encoded(table) == [("<s>" + LINE, tiny.sentence(1) + "</s>")]
 
 
 def test_a_completion_is_learned_behind_the_line_and_its_prompt(tmp_path: Path) -> None:
     row = {**PROMPTED[0], "visit": "home", "age": 54.0}
-    table = load(write(tmp_path / "rows.jsonl", [row]), control=CODES)
+    table = load_rows(tmp_path, row, control=CODES)
     assert encoded(table) == [("<s>" + LINE + row["prompt"], " " + row["completion"] + "</s>")]
     assert by_prompt(table, 1) == {LINE + row["prompt"]: [row["completion"]]}  # and so compare asks for it
 
@@ -62,18 +61,16 @@ def test_a_completion_is_learned_behind_the_line_and_its_prompt(tmp_path: Path) 
 def test_values_read_as_they_count_in_shares(tmp_path: Path, value: Any, read: str) -> None:
     from dpllm.releases.asked import exact_values, parse
 
-    rows = [{"text": "x", "visit": value}, {"text": "y", "visit": "home"}]
-    table = load(write(tmp_path / "rows.jsonl", rows), control=["visit"])
+    table = load_rows(tmp_path, {"text": "x", "visit": value}, {"text": "y", "visit": "home"}, control=["visit"])
     assert table.rows[0].line == f"visit: {read}\n"
-    (asked,) = parse("shares", "visit=home", ".5")
-    assert list(exact_values(asked, each_row(table.rows), table, section(), None)) == [read, "home"]
+    (statistic,) = parse("shares", "visit=home", ".5")
+    assert list(exact_values(statistic, each_row(table.rows), table, section(), None)) == [read, "home"]
 
 
 def test_rows_are_chosen_for_their_unit_by_their_text_and_so_are_those_of_the_ledger(tmp_path: Path) -> None:
-    """Codes neither make another person of somebody nor other data of the data."""
     rows = [{"text": tiny.sentence(n), "who": f"p{n % 3}", "visit": "home" if n % 2 else "clinic"} for n in range(24)]
     data = {"unit": "who", "max_examples_per_unit": 2}
-    plain, coded = (load(write(tmp_path / "rows.jsonl", rows), control=codes, **data) for codes in ([], ["visit"]))
+    plain, coded = (load_rows(tmp_path, *rows, control=codes, **data) for codes in ([], ["visit"]))
     chosen = [
         [[row.parts["text"] for row in unit] for unit in group_rows(table, section(**data))] for table in (plain, coded)
     ]
@@ -94,23 +91,23 @@ ROW = st.fixed_dictionaries(
 @settings(max_examples=60, deadline=None)
 @given(rows=st.lists(ROW, min_size=1, max_size=5), other=ROW, data=st.data())
 def test_one_row_changes_only_its_own_text(rows: list[Json], other: Json, data: st.DataObject) -> None:
-    """As it stands in zero-out and in replacing; the first row has all columns, as without one nothing can be read."""
+    """As under zero-out and replacement; the first row has all columns, since a column of no row is refused."""
     rows = [{"text": "z", "visit": "home", "age": 1}, *rows]
-    place = data.draw(st.integers(1, len(rows) - 1))
+    index = data.draw(st.integers(1, len(rows) - 1))
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "rows.jsonl"
-        before = encoded(load(write(path, rows), control=CODES))
-        after = encoded(load(write(path, [*rows[:place], other, *rows[place + 1 :]]), control=CODES))
-        alone = encoded(load(write(path, [rows[0], other]), control=CODES))[1]
+        changed = [*rows[:index], other, *rows[index + 1 :]]
+        variants = rows, changed, [rows[0], other]
+        tables = [load_rows(Path(folder), *variant, control=CODES) for variant in variants]
+    before, after, pair = map(encoded, tables)
     assert len(before) == len(after) == len(rows)
-    assert [one for n, one in enumerate(after) if n != place] == [one for n, one in enumerate(before) if n != place]
-    assert after[place] == alone
+    assert after[:index] + after[index + 1 :] == before[:index] + before[index + 1 :]
+    assert after[index] == pair[1]
 
 
 def test_a_source_cannot_bring_a_line_of_its_own(tmp_path: Path) -> None:
-    path = write(tmp_path / "rows.jsonl", [{"text": "a", "line": 7, "visit": "home"}])
-    assert encoded(load(path)) == [("<s>", "a</s>")]
-    assert encoded(load(path, control=["visit"])) == [("<s>visit: home\n", "a</s>")]
+    row = {"text": "a", "line": 7, "visit": "home"}
+    assert encoded(load_rows(tmp_path, row)) == [("<s>", "a</s>")]
+    assert encoded(load_rows(tmp_path, row, control=["visit"])) == [("<s>visit: home\n", "a</s>")]
 
 
 def test_canaries_stand_behind_no_line() -> None:
@@ -121,11 +118,8 @@ def test_canaries_stand_behind_no_line() -> None:
     assert unit.sequences == (sequence,)
 
 
-# --- what is told ----------------------------------------------------------------------------------------------------
-
-
-def test_a_plan_tells_of_the_line(tmp_path: Path) -> None:
-    table = load(write(tmp_path / "rows.jsonl", [{"text": "a", "visit": "home", "age": 54}]), control=CODES)
+def test_a_plan_shows_the_line(tmp_path: Path) -> None:
+    table = load_rows(tmp_path, {"text": "a", "visit": "home", "age": 54}, control=CODES)
     assert table.reads == "read as text: text, behind a line with visit, age"
     assert rendering.shape("text", CODES, None) == "masked: visit: ... | age: ...\nlearned: <text><eos>"
     assert rendering.shape("text", [], None) == "learned: <text><eos>"
@@ -143,28 +137,14 @@ def test_names_that_could_be_read_in_two_ways_and_the_unit_are_refused(codes: li
         make_config({**raw, "data": data}, None, "r")
 
 
-def test_a_column_that_no_row_has_is_named(tmp_path: Path) -> None:
-    path = write(tmp_path / "rows.jsonl", [{"text": "a", "visit": "home"}, {"text": "b"}])
-    with pytest.raises(DataError, match="no row has a column 'age'"):
-        load(path, control=CODES)
-
-
-def test_the_text_itself_is_no_control_code(tmp_path: Path) -> None:
-    path = write(tmp_path / "rows.jsonl", [{"body": "a", "visit": "home"}])
+def test_a_column_that_cannot_be_a_control_code_is_named(tmp_path: Path) -> None:
+    text = {"body": "a", "visit": "home"}
+    with refused("no row has a column 'age'"):
+        load_rows(tmp_path, {"text": "a", "visit": "home"}, {"text": "b"}, control=CODES)
     for column in ("text", "body"):
-        with pytest.raises(DataError, match=f"column '{column}' is listed in data.control but holds the text itself"):
-            load(path, control=[column], columns={"text": "body"})
-
-
-def test_messages_have_no_place_for_a_line(tmp_path: Path) -> None:
-    path = write(tmp_path / "rows.jsonl", [{**row, "visit": "home"} for row in TALKS])
-    with pytest.raises(DataError, match=r"reads as messages, and data\.control cannot add its line"):
-        load(path, control=["visit"])
-
-
-def test_half_a_character_is_refused_without_showing_the_row(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"text": "a", "visit": "secret \\ud800"}\n')
-    with pytest.raises(DataError, match="half a character") as caught:
-        load(path, control=["visit"])
-    assert "secret" not in str(caught.value)
+        with refused(f"column '{column}' is listed in data.control but holds the text"):
+            load_rows(tmp_path, text, control=[column], columns={"text": "body"})
+    with refused(r"reads as messages, and data\.control"):
+        load_rows(tmp_path, {**TALKS[0], "visit": "home"}, control=["visit"])
+    with refused("row 1 .*half a character"):
+        load_rows(tmp_path, {"text": "a", "visit": "Sigrid \ud800"}, control=["visit"])

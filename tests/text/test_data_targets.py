@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_data import PROMPTED, TALKS, TEXT, Json, section, tokenizer
+from test_data import TALKS, TEXT
+from text_tables import Json, learned, refused, section, tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from dpllm.errors import DataError
 from dpllm.privacy.loss import row_sums, token_losses
 from dpllm.privacy.packing import lay_out
 from dpllm.privacy.schedule import Packing, TokenSequence, Unit
@@ -21,22 +19,16 @@ from dpllm.text.tokens import encode, encode_units
 # --- which tokens are learned ----------------------------------------------------------------------------------------
 
 
-def learned(sequence: TokenSequence) -> str:
-    ids = [token for token, target in zip(sequence.input_ids, sequence.loss_mask, strict=True) if target]
-    return str(tokenizer().decode(ids))
-
-
-def one(row: Json, fmt: str) -> TokenSequence:
+def encoded(row: Json, fmt: str) -> TokenSequence:
     (sequence,) = encode(row, fmt, tokenizer(), tiny.reads(128, "truncate"))  # type: ignore[arg-type]
     assert sequence.denominator == sum(sequence.loss_mask) > 0
     assert not sequence.loss_mask[0]
     return sequence
 
 
-@pytest.mark.parametrize("row", TEXT)
-def test_text_is_learned_whole_with_its_end_and_not_its_beginning(row: Json) -> None:
-    sequence = one(row, "text")
-    assert learned(sequence) == row["text"] + "</s>"
+def test_text_is_learned_whole_with_its_end_and_not_its_beginning() -> None:
+    sequence = encoded(TEXT[0], "text")
+    assert learned(sequence) == TEXT[0]["text"] + "</s>"
     assert (sequence.input_ids[0], sequence.input_ids[-1]) == (0, 1)
 
 
@@ -46,6 +38,7 @@ def test_without_a_beginning_token_the_first_word_is_no_target() -> None:
     (sequence,) = encode({"text": "Anna bought plums"}, "text", bare, tiny.reads(128, "truncate"))
     first = tokenizer().decode([sequence.input_ids[0]])
     assert first + learned(sequence) == "Anna bought plums</s>"
+    assert sequence.denominator == sum(sequence.loss_mask)
 
 
 def test_an_end_that_the_tokenizer_brings_itself_is_learned_once() -> None:
@@ -56,33 +49,16 @@ def test_an_end_that_the_tokenizer_brings_itself_is_learned_once() -> None:
     assert sequence.input_ids.count(1) == 1
 
 
-@pytest.mark.parametrize("row", PROMPTED)
-def test_of_prompt_and_completion_the_completion_is_learned(row: Json) -> None:
-    sequence = one(row, "prompt_completion")
-    assert learned(sequence) == f" {row['completion']}</s>"
-    assert tokenizer().decode(sequence.input_ids) == f"<s>{row['prompt']} {row['completion']}</s>"
-
-
-@pytest.mark.parametrize(
-    ("prompt", "completion", "joined"),
-    [("Q:", " A", "Q: A"), ("Q:\n", "A", "Q:\nA"), ("", "A", "A"), ("Q:", "A", "Q: A"), ("Q: ", " A", "Q:  A")],
-)
-def test_one_space_stands_between_unless_the_data_bring_their_own(prompt: str, completion: str, joined: str) -> None:
-    sequence = one({"prompt": prompt, "completion": completion}, "prompt_completion")
-    assert tokenizer().decode(sequence.input_ids) == f"<s>{joined}</s>"
-
-
-@pytest.mark.parametrize("row", TALKS)
-def test_of_a_talk_the_assistants_turns_are_learned(row: Json) -> None:
-    first, second = (turn["content"] for turn in row["messages"] if turn["role"] == "assistant")
-    sequence = one(row, "messages")
+def test_of_a_conversation_the_assistants_turns_are_learned() -> None:
+    first, second = (turn["content"] for turn in TALKS[0]["messages"] if turn["role"] == "assistant")
+    sequence = encoded(TALKS[0], "messages")
     assert learned(sequence) == f"{first}</s>{second}</s>"
     assert tokenizer().decode(sequence.input_ids).startswith("<s><|user|>What did")
     assert sequence.input_ids.count(0) == 1
 
 
 def test_nothing_to_predict_makes_no_sequence() -> None:
-    assert learned(one({"text": ""}, "text")) == "</s>"
+    assert learned(encoded({"text": ""}, "text")) == "</s>"
     user = {"messages": [{"role": "user", "content": "Hello?"}]}
     assert encode(user, "messages", tokenizer(), tiny.reads(16, "truncate")) == []
     assert encode_units([tiny.rows([user])], "messages", tokenizer(), section()) == [Unit(())]
@@ -95,27 +71,17 @@ LONG = {"text": " ".join(tiny.sentence(number) for number in range(9))}
 
 def test_truncated_to_max_length() -> None:
     (sequence,) = encode(LONG, "text", tokenizer(), tiny.reads(20, "truncate"))
-    (whole,) = encode(LONG, "text", tokenizer(), tiny.reads(10_000, "truncate"))
-    assert sequence.input_ids == whole.input_ids[:20]
+    (uncut,) = encode(LONG, "text", tokenizer(), tiny.reads(10_000, "truncate"))
+    assert sequence.input_ids == uncut.input_ids[:20]
     assert sequence.denominator == sum(sequence.loss_mask) == 19
 
 
-def test_refused_where_the_recipe_says_so(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"unit 2: .*longer than data.max_length \(64 tokens\)") as caught:
-        encode_units(
-            [tiny.rows([TEXT[0]]), tiny.rows([LONG])],
-            "text",
-            tokenizer(),
-            section(max_length=64, long_examples="refuse"),
-        )
-    assert "Anna" not in str(caught.value)
-    assert len(encode(TEXT[0], "text", tokenizer(), tiny.reads(64, "refuse"))) == 1
-
-
-def test_errors_in_held_out_data_name_their_own_file() -> None:
-    short = section(max_length=8, long_examples="refuse")
-    with pytest.raises(DataError, match=r"^held_out.jsonl: unit 1: "):
-        encode_units([tiny.rows([LONG])], "text", tokenizer(), short, name="held_out.jsonl")
+@pytest.mark.parametrize(("name", "source"), [(None, "rows.jsonl"), ("held_out.jsonl", "held_out.jsonl")])
+def test_a_long_row_is_refused_by_its_source_and_unit(name: str | None, source: str) -> None:
+    data, units = section(max_length=64, long_examples="refuse"), [tiny.rows([TEXT[0]]), tiny.rows([LONG])]
+    assert len(encode_units(units[:1], "text", tokenizer(), data)) == 1
+    with refused(rf"^{source}: unit 2: .*data.max_length \(64 tokens\)"):
+        encode_units(units, "text", tokenizer(), data, name=name)
 
 
 @settings(max_examples=80, deadline=None)
@@ -123,13 +89,13 @@ def test_errors_in_held_out_data_name_their_own_file() -> None:
 def test_chunks_cover_every_target_exactly_once(words: list[str], length: int) -> None:
     half = len(words) // 2
     row = {"prompt": " ".join(words[:half]), "completion": " ".join(words[half:])}
-    whole = encode(row, "prompt_completion", tokenizer(), tiny.reads(10_000, "chunk"))
+    uncut = encode(row, "prompt_completion", tokenizer(), tiny.reads(10_000, "chunk"))
     chunks = encode(row, "prompt_completion", tokenizer(), tiny.reads(length, "chunk"))
-    targets = [t for s in whole for t, learn in zip(s.input_ids, s.loss_mask, strict=True) if learn]
+    targets = [t for s in uncut for t, learn in zip(s.input_ids, s.loss_mask, strict=True) if learn]
     covered = [t for s in chunks for t, learn in zip(s.input_ids, s.loss_mask, strict=True) if learn]
     assert covered == targets
     assert all(len(s.input_ids) <= length and not s.loss_mask[0] and any(s.loss_mask) for s in chunks)
-    assert {s.denominator for s in chunks} == {s.denominator for s in whole} <= {len(targets)}
+    assert {s.denominator for s in chunks} == {s.denominator for s in uncut} <= {len(targets)}
 
 
 @settings(max_examples=15, deadline=None)
@@ -144,9 +110,9 @@ def test_losses_of_chunks_add_up_to_the_mean_of_the_whole_row(length: int, seed:
         nll_M = token_losses(logits_VV[laid.input_ids_1M], laid.targets)
         return (row_sums(nll_M, laid.rows) / laid.denominator_R.double()).sum()
 
-    (whole,) = encode(LONG, "text", tokenizer(), tiny.reads(10_000, "chunk"))
-    ids = torch.tensor(whole.input_ids)
+    (uncut,) = encode(LONG, "text", tokenizer(), tiny.reads(10_000, "chunk"))
+    ids = torch.tensor(uncut.input_ids)
     mean = torch.nn.functional.cross_entropy(logits_VV[ids[:-1]], ids[1:])
     chunks = encode(LONG, "text", tokenizer(), tiny.reads(length, "chunk"))
-    torch.testing.assert_close(loss([whole]).double(), mean, rtol=1e-5, atol=0)
+    torch.testing.assert_close(loss([uncut]).double(), mean, rtol=1e-5, atol=0)
     torch.testing.assert_close(loss(chunks).double(), mean, rtol=1e-5, atol=0)

@@ -19,9 +19,9 @@ from dpllm.text.in_memory import write_rows
 ROWS = [{"text": f"Note {number}, café.", "who": f"p{number % 3}"} for number in range(5)]
 
 
-def written(rows: Any, tmp_path: Path, named: tuple[str, ...] = ("who",)) -> list[Any]:
-    path = write_rows(rows, named, tmp_path / "rows", "train")
-    assert [other.name for other in path.parent.iterdir() if other.suffix == ".part"] == []
+def written(rows: Any, tmp_path: Path, columns: tuple[str, ...] = ("who",)) -> list[Any]:
+    path = write_rows(rows, columns, tmp_path / "rows", "train")
+    assert [file.name for file in path.parent.iterdir() if file.suffix == ".part"] == []
     assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
 
@@ -71,16 +71,16 @@ def test_text_is_declared(kind: str, tmp_path: Path) -> None:
 
 
 def test_nested_values_of_a_dataset_are_those_of_their_row_alone(tmp_path: Path) -> None:
-    def talk(**more: Any) -> dict[str, Any]:
-        return {"messages": [{"role": "user", "content": "hi", **more}]}
+    def talk(**keys: Any) -> dict[str, Any]:
+        return {"messages": [{"role": "user", "content": "hi", **keys}]}
 
     first, second = talk(tool="x"), talk()
     (alone,) = written(datasets.Dataset.from_list([second]), tmp_path)
     assert written(datasets.Dataset.from_list([first, second]), tmp_path)[1] == alone == second
-    whole, half = talk(calls=[{"dose": 1}]), talk(calls=[{"dose": 1.5}])
-    assert written(datasets.Dataset.from_list([whole]), tmp_path) == [whole]
+    integers, half = talk(calls=[{"dose": 1}]), talk(calls=[{"dose": 1.5}])
+    assert written(datasets.Dataset.from_list([integers]), tmp_path) == [integers]
     with pytest.raises(DataError, match="column 'messages'"):
-        written(datasets.Dataset.from_list([whole, half]), tmp_path)
+        written(datasets.Dataset.from_list([integers, half]), tmp_path)
     numbers = datasets.Dataset.from_list([{"text": "a", "who": 7}])
     with pytest.raises(DataError, match="column 'who'"):
         written(numbers, tmp_path)
@@ -107,8 +107,7 @@ def test_missing_and_numpy_values_become_those_of_json(tmp_path: Path) -> None:
     ],
     ids=repr,
 )
-def test_what_are_no_rows_is_refused_and_leaves_no_file(rows: Any, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"^train: ") as told:
+def test_values_that_are_no_rows_are_refused_and_leaves_no_file(rows: Any, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"^train: ((?!1j).)*$"):
         written(rows, tmp_path)
-    assert "1j" not in str(told.value)
     assert not list(tmp_path.rglob("*.jsonl")) + list(tmp_path.rglob("*.part"))

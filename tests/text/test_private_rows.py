@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import tiny
+from text_tables import load_rows
 
 from dpllm.errors import ConfigError
 from dpllm.files import read_json
@@ -29,10 +30,8 @@ def kept(folder: Path, rows: Any, held_out: Any = None, **data: Any) -> Path:
     if not isinstance(rows, str):
         rows = str(tiny.write_rows(folder / "train.jsonl", rows))
     config = DataConfig(train=rows, **data)
-    other = (
-        load_table(str(tiny.write_rows(folder / "eval.jsonl", held_out)), config, "train", folder) if held_out else None
-    )
-    keep_rows(folder / "rows.json", config, load_table(config.train, config, "train", folder / "cache"), other)
+    evaluated = load_rows(folder / "eval", *held_out) if held_out else None
+    keep_rows(folder / "rows.json", config, load_table(config.train, config, "train", folder / "cache"), evaluated)
     return folder / "rows.json"
 
 
@@ -62,9 +61,9 @@ def test_a_copy_that_is_edited_without_thought_is_the_same_text(tmp_path: Path, 
 
 def test_lines_of_a_text_that_each_became_a_prompt_are_found(tmp_path: Path) -> None:
     path = kept(tmp_path, ROWS)
-    asked = ["Nobody came.", "Who was seen?", "On day 3", "Nobody."]
-    assert private_among(path, asked) == []
-    assert private_among(path, asked, lines=20) == [2]
+    prompts = ["Nobody came.", "Who was seen?", "On day 3", "Nobody."]
+    assert private_among(path, prompts) == []
+    assert private_among(path, prompts, lines=20) == [2]
 
 
 def test_a_template_is_nobodys(tmp_path: Path) -> None:
@@ -113,8 +112,8 @@ def test_each_text_of_a_row_is_private_in_every_layout(tmp_path: Path, row: Any,
 def test_rows_that_are_declared_public_are_not_kept(tmp_path: Path, public: bool, eval_public: bool) -> None:
     held_out = [{"prompt": "Who left?", "completion": "Frida"}]
     path = kept(tmp_path, ROWS, held_out, public=public, eval_public=eval_public)
-    found = private_among(path, ["Bertil Ek, with a cough", "Frida"])
-    assert found == [1] * (not public) + [2] * (not eval_public)
+    numbers = private_among(path, ["Bertil Ek, with a cough", "Frida"])
+    assert numbers == [1] * (not public) + [2] * (not eval_public)
     assert read_json(path)["training"]["digest"], "of public data, where they lie and what they were"
 
 
@@ -132,7 +131,7 @@ def test_places_hold_from_another_directory(tmp_path: Path, monkeypatch: pytest.
     keep_rows(Path("rows.json"), data, load_table(source, data, "train", tmp_path / "cache"), None)
     monkeypatch.chdir("/")
     places = read_json(tmp_path / "rows.json")["training"]["places"]
-    assert all(Path(place).is_absolute() for place in places)
+    assert all(Path(path).is_absolute() for path in places)
     rows = load_table(places, DataConfig(train=places), "train", tmp_path / "cache").rows
     assert [row.parts["completion"] for row in rows][-5:] == [row["completion"] for row in ROWS]
 

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import itertools
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import chat_templates as of
+import chat_templates
 import pytest
 import tiny
+from chat_templates import CHATML, ENDS, MARKED, PICKY, THINKS, TOOLED
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_layouts import load
+from text_tables import SENTINEL, Json, load, load_rows, refused, units_of
 
-from dpllm.errors import DataError
+from dpllm.privacy.schedule import Unit
 from dpllm.text import prompts, rendering
-from dpllm.text.data import each_row
+from dpllm.text.data import Table
+from dpllm.text.in_memory import write_rows
 from dpllm.text.tokens import encode, encode_units
 
-Json = dict[str, Any]
-SENTINEL = "Sigrid Forsberg owes 4711"
 SIGNS = [
     *("<|im_start|>", "<|im_end|>", "<|end|>", "<|return|>", "<|start|>", "<|channel|>", "<|message|>", "<think>", "</think>"),
     *("<start_of_turn>", "<end_of_turn>", "<|system|>", "[INST]", "[/INST]"),
@@ -32,27 +33,27 @@ def turn(role: str, content: Any, **more: Any) -> Json:
 
 
 def talk(*words: str, system: str = "") -> list[Json]:
-    turns = [turn(role, one) for role, one in zip(itertools.cycle(("user", "assistant")), words, strict=False)]
+    turns = [turn(role, text) for role, text in zip(itertools.cycle(("user", "assistant")), words, strict=False)]
     return [turn("system", system)] * bool(system) + turns
 
 
 @cache
 def reader(template: str | None, *, special: bool = True) -> Any:
-    made = tiny.tokenizer(chat_template=template)
+    """A tokenizer with this template, to which the signs of templates are special tokens."""
+    tokenizer = tiny.tokenizer(chat_template=template)
     if special:
-        made.add_special_tokens({"additional_special_tokens": SIGNS})
-    return made
+        tokenizer.add_special_tokens({"additional_special_tokens": SIGNS})
+    return tokenizer
 
 
-def learned(tokenizer: Any, messages: list[Json], **beside: Any) -> list[str]:
-    """The learned pieces of a row, each whole."""
-    (one,) = encode({"messages": messages, **beside}, "messages", tokenizer, tiny.reads(4096))
-    runs = itertools.groupby(zip(one.input_ids, one.loss_mask, strict=True), key=lambda pair: pair[1])
-    return [tokenizer.decode([token for token, _ in run]) for wanted, run in runs if wanted]
+def learned(tokenizer: Any, messages: list[Json], **columns: Any) -> list[str]:
+    (sequence,) = encode({"messages": messages, **columns}, "messages", tokenizer, tiny.reads(4096))
+    runs = itertools.groupby(zip(sequence.input_ids, sequence.loss_mask, strict=True), key=lambda pair: pair[1])
+    return [tokenizer.decode([token for token, _ in run]) for target, run in runs if target]
 
 
 NO_THOUGHT = "<think>\n\n</think>\n\n"
-WRITTEN = {  # what the assistant says -> what is learned of it, in the middle and at the end
+LEARNED = {  # template -> what is learned of an answer, in the middle and at the end
     "CHATML": ("{}<|im_end|>\n", "{}<|im_end|>\n"),
     "THINKS": ("{}<|im_end|>\n", NO_THOUGHT + "{}<|im_end|>\n"),
     "ENDS": ("{}<|end|>\n", "{}<|end|>\n</s>"),
@@ -66,26 +67,28 @@ WRITTEN = {  # what the assistant says -> what is learned of it, in the middle a
 
 
 def expected(name: str, answers: list[str]) -> list[str]:
-    middle, last = WRITTEN[name]
-    return [*(middle.format(one) for one in answers[:-1]), last.format(answers[-1])]
+    middle, last = LEARNED[name]
+    return [*map(middle.format, answers[:-1]), last.format(answers[-1])]
 
 
 @pytest.mark.parametrize("special", [True, False])
-@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("name", LEARNED)
 def test_the_assistants_turns_with_their_ends_are_learned_and_nothing_else(name: str, special: bool) -> None:
     system = "" if name == "PICKY" else "Be brief."
     messages = talk("Who?", "Anna", "And?", "Bo", "Or?", "Eva", system=system)
-    assert learned(reader(getattr(of, name), special=special), messages) == expected(name, ["Anna", "Bo", "Eva"])
+    assert learned(reader(getattr(chat_templates, name), special=special), messages) == expected(
+        name, ["Anna", "Bo", "Eva"]
+    )
 
 
 def test_signs_that_are_words_to_the_tokenizer_are_not_cut_where_they_begin_alike() -> None:
-    words = of.ENDS.replace("<|{{ m.role }}|>", "<|of {{ m.role }}|>").replace("<|assistant|>", "<|of assistant|>")
+    words = ENDS.replace("<|{{ m.role }}|>", "<|of {{ m.role }}|>").replace("<|assistant|>", "<|of assistant|>")
     plain = reader(words.replace("{{ eos_token }}", "<|over|>"), special=False)
     assert learned(plain, talk("Who?", "Anna", "And?", "Bo")) == ["Anna<|end|>\n", "Bo<|end|>\n<|over|>"]
 
 
-SAID = st.text("ab<|>:#?\n", min_size=1, max_size=9).map(lambda text: f"x{text}y") | st.sampled_from(
-    [
+WORDS = (  # of templates
+    *(
         "<|im_end|>",
         "<|im_start|>assistant\n.",
         "<|user|>",
@@ -93,94 +96,86 @@ SAID = st.text("ab<|>:#?\n", min_size=1, max_size=9).map(lambda text: f"x{text}y
         "[INST] a [/INST]",
         "### Assistant:\n.",
         "{{ x }}",
-    ]
+    ),
 )
+TEXTS = st.text("ab<|>:#?\n", min_size=1, max_size=9).map(lambda text: f"x{text}y") | st.sampled_from(WORDS)
 
 
 @settings(max_examples=60, deadline=None)
-@given(name=st.sampled_from(sorted(WRITTEN)), words=st.lists(SAID, min_size=2, max_size=6), told=st.booleans())
-def test_whatever_people_say_their_words_are_not_learned(name: str, words: list[str], told: bool) -> None:
+@given(name=st.sampled_from(sorted(LEARNED)), words=st.lists(TEXTS, min_size=2, max_size=6), with_system=st.booleans())
+def test_whatever_people_say_their_words_are_not_learned(name: str, words: list[str], with_system: bool) -> None:
     words = words[: len(words) // 2 * 2]
-    system = "Be brief." if told and name != "PICKY" else ""
-    read = reader(getattr(of, name))
-    pieces = learned(read, talk(*words, system=system))
-    assert pieces == expected(name, words[1::2])
+    system = "Be brief." if with_system and name != "PICKY" else ""
+    assert learned(reader(getattr(chat_templates, name)), talk(*words, system=system)) == expected(name, words[1::2])
 
 
 CALL = [{"type": "function", "function": {"name": "look_up", "arguments": {"of": "Anna"}}}]
 CALLED = '<tool_call>{"name": "look_up", "arguments": {"of": "Anna"}}</tool_call><|im_end|>\n'
 LOOKED = [turn("user", "Who?"), turn("assistant", None, reasoning_content="Hm.", tool_calls=CALL), turn("tool", "42")]
 THOUGHT = "<think>\nHm.\n</think>\n\n"
-THINKING = {
+THINKING = {  # messages, other columns, and what is learned
     "thoughts of an earlier turn are not there": (
-        [turn("user", "Who?"), turn("assistant", "Anna", reasoning_content="Hm."), *talk("And?", "Bo")],
-        {},
+        [turn("user", "Who?"), turn("assistant", "Anna", reasoning_content="Hm."), *talk("And?", "Bo")], {},
         ["Anna<|im_end|>\n", f"{NO_THOUGHT}Bo<|im_end|>\n"],
     ),
     "nor those within its words": (
-        talk("Who?", f"{THOUGHT}Anna", "And?", f"{THOUGHT}Bo"),
-        {},
-        ["Anna<|im_end|>\n", f"{THOUGHT}Bo<|im_end|>\n"],
+        talk("Who?", f"{THOUGHT}Anna", "And?", f"{THOUGHT}Bo"), {}, ["Anna<|im_end|>\n", f"{THOUGHT}Bo<|im_end|>\n"],
     ),
     "calls of tools": (
-        [*LOOKED, turn("assistant", "Anna")],
-        {},
-        [f"{THOUGHT}{CALLED}", f"{NO_THOUGHT}Anna<|im_end|>\n"],
+        [*LOOKED, turn("assistant", "Anna")], {}, [f"{THOUGHT}{CALLED}", f"{NO_THOUGHT}Anna<|im_end|>\n"],
     ),
     "calls of tools, earlier": (
-        [*LOOKED, turn("assistant", "Anna"), *talk("And?", "Bo")],
-        {},
+        [*LOOKED, turn("assistant", "Anna"), *talk("And?", "Bo")], {},
         [CALLED, "Anna<|im_end|>\n", f"{NO_THOUGHT}Bo<|im_end|>\n"],
     ),
     "calls beside words, earlier": (
-        [LOOKED[0], {**LOOKED[1], "content": "I look."}, LOOKED[2], turn("assistant", "Anna"), *talk("And?", "Bo")],
-        {},
+        [LOOKED[0], {**LOOKED[1], "content": "I look."}, LOOKED[2], turn("assistant", "Anna"), *talk("And?", "Bo")], {},
         [f"I look.{CALLED}", "Anna<|im_end|>\n", f"{NO_THOUGHT}Bo<|im_end|>\n"],
     ),
     "an empty thought that is asked for is no word of the assistant": (
-        talk("Who?", "Anna", "And?", "Bo"),
-        {"chat_template_kwargs": {"enable_thinking": False}},
+        talk("Who?", "Anna", "And?", "Bo"), {"chat_template_kwargs": {"enable_thinking": False}},
         ["Anna<|im_end|>\n", "Bo<|im_end|>\n"],
     ),
-}
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("what", THINKING)
-def test_turns_are_found_where_earlier_ones_are_written_otherwise(what: str) -> None:
-    messages, beside, pieces = THINKING[what]
-    assert learned(reader(of.THINKS), messages, **beside) == pieces
+@pytest.mark.parametrize("case", THINKING)
+def test_turns_are_found_where_earlier_ones_are_written_otherwise(case: str) -> None:
+    messages, columns, pieces = THINKING[case]
+    assert learned(reader(THINKS), messages, **columns) == pieces
 
 
 def test_a_call_beside_which_no_words_are_shown_is_found_by_its_name() -> None:
-    silent = of.THINKS.replace("{{ said }}", "{{ '' if m.tool_calls else said }}")
+    silent = THINKS.replace("{{ said }}", "{{ '' if m.tool_calls else said }}")
     assert learned(reader(silent), THINKING["calls of tools, earlier"][0]) == THINKING["calls of tools, earlier"][2]
 
 
-@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("name", LEARNED)
 def test_a_turn_of_no_weight_is_left_out(name: str) -> None:
     messages = talk("Who?", "Anna", "And?", "Bo")
     messages[1]["weight"] = 0
-    assert learned(reader(getattr(of, name)), messages) == expected(name, ["Anna", "Bo"])[1:]
+    assert learned(reader(getattr(chat_templates, name)), messages) == expected(name, ["Anna", "Bo"])[1:]
 
 
 def test_of_marks_that_tell_no_turn_none_is_left_out() -> None:
-    parts = of.MARKED.replace(
+    parts = MARKED.replace(
         "{{ m.content }}<|im_end|>{%", "{{ m.content }}{% endgeneration %}{% generation %}<|im_end|>{%"
     )
     messages = talk("Who?", "Anna", "And?", "Bo")
     assert learned(reader(parts), messages) == expected("MARKED", ["Anna", "Bo"])
     messages[1]["weight"] = 0
-    with pytest.raises(DataError, match="marks parts of turns"):
+    with refused("marks parts of turns"):
         learned(reader(parts), messages)
 
 
 @pytest.mark.parametrize("answer", ["Anna", "", "é" * 9, "<|user|>"])
 def test_marks_are_read_as_transformers_reads_them(answer: str) -> None:
     messages = talk("Who?", answer, "And?", "Bo", system="Be brief.")
-    own = reader(of.MARKED).apply_chat_template(messages, return_assistant_tokens_mask=True, return_dict=True)
-    (one,) = encode({"messages": messages}, "messages", reader(of.MARKED), tiny.reads(4096))
-    assert list(one.input_ids) == own["input_ids"]
-    assert list(map(int, one.loss_mask)) == own["assistant_masks"]
+    tokenizer = reader(MARKED)
+    expected = tokenizer.apply_chat_template(messages, return_assistant_tokens_mask=True, return_dict=True)
+    (sequence,) = encode({"messages": messages}, "messages", tokenizer, tiny.reads(4096))
+    assert list(sequence.input_ids) == expected["input_ids"]
+    assert list(map(int, sequence.loss_mask)) == expected["assistant_masks"]
 
 
 @pytest.mark.parametrize(
@@ -193,45 +188,40 @@ def test_marks_are_read_as_transformers_reads_them(answer: str) -> None:
     ],
 )
 def test_turns_that_cannot_be_found_are_refused(template: str) -> None:
-    with pytest.raises(DataError, match="does not show where a turn") as caught:
+    with refused("does not show where a turn"):
         learned(reader(template), talk(SENTINEL, "Anna", SENTINEL, "Bo"))
-    assert "Sigrid" not in str(caught.value)
 
 
 def test_a_row_with_the_sign_itself_is_refused_where_the_sign_is_needed() -> None:
-    with pytest.raises(DataError, match="does not show where a turn"):
-        learned(reader(of.THINKS), talk("\ue0d1\ue0d2", "Anna", "And?", "Bo"))
+    with refused("does not show where a turn"):
+        learned(reader(THINKS), talk("\ue0d1\ue0d2", "Anna", "And?", "Bo"))
 
 
 PARTS = [{"type": "text", "text": SENTINEL}]
 SILENT = turn("assistant", None, tool_calls=CALL)
 BROKEN = {
     "no template": (None, talk(SENTINEL, "Anna"), "has no chat template"),
-    "parts that cannot be joined to text": (of.PICKY, [turn("user", PARTS), turn("assistant", "Anna")], "in parts"),
-    "parts that would be printed as a list": (of.CHATML, [turn("user", PARTS), turn("assistant", "Anna")], "in parts"),
-    "null": (of.PICKY + "{# tool_calls #}", [turn("user", SENTINEL), SILENT], "without content"),
-    "a role": (of.PICKY, talk("Who?", "Anna", system=SENTINEL), "refuses a role"),
-    "an order": (of.PICKY, [*talk("Who?", "Anna"), turn("assistant", SENTINEL)], "refuses a role"),
-    "a beginning": (of.CHATML, [turn("assistant", SENTINEL), *talk("Who?", "Anna")], "begins with the assistant"),
-    "calls that would not be seen": (of.CHATML, [turn("user", SENTINEL), SILENT], "does not read tool_calls"),
+    "parts that cannot be joined to text": (PICKY, [turn("user", PARTS), turn("assistant", "Anna")], "in parts"),
+    "parts that would be printed as a list": (CHATML, [turn("user", PARTS), turn("assistant", "Anna")], "in parts"),
+    "null": (PICKY + "{# tool_calls #}", [turn("user", SENTINEL), SILENT], "without content"),
+    "a role": (PICKY, talk("Who?", "Anna", system=SENTINEL), "refuses a role"),
+    "an order": (PICKY, [*talk("Who?", "Anna"), turn("assistant", SENTINEL)], "refuses a role"),
+    "a beginning": (CHATML, [turn("assistant", SENTINEL), *talk("Who?", "Anna")], "begins with the assistant"),
+    "calls that would not be seen": (CHATML, [turn("user", SENTINEL), SILENT], "does not read tool_calls"),
     "a template that is no template": ("{% for %}", talk(SENTINEL, "Anna"), "fails on"),
 }
 
 
-@pytest.mark.parametrize("what", BROKEN)
-def test_what_a_template_does_not_take_is_said_in_its_own_words(what: str) -> None:
-    template, messages, says = BROKEN[what]
-    others = {words for _, _, words in BROKEN.values()} - {says}
-    with pytest.raises(DataError, match=says) as caught:
+@pytest.mark.parametrize("problem", BROKEN)
+def test_what_a_template_does_not_take_has_its_own_message(problem: str) -> None:
+    template, messages, reason = BROKEN[problem]
+    others = {other for _, _, other in BROKEN.values()} - {reason}
+    with refused(f"^(?!.*({'|'.join(others)})).*{reason}"):
         learned(reader(template), messages)
-    said = str(caught.value)
-    assert not any(words in said for words in others)
-    assert "Sigrid" not in said
-    assert "\n" not in said
 
 
 def test_a_template_that_reads_parts_gets_them() -> None:
-    joins = of.CHATML.replace(
+    joins = CHATML.replace(
         "{{ m.content }}", "{{ m.content if m.content is string else m.content | map(attribute='text') | join }}"
     )
     messages = [
@@ -239,135 +229,118 @@ def test_a_template_that_reads_parts_gets_them() -> None:
         turn("assistant", [{"type": "text", "text": "An"}, {"type": "text", "text": "na"}]),
     ]
     assert learned(reader(joins), messages) == ["Anna<|im_end|>\n"]
-    joins = of.CHATML.replace("{{ m.content }}", "{% for one in m.content %}{{ one.text }}{% endfor %}")
+    joins = CHATML.replace("{{ m.content }}", "{% for part in m.content %}{{ part.text }}{% endfor %}")
     ends = joins.replace("{% if add", "{% if not add_generation_prompt %}</s>{% endif %}{% if add")
     assert learned(reader(ends), [*messages, *messages]) == ["Anna<|im_end|>\n", "Anna<|im_end|>\n</s>"]
 
 
 @pytest.mark.parametrize(
-    ("message", "says"),
+    ("message", "reason"),
     [
-        (turn("assistant", None), "whose content is null"),
-        ({"role": "assistant"}, "whose content is null"),
+        (turn("assistant", None), "null"),
+        ({"role": "assistant"}, "null"),
         (turn("user", [{"type": "image", "url": SENTINEL}]), "no text .an image"),
         (turn("user", [SENTINEL]), "no text .an image"),
     ],
 )
-def test_a_file_with_a_message_that_says_nothing_names_its_row(tmp_path: Path, message: Json, says: str) -> None:
-    with pytest.raises(DataError, match=f"row 2 has a message .*{says}") as caught:
-        load(tmp_path, {"messages": talk("Who?", "Anna")}, {"messages": [*talk("Who?"), message]})
-    assert "Sigrid" not in str(caught.value)
+def test_a_message_without_text_is_refused_by_its_row(tmp_path: Path, message: Json, reason: str) -> None:
+    with refused(f"row 2 has a message .*{reason}"):
+        load_rows(tmp_path, {"messages": talk("Who?", "Anna")}, {"messages": [*talk("Who?"), message]})
 
 
 # --- columns beside messages ------------------------------------------------------------------------------------------
 
-TOOLS = [
-    {
-        "type": "function",
-        "function": {"name": "look_up", "description": "Looks up.", "parameters": {"content": {"of": "x"}}},
-    }
-]
+SCHEMA = {"name": "look_up", "description": "Looks up.", "parameters": {"content": {"of": "x"}}}
+TOOLS = [{"type": "function", "function": SCHEMA}]
 CHAT: Json = {"messages": talk("Who?", "Anna")}
 
 
-def text_of(table: Any, tokenizer: Any) -> str:
-    units = encode_units(each_row(table.rows), table.format, tokenizer, tiny.reads(4096))
+def text_of(table: Table, tokenizer: Any) -> str:
+    units = units_of(table, tokenizer, max_length=4096)
     return str(tokenizer.decode(units[0].sequences[0].input_ids))
 
 
 @pytest.mark.parametrize("as_text", [False, True])
 @pytest.mark.parametrize("kind", ["messages", "conversations", "preference"])
 def test_tools_and_settings_of_a_row_reach_the_template(tmp_path: Path, kind: str, as_text: bool) -> None:
-    import json
-
-    beside: Json = {"tools": TOOLS, "chat_template_kwargs": {"style": "terse"}}
+    columns: Json = {"tools": TOOLS, "chat_template_kwargs": {"style": "terse"}}
     if as_text:
-        beside = {name: json.dumps(value) for name, value in beside.items()}
+        columns = {name: json.dumps(value) for name, value in columns.items()}
     row = {kind: CHAT["messages"]}
     if kind == "preference":
         row = {"prompt": talk("Who?"), "chosen": [turn("assistant", "Anna")], "rejected": [turn("assistant", "Bo")]}
-    told, silent = (load(tmp_path, {**row, **more}) for more in (beside, {}))
-    read = reader(of.TOOLED)
-    assert text_of(told, read).startswith(f"<tools>{json.dumps(TOOLS)}</tools>\n<terse><|im_start|>user")
-    assert text_of(silent, read).startswith("<|im_start|>user")
-    assert told.digest != silent.digest
+    with_tools, bare = (load_rows(tmp_path, {**row, **more}) for more in (columns, {}))
+    tokenizer = reader(TOOLED)
+    assert text_of(with_tools, tokenizer).startswith(f"<tools>{json.dumps(TOOLS)}</tools>\n<terse><|im_start|>user")
+    assert text_of(bare, tokenizer).startswith("<|im_start|>user")
+    assert with_tools.digest != bare.digest
 
 
 @pytest.mark.parametrize(
-    "beside",
-    [{"tools": TOOLS}, {"chat_template_kwargs": {"style": SENTINEL}}, {"chat_template_kwargs": {"tokenize": True}}],
+    ("column", "value"),
+    [("tools", TOOLS), ("chat_template_kwargs", {"style": SENTINEL}), ("chat_template_kwargs", {"tokenize": True})],
 )
-def test_what_a_template_does_not_read_is_refused_or_ignored_on_demand(tmp_path: Path, beside: Json) -> None:
-    (column,) = beside
-    with pytest.raises(DataError, match=rf"does not read {column} .*--data.columns '{{{column}: null}}'") as caught:
-        text_of(load(tmp_path, {**CHAT, **beside}), reader(of.CHATML + "{# tokenize #}"))
-    assert "Sigrid" not in str(caught.value)
-    table = load(tmp_path, {**CHAT, **beside}, columns={column: None})
-    assert text_of(table, reader(of.CHATML)).endswith("Anna<|im_end|>\n")
+def test_a_column_that_a_template_does_not_read_is_refused_or_ignored(tmp_path: Path, column: str, value: Any) -> None:
+    with refused(rf"does not read {column} .*--data.columns '{{{column}: null}}'"):
+        text_of(load_rows(tmp_path, {**CHAT, column: value}), reader(CHATML + "{# tokenize #}"))
+    table = load_rows(tmp_path, {**CHAT, column: value}, columns={column: None})
+    assert text_of(table, reader(CHATML)).endswith("Anna<|im_end|>\n")
 
 
 @pytest.mark.parametrize("empty", [None, [], "", "[]", "{}", {}])
-def test_columns_that_hold_nothing_say_nothing(tmp_path: Path, empty: Any) -> None:
-    table = load(tmp_path, {**CHAT, "tools": empty, "chat_template_kwargs": empty})
-    assert table.digest == load(tmp_path, CHAT).digest
-    assert text_of(table, reader(of.CHATML)) == text_of(load(tmp_path, CHAT), reader(of.CHATML))
+def test_empty_columns_change_nothing(tmp_path: Path, empty: Any) -> None:
+    tables = [
+        load_rows(tmp_path, {**CHAT, **dict.fromkeys(("tools", "chat_template_kwargs"), empty)}),
+        load_rows(tmp_path, CHAT),
+    ]
+    assert tables[0].digest == tables[1].digest
+    assert text_of(tables[0], reader(CHATML)) == text_of(tables[1], reader(CHATML))
 
 
 @pytest.mark.parametrize(
-    "beside", [{"tools": SENTINEL}, {"tools": [7]}, {"tools": {"a": 1}}, {"chat_template_kwargs": [SENTINEL]}]
+    ("column", "value"),
+    [("tools", SENTINEL), ("tools", [7]), ("tools", {"a": 1}), ("chat_template_kwargs", [SENTINEL])],
 )
-def test_columns_of_another_kind_are_refused(tmp_path: Path, beside: Json) -> None:
-    (column,) = beside
-    with pytest.raises(DataError, match=f"row 1 has no .* in column '{column}'") as caught:
-        load(tmp_path, {**CHAT, **beside})
-    assert "Sigrid" not in str(caught.value)
+def test_columns_of_another_kind_are_refused(tmp_path: Path, column: str, value: Any) -> None:
+    with refused(f"row 1 has no .* in column '{column}'"):
+        load_rows(tmp_path, {**CHAT, column: value})
 
 
 def test_rows_of_a_program_keep_their_tools(tmp_path: Path) -> None:
-    from dpllm.recipe.config import DataConfig
-    from dpllm.text.data import load_table
-    from dpllm.text.in_memory import write_rows
-
-    data = DataConfig(train=str(write_rows([{**CHAT, "tools": TOOLS}], [], tmp_path, "train")))
-    assert load_table(data.train, data, "train", tmp_path).rows[0].parts["tools"] == TOOLS
+    path = write_rows([{**CHAT, "tools": TOOLS}], [], tmp_path, "train")
+    assert load(path, tmp_path).rows[0].parts["tools"] == TOOLS
 
 
 def test_prompts_with_tools_are_refused(tmp_path: Path) -> None:
-    path = tiny.write_rows(
-        tmp_path / "prompts.jsonl", [{"messages": talk("Who?")}, {"messages": talk("Who?"), "tools": TOOLS}]
-    )
-    with pytest.raises(DataError, match="line 2 has tools"):
-        prompts.read_prompts(path)
+    rows = [{"messages": talk("Who?")}, {"messages": talk("Who?"), "tools": TOOLS}]
+    with refused("line 2 has tools"):
+        prompts.read_prompts(tiny.write_rows(tmp_path / "prompts.jsonl", rows))
 
 
 # --- text that was rendered before ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fmt", ["text", "prompt_completion", "preference"])
-def test_a_rendered_text_begins_once(fmt: str) -> None:
-    read = tiny.tokenizer()
-    asked, whole = "<s><|user|>Who?<|assistant|>", "<s><|user|>Who?<|assistant|>Anna</s>"
-    row = (
-        {"text": whole}
-        if fmt == "text"
-        else {"prompt": asked, "completion": "Anna", "chosen": "Anna", "rejected": "Bo"}
+def test_a_rendered_text_begins_once(fmt: Any) -> None:
+    prompt, tokenizer, data = (
+        "<|user|>Who?<|assistant|>",
+        tiny.tokenizer(),
+        tiny.reads(128, template="{prompt}{completion}"),
     )
-    for one in encode_units([tiny.rows([row])], fmt, read, tiny.reads(128, template="{prompt}{completion}"))[
-        0
-    ].sequences:  # type: ignore[arg-type]
-        assert one.input_ids.count(read.bos_token_id) == 1
-        assert one.input_ids[0] == read.bos_token_id
-        assert one.denominator == sum(one.loss_mask)
-    bare = {"text": whole.removeprefix("<s>")} if fmt == "text" else {**row, "prompt": asked.removeprefix("<s>")}
-    how = tiny.reads(128, template="{prompt}{completion}")
-    assert encode_units([tiny.rows([row])], fmt, read, how) == encode_units([tiny.rows([bare])], fmt, read, how)  # type: ignore[arg-type]
 
+    def units(prompt: str) -> list[Unit]:
+        row = {"text": f"{prompt}Anna</s>", "prompt": prompt, "completion": "Anna", "chosen": "Anna", "rejected": "Bo"}
+        return encode_units([tiny.rows([row])], fmt, tokenizer, data)
 
-@pytest.mark.parametrize("fmt", ["text", "prompt_completion"])
-def test_a_rendered_prompt_begins_once(fmt: Any) -> None:
-    ids = prompts.encode(tiny.tokenizer(), "<s><|user|>Who?", 0, fmt, "{prompt}{completion}")
-    assert ids == prompts.encode(tiny.tokenizer(), "<|user|>Who?", 0, fmt, "{prompt}{completion}")
-    assert ids.count(0) == 1
+    assert units(f"<s>{prompt}") == units(prompt)
+    for sequence in units(f"<s>{prompt}")[0].sequences:
+        assert sequence.input_ids.count(tokenizer.bos_token_id) == 1
+        assert sequence.input_ids[0] == tokenizer.bos_token_id
+        assert sequence.denominator == sum(sequence.loss_mask)
+    if fmt != "preference":
+        ids = prompts.encode(tokenizer, f"<s>{prompt}", 0, fmt, data.template)
+        assert ids == prompts.encode(tokenizer, prompt, 0, fmt, data.template)
+        assert ids.count(0) == 1
 
 
 DROPS_PARTS = (
@@ -378,12 +351,10 @@ DROPS_PARTS = (
 
 def test_a_template_that_drops_what_is_said_is_refused() -> None:
     """Qwen3's writes nothing for content in parts: a run would be charged and learn the ends of turns alone."""
-    parts = [{"role": role, "content": [{"type": "text", "text": "Hello"}]} for role in ("user", "assistant")]
-    texts = [{"role": role, "content": "Hello"} for role in ("user", "assistant")]
     tokenizer = tiny.tokenizer(chat_template=DROPS_PARTS)
-    assert rendering.render_chat({"messages": texts}, tokenizer)[1]
-    with pytest.raises(DataError, match="leaves out what a message says"):
-        rendering.render_chat({"messages": parts}, tokenizer)
+    assert rendering.render_chat({"messages": talk("Hello", "Hello")}, tokenizer)[1]
+    with refused("leaves out what a message says"):
+        rendering.render_chat({"messages": [turn("user", PARTS), turn("assistant", PARTS)]}, tokenizer)
 
 
 def test_thoughts_of_a_turn_that_is_left_out_are_not_learned_by_marks() -> None:
@@ -392,11 +363,10 @@ def test_thoughts_of_a_turn_that_is_left_out_are_not_learned_by_marks() -> None:
         "{% for m in messages %}<{{ m.role }}>{% for part in [m.get('reasoning_content'), m.content] %}{% if part %}"
         "{% generation %}{{ part }}{% endgeneration %}{% endif %}{% endfor %}{% endfor %}"
     )
-    ask = {"role": "user", "content": "What?"}
-    left_out = {"role": "assistant", "content": "cat", "weight": 0, "reasoning_content": "hmm"}
-    rows = [ask, {"role": "assistant", "content": ""}, ask, left_out]
-    with pytest.raises(DataError, match="marks parts of turns"):
-        rendering.render_chat({"messages": rows}, tiny.tokenizer(chat_template=template))
+    left_out = turn("assistant", "cat", weight=0, reasoning_content="hmm")
+    with refused("marks parts of turns"):
+        messages = [*talk("What?", "", "What?"), left_out]
+        rendering.render_chat({"messages": messages}, tiny.tokenizer(chat_template=template))
 
 
 CHANNELS = (  # as gpt-oss: thoughts have a message of their own, which stands in the last turn alone
@@ -409,7 +379,7 @@ CHANNELS = (  # as gpt-oss: thoughts have a message of their own, which stands i
 
 def test_the_end_of_the_users_turn_is_not_taken_for_the_beginning_of_the_assistants() -> None:
     """Both begin with the same two letters, and the thoughts between them are left out of a turn that others follow."""
-    thinking = [turn("assistant", one, reasoning_content=f"hmm {one}") for one in ("cat one", "cat two")]
+    thinking = [turn("assistant", text, reasoning_content=f"hmm {text}") for text in ("cat one", "cat two")]
     pieces = learned(reader(CHANNELS), [turn("user", "q1"), thinking[0], turn("user", "q2"), thinking[1]])
     assert pieces == [
         "<|channel|>final<|message|>cat one<|end|>",

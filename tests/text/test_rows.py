@@ -29,20 +29,20 @@ VALUES = st.recursive(
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(some=st.lists(st.dictionaries(st.text(max_size=3), VALUES, max_size=3), max_size=9), buffer=st.integers(0, 200))
-def test_rows_come_back_in_any_order_wherever_they_lie(some: list[Json], buffer: int) -> None:
+@given(rows=st.lists(st.dictionaries(st.text(max_size=3), VALUES, max_size=3), max_size=9), buffer=st.integers(0, 200))
+def test_rows_come_back_in_any_order_wherever_they_lie(rows: list[Json], buffer: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         stored = StoredRows(Path(folder) / "cache", buffer)
-        for number, row in enumerate(some):
+        for number, row in enumerate(rows):
             stored.append(Row(row))
             assert stored[number] == Row(row)
     # The folder is gone, and with it every name of the file.
-    typed = [Row(row) for row in some]
+    typed = [Row(row) for row in rows]
     assert list(stored) == typed == stored[:]
-    assert [stored[number] for number in reversed(range(len(some)))] == typed[::-1]
+    assert [stored[number] for number in reversed(range(len(rows)))] == typed[::-1]
     assert stored[1:-1] == typed[1:-1]
     with pytest.raises(IndexError):
-        stored[len(some)]
+        stored[len(rows)]
 
 
 def test_rows_may_hold_what_json_cannot(tmp_path: Path) -> None:
@@ -66,17 +66,16 @@ def test_few_rows_never_touch_the_disk_and_many_leave_no_name_there(tmp_path: Pa
 # --- units by their owner --------------------------------------------------------------------------------------------
 
 
-def grouped_in_memory(some: list[Row], limit: int) -> list[list[Row]]:
-    """Grouping as a dictionary of lists of rows does it."""
+def grouped_in_memory(rows: list[Row], limit: int) -> list[list[Row]]:
     units: dict[str, list[Row]] = {}
-    for row in some:
+    for row in rows:
         units.setdefault("1" if row.unit == 1.0 and row.unit is not True else str(row.unit), []).append(row)
     return [sorted(group, key=lambda row: data._row_hash(row, ["text"]))[:limit] for group in units.values()]
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(
-    some=st.lists(
+    rows=st.lists(
         st.fixed_dictionaries(
             {"who": st.sampled_from(["a", "b", "cc", 1, "1", 1.0, True]), "text": st.text("xy", max_size=2)}
         ),
@@ -85,10 +84,10 @@ def grouped_in_memory(some: list[Row], limit: int) -> list[list[Row]]:
     ),
     limit=st.integers(1, 4),
 )
-def test_grouping_by_hashes_is_grouping_by_values(some: list[Json], limit: int) -> None:
-    typed = tiny.rows(some, "who")
-    wanted = DataConfig(train="rows.jsonl", unit="who", max_examples_per_unit=limit)
-    groups = data.group_rows(Table("rows.jsonl", typed, "text"), wanted)
+def test_grouping_by_hashes_is_grouping_by_values(rows: list[Json], limit: int) -> None:
+    typed = tiny.rows(rows, "who")
+    data_section = DataConfig(train="rows.jsonl", unit="who", max_examples_per_unit=limit)
+    groups = data.group_rows(Table("rows.jsonl", typed, "text"), data_section)
     expected = grouped_in_memory(typed, limit)
     assert list(groups) == expected == groups[:]
     assert groups[-1] == expected[-1]

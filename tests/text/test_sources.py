@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import bz2
 import csv
-import gzip
 import io
 import json
-import lzma
 import random
 import shutil
 import socket
@@ -24,45 +21,28 @@ from huggingface_hub import constants
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import ipc, parquet
+from text_tables import COMPRESS, SENTINEL, Json, load, refused, section, write, write_bytes
 
 from dpllm.errors import DataError
-from dpllm.recipe.config import DataConfig
 from dpllm.text import sources
-from dpllm.text.data import dataset_name, load_table
-from dpllm.text.sources import _unambiguous, expand, is_here, unpacked
+from dpllm.text.data import dataset_name
+from dpllm.text.sources import _unambiguous, expand, is_here
 
-PACK = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
-SENTINEL = "Sigrid Forsberg owes 4711"
 ROWS = [{"who": f"p{number}", "text": f"note {number}, with a comma; é"} for number in range(3)]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
 LIST = "\n \t" + json.dumps(ROWS, indent=2)
 
 
-def section(source: Any, **values: Any) -> DataConfig:
-    return DataConfig.model_validate({"train": source, **values})
-
-
-def load(source: Any, tmp_path: Path, **values: Any) -> Any:
-    data = section(source, **values)
-    return load_table(data.train, data, "train", tmp_path / "cache")
-
-
-def raw(source: Any, tmp_path: Path, split: str = "train", **values: Any) -> list[Any]:
+def raw(source: Any, folder: Path, split: str = "train", **values: Any) -> list[Any]:
     """Rows as they are read, before anything knows what they are for."""
-    data = section(source, **values)
-    named = sources.files(data.train, data, split, tmp_path / "cache")
+    data = section(train=[str(part) for part in source] if isinstance(source, list) else str(source), **values)
+    named = sources.files(data.train, data, split, folder / "cache")
     return [row for name in named for row in sources.read_rows(name, data, split)]
 
 
 def table_text(mark: str) -> str:
     quoted = [[f'"{value}"' for value in row.values()] for row in ROWS]
     return "".join(mark.join(cells) + "\r\n" for cells in [["who", "text"], *quoted])
-
-
-def written(path: Path, content: bytes) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(PACK.get(path.suffix, bytes)(content))
-    return path
 
 
 @pytest.mark.parametrize("packed", ["", ".gz", ".bz2", ".xz"])
@@ -81,103 +61,78 @@ def written(path: Path, content: bytes) -> Path:
     ],
 )
 def test_every_file_gives_the_rows_that_were_written(tmp_path: Path, name: str, content: bytes, packed: str) -> None:
-    path = written(tmp_path / f"{name}{packed}", content)
-    assert raw(str(path), tmp_path) == ROWS
-    assert dataset_name(section(str(path))) == f"{tmp_path.name}/rows"
+    path = write_bytes(tmp_path / f"{name}{packed}", content)
+    assert raw(path, tmp_path) == ROWS
+    assert dataset_name(section(train=str(path))) == f"{tmp_path.name}/rows"
 
 
 def test_what_a_csv_file_does_not_say_the_recipe_says(tmp_path: Path) -> None:
-    path = written(tmp_path / "rows.csv", table_text("~").encode("cp1252"))
-    said = {"delimiter": "~", "encoding": "cp1252"}
-    assert raw(str(path), tmp_path, csv=said) == ROWS
-    with pytest.raises(DataError, match=r"rows.csv: .* data.csv.encoding, such as cp1252"):
-        load(str(path), tmp_path)
-    with pytest.raises(DataError, match=r"rows.csv: .* data.csv.encoding"):
-        load(str(path), tmp_path, csv={"encoding": "klingon"})
-    with pytest.raises(DataError, match=r"row 1 .*delimiter is not data.csv.delimiter"):
-        load(str(path), tmp_path, csv={"encoding": "cp1252"})
-    written(tmp_path / "folder" / "rows.csv", table_text(";").encode("cp1252"))
-    assert raw(str(tmp_path / "folder"), tmp_path, csv={**said, "delimiter": ";"}) == ROWS
+    content, settings = table_text("~").encode("cp1252"), {"delimiter": "~", "encoding": "cp1252"}
+    path = write_bytes(tmp_path / "rows.csv", content)
+    assert raw(path, tmp_path, csv=settings) == ROWS
+    for wrong in ({}, {"encoding": "klingon"}):
+        with refused(r"rows.csv: .* data.csv.encoding"):
+            load(path, tmp_path, csv=wrong)
+    with refused(r"row 1 .*data.csv.delimiter"):
+        load(path, tmp_path, csv={"encoding": "cp1252"})
+    write_bytes(tmp_path / "folder" / "rows.csv", content)
+    assert raw(tmp_path / "folder", tmp_path, csv=settings) == ROWS
 
 
 def test_no_row_decides_how_a_csv_file_is_parted(tmp_path: Path) -> None:
-    text = "who|text\n" + "a|b\n" + 9 * "c;d;e,f\t|g\n"
-    rows = load(str(written(tmp_path / "rows.csv", text.encode())), tmp_path).rows
+    rows = load(write_bytes(tmp_path / "rows.csv", b"who|text\na|b\n" + 9 * b"c;d;e,f\t|g\n"), tmp_path).rows
     assert [row.parts["text"] for row in rows[:2]] == ["b", "g"]
 
 
 @pytest.mark.parametrize("several", ["glob", "list", "directory", "mixed list"])
 def test_several_files_are_one_source_in_their_order(tmp_path: Path, several: str) -> None:
     folder = tmp_path / "ward"
-    for number, row in enumerate(ROWS):
-        written(folder / f"part-{number}.jsonl{'.gz' if number == 1 else ''}", json.dumps(row).encode())
+    paths = [folder / f"part-{number}.jsonl{'.gz' if number == 1 else ''}" for number in range(3)]
+    for path, row in zip(paths, ROWS, strict=True):
+        write(path, [row])
     source: Any = {
         "glob": str(folder / "part-*"),
-        "list": [str(folder / f"part-{number}.jsonl{'.gz' if number == 1 else ''}") for number in range(3)],
+        "list": [str(path) for path in paths],
         "directory": str(folder),
         "mixed list": [str(folder / "part-0*"), str(folder / "part-[12]*")],
     }[several]
-    table = load(source, tmp_path)
     assert raw(source, tmp_path) == ROWS
-    assert tiny.count_units(section(source, unit="who", max_examples_per_unit=1), tmp_path / "cache") == 3
+    data = section(train=source, unit="who", max_examples_per_unit=1)
+    assert tiny.count_units(data, tmp_path / "cache") == 3
     assert is_here(source)
-    assert str(tmp_path) not in dataset_name(section(source))
-    alone = load(str(written(tmp_path / "all.jsonl", LINES.encode())), tmp_path)
-    assert table.digest == alone.digest  # of the rows, wherever they stand
+    assert str(tmp_path) not in dataset_name(data)
+    alone = load(write(tmp_path / "all.jsonl", ROWS), tmp_path)
+    assert load(source, tmp_path).digest == alone.digest  # of the rows, wherever they stand
 
 
 def test_every_file_of_a_source_is_in_its_digest_and_its_protection(tmp_path: Path) -> None:
-    paths = [str(written(tmp_path / f"{number}.jsonl", json.dumps(row).encode())) for number, row in enumerate(ROWS)]
+    paths = [str(write(tmp_path / f"{number}.jsonl", [row])) for number, row in enumerate(ROWS)]
     before = load(paths, tmp_path).digest
-    written(Path(paths[2]), json.dumps({"text": "changed"}).encode())
+    write(Path(paths[2]), [{"text": "changed"}])
     assert load(paths, tmp_path).digest != before
     Path(paths[2]).unlink()
     assert not is_here(paths)  # a search for private text would miss some of it
 
 
 def test_a_row_is_named_by_its_own_file(tmp_path: Path) -> None:
-    first = written(tmp_path / "a.jsonl", LINES.encode())
-    second = written(tmp_path / "b.jsonl", LINES.encode() + b'{"text": "%s"}\n' % SENTINEL.encode())
-    data = section([str(first), str(second)], unit="who", max_examples_per_unit=1)
-    with pytest.raises(DataError, match=rf"^{second}: row 4 has no value") as caught:
+    first, second = write(tmp_path / "a.jsonl", ROWS), write(tmp_path / "b.jsonl", [*ROWS, {"text": SENTINEL}])
+    with refused(rf"^{second}: row 4 has no value"):
+        data = section(train=[str(first), str(second)], unit="who", max_examples_per_unit=1)
         tiny.count_units(data, tmp_path / "cache")
-    assert "Sigrid" not in str(caught.value)
-    written(second, b'{"prompt": "%s"}\n' % SENTINEL.encode())
-    with pytest.raises(DataError, match=rf"^{second}: row 1 has no text in column 'text'"):
-        load([str(first), str(second)], tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "says"),
-    [
-        ("rows.json", f'[{{"text": "{SENTINEL}"}}, "{SENTINEL}"]', "record 2 is not a JSON object"),
-        ("rows.json", f'[{{"text": "{SENTINEL}"', "its list is not valid JSON"),
-        ("rows.json", f'[{{"text": "{SENTINEL}", "n": {"[" * 900}{"]" * 900}}}]', "its list is nested"),
-        ("rows.json", f'[{{"text": "{SENTINEL}", "n": {"[" * 90000}{"]" * 90000}}}]', "its list is nested"),
-        ("rows.json", "[]", "holds no rows"),
-        ("rows.txt.gz", SENTINEL, "unknown file type"),
-        ("rows.parquet.gz", SENTINEL, "unknown file type"),
-    ],
-)
-def test_broken_lists_are_told_without_their_text(tmp_path: Path, name: str, content: str, says: str) -> None:
-    path = written(tmp_path / name, content.encode())
-    with pytest.raises(DataError, match=says) as caught:
-        load(str(path), tmp_path)
-    assert "Sigrid" not in str(caught.value)
+    with refused(rf"^{second}: row 1 .*'text'"):
+        load([first, write(second, [{"prompt": SENTINEL}])], tmp_path)
 
 
 @pytest.mark.parametrize("cut", [3, 30])
 @pytest.mark.parametrize("name", ["rows.jsonl.gz", "rows.csv.gz", "rows.csv.bz2", "rows.jsonl.xz"])
-def test_a_packed_file_that_was_cut_short_is_told(tmp_path: Path, name: str, cut: int) -> None:
-    path = tmp_path / name
-    packed = PACK[path.suffix](table_text(";").encode() if "csv" in name else LINES.encode())
-    path.write_bytes(packed[:-cut])
-    with pytest.raises(DataError, match="cannot be read as"):
-        load(str(path), tmp_path)
+def test_a_compressed_file_that_was_cut_short_is_refused(tmp_path: Path, name: str, cut: int) -> None:
+    path = write(tmp_path / name, [{"text": SENTINEL}] * 3)
+    path.write_bytes(path.read_bytes()[:-cut])
+    with refused(f"^{path}: cannot be read"):
+        load(path, tmp_path)
     path.write_bytes(SENTINEL.encode())
-    with pytest.raises(DataError, match="cannot be read as") as caught:
-        load(str(path), tmp_path)
-    assert "Sigrid" not in str(caught.value)
+    with refused(f"^{path}: cannot be read"):
+        load(path, tmp_path)
 
 
 PEOPLE = "who,text\n" + "".join(f"p{number},note {number}\n" for number in range(6))
@@ -191,11 +146,9 @@ PEOPLE = "who,text\n" + "".join(f"p{number},note {number}\n" for number in range
 def test_a_stray_quote_swallows_nobody(tmp_path: Path, row: str, suffix: str, last: str) -> None:
     """In a file that has one, 198 rows became the text of another, and nothing was refused."""
     text = PEOPLE.replace("p1,note 1\n", row).replace("note 4", '"said ""so"" today"')
-    text = text.replace("p5,note 5", last)
-    path = written(tmp_path / f"rows{suffix}", text.replace(",", "," if suffix == ".csv" else "\t").encode())
-    with pytest.raises(DataError, match="row 2 has an unclosed or undoubled quote") as caught:
-        load(str(path), tmp_path)
-    assert "note" not in str(caught.value)
+    text = text.replace("p5,note 5", last).replace(",", "," if suffix == ".csv" else "\t")
+    with refused("row 2 has an unclosed or undoubled quote((?!note).)*$"):
+        load(write_bytes(tmp_path / f"rows{suffix}", text.encode()), tmp_path)
 
 
 @settings(derandomize=True, deadline=None, max_examples=300)
@@ -218,7 +171,7 @@ def test_each_arrow_file_has_types_of_its_own(tmp_path: Path, stream: bool) -> N
         path = str(tmp_path / "arrow" / f"train-{number}.arrow")
         with (ipc.new_stream if stream else ipc.new_file)(path, table.schema) as writer:
             writer.write_table(table)
-    assert [row["code"] for row in raw(str(tmp_path / "arrow"), tmp_path)] == [7, "01"]
+    assert [row["code"] for row in raw(tmp_path / "arrow", tmp_path)] == [7, "01"]
 
 
 @pytest.mark.parametrize("kind", ["timestamp", "date32", "duration"])
@@ -226,13 +179,13 @@ def test_a_date_that_python_does_not_have_is_one_message(tmp_path: Path, kind: s
     types = {"timestamp": pyarrow.timestamp("us"), "date32": pyarrow.date32(), "duration": pyarrow.duration("s")}
     numbers = pyarrow.array([2**30], pyarrow.int32()) if kind == "date32" else pyarrow.array([2**62], pyarrow.int64())
     parquet.write_table(pyarrow.table({"text": ["a"], "on": numbers.cast(types[kind])}), tmp_path / "a.parquet")
-    with pytest.raises(DataError, match=r"cannot be read as \.parquet"):
-        load(str(tmp_path / "a.parquet"), tmp_path)
+    with refused("a.parquet: cannot be read"):
+        load(tmp_path / "a.parquet", tmp_path)
 
 
 def test_a_long_field_is_read(tmp_path: Path) -> None:
-    path = written(tmp_path / "rows.csv", f"text\n{'x' * 200_000}\n".encode())
-    assert [len(row["text"]) for row in raw(str(path), tmp_path)] == [200_000]
+    path = write(tmp_path / "rows.csv", [{"text": "x" * 200_000}])
+    assert [len(row["text"]) for row in raw(path, tmp_path)] == [200_000]
 
 
 @pytest.mark.parametrize(
@@ -241,25 +194,24 @@ def test_a_long_field_is_read(tmp_path: Path) -> None:
      ["ward/a.jsonl", "hard.jsonl"], "linked", ["ward/a.jsonl", "ward/*.jsonl"]],
 )  # fmt: skip
 def test_nobody_counts_twice_by_another_path(tmp_path: Path, source: Any) -> None:
-    path = written(tmp_path / "ward" / "a.jsonl", LINES.encode())
+    path, linked = write(tmp_path / "ward" / "a.jsonl", ROWS), write(tmp_path / "linked" / "b.jsonl", ROWS)
     (tmp_path / "ward" / "in").mkdir()
     if source == "ward/*.jsonl*":
-        written(path.with_suffix(".jsonl.gz"), LINES.encode())
+        write(path.with_suffix(".jsonl.gz"), ROWS)
     (tmp_path / "link.jsonl").symlink_to(path)
     (tmp_path / "hard.jsonl").hardlink_to(path)
-    written(tmp_path / "linked" / "b.jsonl", LINES.encode())
-    (tmp_path / "linked" / "c.jsonl").hardlink_to(tmp_path / "linked" / "b.jsonl")
-    with pytest.raises(DataError, match="is read twice"):
-        load([str(tmp_path / one) for one in source] if isinstance(source, list) else str(tmp_path / source), tmp_path)
+    linked.with_stem("c").hardlink_to(linked)
+    with refused("is read twice"):
+        load([tmp_path / name for name in source] if isinstance(source, list) else tmp_path / source, tmp_path)
 
 
 def test_a_glob_is_the_files_that_match_and_a_name_that_looks_like_one_is_itself(tmp_path: Path) -> None:
-    path = written(tmp_path / "rows[1].jsonl", LINES.encode())
-    assert expand(str(path)) == [str(path)]
-    with pytest.raises(DataError, match="no file matches"):
+    path = str(write(tmp_path / "rows[1].jsonl", ROWS))
+    assert expand(path) == [path]
+    with refused("no file matches"):
         expand(str(tmp_path / "*.csv"))
-    paths = [written(tmp_path / "ward" / name, LINES.encode()) for name in ("a.jsonl", "in/b.jsonl")]
-    assert expand(str(tmp_path / "ward" / "**")) == [str(path) for path in paths]
+    paths = [str(write(tmp_path / "ward" / name, ROWS)) for name in ("a.jsonl", "in/b.jsonl")]
+    assert expand(str(tmp_path / "ward" / "**")) == paths
     assert expand(str(tmp_path / "war*")) == [str(tmp_path / "ward")]
 
 
@@ -269,32 +221,14 @@ def test_a_directory_whose_types_would_be_guessed_is_refused(tmp_path: Path, nam
     if name.endswith("zip"):
         with zipfile.ZipFile(content, "w") as packed:
             packed.writestr("train.csv", "who,text\n007,note\n7,note\n")
-    written(tmp_path / "ward" / name, content.getvalue())
-    with pytest.raises(DataError, match=r"guesses a column's type from all rows|cannot be read as a directory"):
-        load(str(tmp_path / "ward"), tmp_path)
+    write_bytes(tmp_path / "ward" / name, content.getvalue())
+    with refused("ward: (holds .* files|cannot be read)"):
+        load(tmp_path / "ward", tmp_path)
 
 
-def as_lines(rows: Any) -> bytes:
-    return "".join(json.dumps(row) + "\n" for row in rows).encode()
-
-
-def as_table(rows: Any) -> bytes:
-    out = io.StringIO()
-    writer = csv.DictWriter(out, rows[0].keys(), quoting=csv.QUOTE_ALL)
-    writer.writeheader()
-    writer.writerows(rows)
-    return out.getvalue().encode()
-
-
-def as_parquet(rows: Any) -> bytes:
-    out = pyarrow.BufferOutputStream()
-    table = pyarrow.table({name: pyarrow.array([row[name] for row in rows], pyarrow.string()) for name in rows[0]})
-    parquet.write_table(table, out)
-    return bytes(out.getvalue())
-
-
-FORMS: dict[str, Any] = {".jsonl": as_lines, ".json": lambda rows: json.dumps(rows).encode(), ".csv": as_table}
-FILES = [f"train{form}{packed}" for form in FORMS for packed in ("", *PACK)] + ["train.parquet"]
+FILES = [f"train{form}{packed}" for form in (".jsonl", ".json", ".csv") for packed in ("", *COMPRESS)] + [
+    "train.parquet"
+]
 PLACES = ["file", "glob", "list", "directory", "configs", "Hub"]
 TEXTS = {name: {"dtype": "string", "_type": "Value"} for name in ("who", "age", "text")}
 VALUES = [
@@ -304,78 +238,74 @@ VALUES = [
 
 
 UNPACKED_EVERYWHERE = [  # once unpacked, files are read as the others are
-    (name, place)
+    (name, layout)
     for name in FILES
-    for place in PLACES
-    if Path(name).suffix not in PACK or place in ("file", "directory")
+    for layout in PLACES
+    if Path(name).suffix not in COMPRESS or layout in ("file", "directory")
 ]
 
 
-@pytest.mark.parametrize(("name", "place"), [*UNPACKED_EVERYWHERE, (FILES[0], "saved")])
+@pytest.mark.parametrize(("name", "layout"), [*UNPACKED_EVERYWHERE, (FILES[0], "saved")])
 def test_what_one_row_holds_changes_no_other_row(
-    tmp_path: Path, name: str, place: str, seed: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, name: str, layout: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of every source that is read, with one row's value changed to anything: the others are the same, or all are refused."""
-    drawn = random.Random(f"{seed} {name} {place}")
+    generator = random.Random(f"{seed} {name} {layout}")
 
-    def read(number: int, rows: Any) -> Any:
+    def read(number: int, rows: list[Json]) -> list[Any]:
         folder = tmp_path / str(number)
-        if place == "saved":
+        if layout == "saved":
             datasets.Dataset.from_list(rows, datasets.Features.from_dict(TEXTS)).save_to_disk(str(folder))
         else:
-            form = as_parquet if name.endswith("parquet") else FORMS[Path(unpacked(name)).suffix]
-            written(folder / name, form(rows))
-        if place == "configs":
+            write(folder / name, rows)
+        if layout == "configs":
             (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  data_files: {name}\n---\n")
         copied = partial(shutil.copytree, folder, dirs_exist_ok=True)
         monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, local_dir, **__: copied(local_dir))
-        path = str(folder / name)
-        source = {"file": path, "glob": f"{folder}/train*", "list": [path], "Hub": "org/letters"}.get(
-            place, str(folder)
+        path = folder / name
+        source: Any = {"file": path, "glob": f"{folder}/train*", "list": [path], "Hub": "org/letters"}.get(
+            layout, folder
         )
-        data = section(source)
-        return list(load_table(data.train, data, "train", tmp_path / f"cache{number}", ["who", "age"]).rows)
+        return list(load(source, tmp_path / f"cache{number}", columns_kept=("who", "age")).rows)
 
     rows = [{"who": f"{number:03}", "age": str(number), "text": f"note {number}"} for number in range(6)]
     before = read(0, rows)
     assert len(before) == len(rows)
-    refused = 0
-    for number in range(1, 3 if Path(name).suffix in PACK else 7):
-        changed, column = drawn.randrange(len(rows)), drawn.choice(["who", "age", "text"])
-        value: Any = drawn.choice(VALUES)
-        if name.startswith(("train.jsonl", "train.json")) and place != "saved":
-            value = drawn.choice([value, 7, 7.5, True, None, [1], {"a": 1}])
+    refusals = 0
+    for number in range(1, 3 if Path(name).suffix in COMPRESS else 7):
+        changed, column = generator.randrange(len(rows)), generator.choice(["who", "age", "text"])
+        value: Any = generator.choice(VALUES)
+        if name.startswith("train.json") and layout != "saved":
+            value = generator.choice([value, 7, 7.5, True, None, [1], {"a": 1}])
         try:
             after = read(number, [row | {column: value} if i == changed else row for i, row in enumerate(rows)])
         except DataError:
-            refused += 1
+            refusals += 1
             continue
         assert len(after) == len(rows)
-        assert [row for i, row in enumerate(after) if i != changed] == [
-            row for i, row in enumerate(before) if i != changed
-        ]
-    assert refused < 6
+        assert after[:changed] + after[changed + 1 :] == before[:changed] + before[changed + 1 :]
+    assert refusals < 6
 
 
-@pytest.mark.parametrize("place", ["{}.jsonl", "{}/rows.jsonl", "data/{}-00000-of-00001.jsonl"])
-def test_the_splits_of_a_directory_are_told_by_its_names(tmp_path: Path, place: str) -> None:
-    for split in ("train", "validation", "test"):
-        written(tmp_path / "ward" / place.format(split), json.dumps({"text": split}).encode())
-    data = section(str(tmp_path / "ward"))
-    for split in ("train", "validation", "test"):
-        assert raw(data.train, tmp_path, split) == [{"text": split}]
-    with pytest.raises(DataError, match="has no split 'extra'; it has train, validation, test"):
-        load_table(data.train, data, "extra", tmp_path / "cache")
+@pytest.mark.parametrize("layout", ["{}.jsonl", "{}/rows.jsonl", "data/{}-00000-of-00001.jsonl"])
+def test_the_splits_of_a_directory_follow_from_its_names(tmp_path: Path, layout: str) -> None:
+    splits = ("train", "validation", "test")
+    for split in splits:
+        write(tmp_path / "ward" / layout.format(split), [{"text": split}])
+    for split in splits:
+        assert raw(tmp_path / "ward", tmp_path, split) == [{"text": split}]
+    with refused("has no split 'extra'; it has train, validation, test"):
+        load(tmp_path / "ward", tmp_path, "extra")
 
 
 def test_a_readme_that_names_no_files_mends_no_mixture(tmp_path: Path) -> None:
-    written(tmp_path / "ward" / "a.jsonl", LINES.encode())
-    written(tmp_path / "ward" / "b.csv", b"text\nb\n")
-    readme = written(tmp_path / "ward" / "README.md", b"# Letters\n\nconfigs:\n")
-    with pytest.raises(DataError, match=r"holds .csv and .jsonl files"):
-        load(str(tmp_path / "ward"), tmp_path)
+    write(tmp_path / "ward" / "a.jsonl", ROWS)
+    write(tmp_path / "ward" / "b.csv", ROWS)
+    readme = write_bytes(tmp_path / "ward" / "README.md", b"# Letters\n\nconfigs:\n")
+    with refused(r"holds .csv and .jsonl files"):
+        load(tmp_path / "ward", tmp_path)
     readme.write_text("---\nlicense: mit\nconfigs:\n- config_name: default\n  data_files: a.jsonl\n---\n")
-    assert len(load(str(tmp_path / "ward"), tmp_path).rows) == 3
+    assert len(load(tmp_path / "ward", tmp_path).rows) == 3
 
 
 def test_a_hub_that_cannot_be_reached_is_asked_once_and_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -386,19 +316,19 @@ def test_a_hub_that_cannot_be_reached_is_asked_once_and_again_later(monkeypatch:
         with sources.asking_hub("owner/name"):
             assert constants.HF_HUB_OFFLINE
         assert not constants.HF_HUB_OFFLINE  # what else the program asks of the Hub is not ours
-        with pytest.raises(DataError, match="Check the spelling and the network"):
-            sources._download("owner/name", DataConfig(train="owner/name"), Path("nowhere"))
+        with refused("^owner/name: .*network"):
+            sources._download("owner/name", section(train="owner/name"), Path("nowhere"))
         server.listen()
         with sources.asking_hub("owner/name"):
             assert not constants.HF_HUB_OFFLINE
 
 
-@pytest.mark.parametrize("said", ["offline", "proxy"])
-def test_what_the_user_says_of_the_hub_stays(monkeypatch: pytest.MonkeyPatch, said: str) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", said == "offline")
-    monkeypatch.setattr(socket, "create_connection", lambda *_, **__: pytest.fail("asked although something was said"))
-    if said == "proxy":
+@pytest.mark.parametrize("setting", ["offline", "proxy"])
+def test_the_users_settings_of_the_hub_stay(monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", setting == "offline")
+    monkeypatch.setattr(socket, "create_connection", lambda *_, **__: pytest.fail("connected in spite of the setting"))
+    if setting == "proxy":
         monkeypatch.setattr(constants, "ENDPOINT", "http://mirror")
         monkeypatch.setenv("http_proxy", "http://proxy:3128")
     with sources.asking_hub("owner/name"):
-        assert constants.HF_HUB_OFFLINE is (said == "offline")
+        assert constants.HF_HUB_OFFLINE is (setting == "offline")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny
@@ -11,12 +10,12 @@ import transformers
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from text_tables import Json, load_rows, refused
 
-from dpllm.errors import ConfigError, DataError
+from dpllm.errors import ConfigError
 from dpllm.recipe.config import load_config
 from dpllm.text import prompts, rendering
 from dpllm.text.builtin import NAMES
-from dpllm.text.data import load_table
 from dpllm.text.tokens import encode
 
 ANSWER = "{prompt}\n### Answer:\n{completion}"
@@ -29,6 +28,8 @@ TOKENIZERS = {"byte-level": tiny.tokenizer(), "tiny": transformers.AutoTokenizer
     [
         (None, "near[Cuisine]", "Wildwood", "near[Cuisine]", " Wildwood"),
         (None, "Q: ", "5", "Q:", " 5"),
+        (None, "Q:", " 5", "Q:", " 5"),
+        (None, "Q: ", " 5", "Q:", "  5"),
         (None, "Q:\n", "5", "Q:\n", "5"),
         (None, "", "5", "", "5"),
         ("{prompt}{completion}", "near[Cuisine]", "Wildwood", "near[Cuisine]", "Wildwood"),
@@ -60,11 +61,11 @@ def test_a_model_is_asked_with_the_tokens_that_stood_before_completions_in_train
     template: str | None, name: str, prompt: str, completion: str
 ) -> None:
     row, tokenizer = {"prompt": prompt, "completion": completion}, TOKENIZERS[name]
-    asked = prompts.encode(tokenizer, prompt, 0, "prompt_completion", template)
+    ids = prompts.encode(tokenizer, prompt, 0, "prompt_completion", template)
     (sequence,) = encode(row, "prompt_completion", tokenizer, tiny.reads(128, template=template))
     if rendering.joined(prompt, "", template)[0] and completion[0].isalpha():
-        assert list(sequence.input_ids[: sequence.loss_mask.index(True)]) == asked
-    assert asked  # a text begins with a token, also where nothing stands there
+        assert list(sequence.input_ids[: sequence.loss_mask.index(True)]) == ids
+    assert ids  # a text begins with a token, also where nothing stands there
 
 
 @pytest.mark.parametrize(
@@ -83,7 +84,6 @@ def test_a_template_that_loses_text_or_says_it_twice_is_refused(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("row", [{"text": "a"}, {"messages": [{"role": "user", "content": "a"}]}])
-def test_other_formats_have_no_place_for_one(tmp_path: Path, row: dict[str, Any]) -> None:
-    data = tiny.reads(128, template=ANSWER, train=str(tiny.write_rows(tmp_path / "rows.jsonl", [row])))
-    with pytest.raises(DataError, match=r"row 1 reads as .*Remove data\.template"):
-        load_table(data.train, data, "train", tmp_path)
+def test_other_formats_refuse_a_template(tmp_path: Path, row: Json) -> None:
+    with refused(r"row 1 reads as .*data\.template"):
+        load_rows(tmp_path, row, template=ANSWER)

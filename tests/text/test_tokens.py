@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 import stat
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +19,10 @@ import pytest
 import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from programs import run_program
+from text_tables import Json, refused, tokenizer
+from text_tables import section as data_section
 
-import dpllm
-from dpllm.errors import DataError
 from dpllm.privacy.schedule import TokenSequence, Unit
 from dpllm.recipe.config import DataConfig
 from dpllm.text import data, tokens
@@ -32,7 +30,6 @@ from dpllm.text.data import StoredRows, Table, each_row, load_table, sampled_row
 from dpllm.text.layouts import Row
 from dpllm.text.tokens import Units, iter_units, make_units
 
-Json = dict[str, Any]
 TEXTS = [{"text": tiny.sentence(number) * (1 + number % 3), "who": f"p{number % 5}"} for number in range(40)]
 PROMPTED = [{"prompt": row["text"], "completion": row["text"][::-1], "who": row["who"]} for row in TEXTS]
 ANSWER = {"role": "assistant", "content": "Yes."}
@@ -44,29 +41,23 @@ ROWS = {"text": TEXTS, "prompt_completion": PROMPTED, "messages": TALKS}
 BY_UNIT = {"unit": "who", "max_examples_per_unit": 3}
 
 
-@cache
-def tokenizer() -> Any:
-    return tiny.tokenizer()
-
-
 def section(**values: Any) -> DataConfig:
-    return DataConfig.model_validate({"train": "rows.jsonl", "max_length": 24, "long_examples": "chunk", **values})
+    return data_section(**{"max_length": 24, "long_examples": "chunk", **values})
 
 
-def table_of(folder: Path, some: list[Json], **values: Any) -> tuple[Table, DataConfig]:
-    path = tiny.write_rows(folder / "rows.jsonl", some)
-    wanted = section(**{**values, "train": str(path)})
-    return load_table(str(path), wanted, "train", folder / "cache"), wanted
+def table_of(folder: Path, rows: list[Json], **values: Any) -> tuple[Table, DataConfig]:
+    path = tiny.write_rows(folder / "rows.jsonl", rows)
+    data = section(**{**values, "train": str(path)})
+    return load_table(str(path), data, "train", folder / "cache"), data
 
 
-def made(folder: Path, some: list[Json] = TEXTS, tokeniser: Any = None, **values: Any) -> Units:
-    table, wanted = table_of(folder, some, **values)
-    return make_units(table, sampled_rows(table, wanted), tokeniser or tokenizer(), wanted, folder / "cache")
+def make(folder: Path, rows: list[Json] = TEXTS, tokenizer_: Any = None, **values: Any) -> Units:
+    table, data = table_of(folder, rows, **values)
+    return make_units(table, sampled_rows(table, data), tokenizer_ or tokenizer(), data, folder / "cache")
 
 
-def in_memory(some: list[Json], fmt: Any, **values: Any) -> list[Unit]:
-    """As before anything lay on disk."""
-    groups = data.group_rows(Table("rows.jsonl", tiny.rows(some, "who"), fmt), section(**values))
+def in_memory(rows: list[Json], fmt: Any = "text", **values: Any) -> list[Unit]:
+    groups = data.group_rows(Table("rows.jsonl", tiny.rows(rows, "who"), fmt), section(**values))
     return list(iter_units(list(groups), fmt, tokenizer(), section(**values)))
 
 
@@ -79,7 +70,7 @@ def test_files_are_closed_when_nobody_reads_them(tmp_path: Path) -> None:
     for _ in range(5):
         stored = StoredRows(tmp_path, 0)
         stored.append(Row({"text": "a"}))
-        units = made(tmp_path).with_slots([None])
+        units = make(tmp_path).with_slots([None])
         assert units[0] is not None
     del stored, units
     assert process.num_fds() == before
@@ -90,15 +81,15 @@ def full_disk(*_: Any) -> None:
 
 
 def test_a_full_disk_is_an_error_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    table, wanted = table_of(tmp_path, TEXTS)
+    table, data_section = table_of(tmp_path, TEXTS)
     with monkeypatch.context() as patch:
         patch.setattr(data, "BUFFER", 0)
         patch.setattr(tempfile.SpooledTemporaryFile, "write", full_disk)
-        with pytest.raises(DataError, match=r"No space left.*--output_dir"):
+        with refused(r"No space left.*--output_dir"):
             table_of(tmp_path, TEXTS)
     monkeypatch.setattr(np, "save", full_disk)
-    with pytest.raises(DataError, match=r"No space left.*--output_dir"):
-        make_units(table, sampled_rows(table, wanted), tokenizer(), wanted, tmp_path / "cache")
+    with refused(r"No space left.*--output_dir"):
+        make_units(table, sampled_rows(table, data_section), tokenizer(), data_section, tmp_path / "cache")
     assert entries(tmp_path) == []
 
 
@@ -115,79 +106,66 @@ def test_a_full_disk_is_an_error_with_a_remedy(tmp_path: Path, monkeypatch: pyte
     at_once=st.sampled_from([0, 150, 2**18]),
 )
 def test_units_on_disk_are_those_of_memory(
-    fmt: str, picks: list[int], max_length: int, long_examples: str, unit: Json, at_once: int
+    fmt: Any, picks: list[int], max_length: int, long_examples: str, unit: Json, at_once: int
 ) -> None:
-    some = [ROWS[fmt][pick] for pick in picks]
+    rows = [ROWS[fmt][pick] for pick in picks]
     values = {"max_length": max_length, "long_examples": long_examples, **unit}
-    one_by_one = [
-        Unit(
-            tuple(
-                s
-                for row in group
-                for s in tokens.encode(row.parts, fmt, tokenizer(), tiny.reads(max_length, long_examples))
-            )  # type: ignore[arg-type]
-        )
-        for group in data.group_rows(Table("rows.jsonl", tiny.rows(some, "who"), fmt), section(**values))  # type: ignore[arg-type]
-    ]
-    assert in_memory(some, fmt, **values) == one_by_one
+    data_read, table = section(**values), Table("rows.jsonl", tiny.rows(rows, "who"), fmt)
+    expected = []
+    for group in data.group_rows(table, data_read):  # each row by itself
+        encoded = [tokens.encode(row.parts, fmt, tokenizer(), data_read) for row in group]
+        expected.append(Unit(tuple(sequence for sequences in encoded for sequence in sequences)))
+    assert in_memory(rows, fmt, **values) == expected
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokens, "AT_ONCE", at_once)
-        units = made(Path(folder), some, **values)
-        again = made(Path(folder), some, **values)
-    for found in (units, again):
-        assert list(found) == one_by_one == found[:]
-        assert found.digest == units.digest
-        for index, unit_ in enumerate(one_by_one):
-            lengths = [len(sequence.input_ids) for sequence in unit_.sequences]
-            assert found.sizes(index) == lengths
-    assert all(type(token) is int for unit_ in units[:] if unit_ for one in unit_.sequences for token in one.input_ids)
+        first, reopened = (make(Path(folder), rows, **values) for _ in range(2))
+    for units in (first, reopened):
+        assert list(units) == expected == units[:]
+        assert units.digest == first.digest
+        sizes = [[len(sequence.input_ids) for sequence in unit.sequences] for unit in expected]
+        assert [units.sizes(index) for index in range(len(units))] == sizes
+    ids = [token for unit in first[:] if unit for sequence in unit.sequences for token in sequence.input_ids]
+    assert all(type(token) is int for token in ids)
+
+
+SEQUENCES = st.tuples(
+    st.lists(st.tuples(st.integers(0, 2**31 - 1), st.booleans()), max_size=20), st.integers(1, 9999)
+).map(lambda drawn: TokenSequence(tuple(i for i, _ in drawn[0]), tuple(m for _, m in drawn[0]), drawn[1]))
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(
-    st.lists(
-        st.lists(
-            st.tuples(st.lists(st.tuples(st.integers(0, 2**31 - 1), st.booleans()), max_size=20), st.integers(1, 9999)),
-            max_size=3,
-        ),
-        max_size=3,
-    )
-)
-def test_any_sequence_is_packed_without_loss(value: Any) -> None:
-    for sequences in value:
-        unit = Unit(
-            tuple(TokenSequence(tuple(i for i, _ in s), tuple(m for _, m in s), number) for s, number in sequences)
-        )
-        assert tokens._unpack(tokens._pack(unit), len(unit.sequences)) == unit
+@given(st.lists(SEQUENCES, max_size=3))
+def test_any_sequence_is_packed_without_loss(sequences: list[TokenSequence]) -> None:
+    unit = Unit(tuple(sequences))
+    assert tokens._unpack(tokens._pack(unit), len(unit.sequences)) == unit
 
 
 def test_slots_stand_behind_the_units(tmp_path: Path) -> None:
-    units = made(tmp_path)
-    slots = [None, in_memory(TEXTS[:1], "text")[0], Unit(())]
-    more = units.with_slots(slots)
-    assert (len(more), more[len(units) :]) == (len(units) + 3, slots)
-    assert more[: len(units)] == units[:]
-    assert [more.sizes(len(units) + index) for index in range(3)] == [[], units.sizes(0), []]
-    assert more.sizes(-1) == []
-    digests = {units.digest, more.digest, units.with_slots(slots[::-1]).digest, units.with_slots([None]).digest}
+    units = make(tmp_path)
+    slots = [None, in_memory(TEXTS[:1])[0], Unit(())]
+    extended = units.with_slots(slots)
+    assert (len(extended), extended[len(units) :]) == (len(units) + 3, slots)
+    assert extended[: len(units)] == units[:]
+    assert [extended.sizes(len(units) + index) for index in range(3)] == [[], units.sizes(0), []]
+    assert extended.sizes(-1) == []
+    digests = {units.digest, extended.digest, units.with_slots(slots[::-1]).digest, units.with_slots([None]).digest}
     assert len(digests) == 4
-    assert units.with_slots(slots).digest == more.digest
+    assert units.with_slots(slots).digest == extended.digest
 
 
-def test_the_digest_tells_other_units(tmp_path: Path) -> None:
-    one = made(tmp_path / "a")
-    assert made(tmp_path / "b").digest == one.digest
-    assert made(tmp_path / "c", TEXTS[::-1]).digest != one.digest
-    assert made(tmp_path / "d", max_length=23).digest != one.digest
-    assert made(tmp_path / "e", TEXTS[:-1]).digest != one.digest
+def test_other_units_have_another_digest(tmp_path: Path) -> None:
+    digest = make(tmp_path / "a").digest
+    assert make(tmp_path / "b").digest == digest
+    changed = make(tmp_path / "c", TEXTS[::-1]), make(tmp_path / "d", max_length=23), make(tmp_path / "e", TEXTS[:-1])
+    assert digest not in {units.digest for units in changed}
 
 
 # --- the cache -------------------------------------------------------------------------------------------------------
 
 
 def entries(folder: Path) -> list[str]:
-    there = folder / "cache" / tokens.FOLDER
-    return sorted(path.name for path in there.iterdir()) if there.exists() else []
+    cache = folder / "cache" / tokens.FOLDER
+    return sorted(path.name for path in cache.iterdir()) if cache.exists() else []
 
 
 @pytest.fixture
@@ -195,50 +173,47 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry for each time that a corpus is tokenised."""
     calls: list[int] = []
 
-    def count(*arguments: Any, **named: Any) -> Iterator[Unit]:
+    def count(*arguments: Any, **options: Any) -> Iterator[Unit]:
         calls.append(1)
-        return iter_units(*arguments, **named)
+        return iter_units(*arguments, **options)
 
     monkeypatch.setattr(tokens, "iter_units", count)
     return calls
 
 
 def test_a_corpus_is_tokenised_once(tmp_path: Path, counted: list[int]) -> None:
-    first = made(tmp_path)
-    again = made(tmp_path)
-    assert (len(counted), again.digest, again.path.name) == (1, first.digest, first.path.name)
-    assert list(again) == list(first)
+    first, reopened = make(tmp_path), make(tmp_path)
+    assert (len(counted), reopened.digest, reopened.path.name) == (1, first.digest, first.path.name)
+    assert list(reopened) == list(first)
     assert entries(tmp_path) == [first.path.name]
     for path in (first.path, first.path.parent):
         assert stat.S_IMODE(path.stat().st_mode) == 0o700
 
 
 def test_whatever_changes_the_tokens_is_another_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    of_unit = [{**BY_UNIT, **more} for more in ({}, {"max_examples_per_unit": 2}, {"sampling": "example"})]
+    of_unit = [{**BY_UNIT, **extended} for extended in ({}, {"max_examples_per_unit": 2}, {"sampling": "example"})]
     values: list[Json] = [{}, {"max_length": 23}, {"long_examples": "truncate"}, *of_unit]
-    keys = [made(tmp_path, TALKS, **one).path.name for one in values]
-    others = [tiny.tokenizer(chat_template="!" + tiny.CHAT), *(tiny.tokenizer() for _ in range(3))]
-    others[1].eos_token = "<pad>"
-    others[2].add_tokens(["plums"])
-    others[3].split_special_tokens = True
-    keys += [made(tmp_path, TALKS, other).path.name for other in others]
-    keys += [made(tmp_path, TALKS[::-1]).path.name, made(tmp_path, TALKS[1:]).path.name]
-    both = [{"text": "a", "prompt": "b", "completion": "c", "who": "p"}]
-    keys += [made(tmp_path, both, format=fmt).path.name for fmt in ("prompt_completion", "text")]
-    keys += [made(tmp_path, [{"prompt": p, "completion": c}]).path.name for p, c in (("a", "bc"), ("ab", "c"))]
-    keys.append(made(tmp_path, [{"prompt": "a", "completion": "bc"}], template="{prompt}{completion}").path.name)
+    keys = [make(tmp_path, TALKS, **settings).path.name for settings in values]
+    tokenizers = [tiny.tokenizer(chat_template="!" + tiny.CHAT), *(tiny.tokenizer() for _ in range(3))]
+    tokenizers[1].eos_token = "<pad>"
+    tokenizers[2].add_tokens(["plums"])
+    tokenizers[3].split_special_tokens = True
+    keys += [make(tmp_path, TALKS, tokenizer_).path.name for tokenizer_ in tokenizers]
+    keys += [make(tmp_path, TALKS[::-1]).path.name, make(tmp_path, TALKS[1:]).path.name]
+    ambiguous = [{"text": "a", "prompt": "b", "completion": "c", "who": "p"}]
+    keys += [make(tmp_path, ambiguous, format=fmt).path.name for fmt in ("prompt_completion", "text")]
+    keys += [make(tmp_path, [{"prompt": p, "completion": c}]).path.name for p, c in (("a", "bc"), ("ab", "c"))]
+    keys.append(make(tmp_path, [{"prompt": "a", "completion": "bc"}], template="{prompt}{completion}").path.name)
     monkeypatch.setattr(tokens, "ENCODING", tokens.ENCODING + 1)
-    keys.append(made(tmp_path, TALKS).path.name)
+    keys.append(make(tmp_path, TALKS).path.name)
     assert len(set(keys)) == len(keys)
 
 
-def test_a_column_that_no_format_reads_and_a_tokenizers_truncation_make_no_other_entry(
-    tmp_path: Path, counted: list[int]
-) -> None:
+def test_unread_columns_and_truncation_make_no_other_entry(tmp_path: Path, counted: list[int]) -> None:
     cutting = tiny.tokenizer()
     cutting.backend_tokenizer.enable_truncation(4)
     unread = [{**row, "remark": number} for number, row in enumerate(TEXTS)]
-    assert list(made(tmp_path, unread, cutting)) == list(made(tmp_path)) == in_memory(TEXTS, "text")
+    assert list(make(tmp_path, unread, cutting)) == list(make(tmp_path)) == in_memory(TEXTS)
     assert len(counted) == 1
 
 
@@ -252,34 +227,34 @@ def cut(path: Path) -> None:
     os.truncate(path, path.stat().st_size - 3)
 
 
-def flip(path: Path, place: int | None = None, bits: int = 1) -> None:
+def flip(path: Path, offset: int | None = None, bits: int = 1) -> None:
     content = bytearray(path.read_bytes())
-    content[len(content) // 2 + (path.suffix == ".json") if place is None else place] ^= bits
+    content[len(content) // 2 + (path.suffix == ".json") if offset is None else offset] ^= bits
     path.write_bytes(content)
 
 
 @pytest.mark.parametrize(
-    "damage", [cut, flip, partial(flip, place=-1, bits=255), Path.unlink, partial(Path.write_bytes, data=b"")]
+    "damage", [cut, flip, partial(flip, offset=-1, bits=255), Path.unlink, partial(Path.write_bytes, data=b"")]
 )
 @pytest.mark.parametrize("name", ["tokens.bin", "index.npy", "sizes.npy", "meta.json"])
-def test_a_damaged_entry_is_made_again(
+def test_a_damaged_entry_is_remade(
     tmp_path: Path, counted: list[int], name: str, damage: Callable[[Path], Any]
 ) -> None:
-    first = made(tmp_path)
+    first = make(tmp_path)
     expected, key = list(first), first.path.name
     damage(first.path / name)
-    again = made(tmp_path)
-    assert (list(again), again.path.name, again.digest) == (expected, key, first.digest)
+    remade = make(tmp_path)
+    assert (list(remade), remade.path.name, remade.digest) == (expected, key, first.digest)
     assert len(counted) == 2
     assert entries(tmp_path) == [key]
 
 
 def test_units_that_are_open_lose_their_name_without_harm_and_their_bytes_with_an_error(tmp_path: Path) -> None:
-    units = made(tmp_path)
+    units = make(tmp_path)
     os.rename(tmp_path / "cache", tmp_path / "elsewhere")
-    assert list(units) == in_memory(TEXTS, "text")
+    assert list(units) == in_memory(TEXTS)
     os.truncate(tmp_path / "elsewhere" / tokens.FOLDER / units.path.name / "tokens.bin", 100)
-    with pytest.raises(DataError, match="truncated"):
+    with refused("truncated"):
         list(units)
 
 
@@ -297,49 +272,42 @@ def dies(*arguments, **named):
             os.kill(os.getpid(), signal.SIGKILL)
         yield unit
 tokens.iter_units, tokens._PIECE = dies, 1
-test_tokens.made(Path(sys.argv[2]))
+test_tokens.make(Path(sys.argv[2]))
 """
 
 
-def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    tests = Path(__file__).parents[1]
-    path = os.pathsep.join([str(Path(dpllm.__file__).parents[1]), str(tests), str(tests / "text")])
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}
-    )
-
-
 def test_a_killed_process_leaves_nothing_that_is_taken_for_whole(tmp_path: Path, counted: list[int]) -> None:
-    died = python(DIES, str(Path(__file__).parent), str(tmp_path))
-    assert died.returncode == -signal.SIGKILL, died.stderr
+    with pytest.raises(AssertionError):
+        run_program("-c", DIES, Path(__file__).parent, tmp_path)
     assert [name[0] for name in entries(tmp_path)] == [".", "."]  # a lock, and what is half written
-    units = made(tmp_path)
-    assert list(units) == in_memory(TEXTS, "text")
+    units = make(tmp_path)
+    assert list(units) == in_memory(TEXTS)
     assert (entries(tmp_path), len(counted)) == ([units.path.name], 1)
 
 
-def test_of_several_at_once_one_tokenises(tmp_path: Path, counted: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    table, wanted = table_of(tmp_path, TEXTS)
-    found: list[Units] = []
+def test_of_several_threads_one_tokenises(tmp_path: Path, counted: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    table, data_section = table_of(tmp_path, TEXTS)
+    units_made: list[Units] = []
     quick = tokens.iter_units
 
-    def slow(*arguments: Any, **named: Any) -> Iterator[Unit]:
+    def slow(*arguments: Any, **options: Any) -> Iterator[Unit]:
         time.sleep(0.5)  # so that the others come meanwhile
-        return quick(*arguments, **named)
+        return quick(*arguments, **options)
 
     monkeypatch.setattr(tokens, "iter_units", slow)
 
     def run(tokenizer: Any) -> None:
-        found.append(make_units(table, sampled_rows(table, wanted), tokenizer, wanted, tmp_path / "cache"))
+        units_made.append(
+            make_units(table, sampled_rows(table, data_section), tokenizer, data_section, tmp_path / "cache")
+        )
 
     threads = [threading.Thread(target=run, args=(tiny.tokenizer(),)) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(counted) == 1
-    assert {units.digest for units in found} == {made(tmp_path).digest}
-    assert len(found) == 4
+    assert (len(counted), len(units_made)) == (1, 4)
+    assert {units.digest for units in units_made} == {make(tmp_path).digest}
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
@@ -392,9 +360,7 @@ print(most[0] / 2**20)
 
 
 def growth(folder: Path, megabytes: int, how: str) -> float:
-    done = python(GROWS, str(folder), str(megabytes), how)
-    assert done.returncode == 0, done.stderr
-    return float(done.stdout)
+    return float(run_program("-c", GROWS, folder, megabytes, how))
 
 
 def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
