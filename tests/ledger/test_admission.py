@@ -195,9 +195,9 @@ def test_what_ran_elsewhere_is_never_given_back():
     imported = Imported(3.0, 0.0)
     for inside in (imported, compose([EVENT, imported])):
         event = SelfComposed(2, inside)
-        assert _closed(event, 0).kept == event
-    assert _closed(RUN, 30, 150).kept == dp_sgd_event(0.02, 0.8, 30)
-    assert _closed(RUN, 10**6, 150).kept == RUN
+        assert _closed(event, 0).counted_event == event
+    assert _closed(RUN, 30, 150).counted_event == dp_sgd_event(0.02, 0.8, 30)
+    assert _closed(RUN, 10**6, 150).counted_event == RUN
 
 
 @settings(derandomize=True, deadline=None, max_examples=40)
@@ -308,14 +308,14 @@ def test_nothing_is_final_after_any_run_or_import(ledger: Ledger, before: str):
 
 
 def test_what_is_imported_after_a_final_run_is_entered_and_shown_as_exceeding(ledger: Ledger):
-    from dpllm.ledger.admission import comes_to
+    from dpllm.ledger.admission import account_totals
 
     budgets.set_budget(ledger, "notes", budget(cost_of(1)))
     claim = reserve(ledger, final=True)
     assert "exactly" in totals(ledger, "notes")[0]
     budgets.import_run(ledger, "notes", event=EVENT, run="x", **TERMS, **WHO)
     assert ledger.spent("notes") == cost_of(2) > ledger.budget("notes").epsilon
-    told = comes_to(ledger.account("notes"), ledger.spent("notes"), claim.group)
+    told = account_totals(ledger.account("notes"), ledger.spent("notes"), claim.group)
     assert (told["final"], told["used"], told["spent_epsilon"], told["imported"]) == (True, None, cost_of(2), 1)
     assert "exactly" not in totals(ledger, "notes")[0]
 

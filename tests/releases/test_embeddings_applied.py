@@ -54,6 +54,10 @@ def test_a_sentence_encoder_releases_and_classifies(say: Say, capsys: pytest.Cap
     write([{"text": "pain, chest, worse, meals"}, {"text": "visit letter employer, asked"}, {"text": ""}], "new.jsonl")
     assert main(["classify", "classifier", "new.jsonl", "--model", str(path)]) == 0
     assert [json.loads(line)["label"] for line in capsys.readouterr().out.splitlines()] == ["yes", "no", None]
+    assert "`dpllm classify FOLDER FILE --model DIR`" in Path("classifier/README.md").read_text("utf-8")
+    path = path.rename("elsewhere")
+    assert main(["classify", "classifier", "new.jsonl"]) == 2
+    assert "type --model DIR" in capsys.readouterr().err
     (path / "modules.json").write_text((path / "modules.json").read_text().replace("1_Pooling", "2_Normalize"))
     assert main(["classify", "classifier", "new.jsonl", "--model", str(path)]) == 2
 
