@@ -117,12 +117,12 @@ def offered(
         size = DIMENSIONS[request.kind]
         note = f"A classifier needs well above {sigma * size * math.sqrt(size):,.0f} units; there are {units:,}."
         if request.clusters:
-            min_units = embedded.least_size(sigma, size)
-            note = f"A cluster moves if it has {min_units:,} units or more, of {units:,}."
-            if request.clusters > (most := max(1, units // min_units)):
+            smallest = embedded.least_size(sigma, size)
+            note = f"A cluster moves if it has {smallest:,} units or more, of {units:,}."
+            if request.clusters > (most := max(1, units // smallest)):
                 raise ConfigError(
-                    f"{units:,} units are too few for {request.clusters} clusters at epsilon {epsilon:g}: one below {min_units:,} would "
-                    f"hide in the noise. Type a larger --epsilon{f', or --clusters {most} or less' if most > 1 else ''}."
+                    f"{units:,} units are too few for {request.clusters} clusters at epsilon {epsilon:g}: one below {smallest:,} "
+                    f"would hide in the noise. Type a larger --epsilon{f', or --clusters {most} or less' if most > 1 else ''}."
                 )
         job, versions = _Job(config, request, source, sigma), processes.versions()
         software = {name: versions[name] for name in ("torch", "transformers")}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ledger_stores import DELTA, EVENT, TERMS, Place, budget, cost_of, request, reserve, room_for
+from ledger_stores import DELTA, EVENT, TERMS, Place, budget, cost_of, request, reserve
 
 from dpllm.cli.ledger import totals
 from dpllm.errors import BudgetExceeded, Refused
@@ -50,19 +50,6 @@ def test_the_filter_admits_as_many_runs_as_fit_and_says_so(ledger: Ledger):
     assert seen.could_follow == 0
 
 
-def test_a_refusal_says_what_is_used_what_the_run_would_use_and_what_to_type(ledger: Ledger):
-    budgets.set_budget(ledger, "notes", budget(5.0))
-    reserve(ledger, event=RUN, num_steps=150)
-    large = dp_sgd_event(0.02, 0.8, 1500)
-    with pytest.raises(BudgetExceeded) as refusal:
-        reserve(ledger, event=large, num_steps=1500)
-    said, used = str(refusal.value), ledger.used("notes")
-    assert f"{100 * used:.3g}% of epsilon 5 used, and this run would use" in said
-    assert "Ask for a smaller epsilon" in said
-    assert "privacy.fit_budget: true" in said
-    assert "--final" not in said  # it would be refused too
-
-
 def test_final_is_advised_where_a_run_fits_only_as_the_last_one(ledger: Ledger):
     exact = epsilon(RUN, DELTA, "zero_out")
     for name, value, advised in (("fits", exact + 0.1, True), ("no", exact - 0.1, False)):
@@ -74,20 +61,6 @@ def test_final_is_advised_where_a_run_fits_only_as_the_last_one(ledger: Ledger):
     with pytest.raises(BudgetExceeded) as refusal:
         reserve(ledger, "fits", event=RUN, num_steps=150)
     assert "--final" not in str(refusal.value)
-
-
-def test_a_group_costs_the_sum_of_its_runs(ledger: Ledger):
-    budgets.set_budget(ledger, "notes", room_for(3))
-    wanted = [request(run=name) for name in "abcd"]
-    with pytest.raises(BudgetExceeded, match="these 4 runs would use"):
-        reserve_all(ledger, "notes", wanted, group="g")
-    assert ledger.runs("notes") == []
-    reserve_all(ledger, "notes", wanted[:2], group="g")
-    alone = admission.divergence(EVENT, ledger.budget("notes").order)
-    assert admission.filter_spent(ledger.account("notes"), ledger.budget("notes").order) == pytest.approx(2 * alone)
-    reserve(ledger)
-    with pytest.raises(BudgetExceeded):
-        reserve(ledger)
 
 
 @lru_cache

@@ -89,13 +89,6 @@ def test_a_group_is_fixed_once(ledger: Ledger):
         reserve_group(ledger, wanted()[2:])
 
 
-def test_other_units_refuse_the_whole_group(ledger: Ledger):
-    reserve(ledger, "notes")
-    with pytest.raises(Refused, match="accounted per"):
-        reserve_group(ledger, [replace(one, unit="visit") for one in wanted()])
-    assert len(ledger.account("notes").runs) == 1
-
-
 def test_a_run_takes_its_place_once_and_for_itself_alone(ledger: Ledger):
     first, second, _ = reserve_group(ledger)
     taken = {"dataset": "notes", "event": EVENTS[0], "num_steps": 4}

@@ -129,9 +129,9 @@ def test_steps_that_are_set_back_are_found(ledger: Ledger, place: Place):
             again.reconcile(claim.entry, "bob", "gone")
 
 
-def test_a_run_of_a_thousand_steps_leaves_few_entries(ledger: Ledger):
-    claim = reserve(ledger, event=dp_sgd_event(1.0, 400.0, 1000), num_steps=1000)
-    for step in range(1, 1001):
+def test_a_run_of_many_steps_leaves_few_entries(ledger: Ledger):
+    claim = reserve(ledger, event=dp_sgd_event(1.0, 400.0, 200), num_steps=200)
+    for step in range(1, 201):
         ledger.charge(claim.entry, step)
     assert len(ledger.history()) < 25
     assert ledger.run(claim.entry).state == "running"

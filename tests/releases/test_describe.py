@@ -12,10 +12,11 @@ import pytest
 import tiny
 from dp_accounting.pld import common
 from dp_accounting.pld import privacy_loss_distribution as pld
+from released_folders import entries, ledger, write
 
 from dpllm.cli import main
 from dpllm.files import alone
-from dpllm.ledger import Budget, Ledger, RunRequest, budgets, open_ledger
+from dpllm.ledger import Budget, RunRequest, budgets
 from dpllm.ledger.budgets import reserve_all
 from dpllm.privacy import privacy_loss, releases
 from dpllm.privacy.accounting import dp_sgd_event
@@ -51,20 +52,6 @@ def say(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
         return code, *capsys.readouterr()
 
     return typed
-
-
-def write(found: list[Json]) -> None:
-    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found), encoding="utf-8")
-
-
-def ledger() -> Ledger:
-    opened = open_ledger("l.sqlite")
-    assert opened is not None
-    return opened
-
-
-def entries() -> int:
-    return len(ledger().history())
 
 
 def released(name: str = "describe.json") -> Statistics:
