@@ -316,3 +316,11 @@ def steady(text: str) -> str:
     """The same with numbers of nine digits and without hashes: processors round the accountant's figures differently."""
     text = re.sub(r"\d+\.\d{9,}", lambda found: f"{float(found[0]):.9g}", text)
     return re.sub(r"\b[0-9a-f]{32,}\b", "HEX", text)
+
+
+def assert_golden(text: str, golden: Path) -> None:
+    """A change that is meant: delete the golden file, run twice, and read the difference."""
+    if not golden.exists():
+        golden.write_text(text, encoding="utf-8")
+        raise AssertionError(f"wrote {golden}: read it, and run this test again")
+    assert steady(text) == steady(golden.read_text("utf-8"))

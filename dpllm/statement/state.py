@@ -182,7 +182,7 @@ def _released(describe: Json, plan: Plan | None, record: RunRecord) -> Statistic
     if (statistics.dataset, statistics.unit, statistics.neighbouring_relation) != charged:
         raise ConfigError(
             f"describe.json is about dataset {statistics.dataset!r} per {statistics.unit!r} under "
-            f"{statistics.neighbouring_relation!r}, and the run was charged for another: they do not add. Name the file of its data."
+            f"{statistics.neighbouring_relation!r}, and the run was charged for another: they do not add. Name that file."
         )
     return statistics
 

@@ -30,11 +30,11 @@ WHO = {"by": "bob", "reason": "paper"}
 
 
 def test_the_filter_admits_as_many_runs_as_fit_and_says_so(ledger: Ledger):
-    found = budgets.set_budget(ledger, "notes", budget(8.0))
-    assert found.order == renyi.filter_order(8.0, DELTA)
+    fixed_budget = budgets.set_budget(ledger, "notes", budget(8.0))
+    assert fixed_budget.order == renyi.filter_order(8.0, DELTA)
     assert math.floor(8.0 / epsilon(RUN, DELTA, "zero_out")) == 2  # sums of epsilons
     admitted, wanted = 0, [request(event=RUN, num_steps=150)]
-    share = renyi.rdp(RUN, found.order) / renyi.allowance(8.0, DELTA, found.order)
+    share = renyi.rdp(RUN, fixed_budget.order) / renyi.allowance(8.0, DELTA, fixed_budget.order)
     while (seen := ledger.outlook("notes", wanted)).refusal is None:
         assert seen.used == pytest.approx(admitted * share)
         assert seen.used_after == pytest.approx((admitted + 1) * share)
@@ -199,12 +199,12 @@ def test_delta_hidden_in_a_runs_event_is_not_free(ledger: Ledger):
 
 def test_a_budget_that_comes_after_runs_counts_them_at_an_order_of_its_own(ledger: Ledger):
     reserve(ledger, event=RUN, num_steps=150)
-    found = budgets.set_budget(ledger, "notes", budget(8.0, order=3.7))
-    assert found.order == renyi.filter_order(8.0, DELTA) != 3.7  # nobody chooses it
-    assert found == ledger.budget("notes")
-    assert budgets.set_budget(ledger, "notes", budget(8.0, order=5.1)) == found
-    left = renyi.allowance(8.0, DELTA, found.order) - renyi.rdp(RUN, found.order)
-    assert admission.filter_left(ledger.account("notes")) == renyi.Fit(found.order, left)
+    fixed_budget = budgets.set_budget(ledger, "notes", budget(8.0, order=3.7))
+    assert fixed_budget.order == renyi.filter_order(8.0, DELTA) != 3.7  # nobody chooses it
+    assert fixed_budget == ledger.budget("notes")
+    assert budgets.set_budget(ledger, "notes", budget(8.0, order=5.1)) == fixed_budget
+    left = renyi.allowance(8.0, DELTA, fixed_budget.order) - renyi.rdp(RUN, fixed_budget.order)
+    assert admission.filter_left(ledger.account("notes")) == renyi.Fit(fixed_budget.order, left)
 
 
 # --- final -------------------------------------------------------------------------------------------------------------
@@ -223,8 +223,8 @@ def test_a_final_run_that_costs_exactly_the_budget_fits_at_the_budgets_own_delta
 
 
 def test_a_budget_too_small_for_the_filter_admits_a_final_run_alone(ledger: Ledger):
-    found = budgets.set_budget(ledger, "notes", budget(0.05))
-    assert admission.filter_allowance(found) <= 0
+    fixed_budget = budgets.set_budget(ledger, "notes", budget(0.05))
+    assert admission.filter_allowance(fixed_budget) <= 0
     tiny = dp_sgd_event(1.0, 400.0, 4)
     with pytest.raises(BudgetExceeded, match="type --final"):
         reserve(ledger, event=tiny)
@@ -248,8 +248,8 @@ def test_a_final_reservation_closes_the_account_for_good(ledger: Ledger, limited
                 reserve(ledger, "part", derived_from="notes", **changes)
         with pytest.raises(BudgetExceeded, match="closed for good"):
             reserve_all(ledger, "notes", [request(run="c"), request(run="d")], group="h")
-        seen = ledger.outlook("notes", [request()])
-        assert (seen.final, seen.used, seen.spent, bool(seen.refusal)) == (True, None, cost_of(2), True)
+        outlook = ledger.outlook("notes", [request()])
+        assert (outlook.final, outlook.used, outlook.spent, bool(outlook.refusal)) == (True, None, cost_of(2), True)
         if ledger.head() == head:
             for claim in claims:  # what becomes of them changes nothing
                 ledger.reconcile(claim.entry, "alice", "never ran")
