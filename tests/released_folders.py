@@ -40,8 +40,8 @@ def rows(units: int = UNITS) -> list[Json]:
     ]
 
 
-def write(found: list[Json], name: str = "rows.jsonl") -> None:
-    Path(name).write_text("".join(json.dumps(row) + "\n" for row in found), encoding="utf-8")
+def write(written: list[Json], name: str = "rows.jsonl") -> None:
+    Path(name).write_text("".join(json.dumps(row) + "\n" for row in written), encoding="utf-8")
 
 
 @pytest.fixture
