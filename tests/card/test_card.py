@@ -102,6 +102,14 @@ def test_the_neighbouring_relation_is_named_in_words(relation: str, says: str) -
     assert ("the number of units, which is published" in block["not_covered"]) == (relation == "zero_out")
 
 
+def test_interrupted_run_states_the_whole_plan() -> None:
+    text, block = render_card(config(), plan(), record(status="interrupted", steps_taken=40), audit())
+    assert block["plan"]["epsilon"] == EPSILON
+    assert block["steps"] == {"planned": 100, "taken": 40}
+    assert "40 taken of 100 planned; interrupted" in text
+    assert any("when to stop" in line for line in block["not_covered"])
+
+
 def test_no_card_calls_a_model_private_or_free_of_memorisation() -> None:
     for the_audit in (None, audit(), audit(verdict="inconclusive")):
         text = render_card(config(), plan(), record(), the_audit)[0].lower()
