@@ -161,11 +161,6 @@ def test_a_repeated_group_refutes_what_the_claim_allows_for_it_and_no_less():
     assert "planted 8 times, at confidence 0.975" in reason
 
 
-def test_a_canary_is_one_unit_where_the_unit_is_no_row():
-    assert Claim(1.0, 1e-5, "example").of(4).epsilon == 4.0
-    assert Claim(1.0, 1e-5, "patient_id").of(4).epsilon == 1.0
-
-
 def test_alpha_is_divided_among_the_groups_that_can_refute_anything():
     sizes = {1: 200, 4: 20, 32: 20}
     assert levels(sizes, Claim(4.0, 1e-5, "example"), 0.05) == {1: 0.05}

@@ -176,12 +176,7 @@ STATES = {
         record=of_ledger(group=GROUP),
     ),
     "interrupted": State(
-        (
-            "40 taken of 100 planned; interrupted",
-            "when to stop",
-            "- the run was interrupted.",
-            "| Stopping | after 40 of 100 steps",
-        ),
+        ("40 taken of 100 planned; interrupted", "- the run was interrupted.", "| Stopping | after 40 of 100 steps"),
         record=record(status="interrupted", steps_taken=40, deviations=["the run was interrupted"]),
     ),
     "no ledger": State(("| not known: the run was not recorded in a ledger |",), record=record(ledger=None)),
